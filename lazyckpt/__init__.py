@@ -1,0 +1,38 @@
+"""Huge model checkpoints as one namespace of lazy tensors.
+
+    view = lazyckpt.open("runs/405b/global_step9000")
+    view["layers.3.mlp"].to("cuda")
+    view.states["exp_avg"]["layers.3.mlp.up.weight"][:8]
+"""
+
+from .core.index import Mesh
+from .errors import (
+    ChangedFileError,
+    CorruptError,
+    DataError,
+    FormatError,
+    LazyckptError,
+    MissingFileError,
+    SelectionError,
+    TensorNotFoundError,
+)
+from .tensor import LazyTensor
+from .view import CheckpointView
+
+open = CheckpointView
+
+__version__ = "0.1.0"
+__all__ = [
+    "ChangedFileError",
+    "CheckpointView",
+    "CorruptError",
+    "DataError",
+    "FormatError",
+    "LazyTensor",
+    "LazyckptError",
+    "Mesh",
+    "MissingFileError",
+    "SelectionError",
+    "TensorNotFoundError",
+    "open",
+]

@@ -1,0 +1,93 @@
+"""One table of dtypes: what torch, safetensors, numpy (with ml_dtypes) and old torch storages call the same thing."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from ..errors import DataError
+
+
+class Row(NamedTuple):
+    torch: torch.dtype
+    short: str  # as shown to people
+    safetensors: str | None
+    numpy: Any  # None: numpy has no such dtype
+    storage: str | None  # the class in `torch` that old pickles name the dtype by
+
+
+def _rows() -> list[Row]:
+    t, m = torch, ml_dtypes
+    rows = [
+        Row(t.float32, "f32", "F32", np.float32, "FloatStorage"),
+        Row(t.bfloat16, "bf16", "BF16", m.bfloat16, "BFloat16Storage"),
+        Row(t.float16, "f16", "F16", np.float16, "HalfStorage"),
+        Row(t.float64, "f64", "F64", np.float64, "DoubleStorage"),
+        Row(t.int64, "i64", "I64", np.int64, "LongStorage"),
+        Row(t.int32, "i32", "I32", np.int32, "IntStorage"),
+        Row(t.int16, "i16", "I16", np.int16, "ShortStorage"),
+        Row(t.int8, "i8", "I8", np.int8, "CharStorage"),
+        Row(t.uint8, "u8", "U8", np.uint8, "ByteStorage"),
+        Row(t.uint16, "u16", "U16", np.uint16, None),
+        Row(t.uint32, "u32", "U32", np.uint32, None),
+        Row(t.uint64, "u64", "U64", np.uint64, None),
+        Row(t.bool, "bool", "BOOL", np.bool_, "BoolStorage"),
+        Row(t.complex32, "c32", None, None, None),
+        Row(t.complex64, "c64", "C64", np.complex64, "ComplexFloatStorage"),
+        Row(t.complex128, "c128", None, np.complex128, "ComplexDoubleStorage"),
+        Row(t.float8_e4m3fn, "f8_e4m3", "F8_E4M3", m.float8_e4m3fn, None),
+        Row(t.float8_e5m2, "f8_e5m2", "F8_E5M2", m.float8_e5m2, None),
+        Row(t.float8_e4m3fnuz, "f8_e4m3fnuz", "F8_E4M3FNUZ", m.float8_e4m3fnuz, None),
+        Row(t.float8_e5m2fnuz, "f8_e5m2fnuz", "F8_E5M2FNUZ", m.float8_e5m2fnuz, None),
+        # Integers of a quantized tensor: read as they are stored, their scale is another matter (see io/rebuild.py).
+        Row(t.int8, "i8", None, np.int8, "QInt8Storage"),
+        Row(t.uint8, "u8", None, np.uint8, "QUInt8Storage"),
+        Row(t.int32, "i32", None, np.int32, "QInt32Storage"),
+        Row(t.uint8, "u8", None, np.uint8, "QUInt4x2Storage"),
+        Row(t.uint8, "u8", None, np.uint8, "QUInt2x4Storage"),
+    ]
+    # Later additions to torch; two 4-bit floats share a byte, and a shape counts the bytes, as torch does.
+    for name, short, st, np_dtype in (
+        ("float8_e8m0fnu", "f8_e8m0", "F8_E8M0", m.float8_e8m0fnu),
+        ("float4_e2m1fn_x2", "f4x2", None, None),
+        ("bits8", "bits8", None, None),
+        ("bits16", "bits16", None, None),
+        ("bits1x8", "bits1x8", None, None),
+        ("bits2x4", "bits2x4", None, None),
+        ("bits4x2", "bits4x2", None, None),
+    ):
+        if hasattr(t, name):
+            rows.append(Row(getattr(t, name), short, st, np_dtype, None))
+    return rows
+
+
+_ROWS = _rows()
+_BY_TORCH = {row.torch: row for row in reversed(_ROWS)}
+FROM_SAFETENSORS = {row.safetensors: row.torch for row in _ROWS if row.safetensors}
+FROM_STORAGE = {row.storage: row.torch for row in _ROWS if row.storage}
+FROM_NAME = {name: d for name, d in vars(torch).items() if isinstance(d, torch.dtype)}
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """As shown to people: ``bf16``.
+
+    >>> short_name(torch.bfloat16)
+    'bf16'
+    """
+    row = _BY_TORCH.get(dtype)
+    return row.short if row else str(dtype).removeprefix("torch.")
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A CPU tensor as a numpy array over the same memory; bf16 and fp8 with the dtypes of ml_dtypes."""
+    row = _BY_TORCH.get(tensor.dtype)
+    if row is None or row.numpy is None:
+        raise DataError(f"numpy has no {tensor.dtype}: convert first, e.g. t.to(dtype=torch.float32)")
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    try:
+        return tensor.numpy()
+    except TypeError:  # a dtype of ml_dtypes: the same bytes under another name
+        return tensor.contiguous().view(torch.uint8).numpy().view(row.numpy).reshape(tensor.shape)

@@ -1,0 +1,149 @@
+"""The checkpoint as data: which bytes of which file sit where in which tensor.
+
+Everything here is picklable, holds no handle and does no I/O. A reader makes an `Index`; all the rest only looks at it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from .box import Box, Shape
+
+
+class Rank(NamedTuple):
+    """Where a rank stands in the mesh that trained the model."""
+
+    tp: int = 0
+    pp: int = 0
+    dp: int = 0
+    ep: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The parallel degrees a checkpoint was written with."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A strided array of bytes in a file.
+
+    ``offset`` is in bytes from the start of the file, ``strides`` in elements (as torch stores them; 0 where expanded,
+    never negative). Nothing is promised about alignment. ``conj`` and ``neg`` are torch's lazy bits: the stored values
+    are still to be conjugated or negated. ``swapped`` says that the file's byte order is not little-endian.
+    """
+
+    path: str
+    offset: int
+    dtype: torch.dtype
+    shape: Shape
+    strides: Shape
+    conj: bool = False
+    neg: bool = False
+    swapped: bool = False
+
+    @property
+    def raw(self) -> bool:
+        """True if the stored bytes are the values, as they stand."""
+        return not (self.conj or self.neg or self.swapped)
+
+
+@dataclass(frozen=True, slots=True)
+class Hole:
+    """Stands where an extent should: its file is missing or unreadable. ``reason`` is a whole sentence that names it."""
+
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A block of a rank-local array, and where the block's first element stands in the global tensor."""
+
+    local: Box
+    start: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """What one file contributes to a tensor.
+
+    ``local_shape``: the rank-local array. ``parts``: how its blocks map into the global tensor; None means that the
+    whole array stands at the global origin. ``span``: the flat interval of the rank-local array's C-order ravel that
+    the extent holds (the extent is then 1-d and hi - lo long); None means all of it, in the extent's own shape.
+    """
+
+    extent: Extent | Hole
+    local_shape: Shape
+    parts: tuple[Part, ...] | None = None
+    span: tuple[int, int] | None = None
+    rank: Rank | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One logical tensor.
+
+    ``fragments`` may be a tuple or any sequence that makes its fragments when they are asked for: a checkpoint of a
+    thousand ranks stores what its ranks share once. ``combine``: what to do where several fragments hold the same
+    element: "first" takes the first, "mean" averages (in fp32). ``rule``: how the fragments were put together and how
+    that is known, for `explain`; empty if there was nothing to decide.
+    """
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    fragments: Sequence[Fragment]
+    combine: Literal["first", "mean"] = "first"
+    rule: str = ""
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+class FileInfo(NamedTuple):
+    """A file as it was when it was indexed: size in bytes, modification time in nanoseconds (0 if unknown)."""
+
+    size: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """The whole checkpoint as data.
+
+    ``states``: state name -> tensor name -> spec; the first is the one a plain ``view[...]`` reads. ``stored``: every
+    tensor as it lies in the files, under its raw name; None if that has to be looked up in ``files`` again (formats of
+    many rank files). ``aliases``: tied name -> the name that owns the data. ``unreadable``: names that the checkpoint
+    lists but that cannot even be described (their file is gone), with the reason.
+    """
+
+    format: str
+    states: Mapping[str, Mapping[str, TensorSpec]]
+    files: Mapping[str, FileInfo]
+    stored: Mapping[str, TensorSpec] | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    mesh: Mesh = field(default_factory=Mesh)
+    problems: tuple[str, ...] = ()
+    unreadable: Mapping[str, str] = field(default_factory=dict)
+
+
+def whole(name: str, extent: Extent, rank: Rank | None = None) -> TensorSpec:
+    """The spec of a tensor that lies in one piece, as its extent describes it."""
+    return TensorSpec(name, extent.shape, extent.dtype, (Fragment(extent, extent.shape, rank=rank),))

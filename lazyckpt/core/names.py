@@ -1,0 +1,89 @@
+"""Dotted names: where a path occurs in them, natural order, globs, and the nearest names to a wrong one."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+Pattern = str | re.Pattern[str] | Callable[[str], bool]
+
+
+def natural(name: str) -> list[tuple[int, int, str]]:
+    """A sort key that puts ``layers.10`` behind ``layers.9``.
+
+    >>> sorted(["a.10", "a.9", "a.b"], key=natural)
+    ['a.9', 'a.10', 'a.b']
+    """
+    return [(0, int(s), s) if s.isdecimal() and s.isascii() else (1, 0, s) for s in re.split(r"(\d+)", name) if s]
+
+
+def matcher(pattern: Pattern) -> Callable[[str], bool]:
+    """A test for names: a glob (``*`` also crosses dots), a compiled regex (searched), or the callable itself.
+
+    >>> matcher("*.norm.weight")("layers.3.norm.weight")
+    True
+    """
+    if isinstance(pattern, str):
+        return re.compile(fnmatch.translate(pattern)).match  # type: ignore[return-value]
+    if isinstance(pattern, re.Pattern):
+        return lambda name: pattern.search(name) is not None
+    return pattern
+
+
+class Names:
+    """An ordered set of dotted names that finds prefixes and inner paths fast."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.order: tuple[str, ...] = tuple(names)
+        self._sorted: list[str] | None = None
+
+    @property
+    def sorted(self) -> list[str]:
+        if self._sorted is None:
+            self._sorted = sorted(self.order)
+        return self._sorted
+
+    def below(self, prefix: str) -> Sequence[str]:
+        """The names that begin with ``prefix.``, in plain sorted order."""
+        start = prefix + "."
+        lo = bisect_left(self.sorted, start)
+        hi = bisect_left(self.sorted, prefix + "/", lo)  # "/" is the character behind "."
+        return self.sorted[lo:hi]
+
+    def inside(self, path: str) -> list[str]:
+        """The full paths at which ``path`` occurs inside the names: a name that ends with it, or a prefix."""
+        inner = "." + path
+        found: dict[str, None] = {}
+        for name in self.order:
+            at = name.find(inner)
+            while at >= 0:
+                end = at + len(inner)
+                if end == len(name) or name[end] == ".":
+                    found[name[:end]] = None
+                at = name.find(inner, at + 1)
+        return list(found)
+
+    def near(self, wrong: str, count: int = 3) -> list[str]:
+        """The names (or prefixes of names) most like a wrong one."""
+        depth = wrong.count(".")
+        stems = dict.fromkeys(
+            ".".join(parts[: d + 1])
+            for parts in (name.split(".") for name in self.order[:20_000])
+            for d in (len(parts) - 1, min(depth, len(parts) - 1))
+        )
+        return difflib.get_close_matches(wrong, list(stems), n=count, cutoff=0.5)
+
+
+def children(names: Iterable[str], depth: int = 1) -> Iterator[str]:
+    """The distinct first ``depth`` components of the names, in order.
+
+    >>> list(children(["a.b", "a.c", "d"]))
+    ['a', 'd']
+    """
+    seen: dict[str, None] = {}
+    for name in names:
+        seen[".".join(name.split(".")[:depth])] = None
+    return iter(seen)

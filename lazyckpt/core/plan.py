@@ -1,0 +1,162 @@
+"""From a wanted selection of a tensor to the copies that fill it: box intersections, nothing else.
+
+Coordinates: a *selection* is one ascending `range` per dimension of the tensor. Its elements, numbered from 0 in each
+dimension, are the coordinates of the output array. A `Copy` moves a block of an extent to a block of the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ..errors import DataError, MissingFileError
+from .box import Box, Shape, c_strides, span_boxes
+from .index import Extent, Fragment, Hole, TensorSpec
+
+Selection = tuple[range, ...]
+
+
+class Copy(NamedTuple):
+    """Move ``shape`` elements, found from element ``start`` of the extent on at ``strides``, to ``at`` in the output.
+
+    ``start`` and ``strides`` are in elements; the byte position in the file is ``extent.offset + start * itemsize``.
+    """
+
+    extent: Extent
+    start: int
+    shape: Shape
+    strides: Shape
+    at: Shape
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(a, a + n) for a, n in zip(self.at, self.shape, strict=True))
+
+
+def plan(spec: TensorSpec, want: Selection) -> list[list[Copy]]:
+    """The layers of copies that fill the selection: one for combine="first", one per replica for "mean".
+
+    Every layer covers every wanted element exactly once. Raises MissingFileError if a wanted element stands in a file
+    that is not there, DataError if it stands in no file at all.
+    """
+    whole = Box.of([len(r) for r in want])
+    if not whole:
+        return [[]]
+    pieces = [p for f in fragments_near(spec.fragments, want) for p in _pieces(f, want)]
+    layers: list[list[Copy]] = []
+    while True:
+        copies, pieces, missing = _cover(whole, pieces)
+        if missing and layers:  # every replica that is complete was used
+            return layers
+        if missing:
+            raise _uncovered(spec, missing)
+        layers.append(copies)
+        if spec.combine == "first" or not pieces:
+            return layers
+
+
+def fragments_near(fragments: Sequence[Fragment], want: Selection) -> Sequence[Fragment]:
+    """The fragments that may hold wanted elements; a sequence that can tell this quickly has a `near` method."""
+    near = getattr(fragments, "near", None)
+    return near(want) if near is not None else fragments
+
+
+def fragment_boxes(fragment: Fragment) -> Iterator[tuple[Box, Box]]:
+    """What a fragment holds: pairs of (block of the rank-local array, the same block in the global tensor)."""
+    shape = fragment.local_shape
+    held = [Box.of(shape)] if fragment.span is None else span_boxes(shape, *fragment.span)
+    for box in held:
+        if fragment.parts is None:
+            yield box, box
+            continue
+        for part in fragment.parts:
+            local = box & part.local
+            if local:
+                yield local, local.shift([g - a for g, a in zip(part.start, part.local.start, strict=True)])
+
+
+def _pieces(fragment: Fragment, want: Selection) -> Iterator[tuple[Box, Copy | Hole]]:
+    """The wanted blocks that a fragment holds: (block of the output, the copy that fills it)."""
+    extent, span = fragment.extent, fragment.span
+    for local, globe in fragment_boxes(fragment):
+        lo: list[int] = []
+        hi: list[int] = []
+        first: list[int] = []  # the rank-local index of the first wanted element
+        for r, a, b, at in zip(want, globe.start, globe.stop, local.start, strict=True):
+            i = max(0, -(-(a - r.start) // r.step))
+            j = min(len(r), -(-(b - r.start) // r.step))
+            if i >= j:
+                break
+            lo.append(i)
+            hi.append(j)
+            first.append(r.start + i * r.step - a + at)
+        else:
+            target = Box(tuple(lo), tuple(hi))
+            if isinstance(extent, Hole):
+                yield target, extent
+                continue
+            if span is None:
+                base, strides = 0, extent.strides
+            else:  # the extent is the ravel from span[0] on
+                unit = extent.strides[0] if extent.strides else 1
+                base = -span[0] * unit
+                strides = tuple(s * unit for s in c_strides(fragment.local_shape))
+            start = base + sum(i * s for i, s in zip(first, strides, strict=True))
+            steps = tuple(s * r.step for s, r in zip(strides, want, strict=True))
+            yield target, Copy(extent, start, target.shape, steps, target.start)
+
+
+def _cover(
+    whole: Box, pieces: list[tuple[Box, Copy | Hole]]
+) -> tuple[list[Copy], list[tuple[Box, Copy | Hole]], list[tuple[Box, Hole | None]]]:
+    """Cover the output with the first pieces that do; -> (copies, pieces that were not needed, what is not covered).
+
+    A hole covers nothing: a replica behind it may. It only gives what stays uncovered a reason.
+    """
+    todo = [whole]
+    copies: list[Copy] = []
+    spare: list[tuple[Box, Copy | Hole]] = []
+    holes: list[tuple[Box, Hole]] = []
+    for n, (target, piece) in enumerate(pieces):
+        if not todo:
+            spare.extend(pieces[n:])
+            break
+        if isinstance(piece, Hole):
+            holes.append((target, piece))
+            continue
+        rest: list[Box] = []
+        used = False
+        for box in todo:
+            inner = box & target
+            if not inner:
+                rest.append(box)
+                continue
+            used = True
+            copies.append(_crop(piece, target, inner))
+            rest.extend(box.minus(target))
+        if not used:
+            spare.append((target, piece))
+        todo = rest
+    missing: list[tuple[Box, Hole | None]] = []
+    for box in todo:
+        reason = next((h for target, h in holes if target & box), None)
+        missing.append((box, reason))
+    return copies, spare, missing
+
+
+def _crop(copy: Copy, target: Box, inner: Box) -> Copy:
+    if inner == target:
+        return copy
+    ahead = sum((i - t) * s for i, t, s in zip(inner.start, target.start, copy.strides, strict=True))
+    return copy._replace(start=copy.start + ahead, shape=inner.shape, at=inner.start)
+
+
+def _uncovered(spec: TensorSpec, missing: list[tuple[Box, Hole | None]]) -> MissingFileError | DataError:
+    lost = sum(box.numel for box, _ in missing)
+    what = f"{spec.name!r}: {lost:,} of the wanted elements cannot be read"
+    reasons = sorted({hole.reason for _, hole in missing if hole is not None})
+    if reasons:
+        return MissingFileError(f"{what}: {'; '.join(reasons)}. Slices that do not touch them still read.")
+    if not spec.fragments:
+        return DataError(f"{spec.name!r} has no data in the checkpoint{f' ({spec.rule})' if spec.rule else ''}.")
+    return DataError(f"{what}: no file of the checkpoint holds them.")

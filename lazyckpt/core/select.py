@@ -1,0 +1,220 @@
+"""What an index expression asks of a tensor: `t[1:5, ::2]`, `t[..., 0]`, `t[[3, 1]]`, `t[mask]`, and these composed.
+
+A `Selection` keeps, for every dimension of the tensor, which of its indices are wanted, in which order; and how these
+*axes* become the dimensions of the result. Composing selections is arithmetic on indices: nothing is read.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..errors import SelectionError
+from .box import Shape
+from .plan import Selection as Ranges
+
+Axis = range | NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Selection:
+    """``axes``: the wanted indices of every dimension of the tensor. ``dims``: the axis that each dimension of the
+    result runs along, None for one of length 1 that was added. An axis that no dimension names was indexed by an int.
+    """
+
+    axes: tuple[Axis, ...]
+    dims: tuple[int | None, ...]
+
+    @classmethod
+    def all(cls, shape: Sequence[int]) -> Selection:
+        return cls(tuple(range(n) for n in shape), tuple(range(len(shape))))
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the result."""
+        return tuple(1 if d is None else len(self.axes[d]) for d in self.dims)
+
+    def __getitem__(self, key: Any) -> Selection:
+        """The selection of ``key`` within this one. Raises SelectionError if it does not fit.
+
+        >>> Selection.all((4, 6))[1:, ::2][..., -1].shape
+        (3,)
+        """
+        items = _spread(key, self.shape)
+        axes = list(self.axes)
+        dims: list[int | None] = []
+        position = arrays = 0
+        for item in items:
+            if item is None:
+                dims.append(None)
+                continue
+            d = self.dims[position]
+            position += 1
+            axis = range(1) if d is None else axes[d]
+            picked, keep = _pick(axis, item, position - 1)
+            arrays += isinstance(item, np.ndarray)
+            if d is None:  # an added dimension has one element: it can be kept, emptied or dropped, not moved
+                if keep and len(picked) != 1:
+                    raise SelectionError(f"index {item!r} does not fit a dimension of length 1 that None added")
+                if keep:
+                    dims.append(None)
+                continue
+            axes[d] = picked
+            if keep:
+                dims.append(d)
+        if arrays > 1:
+            raise SelectionError("one list, array or mask at most in an index: index once more for the second")
+        return Selection(tuple(axes), tuple(dims))
+
+    def is_all(self, shape: Sequence[int]) -> bool:
+        """True if this is the whole tensor as it is."""
+        return self.dims == tuple(range(len(shape))) and all(
+            isinstance(a, range) and a == range(n) for a, n in zip(self.axes, shape, strict=True)
+        )
+
+    def reads(self) -> Reads:
+        """How to read it: blocks of ascending ranges, then what is left to do in memory."""
+        runs: list[list[tuple[int, range]]] = []
+        flips: list[int] = []
+        orders: list[tuple[int, NDArray[np.int64]]] = []
+        shape: list[int] = []
+        for n, axis in enumerate(self.axes):
+            if isinstance(axis, range):
+                if axis.step < 0:
+                    flips.append(n)
+                    axis = axis[::-1]
+                runs.append([(0, axis)])
+                shape.append(len(axis))
+                continue
+            unique, inverse = np.unique(axis, return_inverse=True)
+            runs.append(list(_runs(unique)))
+            shape.append(len(unique))
+            if not np.array_equal(inverse, np.arange(len(unique))):
+                orders.append((n, inverse))
+        return Reads(tuple(shape), tuple(map(tuple, runs)), tuple(flips), tuple(orders), self.shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reads:
+    """``shape``: of the array to read into, one dimension per axis. `finish` turns it into the result."""
+
+    shape: Shape
+    runs: tuple[tuple[tuple[int, range], ...], ...]
+    flips: tuple[int, ...]
+    orders: tuple[tuple[int, NDArray[np.int64]], ...]
+    result: Shape
+
+    def blocks(self) -> Iterator[tuple[Shape, Ranges]]:
+        """(where the block starts in the array, the ranges of the tensor that it holds)."""
+        for combination in product(*self.runs):
+            yield tuple(at for at, _ in combination), tuple(r for _, r in combination)
+
+    def finish(self, array: torch.Tensor) -> torch.Tensor:
+        if self.flips:
+            array = array.flip(self.flips)
+        for n, order in self.orders:
+            array = array.index_select(n, torch.from_numpy(order).to(array.device))
+        return array.reshape(self.result)
+
+
+def _spread(key: Any, shape: Shape) -> list[Any]:
+    """The key with one item per dimension: lists as arrays, Ellipsis and missing trailing items as full slices."""
+    items = [_item(k) for k in (key if isinstance(key, tuple) else (key,))]
+    used = sum(k is not None and k is not Ellipsis for k in items)
+    dots = sum(k is Ellipsis for k in items)
+    if dots > 1:
+        raise SelectionError("an index can have one Ellipsis (...) at most")
+    if used > len(shape):
+        raise SelectionError(f"too many indices: {used} for a tensor of shape {tuple(shape)}")
+    rest = [slice(None)] * (len(shape) - used)
+    at = next((i for i, k in enumerate(items) if k is Ellipsis), len(items))
+    return items[:at] + rest + items[at + dots :]
+
+
+def _item(k: Any) -> Any:
+    if k is None or k is Ellipsis or isinstance(k, slice):
+        return k
+    if isinstance(k, bool | np.bool_):
+        raise SelectionError("a single bool is no index: use an int, a slice, or a mask of the dimension's length")
+    if isinstance(k, torch.Tensor):
+        k = k.detach().cpu().numpy()
+    try:
+        return operator.index(k)
+    except TypeError:
+        pass
+    array = np.asarray(k)
+    if array.size == 0 and not isinstance(k, np.ndarray):
+        array = array.astype(np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iub":
+        raise SelectionError(
+            f"index {_short(k)} is not understood: ints, slices, None, ..., one 1-d list of ints, or one 1-d mask"
+        )
+    return array
+
+
+def _pick(axis: Axis, item: Any, dim: int) -> tuple[Axis, bool]:
+    """-> (what is left of the axis, whether it stays a dimension of the result)."""
+    n = len(axis)
+    if isinstance(item, slice):
+        try:
+            return axis[item], True
+        except (TypeError, ValueError) as e:  # a bound that is no integer, a step of 0
+            raise SelectionError(f"slice {item} of dimension {dim}: {e}") from None
+    if isinstance(item, int):
+        if not -n <= item < n:
+            raise SelectionError(f"index {item} is out of range for dimension {dim} of length {n}")
+        value = int(axis[item])
+        return range(value, value + 1), False
+    if item.dtype.kind == "b":
+        if len(item) != n:
+            raise SelectionError(f"the mask has {len(item)} elements, dimension {dim} has {n}")
+        wanted = np.flatnonzero(item)
+    else:
+        wanted = item.astype(np.int64)
+        bad = wanted[(wanted < -n) | (wanted >= n)]
+        if bad.size:
+            raise SelectionError(f"index {bad[0]} is out of range for dimension {dim} of length {n}")
+        wanted = np.where(wanted < 0, wanted + n, wanted)
+    if isinstance(axis, range):
+        wanted = axis.start + axis.step * wanted
+    else:
+        wanted = axis[wanted]
+    return _as_range(wanted), True
+
+
+def _as_range(wanted: NDArray[np.int64]) -> Axis:
+    """The same indices as a range where they are evenly spaced."""
+    if len(wanted) < 2:
+        return range(int(wanted[0]), int(wanted[0]) + 1) if len(wanted) else range(0)
+    step = int(wanted[1]) - int(wanted[0])
+    if step and (np.diff(wanted) == step).all():
+        return range(int(wanted[0]), int(wanted[-1]) + (1 if step > 0 else -1), step)
+    return wanted
+
+
+def _runs(unique: NDArray[np.int64]) -> Iterator[tuple[int, range]]:
+    """Ascending indices as evenly spaced runs: (position of the first, the run)."""
+    values = unique.tolist()
+    at = 0
+    while at < len(values):
+        end = at + 1
+        step = values[end] - values[at] if end < len(values) else 1
+        while end < len(values) and values[end] - values[end - 1] == step:
+            end += 1
+        # two that are far apart are no run of their own: the second may start a better one
+        if step > 1 and end - at == 2:
+            end = at + 1
+        yield at, range(values[at], values[end - 1] + 1, step if end - at > 1 else 1)
+        at = end
+
+
+def _short(k: Any) -> str:
+    text = repr(k)
+    return text if len(text) <= 60 else text[:57] + "..."

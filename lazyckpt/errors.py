@@ -1,0 +1,61 @@
+"""Every error that lazyckpt raises on purpose, as one tree.
+
+    LazyckptError
+    ├── FormatError (ValueError)             no reader knows this layout, or it is one that is refused by name
+    ├── CorruptError (ValueError)            a file contradicts itself: truncated, flipped bytes, offsets out of range
+    ├── MissingFileError (FileNotFoundError) a file that a tensor stands on is not there (or could not be indexed)
+    ├── ChangedFileError (OSError)           a file is not the one that was indexed any more
+    ├── TensorNotFoundError (KeyError)       no tensor and no prefix of that name; the message names near misses
+    ├── SelectionError (IndexError)          an index that does not fit the tensor's shape
+    └── DataError (RuntimeError)             the tensor is known but its elements cannot be given (no data, no such dtype)
+
+A message says what is wrong, in which file, and what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ChangedFileError",
+    "CorruptError",
+    "DataError",
+    "FormatError",
+    "LazyckptError",
+    "MissingFileError",
+    "SelectionError",
+    "TensorNotFoundError",
+]
+
+
+class LazyckptError(Exception):
+    """Base of all errors that lazyckpt raises on purpose."""
+
+
+class FormatError(LazyckptError, ValueError):
+    """No reader knows this layout, or it is one that is refused by name."""
+
+
+class CorruptError(LazyckptError, ValueError):
+    """A file contradicts itself: truncated, flipped bytes, offsets out of range."""
+
+
+class MissingFileError(LazyckptError, FileNotFoundError):
+    """A file that a tensor stands on is not there, or could not be indexed."""
+
+
+class ChangedFileError(LazyckptError, OSError):
+    """A file is not the one that was indexed any more (size or modification time differ)."""
+
+
+class TensorNotFoundError(LazyckptError, KeyError):
+    """No tensor and no prefix of that name; the message names near misses."""
+
+    def __str__(self) -> str:  # KeyError would show the repr of the message
+        return str(self.args[0]) if self.args else ""
+
+
+class SelectionError(LazyckptError, IndexError):
+    """An index that does not fit the tensor's shape."""
+
+
+class DataError(LazyckptError, RuntimeError):
+    """The tensor is known, but its elements cannot be given (it has no data, or no dtype can hold it)."""

@@ -1,0 +1,93 @@
+"""Where a parameter lies in flat buffers that are cut over data-parallel ranks.
+
+A checkpoint of a thousand ranks has a million fragments, but few facts: what the ranks hold of a group is stored once
+(`Partition`), and a parameter's fragments are made when it is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, overload
+
+from ...core.box import Shape, c_strides
+from ...core.index import Extent, Fragment, Hole, Rank
+from ...core.plan import Selection
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """What one rank's file holds of a group: a flat extent (or the reason why there is none)."""
+
+    extent: Extent | Hole
+    rank: Rank
+
+
+@dataclass(frozen=True, slots=True)
+class FlatFragments(Sequence[Fragment]):
+    """The fragments of a parameter, made on demand: one per rank that holds some of it.
+
+    ZeRO-1 and 2: all ranks together hold a group's flat buffer, ``width`` elements each; the parameter begins at element
+    ``within`` of it. ZeRO-3 (``within`` is None): every rank holds ``width`` elements of every parameter, this one's from
+    element ``at`` of its extent on; what lies behind the parameter's end is padding (and garbage).
+    """
+
+    shape: Shape
+    width: int
+    partitions: tuple[Partition, ...]
+    within: int | None = None
+    at: int = 0
+
+    def _ranks(self, lo: int, hi: int) -> range:
+        """The ranks that hold elements [lo, hi) of the ravel."""
+        if lo >= hi or not self.width:
+            return range(0)
+        base = self.within or 0
+        return range((base + lo) // self.width, min((base + hi - 1) // self.width + 1, len(self.partitions)))
+
+    def _piece(self, r: int) -> Fragment:
+        base = self.within or 0
+        lo = max(0, r * self.width - base)
+        hi = min(prod(self.shape), (r + 1) * self.width - base)
+        start = base + lo - r * self.width if self.within is not None else self.at
+        part = self.partitions[r]
+        extent = part.extent
+        if isinstance(extent, Extent):
+            held = extent.shape[0]
+            if start + hi - lo > held:  # checked by the reader; a group that lies shows here
+                extent = Hole(extent.path, f"{extent.path} holds {held:,} elements of a group, {start + hi - lo:,} are needed")
+            else:
+                extent = Extent(
+                    extent.path,
+                    extent.offset + start * extent.strides[0] * extent.dtype.itemsize,
+                    extent.dtype,
+                    (hi - lo,),
+                    extent.strides,
+                    swapped=extent.swapped,
+                )
+        return Fragment(extent, self.shape, None, (lo, hi), part.rank)
+
+    def near(self, want: Selection) -> list[Fragment]:
+        """The fragments that hold elements between the first and the last wanted one."""
+        if any(not r for r in want):
+            return []
+        strides = c_strides(self.shape)
+        lo = sum(r[0] * s for r, s in zip(want, strides, strict=True))
+        hi = 1 + sum(r[-1] * s for r, s in zip(want, strides, strict=True))
+        return [self._piece(r) for r in self._ranks(lo, hi)]
+
+    def __len__(self) -> int:
+        return len(self._ranks(0, prod(self.shape)))
+
+    @overload
+    def __getitem__(self, n: int) -> Fragment: ...
+    @overload
+    def __getitem__(self, n: slice) -> list[Fragment]: ...
+    def __getitem__(self, n: Any) -> Any:
+        ranks = self._ranks(0, prod(self.shape))[n]
+        return [self._piece(r) for r in ranks] if isinstance(ranks, range) else self._piece(ranks)
+
+    def __iter__(self) -> Iterator[Fragment]:
+        return (self._piece(r) for r in self._ranks(0, prod(self.shape)))
+

@@ -1,0 +1,248 @@
+"""Folders that transformers (and all who follow it) write: shards with an index, or one file, and config.json.
+
+Writer: transformers/modeling_utils.py `save_pretrained`, huggingface_hub `split_torch_state_dict_into_shards`. Tied
+weights are left out on disk; which those are follows from the architecture that config.json names (hf_ties.json).
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any, NamedTuple
+
+from ..core.index import FileInfo, Index, TensorSpec, whole
+from ..errors import CorruptError, FormatError, LazyckptError
+from ..io.plain import Plain
+from ..io.safetensors import read_safetensors
+from ..io.store import Store
+from ..io.torchfile import read_torch_file
+from .reader import Reader, Source
+from .torchsave import specs_of, ties, warnings
+
+_MAX_JSON = 256 << 20  # bytes of an index file
+# in the order in which transformers prefers them
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_SINGLES = ("model.safetensors", "pytorch_model.bin")
+_JSON = ("config.json", "generation_config.json", "adapter_config.json", "trainer_state.json")
+
+
+class Shard(NamedTuple):
+    """One file's tensors, whatever kind of file it is."""
+
+    info: FileInfo
+    specs: dict[str, TensorSpec]
+    aliases: dict[str, str]
+    meta: dict[str, Any]
+    problems: list[str]
+
+
+def read_shard(store: Store, path: str) -> Shard:
+    """Index one shard. Raises the errors of its kind."""
+    if path.endswith(".safetensors"):
+        file = read_safetensors(store, path)
+        specs = {name: whole(name, extent) for name, extent in file.extents.items()}
+        return Shard(file.info, specs, {}, dict(file.metadata), [f"{path}: {note}" for note in file.notes])
+    torch_file = read_torch_file(store, path)
+    plain = Plain(torch_file.root, path, torch_file.pickle_size)
+    meta = plain.rest if isinstance(plain.rest, dict) else {}
+    meta.pop("_metadata", None)
+    return Shard(
+        torch_file.info, specs_of(torch_file, plain), ties(plain.tensors), meta, warnings(path, torch_file, plain)
+    )
+
+
+def _read(source: Source) -> Index:
+    store = source.store
+    index_path = source.path if source.path.endswith(".json") else _find(source)
+    meta: dict[str, Any] = {}
+    problems: list[str] = []
+    weight_map: dict[str, str] | None = None
+    if index_path.endswith(".json"):
+        table = _load_json(store, index_path)
+        weight_map = _weight_map(f"{store.root}/{index_path}", table)
+        meta["index"] = table.get("metadata", {})
+        paths = list(dict.fromkeys(weight_map.values()))
+    else:
+        paths = [index_path] if index_path else _loose(source)
+        if len(paths) > 1:
+            problems.append(f"{len(paths)} safetensors files without an index: taken as the shards of one model")
+
+    shards, broken = _shards(store, paths)
+    if not shards:
+        raise next(iter(broken.values()))
+    problems += [p for shard in shards.values() for p in shard.problems]
+    stored, owners, clashes = _union(shards)
+    unreadable = _lost(weight_map, stored, broken, problems)
+    if clashes:
+        raise FormatError(
+            f"{source.where}: {clashes[0]!r} is in {owners[clashes[0]]} and in another file, and no index says which is "
+            "meant: open one of the files"
+        )
+    for path, error in broken.items():
+        lost = [n for n, p in (weight_map or {}).items() if p == path]
+        problems.append(f"{path} cannot be read, nor its {len(lost):,} tensors ({_some(lost)}): {error}")
+    if weight_map is not None:
+        extra = [n for n in stored if n not in weight_map]
+        if extra:
+            problems.append(f"the index does not list {len(extra):,} tensors that the files hold: {_some(extra)} (in view.stored)")
+    weights = {n: s for n, s in stored.items() if weight_map is None or n in weight_map}
+
+    for name in _JSON:
+        if name in store.list():
+            meta[name.removesuffix(".json")] = _load_json(store, name)
+    aliases = {a: o for shard in shards.values() for a, o in shard.aliases.items() if o in weights}
+    aliases |= tied_names(meta.get("config", {}), weights, problems)
+    for path, shard in shards.items():
+        if shard.meta and shard.meta != {"format": "pt"}:
+            meta[path] = shard.meta
+    files = {path: shard.info for path, shard in shards.items()}
+    if index_path.endswith(".json"):
+        files[index_path] = store.stat(index_path)
+    return Index(
+        format="huggingface",
+        states={"weights": {n: s for n, s in weights.items() if n not in aliases}},
+        files=files,
+        stored=stored,
+        aliases=aliases,
+        meta=meta,
+        problems=tuple(problems),
+        unreadable=unreadable,
+    )
+
+
+def _shards(store: Store, paths: list[str]) -> tuple[dict[str, Shard], dict[str, LazyckptError]]:
+    shards: dict[str, Shard] = {}
+    broken: dict[str, LazyckptError] = {}
+    for path in paths:
+        try:
+            shards[path] = read_shard(store, path)
+        except LazyckptError as e:
+            broken[path] = e
+    return shards, broken
+
+
+def _union(shards: Mapping[str, Shard]) -> tuple[dict[str, TensorSpec], dict[str, str], list[str]]:
+    """-> (all tensors, the file of each, names that several files hold)."""
+    stored: dict[str, TensorSpec] = {}
+    owners: dict[str, str] = {}
+    clashes = []
+    for path, shard in shards.items():
+        for name, spec in shard.specs.items():
+            if name in stored:
+                clashes.append(name)
+            else:
+                stored[name], owners[name] = spec, path
+    return stored, owners, clashes
+
+
+def _lost(
+    weight_map: Mapping[str, str] | None,
+    stored: Mapping[str, TensorSpec],
+    broken: Mapping[str, LazyckptError],
+    problems: list[str],
+) -> dict[str, str]:
+    """Names of the index that no readable file holds -> why."""
+    lost = {}
+    nowhere = []
+    for name, path in (weight_map or {}).items():
+        if name in stored:
+            continue
+        if path in broken:
+            lost[name] = f"{name!r} is in {path}, which cannot be read: {broken[path]}"
+        else:
+            lost[name] = f"{name!r} should be in {path}, as the index says, but that file does not hold it"
+            nowhere.append(name)
+    if nowhere:
+        problems.append(f"the index lists {len(nowhere):,} tensors that no file holds: {_some(nowhere)}")
+    return lost
+
+
+def tied_names(config: Any, weights: Mapping[str, TensorSpec], problems: list[str]) -> dict[str, str]:
+    """Names that the model has and the files leave out because another name owns the tensor: alias -> owner."""
+    if not isinstance(config, dict):
+        return {}
+    table = json.loads(resources.files(__package__).joinpath("hf_ties.json").read_text())
+    named = config.get("architectures")
+    known = [a for a in named if a in table["architectures"]] if isinstance(named, list) else []
+    default = table["architectures"][known[0]][1] if known else False
+    inner = config.get("text_config")
+    if not config.get("tie_word_embeddings", inner.get("tie_word_embeddings", default) if isinstance(inner, dict) else default):
+        return {}
+    if known:
+        pairs = table["maps"][table["architectures"][known[0]][0]]
+        aliases = {a: o for a, o in pairs.items() if a not in weights and o in weights}
+        if aliases or any(a in weights for a in pairs):
+            return aliases
+    head = "lm_head.weight"
+    embeddings = [n for n in weights if re.search(r"(^|\.)(embed_tokens|wte|word_embeddings|tok_embeddings)\.weight$", n)]
+    if head in weights or len(embeddings) != 1:
+        return {}
+    problems.append(
+        f"{head!r} is not stored and config.json ties the word embeddings: taken to be {embeddings[0]!r}, "
+        f"without knowing the architecture ({named})"
+    )
+    return {head: embeddings[0]}
+
+
+def _find(source: Source) -> str:
+    """The index, or the only file; "" if there are just loose safetensors files."""
+    names = source.entries
+    for wanted in (_INDEXES[0], _SINGLES[0], _INDEXES[1], _SINGLES[1]):
+        if wanted in names:
+            return wanted
+    indexes = sorted(n for n in names if n.endswith((".safetensors.index.json", ".bin.index.json")) or ".index." in n)
+    if indexes:  # a variant (model.safetensors.index.fp16.json) or another stem (diffusion_pytorch_model...)
+        return indexes[0]
+    return ""
+
+
+def _loose(source: Source) -> list[str]:
+    return sorted(n for n, e in source.entries.items() if n.endswith(".safetensors") and not e.is_dir)
+
+
+def _load_json(store: Store, path: str) -> dict[str, Any]:
+    where = f"{store.root}/{path}"
+    size = store.stat(path).size
+    if size > _MAX_JSON:
+        raise CorruptError(f"{where}: {size:,} bytes of JSON is more than an index can need")
+    try:
+        table = json.loads(bytes(store.read(path, 0, size)).decode("utf-8")) if size else None
+    except (ValueError, RecursionError) as e:
+        raise CorruptError(f"{where} is not valid JSON ({str(e)[:120]}): the file is damaged") from None
+    if not isinstance(table, dict):
+        raise CorruptError(f"{where} is not a JSON object: the file is {'empty' if not size else 'damaged'}")
+    return table
+
+
+def _weight_map(where: str, table: Mapping[str, Any]) -> dict[str, str]:
+    weight_map = table.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CorruptError(f"{where} has no weight_map: it is no index of shards")
+    for name, path in weight_map.items():
+        inside = isinstance(path, str) and path and "\\" not in path and not posixpath.isabs(path) and ":" not in path
+        if not inside or posixpath.normpath(path).split("/")[0] == "..":
+            raise CorruptError(
+                f"{where} sends {name!r} to {str(path)[:120]!r}, outside its folder: the index is wrong or hostile, not followed"
+            )
+    return {name: posixpath.normpath(path) for name, path in weight_map.items()}
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def _recognises(source: Source) -> bool:
+    if source.path:
+        return ".index." in source.path and source.path.endswith(".json")
+    return bool(_find(source) or _loose(source))
+
+
+READER = Reader(
+    "huggingface",
+    "Hugging Face folders (model*.safetensors or pytorch_model*.bin, with or without an index)",
+    _recognises,
+    _read,
+)

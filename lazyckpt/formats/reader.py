@@ -1,0 +1,117 @@
+"""What a reader is, and which one reads a path: the first of an ordered tuple that recognises it.
+
+A reader of another package registers itself under the entry-point group ``lazyckpt.readers`` (its value: a `Reader`).
+It is asked after the built-in ones, or by name (``open(path, format="its name")``).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import entry_points
+from typing import Any
+
+from ..core.index import Index
+from ..errors import FormatError
+from ..io.store import Entry, Store
+
+GROUP = "lazyckpt.readers"
+
+
+class Source:
+    """What a reader is asked about: a file of a store, or (``path`` empty) the store's folder itself.
+
+    What was sniffed is kept: ``entries``, the folder's listing, and ``head``, the file's first bytes.
+    """
+
+    def __init__(
+        self, store: Store, path: str = "", tag: str | None = None, rules: Mapping[str, Any] | None = None
+    ) -> None:
+        self.store = store
+        self.path = path
+        self.tag = tag
+        self.rules = rules or {}
+
+    @property
+    def where(self) -> str:
+        """As the user knows it, for messages."""
+        return f"{self.store.root}/{self.path}" if self.path else self.store.root
+
+    @cached_property
+    def entries(self) -> Mapping[str, Entry]:
+        return {} if self.path else self.store.list()
+
+    @cached_property
+    def size(self) -> int:
+        return self.store.stat(self.path).size if self.path else 0
+
+    @cached_property
+    def head(self) -> bytes:
+        return bytes(self.store.read(self.path, 0, min(512, self.size))) if self.path and self.size else b""
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """``name``: what `open(format=...)` calls it. ``recognises`` looks at names and first bytes only; ``read`` indexes.
+    ``what``: the layout in words, for the message that no reader recognised a path."""
+
+    name: str
+    what: str
+    recognises: Callable[[Source], bool]
+    read: Callable[[Source], Index]
+
+
+def builtin() -> tuple[Reader, ...]:
+    from . import deepspeed, huggingface, safetensors, torchsave
+
+    return (deepspeed.READER, huggingface.READER, safetensors.READER, torchsave.READER)
+
+
+def read_index(source: Source, format: str | None = None) -> Index:
+    """Index a checkpoint with the first reader that recognises it, or the one of that name.
+
+    Raises FormatError if there is none; the readers' own errors for damage and missing files.
+    """
+    readers = builtin()
+    if format is not None:
+        for reader in (*readers, *_installed()):
+            if reader.name == format:
+                return _read(reader, source)
+        names = ", ".join(r.name for r in (*readers, *_installed()))
+        raise FormatError(f"no reader is named {format!r}; there are: {names}")
+    for reader in readers:
+        if reader.recognises(source):
+            return _read(reader, source)
+    for reader in _installed():
+        if reader.recognises(source):
+            return _read(reader, source)
+    raise FormatError(_unknown(source, readers))
+
+
+def _read(reader: Reader, source: Source) -> Index:
+    # An index is tens of thousands of small objects that all stay: looking for cycles among them doubles the time.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return reader.read(source)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _installed() -> tuple[Reader, ...]:
+    return tuple(point.load() for point in entry_points(group=GROUP))
+
+
+def _unknown(source: Source, readers: tuple[Reader, ...]) -> str:
+    if source.path:
+        found = f"it begins with {source.head[:8]!r}" if source.size else "it is empty (0 bytes)"
+    elif source.entries:
+        names = sorted(source.entries)
+        found = f"it has {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
+    else:
+        found = "it is an empty folder"
+    known = "; ".join(r.what for r in readers)
+    return f"{source.where} is no checkpoint that lazyckpt knows: {found}. It reads: {known}."

@@ -1,0 +1,30 @@
+"""A single safetensors file."""
+
+from __future__ import annotations
+
+from ..core.index import Index, whole
+from ..io.safetensors import is_safetensors, read_safetensors
+from ..io.torchfile import is_torch_file
+from .reader import Reader, Source
+
+
+def _read(source: Source) -> Index:
+    file = read_safetensors(source.store, source.path)
+    specs = {name: whole(name, extent) for name, extent in file.extents.items()}
+    return Index(
+        format="safetensors",
+        states={"weights": specs},
+        files={source.path: file.info},
+        stored=specs,
+        meta=dict(file.metadata),
+        problems=tuple(f"{source.path}: {note}" for note in file.notes),
+    )
+
+
+def _recognises(source: Source) -> bool:
+    if not source.path or is_torch_file(source.head):  # names lie: people rename files
+        return False
+    return is_safetensors(source.head, source.size) or source.path.endswith(".safetensors")
+
+
+READER = Reader("safetensors", "safetensors files", _recognises, _read)

@@ -1,0 +1,81 @@
+"""A single file of torch.save: a state dict, or a whole training checkpoint with everything under its dotted path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..core.index import Index, TensorSpec, whole
+from ..io.plain import Plain
+from ..io.rebuild import StoredTensor, dangers
+from ..io.store import Store
+from ..io.torchfile import TorchFile, is_torch_file, read_torch_file
+from .reader import Reader, Source
+
+
+def specs_of(file: TorchFile, plain: Plain, prefix: str = "") -> dict[str, TensorSpec]:
+    """Every tensor of a file as it is stored. Raises CorruptError if the file cannot hold one of them."""
+    specs = {}
+    for key, tensor in plain.tensors.items():
+        name = prefix + key
+        if tensor.storage is None:
+            specs[name] = TensorSpec(name, tensor.shape, tensor.dtype, (), rule=tensor.note)
+        else:
+            specs[name] = whole(name, file.extent(tensor, key))
+    return specs
+
+
+def ties(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
+    """Names whose tensors are one and the same memory: later name -> first name."""
+    first: dict[tuple[Any, ...], str] = {}
+    aliases = {}
+    for name, t in tensors.items():
+        if t.storage is None or 0 in t.shape:
+            continue
+        owner = first.setdefault((t.storage.key, t.offset, t.shape, t.strides, t.dtype, t.conj, t.neg), name)
+        if owner != name:
+            aliases[name] = owner
+    return aliases
+
+
+def warnings(path: str, file: TorchFile, plain: Plain) -> list[str]:
+    """What a user should know of a file: harm that its pickle names, tensors that are not what they seem."""
+    lines = [
+        f"{path}: its pickle names {name}, which no checkpoint needs: nothing was run, but do not torch.load this file"
+        for name in dangers(file.globals)
+    ]
+    return lines + [f"{path}: {note}" for note in plain.notes]
+
+
+def stored_tensors(store: Store, path: str, prefix: str) -> dict[str, TensorSpec]:
+    """The raw namespace of one file among many: every tensor under ``prefix`` plus its dotted path."""
+    file = read_torch_file(store, path)
+    return specs_of(file, Plain(file.root, path, file.pickle_size), prefix)
+
+
+def _read(source: Source) -> Index:
+    file = read_torch_file(source.store, source.path)
+    plain = Plain(file.root, source.where, file.pickle_size)
+    stored = specs_of(file, plain)
+    aliases = ties(plain.tensors)
+    return Index(
+        format="torch",
+        states={"weights": {name: spec for name, spec in stored.items() if name not in aliases}},
+        files={source.path: file.info},
+        stored=stored,
+        aliases=aliases,
+        meta=plain.rest if isinstance(plain.rest, dict) else {"": plain.rest},
+        problems=tuple(warnings(source.path, file, plain)),
+    )
+
+
+def _recognises(source: Source) -> bool:
+    # every other kind of file ends here too: its error says what it is
+    return bool(source.path) and (is_torch_file(source.head) or _like_torch(source))
+
+
+def _like_torch(source: Source) -> bool:
+    return source.path.endswith((".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pt2", ".distcp")) or source.head[:1] == b"\x80"
+
+
+READER = Reader("torch", "files of torch.save (.pt, .pth, .bin, .ckpt)", _recognises, _read)

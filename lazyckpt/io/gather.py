@@ -1,0 +1,192 @@
+"""Runs a plan: fills an output array with the bytes that its copies name, and reads no others.
+
+A copy whose elements are one run in the file and in the output is read straight into place. Everything else goes
+through a window of the file: a dense one is read into a small buffer, a sparse one is touched through a mapping; where
+a store cannot map, it is split until what lies between two wanted runs is at most the store's gap.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+
+from ..core.box import Box, hull, is_run
+from ..core.index import Extent, TensorSpec
+from ..core.plan import Copy, Selection, plan
+from ..core.select import Reads
+from .memory import as_bytes, empty
+from .pool import Task, run
+from .store import Store
+
+BLOCK = 8 << 20  # bytes that one read asks for at most, and that a buffer holds
+_RUN = 32 << 10  # runs this long are worth a read of their own
+_MAPPED = (64 << 10, 16 << 20)  # sizes that are faster through a mapping, if it is resident
+# Equal-sized types that copy bits whatever they mean: not every dtype of torch can be copied with strides.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def read(store: Store, spec: TensorSpec, reads: Reads) -> torch.Tensor:
+    """What ``reads`` asks of a tensor, as a new CPU tensor. Errors as `core.plan.plan` and the store's reads."""
+    out = empty(reads.shape, spec.dtype)
+    run(tasks(store, spec, reads, out))
+    return reads.finish(out)
+
+
+def tasks(store: Store, spec: TensorSpec, reads: Reads, out: torch.Tensor) -> Iterator[Task]:
+    """The work that fills ``out``, of shape ``reads.shape``, contiguous, on the CPU."""
+    for at, want in reads.blocks():
+        box = Box(at, tuple(a + len(r) for a, r in zip(at, want, strict=True)))
+        yield from _block_tasks(store, spec, want, out[box.slices] if at else out)
+
+
+def _block_tasks(store: Store, spec: TensorSpec, want: Selection, out: torch.Tensor) -> Iterator[Task]:
+    layers = plan(spec, want)
+    if len(layers) == 1:
+        for copy in layers[0]:
+            yield from _copy_tasks(store, copy, out[copy.slices] if copy.at else out)
+    else:
+        yield out.nbytes, partial(_mean, store, layers, out)
+
+
+def _mean(store: Store, layers: list[list[Copy]], out: torch.Tensor) -> None:
+    wide = torch.float64 if out.dtype == torch.float64 else torch.float32
+    total = torch.zeros(out.shape, dtype=wide)
+    one = torch.empty_like(out)
+    for copies in layers:
+        for copy in copies:
+            for _, do in _copy_tasks(store, copy, one[copy.slices] if copy.at else one):
+                do()
+        total += one
+    out.copy_(total / len(layers))
+
+
+def _copy_tasks(store: Store, copy: Copy, target: torch.Tensor) -> Iterator[Task]:
+    extent = copy.extent
+    if extent.raw and extent.dtype == target.dtype:  # only bits move
+        bits = _BITS[extent.dtype.itemsize]
+        return _cut(store, copy, target.view(bits), bits)
+    return _cut(store, copy, target, extent.dtype)
+
+
+def _cut(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype) -> Iterator[Task]:
+    """The tasks of a copy whose elements are taken from the file as ``dtype``, cut until each is one read."""
+    extent, size = copy.extent, dtype.itemsize
+    plain = extent.raw and dtype == target.dtype
+    if plain and is_run(copy.shape, copy.strides) and target.is_contiguous():
+        yield from run_tasks(store, extent.path, extent.offset + copy.start * size, target)
+        return
+
+    span = hull(copy.shape, copy.strides) * size
+    wanted = target.numel() * size
+    if span <= wanted + wanted // 20 or _largest_gap(copy) * size <= store.gap:
+        if span <= BLOCK:
+            yield span, partial(_through_buffer, store, copy, span, target, dtype)
+        else:
+            yield from _split(store, copy, target, dtype, BLOCK)
+        return
+    mapped = store.map(extent.path) if plain and _inner_run(copy) * size < _RUN else None
+    if mapped is None:
+        yield from _split(store, copy, target, dtype, 0)
+    elif span > 4 * BLOCK:
+        yield from _split(store, copy, target, dtype, 4 * BLOCK)
+    else:
+        yield span, partial(_through_mapping, mapped, copy, span, target)
+
+
+def _split(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype, limit: int) -> Iterator[Task]:
+    """Cut along the dimension with the largest stride, into pieces that span at most ``limit`` bytes."""
+    d = max(range(len(copy.shape)), key=lambda d: (copy.shape[d] > 1, copy.strides[d]))
+    stride, length = copy.strides[d], copy.shape[d]
+    inner = hull((*copy.shape[:d], 1, *copy.shape[d + 1 :]), copy.strides)
+    many = max(1, min((limit // dtype.itemsize - inner) // stride + 1, length // 2))
+    for at in range(0, length, many):
+        n = min(many, length - at)
+        shape = (*copy.shape[:d], n, *copy.shape[d + 1 :])
+        piece = copy._replace(start=copy.start + at * stride, shape=shape)
+        yield from _cut(store, piece, target.narrow(d, at, n), dtype)
+
+
+def run_tasks(store: Store, path: str, offset: int, target: torch.Tensor) -> Iterator[Task]:
+    """Fill a contiguous array with one run of a file's bytes."""
+    flat = target.view(-1).view(torch.uint8)
+    if len(flat) <= BLOCK:
+        yield len(flat), partial(_read_run, store, path, offset, flat)
+        return
+    for at in range(0, len(flat), BLOCK):
+        piece = flat[at : at + BLOCK]
+        yield len(piece), partial(_read_run, store, path, offset + at, piece)
+
+
+def _read_run(store: Store, path: str, offset: int, target: torch.Tensor) -> None:
+    n = len(target)
+    if _MAPPED[0] <= n < _MAPPED[1]:
+        mapped = store.map(path)
+        if mapped is not None:
+            window = torch.frombuffer(mapped, dtype=torch.uint8, count=n, offset=offset)
+            if store.resident(window):
+                target.copy_(window)
+                return
+    store.read_into(path, offset, as_bytes(target))
+
+
+def _through_buffer(store: Store, copy: Copy, span: int, target: torch.Tensor, dtype: torch.dtype) -> None:
+    extent = copy.extent
+    buffer = torch.empty(span, dtype=torch.uint8)
+    store.read_into(extent.path, extent.offset + copy.start * dtype.itemsize, as_bytes(buffer))
+    if extent.swapped:
+        unit = dtype.itemsize // (2 if dtype.is_complex else 1)
+        buffer = buffer.view(-1, unit).flip(1).view(-1)
+    target.copy_(_resolved(extent, buffer.view(dtype).as_strided(copy.shape, copy.strides)))
+
+
+def _through_mapping(mapped: mmap.mmap, copy: Copy, span: int, target: torch.Tensor) -> None:
+    size = target.itemsize
+    offset = copy.extent.offset + copy.start * size
+    source = torch.frombuffer(mapped, dtype=target.dtype, count=span // size, offset=offset)
+    target.copy_(source.as_strided(copy.shape, copy.strides))
+    if span > BLOCK:  # the pages stay in the system's cache, but count no longer as this process's memory
+        start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        mapped.madvise(mmap.MADV_DONTNEED, start, offset + span - start)
+
+
+def _resolved(extent: Extent, source: torch.Tensor) -> torch.Tensor:
+    if extent.conj:
+        source = source.conj()
+    return -source if extent.neg else source
+
+
+def _inner_run(copy: Copy) -> int:
+    """Elements that follow each other in the file before a jump, along the innermost dimensions."""
+    run_length = 1
+    for n, s in sorted(zip(copy.shape, copy.strides, strict=True), key=lambda ns: ns[1]):
+        if n == 1:
+            continue
+        if s != run_length:
+            break
+        run_length *= n
+    return run_length
+
+
+def _largest_gap(copy: Copy) -> int:
+    """Elements between one wanted run and the next, at most."""
+    gap, reach = 0, 1
+    for n, s in sorted(zip(copy.shape, copy.strides, strict=True), key=lambda ns: ns[1]):
+        if n > 1:
+            gap = max(gap, s - reach)
+            reach += (n - 1) * s
+    return gap
+
+
+def ranges(copies: Sequence[Copy]) -> Iterator[tuple[str, int, int, int]]:
+    """Where copies read: (path, first byte, bytes of a run, number of runs); what touches is told as one."""
+    for copy in copies:
+        size = copy.extent.dtype.itemsize
+        length = _inner_run(copy)
+        count = 1
+        for n, s in zip(copy.shape, copy.strides, strict=True):
+            if n > 1 and s >= length:
+                count *= n
+        yield copy.extent.path, copy.extent.offset + copy.start * size, length * size, count

@@ -1,0 +1,195 @@
+"""Files on this machine: positioned reads for what is large, a mapping for what is small, sparse or already in memory.
+
+Measured (warm, 2 cores): a mapped slice of 64 KiB to 16 MiB copies about twice as fast as a positioned read of it;
+above that, reads on several threads win, and they do not fill the process with file pages. Cold, a positioned read
+fetches exactly its pages, while a mapping faults them one by one: so a mapping is touched only where it is resident
+or where few pages are wanted. No read-ahead is asked for: a slice must not cost its neighbours.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core.index import FileInfo
+from ..errors import ChangedFileError, CorruptError, MissingFileError
+from .store import Entry, Store
+
+_OPEN_FILES = 128  # well under the usual limit of 1,024 descriptors
+_MAPPINGS = 256
+_PAGE = mmap.PAGESIZE
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+if _libc is not None:
+    _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
+
+
+class _File:
+    """An open descriptor; closed when the last user lets go of it."""
+
+    def __init__(self, full: str) -> None:
+        self.fd = os.open(full, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def info(self) -> FileInfo:
+        s = os.fstat(self.fd)
+        return FileInfo(s.st_size, s.st_mtime_ns)
+
+    def __del__(self) -> None:
+        if hasattr(self, "fd"):
+            os.close(self.fd)
+
+
+class LocalStore:
+    """A folder of the local file system (network file systems count as local if they are mounted)."""
+
+    def __init__(self, root: str | os.PathLike[str], pins: Mapping[str, FileInfo] | None = None) -> None:
+        self._root = os.path.abspath(os.fspath(root))
+        self.pins: Mapping[str, FileInfo] = pins or {}
+        self._lock = threading.Lock()
+        self._files: dict[str, _File] = {}
+        self._maps: dict[str, mmap.mmap] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LocalStore, (self._root, dict(self.pins))
+
+    def __repr__(self) -> str:
+        return f"LocalStore({self._root!r})"
+
+    @property
+    def root(self) -> str:
+        return self._root
+
+    @property
+    def gap(self) -> int:
+        return 0  # a system call is cheap, and what is sparse is read through a mapping
+
+    def pinned(self, pins: Mapping[str, FileInfo]) -> LocalStore:
+        return LocalStore(self._root, pins)
+
+    def list(self, folder: str = "") -> Mapping[str, Entry]:
+        found = {}
+        try:
+            with os.scandir(os.path.join(self._root, folder)) as entries:
+                for entry in entries:
+                    try:
+                        s = entry.stat()
+                    except FileNotFoundError:  # a dangling link, or removed while we look
+                        continue
+                    found[entry.name] = Entry(FileInfo(s.st_size, s.st_mtime_ns), entry.is_dir())
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        return found
+
+    def stat(self, path: str) -> FileInfo:
+        try:
+            s = os.stat(self._full(path))
+        except OSError as e:
+            raise self._missing(path, e) from None
+        return FileInfo(s.st_size, s.st_mtime_ns)
+
+    def read(self, path: str, offset: int, length: int) -> bytes:
+        data = bytearray(length)
+        self.read_into(path, offset, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, path: str, offset: int, target: memoryview) -> None:
+        file = self._open(path)
+        done = 0
+        while done < len(target):
+            got = os.preadv(file.fd, [target[done:]], offset + done)
+            if got == 0:
+                raise CorruptError(
+                    f"{self._full(path)}: bytes {offset:,} to {offset + len(target):,} are wanted, but the file ends at "
+                    f"{offset + done:,}: truncated? Copy it again from its source."
+                )
+            done += got
+
+    def map(self, path: str, fresh: bool = False) -> mmap.mmap | None:
+        file = self._open(path)
+        if fresh:
+            return _mapping(file)
+        buffer = self._maps.get(path)
+        if buffer is None:
+            buffer = _mapping(file)
+            if buffer is not None:
+                buffer.madvise(mmap.MADV_RANDOM)
+                with self._lock:
+                    self._maps[path] = buffer
+                    while len(self._maps) > _MAPPINGS:
+                        self._maps.pop(next(iter(self._maps)))
+        return buffer
+
+    def resident(self, view: torch.Tensor) -> bool:
+        if _libc is None or view.numel() == 0:
+            return view.numel() == 0
+        first = view.data_ptr() // _PAGE * _PAGE
+        last = (view.data_ptr() + view.nbytes - 1) // _PAGE * _PAGE
+        state = ctypes.create_string_buffer(1)
+        for at in (first, (first + last) // 2 // _PAGE * _PAGE, last):
+            # a sample: a wrong guess costs time, never correctness
+            if _libc.mincore(at, _PAGE, state) != 0 or not state.raw[0] & 1:
+                return False
+        return True
+
+    def _full(self, path: str) -> str:
+        return os.path.join(self._root, path)
+
+    def _missing(self, path: str, e: OSError) -> MissingFileError:
+        return MissingFileError(f"{self._full(path)}: {e.strerror or e}. Is the whole checkpoint here, and readable?")
+
+    def _open(self, path: str) -> _File:
+        """The open file, checked against its pin."""
+        file = self._files.get(path)
+        if file is None:
+            try:
+                file = _File(self._full(path))
+            except OSError as e:
+                raise self._missing(path, e) from None
+            with self._lock:
+                self._files[path] = file
+                while len(self._files) > _OPEN_FILES:
+                    self._files.pop(next(iter(self._files)))
+        pin = self.pins.get(path)
+        if pin is None:
+            return file
+        now = os.fstat(file.fd)
+        if now.st_size != pin.size or now.st_mtime_ns != pin.mtime_ns:
+            raise ChangedFileError(
+                f"{self._full(path)} is not the file that was opened: it had {pin.size:,} bytes, now it has "
+                f"{now.st_size:,}, or it was written to since. Open the checkpoint again."
+            )
+        return file
+
+
+def _mapping(file: _File) -> mmap.mmap | None:
+    size = file.info().size
+    if size == 0:
+        return None
+    # Without MAP_NORESERVE a private mapping of a file larger than memory may be refused.
+    flags = mmap.MAP_PRIVATE | (getattr(mmap, "MAP_NORESERVE", 0x4000) if sys.platform == "linux" else 0)
+    return mmap.mmap(file.fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def split(path: str | os.PathLike[str]) -> tuple[LocalStore, str]:
+    """The store and the name inside it for a path of the user: a folder is ("" in itself), a file lies in its parent.
+
+    Raises MissingFileError if there is nothing.
+    """
+    full = Path(os.path.expanduser(os.fspath(path)))
+    if full.is_dir():
+        return LocalStore(full), ""
+    if not full.exists():
+        raise MissingFileError(f"{full}: no such file or folder")
+    return LocalStore(full.parent), full.name
+
+
+_check: type[Store] = LocalStore

@@ -1,0 +1,157 @@
+"""A saved object, taken apart: its tensors under dotted names, and everything else as plain objects.
+
+``{"model": {"w": tensor}, "step": 3}`` gives the tensor ``model.w`` and the rest ``{"step": 3}``. Keys are joined as
+`str` gives them, list items by position, attributes of records by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import deque
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import CorruptError
+from .pickles import Attributed, Opaque
+from .rebuild import Composite, Namespace, StoredStorage, StoredTensor, TensorSubclass, plain_numpy
+
+_MAX_DEPTH = 150  # the walk recurses; honest checkpoints are some ten levels deep
+_GONE = object()  # stands for "there were only tensors here"
+
+
+class TensorRef(NamedTuple):
+    """In ``meta``: here, among other things, stood the tensor of this name."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return f"<tensor {self.name!r}>"
+
+
+class Plain:
+    """``tensors``: dotted name -> record, in the order of the file; ``rest``: the object without them; ``notes``:
+    lines about tensors that are not what they seem."""
+
+    def __init__(self, value: Any, where: str, size: int, prefix: str = "") -> None:
+        """``size``: bytes of the pickle, which bounds how much its shared references may expand to. ``prefix``: what
+        stands before a tensor's name where the rest refers to it."""
+        self.tensors: dict[str, StoredTensor] = {}
+        self.notes: list[str] = []
+        self._where = where
+        self._left = 10_000 + 8 * size
+        self._open: set[int] = set()
+        self._prefix = prefix
+        rest = self._walk(value, None, 0)
+        self.rest = {} if rest is _GONE else rest
+
+    def _walk(self, value: Any, name: str | None, depth: int) -> Any:
+        kind = type(value)
+        if kind in _LEAVES:
+            return value
+        if kind is StoredTensor:
+            return self._tensor(value, name)
+        if kind is StoredStorage:
+            return self._tensor(StoredTensor(value, value.dtype or torch.uint8, 0, (value.numel,), (1,)), name)
+        self._left -= 1
+        if self._left < 0:
+            raise CorruptError(
+                f"{self._where}: its references expand to far more objects than it has bytes: the file is hostile or damaged"
+            )
+        if depth > _MAX_DEPTH:
+            raise CorruptError(f"{self._where}: objects are nested deeper than {_MAX_DEPTH} levels: the file is hostile or damaged")
+        if id(value) in self._open:
+            return f"<the same object as further up, seen again at {name!r}>"
+        self._open.add(id(value))
+        try:
+            return self._container(value, name, depth + 1)
+        finally:
+            self._open.discard(id(value))
+
+    def _container(self, value: Any, name: str | None, depth: int) -> Any:
+        if isinstance(value, dict):
+            plain = self._dict(value, name, depth)
+            if isinstance(value, Attributed) and hasattr(value, "state"):
+                state = self._walk(value.state, name, depth)
+                if isinstance(state, dict) and state:
+                    plain = {} if plain is _GONE else plain
+                    for k, v in state.items():
+                        plain.setdefault(k, v)
+            return plain
+        if isinstance(value, Composite):
+            self.notes.append(f"{name or ''!r} is a {value.kind} tensor: its parts are tensors of their own, under its name")
+            return self._dict(value.parts, name, depth)
+        if isinstance(value, list | tuple | deque):
+            items = [self._walk(v, _join(name, n), depth) for n, v in enumerate(value)]
+            if items and all(v is _GONE for v in items):
+                return _GONE
+            items = [TensorRef(self._prefix + _join(name, n)) if v is _GONE else v for n, v in enumerate(items)]
+            return deque(items) if isinstance(value, deque) else items if isinstance(value, list) else _tuple(value, items)
+        if isinstance(value, Namespace):
+            inner = self._dict(vars(value), name, depth)
+            return argparse.Namespace(**({} if inner is _GONE else inner))
+        if isinstance(value, Opaque):
+            return self._opaque(value, name, depth)
+        return plain_numpy(value)
+
+    def _dict(self, value: dict[Any, Any], name: str | None, depth: int) -> Any:
+        plain = {}
+        for k, v in value.items():
+            item = self._walk(v, _join(name, k), depth)
+            if item is not _GONE:
+                plain[k if type(k) in _LEAVES or type(k) is tuple else plain_numpy(k)] = item
+        return plain if plain or not value else _GONE
+
+    def _opaque(self, value: Opaque, name: str | None, depth: int) -> Opaque:
+        """A copy of a record in which tensors are only named, so that it can be kept without the file."""
+        if isinstance(value, TensorSubclass):
+            self.notes.append(f"{name or ''!r} is a {value.module}.{value.name}: the tensors inside it stand under its name")
+        record = Opaque(value.module, value.name)
+        if value.args:
+            record.args = tuple(self._named(v, _join(name, n), depth) for n, v in enumerate(value.args))
+        else:
+            record.args = value.args
+        record.kwargs = None if value.kwargs is None else self._named(value.kwargs, name, depth)
+        state = value.state
+        if isinstance(state, tuple) and len(state) == 2 and all(s is None or isinstance(s, dict) for s in state):
+            record.state = tuple(self._attributes(s, name, depth) for s in state)
+        else:
+            record.state = self._attributes(state, name, depth)
+        record.items = [self._named(v, _join(name, n), depth) for n, v in enumerate(value.items)]
+        record.entries = {k: self._named(v, _join(name, k), depth) for k, v in value.entries.items()}
+        return record
+
+    def _attributes(self, state: Any, name: str | None, depth: int) -> Any:
+        if isinstance(state, dict):
+            return {k: self._named(v, _join(name, k), depth) for k, v in state.items()}
+        return self._named(state, name, depth)
+
+    def _named(self, value: Any, name: str | None, depth: int) -> Any:
+        item = self._walk(value, name, depth)
+        return TensorRef(self._prefix + (name or "")) if item is _GONE else item
+
+    def _tensor(self, tensor: StoredTensor, name: str | None) -> Any:
+        key = name or ""
+        if key in self.tensors:
+            number = 2
+            while f"{key}#{number}" in self.tensors:
+                number += 1
+            self.notes.append(f"two tensors have the dotted name {key!r}: the second is {key + '#' + str(number)!r}")
+            key = f"{key}#{number}"
+        self.tensors[key] = tensor
+        if tensor.note:
+            self.notes.append(f"{key!r} {tensor.note}")
+        return _GONE
+
+
+_LEAVES = {type(None), bool, int, float, complex, str, bytes, bytearray, range, slice}
+
+
+def _join(name: str | None, key: Any) -> str:
+    text = key if type(key) is str else str(key)
+    return text if name is None else f"{name}.{text}"
+
+
+def _tuple(original: tuple[Any, ...], items: list[Any]) -> Any:
+    """torch.Size stays one; any other tuple is a plain tuple."""
+    return original if type(original) is not tuple and all(type(i) is int for i in items) else tuple(items)

@@ -1,0 +1,64 @@
+"""The threads that reads run on: started when a job is large enough to want them, shared by all views."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+
+Task = tuple[int, Callable[[], None]]  # (bytes it moves, what to do)
+
+_INLINE = 4 << 20  # bytes; below this a job is done before threads have woken up
+_BATCH = 4 << 20
+_lock = threading.Lock()
+_pool: ThreadPoolExecutor | None = None
+
+
+def run(tasks: Iterable[Task]) -> None:
+    """Do all tasks, on several threads if they move enough bytes. Planning goes on while the first ones read.
+
+    The first error, also one of the iterable itself, is raised when everything that was started has stopped.
+    """
+    futures: list[Future[None]] = []
+    batch: list[Task] = []
+    size, limit = 0, _INLINE
+    try:
+        for task in tasks:
+            batch.append(task)
+            size += task[0]
+            if size >= limit and (futures or len(batch) > 1):
+                futures.append(_threads().submit(_each, batch))
+                batch, size, limit = [], 0, _BATCH
+        _each(batch)
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+    finally:  # nothing to do unless something failed: let go of what has not started, wait for what has
+        for future in futures:
+            future.cancel()
+        wait(futures)
+
+
+def _each(batch: list[Task]) -> None:
+    for _, do in batch:
+        do()
+
+
+def _threads() -> ThreadPoolExecutor:
+    global _pool
+    with _lock:
+        if _pool is None:
+            _pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="lazyckpt")
+        return _pool
+
+
+def _forget() -> None:
+    """A forked child has the pool's object but none of its threads."""
+    global _pool, _lock
+    _pool, _lock = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+

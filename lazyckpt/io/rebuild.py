@@ -1,0 +1,427 @@
+"""What the pickles of checkpoints may build: tensors as records of where they lie, and plain values of the standard
+library and numpy. Nothing here is looked up by what a pickle says; it is a closed table.
+
+Tensors: torch/_utils.py (`_rebuild_*`), torch/_tensor.py (`_rebuild_from_type_v2`), torch/serialization.py (persistent
+ids). numpy: numpy/_core/multiarray (`_reconstruct`, `scalar`), ndarray and dtype `__setstate__`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import decimal
+import pathlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..core.box import Shape
+from ..core.dtypes import FROM_NAME, FROM_STORAGE
+from ..errors import CorruptError
+from .pickles import Attributed, Opaque, check_key
+
+_MAX_DIMS = 64
+
+
+class StorageType(NamedTuple):
+    """A storage class of torch; ``dtype`` is None for UntypedStorage (its sizes count bytes)."""
+
+    dtype: torch.dtype | None
+
+
+class StoredStorage(NamedTuple):
+    """A storage that a file holds: ``key`` names its record, ``numel`` counts elements of ``dtype`` (bytes if None)."""
+
+    key: str
+    dtype: torch.dtype | None
+    numel: int
+    location: str
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * (self.dtype.itemsize if self.dtype else 1)
+
+
+class StoredTensor:
+    """A tensor that a file holds. ``offset`` and ``strides`` are in elements of ``dtype``, within its storage; a
+    ``storage`` of None means that it has no data (a meta tensor). ``note`` says what reading it as it is stored leaves
+    out; empty for ordinary tensors. ``state``: attributes that the pickle gives it."""
+
+    __slots__ = ("conj", "dtype", "neg", "note", "offset", "requires_grad", "shape", "state", "storage", "strides")
+
+    def __init__(
+        self,
+        storage: StoredStorage | None,
+        dtype: torch.dtype,
+        offset: int,
+        shape: Shape,
+        strides: Shape,
+        requires_grad: bool = False,
+        metadata: Any = None,
+        note: str = "",
+    ) -> None:
+        if len(shape) != len(strides) or len(shape) > _MAX_DIMS:
+            raise CorruptError(f"a tensor with {len(shape)} sizes and {len(strides)} strides")
+        for n in (offset, *shape, *strides):
+            if type(n) is not int or not 0 <= n < 1 << 62:
+                raise CorruptError(f"a tensor of shape {shape}, strides {strides}, offset {offset}")
+        self.storage = storage
+        self.dtype = dtype
+        self.offset = offset
+        self.shape = shape
+        self.strides = strides
+        self.requires_grad = requires_grad
+        self.conj = bool(metadata.get("conj")) if isinstance(metadata, dict) else False
+        self.neg = bool(metadata.get("neg")) if isinstance(metadata, dict) else False
+        self.note = note
+        self.state: Any = None
+
+    def set_state(self, state: Any) -> None:
+        self.state = state
+
+    def __repr__(self) -> str:
+        return f"StoredTensor({'x'.join(map(str, self.shape)) or 'scalar'}, {self.dtype})"
+
+
+class TensorSubclass(Opaque):
+    """A subclass of Tensor that wraps others (DTensor, torchao): a record of what it was made from."""
+
+    __slots__ = ()
+
+
+class Composite(NamedTuple):
+    """A tensor whose data is several plain tensors (sparse, nested): they are found under their own names."""
+
+    kind: str
+    parts: dict[str, Any]
+
+
+def persistent_storage(pid: Any) -> Any:
+    """A persistent id of torch.save: ``("storage", class, key, location, numel[, view])``, or a module's class."""
+    if isinstance(pid, tuple) and len(pid) >= 5 and pid[0] == "storage":
+        kind, key, location, numel = pid[1:5]
+        if isinstance(kind, Opaque):  # a storage class of an extension: its elements are unknown, its bytes are not
+            kind = StorageType(None)
+        if not isinstance(kind, StorageType) or type(numel) is not int or not 0 <= numel < 1 << 62:
+            raise CorruptError(f"a storage that is described as {pid[1:]!r:.80}")
+        storage = StoredStorage(str(key), kind.dtype, numel, str(location))
+        if len(pid) > 5 and isinstance(pid[5], tuple):  # before torch 1.6: a storage that views another
+            raise CorruptError("a storage that views another one, as torch before 0.4 wrote it: load and save it again")
+        return storage
+    if isinstance(pid, tuple) and pid and pid[0] == "module":  # legacy files of whole modules: (class, file, source)
+        return pid[1]
+    return Opaque("persistent id", repr(pid)[:80])
+
+
+def _ints(values: Any) -> Shape:
+    if not isinstance(values, tuple | list):
+        raise CorruptError(f"sizes that are {type(values).__name__}")
+    return tuple(values)
+
+
+def _stored(storage: Any) -> StoredStorage:
+    if not isinstance(storage, StoredStorage):
+        raise CorruptError(f"a tensor without a storage ({type(storage).__name__})")
+    return storage
+
+
+def _tensor_v1(storage: Any, offset: Any, size: Any, stride: Any) -> StoredTensor:
+    s = _stored(storage)
+    return StoredTensor(s, s.dtype or torch.uint8, offset, _ints(size), _ints(stride))
+
+
+def _tensor_v2(
+    storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any = False, hooks: Any = None, metadata: Any = None
+) -> StoredTensor:
+    s = _stored(storage)
+    return StoredTensor(s, s.dtype or torch.uint8, offset, tuple(size), tuple(stride), bool(requires_grad), metadata)
+
+
+def _tensor_v3(
+    storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, metadata: Any = None
+) -> StoredTensor:
+    if not isinstance(dtype, torch.dtype):
+        raise CorruptError(f"a tensor whose dtype is {dtype!r:.60}")
+    return StoredTensor(_stored(storage), dtype, offset, _ints(size), _ints(stride), bool(grad), metadata)
+
+
+def _parameter(data: Any, requires_grad: Any = True, hooks: Any = None, state: Any = None) -> Any:
+    if isinstance(data, StoredTensor):
+        data.requires_grad = bool(requires_grad)
+        if state is not None:
+            data.state = state
+    return data
+
+
+def _from_type_v2(func: Any, kind: Any, args: Any, state: Any) -> Any:
+    """A subclass of Tensor, or a tensor with attributes: the tensor that it was made from, if that is one."""
+    name = f"{kind.module}.{kind.name}" if isinstance(kind, Opaque) else ""
+    if callable(func) and isinstance(args, tuple):
+        made = func(*args)
+        if isinstance(made, StoredTensor):
+            made.state = state
+            if name not in _PLAIN_TENSORS:
+                made.note = f"is a {name}: read as the plain tensor it holds"
+            return made
+        if isinstance(made, Composite):
+            return made
+    record = TensorSubclass(*(name.rsplit(".", 1) if "." in name else ("torch", name or "Tensor")))
+    record.args = args if isinstance(args, tuple) else (args,)
+    record.state = state
+    return record
+
+
+_PLAIN_TENSORS = {"", "torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"}
+
+
+def _qtensor(storage: Any, offset: Any, size: Any, stride: Any, quantizer: Any, *rest: Any) -> StoredTensor:
+    s = _stored(storage)
+    tensor = StoredTensor(s, s.dtype or torch.uint8, offset, _ints(size), _ints(stride))
+    scheme = quantizer[0].name if isinstance(quantizer[0], Opaque) else quantizer[0]
+    tensor.note = f"is quantized ({scheme}): read as the integers it stores, without scale and zero point"
+    tensor.state = {"quantizer": quantizer}
+    return tensor
+
+
+def _sparse(layout: Any, data: Any) -> Composite:
+    names = ("indices", "values", "size") if layout == "torch.sparse_coo" else ("compressed", "plain", "values", "size")
+    return Composite(str(layout), dict(zip((*names, "is_coalesced"), data, strict=False)))
+
+
+def _nested(buffer: Any, sizes: Any, strides: Any, offsets: Any) -> Composite:
+    return Composite("nested", {"buffer": buffer, "sizes": sizes, "strides": strides, "offsets": offsets})
+
+
+def _meta(dtype: Any, size: Any, stride: Any, requires_grad: Any = False) -> StoredTensor:
+    return StoredTensor(
+        None, dtype, 0, _ints(size), _ints(stride), bool(requires_grad), note="is a meta tensor: it has no data"
+    )
+
+
+def _first(data: Any, *rest: Any) -> Any:
+    """A tensor of another device that was pickled as a CPU tensor or numpy array."""
+    return data
+
+
+# -- numpy
+
+
+class NumpyDtype:
+    """A dtype as numpy pickles it: a code, then a state with byte order and fields."""
+
+    def __init__(self, code: Any, align: Any = False, copy: Any = True) -> None:
+        self.code, self.state = code, ()
+
+    def set_state(self, state: Any) -> None:
+        self.state = state
+
+    def real(self) -> np.dtype[Any]:
+        if not isinstance(self.code, str) or len(self.code) > 64 or self.code.lstrip("<>|=")[:1] not in "?bhilqpBHILQPfdgFDGeSaUVOMmciu":
+            raise ValueError(f"a numpy dtype {self.code!r:.60}")
+        if len(self.state) >= 5 and isinstance(self.state[4], dict) and self.state[3]:
+            fields = {name: self.state[4][name] for name in self.state[3]}
+            formats = [f[0].real() for f in fields.values()]
+            spec = {"names": list(fields), "formats": formats, "offsets": [f[1] for f in fields.values()]}
+            return np.dtype({**spec, "itemsize": self.state[5]})  # type: ignore[call-overload,no-any-return]
+        dtype = np.dtype(self.code)
+        order = self.state[1] if len(self.state) > 1 else "|"
+        return dtype.newbyteorder(order) if order in ("<", ">") else dtype
+
+
+class NumpyArray:
+    """An array as numpy pickles it: empty first, then a state with shape, dtype and bytes."""
+
+    def __init__(self, *args: Any) -> None:
+        self.state: Any = None
+
+    def set_state(self, state: Any) -> None:
+        self.state = state
+
+    def real(self) -> Any:
+        """The array; an array of objects keeps what the pickle lists. Raises ValueError if it contradicts itself."""
+        _, shape, dtype, fortran, raw = self.state
+        kind = dtype.real()
+        if kind.hasobject:
+            array = np.empty(len(raw), dtype=object)
+            array[:] = [None] * len(raw)
+            for n, value in enumerate(raw):
+                array[n] = value
+        else:
+            array = np.frombuffer(raw.encode("latin1") if isinstance(raw, str) else raw, dtype=kind).copy()
+        return array.reshape(shape, order="F" if fortran else "C")
+
+
+def _frombuffer(buffer: Any, dtype: Any, shape: Any, order: Any, *rest: Any) -> NumpyArray:
+    array = NumpyArray()
+    array.state = (1, shape, dtype, order == "F", bytes(buffer))
+    return array
+
+
+def _scalar(dtype: Any, raw: Any = None) -> Any:
+    kind = dtype.real()
+    if kind.hasobject:
+        return raw
+    return np.frombuffer(raw.encode("latin1") if isinstance(raw, str) else raw, dtype=kind)[0]
+
+
+def plain_numpy(value: Any) -> Any:
+    """The real dtype or array of a numpy record, an Opaque where it contradicts itself; anything else as it is."""
+    if not isinstance(value, NumpyArray | NumpyDtype):
+        return value
+    try:
+        return value.real()
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, MemoryError):
+        record = Opaque("numpy", "ndarray" if isinstance(value, NumpyArray) else "dtype")
+        record.state = value.state
+        return record
+
+
+# -- plain values
+
+
+def _listed(*args: Any) -> Sequence[Any]:
+    """The elements that a container is made of; only what the pickle itself lists, so none can be larger than it."""
+    if not args:
+        return []
+    (values,) = args
+    if not isinstance(values, list | tuple | set | frozenset | dict):
+        raise TypeError("not a listed container")
+    return values  # type: ignore[return-value]
+
+
+def _keys(*args: Any) -> Sequence[Any]:
+    """Elements that will be hashed."""
+    values = _listed(*args)
+    for value in values:
+        check_key(value)
+    return values
+
+
+def _attributed(*args: Any) -> Attributed:
+    if not args:  # the hooks of every tensor
+        return Attributed()
+    values = _listed(*args)
+    for pair in () if isinstance(values, dict) else values:
+        check_key(pair)
+    return Attributed(values)
+
+
+def _size(*args: Any) -> torch.Size:
+    return torch.Size(_listed(*args))
+
+
+def _encode(text: str, encoding: str = "utf-8") -> bytes:
+    if encoding not in ("latin1", "utf-8", "ascii"):
+        raise ValueError(encoding)
+    return text.encode(encoding)
+
+
+def _bytearray(*args: Any) -> bytearray:
+    if args and isinstance(args[0], int):  # a size: a few bytes of pickle must not become gigabytes
+        raise TypeError("a size")
+    return bytearray(*args)
+
+
+
+class Namespace(argparse.Namespace):
+    """argparse.Namespace that takes its attributes as data."""
+
+    def set_state(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update({k: v for k, v in state.items() if isinstance(k, str) and k != "set_state"})
+
+
+def _table() -> dict[tuple[str, str], Any]:
+    table: dict[tuple[str, str], Any] = {
+        ("torch._utils", "_rebuild_tensor"): _tensor_v1,
+        ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
+        ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
+        ("torch._utils", "_rebuild_parameter"): _parameter,
+        ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
+        ("torch._tensor", "_rebuild_from_type_v2"): _from_type_v2,
+        ("torch._utils", "_rebuild_qtensor"): _qtensor,
+        ("torch._utils", "_rebuild_sparse_tensor"): _sparse,
+        ("torch._utils", "_rebuild_nested_tensor"): _nested,
+        ("torch._utils", "_rebuild_meta_tensor_no_storage"): _meta,
+        ("torch._utils", "_rebuild_device_tensor_from_numpy"): _first,
+        ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): _first,
+        ("torch._utils", "_rebuild_xla_tensor"): _first,
+        ("torch.serialization", "_get_layout"): str,
+        ("torch", "Size"): _size,
+        ("torch", "device"): torch.device,
+        ("numpy", "dtype"): NumpyDtype,
+        ("collections", "OrderedDict"): _attributed,
+        ("collections", "defaultdict"): lambda factory=None, *args: _attributed(*args),
+        ("collections", "Counter"): _attributed,
+        ("collections", "deque"): lambda *args: collections.deque(_listed(*args[:1])),
+        ("argparse", "Namespace"): Namespace,
+        ("_codecs", "encode"): _encode,
+        ("datetime", "datetime"): datetime.datetime,
+        ("datetime", "date"): datetime.date,
+        ("datetime", "timedelta"): datetime.timedelta,
+        ("decimal", "Decimal"): decimal.Decimal,
+    }
+    for root in ("numpy._core", "numpy.core"):
+        table[f"{root}.multiarray", "_reconstruct"] = NumpyArray
+        table[f"{root}.multiarray", "scalar"] = _scalar
+        table[f"{root}.numeric", "_frombuffer"] = _frombuffer
+    for root in ("builtins", "__builtin__"):
+        table[root, "set"] = lambda *args: set(_keys(*args))
+        table[root, "frozenset"] = lambda *args: frozenset(_keys(*args))
+        table[root, "list"] = lambda *args: list(_listed(*args))
+        table[root, "tuple"] = lambda *args: tuple(_listed(*args))
+        table[root, "dict"] = _attributed
+        table[root, "bytearray"] = _bytearray
+        table[root, "complex"] = complex
+        table[root, "slice"] = slice
+        table[root, "range"] = range
+        table[root, "xrange"] = range
+    for module in ("pathlib", "pathlib._local"):
+        for name in ("PosixPath", "PurePosixPath", "Path", "PurePath"):
+            table[module, name] = pathlib.PurePosixPath
+        table[module, "WindowsPath"] = table[module, "PureWindowsPath"] = pathlib.PureWindowsPath
+    for name, dtype in FROM_NAME.items():
+        table["torch", name] = dtype
+    for storage, dtype in FROM_STORAGE.items():
+        for module in ("torch", "torch.cuda", "torch.storage"):
+            table[module, storage] = StorageType(dtype)
+    for module in ("torch", "torch.storage"):
+        table[module, "UntypedStorage"] = StorageType(None)
+    return table
+
+
+REBUILD = _table()
+
+
+# -- what to warn of
+
+_DANGEROUS_MODULES = {
+    "os", "posix", "nt", "subprocess", "sys", "shutil", "socket", "importlib", "runpy", "pty", "ctypes", "code",
+    "codeop", "pickle", "_pickle", "marshal", "webbrowser", "commands", "popen2", "asyncio", "multiprocessing", "pdb",
+    "bdb", "timeit", "cProfile", "profile", "trace", "builtins", "__builtin__", "operator", "_operator", "types",
+    "requests", "urllib", "http", "ftplib", "smtplib", "telnetlib", "tempfile", "platform", "venv", "pip", "site",
+    "ssl", "imaplib", "poplib", "nntplib", "xmlrpc", "idlelib", "lib2to3", "distutils", "setuptools", "doctest",
+    "linecache", "gc", "inspect", "threading", "_thread", "concurrent", "dill", "cloudpickle", "joblib", "jsonpickle",
+}  # fmt: skip
+_DANGEROUS = ("torch.hub", "torch.serialization", "torch.utils.cpp_extension", "torch._inductor", "numpy.testing", "numpy.f2py")
+_INERT_BUILTINS = {"object", "int", "float", "str", "bool", "bytes", "type", "NoneType", "Exception", "ValueError"}
+
+
+def dangers(named: dict[tuple[str, str], bool]) -> list[str]:
+    """The globals of a pickle that no checkpoint needs and that could do harm if they were run: ``os.system``."""
+    found = []
+    for (module, name), called in named.items():
+        if (module, name) in REBUILD:
+            continue
+        if module.split(".")[0] not in _DANGEROUS_MODULES and not module.startswith(_DANGEROUS):
+            continue
+        if module in ("builtins", "__builtin__") and (name in _INERT_BUILTINS or (name == "getattr" and not called)):
+            continue
+        if module.startswith("multiprocessing.") or module == "types":
+            if name in ("SimpleNamespace", "ApplyResult"):
+                continue
+        found.append(f"{module}.{name}")
+    return found

@@ -1,0 +1,125 @@
+"""A store: the folder (or bucket prefix) that a checkpoint lies in, as names, sizes and byte ranges.
+
+Names are relative to the store's root, with "/" between folders. A store does no caching of data and knows no format.
+It pickles to its root and options alone, so that a tensor can travel to another process.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ..core.index import FileInfo
+from ..errors import CorruptError
+
+
+Buffer = bytes | memoryview
+
+
+class Entry(NamedTuple):
+    """What `Store.list` tells of a name."""
+
+    info: FileInfo
+    is_dir: bool
+
+
+class Store(Protocol):
+    """Where bytes come from. All methods may be called from several threads.
+
+    ``pins`` are the files as they were when they were indexed. Reading or mapping a pinned file that is not the same
+    any more (size or modification time) raises ChangedFileError; a file that is gone, MissingFileError.
+    """
+
+    pins: Mapping[str, FileInfo]
+
+    @property
+    def root(self) -> str:
+        """What a user would pass to `lazyckpt.open` for this folder."""
+
+    def pinned(self, pins: Mapping[str, FileInfo]) -> Store:
+        """The same store with other pins."""
+
+    def list(self, folder: str = "") -> Mapping[str, Entry]:
+        """The names directly inside a folder; {} if there is no such folder."""
+
+    def stat(self, path: str) -> FileInfo:
+        """Size and modification time now. Raises MissingFileError."""
+
+    def read(self, path: str, offset: int, length: int) -> Buffer:
+        """Exactly ``length`` bytes from ``offset`` on. Raises CorruptError past the end of the file."""
+
+    def read_into(self, path: str, offset: int, target: memoryview) -> None:
+        """Fill ``target`` from ``offset`` on; errors as `read`."""
+
+    def map(self, path: str, fresh: bool = False) -> mmap.mmap | None:
+        """The whole file as memory whose pages are read when touched; None if this store cannot, or the file is empty.
+
+        ``fresh``: a mapping of its own, private to the caller, that may be written to (the file never is).
+        """
+
+    def resident(self, view: torch.Tensor) -> bool:
+        """Whether a contiguous view into a mapped file is likely in memory already: touching it costs no I/O."""
+
+    @property
+    def gap(self) -> int:
+        """Unwanted bytes between two wanted runs that are worth reading to save a request."""
+
+
+def narrow(store: Store, paths: Iterable[str]) -> Store:
+    """The store with the pins of these files only: what has to travel with one tensor."""
+    return store.pinned({p: store.pins[p] for p in paths if p in store.pins})
+
+
+class StoreFile(io.RawIOBase):
+    """A file of a store as a seekable stream, for libraries that want one (zipfile).
+
+    The last ``tail`` bytes are fetched with the first read that touches them: a zip's directory is there.
+    """
+
+    def __init__(self, store: Store, path: str, tail: int = 1 << 13) -> None:
+        self.store, self.path = store, path
+        self.info = store.stat(path)
+        self.size = self.info.size
+        self._at = 0
+        self._tail_at = max(0, self.size - tail)
+        self._tail: Buffer | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.size}[whence]
+        if base + offset < 0:
+            raise ValueError(f"seek to {base + offset}")
+        self._at = base + offset
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(0, self.size - self._at)
+        size = left if size is None or size < 0 else min(size, left)
+        data = self.at(self._at, size)
+        self._at += size
+        return data
+
+    def at(self, offset: int, size: int) -> bytes:
+        """``size`` bytes from ``offset`` on, without moving the stream. Raises CorruptError past the end."""
+        if offset < 0 or offset + size > self.size:
+            raise CorruptError(
+                f"{self.path}: bytes {offset:,} to {offset + size:,} are wanted, the file has {self.size:,}: truncated?"
+            )
+        if offset < self._tail_at or size == 0:
+            return bytes(self.store.read(self.path, offset, size)) if size else b""
+        if self._tail is None:
+            self._tail = self.store.read(self.path, self._tail_at, self.size - self._tail_at)
+        start = offset - self._tail_at
+        return bytes(memoryview(self._tail)[start : start + size])

@@ -1,0 +1,1 @@
+"""What people see: text now, HTML and plots later. Nothing here reads tensor data."""

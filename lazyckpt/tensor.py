@@ -1,0 +1,334 @@
+"""A lazy tensor: name, shape and dtype at once, elements when they are asked for.
+
+The contract, which one suite of tests checks on every format (tests/contract.py):
+
+- name, shape, dtype, nbytes, repr, `explain` and `lazy[...]` read no tensor data;
+- ``t[key]`` equals ``whole[key]`` bit for bit, as torch (and for negative steps numpy) would index the whole, and is the
+  caller's own: writing to it never touches a file;
+- it reads the bytes it returns, plus at most the store's stated gap between two runs;
+- a tensor pickles to its description, and any number of threads may read it at the same time.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from .core.box import is_run
+from .core.dtypes import short_name, to_numpy
+from .core.index import Extent, Fragment, TensorSpec
+from .core.plan import plan
+from .core.select import Selection
+from .io.gather import ranges, read, run_tasks, tasks
+from .io.memory import empty
+from .io.pool import Task
+from .io.store import Store, narrow
+from .io.transfer import Ring, read_to
+
+_SMALL = 64 << 10  # bytes that are worth a few page faults, wherever they are
+_LARGE = 16 << 20  # bytes above which reads on several threads win over a mapping
+_ATOMS = (int, slice, type(None), type(Ellipsis))
+
+
+class LazyTensor:
+    """One tensor of a checkpoint. See the module's docstring for what holds of it."""
+
+    __slots__ = ("__weakref__", "_selection", "_store", "_window", "spec")
+
+    def __init__(self, store: Store, spec: TensorSpec, selection: Selection | None = None) -> None:
+        self.spec = spec
+        self._store = store
+        self._selection = selection  # None: the whole
+        self._window: tuple[mmap.mmap, torch.Tensor] | None = None
+
+    # -- what it is
+
+    @property
+    def name(self) -> str:
+        """Its full name in the checkpoint."""
+        return self.spec.name
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.spec.shape if self._selection is None else self._selection.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.spec.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements (what a dense copy takes), not of the file."""
+        return self.numel() * self.dtype.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def device(self) -> torch.device:
+        """The CPU: where reading without `to` puts it."""
+        return torch.device("cpu")
+
+    # torch asks these of what it takes for a tensor (nn.Module.load_state_dict does)
+    is_meta = False
+    is_sparse = False
+    is_quantized = False
+    is_nested = False
+    requires_grad = False
+    layout = torch.strided
+
+    @property
+    def fragments(self) -> Sequence[Fragment]:
+        """What each file contributes, as data."""
+        return self.spec.fragments
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        sizes = "x".join(map(str, self.shape)) or "scalar"
+        return f"LazyTensor({self.name!r}, {sizes}, {short_name(self.dtype)})"
+
+    def explain(self, key: Any = ...) -> str:
+        """Where ``t[key]`` comes from: files, byte ranges and their cost, as text. Reads nothing.
+
+        Raises the errors that reading would raise (a missing file, an index that does not fit).
+        """
+        selection = self._sel[key]
+        lines: list[str] = []
+        total = 0
+        for _, want in selection.reads().blocks():
+            layers = plan(self.spec, want)
+            for path, start, length, count in (r for layer in layers for r in ranges(layer)):
+                total += length * count
+                times = f" and {count - 1:,} more runs of that length" if count > 1 else ""
+                lines.append(f"  {path}: bytes {start:,} to {start + length:,} ({length:,}){times}")
+        sizes = "x".join(map(str, selection.shape)) or "scalar"
+        nbytes = prod(selection.shape) * self.dtype.itemsize
+        files = len({line.split(":")[0] for line in lines})
+        head = [
+            f"{self.name}: {sizes} {short_name(self.dtype)}, {nbytes:,} bytes "
+            f"from {len(lines)} range{'s' * (len(lines) != 1)} in {files} file{'s' * (files != 1)} ({total:,} bytes read)"
+        ]
+        if self.spec.combine == "mean":
+            head.append("  the mean of the replicas, taken in float32")
+        if self.spec.rule:
+            head.append(f"  {self.spec.rule}")
+        return "\n".join(head + lines)
+
+    # -- reading
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        """Read: ints, slices (steps may be negative), Ellipsis, None, one 1-d list of ints, one 1-d mask."""
+        quick = self._quick(key)
+        if quick is not None:
+            return quick
+        selection = self._sel if key is Ellipsis else self._sel[key]
+        return read(self._store, self.spec, selection.reads())
+
+    @property
+    def lazy(self) -> _Deferred:
+        """``t.lazy[key]``: the same indexing, as a LazyTensor that has read nothing yet."""
+        return _Deferred(self)
+
+    def to(
+        self, device: str | torch.device | torch.dtype | None = None, dtype: torch.dtype | None = None, copy: bool = True
+    ) -> torch.Tensor:
+        """Read the whole to a device, in ``dtype`` if given.
+
+        To an accelerator it goes through pinned memory in pieces of 32 MiB. ``copy=False``: on the CPU, a tensor that is
+        one contiguous run of one file stays mapped (privately: writing to it changes memory only) instead of being
+        read; it is then only as durable as the file.
+        """
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+        place = torch.device("cpu" if device is None else device)
+        if place.type == "meta":
+            return torch.empty(self.shape, dtype=dtype or self.dtype, device="meta")
+        if place.type != "cpu":
+            ring = Ring(place)
+            out = self.read_through(ring, dtype)
+            ring.finish()
+            return out
+        if not copy and dtype in (None, self.dtype):
+            mapped = self.mapped({})
+            if mapped is not None:
+                return mapped
+        out = self[...]
+        return out if dtype is None else out.to(dtype)
+
+    def read_through(self, ring: Ring, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Read the whole to the ring's device; it has arrived when the ring has finished."""
+        reads = self._sel.reads()
+        out = torch.empty(reads.shape, dtype=dtype or self.dtype, device=ring.device)
+        read_to(self._store, self.spec, reads, out, ring)
+        return reads.finish(out)
+
+    def start(self) -> tuple[Iterable[Task], Callable[[], torch.Tensor]]:
+        """Reading the whole, as work to be done with that of other tensors: (tasks, what to call when they are done)."""
+        extent = self._plain
+        if extent is not None:  # nothing to plan
+            out = empty(self.spec.shape, self.dtype)
+            return run_tasks(self._store, extent.path, extent.offset, out), lambda: out
+        reads = self._sel.reads()
+        out = empty(reads.shape, self.dtype)
+        return tasks(self._store, self.spec, reads, out), lambda: reads.finish(out)
+
+    def mapped(self, maps: dict[str, mmap.mmap | None]) -> torch.Tensor | None:
+        """The tensor over a private mapping of its file (kept in ``maps``, path -> mapping), or None if it is not one
+        contiguous run of one file."""
+        extent = self._plain
+        if extent is None:
+            return None
+        if extent.path not in maps:
+            maps[extent.path] = self._store.map(extent.path, fresh=True)
+        buffer = maps[extent.path]
+        if buffer is None or not self.numel():
+            return None
+        flat = torch.frombuffer(buffer, dtype=extent.dtype, count=self.numel(), offset=extent.offset)
+        return flat.view(self.spec.shape)
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """Read the whole as a numpy array; bf16 and fp8 have the dtypes of ml_dtypes. Raises DataError where numpy has
+        no such dtype."""
+        return to_numpy(self[...])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        if copy is False:
+            raise ValueError("a lazy tensor has no memory to share: np.asarray(t, copy=False) cannot be done")
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self[...].__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> tuple[Any, int]:
+        return torch.empty(0).__dlpack_device__()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Torch functions take a lazy tensor for the tensor it reads as."""
+        return func(*(_real(a) for a in args), **{k: _real(v) for k, v in (kwargs or {}).items()})
+
+    def detach(self) -> torch.Tensor:
+        return self[...]
+
+    def item(self) -> int | float | bool | complex:
+        """The only element, as a Python number."""
+        return self[...].item()
+
+    def tolist(self) -> Any:
+        return self[...].tolist()
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for n in range(len(self)):
+            yield self[n]
+
+    def __bool__(self) -> bool:
+        return bool(self[...])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        paths = {f.extent.path for f in self.spec.fragments}
+        return LazyTensor, (narrow(self._store, paths), self.spec, self._selection)
+
+    # -- how
+
+    @property
+    def _sel(self) -> Selection:
+        return Selection.all(self.spec.shape) if self._selection is None else self._selection
+
+    @property
+    def _plain(self) -> Extent | None:
+        """The extent, if the tensor is one contiguous run of raw bytes of one file."""
+        spec = self.spec
+        if self._selection is not None or len(spec.fragments) != 1:
+            return None
+        fragment = spec.fragments[0]
+        extent = fragment.extent
+        if fragment.parts is not None or not isinstance(extent, Extent) or not extent.raw or extent.dtype != spec.dtype:
+            return None
+        if fragment.span not in (None, (0, spec.numel)) or fragment.local_shape != spec.shape:
+            return None
+        return extent if is_run(extent.shape, extent.strides) else None
+
+    def _quick(self, key: Any) -> torch.Tensor | None:
+        """The same as the planned read, for a small or resident slice of a plain tensor: torch indexes the mapping."""
+        keys = key if type(key) is tuple else (key,)
+        if self._window is None or any(type(k) not in _ATOMS for k in keys):
+            return self._first_window(key) if self._window is None else None
+        mapped, window = self._window
+        extent = self.spec.fragments[0].extent
+        if self._store.map(extent.path) is not mapped:  # also checks that the file is still the same
+            self._window = None
+            return None
+        try:
+            view = window[key]
+        except (IndexError, ValueError, TypeError):  # the planned path words the error, or can do it
+            return None
+        nbytes = view.nbytes
+        if view.is_contiguous():
+            if nbytes > _SMALL and (nbytes > _LARGE or not self._store.resident(view)):
+                return None
+            return view.clone()
+        return view.contiguous() if nbytes <= _SMALL else None
+
+    def _first_window(self, key: Any) -> torch.Tensor | None:
+        extent = self._plain
+        if extent is None or not self.numel() or extent.dtype not in _CLONABLE:
+            return None
+        mapped = self._store.map(extent.path)
+        if mapped is None:
+            return None
+        flat = torch.frombuffer(mapped, dtype=extent.dtype, count=self.numel(), offset=extent.offset)
+        self._window = (mapped, flat.view(self.spec.shape))
+        return self._quick(key)
+
+
+_CLONABLE = {
+    torch.float32, torch.float64, torch.float16, torch.bfloat16,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+}  # fmt: skip
+
+
+class _Deferred:
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: LazyTensor) -> None:
+        self._tensor = tensor
+
+    def __getitem__(self, key: Any) -> LazyTensor:
+        t = self._tensor
+        return LazyTensor(t._store, t.spec, t._sel[key])
+
+
+def _real(value: Any) -> Any:
+    if isinstance(value, LazyTensor):
+        return value[...]
+    if isinstance(value, list | tuple) and any(isinstance(v, LazyTensor) for v in value):
+        return type(value)(_real(v) for v in value)
+    return value
+
+

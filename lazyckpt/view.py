@@ -1,0 +1,400 @@
+"""The face: a checkpoint as one namespace of lazy tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+
+from .core.index import FileInfo, Index, Mesh, TensorSpec
+from .core.names import Names, Pattern, matcher
+from .errors import MissingFileError, TensorNotFoundError
+from .formats.reader import Source, read_index
+from .formats.stored import stored_specs
+from .io.local import split
+from .io.pool import Task, run
+from .io.store import Store
+from .io.transfer import Ring
+from .loading import load_into
+from .show.text import explain, summary, tree
+from .tensor import LazyTensor
+
+# A state that is a whole state dict lists tied names too; a moment is listed under the name that owns it.
+_FULL_STATES = ("weights", "fp32")
+_STORED = "stored"
+_GROUP = 256 << 20  # bytes that `to` reads at once before it converts their dtype
+
+_Step = tuple[Literal["below"], str] | tuple[Literal["select"], Pattern | frozenset[str]]
+
+
+class CheckpointView(Mapping[str, LazyTensor]):
+    """A checkpoint, or a part of it, as a mapping from dotted names to lazy tensors. Opening reads no tensor data.
+
+    ``path``: a file or a folder. ``format``: the reader to use (by default the first that recognises the path).
+    ``tag``: which of several checkpoints in the folder (by default what ``latest`` names). ``rules``: how to merge
+    tensors that the checkpoint does not tell it of. ``cache``: keep what opening found out for the next time this
+    process opens the same, unchanged files. ``storage_options``: for stores that are not local folders.
+
+    Raises MissingFileError, FormatError (no reader, or a layout that is refused by name), CorruptError.
+    """
+
+    __slots__ = ("__weakref__", "_full", "_index", "_names", "_specs", "_state", "_steps", "_store", "_tensors")
+
+    _store: Store
+    _index: Index
+    _state: str
+    _steps: tuple[_Step, ...]
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        format: str | None = None,
+        tag: str | None = None,
+        rules: Mapping[str, Any] | None = None,
+        cache: bool = True,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        store, name = split(path)
+        index = read_index(Source(store, name, tag, rules), format)
+        self._init(store.pinned(index.files), index, next(iter(index.states)), ())
+
+    def _init(self, store: Store, index: Index, state: str, steps: tuple[_Step, ...]) -> None:
+        self._store = store
+        self._index = index
+        self._state = state
+        self._steps = steps
+        self._full: dict[str, str] | None = None
+        self._names: Names | None = None
+        self._specs: Mapping[str, TensorSpec] | None = None
+        self._tensors: dict[str, LazyTensor] = {}
+
+    def _other(self, state: str | None = None, steps: tuple[_Step, ...] | None = None) -> CheckpointView:
+        view = object.__new__(CheckpointView)
+        view._init(self._store, self._index, state or self._state, self._steps if steps is None else steps)
+        return view
+
+    # -- the namespace
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """The tensors of this state as data, by full name, whatever part of it this view shows."""
+        if self._specs is None:
+            if self._state != _STORED:
+                self._specs = self._index.states[self._state]
+            elif self._index.stored is not None:
+                self._specs = self._index.stored
+            else:
+                self._specs = stored_specs(self._store, self._index)
+        return self._specs
+
+    @property
+    def _listed(self) -> dict[str, str]:
+        """The names of this view -> full names."""
+        if self._full is None:
+            names = {name: name for name in self.specs}
+            if self._state in _FULL_STATES:
+                names.update((a, a) for a, owner in self._index.aliases.items() if owner in self.specs)
+            for kind, what in self._steps:
+                if kind == "below":
+                    start = f"{what}."
+                    names = {n.removeprefix(start): full for n, full in names.items() if n.startswith(start)}
+                else:
+                    keep = what.__contains__ if isinstance(what, frozenset) else matcher(what)
+                    names = {n: full for n, full in names.items() if keep(n)}
+            self._full = names
+        return self._full
+
+    @property
+    def names(self) -> Names:
+        """The names of this view, with what finds prefixes and inner paths among them."""
+        if self._names is None:
+            self._names = Names(self._listed)
+        return self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._listed)
+
+    def __len__(self) -> int:
+        return len(self._listed)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self._spec(name) is not None
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __getitem__(self, path: str) -> Any:
+        """A full name or tied alias gives a LazyTensor, a prefix a CheckpointView with names relative to it. A path
+        that occurs at one place inside the names resolves to that.
+
+        Raises TensorNotFoundError (several places, or none: the nearest names are listed), MissingFileError for a
+        name whose file is gone.
+        """
+        found = self._tensors.get(path)
+        if found is not None:
+            return found
+        if not isinstance(path, str):
+            raise TensorNotFoundError(f"tensors are looked up by name, not by {type(path).__name__}")
+        spec = self._spec(path)
+        if spec is not None:
+            tensor = self._tensors[path] = LazyTensor(self._store, spec)
+            return tensor
+        if path in ("", "."):
+            return self
+        path = path.removesuffix(".")
+        if self.names.below(path):
+            return self._other(steps=(*self._steps, ("below", path)))
+        if path in self._index.unreadable and not self._steps:
+            raise MissingFileError(self._index.unreadable[path])
+        places = self.names.inside(path)
+        if len(places) == 1:
+            return self[places[0]]
+        if places:
+            listed = ", ".join(map(repr, places[:6])) + (f" and {len(places) - 6} more" if len(places) > 6 else "")
+            raise TensorNotFoundError(f"{path!r} occurs at {len(places)} places: {listed}. Say which.")
+        raise TensorNotFoundError(self._unknown(path))
+
+    def _spec(self, name: str) -> TensorSpec | None:
+        """The spec of an exact name of this view; a tied name gets its owner's, under its own name."""
+        full = self._listed.get(name)
+        if full is None:
+            full = self._alias(name)
+            if full is None:
+                return None
+        spec = self.specs.get(full)
+        if spec is None:
+            owner = self._index.aliases[full]
+            spec = replace(self.specs[owner], name=full, rule=f"tied: the same tensor as {owner!r}")
+        return spec
+
+    def _alias(self, name: str) -> str | None:
+        """The full name of a tied alias that this state does not list."""
+        if self._state in _FULL_STATES or self._state == _STORED:
+            return None
+        full = name
+        for kind, what in reversed(self._steps):
+            full = f"{what}.{full}" if kind == "below" else full
+        return full if self._index.aliases.get(full) in self.specs else None
+
+    def _unknown(self, path: str) -> str:
+        near = self.names.near(path)
+        hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else "view.tree(2) shows what there is."
+        others = [s for s, specs in self._index.states.items() if s != self._state and path in specs]
+        if others:
+            hint = f"It is in view.states[{others[0]!r}]."
+        return f"there is no tensor or prefix {path!r} among the {len(self):,} names of {self._state!r}. {hint}"
+
+    def _ipython_key_completions_(self) -> list[str]:
+        """Names and prefixes; of a very large view only the first levels."""
+        depth = 100 if len(self) <= 20_000 else 3
+        found: dict[str, None] = {}
+        for name in self._listed:
+            parts = name.split(".")
+            for d in range(1, min(depth, len(parts)) + 1):
+                found[".".join(parts[:d])] = None
+        return list(found)
+
+    # -- parts and other sides of it
+
+    def select(self, pattern: Pattern) -> CheckpointView:
+        """The tensors whose names match: a glob (``*`` also crosses dots), a compiled regex (searched), or a function
+        of the name. Names stay as they are in this view."""
+        return self._other(steps=(*self._steps, ("select", pattern)))
+
+    @property
+    def states(self) -> Mapping[str, CheckpointView]:
+        """The same part of every state: "weights", "fp32", then the optimizer's own ("exp_avg", ...), as far as the
+        checkpoint holds them. The first is the one that this view reads by default."""
+        return MappingProxyType({state: self._other(state=state) for state in self._index.states})
+
+    @property
+    def stored(self) -> CheckpointView:
+        """Every tensor as it is stored, under its raw name; nothing merged or hidden. Of the whole checkpoint."""
+        return self._other(state=_STORED, steps=())
+
+    # -- what it is
+
+    @property
+    def root(self) -> str:
+        """The folder that file names are relative to."""
+        return self._store.root
+
+    @property
+    def format(self) -> str:
+        """The layout: "torch", "safetensors", "deepspeed-zero3", ..."""
+        return self._index.format
+
+    @property
+    def mesh(self) -> Mesh:
+        """The parallel degrees the checkpoint was written with."""
+        return self._index.mesh
+
+    @property
+    def state(self) -> str:
+        """The name of the state that this view reads."""
+        return self._state
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """Everything that is not a tensor, as plain objects and inert records."""
+        return self._index.meta
+
+    @property
+    def files(self) -> Mapping[str, FileInfo]:
+        """What it stands on: path, relative to ``root`` -> size in bytes and modification time. A part of a checkpoint
+        lists the files that its tensors lie in."""
+        if not self._steps:
+            return self._index.files
+        paths = {f.extent.path for t in self._unique() for f in t.fragments}
+        return {p: info for p, info in self._index.files.items() if p in paths}
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Tied names of the checkpoint: alias -> the name that owns the tensor (full names)."""
+        return self._index.aliases
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What is missing or odd, a readable line each."""
+        return self._index.problems
+
+    @property
+    def numel(self) -> int:
+        """Elements, each tied tensor counted once."""
+        return sum(t.spec.numel for t in self._unique())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, each tied tensor counted once."""
+        return sum(t.spec.nbytes for t in self._unique())
+
+    def owner(self, name: str) -> str:
+        """The full name that owns the tensor of this name of the view."""
+        full = self._listed.get(name) or self._alias(name) or name
+        return full if full in self.specs else self._index.aliases.get(full, full)
+
+    def _unique(self) -> Iterator[LazyTensor]:
+        """The tensors of this view, each tied one once."""
+        seen = set()
+        for name in self._listed:
+            owner = self.owner(name)
+            if owner not in seen:
+                seen.add(owner)
+                yield self[name]
+
+    def tree(self, depth: int | None = None) -> str:
+        """Names, shapes, dtypes, sizes and parameter counts as an indented tree. Reads no tensor data."""
+        return tree(self, depth)
+
+    def explain(self) -> str:
+        """What the checkpoint is made of, and what it would cost to read this view. Reads no tensor data."""
+        return explain(self)
+
+    def __repr__(self) -> str:
+        return summary(self) + "\n" + tree(self, None, limit=40)
+
+    # -- reading
+
+    def to(
+        self, device: str | torch.device = "cpu", dtype: torch.dtype | None = None, copy: bool = True
+    ) -> dict[str, torch.Tensor]:
+        """Read all tensors of the view to a device: name -> tensor. Tied names get the same tensor.
+
+        ``dtype`` converts floating-point (and complex) tensors, as `nn.Module.to` does. ``copy=False``: on the CPU,
+        tensors that are one contiguous run of a file stay mapped instead of being read (privately: writing to one
+        changes memory only, but truncating the file breaks it).
+        """
+        place = torch.device(device)
+        owners = {name: self.owner(name) for name in self._listed}
+        todo = dict.fromkeys(owners.values())
+        lazy = {owner: self[name] for name, owner in owners.items()}
+        done: dict[str, torch.Tensor] = {}
+        maps: dict[str, Any] = {}
+
+        if place.type in ("meta", "cpu"):
+            reading: list[str] = []
+            for owner in todo:
+                t = lazy[owner]
+                if place.type == "meta":
+                    done[owner] = t.to("meta", _target_dtype(t.dtype, dtype))
+                    continue
+                mapped = None if copy or _target_dtype(t.dtype, dtype) not in (None, t.dtype) else t.mapped(maps)
+                if mapped is None:
+                    reading.append(owner)
+                else:
+                    done[owner] = mapped
+            while reading:
+                group = _first_bytes(reading, lazy, _GROUP) if dtype is not None else reading
+                done.update(_read_together(group, lazy, dtype))
+                reading = reading[len(group) :]
+        else:
+            ring = Ring(place)
+            for owner in todo:
+                t = lazy[owner]
+                done[owner] = t.read_through(ring, _target_dtype(t.dtype, dtype))
+            ring.finish()
+        return {name: done[owner] for name, owner in owners.items()}
+
+    def load_into(self, module: torch.nn.Module, strict: bool = True) -> Any:
+        """Fill an nn.Module's parameters and buffers, one tensor at a time, wherever they live and in their dtype.
+
+        Parameters on the meta device get memory on the CPU. Names, shapes and missing files are checked before
+        anything is written. Returns (missing_keys, unexpected_keys) as `load_state_dict` does. Raises DataError if
+        ``strict`` and the names differ, or if a shape differs.
+        """
+        return load_into(self, module, strict)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        steps = []
+        view = self._other(steps=())
+        for kind, what in self._steps:
+            step: _Step = (kind, what)  # type: ignore[assignment]
+            view = view._other(steps=(*view._steps, step))
+            # a function may not pickle, what it has selected does
+            steps.append((kind, frozenset(view)) if kind == "select" and callable(what) else step)
+        return _restore, (self._store, self._index, self._state, tuple(steps))
+
+
+def _restore(store: Store, index: Index, state: str, steps: tuple[_Step, ...]) -> CheckpointView:
+    view = object.__new__(CheckpointView)
+    view._init(store, index, state, steps)
+    return view
+
+
+def _first_bytes(names: list[str], lazy: Mapping[str, LazyTensor], limit: int) -> list[str]:
+    """As many of the first names as hold ``limit`` bytes, at least one."""
+    size = 0
+    for n, name in enumerate(names):
+        size += lazy[name].nbytes
+        if size > limit and n:
+            return names[:n]
+    return names
+
+
+def _read_together(names: list[str], lazy: Mapping[str, LazyTensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    ready: dict[str, Callable[[], torch.Tensor]] = {}
+
+    def tasks() -> Iterator[Task]:
+        for name in names:
+            more, ready[name] = lazy[name].start()
+            yield from more
+
+    run(tasks())
+    return {name: _converted(ready[name](), dtype) for name in names}
+
+
+def _target_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype | None:
+    return wanted if own.is_floating_point or own.is_complex else None
+
+
+def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    wanted = _target_dtype(tensor.dtype, dtype)
+    return tensor if wanted is None else tensor.to(wanted)
