@@ -1,8 +1,8 @@
 """Huge model checkpoints as one namespace of lazy tensors.
 
-    view = lazyckpt.open("runs/405b/global_step9000")
-    view["layers.3.mlp"].to("cuda")
-    view.states["exp_avg"]["layers.3.mlp.up.weight"][:8]
+view = lazyckpt.open("runs/405b/global_step9000")
+view["layers.3.mlp"].to("cuda")
+view.states["exp_avg"]["layers.3.mlp.up.weight"][:8]
 """
 
 from .core.index import Mesh
@@ -16,6 +16,7 @@ from .errors import (
     SelectionError,
     TensorNotFoundError,
 )
+from .io.pickles import Opaque
 from .tensor import LazyTensor
 from .view import CheckpointView
 
@@ -32,6 +33,7 @@ __all__ = [
     "LazyckptError",
     "Mesh",
     "MissingFileError",
+    "Opaque",
     "SelectionError",
     "TensorNotFoundError",
     "open",

@@ -7,7 +7,7 @@
     ├── ChangedFileError (OSError)           a file is not the one that was indexed any more
     ├── TensorNotFoundError (KeyError)       no tensor and no prefix of that name; the message names near misses
     ├── SelectionError (IndexError)          an index that does not fit the tensor's shape
-    └── DataError (RuntimeError)             the tensor is known but its elements cannot be given (no data, no such dtype)
+    └── DataError (RuntimeError)             the tensor is known, its elements cannot be given (no data, no such dtype)
 
 A message says what is wrong, in which file, and what to do.
 """

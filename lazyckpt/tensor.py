@@ -3,8 +3,8 @@
 The contract, which one suite of tests checks on every format (tests/contract.py):
 
 - name, shape, dtype, nbytes, repr, `explain` and `lazy[...]` read no tensor data;
-- ``t[key]`` equals ``whole[key]`` bit for bit, as torch (and for negative steps numpy) would index the whole, and is the
-  caller's own: writing to it never touches a file;
+- ``t[key]`` equals ``whole[key]`` bit for bit, as torch (and for negative steps numpy) would index the whole, and is
+  the caller's own: writing to it never touches a file;
 - it reads the bytes it returns, plus at most the store's stated gap between two runs;
 - a tensor pickles to its description, and any number of threads may read it at the same time.
 """
@@ -26,13 +26,13 @@ from .core.plan import plan
 from .core.select import Selection
 from .io.gather import ranges, read, run_tasks, tasks
 from .io.memory import empty
-from .io.pool import Task
+from .io.pool import Task, run
 from .io.store import Store, narrow
 from .io.transfer import Ring, read_to
 
 _SMALL = 64 << 10  # bytes that are worth a few page faults, wherever they are
-_LARGE = 16 << 20  # bytes above which reads on several threads win over a mapping
-_ATOMS = (int, slice, type(None), type(Ellipsis))
+_LARGE = 32 << 20  # bytes above which reads on several threads win over a mapping
+_ATOMS = {int, slice, type(None), type(Ellipsis)}
 
 
 class LazyTensor:
@@ -44,7 +44,7 @@ class LazyTensor:
         self.spec = spec
         self._store = store
         self._selection = selection  # None: the whole
-        self._window: tuple[mmap.mmap, torch.Tensor] | None = None
+        self._window: tuple[str, mmap.mmap, torch.Tensor] | None = None
 
     # -- what it is
 
@@ -127,9 +127,10 @@ class LazyTensor:
         sizes = "x".join(map(str, selection.shape)) or "scalar"
         nbytes = prod(selection.shape) * self.dtype.itemsize
         files = len({line.split(":")[0] for line in lines})
+        plural = "s" if len(lines) != 1 else ""
         head = [
-            f"{self.name}: {sizes} {short_name(self.dtype)}, {nbytes:,} bytes "
-            f"from {len(lines)} range{'s' * (len(lines) != 1)} in {files} file{'s' * (files != 1)} ({total:,} bytes read)"
+            f"{self.name}: {sizes} {short_name(self.dtype)}, {nbytes:,} bytes from {len(lines)} range{plural} "
+            f"in {files} file{'s' if files != 1 else ''} ({total:,} bytes read)"
         ]
         if self.spec.combine == "mean":
             head.append("  the mean of the replicas, taken in float32")
@@ -141,11 +142,14 @@ class LazyTensor:
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         """Read: ints, slices (steps may be negative), Ellipsis, None, one 1-d list of ints, one 1-d mask."""
-        quick = self._quick(key)
-        if quick is not None:
-            return quick
-        selection = self._sel if key is Ellipsis else self._sel[key]
-        return read(self._store, self.spec, selection.reads())
+        if key is Ellipsis:
+            return self._whole()
+        kind = type(key)
+        if kind in _ATOMS or (kind is tuple and all(type(k) in _ATOMS for k in key)):
+            quick = self._quick(key)
+            if quick is not None:
+                return quick
+        return read(self._store, self.spec, self._sel[key].reads())
 
     @property
     def lazy(self) -> _Deferred:
@@ -153,12 +157,15 @@ class LazyTensor:
         return _Deferred(self)
 
     def to(
-        self, device: str | torch.device | torch.dtype | None = None, dtype: torch.dtype | None = None, copy: bool = True
+        self,
+        device: str | torch.device | torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+        copy: bool = True,
     ) -> torch.Tensor:
         """Read the whole to a device, in ``dtype`` if given.
 
-        To an accelerator it goes through pinned memory in pieces of 32 MiB. ``copy=False``: on the CPU, a tensor that is
-        one contiguous run of one file stays mapped (privately: writing to it changes memory only) instead of being
+        To an accelerator it goes through pinned memory in pieces of 32 MiB. ``copy=False``: on the CPU, a tensor that
+        is one contiguous run of one file stays mapped (privately: writing to it changes memory only) instead of being
         read; it is then only as durable as the file.
         """
         if isinstance(device, torch.dtype):
@@ -175,7 +182,7 @@ class LazyTensor:
             mapped = self.mapped({})
             if mapped is not None:
                 return mapped
-        out = self[...]
+        out = self._whole()
         return out if dtype is None else out.to(dtype)
 
     def read_through(self, ring: Ring, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -186,7 +193,7 @@ class LazyTensor:
         return reads.finish(out)
 
     def start(self) -> tuple[Iterable[Task], Callable[[], torch.Tensor]]:
-        """Reading the whole, as work to be done with that of other tensors: (tasks, what to call when they are done)."""
+        """Reading the whole, as work to do with that of other tensors: (tasks, what to call when they are done)."""
         extent = self._plain
         if extent is not None:  # nothing to plan
             out = empty(self.spec.shape, self.dtype)
@@ -228,7 +235,11 @@ class LazyTensor:
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Torch functions take a lazy tensor for the tensor it reads as."""
         return func(*(_real(a) for a in args), **{k: _real(v) for k, v in (kwargs or {}).items()})
@@ -256,6 +267,12 @@ class LazyTensor:
 
     # -- how
 
+    def _whole(self) -> torch.Tensor:
+        """Read all of it, past any mapping: going through a checkpoint must not fill this process with file pages."""
+        work, ready = self.start()
+        run(work)
+        return ready()
+
     @property
     def _sel(self) -> Selection:
         return Selection.all(self.spec.shape) if self._selection is None else self._selection
@@ -276,26 +293,27 @@ class LazyTensor:
 
     def _quick(self, key: Any) -> torch.Tensor | None:
         """The same as the planned read, for a small or resident slice of a plain tensor: torch indexes the mapping."""
-        keys = key if type(key) is tuple else (key,)
-        if self._window is None or any(type(k) not in _ATOMS for k in keys):
-            return self._first_window(key) if self._window is None else None
-        mapped, window = self._window
-        extent = self.spec.fragments[0].extent
-        if self._store.map(extent.path) is not mapped:  # also checks that the file is still the same
+        window = self._window
+        if window is None:
+            window = self._window = self._open_window()
+        if window is None:
+            return None
+        path, mapped, array = window
+        if self._store.map(path) is not mapped:  # also checks that the file is still the same
             self._window = None
             return None
         try:
-            view = window[key]
-        except (IndexError, ValueError, TypeError):  # the planned path words the error, or can do it
+            view = array[key]
+        except (IndexError, ValueError, TypeError):  # the planned path can do it, or words the error
             return None
         nbytes = view.nbytes
-        if view.is_contiguous():
-            if nbytes > _SMALL and (nbytes > _LARGE or not self._store.resident(view)):
-                return None
-            return view.clone()
-        return view.contiguous() if nbytes <= _SMALL else None
+        if not view.is_contiguous():
+            return view.contiguous() if nbytes <= _SMALL else None
+        if nbytes > _SMALL and (nbytes > _LARGE or not self._store.resident(view)):
+            return None
+        return view.clone()
 
-    def _first_window(self, key: Any) -> torch.Tensor | None:
+    def _open_window(self) -> tuple[str, mmap.mmap, torch.Tensor] | None:
         extent = self._plain
         if extent is None or not self.numel() or extent.dtype not in _CLONABLE:
             return None
@@ -303,8 +321,7 @@ class LazyTensor:
         if mapped is None:
             return None
         flat = torch.frombuffer(mapped, dtype=extent.dtype, count=self.numel(), offset=extent.offset)
-        self._window = (mapped, flat.view(self.spec.shape))
-        return self._quick(key)
+        return extent.path, mapped, flat.view(self.spec.shape)
 
 
 _CLONABLE = {
@@ -330,5 +347,3 @@ def _real(value: Any) -> Any:
     if isinstance(value, list | tuple) and any(isinstance(v, LazyTensor) for v in value):
         return type(value)(_real(v) for v in value)
     return value
-
-

@@ -13,6 +13,7 @@ import torch
 from .core.index import FileInfo, Index, Mesh, TensorSpec
 from .core.names import Names, Pattern, matcher
 from .errors import MissingFileError, TensorNotFoundError
+from .formats.cache import cached_index
 from .formats.reader import Source, read_index
 from .formats.stored import stored_specs
 from .io.local import split
@@ -60,7 +61,8 @@ class CheckpointView(Mapping[str, LazyTensor]):
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         store, name = split(path)
-        index = read_index(Source(store, name, tag, rules), format)
+        source = Source(store, name, tag, rules)
+        index = cached_index(source, format) if cache else read_index(source, format)
         self._init(store.pinned(index.files), index, next(iter(index.states)), ())
 
     def _init(self, store: Store, index: Index, state: str, steps: tuple[_Step, ...]) -> None:
@@ -379,7 +381,9 @@ def _first_bytes(names: list[str], lazy: Mapping[str, LazyTensor], limit: int) -
     return names
 
 
-def _read_together(names: list[str], lazy: Mapping[str, LazyTensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+def _read_together(
+    names: list[str], lazy: Mapping[str, LazyTensor], dtype: torch.dtype | None
+) -> dict[str, torch.Tensor]:
     ready: dict[str, Callable[[], torch.Tensor]] = {}
 
     def tasks() -> Iterator[Task]:

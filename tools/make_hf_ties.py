@@ -45,7 +45,11 @@ def collect() -> dict[str, Any]:
                     if plain not in maps:
                         maps.append(plain)
                     architectures[name] = [maps.index(plain), _default(cls)]
-    return {"transformers": transformers.__version__, "maps": maps, "architectures": dict(sorted(architectures.items()))}
+    return {
+        "transformers": transformers.__version__,
+        "maps": maps,
+        "architectures": dict(sorted(architectures.items())),
+    }
 
 
 def _is_name(text: str) -> bool:

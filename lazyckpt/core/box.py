@@ -105,8 +105,8 @@ def hull(shape: Sequence[int], strides: Sequence[int]) -> int:
 def span_boxes(shape: Sequence[int], lo: int, hi: int) -> list[Box]:
     """The flat interval [lo, hi) of a C-order array of ``shape``, as at most 2N-1 boxes in flat order.
 
-    >>> [b.slices for b in span_boxes((3, 4), 2, 9)]
-    [(slice(0, 1, None), slice(2, 4, None)), (slice(1, 2, None), slice(0, 4, None)), (slice(2, 3, None), slice(0, 1, None))]
+    >>> [(b.start, b.stop) for b in span_boxes((3, 4), 2, 9)]
+    [((0, 2), (1, 4)), ((1, 0), (2, 4)), ((2, 0), (3, 1))]
     """
     shape = tuple(shape)
     total = prod(shape)

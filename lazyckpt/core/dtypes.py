@@ -90,4 +90,6 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     try:
         return tensor.numpy()
     except TypeError:  # a dtype of ml_dtypes: the same bytes under another name
-        return tensor.contiguous().view(torch.uint8).numpy().view(row.numpy).reshape(tensor.shape)
+        raw: np.ndarray[Any, Any] = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+        named: np.ndarray[Any, Any] = raw.view(row.numpy)
+        return named.reshape(tuple(tensor.shape))

@@ -60,7 +60,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """Stands where an extent should: its file is missing or unreadable. ``reason`` is a whole sentence that names it."""
+    """Stands where an extent should: its file is missing or unreadable. ``reason`` says so and names it."""
 
     path: str
     reason: str

@@ -78,7 +78,7 @@ def _read(source: Source) -> Index:
     unreadable = _lost(weight_map, stored, broken, problems)
     if clashes:
         raise FormatError(
-            f"{source.where}: {clashes[0]!r} is in {owners[clashes[0]]} and in another file, and no index says which is "
+            f"{source.where}: {clashes[0]!r} is in {owners[clashes[0]]} and another file, and no index says which is "
             "meant: open one of the files"
         )
     for path, error in broken.items():
@@ -87,7 +87,9 @@ def _read(source: Source) -> Index:
     if weight_map is not None:
         extra = [n for n in stored if n not in weight_map]
         if extra:
-            problems.append(f"the index does not list {len(extra):,} tensors that the files hold: {_some(extra)} (in view.stored)")
+            problems.append(
+                f"the index does not list {len(extra):,} tensors that the files hold: {_some(extra)} (in view.stored)"
+            )
     weights = {n: s for n, s in stored.items() if weight_map is None or n in weight_map}
 
     for name in _JSON:
@@ -169,7 +171,9 @@ def tied_names(config: Any, weights: Mapping[str, TensorSpec], problems: list[st
     known = [a for a in named if a in table["architectures"]] if isinstance(named, list) else []
     default = table["architectures"][known[0]][1] if known else False
     inner = config.get("text_config")
-    if not config.get("tie_word_embeddings", inner.get("tie_word_embeddings", default) if isinstance(inner, dict) else default):
+    if not config.get(
+        "tie_word_embeddings", inner.get("tie_word_embeddings", default) if isinstance(inner, dict) else default
+    ):
         return {}
     if known:
         pairs = table["maps"][table["architectures"][known[0]][0]]
@@ -177,7 +181,9 @@ def tied_names(config: Any, weights: Mapping[str, TensorSpec], problems: list[st
         if aliases or any(a in weights for a in pairs):
             return aliases
     head = "lm_head.weight"
-    embeddings = [n for n in weights if re.search(r"(^|\.)(embed_tokens|wte|word_embeddings|tok_embeddings)\.weight$", n)]
+    embeddings = [
+        n for n in weights if re.search(r"(^|\.)(embed_tokens|wte|word_embeddings|tok_embeddings)\.weight$", n)
+    ]
     if head in weights or len(embeddings) != 1:
         return {}
     problems.append(
@@ -225,7 +231,8 @@ def _weight_map(where: str, table: Mapping[str, Any]) -> dict[str, str]:
         inside = isinstance(path, str) and path and "\\" not in path and not posixpath.isabs(path) and ":" not in path
         if not inside or posixpath.normpath(path).split("/")[0] == "..":
             raise CorruptError(
-                f"{where} sends {name!r} to {str(path)[:120]!r}, outside its folder: the index is wrong or hostile, not followed"
+                f"{where} sends {name!r} to {str(path)[:120]!r}, outside its folder: "
+                "not followed, the index is wrong or hostile"
             )
     return {name: posixpath.normpath(path) for name, path in weight_map.items()}
 

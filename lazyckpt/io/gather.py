@@ -23,7 +23,6 @@ from .store import Store
 
 BLOCK = 8 << 20  # bytes that one read asks for at most, and that a buffer holds
 _RUN = 32 << 10  # runs this long are worth a read of their own
-_MAPPED = (64 << 10, 16 << 20)  # sizes that are faster through a mapping, if it is resident
 # Equal-sized types that copy bits whatever they mean: not every dtype of torch can be copied with strides.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -111,25 +110,10 @@ def _split(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype, l
 
 def run_tasks(store: Store, path: str, offset: int, target: torch.Tensor) -> Iterator[Task]:
     """Fill a contiguous array with one run of a file's bytes."""
-    flat = target.view(-1).view(torch.uint8)
-    if len(flat) <= BLOCK:
-        yield len(flat), partial(_read_run, store, path, offset, flat)
-        return
-    for at in range(0, len(flat), BLOCK):
-        piece = flat[at : at + BLOCK]
-        yield len(piece), partial(_read_run, store, path, offset + at, piece)
-
-
-def _read_run(store: Store, path: str, offset: int, target: torch.Tensor) -> None:
-    n = len(target)
-    if _MAPPED[0] <= n < _MAPPED[1]:
-        mapped = store.map(path)
-        if mapped is not None:
-            window = torch.frombuffer(mapped, dtype=torch.uint8, count=n, offset=offset)
-            if store.resident(window):
-                target.copy_(window)
-                return
-    store.read_into(path, offset, as_bytes(target))
+    memory = as_bytes(target)
+    for at in range(0, len(memory), BLOCK):
+        piece = memory[at : at + BLOCK]
+        yield len(piece), partial(store.read_into, path, offset + at, piece)
 
 
 def _through_buffer(store: Store, copy: Copy, span: int, target: torch.Tensor, dtype: torch.dtype) -> None:

@@ -31,4 +31,6 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, writable."""
-    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
+    if not tensor.numel():
+        return memoryview(b"")
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data

@@ -22,7 +22,6 @@ from ..errors import CorruptError
 Rebuild = Mapping[tuple[str, str], Any]
 
 
-
 class Opaque:
     """A class or function that a pickle names, with what the pickle gives it: a record, never the thing itself.
 

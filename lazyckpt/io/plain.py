@@ -56,10 +56,13 @@ class Plain:
         self._left -= 1
         if self._left < 0:
             raise CorruptError(
-                f"{self._where}: its references expand to far more objects than it has bytes: the file is hostile or damaged"
+                f"{self._where}: its references expand to far more objects than it has bytes: "
+                "the file is hostile or damaged"
             )
         if depth > _MAX_DEPTH:
-            raise CorruptError(f"{self._where}: objects are nested deeper than {_MAX_DEPTH} levels: the file is hostile or damaged")
+            raise CorruptError(
+                f"{self._where}: objects are nested deeper than {_MAX_DEPTH} levels: the file is hostile or damaged"
+            )
         if id(value) in self._open:
             return f"<the same object as further up, seen again at {name!r}>"
         self._open.add(id(value))
@@ -79,14 +82,18 @@ class Plain:
                         plain.setdefault(k, v)
             return plain
         if isinstance(value, Composite):
-            self.notes.append(f"{name or ''!r} is a {value.kind} tensor: its parts are tensors of their own, under its name")
+            self.notes.append(
+                f"{name or ''!r} is a {value.kind} tensor: its parts are tensors of their own, under its name"
+            )
             return self._dict(value.parts, name, depth)
         if isinstance(value, list | tuple | deque):
             items = [self._walk(v, _join(name, n), depth) for n, v in enumerate(value)]
             if items and all(v is _GONE for v in items):
                 return _GONE
             items = [TensorRef(self._prefix + _join(name, n)) if v is _GONE else v for n, v in enumerate(items)]
-            return deque(items) if isinstance(value, deque) else items if isinstance(value, list) else _tuple(value, items)
+            return (
+                deque(items) if isinstance(value, deque) else items if isinstance(value, list) else _tuple(value, items)
+            )
         if isinstance(value, Namespace):
             inner = self._dict(vars(value), name, depth)
             return argparse.Namespace(**({} if inner is _GONE else inner))
@@ -105,7 +112,9 @@ class Plain:
     def _opaque(self, value: Opaque, name: str | None, depth: int) -> Opaque:
         """A copy of a record in which tensors are only named, so that it can be kept without the file."""
         if isinstance(value, TensorSubclass):
-            self.notes.append(f"{name or ''!r} is a {value.module}.{value.name}: the tensors inside it stand under its name")
+            self.notes.append(
+                f"{name or ''!r} is a {value.module}.{value.name}: the tensors inside it stand under its name"
+            )
         record = Opaque(value.module, value.name)
         if value.args:
             record.args = tuple(self._named(v, _join(name, n), depth) for n, v in enumerate(value.args))

@@ -10,7 +10,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 Task = tuple[int, Callable[[], None]]  # (bytes it moves, what to do)
 
 _INLINE = 4 << 20  # bytes; below this a job is done before threads have woken up
-_BATCH = 4 << 20
+_BATCH = 8 << 20
 _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
 
@@ -61,4 +61,3 @@ def _forget() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
-

@@ -134,7 +134,13 @@ def _tensor_v1(storage: Any, offset: Any, size: Any, stride: Any) -> StoredTenso
 
 
 def _tensor_v2(
-    storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any = False, hooks: Any = None, metadata: Any = None
+    storage: Any,
+    offset: Any,
+    size: Any,
+    stride: Any,
+    requires_grad: Any = False,
+    hooks: Any = None,
+    metadata: Any = None,
 ) -> StoredTensor:
     s = _stored(storage)
     return StoredTensor(s, s.dtype or torch.uint8, offset, tuple(size), tuple(stride), bool(requires_grad), metadata)
@@ -219,16 +225,22 @@ class NumpyDtype:
         self.state = state
 
     def real(self) -> np.dtype[Any]:
-        if not isinstance(self.code, str) or len(self.code) > 64 or self.code.lstrip("<>|=")[:1] not in "?bhilqpBHILQPfdgFDGeSaUVOMmciu":
+        if (
+            not isinstance(self.code, str)
+            or len(self.code) > 64
+            or self.code.lstrip("<>|=")[:1] not in "?bhilqpBHILQPfdgFDGeSaUVOMmciu"
+        ):
             raise ValueError(f"a numpy dtype {self.code!r:.60}")
         if len(self.state) >= 5 and isinstance(self.state[4], dict) and self.state[3]:
             fields = {name: self.state[4][name] for name in self.state[3]}
             formats = [f[0].real() for f in fields.values()]
             spec = {"names": list(fields), "formats": formats, "offsets": [f[1] for f in fields.values()]}
-            return np.dtype({**spec, "itemsize": self.state[5]})  # type: ignore[call-overload,no-any-return]
+            return np.dtype({**spec, "itemsize": self.state[5]})
         dtype = np.dtype(self.code)
         order = self.state[1] if len(self.state) > 1 else "|"
-        return dtype.newbyteorder(order) if order in ("<", ">") else dtype
+        if order == ">":
+            return dtype.newbyteorder(">")
+        return dtype.newbyteorder("<") if order == "<" else dtype
 
 
 class NumpyArray:
@@ -325,7 +337,6 @@ def _bytearray(*args: Any) -> bytearray:
     return bytearray(*args)
 
 
-
 class Namespace(argparse.Namespace):
     """argparse.Namespace that takes its attributes as data."""
 
@@ -406,7 +417,14 @@ _DANGEROUS_MODULES = {
     "ssl", "imaplib", "poplib", "nntplib", "xmlrpc", "idlelib", "lib2to3", "distutils", "setuptools", "doctest",
     "linecache", "gc", "inspect", "threading", "_thread", "concurrent", "dill", "cloudpickle", "joblib", "jsonpickle",
 }  # fmt: skip
-_DANGEROUS = ("torch.hub", "torch.serialization", "torch.utils.cpp_extension", "torch._inductor", "numpy.testing", "numpy.f2py")
+_DANGEROUS = (
+    "torch.hub",
+    "torch.serialization",
+    "torch.utils.cpp_extension",
+    "torch._inductor",
+    "numpy.testing",
+    "numpy.f2py",
+)
 _INERT_BUILTINS = {"object", "int", "float", "str", "bool", "bytes", "type", "NoneType", "Exception", "ValueError"}
 
 
@@ -420,8 +438,7 @@ def dangers(named: dict[tuple[str, str], bool]) -> list[str]:
             continue
         if module in ("builtins", "__builtin__") and (name in _INERT_BUILTINS or (name == "getattr" and not called)):
             continue
-        if module.startswith("multiprocessing.") or module == "types":
-            if name in ("SimpleNamespace", "ApplyResult"):
-                continue
+        if (module, name) == ("types", "SimpleNamespace"):
+            continue
         found.append(f"{module}.{name}")
     return found

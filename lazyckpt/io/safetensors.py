@@ -43,10 +43,14 @@ def read_safetensors(store: Store, path: str) -> SafetensorsFile:
     file = StoreFile(store, path)
     where = f"{store.root}/{path}"
     if file.size < 8:
-        raise CorruptError(f"{where}: {file.size} bytes, a safetensors file begins with 8 for its header's length: truncated?")
+        raise CorruptError(
+            f"{where}: {file.size} bytes, a safetensors file begins with 8 for its header's length: truncated?"
+        )
     length = int.from_bytes(file.at(0, 8), "little")
     if length > MAX_HEADER:
-        raise CorruptError(f"{where}: the header claims {length:,} bytes, more than the {MAX_HEADER:,} that the format allows")
+        raise CorruptError(
+            f"{where}: the header claims {length:,} bytes, more than the {MAX_HEADER:,} that the format allows"
+        )
     if 8 + length > file.size:
         raise CorruptError(f"{where}: the header claims {length:,} bytes, the file has {file.size:,}: truncated?")
     header = _json(where, file.at(8, length))
@@ -96,7 +100,9 @@ def _entry(where: str, name: str, entry: Any) -> tuple[str, tuple[int, ...], int
         raise CorruptError(f"{where}: the entry of {name!r} lacks dtype, shape or data_offsets") from None
     numbers = [begin, end, *shape] if isinstance(shape, list) else [None]
     if any(type(n) is not int or not 0 <= n < 1 << 62 for n in numbers) or len(shape) > 64:
-        raise CorruptError(f"{where}: {name!r} has shape {str(shape)[:80]} and offsets [{str(begin)[:40]}, {str(end)[:40]}]")
+        raise CorruptError(
+            f"{where}: {name!r} has shape {str(shape)[:80]} and offsets [{str(begin)[:40]}, {str(end)[:40]}]"
+        )
     if kind not in _BITS:
         raise CorruptError(f"{where}: {name!r} has the dtype {str(kind)[:40]!r}, which safetensors does not know")
     bits = prod(shape) * _BITS[kind]
@@ -114,7 +120,9 @@ def _extent(path: str, at: int, kind: str, shape: tuple[int, ...], nbytes: int, 
         if packed is not None and shape and shape[-1] % 2 == 0:
             dtype, shape = packed, (*shape[:-1], shape[-1] // 2)
         else:
-            notes.append(f"{name!r} is {kind} of shape {list(shape)}, which torch cannot hold: read as its packed bytes")
+            notes.append(
+                f"{name!r} is {kind} of shape {list(shape)}, which torch cannot hold: read as its packed bytes"
+            )
             dtype, shape = torch.uint8, (nbytes,)
     return Extent(path, at, dtype, shape, c_strides(shape))
 
@@ -129,4 +137,6 @@ def _check_cover(where: str, spans: list[tuple[int, int, str]], size: int) -> No
             )
         at = end
     if at != size:
-        raise CorruptError(f"{where}: the tensors end at byte {at:,} of the data, which has {size:,}: the file is damaged")
+        raise CorruptError(
+            f"{where}: the tensors end at byte {at:,} of the data, which has {size:,}: the file is damaged"
+        )

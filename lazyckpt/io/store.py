@@ -16,7 +16,6 @@ import torch
 from ..core.index import FileInfo
 from ..errors import CorruptError
 
-
 Buffer = bytes | memoryview
 
 

@@ -93,9 +93,13 @@ def read_torch_file(store: Store, path: str) -> TorchFile:
     if not head:
         raise CorruptError(f"{_where(file)} is empty (0 bytes): copy it again from its source")
     if head[257:262] == b"ustar":
-        raise FormatError(f"{_where(file)} is a tar archive, as torch 0.1 saved: load it with an old torch and save it again")
+        raise FormatError(
+            f"{_where(file)} is a tar archive, as torch 0.1 saved: load it with an old torch and save it again"
+        )
     if head[:1] == b"\x80":
-        raise FormatError(f"{_where(file)} is a plain pickle, not a file of torch.save: load it where you trust it and save it again")
+        raise FormatError(
+            f"{_where(file)} is a plain pickle, not a file of torch.save: load it where you trust it and save it again"
+        )
     raise FormatError(f"{_where(file)} is not a file of torch.save (it begins with {head[:8]!r})")
 
 
@@ -109,7 +113,7 @@ def _where(file: StoreFile) -> str:
 def _read_zip(file: StoreFile) -> TorchFile:
     where = _where(file)
     try:
-        archive = zipfile.ZipFile(file)  # type: ignore[arg-type]
+        archive = zipfile.ZipFile(file)
     except (zipfile.BadZipFile, ValueError, struct.error, NotImplementedError, EOFError, OverflowError) as e:
         raise CorruptError(
             f"{where}: the zip's directory, at the end of the file, cannot be read ({e}): the file is truncated or "
@@ -159,7 +163,9 @@ def _refuse_relatives(where: str, members: Mapping[str, zipfile.ZipInfo]) -> Non
             "torch.save(torch.export.load(path).state_dict, 'weights.pt')"
         )
     if ".data/extern_modules" in members:
-        raise FormatError(f"{where} is a torch.package archive: it holds code. Load it where you trust it, save the state dict")
+        raise FormatError(
+            f"{where} is a torch.package archive: it holds code. Load it where you trust it, save the state dict"
+        )
     if "data.pkl" not in members:
         names = ", ".join(list(members)[:3])
         raise FormatError(f"{where} is a zip, but not one of torch.save: it has no data.pkl (it has {names}, ...)")
@@ -182,28 +188,34 @@ def _data_offsets(
     alignment = 64
     ordered = sorted(infos, key=lambda i: i.header_offset)
     if ".storage_alignment" in members:
-        text = file.at(_read_header(file, where, members[".storage_alignment"]), members[".storage_alignment"].file_size)
+        text = file.at(
+            _read_header(file, where, members[".storage_alignment"]), members[".storage_alignment"].file_size
+        )
         alignment = int(text) if text.isdigit() and 0 < int(text) < 1 << 30 else 1
     found: dict[str, int] = {}
     for info, after in zip(ordered, [*(i.header_offset for i in ordered[1:]), directory], strict=True):
         name, size = info.filename, info.file_size
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
             raise FormatError(
-                f"{where}: the record {name!r} is {'encrypted' if info.flag_bits & 1 else 'compressed'}; torch.save never "
-                "does that, another tool rewrote the file. Rewrite it: torch.save(torch.load(path, mmap=False), path)"
+                f"{where}: the record {name!r} is {'encrypted' if info.flag_bits & 1 else 'compressed'}, "
+                "which torch.save never does: another tool wrote it. Try torch.save(torch.load(path, mmap=False), path)"
             )
         at = -1
         least = info.header_offset + 30 + len(name)
         if info.flag_bits & 8 and alignment >= 32 and name.startswith(prefix + "data/"):
             fits = [
-                a for a in (after - size - 16, after - size - 24) if a % alignment == 0 and least <= a <= least + alignment + 64
+                a
+                for a in (after - size - 16, after - size - 24)
+                if a % alignment == 0 and least <= a <= least + alignment + 64
             ]
             if len(fits) == 1:
                 at = fits[0]
         if at < 0:
             at = _read_header(file, where, info)
         if at < 0 or at + size > file.size:
-            raise CorruptError(f"{where}: the record {name!r} claims {size:,} bytes at {at:,}, the file has {file.size:,}")
+            raise CorruptError(
+                f"{where}: the record {name!r} claims {size:,} bytes at {at:,}, the file has {file.size:,}"
+            )
         found[name] = at
     return found
 
@@ -211,7 +223,9 @@ def _data_offsets(
 def _read_header(file: StoreFile, where: str, info: zipfile.ZipInfo) -> int:
     header = file.at(info.header_offset, 30) if info.header_offset >= 0 else b""
     if header[:4] != ZIP_MAGIC:
-        raise CorruptError(f"{where}: the header of the record {info.filename!r} is not where the directory says: damaged")
+        raise CorruptError(
+            f"{where}: the header of the record {info.filename!r} is not where the directory says: damaged"
+        )
     name, extra = struct.unpack("<HH", header[26:30])
     return info.header_offset + 30 + int(name) + int(extra)
 
@@ -243,7 +257,7 @@ def _read_legacy(file: StoreFile) -> TorchFile:
         at += 8
         if count < 0 or at + nbytes > file.size:
             raise CorruptError(
-                f"{where}: the storage {key!r} claims {nbytes:,} bytes at {at:,}, the file has {file.size:,}: truncated?"
+                f"{where}: the storage {key!r} claims {nbytes:,} bytes at {at:,}, of {file.size:,}: truncated?"
             )
         records[key] = Record(at, nbytes, None)
         at += nbytes

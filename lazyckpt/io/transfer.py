@@ -33,7 +33,9 @@ class Ring:
         self._passed: list[Callable[[], Any] | None] = [None] * _BUFFERS
         self._turn = 0
 
-    def send(self, shape: Shape, dtype: torch.dtype, fill: Callable[[torch.Tensor], None], target: torch.Tensor) -> None:
+    def send(
+        self, shape: Shape, dtype: torch.dtype, fill: Callable[[torch.Tensor], None], target: torch.Tensor
+    ) -> None:
         """Fill a host array of this shape and start copying it to ``target``, converting there if dtypes differ."""
         turn = self._turn
         self._turn = (turn + 1) % _BUFFERS
@@ -57,16 +59,17 @@ class Ring:
 
     def _event(self) -> Callable[[], Any] | None:
         if self.device.type == "cuda":
-            event = torch.cuda.Event()
+            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self.device))
-            return event.synchronize
+            wait: Callable[[], Any] = event.synchronize
+            return wait
         if self.device.type == "mps":
             return torch.mps.synchronize
         return None  # the copy is done when copy_ returns
 
 
 def read_to(store: Store, spec: TensorSpec, reads: Reads, target: torch.Tensor, ring: Ring) -> None:
-    """Fill ``target`` (any device, any dtype, of shape ``reads.shape``) with what ``reads`` asks, before flips and order."""
+    """Fill ``target`` (any device and dtype, of shape ``reads.shape``) with what ``reads`` asks, before `finish`."""
     for part, box in pieces(reads, spec.dtype.itemsize):
 
         def fill(host: torch.Tensor, part: Reads = part) -> None:

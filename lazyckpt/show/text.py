@@ -1,10 +1,13 @@
-"""A view as text: one summary line, a tree, what it would cost to read."""
+"""A view as text: one summary line, a tree, what it would cost to read.
+
+Names come from files: what a terminal would not print as a character (escape codes above all) is shown escaped.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..core.dtypes import short_name
 from ..core.names import natural
@@ -12,6 +15,8 @@ from ..tensor import LazyTensor
 
 if TYPE_CHECKING:
     from ..view import CheckpointView
+
+_LEVELS = 100  # of the tree, which is walked by recursion; what lies deeper is one label
 
 
 def human_bytes(n: int) -> str:
@@ -38,13 +43,25 @@ def human_count(n: int) -> str:
     return str(n)
 
 
+def printable(text: str) -> str:
+    """
+    >>> print(printable("red\\x1b[31m"))
+    red\\x1b[31m
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 @dataclass(slots=True)
 class Node:
-    """A level of the tree: totals count each tied tensor once."""
+    """A level of the tree: totals count each tied tensor once. ``tied``: the name that owns the tensor, if it is not
+    this one; ``counted``: whether the tensor is in the totals under this name."""
 
     label: str
     tensor: LazyTensor | None = None
     tied: str = ""
+    counted: bool = True
     numel: int = 0
     nbytes: int = 0
     tensors: int = 0
@@ -61,10 +78,11 @@ def build(view: CheckpointView) -> Node:
         first = owner not in seen
         seen.add(owner)
         path = [root]
-        for part in name.split("."):
+        for part in name.split(".", _LEVELS):
             path.append(path[-1].children.setdefault(part, Node(part)))
         path[-1].tensor = tensor
-        path[-1].tied = "" if first else owner
+        path[-1].tied = owner if owner != tensor.name else ""
+        path[-1].counted = first
         for node in path:
             node.tensors += 1
             if first:
@@ -90,50 +108,62 @@ def summary(view: CheckpointView) -> str:
         f"{human_count(view.numel)} elements, {human_bytes(view.nbytes)} in {len(view):,} tensors",
         f"{files:,} file{'s' * (files != 1)}",
     ]
-    states = list(view.states)
+    states = [printable(s) for s in view.states]
     if view.state == "stored":
         parts.append("as stored")
     elif len(states) > 1 or states != ["weights"]:
-        others = [s for s in states if s != view.state]
-        parts.append(f"state {view.state}" + (f" (also {', '.join(others)})" if others else ""))
+        others = [s for s in states if s != printable(view.state)]
+        parts.append(f"state {printable(view.state)}" + (f" (also {', '.join(others)})" if others else ""))
     if view.problems:
         parts.append(f"{len(view.problems)} problem{'s' * (len(view.problems) != 1)}")
     return " | ".join(parts)
 
 
+class Row(NamedTuple):
+    """A line of the tree; ``cells`` are padded to columns by `rows`."""
+
+    leaf: bool
+    cells: tuple[str, str, str, str]  # indented name, dtype and shape, size, parameter count or the name it is tied to
+
+
 def tree(view: CheckpointView, depth: int | None = None, limit: int | None = None) -> str:
     """The tree, ``depth`` levels deep; where it has more than ``limit`` lines, as many levels as fit (at least one)."""
+    return "\n".join("  ".join(row.cells).rstrip() for row in rows(view, depth, limit)) or "(no tensors)"
+
+
+def rows(view: CheckpointView, depth: int | None = None, limit: int | None = None) -> list[Row]:
+    """The lines of `tree`, as columns."""
     root = build(view)
-    rows = list(_rows(root, depth))
-    if limit is not None and depth is None and len(rows) > limit:
+    found = list(_rows(root, depth))
+    if limit is not None and depth is None and len(found) > limit:
         levels = 1
         while len(fewer := list(_rows(root, levels + 1))) <= limit:
-            levels, rows = levels + 1, fewer
-        rows = list(_rows(root, levels))
-        hidden = max(0, len(rows) - limit)
+            levels, found = levels + 1, fewer
+        found = list(_rows(root, levels))
+        hidden = max(0, len(found) - limit)
         if hidden:
-            rows = [*rows[:limit], (f"... {hidden:,} more", "", "", "")]
-    if not rows:
-        return "(no tensors)"
-    widths = [max(len(r[c]) for r in rows) for c in range(3)]
-    lines = (f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in rows)
-    return "\n".join(lines)
+            found = [*found[:limit], Row(False, (f"... {hidden:,} more", "", "", ""))]
+    widths = [max((len(r.cells[c]) for r in found), default=0) for c in range(3)]
+    return [
+        Row(leaf, (f"{a:<{widths[0]}}", f"{b:<{widths[1]}}", f"{c:>{widths[2]}}", d)) for leaf, (a, b, c, d) in found
+    ]
 
 
-def _rows(node: Node, depth: int | None, level: int = 0) -> Iterator[tuple[str, str, str, str]]:
-    """(indented name, shape and dtype, size, note) of everything below a node."""
+def _rows(node: Node, depth: int | None, level: int = 0) -> Iterator[Row]:
+    """Everything below a node."""
     for child in node.children.values():
         label, end = child.label or "''", child
         # a chain of single children is one line: it has nothing to choose from
         while end.tensor is None and len(end.children) == 1:
             (end,) = end.children.values()
             label += "." + end.label
-        indent = "  " * level
+        name = "  " * level + printable(label)
         if end.tensor is not None:
-            yield (indent + label, *_leaf(end))
+            yield Row(True, (name, *_leaf(end)))
         if end.children:
             if end.tensor is None:
-                yield indent + label, f"{end.tensors:,} tensors", human_bytes(end.nbytes), human_count(end.numel)
+                counts = f"{end.tensors:,} tensors", human_bytes(end.nbytes), human_count(end.numel)
+                yield Row(False, (name, *counts))
             if depth is None or level + 1 < depth:
                 yield from _rows(end, depth, level + 1)
 
@@ -141,8 +171,13 @@ def _rows(node: Node, depth: int | None, level: int = 0) -> Iterator[tuple[str, 
 def _leaf(node: Node) -> tuple[str, str, str]:
     t = node.tensor
     assert t is not None  # asked only of leaves
-    shape = f"{short_name(t.dtype)} [{', '.join(map(str, t.shape))}]"
-    return shape, "" if node.tied else human_bytes(t.nbytes), f"= {node.tied}" if node.tied else human_count(t.numel())
+    size = human_bytes(t.nbytes) if node.counted else ""
+    return kind(t), size, f"= {printable(node.tied)}" if node.tied else human_count(t.numel())
+
+
+def kind(t: LazyTensor) -> str:
+    """``bf16 [64, 64]``"""
+    return f"{short_name(t.dtype)} [{', '.join(map(str, t.shape))}]"
 
 
 def explain(view: CheckpointView) -> str:
@@ -152,27 +187,34 @@ def explain(view: CheckpointView) -> str:
         for fragment in view[name].fragments:
             per_file[fragment.extent.path] = per_file.get(fragment.extent.path, 0) + 1
     lines = [summary(view), f"root: {view.root}"]
-    lines += [f"state {state}: {len(v):,} tensors, {human_bytes(v.nbytes)}" for state, v in view.states.items()]
-    lines += [f"problem: {p}" for p in view.problems]
+    lines += [
+        f"state {printable(state)}: {len(v):,} tensors, {human_bytes(v.nbytes)}" for state, v in view.states.items()
+    ]
+    lines += [f"problem: {printable(p)}" for p in view.problems]
     lines.append(f"reading this view takes {human_bytes(view.nbytes)} from {len(per_file):,} files:")
     infos = view.files
     for path, count in sorted(per_file.items(), key=lambda item: natural(item[0]))[:50]:
         size = human_bytes(infos[path].size) if path in infos else "missing"
-        lines.append(f"  {path}: {count:,} fragments, file of {size}")
+        lines.append(f"  {printable(path)}: {count:,} fragments, file of {size}")
     if len(per_file) > 50:
         lines.append(f"  ... and {len(per_file) - 50:,} more files")
     return "\n".join(lines)
 
 
-def rows_of(view: Mapping[str, LazyTensor]) -> list[dict[str, object]]:
-    """A view as a table for machines: name, dtype, shape, numel, nbytes."""
-    return [
-        {
-            "name": name,
-            "dtype": str(t.dtype).removeprefix("torch."),
-            "shape": list(t.shape),
-            "numel": t.numel(),
-            "nbytes": t.nbytes,
-        }
-        for name, t in view.items()
-    ]
+def rows_of(view: CheckpointView) -> list[dict[str, object]]:
+    """A view as a table for machines, a row for every name; ``name`` is the full one, ``tied``: the name that owns the
+    tensor, None where that is this one."""
+    table: list[dict[str, object]] = []
+    for name, t in view.items():
+        owner = view.owner(name)
+        table.append(
+            {
+                "name": t.name,
+                "dtype": str(t.dtype).removeprefix("torch."),
+                "shape": list(t.shape),
+                "numel": t.numel(),
+                "nbytes": t.nbytes,
+                "tied": owner if owner != t.name else None,
+            }
+        )
+    return table

@@ -84,9 +84,11 @@ def find_folder(source: Source, strict: bool = True) -> RankFiles | None:
         return here or RankFiles("?")
     listed = ", ".join(sorted(tags, key=natural)) or "none"
     if tag is None:
-        raise FormatError(f"{source.where} holds several checkpoints and no file `latest`: say which, tag=... of {listed}")
+        raise FormatError(
+            f"{source.where} holds several checkpoints and no file `latest`: say which with tag=..., of {listed}"
+        )
     raise MissingFileError(
-        f"{source.where}: the tag {tag!r} ({'as asked' if source.tag else 'named by the file latest'}) has no rank files "
+        f"{source.where}: the tag {tag!r} ({'as asked' if source.tag else 'from the file latest'}) has no rank files "
         f"here; there are: {listed}. Say which with tag=..."
     )
 
@@ -101,6 +103,8 @@ def _latest(store: Store, strict: bool) -> str | None:
     tag = bytes(store.read("latest", 0, size)).decode("utf-8", "replace").strip()
     if "/" in tag or "\\" in tag or tag in ("", ".", ".."):
         if strict:
-            raise CorruptError(f"{store.root}/latest names {tag[:80]!r}, which is no folder inside this one: say tag=...")
+            raise CorruptError(
+                f"{store.root}/latest names {tag[:80]!r}, which is no folder inside this one: say tag=..."
+            )
         return None
     return tag

@@ -28,9 +28,9 @@ class Partition:
 class FlatFragments(Sequence[Fragment]):
     """The fragments of a parameter, made on demand: one per rank that holds some of it.
 
-    ZeRO-1 and 2: all ranks together hold a group's flat buffer, ``width`` elements each; the parameter begins at element
-    ``within`` of it. ZeRO-3 (``within`` is None): every rank holds ``width`` elements of every parameter, this one's from
-    element ``at`` of its extent on; what lies behind the parameter's end is padding (and garbage).
+    ZeRO-1 and 2: all ranks together hold a group's flat buffer, ``width`` elements each; the parameter begins at
+    element ``within`` of it. ZeRO-3 (``within`` is None): every rank holds ``width`` elements of every parameter, this
+    one's from element ``at`` of its extent on; what lies behind the parameter's end is padding (and garbage).
     """
 
     shape: Shape
@@ -56,7 +56,9 @@ class FlatFragments(Sequence[Fragment]):
         if isinstance(extent, Extent):
             held = extent.shape[0]
             if start + hi - lo > held:  # checked by the reader; a group that lies shows here
-                extent = Hole(extent.path, f"{extent.path} holds {held:,} elements of a group, {start + hi - lo:,} are needed")
+                extent = Hole(
+                    extent.path, f"{extent.path} holds {held:,} elements of a group, {start + hi - lo:,} are needed"
+                )
             else:
                 extent = Extent(
                     extent.path,
@@ -90,4 +92,3 @@ class FlatFragments(Sequence[Fragment]):
 
     def __iter__(self) -> Iterator[Fragment]:
         return (self._piece(r) for r in self._ranks(0, prod(self.shape)))
-

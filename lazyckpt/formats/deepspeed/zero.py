@@ -14,6 +14,7 @@ from typing import Any
 
 from ...core.index import Extent, FileInfo, Hole, Index, Mesh, Rank, TensorSpec, whole
 from ...errors import CorruptError, FormatError, LazyckptError, MissingFileError
+from ...io.pickles import Opaque
 from ...io.plain import Plain
 from ...io.rebuild import StoredTensor
 from ...io.store import Store
@@ -56,8 +57,8 @@ def read(source: Source) -> Index:
     first_path = files.zero_model.get((0, 0)) or files.model.get(0)
     if first_path is None:
         raise MissingFileError(
-            f"{source.where}/{files.folder}: the model states of rank 0 are not there; they name the parameters, nothing "
-            "can be told without them"
+            f"{source.where}/{files.folder}: the model states of rank 0 are missing; they name the parameters, "
+            "nothing can be told without them"
         )
     first = b.file(first_path)
     model = _table(first, first.root)
@@ -108,7 +109,7 @@ def _state_order(state: str) -> tuple[int, str]:
 
 
 def _refuse(source: Source, files: RankFiles) -> None:
-    several = max([mp for mp in files.model] + [mp for _, mp in files.optim] + [mp for _, mp in files.zero_model] + [0])
+    several = max(list(files.model) + [mp for _, mp in files.optim] + [mp for _, mp in files.zero_model] + [0])
     what = (
         "a pipeline checkpoint (layer_*-model_states.pt)" if files.layers
         else "a mixture-of-experts checkpoint (*expert_*)" if files.experts
@@ -136,7 +137,11 @@ def _table(file: TorchFile, value: Any) -> dict[Any, Any]:
 def _shapes(file: TorchFile, value: Any) -> Shapes:
     shapes = {}
     for name, shape in _table(file, value).items():
-        if not isinstance(name, str) or not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
+        if (
+            not isinstance(name, str)
+            or not isinstance(shape, tuple)
+            or not all(type(n) is int and n >= 0 for n in shape)
+        ):
             raise CorruptError(f"{file.path}: param_shapes holds {name!r:.80}: {shape!r:.80}")
         shapes[name] = tuple(shape)
     return shapes
@@ -153,8 +158,8 @@ def _world(model: Mapping[str, Any], files: RankFiles) -> int:
 def _stage(model: Mapping[str, Any], optim: Mapping[int, Any]) -> int:
     for state in optim.values():
         if isinstance(state, _Rank):
-            stage = state.state.get("zero_stage")
-            value = stage.args[0] if getattr(stage, "args", None) else stage
+            stage: Any = state.state.get("zero_stage")
+            value = stage.args[0] if isinstance(stage, Opaque) and stage.args else stage
             if type(value) is int:
                 return value
     config = model.get("ds_config")
@@ -201,7 +206,9 @@ def _optim_files(b: _Building, files: RankFiles, world: int) -> dict[int, _Rank 
     """Every rank's optimizer file, or why there is none. {} if the checkpoint has no optimizer states at all."""
     if not files.optim:
         if files.zero_model:
-            b.problems.append("there are no optimizer states (*_optim_states.pt): no parameter of a ZeRO-3 model can be read")
+            b.problems.append(
+                "there are no optimizer states (*_optim_states.pt): no parameter of a ZeRO-3 model can be read"
+            )
         return {}
     found: dict[int, _Rank | Hole] = {}
     pattern = next(iter(files.optim.values()))
@@ -221,7 +228,9 @@ def _optim_files(b: _Building, files: RankFiles, world: int) -> dict[int, _Rank 
             b.problems.append(f"{path} cannot be read, what rank {dp} of {world} holds is lost: {e}")
     for dp, _ in files.optim:
         if dp >= world:
-            b.problems.append(f"{files.optim[dp, 0]} belongs to rank {dp}, but {world} ranks wrote this checkpoint: left over, not used")
+            b.problems.append(
+                f"{files.optim[dp, 0]} belongs to rank {dp}, but {world} ranks wrote this: left over, not used"
+            )
     return found
 
 
@@ -267,7 +276,9 @@ class _Stage12:
             f"partitions of {held[:8]} elements over {world} ranks"
         )
 
-    def fragments(self, shape: tuple[int, ...], width: int, place: tuple[int, int], parts: tuple[Partition, ...]) -> FlatFragments:
+    def fragments(
+        self, shape: tuple[int, ...], width: int, place: tuple[int, int], parts: tuple[Partition, ...]
+    ) -> FlatFragments:
         return FlatFragments(shape, width, parts, within=place[0])
 
 
@@ -291,12 +302,14 @@ class _Stage3:
             at += width
         if any(h >= 0 and h < at for h in held):
             raise CorruptError(
-                f"sub-group {g} of the optimizer states needs {at:,} elements a rank for its {len(shapes)} parameters; the "
+                f"sub-group {g} of the optimizer states needs {at:,} elements a rank for {len(shapes)} parameters; the "
                 f"ranks hold {held[:8]}"
             )
         return 0, places
 
-    def fragments(self, shape: tuple[int, ...], width: int, place: tuple[int, int], parts: tuple[Partition, ...]) -> FlatFragments:
+    def fragments(
+        self, shape: tuple[int, ...], width: int, place: tuple[int, int], parts: tuple[Partition, ...]
+    ) -> FlatFragments:
         return FlatFragments(shape, place[1], parts, at=place[0])
 
 
@@ -305,7 +318,11 @@ def _by_group(base: Any) -> list[dict[str, Any]]:
     if not isinstance(base, dict) or not isinstance(base.get("state"), dict):
         return []
     table, groups = base["state"], base.get("param_groups")
-    if isinstance(groups, list) and groups and all(isinstance(g, dict) and len(g.get("params", ())) == 1 for g in groups):
+    if (
+        isinstance(groups, list)
+        and groups
+        and all(isinstance(g, dict) and len(g.get("params", ())) == 1 for g in groups)
+    ):
         ids = [g["params"][0] for g in groups]
     else:
         ids = sorted(k for k in table if isinstance(k, int))
@@ -333,7 +350,9 @@ def _flat_states(
             elif dims == {1}:
                 _flat_state(b, state, g, shapes, optim, found, world, stage)
             else:
-                b.problems.append(f"the optimizer's state {state!r} of group {g} is not flat: it is in view.stored only")
+                b.problems.append(
+                    f"the optimizer's state {state!r} of group {g} is not flat: it is in view.stored only"
+                )
 
 
 def _scalar_state(
@@ -374,7 +393,7 @@ def _flat_state(
         width, places = stage.place(g, shapes, world, held)
     except CorruptError as e:
         b.problems.append(f"{state}: {e}")
-        width, places = 1, {name: (0, 1) for name in shapes}
+        width, places = 1, dict.fromkeys(shapes, (0, 1))
         partitions = [Partition(Hole(p.extent.path, f"{p.extent.path}: {e}"), p.rank) for p in partitions]
     dtype = next(t.dtype for t in found.values())
     parts = tuple(partitions)
@@ -400,7 +419,9 @@ def _frozen(b: _Building, files: RankFiles, first: TorchFile, model: Mapping[str
                 extent = fragments[0].extent(tensor, name)
                 dtypes[name] = tensor.dtype
             else:
-                extent = problem or Hole(files.zero_model[dp, 0], f"{files.zero_model[dp, 0]} has no fragment of {name!r}")
+                extent = problem or Hole(
+                    files.zero_model[dp, 0], f"{files.zero_model[dp, 0]} has no fragment of {name!r}"
+                )
             pieces[name].append(Partition(extent, Rank(dp=dp)))
     for name, shape in shapes.items():
         if name in dtypes:
@@ -439,7 +460,9 @@ def _compare_buffers(b: _Building, files: RankFiles, first: TorchFile, module: M
             if isinstance(tensor, StoredTensor) and _crc(found[0].records, tensor) not in (crc, None):
                 differ.setdefault(name, []).append(dp)
     for name, ranks in differ.items():
-        b.problems.append(f"the buffer {name!r} differs on ranks {_listed(ranks)}: rank 0's is read (the others: view.stored)")
+        b.problems.append(
+            f"the buffer {name!r} differs on ranks {_listed(ranks)}: rank 0's is read (the others: view.stored)"
+        )
 
 
 def _crc(records: Mapping[str, Record], tensor: StoredTensor) -> int | None:
