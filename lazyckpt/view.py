@@ -18,6 +18,7 @@ from .formats.reader import Source, read_index
 from .formats.stored import stored_specs
 from .io.local import split
 from .io.pool import Task, run
+from .io.remote import is_url, split_url
 from .io.store import Store
 from .io.transfer import Ring
 from .loading import load_into
@@ -35,10 +36,11 @@ _Step = tuple[Literal["below"], str] | tuple[Literal["select"], Pattern | frozen
 class CheckpointView(Mapping[str, LazyTensor]):
     """A checkpoint, or a part of it, as a mapping from dotted names to lazy tensors. Opening reads no tensor data.
 
-    ``path``: a file or a folder. ``format``: the reader to use (by default the first that recognises the path).
-    ``tag``: which of several checkpoints in the folder (by default what ``latest`` names). ``rules``: how to merge
+    ``path``: a file or a folder, or the URL of one. ``format``: the reader to use (by default the first that recognises
+    the path). ``tag``: which of several checkpoints in the folder (by default what ``latest`` names). ``rules``: how to merge
     tensors that the checkpoint does not tell it of. ``cache``: keep what opening found out for the next time this
-    process opens the same, unchanged files. ``storage_options``: for stores that are not local folders.
+    process opens the same, unchanged files. ``storage_options``: what fsspec's file
+    system of a URL takes (credentials, endpoints).
 
     Raises MissingFileError, FormatError (no reader, or a layout that is refused by name), CorruptError.
     """
@@ -60,7 +62,9 @@ class CheckpointView(Mapping[str, LazyTensor]):
         cache: bool = True,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        store, name = split(path)
+        store: Store
+        url = os.fspath(path)
+        store, name = split_url(url, storage_options) if is_url(url) else split(path)
         source = Source(store, name, tag, rules)
         index = cached_index(source, format) if cache else read_index(source, format)
         self._init(store.pinned(index.files), index, next(iter(index.states)), ())

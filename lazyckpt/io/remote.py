@@ -1,0 +1,126 @@
+"""Files behind a URL, through fsspec: memory://, http(s)://, and (with their packages) s3://, gs://, hf://, ssh://.
+
+Every read is a request for a byte range. Requests are slow to start, so a little over-reading is cheaper than two of
+them: `gap` says how much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+import torch
+
+from ..core.index import FileInfo
+from ..errors import CorruptError, FormatError, MissingFileError
+from .store import Entry
+
+GAP = 256 << 10  # bytes; about what 5 ms of waiting transfer at 50 MB/s
+
+
+def is_url(path: str) -> bool:
+    """Whether a path of the user names a protocol (a Windows drive does not)."""
+    return "://" in path
+
+
+class RemoteStore:
+    """A folder behind a URL. ``options`` go to fsspec's file system (credentials, endpoints, ...)."""
+
+    def __init__(
+        self, url: str, options: Mapping[str, Any] | None = None, pins: Mapping[str, FileInfo] | None = None
+    ) -> None:
+        import fsspec
+
+        self._url = url.rstrip("/")
+        self._options = dict(options or {})
+        self.pins: Mapping[str, FileInfo] = pins or {}
+        try:
+            self._fs, self._base = fsspec.core.url_to_fs(self._url, **self._options)
+        except (ImportError, ValueError) as e:  # the protocol's package is not installed, or there is no such protocol
+            raise FormatError(f"{url}: {e}") from None
+        self._base = self._base.rstrip("/")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RemoteStore, (self._url, self._options, dict(self.pins))
+
+    def __repr__(self) -> str:
+        return f"RemoteStore({self._url!r})"
+
+    @property
+    def root(self) -> str:
+        return self._url
+
+    @property
+    def gap(self) -> int:
+        return GAP
+
+    def pinned(self, pins: Mapping[str, FileInfo]) -> RemoteStore:
+        return RemoteStore(self._url, self._options, pins)
+
+    def list(self, folder: str = "") -> Mapping[str, Entry]:
+        try:
+            entries = self._fs.ls(self._full(folder), detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        found = {}
+        for entry in entries:
+            name = str(entry["name"]).rstrip("/").rsplit("/", 1)[-1]
+            found[name] = Entry(_info(entry), entry["type"] == "directory")
+        return found
+
+    def stat(self, path: str) -> FileInfo:
+        try:
+            return _info(self._fs.info(self._full(path)))
+        except OSError as e:
+            raise MissingFileError(f"{self._url}/{path}: {e or 'not found'}. Is the whole checkpoint there?") from None
+
+    def read(self, path: str, offset: int, length: int) -> bytes:
+        if length == 0:
+            return b""
+        try:
+            data: bytes = self._fs.cat_file(self._full(path), start=offset, end=offset + length)
+        except FileNotFoundError:
+            raise MissingFileError(f"{self._url}/{path}: not found. Is the whole checkpoint there?") from None
+        if len(data) != length:
+            raise CorruptError(
+                f"{self._url}/{path}: {length:,} bytes from {offset:,} on are wanted, {len(data):,} came: truncated, "
+                "or the server does not serve ranges"
+            )
+        return data
+
+    def read_into(self, path: str, offset: int, target: memoryview) -> None:
+        target[:] = self.read(path, offset, len(target))
+
+    def map(self, path: str, fresh: bool = False) -> None:
+        return None
+
+    def resident(self, view: torch.Tensor) -> bool:
+        return False
+
+    def _full(self, path: str) -> str:
+        return f"{self._base}/{path}" if path else self._base
+
+
+def _info(entry: Mapping[str, Any]) -> FileInfo:
+    changed = next((entry[k] for k in ("mtime", "LastModified", "updated", "created") if k in entry), 0)
+    seconds = (
+        changed.timestamp() if isinstance(changed, datetime) else changed if isinstance(changed, int | float) else 0
+    )
+    return FileInfo(int(entry.get("size") or 0), int(seconds * 1e9))
+
+
+def split_url(url: str, options: Mapping[str, Any] | None) -> tuple[RemoteStore, str]:
+    """The store and the name inside it: a URL that lists is a folder, any other is a file in its parent."""
+    url = url.rstrip("/")
+    parent, _, name = url.rpartition("/")
+    store = RemoteStore(url, options)
+    try:
+        kind = store._fs.info(store._base)["type"]
+    except (OSError, KeyError):
+        kind = "directory" if store.list() else "nothing"
+    if kind == "directory":
+        return store, ""
+    if kind == "nothing":
+        raise MissingFileError(f"{url}: no such file or folder")
+    return RemoteStore(parent, options), name

@@ -1,0 +1,113 @@
+"""Checkpoints behind a URL: fsspec's in-memory file system, and a real HTTP server that serves ranges."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+
+import lazyckpt
+from lazyckpt.io.remote import GAP, RemoteStore
+
+TENSORS = {"a.weight": torch.arange(600_000, dtype=torch.float32).reshape(600, 1000), "b": torch.arange(7)}
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    fs = fsspec.filesystem("memory")
+    with fs.open("/bucket/run/model.pt", "wb") as f:
+        torch.save(TENSORS, f)
+    yield "memory://bucket/run"
+    fs.rm("/bucket", recursive=True)
+
+
+class Ranges(BaseHTTPRequestHandler):
+    """A static server that answers ranges, and writes down which."""
+
+    folder: Path
+    asked: list[tuple[int, int]]
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def _answer(self, body: bool) -> None:
+        path = self.folder / self.path.lstrip("/")
+        if not path.is_file():
+            self.send_error(404)
+            return
+        data = path.read_bytes()
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        lo, hi = (int(wanted[1]), min(int(wanted[2]) + 1, len(data))) if wanted else (0, len(data))
+        self.send_response(206 if wanted else 200)
+        self.send_header("Accept-Ranges", "bytes")
+        self.send_header("Content-Length", str(hi - lo))
+        if wanted:
+            self.send_header("Content-Range", f"bytes {lo}-{hi - 1}/{len(data)}")
+        self.end_headers()
+        if body:
+            self.asked.append((lo, hi))
+            self.wfile.write(data[lo:hi])
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+    pytest.importorskip("aiohttp", reason="fsspec's http file system needs aiohttp")
+    torch.save(TENSORS, tmp_path / "model.pt")
+    asked: list[tuple[int, int]] = []
+    handler = type("Handler", (Ranges,), {"folder": tmp_path, "asked": asked})
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{httpd.server_address[1]}", asked
+    httpd.shutdown()
+
+
+def test_a_file_in_memory_reads_like_a_local_one(memory: str) -> None:
+    view = lazyckpt.open(f"{memory}/model.pt")
+    assert view.root == memory
+    for name, tensor in TENSORS.items():
+        assert torch.equal(view[name][...], tensor)
+    assert torch.equal(view["a.weight"][5:400:7, ::100], TENSORS["a.weight"][5:400:7, ::100])
+    assert torch.equal(pickle.loads(pickle.dumps(view["a.weight"]))[3], TENSORS["a.weight"][3])
+
+
+def test_a_folder_in_memory_is_recognised(memory: str) -> None:
+    with pytest.raises(lazyckpt.FormatError, match="no checkpoint that lazyckpt knows"):
+        lazyckpt.open(memory)
+    with pytest.raises(lazyckpt.MissingFileError, match="no such file or folder"):
+        lazyckpt.open(memory + "/nothing.pt")
+
+
+def test_an_unknown_protocol_is_told() -> None:
+    with pytest.raises(lazyckpt.FormatError, match="nosuch"):
+        lazyckpt.open("nosuch://bucket/model.pt")
+
+
+def test_a_slice_over_http_asks_for_its_own_bytes(server: tuple[str, list[tuple[int, int]]]) -> None:
+    url, asked = server
+    view = lazyckpt.open(f"{url}/model.pt")
+    asked.clear()
+    assert torch.equal(view["a.weight"][100:110], TENSORS["a.weight"][100:110])
+    assert sum(hi - lo for lo, hi in asked) == 10 * 1000 * 4
+    asked.clear()
+    assert torch.equal(view["a.weight"][:, 3], TENSORS["a.weight"][:, 3])
+    assert sum(hi - lo for lo, hi in asked) <= 600 * 4 + 599 * GAP
+    assert len(asked) == 1
+
+
+def test_a_truncated_answer_is_an_error(memory: str) -> None:
+    store = RemoteStore(memory)
+    with pytest.raises(lazyckpt.CorruptError, match=re.escape("model.pt")):
+        store.read("model.pt", store.stat("model.pt").size - 10, 20)
