@@ -67,20 +67,25 @@ def main() -> None:
     app(prog_name="lazyckpt")
 
 
-@app.callback()
-def _options(
-    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and exit.")] = False,
-) -> None:
-    """Open huge model checkpoints as one namespace of lazy tensors."""
-    if version:
+def _version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"lazyckpt {__version__}")
         raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Open huge model checkpoints as one namespace of lazy tensors."""
 
 
 @app.command()
 def ls(
     path: _Path,
-    prefix: Annotated[str, typer.Argument(help="A part of it: layers.3.mlp", show_default=False)] = "",
+    prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="A part: layers.3.mlp", show_default=False)] = "",
     depth: Annotated[int | None, typer.Option(min=1, metavar="N", help="Levels of the tree to print.")] = None,
     state: _State = None,
     stored: _Stored = False,
@@ -92,7 +97,7 @@ def ls(
     view = _open(path, state, stored, tag, format)
     part = _part(view, prefix)
     if as_json:
-        typer.echo(json.dumps(_described(part), indent=2))
+        _write(json.dumps(_described(part), indent=2))
         return
     _print((summary(part), "bold"))
     for problem in view.problems[:_PROBLEMS]:
@@ -120,15 +125,15 @@ def show(
     format: _Format = None,
     as_json: _Json = False,
 ) -> None:
-    """Print a tensor, or a part of it: ints, slices, ..., None and a list of ints, as in Python. Reads what it prints."""
+    """Print a tensor or, as in Python, a part of it: ints, slices, ..., None, a list of ints. Reads what it prints."""
     view = _open(path, state, stored, tag, format)
     whole, key, text = _find(view, name)
     t = whole if text is None else whole.lazy[key]
     if as_json:
-        described = {"name": whole.name, "index": text, "dtype": str(t.dtype).removeprefix("torch.")}
+        described: dict[str, Any] = {"name": whole.name, "index": text, "dtype": str(t.dtype).removeprefix("torch.")}
         described |= {"shape": list(t.shape), "nbytes": t.nbytes}
         described |= {"explain": t.explain()} if explain else {"values": json_values(t)}
-        typer.echo(json.dumps(described, allow_nan=False))
+        _write(json.dumps(described, allow_nan=False))
         return
     if explain:
         for line in t.explain().splitlines():
@@ -202,7 +207,8 @@ def _part(view: CheckpointView, prefix: str) -> CheckpointView:
     if isinstance(found, CheckpointView):
         return found
     # a state of the optimizer lists the owner of a tied name only
-    name = next(n for n in view if n in (prefix, found.name, view.owner(prefix)))
+    listed = set(view)
+    name = next(n for n in (prefix, found.name, view.owner(prefix)) if n in listed)
     return view.select(lambda n: n == name)
 
 
@@ -294,6 +300,13 @@ def _described(view: CheckpointView) -> dict[str, Any]:
         "problems": list(view.problems),
         "tensors": rows_of(view),
     }
+
+
+def _write(text: str) -> None:
+    """Text for machines, in pieces: an unbuffered stdout would not notice that the reader left in the middle of one."""
+    for at in range(0, len(text), 1 << 14):
+        sys.stdout.write(text[at : at + (1 << 14)])
+    sys.stdout.write("\n")
 
 
 @cache

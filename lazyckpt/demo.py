@@ -45,7 +45,7 @@ def write(folder: Path) -> dict[str, torch.Tensor]:
 def _write_model(folder: Path) -> dict[str, torch.Tensor]:
     """A language model's weights in the names of Llama, bf16, in three shards; its output layer is tied to its
     embedding, so it is not stored."""
-    shapes = {"model.embed_tokens.weight": (_VOCAB, _HIDDEN)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (_VOCAB, _HIDDEN)}
     for n in range(_LAYERS):
         layer = f"model.layers.{n}"
         shapes |= {f"{layer}.self_attn.{p}_proj.weight": (_HIDDEN, _HIDDEN) for p in "qkvo"}
@@ -57,7 +57,9 @@ def _write_model(folder: Path) -> dict[str, torch.Tensor]:
 
     folder.mkdir(parents=True)
     total = sum(t.nbytes for t in weights.values())
-    weight_map, shards, size = {}, [{}], 0  # type: dict[str, str], list[dict[str, torch.Tensor]], int
+    weight_map: dict[str, str] = {}
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
     for name, tensor in weights.items():
         if size >= len(shards) * total / 3:
             shards.append({})
@@ -98,7 +100,7 @@ def _write_training(path: Path) -> None:
         loss.backward()
         optimizer.step()
         scheduler.step()
-    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     torch.save({k: v.state_dict() for k, v in parts.items()} | {"epoch": 1, "loss": loss.item()}, path)
 
 
@@ -119,7 +121,7 @@ _WALK = """
 import lazyckpt, torch
 view = lazyckpt.open(folder / "model")
 print(view.tree(depth=3))
-# A part of it is a view too, and "layers.1.mlp" is enough where there is only one. `to` reads it, this layer and no other.
+# A part of it is a view too ("layers.1.mlp" will do: there is only one). `to` reads it, and nothing else.
 layer = view["layers.1.mlp"].to("cpu")
 {name: tuple(tensor.shape) for name, tensor in layer.items()}
 # One tensor: its name, shape and dtype cost nothing. A slice reads the bytes it needs, and `explain` tells which.
@@ -162,5 +164,3 @@ def walk(folder: Path) -> Iterator[Step]:
         with redirect_stdout(printed):
             exec(compile(line, "<demo>", "single"), names)  # a line from above
         yield Step(line, printed.getvalue())
-
-

@@ -145,7 +145,7 @@ class LazyTensor:
         if key is Ellipsis:
             return self._whole()
         kind = type(key)
-        if kind in _ATOMS or (kind is tuple and all(type(k) in _ATOMS for k in key)):
+        if kind in _ATOMS or (kind is tuple and all(type(k) in _ATOMS for k in key) and key.count(Ellipsis) < 2):
             quick = self._quick(key)
             if quick is not None:
                 return quick
@@ -206,7 +206,7 @@ class LazyTensor:
         """The tensor over a private mapping of its file (kept in ``maps``, path -> mapping), or None if it is not one
         contiguous run of one file."""
         extent = self._plain
-        if extent is None:
+        if extent is None or extent.offset % extent.dtype.itemsize:  # torch's kernels rely on alignment
             return None
         if extent.path not in maps:
             maps[extent.path] = self._store.map(extent.path, fresh=True)
@@ -315,7 +315,7 @@ class LazyTensor:
 
     def _open_window(self) -> tuple[str, mmap.mmap, torch.Tensor] | None:
         extent = self._plain
-        if extent is None or not self.numel() or extent.dtype not in _CLONABLE:
+        if extent is None or not self.numel() or extent.offset % extent.dtype.itemsize or extent.dtype not in _CLONABLE:
             return None
         mapped = self._store.map(extent.path)
         if mapped is None:

@@ -37,10 +37,10 @@ class CheckpointView(Mapping[str, LazyTensor]):
     """A checkpoint, or a part of it, as a mapping from dotted names to lazy tensors. Opening reads no tensor data.
 
     ``path``: a file or a folder, or the URL of one. ``format``: the reader to use (by default the first that recognises
-    the path). ``tag``: which of several checkpoints in the folder (by default what ``latest`` names). ``rules``: how to merge
-    tensors that the checkpoint does not tell it of. ``cache``: keep what opening found out for the next time this
-    process opens the same, unchanged files. ``storage_options``: what fsspec's file
-    system of a URL takes (credentials, endpoints).
+    the path). ``tag``: which of several checkpoints in the folder (by default what ``latest`` names). ``rules``: how to
+    merge tensors that the checkpoint does not tell it of. ``cache``: keep what opening found out for the next time this
+    process opens the same, unchanged files. ``storage_options``: what fsspec's file system of a URL takes (credentials,
+    endpoints).
 
     Raises MissingFileError, FormatError (no reader, or a layout that is refused by name), CorruptError.
     """

@@ -29,7 +29,9 @@ from .counting import opened
 from .oracle import as_ints, indexed, keys, same, same_values
 from .writers import Case
 
-__all__ = ["CHECKS", "open_case"]
+__all__ = ["CHECKS", "Check", "open_case"]
+
+Check = Callable[[Case], None]
 
 FULL_STATES = ("weights", "fp32")
 _NO_CONVERSION = {torch.float4_e2m1fn_x2}  # torch itself converts it to nothing
@@ -363,7 +365,7 @@ def mapping(case: Case) -> None:
     assert {name: tuple(t.shape) for name, t in view.items()} == {name: tuple(t.shape) for name, t in truth.items()}
 
 
-CHECKS: tuple[Callable[[Case], None], ...] = (
+CHECKS: tuple[Check, ...] = (
     names_shapes_dtypes,
     sizes_count_each_tensor_once,
     aliases,

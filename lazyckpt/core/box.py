@@ -95,6 +95,20 @@ def is_run(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return all(n == 1 or s == e for n, s, e in zip(shape, strides, c_strides(shape), strict=True))
 
 
+def fits(shape: Sequence[int], itemsize: int) -> bool:
+    """Whether an array of this shape has a size that can be counted, its empty dimensions not looked at first.
+
+    >>> fits((2**40, 2**40, 0), 1)
+    False
+    """
+    size = itemsize
+    for n in shape:
+        size *= n
+        if size >= 1 << 63:
+            return False
+    return True
+
+
 def hull(shape: Sequence[int], strides: Sequence[int]) -> int:
     """Elements from the first to the last that a strided array touches, both included (0 if it is empty)."""
     if 0 in shape:

@@ -64,6 +64,9 @@ def _rows() -> list[Row]:
     return rows
 
 
+# Equal-sized types that move bits whatever they mean: not every dtype of torch can be copied with strides, or flipped.
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
 _ROWS = _rows()
 _BY_TORCH = {row.torch: row for row in reversed(_ROWS)}
 FROM_SAFETENSORS = {row.safetensors: row.torch for row in _ROWS if row.safetensors}

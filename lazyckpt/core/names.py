@@ -17,7 +17,8 @@ def natural(name: str) -> list[tuple[int, int, str]]:
     >>> sorted(["a.10", "a.9", "a.b"], key=natural)
     ['a.9', 'a.10', 'a.b']
     """
-    return [(0, int(s), s) if s.isdecimal() and s.isascii() else (1, 0, s) for s in re.split(r"(\d+)", name) if s]
+    parts = re.split(r"([0-9]{1,18})", name)  # longer runs of digits are no numbers that anybody counts with
+    return [(0, int(s), s) if s.isdecimal() and s.isascii() and len(s) < 19 else (1, 0, s) for s in parts if s]
 
 
 def matcher(pattern: Pattern) -> Callable[[str], bool]:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ..errors import SelectionError
 from .box import Shape
+from .dtypes import BITS
 from .plan import Selection as Ranges
 
 Axis = range | NDArray[np.int64]
@@ -25,21 +26,23 @@ Axis = range | NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selection:
-    """``axes``: the wanted indices of every dimension of the tensor. ``dims``: the axis that each dimension of the
-    result runs along, None for one of length 1 that was added. An axis that no dimension names was indexed by an int.
+    """``axes``: the wanted indices of every dimension of the tensor (``rank`` of them), then of the dimensions that
+    None added. ``dims``: the axis that each dimension of the result runs along; one that is not among them was indexed
+    by an int.
     """
 
     axes: tuple[Axis, ...]
-    dims: tuple[int | None, ...]
+    dims: tuple[int, ...]
+    rank: int
 
     @classmethod
     def all(cls, shape: Sequence[int]) -> Selection:
-        return cls(tuple(range(n) for n in shape), tuple(range(len(shape))))
+        return cls(tuple(range(n) for n in shape), tuple(range(len(shape))), len(shape))
 
     @property
     def shape(self) -> Shape:
         """The shape of the result."""
-        return tuple(1 if d is None else len(self.axes[d]) for d in self.dims)
+        return tuple(len(self.axes[d]) for d in self.dims)
 
     def __getitem__(self, key: Any) -> Selection:
         """The selection of ``key`` within this one. Raises SelectionError if it does not fit.
@@ -49,35 +52,22 @@ class Selection:
         """
         items = _spread(key, self.shape)
         axes = list(self.axes)
-        dims: list[int | None] = []
+        dims: list[int] = []
         position = arrays = 0
         for item in items:
             if item is None:
-                dims.append(None)
+                dims.append(len(axes))
+                axes.append(range(1))
                 continue
             d = self.dims[position]
             position += 1
-            axis = range(1) if d is None else axes[d]
-            picked, keep = _pick(axis, item, position - 1)
+            axes[d], keep = _pick(axes[d], item, position - 1)
             arrays += isinstance(item, np.ndarray)
-            if d is None:  # an added dimension has one element: it can be kept, emptied or dropped, not moved
-                if keep and len(picked) != 1:
-                    raise SelectionError(f"index {item!r} does not fit a dimension of length 1 that None added")
-                if keep:
-                    dims.append(None)
-                continue
-            axes[d] = picked
             if keep:
                 dims.append(d)
         if arrays > 1:
             raise SelectionError("one list, array or mask at most in an index: index once more for the second")
-        return Selection(tuple(axes), tuple(dims))
-
-    def is_all(self, shape: Sequence[int]) -> bool:
-        """True if this is the whole tensor as it is."""
-        return self.dims == tuple(range(len(shape))) and all(
-            isinstance(a, range) and a == range(n) for a, n in zip(self.axes, shape, strict=True)
-        )
+        return Selection(tuple(axes), tuple(dims), self.rank)
 
     def reads(self) -> Reads:
         """How to read it: blocks of ascending ranges, then what is left to do in memory."""
@@ -85,7 +75,7 @@ class Selection:
         flips: list[int] = []
         orders: list[tuple[int, NDArray[np.int64]]] = []
         shape: list[int] = []
-        for n, axis in enumerate(self.axes):
+        for n, axis in enumerate(self.axes[: self.rank]):
             if isinstance(axis, range):
                 if axis.step < 0:
                     flips.append(n)
@@ -98,18 +88,21 @@ class Selection:
             shape.append(len(unique))
             if not np.array_equal(inverse, np.arange(len(unique))):
                 orders.append((n, inverse))
-        return Reads(tuple(shape), tuple(map(tuple, runs)), tuple(flips), tuple(orders), self.shape)
+        added = tuple(n for n, d in enumerate(self.dims) if d >= self.rank)
+        return Reads(tuple(shape), tuple(map(tuple, runs)), tuple(flips), tuple(orders), self.shape, added)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reads:
-    """``shape``: of the array to read into, one dimension per axis. `finish` turns it into the result."""
+    """``shape``: of the array to read into, one dimension per axis. `finish` turns it into the ``result``'s shape;
+    ``added``: the dimensions of that which are not of the array."""
 
     shape: Shape
     runs: tuple[tuple[tuple[int, range], ...], ...]
     flips: tuple[int, ...]
     orders: tuple[tuple[int, NDArray[np.int64]], ...]
     result: Shape
+    added: tuple[int, ...] = ()
 
     def blocks(self) -> Iterator[tuple[Shape, Ranges]]:
         """(where the block starts in the array, the ranges of the tensor that it holds)."""
@@ -117,11 +110,18 @@ class Reads:
             yield tuple(at for at, _ in combination), tuple(r for _, r in combination)
 
     def finish(self, array: torch.Tensor) -> torch.Tensor:
-        if self.flips:
-            array = array.flip(self.flips)
-        for n, order in self.orders:
-            array = array.index_select(n, torch.from_numpy(order).to(array.device))
-        return array.reshape(self.result)
+        if self.flips or self.orders:
+            bits = array.view(BITS[array.itemsize])
+            bits = bits.flip(self.flips) if self.flips else bits
+            for n, order in self.orders:
+                bits = bits.index_select(n, torch.from_numpy(order).to(array.device))
+            array = bits.view(array.dtype)
+        array = array.reshape(tuple(1 if n in self.added else length for n, length in enumerate(self.result)))
+        for n in self.added:
+            length = self.result[n]  # 1, unless it was indexed since
+            if length != 1:
+                array = array.narrow(n, 0, 0) if length == 0 else array.repeat_interleave(length, n)
+        return array
 
 
 def _spread(key: Any, shape: Shape) -> list[Any]:

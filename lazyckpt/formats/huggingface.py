@@ -94,7 +94,10 @@ def _read(source: Source) -> Index:
 
     for name in _JSON:
         if name in store.list():
-            meta[name.removesuffix(".json")] = _load_json(store, name)
+            try:
+                meta[name.removesuffix(".json")] = _load_json(store, name)
+            except LazyckptError as e:  # the weights are intact all the same
+                problems.append(f"{name} cannot be read: {e}")
     aliases = {a: o for shard in shards.values() for a, o in shard.aliases.items() if o in weights}
     aliases |= tied_names(meta.get("config", {}), weights, problems)
     for path, shard in shards.items():
@@ -168,7 +171,8 @@ def tied_names(config: Any, weights: Mapping[str, TensorSpec], problems: list[st
         return {}
     table = json.loads(resources.files(__package__).joinpath("hf_ties.json").read_text())
     named = config.get("architectures")
-    known = [a for a in named if a in table["architectures"]] if isinstance(named, list) else []
+    names = [a for a in named if isinstance(a, str)] if isinstance(named, list) else []
+    known = [a for a in names if a in table["architectures"]]
     default = table["architectures"][known[0]][1] if known else False
     inner = config.get("text_config")
     if not config.get(
@@ -228,7 +232,8 @@ def _weight_map(where: str, table: Mapping[str, Any]) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptError(f"{where} has no weight_map: it is no index of shards")
     for name, path in weight_map.items():
-        inside = isinstance(path, str) and path and "\\" not in path and not posixpath.isabs(path) and ":" not in path
+        inside = isinstance(path, str) and path.isprintable() and not any(c in path for c in "\\:")
+        inside = inside and not posixpath.isabs(path) and posixpath.normpath(path) != "."
         if not inside or posixpath.normpath(path).split("/")[0] == "..":
             raise CorruptError(
                 f"{where} sends {name!r} to {str(path)[:120]!r}, outside its folder: "

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from ..core.box import Box, hull, is_run
+from ..core.dtypes import BITS
 from ..core.index import Extent, TensorSpec
 from ..core.plan import Copy, Selection, plan
 from ..core.select import Reads
@@ -23,8 +24,6 @@ from .store import Store
 
 BLOCK = 8 << 20  # bytes that one read asks for at most, and that a buffer holds
 _RUN = 32 << 10  # runs this long are worth a read of their own
-# Equal-sized types that copy bits whatever they mean: not every dtype of torch can be copied with strides.
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 def read(store: Store, spec: TensorSpec, reads: Reads) -> torch.Tensor:
@@ -65,7 +64,7 @@ def _mean(store: Store, layers: list[list[Copy]], out: torch.Tensor) -> None:
 def _copy_tasks(store: Store, copy: Copy, target: torch.Tensor) -> Iterator[Task]:
     extent = copy.extent
     if extent.raw and extent.dtype == target.dtype:  # only bits move
-        bits = _BITS[extent.dtype.itemsize]
+        bits = BITS[extent.dtype.itemsize]
         return _cut(store, copy, target.view(bits), bits)
     return _cut(store, copy, target, extent.dtype)
 
@@ -129,11 +128,23 @@ def _through_buffer(store: Store, copy: Copy, span: int, target: torch.Tensor, d
 def _through_mapping(mapped: mmap.mmap, copy: Copy, span: int, target: torch.Tensor) -> None:
     size = target.itemsize
     offset = copy.extent.offset + copy.start * size
-    source = torch.frombuffer(mapped, dtype=target.dtype, count=span // size, offset=offset)
-    target.copy_(source.as_strided(copy.shape, copy.strides))
+    if offset % size == 0:
+        source = torch.frombuffer(mapped, dtype=target.dtype, count=span // size, offset=offset)
+        target.copy_(source.as_strided(copy.shape, copy.strides))
+    else:  # vectorised kernels may rely on alignment: move bytes
+        source = torch.frombuffer(mapped, dtype=torch.uint8, count=span, offset=offset)
+        _as_byte_array(target).copy_(source.as_strided((*copy.shape, size), (*(s * size for s in copy.strides), 1)))
     if span > BLOCK:  # the pages stay in the system's cache, but count no longer as this process's memory
         start = offset // mmap.PAGESIZE * mmap.PAGESIZE
         mapped.madvise(mmap.MADV_DONTNEED, start, offset + span - start)
+
+
+def _as_byte_array(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory with one more dimension, of bytes, whatever the strides."""
+    size = tensor.itemsize
+    flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    strides = (*(s * size for s in tensor.stride()), 1)
+    return flat.as_strided((*tensor.shape, size), strides, tensor.storage_offset() * size)
 
 
 def _resolved(extent: Extent, source: torch.Tensor) -> torch.Tensor:

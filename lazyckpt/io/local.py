@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class _File:
     """An open descriptor; closed when the last user lets go of it."""
 
     def __init__(self, full: str) -> None:
-        self.fd = os.open(full, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        self.fd = os.open(full, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not keep us waiting
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
 
@@ -83,18 +84,22 @@ class LocalStore:
                 for entry in entries:
                     try:
                         s = entry.stat()
-                    except FileNotFoundError:  # a dangling link, or removed while we look
+                    except OSError:  # a dangling link, or removed while we look
                         continue
                     found[entry.name] = Entry(FileInfo(s.st_size, s.st_mtime_ns), entry.is_dir())
         except (FileNotFoundError, NotADirectoryError):
             return {}
+        except OSError as e:
+            raise self._missing(folder or ".", e) from None
         return found
 
     def stat(self, path: str) -> FileInfo:
         try:
             s = os.stat(self._full(path))
-        except OSError as e:
+        except (OSError, ValueError) as e:
             raise self._missing(path, e) from None
+        if not S_ISREG(s.st_mode):
+            raise CorruptError(f"{self._full(path)} is {'a folder' if S_ISDIR(s.st_mode) else 'no regular file'}")
         return FileInfo(s.st_size, s.st_mtime_ns)
 
     def read(self, path: str, offset: int, length: int) -> bytes:
@@ -106,7 +111,10 @@ class LocalStore:
         file = self._open(path)
         done = 0
         while done < len(target):
-            got = os.preadv(file.fd, [target[done:]], offset + done)
+            try:
+                got = os.preadv(file.fd, [target[done:]], offset + done)
+            except OSError as e:
+                raise self._missing(path, e) from None
             if got == 0:
                 raise CorruptError(
                     f"{self._full(path)}: bytes {offset:,} to {offset + len(target):,} are wanted, the file ends at "
@@ -139,13 +147,16 @@ class LocalStore:
     def _full(self, path: str) -> str:
         return os.path.join(self._root, path)
 
-    def _missing(self, path: str, e: OSError) -> MissingFileError:
-        return MissingFileError(f"{self._full(path)}: {e.strerror or e}. Is the whole checkpoint here, and readable?")
+    def _missing(self, path: str, e: OSError | ValueError) -> MissingFileError:
+        return MissingFileError(
+            f"{self._full(path)}: {getattr(e, 'strerror', None) or e}. Is the whole checkpoint here, and readable?"
+        )
 
     def _open(self, path: str) -> _File:
         """The open file, checked against its pin."""
         file = self._files.get(path)
         if file is None:
+            self.stat(path)  # only a regular file is opened
             try:
                 file = _File(self._full(path))
             except OSError as e:
@@ -185,11 +196,12 @@ def split(path: str | os.PathLike[str]) -> tuple[LocalStore, str]:
     Raises MissingFileError if there is nothing.
     """
     full = Path(os.path.expanduser(os.fspath(path)))
-    if full.is_dir():
-        return LocalStore(full), ""
-    if not full.exists():
-        raise MissingFileError(f"{full}: no such file or folder")
-    return LocalStore(full.parent), full.name
+    try:
+        mode = full.stat().st_mode
+    except (OSError, ValueError) as e:
+        what = "no such file or folder" if isinstance(e, FileNotFoundError) else getattr(e, "strerror", None) or e
+        raise MissingFileError(f"{str(full)[:300]}: {what}") from None
+    return (LocalStore(full), "") if S_ISDIR(mode) else (LocalStore(full.parent), full.name)
 
 
 _check: type[Store] = LocalStore

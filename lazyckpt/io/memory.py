@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Sequence
+from math import prod
 
 import torch
+
+from ..errors import DataError
 
 _HUGE = 2 << 20
 _MADV_HUGEPAGE = 14
@@ -14,12 +17,18 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """`torch.empty` on the CPU, in huge pages where it is large.
+    """`torch.empty` on the CPU, in huge pages where it is large. Raises DataError if there is not so much memory.
 
     First touch of fresh memory is most of the cost of a large read (measured: 64 MiB in 4 KiB pages 8.6 ms, in huge
     pages 2.4 ms, the copy itself 2 ms), so the kernel is asked for huge pages. It is free to say no.
     """
-    tensor = torch.empty(tuple(shape), dtype=dtype)
+    try:
+        tensor = torch.empty(tuple(shape), dtype=dtype)
+    except RuntimeError as e:  # torch's way to say that there is not so much memory
+        nbytes = prod(shape) * dtype.itemsize
+        raise DataError(
+            f"{nbytes:,} bytes for a tensor of shape {tuple(shape)} cannot be had: read it in slices"
+        ) from e
     nbytes = tensor.nbytes
     if _libc is not None and nbytes >= 2 * _HUGE:
         start = -(-tensor.data_ptr() // _HUGE) * _HUGE

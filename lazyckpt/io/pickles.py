@@ -12,14 +12,22 @@ the file would have done.
 from __future__ import annotations
 
 import struct
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from typing import Any
+
+import torch
 
 from ..errors import CorruptError
 
 # What rebuilds a value of a known class from the arguments that the pickle gives it; raising means "make it Opaque".
 Rebuild = Mapping[tuple[str, str], Any]
+
+
+_DAMAGE = (
+    IndexError, KeyError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError, MemoryError,
+    struct.error,
+)  # fmt: skip
 
 
 class Opaque:
@@ -67,11 +75,11 @@ class Opaque:
     def __repr__(self) -> str:
         parts = []
         if self.args:
-            parts.append(f"args={_short(self.args)}")
+            parts.append(f"args={short(self.args)}")
         for label in ("state", "items", "entries"):
             value = getattr(self, label)
             if value:
-                parts.append(f"{label}={_short(value)}")
+                parts.append(f"{label}={short(value)}")
         return f"<{self.module}.{self.name}{' ' if parts else ''}{', '.join(parts)}>"
 
 
@@ -82,10 +90,10 @@ class Attributed(dict[Any, Any]):
     state: Any
 
 
-def _short(value: Any) -> str:
-    """At most a line, and never deeper than two containers."""
+def short(value: Any) -> str:
+    """Anything that a pickle holds, in at most a line: never deeper than two containers, in little time."""
     if isinstance(value, dict):
-        inner = ", ".join(f"{_leaf(k)}: {_leaf(v)}" for k, v in list(value.items())[:4])
+        inner = ", ".join(f"{_leaf(k)}: {_leaf(v)}" for k, v in islice(value.items(), 4))
         return "{" + inner + (", ..." if len(value) > 4 else "") + "}"
     if isinstance(value, list | tuple):
         return "(" + ", ".join(map(_leaf, value[:4])) + (", ..." if len(value) > 4 else "") + ")"
@@ -93,14 +101,16 @@ def _short(value: Any) -> str:
 
 
 def _leaf(value: Any) -> str:
-    if isinstance(value, dict | list | tuple | set | frozenset) and value:
-        return f"{type(value).__name__} of {len(value)}"
     if isinstance(value, Opaque):
-        return f"<{value.module}.{value.name}>"
+        return f"<{_leaf(value.module)[1:-1]}.{_leaf(value.name)[1:-1]}>"
     if isinstance(value, int) and value.bit_length() > 256:  # printing a huge int takes quadratic time
         return f"int of {value.bit_length()} bits"
-    text = repr(value[:80] if isinstance(value, str | bytes) else value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    if isinstance(value, str | bytes | bytearray):
+        return repr(value[:60]) + ("..." if len(value) > 60 else "")
+    if value is None or type(value) in (bool, int, float, complex, torch.dtype):
+        return repr(value)
+    size = f" of {len(value)}" if isinstance(value, dict | list | tuple | set | frozenset) else ""
+    return f"{type(value).__name__}{size}"
 
 
 class Pickle:
@@ -117,7 +127,7 @@ class Pickle:
             self.value = self._run(bytes(data), rebuild, persistent, start)
         except CorruptError as e:
             raise CorruptError(f"{where}: {e}") from None
-        except (IndexError, KeyError, ValueError, TypeError, UnicodeDecodeError, struct.error, AttributeError) as e:
+        except _DAMAGE as e:
             raise CorruptError(
                 f"{where}: not a valid pickle near byte {self.end:,} ({type(e).__name__}: {e}). "
                 "The file is damaged, or it is no torch file: copy it again from its source."
@@ -251,7 +261,8 @@ class Pickle:
                     raise CorruptError(f"pickle protocol {data[i]} is not known (0 to 5 are)")
                 i += 1
             elif op == 0x95:  # FRAME
-                _exactly(data, i + 8, int_from(data[i : i + 8], "little"))
+                if i + 8 + int_from(data[i : i + 8], "little") > size:
+                    raise CorruptError("a frame is longer than the pickle: truncated?")
                 i += 8
             elif op == 0x2E:  # STOP
                 self.end = i
@@ -359,11 +370,14 @@ class Pickle:
         if not callable(what):
             raise CorruptError(f"a call of {type(what).__name__}, which is nothing to call")
         try:
-            return what(*args) if not kwargs else what(*args, **kwargs)
+            made = what(*args) if not kwargs else what(*args, **kwargs)
         except CorruptError:
             raise
-        except (TypeError, ValueError, KeyError, OverflowError, AttributeError, ArithmeticError, RuntimeError):
+        except _DAMAGE:
             return Opaque("", getattr(what, "__name__", "call"), args, kwargs)
+        if isinstance(made, Opaque) and made.args is None:  # an attribute of a named thing is a named thing
+            self.globals.setdefault((made.module, made.name), False)
+        return made
 
 
 def _exactly(data: bytes, at: int, n: int) -> bytes:
@@ -415,12 +429,20 @@ _LINES: dict[int, Callable[[bytes], Any]] = {
 
 
 def check_key(key: Any) -> None:
-    """Hashing a tuple recurses in C: refuse one that is nested as no honest key is."""
-    level = [key]
+    """Hashing a tuple recurses in C, and visits a shared element as often as it is referred to: refuse what no honest
+    key is."""
+    level, seen = [key], 0
     for _ in range(16):
-        level = [k for one in level if isinstance(one, tuple | frozenset) for k in one]
-        if not level:
+        inner: list[Any] = []
+        for one in level:
+            if isinstance(one, tuple | frozenset):
+                seen += len(one)
+                if seen > 4096:
+                    raise CorruptError("a dictionary key that expands to thousands of elements")
+                inner.extend(one)
+        if not inner:
             return
+        level = inner
     raise CorruptError("a dictionary key that is nested absurdly deep")
 
 
@@ -430,7 +452,7 @@ def _set_items(target: Any, items: list[Any]) -> None:
         raise CorruptError(f"keys are set on a {type(target).__name__}")
     for n in range(0, len(items), 2):
         key = items[n]
-        if type(key) is tuple:
+        if isinstance(key, tuple | frozenset):
             check_key(key)
         entries[key] = items[n + 1]
 
@@ -438,7 +460,7 @@ def _set_items(target: Any, items: list[Any]) -> None:
 def _extend(target: Any, items: Iterable[Any]) -> None:
     if isinstance(target, Opaque):
         target.items.extend(items)
-    elif isinstance(target, list | deque):
+    elif isinstance(target, list):
         target.extend(items)
     else:
         raise CorruptError(f"items are appended to a {type(target).__name__}")

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CorruptError
-from .pickles import Attributed, Opaque
-from .rebuild import Composite, Namespace, StoredStorage, StoredTensor, TensorSubclass, plain_numpy
+from .pickles import Attributed, Opaque, short
+from .rebuild import Composite, Deque, Namespace, StoredStorage, StoredTensor, TensorSubclass, plain_numpy
 
 _MAX_DEPTH = 150  # the walk recurses; honest checkpoints are some ten levels deep
 _GONE = object()  # stands for "there were only tensors here"
@@ -39,7 +39,8 @@ class Plain:
         self.tensors: dict[str, StoredTensor] = {}
         self.notes: list[str] = []
         self._where = where
-        self._left = 10_000 + 8 * size
+        self._left = 10_000 + 8 * size  # objects; then characters of tensor names
+        self._letters = 1_000_000 + 64 * size
         self._open: set[int] = set()
         self._prefix = prefix
         rest = self._walk(value, None, 0)
@@ -53,7 +54,7 @@ class Plain:
             return self._tensor(value, name)
         if kind is StoredStorage:
             return self._tensor(StoredTensor(value, value.dtype or torch.uint8, 0, (value.numel,), (1,)), name)
-        self._left -= 1
+        self._left -= 1 + (len(value) if isinstance(value, dict | list | tuple) else 0)
         if self._left < 0:
             raise CorruptError(
                 f"{self._where}: its references expand to far more objects than it has bytes: "
@@ -86,14 +87,14 @@ class Plain:
                 f"{name or ''!r} is a {value.kind} tensor: its parts are tensors of their own, under its name"
             )
             return self._dict(value.parts, name, depth)
-        if isinstance(value, list | tuple | deque):
-            items = [self._walk(v, _join(name, n), depth) for n, v in enumerate(value)]
+        if isinstance(value, list | tuple):
+            items = [v if type(v) in _LEAVES else self._walk(v, _join(name, n), depth) for n, v in enumerate(value)]
             if items and all(v is _GONE for v in items):
                 return _GONE
             items = [TensorRef(self._prefix + _join(name, n)) if v is _GONE else v for n, v in enumerate(items)]
-            return (
-                deque(items) if isinstance(value, deque) else items if isinstance(value, list) else _tuple(value, items)
-            )
+            if isinstance(value, Deque):
+                return deque(items)
+            return items if isinstance(value, list) else _tuple(value, items)
         if isinstance(value, Namespace):
             inner = self._dict(vars(value), name, depth)
             return argparse.Namespace(**({} if inner is _GONE else inner))
@@ -104,7 +105,7 @@ class Plain:
     def _dict(self, value: dict[Any, Any], name: str | None, depth: int) -> Any:
         plain = {}
         for k, v in value.items():
-            item = self._walk(v, _join(name, k), depth)
+            item = v if type(v) in _LEAVES else self._walk(v, _join(name, k), depth)
             if item is not _GONE:
                 plain[k if type(k) in _LEAVES or type(k) is tuple else plain_numpy(k)] = item
         return plain if plain or not value else _GONE
@@ -141,6 +142,13 @@ class Plain:
 
     def _tensor(self, tensor: StoredTensor, name: str | None) -> Any:
         key = name or ""
+        self._left -= 1
+        self._letters -= len(key)
+        if self._left < 0 or self._letters < 0:
+            raise CorruptError(
+                f"{self._where}: its references expand to far more tensors than it has bytes: "
+                "the file is hostile or damaged"
+            )
         if key in self.tensors:
             number = 2
             while f"{key}#{number}" in self.tensors:
@@ -157,7 +165,12 @@ _LEAVES = {type(None), bool, int, float, complex, str, bytes, bytearray, range, 
 
 
 def _join(name: str | None, key: Any) -> str:
-    text = key if type(key) is str else str(key)
+    if type(key) is str:
+        text = key
+    elif isinstance(key, int) and key.bit_length() > 4096:  # Python refuses to print it
+        text = short(key)
+    else:
+        text = str(key)
     return text if name is None else f"{name}.{text}"
 
 

@@ -8,7 +8,6 @@ ids). numpy: numpy/_core/multiarray (`_reconstruct`, `scalar`), ndarray and dtyp
 from __future__ import annotations
 
 import argparse
-import collections
 import datetime
 import decimal
 import pathlib
@@ -18,10 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..core.box import Shape
+from ..core.box import Shape, fits
 from ..core.dtypes import FROM_NAME, FROM_STORAGE
 from ..errors import CorruptError
-from .pickles import Attributed, Opaque, check_key
+from .pickles import Attributed, Opaque, check_key, short
 
 _MAX_DIMS = 64
 
@@ -67,7 +66,11 @@ class StoredTensor:
             raise CorruptError(f"a tensor with {len(shape)} sizes and {len(strides)} strides")
         for n in (offset, *shape, *strides):
             if type(n) is not int or not 0 <= n < 1 << 62:
-                raise CorruptError(f"a tensor of shape {shape}, strides {strides}, offset {offset}")
+                raise CorruptError(
+                    f"a tensor of shape {short(shape)}, strides {short(strides)}, offset {short(offset)}"
+                )
+        if not fits(shape, dtype.itemsize):
+            raise CorruptError(f"a tensor of shape {short(shape)}: more bytes than there can be")
         self.storage = storage
         self.dtype = dtype
         self.offset = offset
@@ -106,14 +109,16 @@ def persistent_storage(pid: Any) -> Any:
         if isinstance(kind, Opaque):  # a storage class of an extension: its elements are unknown, its bytes are not
             kind = StorageType(None)
         if not isinstance(kind, StorageType) or type(numel) is not int or not 0 <= numel < 1 << 62:
-            raise CorruptError(f"a storage that is described as {pid[1:]!r:.80}")
-        storage = StoredStorage(str(key), kind.dtype, numel, str(location))
+            raise CorruptError(f"a storage that is described as {short(pid)}")
+        if type(key) not in (str, int) or type(location) is not str:
+            raise CorruptError(f"a storage whose key is {short(key)}, on the device {short(location)}")
+        storage = StoredStorage(str(key), kind.dtype, numel, location)
         if len(pid) > 5 and isinstance(pid[5], tuple):  # before torch 1.6: a storage that views another
             raise CorruptError("a storage that views another one, as torch before 0.4 wrote it: load and save it again")
         return storage
     if isinstance(pid, tuple) and pid and pid[0] == "module":  # legacy files of whole modules: (class, file, source)
         return pid[1]
-    return Opaque("persistent id", repr(pid)[:80])
+    return Opaque("persistent id", short(pid))
 
 
 def _ints(values: Any) -> Shape:
@@ -143,20 +148,20 @@ def _tensor_v2(
     metadata: Any = None,
 ) -> StoredTensor:
     s = _stored(storage)
-    return StoredTensor(s, s.dtype or torch.uint8, offset, tuple(size), tuple(stride), bool(requires_grad), metadata)
+    return StoredTensor(s, s.dtype or torch.uint8, offset, _ints(size), _ints(stride), requires_grad is True, metadata)
 
 
 def _tensor_v3(
     storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, metadata: Any = None
 ) -> StoredTensor:
     if not isinstance(dtype, torch.dtype):
-        raise CorruptError(f"a tensor whose dtype is {dtype!r:.60}")
-    return StoredTensor(_stored(storage), dtype, offset, _ints(size), _ints(stride), bool(grad), metadata)
+        raise CorruptError(f"a tensor whose dtype is {short(dtype)}")
+    return StoredTensor(_stored(storage), dtype, offset, _ints(size), _ints(stride), grad is True, metadata)
 
 
 def _parameter(data: Any, requires_grad: Any = True, hooks: Any = None, state: Any = None) -> Any:
     if isinstance(data, StoredTensor):
-        data.requires_grad = bool(requires_grad)
+        data.requires_grad = requires_grad is True
         if state is not None:
             data.state = state
     return data
@@ -187,14 +192,14 @@ def _qtensor(storage: Any, offset: Any, size: Any, stride: Any, quantizer: Any, 
     s = _stored(storage)
     tensor = StoredTensor(s, s.dtype or torch.uint8, offset, _ints(size), _ints(stride))
     scheme = quantizer[0].name if isinstance(quantizer[0], Opaque) else quantizer[0]
-    tensor.note = f"is quantized ({scheme}): read as the integers it stores, without scale and zero point"
+    tensor.note = f"is quantized ({short(scheme)}): read as the integers it stores, without scale and zero point"
     tensor.state = {"quantizer": quantizer}
     return tensor
 
 
 def _sparse(layout: Any, data: Any) -> Composite:
     names = ("indices", "values", "size") if layout == "torch.sparse_coo" else ("compressed", "plain", "values", "size")
-    return Composite(str(layout), dict(zip((*names, "is_coalesced"), data, strict=False)))
+    return Composite(short(layout), dict(zip((*names, "is_coalesced"), data, strict=False)))
 
 
 def _nested(buffer: Any, sizes: Any, strides: Any, offsets: Any) -> Composite:
@@ -202,8 +207,10 @@ def _nested(buffer: Any, sizes: Any, strides: Any, offsets: Any) -> Composite:
 
 
 def _meta(dtype: Any, size: Any, stride: Any, requires_grad: Any = False) -> StoredTensor:
+    if not isinstance(dtype, torch.dtype):
+        raise CorruptError(f"a tensor whose dtype is {short(dtype)}")
     return StoredTensor(
-        None, dtype, 0, _ints(size), _ints(stride), bool(requires_grad), note="is a meta tensor: it has no data"
+        None, dtype, 0, _ints(size), _ints(stride), requires_grad is True, note="is a meta tensor: it has no data"
     )
 
 
@@ -224,16 +231,21 @@ class NumpyDtype:
     def set_state(self, state: Any) -> None:
         self.state = state
 
-    def real(self) -> np.dtype[Any]:
+    def real(self, budget: list[int] | None = None) -> np.dtype[Any]:
+        """The dtype. ``budget``: how many more fields it may have, over all levels. Raises ValueError."""
+        budget = [256] if budget is None else budget
+        budget[0] -= 1
+        if budget[0] < 0:
+            raise ValueError("a numpy dtype of hundreds of fields")
         if (
             not isinstance(self.code, str)
             or len(self.code) > 64
             or self.code.lstrip("<>|=")[:1] not in "?bhilqpBHILQPfdgFDGeSaUVOMmciu"
         ):
-            raise ValueError(f"a numpy dtype {self.code!r:.60}")
+            raise ValueError(f"a numpy dtype {short(self.code)}")
         if len(self.state) >= 5 and isinstance(self.state[4], dict) and self.state[3]:
             fields = {name: self.state[4][name] for name in self.state[3]}
-            formats = [f[0].real() for f in fields.values()]
+            formats = [f[0].real(budget) for f in fields.values()]
             spec = {"names": list(fields), "formats": formats, "offsets": [f[1] for f in fields.values()]}
             return np.dtype({**spec, "itemsize": self.state[5]})
         dtype = np.dtype(self.code)
@@ -256,13 +268,16 @@ class NumpyArray:
         """The array; an array of objects keeps what the pickle lists. Raises ValueError if it contradicts itself."""
         _, shape, dtype, fortran, raw = self.state
         kind = dtype.real()
+        if not isinstance(raw, list | tuple if kind.hasobject else str | bytes | bytearray):
+            raise ValueError("a numpy array without its data")
         if kind.hasobject:
             array = np.empty(len(raw), dtype=object)
             array[:] = [None] * len(raw)
             for n, value in enumerate(raw):
                 array[n] = value
         else:
-            array = np.frombuffer(raw.encode("latin1") if isinstance(raw, str) else raw, dtype=kind).copy()
+            data: Any = raw.encode("latin1") if isinstance(raw, str) else raw
+            array = np.frombuffer(data, dtype=kind).copy()
         return array.reshape(shape, order="F" if fortran else "C")
 
 
@@ -285,7 +300,7 @@ def plain_numpy(value: Any) -> Any:
         return value
     try:
         return value.real()
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, MemoryError):
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError, RuntimeError):
         record = Opaque("numpy", "ndarray" if isinstance(value, NumpyArray) else "dtype")
         record.state = value.state
         return record
@@ -317,12 +332,52 @@ def _attributed(*args: Any) -> Attributed:
         return Attributed()
     values = _listed(*args)
     for pair in () if isinstance(values, dict) else values:
-        check_key(pair)
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TypeError("not pairs")
+        check_key(pair[0])
     return Attributed(values)
 
 
 def _size(*args: Any) -> torch.Size:
-    return torch.Size(_listed(*args))
+    sizes = _listed(*args)
+    if not all(type(n) is int and abs(n) < 1 << 63 for n in sizes):
+        raise TypeError("not sizes")
+    return torch.Size(sizes)
+
+
+def _text(text: Any) -> str:
+    if type(text) is not str:
+        raise TypeError("not a text")
+    return text
+
+
+def _decimal(text: Any) -> decimal.Decimal:
+    if type(text) is not str or len(text) > 1000:  # a long one takes quadratic time
+        raise TypeError("not a short text")
+    return decimal.Decimal(text)
+
+
+def _slice(*args: Any) -> slice:
+    if not all(a is None or type(a) is int for a in args):
+        raise TypeError("not a slice of numbers")
+    return slice(*args)
+
+
+def _range(*args: Any) -> range:
+    if not all(type(a) is int for a in args):
+        raise TypeError("not a range of numbers")
+    return range(*args)
+
+
+def _getattr(thing: Any, name: Any, *default: Any) -> Opaque:
+    """How protocols 2 and 3 spell a nested class: getattr(Outer, "Inner")."""
+    if not isinstance(thing, Opaque) or thing.args is not None or type(name) is not str:
+        raise TypeError("not an attribute of a named thing")
+    return Opaque(thing.module, f"{thing.name}.{name}")
+
+
+class Deque(list[Any]):
+    """A collections.deque: a list until its depth is known (freeing nested deques recurses in C)."""
 
 
 def _encode(text: str, encoding: str = "utf-8") -> bytes:
@@ -332,8 +387,9 @@ def _encode(text: str, encoding: str = "utf-8") -> bytes:
 
 
 def _bytearray(*args: Any) -> bytearray:
-    if args and isinstance(args[0], int):  # a size: a few bytes of pickle must not become gigabytes
-        raise TypeError("a size")
+    # no size and no iterable: a few bytes of pickle must not become gigabytes
+    if args and not (len(args) == 1 and isinstance(args[0], bytes | bytearray)):
+        return bytearray(_encode(*args))
     return bytearray(*args)
 
 
@@ -360,20 +416,20 @@ def _table() -> dict[tuple[str, str], Any]:
         ("torch._utils", "_rebuild_device_tensor_from_numpy"): _first,
         ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): _first,
         ("torch._utils", "_rebuild_xla_tensor"): _first,
-        ("torch.serialization", "_get_layout"): str,
+        ("torch.serialization", "_get_layout"): _text,
         ("torch", "Size"): _size,
         ("torch", "device"): torch.device,
         ("numpy", "dtype"): NumpyDtype,
         ("collections", "OrderedDict"): _attributed,
         ("collections", "defaultdict"): lambda factory=None, *args: _attributed(*args),
         ("collections", "Counter"): _attributed,
-        ("collections", "deque"): lambda *args: collections.deque(_listed(*args[:1])),
+        ("collections", "deque"): lambda *args: Deque(_listed(*args[:1])),
         ("argparse", "Namespace"): Namespace,
         ("_codecs", "encode"): _encode,
         ("datetime", "datetime"): datetime.datetime,
         ("datetime", "date"): datetime.date,
         ("datetime", "timedelta"): datetime.timedelta,
-        ("decimal", "Decimal"): decimal.Decimal,
+        ("decimal", "Decimal"): _decimal,
     }
     for root in ("numpy._core", "numpy.core"):
         table[f"{root}.multiarray", "_reconstruct"] = NumpyArray
@@ -387,9 +443,10 @@ def _table() -> dict[tuple[str, str], Any]:
         table[root, "dict"] = _attributed
         table[root, "bytearray"] = _bytearray
         table[root, "complex"] = complex
-        table[root, "slice"] = slice
-        table[root, "range"] = range
-        table[root, "xrange"] = range
+        table[root, "slice"] = _slice
+        table[root, "range"] = _range
+        table[root, "xrange"] = _range
+        table[root, "getattr"] = _getattr
     for module in ("pathlib", "pathlib._local"):
         for name in ("PosixPath", "PurePosixPath", "Path", "PurePath"):
             table[module, name] = pathlib.PurePosixPath
@@ -408,7 +465,6 @@ REBUILD = _table()
 
 
 # -- what to warn of
-
 _DANGEROUS_MODULES = {
     "os", "posix", "nt", "subprocess", "sys", "shutil", "socket", "importlib", "runpy", "pty", "ctypes", "code",
     "codeop", "pickle", "_pickle", "marshal", "webbrowser", "commands", "popen2", "asyncio", "multiprocessing", "pdb",
@@ -416,29 +472,31 @@ _DANGEROUS_MODULES = {
     "requests", "urllib", "http", "ftplib", "smtplib", "telnetlib", "tempfile", "platform", "venv", "pip", "site",
     "ssl", "imaplib", "poplib", "nntplib", "xmlrpc", "idlelib", "lib2to3", "distutils", "setuptools", "doctest",
     "linecache", "gc", "inspect", "threading", "_thread", "concurrent", "dill", "cloudpickle", "joblib", "jsonpickle",
+    "io", "_io", "codecs", "logging", "zipfile", "tarfile", "gzip", "bz2", "lzma", "sqlite3", "pydoc", "shelve",
+    "_posixsubprocess", "_osx_support", "hub", "f2py", "cpp_extension", "copyreg", "fileinput", "mmap", "signal.signal",
 }  # fmt: skip
-_DANGEROUS = (
-    "torch.hub",
-    "torch.serialization",
-    "torch.utils.cpp_extension",
-    "torch._inductor",
-    "numpy.testing",
-    "numpy.f2py",
-)
-_INERT_BUILTINS = {"object", "int", "float", "str", "bool", "bytes", "type", "NoneType", "Exception", "ValueError"}
+# whole names, or what a name begins with
+_DANGEROUS_NAMES = (
+    "torch.load", "torch.jit", "torch.serialization", "torch._inductor", "torch.package", "numpy.load", "numpy.save",
+    "numpy.memmap", "numpy.fromfile", "numpy.testing", "numpy.loadtxt", "numpy.genfromtxt", "pathlib.Path.",
+    "pathlib.PosixPath.", "pathlib.WindowsPath.", "signal.signal",
+)  # fmt: skip
+_INERT_BUILTINS = {
+    "object", "int", "float", "str", "bool", "bytes", "type", "NoneType", "Exception", "ValueError", "Ellipsis",
+    "NotImplemented", "frozenset", "len", "print", "zip", "map", "filter", "abs", "min", "max", "sum",
+}  # fmt: skip
 
 
 def dangers(named: dict[tuple[str, str], bool]) -> list[str]:
-    """The globals of a pickle that no checkpoint needs and that could do harm if they were run: ``os.system``."""
-    found = []
-    for (module, name), called in named.items():
-        if (module, name) in REBUILD:
-            continue
-        if module.split(".")[0] not in _DANGEROUS_MODULES and not module.startswith(_DANGEROUS):
-            continue
-        if module in ("builtins", "__builtin__") and (name in _INERT_BUILTINS or (name == "getattr" and not called)):
-            continue
-        if (module, name) == ("types", "SimpleNamespace"):
-            continue
-        found.append(f"{module}.{name}")
-    return found
+    """The globals of a pickle that no checkpoint needs and that could do harm if they were run: ``os.system``, also
+    where it is reached through another module (``logging.os.system``)."""
+    return [f"{module}.{name}" for module, name in named if _dangerous(module, name)]
+
+
+def _dangerous(module: str, name: str) -> bool:
+    if (module, name) in REBUILD or (module, name) == ("types", "SimpleNamespace"):
+        return False
+    if module in ("builtins", "__builtin__") and name in _INERT_BUILTINS:
+        return False
+    full = f"{module}.{name}"
+    return full.startswith(_DANGEROUS_NAMES) or any(part in _DANGEROUS_MODULES for part in full.split(".")[:-1])

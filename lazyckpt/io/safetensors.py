@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.box import c_strides
+from ..core.box import c_strides, fits
 from ..core.dtypes import FROM_SAFETENSORS
 from ..core.index import Extent, FileInfo
 from ..errors import CorruptError
@@ -54,7 +54,7 @@ def read_safetensors(store: Store, path: str) -> SafetensorsFile:
     if 8 + length > file.size:
         raise CorruptError(f"{where}: the header claims {length:,} bytes, the file has {file.size:,}: truncated?")
     header = _json(where, file.at(8, length))
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CorruptError(f"{where}: __metadata__ is not a table of texts")
 
@@ -83,7 +83,7 @@ def _json(where: str, raw: bytes) -> dict[str, Any]:
         return table
 
     try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=_no_constant)
     except CorruptError:
         raise
     except (ValueError, RecursionError) as e:
@@ -91,6 +91,10 @@ def _json(where: str, raw: bytes) -> dict[str, Any]:
     if not isinstance(header, dict):
         raise CorruptError(f"{where}: the header is not a JSON object")
     return header
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"{text} is no JSON")
 
 
 def _entry(where: str, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
@@ -103,12 +107,14 @@ def _entry(where: str, name: str, entry: Any) -> tuple[str, tuple[int, ...], int
         raise CorruptError(
             f"{where}: {name!r} has shape {str(shape)[:80]} and offsets [{str(begin)[:40]}, {str(end)[:40]}]"
         )
-    if kind not in _BITS:
+    if not isinstance(kind, str) or kind not in _BITS:
         raise CorruptError(f"{where}: {name!r} has the dtype {str(kind)[:40]!r}, which safetensors does not know")
+    if not fits(shape, 1) or any("\ud800" <= c <= "\udfff" for c in name):
+        raise CorruptError(f"{where}: {name[:80]!r} has the shape {str(shape)[:80]}: no such tensor, or no such name")
     bits = prod(shape) * _BITS[kind]
     if begin > end or bits != (end - begin) * 8:
         raise CorruptError(
-            f"{where}: {name!r} is {kind} of shape {shape}, {bits / 8:,.0f} bytes, but its offsets span {end - begin:,}"
+            f"{where}: {name!r} is {kind} of shape {shape}, {bits // 8:,} bytes, but its offsets span {end - begin:,}"
         )
     return kind, tuple(shape), begin, end
 

@@ -191,7 +191,7 @@ def _data_offsets(
         text = file.at(
             _read_header(file, where, members[".storage_alignment"]), members[".storage_alignment"].file_size
         )
-        alignment = int(text) if text.isdigit() and 0 < int(text) < 1 << 30 else 1
+        alignment = int(text) if text.isdigit() and len(text) < 10 and int(text) else 1
     found: dict[str, int] = {}
     for info, after in zip(ordered, [*(i.header_offset for i in ordered[1:]), directory], strict=True):
         name, size = info.filename, info.file_size

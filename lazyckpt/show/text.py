@@ -43,6 +43,14 @@ def human_count(n: int) -> str:
     return str(n)
 
 
+def plural(n: int, what: str) -> str:
+    """
+    >>> plural(1000, "tensor")
+    '1,000 tensors'
+    """
+    return f"{n:,} {what}{'s' * (n != 1)}"
+
+
 def printable(text: str) -> str:
     """
     >>> print(printable("red\\x1b[31m"))
@@ -105,8 +113,8 @@ def summary(view: CheckpointView) -> str:
     files = len(view.files)
     parts = [
         view.format + (f" ({degrees})" if degrees else ""),
-        f"{human_count(view.numel)} elements, {human_bytes(view.nbytes)} in {len(view):,} tensors",
-        f"{files:,} file{'s' * (files != 1)}",
+        f"{human_count(view.numel)} elements, {human_bytes(view.nbytes)} in {plural(len(view), 'tensor')}",
+        plural(files, "file"),
     ]
     states = [printable(s) for s in view.states]
     if view.state == "stored":
@@ -115,7 +123,7 @@ def summary(view: CheckpointView) -> str:
         others = [s for s in states if s != printable(view.state)]
         parts.append(f"state {printable(view.state)}" + (f" (also {', '.join(others)})" if others else ""))
     if view.problems:
-        parts.append(f"{len(view.problems)} problem{'s' * (len(view.problems) != 1)}")
+        parts.append(plural(len(view.problems), "problem"))
     return " | ".join(parts)
 
 
@@ -162,7 +170,7 @@ def _rows(node: Node, depth: int | None, level: int = 0) -> Iterator[Row]:
             yield Row(True, (name, *_leaf(end)))
         if end.children:
             if end.tensor is None:
-                counts = f"{end.tensors:,} tensors", human_bytes(end.nbytes), human_count(end.numel)
+                counts = plural(end.tensors, "tensor"), human_bytes(end.nbytes), human_count(end.numel)
                 yield Row(False, (name, *counts))
             if depth is None or level + 1 < depth:
                 yield from _rows(end, depth, level + 1)
@@ -187,15 +195,14 @@ def explain(view: CheckpointView) -> str:
         for fragment in view[name].fragments:
             per_file[fragment.extent.path] = per_file.get(fragment.extent.path, 0) + 1
     lines = [summary(view), f"root: {view.root}"]
-    lines += [
-        f"state {printable(state)}: {len(v):,} tensors, {human_bytes(v.nbytes)}" for state, v in view.states.items()
-    ]
+    sizes = {printable(state): (plural(len(v), "tensor"), human_bytes(v.nbytes)) for state, v in view.states.items()}
+    lines += [f"state {state}: {count}, {size}" for state, (count, size) in sizes.items()]
     lines += [f"problem: {printable(p)}" for p in view.problems]
-    lines.append(f"reading this view takes {human_bytes(view.nbytes)} from {len(per_file):,} files:")
+    lines.append(f"reading this view takes {human_bytes(view.nbytes)} from {plural(len(per_file), 'file')}:")
     infos = view.files
     for path, count in sorted(per_file.items(), key=lambda item: natural(item[0]))[:50]:
         size = human_bytes(infos[path].size) if path in infos else "missing"
-        lines.append(f"  {printable(path)}: {count:,} fragments, file of {size}")
+        lines.append(f"  {printable(path)}: {plural(count, 'fragment')}, file of {size}")
     if len(per_file) > 50:
         lines.append(f"  ... and {len(per_file) - 50:,} more files")
     return "\n".join(lines)

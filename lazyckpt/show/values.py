@@ -44,8 +44,8 @@ def json_values(t: LazyTensor) -> Any:
     """
     if t.numel() > JSON_LIMIT:
         raise DataError(
-            f"{t.name!r}: {t.numel():,} elements are too many for JSON (the limit is {JSON_LIMIT:,}): ask for a part, as "
-            f"in {t.name + '[:4]'!r}"
+            f"{t.name!r}: {t.numel():,} elements are too many for JSON (the limit is {JSON_LIMIT:,}): ask for a part, "
+            f"as in {t.name + '[:4]'!r}"
         )
     array = _array(t[...])
     if array.dtype.kind == "c":
@@ -79,5 +79,5 @@ def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 def _text(array: np.ndarray[Any, Any], width: int, threshold: int, edge: int) -> str:
     return np.array2string(
-        array, max_line_width=width, precision=6, separator=", ", threshold=threshold, edgeitems=edge
+        array, max_line_width=width, precision=4, separator=", ", threshold=threshold, edgeitems=edge
     )

@@ -1,0 +1,249 @@
+"""Checkpoints for the tests: real writers make them, once per session, also where several processes test in parallel."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+from unittest import mock
+
+import pytest
+import torch
+from filelock import FileLock  # torch depends on it
+
+from .writers import Case, torch_contents, torch_files
+from .writers.deepspeed_zero import ZeroSpec, write_many
+
+T = TypeVar("T")
+
+
+def _cross() -> dict[str, ZeroSpec]:
+    """Every stage with every dtype on 1 to 4 ranks, in changing sizes: padding falls differently in each."""
+    specs = {}
+    for stage in (1, 2, 3):
+        for dtype in ("fp32", "bf16", "fp16"):
+            for dp in (1, 2, 3, 4):
+                n = len(specs)
+                sizes = {"hidden": (13, 26, 9, 18)[n % 4], "layers": 1 + n % 2, "vocab": (103, 31, 64)[n % 3]}
+                specs[f"zero{stage}_{dtype}_dp{dp}"] = ZeroSpec(stage=stage, dtype=dtype, dp=dp, seed=n, **sizes)  # type: ignore[arg-type]
+    return specs
+
+
+ZERO_CROSS = _cross()
+ZERO_OPTIONS = {
+    "zero1_round_robin": ZeroSpec(stage=1, dp=2, round_robin=True),
+    "zero2_round_robin": ZeroSpec(stage=2, dp=3, round_robin=True),
+    "zero1_aligned": ZeroSpec(stage=1, dp=3, parameter_alignment=True),
+    "zero2_fp32_aligned": ZeroSpec(stage=2, dtype="fp32", dp=2, parameter_alignment=True),
+    "zero2_aligned_round_robin": ZeroSpec(stage=2, dp=4, parameter_alignment=True, round_robin=True),
+    "zero1_elastic": ZeroSpec(stage=1, dp=2, elastic=True),
+    "zero2_elastic": ZeroSpec(stage=2, dp=3, elastic=True),
+    "zero3_sub_groups": ZeroSpec(stage=3, dp=2, sub_group_size=300),
+    "zero3_fp32_sub_groups": ZeroSpec(stage=3, dtype="fp32", dp=3, sub_group_size=1000),
+    "zero1_no_frozen": ZeroSpec(stage=1, dp=2, exclude_frozen=True),
+    "zero2_no_frozen": ZeroSpec(stage=2, dp=2, exclude_frozen=True),
+    "zero3_no_frozen": ZeroSpec(stage=3, dp=2, exclude_frozen=True),
+    "zero1_amsgrad": ZeroSpec(stage=1, dp=2, optimizer="amsgrad"),
+    "zero2_fp16_amsgrad": ZeroSpec(stage=2, dtype="fp16", dp=3, optimizer="amsgrad"),
+    "zero3_amsgrad": ZeroSpec(stage=3, dp=2, optimizer="amsgrad"),
+    "zero1_sgd": ZeroSpec(stage=1, dtype="fp32", dp=2, optimizer="sgd"),
+    "zero2_sgd": ZeroSpec(stage=2, dp=2, optimizer="sgd"),
+    "zero3_sgd": ZeroSpec(stage=3, dp=3, optimizer="sgd"),
+    "zero1_lion": ZeroSpec(stage=1, dp=3, optimizer="lion"),
+    "zero2_fp32_lion": ZeroSpec(stage=2, dtype="fp32", dp=2, optimizer="lion"),
+    "zero3_lion": ZeroSpec(stage=3, dp=2, optimizer="lion"),
+    "bf16_optimizer_dp1": ZeroSpec(stage=1, dp=1, bf16_optimizer=True),
+    "bf16_optimizer_dp3": ZeroSpec(stage=1, dp=3, bf16_optimizer=True),
+    "bf16_optimizer_sgd_aligned": ZeroSpec(
+        stage=1, dp=4, bf16_optimizer=True, parameter_alignment=True, optimizer="sgd"
+    ),
+    "zero2_client_state": ZeroSpec(
+        stage=2, dp=2, client_state={"epoch": 7, "note": "ours", "ema": torch.arange(6.0), "nested": {"lr": [0.5, 0.25]}}
+    ),
+    "zero3_client_state": ZeroSpec(stage=3, dp=2, client_state={"epoch": 8, "ema": torch.arange(5)}),
+}
+
+
+def once(folder: Path, name: str, write: Callable[[Path], T]) -> T:
+    """What ``write`` returns, by the first process of the session that asks; the others wait and get the same."""
+    done = folder / f"{name}.pickle"
+    with FileLock(folder / f"{name}.lock"):
+        if not done.exists():
+            (folder / name).mkdir()
+            try:
+                answer: Any = write(folder / name)
+            except Exception as e:
+                answer = RuntimeError(f"{type(e).__name__}: {e}")
+            done.write_bytes(pickle.dumps(answer))
+    answer = pickle.loads(done.read_bytes())
+    if isinstance(answer, RuntimeError):
+        raise answer
+    result: T = answer
+    return result
+
+
+def need(*packages: str) -> None:
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: it writes the checkpoints that are read here")
+
+
+@pytest.fixture(scope="session")
+def session_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all processes of the session share."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+# -- DeepSpeed
+
+
+@pytest.fixture(scope="session")
+def zero_cases(session_folder: Path) -> dict[str, Case]:
+    """All DeepSpeed cases, as their writer left them."""
+    need("deepspeed")
+    return once(session_folder, "deepspeed", lambda folder: write_many(folder, ZERO_CROSS | ZERO_OPTIONS))
+
+
+@pytest.fixture(params=sorted(ZERO_CROSS))
+def zero_cross_case(request: pytest.FixtureRequest, zero_cases: dict[str, Case]) -> Case:
+    return zero_cases[request.param]
+
+
+@pytest.fixture(params=sorted(ZERO_OPTIONS))
+def zero_option_case(request: pytest.FixtureRequest, zero_cases: dict[str, Case]) -> Case:
+    return zero_cases[request.param]
+
+
+# -- Hugging Face
+
+HUGGINGFACE = ("llama_sharded", "llama_single", "bert", "mixtral", "bin_sharded")
+
+
+@pytest.fixture(scope="session")
+def huggingface_cases(session_folder: Path) -> dict[str, Case]:
+    need("transformers")
+
+    def write(folder: Path) -> dict[str, Case]:
+        from .writers import huggingface
+
+        return {name: getattr(huggingface, f"write_{name}")(folder / name) for name in HUGGINGFACE}
+
+    return once(session_folder, "huggingface", write)
+
+
+@pytest.fixture(params=HUGGINGFACE)
+def huggingface_case(request: pytest.FixtureRequest, huggingface_cases: dict[str, Case]) -> Case:
+    return huggingface_cases[request.param]
+
+
+# -- files of torch.save
+
+
+def torch_case(path: Path, tree: Any, more: Mapping[str, torch.Tensor] | None = None) -> Case:
+    """The tensors of a saved tree under dotted names; ``more`` are those inside objects, which only pickle walks into."""
+    found = {".".join(map(str, keys)): t for keys, t in torch_contents.walk(tree).items()}
+    found |= more or {}
+    weights = {name: t.detach().as_subclass(torch.Tensor) for name, t in found.items()}
+    return Case(path, {"weights": weights}, {"tied": _same_memory(weights)})
+
+
+def _same_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    owners: dict[Any, str] = {}
+    tied = {}
+    for name, t in tensors.items():
+        lies = (t.data_ptr(), t.dtype, t.shape, t.stride(), t.is_conj(), t.is_neg())
+        if t.numel() and owners.setdefault(lies, name) != name:
+            tied[name] = owners[lies]
+    return tied
+
+
+def _training(folder: Path, write: Callable[..., torch_files.Written], *args: Any) -> Case:
+    path, tree = write(folder, *args)
+    objects = tree["objects"]
+    inside = {
+        "objects.dataclass.ema": objects["dataclass"].ema,
+        "objects.custom.weight": objects["custom"].weight,
+        "objects.module._parameters.weight": objects["module"].weight,
+        "objects.module._parameters.bias": objects["module"].bias,
+    }
+    return torch_case(path, tree, inside)
+
+
+def _list_root(folder: Path) -> Case:
+    tree = [torch.arange(6.0).view(2, 3), {"a": torch.arange(4), "b": [torch.ones(2, dtype=torch.bool)]}]
+    torch.save(tree, folder / "list.pt")
+    return torch_case(folder / "list.pt", tree)
+
+
+def _big_endian(folder: Path) -> Case:
+    """What torch.save leaves on a big-endian machine: its byte order in a record, and every element turned round."""
+    plain = torch_contents.tied_state_dict() | torch_contents.classic_dtypes()
+    turned = {name: _turned(t) for name, t in plain.items()}
+    plain |= {"transposed": plain["mlp.weight"].t(), "column": plain["mlp.weight"][:, 1], "conj": plain["complex64"].mH}
+    turned |= {"transposed": turned["mlp.weight"].t(), "column": turned["mlp.weight"][:, 1]}
+    turned["conj"] = turned["complex64"].mH
+    plain["head.weight"] = plain["embed.weight"]
+    turned["head.weight"] = turned["embed.weight"]
+    with mock.patch.object(sys, "byteorder", "big"):
+        torch.save(turned, folder / "big.pt")
+    return torch_case(folder / "big.pt", plain)
+
+
+def _turned(t: torch.Tensor) -> torch.Tensor:
+    unit = t.element_size() // (2 if t.is_complex() else 1)
+    return t.reshape(-1).view(torch.uint8).view(-1, unit).flip(1).view(-1).view(t.dtype).view(t.shape)
+
+
+TORCH: dict[str, Callable[[Path], Case]] = {
+    "flat": lambda folder: torch_case(*torch_files.write_flat(folder)),
+    "views": lambda folder: torch_case(*torch_files.write_views(folder)),
+    "wrapped": lambda folder: torch_case(*torch_files.write_wrapped(folder)),
+    "training": lambda folder: _training(folder, torch_files.write_training),
+    "protocol3": lambda folder: _training(folder, torch_files.write_protocol, 3),
+    "protocol4": lambda folder: _training(folder, torch_files.write_protocol, 4),
+    "protocol5": lambda folder: _training(folder, torch_files.write_protocol, 5),
+    "legacy": lambda folder: torch_case(*torch_files.write_legacy(folder)),
+    "legacy_training": lambda folder: _training(folder, torch_files.write_legacy_training),
+    "aligned4096": lambda folder: torch_case(*torch_files.write_aligned(folder, 4096)),
+    "no_crc": lambda folder: torch_case(*torch_files.write_no_crc(folder)),
+    "big_endian": _big_endian,
+    "list_root": _list_root,
+    "single": lambda folder: torch_case(*torch_files.write_single(folder)),
+}
+
+
+@pytest.fixture(scope="session")
+def torch_cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    return {name: write(tmp_path_factory.mktemp(name)) for name, write in TORCH.items()}
+
+
+@pytest.fixture(params=TORCH)
+def torch_save_case(request: pytest.FixtureRequest, torch_cases: dict[str, Case]) -> Case:
+    return torch_cases[request.param]
+
+
+# -- DeepSpeed's truth, completed
+
+
+def complete(case: Case) -> Case:
+    """A DeepSpeed case whose truth names all that the checkpoint holds: fp32 as a whole state dict, and Adam's step.
+
+    What has no master copy (buffers, frozen and empty parameters) stands in fp32 as the model states hold it. ZeRO-3
+    keeps no 16-bit weights in its files.
+    """
+    truth = {state: case.truth[state] for state in case.truth}
+    weights, tied = truth["weights"], case.info["tied"]
+    trained = truth["fp32"].keys()
+    untrained = {n: t for n, t in weights.items() if n not in trained and tied.get(n, n) not in trained}
+    truth["fp32"] = truth["fp32"] | untrained | {a: truth["fp32"][o] for a, o in tied.items() if o in trained}
+    if "exp_avg_sq" in truth:  # Adam's kind
+        truth["step"] = {n: torch.tensor(float(case.info["step"])) for n in trained}
+    if case.info["stage"] == 3:
+        del truth["weights"]
+    return replace(case, truth=truth)
