@@ -52,7 +52,9 @@ class _Group(TyperGroup):
             raise typer.Exit(2) from None
 
 
-app = typer.Typer(cls=_Group, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+app = typer.Typer(
+    cls=_Group, no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+)
 
 _Path = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint: a file or a folder.", show_default=False)]
 _State = Annotated[str | None, typer.Option(metavar="NAME", help="weights, fp32, exp_avg, ... (view.states)")]

@@ -198,7 +198,7 @@ class Pickle:
                 push(())
             elif op == 0x52:  # REDUCE
                 args = stack.pop()
-                stack[-1] = self._made(stack[-1], args)
+                stack[-1] = self._made(rebuild, stack[-1], args)
             elif op == 0x51:  # BINPERSID
                 stack[-1] = persistent(stack[-1])
             elif op == 0x4D:  # BININT2
@@ -269,11 +269,11 @@ class Pickle:
                 return stack.pop()
             elif op == 0x81:  # NEWOBJ
                 args = stack.pop()
-                stack[-1] = self._made(stack[-1], args)
+                stack[-1] = self._made(rebuild, stack[-1], args)
             elif op == 0x92:  # NEWOBJ_EX
                 kwargs = stack.pop()
                 args = stack.pop()
-                stack[-1] = self._made(stack[-1], args, kwargs)
+                stack[-1] = self._made(rebuild, stack[-1], args, kwargs)
             elif op == 0x8A or op == 0x8B:  # LONG1, LONG4
                 width = 1 if op == 0x8A else 4
                 n = int_from(_exactly(data, i, width), "little")
@@ -340,13 +340,13 @@ class Pickle:
                 args = tuple(stack)
                 stack = marks.pop()
                 push = stack.append
-                push(self._made(find(data[i:j].decode(), data[j + 1 : k].decode()), args))
+                push(self._made(rebuild, find(data[i:j].decode(), data[j + 1 : k].decode()), args))
                 i = k + 1
             elif op == 0x6F:  # OBJ
                 cls, *rest = stack
                 stack = marks.pop()
                 push = stack.append
-                push(self._made(cls, tuple(rest)))
+                push(self._made(rebuild, cls, tuple(rest)))
             elif op in (0x82, 0x83, 0x84):  # EXT1, EXT2, EXT4: numbers from a registry that no checkpoint may rely on
                 width = {0x82: 1, 0x83: 2, 0x84: 4}[op]
                 push(Opaque("copyreg", f"extension {int_from(_exactly(data, i, width), 'little')}"))
@@ -358,7 +358,7 @@ class Pickle:
             else:
                 raise CorruptError(f"unknown pickle opcode 0x{op:02x} at byte {i - 1:,} of {size:,}")
 
-    def _made(self, what: Any, args: Any, kwargs: Any = None) -> Any:
+    def _made(self, rebuild: Rebuild, what: Any, args: Any, kwargs: Any = None) -> Any:
         """What a call would have made: by our own table, or a record of it."""
         if not isinstance(args, tuple):
             raise CorruptError("arguments that are no tuple")
@@ -373,8 +373,9 @@ class Pickle:
             made = what(*args) if not kwargs else what(*args, **kwargs)
         except CorruptError:
             raise
-        except _DAMAGE:
-            return Opaque("", getattr(what, "__name__", "call"), args, kwargs)
+        except _DAMAGE:  # not what the real thing takes, or more than we want to take
+            module, name = next((key for key, value in rebuild.items() if value is what), ("", "call"))
+            return Opaque(module, name, args, kwargs)
         if isinstance(made, Opaque) and made.args is None:  # an attribute of a named thing is a named thing
             self.globals.setdefault((made.module, made.name), False)
         return made

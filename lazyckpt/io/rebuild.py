@@ -376,6 +376,13 @@ def _getattr(thing: Any, name: Any, *default: Any) -> Opaque:
     return Opaque(thing.module, f"{thing.name}.{name}")
 
 
+def _reconstructor(cls: Any, base: Any, state: Any) -> Opaque:
+    """How protocols 0 and 1 spell an object of a plain class."""
+    if not isinstance(cls, Opaque) or cls.args is not None:
+        raise TypeError("not an object of a named class")
+    return Opaque(cls.module, cls.name, ())
+
+
 class Deque(list[Any]):
     """A collections.deque: a list until its depth is known (freeing nested deques recurses in C)."""
 
@@ -429,6 +436,9 @@ def _table() -> dict[tuple[str, str], Any]:
         ("datetime", "datetime"): datetime.datetime,
         ("datetime", "date"): datetime.date,
         ("datetime", "timedelta"): datetime.timedelta,
+        ("datetime", "timezone"): datetime.timezone,
+        ("copyreg", "_reconstructor"): _reconstructor,
+        ("copy_reg", "_reconstructor"): _reconstructor,
         ("decimal", "Decimal"): _decimal,
     }
     for root in ("numpy._core", "numpy.core"):

@@ -245,14 +245,14 @@ def _read_legacy(file: StoreFile) -> TorchFile:
             if window >= min(file.size, _LEGACY_PICKLES):
                 raise
             window = min(file.size, window * 4, _LEGACY_PICKLES)
-    _, _, system, root, keys = (p.value for p in pickles)
-    little = system.get("little_endian", True) if isinstance(system, dict) else True
+    _, _, _, root, keys = (p.value for p in pickles)
     if not isinstance(keys, list) or set(keys) != set(storages):
         raise CorruptError(f"{where}: the list of storages does not match the tensors: damaged")
     records, at = {}, pickles[-1].end
     for key in keys:
         storage = storages[key]
-        count = int.from_bytes(file.at(at, 8), "little" if little else "big", signed=True)
+        # little-endian on any machine (torch/csrc/serialization.cpp THPStorage_writeFileRaw), whatever the header says
+        count = int.from_bytes(file.at(at, 8), "little", signed=True)
         nbytes = count * (storage.dtype.itemsize if storage.dtype else 1)
         at += 8
         if count < 0 or at + nbytes > file.size:
@@ -261,7 +261,7 @@ def _read_legacy(file: StoreFile) -> TorchFile:
             )
         records[key] = Record(at, nbytes, None)
         at += nbytes
-    return TorchFile(file.path, file.info, root, records, pickles[3].globals, not little, pickles[-1].end)
+    return TorchFile(file.path, file.info, root, records, pickles[3].globals, False, pickles[-1].end)
 
 
 def _legacy_pickles(data: bytes, where: str) -> tuple[list[Pickle], dict[str, StoredStorage]]:

@@ -1,0 +1,242 @@
+"""What holds of the package as a whole: what importing it costs, which room imports which, what is in the wheel."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import inspect
+import json
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import lazyckpt
+from lazyckpt import cli, demo, errors
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "lazyckpt"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+# -- importing it
+
+HEAVY = (
+    "zarr", "xarray", "numcodecs", "dask", "matplotlib", "obstore", "fsspec", "aiohttp", "typer", "rich", "click",
+    "deepspeed", "transformers", "megatron", "accelerate", "lightning", "pandas", "safetensors",
+)  # fmt: skip
+
+
+def loaded_by(code: str) -> set[str]:
+    """The top-level modules that a fresh interpreter has loaded after ``code``, less those that torch alone loads."""
+    tail = "\nimport sys, json; print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
+    done = subprocess.run([sys.executable, "-c", code + tail], capture_output=True, text=True, timeout=120, check=True)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_importing_is_light() -> None:
+    extra = loaded_by("import lazyckpt") - loaded_by("import torch, numpy, ml_dtypes")
+    assert extra & set(HEAVY) == set()
+
+
+def test_reading_needs_no_writer(tmp_path: Path) -> None:
+    demo.write(tmp_path)
+    code = f"""
+import lazyckpt
+for name in ("model", "training.pt", "bomb.pt"):
+    view = lazyckpt.open({str(tmp_path)!r} + "/" + name)
+    repr(view), view.to("cpu"), view.explain()
+"""
+    assert (loaded_by(code) - loaded_by("import torch, numpy, ml_dtypes")) & set(HEAVY) == set()
+    assert not (tmp_path / "it_ran").exists()
+
+
+# -- the layer rule: imports point down
+
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors",),
+    ("core",),
+    ("io",),
+    ("formats",),
+    ("tensor",),
+    ("export", "interop", "inspect", "show", "loading"),
+    ("view",),
+    ("",),  # lazyckpt/__init__.py
+    ("demo",),
+    ("cli",),
+    ("__main__",),
+)
+RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
+
+
+def room_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return "" if parts == ("__init__",) else parts[0]
+
+
+def imports(path: Path) -> list[str]:
+    """The rooms that a module imports when it runs, also inside functions; "" is the package itself."""
+    package = path.relative_to(PACKAGE).parts[:-1]
+    found = []
+    for node in running(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [
+                a.name.removeprefix("lazyckpt").strip(".") for a in node.names if a.name.split(".")[0] == "lazyckpt"
+            ]
+        elif isinstance(node, ast.ImportFrom):
+            module = (node.module or "").split(".") if node.module else []
+            if node.level:
+                module = [*package[: len(package) - node.level + 1], *module]
+            elif module and module[0] == "lazyckpt":
+                module = module[1:]
+            else:
+                continue
+            # "from . import x": x is a module of the package, or a name of its __init__
+            names = [a.name for a in node.names] if not module else []
+            found += [name if name in RANK else "" for name in names] if names else module[:1]
+    return [name.split(".")[0] for name in found]
+
+
+def running(tree: ast.AST) -> list[ast.AST]:
+    """All nodes but those that only type checkers see."""
+    nodes = []
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        nodes += [node, *running(node)]
+    return nodes
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_down(path: Path) -> None:
+    room = room_of(path)
+    assert room in RANK, "a new room: say in LAYERS where it stands"
+    wrong = [name for name in imports(path) if name != room and RANK[name] >= RANK[room]]
+    assert not wrong, f"{room or 'lazyckpt'} imports {wrong}"
+
+
+def test_the_rule_sees_imports() -> None:
+    assert set(imports(PACKAGE / "view.py")) >= {"core", "formats", "io", "show", "tensor"}
+    assert set(imports(PACKAGE / "cli.py")) >= {"", "demo", "show", "view"}
+    assert "view" not in imports(PACKAGE / "show" / "text.py")  # only for type checkers
+
+
+def test_the_core_does_no_io() -> None:
+    for path in (PACKAGE / "core").glob("*.py"):
+        modules = {
+            name.split(".")[0]
+            for node in ast.walk(ast.parse(path.read_text("utf-8")))
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for name in ([a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""])
+        }
+        assert not modules & {"os", "io", "mmap", "pathlib", "socket", "shutil", "tempfile", "zipfile"}, path
+
+
+# -- documentation
+
+
+def test_every_module_and_public_name_is_documented() -> None:
+    for path in MODULES:
+        if path.name != "__init__.py" or path.read_text("utf-8").strip():
+            assert ast.get_docstring(ast.parse(path.read_text("utf-8"))), path
+    for name in lazyckpt.__all__:
+        assert inspect.getdoc(getattr(lazyckpt, name)), name
+    for owner in (lazyckpt.CheckpointView, lazyckpt.LazyTensor):
+        for name, member in vars(owner).items():
+            described = callable(member) or isinstance(member, property | classmethod | staticmethod)
+            if described and not name.startswith("_") and not hasattr(torch.Tensor, name):  # those are as in torch
+                assert inspect.getdoc(member), f"{owner.__name__}.{name}"
+
+
+def test_all_is_sorted_and_complete() -> None:
+    assert sorted(lazyckpt.__all__) == list(lazyckpt.__all__)
+    public = {n for n, v in vars(lazyckpt).items() if not n.startswith("_") and not isinstance(v, ModuleType)}
+    assert public == set(lazyckpt.__all__)
+
+
+def test_the_tree_of_errors_is_drawn() -> None:
+    for name in errors.__all__:
+        error = getattr(errors, name)
+        assert issubclass(error, lazyckpt.LazyckptError)
+        assert name in (errors.__doc__ or "")
+        assert getattr(lazyckpt, name) is error
+
+
+def readme_blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def test_the_tour_of_the_readme_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    demo.write(tmp_path / "demo")
+    blocks = readme_blocks("pycon")
+    assert blocks
+    test = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, "README.md", "README.md", 0)
+    report: list[str] = []
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    failed, tried = doctest.DocTestRunner(optionflags=flags).run(test, out=report.append)
+    assert tried > 5
+    assert not failed, "".join(report)
+
+
+def test_the_commands_of_the_readme_exist() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    commands = {c.name or c.callback.__name__ for c in cli.app.registered_commands if c.callback}
+    for name in re.findall(r"^\$? ?lazyckpt (\w+)", text, re.MULTILINE):
+        assert name in commands
+    for name in re.findall(r"\./run (\w+)", text):
+        assert re.search(rf"^    {name}\)", (ROOT / "run").read_text("utf-8"), re.MULTILINE), name
+    for path in re.findall(r"\]\(([\w./-]+)\)", text):
+        assert (ROOT / path).exists(), path
+
+
+# -- distribution
+
+
+def test_the_version_stands_in_one_place() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*", lazyckpt.__version__)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert "version" in project["dynamic"]
+    assert [p.name for p in MODULES if re.search(r"^__version__ =", p.read_text("utf-8"), re.MULTILINE)] == [
+        "__init__.py"
+    ]
+    assert f"[{lazyckpt.__version__}]" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+    assert metadata.version("lazyckpt") == lazyckpt.__version__
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+def test_constraints_pin_everything_that_is_asked_for() -> None:
+    requirements = pytest.importorskip("packaging.requirements")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    wanted = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
+    pinned = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins().items()}
+    for text in wanted:
+        requirement = requirements.Requirement(text)
+        name = re.sub(r"[-_.]+", "-", requirement.name).lower()
+        assert requirement.specifier.contains(pinned[name]), f"{text}: the pin is {pinned[name]}"
+    assert all("+" not in version for version in pinned.values())
+
+
+def test_the_wheel_is_whole(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name == f"lazyckpt-{lazyckpt.__version__}-py3-none-any.whl"
+    names = set(zipfile.ZipFile(wheel).namelist())
+    wanted = {str(p.relative_to(ROOT)) for p in MODULES} | {"lazyckpt/py.typed", "lazyckpt/formats/hf_ties.json"}
+    assert wanted <= names
+    assert all(name.startswith(("lazyckpt/", "lazyckpt-")) for name in names)
+    info = f"lazyckpt-{lazyckpt.__version__}.dist-info"
+    assert f"{info}/licenses/LICENSE" in names
+    assert "lazyckpt = lazyckpt.cli:main" in zipfile.ZipFile(wheel).read(f"{info}/entry_points.txt").decode()
