@@ -119,8 +119,7 @@ class LazyTensor:
         lines: list[str] = []
         total = 0
         for _, want in selection.reads().blocks():
-            layers = plan(self.spec, want)
-            for path, start, length, count in (r for layer in layers for r in ranges(layer)):
+            for path, start, length, count in ranges(plan(self.spec, want)):
                 total += length * count
                 times = f" and {count - 1:,} more runs of that length" if count > 1 else ""
                 lines.append(f"  {path}: bytes {start:,} to {start + length:,} ({length:,}){times}")

@@ -144,11 +144,11 @@ class CheckpointView(Mapping[str, LazyTensor]):
         Raises TensorNotFoundError (several places, or none: the nearest names are listed), MissingFileError for a
         name whose file is gone.
         """
+        if not isinstance(path, str):
+            raise TensorNotFoundError(f"tensors are looked up by name, not by {type(path).__name__}")
         found = self._tensors.get(path)
         if found is not None:
             return found
-        if not isinstance(path, str):
-            raise TensorNotFoundError(f"tensors are looked up by name, not by {type(path).__name__}")
         spec = self._spec(path)
         if spec is not None:
             tensor = self._tensors[path] = LazyTensor(self._store, spec)

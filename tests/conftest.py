@@ -57,6 +57,7 @@ ZERO_OPTIONS = {
     "zero1_lion": ZeroSpec(stage=1, dp=3, optimizer="lion"),
     "zero2_fp32_lion": ZeroSpec(stage=2, dtype="fp32", dp=2, optimizer="lion"),
     "zero3_lion": ZeroSpec(stage=3, dp=2, optimizer="lion"),
+    "zero2_dp11": ZeroSpec(stage=2, dp=11, hidden=9, layers=1, vocab=31),
     "bf16_optimizer_dp1": ZeroSpec(stage=1, dp=1, bf16_optimizer=True),
     "bf16_optimizer_dp3": ZeroSpec(stage=1, dp=3, bf16_optimizer=True),
     "bf16_optimizer_sgd_aligned": ZeroSpec(
@@ -67,6 +68,19 @@ ZERO_OPTIONS = {
     ),
     "zero3_client_state": ZeroSpec(stage=3, dp=2, client_state={"epoch": 8, "ema": torch.arange(5)}),
 }
+# one of every layout, for what does not depend on sizes and dtypes
+ZERO_KINDS = (
+    "zero1_fp16_dp3",
+    "zero1_no_frozen",
+    "zero2_aligned_round_robin",
+    "zero2_elastic",
+    "zero2_client_state",
+    "zero2_fp32_lion",
+    "zero3_sub_groups",
+    "zero3_no_frozen",
+    "zero3_fp32_dp4",
+    "bf16_optimizer_dp3",
+)
 
 
 def once(folder: Path, name: str, write: Callable[[Path], T]) -> T:
@@ -110,13 +124,14 @@ def zero_cases(session_folder: Path) -> dict[str, Case]:
     return once(session_folder, "deepspeed", lambda folder: write_many(folder, ZERO_CROSS | ZERO_OPTIONS))
 
 
-@pytest.fixture(params=sorted(ZERO_CROSS))
-def zero_cross_case(request: pytest.FixtureRequest, zero_cases: dict[str, Case]) -> Case:
+@pytest.fixture(params=sorted(ZERO_CROSS | ZERO_OPTIONS))
+def zero_case(request: pytest.FixtureRequest, zero_cases: dict[str, Case]) -> Case:
     return zero_cases[request.param]
 
 
-@pytest.fixture(params=sorted(ZERO_OPTIONS))
-def zero_option_case(request: pytest.FixtureRequest, zero_cases: dict[str, Case]) -> Case:
+@pytest.fixture(params=ZERO_KINDS)
+def zero_kind(request: pytest.FixtureRequest, zero_cases: dict[str, Case]) -> Case:
+    """One case of each layout."""
     return zero_cases[request.param]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .writers import bit_equal
 
-__all__ = ["as_ints", "indexed", "keys", "same", "same_values"]
+__all__ = ["as_ints", "indexed", "keys", "same", "same_values", "some_keys"]
 
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _RANDOM_KEYS = 5
@@ -61,6 +61,11 @@ def keys(shape: Sequence[int], seed: str, count: int = _RANDOM_KEYS) -> Iterator
         yield from (0, (..., -1))
     for _ in range(count):
         yield _random_key(shape, rng)
+
+
+def some_keys(shape: Sequence[int], seed: str, count: int) -> list[Any]:
+    """A few of them, others with every seed."""
+    return random.Random(f"some {seed}").sample(list(keys(shape, seed, count)), count)
 
 
 def _random_key(shape: Sequence[int], rng: random.Random) -> Any:

@@ -53,6 +53,8 @@ class Placed:
     files: dict[str, bytes]
     holes: list[Hole]
     address: Array
+    piece: Array = field(default_factory=lambda: np.zeros(0))
+    """The number of the part (of any fragment) that the element is read from."""
 
     def write(self, folder: Path) -> None:
         for path, data in self.files.items():
@@ -85,24 +87,24 @@ class Disk:
             flags["conj"] = dtype.is_complex and draw(st.booleans())
             flags["neg"] = dtype.is_floating_point and dtype.itemsize > 1 and draw(st.booleans())
         array = array.astype(NUMPY[dtype])
-        array = np.conj(array) if flags["conj"] else -array if flags["neg"] else array
+        array = np.asarray(np.conj(array) if flags["conj"] else -array if flags["neg"] else array)
         size = dtype.itemsize
-        raw = np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8).reshape(*array.shape, size)
+        raw = np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8).reshape(-1, size)
         if flags["swapped"]:
             unit = size // 2 if dtype.is_complex else size
-            raw = raw.reshape(*array.shape, -1, unit)[..., ::-1].reshape(*array.shape, size)
+            raw = raw.reshape(-1, unit)[:, ::-1].reshape(-1, size)
 
         strides = strides_of(draw, array, flat)
-        steps = sum((np.arange(n).reshape(-1, *[1] * (array.ndim - 1 - d)) * s
-                     for d, (n, s) in enumerate(zip(array.shape, strides, strict=True))), np.zeros((), np.int64))  # fmt: skip
-        steps = np.broadcast_to(steps, array.shape)
+        steps = np.zeros((), np.int64)
+        for n, stride in zip(array.shape, strides, strict=True):
+            steps = steps[..., None] + np.arange(n) * stride
         reach = int(steps.max()) + 1 if array.size else 0
         path = self.path(draw)
         data = self.files.setdefault(path, bytearray())
         data += self.junk(draw(st.integers(0, 9)))
         offset = len(data)
         region = np.frombuffer(self.junk(reach * size), np.uint8).copy().reshape(-1, size)
-        region[steps.reshape(-1)] = raw.reshape(-1, size)
+        region[steps.reshape(-1)] = raw
         data += region.tobytes()
         number = int(path.split("_")[1][0]) << 40
         extent = Extent(path, offset, dtype, array.shape, tuple(strides), **flags)
@@ -117,12 +119,18 @@ def strides_of(draw: st.DrawFn, array: Array, flat: bool) -> list[int]:
     strides = [0] * array.ndim
     at = 1
     for d in draw(st.permutations(range(array.ndim))):
-        constant = array.size and array.shape[d] > 1 and (array == array.take([0], axis=d)).all()
+        constant = array.size and array.shape[d] > 1 and same_along(array, d)
         if constant and draw(st.booleans()):
             continue
         strides[d] = at * draw(st.sampled_from([1, 1, 2]))
         at = strides[d] * max(1, array.shape[d]) + draw(st.sampled_from([0, 0, 1, 3]))
     return strides
+
+
+def same_along(array: Array, d: int) -> bool:
+    """Whether nothing changes along a dimension, bit for bit."""
+    first = array.take([0], axis=d)
+    return np.ascontiguousarray(array).tobytes() == np.repeat(first, array.shape[d], axis=d).tobytes()
 
 
 @dataclass(frozen=True)
@@ -183,7 +191,9 @@ def cut_padded(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Local]:
     ranks = draw(st.integers(1, 4))
     width = -(-shape[d] // ranks) + draw(st.integers(0, 2))
     side = (*shape[:d], width, *shape[d + 1 :])
-    return [Local(side, (Part(Box.of(side), (*[0] * d, r * width, *[0] * (len(shape) - d - 1))),)) for r in range(ranks)]
+    return [
+        Local(side, (Part(Box.of(side), (*[0] * d, r * width, *[0] * (len(shape) - d - 1))),)) for r in range(ranks)
+    ]
 
 
 def cut_anyhow(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Local]:
@@ -195,8 +205,8 @@ def cut_anyhow(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Local]:
     return [*map(one_block, boxes), Local(shape, None)]
 
 
-def cut(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Local]:
-    kinds = ["whole", "anyhow"] + (["tp", "grid", "groups", "padded"] if shape else [])
+def cut(draw: st.DrawFn, shape: tuple[int, ...], overlaps: bool = True) -> list[Local]:
+    kinds = ["whole"] + ["anyhow"] * overlaps + (["tp", "grid", "groups", "padded"] if shape else [])
     match draw(st.sampled_from(kinds)):
         case "tp":
             return cut_grid(draw, shape, 1)
@@ -231,16 +241,16 @@ def fill(rng: np.random.Generator, shape: tuple[int, ...], dtype: torch.dtype, k
     """Random bits; for "exact" and "flagged", small numbers that every dtype holds and that negate exactly."""
     real = NUMPY[dtype]
     if dtype == torch.bool:
-        return rng.integers(0, 2, shape).astype(bool)
+        return np.asarray(rng.integers(0, 2, shape), bool)
     if kind == "plain":
         return np.frombuffer(rng.bytes(prod(shape) * dtype.itemsize), real).reshape(shape)
-    array = rng.integers(0, 100, shape).astype(np.float64)
-    return (array + 1j * rng.integers(0, 100, shape) if dtype.is_complex else array).astype(real)
+    array = np.asarray(rng.integers(0, 100, shape), np.float64)
+    return np.asarray(array + 1j * rng.integers(0, 100, shape) if dtype.is_complex else array).astype(real)
 
 
 @st.composite
-def placed(draw: st.DrawFn, holes: bool = False, replicas: bool = True) -> Placed:
-    """A tensor in files. ``holes``: some of them may be missing."""
+def placed(draw: st.DrawFn, holes: bool = False, replicas: bool = True, overlaps: bool = True) -> Placed:
+    """A tensor in files. ``holes``: some of them may be missing. ``overlaps``: blocks that hold the same elements."""
     shape = draw(shapes(max_side=7))
     kind: Kind = draw(st.sampled_from(["plain", "plain", "exact", "flagged"]))
     dtype = draw(st.sampled_from(FLOATS if kind == "exact" else list(NUMPY)))
@@ -251,11 +261,11 @@ def placed(draw: st.DrawFn, holes: bool = False, replicas: bool = True) -> Place
             truth = np.repeat(truth.take([0], axis=d), shape[d], axis=d)
     disk = Disk(rng)
     fragments: list[Fragment] = []
-    address = np.full(shape, UNSET)
+    address, piece = np.full(shape, UNSET), np.full(shape, UNSET)
     lost: list[tuple[Hole, Array]] = []
-    for copy in range(draw(st.integers(1, 2)) if replicas else 1):
-        for local in cut(draw, shape):
-            array, element = lay_out(rng, local, truth, dtype, kind)
+    for _ in range(draw(st.integers(1, 2)) if replicas else 1):
+        for local in cut(draw, shape, overlaps):
+            array, element, part = lay_out(rng, local, truth, dtype, kind)
             for span in spans(draw, local):
                 held = array if span is None else array.reshape(-1)[slice(*span)]
                 ids = element if span is None else element.reshape(-1)[slice(*span)]
@@ -268,26 +278,31 @@ def placed(draw: st.DrawFn, holes: bool = False, replicas: bool = True) -> Place
                 fragments.append(Fragment(extent, local.shape, local.parts, span))
                 fresh = (ids >= 0) & (address.reshape(-1)[np.maximum(ids, 0)] == UNSET) if address.size else ids >= 0
                 address.reshape(-1)[ids[fresh]] = where[fresh]
+                numbers = part if span is None else part.reshape(-1)[slice(*span)]
+                piece.reshape(-1)[ids[fresh]] = len(fragments) << 20 | numbers[fresh]
     for n, (_, ids) in enumerate(lost):
         mine = ids[ids >= 0]
         flat = address.reshape(-1)
         flat[mine[flat[mine] == UNSET]] = -2 - n
     spec = TensorSpec("t", shape, dtype, tuple(fragments))
-    return Placed(spec, truth, {p: bytes(b) for p, b in disk.files.items()}, [h for h, _ in lost], address)
+    return Placed(spec, truth, {p: bytes(b) for p, b in disk.files.items()}, [h for h, _ in lost], address, piece)
 
 
-def lay_out(rng: np.random.Generator, local: Local, truth: Array, dtype: torch.dtype, kind: Kind) -> tuple[Array, Array]:
-    """A rank's array, and for each of its elements the flat index in the whole (-1: padding, or in no part)."""
+def lay_out(
+    rng: np.random.Generator, local: Local, truth: Array, dtype: torch.dtype, kind: Kind
+) -> tuple[Array, Array, Array]:
+    """A rank's array; and for each of its elements the flat index in the whole (-1: padding, or in no part), and the
+    number of its part."""
     array = fill(rng, local.shape, dtype, kind).copy()
-    element = np.full(local.shape, -1)
+    element, number = np.full(local.shape, -1), np.full(local.shape, -1)
     ids = np.arange(truth.size).reshape(truth.shape)
-    for part in local.blocks():
-        inside = tuple(slice(g, min(g + n, whole)) for g, n, whole in zip(part.start, part.local.shape, truth.shape))
+    for n, part in enumerate(local.blocks()):
+        ends = map(min, map(sum, zip(part.start, part.local.shape, strict=True)), truth.shape)
+        inside = tuple(slice(a, b) for a, b in zip(part.start, ends, strict=True))
         block = truth[inside]
         at = tuple(slice(a, a + n) for a, n in zip(part.local.start, block.shape, strict=True))
-        array[at] = block
-        element[at] = ids[inside]
-    return array, element
+        array[at], element[at], number[at] = block, ids[inside], n
+    return array, element, number
 
 
 class PlainStore:

@@ -23,6 +23,7 @@ from lazyckpt.cli import parse_index
 from .counting import Counts, opened
 from .writers import Case
 
+ROOT = Path(__file__).parents[1]
 ESCAPE = "\x1b"
 
 
@@ -59,7 +60,7 @@ def process(*args: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
     """A real process, piped."""
     clean = {k: v for k, v in os.environ.items() if k not in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "COLUMNS")}
     command = [sys.executable, "-m", "lazyckpt", *map(str, args)]
-    return subprocess.run(command, env=clean | env, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=ROOT, env=clean | env, capture_output=True, text=True, timeout=120, check=False)
 
 
 # -- ls
@@ -360,7 +361,8 @@ def test_json_of_too_many_values_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     ["a", "1.5", "'x'", "__import__('os').system('true')", "0][0", "0] + x[0", "0:(1:2)", "x := 1", "[[1]]", "*a",
-     "1+1", "0:'a'", "lambda: 0", "", "(", "\0", "1j", "~1", "[i for i in (1,)]", "{1}", "-" * 5000 + "1", "(" * 500 + "0"],
+     "1+1", "0:'a'", "lambda: 0", "", "(", "\0", "1j", "~1", "[i for i in (1,)]", "{1}", "-" * 5000 + "1",
+     "(" * 500 + "0"],
 )  # fmt: skip
 def test_an_index_is_never_evaluated(text: str) -> None:
     with pytest.raises(lazyckpt.SelectionError, match="is not understood"):
@@ -446,7 +448,7 @@ def test_colours_are_for_terminals(files: Path) -> None:
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path, args: list[str]) -> None:
     save_file({f"layers.{n}.weight": torch.zeros(1) for n in range(20_000)}, tmp_path / "a.safetensors")
     command = [sys.executable, "-m", "lazyckpt", args[0], str(tmp_path / "a.safetensors"), *args[1:]]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as p:
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as p:
         assert p.stdout is not None and p.stderr is not None
         p.stdout.readline()
         p.stdout.close()

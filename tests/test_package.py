@@ -6,20 +6,24 @@ import ast
 import doctest
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
 import tomllib
 import zipfile
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 
 import lazyckpt
 from lazyckpt import cli, demo, errors
+from lazyckpt.formats.reader import GROUP
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lazyckpt"
@@ -36,7 +40,8 @@ HEAVY = (
 def loaded_by(code: str) -> set[str]:
     """The top-level modules that a fresh interpreter has loaded after ``code``, less those that torch alone loads."""
     tail = "\nimport sys, json; print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
-    done = subprocess.run([sys.executable, "-c", code + tail], capture_output=True, text=True, timeout=120, check=True)
+    command = [sys.executable, "-c", code + tail]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -207,7 +212,8 @@ def test_the_version_stands_in_one_place() -> None:
         "__init__.py"
     ]
     assert f"[{lazyckpt.__version__}]" in (ROOT / "CHANGELOG.md").read_text("utf-8")
-    assert metadata.version("lazyckpt") == lazyckpt.__version__
+    with suppress(metadata.PackageNotFoundError):  # not installed: run from the source tree
+        assert metadata.version("lazyckpt") == lazyckpt.__version__
 
 
 def pins() -> dict[str, str]:
@@ -240,3 +246,27 @@ def test_the_wheel_is_whole(tmp_path: Path) -> None:
     info = f"lazyckpt-{lazyckpt.__version__}.dist-info"
     assert f"{info}/licenses/LICENSE" in names
     assert "lazyckpt = lazyckpt.cli:main" in zipfile.ZipFile(wheel).read(f"{info}/entry_points.txt").decode()
+
+
+def test_a_reader_of_another_package(tmp_path: Path) -> None:
+    """The one of CONTRIBUTING.md, installed as an entry point."""
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    (table,) = re.findall(r"^```toml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    (group,) = tomllib.loads(table)["project"]["entry-points"].items()
+    assert group[0] == GROUP
+    (tmp_path / "mypackage").mkdir()
+    (tmp_path / "mypackage" / "npy.py").write_text(code)
+    info = tmp_path / "mypackage-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mypackage\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{group[0]}]\n" + "\n".join(f"{k} = {v}" for k, v in group[1].items()))
+    np.save(tmp_path / "a.npy", np.arange(6.0).reshape(2, 3))
+    code = (
+        "import lazyckpt; v = lazyckpt.open('a.npy'); print(v.format, v['array'][1].tolist(), "
+        "lazyckpt.open('a.npy', format='npy')['array'].shape, list(v.stored))"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "npy [3.0, 4.0, 5.0] torch.Size([2, 3]) ['array']\n", done.stderr

@@ -105,17 +105,6 @@ def test_an_added_dimension_can_be_emptied_and_repeated(key: Any) -> None:
 
 
 @often
-@given(st.data(), shapes())
-def test_the_whole_is_recognised(data: st.DataObject, shape: tuple[int, ...]) -> None:
-    key = data.draw(keys(shape))
-    array = numbered(shape)
-    selection = Selection.all(shape)[key]
-    if selection.is_all(shape):
-        assert np.array_equal(index(array, key), array)
-    assert Selection.all(shape)[...].is_all(shape)
-
-
-@often
 @given(st.data(), shapes(min_dims=1, min_side=1))
 def test_an_index_out_of_range_is_refused(data: st.DataObject, shape: tuple[int, ...]) -> None:
     d = data.draw(st.integers(0, len(shape) - 1))

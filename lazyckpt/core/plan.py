@@ -33,26 +33,23 @@ class Copy(NamedTuple):
         return tuple(slice(a, a + n) for a, n in zip(self.at, self.shape, strict=True))
 
 
-def plan(spec: TensorSpec, want: Selection) -> list[list[Copy]]:
-    """The layers of copies that fill the selection: one for combine="first", one per replica for "mean".
+def plan(spec: TensorSpec, want: Selection) -> list[Copy]:
+    """The copies that fill the selection. With combine="first" they cover every wanted element exactly once; with
+    "mean" every fragment that holds an element has a copy of it, and what they read is to be averaged.
 
-    Every layer covers every wanted element exactly once. Raises MissingFileError if a wanted element stands in a file
-    that is not there, DataError if it stands in no file at all.
+    Raises MissingFileError if a wanted element stands in a file that is not there, DataError if it stands in no file
+    at all.
     """
     whole = Box.of([len(r) for r in want])
     if not whole:
-        return [[]]
+        return []
     pieces = [p for f in fragments_near(spec.fragments, want) for p in _pieces(f, want)]
-    layers: list[list[Copy]] = []
-    while True:
-        copies, pieces, missing = _cover(whole, pieces)
-        if missing and layers:  # every replica that is complete was used
-            return layers
-        if missing:
-            raise _uncovered(spec, missing)
-        layers.append(copies)
-        if spec.combine == "first" or not pieces:
-            return layers
+    copies, todo = _cover(whole, pieces)
+    if todo:
+        raise _uncovered(spec, todo, [(target, piece) for target, piece in pieces if isinstance(piece, Hole)])
+    if spec.combine == "mean":
+        return [piece for _, piece in pieces if isinstance(piece, Copy)]
+    return copies
 
 
 def fragments_near(fragments: Sequence[Fragment], want: Selection) -> Sequence[Fragment]:
@@ -106,42 +103,26 @@ def _pieces(fragment: Fragment, want: Selection) -> Iterator[tuple[Box, Copy | H
             yield target, Copy(extent, start, target.shape, steps, target.start)
 
 
-def _cover(
-    whole: Box, pieces: list[tuple[Box, Copy | Hole]]
-) -> tuple[list[Copy], list[tuple[Box, Copy | Hole]], list[tuple[Box, Hole | None]]]:
-    """Cover the output with the first pieces that do; -> (copies, pieces that were not needed, what is not covered).
-
-    A hole covers nothing: a replica behind it may. It only gives what stays uncovered a reason.
-    """
+def _cover(whole: Box, pieces: list[tuple[Box, Copy | Hole]]) -> tuple[list[Copy], list[Box]]:
+    """Cover the output with the first pieces that do: (copies, what no piece covers). A hole covers nothing: a replica
+    behind it may."""
     todo = [whole]
     copies: list[Copy] = []
-    spare: list[tuple[Box, Copy | Hole]] = []
-    holes: list[tuple[Box, Hole]] = []
-    for n, (target, piece) in enumerate(pieces):
+    for target, piece in pieces:
         if not todo:
-            spare.extend(pieces[n:])
             break
         if isinstance(piece, Hole):
-            holes.append((target, piece))
             continue
         rest: list[Box] = []
-        used = False
         for box in todo:
             inner = box & target
-            if not inner:
+            if inner:
+                copies.append(_crop(piece, target, inner))
+                rest.extend(box.minus(target))
+            else:
                 rest.append(box)
-                continue
-            used = True
-            copies.append(_crop(piece, target, inner))
-            rest.extend(box.minus(target))
-        if not used:
-            spare.append((target, piece))
         todo = rest
-    missing: list[tuple[Box, Hole | None]] = []
-    for box in todo:
-        reason = next((h for target, h in holes if target & box), None)
-        missing.append((box, reason))
-    return copies, spare, missing
+    return copies, todo
 
 
 def _crop(copy: Copy, target: Box, inner: Box) -> Copy:
@@ -151,12 +132,12 @@ def _crop(copy: Copy, target: Box, inner: Box) -> Copy:
     return copy._replace(start=copy.start + ahead, shape=inner.shape, at=inner.start)
 
 
-def _uncovered(spec: TensorSpec, missing: list[tuple[Box, Hole | None]]) -> MissingFileError | DataError:
-    lost = sum(box.numel for box, _ in missing)
-    what = f"{spec.name!r}: {lost:,} of the wanted elements cannot be read"
-    reasons = sorted({hole.reason for _, hole in missing if hole is not None})
+def _uncovered(spec: TensorSpec, todo: list[Box], holes: list[tuple[Box, Hole]]) -> MissingFileError | DataError:
+    what = f"{spec.name!r}: {sum(box.numel for box in todo):,} of the wanted elements cannot be read"
+    reasons = dict.fromkeys(hole.reason for target, hole in holes if any(target & box for box in todo))
     if reasons:
-        return MissingFileError(f"{what}: {'; '.join(reasons)}. Slices that do not touch them still read.")
+        shown = "; ".join(list(reasons)[:8]) + (f"; and {len(reasons) - 8} more" if len(reasons) > 8 else "")
+        return MissingFileError(f"{what}: {shown}. Slices that do not touch them still read.")
     if not spec.fragments:
-        return DataError(f"{spec.name!r} has no data in the checkpoint{f' ({spec.rule})' if spec.rule else ''}.")
+        return DataError(f"{spec.name!r}: {spec.rule or 'it has no data in the checkpoint'}")
     return DataError(f"{what}: no file of the checkpoint holds them.")

@@ -149,7 +149,10 @@ def _item(k: Any) -> Any:
         return operator.index(k)
     except TypeError:
         pass
-    array = np.asarray(k)
+    try:
+        array = np.asarray(k)
+    except ValueError:  # a ragged list
+        array = np.empty((0, 0))
     if array.size == 0 and not isinstance(k, np.ndarray):
         array = array.astype(np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iub":

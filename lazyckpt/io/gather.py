@@ -41,24 +41,26 @@ def tasks(store: Store, spec: TensorSpec, reads: Reads, out: torch.Tensor) -> It
 
 
 def _block_tasks(store: Store, spec: TensorSpec, want: Selection, out: torch.Tensor) -> Iterator[Task]:
-    layers = plan(spec, want)
-    if len(layers) == 1:
-        for copy in layers[0]:
-            yield from _copy_tasks(store, copy, out[copy.slices] if copy.at else out)
-    else:
-        yield out.nbytes, partial(_mean, store, layers, out)
+    copies = plan(spec, want)
+    if spec.combine == "mean":
+        yield out.nbytes, partial(_mean, store, copies, out)
+        return
+    for copy in copies:
+        yield from _copy_tasks(store, copy, out[copy.slices] if copy.at else out)
 
 
-def _mean(store: Store, layers: list[list[Copy]], out: torch.Tensor) -> None:
+def _mean(store: Store, copies: list[Copy], out: torch.Tensor) -> None:
+    """Every element is the mean of the copies that hold it, summed in float32 (float64 for float64)."""
     wide = torch.float64 if out.dtype == torch.float64 else torch.float32
     total = torch.zeros(out.shape, dtype=wide)
-    one = torch.empty_like(out)
-    for copies in layers:
-        for copy in copies:
-            for _, do in _copy_tasks(store, copy, one[copy.slices] if copy.at else one):
-                do()
-        total += one
-    out.copy_(total / len(layers))
+    count = torch.zeros(out.shape, dtype=wide)
+    for copy in copies:
+        one = torch.empty(copy.shape, dtype=out.dtype)
+        for _, do in _copy_tasks(store, copy, one):
+            do()
+        total[copy.slices] += one
+        count[copy.slices] += 1
+    out.copy_(total / count)
 
 
 def _copy_tasks(store: Store, copy: Copy, target: torch.Tensor) -> Iterator[Task]:
@@ -79,7 +81,7 @@ def _cut(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype) -> 
 
     span = hull(copy.shape, copy.strides) * size
     wanted = target.numel() * size
-    if span <= wanted + wanted // 20 or _largest_gap(copy) * size <= store.gap:
+    if span <= wanted or _largest_gap(copy) * size <= store.gap:
         if span <= BLOCK:
             yield span, partial(_through_buffer, store, copy, span, target, dtype)
         else:

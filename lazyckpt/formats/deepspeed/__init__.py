@@ -1,9 +1,8 @@
-"""DeepSpeed checkpoints. Facts and their sources: deepspeed/runtime/engine.py (file names, model states),
-runtime/zero/stage_1_and_2.py and stage3.py (optimizer states)."""
+"""DeepSpeed checkpoints: ZeRO-0 to 3, BF16_Optimizer, pipelines, tensor parallelism, experts, universal."""
 
 from ..reader import Reader, Source
 from .files import find_folder
-from .zero import read
+from .reader import read
 
 
 def _recognises(source: Source) -> bool:

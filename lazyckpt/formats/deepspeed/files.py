@@ -1,7 +1,8 @@
 """Which files a DeepSpeed checkpoint consists of: tags, and what rank a file name speaks of.
 
-Names: deepspeed/runtime/engine.py `_get_ckpt_name`, `_get_zero_ckpt_name`, `_get_expert_ckpt_name`. The "pp_rank" in a
-ZeRO file's name is the data-parallel rank (a historic name); the prefix bf16_ or fp16_ says nothing about the layout.
+Names: deepspeed/runtime/engine.py `_get_ckpt_name`, `_get_zero_ckpt_name`, `_get_expert_ckpt_name`,
+`_get_optimizer_ckpt_name`; runtime/pipe/module.py `ckpt_layer_path`. The "pp_rank" in a ZeRO file's name is the
+data-parallel rank (a historic name); the prefix bf16_ or fp16_ says nothing about the layout.
 """
 
 from __future__ import annotations
@@ -25,17 +26,20 @@ _EXPERT_OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
 @dataclass(slots=True)
 class RankFiles:
-    """The rank files of one tag, as paths. Keys: mp rank; (dp rank, mp rank)."""
+    """The rank files of one tag, as paths. Keys: mp rank; (dp rank, mp rank); (layer, tp rank); (moe layer, expert, mp
+    rank); (ep rank, mp rank). The mp rank counts tensor-parallel ranks within pipeline stages."""
 
     folder: str
     model: dict[int, str] = field(default_factory=dict)
     zero_model: dict[tuple[int, int], str] = field(default_factory=dict)
     optim: dict[tuple[int, int], str] = field(default_factory=dict)
-    layers: list[str] = field(default_factory=list)
-    experts: list[str] = field(default_factory=list)
+    layers: dict[tuple[int, int], str] = field(default_factory=dict)
+    experts: dict[tuple[int, int, int], str] = field(default_factory=dict)
+    expert_optim: dict[tuple[int, int], str] = field(default_factory=dict)
+    universal: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.model or self.zero_model or self.optim or self.layers)
+        return bool(self.model or self.zero_model or self.optim or self.layers or self.universal)
 
 
 def rank_files(folder: str, names: Iterable[str]) -> RankFiles:
@@ -49,39 +53,39 @@ def rank_files(folder: str, names: Iterable[str]) -> RankFiles:
             files.zero_model[int(m[1]), int(m[2])] = path
         elif m := _OPTIM.fullmatch(name):
             files.optim[int(m[1]), int(m[2])] = path
-        elif _LAYER.fullmatch(name):
-            files.layers.append(path)
-        elif _EXPERT.fullmatch(name) or _EXPERT_OPTIM.fullmatch(name):
-            files.experts.append(path)
+        elif m := _LAYER.fullmatch(name):
+            files.layers[int(m[1]), int(m[2] or 0)] = path
+        elif m := _EXPERT.fullmatch(name):
+            files.experts[int(m[1] or 0), int(m[2]), int(m[3])] = path
+        elif m := _EXPERT_OPTIM.fullmatch(name):
+            files.expert_optim[int(m[1]), int(m[2])] = path
     return files
 
 
 def find_folder(source: Source, strict: bool = True) -> RankFiles | None:
     """The rank files of the tag to read: the folder itself if it holds them, else the tag that was asked for, else what
-    ``latest`` names, else the only one there is.
+    ``latest`` names, else the only one there is. A universal checkpoint (a folder with ``zero/`` in it) counts.
 
     None if this is no DeepSpeed folder. With ``strict``, raises MissingFileError or FormatError where there is no such
     tag, or several and no word which; without, None means just that it is not DeepSpeed's.
     """
     store = source.store
-    here = rank_files("", source.entries)
+    here = _look(store, "", source.entries)
     if here and source.tag is None:
         return here
-    latest = _latest(store, strict) if "latest" in source.entries else None
+    latest = _latest(store, source, strict)
     tag = source.tag or latest
     if tag is not None and tag in source.entries:
-        found = rank_files(tag, store.list(tag))
+        found = _look(store, tag, store.list(tag))
         if found:
             return found
-    if tag is not None and not strict and latest is None:
-        return here or None
-    tags = [n for n, e in source.entries.items() if e.is_dir and rank_files(n, store.list(n))]
+    tags = [n for n, e in source.entries.items() if e.is_dir and _look(store, n, store.list(n))]
     if tag is None and len(tags) == 1:
-        return rank_files(tags[0], store.list(tags[0]))
+        return _look(store, tags[0], store.list(tags[0]))
     if not tags and latest is None and source.tag is None:
         return None
     if not strict:
-        return here or RankFiles("?")
+        return here or (RankFiles("") if tags or latest else None)
     listed = ", ".join(sorted(tags, key=natural)) or "none"
     if tag is None:
         raise FormatError(
@@ -93,18 +97,32 @@ def find_folder(source: Source, strict: bool = True) -> RankFiles | None:
     )
 
 
-def _latest(store: Store, strict: bool) -> str | None:
-    """The tag that the file ``latest`` names (engine.py `save_checkpoint`: text, no newline)."""
-    size = store.stat("latest").size
-    if not 0 < size < 4096:
-        if strict:
-            raise CorruptError(f"{store.root}/latest has {size:,} bytes, no name of a tag: say which with tag=...")
+def _look(store: Store, folder: str, names: Iterable[str]) -> RankFiles:
+    files = rank_files(folder, names)
+    if "zero" in names and not files.optim:
+        inside = store.list(f"{folder}/zero" if folder else "zero")
+        files.universal = any(e.is_dir for e in inside.values())
+    return files
+
+
+def _latest(store: Store, source: Source, strict: bool) -> str | None:
+    """The tag that the file ``latest`` names (engine.py `save_checkpoint`: text, no newline); for a folder that only
+    ds_to_universal wrote, ``latest_universal``."""
+    name = next((n for n in ("latest", "latest_universal") if n in source.entries), None)
+    if name is None:
         return None
-    tag = bytes(store.read("latest", 0, size)).decode("utf-8", "replace").strip()
+    size = source.entries[name].info.size
+    tag = bytes(store.read(name, 0, size)).decode("utf-8", "replace").strip() if 0 < size < 4096 else ""
     if "/" in tag or "\\" in tag or tag in ("", ".", ".."):
-        if strict:
+        if strict and source.tag is None:
             raise CorruptError(
-                f"{store.root}/latest names {tag[:80]!r}, which is no folder inside this one: say tag=..."
+                f"{store.root}/{name} names {tag[:80]!r}, which is no folder inside this one: say which with tag=..."
             )
         return None
     return tag
+
+
+def name_of_rank(path: str, dp: int, mp: int) -> str:
+    """The path of another rank's file of the same kind."""
+    head, _, tail = path.rpartition("zero_pp_rank_")
+    return f"{head}zero_pp_rank_{dp}_mp_rank_{mp:02d}_{tail.split('_', 4)[4]}"

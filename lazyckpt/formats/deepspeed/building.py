@@ -1,0 +1,126 @@
+"""What the parts of the DeepSpeed reader share: the rank files read so far, and what was found out on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from ...core.box import Shape
+from ...core.index import Extent, FileInfo, Fragment, Hole, Rank, TensorSpec
+from ...errors import CorruptError, LazyckptError
+from ...io.rebuild import StoredTensor
+from ...io.store import Store
+from ...io.torchfile import TorchFile, read_torch_file
+from ..merge import MergedFragments, decide
+from ..merge import Source as RuleSource
+
+Shapes = dict[str, Shape]
+
+
+class Local(NamedTuple):
+    """One model-parallel rank's tensor: its shape there, and its fragments over the data-parallel ranks' files."""
+
+    shape: Shape
+    dtype: torch.dtype
+    fragments: Sequence[Fragment]
+
+
+# state -> name -> tensor-parallel rank -> tensor, of one pipeline stage
+Shards = dict[str, dict[str, dict[int, Local]]]
+
+
+@dataclass(slots=True)
+class Building:
+    """What is found out on the way to an Index. ``tp``: the tensor-parallel degree; ``world``: the data-parallel one;
+    ``sources``: where merge rules come from, the first that knows wins; ``layer_of_tie``: the pipeline layer whose file
+    holds a module that several layers share; ``layers``: what each layer's file holds, by tensor-parallel rank."""
+
+    store: Store
+    tp: int = 1
+    world: int = 1
+    sources: tuple[RuleSource, ...] = ()
+    files: dict[str, FileInfo] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    states: dict[str, dict[str, TensorSpec]] = field(default_factory=dict)
+    layer_of_tie: dict[str, int] = field(default_factory=dict)
+    layers: dict[int, dict[int, Shapes]] = field(default_factory=dict)
+    _read: dict[str, TorchFile | LazyckptError] = field(default_factory=dict)
+
+    def file(self, path: str) -> TorchFile:
+        """Index a rank file, once. Raises the errors of `read_torch_file`."""
+        if path not in self._read:
+            try:
+                self._read[path] = read_torch_file(self.store, path)
+            except LazyckptError as e:
+                self._read[path] = e
+        found = self._read[path]
+        if isinstance(found, LazyckptError):
+            raise found
+        self.files[path] = found.info
+        return found
+
+    def tell(self, problem: str) -> None:
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+    def add(self, shards: Shards) -> None:
+        """Merge the shards of one pipeline stage; names that an earlier stage had stay as they are."""
+        for state, names in shards.items():
+            specs = self.states.setdefault(state, {})
+            for name, by_rank in names.items():
+                if name not in specs:
+                    specs[name] = self._merged(name, by_rank)
+
+    def _merged(self, name: str, by_rank: dict[int, Local]) -> TensorSpec:
+        first = by_rank[min(by_rank)]
+        ranks = [by_rank.get(t) for t in range(self.tp)]
+        if None in ranks:  # a model-parallel rank whose files are not there: its shard is taken to be like the others
+            hole = Hole("", f"the files of tensor-parallel rank {ranks.index(None)} are not there")
+            lost = Local(first.shape, first.dtype, (Fragment(hole, first.shape),))
+            ranks = [lost if r is None else r for r in ranks]
+        locals_ = [r for r in ranks if r is not None]
+        if len(locals_) == 1 or first.shape == ():  # a single number is the same on all ranks
+            return TensorSpec(name, first.shape, first.dtype, first.fragments)
+        try:
+            merged = decide(name, [r.shape for r in locals_], self.sources)
+        except ValueError as e:
+            self.tell(f"{name!r} cannot be put together: {e}")
+            return TensorSpec(name, first.shape, first.dtype, (), rule=f"it cannot be put together: {e}")
+        fragments = MergedFragments(tuple(r.fragments for r in locals_), merged.parts)
+        return TensorSpec(name, merged.shape, first.dtype, fragments, merged.combine, merged.rule)
+
+
+def table(file: TorchFile, value: Any) -> dict[Any, Any]:
+    """A value of a rank file that has to be a dict; {} for None. Raises CorruptError."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise CorruptError(f"{file.path}: a {type(value).__name__} stands where DeepSpeed writes a dict")
+    return value
+
+
+def shapes_of(file: TorchFile, value: Any) -> Shapes:
+    """A table of names and sizes. Raises CorruptError."""
+    shapes = {}
+    for name, shape in table(file, value).items():
+        if not isinstance(name, str) or not isinstance(shape, tuple):
+            raise CorruptError(f"{file.path}: a table of shapes has the key {str(name)[:80]!r}")
+        if not all(type(n) is int and n >= 0 for n in shape) or prod(shape) >= 1 << 62:
+            raise CorruptError(f"{file.path}: the shape of {name[:80]!r} is {str(shape)[:80]}")
+        shapes[name] = tuple(shape)
+    return shapes
+
+
+def local(file: TorchFile, name: str, tensor: StoredTensor, rank: Rank) -> Local:
+    """A tensor that a rank file holds as it is. Raises CorruptError if the file cannot hold it."""
+    extent: Extent = file.extent(tensor, name)
+    return Local(extent.shape, extent.dtype, (Fragment(extent, extent.shape, rank=rank),))
+
+
+def tensors_in(file: TorchFile, value: Any) -> dict[str, StoredTensor]:
+    """The tensors of a state dict in a rank file."""
+    return {k: t for k, t in table(file, value).items() if isinstance(k, str) and isinstance(t, StoredTensor)}

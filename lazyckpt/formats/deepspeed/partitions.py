@@ -1,0 +1,245 @@
+"""Master weights and optimizer states from the flat partitions of ZeRO, per parameter.
+
+Sources: runtime/zero/stage_1_and_2.py `state_dict`, runtime/zero/stage3.py `_rigid_state_dict`,
+runtime/bf16_optimizer.py. The order of the parameters in a flat group is that of ``param_shapes`` (right also with
+round_robin_gradients, where ``param_slice_mappings`` is wrong: it is not used). ``group_paddings`` are not used either:
+they can exceed the partition; the padding follows from the shapes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from ...core.index import Extent, Fragment, Hole, Rank
+from ...errors import CorruptError, LazyckptError
+from ...io.rebuild import StoredTensor
+from ...io.torchfile import TorchFile
+from .building import Building, Local, Shapes, Shards, table
+from .files import RankFiles, name_of_rank
+from .flat import FlatFragments, Partition
+
+_EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")  # moe/experts.py: ids count from 0 on every ep rank
+
+
+@dataclass(frozen=True, slots=True)
+class Optim:
+    """One rank's optimizer file: ``state`` is the part of it that holds the groups."""
+
+    file: TorchFile
+    state: dict[Any, Any]
+
+
+OptimFiles = dict[int, Optim | Hole]  # data-parallel rank -> its file, or why there is none
+
+
+def optim_files(b: Building, files: RankFiles, world: int, mp: int, known: str) -> OptimFiles:
+    """Every data-parallel rank's optimizer file of one model-parallel rank. ``known``: the path of any of its kind."""
+    found: OptimFiles = {}
+    for dp in range(world):
+        path = files.optim.get((dp, mp))
+        if path is None:
+            path = name_of_rank(known, dp, mp)
+            found[dp] = Hole(path, f"{path} is missing")
+            b.tell(f"{path} is missing: what rank {dp} of {world} holds cannot be read")
+            continue
+        try:
+            file = b.file(path)
+            found[dp] = Optim(file, table(file, table(file, file.root).get("optimizer_state_dict")))
+        except LazyckptError as e:
+            found[dp] = Hole(path, f"{path} cannot be read ({e})")
+            b.tell(f"{path} cannot be read, what rank {dp} of {world} holds is lost: {e}")
+    return found
+
+
+class Stage12:
+    """ZeRO-1, ZeRO-2 and BF16_Optimizer: a group is a flat buffer that all ranks together hold, in equal parts."""
+
+    def __init__(self, optim: Mapping[int, Optim | Hole]) -> None:
+        paddings = next((r.state.get("param_alignment_paddings") for r in optim.values() if isinstance(r, Optim)), None)
+        self._paddings: list[Any] = paddings if isinstance(paddings, list) else []
+
+    def masters(self, rank: Optim) -> list[Any]:
+        return list(rank.state.get("single_partition_of_fp32_groups") or [])
+
+    def states(self, rank: Optim) -> list[dict[str, Any]]:
+        """The optimizer's state of every group."""
+        base = rank.state.get("base_optimizer_state")
+        if isinstance(base, list):  # elastic_checkpoint: a state per group, padding stripped
+            return [s if isinstance(s, dict) else {} for s in base]
+        return _by_group(base)
+
+    def place(self, g: int, shapes: Shapes, world: int, held: Sequence[int]) -> tuple[int, dict[str, tuple[int, int]]]:
+        """-> (width of a partition, name -> (position in the flat buffer, 0)). ``held``: elements that each rank has,
+        -1 if that is not known. Raises CorruptError if they do not fit."""
+        pads = self._paddings[g] if g < len(self._paddings) and isinstance(self._paddings[g], list) else []
+        at, places = 0, {}
+        for n, (name, shape) in enumerate(shapes.items()):
+            places[name] = (at, 0)
+            at += prod(shape) + (pads[n] if n < len(pads) and type(pads[n]) is int and pads[n] > 0 else 0)
+        # The buffer is padded to a multiple of 2 per rank (nccl_start_alignment_factor); other versions aligned
+        # otherwise, then the longest partition tells (padding is stripped from the last ones only).
+        aligned = -(-at // (2 * world)) * 2
+        for width in dict.fromkeys((aligned, max(held, default=0))):
+            needed = [min(width, max(0, at - r * width)) for r in range(world)]
+            if width * world >= at and all(h < 0 or n <= h <= width for n, h in zip(needed, held, strict=True)):
+                return width, places
+        raise CorruptError(
+            f"group {g} of the optimizer states has {at:,} elements in {len(shapes)} parameters, which does not fit "
+            f"partitions of {list(held[:8])} elements over {world} ranks"
+        )
+
+    def fragments(
+        self, shape: tuple[int, ...], width: int, place: tuple[int, int], parts: tuple[Partition, ...]
+    ) -> FlatFragments:
+        return FlatFragments(shape, width, parts, within=place[0])
+
+
+class Stage3:
+    """Every parameter is cut on its own, ceil(numel / world) elements a rank; a group is what follows each other."""
+
+    def masters(self, rank: Optim) -> list[Any]:
+        return list(rank.state.get("fp32_flat_groups") or [])
+
+    def states(self, rank: Optim) -> list[dict[str, Any]]:
+        inner = rank.state.get("optimizer_state_dict")
+        by_id = inner.get("state") if isinstance(inner, dict) else None
+        count = len(self.masters(rank))
+        return [by_id.get(n, {}) if isinstance(by_id, dict) else {} for n in range(count)]
+
+    def place(self, g: int, shapes: Shapes, world: int, held: Sequence[int]) -> tuple[int, dict[str, tuple[int, int]]]:
+        """-> (0, name -> (position in every rank's flat buffer, width of a piece)). Raises CorruptError."""
+        at, places = 0, {}
+        for name, shape in shapes.items():
+            width = -(-prod(shape) // world)
+            places[name] = (at, width)
+            at += width
+        if any(0 <= h < at for h in held):
+            raise CorruptError(
+                f"sub-group {g} of the optimizer states needs {at:,} elements a rank for {len(shapes)} parameters; the "
+                f"ranks hold {list(held[:8])}"
+            )
+        return 0, places
+
+    def fragments(
+        self, shape: tuple[int, ...], width: int, place: tuple[int, int], parts: tuple[Partition, ...]
+    ) -> FlatFragments:
+        return FlatFragments(shape, place[1], parts, at=place[0])
+
+
+def _by_group(base: Any) -> list[dict[str, Any]]:
+    """A torch optimizer's state_dict whose only parameter per group is the flat buffer."""
+    if not isinstance(base, dict) or not isinstance(base.get("state"), dict):
+        return []
+    by_id, groups = base["state"], base.get("param_groups")
+    if isinstance(groups, list) and all(isinstance(g, dict) and len(g.get("params") or ()) == 1 for g in groups):
+        ids = [g["params"][0] for g in groups]
+    else:
+        ids = sorted(k for k in by_id if isinstance(k, int))
+    return [by_id.get(i, {}) if isinstance(by_id.get(i, {}), dict) else {} for i in ids]
+
+
+def flat_states(
+    b: Building, groups: Sequence[Shapes], optim: OptimFiles, stage: Stage12 | Stage3, rank: Rank, data_first: bool
+) -> Shards:
+    """fp32 and every state of the optimizer, of one model-parallel rank. ``rank``: where it stands, with dp=0.
+
+    A group of experts is partitioned over the ranks that hold the same experts only, and every expert-parallel rank
+    counts its own from 0 (engine.py `_save_moe_checkpoint`): they get their global ids here. ``data_first``: how
+    data- and expert-parallel ranks are numbered (ds_config use_data_before_expert_parallelism).
+    """
+    world = len(optim)
+    counts = next((r.state.get("partition_count") for r in optim.values() if isinstance(r, Optim)), None)
+    shards: Shards = {}
+    for g, shapes in enumerate(groups):
+        count = counts[g] if isinstance(counts, list) and g < len(counts) else world
+        if type(count) is not int or count == world or count < 1 or world % count:
+            _group_states(b, g, shapes, optim, stage, rank, shards)
+            continue
+        expert_parallel = world // count
+        for ep in range(expert_parallel):
+            same = [ep * count + n if data_first else ep + n * expert_parallel for n in range(count)]
+            named = global_experts(shapes, ep)
+            _group_states(b, g, named, {n: optim[dp] for n, dp in enumerate(same)}, stage, rank._replace(ep=ep), shards)
+    return shards
+
+
+def global_experts(shapes: Shapes, ep: int) -> Shapes:
+    """Local expert ids -> global ones: every expert-parallel rank holds equally many of a layer."""
+    local_count: dict[str, int] = {}
+    for name in shapes:
+        if m := _EXPERT.fullmatch(name):
+            local_count[m[1]] = max(local_count.get(m[1], 0), int(m[2]) + 1)
+    renamed = {}
+    for name, shape in shapes.items():
+        m = _EXPERT.fullmatch(name)
+        renamed[f"{m[1]}{int(m[2]) + ep * local_count[m[1]]}{m[3]}" if m else name] = shape
+    return renamed
+
+
+def _group_states(
+    b: Building, g: int, shapes: Shapes, optim: OptimFiles, stage: Stage12 | Stage3, rank: Rank, shards: Shards
+) -> None:
+    ready = {dp: r for dp, r in optim.items() if isinstance(r, Optim)}
+    flat: dict[str, dict[int, Any]] = {"fp32": {}}
+    for dp, r in ready.items():
+        masters, states = stage.masters(r), stage.states(r)
+        if g < len(masters):
+            flat["fp32"][dp] = masters[g]
+        for key, value in states[g].items() if g < len(states) else ():
+            flat.setdefault(str(key), {})[dp] = value
+    for state, values in flat.items():
+        found = {dp: t for dp, t in values.items() if isinstance(t, StoredTensor)}
+        if not found:
+            continue
+        dims = {len(t.shape) for t in found.values()}
+        names = shards.setdefault(state, {})
+        if dims == {0}:  # one number for the group (Adam's step), the same for every parameter in it; the lowest rank's
+            dp = min(found)
+            extent = ready[dp].file.extent(found[dp], state)
+            one = Local((), extent.dtype, (Fragment(extent, (), rank=rank._replace(dp=dp)),))
+            for name in shapes:
+                names.setdefault(name, {})[rank.tp] = one
+        elif dims == {1}:
+            for name, tensor in _flat_state(b, state, g, shapes, optim, found, stage, rank).items():
+                names.setdefault(name, {})[rank.tp] = tensor
+        else:
+            b.tell(f"the optimizer's state {state!r} of group {g} is not flat: it is in view.stored only")
+
+
+def _flat_state(
+    b: Building,
+    state: str,
+    g: int,
+    shapes: Shapes,
+    optim: OptimFiles,
+    found: Mapping[int, StoredTensor],
+    stage: Stage12 | Stage3,
+    rank: Rank,
+) -> dict[str, Local]:
+    world = len(optim)
+    partitions = []
+    for dp, r in optim.items():
+        extent: Extent | Hole
+        if isinstance(r, Hole):
+            extent = r
+        elif dp in found:
+            extent = r.file.extent(found[dp], f"{state} of group {g}")
+        else:
+            extent = Hole(r.file.path, f"{r.file.path} has no {state!r} of group {g}")
+        partitions.append(Partition(extent, rank._replace(dp=dp)))
+    held = [p.extent.shape[0] if isinstance(p.extent, Extent) else -1 for p in partitions]
+    try:
+        width, places = stage.place(g, shapes, world, held)
+    except CorruptError as e:
+        b.tell(f"{state}: {e}")
+        width, places = 1, dict.fromkeys(shapes, (0, 1))
+        partitions = [Partition(Hole(p.extent.path, f"{p.extent.path}: {e}"), p.rank) for p in partitions]
+    dtype: torch.dtype = next(t.dtype for t in found.values())
+    parts = tuple(partitions)
+    return {n: Local(s, dtype, stage.fragments(s, width, places[n], parts)) for n, s in shapes.items()}

@@ -1,0 +1,125 @@
+"""The merge rules that a checkpoint itself carries: universal_checkpoint_info.
+
+Source: deepspeed/checkpoint/ds_to_universal.py `merge_tp_slices` (the order of precedence, the meaning of each list),
+deepspeed/module_inject/layers.py `collect_autotp_universal_checkpoint_info` (AutoTP's affine map). Patterns are matched
+with `re.match`: at the start of a name, not to its end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ..merge import Merge, Rule, Source, averaged, concatenated, in_parts, pieces, replicated, rows
+
+_HALVES = "parameter_with_2_sub_params_cat_dim_0"
+
+
+def universal_rules(info: Mapping[str, Any], family: Source) -> Source:
+    """Rules from universal_checkpoint_info. Names that no list matches are concatenated along dimension 0, as
+    ds_to_universal does, unless their family says that they are replicated: Megatron lists the position embeddings of
+    an untied model under a name that they do not have, and ds_to_universal then concatenates copies."""
+
+    def find(name: str) -> tuple[Rule, str] | None:
+        found = _explicit(info, name)
+        if found is None:
+            known = family.find(name)
+            if known is not None and known[0] is replicated:
+                found = known
+            else:
+                found = concatenated(0), "universal_checkpoint_info (in none of its lists: the default)"
+        rule, evidence = found
+        size = info.get("original_vocab_size")
+        if _match(info.get("vocabulary_parameter_patterns"), name) and type(size) is int:
+            return rows(rule, size), f"{evidence} and original_vocab_size {size:,}"
+        return rule, evidence
+
+    return Source(find)
+
+
+def _explicit(info: Mapping[str, Any], name: str) -> tuple[Rule, str] | None:
+    affine = info.get("affine_map")
+    params = affine.get("params") if isinstance(affine, dict) else None
+    pattern = _match(params, name)
+    if pattern is not None and isinstance(params, dict):
+        return _affine(affine, params[pattern], name), "the affine map in universal_checkpoint_info"
+    for key, rule in (
+        ("tp_replicated_parameter_patterns", replicated),
+        ("parameter_to_average_patterns", averaged),
+        (_HALVES, _halves),
+    ):
+        pattern = _match(info.get(key), name)
+        if pattern is not None:
+            return rule, f"{key} {pattern!r}"
+    fused = _sub_params(info, name)
+    if fused is not None:
+        return fused
+    pattern = _match(info.get("parameter_with_row_parallelism_patterns"), name)
+    if pattern is not None:
+        return concatenated(1), f"parameter_with_row_parallelism_patterns {pattern!r}"
+    return None
+
+
+def _match(patterns: Any, name: str) -> str | None:
+    for pattern in patterns if isinstance(patterns, list | tuple | dict | set) else ():
+        try:
+            if isinstance(pattern, str) and re.match(pattern, name):
+                return pattern
+        except re.error:
+            continue  # a pattern that is none matches nothing; ds_to_universal would stop here
+    return None
+
+
+def _halves(shapes: Any) -> Merge:
+    """Two tensors fused along dimension 0, each shard cut as torch.chunk does: the first half is the larger."""
+    widths = [[-(-s[0] // 2) for s in shapes], [s[0] // 2 for s in shapes]]
+    return in_parts(0, 2, widths)(shapes)
+
+
+def _sub_params(info: Mapping[str, Any], name: str) -> tuple[Rule, str] | None:
+    """parameter_with_sub_params: [{patterns, shape, partition_dim}], from version 0.4 on with widths on each rank."""
+    entries = info.get("parameter_with_sub_params")
+    for entry in entries if isinstance(entries, list | tuple) else ():
+        entry = entry if isinstance(entry, dict) else getattr(entry, "attributes", {})
+        pattern = _match(entry.get("patterns"), name)
+        dim, shape = entry.get("partition_dim"), entry.get("shape")
+        if pattern is None or type(dim) is not int or not isinstance(shape, tuple | list) or dim >= len(shape):
+            continue
+        widths = info.get("sub_param_shard_widths")
+        known = widths.get(pattern) if isinstance(widths, dict) else None
+        sizes = shape[dim]
+        evidence = f"parameter_with_sub_params {pattern!r}"
+        if isinstance(known, list | tuple):
+            return in_parts(dim, list(sizes) if isinstance(sizes, tuple | list) else 1, known), evidence
+        return in_parts(dim, list(sizes) if isinstance(sizes, tuple | list) else sizes), evidence
+    return None
+
+
+def _affine(info: Any, entry: Any, name: str) -> Rule:
+    """{logical_shape, ranks: {tp: {shard_shape, pieces: [{shape, source: [offset, strides], dest: ...}]}}}."""
+    if info.get("version", 1) != 1:
+        return _refused(f"the affine map of {name!r} has version {info.get('version')!r}, 1 is known")
+    try:
+        blocks = {
+            int(rank): [
+                (tuple(p["shape"]), p["source"][0], tuple(p["source"][1]), p["dest"][0], tuple(p["dest"][1]))
+                for p in shard["pieces"]
+                if p.get("scale", 1) in (1, None) or _raise(f"the affine map of {name!r} scales a piece")
+            ]
+            for rank, shard in entry["ranks"].items()
+        }
+        return pieces(tuple(entry["logical_shape"]), blocks)
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as e:
+        return _refused(f"the affine map of {name!r} is not understood: {e}")
+
+
+def _raise(reason: str) -> bool:
+    raise ValueError(reason)
+
+
+def _refused(reason: str) -> Rule:
+    def rule(shapes: Any) -> Merge:
+        raise ValueError(reason)
+
+    return rule

@@ -1,0 +1,95 @@
+"""Universal checkpoints: a folder per parameter, a file per state.
+
+Writer: deepspeed/checkpoint/ds_to_universal.py. ZeRO up to stage 2 (and tensor parallelism): a dict with ``param`` in
+its shape. Stage 3: the bare flat tensor, whose shape the model states beside it tell. ``step`` is a bare number.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from ...core.box import Shape, c_strides
+from ...core.index import Extent, Fragment, Index, TensorSpec
+from ...core.names import natural
+from ...errors import CorruptError, LazyckptError
+from ...io.plain import Plain
+from ...io.rebuild import StoredTensor
+from ..reader import Source
+from ..torchsave import ties
+from .building import Building, shapes_of, table, tensors_in
+from .files import RankFiles
+
+
+def read(source: Source, files: RankFiles) -> Index:
+    """Index a universal checkpoint. Raises CorruptError if no parameter can be read."""
+    b = Building(source.store)
+    root = f"{files.folder}/zero" if files.folder else "zero"
+    shapes, aliases, meta = _model_states(b, files)
+    problems = []
+    for name, entry in sorted(source.store.list(root).items(), key=lambda item: natural(item[0])):
+        if not entry.is_dir:
+            continue
+        states = {n: e for n, e in source.store.list(f"{root}/{name}").items() if n.endswith(".pt")}
+        for file_name in sorted(states, key=natural):
+            path = f"{root}/{name}/{file_name}"
+            state = file_name.removesuffix(".pt")
+            try:
+                spec = _spec(b, path, name, shapes.get(name))
+            except LazyckptError as e:
+                problems.append(f"{path} cannot be read: {e}")
+                continue
+            if spec is not None:
+                b.states.setdefault(state, {})[name] = spec
+            else:
+                problems.append(f"{path} holds no tensor: its value is in view.stored's file only")
+    if not b.states:
+        raise CorruptError(f"{source.where}/{root}: none of its parameters can be read; {'; '.join(problems[:3])}")
+    order = ("fp32", "exp_avg", "exp_avg_sq")
+    names = sorted(b.states, key=lambda s: (order.index(s) if s in order else 3 + (s == "step"), s))
+    known = b.states.get("fp32", {})
+    return Index(
+        format="deepspeed-universal",
+        states={s: b.states[s] for s in names},
+        files=b.files,
+        # a tied name with a folder of its own is not the owner's: it was written in the training dtype
+        aliases={a: o for a, o in aliases.items() if o in known and a not in known},
+        meta={**meta, "tag": files.folder},
+        problems=(*b.problems, *problems),
+    )
+
+
+def _spec(b: Building, path: str, name: str, shape: Shape | None) -> TensorSpec | None:
+    file = b.file(path)
+    value: Any = file.root.get("param") if isinstance(file.root, dict) else file.root
+    if not isinstance(value, StoredTensor):
+        return None
+    extent = file.extent(value, name)
+    if shape is not None and extent.shape != shape and len(extent.shape) == 1 and prod(shape) == extent.shape[0]:
+        if extent.strides not in ((1,), ()):
+            raise CorruptError(f"{path}: a flat tensor with stride {extent.strides}")
+        extent = Extent(extent.path, extent.offset, extent.dtype, shape, c_strides(shape), swapped=extent.swapped)
+    return TensorSpec(name, extent.shape, extent.dtype, (Fragment(extent, extent.shape),))
+
+
+def _model_states(b: Building, files: RankFiles) -> tuple[dict[str, Shape], dict[str, str], dict[str, Any]]:
+    """What the copied model states tell: full shapes (where nothing was cut over tensor-parallel ranks), ties, meta."""
+    path = files.model.get(0) or files.zero_model.get((0, 0))
+    if path is None:
+        return {}, {}, {}
+    try:
+        file = b.file(path)
+        model = table(file, file.root)
+        groups = model.get("param_shapes")
+        shapes = {n: s for g in (groups if isinstance(groups, list) else ()) for n, s in shapes_of(file, g).items()}
+        shared = model.get("shared_params")
+        aliases = {a: o for a, o in shared.items() if isinstance(o, str)} if isinstance(shared, dict) else {}
+        aliases.update({a: o for a, o in ties(tensors_in(file, model.get("module"))).items() if o not in aliases})
+        rest = Plain(file.root, path, file.pickle_size).rest
+        meta = dict(rest) if isinstance(rest, dict) else {}
+        if "global_steps" in meta:
+            meta.setdefault("step", meta["global_steps"])
+        return shapes, aliases, meta
+    except LazyckptError as e:
+        b.tell(f"{path} cannot be read: {e}")
+        return {}, {}, {}

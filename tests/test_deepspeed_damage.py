@@ -1,0 +1,258 @@
+"""DeepSpeed folders as one finds them: rank files lost or left over, several tags, no `latest`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import lazyckpt
+
+from .conftest import complete
+from .oracle import same
+from .test_deepspeed_zero import ranks_of
+from .writers import Case
+
+TAG = "global_step3"
+
+
+@pytest.fixture
+def copied(zero_cases: dict[str, Case], tmp_path: Path) -> Callable[[str], tuple[Case, Path]]:
+    """A case's checkpoint, to be spoiled: (case, the copy)."""
+
+    def copy(name: str) -> tuple[Case, Path]:
+        case = zero_cases[name]
+        return case, Path(shutil.copytree(case.path, tmp_path / name))
+
+    return copy
+
+
+def _spoil(path: Path, damage: str) -> None:
+    if damage == "missing":
+        path.unlink()
+    else:
+        data = path.read_bytes()
+        path.write_bytes(data[: {"half": len(data) // 2, "short": len(data) - 100, "empty": 0}[damage]])
+
+
+def _check_rest(view: lazyckpt.CheckpointView, case: Case, lost: Path, rank: int) -> None:
+    """What does not touch the lost rank reads; what touches it raises, naming the file."""
+    truth = complete(case).truth
+    whole_ones = broken = rows = 0
+    for state in ("fp32", "exp_avg", "exp_avg_sq"):
+        for name, whole in case.truth[state].items():
+            t = view.states[state][name]
+            assert (t.shape, t.dtype) == (whole.shape, whole.dtype)
+            gone = ranks_of(case, name) == rank
+            if not gone.any():
+                same(t[...], whole, (state, name))
+                whole_ones += 1
+                continue
+            broken += 1
+            for read in (lambda t=t: t[...], t.to, t.numpy, t.explain):
+                with pytest.raises(lazyckpt.MissingFileError) as error:
+                    read()
+                assert lost.name in str(error.value) and name in str(error.value)
+            for row in range(len(whole)):
+                if not gone[row].any():
+                    same(t[row], whole[row], (state, name, row))
+                    rows += 1
+                else:
+                    with pytest.raises(lazyckpt.MissingFileError, match=lost.name):
+                        t[row]
+    assert broken and rows, "some are not whole, and some rows of those are"
+    assert whole_ones or (case.info["stage"] == 3 and rank == 0), "rank 0 of ZeRO-3 holds a piece of everything"
+    for name, whole in truth.get("weights", {}).items():
+        same(view.states["weights"][name][...], whole, name)
+    with pytest.raises(lazyckpt.MissingFileError, match=lost.name):
+        view.states["exp_avg"].to()
+
+
+@pytest.mark.parametrize("damage", ["missing", "half", "short", "empty"])
+@pytest.mark.parametrize("name", ["zero1_bf16_dp3", "zero2_fp32_dp4", "zero3_bf16_dp3", "zero3_fp32_dp4"])
+@pytest.mark.parametrize("rank", [0, 1, -1])
+def test_a_lost_optimizer_file(copied: Callable[[str], tuple[Case, Path]], name: str, damage: str, rank: int) -> None:
+    case, folder = copied(name)
+    rank %= case.info["dp"]
+    (lost,) = folder.glob(f"{TAG}/*zero_pp_rank_{rank}_*optim_states.pt")
+    _spoil(lost, damage)
+    view = lazyckpt.open(folder)
+    assert view.format == f"deepspeed-zero{case.info['stage']}"
+    named = [line for line in view.problems if lost.name in line]
+    assert len(named) == 1, view.problems
+    assert repr(view) and view.tree() and view.explain() and view.nbytes
+    _check_rest(view, case, lost, rank)
+
+
+@pytest.mark.parametrize("name", ["zero2_fp32_dp4", "zero3_fp32_dp4"])
+def test_several_lost_files(copied: Callable[[str], tuple[Case, Path]], name: str) -> None:
+    case, folder = copied(name)
+    for rank in (1, 2):
+        (lost,) = folder.glob(f"{TAG}/zero_pp_rank_{rank}_*optim_states.pt")
+        _spoil(lost, "missing" if rank == 1 else "half")
+    view = lazyckpt.open(folder)
+    for param, whole in case.truth["fp32"].items():
+        owners = ranks_of(case, param)
+        gone = (owners == 1) | (owners == 2)
+        if gone.any():
+            with pytest.raises(lazyckpt.MissingFileError) as error:
+                _ = view.states["fp32"][param][...]
+            for rank in (1, 2):
+                assert (f"zero_pp_rank_{rank}_" in str(error.value)) == bool((owners == rank).any())
+        else:
+            same(view.states["fp32"][param][...], whole, param)
+
+
+@pytest.mark.parametrize("damage", ["missing", "half"])
+def test_lost_model_states_of_another_rank(copied: Callable[[str], tuple[Case, Path]], damage: str) -> None:
+    """ZeRO-3 cuts frozen parameters over the ranks' model states; all else is in the optimizer's files."""
+    case, folder = copied("zero3_bf16_dp3")
+    lost = folder / TAG / "zero_pp_rank_2_mp_rank_00_model_states.pt"
+    _spoil(lost, damage)
+    view = lazyckpt.open(folder)
+    assert any(lost.name in line for line in view.problems)
+    truth = complete(case).truth
+    for name, whole in truth["fp32"].items():
+        if name in case.info["frozen"]:
+            with pytest.raises(lazyckpt.MissingFileError, match=lost.name):
+                _ = view[name][...]
+            width = -(-whole.numel() // 3)
+            rows = 2 * width // whole[0].numel()  # these lie on ranks 0 and 1
+            assert rows
+            same(view[name][:rows], whole[:rows], name)
+        else:
+            same(view[name][...], whole, name)
+
+
+@pytest.mark.parametrize("name", ["zero2_fp32_dp2", "zero3_fp32_dp2"])
+def test_lost_model_states_of_rank_0(copied: Callable[[str], tuple[Case, Path]], name: str) -> None:
+    _, folder = copied(name)
+    for path in (folder / TAG).glob("*model_states.pt"):
+        path.unlink()
+    with pytest.raises(lazyckpt.MissingFileError) as error:
+        lazyckpt.open(folder)
+    assert "model states" in str(error.value) or "model_states" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["zero2_bf16_dp2", "zero3_bf16_dp2"])
+def test_no_optimizer_files_at_all(copied: Callable[[str], tuple[Case, Path]], name: str) -> None:
+    case, folder = copied(name)
+    for path in (folder / TAG).glob("*optim_states.pt"):
+        path.unlink()
+    view = lazyckpt.open(folder)
+    if case.info["stage"] == 3:
+        assert any("optim_states" in line for line in view.problems)
+        readable = set(case.info["buffers"]) | set(case.info["frozen"])
+        assert set(view) == readable
+        for key in readable:
+            same(view[key][...], case.truth["weights"][key], key)
+    else:
+        assert list(view.states) == ["weights"]
+        for key, whole in case.truth["weights"].items():
+            same(view[key][...], whole, key)
+
+
+@pytest.mark.parametrize("name", ["zero1_bf16_dp3", "zero3_bf16_dp3"])
+def test_files_left_over_from_a_larger_run(
+    copied: Callable[[str], tuple[Case, Path]], zero_cases: dict[str, Case], name: str
+) -> None:
+    """A save of 3 ranks over one of 4 with the same tag leaves the fourth rank's files."""
+    case, folder = copied(name)
+    larger = zero_cases[name.replace("dp3", "dp4")].path / TAG
+    left = [path for path in larger.glob("*zero_pp_rank_3_*.pt")]
+    assert left
+    for path in left:
+        shutil.copy(path, folder / TAG)
+    view = lazyckpt.open(folder)
+    assert view.mesh.dp == 3
+    for path in left:
+        if "optim" in path.name:
+            assert any(path.name in line for line in view.problems), view.problems
+    for state, tensors in complete(case).truth.items():
+        for key, tensor in view.states[state].to().items():
+            same(tensor, tensors[key], (state, key))
+
+
+# -- tags
+
+
+def _with_tags(copied: Callable[[str], tuple[Case, Path]]) -> tuple[Case, Case, Path]:
+    """A folder with the tags of two different runs; `latest` names the first."""
+    first, folder = copied("zero2_bf16_dp2")
+    second, other = copied("zero3_fp32_dp2")
+    shutil.copytree(other / TAG, folder / "global_step20")
+    return first, second, folder
+
+
+def _is(view: lazyckpt.CheckpointView, case: Case) -> bool:
+    truth = complete(case).truth
+    return set(view.states) == set(truth) and torch.equal(
+        view.states["fp32"]["mix"][...], truth["fp32"]["mix"]
+    )
+
+
+def test_the_tag_that_latest_names(copied: Callable[[str], tuple[Case, Path]]) -> None:
+    first, second, folder = _with_tags(copied)
+    assert _is(lazyckpt.open(folder), first) and not _is(lazyckpt.open(folder), second)
+    (folder / "latest").write_text("global_step20\n")
+    assert _is(lazyckpt.open(folder), second)
+    assert lazyckpt.open(folder).meta["tag"] == "global_step20"
+
+
+def test_a_tag_that_is_asked_for(copied: Callable[[str], tuple[Case, Path]]) -> None:
+    first, second, folder = _with_tags(copied)
+    assert _is(lazyckpt.open(folder, tag=TAG), first)
+    assert _is(lazyckpt.open(folder, tag="global_step20"), second)
+    with pytest.raises(lazyckpt.MissingFileError) as error:
+        lazyckpt.open(folder, tag="global_step21")
+    for word in ("global_step21", TAG, "global_step20"):
+        assert word in str(error.value)
+
+
+def test_no_latest(copied: Callable[[str], tuple[Case, Path]]) -> None:
+    first, second, folder = _with_tags(copied)
+    (folder / "latest").unlink()
+    with pytest.raises(lazyckpt.FormatError) as error:
+        lazyckpt.open(folder)
+    assert TAG in str(error.value) and "global_step20" in str(error.value) and "tag=" in str(error.value)
+    assert _is(lazyckpt.open(folder, tag="global_step20"), second)
+    shutil.rmtree(folder / "global_step20")
+    assert _is(lazyckpt.open(folder), first), "the only one there is"
+
+
+@pytest.mark.parametrize("content", ["global_step99", "", "../elsewhere", "/", "x" * 5000])
+def test_a_latest_that_leads_nowhere(copied: Callable[[str], tuple[Case, Path]], content: str) -> None:
+    first, _, folder = _with_tags(copied)
+    (folder / "latest").write_text(content)
+    with pytest.raises(lazyckpt.LazyckptError) as error:
+        lazyckpt.open(folder)
+    assert "latest" in str(error.value) and "tag" in str(error.value)
+    assert _is(lazyckpt.open(folder, tag=TAG), first), "what is asked for needs no latest"
+
+
+def test_the_folder_of_a_tag(copied: Callable[[str], tuple[Case, Path]]) -> None:
+    first, second, folder = _with_tags(copied)
+    assert _is(lazyckpt.open(folder / TAG), first)
+    assert _is(lazyckpt.open(str(folder / "global_step20")), second)
+    assert _is(lazyckpt.open(f"{folder}/{TAG}/"), first)
+
+
+def test_one_rank_file_on_its_own(zero_cases: dict[str, Case]) -> None:
+    case = zero_cases["zero2_bf16_dp2"]
+    view = lazyckpt.open(case.path / TAG / "mp_rank_00_model_states.pt")
+    assert view.format == "torch"
+    for name, whole in case.truth["weights"].items():
+        same(view[f"module.{name}"][...], whole, name)
+
+
+def test_tags_with_large_numbers_are_listed_in_natural_order(copied: Callable[[str], tuple[Case, Path]]) -> None:
+    _, _, folder = _with_tags(copied)
+    shutil.copytree(folder / TAG, folder / "global_step100")
+    (folder / "latest").unlink()
+    with pytest.raises(lazyckpt.FormatError) as error:
+        lazyckpt.open(folder)
+    text = str(error.value)
+    assert text.index(TAG) < text.index("global_step20") < text.index("global_step100")

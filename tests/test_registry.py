@@ -1,0 +1,128 @@
+"""Which reader reads a path: the first that recognises it, the one that is named, or one of another package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import lazyckpt
+from lazyckpt.formats import reader
+
+from .oracle import same
+
+_PLUGIN = """
+from lazyckpt.core.index import Extent, Index, whole
+from lazyckpt.formats.reader import Reader
+import torch
+
+
+def recognises(source):
+    return source.head.startswith(b"ACME") or source.path.endswith(".pt")
+
+
+def read(source):
+    info = source.store.stat(source.path)
+    extent = Extent(source.path, 4, torch.int16, ((info.size - 4) // 2,), (1,))
+    index = {"acme.w": whole("acme.w", extent)}
+    return Index("acme", {"weights": index}, {source.path: info}, stored=index, meta={"rules": dict(source.rules)})
+
+
+READER = Reader("acme", "files of the Acme corporation", recognises, read)
+"""
+
+
+@pytest.fixture
+def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that only an installed package's reader knows, with that package on the path."""
+    site = tmp_path / "site"
+    info = site / "acme_reader-1.0.dist-info"
+    info.mkdir(parents=True)
+    (site / "acme_reader.py").write_text(_PLUGIN)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-reader\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{reader.GROUP}]\nacme = acme_reader:READER\n")
+    monkeypatch.syspath_prepend(str(site))
+    path = tmp_path / "weights.acme"
+    path.write_bytes(b"ACME" + torch.arange(10, dtype=torch.int16).numpy().tobytes())
+    return path
+
+
+def test_the_group_is_the_documented_one() -> None:
+    assert reader.GROUP == "lazyckpt.readers"
+
+
+def test_an_installed_reader_is_asked(acme: Path) -> None:
+    view = lazyckpt.open(acme, rules={"a": 1})
+    assert (view.format, dict(view.meta)) == ("acme", {"rules": {"a": 1}})
+    same(view["acme.w"][2:5], torch.tensor([2, 3, 4], dtype=torch.int16), "acme")
+    assert lazyckpt.open(acme, format="acme").format == "acme"
+
+
+def test_without_it_the_file_is_unknown(tmp_path: Path) -> None:
+    (tmp_path / "weights.acme").write_bytes(b"ACME" + bytes(20))
+    with pytest.raises(lazyckpt.FormatError) as error:
+        lazyckpt.open(tmp_path / "weights.acme")
+    assert "weights.acme" in str(error.value) and "ACME" in str(error.value) and "safetensors" in str(error.value)
+
+
+def test_built_in_readers_come_first(acme: Path, tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(3)}, tmp_path / "x.pt")  # the plugin claims .pt
+    assert lazyckpt.open(tmp_path / "x.pt").format == "torch"
+    assert lazyckpt.open(tmp_path / "x.pt", format="acme").format == "acme", "unless it is asked for"
+
+
+def test_a_reader_by_name(tmp_path: Path) -> None:
+    torch.save({"w": torch.arange(3)}, tmp_path / "x.pt")
+    save_file({"w": torch.arange(4)}, tmp_path / "y.safetensors")
+    assert lazyckpt.open(tmp_path / "x.pt", format="torch").format == "torch"
+    assert lazyckpt.open(tmp_path / "y.safetensors", format="safetensors").format == "safetensors"
+    assert lazyckpt.open(tmp_path / "y.safetensors", format="safetensors")["w"].shape == (4,)
+
+
+@pytest.mark.parametrize("wrong", ["safetensors", "deepspeed"])
+def test_the_wrong_reader_says_so(tmp_path: Path, wrong: str) -> None:
+    torch.save({"w": torch.arange(3)}, tmp_path / "x.pt")
+    with pytest.raises(lazyckpt.LazyckptError) as error:
+        lazyckpt.open(tmp_path / "x.pt", format=wrong)
+    assert "x.pt" in str(error.value)
+
+
+def test_an_unknown_reader_name_lists_those_there_are(tmp_path: Path, acme: Path) -> None:
+    torch.save({"w": torch.arange(3)}, tmp_path / "x.pt")
+    with pytest.raises(lazyckpt.FormatError) as error:
+        lazyckpt.open(tmp_path / "x.pt", format="tensorflow")
+    for name in ("tensorflow", "deepspeed", "huggingface", "safetensors", "torch", "acme"):
+        assert name in str(error.value)
+
+
+def test_folders_that_hold_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(lazyckpt.FormatError, match="empty folder"):
+        lazyckpt.open(tmp_path / "empty")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("nothing")
+    with pytest.raises(lazyckpt.FormatError, match=r"notes\.txt"):
+        lazyckpt.open(tmp_path / "other")
+
+
+def test_a_path_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(lazyckpt.MissingFileError) as error:
+        lazyckpt.open(tmp_path / "nowhere.pt")
+    assert isinstance(error.value, FileNotFoundError) and "nowhere.pt" in str(error.value)
+
+
+def test_one_error_tree() -> None:
+    kinds = {
+        lazyckpt.FormatError: ValueError,
+        lazyckpt.CorruptError: ValueError,
+        lazyckpt.MissingFileError: FileNotFoundError,
+        lazyckpt.ChangedFileError: OSError,
+        lazyckpt.TensorNotFoundError: KeyError,
+        lazyckpt.SelectionError: IndexError,
+        lazyckpt.DataError: RuntimeError,
+    }
+    for kind, builtin in kinds.items():
+        assert issubclass(kind, lazyckpt.LazyckptError) and issubclass(kind, builtin)
+        assert str(kind("a sentence")) == "a sentence"
