@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
+from ..core.box import hull
 from ..core.index import Index, TensorSpec, whole
 from ..io.plain import Plain
 from ..io.rebuild import StoredTensor, dangers
 from ..io.store import Store
 from ..io.torchfile import TorchFile, is_torch_file, read_torch_file
 from .reader import Reader, Source
+
+_BLOAT = 1 << 20  # bytes; what is less is alignment, and not worth a line
 
 
 def specs_of(file: TorchFile, plain: Plain, prefix: str = "") -> dict[str, TensorSpec]:
@@ -44,7 +48,24 @@ def warnings(path: str, file: TorchFile, plain: Plain) -> list[str]:
         f"{path}: its pickle names {name}, which no checkpoint needs: nothing was run, but do not torch.load this file"
         for name in dangers(file.globals)
     ]
-    return lines + [f"{path}: {note}" for note in plain.notes]
+    return lines + [f"{path}: {note}" for note in plain.notes] + bloat(path, file, plain)
+
+
+def bloat(path: str, file: TorchFile, plain: Plain) -> list[str]:
+    """A line if much of a file is used by no tensor in it: torch.save writes whole storages, also for a small view."""
+    used: dict[str, int] = {}
+    for t in plain.tensors.values():
+        if t.storage is not None:
+            key = t.storage.key
+            used[key] = used.get(key, 0) + min(hull(t.shape, t.strides), prod(t.shape)) * t.dtype.itemsize
+    held = sum(record.nbytes for record in file.records.values())
+    needed = sum(min(used.get(key, 0), record.nbytes) for key, record in file.records.items())
+    if held - needed < max(_BLOAT, held // 10):
+        return []
+    return [
+        f"{path}: its storages hold {held:,} bytes, its tensors use {needed:,} of them: it was saved from views of "
+        "larger tensors (clone them before torch.save)"
+    ]
 
 
 def stored_tensors(store: Store, path: str, prefix: str) -> dict[str, TensorSpec]:

@@ -12,11 +12,13 @@ import torch
 from ...core.box import Shape
 from ...core.index import Extent, FileInfo, Fragment, Hole, Rank, TensorSpec
 from ...errors import CorruptError, LazyckptError
+from ...io.plain import Plain
 from ...io.rebuild import StoredTensor
 from ...io.store import Store
 from ...io.torchfile import TorchFile, read_torch_file
 from ..merge import MergedFragments, decide
 from ..merge import Source as RuleSource
+from ..torchsave import bloat
 
 Shapes = dict[str, Shape]
 
@@ -60,7 +62,9 @@ class Building:
         found = self._read[path]
         if isinstance(found, LazyckptError):
             raise found
-        self.files[path] = found.info
+        if path not in self.files:
+            self.files[path] = found.info
+            self.problems += bloat(path, found, Plain(found.root, path, found.pickle_size))
         return found
 
     def tell(self, problem: str) -> None:
@@ -74,6 +78,10 @@ class Building:
             for name, by_rank in names.items():
                 if name not in specs:
                     specs[name] = self._merged(name, by_rank)
+                elif name.startswith("tied_modules."):  # they can differ: not every attribute of them is kept in step
+                    self.tell(
+                        f"several pipeline stages hold {name!r}: the first stage's is read (the others: view.stored)"
+                    )
 
     def _merged(self, name: str, by_rank: dict[int, Local]) -> TensorSpec:
         first = by_rank[min(by_rank)]

@@ -53,7 +53,7 @@ def read(source: Source) -> Index:
     b.sources = _rules(source, first.model)
     _left_over(b, files, len(stages))
     plain = Plain(first.file.root, f"{source.where}/{first.file.path}", first.file.pickle_size, _name(first.file) + "/")
-    b.problems += warnings(first.file.path, first.file, plain)
+    b.problems += [w for w in warnings(first.file.path, first.file, plain) if w not in b.problems]
     aliases = _aliases(first.model, tensors_in(first.file, first.model.get("module")))
 
     pipeline = bool(files.layers)
@@ -181,7 +181,7 @@ def _expert_parallel(optims: Mapping[int, OptimFiles], files: RankFiles, b: Buil
 
 
 def _left_over(b: Building, files: RankFiles, count: int) -> None:
-    for (dp, mp), path in {**files.optim, **files.zero_model}.items():
+    for (dp, mp), path in (*files.optim.items(), *files.zero_model.items()):
         if dp >= b.world and mp < count:
             b.tell(f"{path} belongs to rank {dp}, but {b.world} ranks wrote this: left over, not used")
 
