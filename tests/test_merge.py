@@ -220,7 +220,8 @@ def test_numbered_parameters_are_named_where_there_is_one_way() -> None:
     decay: list[tuple[int, ...] | None] = [(5, 2), (2, 2), (2, 2)]
     assert assign(names, [decay, [(2,), (2,)]]) == [["emb", "a.w", "b.w"], ["a.b", "b.b"]]
     assert assign(names, [decay, [(2,)]]) is None  # one of the biases is frozen: which?
-    assert assign(names, [decay, [(2,), None]]) is None  # the unknown one may be pos or a bias
+    assert assign(names, [decay, [(2,), None]]) == [["emb", "a.w", "b.w"], ["a.b", "b.b"]]
+    assert assign(names, [decay, [None, (2,)]]) is None  # the unknown one may be pos or a bias
     assert assign(names, [[(7,)]]) is None
 
 

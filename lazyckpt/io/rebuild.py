@@ -243,12 +243,19 @@ class NumpyDtype:
             or self.code.lstrip("<>|=")[:1] not in "?bhilqpBHILQPfdgFDGeSaUVOMmciu"
         ):
             raise ValueError(f"a numpy dtype {short(self.code)}")
+        if len(self.state) > 2 and self.state[2]:  # an array in every element: (dtype, shape)
+            base, shape = self.state[2]
+            return np.dtype((base.real(budget), tuple(int(n) for n in shape)))
         if len(self.state) >= 5 and isinstance(self.state[4], dict) and self.state[3]:
             fields = {name: self.state[4][name] for name in self.state[3]}
             formats = [f[0].real(budget) for f in fields.values()]
             spec = {"names": list(fields), "formats": formats, "offsets": [f[1] for f in fields.values()]}
             return np.dtype({**spec, "itemsize": self.state[5]})
-        dtype = np.dtype(self.code)
+        code = self.code
+        if code.lstrip("<>|=")[:1] in "mM" and len(self.state) > 8:  # (metadata, (unit, count, divisor, event))
+            unit, count = self.state[8][1][:2]
+            code = f"{code}[{int(count)}{unit.decode() if isinstance(unit, bytes) else unit}]"
+        dtype = np.dtype(code)
         order = self.state[1] if len(self.state) > 1 else "|"
         if order == ">":
             return dtype.newbyteorder(">")
@@ -278,7 +285,8 @@ class NumpyArray:
         else:
             data: Any = raw.encode("latin1") if isinstance(raw, str) else raw
             array = np.frombuffer(data, dtype=kind).copy()
-        return array.reshape(shape, order="F" if fortran else "C")
+        # (the list of an array of objects is in C order even where the array was not)
+        return array.reshape(shape, order="F" if fortran and not kind.hasobject else "C")
 
 
 def _frombuffer(buffer: Any, dtype: Any, shape: Any, order: Any, *rest: Any) -> NumpyArray:
@@ -452,6 +460,7 @@ def _table() -> dict[tuple[str, str], Any]:
         table[root, "tuple"] = lambda *args: tuple(_listed(*args))
         table[root, "dict"] = _attributed
         table[root, "bytearray"] = _bytearray
+        table[root, "bytes"] = lambda *args: bytes(_bytearray(*args))
         table[root, "complex"] = complex
         table[root, "slice"] = _slice
         table[root, "range"] = _range
