@@ -7,6 +7,7 @@ markup, no escape codes. Errors are one line on stderr, with exit code 2.
 from __future__ import annotations
 
 import ast
+import io
 import json
 import os
 import shutil
@@ -66,6 +67,9 @@ _Json = Annotated[bool, typer.Option("--json", help="Everything as JSON.")]
 
 def main() -> None:
     """The console script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names may hold what the terminal's encoding lacks
+            stream.reconfigure(errors="backslashreplace")
     app(prog_name="lazyckpt")
 
 

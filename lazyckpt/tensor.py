@@ -11,7 +11,6 @@ The contract, which one suite of tests checks on every format (tests/contract.py
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .core.box import is_run
+from .core.box import Shape, is_run
 from .core.dtypes import short_name, to_numpy
 from .core.index import Extent, Fragment, TensorSpec
 from .core.plan import plan
@@ -27,7 +26,7 @@ from .core.select import Selection
 from .io.gather import ranges, read, run_tasks, tasks
 from .io.memory import empty
 from .io.pool import Task, run
-from .io.store import Store, narrow
+from .io.store import Buffer, Store, narrow
 from .io.transfer import Ring, read_to
 
 _SMALL = 64 << 10  # bytes that are worth a few page faults, wherever they are
@@ -44,7 +43,7 @@ class LazyTensor:
         self.spec = spec
         self._store = store
         self._selection = selection  # None: the whole
-        self._window: tuple[str, mmap.mmap, torch.Tensor] | None = None
+        self._window: tuple[str, int, torch.dtype, Shape] | tuple[()] | None = None
 
     # -- what it is
 
@@ -201,14 +200,14 @@ class LazyTensor:
         out = empty(reads.shape, self.dtype)
         return tasks(self._store, self.spec, reads, out), lambda: reads.finish(out)
 
-    def mapped(self, maps: dict[str, mmap.mmap | None]) -> torch.Tensor | None:
+    def mapped(self, maps: dict[str, Buffer | None]) -> torch.Tensor | None:
         """The tensor over a private mapping of its file (kept in ``maps``, path -> mapping), or None if it is not one
         contiguous run of one file."""
         extent = self._plain
         if extent is None or extent.offset % extent.dtype.itemsize:  # torch's kernels rely on alignment
             return None
         if extent.path not in maps:
-            maps[extent.path] = self._store.map(extent.path, fresh=True)
+            maps[extent.path] = self._store.private(extent.path)
         buffer = maps[extent.path]
         if buffer is None or not self.numel():
             return None
@@ -294,15 +293,15 @@ class LazyTensor:
         """The same as the planned read, for a small or resident slice of a plain tensor: torch indexes the mapping."""
         window = self._window
         if window is None:
-            window = self._window = self._open_window()
-        if window is None:
+            window = self._window = self._find_window()
+        if not window:
             return None
-        path, mapped, array = window
-        if self._store.map(path) is not mapped:  # also checks that the file is still the same
-            self._window = None
+        path, offset, dtype, shape = window
+        mapped = self._store.map(path)  # also checks that the file is still the same
+        if mapped is None:
             return None
         try:
-            view = array[key]
+            view = mapped.array(offset, dtype, shape)[key]
         except (IndexError, ValueError, TypeError):  # the planned path can do it, or words the error
             return None
         nbytes = view.nbytes
@@ -312,15 +311,14 @@ class LazyTensor:
             return None
         return view.clone()
 
-    def _open_window(self) -> tuple[str, mmap.mmap, torch.Tensor] | None:
+    def _find_window(self) -> tuple[str, int, torch.dtype, Shape] | tuple[()]:
+        """Where a plain tensor lies, if torch can index and clone it there; () if not."""
         extent = self._plain
-        if extent is None or not self.numel() or extent.offset % extent.dtype.itemsize or extent.dtype not in _CLONABLE:
-            return None
-        mapped = self._store.map(extent.path)
-        if mapped is None:
-            return None
-        flat = torch.frombuffer(mapped, dtype=extent.dtype, count=self.numel(), offset=extent.offset)
-        return extent.path, mapped, flat.view(self.spec.shape)
+        if extent is None or not self.numel() or extent.dtype not in _CLONABLE:
+            return ()
+        if extent.offset % extent.dtype.itemsize:
+            return ()
+        return extent.path, extent.offset, extent.dtype, self.spec.shape
 
 
 _CLONABLE = {

@@ -64,7 +64,9 @@ ZERO_OPTIONS = {
         stage=1, dp=4, bf16_optimizer=True, parameter_alignment=True, optimizer="sgd"
     ),
     "zero2_client_state": ZeroSpec(
-        stage=2, dp=2, client_state={"epoch": 7, "note": "ours", "ema": torch.arange(6.0), "nested": {"lr": [0.5, 0.25]}}
+        stage=2,
+        dp=2,
+        client_state={"epoch": 7, "note": "ours", "ema": torch.arange(6.0), "nested": {"lr": [0.5, 0.25]}},
     ),
     "zero3_client_state": ZeroSpec(stage=3, dp=2, client_state={"epoch": 8, "ema": torch.arange(5)}),
 }

@@ -314,7 +314,9 @@ def pickling(case: Case) -> None:
             same(part[...], indexed(whole, key), (state, name, key))
     some = next(iter(view))
     parts = [view, view.stored, *view.states.values()]
-    parts += [part[prefix] for part in parts for prefix in sorted({n.split(".")[0] for n in part if "." in n} - {""})[:2]]
+    parts += [
+        part[prefix] for part in parts for prefix in sorted({n.split(".")[0] for n in part if "." in n} - {""})[:2]
+    ]
     parts += [select for part in parts[:4] for select in _selections(part, some)]
     for part in parts:
         again = pickle.loads(pickle.dumps(part))

@@ -6,7 +6,6 @@ that was read.
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 from collections.abc import Mapping
@@ -94,7 +93,10 @@ class CountingStore:
         self.counts.add(Request(path, offset, len(target)))
         self.inner.read_into(path, offset, target)
 
-    def map(self, path: str, fresh: bool = False) -> mmap.mmap | None:
+    def map(self, path: str) -> None:
+        return None
+
+    def private(self, path: str) -> None:
         return None
 
     def resident(self, view: torch.Tensor) -> bool:
@@ -107,9 +109,7 @@ class CountingStore:
 _check: type[Store] = CountingStore
 
 
-def opened(
-    path: str | os.PathLike[str], *, gap: int = 0, **options: Any
-) -> tuple[lazyckpt.CheckpointView, Counts]:
+def opened(path: str | os.PathLike[str], *, gap: int = 0, **options: Any) -> tuple[lazyckpt.CheckpointView, Counts]:
     """A view like ``lazyckpt.open(path, **options)`` over a counting store, and its counts: what opening has read.
 
     The counts are those of the view and of all tensors and views that come from it.

@@ -336,7 +336,10 @@ class PlainStore:
             self.reads += 1
         self._local.read_into(path, offset, target)
 
-    def map(self, path: str, fresh: bool = False) -> None:
+    def map(self, path: str) -> None:
+        return None
+
+    def private(self, path: str) -> None:
         return None
 
     def resident(self, view: torch.Tensor) -> bool:

@@ -301,6 +301,7 @@ def test_names_print_literally(tmp_path: Path) -> None:
         assert load("show", tmp_path / "a.safetensors", name + "[1]")["values"] == n
         assert ESCAPE not in out("show", tmp_path / "a.safetensors", name)
     assert process("show", tmp_path / "a.safetensors", "[bold]x[/bold][1]").stdout.startswith("[bold]x[/bold][1]  f32")
+    assert r"\xfc" in process("ls", tmp_path / "a.safetensors", PYTHONIOENCODING="ascii").stdout
 
 
 def test_a_name_with_very_many_dots_is_no_trouble(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_files_left_over_from_a_larger_run(
     """A save of 3 ranks over one of 4 with the same tag leaves the fourth rank's files."""
     case, folder = copied(name)
     larger = zero_cases[name.replace("dp3", "dp4")].path / TAG
-    left = [path for path in larger.glob("*zero_pp_rank_3_*.pt")]
+    left = list(larger.glob("*zero_pp_rank_3_*.pt"))
     assert left
     for path in left:
         shutil.copy(path, folder / TAG)
@@ -189,9 +189,7 @@ def _with_tags(copied: Callable[[str], tuple[Case, Path]]) -> tuple[Case, Case, 
 
 def _is(view: lazyckpt.CheckpointView, case: Case) -> bool:
     truth = complete(case).truth
-    return set(view.states) == set(truth) and torch.equal(
-        view.states["fp32"]["mix"][...], truth["fp32"]["mix"]
-    )
+    return set(view.states) == set(truth) and torch.equal(view.states["fp32"]["mix"][...], truth["fp32"]["mix"])
 
 
 def test_the_tag_that_latest_names(copied: Callable[[str], tuple[Case, Path]]) -> None:

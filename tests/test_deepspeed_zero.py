@@ -124,7 +124,9 @@ def test_stored_has_every_tensor_of_every_file_under_its_raw_name(zero_cases: di
 # -- what is read
 
 
-@pytest.mark.parametrize("name", ["zero1_fp16_dp3", "zero2_bf16_dp4", "zero2_round_robin", "zero3_fp32_dp4", "zero2_dp11"])
+@pytest.mark.parametrize(
+    "name", ["zero1_fp16_dp3", "zero2_bf16_dp4", "zero2_round_robin", "zero3_fp32_dp4", "zero2_dp11"]
+)
 def test_a_slice_touches_the_ranks_that_hold_it(zero_cases: dict[str, Case], name: str) -> None:
     case = zero_cases[name]
     view, counts = opened(case.path)
@@ -213,7 +215,10 @@ def test_nothing_of_deepspeed_is_imported(zero_cases: dict[str, Case]) -> None:
             assert view.stored.to()
         print(*(name for name in sys.modules if name.split(".")[0] == "deepspeed"))
     """
-    paths = [str(zero_cases[name].path) for name in ("zero1_fp16_dp2", "zero2_bf16_dp2", "zero3_bf16_dp2", "bf16_optimizer_dp1")]
+    paths = [
+        str(zero_cases[name].path)
+        for name in ("zero1_fp16_dp2", "zero2_bf16_dp2", "zero3_bf16_dp2", "bf16_optimizer_dp1")
+    ]
     done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []

@@ -155,7 +155,9 @@ def test_numpy_converts_when_asked(view: CheckpointView, truth: dict[str, torch.
     with pytest.raises(ValueError, match="copy"):
         np.asarray(view["a"], copy=False)
     assert np.asarray(view["a"], copy=True).tolist() == truth["a"].tolist()
-    assert np.array_equal(np.matmul(np.ones((2, 4), np.float32), view["a"]), np.ones((2, 4), np.float32) @ truth["a"].numpy())
+    assert np.array_equal(
+        np.matmul(np.ones((2, 4), np.float32), view["a"]), np.ones((2, 4), np.float32) @ truth["a"].numpy()
+    )
     assert np.asarray(view["a"].lazy[::-1, 2]).tolist() == truth["a"].flip(0)[:, 2].tolist()
 
 

@@ -41,7 +41,7 @@ def _official(folder: Path) -> Case:
         "layers.0.w": torch.randn(33, 65, generator=g),
         "layers.10.w": torch.randn(4, 3, 2, 5, generator=g).half(),
         "layers.2.w": torch.randn(1, 7, 1, generator=g),
-        "odd name / with \N{SNOWMAN} and \"quotes\"": torch.arange(5),
+        'odd name / with \N{SNOWMAN} and "quotes"': torch.arange(5),
         "..": torch.arange(3),
         "": torch.arange(4),
     }
@@ -91,7 +91,12 @@ def _unaligned(pad: str) -> Callable[[Path], Case]:
     return write
 
 
-_WRITERS = {"official": _official, "unaligned": _unaligned(""), "unaligned_padded": _unaligned("   "), "shifted": _unaligned(" ")}
+_WRITERS = {
+    "official": _official,
+    "unaligned": _unaligned(""),
+    "unaligned_padded": _unaligned("   "),
+    "shifted": _unaligned(" "),
+}
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +128,9 @@ def test_agrees_with_the_official_reader(cases: dict[str, Case]) -> None:
         path = cases[name].path
         if name == "official":  # its own torch loader knows fewer dtypes than it writes
             with safe_open(path, "pt") as file:
-                oracle = {key: file.get_tensor(key) for key in ("layers.0.w", "float8_e4m3fn", "bfloat16", "scalar", "bool")}
+                oracle = {
+                    key: file.get_tensor(key) for key in ("layers.0.w", "float8_e4m3fn", "bfloat16", "scalar", "bool")
+                }
         else:
             oracle = load_file(path)
         view = lazyckpt.open(path)

@@ -37,7 +37,9 @@ def test_format_mesh_and_stored_names(torch_save_case: Case) -> None:
     assert list(view.files) == [torch_save_case.path.name]
 
 
-@pytest.mark.parametrize("name", ["flat", "views", "aligned4096", "no_crc", "list_root", "single", "legacy", "big_endian"])
+@pytest.mark.parametrize(
+    "name", ["flat", "views", "aligned4096", "no_crc", "list_root", "single", "legacy", "big_endian"]
+)
 def test_ordinary_files_have_no_problems(torch_cases: dict[str, Case], name: str) -> None:
     assert lazyckpt.open(torch_cases[name].path).problems == ()
 
@@ -79,7 +81,19 @@ def test_meta_holds_all_the_rest(torch_cases: dict[str, Case], name: str) -> Non
 def test_plain_objects_come_back_equal(torch_cases: dict[str, Case], name: str) -> None:
     tree: Any = torch_contents.training()
     objects: Any = lazyckpt.open(torch_cases[name].path).meta["objects"]
-    plain = ("counter", "set", "frozenset", "bytes", "bytearray", "complex", "big_int", "range", "slice", "size", "unicode")
+    plain = (
+        "counter",
+        "set",
+        "frozenset",
+        "bytes",
+        "bytearray",
+        "complex",
+        "big_int",
+        "range",
+        "slice",
+        "size",
+        "unicode",
+    )
     for key in (*plain, "defaultdict", "none"):
         assert objects[key] == tree["objects"][key], key
     assert type(objects["size"]) is torch.Size
@@ -219,7 +233,7 @@ def test_over_four_gigabytes(tmp_path: Path) -> None:
         pytest.skip(f"{e}: 4.25 GiB would be written")
     view = lazyckpt.open(path)
     assert view["big"].shape == (17, 1 << 26) and view.numel == 17 * (1 << 26) + 3 + 35
-    rows, columns = view["big"].shape
+    columns = view["big"].shape[1]
     for element, values in expected["big"].items():
         before, first = divmod(element, columns)
         n = min(len(values), columns - first)
@@ -332,7 +346,9 @@ def test_foreign_files_are_refused(tmp_path: Path, name: str, content: bytes) ->
     assert name in str(error.value)
 
 
-@pytest.mark.parametrize("spell", [str, Path, lambda p: os.path.relpath(p), lambda p: os.path.join(p.parent, ".", p.name)])
+@pytest.mark.parametrize(
+    "spell", [str, Path, lambda p: os.path.relpath(p), lambda p: os.path.join(p.parent, ".", p.name)]
+)
 def test_ways_to_write_a_path(torch_cases: dict[str, Case], spell: Any) -> None:
     case = torch_cases["no_crc"]
     view = lazyckpt.open(spell(case.path))

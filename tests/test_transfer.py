@@ -1,4 +1,4 @@
-"""The way to an accelerator, walked on the CPU: pieces through a ring of host buffers. And on a GPU, where there is one."""
+"""The way to an accelerator: pieces through a ring of host buffers, walked on the CPU, and on a GPU where there is one."""
 
 from __future__ import annotations
 

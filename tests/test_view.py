@@ -109,7 +109,9 @@ def test_several_places_are_listed(view: CheckpointView) -> None:
     assert "'layers.10.mlp'" in str(relative.value) and "model.layers" not in str(relative.value)
 
 
-@pytest.mark.parametrize("wrong", ["model.lay", "odel", "ayers.1.mlp", "layers.1.ml", "model.layers.3", "weights", "", "."])
+@pytest.mark.parametrize(
+    "wrong", ["model.lay", "odel", "ayers.1.mlp", "layers.1.ml", "model.layers.3", "weights", "", "."]
+)
 def test_only_whole_components_count(view: CheckpointView, wrong: str) -> None:
     if wrong in ("", "."):
         assert list(view[wrong]) == list(view)
@@ -303,7 +305,11 @@ def test_a_large_view_prints_few_lines(tmp_path: Path) -> None:
 
 
 def test_it_travels_to_another_process(view: CheckpointView, truth: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    parts = {"tensor": view["layers.1.mlp.up.weight"], "slice": view["head.weight"].lazy[::-2, 1], "view": view["model.layers"]}
+    parts = {
+        "tensor": view["layers.1.mlp.up.weight"],
+        "slice": view["head.weight"].lazy[::-2, 1],
+        "view": view["model.layers"],
+    }
     (tmp_path / "parts.pkl").write_bytes(pickle.dumps(parts))
     code = """if True:
         import pickle, sys, torch

@@ -93,7 +93,7 @@ def _cut(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype) -> 
     elif span > 4 * BLOCK:
         yield from _split(store, copy, target, dtype, 4 * BLOCK)
     else:
-        yield span, partial(_through_mapping, mapped, copy, span, target)
+        yield span, partial(_through_mapping, mapped.buffer, copy, span, target)
 
 
 def _split(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype, limit: int) -> Iterator[Task]:

@@ -9,6 +9,7 @@ or where few pages are wanted. No read-ahead is asked for: a slice must not cost
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import sys
@@ -21,11 +22,11 @@ from typing import Any
 import torch
 
 from ..core.index import FileInfo
-from ..errors import ChangedFileError, CorruptError, MissingFileError
-from .store import Entry, Store
+from ..errors import ChangedFileError, CorruptError, DataError, MissingFileError
+from .store import Entry, Mapped, Store
 
 _OPEN_FILES = 128  # well under the usual limit of 1,024 descriptors
-_MAPPINGS = 256
+_MAPPINGS = 128  # each keeps one, too
 _PAGE = mmap.PAGESIZE
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 if _libc is not None:
@@ -58,7 +59,7 @@ class LocalStore:
         self.pins: Mapping[str, FileInfo] = pins or {}
         self._lock = threading.Lock()
         self._files: dict[str, _File] = {}
-        self._maps: dict[str, mmap.mmap] = {}
+        self._maps: dict[str, Mapped] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LocalStore, (self._root, dict(self.pins))
@@ -122,20 +123,30 @@ class LocalStore:
                 )
             done += got
 
-    def map(self, path: str, fresh: bool = False) -> mmap.mmap | None:
+    def map(self, path: str) -> Mapped | None:
         file = self._open(path)
-        if fresh:
-            return _mapping(file)
-        buffer = self._maps.get(path)
-        if buffer is None:
+        mapped = self._maps.get(path)
+        if mapped is None:
             buffer = _mapping(file)
-            if buffer is not None:
-                buffer.madvise(mmap.MADV_RANDOM)
-                with self._lock:
-                    self._maps[path] = buffer
-                    while len(self._maps) > _MAPPINGS:
-                        self._maps.pop(next(iter(self._maps)))
-        return buffer
+            if buffer is None:
+                return None
+            buffer.madvise(mmap.MADV_RANDOM)
+            mapped = Mapped(buffer)
+            with self._lock:
+                self._maps[path] = mapped
+                while len(self._maps) > _MAPPINGS:
+                    self._maps.pop(next(iter(self._maps)))
+        return mapped
+
+    def private(self, path: str) -> memoryview | None:
+        size = self._open(path).info().size
+        if size == 0:
+            return None
+        try:  # torch's mapping keeps no descriptor, which a view of a thousand files would run out of
+            array = torch.from_file(self._full(path), shared=False, size=size, dtype=torch.uint8).numpy()
+        except RuntimeError:  # larger than the system lets a private mapping be
+            return None
+        return array.data
 
     def resident(self, view: torch.Tensor) -> bool:
         if _libc is None or view.numel() == 0:
@@ -160,6 +171,11 @@ class LocalStore:
             try:
                 file = _File(self._full(path))
             except OSError as e:
+                if e.errno in (errno.EMFILE, errno.ENFILE):
+                    raise DataError(
+                        f"{self._full(path)}: no file descriptor is left to open it with. Close files, or raise the "
+                        "limit (ulimit -n)"
+                    ) from None
                 raise self._missing(path, e) from None
             with self._lock:
                 self._files[path] = file

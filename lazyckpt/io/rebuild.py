@@ -496,7 +496,8 @@ _DANGEROUS_MODULES = {
 }  # fmt: skip
 # whole names, or what a name begins with
 _DANGEROUS_NAMES = (
-    "torch.load", "torch.jit", "torch.serialization", "torch._inductor", "torch.package", "numpy.load", "numpy.save",
+    "torch.load", "torch.hub", "torch.jit", "torch.utils.cpp_extension", "torch.serialization", "torch._inductor",
+    "torch.package", "numpy.f2py", "numpy.load", "numpy.save",
     "numpy.memmap", "numpy.fromfile", "numpy.testing", "numpy.loadtxt", "numpy.genfromtxt", "pathlib.Path.",
     "pathlib.PosixPath.", "pathlib.WindowsPath.", "signal.signal",
 )  # fmt: skip
@@ -517,5 +518,6 @@ def _dangerous(module: str, name: str) -> bool:
         return False
     if module in ("builtins", "__builtin__") and name in _INERT_BUILTINS:
         return False
-    full = f"{module}.{name}"
-    return full.startswith(_DANGEROUS_NAMES) or any(part in _DANGEROUS_MODULES for part in full.split(".")[:-1])
+    # A dotted name reaches through its module (logging, "os.system"); the middle of a module's own path says nothing.
+    reached = (module.split(".")[0], *name.split(".")[:-1])
+    return f"{module}.{name}".startswith(_DANGEROUS_NAMES) or not _DANGEROUS_MODULES.isdisjoint(reached)

@@ -92,7 +92,10 @@ class RemoteStore:
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
         target[:] = self.read(path, offset, len(target))
 
-    def map(self, path: str, fresh: bool = False) -> None:
+    def map(self, path: str) -> None:
+        return None
+
+    def private(self, path: str) -> None:
         return None
 
     def resident(self, view: torch.Tensor) -> bool:

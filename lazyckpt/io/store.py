@@ -9,14 +9,16 @@ from __future__ import annotations
 import io
 import mmap
 from collections.abc import Iterable, Mapping
+from math import prod
 from typing import NamedTuple, Protocol
 
 import torch
 
+from ..core.box import Shape
 from ..core.index import FileInfo
 from ..errors import CorruptError
 
-Buffer = bytes | memoryview
+Buffer = bytes | memoryview | mmap.mmap
 
 
 class Entry(NamedTuple):
@@ -24,6 +26,25 @@ class Entry(NamedTuple):
 
     info: FileInfo
     is_dir: bool
+
+
+class Mapped:
+    """A mapped file, and the arrays over it that were asked for."""
+
+    __slots__ = ("_arrays", "buffer")
+
+    def __init__(self, buffer: mmap.mmap) -> None:
+        self.buffer = buffer
+        self._arrays: dict[tuple[int, torch.dtype, Shape], torch.Tensor] = {}
+
+    def array(self, offset: int, dtype: torch.dtype, shape: Shape) -> torch.Tensor:
+        """The bytes from ``offset`` on (a multiple of the item size) as a C-order array that is not empty."""
+        key = (offset, dtype, shape)
+        array = self._arrays.get(key)
+        if array is None:
+            flat = torch.frombuffer(self.buffer, dtype=dtype, count=prod(shape), offset=offset)
+            array = self._arrays[key] = flat.view(shape)
+        return array
 
 
 class Store(Protocol):
@@ -54,11 +75,12 @@ class Store(Protocol):
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
         """Fill ``target`` from ``offset`` on; errors as `read`."""
 
-    def map(self, path: str, fresh: bool = False) -> mmap.mmap | None:
+    def map(self, path: str) -> Mapped | None:
         """The whole file as memory whose pages are read when touched; None if this store cannot, or the file is empty.
+        For reading only, and not to be kept: the store keeps it as long as it has room."""
 
-        ``fresh``: a mapping of its own, private to the caller, that may be written to (the file never is).
-        """
+    def private(self, path: str) -> Buffer | None:
+        """A mapping of the caller's own, which may be written to (the file never is); None as for `map`."""
 
     def resident(self, view: torch.Tensor) -> bool:
         """Whether a contiguous view into a mapped file is likely in memory already: touching it costs no I/O."""
