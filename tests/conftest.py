@@ -1,4 +1,4 @@
-"""Checkpoints for the tests: real writers make them, once per session, also where several processes test in parallel."""
+"""Checkpoints for the tests: real writers make them, once per session, also where several processes share it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 def _cross() -> dict[str, ZeroSpec]:
     """Every stage with every dtype on 1 to 4 ranks, in changing sizes: padding falls differently in each."""
-    specs = {}
+    specs: dict[str, ZeroSpec] = {}
     for stage in (1, 2, 3):
         for dtype in ("fp32", "bf16", "fp16"):
             for dp in (1, 2, 3, 4):
@@ -163,7 +163,7 @@ def huggingface_case(request: pytest.FixtureRequest, huggingface_cases: dict[str
 
 
 def torch_case(path: Path, tree: Any, more: Mapping[str, torch.Tensor] | None = None) -> Case:
-    """The tensors of a saved tree under dotted names; ``more`` are those inside objects, which only pickle walks into."""
+    """The tensors of a saved tree under dotted names; ``more``: those inside objects, which only pickle walks into."""
     found = {".".join(map(str, keys)): t for keys, t in torch_contents.walk(tree).items()}
     found |= more or {}
     weights = {name: t.detach().as_subclass(torch.Tensor) for name, t in found.items()}

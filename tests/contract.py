@@ -64,7 +64,7 @@ def _digests(view: CheckpointView) -> dict[str, str]:
 def names_shapes_dtypes(case: Case) -> None:
     view = open_case(case)
     assert set(view.states) == set(case.truth)
-    assert list(view.states)[0] == view.state == default_state(case)
+    assert next(iter(view.states)) == view.state == default_state(case)
     for state, truth in case.truth.items():
         part = view.states[state]
         assert isinstance(part, CheckpointView)
@@ -112,7 +112,7 @@ def aliases(case: Case) -> None:
             same(part[alias][...], truth[owner], (state, alias))
             if alias in read:
                 assert read[alias] is read[owner], "one tensor under both names"
-            alone = part.select(lambda n, alias=alias: n == alias).to() if alias in read else {}
+            alone = part.select({alias}.__contains__).to() if alias in read else {}
             for tensor in alone.values():
                 same(tensor, truth[owner], (state, alias, "alone"))
 
@@ -198,26 +198,26 @@ def random_slices(case: Case) -> None:
 def slices_of_slices(case: Case) -> None:
     view = open_case(case)
     for state, name, t, whole in each(view, case):
-        for n, key in enumerate(some_keys(t.shape, f"of slices {state} {name}", 4)):
+        for n, key in enumerate(some_keys(t.shape, f"of slices {state} {name}", 3)):
             want, part = indexed(whole, key), t.lazy[key]
             assert isinstance(part, LazyTensor)
             same(part[...], want, (state, name, key))
-            for inner in some_keys(want.shape, f"{n} {name}", 3):
+            for inner in some_keys(want.shape, f"{n} {name}", 2):
                 what = (state, name, key, inner)
                 same(part[inner], indexed(want, inner), what)
                 same(part.lazy[inner].to(), indexed(want, inner), what)
 
 
 def reads_what_it_returns(case: Case) -> None:
-    """At most 5 % beside the elements that a slice wants; with a store that states a gap, at most that between two."""
+    """The elements that a slice wants and nothing else; with a store that states a gap, at most that between two."""
     for gap in (0, 64):
         view, counts = opened(case.path, gap=gap, **case.info.get("open", {}))
         for state, name, t, whole in each(view, case):
-            for key in some_keys(t.shape, f"{state} {name} {gap}", 5):
+            for key in some_keys(t.shape, f"{state} {name} {gap}", 3):
                 counts.clear()
                 same(t[key], indexed(whole, key), (state, name, key))
-                elements = indexed(torch.arange(whole.numel()).view(whole.shape), key).unique().numel()
-                limit = 1.05 * elements * t.itemsize + gap * max(0, elements - 1)
+                elements = len(np.unique(indexed(torch.arange(whole.numel()).view(whole.shape), key).numpy()))
+                limit = elements * t.itemsize + gap * max(0, elements - 1)
                 assert counts.bytes <= limit, f"{name}[{key}] of {whole.shape} may read {limit}: {counts}"
                 assert counts.paths <= {fragment.extent.path for fragment in t.fragments}
 
@@ -314,9 +314,7 @@ def pickling(case: Case) -> None:
             same(part[...], indexed(whole, key), (state, name, key))
     some = next(iter(view))
     parts = [view, view.stored, *view.states.values()]
-    parts += [
-        part[prefix] for part in parts for prefix in sorted({n.split(".")[0] for n in part if "." in n} - {""})[:2]
-    ]
+    parts += [part[prefix] for part in parts for prefix in _prefixes(part)[:2]]
     parts += [select for part in parts[:4] for select in _selections(part, some)]
     for part in parts:
         again = pickle.loads(pickle.dumps(part))
@@ -325,6 +323,10 @@ def pickling(case: Case) -> None:
         assert (again.problems, again.aliases, again.files) == (part.problems, part.aliases, part.files)
         for name, tensor in part.to().items():
             same(again[name][...], tensor, (part.state, name))
+
+
+def _prefixes(view: CheckpointView) -> list[str]:
+    return sorted({name.split(".")[0] for name in view if "." in name} - {"", *view})
 
 
 def _selections(view: CheckpointView, some: str) -> list[CheckpointView]:
@@ -361,9 +363,10 @@ def mapping(case: Case) -> None:
     assert list(view) == list(view.keys())
     assert [t.name for t in view.values()] == [name for name, _ in view.items()]
     first = next(iter(view))
-    assert view.get(first).name == first
+    found = view.get(first)
+    assert found is not None and found.name == first
     assert view.get("no such tensor") is None
-    assert "no such tensor" not in view and 5 not in view
+    assert "no such tensor" not in view and 5 not in view  # type: ignore[comparison-overlap]
     assert {name: tuple(t.shape) for name, t in view.items()} == {name: tuple(t.shape) for name, t in truth.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -43,6 +44,8 @@ def indexed(whole: Tensor, key: Any) -> Tensor:
                 item = slice(None)
             elif isinstance(item, list | np.ndarray):
                 item = torch.tensor(item, dtype=None if len(item) else torch.int64)
+            elif not isinstance(item, slice) and not (isinstance(item, Tensor) and item.ndim):
+                item = operator.index(item)
             dim += 1
         wanted.append(item)
     return bits[tuple(wanted)].view(whole.dtype)
@@ -86,7 +89,7 @@ def _random_key(shape: Sequence[int], rng: random.Random) -> Any:
 
 def _random_item(n: int, rng: random.Random) -> Any:
     if n and rng.random() < 0.3:
-        return rng.choice((int, np.int64))(rng.randrange(-n, n))
+        return rng.choice((int, np.int64, torch.tensor))(rng.randrange(-n, n))
     start, stop = (rng.choice((None, rng.randint(-n - 2, n + 2))) for _ in range(2))
     return slice(start, stop, rng.choice((None, 1, 2, 3, n + 1, -1, -2, -3)))
 

@@ -60,12 +60,12 @@ def _measured(path: Path, state: str, name: str, expression: str) -> tuple[int, 
 
 
 def _digest(t: torch.Tensor) -> str:
-    return hashlib.sha256(t.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(t.contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 def test_one_tensor_of_a_large_zero_checkpoint(tmp_path: Path) -> None:
     need("deepspeed")
-    specs = {f"zero{n}": ZeroSpec(stage=n, dp=2, hidden=1024, layers=4, vocab=16384) for n in (2, 3)}  # type: ignore[arg-type]
+    specs = {f"zero{n}": ZeroSpec(stage=n, dp=2, hidden=1024, layers=4, vocab=16384) for n in (2, 3)}
     cases = write_many(tmp_path, specs)
     reads = [
         ("zero2", "fp32", "blocks.2.fc1.weight", "t[...]"),
@@ -113,7 +113,8 @@ def test_one_tensor_of_a_large_file(sparse: Path, expression: str, nbytes: int) 
 def test_a_module_is_filled_one_tensor_at_a_time(sparse: Path) -> None:
     module = (
         "(m := torch.nn.ModuleDict({'layers': torch.nn.ModuleList("
-        "torch.nn.Linear(2048, 4096, bias=False, device='meta') for _ in range(16))}).to_empty(device='cpu')) and [p.requires_grad_(False).fill_(1) for p in m.parameters()]"
+        "torch.nn.Linear(2048, 4096, bias=False, device='meta') for _ in range(16))}).to_empty(device='cpu'))"
+        " and [p.requires_grad_(False).fill_(1) for p in m.parameters()]"
     )
     built, _ = _measured(sparse, "", "", f"{module} and None")
     filled, _ = _measured(sparse, "", "", f"{module} and view.load_into(m) and None")

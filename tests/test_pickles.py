@@ -218,7 +218,7 @@ def test_numpy_arrays(name: str, protocol: int, tmp_path: Path) -> None:
             assert found.dtype.isnative == array.dtype.isnative
             assert found.shape == array.shape
             if array.dtype.hasobject or array.dtype.names:  # the bytes between two fields mean nothing
-                assert found.tolist() == array.tolist()
+                assert repr(found.tolist()) == repr(array.tolist())
             else:
                 assert found.tobytes() == array.tobytes()
             assert found.flags.writeable
@@ -233,7 +233,7 @@ def test_numpy_scalars(name: str, protocol: int) -> None:
         (found,) = Plain(machine(data), "test.pt", len(data)).rest
         assert type(found) is type(expected)
         assert found.dtype == expected.dtype
-        assert found.tolist() == expected.tolist() or found.tobytes() == expected.tobytes()
+        assert repr(found.tolist()) == repr(expected.tolist()) or found.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

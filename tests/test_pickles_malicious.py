@@ -128,8 +128,14 @@ LIVE: dict[str, tuple[Payload, str]] = {
         "os.system",
     ),
     "runpy": (script, "runpy.run_path"),
-    "timeit": (lambda m: call(named("timeit", "timeit"), text(f"open({str(m)!r}, 'w')")), "timeit.timeit"),
-    "cProfile": (lambda m: call(named("cProfile", "run"), text(f"open({str(m)!r}, 'w')")), "cProfile.run"),
+    "timeit": (
+        lambda m: call(named("timeit", "timeit"), text("pass"), text(f"open({str(m)!r}, 'w')")),
+        "timeit.timeit",
+    ),
+    "cProfile": (
+        lambda m: call(named("cProfile", "runctx"), text(f"open({str(m)!r}, 'w')"), b"}", b"}"),
+        "cProfile.runctx",
+    ),
     "a pickle in a pickle": (pickled_inside, "_pickle.loads"),
     "copyreg": (
         lambda m: call(
@@ -167,7 +173,7 @@ UNCALLED = {"the code of a module"}  # an unknown module is not dangerous by its
 
 def pickled(name: str, marker: Path) -> bytes:
     body = LIVE[name][0](marker)
-    return body if name.startswith("__reduce__") else program(body, 4)
+    return body if name.startswith("__reduce__") else program(body, 4 if b"\x93" in body else 2)
 
 
 LOADER = """
@@ -232,10 +238,11 @@ sys.addaudithook(_watch)
 
 
 @contextmanager
-def nothing_runs() -> Iterator[None]:
-    """Python itself tells of commands, code, sockets and files that are opened to write."""
+def nothing_runs(first: Callable[[], object]) -> Iterator[None]:
+    """Python itself tells of commands, code, sockets and files that are opened to write. ``first`` is done before it
+    listens: modules of our own that are imported late run code too."""
     global _seen
-    before = set(sys.modules)
+    first()
     _seen = []
     try:
         yield
@@ -243,8 +250,7 @@ def nothing_runs() -> Iterator[None]:
     finally:
         _seen = None
     assert not seen
-    foreign = {m for m in set(sys.modules) - before if not m.startswith(("lazyckpt", "importlib", "email", "zipfile"))}
-    assert not foreign & {"runpy", "timeit", "cProfile", "probe_of_an_import", "pty", "antigravity"}
+    assert "probe_of_an_import" not in sys.modules
 
 
 @pytest.mark.parametrize("name", LIVE)
@@ -252,9 +258,8 @@ def test_nothing_runs(name: str, tmp_path: Path, probe: Path, monkeypatch: pytes
     marker = probe / "marker-import" if name in UNCALLED else tmp_path / "marker"
     path = write_pickle(tmp_path / "model.pt", pickled(name, marker))
     monkeypatch.syspath_prepend(str(probe))
-    lazyckpt.open(write_pickle(tmp_path / "warm.pt", program(dict_of())))  # what is imported late is imported now
-    with nothing_runs():
-        view = lazyckpt.open(path)
+    with nothing_runs(lambda: lazyckpt.open(path, cache=False)):
+        view = lazyckpt.open(path, cache=False)
         repr(view), view.tree(), view.explain(), repr(dict(view.meta))
         list(view.values()), view.to("cpu"), view.stored
     assert not marker.exists(), "it ran"
@@ -262,7 +267,6 @@ def test_nothing_runs(name: str, tmp_path: Path, probe: Path, monkeypatch: pytes
         lines = [line for line in view.problems if LIVE[name][1] in line]
         assert lines, f"problems do not name it: {view.problems}"
         assert all("model.pt" in line and "nothing was run" in line for line in lines)
-    assert not any(type(v).__module__ in ("os", "subprocess", "builtins.open") for v in view.meta.values())
 
 
 def test_a_record_of_it_is_there_to_look_at(tmp_path: Path) -> None:
@@ -273,49 +277,52 @@ def test_a_record_of_it_is_there_to_look_at(tmp_path: Path) -> None:
     assert repr(record) == "<os.system args=('rm -rf /')>"
 
 
-DANGEROUS = """
+NAMES = """
     os.execv os.remove os.unlink os.rename os.environ os.kill os.fork os.path.os.system nt.system posix.execv sys.exit
     subprocess.call subprocess.getoutput subprocess.run builtins.breakpoint builtins.__import__ builtins.setattr
-    builtins.delattr builtins.globals builtins.vars builtins.input __builtin__.apply __builtin__.execfile __builtin__.file
+    builtins.delattr builtins.globals builtins.vars builtins.input __builtin__.apply __builtin__.execfile
     shutil.rmtree socket.socket socket.create_connection runpy.run_module runpy._run_code importlib.import_module
     importlib.reload importlib.machinery.SourceFileLoader imp.load_source pty.spawn commands.getoutput popen2.popen3
     code.InteractiveInterpreter code.interact codeop.compile_command pickle.load pickle.loads _pickle.Unpickler
-    marshal.loads webbrowser.open ctypes.CDLL ctypes.cdll.LoadLibrary asyncio.create_subprocess_shell pdb.run bdb.Bdb.run
-    profile.run trace.Trace timeit.main doctest.debug_script pydoc.pipepager pydoc.locate venv.create pip.main
-    pip._internal.main ensurepip._run_pip idlelib.pyshell.ModifiedInterpreter.runcode lib2to3.pgen2.grammar.Grammar.loads
-    distutils.file_util.write_file multiprocessing.util.spawnv_passfds tempfile.mkstemp uuid._get_command_stdout
-    requests.get urllib.request.urlopen urllib.request.urlretrieve http.client.HTTPConnection httplib.HTTPConnection
-    ftplib.FTP smtplib.SMTP ssl.create_default_context xmlrpc.client.ServerProxy aiohttp.client.ClientSession
-    types.FunctionType types.CodeType operator.itemgetter operator.methodcaller functools.partialmethod
-    torch.hub.load torch.hub.load_state_dict_from_url torch.load torch.save torch.serialization.load torch.serialization.save
-    torch.jit.load torch.utils.cpp_extension.load torch.utils.cpp_extension.load_inline torch.package.PackageImporter
-    torch._inductor.codecache.compile_file torch.utils.collect_env.run torch.utils.bottleneck.__main__.run_cprofile
-    torch._dynamo.guards.GuardBuilder.get torch.fx.experimental.symbolic_shapes.ShapeEnv.evaluate_guards_expression
+    marshal.loads webbrowser.open ctypes.CDLL ctypes.cdll.LoadLibrary asyncio.create_subprocess_shell pdb.run
+    bdb.Bdb.run profile.run trace.Trace timeit.main doctest.debug_script pydoc.pipepager pydoc.locate venv.create
+    pip.main pip._internal.main ensurepip._run_pip idlelib.pyshell.ModifiedInterpreter.runcode
+    lib2to3.pgen2.grammar.Grammar.loads distutils.file_util.write_file multiprocessing.util.spawnv_passfds
+    tempfile.mkstemp uuid._get_command_stdout requests.get urllib.request.urlopen urllib.request.urlretrieve
+    http.client.HTTPConnection httplib.HTTPConnection ftplib.FTP smtplib.SMTP ssl.create_default_context
+    xmlrpc.client.ServerProxy aiohttp.client.ClientSession types.FunctionType types.CodeType operator.attrgetter
+    operator.methodcaller joblib.load dill.loads cloudpickle.loads shelve.open sqlite3.connect lzma.open
+    fileinput.input mmap.mmap logging.config.fileConfig logging.config.dictConfig pathlib.Path.touch
+    pathlib.PosixPath.unlink site.main
+    torch.hub.load torch.hub.load_state_dict_from_url torch.load torch.save torch.serialization.load
+    torch.serialization.save torch.jit.load torch.utils.cpp_extension.load torch.utils.cpp_extension.load_inline
+    torch.package.PackageImporter torch._inductor.codecache.compile_file torch.utils.collect_env.run
+    torch.utils.bottleneck.__main__.run_cprofile torch._dynamo.guards.GuardBuilder.get
+    torch.fx.experimental.symbolic_shapes.ShapeEnv.evaluate_guards_expression
     torch.jit.unsupported_tensor_ops.execWrapper torch.utils.data.datapipes.utils.decoder.basichandlers
     torch.utils._config_module.ConfigModule.load_config
     numpy.load numpy.save numpy.memmap numpy.fromfile numpy.f2py.crackfortran.getlincoef numpy.f2py.compile
-    numpy.testing._private.utils.runstring numpy.ndarray.tofile joblib.load dill.loads cloudpickle.loads
-    shelve.open sqlite3.connect lzma.open fileinput.input mmap.mmap logging.config.fileConfig logging.config.dictConfig
-    pathlib.Path.touch pathlib.PosixPath.unlink site.main antigravity.webbrowser.open
-""".split()
+    numpy.testing._private.utils.runstring numpy.ndarray.tofile
+"""
 
 
-@pytest.mark.parametrize("dotted", DANGEROUS)
+@pytest.mark.parametrize("dotted", NAMES.split())
 def test_dangerous_names_are_told(dotted: str, tmp_path: Path) -> None:
-    """Wherever the dot between module and name is put, called or only named, and also where it hides."""
+    """Called or only named, also where it hides, and wherever the dot between module and name is put."""
+
+    def named_in(body: bytes, module: str, name: str) -> bool:
+        view = lazyckpt.open(write_pickle(tmp_path / "m.pt", program(body, 4)))
+        return any(f" {module}.{name}," in line for line in view.problems)
+
     parts = dotted.split(".")
     for cut in range(1, len(parts)):
         module, name = ".".join(parts[:cut]), ".".join(parts[cut:])
-        hidden = tuple_of(text("storage"), stack(module, name), text("0"), text("cpu"), number(4)) + b"Q"
-        bodies = [
-            call(stack(module, name), number(1)),
-            dict_of(text("hook"), stack(module, name)),
-            call(named("torch._tensor", "_rebuild_from_type_v2"), stack(module, name), b"N", b")", b"N"),
-            dict_of(text("w"), tensor(hidden)),
-        ]
-        for body in bodies:
-            view = lazyckpt.open(write_pickle(tmp_path / "m.pt", program(body, 4)))
-            assert any(f" {module}.{name}," in line for line in view.problems), (module, name, view.problems)
+        assert named_in(call(stack(module, name), number(1)), module, name), (module, name)
+    it = stack(module, name)
+    assert named_in(dict_of(text("hook"), it), module, name)
+    assert named_in(call(named("torch._tensor", "_rebuild_from_type_v2"), it, b"N", b")", b"N"), module, name)
+    hidden = tuple_of(text("storage"), it, text("0"), text("cpu"), number(4)) + b"Q"
+    assert named_in(dict_of(text("w"), tensor(hidden)), module, name)
 
 
 def test_legacy_files_tell_too(tmp_path: Path) -> None:
@@ -326,8 +333,8 @@ def test_legacy_files_tell_too(tmp_path: Path) -> None:
     exploit = pickle.dumps({"x": Exploit(marker)}, 2)
     at = good.index(pickle.dumps({"a": 1}, 2)[2:8])
     path.write_bytes(good[: at - 2] + exploit + good[good.index(b".", at) + 1 :])
-    with nothing_runs():
-        view = lazyckpt.open(path)
+    with nothing_runs(lambda: lazyckpt.open(path, cache=False)):
+        view = lazyckpt.open(path, cache=False)
     assert not marker.exists()
     assert any("posix.system" in line for line in view.problems)
 
@@ -338,8 +345,8 @@ def test_shards_tell_too(tmp_path: Path) -> None:
     torch.save({"v": torch.ones(2), "x": Exploit(marker)}, tmp_path / "pytorch_model-00002-of-00002.bin")
     names = {"w": "pytorch_model-00001-of-00002.bin", "v": "pytorch_model-00002-of-00002.bin"}
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
-    with nothing_runs():
-        view = lazyckpt.open(tmp_path)
+    with nothing_runs(lambda: lazyckpt.open(tmp_path, cache=False)):
+        view = lazyckpt.open(tmp_path, cache=False)
         assert torch.equal(view["v"][...], torch.ones(2))
     assert not marker.exists()
     assert any("posix.system" in line and "pytorch_model-00002" in line for line in view.problems)

@@ -1,4 +1,4 @@
-"""The way to an accelerator: pieces through a ring of host buffers, walked on the CPU, and on a GPU where there is one."""
+"""The way to an accelerator: pieces through a ring of host buffers, walked on the CPU, and on a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def test_no_host_buffer_is_larger_than_a_piece(torch_cases: dict[str, Case], mon
     for key, t in view.items():
         counts.clear()
         same(t.read_through(ring), case.truth["weights"][key], key)
-        assert max((request.length for request in counts.log), default=0) <= 1050, f"{key}: {counts}"
-        assert counts.bytes <= 1.05 * t.nbytes, f"{key}: {counts}"
+        assert max((request.length for request in counts.log), default=0) <= 1000, f"{key}: {counts}"
+        assert counts.bytes <= t.nbytes, f"{key}: {counts}"
 
 
 @pytest.mark.parametrize(

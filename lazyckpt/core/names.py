@@ -28,7 +28,8 @@ def matcher(pattern: Pattern) -> Callable[[str], bool]:
     True
     """
     if isinstance(pattern, str):
-        return re.compile(fnmatch.translate(pattern)).match  # type: ignore[return-value]
+        glob = re.compile(fnmatch.translate(pattern))
+        return lambda name: glob.match(name) is not None
     if isinstance(pattern, re.Pattern):
         return lambda name: pattern.search(name) is not None
     return pattern

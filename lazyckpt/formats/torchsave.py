@@ -8,8 +8,9 @@ from typing import Any
 
 from ..core.box import hull
 from ..core.index import Index, TensorSpec, whole
+from ..io.dangers import dangers
 from ..io.plain import Plain
-from ..io.rebuild import StoredTensor, dangers
+from ..io.rebuild import StoredTensor
 from ..io.store import Store
 from ..io.torchfile import TorchFile, is_torch_file, read_torch_file
 from .reader import Reader, Source

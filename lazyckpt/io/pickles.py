@@ -366,7 +366,8 @@ class Pickle:
             if what.args is None:
                 self.globals[what.module, what.name] = True
                 return Opaque(what.module, what.name, args, kwargs)
-            return Opaque(what.module, f"{what.name}(...)", args, kwargs)  # what a record would have returned
+            made = _through_partial(what)
+            return made or Opaque(what.module, f"{what.name}(...)", args, kwargs)  # what a record would have returned
         if not callable(what):
             raise CorruptError(f"a call of {type(what).__name__}, which is nothing to call")
         try:
@@ -379,6 +380,18 @@ class Pickle:
         if isinstance(made, Opaque) and made.args is None:  # an attribute of a named thing is a named thing
             self.globals.setdefault((made.module, made.name), False)
         return made
+
+
+def _through_partial(what: Opaque) -> Opaque | None:
+    """How protocols 2 and 3 spell __new__ with keywords: the call of functools.partial(cls.__new__, cls, ...)."""
+    state = what.state
+    if (what.module, what.name) != ("functools", "partial") or not isinstance(state, tuple) or len(state) < 3:
+        return None
+    func, args, kwargs = state[:3]
+    if not isinstance(func, Opaque) or not func.name.endswith("__new__") or not isinstance(args, tuple) or not args:
+        return None
+    cls = args[0]
+    return Opaque(cls.module, cls.name, args[1:], kwargs or None) if isinstance(cls, Opaque) else None
 
 
 def _exactly(data: bytes, at: int, n: int) -> bytes:

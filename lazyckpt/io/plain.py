@@ -16,7 +16,7 @@ from ..errors import CorruptError
 from .pickles import Attributed, Opaque, short
 from .rebuild import Composite, Deque, Namespace, StoredStorage, StoredTensor, TensorSubclass, plain_numpy
 
-_MAX_DEPTH = 150  # the walk recurses; honest checkpoints are some ten levels deep
+_MAX_DEPTH = 100  # the walk recurses; honest checkpoints are some ten levels deep
 _GONE = object()  # stands for "there were only tensors here"
 
 
@@ -39,11 +39,14 @@ class Plain:
         self.tensors: dict[str, StoredTensor] = {}
         self.notes: list[str] = []
         self._where = where
-        self._left = 10_000 + 8 * size  # objects; then characters of tensor names
+        self._left = 10_000 + 2 * size  # objects; then characters of tensor names
         self._letters = 1_000_000 + 64 * size
         self._open: set[int] = set()
         self._prefix = prefix
-        rest = self._walk(value, None, 0)
+        try:
+            rest = self._walk(value, None, 0)
+        except RecursionError:  # the caller's own stack was deep already
+            raise CorruptError(f"{where}: objects are nested too deep: the file is hostile or damaged") from None
         self.rest = {} if rest is _GONE else rest
 
     def _walk(self, value: Any, name: str | None, depth: int) -> Any:

@@ -267,6 +267,7 @@ class NumpyArray:
 
     def __init__(self, *args: Any) -> None:
         self.state: Any = None
+        self.axes: Any = None  # of numpy 2: how to turn what is in C order into an array that was in none
 
     def set_state(self, state: Any) -> None:
         self.state = state
@@ -286,12 +287,16 @@ class NumpyArray:
             data: Any = raw.encode("latin1") if isinstance(raw, str) else raw
             array = np.frombuffer(data, dtype=kind).copy()
         # (the list of an array of objects is in C order even where the array was not)
-        return array.reshape(shape, order="F" if fortran and not kind.hasobject else "C")
+        array = array.reshape(shape, order="F" if fortran and not kind.hasobject else "C")
+        return array if self.axes is None else array.transpose(self.axes)
 
 
-def _frombuffer(buffer: Any, dtype: Any, shape: Any, order: Any, *rest: Any) -> NumpyArray:
+def _frombuffer(buffer: Any, dtype: Any, shape: Any, order: Any, axes: Any = None) -> NumpyArray:
     array = NumpyArray()
+    if not isinstance(buffer, bytes | bytearray):
+        raise TypeError("not the bytes of an array")
     array.state = (1, shape, dtype, order == "F", bytes(buffer))
+    array.axes = axes if order == "K" else None
     return array
 
 
@@ -388,7 +393,14 @@ def _reconstructor(cls: Any, base: Any, state: Any) -> Opaque:
     """How protocols 0 and 1 spell an object of a plain class."""
     if not isinstance(cls, Opaque) or cls.args is not None:
         raise TypeError("not an object of a named class")
-    return Opaque(cls.module, cls.name, ())
+    record = Opaque(cls.module, cls.name, ())
+    if isinstance(state, dict):
+        record.entries = state
+    elif isinstance(state, list):
+        record.items = state
+    elif state is not None:
+        record.args = (state,)
+    return record
 
 
 class Deque(list[Any]):
@@ -481,43 +493,3 @@ def _table() -> dict[tuple[str, str], Any]:
 
 
 REBUILD = _table()
-
-
-# -- what to warn of
-_DANGEROUS_MODULES = {
-    "os", "posix", "nt", "subprocess", "sys", "shutil", "socket", "importlib", "runpy", "pty", "ctypes", "code",
-    "codeop", "pickle", "_pickle", "marshal", "webbrowser", "commands", "popen2", "asyncio", "multiprocessing", "pdb",
-    "bdb", "timeit", "cProfile", "profile", "trace", "builtins", "__builtin__", "operator", "_operator", "types",
-    "requests", "urllib", "http", "ftplib", "smtplib", "telnetlib", "tempfile", "platform", "venv", "pip", "site",
-    "ssl", "imaplib", "poplib", "nntplib", "xmlrpc", "idlelib", "lib2to3", "distutils", "setuptools", "doctest",
-    "linecache", "gc", "inspect", "threading", "_thread", "concurrent", "dill", "cloudpickle", "joblib", "jsonpickle",
-    "io", "_io", "codecs", "logging", "zipfile", "tarfile", "gzip", "bz2", "lzma", "sqlite3", "pydoc", "shelve",
-    "_posixsubprocess", "_osx_support", "hub", "f2py", "cpp_extension", "copyreg", "fileinput", "mmap", "signal.signal",
-}  # fmt: skip
-# whole names, or what a name begins with
-_DANGEROUS_NAMES = (
-    "torch.load", "torch.hub", "torch.jit", "torch.utils.cpp_extension", "torch.serialization", "torch._inductor",
-    "torch.package", "numpy.f2py", "numpy.load", "numpy.save",
-    "numpy.memmap", "numpy.fromfile", "numpy.testing", "numpy.loadtxt", "numpy.genfromtxt", "pathlib.Path.",
-    "pathlib.PosixPath.", "pathlib.WindowsPath.", "signal.signal",
-)  # fmt: skip
-_INERT_BUILTINS = {
-    "object", "int", "float", "str", "bool", "bytes", "type", "NoneType", "Exception", "ValueError", "Ellipsis",
-    "NotImplemented", "frozenset", "len", "print", "zip", "map", "filter", "abs", "min", "max", "sum",
-}  # fmt: skip
-
-
-def dangers(named: dict[tuple[str, str], bool]) -> list[str]:
-    """The globals of a pickle that no checkpoint needs and that could do harm if they were run: ``os.system``, also
-    where it is reached through another module (``logging.os.system``)."""
-    return [f"{module}.{name}" for module, name in named if _dangerous(module, name)]
-
-
-def _dangerous(module: str, name: str) -> bool:
-    if (module, name) in REBUILD or (module, name) == ("types", "SimpleNamespace"):
-        return False
-    if module in ("builtins", "__builtin__") and name in _INERT_BUILTINS:
-        return False
-    # A dotted name reaches through its module (logging, "os.system"); the middle of a module's own path says nothing.
-    reached = (module.split(".")[0], *name.split(".")[:-1])
-    return f"{module}.{name}".startswith(_DANGEROUS_NAMES) or not _DANGEROUS_MODULES.isdisjoint(reached)
