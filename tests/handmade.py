@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import struct
 import zipfile
 from collections.abc import Mapping
@@ -139,6 +140,13 @@ def zip_of(records: Mapping[str, bytes], **options: Any) -> bytes:
         for name, value in records.items():
             archive.writestr(name, value)
     return file.getvalue()
+
+
+def legacy(root: bytes, keys: bytes, storages: bytes = struct.pack("<q4f", 4, 1, 2, 3, 4)) -> bytes:
+    """A file as torch.save wrote it before 1.6, of these two pickles."""
+    magic, version = pickle.dumps(0x1950A86A20F9469CFC6C, 2), pickle.dumps(1001, 2)
+    system = pickle.dumps({"protocol_version": 1001, "little_endian": True, "type_sizes": {"short": 2}}, 2)
+    return magic + version + system + root + keys + storages
 
 
 def write_pickle(path: Path, data: bytes) -> Path:

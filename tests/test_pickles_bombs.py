@@ -24,6 +24,7 @@ from .handmade import (
     dict_of,
     get,
     laughs,
+    legacy,
     list_of,
     named,
     nested,
@@ -244,6 +245,20 @@ HARMLESS: dict[str, Bomb] = {
     "30,000 tied tensors": lambda: tensor() + put(1) + b"0](" + get(1) * 30_000 + b"e",
 }  # fmt: skip
 BOMBS = REFUSED | HARMLESS
+LEGACY: dict[str, Bomb] = {
+    "nested tuple as a key": lambda: legacy(
+        program(dict_of(text("w"), tensor())), program(list_of(nested(200_000, "tuple")))
+    ),
+    "laughs as a key": lambda: legacy(
+        program(dict_of(text("w"), tensor())), program(list_of(laughs(15, 100, "tuple")))
+    ),
+    "a nested root": lambda: legacy(program(nested(1_000_000, "list")), program(b"]")),
+    "a claim": lambda: legacy(program(CLAIMS["BINBYTES8"]), program(b"]")),
+    "a pickle that does not end": lambda: legacy(program(b"N"), b"\x80\x02" + b"K\x01" * 3_000_000),
+    "a million keys": lambda: legacy(
+        program(dict_of(text("w"), tensor())), program(b"](" + text("0") * 1_000_000 + b"e")
+    ),
+}
 
 
 class Range:
@@ -294,6 +309,18 @@ def test_bomb(name: str, tmp_path: Path, bomb_range: tuple[Range, int]) -> None:
         assert path.name in answer["message"]
     assert len(answer["message"]) < 1500
     assert answer["memory"] < usual + (200 << 20) + 20 * path.stat().st_size  # nested dicts take CPython 64 each
+
+
+@pytest.mark.parametrize("name", LEGACY)
+def test_legacy_bomb(name: str, tmp_path: Path, bomb_range: tuple[Range, int]) -> None:
+    made, usual = bomb_range
+    path = tmp_path / "bomb.pt"
+    path.write_bytes(LEGACY[name]())
+    answer = made.explode(path)
+    assert answer["outcome"] == "LazyckptError", answer
+    assert path.name in answer["message"]
+    assert answer["seconds"] < SECONDS
+    assert answer["memory"] < usual + (200 << 20) + 20 * path.stat().st_size
 
 
 def test_the_range_sees_what_goes_wrong(tmp_path: Path, bomb_range: tuple[Range, int]) -> None:

@@ -51,6 +51,10 @@ class Case:
     """What the writer knows about itself: tied, frozen, buffers, dtype, stage, dp, ..."""
     rank_buffers: Mapping[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     """"rank0", "rank1", ... -> persistent buffers of that rank, for writers whose ranks hold different ones."""
+    shards: Mapping[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """"mp_rank_00.fp32", ... -> what that model-parallel rank held of a state, before any merging."""
+    reference: Mapping[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """What the library's own tools read from the checkpoint, for comparison: "zero_to_fp32", or whole states."""
 
 
 def bit_equal(a: torch.Tensor, b: torch.Tensor) -> bool:

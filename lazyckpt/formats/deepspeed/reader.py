@@ -18,7 +18,7 @@ from ...io.rebuild import StoredTensor
 from ...io.torchfile import TorchFile
 from ..families import family_rules
 from ..merge import Source as RuleSource
-from ..merge import user_rules
+from ..merge import replicated, user_rules
 from ..reader import Source
 from ..torchsave import ties, warnings
 from . import universal
@@ -28,6 +28,8 @@ from .partitions import Optim, OptimFiles, Stage3, Stage12, flat_states, optim_f
 from .plainopt import optimizer_shards, stage_names
 from .ucp import universal_rules
 from .weights import buffer_names, compare_buffers, expert_shards, frozen_shards, layer_shards, module_shards
+
+_BUFFER = (replicated, "buffer_names: nothing cuts a buffer over ranks")
 
 
 class Stage(NamedTuple):
@@ -50,7 +52,7 @@ def read(source: Source) -> Index:
     stages = _stages(b, source, files)
     first = stages[min(stages)]
     b.world = _world(first.model, files)
-    b.sources = _rules(source, first.model)
+    b.sources = _rules(source, stages)
     _left_over(b, files, len(stages))
     plain = Plain(first.file.root, f"{source.where}/{first.file.path}", first.file.pickle_size, _name(first.file) + "/")
     b.problems += [w for w in warnings(first.file.path, first.file, plain) if w not in b.problems]
@@ -186,13 +188,15 @@ def _left_over(b: Building, files: RankFiles, count: int) -> None:
             b.tell(f"{path} belongs to rank {dp}, but {b.world} ranks wrote this: left over, not used")
 
 
-def _rules(source: Source, model: Mapping[Any, Any]) -> tuple[RuleSource, ...]:
+def _rules(source: Source, stages: Mapping[int, Stage]) -> tuple[RuleSource, ...]:
+    model = stages[min(stages)].model
+    buffers = {n for s in stages.values() for n in buffer_names(s.model)}
     args = model.get("args")
     gated = getattr(args, "swiglu", None)
     family = family_rules(gated if isinstance(gated, bool) else None)
     info = model.get("universal_checkpoint_info")
     own = (universal_rules(info, family),) if isinstance(info, dict) and info else ()
-    return (user_rules(source.rules), *own, family)
+    return (user_rules(source.rules), RuleSource(lambda name: _BUFFER if name in buffers else None), *own, family)
 
 
 # -- states that are not flat

@@ -1,0 +1,185 @@
+"""DeepSpeed checkpoints of every other kind than :mod:`.deepspeed_zero`'s, by the real thing, with what it held.
+
+ZeRO-0, pipelines, MoE, AutoTP, Megatron's tensor parallelism in a pipeline, universal checkpoints, several tags in a
+folder, and what DeepSpeed's own converters make of them.  :func:`write_all` writes the whole of :data:`SPECS` from one
+child process; the truth and the meaning of ``info``'s keys:
+
+* Truth tensors are whole: merged over data-, tensor-, pipeline- and expert-parallel ranks.  "fp32" and the optimizer's
+  states hold what the optimizer holds; "weights" the state dict, aliases and buffers too.  Without ZeRO in fp32 there
+  are no masters, so no "fp32".
+* Names are the training module's; experts have their global numbers; pipelines have ``IDX.NAME`` and
+  ``tied_modules.KEY.NAME``, of which ``layer_files`` says which file has which module.
+* ``shards``: what each mp rank held before merging.  ``reference``: what DeepSpeed's converters read.
+* ``pp``, ``tp``, ``dp``, ``ep``, ``step``, ``tag``, ``tied``, ``frozen``, ``buffers``, ``wrapper`` (the class of the
+  optimizer), ``group_param_names`` (rank file -> the names behind the optimizer's numbers, group by group).
+* Pipelines: ``replicated_over_stages``, ``differing_over_stages`` (name -> states in which the stages' copies differ;
+  the truth is stage 0's).
+* Tensor parallelism: ``rules`` (name -> replicated, averaged, cat0, cat1, parts0), ``tp_places`` (name -> dimension and
+  the indices that each rank holds, or null), ``vocab``, ``padded_vocab``, ``vocab_tensors``.
+* MoE: ``experts``, ``num_experts``, ``ep_of_rank``, ``expert_dp``.
+* Universal: ``source``, ``module_only``, ``wrong`` (see ``deepspeed_tools.universal``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import Case
+from .deepspeed_launch import Spec, launch, load_case
+from .deepspeed_specs import AutoTPSpec, MegatronSpec, MoeSpec, PipeSpec
+from .deepspeed_zero import TagsSpec, ZeroSpec, load_tags
+
+__all__ = [
+    "SPECS",
+    "TOOLS",
+    "write_all",
+    "write_autotp",
+    "write_megatron",
+    "write_moe",
+    "write_more",
+    "write_pipe",
+    "write_tags",
+]
+
+DENSE: dict[str, Spec] = {
+    "zero0_fp32": ZeroSpec(stage=0, dtype="fp32"),
+    "zero0_bf16": ZeroSpec(stage=0),
+    "zero0_fp16": ZeroSpec(stage=0, dtype="fp16"),
+    "zero0_lion": ZeroSpec(stage=0, optimizer="lion", dp=1, exclude_frozen=True),
+    "zero1": ZeroSpec(stage=1),
+    "zero1_fp16": ZeroSpec(stage=1, dtype="fp16"),
+    "zero2_fp32_dp3": ZeroSpec(stage=2, dtype="fp32", dp=3),
+    "zero2_round_robin_dp3": ZeroSpec(stage=2, dp=3, round_robin=True),
+    "zero3": ZeroSpec(stage=3),
+    "zero3_fp32_dp3": ZeroSpec(stage=3, dtype="fp32", dp=3, sub_group_size=900),
+    "zero3_hpz_dp4": ZeroSpec(stage=3, dp=4, hpz=2),
+    "bf16opt": ZeroSpec(stage=1, bf16_optimizer=True),
+}
+PIPELINES: dict[str, Spec] = {
+    "pipe_zero0_fp32": PipeSpec(stage=0, dtype="fp32"),
+    "pipe_zero0_fp16": PipeSpec(stage=0, dtype="fp16"),
+    "pipe_zero0_bf16_dp2": PipeSpec(stage=0, dp=2, bf16_optimizer=True),
+    "pipe_zero0_sgd_dp2": PipeSpec(stage=0, dtype="fp32", dp=2, optimizer="sgd", exclude_frozen=True),
+    "pipe_zero1_dp2": PipeSpec(stage=1, dp=2),
+    "pipe_zero1_fp32": PipeSpec(stage=1, dtype="fp32"),
+    "pipe_zero1_lion": PipeSpec(stage=1, optimizer="lion", model_axis=True),
+    "pipe_zero1_bf16opt_dp2": PipeSpec(stage=1, dp=2, bf16_optimizer=True),
+    "pipe_zero1_model_axis_dp2": PipeSpec(stage=1, dp=2, model_axis=True, parallel_write=True),
+    "pipe_zero1_pp3": PipeSpec(stage=1, pp=3, head_file=True),
+}
+EXPERTS: dict[str, Spec] = {
+    "moe_zero0_fp32": MoeSpec(stage=0, dtype="fp32"),
+    "moe_zero0_fp16_ep1": MoeSpec(stage=0, dtype="fp16", ep=(1, 1)),
+    "moe_zero0_bf16_dp4": MoeSpec(stage=0, dp=4, residual=True),
+    "moe_zero1_fp32": MoeSpec(stage=1, dtype="fp32"),
+    "moe_zero1_ep1": MoeSpec(stage=1, ep=(1, 1)),
+    "moe_zero1_residual_dp4": MoeSpec(stage=1, dp=4, residual=True),
+    "moe_zero1_data_first_dp4": MoeSpec(stage=1, dp=4, data_before_expert=True),
+    "moe_zero1_data_first_mixed_dp4": MoeSpec(stage=1, dp=4, ep=(2, 4), experts=(2, 4), data_before_expert=True),
+    "moe_zero2": MoeSpec(stage=2),
+    "moe_zero2_mixed_ep": MoeSpec(stage=2, ep=(1, 2), residual=True),
+    "moe_bf16opt": MoeSpec(stage=1, bf16_optimizer=True),
+}
+AUTOTP: dict[str, Spec] = {
+    "autotp_zero0": AutoTPSpec(stage=0),
+    "autotp_zero0_fp32_dp2": AutoTPSpec(stage=0, dtype="fp32", dp=2),
+    "autotp_zero1": AutoTPSpec(stage=1),
+    "autotp_zero1_frozen": AutoTPSpec(stage=1, frozen=True),
+    "autotp_zero1_vocab": AutoTPSpec(stage=1, vocab_parallel=True),
+    "autotp_zero1_fused": AutoTPSpec(stage=1, fused=True),
+    "autotp_zero2_dp2": AutoTPSpec(stage=2, dp=2, frozen=True),
+    "autotp_zero3_fp32": AutoTPSpec(stage=3, dtype="fp32"),
+    "autotp_zero3_dp2": AutoTPSpec(stage=3, dp=2, frozen=True),
+    "autotp_zero3_fused_dp2": AutoTPSpec(stage=3, dp=2, fused=True),
+    "autotp_zero0_tp4": AutoTPSpec(stage=0, tp=4),
+    "autotp_zero1_tp4": AutoTPSpec(stage=1, tp=4),
+    "autotp_zero2_fused_tp4": AutoTPSpec(stage=2, tp=4, fused=True),
+    "autotp_bf16opt_dp2": AutoTPSpec(stage=1, dp=2, bf16_optimizer=True),
+}
+MEGATRON: dict[str, Spec] = {
+    "megatron_pp1_fp32": MegatronSpec(pp=1, dtype="fp32"),
+    "megatron_3d_zero0_fp32": MegatronSpec(stage=0, dtype="fp32"),
+    "megatron_3d": MegatronSpec(),
+    "megatron_3d_even_dp2": MegatronSpec(dp=2, uneven=False),
+    "megatron_3d_bf16opt_dp2": MegatronSpec(dp=2, bf16_optimizer=True),
+}
+TAGS: dict[str, TagsSpec] = {
+    "tags": TagsSpec(zero=ZeroSpec(stage=2)),
+    "trainer_zero2": TagsSpec(zero=ZeroSpec(stage=2), trainer=True),
+    "trainer_zero3": TagsSpec(zero=ZeroSpec(stage=3), trainer=True),
+}
+SPECS: dict[str, Spec] = DENSE | PIPELINES | EXPERTS | AUTOTP | MEGATRON | TAGS
+"""Everything that :func:`write_all` writes, by name."""
+
+BOTH = ("zero_to_fp32", "universal")
+TOOLS: dict[str, Sequence[str]] = {
+    "zero1": BOTH,
+    "zero1_fp16": ("zero_to_fp32",),
+    "zero2_fp32_dp3": BOTH,
+    "zero2_round_robin_dp3": BOTH,
+    "zero3": BOTH,
+    "zero3_fp32_dp3": BOTH,
+    "bf16opt": ("universal",),
+    "pipe_zero1_dp2": ("universal",),
+    **{name: ("universal",) for name in AUTOTP if "zero0" not in name and "tp4" not in name},
+    "autotp_zero1_frozen": ("universal_lax",),
+    "autotp_zero2_dp2": ("universal_lax",),
+    "autotp_zero3_dp2": ("universal_lax",),
+    **{name: ("universal",) for name in MEGATRON if "zero0" not in name},
+}
+"""Which of DeepSpeed's converters are run on which (``ds_to_universal`` fails where a rank has no attention heads)."""
+
+
+def write_all(out_dir: Path) -> dict[str, Case]:
+    """All of :data:`SPECS`, their universal checkpoints (``NAME.universal``) and tags (``NAME.TAG``), in one go."""
+    return write_more(out_dir, SPECS, TOOLS)
+
+
+def write_more(
+    out_dir: Path, specs: Mapping[str, Spec], tools: Mapping[str, Sequence[str]] | None = None
+) -> dict[str, Case]:
+    """Write each spec to ``out_dir/NAME`` from one child process; the cases by name, as :func:`write_all` has them."""
+    tools = tools or {}
+    launch(out_dir, specs, tools)
+    cases: dict[str, Case] = {}
+    for name, spec in specs.items():
+        if isinstance(spec, TagsSpec):
+            cases |= {f"{name}.{tag}": case for tag, case in load_tags(out_dir / name, spec).items()}
+        else:
+            cases[name] = load_case(out_dir / name)
+        if {"universal", "universal_lax"} & set(tools.get(name, ())):
+            cases[f"{name}.universal"] = load_case(out_dir / f"{name}.universal")
+    return cases
+
+
+def write_pipe(out_dir: Path, **options: Any) -> Case:
+    """Write one pipeline checkpoint to ``out_dir``; the options are PipeSpec's."""
+    return _write_one(out_dir, PipeSpec(**options))
+
+
+def write_moe(out_dir: Path, **options: Any) -> Case:
+    """Write one MoE checkpoint to ``out_dir``; the options are MoeSpec's."""
+    return _write_one(out_dir, MoeSpec(**options))
+
+
+def write_autotp(out_dir: Path, **options: Any) -> Case:
+    """Write one AutoTP checkpoint to ``out_dir``; the options are AutoTPSpec's."""
+    return _write_one(out_dir, AutoTPSpec(**options))
+
+
+def write_megatron(out_dir: Path, **options: Any) -> Case:
+    """Write one 3D checkpoint to ``out_dir``; the options are MegatronSpec's."""
+    return _write_one(out_dir, MegatronSpec(**options))
+
+
+def write_tags(out_dir: Path, trainer: bool = False, **options: Any) -> dict[str, Case]:
+    """Write the checkpoints of three steps below ``out_dir``; the options are ZeroSpec's. See :func:`.load_tags`."""
+    spec = TagsSpec(zero=ZeroSpec(**options), trainer=trainer)
+    launch(out_dir.parent, {out_dir.name: spec})
+    return load_tags(out_dir, spec)
+
+
+def _write_one(out_dir: Path, spec: Spec) -> Case:
+    return write_more(out_dir.parent, {out_dir.name: spec})[out_dir.name]
