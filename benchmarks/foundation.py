@@ -113,7 +113,9 @@ def memory(folder: Path) -> list[Row]:
         size = lazyckpt.open(out / "ckpt").states["fp32"][name].nbytes
         total = lazyckpt.open(out / "ckpt").states["fp32"].nbytes
         grown = peak_growth(open_it, f"t = view.states['fp32'][{name!r}][...]")
-        what = f"one tensor of {size // MIB} MiB of a ZeRO-{stage} model of {total // MIB} MiB fp32: peak memory / (tensor + 64 MiB)"
+        what = (
+            f"one {size // MIB} MiB tensor of a ZeRO-{stage} model of {total // MIB} MiB: peak memory / (it + 64 MiB)"
+        )
         rows.append(Row(what, f"{grown / MIB:.0f} MiB", f"{size / MIB + 64:.0f} MiB", grown / (size + 64 * MIB), 1.0))
         if stage == 2:
             theirs = peak_growth(

@@ -21,9 +21,7 @@ from .writers.deepspeed_more import SPECS, TOOLS, write_all
 from .writers.deepspeed_zero import TagsSpec
 
 NAMES = sorted(name for name, spec in SPECS.items() if not isinstance(spec, TagsSpec))
-NAMES += sorted(
-    f"{name}.universal" for name, tools in TOOLS.items() if "universal" in tools or "universal_lax" in tools
-)
+NAMES += sorted(f"{name}.universal" for name, tools in TOOLS.items() if any(t.startswith("universal") for t in tools))
 # A plain optimizer numbers its parameters: here order and shapes leave several ways to name them, or (with experts and
 # over pipeline stages) nothing lists what an optimizer has. The states stand under numbers, and a problem line says so.
 NUMBERED = {

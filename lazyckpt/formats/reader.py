@@ -18,6 +18,9 @@ from ..errors import FormatError
 from ..io.store import Entry, Store
 
 GROUP = "lazyckpt.readers"
+# What a folder that is no checkpoint itself may hold, for the message that says so.
+_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+_FOLDERS = ("checkpoint-", "global_step", "step")
 
 
 class Source:
@@ -111,6 +114,9 @@ def _unknown(source: Source, readers: tuple[Reader, ...]) -> str:
     elif source.entries:
         names = sorted(source.entries)
         found = f"it has {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
+        inside = [n for n, e in source.entries.items() if n.endswith(_FILES) or (e.is_dir and n.startswith(_FOLDERS))]
+        if inside:
+            found += f" (open {source.where}/{min(inside)}?)"
     else:
         found = "it is an empty folder"
     known = "; ".join(r.what for r in readers)

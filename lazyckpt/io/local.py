@@ -14,10 +14,11 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,6 +33,10 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 if _libc is not None:
     _state = ctypes.create_string_buffer(1)
     _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
+
+
+_stores: weakref.WeakSet[LocalStore] = weakref.WeakSet()
+T = TypeVar("T")
 
 
 class _File:
@@ -60,6 +65,7 @@ class LocalStore:
         self._lock = threading.Lock()
         self._files: dict[str, _File] = {}
         self._maps: dict[str, Mapped] = {}
+        _stores.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LocalStore, (self._root, dict(self.pins))
@@ -127,7 +133,10 @@ class LocalStore:
         file = self._open(path)
         mapped = self._maps.get(path)
         if mapped is None:
-            buffer = _mapping(file)
+            try:
+                buffer = _again_if_full(lambda: _mapping(file))
+            except OSError:  # no descriptor or no address space is left: reading needs neither
+                return None
             if buffer is None:
                 return None
             buffer.madvise(mmap.MADV_RANDOM)
@@ -169,7 +178,7 @@ class LocalStore:
         if file is None:
             self.stat(path)  # only a regular file is opened
             try:
-                file = _File(self._full(path))
+                file = _again_if_full(lambda: _File(self._full(path)))
             except OSError as e:
                 if e.errno in (errno.EMFILE, errno.ENFILE):
                     raise DataError(
@@ -191,6 +200,19 @@ class LocalStore:
                 f"{now.st_size:,}, or it was written to since. Open the checkpoint again."
             )
         return file
+
+
+def _again_if_full(make: Callable[[], T]) -> T:
+    """What ``make`` gives; if the process is out of descriptors, once more after all stores have let go of theirs."""
+    try:
+        return make()
+    except OSError as e:
+        if e.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        for store in list(_stores):
+            store._files.clear()
+            store._maps.clear()
+        return make()
 
 
 def _page_resident(address: int) -> bool:

@@ -37,7 +37,7 @@ class Opaque:
     ``items`` / ``entries``: what would be appended to it / set as its keys. The state's keys can be read as attributes.
     """
 
-    __slots__ = ("args", "entries", "items", "kwargs", "module", "name", "state")
+    __slots__ = ("_entries", "_items", "args", "kwargs", "module", "name", "state")
 
     def __init__(self, module: str, name: str, args: tuple[Any, ...] | None = None, kwargs: Any = None) -> None:
         self.module = module
@@ -45,8 +45,30 @@ class Opaque:
         self.args = args
         self.kwargs = kwargs
         self.state: Any = None
-        self.items: list[Any] = []
-        self.entries: dict[Any, Any] = {}
+        self._items: list[Any] | None = None  # most records have none, and a file may hold a million records
+        self._entries: dict[Any, Any] | None = None
+
+    @property
+    def items(self) -> list[Any]:
+        """What would be appended to it."""
+        if self._items is None:
+            self._items = []
+        return self._items
+
+    @items.setter
+    def items(self, values: list[Any]) -> None:
+        self._items = values or None
+
+    @property
+    def entries(self) -> dict[Any, Any]:
+        """What would be set as its keys."""
+        if self._entries is None:
+            self._entries = {}
+        return self._entries
+
+    @entries.setter
+    def entries(self, values: dict[Any, Any]) -> None:
+        self._entries = values or None
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -58,7 +80,7 @@ class Opaque:
         return found
 
     def __getattr__(self, key: str) -> Any:
-        if not key.startswith("__"):
+        if not key.startswith("_"):
             try:
                 return self.attributes[key]
             except (KeyError, AttributeError):
@@ -76,8 +98,7 @@ class Opaque:
         parts = []
         if self.args:
             parts.append(f"args={short(self.args)}")
-        for label in ("state", "items", "entries"):
-            value = getattr(self, label)
+        for label, value in (("state", self.state), ("items", self._items), ("entries", self._entries)):
             if value:
                 parts.append(f"{label}={short(value)}")
         return f"<{self.module}.{self.name}{' ' if parts else ''}{', '.join(parts)}>"

@@ -130,8 +130,8 @@ class Plain:
             record.state = tuple(self._attributes(s, name, depth) for s in state)
         else:
             record.state = self._attributes(state, name, depth)
-        record.items = [self._named(v, _join(name, n), depth) for n, v in enumerate(value.items)]
-        record.entries = {k: self._named(v, _join(name, k), depth) for k, v in value.entries.items()}
+        record.items = [self._named(v, _join(name, n), depth) for n, v in enumerate(value._items or ())]
+        record.entries = {k: self._named(v, _join(name, k), depth) for k, v in (value._entries or {}).items()}
         return record
 
     def _attributes(self, state: Any, name: str | None, depth: int) -> Any:

@@ -54,7 +54,8 @@ def read_safetensors(store: Store, path: str) -> SafetensorsFile:
     if 8 + length > file.size:
         raise CorruptError(f"{where}: the header claims {length:,} bytes, the file has {file.size:,}: truncated?")
     header = _json(where, file.at(8, length))
-    metadata = header.pop("__metadata__", None) or {}
+    metadata = header.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CorruptError(f"{where}: __metadata__ is not a table of texts")
 

@@ -23,6 +23,7 @@ from .store import Store, StoreFile
 ZIP_MAGIC = b"PK\x03\x04"
 LEGACY_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # the number 0x1950a86a20f9469cfc6c as a pickle spells it
 _HEAD = 4 << 20  # what stands before the first storage is read at once if it is at most this long
+_TORCH_FLAGS = 0x0808  # sizes behind the data, names in UTF-8: miniz, as torch uses it
 _LEGACY_PICKLES = 256 << 20  # bytes of a legacy file that its pickles may take
 
 
@@ -123,7 +124,11 @@ def _read_zip(file: StoreFile) -> TorchFile:
     if not infos:
         raise CorruptError(f"{where}: an empty zip")
     prefix = infos[0].filename.split("/")[0] + "/"
-    members = {i.filename.removeprefix(prefix): i for i in infos}
+    members = {i.filename.removeprefix(prefix): i for i in infos if i.filename.startswith(prefix)}
+    if len({i.filename for i in infos}) < len(infos):  # readers differ in which of the two they take
+        raise CorruptError(
+            f"{where}: a record is in the zip twice: no writer does that, the file is damaged or hostile"
+        )
     _refuse_relatives(where, members)
     offsets = _data_offsets(file, where, infos, archive.start_dir, members, prefix)
 
@@ -183,7 +188,8 @@ def _data_offsets(
 
     A record's header has a length that only the header tells, and one read per tensor is too much. But torch's writer
     leaves no gap: a record ends where the next header (or the directory) begins, less a descriptor of 16 or 24 bytes,
-    and begins at a multiple of the alignment. Where that does not give exactly one answer, the header is read.
+    and begins at a multiple of the alignment. Where that does not give exactly one answer, the header is read; the
+    first one always is, to see that this is torch's writer (which pads with the extra field "FB").
     """
     alignment = 64
     ordered = sorted(infos, key=lambda i: i.header_offset)
@@ -193,6 +199,7 @@ def _data_offsets(
         )
         alignment = int(text) if text.isdigit() and len(text) < 10 and int(text) else 1
     found: dict[str, int] = {}
+    trusted: bool | None = None
     for info, after in zip(ordered, [*(i.header_offset for i in ordered[1:]), directory], strict=True):
         name, size = info.filename, info.file_size
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
@@ -202,13 +209,21 @@ def _data_offsets(
             )
         at = -1
         least = info.header_offset + 30 + len(name)
-        if info.flag_bits & 8 and alignment >= 32 and name.startswith(prefix + "data/"):
+        if (
+            info.flag_bits == _TORCH_FLAGS
+            and alignment >= 32
+            and name.startswith(prefix + "data/")
+            and trusted is not False
+        ):
             fits = [
                 a
                 for a in (after - size - 16, after - size - 24)
                 if a % alignment == 0 and least <= a <= least + alignment + 64
             ]
-            if len(fits) == 1:
+            if len(fits) == 1 and trusted is None:
+                at = _read_header(file, where, info)
+                trusted = at == fits[0] and file.at(least, 2) == b"FB"
+            elif len(fits) == 1:
                 at = fits[0]
         if at < 0:
             at = _read_header(file, where, info)
@@ -246,7 +261,7 @@ def _read_legacy(file: StoreFile) -> TorchFile:
                 raise
             window = min(file.size, window * 4, _LEGACY_PICKLES)
     _, _, _, root, keys = (p.value for p in pickles)
-    if not isinstance(keys, list) or set(keys) != set(storages):
+    if not isinstance(keys, list) or not all(type(k) is str for k in keys) or set(keys) != set(storages):
         raise CorruptError(f"{where}: the list of storages does not match the tensors: damaged")
     records, at = {}, pickles[-1].end
     for key in keys:
