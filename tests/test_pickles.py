@@ -57,7 +57,7 @@ leaves = (
     st.none()
     | st.booleans()
     | st.integers()
-    | st.integers(-(1 << 3000), 1 << 3000)
+    | st.builds(lambda bits, sign: sign * (1 << bits) + sign, st.integers(8, 3000), st.sampled_from([1, -1]))
     | st.sampled_from([n + d for n in (0, 1 << 7, 1 << 8, 1 << 15, 1 << 16, 1 << 31, 1 << 63) for d in (-1, 0, 1)])
     | st.floats(allow_nan=True)
     | st.complex_numbers(allow_nan=False)
@@ -69,13 +69,19 @@ leaves = (
     | st.builds(range, st.integers(), st.integers(), st.integers(1))
     | st.builds(slice, st.none() | st.integers(), st.none() | st.integers())
 )
-hashable = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text() | st.binary(), lambda s: st.tuples(s, s) | st.frozensets(s)
-)
-values = st.recursive(
-    leaves | hashable | st.sets(hashable),
-    lambda s: st.lists(s) | st.lists(s).map(tuple) | st.dictionaries(hashable, s) | s.map(lambda v: [v, v]),
-    max_leaves=30,
+atoms = st.none() | st.booleans() | st.integers() | st.text() | st.binary()
+pairs = st.tuples(atoms, atoms) | st.frozensets(atoms, max_size=3)
+hashable = atoms | pairs | st.tuples(pairs, atoms) | st.frozensets(pairs, max_size=3)
+values: st.SearchStrategy[Any] = st.deferred(
+    lambda: (
+        leaves
+        | hashable
+        | st.sets(hashable)
+        | st.lists(values)
+        | st.lists(values).map(tuple)
+        | st.dictionaries(hashable, values)
+        | values.map(lambda v: [v, v])
+    )
 )
 
 
