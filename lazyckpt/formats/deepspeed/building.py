@@ -31,6 +31,8 @@ class Local(NamedTuple):
     fragments: Sequence[Fragment]
 
 
+# The tensor-parallel rank of what has no counterpart on other ranks, and is not to be merged.
+ALONE = -1
 # state -> name -> tensor-parallel rank -> tensor, of one pipeline stage
 Shards = dict[str, dict[str, dict[int, Local]]]
 
@@ -85,7 +87,7 @@ class Building:
 
     def _merged(self, name: str, by_rank: dict[int, Local]) -> TensorSpec:
         first = by_rank[min(by_rank)]
-        ranks = [by_rank.get(t) for t in range(self.tp)]
+        ranks = [first] if ALONE in by_rank else [by_rank.get(t) for t in range(self.tp)]
         if None in ranks:  # a model-parallel rank whose files are not there: its shard is taken to be like the others
             hole = Hole("", f"the files of tensor-parallel rank {ranks.index(None)} are not there")
             lost = Local(first.shape, first.dtype, (Fragment(hole, first.shape),))

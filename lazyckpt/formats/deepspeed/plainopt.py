@@ -16,7 +16,7 @@ from ...core.box import Shape
 from ...core.index import Rank
 from ...io.rebuild import StoredTensor
 from ...io.torchfile import TorchFile
-from .building import Building, Local, Shapes, Shards, local
+from .building import ALONE, Building, Local, Shapes, Shards, local
 
 _TRIES = 200_000  # states of the search; past that the order is called undetermined
 
@@ -49,7 +49,7 @@ def optimizer_shards(
         for key, value in values.items():
             if isinstance(value, StoredTensor):
                 tensor: Local = local(file, f"{name}: {key}", value, rank)
-                shards.setdefault(str(key), {}).setdefault(name, {})[rank.tp] = tensor
+                shards.setdefault(str(key), {}).setdefault(name, {})[rank.tp if found else ALONE] = tensor
     return shards
 
 
