@@ -87,7 +87,7 @@ class Building:
 
     def _merged(self, name: str, by_rank: dict[int, Local]) -> TensorSpec:
         first = by_rank[min(by_rank)]
-        ranks = [first] if ALONE in by_rank else [by_rank.get(t) for t in range(self.tp)]
+        ranks: list[Local | None] = [by_rank.get(t) for t in range(self.tp)] if ALONE not in by_rank else [first]
         if None in ranks:  # a model-parallel rank whose files are not there: its shard is taken to be like the others
             hole = Hole("", f"the files of tensor-parallel rank {ranks.index(None)} are not there")
             lost = Local(first.shape, first.dtype, (Fragment(hole, first.shape),))
