@@ -16,7 +16,7 @@ from .errors import (
     SelectionError,
     TensorNotFoundError,
 )
-from .io.pickles import Opaque
+from .io.records import Opaque
 from .tensor import LazyTensor
 from .view import CheckpointView
 

@@ -6,7 +6,7 @@ import difflib
 import fnmatch
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 Pattern = str | re.Pattern[str] | Callable[[str], bool]
 
@@ -77,15 +77,3 @@ class Names:
             for d in (len(parts) - 1, min(depth, len(parts) - 1))
         )
         return difflib.get_close_matches(wrong, list(stems), n=count, cutoff=0.5)
-
-
-def children(names: Iterable[str], depth: int = 1) -> Iterator[str]:
-    """The distinct first ``depth`` components of the names, in order.
-
-    >>> list(children(["a.b", "a.c", "d"]))
-    ['a', 'd']
-    """
-    seen: dict[str, None] = {}
-    for name in names:
-        seen[".".join(name.split(".")[:depth])] = None
-    return iter(seen)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CorruptError
-from .pickles import Attributed, Opaque, short
 from .rebuild import Composite, Deque, Namespace, StoredStorage, StoredTensor, TensorSubclass, plain_numpy
+from .records import Attributed, Opaque, short
 
 _MAX_DEPTH = 100  # the walk recurses; honest checkpoints are some ten levels deep
 _GONE = object()  # stands for "there were only tensors here"

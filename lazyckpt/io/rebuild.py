@@ -20,7 +20,8 @@ import torch
 from ..core.box import Shape, fits
 from ..core.dtypes import FROM_NAME, FROM_STORAGE
 from ..errors import CorruptError
-from .pickles import Attributed, Opaque, check_key, short
+from .pickles import check_key
+from .records import Attributed, Opaque, short
 
 _MAX_DIMS = 64
 

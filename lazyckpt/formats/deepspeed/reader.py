@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from ...core.box import Shape
 from ...core.index import Index, Mesh, Rank
 from ...errors import FormatError, LazyckptError, MissingFileError
-from ...io.pickles import Opaque
 from ...io.plain import Plain
 from ...io.rebuild import StoredTensor
+from ...io.records import Opaque
 from ...io.torchfile import TorchFile
 from ..families import family_rules
 from ..merge import Source as RuleSource
