@@ -299,7 +299,8 @@ def nobody() -> Iterator[Path]:
 
 
 @posix
-def test_no_permission() -> None:
+def test_no_permission(tmp_path: Path) -> None:
+    lazyckpt.open(folder_of(tmp_path / "model"))  # what is imported at first use: nobody may not read the sources
     with nobody() as folder:
         path = folder_of(folder / "model")
         lost = path / "two.safetensors"

@@ -6,6 +6,7 @@ weights are left out on disk; which those are follows from the architecture that
 
 from __future__ import annotations
 
+import functools
 import json
 import posixpath
 import re
@@ -165,11 +166,18 @@ def _lost(
     return lost
 
 
+@functools.cache
+def _ties() -> dict[str, Any]:
+    """What tools/make_hf_ties.py found out."""
+    table: dict[str, Any] = json.loads(resources.files(__package__).joinpath("hf_ties.json").read_text())
+    return table
+
+
 def tied_names(config: Any, weights: Mapping[str, TensorSpec], problems: list[str]) -> dict[str, str]:
     """Names that the model has and the files leave out because another name owns the tensor: alias -> owner."""
-    if not isinstance(config, dict):
+    if not isinstance(config, dict) or not config:
         return {}
-    table = json.loads(resources.files(__package__).joinpath("hf_ties.json").read_text())
+    table = _ties()
     named = config.get("architectures")
     names = [a for a in named if isinstance(a, str)] if isinstance(named, list) else []
     known = [a for a in names if a in table["architectures"]]
