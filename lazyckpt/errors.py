@@ -7,7 +7,8 @@
     ├── ChangedFileError (OSError)           a file is not the one that was indexed any more
     ├── TensorNotFoundError (KeyError)       no tensor and no prefix of that name; the message names near misses
     ├── SelectionError (IndexError)          an index that does not fit the tensor's shape
-    └── DataError (RuntimeError)             the tensor is known, its elements cannot be given (no data, no such dtype)
+    ├── DataError (RuntimeError)             the tensor is known, its elements cannot be given (no data, no such dtype)
+    └── DestinationError (OSError)           nothing was written: something is there already, no room, no right to
 
 A message says what is wrong, in which file, and what to do.
 """
@@ -18,6 +19,7 @@ __all__ = [
     "ChangedFileError",
     "CorruptError",
     "DataError",
+    "DestinationError",
     "FormatError",
     "LazyckptError",
     "MissingFileError",
@@ -59,3 +61,7 @@ class SelectionError(LazyckptError, IndexError):
 
 class DataError(LazyckptError, RuntimeError):
     """The tensor is known, but its elements cannot be given (it has no data, or no dtype can hold it)."""
+
+
+class DestinationError(LazyckptError, OSError):
+    """Nothing was written: something is there already, there is no room, or no right to write."""

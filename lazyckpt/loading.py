@@ -1,15 +1,80 @@
-"""Filling a module from a view, one tensor at a time."""
+"""Reading many tensors: all of a view to a device, or one by one into a module."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
 from .errors import DataError
+from .io.pool import Task, run
+from .io.transfer import Ring
 from .tensor import LazyTensor
+
+_GROUP = 256 << 20  # bytes that are read at once before their dtype is converted
+
+
+def read_all(
+    lazy: Mapping[str, LazyTensor], place: torch.device, dtype: torch.dtype | None, copy: bool
+) -> dict[str, torch.Tensor]:
+    """See `CheckpointView.to`."""
+    done: dict[str, torch.Tensor] = {}
+    if place.type == "meta":
+        return {name: t.to("meta", _target_dtype(t.dtype, dtype)) for name, t in lazy.items()}
+    if place.type != "cpu":
+        ring = Ring(place)
+        for name, t in lazy.items():
+            done[name] = t.read_through(ring, _target_dtype(t.dtype, dtype))
+        ring.finish()
+        return done
+    maps: dict[str, Any] = {}
+    reading: list[str] = []
+    for name, t in lazy.items():
+        mapped = None if copy or _target_dtype(t.dtype, dtype) not in (None, t.dtype) else t.mapped(maps)
+        if mapped is None:
+            reading.append(name)
+        else:
+            done[name] = mapped
+    while reading:
+        group = _first_bytes(reading, lazy, _GROUP) if dtype is not None else reading
+        done.update(_read_together(group, lazy, dtype))
+        reading = reading[len(group) :]
+    return done
+
+
+def _first_bytes(names: list[str], lazy: Mapping[str, LazyTensor], limit: int) -> list[str]:
+    """As many of the first names as hold ``limit`` bytes, at least one."""
+    size = 0
+    for n, name in enumerate(names):
+        size += lazy[name].nbytes
+        if size > limit and n:
+            return names[:n]
+    return names
+
+
+def _read_together(
+    names: list[str], lazy: Mapping[str, LazyTensor], dtype: torch.dtype | None
+) -> dict[str, torch.Tensor]:
+    ready: dict[str, Callable[[], torch.Tensor]] = {}
+
+    def tasks() -> Iterator[Task]:
+        for name in names:
+            more, ready[name] = lazy[name].start()
+            yield from more
+
+    run(tasks())
+    return {name: _converted(ready[name](), dtype) for name in names}
+
+
+def _target_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype | None:
+    return wanted if own.is_floating_point or own.is_complex else None
+
+
+def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    wanted = _target_dtype(tensor.dtype, dtype)
+    return tensor if wanted is None else tensor.to(wanted)
 
 
 def load_into(view: Mapping[str, LazyTensor], module: torch.nn.Module, strict: bool) -> Any:
@@ -28,7 +93,7 @@ def load_into(view: Mapping[str, LazyTensor], module: torch.nn.Module, strict: b
         shape = tuple(getattr(owner, attribute).shape)
         if shape != tuple(tensor.shape):
             problems.append(f"{name!r} is {tuple(tensor.shape)} in the checkpoint and {shape} in the module")
-        tensor.explain()  # plans the read: a missing file is told before anything is written
+        tensor.check()  # a missing file is told before anything is written
     if problems:
         raise DataError(f"nothing was loaded: {'; '.join(problems)}")
 

@@ -12,17 +12,19 @@ The contract, which one suite of tests checks on every format (tests/contract.py
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
-from .core.box import Shape, is_run
+from .core.box import Shape, c_strides, is_run, tiles
 from .core.dtypes import short_name, to_numpy
 from .core.index import Extent, Fragment, TensorSpec
 from .core.plan import plan
 from .core.select import Selection
+from .errors import DataError
 from .io.gather import ranges, read, run_tasks, tasks
 from .io.memory import empty
 from .io.pool import Task, run
@@ -109,6 +111,16 @@ class LazyTensor:
         sizes = "x".join(map(str, self.shape)) or "scalar"
         return f"LazyTensor({self.name!r}, {sizes}, {short_name(self.dtype)})"
 
+    @property
+    def store(self) -> Store:
+        """Where its bytes come from."""
+        return self._store
+
+    def check(self) -> None:
+        """Raise the error that reading it would raise because a file is missing. Reads nothing."""
+        for _, want in self._sel.reads().blocks():
+            plan(self.spec, want)
+
     def explain(self, key: Any = ...) -> str:
         """Where ``t[key]`` comes from: files, byte ranges and their cost, as text. Reads nothing.
 
@@ -148,6 +160,43 @@ class LazyTensor:
             if quick is not None:
                 return quick
         return read(self._store, self.spec, self._sel[key].reads())
+
+    def read_into(self, out: torch.Tensor) -> torch.Tensor:
+        """Read the whole into a contiguous CPU tensor of the same shape and dtype, on this thread alone. Returns it.
+
+        Raises DataError if ``out`` is not such a tensor.
+        """
+        if out.shape != self.shape or out.dtype != self.dtype or not out.is_contiguous() or out.device.type != "cpu":
+            raise DataError(
+                f"{self.name!r} is read into a contiguous CPU tensor of shape {tuple(self.shape)} and {self.dtype}, "
+                f"not {tuple(out.shape)} and {out.dtype} on {out.device}"
+            )
+        reads = self._sel.reads()
+        array = out.view(-1)[: prod(reads.shape)].view(reads.shape)  # no larger: an index lists an element once
+        for _, do in tasks(self._store, self.spec, reads, array):
+            do()
+        result = reads.finish(array)
+        if result.data_ptr() != out.data_ptr():
+            out.copy_(result)
+        return out
+
+    def pieces(self, nbytes: int) -> Iterator[tuple[int, LazyTensor]]:
+        """Cut the tensor into runs of its C order of at most ``nbytes`` bytes (or one element), not read yet: (elements
+        in front of it, the piece)."""
+        strides = c_strides(self.shape)
+        for box in tiles(self.shape, nbytes // self.dtype.itemsize):
+            ahead = sum(a * s for a, s in zip(box.start, strides, strict=True))
+            yield ahead, (self if box.shape == self.shape else self.lazy[box.slices])
+
+    def astype(self, dtype: torch.dtype) -> LazyTensor:
+        """The same tensor, converted to ``dtype`` when it is read."""
+        if dtype == self.dtype:
+            return self
+        return LazyTensor(self._store, replace(self.spec, dtype=dtype), self._selection)
+
+    def contiguous(self) -> torch.Tensor:
+        """Read the whole, as a tensor of torch's: what DeepSpeed's lazy state dicts are asked."""
+        return self[...]
 
     @property
     def lazy(self) -> _Deferred:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -13,22 +14,22 @@ import torch
 from .core.index import FileInfo, Index, Mesh, TensorSpec
 from .core.names import Names, Pattern, matcher
 from .errors import MissingFileError, TensorNotFoundError
+from .export.files import FileFormat, export
+from .export.safetensors import SAFETENSORS
+from .export.torch import TORCH
 from .formats.cache import cached_index
 from .formats.reader import Source, read_index
 from .formats.stored import stored_specs
 from .io.local import split
-from .io.pool import Task, run
 from .io.remote import is_url, split_url
 from .io.store import Store
-from .io.transfer import Ring
-from .loading import load_into
+from .loading import load_into, read_all
 from .show.text import explain, summary, tree
 from .tensor import LazyTensor
 
 # A state that is a whole state dict lists tied names too; a moment is listed under the name that owns it.
 _FULL_STATES = ("weights", "fp32")
 _STORED = "stored"
-_GROUP = 256 << 20  # bytes that `to` reads at once before it converts their dtype
 
 _Step = tuple[Literal["below"], str] | tuple[Literal["select"], Pattern | frozenset[str]]
 
@@ -318,35 +319,8 @@ class CheckpointView(Mapping[str, LazyTensor]):
         tensors that are one contiguous run of a file stay mapped instead of being read (privately: writing to one
         changes memory only, but truncating the file breaks it).
         """
-        place = torch.device(device)
         owners = {name: self.owner(name) for name in self._listed}
-        todo = dict.fromkeys(owners.values())
-        lazy = {owner: self[name] for name, owner in owners.items()}
-        done: dict[str, torch.Tensor] = {}
-        maps: dict[str, Any] = {}
-
-        if place.type in ("meta", "cpu"):
-            reading: list[str] = []
-            for owner in todo:
-                t = lazy[owner]
-                if place.type == "meta":
-                    done[owner] = t.to("meta", _target_dtype(t.dtype, dtype))
-                    continue
-                mapped = None if copy or _target_dtype(t.dtype, dtype) not in (None, t.dtype) else t.mapped(maps)
-                if mapped is None:
-                    reading.append(owner)
-                else:
-                    done[owner] = mapped
-            while reading:
-                group = _first_bytes(reading, lazy, _GROUP) if dtype is not None else reading
-                done.update(_read_together(group, lazy, dtype))
-                reading = reading[len(group) :]
-        else:
-            ring = Ring(place)
-            for owner in todo:
-                t = lazy[owner]
-                done[owner] = t.read_through(ring, _target_dtype(t.dtype, dtype))
-            ring.finish()
+        done = read_all({owner: self[name] for name, owner in owners.items()}, torch.device(device), dtype, copy)
         return {name: done[owner] for name, owner in owners.items()}
 
     def load_into(self, module: torch.nn.Module, strict: bool = True) -> Any:
@@ -357,6 +331,68 @@ class CheckpointView(Mapping[str, LazyTensor]):
         ``strict`` and the names differ, or if a shape differs.
         """
         return load_into(self, module, strict)
+
+    # -- writing
+
+    def to_safetensors(
+        self,
+        dest: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | None = None,
+        max_shard_size: int | str | None = "5GB",
+        overwrite: bool = False,
+        progress: bool | None = None,
+    ) -> list[Path]:
+        """Write the view as safetensors, in bounded memory (16 MiB a thread), and return the paths of the files.
+
+        ``dest``: a folder, which gets ``model.safetensors`` or, above ``max_shard_size`` (bytes, or text such as
+        "5GB"; None for one file), numbered shards and their index, as Hugging Face names them; or a file that ends
+        with ``.safetensors``. A tied tensor is stored once; its other names stand in the header's metadata. ``dtype``
+        converts floating-point tensors. ``progress``: a bar; None for one on a terminal or in a notebook.
+
+        The files appear when all are complete. Raises DestinationError (something is there already and not
+        ``overwrite``, no room, no right to write), DataError (a dtype that the format lacks), and what reading raises.
+        """
+        return self._export(SAFETENSORS, dest, dtype, max_shard_size, overwrite, progress)
+
+    def to_torch(
+        self,
+        dest: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | None = None,
+        max_shard_size: int | str | None = "5GB",
+        overwrite: bool = False,
+        progress: bool | None = None,
+    ) -> list[Path]:
+        """Write the view as state dicts that `torch.load` reads, tied names on the same storage; otherwise as
+        `to_safetensors`. ``dest``: a file that ends with .pt, .pth, .bin or .ckpt, or a folder, which gets
+        ``pytorch_model.bin`` or numbered shards and their index."""
+        return self._export(TORCH, dest, dtype, max_shard_size, overwrite, progress)
+
+    def _export(
+        self,
+        form: FileFormat,
+        dest: str | os.PathLike[str],
+        dtype: torch.dtype | None,
+        max_shard_size: int | str | None,
+        overwrite: bool,
+        progress: bool | None,
+    ) -> list[Path]:
+        names: dict[str, str] = {}  # the name that owns a tensor -> the one it is written under
+        for name in self._listed:
+            owner = self.owner(name)
+            if owner == self._listed[name] or owner not in names:
+                names[owner] = name
+        return export(
+            form,
+            {name: self[name] for name in names.values()},
+            {name: kept for name in self._listed if (kept := names[self.owner(name)]) != name},
+            dest,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            overwrite=overwrite,
+            progress=progress,
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         steps = []
@@ -373,36 +409,3 @@ def _restore(store: Store, index: Index, state: str, steps: tuple[_Step, ...]) -
     view = object.__new__(CheckpointView)
     view._init(store, index, state, steps)
     return view
-
-
-def _first_bytes(names: list[str], lazy: Mapping[str, LazyTensor], limit: int) -> list[str]:
-    """As many of the first names as hold ``limit`` bytes, at least one."""
-    size = 0
-    for n, name in enumerate(names):
-        size += lazy[name].nbytes
-        if size > limit and n:
-            return names[:n]
-    return names
-
-
-def _read_together(
-    names: list[str], lazy: Mapping[str, LazyTensor], dtype: torch.dtype | None
-) -> dict[str, torch.Tensor]:
-    ready: dict[str, Callable[[], torch.Tensor]] = {}
-
-    def tasks() -> Iterator[Task]:
-        for name in names:
-            more, ready[name] = lazy[name].start()
-            yield from more
-
-    run(tasks())
-    return {name: _converted(ready[name](), dtype) for name in names}
-
-
-def _target_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype | None:
-    return wanted if own.is_floating_point or own.is_complex else None
-
-
-def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    wanted = _target_dtype(tensor.dtype, dtype)
-    return tensor if wanted is None else tensor.to(wanted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from math import prod
 
 Shape = tuple[int, ...]
@@ -114,6 +114,21 @@ def hull(shape: Sequence[int], strides: Sequence[int]) -> int:
     if 0 in shape:
         return 0
     return 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+
+
+def tiles(shape: Sequence[int], count: int) -> Iterator[Box]:
+    """Cut an array into boxes of at most ``count`` elements that each are one run of its C order, in that order.
+
+    >>> [(b.start, b.stop) for b in tiles((3, 4), 8)]
+    [((0, 0), (2, 4)), ((2, 0), (3, 4))]
+    """
+    sizes, left = [], max(1, count)
+    for n in reversed(shape):
+        sizes.append(max(1, min(n, left)))
+        left //= max(1, n)
+    sizes.reverse()
+    for corner in product(*(range(0, n, size) for n, size in zip(shape, sizes, strict=True))):
+        yield Box(corner, tuple(min(a + size, n) for a, size, n in zip(corner, sizes, shape, strict=True)))
 
 
 def span_boxes(shape: Sequence[int], lo: int, hi: int) -> list[Box]:

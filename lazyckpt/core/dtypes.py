@@ -70,6 +70,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torc
 _ROWS = _rows()
 _BY_TORCH = {row.torch: row for row in reversed(_ROWS)}
 FROM_SAFETENSORS = {row.safetensors: row.torch for row in _ROWS if row.safetensors}
+TO_SAFETENSORS = {row.torch: row.safetensors for row in reversed(_ROWS) if row.safetensors}
 FROM_STORAGE = {row.storage: row.torch for row in _ROWS if row.storage}
 FROM_NAME = {name: d for name, d in vars(torch).items() if isinstance(d, torch.dtype)}
 

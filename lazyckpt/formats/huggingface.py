@@ -45,7 +45,7 @@ def read_shard(store: Store, path: str) -> Shard:
     if path.endswith(".safetensors"):
         file = read_safetensors(store, path)
         specs = {name: whole(name, extent) for name, extent in file.extents.items()}
-        return Shard(file.info, specs, {}, dict(file.metadata), [f"{path}: {note}" for note in file.notes])
+        return Shard(file.info, specs, file.aliases, dict(file.metadata), [f"{path}: {note}" for note in file.notes])
     torch_file = read_torch_file(store, path)
     plain = Plain(torch_file.root, path, torch_file.pickle_size)
     meta = plain.rest if isinstance(plain.rest, dict) else {}

@@ -16,6 +16,7 @@ def _read(source: Source) -> Index:
         states={"weights": specs},
         files={source.path: file.info},
         stored=specs,
+        aliases=file.aliases,
         meta=dict(file.metadata),
         problems=tuple(f"{source.path}: {note}" for note in file.notes),
     )

@@ -55,7 +55,7 @@ def _mean(store: Store, copies: list[Copy], out: torch.Tensor) -> None:
     total = torch.zeros(out.shape, dtype=wide)
     count = torch.zeros(out.shape, dtype=wide)
     for copy in copies:
-        one = torch.empty(copy.shape, dtype=out.dtype)
+        one = torch.empty(copy.shape, dtype=copy.extent.dtype)
         for _, do in _copy_tasks(store, copy, one):
             do()
         total[copy.slices] += one

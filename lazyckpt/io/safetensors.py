@@ -30,6 +30,12 @@ class SafetensorsFile(NamedTuple):
     metadata: dict[str, str]
     notes: list[str]
 
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Names of tied tensors that are stored under another name only: alias -> that name. The header's metadata
+        tells them (bindings/python/py_src/safetensors/torch.py `save_model`)."""
+        return {a: name for a, name in self.metadata.items() if name in self.extents and a not in self.extents}
+
 
 def is_safetensors(head: bytes, size: int) -> bool:
     """Whether a file of ``size`` bytes that begins so can be safetensors: a length, then JSON."""

@@ -6,13 +6,12 @@ While one piece travels to the device, the next is read: a ring of buffers, each
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import product
 from math import prod
 from typing import Any
 
 import torch
 
-from ..core.box import Box, Shape
+from ..core.box import Box, Shape, tiles
 from ..core.index import TensorSpec
 from ..core.select import Reads
 from .gather import tasks
@@ -81,18 +80,7 @@ def read_to(store: Store, spec: TensorSpec, reads: Reads, target: torch.Tensor, 
 def pieces(reads: Reads, itemsize: int) -> Iterator[tuple[Reads, Box]]:
     """The reads in pieces of at most PIECE bytes (or one element): (what to read, its place in the whole)."""
     for at, want in reads.blocks():
-        for box in _tiles(tuple(map(len, want)), itemsize):
+        for box in tiles(tuple(map(len, want)), PIECE // itemsize):
             part = tuple(r[a:b] for r, a, b in zip(want, box.start, box.stop, strict=True))
             runs = tuple(((0, r),) for r in part)
             yield Reads(box.shape, runs, (), (), box.shape), box.shift(at)
-
-
-def _tiles(shape: Shape, itemsize: int) -> Iterator[Box]:
-    """Cut a shape into blocks of at most PIECE bytes: whole inner dimensions, as many outer indices as fit."""
-    sizes, left = [], max(1, PIECE // itemsize)
-    for n in reversed(shape):
-        sizes.append(max(1, min(n, left)))
-        left //= max(1, n)
-    sizes.reverse()
-    for corner in product(*(range(0, n, size) for n, size in zip(shape, sizes, strict=True))):
-        yield Box(corner, tuple(min(a + size, n) for a, size, n in zip(corner, sizes, shape, strict=True)))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ...core.box import Shape
 from ...core.index import Index, Mesh, Rank
+from ...core.names import natural
 from ...errors import FormatError, LazyckptError, MissingFileError
 from ...io.plain import Plain
 from ...io.rebuild import StoredTensor
@@ -86,7 +87,7 @@ def read(source: Source) -> Index:
         _plain_optimizers(b, files, stages, pipeline, aliases)
         if sharded:
             b.tell("there are no optimizer states (*_optim_states.pt): no parameter of a ZeRO-3 model can be read")
-    _complete(b, sharded, {n for s in stages.values() for g in s.groups for n in g})
+    bare = _complete(b, sharded, {n for s in stages.values() for g in s.groups for n in g})
     for path in files.zero_model.values():
         b.files.setdefault(path, source.store.stat(path))
     stage_number = 3 if sharded else _zero_stage(first.model, optims)
@@ -95,7 +96,7 @@ def read(source: Source) -> Index:
         states={s: b.states[s] for s in sorted(b.states, key=_state_order) if b.states[s]},
         files=b.files,
         aliases={a: o for a, o in aliases.items() if a != o},
-        meta=_meta(plain, optims, files),
+        meta=_meta(plain, optims, files) | _kinds(stages, bare),
         mesh=Mesh(b.tp, 1 + max(s.rank.pp for s in stages.values()), b.world, _expert_parallel(optims, files, b)),
         problems=tuple(b.problems),
     )
@@ -297,17 +298,26 @@ def _aliases(model: Mapping[Any, Any], module: Mapping[str, StoredTensor]) -> di
     return aliases
 
 
-def _complete(b: Building, sharded: bool, trained: set[str]) -> None:
-    """fp32 is a whole state dict: what has no master copy (buffers, frozen parameters) stands there as it is stored.
-    ZeRO-3 stores no weights but those: they are in fp32 only."""
+def _complete(b: Building, sharded: bool, trained: set[str]) -> list[str]:
+    """fp32 is a whole state dict: what has no master copy (buffers, frozen parameters) stands there as it is stored;
+    these names are returned. ZeRO-3 stores no weights but those: they are in fp32 only."""
     weights = b.states.get("weights", {})
     if sharded:
         b.states.pop("weights", None)
-    if sharded or b.states.get("fp32"):
-        masters = b.states.setdefault("fp32", {})
-        for name, spec in weights.items():
-            if name not in trained:
-                masters.setdefault(name, spec)
+    if not sharded and (not b.states.get("fp32") or any(n not in weights for n in b.states["fp32"] if not trained)):
+        return []  # there are no masters, or (ZeRO-0) they stand under numbers
+    masters = b.states.setdefault("fp32", {})
+    bare = [name for name in weights if name not in trained and name not in masters]
+    masters.update((name, weights[name]) for name in bare)
+    return bare
+
+
+def _kinds(stages: Mapping[int, Stage], bare: list[str]) -> dict[str, list[str]]:
+    """For `meta`: which tensors of all ranks are buffers, and which were not trained."""
+    buffers = sorted({n for s in stages.values() for n in buffer_names(s.model)}, key=natural)
+    frozen = {n: None for s in stages.values() for n in shapes_of(s.file, s.model.get("frozen_param_shapes"))}
+    frozen |= {n: None for n in bare if n not in buffers}
+    return {"buffer_names": buffers, "frozen_parameters": list(frozen)}
 
 
 def _zero_stage(model: Mapping[Any, Any], optims: Mapping[int, OptimFiles]) -> int:

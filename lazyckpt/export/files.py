@@ -1,0 +1,107 @@
+"""Writing named tensors as one file, or as shards in a folder with an index: what all formats of weights share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..errors import DestinationError
+from ..tensor import LazyTensor
+from .destination import appearing, local_path, source_files
+from .progress import Bar
+from .shards import file_names, index_text, is_of_family, size_in_bytes, split
+
+Tensors = Mapping[str, LazyTensor]
+Aliases = Mapping[str, str]  # further names -> the name of the same tensor
+
+
+@dataclass(frozen=True, slots=True)
+class FileFormat:
+    """A file format of named tensors.
+
+    ``stem`` and ``suffix`` name its files in a folder, as Hugging Face's tools do; ``endings`` are those of a path that
+    is one file. ``lists_aliases``: whether the index lists them. ``size``: bytes that a file is going to have, at most;
+    it raises DataError for what the format cannot hold. ``write``: write a new file.
+    """
+
+    stem: str
+    suffix: str
+    endings: tuple[str, ...]
+    lists_aliases: bool
+    size: Callable[[Tensors, Aliases], int]
+    write: Callable[[Path, Tensors, Aliases, Callable[[int], None]], None]
+
+
+def export(
+    form: FileFormat,
+    tensors: Tensors,
+    aliases: Aliases,
+    dest: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None,
+    max_shard_size: int | str | None,
+    overwrite: bool,
+    progress: bool | None,
+) -> list[Path]:
+    """Write tensors, each once, and return the paths of the files. A ``dest`` with one of the format's endings is the
+    file to write; any other is a folder, which gets one file, or shards of at most ``max_shard_size`` and an index.
+
+    Raises what reading raises (a missing file is told before anything is written), DataError, DestinationError.
+    """
+    place = local_path(dest)
+    tensors = {name: _converted(t, dtype) for name, t in tensors.items()}
+    total = sum(t.nbytes for t in tensors.values())
+    if place.suffix in form.endings:
+        shards = [tensors]
+        paths = [place]
+    else:
+        shards = split(tensors, None if max_shard_size is None else size_in_bytes(max_shard_size))
+        paths = [place / name for name in file_names(form.stem, form.suffix, len(shards))]
+    of_shard = [{a: o for a, o in aliases.items() if o in shard} for shard in shards]
+    sizes = {path: form.size(shard, also) for path, shard, also in zip(paths, shards, of_shard, strict=True)}
+    index: dict[Path, str] = {}
+    if len(shards) > 1:
+        listed: dict[str, str] = {}
+        for path, shard, also in zip(paths, shards, of_shard, strict=True):
+            listed |= dict.fromkeys([*shard, *(also if form.lists_aliases else ())], path.name)
+        index[place / f"{form.stem}{form.suffix}.index.json"] = index_text(listed, total)
+        sizes |= {path: len(text.encode()) for path, text in index.items()}
+
+    sources = source_files(tensors.values())
+    if place not in paths:
+        _check_folder(place, form, set(sizes), sources)
+    for tensor in tensors.values():
+        tensor.check()
+    with appearing(sizes, sources, overwrite) as temporary, Bar(total, place.name, progress) as bar:
+        for path, shard, also in zip(paths, shards, of_shard, strict=True):
+            form.write(temporary[path], shard, also, bar.add)
+        for path, text in index.items():
+            temporary[path].write_text(text, encoding="utf-8")
+    return list(sizes)
+
+
+def _converted(tensor: LazyTensor, dtype: torch.dtype | None) -> LazyTensor:
+    """As `nn.Module.to` does: integers and bools stay what they are."""
+    return tensor if dtype is None or not tensor.dtype.is_floating_point else tensor.astype(dtype)
+
+
+def _check_folder(folder: Path, form: FileFormat, new: set[Path], sources: set[Path]) -> None:
+    """A folder in which what is written would not be mistaken for part of something else."""
+    if folder.is_file():
+        raise DestinationError(f"{folder} is a file: name a folder, or a file that ends with {form.endings[0]}")
+    if not folder.is_dir():
+        return
+    if any(source.parent == Path(os.path.realpath(folder)) for source in sources):
+        raise DestinationError(f"{folder} holds the checkpoint that is read: choose another folder")
+    others = sorted(
+        path.name for path in folder.iterdir() if path not in new and is_of_family(path.name, form.stem, form.suffix)
+    )
+    if others:
+        raise DestinationError(
+            f"{folder} holds other weights, which would be mistaken for part of these: {', '.join(others[:3])}"
+            f"{', ...' if len(others) > 3 else ''}. Remove them or choose another folder"
+        )

@@ -1,0 +1,61 @@
+"""Safetensors files. The library's own writer wants all bytes in memory at once; the layout is a header and the data.
+
+Source: safetensors/src/tensor.rs `prepare`, and bindings/python/py_src/safetensors/torch.py `save_model`: a tied tensor
+is stored once, and the header's metadata maps its other names to that one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from ..core.dtypes import TO_SAFETENSORS
+from ..errors import DataError
+from .files import Aliases, FileFormat, Tensors
+from .stream import Placed, write, write_at
+
+
+def _order(tensors: Tensors) -> list[str]:
+    """Large items first: then every tensor is aligned, whatever stands before it."""
+    return sorted(tensors, key=lambda name: -tensors[name].itemsize)
+
+
+def _header(tensors: Tensors, aliases: Aliases) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"} | dict(aliases)}
+    at = 0
+    for name in _order(tensors):
+        tensor = tensors[name]
+        kind = TO_SAFETENSORS.get(tensor.dtype)
+        if kind is None:
+            raise DataError(f"safetensors has no {tensor.dtype}, which {name!r} is: convert it, or write a torch file")
+        if name == "__metadata__":
+            raise DataError("safetensors cannot name a tensor '__metadata__'")
+        entries[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [at, at + tensor.nbytes]}
+        at += tensor.nbytes
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _size(tensors: Tensors, aliases: Aliases) -> int:
+    return len(_header(tensors, aliases)) + sum(t.nbytes for t in tensors.values())
+
+
+def _write(path: Path, tensors: Tensors, aliases: Aliases, done: Callable[[int], None]) -> None:
+    header = _header(tensors, aliases)
+    placed, at = [], len(header)
+    for name in _order(tensors):
+        placed.append(Placed(at, tensors[name]))
+        at += tensors[name].nbytes
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        write_at(fd, header, 0)
+        os.ftruncate(fd, at)
+        write(fd, placed, done)
+    finally:
+        os.close(fd)
+
+
+SAFETENSORS = FileFormat("model", ".safetensors", (".safetensors",), False, _size, _write)

@@ -1,0 +1,88 @@
+"""Files of torch.save, written by torch itself but for the tensors' bytes: those are streamed in afterwards.
+
+Source: torch/serialization.py `skip_data`: storages get their place in the zip, and nothing is written there. What is
+left to do is the data, and the checksum of each record: torch writes it behind the data and in the zip's directory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.serialization import skip_data
+
+from ..core.dtypes import BITS
+from .files import Aliases, FileFormat, Tensors
+from .stream import Placed, write, write_at
+
+_DESCRIPTOR = b"PK\x07\x08"  # stands behind a record's data, followed by the checksum
+_PER_TENSOR = 512  # bytes that a tensor takes besides its data, at most, without its name
+
+
+def _size(tensors: Tensors, aliases: Aliases) -> int:
+    names = sum(2 * len(name.encode()) + _PER_TENSOR for name in (*tensors, *aliases))
+    return sum(t.nbytes for t in tensors.values()) + names + 4096
+
+
+def _write(path: Path, tensors: Tensors, aliases: Aliases, done: Callable[[int], None]) -> None:
+    state = _placeholders(tensors)
+    state |= {alias: state[name] for alias, name in aliases.items()}
+    with path.open("xb") as file, skip_data():
+        torch.save(state, file)
+    with zipfile.ZipFile(path) as archive:
+        directory = archive.start_dir
+        infos = archive.infolist()
+    with path.open("r+b") as file:
+        fd = file.fileno()
+        records = {info.filename.split("/", 1)[1]: info for info in infos}
+        # torch numbers storages in the order in which it meets them
+        held = [records[f"data/{n}"] for n in range(len(tensors))]
+        begins = [_data_offset(fd, info.header_offset) for info in held]
+        placed = [Placed(at, tensor) for at, tensor in zip(begins, tensors.values(), strict=True)]
+        checksums = dict(zip((i.filename for i in held), write(fd, placed, done, checksums=True), strict=True))
+        for at, info in zip(begins, held, strict=True):
+            end = at + info.file_size
+            if os.pread(fd, 4, end) == _DESCRIPTOR:
+                write_at(fd, struct.pack("<I", checksums[info.filename]), end + 4)
+        _patch_directory(fd, directory, infos, checksums)
+
+
+def _placeholders(tensors: Tensors) -> dict[str, torch.Tensor]:
+    """Tensors of the right shapes and dtypes over memory that is never touched: address space is all that they take.
+
+    They overlap, but no two begin at the same address: torch.save refuses different dtypes there.
+    """
+    span = max((64 * n + t.nbytes for n, t in enumerate(tensors.values())), default=0)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    memory = mmap.mmap(-1, max(span, mmap.PAGESIZE), flags=flags)
+    found = {}
+    for n, (name, t) in enumerate(tensors.items()):
+        if t.numel():
+            bits = torch.frombuffer(memory, dtype=BITS[t.itemsize], count=t.numel(), offset=64 * n)
+            found[name] = bits.view(t.dtype).view(t.shape)
+        else:
+            found[name] = torch.empty(t.shape, dtype=t.dtype)
+    return found
+
+
+def _data_offset(fd: int, header: int) -> int:
+    """Where a record's bytes begin: behind its header, its name and the padding (zip: local file header)."""
+    name, extra = struct.unpack("<HH", os.pread(fd, 4, header + 26))
+    return header + 30 + int(name) + int(extra)
+
+
+def _patch_directory(fd: int, at: int, infos: list[zipfile.ZipInfo], checksums: dict[str, int]) -> None:
+    """Put the checksums into the zip's directory, whose entries follow each other from byte ``at`` on."""
+    for info in infos:
+        if info.filename in checksums:
+            write_at(fd, struct.pack("<I", checksums[info.filename]), at + 16)
+        name, extra, comment = struct.unpack("<HHH", os.pread(fd, 6, at + 28))
+        at += 46 + int(name) + int(extra) + int(comment)
+
+
+TORCH = FileFormat("pytorch_model", ".bin", (".bin", ".pt", ".pth", ".ckpt"), True, _size, _write)
