@@ -73,27 +73,39 @@ def resident_bytes(path: Path) -> int:
         return sum(s & 1 for s in state) * mmap.PAGESIZE
 
 
-def peak_growth(setup: str, work: str) -> int:
-    """Bytes by which the peak resident memory of a fresh Python grows while it does ``work``, after ``setup``.
+class Fresh(NamedTuple):
+    """What a piece of work took in a process of its own: seconds, and the bytes by which peak memory grew."""
 
-    File pages that the process maps count too.
-    """
+    seconds: float
+    peak: int
+
+
+def run_fresh(setup: str, work: str) -> Fresh:
+    """Run ``work`` in a new Python, after ``setup``, which is not measured. Memory is the peak of the resident memory
+    less what was resident before; file pages that the process maps count too."""
     program = f"""
-import re
+import re, time
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 def now():
     return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 {setup}
 open("/proc/self/clear_refs", "w").write("5")
-before = now()
+before, start = now(), time.perf_counter()
 {work}
-print(peak() - before)
+taken = time.perf_counter() - start
+print(taken, peak() - before)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr)
-    return int(done.stdout.split()[-1])
+    seconds, grown = done.stdout.split()[-2:]
+    return Fresh(float(seconds), int(grown))
+
+
+def peak_growth(setup: str, work: str) -> int:
+    """The bytes of `run_fresh`."""
+    return run_fresh(setup, work).peak
 
 
 def report(title: str, rows: list[Row]) -> None:

@@ -343,7 +343,7 @@ class CheckpointView(Mapping[str, LazyTensor]):
         overwrite: bool = False,
         progress: bool | None = None,
     ) -> list[Path]:
-        """Write the view as safetensors, in bounded memory (16 MiB a thread), and return the paths of the files.
+        """Write the view as safetensors, in bounded memory (4 MiB a thread), and return the paths of the files.
 
         ``dest``: a folder, which gets ``model.safetensors`` or, above ``max_shard_size`` (bytes, or text such as
         "5GB"; None for one file), numbered shards and their index, as Hugging Face names them; or a file that ends

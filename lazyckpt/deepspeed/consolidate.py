@@ -103,7 +103,7 @@ def convert_zero_checkpoint_to_state_dict(
     with an index above ``max_shard_size`` (bytes or text; None: one file). Returns the paths of the files.
 
     Every floating-point tensor is converted to ``dtype`` (float32, float16, bfloat16, or their names). Memory stays at
-    16 MiB a thread, whatever the size of the model; files of the same names are replaced when the new ones are
+    4 MiB a thread, whatever the size of the model; files of the same names are replaced when the new ones are
     complete. An ``output_dir`` that ends with .bin, .pt or .safetensors is the file to write, as in older releases.
 
     Raises DestinationError, and as `get_fp32_state_dict_from_zero_checkpoint`.

@@ -8,6 +8,7 @@ a store cannot map, it is split until what lies between two wanted runs is at mo
 from __future__ import annotations
 
 import mmap
+import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -24,6 +25,7 @@ from .store import Store
 
 BLOCK = 8 << 20  # bytes that one read asks for at most, and that a buffer holds
 _RUN = 32 << 10  # runs this long are worth a read of their own
+_own = threading.local()
 
 
 def read(store: Store, spec: TensorSpec, reads: Reads) -> torch.Tensor:
@@ -119,12 +121,21 @@ def run_tasks(store: Store, path: str, offset: int, target: torch.Tensor) -> Ite
 
 def _through_buffer(store: Store, copy: Copy, span: int, target: torch.Tensor, dtype: torch.dtype) -> None:
     extent = copy.extent
-    buffer = torch.empty(span, dtype=torch.uint8)
+    buffer = _scratch(span)
     store.read_into(extent.path, extent.offset + copy.start * dtype.itemsize, as_bytes(buffer))
     if extent.swapped:
         unit = dtype.itemsize // (2 if dtype.is_complex else 1)
         buffer = buffer.view(-1, unit).flip(1).view(-1)
     target.copy_(_resolved(extent, buffer.view(dtype).as_strided(copy.shape, copy.strides)))
+
+
+def _scratch(nbytes: int) -> torch.Tensor:
+    """Memory of this thread's own, until it asks again. (New memory each time would be most of the cost, and the C
+    library keeps up to 64 MiB of it for every thread.)"""
+    buffer: torch.Tensor | None = getattr(_own, "buffer", None)
+    if buffer is None or buffer.numel() < nbytes:
+        buffer = _own.buffer = torch.empty(max(nbytes, _RUN), dtype=torch.uint8)
+    return buffer[:nbytes]
 
 
 def _through_mapping(mapped: mmap.mmap, copy: Copy, span: int, target: torch.Tensor) -> None:

@@ -1,0 +1,403 @@
+"""Writing views as safetensors and torch files: what the formats' own readers find in them, and what happens when
+something is in the way."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import lazyckpt
+from lazyckpt.core.dtypes import TO_SAFETENSORS
+from lazyckpt.errors import DataError, DestinationError, MissingFileError
+from lazyckpt.export import destination, stream
+from lazyckpt.export.crc import combined
+from lazyckpt.export.shards import file_names, size_in_bytes, split
+
+from . import counting
+from .writers import Case, bit_equal
+
+
+def _state() -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    base = torch.randn(40, 30, generator=g)
+    return {
+        "f32": base,
+        "transposed": base.t(),
+        "part": base[3:20, ::2],
+        "expanded": torch.arange(7.0).expand(5, 7),
+        "bf16": torch.randn(333, generator=g).bfloat16(),
+        "f16": torch.randn(2, 3, 5, generator=g).half(),
+        "f8": torch.randn(33, generator=g).to(torch.float8_e4m3fn),
+        "i64": torch.arange(11),
+        "bool": torch.rand(9, generator=g) > 0.5,
+        "u8": torch.arange(13, dtype=torch.uint8),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+        "c64": torch.randn(6, dtype=torch.complex64, generator=g),
+        "deep.er.name": torch.randn(1, generator=g),
+        "Größe": torch.randn(2, generator=g),
+    }
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A torch file with a tied name, and what is in it."""
+    state = _state()
+    state["tied"] = state["f32"]
+    (tmp_path / "in").mkdir()
+    path = tmp_path / "in" / "state.pt"
+    torch.save(state, path)
+    return path, state
+
+
+@pytest.fixture(params=[None, 1000, 64], ids=["whole", "pieces", "small pieces"])
+def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param:
+        monkeypatch.setattr(stream, "PIECE", request.param)
+
+
+@pytest.mark.usefixtures("piece")
+def test_safetensors_reads_what_was_written(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    path, state = saved
+    (file,) = lazyckpt.open(path).to_safetensors(tmp_path / "out")
+    assert file == tmp_path / "out" / "model.safetensors"
+    found = load_file(file)
+    assert found.keys() == state.keys() - {"tied"}
+    assert all(bit_equal(found[name], state[name]) for name in found)
+    with safe_open(file, "pt") as f:  # as safetensors.torch.save_model tells of tied names
+        assert f.metadata() == {"format": "pt", "tied": "f32"}
+    again = lazyckpt.open(file)
+    assert again.keys() == state.keys() and dict(again.aliases) == {"tied": "f32"}
+    assert bit_equal(again["tied"][...], state["f32"])
+    assert lazyckpt.open(tmp_path / "out").keys() == state.keys()
+    header = int.from_bytes(file.read_bytes()[:8], "little")
+    assert (8 + header) % 8 == 0
+    for t in again.values():  # every tensor is aligned, so that it can be mapped
+        assert t.fragments[0].extent.offset % t.itemsize == 0
+
+
+@pytest.mark.usefixtures("piece")
+def test_torch_reads_what_was_written(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    path, state = saved
+    (file,) = lazyckpt.open(path).to_torch(tmp_path / "out" / "state.pt")
+    for options in ({}, {"mmap": True}):
+        found = torch.load(file, weights_only=True, **options)
+        assert found.keys() == state.keys()
+        assert all(bit_equal(found[name], state[name]) for name in found)
+        assert found["tied"].data_ptr() == found["f32"].data_ptr()
+    assert zipfile.ZipFile(file).testzip() is None
+    by_torch = tmp_path / "by_torch.pt"
+    torch.save({n: t.contiguous() for n, t in state.items() if n != "tied"}, by_torch)
+    crcs = [{i.CRC for i in zipfile.ZipFile(p).infolist() if "/data/" in i.filename} for p in (file, by_torch)]
+    assert crcs[0] == crcs[1]
+    again = lazyckpt.open(file)
+    assert not again.problems and dict(again.aliases) == {"tied": "f32"}
+
+
+@pytest.mark.parametrize("dtype", sorted(TO_SAFETENSORS, key=str), ids=str)
+def test_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    raw = torch.randint(0, 2, (48,), dtype=torch.uint8)
+    tensor = raw.view(dtype) if dtype != torch.bool else raw.bool()
+    torch.save({"t": tensor}, tmp_path / "t.pt")
+    view = lazyckpt.open(tmp_path / "t.pt")
+    view.to_safetensors(tmp_path / "t.safetensors")
+    view.to_torch(tmp_path / "again.pt")
+    assert bit_equal(load_file(tmp_path / "t.safetensors")["t"], tensor)
+    assert bit_equal(torch.load(tmp_path / "again.pt")["t"], tensor)
+
+
+def test_a_dtype_that_the_format_lacks_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(3), "c": torch.ones(2, dtype=torch.complex128)}, tmp_path / "t.pt")
+    view = lazyckpt.open(tmp_path / "t.pt")
+    with pytest.raises(DataError, match=r"complex128.*'c'"):
+        view.to_safetensors(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    view.to_torch(tmp_path / "c.pt")
+    assert torch.equal(torch.load(tmp_path / "c.pt")["c"], torch.ones(2, dtype=torch.complex128))
+
+
+@pytest.mark.usefixtures("piece")
+def test_floating_point_tensors_are_converted(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    path, state = saved
+    view = lazyckpt.open(path)
+    view.to_torch(tmp_path / "out.pt", dtype=torch.bfloat16)
+    found = torch.load(tmp_path / "out.pt")
+    for name, tensor in state.items():
+        wanted = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+        assert bit_equal(found[name], wanted), name
+
+
+def test_a_part_has_its_own_names(tmp_path: Path) -> None:
+    w = torch.randn(4, 3)
+    torch.save({"layers": [{"w": w, "b": torch.ones(3)}], "head": w}, tmp_path / "t.pt")
+    view = lazyckpt.open(tmp_path / "t.pt")
+    view["layers.0"].to_safetensors(tmp_path / "part.safetensors")
+    assert load_file(tmp_path / "part.safetensors").keys() == {"w", "b"}
+    view.select("head").to_safetensors(tmp_path / "alias.safetensors")  # the name that owns it is not in the part
+    assert bit_equal(load_file(tmp_path / "alias.safetensors")["head"], w)
+
+
+# -- shards
+
+
+@settings(deadline=None)
+@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=12), limit=st.integers(1, 60))
+def test_shards_are_those_of_hugging_face(sizes: list[int], limit: int) -> None:
+    tensors = {f"t{n}": torch.zeros(size, dtype=torch.uint8) for n, size in enumerate(sizes) if size}
+    theirs = split_torch_state_dict_into_shards(tensors, max_shard_size=limit)
+    ours = split(tensors, limit)  # type: ignore[arg-type]
+    if not tensors:
+        assert ours == [{}]
+        return
+    names = file_names("model", ".safetensors", len(ours))
+    assert dict(zip(names, map(list, ours), strict=True)) == theirs.filename_to_tensors
+
+
+def test_shards_and_their_index(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    path, state = saved
+    view = lazyckpt.open(path)
+    for form, suffix in (("safetensors", ".safetensors"), ("torch", ".bin")):
+        out = tmp_path / form
+        written = getattr(view, f"to_{form}")(out, max_shard_size="5KB")
+        assert sorted(written) == sorted(out.iterdir()) and len(written) > 3
+        index = json.loads(next(out.glob("*.index.json")).read_text())
+        assert index["metadata"]["total_size"] == sum(t.nbytes for n, t in state.items() if n != "tied")
+        assert index["weight_map"].keys() == state.keys() - ({"tied"} if form == "safetensors" else set())
+        for name, file in index["weight_map"].items():
+            shard = load_file(out / file) if suffix == ".safetensors" else torch.load(out / file)
+            assert bit_equal(shard[name], state[name])
+        again = lazyckpt.open(out)
+        assert again.keys() == state.keys() and not again.problems
+        assert all(bit_equal(again[name][...], state[name]) for name in state)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("5GB", 5 * 10**9), ("1.5 MiB", 3 << 19), ("10kb", 10**4), ("7", 7), (9, 9), ("2tb", 2 * 10**12)]
+)
+def test_sizes(text: str | int, size: int) -> None:
+    assert size_in_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "5 GX", "-1", "0", 0, "1e3"])
+def test_sizes_that_are_none(text: str | int, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"size|holds nothing"):
+        size_in_bytes(text)
+
+
+@given(st.lists(st.binary(max_size=40), max_size=6))
+def test_checksums_of_pieces_combine(pieces: list[bytes]) -> None:
+    assert combined((zlib.crc32(p), len(p)) for p in pieces) == zlib.crc32(b"".join(pieces))
+
+
+# -- what it costs
+
+
+def test_every_byte_is_read_once(tmp_path: Path) -> None:
+    torch.save({"a": torch.randn(64, 512), "b": torch.randn(17)}, tmp_path / "t.pt")
+    view, counts = counting.opened(tmp_path / "t.pt")
+    counts.clear()
+    view.to_safetensors(tmp_path / "out.safetensors")
+    assert counts.bytes == view.nbytes
+
+
+_PEAK = """
+import re, sys, lazyckpt
+def value(key):
+    return int(re.search(key + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+view = lazyckpt.open(sys.argv[1])
+view.select("small").to_safetensors(sys.argv[2] + "/warm")
+open("/proc/self/clear_refs", "w").write("5")
+before = value("VmRSS")
+view.to_safetensors(sys.argv[2] + "/st", progress=False)
+view.to_torch(sys.argv[2] + "/pt", progress=False)
+view.to_torch(sys.argv[2] + "/bf16", dtype=__import__("torch").bfloat16, progress=False)
+print(value("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is asked of Linux")
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    torch.save({"big": torch.zeros(64 << 20, dtype=torch.float32), "small": torch.zeros(3)}, tmp_path / "t.pt")
+    done = subprocess.run(
+        [sys.executable, "-c", _PEAK, str(tmp_path / "t.pt"), str(tmp_path)],
+        capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert int(done.stdout) < 128 << 20  # the model has 256 MiB
+
+
+# -- what is in the way
+
+
+def _left(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.rglob("*"))
+
+
+def test_nothing_is_overwritten_unless_asked(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    view = lazyckpt.open(saved[0])
+    out = tmp_path / "out"
+    view.to_safetensors(out)
+    before = (out / "model.safetensors").read_bytes()
+    with pytest.raises(DestinationError, match="exists already"):
+        view.to_safetensors(out, dtype=torch.float16)
+    assert (out / "model.safetensors").read_bytes() == before
+    view.to_safetensors(out, dtype=torch.float16, overwrite=True)
+    assert load_file(out / "model.safetensors")["f32"].dtype == torch.float16
+    assert _left(out) == ["model.safetensors"]
+
+
+def test_a_source_is_never_written_to(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    view = lazyckpt.open(saved[0])
+    before = saved[0].read_bytes()
+    os.symlink(saved[0], tmp_path / "link.pt")
+    for dest in (saved[0], tmp_path / "link.pt"):
+        with pytest.raises(DestinationError, match="that is read"):
+            view.to_torch(dest, overwrite=True)
+    with pytest.raises(DestinationError, match="holds the checkpoint that is read"):
+        view.to_torch(saved[0].parent, overwrite=True)
+    assert saved[0].read_bytes() == before
+    assert _left(saved[0].parent) == ["state.pt"]
+    view.to_safetensors(saved[0].with_suffix(".safetensors"))  # beside it is another place
+
+
+def test_weights_of_another_model_are_not_mixed_in(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    view = lazyckpt.open(saved[0])
+    out = tmp_path / "out"
+    view.to_safetensors(out, max_shard_size="5KB")
+    (out / "config.json").write_text("{}")
+    before = _left(out)
+    with pytest.raises(DestinationError, match=r"holds other weights.*model-00001-of"):
+        view.to_safetensors(out, overwrite=True)
+    assert _left(out) == before
+    view.to_torch(out)  # files of another kind may stand beside them
+    view.to_safetensors(out, max_shard_size="5KB", overwrite=True)
+
+
+@pytest.mark.parametrize("dest", ["s3://bucket/x", "memory://x.safetensors"])
+def test_a_url_is_refused(saved: tuple[Path, dict[str, torch.Tensor]], dest: str) -> None:
+    with pytest.raises(DestinationError, match="URL"):
+        lazyckpt.open(saved[0]).to_safetensors(dest)
+
+
+def test_a_file_stands_where_a_folder_should(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("x")
+    view = lazyckpt.open(saved[0])
+    with pytest.raises(DestinationError, match="is a file"):
+        view.to_safetensors(tmp_path / "f")
+    with pytest.raises(DestinationError, match="Nothing was written"):
+        view.to_safetensors(tmp_path / "f" / "below")
+    with pytest.raises(DestinationError, match="is a folder"):
+        (tmp_path / "d.safetensors").mkdir()
+        view.to_safetensors(tmp_path / "d.safetensors")
+    assert (tmp_path / "f").read_text() == "x"
+
+
+def test_no_room(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        free = 100
+
+    monkeypatch.setattr(destination.shutil, "disk_usage", lambda _: Full)
+    with pytest.raises(DestinationError, match="100 are free"):
+        lazyckpt.open(saved[0]).to_safetensors(tmp_path / "out" / "deep")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_what_fails_midway_leaves_nothing(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    view = lazyckpt.open(saved[0])
+    out = tmp_path / "out"
+    view.to_safetensors(out)
+    before = (out / "model.safetensors").read_bytes()
+    calls = 0
+    real = os.pwrite
+
+    def pwrite(*args: Any) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise error
+        return real(*args)
+
+    monkeypatch.setattr(stream.os, "pwrite", pwrite)
+    raised = DestinationError if isinstance(error, OSError) else KeyboardInterrupt
+    with pytest.raises(raised, match=r"No space|^$"):
+        view.to_safetensors(out, overwrite=True)
+    calls = 0
+    with pytest.raises(raised, match=r"No space|^$"):
+        view.to_torch(tmp_path / "new" / "x.pt")
+    assert not (tmp_path / "new").exists()
+    assert (out / "model.safetensors").read_bytes() == before
+    assert _left(out) == ["model.safetensors"]
+
+
+def test_a_missing_file_is_told_before_anything_is_written(zero_cases: dict[str, Case], tmp_path: Path) -> None:
+    case = shutil.copytree(zero_cases["zero2_bf16_dp2"].path, tmp_path / "in")
+    next(case.glob("*/*zero_pp_rank_1_*")).unlink()
+    view = lazyckpt.open(case).states["fp32"]
+    with pytest.raises(MissingFileError, match="zero_pp_rank_1_"):
+        view.to_safetensors(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# -- the bar
+
+
+def test_the_bar(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    view = lazyckpt.open(saved[0])
+    view.to_torch(tmp_path / "quiet.pt")  # no terminal: nobody looks
+    assert capfd.readouterr().err == ""
+    view.to_torch(tmp_path / "shown.pt", progress=True)
+    assert "shown.pt" in capfd.readouterr().err
+
+
+# -- what it stands on
+
+
+def test_pieces_and_read_into(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    path, state = saved
+    view = lazyckpt.open(path)
+    lazies = [(view[n], t) for n, t in state.items()]
+    lazies += [(view["f32"].lazy[key], state["f32"][key]) for key in ((slice(3, 17), 4), ([5, 5, 2],), (None, 2))]
+    lazies += [(view["f32"].lazy[::-3, 1:9], state["f32"].flip(0)[::3, 1:9])]
+    for lazy, truth in lazies:
+        whole = torch.empty(lazy.shape, dtype=lazy.dtype)
+        assert lazy.read_into(whole) is whole and bit_equal(whole, truth.contiguous())
+        for nbytes in (1, 100, 3000):
+            flat = torch.empty(lazy.numel(), dtype=lazy.dtype)
+            covered = 0
+            for ahead, piece in lazy.pieces(nbytes):
+                assert ahead == covered and (piece.nbytes <= nbytes or piece.numel() == 1)
+                covered += piece.numel()
+                piece.read_into(flat[ahead:covered].view(piece.shape))
+            assert covered == lazy.numel() and bit_equal(flat.view(lazy.shape), truth.contiguous())
+    with pytest.raises(DataError, match="contiguous CPU tensor"):
+        view["f32"].read_into(torch.empty(40, 30, dtype=torch.float64))
+
+
+def test_astype(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    path, state = saved
+    view = lazyckpt.open(path)
+    for name in ("f32", "transposed", "part", "bf16", "scalar", "empty", "i64"):
+        lazy = view[name].astype(torch.float16)
+        assert lazy.dtype == torch.float16 and bit_equal(lazy[...], state[name].half())
+    assert bit_equal(view["part"].lazy[2:, 1].astype(torch.float64)[...], state["part"][2:, 1].double())
+    assert view["f32"].astype(torch.float32) is view["f32"]
