@@ -1,0 +1,25 @@
+"""DeepSpeed's functions for checkpoints, under deepspeed's own names, on lazy tensors and without deepspeed.
+
+- names of rank files: `get_model_ckpt_name_for_rank`, `get_zero_ckpt_name_for_rank`, `get_layer_ckpt_name_for_rank`,
+  and their inverse `parse_ckpt_name`: a name -> a `RankFile`, its kind and its ranks;
+- every constant of deepspeed/checkpoint/constants.py, documented in `lazyckpt.deepspeed.constants`.
+"""
+
+from ..formats.deepspeed.names import (
+    RankFile,
+    get_layer_ckpt_name_for_rank,
+    get_model_ckpt_name_for_rank,
+    get_zero_ckpt_name_for_rank,
+    parse_ckpt_name,
+)
+from . import constants
+from .constants import *  # noqa: F403
+
+__all__ = [
+    "RankFile",
+    "get_layer_ckpt_name_for_rank",
+    "get_model_ckpt_name_for_rank",
+    "get_zero_ckpt_name_for_rank",
+    "parse_ckpt_name",
+]
+__all__ += constants.__all__
