@@ -2,6 +2,7 @@
 
 - names of rank files: `get_model_ckpt_name_for_rank`, `get_zero_ckpt_name_for_rank`, `get_layer_ckpt_name_for_rank`,
   and their inverse `parse_ckpt_name`: a name -> a `RankFile`, its kind and its ranks;
+- `DeepSpeedCheckpoint`: degrees, maps from ranks of other degrees to files, and what such a rank would hold;
 - every constant of deepspeed/checkpoint/constants.py, documented in `lazyckpt.deepspeed.constants`.
 """
 
@@ -13,9 +14,13 @@ from ..formats.deepspeed.names import (
     parse_ckpt_name,
 )
 from . import constants
+from .checkpoint import DeepSpeedCheckpoint
 from .constants import *  # noqa: F403
+from .validate import FileProblem
 
 __all__ = [
+    "DeepSpeedCheckpoint",
+    "FileProblem",
     "RankFile",
     "get_layer_ckpt_name_for_rank",
     "get_model_ckpt_name_for_rank",
