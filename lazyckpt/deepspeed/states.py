@@ -8,14 +8,15 @@ what a slice of it needs.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from ..core.box import Shape
 from ..core.index import Fragment, Hole, Rank, TensorSpec
 from ..errors import FormatError, LazyckptError
-from ..formats.deepspeed.building import Building, Local, Shapes, local, tensors_in
+from ..formats.deepspeed.building import Building, Local, local, tensors_in
 from ..formats.deepspeed.files import RankFiles, find_folder
 from ..formats.deepspeed.names import RankFile, parse_ckpt_name
 from ..formats.deepspeed.reader import Stage, data_parallel_degree, degrees, merge_rules, read_stages
@@ -82,13 +83,13 @@ class Opened:
         return self.files.model.get(mp) or self.path(RankFile("model", mp=mp))
 
     def optim_path(self, dp: int, mp: int) -> str:
-        prefix = self._prefix
-        return self.files.optim.get((dp, mp)) or self.path(RankFile("optim", dp=dp, mp=mp, prefix=prefix))
+        return self.files.optim.get((dp, mp)) or self.path(RankFile("optim", dp=dp, mp=mp, prefix=self._prefix))
 
     @cached_property
-    def _prefix(self) -> Any:
-        known = parse_ckpt_name(next(iter(self.files.optim.values()), ""))
-        return known.prefix if known else ""
+    def _prefix(self) -> Literal["", "bf16_", "fp16_"]:
+        """The one that most optimizer files have."""
+        known = Counter(f.prefix for f in map(parse_ckpt_name, self.files.optim.values()) if f is not None)
+        return known.most_common(1)[0][0] if known else ""
 
     def layer_path(self, layer: int, tp: int) -> str:
         known = parse_ckpt_name(next(iter(self.files.layers.values()), ""))
@@ -181,24 +182,27 @@ class Opened:
             }
             state["module"] |= self._merged(found, lost, ranks, degree, index)
         if isinstance(state.get("param_shapes"), list):
-            state["param_shapes"] = [
-                self._merged_shapes(g, group, stages, degree, index)
-                for g, group in enumerate(stages[first % self.stored.tp].groups)
-            ]
+            count = len(state["param_shapes"])
+            state["param_shapes"] = [self._merged_shapes(g, stages, degree, index) for g in range(count)]
         return state
 
-    def _merged_shapes(
-        self, g: int, group: Shapes, stages: Mapping[int, Stage], degree: int, index: int
-    ) -> dict[str, Shape | None]:
+    def _merged_shapes(self, g: int, stages: Mapping[int, Stage], degree: int, index: int) -> dict[str, Shape | None]:
         """The shapes of one group; None where nothing tells how the shards form the parameter."""
-        shapes: dict[str, Shape | None] = {}
-        for name, known in group.items():
-            held = [stages[t].groups[g].get(name, known) if t in stages else known for t in range(self.stored.tp)]
+        groups = {t: s.groups[g] if g < len(s.groups) else {} for t, s in stages.items()}
+        merged: dict[str, Shape | None] = {}
+        for name, known in {n: shape for group in reversed(groups.values()) for n, shape in group.items()}.items():
+            shapes = []
+            for t in range(self.stored.tp):
+                # a shard without elements is not listed; the module has it
+                module = stages[t].model.get("module") if t in stages else None
+                tensor = module.get(name) if isinstance(module, dict) else None
+                other = tensor.shape if isinstance(tensor, StoredTensor) and not self.sharded else known
+                shapes.append(groups[t].get(name, other) if t in groups else known)
             try:
-                shapes[name] = reshard(name, held, self.b.sources, degree, index).shape
+                merged[name] = reshard(name, shapes, self.b.sources, degree, index).shape
             except ValueError:
-                shapes[name] = None
-        return shapes
+                merged[name] = None
+        return merged
 
     def _merged(
         self, found: Mapping[int, Mapping[str, Local]], lost: Mapping[int, Hole], ranks: range, degree: int, index: int

@@ -9,6 +9,7 @@ on its own, and the groups of tensor-parallel ranks hold shards. Whole parameter
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -185,4 +186,4 @@ def _join_alignment(states: Sequence[dict[Any, Any]], mps: Sequence[int]) -> Non
     for state in states:
         state.pop(c.PARAM_SLICE_MAPPINGS, None)
         if state.pop(c.PARAM_ALIGNMENT_PADDINGS, None) is not None:
-            state[c.PARAM_ALIGNMENT_PADDINGS] = [sum(groups, []) for groups in zip(*lists, strict=False)]
+            state[c.PARAM_ALIGNMENT_PADDINGS] = [[*chain(*groups)] for groups in zip(*lists, strict=False)]

@@ -56,24 +56,21 @@ def reshard(name: str, shapes: Sequence[Shape], sources: Sequence[Source], degre
     merge = decide(name, shapes if len(shapes) > 1 else [shapes[0]] * 2, sources)
     if all(merge.parts[r] is None for r in ranks):
         return Shard(shapes[ranks[0]], tuple(ranks), (None,) * len(ranks), merge.combine, merge.rule)
-    dim = _cut_dimension(merge)
+    cut = _cut_dimensions(merge)
+    if not cut:  # every rank has all of it, whatever the rule calls it
+        return Shard(shapes[ranks[0]], tuple(ranks), (None,) * len(ranks), merge.combine, merge.rule)
+    if len(cut) > 1:
+        raise ValueError(f"{merge.rule}: it is cut along {len(cut)} dimensions, its ranks cannot be regrouped")
+    dim = cut.pop()
     if degree <= len(shapes):
         return _gathered(merge, shapes, ranks, dim)
     return _split(merge, shapes[ranks[0]], ranks[0], dim, degree // len(shapes), index % (degree // len(shapes)))
 
 
-def _cut_dimension(merge: Merge) -> int:
+def _cut_dimensions(merge: Merge) -> set[int]:
     parts = [p for ps in merge.parts for p in ps or ()]
-    full = [max(a + n for a, n in zip(sizes[::2], sizes[1::2], strict=True)) for sizes in _spans(parts)]
-    dims = {d for p in parts for d, n in enumerate(full) if p.start[d] or p.local.shape[d] != n}
-    if len(dims) != 1:
-        raise ValueError(f"{merge.rule}: it is cut along {len(dims)} dimensions, its ranks cannot be regrouped")
-    return dims.pop()
-
-
-def _spans(parts: Sequence[Part]) -> list[list[int]]:
-    """For each dimension: start and size of every part, in turn."""
-    return [[n for p in parts for n in (p.start[d], p.local.shape[d])] for d in range(len(parts[0].start))]
+    full = [max(p.start[d] + p.local.shape[d] for p in parts) for d in range(len(merge.shape))]
+    return {d for p in parts for d, n in enumerate(full) if p.start[d] or p.local.shape[d] != n}
 
 
 def _gathered(merge: Merge, shapes: Sequence[Shape], ranks: range, dim: int) -> Shard:
