@@ -578,6 +578,26 @@ def test_files_that_are_missing_damaged_or_left_over(cases: dict[str, Case], tmp
     assert "mp_rank_00_model_states.pt is not existent" in printed(ours.validate_files)
 
 
+class Bomb:
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("it_ran"),)
+
+
+def test_nothing_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "tag"
+    folder.mkdir()
+    model = {"module": {"w": torch.ones(2)}, "param_shapes": [{"w": torch.Size([2])}], "args": Bomb()}
+    torch.save(model, folder / "mp_rank_00_model_states.pt")
+    torch.save({"optimizer_state_dict": {"clip_grad": Bomb()}}, folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    ours = DeepSpeedCheckpoint(folder)
+    assert isinstance(ours.get_args(), Opaque)
+    assert ours.get_2d_parallel_state(0, 0)["module"]["w"][...].tolist() == [1, 1]
+    assert isinstance(ours.get_zero_checkpoint_state(0, 0, 0)["optimizer_state_dict"]["clip_grad"], Opaque)
+    assert ours.validate_files() == []
+    assert not Path("it_ran").exists()
+
+
 def test_experts_that_are_missing(cases: dict[str, Case], tmp_path: Path) -> None:
     folder = tmp_path / "tag"
     shutil.copytree(tag(cases["moe_zero0_fp32"]), folder)

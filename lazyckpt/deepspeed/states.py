@@ -16,7 +16,7 @@ from typing import Any, Literal
 from ..core.box import Shape
 from ..core.index import Fragment, Hole, Rank, TensorSpec
 from ..errors import FormatError, LazyckptError
-from ..formats.deepspeed.building import Building, Local, local, tensors_in
+from ..formats.deepspeed.building import Building, Local, Shapes, local, tensors_in
 from ..formats.deepspeed.files import RankFiles, find_folder
 from ..formats.deepspeed.names import RankFile, parse_ckpt_name
 from ..formats.deepspeed.reader import Stage, data_parallel_degree, degrees, merge_rules, read_stages
@@ -189,8 +189,11 @@ class Opened:
     def _merged_shapes(self, g: int, stages: Mapping[int, Stage], degree: int, index: int) -> dict[str, Shape | None]:
         """The shapes of one group; None where nothing tells how the shards form the parameter."""
         groups = {t: s.groups[g] if g < len(s.groups) else {} for t, s in stages.items()}
+        listed: Shapes = {}
+        for group in groups.values():
+            listed |= {n: shape for n, shape in group.items() if n not in listed}
         merged: dict[str, Shape | None] = {}
-        for name, known in {n: shape for group in reversed(groups.values()) for n, shape in group.items()}.items():
+        for name, known in listed.items():
             shapes = []
             for t in range(self.stored.tp):
                 # a shard without elements is not listed; the module has it
