@@ -5,6 +5,7 @@ view["layers.3.mlp"].to("cuda")
 view.states["exp_avg"]["layers.3.mlp.up.weight"][:8]
 """
 
+from . import deepspeed as deepspeed  # the module is public, too
 from .core.index import Mesh
 from .errors import (
     ChangedFileError,

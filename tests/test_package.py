@@ -72,6 +72,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tensor",),
     ("export", "interop", "inspect", "show", "loading"),
     ("view",),
+    ("deepspeed",),
     ("",),  # lazyckpt/__init__.py
     ("demo",),
     ("cli",),

@@ -20,14 +20,14 @@ _BLOAT = 1 << 20  # bytes; what is less is alignment, and not worth a line
 
 def specs_of(file: TorchFile, plain: Plain, prefix: str = "") -> dict[str, TensorSpec]:
     """Every tensor of a file as it is stored. Raises CorruptError if the file cannot hold one of them."""
-    specs = {}
-    for key, tensor in plain.tensors.items():
-        name = prefix + key
-        if tensor.storage is None:
-            specs[name] = TensorSpec(name, tensor.shape, tensor.dtype, (), rule=tensor.note)
-        else:
-            specs[name] = whole(name, file.extent(tensor, key))
-    return specs
+    return {prefix + key: spec_of(file, tensor, prefix + key) for key, tensor in plain.tensors.items()}
+
+
+def spec_of(file: TorchFile, tensor: StoredTensor, name: str) -> TensorSpec:
+    """One tensor of a file as it is stored. Raises CorruptError if the file cannot hold it."""
+    if tensor.storage is None:
+        return TensorSpec(name, tensor.shape, tensor.dtype, (), rule=tensor.note)
+    return whole(name, file.extent(tensor, name))
 
 
 def ties(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -33,9 +34,17 @@ class Plain:
     """``tensors``: dotted name -> record, in the order of the file; ``rest``: the object without them; ``notes``:
     lines about tensors that are not what they seem."""
 
-    def __init__(self, value: Any, where: str, size: int, prefix: str = "") -> None:
+    def __init__(
+        self,
+        value: Any,
+        where: str,
+        size: int,
+        prefix: str = "",
+        keep: Callable[[str, StoredTensor], Any] | None = None,
+    ) -> None:
         """``size``: bytes of the pickle, which bounds how much its shared references may expand to. ``prefix``: what
-        stands before a tensor's name where the rest refers to it."""
+        stands before a tensor's name where the rest refers to it. ``keep``: gives what stands in the rest where a
+        tensor was, from its name and record; by default tensors leave the rest."""
         self.tensors: dict[str, StoredTensor] = {}
         self.notes: list[str] = []
         self._where = where
@@ -43,6 +52,7 @@ class Plain:
         self._letters = 1_000_000 + 64 * size
         self._open: set[int] = set()
         self._prefix = prefix
+        self._keep = keep
         try:
             rest = self._walk(value, None, 0)
         except RecursionError:  # the caller's own stack was deep already
@@ -161,7 +171,7 @@ class Plain:
         self.tensors[key] = tensor
         if tensor.note:
             self.notes.append(f"{key!r} {tensor.note}")
-        return _GONE
+        return _GONE if self._keep is None else self._keep(key, tensor)
 
 
 _LEAVES = {type(None), bool, int, float, complex, str, bytes, bytearray, range, slice}

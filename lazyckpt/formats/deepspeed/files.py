@@ -1,27 +1,15 @@
-"""Which files a DeepSpeed checkpoint consists of: tags, and what rank a file name speaks of.
-
-Names: deepspeed/runtime/engine.py `_get_ckpt_name`, `_get_zero_ckpt_name`, `_get_expert_ckpt_name`,
-`_get_optimizer_ckpt_name`; runtime/pipe/module.py `ckpt_layer_path`. The "pp_rank" in a ZeRO file's name is the
-data-parallel rank (a historic name); the prefix bf16_ or fp16_ says nothing about the layout.
-"""
+"""Which files a DeepSpeed checkpoint consists of: tags, and the rank files in the folder of one (names: `names.py`)."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...core.names import natural
 from ...errors import CorruptError, FormatError, MissingFileError
 from ...io.store import Store
 from ..reader import Source
-
-_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-_ZERO_MODEL = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
-_OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_LAYER = re.compile(r"layer_(\d+)-(?:model_(\d+)-)?model_states\.pt")
-_EXPERT = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
-_EXPERT_OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+from .names import RankFile, parse_ckpt_name
 
 
 @dataclass(slots=True)
@@ -47,18 +35,19 @@ def rank_files(folder: str, names: Iterable[str]) -> RankFiles:
     files = RankFiles(folder)
     for name in sorted(names, key=natural):
         path = f"{folder}/{name}" if folder else name
-        if m := _MODEL.fullmatch(name):
-            files.model[int(m[1])] = path
-        elif m := _ZERO_MODEL.fullmatch(name):
-            files.zero_model[int(m[1]), int(m[2])] = path
-        elif m := _OPTIM.fullmatch(name):
-            files.optim[int(m[1]), int(m[2])] = path
-        elif m := _LAYER.fullmatch(name):
-            files.layers[int(m[1]), int(m[2] or 0)] = path
-        elif m := _EXPERT.fullmatch(name):
-            files.experts[int(m[1] or 0), int(m[2]), int(m[3])] = path
-        elif m := _EXPERT_OPTIM.fullmatch(name):
-            files.expert_optim[int(m[1]), int(m[2])] = path
+        match parse_ckpt_name(name):
+            case RankFile("model", mp=int(mp)):
+                files.model[mp] = path
+            case RankFile("zero_model", dp=int(dp), mp=int(mp)):
+                files.zero_model[dp, mp] = path
+            case RankFile("optim", dp=int(dp), mp=int(mp)):
+                files.optim[dp, mp] = path
+            case RankFile("layer", layer=int(layer), tp=tp):
+                files.layers[layer, tp or 0] = path
+            case RankFile("expert", layer=layer, expert=int(expert), mp=int(mp)):
+                files.experts[layer or 0, expert, mp] = path
+            case RankFile("expert_optim", ep=int(ep), mp=int(mp)):
+                files.expert_optim[ep, mp] = path
     return files
 
 
@@ -124,5 +113,8 @@ def _latest(store: Store, source: Source, strict: bool) -> str | None:
 
 def name_of_rank(path: str, dp: int, mp: int) -> str:
     """The path of another rank's file of the same kind."""
-    head, _, tail = path.rpartition("zero_pp_rank_")
-    return f"{head}zero_pp_rank_{dp}_mp_rank_{mp:02d}_{tail.split('_', 4)[4]}"
+    known = parse_ckpt_name(path)
+    assert known is not None  # it is a path of a RankFiles
+    head, _, _ = path.rpartition("/")
+    name = replace(known, dp=dp, mp=mp).name
+    return f"{head}/{name}" if head else name

@@ -50,10 +50,10 @@ def read(source: Source) -> Index:
     if files.universal:
         return universal.read(source, files)
     b = Building(source.store)
-    stages = _stages(b, source, files)
+    stages = read_stages(b, source, files)
     first = stages[min(stages)]
-    b.world = _world(first.model, files)
-    b.sources = _rules(source, stages)
+    b.world = data_parallel_degree(first.model, files)
+    b.sources = merge_rules(source, stages)
     _left_over(b, files, len(stages))
     plain = Plain(first.file.root, f"{source.where}/{first.file.path}", first.file.pickle_size, _name(first.file) + "/")
     b.problems += [w for w in warnings(first.file.path, first.file, plain) if w not in b.problems]
@@ -117,7 +117,7 @@ def _update(shards: Shards, more: Shards) -> None:
 # -- the mesh
 
 
-def _stages(b: Building, source: Source, files: RankFiles) -> dict[int, Stage]:
+def read_stages(b: Building, source: Source, files: RankFiles) -> dict[int, Stage]:
     """Every model-parallel rank's model states that can be read, by mp rank. Raises if none can."""
     paths = {mp: p for (dp, mp), p in files.zero_model.items() if dp == 0} if files.zero_model else dict(files.model)
     found: dict[int, tuple[TorchFile, dict[Any, Any]]] = {}
@@ -136,7 +136,7 @@ def _stages(b: Building, source: Source, files: RankFiles) -> dict[int, Stage]:
             f"{source.where}/{files.folder}: the model states of rank 0 are missing; they name the parameters, nothing "
             "can be told without them"
         )
-    count, tp = _degrees(found[min(found)][1], files, found)
+    count, tp = degrees(found[min(found)][1], files, found)
     b.tp = tp
     for mp in range(count):
         if mp not in found and mp not in paths:
@@ -152,13 +152,13 @@ def _stages(b: Building, source: Source, files: RankFiles) -> dict[int, Stage]:
     return stages
 
 
-def _degrees(model: Mapping[Any, Any], files: RankFiles, found: Mapping[int, Any]) -> tuple[int, int]:
+def degrees(model: Mapping[Any, Any], files: RankFiles, found: Mapping[int, Any]) -> tuple[int, int]:
     """(model-parallel ranks, tensor-parallel ranks among them): as the model states say, else as the files show."""
     count = model.get("mp_world_size")
     if type(count) is not int or count < 1:
         count = 1 + max(found)
-    degrees = model.get("checkpoint_parallel_dimensions")
-    said = degrees.get("tp_degree") if isinstance(degrees, dict) else None
+    known = model.get("checkpoint_parallel_dimensions")
+    said = known.get("tp_degree") if isinstance(known, dict) else None
     if type(said) is int and said > 0 and count % said == 0:
         tp = said
     else:
@@ -166,7 +166,7 @@ def _degrees(model: Mapping[Any, Any], files: RankFiles, found: Mapping[int, Any
     return count, tp if count % tp == 0 else count
 
 
-def _world(model: Mapping[Any, Any], files: RankFiles) -> int:
+def data_parallel_degree(model: Mapping[Any, Any], files: RankFiles) -> int:
     """The data-parallel degree: as the model states say, else as many as there are files."""
     world = model.get("dp_world_size")
     if type(world) is int and 0 < world <= 1 << 20:
@@ -189,7 +189,8 @@ def _left_over(b: Building, files: RankFiles, count: int) -> None:
             b.tell(f"{path} belongs to rank {dp}, but {b.world} ranks wrote this: left over, not used")
 
 
-def _rules(source: Source, stages: Mapping[int, Stage]) -> tuple[RuleSource, ...]:
+def merge_rules(source: Source, stages: Mapping[int, Stage]) -> tuple[RuleSource, ...]:
+    """Where merge rules come from: the user, the buffers' names, universal_checkpoint_info, the family."""
     model = stages[min(stages)].model
     buffers = {n for s in stages.values() for n in buffer_names(s.model)}
     args = model.get("args")

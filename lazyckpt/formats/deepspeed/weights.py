@@ -24,7 +24,7 @@ from .flat import FlatFragments, Partition
 def layer_shards(b: Building, files: RankFiles, param_shapes: Iterable[Shapes]) -> Shards:
     """The layers of a pipeline: ``layer_IDX`` holds names local to the layer; the model's names begin with IDX, or with
     ``tied_modules.KEY`` where layers share a module (its file is that of the first layer that uses it)."""
-    tied = _tied_keys(param_shapes)
+    tied = tied_keys(param_shapes)
     names: dict[str, dict[int, Local]] = {}
     for idx in sorted({i for i, _ in files.layers}):
         loaded = {}
@@ -44,7 +44,7 @@ def layer_shards(b: Building, files: RankFiles, param_shapes: Iterable[Shapes]) 
     return {"weights": names}
 
 
-def _tied_keys(param_shapes: Iterable[Shapes]) -> dict[str, Shapes]:
+def tied_keys(param_shapes: Iterable[Shapes]) -> dict[str, Shapes]:
     """The modules that several layers share: ``tied_modules.KEY`` -> their parameters, by local name."""
     tied: dict[str, Shapes] = {}
     for shapes in param_shapes:
@@ -56,12 +56,17 @@ def _tied_keys(param_shapes: Iterable[Shapes]) -> dict[str, Shapes]:
 
 
 def _prefix(idx: int, tensors: Mapping[str, StoredTensor], tied: dict[str, Shapes], b: Building) -> str:
+    for key in ties_like(tensors, tied):
+        if b.layer_of_tie.setdefault(key, idx) == idx:
+            return key
+    return str(idx)
+
+
+def ties_like(tensors: Mapping[str, StoredTensor], tied: Mapping[str, Shapes]) -> Iterator[str]:
+    """The shared modules whose parameters a layer's file holds, in their shapes."""
     for key, shapes in tied.items():
         if all(n in tensors and tensors[n].shape == s for n, s in shapes.items()):
-            known = b.layer_of_tie.setdefault(key, idx)
-            if known == idx:
-                return key
-    return str(idx)
+            yield key
 
 
 def expert_shards(b: Building, files: RankFiles) -> Shards:

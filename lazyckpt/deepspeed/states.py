@@ -1,0 +1,249 @@
+"""What the rank files of a DeepSpeed checkpoint hold, rank by rank: plain objects with lazy tensors in them.
+
+A file is indexed once, when something of it is first asked for; tensor data is read when a tensor is sliced. Shards of
+several tensor-parallel ranks are placed by the same rules as `lazyckpt.open` uses, so a merged tensor too reads only
+what a slice of it needs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+from ..core.box import Shape
+from ..core.index import Fragment, Hole, Rank, TensorSpec
+from ..errors import FormatError, LazyckptError
+from ..formats.deepspeed.building import Building, Local, Shapes, local, tensors_in
+from ..formats.deepspeed.files import RankFiles, find_folder
+from ..formats.deepspeed.names import RankFile, parse_ckpt_name
+from ..formats.deepspeed.reader import Stage, data_parallel_degree, degrees, merge_rules, read_stages
+from ..formats.deepspeed.weights import tied_keys, ties_like
+from ..formats.merge import MergedFragments, concatenated
+from ..formats.merge import Source as RuleSource
+from ..formats.reader import Source
+from ..formats.reshard import reshard, stored_ranks
+from ..formats.torchsave import spec_of
+from ..io.local import split
+from ..io.plain import Plain
+from ..io.rebuild import StoredTensor
+from ..io.remote import is_url, split_url
+from ..io.store import Store
+from ..tensor import LazyTensor
+from .mapping import Degrees
+
+# Concatenated along dimension 0 by deepspeed/checkpoint/deepspeed_checkpoint.py; only Megatron's GPT has these names
+# and ``args`` beside them. (A gated dense_h_to_4h is known from args.swiglu and never comes here.)
+_GPT = ("self_attention.query_key_value.", "mlp.dense_h_to_4h.")
+
+
+class Opened:
+    """A tag's folder, with the degrees of the run that wrote it. Paths are relative to ``dir`` but for `full`'s."""
+
+    def __init__(self, dir: str | os.PathLike[str], tag: str | None, rules: Mapping[str, Any] | None) -> None:
+        where = os.fspath(dir)
+        store: Store
+        store, name = split_url(where, None) if is_url(where) else split(where)
+        source = Source(store, name, tag, rules)
+        files = None if name else find_folder(source)
+        if not files:
+            raise FormatError(f"{where} holds no rank files of DeepSpeed: it has to be the folder of a tag, or of tags")
+        self.dir = where
+        self.files: RankFiles = files
+        self.b = Building(store)
+        self.stages: dict[int, Stage] = read_stages(self.b, source, files)
+        first = self.stages[min(self.stages)].model
+        count, tp = degrees(first, files, self.stages)
+        self.stored = Degrees(count // tp, tp, data_parallel_degree(first, files))
+        self.b.world = self.stored.dp
+        megatron = (RuleSource(_gpt_rule),) if first.get("args") is not None else ()
+        self.b.sources = (*merge_rules(source, self.stages), *megatron)
+        self._store = store.pinned(self.b.files)  # that grows: files are pinned as they are indexed
+
+    # -- where things are
+
+    def full(self, path: str) -> str:
+        return os.path.join(self.dir, path)
+
+    def path(self, file: RankFile) -> str:
+        """Where a rank's file is, or would be if it were there."""
+        return f"{self.files.folder}/{file.name}" if self.files.folder else file.name
+
+    @property
+    def sharded(self) -> bool:
+        """Whether every data-parallel rank has model states: ZeRO-3."""
+        return bool(self.files.zero_model)
+
+    def model_path(self, mp: int) -> str:
+        """The model states of an mp rank; under ZeRO-3 those of data-parallel rank 0."""
+        if self.sharded:
+            return self.files.zero_model.get((0, mp)) or self.path(RankFile("zero_model", dp=0, mp=mp))
+        return self.files.model.get(mp) or self.path(RankFile("model", mp=mp))
+
+    def optim_path(self, dp: int, mp: int) -> str:
+        return self.files.optim.get((dp, mp)) or self.path(RankFile("optim", dp=dp, mp=mp, prefix=self._prefix))
+
+    @cached_property
+    def _prefix(self) -> Literal["", "bf16_", "fp16_"]:
+        """The one that most optimizer files have."""
+        known = Counter(f.prefix for f in map(parse_ckpt_name, self.files.optim.values()) if f is not None)
+        return known.most_common(1)[0][0] if known else ""
+
+    def layer_path(self, layer: int, tp: int) -> str:
+        known = parse_ckpt_name(next(iter(self.files.layers.values()), ""))
+        bare = known is not None and known.tp is None
+        return self.files.layers.get((layer, tp)) or self.path(RankFile("layer", layer=layer, tp=None if bare else tp))
+
+    @cached_property
+    def layers(self) -> list[int]:
+        """The layers of a pipeline that have a file, or should: some parameter of theirs is trained."""
+        if not self.files.layers:
+            return []
+        trained = {name.split(".")[0] for s in self.stages.values() for group in s.groups for name in group}
+        return sorted({layer for layer, _ in self.files.layers} | {int(n) for n in trained if n.isdecimal()})
+
+    # -- what they hold
+
+    def values(self, path: str, prefix: str = "", unmerged: str = "") -> Any:
+        """All that a file holds. ``prefix`` stands before the names of its tensors. ``unmerged``: why the optimizer's
+        tensors in it cannot be read, if they are to stand for those of several ranks."""
+        file = self.b.file(path)
+
+        def lazy(name: str, tensor: StoredTensor) -> LazyTensor:
+            spec = spec_of(file, tensor, prefix + name)
+            if unmerged and name.startswith("optimizer."):
+                spec = TensorSpec(spec.name, spec.shape, spec.dtype, (), rule=unmerged)
+            return self.tensor(spec)
+
+        return Plain(file.root, self.full(path), file.pickle_size, keep=lazy).rest
+
+    def tensor(self, spec: TensorSpec) -> LazyTensor:
+        return LazyTensor(self._store, spec)
+
+    def layer_state(self, layer: int, degree: int, index: int) -> dict[str, Any]:
+        """A layer's state dict as rank ``index`` of ``degree`` would have it. Raises the errors of its files if none
+        that it needs can be read."""
+        ranks = stored_ranks(self.stored.tp, degree, index)
+        errors: dict[int, LazyckptError] = {}
+        found: dict[int, dict[str, Local]] = {}
+        prefix = ""
+        for tp in range(self.stored.tp) if degree != self.stored.tp else ranks:
+            path = self.layer_path(layer, tp)
+            try:
+                file = self.b.file(path)
+                tensors = tensors_in(file, file.root)
+            except LazyckptError as e:
+                errors[tp] = e
+                continue
+            if not prefix:
+                groups = [g for s in self.stages.values() if s.rank.tp == tp for g in s.groups]
+                prefix = next(ties_like(tensors, tied_keys(groups)), str(layer))
+            found[tp] = {
+                f"{prefix}.{name}": local(file, name, t, Rank(tp=tp)) for name, t in tensors.items() if t.storage
+            }
+        readable = [r for r in ranks if r in found]
+        if not readable:
+            raise errors[ranks[0]]
+        state = self.values(self.layer_path(layer, readable[0]), prefix + ".")
+        if degree != self.stored.tp:
+            lost = {tp: Hole(self.layer_path(layer, tp), str(e)) for tp, e in errors.items()}
+            merged = self._merged(found, lost, ranks, degree, index)
+            state.update({name.removeprefix(prefix + "."): t for name, t in merged.items()})
+        return _no_versions(state)
+
+    def model_state(self, pp: int, degree: int, index: int, unmerged: str) -> dict[str, Any]:
+        """The model states of one stored pipeline stage, as tensor-parallel rank ``index`` of ``degree`` would have
+        them: the lowest rank's, with ``module`` and ``param_shapes`` put together from all that it is made of."""
+        ranks = stored_ranks(self.stored.tp, degree, index)
+        mp = [pp * self.stored.tp + tp for tp in ranks]
+        readable = [m for m in mp if m in self.stages]
+        first = readable[0] if readable else mp[0]
+        state = dict(self.values(self.model_path(first), unmerged=unmerged))
+        if isinstance(state.get("module"), dict):
+            state["module"] = _no_versions(state["module"])
+        if degree == self.stored.tp:
+            return state
+        stages = {s.rank.tp: s for s in self.stages.values() if s.rank.pp == pp}
+        lost = {
+            tp: Hole(path, f"{path} is missing or cannot be read")
+            for tp in range(self.stored.tp)
+            if tp not in stages and (path := self.model_path(pp * self.stored.tp + tp))
+        }
+        if isinstance(state.get("module"), dict):
+            found = {
+                tp: {
+                    name: local(s.file, name, t, s.rank)
+                    for name, t in tensors_in(s.file, s.model.get("module")).items()
+                    if t.storage
+                }
+                for tp, s in stages.items()
+            }
+            state["module"] |= self._merged(found, lost, ranks, degree, index)
+        if isinstance(state.get("param_shapes"), list):
+            count = len(state["param_shapes"])
+            state["param_shapes"] = [self._merged_shapes(g, stages, degree, index) for g in range(count)]
+        return state
+
+    def _merged_shapes(self, g: int, stages: Mapping[int, Stage], degree: int, index: int) -> dict[str, Shape | None]:
+        """The shapes of one group; None where nothing tells how the shards form the parameter."""
+        groups = {t: s.groups[g] if g < len(s.groups) else {} for t, s in stages.items()}
+        listed: Shapes = {}
+        for group in groups.values():
+            listed |= {n: shape for n, shape in group.items() if n not in listed}
+        merged: dict[str, Shape | None] = {}
+        for name, known in listed.items():
+            shapes = []
+            for t in range(self.stored.tp):
+                # a shard without elements is not listed; the module has it
+                module = stages[t].model.get("module") if t in stages else None
+                tensor = module.get(name) if isinstance(module, dict) else None
+                other = tensor.shape if isinstance(tensor, StoredTensor) and not self.sharded else known
+                shapes.append(groups[t].get(name, other) if t in groups else known)
+            try:
+                merged[name] = reshard(name, shapes, self.b.sources, degree, index).shape
+            except ValueError:
+                merged[name] = None
+        return merged
+
+    def _merged(
+        self, found: Mapping[int, Mapping[str, Local]], lost: Mapping[int, Hole], ranks: range, degree: int, index: int
+    ) -> dict[str, LazyTensor]:
+        merged = {}
+        for name in dict.fromkeys(n for r in ranks for n in found.get(r, ())):
+            by_rank = [found[t].get(name) if t in found else None for t in range(self.stored.tp)]
+            first = next(found[r][name] for r in ranks if name in found.get(r, ()))
+            shapes = [first.shape if one is None else one.shape for one in by_rank]
+            try:
+                shard = reshard(name, shapes, self.b.sources, degree, index)
+            except ValueError as e:
+                spec = TensorSpec(name, first.shape, first.dtype, (), rule=f"it cannot be put together: {e}")
+                merged[name] = self.tensor(spec)
+                continue
+            fragments: list[Sequence[Fragment]] = []
+            for r in shard.ranks:
+                one = by_rank[r]
+                hole = lost.get(r) or Hole("", f"tensor-parallel rank {r} has no {name!r}")
+                fragments.append((Fragment(hole, shapes[r]),) if one is None else one.fragments)
+            spec = TensorSpec(
+                name,
+                shard.shape,
+                first.dtype,
+                MergedFragments(tuple(fragments), shard.parts),
+                shard.combine,
+                shard.rule,
+            )
+            merged[name] = self.tensor(spec)
+        return merged
+
+
+def _gpt_rule(name: str) -> Any:
+    if any(part in name for part in _GPT):
+        return concatenated(0), "the names of Megatron's GPT (as deepspeed's DeepSpeedCheckpoint takes them)"
+    return None
+
+
+def _no_versions(state: dict[Any, Any]) -> dict[Any, Any]:
+    """A state dict without the attribute of it that `torch.nn.Module.state_dict` keeps versions in."""
+    return {k: v for k, v in state.items() if k != "_metadata"}
