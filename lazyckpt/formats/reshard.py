@@ -48,9 +48,7 @@ def reshard(name: str, shapes: Sequence[Shape], sources: Sequence[Source], degre
     ranks = stored_ranks(len(shapes), degree, index)
     if len(ranks) == 1 and degree <= len(shapes):
         return Shard(shapes[ranks[0]], (ranks[0],), (None,))
-    if not shapes[0] or all(
-        0 in s for s in shapes
-    ):  # a single number is the same everywhere; ZeRO-3 empties parameters
+    if not shapes[0] or all(0 in s for s in shapes):  # a single number is the same on all; nothing needs no rule
         return Shard(shapes[ranks[0]], (ranks[0],), (None,))
     # of one stored shard no rule tells how it would be cut: two of its kind do
     merge = decide(name, shapes if len(shapes) > 1 else [shapes[0]] * 2, sources)
