@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 import lazyckpt
 from lazyckpt.core.index import Extent, Hole, Rank, TensorSpec
 from lazyckpt.formats.deepspeed.flat import FlatFragments, Partition
-from lazyckpt.formats.deepspeed.plainopt import assign, stage_names
 from lazyckpt.formats.deepspeed.ucp import universal_rules
 from lazyckpt.formats.families import family_rules
 from lazyckpt.formats.merge import MergedFragments, Source, decide, user_rules
@@ -229,29 +228,3 @@ def test_a_lost_partition_is_named_and_the_rest_reads(tmp_path: Path) -> None:
     assert np.array_equal(tensor[:6].numpy(), array[:6])
     with pytest.raises(lazyckpt.MissingFileError, match="tp1_dp1"):
         tensor[:7]
-
-
-def test_numbered_parameters_are_named_where_there_is_one_way() -> None:
-    names = [("emb", (5, 2)), ("pos", (9,)), ("a.w", (2, 2)), ("a.b", (2,)), ("b.w", (2, 2)), ("b.b", (2,))]
-    decay: list[tuple[int, ...] | None] = [(5, 2), (2, 2), (2, 2)]
-    assert assign(names, [decay, [(2,), (2,)]]) == [["emb", "a.w", "b.w"], ["a.b", "b.b"]]
-    assert assign(names, [decay, [(2,)]]) is None  # one of the biases is frozen: which?
-    assert assign(names, [decay, [(2,), None]]) == [["emb", "a.w", "b.w"], ["a.b", "b.b"]]
-    assert assign(names, [decay, [None, (2,)]]) is None  # the unknown one may be pos or a bias
-    assert assign(names, [[(7,)]]) is None
-
-
-def test_pipeline_stages_are_found_from_their_optimizers() -> None:
-    layers: list[dict[str, tuple[int, ...]]] = [{f"{n}.w": (3, 2), f"{n}.b": (3,)} for n in range(4)]
-    optimizer = _optimizer([(3, 2), (3,), (3, 2), (3,)])
-    found = stage_names([optimizer, optimizer], layers, {})
-    assert found == [{**layers[0], **layers[1]}, {**layers[2], **layers[3]}]
-    assert stage_names([optimizer, _optimizer([(3, 2)])], layers, {}) is None
-
-
-def _optimizer(shapes: list[tuple[int, ...]]) -> dict[str, Any]:
-    from lazyckpt.io.rebuild import StoredStorage, StoredTensor
-
-    storage = StoredStorage("0", torch.float32, 100, "cpu")
-    state = {n: {"exp_avg": StoredTensor(storage, torch.float32, 0, s, (1,) * len(s))} for n, s in enumerate(shapes)}
-    return {"state": state, "param_groups": [{"params": list(state)}]}

@@ -48,6 +48,8 @@ DENSE: dict[str, Spec] = {
     "zero0_bf16": ZeroSpec(stage=0),
     "zero0_fp16": ZeroSpec(stage=0, dtype="fp16"),
     "zero0_lion": ZeroSpec(stage=0, optimizer="lion", dp=1, exclude_frozen=True),
+    "zero0_named": ZeroSpec(stage=0, dtype="fp32", named_groups=True),
+    "zero0_bf16_named": ZeroSpec(stage=0, named_groups=True),
     "zero1": ZeroSpec(stage=1),
     "zero1_fp16": ZeroSpec(stage=1, dtype="fp16"),
     "zero2_fp32_dp3": ZeroSpec(stage=2, dtype="fp32", dp=3),
@@ -60,6 +62,7 @@ DENSE: dict[str, Spec] = {
 PIPELINES: dict[str, Spec] = {
     "pipe_zero0_fp32": PipeSpec(stage=0, dtype="fp32"),
     "pipe_zero0_fp16": PipeSpec(stage=0, dtype="fp16"),
+    "pipe_zero0_named": PipeSpec(stage=0, dtype="fp32", named_groups=True),
     "pipe_zero0_bf16_dp2": PipeSpec(stage=0, dp=2, bf16_optimizer=True),
     "pipe_zero0_sgd_dp2": PipeSpec(stage=0, dtype="fp32", dp=2, optimizer="sgd", exclude_frozen=True),
     "pipe_zero1_dp2": PipeSpec(stage=1, dp=2),

@@ -28,6 +28,7 @@ from .deepspeed_train import (
     decay_groups,
     make_optimizer,
     share_of,
+    with_names,
     write_truth,
 )
 
@@ -45,7 +46,8 @@ def write(spec: PipeSpec, rank: int, out: Path) -> None:
     config["gradient_accumulation_steps"] = MICRO_BATCHES
     if spec.parallel_write:
         config["checkpoint"] = {"parallel_write": {"pipeline_stage": True}}
-    engine = train_pipeline(model, make_optimizer(spec.optimizer, decay_groups(model)), config, spec.vocab, spec.seed)
+    groups = with_names(model, decay_groups(model)) if spec.named_groups else decay_groups(model)
+    engine = train_pipeline(model, make_optimizer(spec.optimizer, groups), config, spec.vocab, spec.seed)
     if spec.bf16_optimizer != (type(engine.optimizer).__name__ == "BF16_Optimizer"):
         raise RuntimeError(f"DeepSpeed chose {type(engine.optimizer).__name__} for {spec}")
     engine.save_checkpoint(str(out / "ckpt"), exclude_frozen_parameters=spec.exclude_frozen)

@@ -33,6 +33,8 @@ class PipeSpec:
     parallel_write: bool = False
     """The data-parallel ranks share the writing of the layer files."""
     exclude_frozen: bool = False
+    named_groups: bool = False
+    """The optimizer is given named parameters."""
 
     @property
     def world(self) -> int:

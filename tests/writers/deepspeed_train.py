@@ -52,6 +52,12 @@ def make_optimizer(name: str, groups: list[dict[str, object]]) -> torch.optim.Op
     raise ValueError(f"no optimizer {name!r} here")
 
 
+def with_names(module: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, object]]:
+    """The groups with (name, parameter) pairs, as torch takes them since 2.6: their names are then saved."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    return [group | {"params": [(names[id(p)], p) for p in group["params"]]} for group in groups]
+
+
 def decay_groups(module: nn.Module) -> list[dict[str, object]]:
     """With weight decay, without, and single elements; what is frozen is in no group."""
     params = [p for p in module.parameters() if p.requires_grad]

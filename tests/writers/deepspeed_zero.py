@@ -41,6 +41,8 @@ class ZeroSpec:
     parameter_alignment: bool = False
     bf16_optimizer: bool = False
     """fp32 gradient accumulation, which makes DeepSpeed take its BF16_Optimizer (needs stage 1 and bf16)."""
+    named_groups: bool = False
+    """The optimizer is given named parameters, in an order that is not the module's."""
     client_state: dict[str, Any] | None = None
     """Pickled to the child: its classes must be importable there."""
 

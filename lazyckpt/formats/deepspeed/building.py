@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -37,11 +37,19 @@ ALONE = -1
 Shards = dict[str, dict[str, dict[int, Local]]]
 
 
+class Stage(NamedTuple):
+    """One model-parallel rank's model states: the dict that was saved, and the shapes of its flat groups."""
+
+    rank: Rank
+    file: TorchFile
+    model: dict[Any, Any]
+    groups: list[Shapes]
+
+
 @dataclass(slots=True)
 class Building:
     """What is found out on the way to an Index. ``tp``: the tensor-parallel degree; ``world``: the data-parallel one;
-    ``sources``: where merge rules come from, the first that knows wins; ``layer_of_tie``: the pipeline layer whose file
-    holds a module that several layers share; ``layers``: what each layer's file holds, by tensor-parallel rank."""
+    ``sources``: where merge rules come from, the first that knows wins."""
 
     store: Store
     tp: int = 1
@@ -50,8 +58,6 @@ class Building:
     files: dict[str, FileInfo] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     states: dict[str, dict[str, TensorSpec]] = field(default_factory=dict)
-    layer_of_tie: dict[str, int] = field(default_factory=dict)
-    layers: dict[int, dict[int, Shapes]] = field(default_factory=dict)
     _read: dict[str, TorchFile | LazyckptError] = field(default_factory=dict)
 
     def file(self, path: str) -> TorchFile:
@@ -80,7 +86,7 @@ class Building:
             for name, by_rank in names.items():
                 if name not in specs:
                     specs[name] = self._merged(name, by_rank)
-                elif name.startswith("tied_modules."):  # they can differ: not every attribute of them is kept in step
+                else:  # shared modules: they can differ, not every attribute of them is kept in step
                     self.tell(
                         f"several pipeline stages hold {name!r}: the first stage's is read (the others: view.stored)"
                     )
@@ -102,6 +108,13 @@ class Building:
             return TensorSpec(name, first.shape, first.dtype, (), rule=f"it cannot be put together: {e}")
         fragments = MergedFragments(tuple(r.fragments for r in locals_), merged.parts)
         return TensorSpec(name, merged.shape, first.dtype, fragments, merged.combine, merged.rule)
+
+
+def update(shards: Shards, more: Shards) -> None:
+    for state, names in more.items():
+        known = shards.setdefault(state, {})
+        for name, by_rank in names.items():
+            known.setdefault(name, {}).update(by_rank)
 
 
 def table(file: TorchFile, value: Any) -> dict[Any, Any]:
@@ -134,3 +147,9 @@ def local(file: TorchFile, name: str, tensor: StoredTensor, rank: Rank) -> Local
 def tensors_in(file: TorchFile, value: Any) -> dict[str, StoredTensor]:
     """The tensors of a state dict in a rank file."""
     return {k: t for k, t in table(file, value).items() if isinstance(k, str) and isinstance(t, StoredTensor)}
+
+
+def buffer_names(model: Mapping[Any, Any]) -> set[str]:
+    """The persistent buffers of a rank's module."""
+    names = model.get("buffer_names")
+    return {n for n in names if isinstance(n, str)} if isinstance(names, list) else set()
