@@ -10,8 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import lazyckpt
+from lazyckpt.core.index import Hole
 
 from .conftest import once
 from .writers import Case, bit_equal
@@ -23,12 +25,10 @@ from .writers.deepspeed_zero import TagsSpec
 
 NAMES = sorted(name for name, spec in SPECS.items() if not isinstance(spec, TagsSpec))
 NAMES += sorted(f"{name}.universal" for name, tools in TOOLS.items() if any(t.startswith("universal") for t in tools))
-# A plain optimizer numbers its parameters. Order and shapes leave one choice here: in a group of one bias, `between.bias`
-# and `frozen.bias`, of one shape, either is possible (the fp32 copies would tell, but opening reads no data).
-UNDETERMINED = {
-    "moe_zero0_fp32": {"between.bias", "frozen.bias"},
-    "moe_zero0_fp16_ep1": {"between.bias", "frozen.bias"},
-}
+# A plain optimizer numbers its parameters. Order and shapes leave one choice here: a group holds one bias only, and
+# `between.bias` and `frozen.bias` are of one shape (the fp32 copies would tell, but opening reads no data).
+EITHER = {"between.bias", "frozen.bias"}
+UNDETERMINED = {"moe_zero0_fp32": EITHER, "moe_zero0_fp16_ep1": EITHER}
 # No file of a pipeline with a plain optimizer has the KEY in the name of a shared module, `tied_modules.KEY`: its
 # names begin with the number of its layer.
 WITHOUT_KEY = {"pipe_zero0_fp32", "pipe_zero0_fp16", "pipe_zero0_sgd_dp2"}
@@ -124,6 +124,106 @@ def test_names_from_mappings_with_a_rank_lost(kinds: dict[str, Case], tmp_path: 
             assert held <= readable
             stage1 = {n for n in case.truth[state] if n.startswith(("5.", "6."))}
             assert stage1 <= readable
+
+
+@pytest.mark.parametrize(
+    "name", ["zero1_8bit", "zero2_8bit_dp3", "zero3_8bit", "zero3_8bit_sub_groups", "bf16opt_8bit"]
+)
+def test_states_of_another_length_than_the_parameters_are_not_cut(kinds: dict[str, Case], name: str) -> None:
+    """8-bit optimizers keep a table and a scale per block of a flat group: they belong to no parameter."""
+    case = kinds[name]
+    view = lazyckpt.open(case.path)
+    assert set(view.states) == set(case.truth) - ({"weights"} if case.info["stage"] == 3 else set())
+    dtypes = {t.dtype for t in view.states["state1"].values()}
+    assert dtypes == {torch.uint8, torch.float32}, "large groups in 8 bits, small ones not"
+    for state in ("absmax1", "absmax2", "qmap1", "qmap2"):
+        (line,) = [line for line in view.problems if repr(state) in line]
+        assert "view.stored" in line
+        stored = [n for n in view.stored if n.endswith(f".{state}")]
+        assert stored and all(view.stored[n].ndim == 1 for n in stored)
+    steps = str(view.meta["optimizer"]).split("'step': ")[1:]
+    assert steps and all(line.startswith("3") for line in steps), "a plain number is in meta"
+
+
+def test_states_per_parameter_need_not_have_its_shape(kinds: dict[str, Case]) -> None:
+    view = lazyckpt.open(kinds["zero0_adafactor"].path)
+    rows, columns = view.states["exp_avg_sq_row"], view.states["exp_avg_sq_col"]
+    assert rows["embed.weight"].shape == view["embed.weight"].shape[:1]
+    assert columns["embed.weight"].shape == view["embed.weight"].shape[1:]
+    assert view.states["RMS"]["embed.weight"].shape == ()
+    assert not view.problems
+    view = lazyckpt.open(kinds["zero0_8bit"].path)
+    assert view.states["state1"]["embed.weight"].shape == view["embed.weight"].shape
+    assert view.states["qmap1"]["embed.weight"].shape == (256,)
+
+
+def test_states_of_another_shape_are_not_merged_by_the_rules_of_weights(kinds: dict[str, Case]) -> None:
+    view = lazyckpt.open(kinds["autotp_zero0_adafactor"].path)
+    for state in ("exp_avg_sq_row", "exp_avg_sq_col"):
+        (line,) = [line for line in view.problems if repr(state) in line]
+        assert "tensor-parallel" in line
+        with pytest.raises(lazyckpt.DataError, match="how its shards"):
+            view.states[state]["lm_head.weight"][...]
+        assert any(n.endswith(state) and t[...].numel() for n, t in view.stored.items())
+
+
+def _without_info(case: Case, folder: Path) -> Path:
+    """The checkpoint without what it says about tensor parallelism."""
+    shutil.copytree(case.path, folder)
+    for path in folder.glob("*/*.pt"):
+        saved = torch.load(path, weights_only=False)
+        saved.pop("universal_checkpoint_info", None)
+        saved.get("optimizer_state_dict", {}).pop("universal_checkpoint_info", None)
+        torch.save(saved, path)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["autotp_zero0_tp4", "autotp_zero1_tp4"])
+def test_ranks_that_hold_nothing_of_a_parameter(kinds: dict[str, Case], tmp_path: Path, name: str) -> None:
+    """Three key-value heads over four ranks: a rank's shard has no elements, and no optimizer lists it."""
+    case = kinds[name]
+    places = case.info["tp_places"]
+    assert any(place and [] in place[1] for place in places.values())
+    words = {"cat0": "column", "cat1": "row", "replicated": "replicated"}
+    rules = {n: words[rule] for n, rule in case.info["rules"].items()}
+    view = lazyckpt.open(_without_info(case, tmp_path / "ckpt"), rules=rules)
+    assert _wrong(case, view) == {}
+    assert not any("not there" in f.extent.reason for s in view.states.values() for t in s.values()
+                   for f in t.fragments if isinstance(f.extent, Hole))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["autoep_zero1_dp4", "autoep_zero2", "autoep_zero3_dp4", "autoep_zero0"])
+def test_stacks_of_experts_with_a_rank_lost(kinds: dict[str, Case], tmp_path: Path, name: str) -> None:
+    case = kinds[name]
+    assert lazyckpt.open(case.path).mesh.ep == case.info["ep"] == 2
+    folder = Path(shutil.copytree(case.path, tmp_path / "ckpt"))
+    stage = case.info["stage"]
+    lost = next(folder.glob("*/*expp_rank_1_*" if stage == 0 else "*/*zero_pp_rank_1_*optim_states.pt"))
+    lost.unlink()
+    view = lazyckpt.open(folder)
+    experts = case.info["experts"]
+    count = len(view.states["exp_avg"][experts[0]])
+    for state in ("fp32", "exp_avg"):
+        for param in experts:
+            truth, tensor = case.truth[state][param], view.states[state][param]
+            assert tensor.shape == truth.shape
+            assert bit_equal(tensor[: count // 2], truth[: count // 2])
+            if stage == 1 and "layers.1" in param:  # four ranks: this one holds layer 0's experts of the second half
+                assert bit_equal(tensor[...], truth)
+                continue
+            with pytest.raises(lazyckpt.MissingFileError, match=r"rank.1"):
+                tensor[count // 2]
+            if case.info["dp"] == 4 and stage == 3:  # ... or of every stack of two experts the first
+                assert bit_equal(tensor[-1], truth[-1])
+    if stage == 3:
+        return
+    next(folder.glob("*/layer_1_expert_2_*")).unlink()
+    view = lazyckpt.open(folder)
+    assert any("expert 2" in line for line in view.problems)
+    name = next(n for n in experts if "layers.1" in n)
+    assert bit_equal(view[name][[0, 1, 3]], case.truth["weights"][name][[0, 1, 3]])
+    with pytest.raises(lazyckpt.MissingFileError, match="expert 2"):
+        view[name][1:3]
 
 
 @pytest.mark.parametrize("name", sorted(CONVERTED_WRONG))

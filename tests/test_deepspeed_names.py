@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 
 def _names(names: Any, groups: Any) -> Any:
-    found = assign(names, groups)
+    found = assign(names, [[None if s is None else {s} for s in group] for group in groups])
     return found and found.names
 
 

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from .deepspeed_held import module_weights
-from .deepspeed_train import BATCH, LENGTH, STEPS, TAG, base_config, check_run, make_optimizer, with_names, without
+from .deepspeed_train import BATCH, LENGTH, STEPS, TAG, base_config, check_run, with_names, without
 from .deepspeed_truth import gather, tied_names
 from .deepspeed_zero import TagsSpec, ZeroSpec
 from .nasty_model import NastyModel
+from .optimizers import make_optimizer
 
 
 def make_config(spec: ZeroSpec) -> dict[str, Any]:

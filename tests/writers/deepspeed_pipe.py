@@ -26,11 +26,11 @@ from .deepspeed_train import (
     check_run,
     collect,
     decay_groups,
-    make_optimizer,
     share_of,
     with_names,
     write_truth,
 )
+from .optimizers import make_optimizer
 
 MICRO_BATCHES = 2
 
@@ -40,7 +40,7 @@ def write(spec: PipeSpec, rank: int, out: Path) -> None:
     stages: dict[str, Any] = {"num_stages": spec.pp}
     if spec.model_axis:
         stages = {"topology": PipeModelDataParallelTopology(num_pp=spec.pp, num_mp=1, num_dp=spec.dp)}
-    layers = pipe_model.layers(spec.vocab, spec.hidden, spec.head_file)
+    layers = pipe_model.layers(spec.vocab, spec.hidden, spec.head_file, spec.more_ties)
     model = PipelineModule(layers, loss_fn=pipe_model.loss, partition_method="uniform", **stages)
     config = base_config(spec.stage, spec.dtype, spec.bf16_optimizer and spec.stage == 1)
     config["gradient_accumulation_steps"] = MICRO_BATCHES

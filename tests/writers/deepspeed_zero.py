@@ -30,7 +30,8 @@ class ZeroSpec:
     hidden: int = 26
     layers: int = 2
     vocab: int = 103
-    optimizer: Literal["adamw", "amsgrad", "sgd", "lion"] = "adamw"
+    optimizer: str = "adamw"
+    """One of :func:`.optimizers.make_optimizer`."""
     round_robin: bool = False
     sub_group_size: int | None = None
     """ZeRO-3: elements of a rank's partition per sub-group."""

@@ -6,13 +6,14 @@ client listed them, which is that of the module for every usual way to make grou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from ...core.box import Shape
 
 _TRIES = 1_000_000  # states of the search; past that the order is called undetermined
 
+Wanted = Collection[Shape] | None  # the shapes that a parameter may have; None: any
 State = tuple[int, ...]  # how many parameters of each group have a name
 
 
@@ -26,16 +27,16 @@ class Assignment(NamedTuple):
         return all(name is not None for group in self.names for name in group)
 
 
-def assign(names: Sequence[tuple[str, Shape]], groups: Sequence[Sequence[Shape | None]]) -> Assignment | None:
-    """Names for the parameters of each group: each group lists some of the names, in their order, with its shapes
-    (None: not known); no name stands in two; some may stand in none (frozen, buffers). A parameter has a name if it is
+def assign(names: Sequence[tuple[str, Shape]], groups: Sequence[Sequence[Wanted]]) -> Assignment | None:
+    """Names for the parameters of each group: each group lists some of the names, in their order, of the shapes it
+    wants; no name stands in two; some may stand in none (frozen, buffers). A parameter has a name if it is
     the same in every way to do that. None if there is no way, or if there are too many to look at.
 
-    >>> assign([("w", (2, 3)), ("frozen", (9,)), ("b", (2,))], [[(2, 3)], [(2,)]]).names
+    >>> assign([("w", (2, 3)), ("frozen", (9,)), ("b", (2,))], [[{(2, 3)}], [{(2,)}]]).names
     [['w'], ['b']]
-    >>> assign([("a", (2,)), ("w", (2, 3)), ("b", (2,))], [[(2, 3), (2,)]]).names
+    >>> assign([("a", (2,)), ("w", (2, 3)), ("b", (2,))], [[{(2, 3)}, {(2,)}]]).names
     [['w', 'b']]
-    >>> assign([("a", (2,)), ("b", (2,)), ("w", (2, 3))], [[(2,), (2, 3)]]).names
+    >>> assign([("a", (2,)), ("b", (2,)), ("w", (2, 3))], [[{(2,)}, {(2, 3)}]]).names
     [[None, 'w']]
     """
     goal = tuple(map(len, groups))
@@ -71,10 +72,10 @@ def assign(names: Sequence[tuple[str, Shape]], groups: Sequence[Sequence[Shape |
     return Assignment([[names[next(iter(p))][0] if len(p) == 1 else None for p in group] for group in possible])
 
 
-def _steps(state: State, shape: Shape, groups: Sequence[Sequence[Shape | None]]) -> list[tuple[int, State]]:
+def _steps(state: State, shape: Shape, groups: Sequence[Sequence[Wanted]]) -> list[tuple[int, State]]:
     """The groups whose next parameter may be of that shape, and the states after it."""
     return [
         (g, (*state[:g], state[g] + 1, *state[g + 1 :]))
         for g, wanted in enumerate(groups)
-        if state[g] < len(wanted) and wanted[state[g]] in (shape, None)
+        if state[g] < len(wanted) and ((shapes := wanted[state[g]]) is None or shape in shapes)
     ]

@@ -90,7 +90,7 @@ def evident_ties(
     own = {idx: local_shapes(layers, idx, tp, str(idx), buffers) for idx in layers}
     if len(optimizers) < 2 or stage_names(optimizers, list(own.values()), {}) is not None:
         return {}
-    first = [{group.shapes[0] for group in groups if group.shapes} for groups in optimizers]
+    first = [{s for group in groups if group.shapes for s in group.shapes[0] or ()} for groups in optimizers]
     fitting = []
     for idx, shapes in own.items():
         if sum(bool(seen & set(shapes.values())) for seen in first) < 2:

@@ -8,6 +8,7 @@ leave no choice. moe/utils.py marks the groups of experts with ``moe``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -20,16 +21,16 @@ from ...io.torchfile import TorchFile
 from .building import ALONE, Building, Shards, local
 from .numbering import Assignment, assign
 
-EXPERTS = ".deepspeed_experts."
+_EXPERT = re.compile(r".*(\.deepspeed_experts\..*|\.experts\.w[123])")  # DeepSpeed's own layers, AutoEP's
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A param group: the numbers of its parameters, their shapes (None: not known), and the names it lists, if any. The
-    parameters are among these, in this order: FP16_UnfusedOptimizer drops frozen ones, but not their names."""
+    """A param group: the numbers of its parameters, what shapes they may have (None: any), the names that it lists, if
+    any. The parameters are among these, in this order: FP16_UnfusedOptimizer drops frozen ones, but not their names."""
 
     numbers: list[int]
-    shapes: list[Shape | None]
+    shapes: list[frozenset[Shape] | None]
     names: list[str] | None
     experts: bool
 
@@ -44,7 +45,7 @@ def numbered_groups(optimizer: Any) -> list[Group]:
     for group in groups:
         ids = _ids(group)
         names = group.get("param_names")
-        shapes = [_shape(by_id.get(i), masters.get(i)) for i in ids]
+        shapes = [_shapes(by_id.get(i), masters.get(i)) for i in ids]
         listed = [n for n in names if isinstance(n, str)] if isinstance(names, list | tuple) else []
         known = listed if len(listed) >= len(ids) and len(listed) == len(set(listed)) else None
         found.append(Group(ids, shapes, known, group.get("moe") is True))
@@ -54,11 +55,11 @@ def numbered_groups(optimizer: Any) -> list[Group]:
 def named_shapes(groups: list[Group]) -> dict[str, Shape]:
     """The parameters that the groups name, as far as their states show a shape."""
     return {
-        n: shape
+        n: next(iter(shapes))
         for group in groups
         if group.names is not None and len(group.names) == len(group.shapes)
-        for n, shape in zip(group.names, group.shapes, strict=True)
-        if shape is not None
+        for n, shapes in zip(group.names, group.shapes, strict=True)
+        if shapes is not None and len(shapes) == 1
     }
 
 
@@ -72,7 +73,7 @@ def match(names: Mapping[str, Shape], groups: list[Group]) -> Assignment | None:
     found: list[list[str | None]] = [[] for _ in groups]
     for experts in (False, True) if marked else (None,):
         chosen = [g for g, group in enumerate(groups) if experts in (None, group.experts)]
-        eligible = [(n, s) for n, s in names.items() if experts in (None, EXPERTS in n)]
+        eligible = [(n, s) for n, s in names.items() if experts in (None, _EXPERT.fullmatch(n) is not None)]
         assigned = assign(eligible, [groups[g].shapes for g in chosen])
         if assigned is None:
             return None
@@ -156,11 +157,18 @@ def _masters(optimizer: Mapping[Any, Any], groups: list[dict[Any, Any]]) -> dict
     }
 
 
-def _shape(state: Any, master: StoredTensor | None) -> Shape | None:
-    """The shape of a parameter: its fp32 copy's, else as far as its states show it: all that are no single number
-    agree. (Adafactor's factored states do not.)"""
+def _shapes(state: Any, master: StoredTensor | None) -> frozenset[Shape] | None:
+    """The shapes that a parameter may have: its fp32 copy's, else one that its states show; None if there are none.
+
+    A single number (a step) shows nothing. Not every state is of the parameter's shape: 8-bit optimizers keep tables
+    and scales besides, and Adafactor a state of the rows and one of the columns, of transformers or of torch.
+    """
     if master is not None:
-        return master.shape
-    tensors = [t for t in state.values() if isinstance(t, StoredTensor)] if isinstance(state, dict) else []
-    shapes = {t.shape for t in tensors if t.shape != ()}
-    return next(iter(shapes)) if len(shapes) == 1 else (() if tensors and not shapes else None)
+        return frozenset({master.shape})
+    tensors = {k: t.shape for k, t in state.items() if isinstance(t, StoredTensor)} if isinstance(state, dict) else {}
+    shapes = {shape for shape in tensors.values() if shape != ()}
+    if "exp_avg_sq_row" in tensors and "exp_avg_sq_col" in tensors:
+        shapes.add((*tensors["exp_avg_sq_row"], *tensors["exp_avg_sq_col"][-1:]))
+    if "row_var" in tensors and "col_var" in tensors:
+        shapes.add((*tensors["row_var"][:-1], *tensors["col_var"][-1:]))
+    return frozenset(shapes or {()}) if tensors else None

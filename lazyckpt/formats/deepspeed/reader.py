@@ -22,10 +22,11 @@ from ..merge import replicated, user_rules
 from ..reader import Source
 from ..torchsave import ties, warnings
 from . import universal
+from .autoep import placements, router_aliases
 from .building import Building, Shapes, Shards, Stage, buffer_names, shapes_of, table, tensors_in, update
 from .files import RankFiles, find_folder
 from .mappings import mapped_groups, pieces_by_name, sizes, without_gaps
-from .partitions import Optim, OptimFiles, Stage3, Stage12, flat_states, optim_files
+from .partitions import Optim, OptimFiles, Stage3, Stage12, flat_states, optim_files, shard_size
 from .pipeline import Layers, layer_shards, local_shapes, read_layers, tied_layers
 from .ucp import universal_rules
 from .weights import compare_buffers, expert_shards, frozen_shards, module_shards
@@ -44,12 +45,22 @@ def read(source: Source) -> Index:
     b = Building(source.store)
     stages = _stages(b, source, files)
     first = stages[min(stages)]
-    b.world = _world(first.model, files)
+    degree = _world(first.model, files)
+    b.world = shard_size(b, files, first, degree) if files.zero_model else degree
     b.sources = _rules(source, stages)
     _left_over(b, files, len(stages))
     plain = Plain(first.file.root, f"{source.where}/{first.file.path}", first.file.pickle_size, _name(first.file) + "/")
     b.problems += [w for w in warnings(first.file.path, first.file, plain) if w not in b.problems]
-    aliases = _aliases(first.model, tensors_in(first.file, first.model.get("module")))
+    module = tensors_in(first.file, first.model.get("module"))
+    aliases = _aliases(first.model, module)
+    b.placements = placements(first.model)
+    if b.placements:
+        aliases |= router_aliases(first.model, list(module))
+        if b.tp > 1:
+            b.tell(
+                "AutoEP with tensor parallelism is not supported: its experts (ds_autoep_layers) do not read as whole "
+                "tensors, see view.stored"
+            )
 
     pipeline = bool(files.layers)
     sharded = bool(files.zero_model)
@@ -94,7 +105,7 @@ def read(source: Source) -> Index:
         files=b.files,
         aliases={a: o for a, o in aliases.items() if a != o},
         meta=_meta(plain, optims, files),
-        mesh=Mesh(b.tp, 1 + max(s.rank.pp for s in stages.values()), b.world, _expert_parallel(optims, files, b)),
+        mesh=Mesh(b.tp, 1 + max(s.rank.pp for s in stages.values()), degree, _expert_parallel(optims, files, b)),
         problems=tuple(b.problems),
     )
 
@@ -170,7 +181,7 @@ def _expert_parallel(optims: Mapping[int, OptimFiles], files: RankFiles, b: Buil
             counts = rank.state.get("partition_count") if isinstance(rank, Optim) else None
             if isinstance(counts, list) and counts and all(type(c) is int and c > 0 for c in counts):
                 return max(1, b.world // int(min(counts)))
-    return 1 + max([ep for ep, _ in files.expert_optim] + [0])
+    return max([1 + ep for ep, _ in files.expert_optim] + [len(ids) for ids in b.placements.values()] + [1])
 
 
 def _left_over(b: Building, files: RankFiles, count: int) -> None:
@@ -232,7 +243,8 @@ def _complete(b: Building, sharded: bool, trained: set[str]) -> None:
         b.states.pop("weights", None)
     if sharded or b.states.get("fp32"):
         masters = b.states.setdefault("fp32", {})
-        unnamed = {spec.shape for name, spec in masters.items() if name not in weights}  # they may be any of that shape
+        # masters under numbers may be any parameter of their shape
+        unnamed = {s.shape for n, s in masters.items() if n not in weights and n not in trained and not sharded}
         for name, spec in weights.items():
             if name not in trained and spec.shape not in unnamed:
                 masters.setdefault(name, spec)

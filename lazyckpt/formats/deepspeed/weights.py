@@ -16,6 +16,7 @@ from ...core.index import Extent, Hole, Rank
 from ...errors import LazyckptError
 from ...io.rebuild import StoredTensor
 from ...io.torchfile import Record, TorchFile
+from .autoep import layer_of, stacked_files
 from .building import Building, Local, Shards, buffer_names, local, shapes_of, table, tensors_in
 from .files import RankFiles, name_of_rank
 from .flat import FlatFragments, Partition
@@ -31,7 +32,7 @@ def expert_shards(b: Building, files: RankFiles) -> Shards:
                 names.setdefault(name, {})[mp % b.tp] = local(file, name, tensor, Rank(tp=mp % b.tp))
         except LazyckptError as e:
             b.tell(f"{path} cannot be read, its expert is lost: {e}")
-    return {"weights": names}
+    return {"weights": stacked_files(b, names, b.placements)}
 
 
 def module_shards(file: TorchFile, model: Mapping[Any, Any], aliases: Mapping[str, str], rank: Rank) -> Shards:
@@ -48,6 +49,9 @@ def module_shards(file: TorchFile, model: Mapping[Any, Any], aliases: Mapping[st
 def frozen_shards(b: Building, files: RankFiles, model: Mapping[Any, Any], first: TorchFile, rank: Rank) -> Shards:
     """ZeRO-3: frozen parameters, in the training dtype, cut over the data-parallel ranks' model states."""
     shapes = shapes_of(first, model.get("frozen_param_shapes"))
+    if stacks := [n for n in shapes if layer_of(n, b.placements) is not None]:
+        b.tell(f"{first.path}: frozen experts ({stacks[0]!r}, ...) are in view.stored only")
+        shapes = {n: s for n, s in shapes.items() if n not in stacks}
     pieces: dict[str, list[Partition]] = {name: [] for name in shapes}
     dtypes: dict[str, torch.dtype] = {}
     world = b.world

@@ -10,10 +10,13 @@ from collections.abc import Iterable, Mapping
 
 from ...core.box import Shape
 from ...errors import LazyckptError
-from .building import Building, Shapes, Shards, Stage, buffer_names, table, tensors_in, update
+from .autoep import layer_of, stacked
+from .building import Building, Local, Shapes, Shards, Stage, buffer_names, table, tensors_in, update
 from .files import RankFiles
 from .pipeline import Layers, evident_ties, local_shapes, stage_names, tied_layers
-from .plainopt import EXPERTS, Group, named_shapes, numbered_groups, optimizer_shards
+from .plainopt import Group, named_shapes, numbered_groups, optimizer_shards
+
+EXPERTS = ".deepspeed_experts."
 
 
 def optimizer_states(
@@ -93,6 +96,7 @@ def _expert_optimizers(b: Building, files: RankFiles, stage: Stage, names: dict[
     weights = b.states.get("weights", {})
     experts = {n: s.shape for n, s in weights.items() if EXPERTS in n}
     degree = 1 + max(ep for ep, _ in files.expert_optim)
+    stacks: dict[tuple[str, str], dict[int, Local]] = {}  # AutoEP: (state, name) -> expert-parallel rank -> its experts
     for (ep, mp), path in files.expert_optim.items():
         if mp != stage.rank.pp * b.tp + stage.rank.tp:
             continue
@@ -103,11 +107,21 @@ def _expert_optimizers(b: Building, files: RankFiles, stage: Stage, names: dict[
             b.tell(f"{path} cannot be read, the optimizer states in it are lost: {e}")
             continue
         all_names = _with_experts(names, experts, degree, ep)
+        for name, spec in weights.items():
+            ids = layer_of(name, b.placements)
+            if ids is not None and ep < len(ids):
+                all_names[name] = (len(ids[ep]), *spec.shape[1:])
         more = optimizer_shards(b, file, optimizer, all_names, stage.rank._replace(ep=ep), f"optimizer of {path}")
         for state, tensors in more.items():
             known = shards.setdefault(state, {})
             for name, by_rank in tensors.items():
-                known.setdefault(name, by_rank)
+                if layer_of(name, b.placements) is not None and by_rank[stage.rank.tp].shape != ():
+                    stacks.setdefault((state, name), {})[ep] = by_rank[stage.rank.tp]
+                else:
+                    known.setdefault(name, by_rank)
+    for (state, name), ranks in stacks.items() if b.tp == 1 else ():
+        whole = stacked(layer_of(name, b.placements) or [], ranks, {})
+        shards.setdefault(state, {}).setdefault(name, {})[stage.rank.tp] = whole
 
 
 def _with_experts(names: dict[str, Shape], experts: dict[str, Shape], degree: int, ep: int) -> dict[str, Shape]:
