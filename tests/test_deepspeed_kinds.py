@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -224,6 +225,24 @@ def test_stacks_of_experts_with_a_rank_lost(kinds: dict[str, Case], tmp_path: Pa
     assert bit_equal(view[name][[0, 1, 3]], case.truth["weights"][name][[0, 1, 3]])
     with pytest.raises(lazyckpt.MissingFileError, match="expert 2"):
         view[name][1:3]
+
+
+@pytest.mark.parametrize(
+    "layers", [None, [{"expert_key_prefix": "model.layers.0.mlp.experts", "num_experts": 1 << 60}]]
+)
+def test_stacks_that_no_file_describes_are_not_put_together(
+    kinds: dict[str, Case], tmp_path: Path, layers: Any
+) -> None:
+    case = kinds["autoep_zero2"]
+    folder = Path(shutil.copytree(case.path, tmp_path / "ckpt"))
+    path = next(folder.glob("*/mp_rank_00_model_states.pt"))
+    torch.save(torch.load(path, weights_only=False) | {"ds_autoep_layers": layers}, path)
+    view = lazyckpt.open(folder)
+    wrong = _wrong(case, view)
+    assert all(set(names) == set(case.info["experts"]) for names in wrong.values())
+    for state in wrong:
+        assert not set(case.info["experts"]) & set(view.states[state])
+    assert all(any(repr(n) in line for line in view.problems) for n in case.info["experts"])
 
 
 @pytest.mark.parametrize("name", sorted(CONVERTED_WRONG))

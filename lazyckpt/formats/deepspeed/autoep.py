@@ -54,8 +54,8 @@ def _ids(layer: Mapping[Any, Any]) -> list[list[int]] | None:
     """The experts of each expert-parallel rank; None if the layer's description is not one of all experts."""
     placement, total = layer.get("expert_placement"), layer.get("num_experts")
     ranks = placement.get("ranks") if isinstance(placement, dict) else None
-    if isinstance(ranks, list) and all(isinstance(r, dict) for r in ranks):
-        by_rank: dict[Any, Any] = {r.get("rank"): r.get("experts") for r in ranks}
+    if isinstance(ranks, list) and all(isinstance(r, dict) and type(r.get("rank")) is int for r in ranks):
+        by_rank: dict[int, Any] = {r["rank"]: r.get("experts") for r in ranks}
         ids = [by_rank.get(n) for n in range(len(ranks))]
     else:
         count, local = layer.get("ep_size"), layer.get("num_local_experts")
@@ -64,7 +64,8 @@ def _ids(layer: Mapping[Any, Any]) -> list[list[int]] | None:
         ids = [list(range(n * local, (n + 1) * local)) for n in range(count)]
     known = [[i for i in own if type(i) is int] for own in ids if isinstance(own, list)]
     every = sorted(i for own in known for i in own)
-    return known if len(known) == len(ids) and type(total) is int and every == list(range(total)) else None
+    complete = len(known) == len(ids) and len(every) == total and every == list(range(len(every)))
+    return known if complete else None
 
 
 def layer_of(name: str, known: Placements) -> list[list[int]] | None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ...core.box import Shape
 
-_TRIES = 1_000_000  # states of the search; past that the order is called undetermined
+_TRIES = 300_000  # states of the search; past that the order is called undetermined
 
 Wanted = Collection[Shape] | None  # the shapes that a parameter may have; None: any
 State = tuple[int, ...]  # how many parameters of each group have a name

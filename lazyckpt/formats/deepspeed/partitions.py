@@ -77,7 +77,7 @@ def shard_size(b: Building, files: RankFiles, first: Stage, degree: int) -> int:
         except LazyckptError:
             state = {}  # told of where the ranks' files are read
         said.insert(0, state.get("partition_count"))
-        masters = state.get("fp32_flat_groups") or []
+        masters = _list(state.get("fp32_flat_groups"))
     for size in said:
         if (
             type(size) is int
@@ -99,7 +99,7 @@ class Stage12:
         self._paddings: list[Any] = paddings if isinstance(paddings, list) else []
 
     def masters(self, rank: Optim) -> list[Any]:
-        return list(rank.state.get("single_partition_of_fp32_groups") or [])
+        return _list(rank.state.get("single_partition_of_fp32_groups"))
 
     def states(self, rank: Optim) -> list[dict[str, Any]]:
         """The optimizer's state of every group."""
@@ -145,7 +145,7 @@ class Stage3:
     """Every parameter is cut on its own, ceil(numel / world) elements a rank; a group is what follows each other."""
 
     def masters(self, rank: Optim) -> list[Any]:
-        return list(rank.state.get("fp32_flat_groups") or [])
+        return _list(rank.state.get("fp32_flat_groups"))
 
     def states(self, rank: Optim) -> list[dict[str, Any]]:
         inner = rank.state.get("optimizer_state_dict")
@@ -208,26 +208,34 @@ def flat_states(
             continue
         expert_parallel = world // count
         for ep in range(expert_parallel):
-            same = [ep * count + n if data_first else ep + n * expert_parallel for n in range(count)]
-            mine = {n: optim[dp] for n, dp in enumerate(same)}
+            ranks = [ep * count + n if data_first else ep + n * expert_parallel for n in range(count)]
+            mine = {n: optim[dp] for n, dp in enumerate(ranks)}
             cuts.append(_cut(g, global_experts(shapes, ep), mine, stage, rank._replace(ep=ep)))
     other = _not_by_element(b, cuts, stage)
     shards: Shards = {}
     stacks: dict[tuple[str, str], dict[int, Local]] = {}  # (state, name) -> expert-parallel rank -> its experts
+    same: set[tuple[str, str]] = set()
     for cut in cuts:
         own: Shards = {}
         _group_states(b, cut, other, stage, own)
         for state, names in own.items():
             for name, by_rank in names.items():
-                if layer_of(name, b.placements) is not None and by_rank[rank.tp].shape != ():
+                if by_rank[rank.tp].shape != () and layer_of(name, b.placements) is not None:
                     stacks.setdefault((state, name), {})[cut.rank.ep] = by_rank[rank.tp]
+                elif by_rank[rank.tp].shape != () and name in shards.get(state, {}):
+                    same.add((state, name))
                 else:
                     shards.setdefault(state, {}).setdefault(name, {}).update(by_rank)
+    for state, name in same:
+        del shards[state][name]
+        b.tell(
+            f"several expert-parallel ranks have a {name!r} of their own, and no file tells how: it is in view.stored"
+        )
     if b.tp > 1:  # told of by the reader
         stacks = {}
     lost = {c.rank.ep: h for c in cuts for h in c.optim.values() if isinstance(h, Hole)}
-    for (state, name), ranks in stacks.items():
-        whole = stacked(layer_of(name, b.placements) or [], ranks, lost)
+    for (state, name), stack in stacks.items():
+        whole = stacked(layer_of(name, b.placements) or [], stack, lost)
         shards.setdefault(state, {}).setdefault(name, {})[rank.tp] = whole
     return shards
 
@@ -235,10 +243,14 @@ def flat_states(
 def _counts(rank: Optim) -> Any:
     """Over how many ranks each group is cut. ZeRO-3 says it for each group only where they differ (AutoEP)."""
     groups = rank.state.get("ds_zero_partition_groups")
-    if isinstance(groups, list) and all(isinstance(g, dict) for g in groups):
+    if isinstance(groups, list) and all(isinstance(g, dict) and type(g.get("sub_group")) is int for g in groups):
         by_number = {g.get("sub_group"): g.get("partition_count") for g in groups}
         return [by_number.get(n) for n in range(len(groups))]
     return rank.state.get("partition_count")
+
+
+def _list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else []
 
 
 class _Cut(NamedTuple):
@@ -257,7 +269,8 @@ def _cut(g: int, shapes: Shapes, optim: OptimFiles, stage: Stage12 | Stage3, ran
         if isinstance(r, Hole):
             continue
         masters, states = stage.masters(r), stage.states(r)
-        values = {str(k): v for k, v in states[g].items()} if g < len(states) else {}
+        own = states[g] if g < len(states) else None
+        values = {str(k): v for k, v in own.items()} if isinstance(own, dict) else {}
         if g < len(masters):
             values["fp32"] = masters[g]
         for key, value in values.items():
