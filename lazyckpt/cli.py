@@ -27,6 +27,7 @@ from . import __version__
 from . import open as open_checkpoint
 from .demo import walk
 from .errors import LazyckptError, SelectionError, TensorNotFoundError
+from .formats.rulesfile import read_rules
 from .show.text import human_bytes, kind, printable, rows, rows_of, summary
 from .show.values import LIMIT, json_values, values
 from .tensor import LazyTensor
@@ -62,6 +63,7 @@ _State = Annotated[str | None, typer.Option(metavar="NAME", help="weights, fp32,
 _Stored = Annotated[bool, typer.Option("--stored", help="Every tensor as it is stored (view.stored).")]
 _Tag = Annotated[str | None, typer.Option(metavar="TAG", help="Which of several checkpoints in the folder.")]
 _Format = Annotated[str | None, typer.Option(metavar="NAME", help="The reader to use, where it is not to be guessed.")]
+_Rules = Annotated[str | None, typer.Option(metavar="FILE", help="Merge rules: a TOML file with a table [rules].")]
 _Json = Annotated[bool, typer.Option("--json", help="Everything as JSON.")]
 
 
@@ -97,10 +99,11 @@ def ls(
     stored: _Stored = False,
     tag: _Tag = None,
     format: _Format = None,
+    rules: _Rules = None,
     as_json: _Json = False,
 ) -> None:
     """List the tensors of a checkpoint as a tree: names, dtypes, shapes, sizes, parameter counts. Reads no data."""
-    view = _open(path, state, stored, tag, format)
+    view = _open(path, state, stored, tag, format, rules)
     part = _part(view, prefix)
     if as_json:
         _write(json.dumps(_described(part), indent=2))
@@ -129,10 +132,11 @@ def show(
     stored: _Stored = False,
     tag: _Tag = None,
     format: _Format = None,
+    rules: _Rules = None,
     as_json: _Json = False,
 ) -> None:
     """Print a tensor or, as in Python, a part of it: ints, slices, ..., None, a list of ints. Reads what it prints."""
-    view = _open(path, state, stored, tag, format)
+    view = _open(path, state, stored, tag, format, rules)
     whole, key, text = _find(view, name)
     t = whole if text is None else whole.lazy[key]
     if as_json:
@@ -192,10 +196,12 @@ def demo(
 # -- what the commands share
 
 
-def _open(path: str, state: str | None, stored: bool, tag: str | None, format: str | None) -> CheckpointView:
+def _open(
+    path: str, state: str | None, stored: bool, tag: str | None, format: str | None, rules: str | None
+) -> CheckpointView:
     if stored and state is not None:
         raise TensorNotFoundError("--stored lists the tensors of all states under their raw names: leave out --state")
-    view = open_checkpoint(path, tag=tag, format=format)
+    view = open_checkpoint(path, tag=tag, format=format, rules=None if rules is None else read_rules(rules))
     if stored:
         return view.stored
     if state is None:

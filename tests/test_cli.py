@@ -310,6 +310,64 @@ def test_a_name_with_very_many_dots_is_no_trouble(tmp_path: Path) -> None:
     assert "2 tensors" in out("ls", tmp_path / "a.safetensors")
 
 
+# -- rules
+
+
+@pytest.fixture
+def cut_in_two(tmp_path: Path) -> Path:
+    """A ZeRO-0 checkpoint of two tensor-parallel ranks that says nothing of how its shards belong together."""
+    weights = torch.arange(24.0).view(12, 2)
+    q, k, v = weights[:6], weights[6:9], weights[9:]
+    shards = [torch.cat([q[:4], k[:2], v[:1]]), torch.cat([q[4:], k[2:], v[1:]])]
+    for rank, shard in enumerate(shards):
+        module = {"h.qkv": shard, "h.norm": torch.ones(2)}
+        saved = {"module": module, "dp_world_size": 1, "mp_world_size": 2, "optimizer": None}
+        torch.save(saved, tmp_path / f"mp_rank_{rank:02d}_model_states.pt")
+    return tmp_path
+
+
+def test_rules_from_a_file(cut_in_two: Path) -> None:
+    rules = cut_in_two / "rules.toml"
+    rules.write_text("""
+        [rules]
+        "h.*.bias" = "replicated"
+        "*qkv" = { cat = 0, widths = [[4, 2], [2, 1], [1, 2]] }
+        "h.nor?" = "column"
+    """)
+    found = load("show", cut_in_two, "h.qkv", "--rules", rules)
+    assert found["values"] == torch.arange(24.0).view(12, 2).tolist()
+    assert load("show", cut_in_two, "norm", "--rules", rules)["shape"] == [4]
+    listed = load("ls", cut_in_two, "--rules", rules)
+    assert {t["name"]: t["shape"] for t in listed["tensors"]} == {"h.qkv": [12, 2], "h.norm": [4]}
+    (line,) = listed["problems"]
+    assert line.startswith("rules['h.*.bias'] matches no tensor")
+    assert "known from rules['*qkv']" in out("show", cut_in_two, "h.qkv[0]", "--rules", rules)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "rules.toml: no such file"),
+        ("[rules]\n'*' = row", "rules.toml is no TOML"),
+        ("[rules]\n'*' = row", "line 2"),
+        ("'*' = 'row'", "should have one table [rules]"),
+        ("", "should have one table [rules]"),
+        ("rules = 3", "should have one table [rules]"),
+        ("[rules]\n[options]", "should have one table [rules]"),
+        ("[rules]\n'a.*' = 'diagonal'", "rules.toml: rules['a.*'] = 'diagonal' is not understood"),
+        ("[rules]\n'a.*' = { cat = 0, width = 3 }", "rules.toml: rules['a.*'] = "),
+    ],
+)
+@pytest.mark.parametrize("command", [["ls"], ["show", "h.norm"]])
+def test_rules_that_cannot_be_read(cut_in_two: Path, command: list[str], text: str | None, says: str) -> None:
+    path = cut_in_two / "rules.toml"
+    if text is not None:
+        path.write_text(text)
+    result = run(command[0], cut_in_two, *command[1:], "--rules", path)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert result.stderr.startswith("error: ") and says in result.stderr
+
+
 # -- errors
 
 

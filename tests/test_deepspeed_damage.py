@@ -176,6 +176,52 @@ def test_files_left_over_from_a_larger_run(
             same(tensor, tensors[key], (state, key))
 
 
+# -- MiCS: ZeRO-3 that cuts over groups of ranks, each of which holds everything
+
+
+def _as_mics(folder: Path, shard_size: int, count: bool = True) -> None:
+    """What MiCS leaves of twice as many ranks: the first shard group's files, as ZeRO-3 over that group writes them."""
+    for path in (folder / TAG).glob("*.pt"):
+        saved = torch.load(path, weights_only=False)
+        saved["ds_config"]["zero_optimization"]["mics_shard_size"] = shard_size
+        if "dp_world_size" in saved:
+            saved["dp_world_size"] *= 2
+        else:
+            assert saved["optimizer_state_dict"]["partition_count"] == shard_size
+            if not count:
+                del saved["optimizer_state_dict"]["partition_count"]
+        torch.save(saved, path)
+
+
+@pytest.mark.parametrize("name", ["zero3_bf16_dp2", "zero3_fp32_dp3", "zero3_sub_groups"])
+@pytest.mark.parametrize("count", [True, False])
+def test_mics(copied: Callable[[str], tuple[Case, Path]], name: str, count: bool) -> None:
+    case, folder = copied(name)
+    _as_mics(folder, case.info["dp"], count)
+    view = lazyckpt.open(folder)
+    assert view.mesh.dp == 2 * case.info["dp"]
+    assert not any("missing" in line for line in view.problems)
+    for state, tensors in complete(case).truth.items():
+        for key, tensor in view.states[state].to().items():
+            same(tensor, tensors[key], (state, key))
+    lost = next((folder / TAG).glob("*zero_pp_rank_1_*optim_states.pt"))
+    lost.unlink()
+    view = lazyckpt.open(folder)
+    assert [line for line in view.problems if lost.name in line]
+    _check_rest(view, case, lost, 1)
+
+
+def test_mics_is_not_believed_against_the_sizes(copied: Callable[[str], tuple[Case, Path]]) -> None:
+    case, folder = copied("zero3_fp32_dp4")
+    for path in (folder / TAG).glob("*.pt"):
+        saved = torch.load(path, weights_only=False)
+        saved["ds_config"]["zero_optimization"]["mics_shard_size"] = 2
+        torch.save(saved, path)
+    for state, tensors in complete(case).truth.items():
+        for key, tensor in lazyckpt.open(folder).states[state].to().items():
+            same(tensor, tensors[key], (state, key))
+
+
 # -- tags
 
 

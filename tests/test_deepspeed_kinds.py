@@ -5,12 +5,16 @@ Also what DeepSpeed's own converters make of them: where they are wrong, the tes
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import lazyckpt
+from lazyckpt.core.index import Hole
 
 from .conftest import once
 from .writers import Case, bit_equal
@@ -22,14 +26,13 @@ from .writers.deepspeed_zero import TagsSpec
 
 NAMES = sorted(name for name, spec in SPECS.items() if not isinstance(spec, TagsSpec))
 NAMES += sorted(f"{name}.universal" for name, tools in TOOLS.items() if any(t.startswith("universal") for t in tools))
-# A plain optimizer numbers its parameters: here order and shapes leave several ways to name them, or (with experts and
-# over pipeline stages) nothing lists what an optimizer has. The states stand under numbers, and a problem line says so.
-NUMBERED = {
-    "zero0_fp32", "moe_zero0_fp32", "moe_zero0_fp16_ep1", "moe_zero0_bf16_dp4", "pipe_zero0_fp32", "pipe_zero0_fp16",
-    "pipe_zero0_sgd_dp2", "megatron_3d_zero0_fp32",
-}  # fmt: skip
-# BF16_Optimizer over a pipeline with ZeRO-0: no file tells the names of what is in its flat groups in their order.
-UNNAMED = {"pipe_zero0_bf16_dp2"}
+# A plain optimizer numbers its parameters. Order and shapes leave one choice here: a group holds one bias only, and
+# `between.bias` and `frozen.bias` are of one shape (the fp32 copies would tell, but opening reads no data).
+EITHER = {"between.bias", "frozen.bias"}
+UNDETERMINED = {"moe_zero0_fp32": EITHER, "moe_zero0_fp16_ep1": EITHER}
+# No file of a pipeline with a plain optimizer has the KEY in the name of a shared module, `tied_modules.KEY`: its
+# names begin with the number of its layer.
+WITHOUT_KEY = {"pipe_zero0_fp32", "pipe_zero0_fp16", "pipe_zero0_sgd_dp2"}
 # Faults of ds_to_universal: it trusts param_slice_mappings, which round_robin_gradients makes wrong, and lets the last
 # pipeline stage's copy of a tied module win.
 CONVERTED_WRONG = {"zero2_round_robin_dp3.universal", "pipe_zero1_dp2.universal"}
@@ -57,7 +60,7 @@ def _wrong(case: Case, view: lazyckpt.CheckpointView) -> dict[str, list[str]]:
     return wrong
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in NUMBERED | UNNAMED | CONVERTED_WRONG])
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in {*UNDETERMINED, *WITHOUT_KEY, *CONVERTED_WRONG}])
 def test_every_state_equals_what_the_processes_held(kinds: dict[str, Case], name: str) -> None:
     case = kinds[name]
     view = lazyckpt.open(case.path)
@@ -67,19 +70,179 @@ def test_every_state_equals_what_the_processes_held(kinds: dict[str, Case], name
         assert degrees == tuple(case.info.get(k, 1) for k in ("tp", "pp", "dp"))
 
 
-@pytest.mark.parametrize("name", sorted(NUMBERED))
+@pytest.mark.parametrize("name", sorted(UNDETERMINED))
 def test_states_without_names_stay_under_their_numbers(kinds: dict[str, Case], name: str) -> None:
     case = kinds[name]
     view = lazyckpt.open(case.path)
     assert any("under their numbers" in line for line in view.problems)
-    states = [s for s in view.states if s not in ("weights", "fp32")]
-    numbered = [t for s in states for t in view.states[s].values() if t.name.startswith("optimizer of ")]
-    assert numbered
-    assert all(torch.isfinite(t[...]).all() for t in numbered)
-    for state in states:  # a rank whose names are determined has them, and they are right
-        for found, tensor in view.states[state].items():
-            if not found.startswith("optimizer of ") and state in case.truth:
-                assert bit_equal(tensor[...], case.truth[state][found]), (state, found)
+    wrong = _wrong(case, view)
+    assert wrong
+    for state, names in wrong.items():  # all others have their names, and are right
+        assert set(names) == UNDETERMINED[name] & case.truth[state].keys()
+        assert not set(view.states[state]) & UNDETERMINED[name], "a frozen weight may not pass for a master either"
+        numbered = view.states[state].select("optimizer of *")
+        assert len(numbered) == case.info["ep"]  # every expert-parallel rank has it
+        assert all(bit_equal(t[...], case.truth[state]["between.bias"]) for t in numbered.values())
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_KEY))
+def test_a_shared_module_whose_key_no_file_has(kinds: dict[str, Case], name: str) -> None:
+    case = kinds[name]
+    view = lazyckpt.open(case.path)
+    assert sum("no file tells the KEY" in line for line in view.problems) == 1
+    assert any("'1.position': the first stage's is read" in line for line in view.problems)
+    renamed = {
+        state: {n.replace("tied_modules.embed", "1"): t for n, t in tensors.items()}
+        for state, tensors in case.truth.items()
+    }
+    assert _wrong(replace(case, truth=renamed), view) == {}
+    assert not any(n.startswith(("optimizer of", "tied_modules")) for s in view.states.values() for n in s)
+
+
+def test_names_from_mappings_with_a_rank_lost(kinds: dict[str, Case], tmp_path: Path) -> None:
+    """BF16_Optimizer over a pipeline at ZeRO-0: what a lost file alone names is gone, the rest keeps its place."""
+    case = kinds["pipe_zero0_bf16_dp2"]
+    for lost_rank, held in ((0, {"3.down.weight", "2.down.weight"}), (1, {"2.ln.weight", "2.gamma"})):
+        folder = Path(shutil.copytree(case.path, tmp_path / str(lost_rank)))
+        lost = folder / case.info["tag"] / f"bf16_zero_pp_rank_{lost_rank}_mp_rank_00_optim_states.pt"
+        lost.unlink()
+        view = lazyckpt.open(folder)
+        assert any(lost.name in line for line in view.problems)
+        for state in ("fp32", "exp_avg"):
+            readable = set()
+            for name, tensor in view.states[state].items():
+                if name not in case.truth[state]:
+                    continue
+                try:
+                    found = tensor[...]
+                except lazyckpt.MissingFileError as e:
+                    assert lost.name in str(e)
+                    continue
+                if name.startswith("tied_modules") and lost_rank == 0:
+                    continue  # the second stage's copy, which differs
+                assert state == "fp32" or bit_equal(found, case.truth[state][name]), name
+                readable.add(name)
+            assert held <= readable
+            stage1 = {n for n in case.truth[state] if n.startswith(("5.", "6."))}
+            assert stage1 <= readable
+
+
+@pytest.mark.parametrize(
+    "name", ["zero1_8bit", "zero2_8bit_dp3", "zero3_8bit", "zero3_8bit_sub_groups", "bf16opt_8bit"]
+)
+def test_states_of_another_length_than_the_parameters_are_not_cut(kinds: dict[str, Case], name: str) -> None:
+    """8-bit optimizers keep a table and a scale per block of a flat group: they belong to no parameter."""
+    case = kinds[name]
+    view = lazyckpt.open(case.path)
+    assert set(view.states) == set(case.truth) - ({"weights"} if case.info["stage"] == 3 else set())
+    dtypes = {t.dtype for t in view.states["state1"].values()}
+    assert dtypes == {torch.uint8, torch.float32}, "large groups in 8 bits, small ones not"
+    for state in ("absmax1", "absmax2", "qmap1", "qmap2"):
+        (line,) = [line for line in view.problems if repr(state) in line]
+        assert "view.stored" in line
+        stored = [n for n in view.stored if n.endswith(f".{state}")]
+        assert stored and all(view.stored[n].ndim == 1 for n in stored)
+    steps = str(view.meta["optimizer"]).split("'step': ")[1:]
+    assert steps and all(line.startswith("3") for line in steps), "a plain number is in meta"
+
+
+def test_states_per_parameter_need_not_have_its_shape(kinds: dict[str, Case]) -> None:
+    view = lazyckpt.open(kinds["zero0_adafactor"].path)
+    rows, columns = view.states["exp_avg_sq_row"], view.states["exp_avg_sq_col"]
+    assert rows["embed.weight"].shape == view["embed.weight"].shape[:1]
+    assert columns["embed.weight"].shape == view["embed.weight"].shape[1:]
+    assert view.states["RMS"]["embed.weight"].shape == ()
+    assert not view.problems
+    view = lazyckpt.open(kinds["zero0_8bit"].path)
+    assert view.states["state1"]["embed.weight"].shape == view["embed.weight"].shape
+    assert view.states["qmap1"]["embed.weight"].shape == (256,)
+
+
+def test_states_of_another_shape_are_not_merged_by_the_rules_of_weights(kinds: dict[str, Case]) -> None:
+    view = lazyckpt.open(kinds["autotp_zero0_adafactor"].path)
+    for state in ("exp_avg_sq_row", "exp_avg_sq_col"):
+        (line,) = [line for line in view.problems if repr(state) in line]
+        assert "tensor-parallel" in line
+        with pytest.raises(lazyckpt.DataError, match="how its shards"):
+            view.states[state]["lm_head.weight"][...]
+        assert any(n.endswith(state) and t[...].numel() for n, t in view.stored.items())
+
+
+def _without_info(case: Case, folder: Path) -> Path:
+    """The checkpoint without what it says about tensor parallelism."""
+    shutil.copytree(case.path, folder)
+    for path in folder.glob("*/*.pt"):
+        saved = torch.load(path, weights_only=False)
+        saved.pop("universal_checkpoint_info", None)
+        saved.get("optimizer_state_dict", {}).pop("universal_checkpoint_info", None)
+        torch.save(saved, path)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["autotp_zero0_tp4", "autotp_zero1_tp4"])
+def test_ranks_that_hold_nothing_of_a_parameter(kinds: dict[str, Case], tmp_path: Path, name: str) -> None:
+    """Three key-value heads over four ranks: a rank's shard has no elements, and no optimizer lists it."""
+    case = kinds[name]
+    places = case.info["tp_places"]
+    assert any(place and [] in place[1] for place in places.values())
+    words = {"cat0": "column", "cat1": "row", "replicated": "replicated"}
+    rules = {n: words[rule] for n, rule in case.info["rules"].items()}
+    view = lazyckpt.open(_without_info(case, tmp_path / "ckpt"), rules=rules)
+    assert _wrong(case, view) == {}
+    assert not any("not there" in f.extent.reason for s in view.states.values() for t in s.values()
+                   for f in t.fragments if isinstance(f.extent, Hole))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["autoep_zero1_dp4", "autoep_zero2", "autoep_zero3_dp4", "autoep_zero0"])
+def test_stacks_of_experts_with_a_rank_lost(kinds: dict[str, Case], tmp_path: Path, name: str) -> None:
+    case = kinds[name]
+    assert lazyckpt.open(case.path).mesh.ep == case.info["ep"] == 2
+    folder = Path(shutil.copytree(case.path, tmp_path / "ckpt"))
+    stage = case.info["stage"]
+    lost = next(folder.glob("*/*expp_rank_1_*" if stage == 0 else "*/*zero_pp_rank_1_*optim_states.pt"))
+    lost.unlink()
+    view = lazyckpt.open(folder)
+    experts = case.info["experts"]
+    count = len(view.states["exp_avg"][experts[0]])
+    for state in ("fp32", "exp_avg"):
+        for param in experts:
+            truth, tensor = case.truth[state][param], view.states[state][param]
+            assert tensor.shape == truth.shape
+            assert bit_equal(tensor[: count // 2], truth[: count // 2])
+            if stage == 1 and "layers.1" in param:  # four ranks: this one holds layer 0's experts of the second half
+                assert bit_equal(tensor[...], truth)
+                continue
+            with pytest.raises(lazyckpt.MissingFileError, match=r"rank.1"):
+                tensor[count // 2]
+            if case.info["dp"] == 4 and stage == 3:  # ... or of every stack of two experts the first
+                assert bit_equal(tensor[-1], truth[-1])
+    if stage == 3:
+        return
+    next(folder.glob("*/layer_1_expert_2_*")).unlink()
+    view = lazyckpt.open(folder)
+    assert any("expert 2" in line for line in view.problems)
+    name = next(n for n in experts if "layers.1" in n)
+    assert bit_equal(view[name][[0, 1, 3]], case.truth["weights"][name][[0, 1, 3]])
+    with pytest.raises(lazyckpt.MissingFileError, match="expert 2"):
+        view[name][1:3]
+
+
+@pytest.mark.parametrize(
+    "layers", [None, [{"expert_key_prefix": "model.layers.0.mlp.experts", "num_experts": 1 << 60}]]
+)
+def test_stacks_that_no_file_describes_are_not_put_together(
+    kinds: dict[str, Case], tmp_path: Path, layers: Any
+) -> None:
+    case = kinds["autoep_zero2"]
+    folder = Path(shutil.copytree(case.path, tmp_path / "ckpt"))
+    path = next(folder.glob("*/mp_rank_00_model_states.pt"))
+    torch.save(torch.load(path, weights_only=False) | {"ds_autoep_layers": layers}, path)
+    view = lazyckpt.open(folder)
+    wrong = _wrong(case, view)
+    assert all(set(names) == set(case.info["experts"]) for names in wrong.values())
+    for state in wrong:
+        assert not set(case.info["experts"]) & set(view.states[state])
+    assert all(any(repr(n) in line for line in view.problems) for n in case.info["experts"])
 
 
 @pytest.mark.parametrize("name", sorted(CONVERTED_WRONG))

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 import lazyckpt
 from lazyckpt.core.index import Extent, Hole, Rank, TensorSpec
 from lazyckpt.formats.deepspeed.flat import FlatFragments, Partition
-from lazyckpt.formats.deepspeed.plainopt import assign, stage_names
 from lazyckpt.formats.deepspeed.ucp import universal_rules
 from lazyckpt.formats.families import family_rules
 from lazyckpt.formats.merge import MergedFragments, Source, decide, user_rules
@@ -40,7 +39,7 @@ def sharded(draw: st.DrawFn) -> tuple[Array, list[Array], dict[str, Any] | str]:
     """(the tensor, what each rank holds, the rule in the words of `rules=`)."""
     ranks = draw(st.integers(2, 4))
     shape = [draw(st.integers(1, 6)) for _ in range(draw(st.integers(1, 3)))]
-    kind = draw(st.sampled_from(["replicated", "column", "row", "swiglu", "parts", "vocabulary"]))
+    kind = draw(st.sampled_from(["replicated", "column", "row", "swiglu", "parts", "widths", "vocabulary"]))
     dim = {"row": 1, "column": 0, "swiglu": 0, "vocabulary": 0}.get(kind, draw(st.integers(0, len(shape) - 1)))
     if dim >= len(shape):
         shape.append(3)
@@ -48,7 +47,15 @@ def sharded(draw: st.DrawFn) -> tuple[Array, list[Array], dict[str, Any] | str]:
         count = 2 if kind == "swiglu" else draw(st.integers(1, 3))
         piece = ranks * draw(st.integers(1, 2))
         shape[dim] = count * piece
+    if kind == "widths":
+        sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+        widths = [draw(cuts(n, ranks)) for n in sizes]
+        shape[dim] = sum(sizes)
     array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    if kind == "widths":
+        fused = [split(p, dim, w) for p, w in zip(split(array, dim, sizes), widths, strict=True)]
+        held = [np.concatenate([p[r] for p in fused], dim) for r in range(ranks)]
+        return array, held, {"cat": dim, "widths": widths} | draw(st.sampled_from([{}, {"parts": sizes}]))
     if kind == "replicated":
         return array, [array] * ranks, "replicated"
     if kind in ("swiglu", "parts"):
@@ -119,6 +126,8 @@ def test_what_nothing_tells_is_not_guessed(shapes: list[tuple[int, ...]]) -> Non
 
 def test_rules_that_do_not_fit_say_so() -> None:
     cases: list[tuple[Any, list[tuple[int, ...]], str]] = [
+        ({"cat": 0, "widths": [[2, 1], [1, 1]]}, [(3,), (3,)], "3 wide"),
+        ({"cat": 0, "widths": [[2, 1, 1], [1, 1, 1]]}, [(3,), (2,)], "3 wide"),
         ("replicated", [(2,), (3,)], "differ"),
         ("row", [(2,), (2,)], "no dimension 1"),
         ("column", [(2, 3), (2, 4)], "do not fit"),
@@ -131,7 +140,13 @@ def test_rules_that_do_not_fit_say_so() -> None:
             decide("w", shapes, [user_rules({"w": rule})])
 
 
-@pytest.mark.parametrize("rule", ["diagonal", {"cat": "0"}, {"cat": 0, "colour": 1}, 7])
+@pytest.mark.parametrize(
+    "rule",
+    ["diagonal", {"cat": "0"}, {"cat": 0, "colour": 1}, 7, {"cat": -1}, {"cat": True}, {"parts": 2},
+     {"cat": 0, "parts": 0}, {"cat": 0, "parts": []}, {"cat": 0, "parts": "22"}, {"cat": 0, "parts": [2.0]},
+     {"cat": 0, "widths": []}, {"cat": 0, "widths": [2, 1]}, {"cat": 0, "rows": 0}, {"cat": 0, "rows": "9"},
+     {"cat": 0, "parts": [4], "widths": [[2, 1]]}],
+)  # fmt: skip
 def test_words_that_are_no_rule(rule: Any) -> None:
     with pytest.raises(lazyckpt.FormatError, match="not understood"):
         user_rules({"w": rule})
@@ -213,29 +228,3 @@ def test_a_lost_partition_is_named_and_the_rest_reads(tmp_path: Path) -> None:
     assert np.array_equal(tensor[:6].numpy(), array[:6])
     with pytest.raises(lazyckpt.MissingFileError, match="tp1_dp1"):
         tensor[:7]
-
-
-def test_numbered_parameters_are_named_where_there_is_one_way() -> None:
-    names = [("emb", (5, 2)), ("pos", (9,)), ("a.w", (2, 2)), ("a.b", (2,)), ("b.w", (2, 2)), ("b.b", (2,))]
-    decay: list[tuple[int, ...] | None] = [(5, 2), (2, 2), (2, 2)]
-    assert assign(names, [decay, [(2,), (2,)]]) == [["emb", "a.w", "b.w"], ["a.b", "b.b"]]
-    assert assign(names, [decay, [(2,)]]) is None  # one of the biases is frozen: which?
-    assert assign(names, [decay, [(2,), None]]) == [["emb", "a.w", "b.w"], ["a.b", "b.b"]]
-    assert assign(names, [decay, [None, (2,)]]) is None  # the unknown one may be pos or a bias
-    assert assign(names, [[(7,)]]) is None
-
-
-def test_pipeline_stages_are_found_from_their_optimizers() -> None:
-    layers: list[dict[str, tuple[int, ...]]] = [{f"{n}.w": (3, 2), f"{n}.b": (3,)} for n in range(4)]
-    optimizer = _optimizer([(3, 2), (3,), (3, 2), (3,)])
-    found = stage_names([optimizer, optimizer], layers, {})
-    assert found == [{**layers[0], **layers[1]}, {**layers[2], **layers[3]}]
-    assert stage_names([optimizer, _optimizer([(3, 2)])], layers, {}) is None
-
-
-def _optimizer(shapes: list[tuple[int, ...]]) -> dict[str, Any]:
-    from lazyckpt.io.rebuild import StoredStorage, StoredTensor
-
-    storage = StoredStorage("0", torch.float32, 100, "cpu")
-    state = {n: {"exp_avg": StoredTensor(storage, torch.float32, 0, s, (1,) * len(s))} for n, s in enumerate(shapes)}
-    return {"state": state, "param_groups": [{"params": list(state)}]}

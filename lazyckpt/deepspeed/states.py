@@ -16,11 +16,11 @@ from typing import Any, Literal
 from ..core.box import Shape
 from ..core.index import Fragment, Hole, Rank, TensorSpec
 from ..errors import FormatError, LazyckptError
-from ..formats.deepspeed.building import Building, Local, Shapes, local, tensors_in
+from ..formats.deepspeed.building import Building, Local, Shapes, Stage, local, tensors_in
 from ..formats.deepspeed.files import RankFiles, find_folder
 from ..formats.deepspeed.names import RankFile, parse_ckpt_name
-from ..formats.deepspeed.reader import Stage, data_parallel_degree, degrees, merge_rules, read_stages
-from ..formats.deepspeed.weights import tied_keys, ties_like
+from ..formats.deepspeed.pipeline import read_layers, tied_layers
+from ..formats.deepspeed.reader import data_parallel_degree, degrees, merge_rules, read_stages
 from ..formats.merge import MergedFragments, concatenated
 from ..formats.merge import Source as RuleSource
 from ..formats.reader import Source
@@ -104,6 +104,12 @@ class Opened:
         trained = {name.split(".")[0] for s in self.stages.values() for group in s.groups for name in group}
         return sorted({layer for layer, _ in self.files.layers} | {int(n) for n in trained if n.isdecimal()})
 
+    @cached_property
+    def _tied(self) -> dict[int, str]:
+        """Pipeline layer -> the shared module that its file holds."""
+        listed = {n: shape for s in self.stages.values() for group in s.groups for n, shape in group.items()}
+        return tied_layers(read_layers(self.b, self.files), listed)
+
     # -- what they hold
 
     def values(self, path: str, prefix: str = "", unmerged: str = "") -> Any:
@@ -128,7 +134,7 @@ class Opened:
         ranks = stored_ranks(self.stored.tp, degree, index)
         errors: dict[int, LazyckptError] = {}
         found: dict[int, dict[str, Local]] = {}
-        prefix = ""
+        prefix = self._tied.get(layer, str(layer))
         for tp in range(self.stored.tp) if degree != self.stored.tp else ranks:
             path = self.layer_path(layer, tp)
             try:
@@ -137,9 +143,6 @@ class Opened:
             except LazyckptError as e:
                 errors[tp] = e
                 continue
-            if not prefix:
-                groups = [g for s in self.stages.values() if s.rank.tp == tp for g in s.groups]
-                prefix = next(ties_like(tensors, tied_keys(groups)), str(layer))
             found[tp] = {
                 f"{prefix}.{name}": local(file, name, t, Rank(tp=tp)) for name, t in tensors.items() if t.storage
             }

@@ -80,7 +80,9 @@ def in_parts(dim: int, sizes: Sequence[int] | int, widths: Sequence[Sequence[int
                 )
             return _interleaved(shapes, dim, [[s[dim] // count for s in shapes]] * count)
         if any(n % ranks for n in sizes):
-            raise ValueError(f"parts of {list(sizes)} cannot be cut evenly over {ranks} ranks")
+            raise ValueError(
+                f"parts of {list(sizes)} cannot be cut evenly over {ranks} ranks: say how wide each is on every rank"
+            )
         return _interleaved(shapes, dim, [[n // ranks] * ranks for n in sizes])
 
     return rule
@@ -253,8 +255,14 @@ def user_rules(rules: Mapping[str, Any]) -> Source:
     """What the user says: glob of the logical name -> rule.
 
     A rule is a word ("replicated", "average", "column" = cut along dimension 0, "row" = along dimension 1, "swiglu" =
-    column in two equal parts) or a table: {"cat": dim}, with "parts" (a count of equal ones, or their logical sizes)
-    and "rows" (logical rows of a padded vocabulary). Raises FormatError for anything else.
+    column in two equal parts) or a table: {"cat": dim}, with "parts" (several tensors fused along it: a count of equal
+    ones, or their logical sizes, each cut evenly over the ranks), "widths" (for each part its width on every rank,
+    where they are not cut evenly) and "rows" (logical rows of a padded vocabulary). Raises FormatError for anything
+    else.
+
+    >>> qkv = {"cat": 0, "widths": [[4, 2], [2, 1], [2, 1]]}  # 6 + 3 + 3 heads over two ranks
+    >>> decide("qkv", [(8, 5), (4, 5)], [user_rules({"*qkv": qkv})]).shape
+    (12, 5)
     """
     table = [(glob, matcher(glob), _parsed(glob, rule)) for glob, rule in rules.items()]
 
@@ -276,14 +284,35 @@ _WORDS: dict[str, Rule] = {
 def _parsed(glob: str, rule: Any) -> Rule:
     if isinstance(rule, str) and rule in _WORDS:
         return _WORDS[rule]
-    if isinstance(rule, Mapping) and type(rule.get("cat")) is int and rule.keys() <= {"cat", "parts", "rows"}:
-        parts = rule.get("parts")
-        made = concatenated(rule["cat"]) if parts is None else in_parts(rule["cat"], parts)
+    if isinstance(rule, Mapping) and _is_table(rule):
+        made = concatenated(rule["cat"])
+        if "parts" in rule or "widths" in rule:
+            widths = rule.get("widths")
+            made = in_parts(rule["cat"], rule.get("parts", len(widths or ())), widths)
         return rows(made, rule["rows"]) if "rows" in rule else made
     raise FormatError(
         f"rules[{glob!r}] = {rule!r} is not understood: one of {', '.join(_WORDS)}, or a table such as "
-        "{'cat': 0, 'parts': 2, 'rows': 50257}"
+        "{'cat': 0, 'parts': 2, 'rows': 50257}, {'cat': 0, 'parts': [4096, 1024, 1024]} or "
+        "{'cat': 0, 'widths': [[4, 2], [2, 1]]}"
     )
+
+
+def _is_table(rule: Mapping[str, Any]) -> bool:
+    if not {"cat"} <= rule.keys() <= {"cat", "parts", "widths", "rows"} or not _is_count(rule["cat"], 0):
+        return False
+    parts, widths = rule.get("parts", 1), rule.get("widths", [[0]])
+    counted = _is_count(parts, 1) or _are_counts(parts)
+    wide = isinstance(widths, list | tuple) and len(widths) > 0 and all(map(_are_counts, widths))
+    sized = not _are_counts(parts) or "widths" not in rule or list(map(sum, widths)) == list(parts)
+    return counted and wide and sized and _is_count(rule.get("rows", 1), 1)
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return type(value) is int and value >= least
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list | tuple) and len(values) > 0 and all(_is_count(n, 0) for n in values)
 
 
 # -- fragments

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import entry_points
 from typing import Any
 
 from ..core.index import Index
+from ..core.names import matcher
 from ..errors import FormatError
 from ..io.store import Entry, Store
 
@@ -98,10 +99,22 @@ def _read(reader: Reader, source: Source) -> Index:
     collecting = gc.isenabled()
     gc.disable()
     try:
-        return reader.read(source)
+        return _with_unused(reader.read(source), source.rules)
     finally:
         if collecting:
             gc.enable()
+
+
+def _with_unused(index: Index, rules: Mapping[str, Any]) -> Index:
+    """With a line for every rule of the user that no tensor's name matches: it is a slip, and has no other sign."""
+    names = {name for state in index.states.values() for name in state} if rules else ()
+    lines = [
+        f"rules[{glob!r}] matches no tensor: it has no effect (it is compared with the full names, as the view lists "
+        "them; a tied tensor's is its owner's)"
+        for glob in rules
+        if not any(map(matcher(glob), names))
+    ]
+    return replace(index, problems=(*index.problems, *lines)) if lines else index
 
 
 def _installed() -> tuple[Reader, ...]:

@@ -28,11 +28,11 @@ from .deepspeed_train import (
     check_run,
     collect,
     decay_groups,
-    make_optimizer,
     share_of,
     write_truth,
 )
 from .deepspeed_truth import tied_names
+from .optimizers import make_optimizer
 
 
 def make_model(spec: AutoTPSpec) -> nn.Module:

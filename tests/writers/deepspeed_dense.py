@@ -13,10 +13,11 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from .deepspeed_held import module_weights
-from .deepspeed_train import BATCH, LENGTH, STEPS, TAG, base_config, check_run, make_optimizer, without
+from .deepspeed_train import BATCH, LENGTH, STEPS, TAG, base_config, check_run, with_names, without
 from .deepspeed_truth import gather, tied_names
 from .deepspeed_zero import TagsSpec, ZeroSpec
 from .nasty_model import NastyModel
+from .optimizers import make_optimizer
 
 
 def make_config(spec: ZeroSpec) -> dict[str, Any]:
@@ -41,7 +42,10 @@ def train(spec: ZeroSpec, rank: int) -> Iterator[tuple[Any, dict[str, str]]]:
     torch.manual_seed(spec.seed)
     model = NastyModel(spec.hidden, spec.layers, spec.vocab, with_empty=spec.stage < 3)
     tied = tied_names(model)  # by identity, while no ZeRO-3 hook has touched the module
-    optimizer = make_optimizer(spec.optimizer, model.param_groups())
+    groups = model.param_groups()
+    if spec.named_groups:
+        groups = with_names(model, [g | {"params": g["params"][::-1]} for g in reversed(groups)])  # type: ignore[index]
+    optimizer = make_optimizer(spec.optimizer, groups)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=make_config(spec))
     if spec.bf16_optimizer != (type(engine.optimizer).__name__ == "BF16_Optimizer"):
         raise RuntimeError(f"DeepSpeed chose {type(engine.optimizer).__name__} for {spec}")

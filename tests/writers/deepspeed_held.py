@@ -74,9 +74,14 @@ def groups_by_id(optimizer: Any, names: dict[int, str]) -> list[list[str]]:
 
 def stage3_states(optimizer: Any, trainable: Iterable[tuple[str, Tensor]]) -> States:
     params = dict(trainable)
-    flat = optimizer.fp32_partitioned_groups_flat[0]
-    keys = _state_keys(optimizer.optimizer.state[flat], flat)
-    states = {key: {n: safe_get_full_optimizer_state(p, key).clone() for n, p in params.items()} for key in keys}
+    states: States = {}
+    owners = zip(groups_in_flat_order(optimizer), optimizer.fp32_partitioned_groups_flat, strict=True)
+    owner = {id(p): flat for group, flat in owners for p in group}
+    for n, p in params.items():
+        state = optimizer.optimizer.state[owner[id(p)]]
+        for key in _state_keys(state, owner[id(p)]):  # (8-bit states are gathered as float32, which holds them exactly)
+            gathered = safe_get_full_optimizer_state(p, key).clone()
+            states.setdefault(key, {})[n] = gathered.to(state[key].dtype)
     return states | {"fp32": {n: safe_get_full_fp32_param(p).clone() for n, p in params.items()}}
 
 

@@ -19,7 +19,8 @@ from .deepspeed_held import module_weights
 from .deepspeed_pipe import MICRO_BATCHES, merge_stages, pipe_info, pipe_share, train_pipeline
 from .deepspeed_places import Place, find_place, merge_slices, rule
 from .deepspeed_specs import MegatronSpec
-from .deepspeed_train import DTYPES, STEPS, Share, base_config, collect, decay_groups, make_optimizer, write_truth
+from .deepspeed_train import DTYPES, STEPS, Share, base_config, collect, decay_groups, write_truth
+from .optimizers import make_optimizer
 
 AVERAGED, VOCAB = ".mlp.smoother", ".word_embeddings.weight"
 

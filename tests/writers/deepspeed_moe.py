@@ -28,13 +28,13 @@ from .deepspeed_train import (
     check_run,
     collect,
     decay_groups,
-    make_optimizer,
     same_bits,
     share_of,
     union,
     without,
     write_truth,
 )
+from .optimizers import make_optimizer
 
 EXPERT = re.compile(r"(?P<layer>.*)\.deepspeed_moe\.experts\.deepspeed_experts\.(?P<number>\d+)\.(?P<rest>.*)")
 

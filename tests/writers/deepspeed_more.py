@@ -28,7 +28,7 @@ from typing import Any
 
 from . import Case
 from .deepspeed_launch import Spec, launch, load_case
-from .deepspeed_specs import AutoTPSpec, MegatronSpec, MoeSpec, PipeSpec
+from .deepspeed_specs import AutoEPSpec, AutoTPSpec, MegatronSpec, MoeSpec, PipeSpec
 from .deepspeed_zero import TagsSpec, ZeroSpec, load_tags
 
 __all__ = [
@@ -48,6 +48,8 @@ DENSE: dict[str, Spec] = {
     "zero0_bf16": ZeroSpec(stage=0),
     "zero0_fp16": ZeroSpec(stage=0, dtype="fp16"),
     "zero0_lion": ZeroSpec(stage=0, optimizer="lion", dp=1, exclude_frozen=True),
+    "zero0_named": ZeroSpec(stage=0, dtype="fp32", named_groups=True),
+    "zero0_bf16_named": ZeroSpec(stage=0, named_groups=True),
     "zero1": ZeroSpec(stage=1),
     "zero1_fp16": ZeroSpec(stage=1, dtype="fp16"),
     "zero2_fp32_dp3": ZeroSpec(stage=2, dtype="fp32", dp=3),
@@ -57,11 +59,33 @@ DENSE: dict[str, Spec] = {
     "zero3_hpz_dp4": ZeroSpec(stage=3, dp=4, hpz=2),
     "bf16opt": ZeroSpec(stage=1, bf16_optimizer=True),
 }
+OPTIMIZERS: dict[str, Spec] = {
+    "zero0_8bit": ZeroSpec(stage=0, dtype="fp32", optimizer="8bit"),
+    "zero0_bf16_8bit": ZeroSpec(stage=0, optimizer="8bit"),
+    "zero1_8bit": ZeroSpec(stage=1, optimizer="8bit"),
+    "zero2_8bit_dp3": ZeroSpec(stage=2, dtype="fp32", dp=3, optimizer="8bit"),
+    "zero3_8bit": ZeroSpec(stage=3, optimizer="8bit"),
+    "zero3_8bit_sub_groups": ZeroSpec(stage=3, dp=3, optimizer="8bit", sub_group_size=300),
+    "zero0_adafactor": ZeroSpec(stage=0, dtype="fp32", optimizer="adafactor"),
+    "zero0_bf16_adafactor": ZeroSpec(stage=0, optimizer="adafactor"),
+    "zero0_torch_adafactor": ZeroSpec(stage=0, dtype="fp32", optimizer="torch_adafactor"),
+    "zero1_adafactor": ZeroSpec(stage=1, optimizer="adafactor"),
+    "zero3_adafactor": ZeroSpec(stage=3, optimizer="adafactor"),
+    "zero2_rmsprop_dp3": ZeroSpec(stage=2, dp=3, optimizer="rmsprop"),
+    "zero3_rmsprop": ZeroSpec(stage=3, optimizer="rmsprop"),
+    "zero0_adagrad": ZeroSpec(stage=0, dtype="fp32", optimizer="adagrad"),
+    "bf16opt_8bit": ZeroSpec(stage=1, bf16_optimizer=True, optimizer="8bit"),
+}
 PIPELINES: dict[str, Spec] = {
     "pipe_zero0_fp32": PipeSpec(stage=0, dtype="fp32"),
     "pipe_zero0_fp16": PipeSpec(stage=0, dtype="fp16"),
+    "pipe_zero0_named": PipeSpec(stage=0, dtype="fp32", named_groups=True),
     "pipe_zero0_bf16_dp2": PipeSpec(stage=0, dp=2, bf16_optimizer=True),
     "pipe_zero0_sgd_dp2": PipeSpec(stage=0, dtype="fp32", dp=2, optimizer="sgd", exclude_frozen=True),
+    "pipe_zero0_fp16_named_ties": PipeSpec(stage=0, dtype="fp16", named_groups=True, more_ties=True),
+    "pipe_zero1_ties_dp2": PipeSpec(stage=1, dp=2, more_ties=True),
+    "pipe_zero1_fp16_ties": PipeSpec(stage=1, dtype="fp16", more_ties=True, model_axis=True),
+    "pipe_zero0_bf16_ties": PipeSpec(stage=0, more_ties=True, bf16_optimizer=True),
     "pipe_zero1_dp2": PipeSpec(stage=1, dp=2),
     "pipe_zero1_fp32": PipeSpec(stage=1, dtype="fp32"),
     "pipe_zero1_lion": PipeSpec(stage=1, optimizer="lion", model_axis=True),
@@ -82,6 +106,15 @@ EXPERTS: dict[str, Spec] = {
     "moe_zero2_mixed_ep": MoeSpec(stage=2, ep=(1, 2), residual=True),
     "moe_bf16opt": MoeSpec(stage=1, bf16_optimizer=True),
 }
+AUTOEP: dict[str, Spec] = {
+    "autoep_zero0_fp32": AutoEPSpec(stage=0, dtype="fp32"),
+    "autoep_zero0": AutoEPSpec(stage=0),
+    "autoep_zero1_dp4": AutoEPSpec(stage=1, dp=4),
+    "autoep_zero2": AutoEPSpec(stage=2, experts=6),
+    "autoep_zero2_ep1": AutoEPSpec(stage=2, ep=1),
+    "autoep_zero3": AutoEPSpec(stage=3),
+    "autoep_zero3_dp4": AutoEPSpec(stage=3, dp=4, dtype="fp32"),
+}
 AUTOTP: dict[str, Spec] = {
     "autotp_zero0": AutoTPSpec(stage=0),
     "autotp_zero0_fp32_dp2": AutoTPSpec(stage=0, dtype="fp32", dp=2),
@@ -95,6 +128,7 @@ AUTOTP: dict[str, Spec] = {
     "autotp_zero3_fused_dp2": AutoTPSpec(stage=3, dp=2, fused=True),
     "autotp_zero0_tp4": AutoTPSpec(stage=0, tp=4),
     "autotp_zero1_tp4": AutoTPSpec(stage=1, tp=4),
+    "autotp_zero0_adafactor": AutoTPSpec(stage=0, dtype="fp32", optimizer="adafactor"),
     "autotp_zero2_fused_tp4": AutoTPSpec(stage=2, tp=4, fused=True),
     "autotp_bf16opt_dp2": AutoTPSpec(stage=1, dp=2, bf16_optimizer=True),
 }
@@ -110,7 +144,7 @@ TAGS: dict[str, TagsSpec] = {
     "trainer_zero2": TagsSpec(zero=ZeroSpec(stage=2), trainer=True),
     "trainer_zero3": TagsSpec(zero=ZeroSpec(stage=3), trainer=True),
 }
-SPECS: dict[str, Spec] = DENSE | PIPELINES | EXPERTS | AUTOTP | MEGATRON | TAGS
+SPECS: dict[str, Spec] = DENSE | OPTIMIZERS | PIPELINES | EXPERTS | AUTOEP | AUTOTP | MEGATRON | TAGS
 """Everything that :func:`write_all` writes, by name."""
 
 BOTH = ("zero_to_fp32", "universal")

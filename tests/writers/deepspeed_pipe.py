@@ -26,10 +26,11 @@ from .deepspeed_train import (
     check_run,
     collect,
     decay_groups,
-    make_optimizer,
     share_of,
+    with_names,
     write_truth,
 )
+from .optimizers import make_optimizer
 
 MICRO_BATCHES = 2
 
@@ -39,13 +40,14 @@ def write(spec: PipeSpec, rank: int, out: Path) -> None:
     stages: dict[str, Any] = {"num_stages": spec.pp}
     if spec.model_axis:
         stages = {"topology": PipeModelDataParallelTopology(num_pp=spec.pp, num_mp=1, num_dp=spec.dp)}
-    layers = pipe_model.layers(spec.vocab, spec.hidden, spec.head_file)
+    layers = pipe_model.layers(spec.vocab, spec.hidden, spec.head_file, spec.more_ties)
     model = PipelineModule(layers, loss_fn=pipe_model.loss, partition_method="uniform", **stages)
     config = base_config(spec.stage, spec.dtype, spec.bf16_optimizer and spec.stage == 1)
     config["gradient_accumulation_steps"] = MICRO_BATCHES
     if spec.parallel_write:
         config["checkpoint"] = {"parallel_write": {"pipeline_stage": True}}
-    engine = train_pipeline(model, make_optimizer(spec.optimizer, decay_groups(model)), config, spec.vocab, spec.seed)
+    groups = with_names(model, decay_groups(model)) if spec.named_groups else decay_groups(model)
+    engine = train_pipeline(model, make_optimizer(spec.optimizer, groups), config, spec.vocab, spec.seed)
     if spec.bf16_optimizer != (type(engine.optimizer).__name__ == "BF16_Optimizer"):
         raise RuntimeError(f"DeepSpeed chose {type(engine.optimizer).__name__} for {spec}")
     engine.save_checkpoint(str(out / "ckpt"), exclude_frozen_parameters=spec.exclude_frozen)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-__all__ = ["AutoTPSpec", "MegatronSpec", "MoeSpec", "PipeSpec"]
+__all__ = ["AutoEPSpec", "AutoTPSpec", "MegatronSpec", "MoeSpec", "PipeSpec"]
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 
@@ -33,6 +33,10 @@ class PipeSpec:
     parallel_write: bool = False
     """The data-parallel ranks share the writing of the layer files."""
     exclude_frozen: bool = False
+    named_groups: bool = False
+    """The optimizer is given named parameters."""
+    more_ties: bool = False
+    """Two more shared modules, of the same shape."""
 
     @property
     def world(self) -> int:
@@ -68,6 +72,25 @@ class MoeSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AutoEPSpec:
+    """DeepSpeed's automatic expert parallelism of a tiny Mixtral."""
+
+    writer: ClassVar[str] = "deepspeed_autoep"
+
+    stage: Literal[0, 1, 2, 3]
+    dtype: Dtype = "bf16"
+    dp: int = 2
+    ep: int = 2
+    experts: int = 4
+    seed: int = 0
+    vocab: int = 61
+
+    @property
+    def world(self) -> int:
+        return self.dp
+
+
+@dataclass(frozen=True, kw_only=True)
 class AutoTPSpec:
     """DeepSpeed's automatic tensor parallelism of a tiny Llama, or of a model with fused parameters."""
 
@@ -85,7 +108,7 @@ class AutoTPSpec:
     frozen: bool = False
     """A split and a replicated parameter of the last layer are frozen."""
     bf16_optimizer: bool = False
-    optimizer: Literal["adamw", "lion", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "lion", "sgd", "adafactor"] = "adamw"
     seed: int = 0
     heads: int = 6
     kv_heads: int = 3

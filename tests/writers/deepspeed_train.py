@@ -23,33 +23,10 @@ TAG = f"global_step{STEPS}"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Lion(torch.optim.Optimizer):
-    """Lion has a single state, and no ``step``: nothing here may assume Adam."""
-
-    def __init__(self, params: Iterable[Any], lr: float, weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": (0.9, 0.99)})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            b1, b2 = group["betas"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(torch.sign(m * b1 + p.grad * (1 - b1)), alpha=-group["lr"])
-                m.lerp_(p.grad, 1 - b2)
-
-
-def make_optimizer(name: str, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
-    if name == "sgd":
-        return torch.optim.SGD(groups, lr=1e-2, momentum=0.9)
-    if name == "lion":
-        return Lion(groups, lr=1e-3)
-    if name in ("adamw", "amsgrad"):
-        return torch.optim.AdamW(groups, lr=1e-2, amsgrad=name == "amsgrad")
-    raise ValueError(f"no optimizer {name!r} here")
+def with_names(module: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, object]]:
+    """The groups with (name, parameter) pairs, as torch takes them since 2.6: their names are then saved."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    return [group | {"params": [(names[id(p)], p) for p in group["params"]]} for group in groups]
 
 
 def decay_groups(module: nn.Module) -> list[dict[str, object]]:

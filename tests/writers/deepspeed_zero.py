@@ -30,7 +30,8 @@ class ZeroSpec:
     hidden: int = 26
     layers: int = 2
     vocab: int = 103
-    optimizer: Literal["adamw", "amsgrad", "sgd", "lion"] = "adamw"
+    optimizer: str = "adamw"
+    """One of :func:`.optimizers.make_optimizer`."""
     round_robin: bool = False
     sub_group_size: int | None = None
     """ZeRO-3: elements of a rank's partition per sub-group."""
@@ -41,6 +42,8 @@ class ZeroSpec:
     parameter_alignment: bool = False
     bf16_optimizer: bool = False
     """fp32 gradient accumulation, which makes DeepSpeed take its BF16_Optimizer (needs stage 1 and bf16)."""
+    named_groups: bool = False
+    """The optimizer is given named parameters, in an order that is not the module's."""
     client_state: dict[str, Any] | None = None
     """Pickled to the child: its classes must be importable there."""
 

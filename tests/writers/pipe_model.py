@@ -54,6 +54,19 @@ class Final(nn.Module):
         return out * (1 + self.gain)
 
 
+class Scale(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(1 + torch.rand(hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return scaled(self, x)
+
+
+def scaled(module: nn.Module, x: Tensor) -> Tensor:
+    return x * module.get_parameter("weight")
+
+
 def shift(ids: Tensor) -> Tensor:
     """A layer without a file."""
     return ids + 1
@@ -74,10 +87,25 @@ def loss(out: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(out.float().flatten(0, 1), labels.flatten())
 
 
-def layers(vocab: int, hidden: int, head_file: bool) -> list[object]:
-    """Eight layers; the last re-uses the embedding, with a file of its own if wanted."""
+def layers(vocab: int, hidden: int, head_file: bool, more_ties: bool = False) -> list[object]:
+    """Eight layers; the last re-uses the embedding, with a file of its own if wanted. With more ties there are two more
+    shared modules of one shape, the first of which is used again without a file, the other with one."""
     tied = "word_embeddings.weight"
     head = {} if head_file else {"forward_fn": logits}
+    if more_ties:
+        return [
+            shift,
+            TiedLayerSpec("embed", Embedding, vocab + 1, hidden, tied_weight_attr=tied),
+            TiedLayerSpec("zoom", Scale, hidden),
+            LayerSpec(Block, hidden),
+            TiedLayerSpec("again", Scale, hidden),
+            LayerSpec(Scale, hidden),
+            LayerSpec(Block, hidden),
+            TiedLayerSpec("again", Scale, hidden),
+            TiedLayerSpec("zoom", Scale, hidden, forward_fn=scaled),
+            LayerSpec(Final, hidden),
+            TiedLayerSpec("embed", Embedding, vocab + 1, hidden, tied_weight_attr=tied, **head),
+        ]
     return [
         shift,
         TiedLayerSpec("embed", Embedding, vocab + 1, hidden, tied_weight_attr=tied),

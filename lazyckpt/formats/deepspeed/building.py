@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -37,21 +37,30 @@ ALONE = -1
 Shards = dict[str, dict[str, dict[int, Local]]]
 
 
+class Stage(NamedTuple):
+    """One model-parallel rank's model states: the dict that was saved, and the shapes of its flat groups."""
+
+    rank: Rank
+    file: TorchFile
+    model: dict[Any, Any]
+    groups: list[Shapes]
+
+
 @dataclass(slots=True)
 class Building:
-    """What is found out on the way to an Index. ``tp``: the tensor-parallel degree; ``world``: the data-parallel one;
-    ``sources``: where merge rules come from, the first that knows wins; ``layer_of_tie``: the pipeline layer whose file
-    holds a module that several layers share; ``layers``: what each layer's file holds, by tensor-parallel rank."""
+    """What is found out on the way to an Index. ``tp``: the tensor-parallel degree; ``world``: the ranks over
+    which ZeRO cuts (all data-parallel ones, but for MiCS); ``placements``: AutoEP's (see `autoep`);
+    ``sources``: where merge rules come from, the first that knows wins."""
 
     store: Store
     tp: int = 1
     world: int = 1
+    placements: dict[str, list[list[int]]] = field(default_factory=dict)
     sources: tuple[RuleSource, ...] = ()
     files: dict[str, FileInfo] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     states: dict[str, dict[str, TensorSpec]] = field(default_factory=dict)
-    layer_of_tie: dict[str, int] = field(default_factory=dict)
-    layers: dict[int, dict[int, Shapes]] = field(default_factory=dict)
+    weight_shapes: dict[str, dict[int, Shape]] = field(default_factory=dict)  # name -> tensor-parallel rank -> shape
     _read: dict[str, TorchFile | LazyckptError] = field(default_factory=dict)
 
     def file(self, path: str) -> TorchFile:
@@ -75,33 +84,54 @@ class Building:
 
     def add(self, shards: Shards) -> None:
         """Merge the shards of one pipeline stage; names that an earlier stage had stay as they are."""
+        for name, by_rank in shards.get("weights", {}).items():
+            self.weight_shapes.setdefault(name, {t: r.shape for t, r in by_rank.items()})
         for state, names in shards.items():
             specs = self.states.setdefault(state, {})
             for name, by_rank in names.items():
                 if name not in specs:
-                    specs[name] = self._merged(name, by_rank)
-                elif name.startswith("tied_modules."):  # they can differ: not every attribute of them is kept in step
+                    specs[name] = self._merged(state, name, by_rank)
+                else:  # shared modules: they can differ, not every attribute of them is kept in step
                     self.tell(
                         f"several pipeline stages hold {name!r}: the first stage's is read (the others: view.stored)"
                     )
 
-    def _merged(self, name: str, by_rank: dict[int, Local]) -> TensorSpec:
+    def _merged(self, state: str, name: str, by_rank: dict[int, Local]) -> TensorSpec:
         first = by_rank[min(by_rank)]
-        ranks: list[Local | None] = [by_rank.get(t) for t in range(self.tp)] if ALONE not in by_rank else [first]
-        if None in ranks:  # a model-parallel rank whose files are not there: its shard is taken to be like the others
-            hole = Hole("", f"the files of tensor-parallel rank {ranks.index(None)} are not there")
-            lost = Local(first.shape, first.dtype, (Fragment(hole, first.shape),))
-            ranks = [lost if r is None else r for r in ranks]
-        locals_ = [r for r in ranks if r is not None]
-        if len(locals_) == 1 or first.shape == ():  # a single number is the same on all ranks
+        if ALONE in by_rank or self.tp == 1 or first.shape == ():  # a single number is the same on all ranks
             return TensorSpec(name, first.shape, first.dtype, first.fragments)
+        weights = self.weight_shapes.get(name, {})
+        ranks = [by_rank.get(t) or _absent(t, weights.get(t), first) for t in range(self.tp)]
+        if any(weights.get(t, r.shape) != r.shape for t, r in by_rank.items()):
+            reason = (
+                f"{state!r} has another shape than the weights: how its shards on tensor-parallel ranks belong "
+                "together is not known; each reads on its own in view.stored"
+            )
+            self.tell(f"the optimizer's state {reason}")
+            return TensorSpec(name, first.shape, first.dtype, (), rule=f"it cannot be put together: {reason}")
         try:
-            merged = decide(name, [r.shape for r in locals_], self.sources)
+            merged = decide(name, [r.shape for r in ranks], self.sources)
         except ValueError as e:
             self.tell(f"{name!r} cannot be put together: {e}")
             return TensorSpec(name, first.shape, first.dtype, (), rule=f"it cannot be put together: {e}")
-        fragments = MergedFragments(tuple(r.fragments for r in locals_), merged.parts)
+        fragments = MergedFragments(tuple(r.fragments for r in ranks), merged.parts)
         return TensorSpec(name, merged.shape, first.dtype, fragments, merged.combine, merged.rule)
+
+
+def _absent(tp: int, weight: Shape | None, like: Local) -> Local:
+    """What a tensor-parallel rank has of a tensor that its files do not list: nothing, if its weight has no elements
+    (no optimizer lists such a shard); else its files are lost, and its shard is taken to be like the others."""
+    if weight is not None and prod(weight) == 0:
+        return Local(weight, like.dtype, ())
+    hole = Hole("", f"the files of tensor-parallel rank {tp} are not there")
+    return Local(like.shape, like.dtype, (Fragment(hole, like.shape),))
+
+
+def update(shards: Shards, more: Shards) -> None:
+    for state, names in more.items():
+        known = shards.setdefault(state, {})
+        for name, by_rank in names.items():
+            known.setdefault(name, {}).update(by_rank)
 
 
 def table(file: TorchFile, value: Any) -> dict[Any, Any]:
@@ -134,3 +164,9 @@ def local(file: TorchFile, name: str, tensor: StoredTensor, rank: Rank) -> Local
 def tensors_in(file: TorchFile, value: Any) -> dict[str, StoredTensor]:
     """The tensors of a state dict in a rank file."""
     return {k: t for k, t in table(file, value).items() if isinstance(k, str) and isinstance(t, StoredTensor)}
+
+
+def buffer_names(model: Mapping[Any, Any]) -> set[str]:
+    """The persistent buffers of a rank's module."""
+    names = model.get("buffer_names")
+    return {n for n in names if isinstance(n, str)} if isinstance(names, list) else set()

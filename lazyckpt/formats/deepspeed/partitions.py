@@ -12,15 +12,17 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from ...core.box import Shape
 from ...core.index import Extent, Fragment, Hole, Rank
 from ...errors import CorruptError, LazyckptError
 from ...io.rebuild import StoredTensor
 from ...io.torchfile import TorchFile
-from .building import Building, Local, Shapes, Shards, table
+from .autoep import layer_of, stacked
+from .building import Building, Local, Shapes, Shards, Stage, table
 from .files import RankFiles, name_of_rank
 from .flat import FlatFragments, Partition
 
@@ -57,6 +59,38 @@ def optim_files(b: Building, files: RankFiles, world: int, mp: int, known: str) 
     return found
 
 
+def shard_size(b: Building, files: RankFiles, first: Stage, degree: int) -> int:
+    """Over how many ranks ZeRO-3 cuts: all of the data-parallel ones, or with MiCS (up to deepspeed 0.18,
+    runtime/zero/mics.py [read, not run]) ``mics_shard_size``. The shard group then takes the place of the data-parallel
+    group: ``partition_count`` is its size, its ranks name the files, and only the first group writes any (engine.py
+    `_configure_checkpointing`). Believed if the flat groups are as long as that makes them.
+    """
+    config = first.model.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    said: list[Any] = [zero.get("mics_shard_size")] if isinstance(zero, dict) else []
+    masters: list[Any] = []
+    path = next((p for (_, mp), p in files.optim.items() if mp == first.rank.pp * b.tp + first.rank.tp), None)
+    if path is not None:
+        try:
+            file = b.file(path)
+            state = table(file, table(file, file.root).get("optimizer_state_dict"))
+        except LazyckptError:
+            state = {}  # told of where the ranks' files are read
+        said.insert(0, state.get("partition_count"))
+        masters = _list(state.get("fp32_flat_groups"))
+    for size in said:
+        if (
+            type(size) is int
+            and 0 < size < degree
+            and all(
+                isinstance(flat, StoredTensor) and flat.shape == (sum(-(-prod(s) // size) for s in shapes.values()),)
+                for flat, shapes in zip(masters, first.groups, strict=False)
+            )
+        ):
+            return size
+    return degree
+
+
 class Stage12:
     """ZeRO-1, ZeRO-2 and BF16_Optimizer: a group is a flat buffer that all ranks together hold, in equal parts."""
 
@@ -65,7 +99,7 @@ class Stage12:
         self._paddings: list[Any] = paddings if isinstance(paddings, list) else []
 
     def masters(self, rank: Optim) -> list[Any]:
-        return list(rank.state.get("single_partition_of_fp32_groups") or [])
+        return _list(rank.state.get("single_partition_of_fp32_groups"))
 
     def states(self, rank: Optim) -> list[dict[str, Any]]:
         """The optimizer's state of every group."""
@@ -94,6 +128,13 @@ class Stage12:
             f"partitions of {list(held[:8])} elements over {world} ranks"
         )
 
+    def by_element(self, rank: Optim | Hole, g: int, length: int, master: Shape, width: int) -> bool:
+        """Whether a state of that length goes with an fp32 partition: as long, or with the padding that is stripped
+        from that (``group_paddings`` says how much, up to the width of a partition)."""
+        paddings = rank.state.get("group_paddings") if isinstance(rank, Optim) else None
+        padding = paddings[g] if isinstance(paddings, list) and g < len(paddings) else 0
+        return length in (master[0], width) or (type(padding) is int and length == master[0] + padding)
+
     def fragments(
         self, shape: tuple[int, ...], width: int, place: tuple[int, int], parts: tuple[Partition, ...]
     ) -> FlatFragments:
@@ -104,7 +145,7 @@ class Stage3:
     """Every parameter is cut on its own, ceil(numel / world) elements a rank; a group is what follows each other."""
 
     def masters(self, rank: Optim) -> list[Any]:
-        return list(rank.state.get("fp32_flat_groups") or [])
+        return _list(rank.state.get("fp32_flat_groups"))
 
     def states(self, rank: Optim) -> list[dict[str, Any]]:
         inner = rank.state.get("optimizer_state_dict")
@@ -125,6 +166,10 @@ class Stage3:
                 f"ranks hold {list(held[:8])}"
             )
         return 0, places
+
+    def by_element(self, rank: Optim | Hole, g: int, length: int, master: Shape, width: int) -> bool:
+        """Whether a state of that length goes with an fp32 partition: they are alike."""
+        return length == master[0]
 
     def fragments(
         self, shape: tuple[int, ...], width: int, place: tuple[int, int], parts: tuple[Partition, ...]
@@ -154,19 +199,110 @@ def flat_states(
     data- and expert-parallel ranks are numbered (ds_config use_data_before_expert_parallelism).
     """
     world = len(optim)
-    counts = next((r.state.get("partition_count") for r in optim.values() if isinstance(r, Optim)), None)
-    shards: Shards = {}
+    counts = next((_counts(r) for r in optim.values() if isinstance(r, Optim)), None)
+    cuts: list[_Cut] = []
     for g, shapes in enumerate(groups):
         count = counts[g] if isinstance(counts, list) and g < len(counts) else world
         if type(count) is not int or count == world or count < 1 or world % count:
-            _group_states(b, g, shapes, optim, stage, rank, shards)
+            cuts.append(_cut(g, shapes, optim, stage, rank))
             continue
         expert_parallel = world // count
         for ep in range(expert_parallel):
-            same = [ep * count + n if data_first else ep + n * expert_parallel for n in range(count)]
-            named = global_experts(shapes, ep)
-            _group_states(b, g, named, {n: optim[dp] for n, dp in enumerate(same)}, stage, rank._replace(ep=ep), shards)
+            ranks = [ep * count + n if data_first else ep + n * expert_parallel for n in range(count)]
+            mine = {n: optim[dp] for n, dp in enumerate(ranks)}
+            cuts.append(_cut(g, global_experts(shapes, ep), mine, stage, rank._replace(ep=ep)))
+    other = _not_by_element(b, cuts, stage)
+    shards: Shards = {}
+    stacks: dict[tuple[str, str], dict[int, Local]] = {}  # (state, name) -> expert-parallel rank -> its experts
+    same: set[tuple[str, str]] = set()
+    for cut in cuts:
+        own: Shards = {}
+        _group_states(b, cut, other, stage, own)
+        for state, names in own.items():
+            for name, by_rank in names.items():
+                if by_rank[rank.tp].shape != () and layer_of(name, b.placements) is not None:
+                    stacks.setdefault((state, name), {})[cut.rank.ep] = by_rank[rank.tp]
+                elif by_rank[rank.tp].shape != () and name in shards.get(state, {}):
+                    same.add((state, name))
+                else:
+                    shards.setdefault(state, {}).setdefault(name, {}).update(by_rank)
+    for state, name in same:
+        del shards[state][name]
+        b.tell(
+            f"several expert-parallel ranks have a {name!r} of their own, and no file tells how: it is in view.stored"
+        )
+    if b.tp > 1:  # told of by the reader
+        stacks = {}
+    lost = {c.rank.ep: h for c in cuts for h in c.optim.values() if isinstance(h, Hole)}
+    for (state, name), stack in stacks.items():
+        whole = stacked(layer_of(name, b.placements) or [], stack, lost)
+        shards.setdefault(state, {}).setdefault(name, {})[rank.tp] = whole
     return shards
+
+
+def _counts(rank: Optim) -> Any:
+    """Over how many ranks each group is cut. ZeRO-3 says it for each group only where they differ (AutoEP)."""
+    groups = rank.state.get("ds_zero_partition_groups")
+    if isinstance(groups, list) and all(isinstance(g, dict) and type(g.get("sub_group")) is int for g in groups):
+        by_number = {g.get("sub_group"): g.get("partition_count") for g in groups}
+        return [by_number.get(n) for n in range(len(groups))]
+    return rank.state.get("partition_count")
+
+
+def _list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else []
+
+
+class _Cut(NamedTuple):
+    """A group, and the ranks that hold it together. ``found``: state -> rank among these -> its tensor."""
+
+    g: int
+    shapes: Shapes
+    optim: OptimFiles
+    rank: Rank
+    found: dict[str, dict[int, StoredTensor]]
+
+
+def _cut(g: int, shapes: Shapes, optim: OptimFiles, stage: Stage12 | Stage3, rank: Rank) -> _Cut:
+    found: dict[str, dict[int, StoredTensor]] = {"fp32": {}}
+    for dp, r in optim.items():
+        if isinstance(r, Hole):
+            continue
+        masters, states = stage.masters(r), stage.states(r)
+        own = states[g] if g < len(states) else None
+        values = {str(k): v for k, v in own.items()} if isinstance(own, dict) else {}
+        if g < len(masters):
+            values["fp32"] = masters[g]
+        for key, value in values.items():
+            if isinstance(value, StoredTensor):
+                found.setdefault(key, {})[dp] = value
+    return _Cut(g, shapes, optim, rank, found)
+
+
+def _not_by_element(b: Building, cuts: Sequence[_Cut], stage: Stage12 | Stage3) -> set[str]:
+    """The states that have no value for each element: in some group their length is not that of the fp32 partition, or
+    they are not flat. (8-bit optimizers keep a table of codes and a scale for each block of elements.)"""
+    other: dict[str, str] = {}
+    for cut in cuts:
+        masters = cut.found["fp32"]
+        try:
+            held = [masters[dp].shape[0] if dp in masters and len(masters[dp].shape) == 1 else -1 for dp in cut.optim]
+            width, _ = stage.place(cut.g, cut.shapes, len(cut.optim), held)
+        except CorruptError:
+            continue  # the groups themselves do not fit: that is told where they are read
+        for state, found in cut.found.items():
+            for dp, t in found.items():
+                if state == "fp32" or state in other or t.shape == () or dp not in masters:
+                    continue
+                own = masters[dp].shape
+                if len(t.shape) != 1 or not stage.by_element(cut.optim[dp], cut.g, t.shape[0], own, width):
+                    other[state] = f"shape {tuple(t.shape)} where a rank has {own[0]:,} elements of a group"
+    for state, evidence in other.items():
+        b.tell(
+            f"the optimizer's state {state!r} has no value for each element (a tensor of {evidence}): it is in "
+            "view.stored only"
+        )
+    return set(other)
 
 
 def global_experts(shapes: Shapes, ep: int) -> Shapes:
@@ -182,49 +318,32 @@ def global_experts(shapes: Shapes, ep: int) -> Shapes:
     return renamed
 
 
-def _group_states(
-    b: Building, g: int, shapes: Shapes, optim: OptimFiles, stage: Stage12 | Stage3, rank: Rank, shards: Shards
-) -> None:
-    ready = {dp: r for dp, r in optim.items() if isinstance(r, Optim)}
-    flat: dict[str, dict[int, Any]] = {"fp32": {}}
-    for dp, r in ready.items():
-        masters, states = stage.masters(r), stage.states(r)
-        if g < len(masters):
-            flat["fp32"][dp] = masters[g]
-        for key, value in states[g].items() if g < len(states) else ():
-            flat.setdefault(str(key), {})[dp] = value
-    for state, values in flat.items():
-        found = {dp: t for dp, t in values.items() if isinstance(t, StoredTensor)}
-        if not found:
+def _group_states(b: Building, cut: _Cut, other: set[str], stage: Stage12 | Stage3, shards: Shards) -> None:
+    for state, found in cut.found.items():
+        if not found or state in other:
             continue
         dims = {len(t.shape) for t in found.values()}
         names = shards.setdefault(state, {})
         if dims == {0}:  # one number for the group (Adam's step), the same for every parameter in it; the lowest rank's
             dp = min(found)
-            extent = ready[dp].file.extent(found[dp], state)
-            one = Local((), extent.dtype, (Fragment(extent, (), rank=rank._replace(dp=dp)),))
-            for name in shapes:
-                names.setdefault(name, {})[rank.tp] = one
+            optim = cut.optim[dp]
+            assert isinstance(optim, Optim)
+            extent = optim.file.extent(found[dp], state)
+            one = Local((), extent.dtype, (Fragment(extent, (), rank=cut.rank._replace(dp=dp)),))
+            for name in cut.shapes:
+                names.setdefault(name, {})[cut.rank.tp] = one
         elif dims == {1}:
-            for name, tensor in _flat_state(b, state, g, shapes, optim, found, stage, rank).items():
-                names.setdefault(name, {})[rank.tp] = tensor
+            for name, tensor in _flat_state(b, state, cut, stage).items():
+                names.setdefault(name, {})[cut.rank.tp] = tensor
         else:
-            b.tell(f"the optimizer's state {state!r} of group {g} is not flat: it is in view.stored only")
+            b.tell(f"the optimizer's state {state!r} of group {cut.g} is not flat: it is in view.stored only")
 
 
-def _flat_state(
-    b: Building,
-    state: str,
-    g: int,
-    shapes: Shapes,
-    optim: OptimFiles,
-    found: Mapping[int, StoredTensor],
-    stage: Stage12 | Stage3,
-    rank: Rank,
-) -> dict[str, Local]:
-    world = len(optim)
+def _flat_state(b: Building, state: str, cut: _Cut, stage: Stage12 | Stage3) -> dict[str, Local]:
+    g, shapes, found = cut.g, cut.shapes, cut.found[state]
+    world = len(cut.optim)
     partitions = []
-    for dp, r in optim.items():
+    for dp, r in cut.optim.items():
         extent: Extent | Hole
         if isinstance(r, Hole):
             extent = r
@@ -232,7 +351,7 @@ def _flat_state(
             extent = r.file.extent(found[dp], f"{state} of group {g}")
         else:
             extent = Hole(r.file.path, f"{r.file.path} has no {state!r} of group {g}")
-        partitions.append(Partition(extent, rank._replace(dp=dp)))
+        partitions.append(Partition(extent, cut.rank._replace(dp=dp)))
     held = [p.extent.shape[0] if isinstance(p.extent, Extent) else -1 for p in partitions]
     try:
         width, places = stage.place(g, shapes, world, held)

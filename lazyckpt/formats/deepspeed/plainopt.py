@@ -1,179 +1,174 @@
-"""ZeRO-0: a torch optimizer's state_dict, whose parameters are numbers; which number is which name follows from order
-and shapes, where they leave no choice.
+"""ZeRO-0: a torch optimizer's state_dict, whose parameters are numbers, as states per parameter.
 
 Sources: runtime/engine.py (``optimizer`` in the model states; ``expp_rank_*`` with experts), runtime/fp16/
-unfused_optimizer.py `state_dict`, torch/optim/optimizer.py `state_dict`: parameters are numbered in the order of the
-groups, within a group in the order the client listed them, which is that of the module for every usual way to make
-groups (weight decay or not, frozen or not).
+unfused_optimizer.py `state_dict`, torch/optim/optimizer.py `state_dict`: an optimizer that was given named parameters
+lists ``param_names`` in its groups; otherwise the names follow from order and shapes (`numbering`), as far as these
+leave no choice. moe/utils.py marks the groups of experts with ``moe``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from ...core.box import Shape
 from ...core.index import Rank
 from ...io.rebuild import StoredTensor
 from ...io.torchfile import TorchFile
-from .building import ALONE, Building, Local, Shapes, Shards, local
+from .building import ALONE, Building, Shards, local
+from .numbering import Assignment, assign
 
-_TRIES = 200_000  # states of the search; past that the order is called undetermined
+_EXPERT = re.compile(r".*(\.deepspeed_experts\..*|\.experts\.w[123])")  # DeepSpeed's own layers, AutoEP's
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A param group: the numbers of its parameters, what shapes they may have (None: any), the names that it lists, if
+    any. The parameters are among these, in this order: FP16_UnfusedOptimizer drops frozen ones, but not their names."""
+
+    numbers: list[int]
+    shapes: list[frozenset[Shape] | None]
+    names: list[str] | None
+    experts: bool
+
+
+def numbered_groups(optimizer: Any) -> list[Group]:
+    """The param groups of a plain optimizer's state_dict; [] if it is none."""
+    if not isinstance(optimizer, Mapping):
+        return []
+    by_id, groups = _torch_state(optimizer)
+    masters = _masters(optimizer, groups)
+    found = []
+    for group in groups:
+        ids = _ids(group)
+        names = group.get("param_names")
+        shapes = [_shapes(by_id.get(i), masters.get(i)) for i in ids]
+        listed = [n for n in names if isinstance(n, str)] if isinstance(names, list | tuple) else []
+        known = listed if len(listed) >= len(ids) and len(listed) == len(set(listed)) else None
+        found.append(Group(ids, shapes, known, group.get("moe") is True))
+    return found
+
+
+def named_shapes(groups: list[Group]) -> dict[str, Shape]:
+    """The parameters that the groups name, as far as their states show a shape."""
+    return {
+        n: next(iter(shapes))
+        for group in groups
+        if group.names is not None and len(group.names) == len(group.shapes)
+        for n, shapes in zip(group.names, group.shapes, strict=True)
+        if shapes is not None and len(shapes) == 1
+    }
+
+
+def match(names: Mapping[str, Shape], groups: list[Group]) -> Assignment | None:
+    """Names for the parameters of all groups: those listed, else what order and shapes tell (see `assign`). Experts are
+    in groups of their own, and nowhere else, if any group is marked so."""
+    listed = [_listed(group, names) for group in groups]
+    if None not in listed:
+        return Assignment([found for found in listed if found is not None])
+    marked = any(group.experts for group in groups)
+    found: list[list[str | None]] = [[] for _ in groups]
+    for experts in (False, True) if marked else (None,):
+        chosen = [g for g, group in enumerate(groups) if experts in (None, group.experts)]
+        eligible = [(n, s) for n, s in names.items() if experts in (None, _EXPERT.fullmatch(n) is not None)]
+        assigned = assign(eligible, [groups[g].shapes for g in chosen])
+        if assigned is None:
+            return None
+        for g, members in zip(chosen, assigned.names, strict=True):
+            found[g] = members
+    return Assignment(found)
+
+
+def _listed(group: Group, names: Mapping[str, Shape]) -> list[str | None] | None:
+    """The names of a group's parameters, from those that it lists."""
+    known = [(n, names[n]) for n in group.names or () if n in names]
+    if len(known) > len(group.numbers):
+        known = [(n, shape) for n, shape in known if prod(shape)]  # these are dropped too
+    assigned = assign(known, [group.shapes]) if group.names is not None else None
+    return assigned.names[0] if assigned else None
 
 
 def optimizer_shards(
     b: Building, file: TorchFile, optimizer: Any, names: Mapping[str, Shape], rank: Rank, where: str
 ) -> Shards:
-    """The states of a plain optimizer per parameter, or under its numbers if the names are not determined.
+    """The states of a plain optimizer per parameter, or under its number where the name is not determined.
 
     ``names``: every tensor that may be a parameter, in the module's order.
     """
-    if not isinstance(optimizer, dict):
+    groups = numbered_groups(optimizer)
+    if not groups:
         return {}
-    by_id, ids, masters, shapes = _numbered(optimizer)
-    found = assign(list(names.items()), shapes)
-    if found is None:
-        b.tell(
-            f"{where}: the optimizer numbers its parameters, and order and shapes leave more than one way to name "
-            "them: its states stand under their numbers"
-        )
-    name_of = {
-        i: (found[g][n] if found else f"{where}.{i}") for g, group in enumerate(ids) for n, i in enumerate(group)
-    }
+    found = match(names, groups)
+    by_id, param_groups = _torch_state(optimizer)
+    masters = _masters(optimizer, param_groups)
     shards: Shards = {}
-    for i, name in name_of.items():
-        state = by_id.get(i)
-        values: dict[Any, Any] = dict(state) if isinstance(state, dict) else {}
-        if i in masters:
-            values["fp32"] = masters[i]
-        for key, value in values.items():
-            if isinstance(value, StoredTensor):
-                tensor: Local = local(file, f"{name}: {key}", value, rank)
-                shards.setdefault(str(key), {}).setdefault(name, {})[rank.tp if found else ALONE] = tensor
+    unnamed = count = 0
+    for g, group in enumerate(groups):
+        for n, i in enumerate(group.numbers):
+            known = found.names[g][n] if found else None
+            state = by_id.get(i)
+            values: dict[Any, Any] = dict(state) if isinstance(state, dict) else {}
+            if i in masters:
+                values["fp32"] = masters[i]
+            name = known or f"{where}.{i}"
+            count += bool(values)
+            unnamed += bool(values) and known is None
+            for key, value in values.items():
+                if isinstance(value, StoredTensor):
+                    tensor = local(file, f"{name}: {key}", value, rank)
+                    shards.setdefault(str(key), {}).setdefault(name, {})[rank.tp if known else ALONE] = tensor
+    if unnamed:
+        b.tell(
+            f"{where}: the optimizer numbers its parameters; for {unnamed} of {count} order and shapes leave more than "
+            "one way to name them, or none: their states stand under their numbers"
+        )
     return shards
 
 
-def _numbered(
-    optimizer: Mapping[Any, Any],
-) -> tuple[dict[Any, Any], list[list[int]], dict[int, StoredTensor], list[list[Shape | None]]]:
-    """-> (number -> state, the numbers of each group, number -> fp32 copy, the shapes of each group)."""
+def _torch_state(optimizer: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[dict[Any, Any]]]:
+    """-> (number -> state, the param groups), also from within FP16_UnfusedOptimizer's."""
     inner = optimizer.get("optimizer_state_dict", optimizer)
     by_id = inner.get("state") if isinstance(inner, dict) else None
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
     if not isinstance(by_id, dict) or not isinstance(groups, list):
-        return {}, [], {}, []
-    ids = [[i for i in g.get("params", ()) if isinstance(i, int)] for g in groups if isinstance(g, dict)]
-    masters = _masters(optimizer, ids)
-    return by_id, ids, masters, [[_shape(by_id.get(i), masters.get(i)) for i in group] for group in ids]
+        return {}, []
+    return by_id, [g for g in groups if isinstance(g, dict)]
 
 
-def stage_names(optimizers: Sequence[Any], layers: Sequence[Shapes], shared: Shapes) -> list[Shapes] | None:
-    """Which layers each pipeline stage has, if there is exactly one way to cut them into consecutive runs so that every
-    stage's optimizer fits its run. ``shared``: what any stage may have besides, first (runtime/pipe/module.py registers
-    tied modules before the layers)."""
-    groups = [_numbered(o)[3] if isinstance(o, Mapping) else [] for o in optimizers]
-    runs: list[list[Shapes]] = []
-    tries = 0
-
-    def extend(at: int, chosen: list[Shapes]) -> None:
-        nonlocal tries
-        stage = len(chosen)
-        if len(runs) > 1 or tries > 10_000:
-            return
-        if stage == len(groups):
-            if at == len(layers):
-                runs.append(list(chosen))
-            return
-        count = sum(map(len, groups[stage]))
-        own: Shapes = {}
-        for end in range(at + 1, len(layers) - (len(groups) - stage - 1) + 1):
-            own = {**own, **layers[end - 1]}
-            for names in ({**shared, **own}, own) if shared else (own,):
-                # every layer of a run but its last few has to be needed: a longer run than that fits nothing better
-                if count <= len(names) <= 2 * count + 8:
-                    tries += 1
-                    if assign(list(names.items()), groups[stage]) is not None:
-                        extend(end, [*chosen, names])
-            if len(own) > 2 * count + 8:
-                break
-
-    extend(0, [])
-    return runs[0] if len(runs) == 1 and tries <= 10_000 else None
+def _ids(group: Mapping[Any, Any]) -> list[int]:
+    params = group.get("params")
+    return [i for i in params if isinstance(i, int)] if isinstance(params, list | tuple) else []
 
 
-def _masters(optimizer: Mapping[Any, Any], ids: Sequence[Sequence[int]]) -> dict[int, StoredTensor]:
+def _masters(optimizer: Mapping[Any, Any], groups: list[dict[Any, Any]]) -> dict[int, StoredTensor]:
     """The fp32 copies of FP16_UnfusedOptimizer: a list per group, in the order of its parameters."""
-    groups = optimizer.get("fp32_groups")
-    if not isinstance(groups, list) or len(groups) != len(ids):
+    copies = optimizer.get("fp32_groups")
+    if not isinstance(copies, list) or len(copies) != len(groups):
         return {}
     return {
         i: t
-        for group, numbers in zip(groups, ids, strict=True)
-        if isinstance(group, list) and len(group) == len(numbers)
-        for i, t in zip(numbers, group, strict=True)
+        for copy, numbers in zip(copies, map(_ids, groups), strict=True)
+        if isinstance(copy, list) and len(copy) == len(numbers)
+        for i, t in zip(numbers, copy, strict=True)
         if isinstance(t, StoredTensor)
     }
 
 
-def _shape(state: Any, master: StoredTensor | None) -> Shape | None:
-    """The shape of a parameter, as far as its states show it: all that are no single number agree."""
-    tensors = [master] if master is not None else []
-    tensors += [t for t in state.values() if isinstance(t, StoredTensor)] if isinstance(state, dict) else []
-    shapes = {t.shape for t in tensors if t.shape != ()}
-    return next(iter(shapes)) if len(shapes) == 1 else (() if tensors and not shapes else None)
+def _shapes(state: Any, master: StoredTensor | None) -> frozenset[Shape] | None:
+    """The shapes that a parameter may have: its fp32 copy's, else one that its states show; None if there are none.
 
-
-def assign(names: Sequence[tuple[str, Shape]], groups: Sequence[Sequence[Shape | None]]) -> list[list[str]] | None:
-    """Names for the parameters of each group, if there is exactly one way: each group lists some of the names, in
-    their order, with its shapes (None: not known); no name stands in two; some may stand in none (frozen, buffers).
-    None otherwise.
-
-    >>> assign([("w", (2, 3)), ("frozen", (9,)), ("b", (2,))], [[(2, 3)], [(2,)]])
-    [['w'], ['b']]
-    >>> assign([("a", (2,)), ("b", (2,))], [[(2,)]]) is None
-    True
+    A single number (a step) shows nothing. Not every state is of the parameter's shape: 8-bit optimizers keep tables
+    and scales besides, and Adafactor a state of the rows and one of the columns, of transformers or of torch.
     """
-    goal = tuple(map(len, groups))
-    # For every name, the states (how many of each group are named) from which the goal can be reached, counted to 2.
-    ahead: list[set[tuple[int, ...]]] = [{(0,) * len(groups)}]
-    tries = 0
-    for _, shape in names:
-        following = set(ahead[-1])
-        for state in ahead[-1]:
-            for g, wanted in enumerate(groups):
-                if state[g] < len(wanted) and wanted[state[g]] in (shape, None):
-                    following.add((*state[:g], state[g] + 1, *state[g + 1 :]))
-        tries += len(following)
-        if tries > _TRIES:
-            return None
-        ahead.append(following)
-    if goal not in ahead[-1]:
-        return None
-    ways = {goal: 1}
-    choice: list[dict[tuple[int, ...], int]] = []  # for every name: state before it -> the group that takes it, or -1
-    for at in range(len(names) - 1, -1, -1):
-        shape = names[at][1]
-        before: dict[tuple[int, ...], int] = {}
-        took: dict[tuple[int, ...], int] = {}
-        for state in ahead[at]:
-            options = [(-1, state)]
-            for g, wanted in enumerate(groups):
-                if state[g] < len(wanted) and wanted[state[g]] in (shape, None):
-                    options.append((g, (*state[:g], state[g] + 1, *state[g + 1 :])))
-            for g, after in options:
-                if after in ways:
-                    before[state] = min(2, before.get(state, 0) + ways[after])
-                    took[state] = g
-        ways = before
-        choice.append(took)
-    start = (0,) * len(groups)
-    if ways.get(start) != 1:
-        return None
-    result: list[list[str]] = [[] for _ in groups]
-    state = start
-    for (name, _), took in zip(names, reversed(choice), strict=True):
-        g = took[state]
-        if g >= 0:
-            result[g].append(name)
-            state = (*state[:g], state[g] + 1, *state[g + 1 :])
-    return result
+    if master is not None:
+        return frozenset({master.shape})
+    tensors = {k: t.shape for k, t in state.items() if isinstance(t, StoredTensor)} if isinstance(state, dict) else {}
+    shapes = {shape for shape in tensors.values() if shape != ()}
+    if "exp_avg_sq_row" in tensors and "exp_avg_sq_col" in tensors:
+        shapes.add((*tensors["exp_avg_sq_row"], *tensors["exp_avg_sq_col"][-1:]))
+    if "row_var" in tensors and "col_var" in tensors:
+        shapes.add((*tensors["row_var"][:-1], *tensors["col_var"][-1:]))
+    return frozenset(shapes or {()}) if tensors else None

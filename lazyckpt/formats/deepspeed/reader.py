@@ -7,7 +7,7 @@ pipeline layers, from flat partitions) are gathered as shards, stage by stage, a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...core.box import Shape
 from ...core.index import Index, Mesh, Rank
@@ -23,23 +23,17 @@ from ..merge import replicated, user_rules
 from ..reader import Source
 from ..torchsave import ties, warnings
 from . import universal
-from .building import Building, Shapes, Shards, shapes_of, table, tensors_in
+from .autoep import placements, router_aliases
+from .building import Building, Shapes, Shards, Stage, buffer_names, shapes_of, table, tensors_in, update
 from .files import RankFiles, find_folder
-from .partitions import Optim, OptimFiles, Stage3, Stage12, flat_states, optim_files
-from .plainopt import optimizer_shards, stage_names
+from .mappings import mapped_groups, pieces_by_name, sizes, without_gaps
+from .partitions import Optim, OptimFiles, Stage3, Stage12, flat_states, optim_files, shard_size
+from .pipeline import Layers, layer_shards, local_shapes, read_layers, tied_layers
 from .ucp import universal_rules
-from .weights import buffer_names, compare_buffers, expert_shards, frozen_shards, layer_shards, module_shards
+from .weights import compare_buffers, expert_shards, frozen_shards, module_shards
+from .zero0 import optimizer_states, ties_of_plain_optimizers
 
 _BUFFER = (replicated, "buffer_names: nothing cuts a buffer over ranks")
-
-
-class Stage(NamedTuple):
-    """One model-parallel rank's model states: the dict that was saved, and the shapes of its flat groups."""
-
-    rank: Rank
-    file: TorchFile
-    model: dict[Any, Any]
-    groups: list[Shapes]
 
 
 def read(source: Source) -> Index:
@@ -52,39 +46,54 @@ def read(source: Source) -> Index:
     b = Building(source.store)
     stages = read_stages(b, source, files)
     first = stages[min(stages)]
-    b.world = data_parallel_degree(first.model, files)
+    degree = data_parallel_degree(first.model, files)
+    b.world = shard_size(b, files, first, degree) if files.zero_model else degree
     b.sources = merge_rules(source, stages)
     _left_over(b, files, len(stages))
     plain = Plain(first.file.root, f"{source.where}/{first.file.path}", first.file.pickle_size, _name(first.file) + "/")
     b.problems += [w for w in warnings(first.file.path, first.file, plain) if w not in b.problems]
-    aliases = _aliases(first.model, tensors_in(first.file, first.model.get("module")))
+    module = tensors_in(first.file, first.model.get("module"))
+    aliases = _aliases(first.model, module)
+    b.placements = placements(first.model)
+    if b.placements:
+        aliases |= router_aliases(first.model, list(module))
+        if b.tp > 1:
+            b.tell(
+                "AutoEP with tensor parallelism is not supported: its experts (ds_autoep_layers) do not read as whole "
+                "tensors, see view.stored"
+            )
 
     pipeline = bool(files.layers)
-    if pipeline:
-        b.add(layer_shards(b, files, [g for s in stages.values() for g in s.groups]))
-    if files.experts:
-        b.add(expert_shards(b, files))
     sharded = bool(files.zero_model)
     any_optim = next(iter(files.optim.values()), None)
     optims: dict[int, OptimFiles] = {}
+    if any_optim is not None:
+        optims = {mp: optim_files(b, files, b.world, mp, any_optim) for mp in stages}
+    layers, tied = read_layers(b, files), {}
+    if pipeline:
+        tied = _ties(b, stages, layers, optims)
+        b.add(layer_shards(b, layers, tied))
+    if files.experts:
+        b.add(expert_shards(b, files))
     for pp in range(1 + max(s.rank.pp for s in stages.values())):
         here = [s for s in stages.values() if s.rank.pp == pp]
         shards: Shards = {}
         for stage in here:
             mp = stage.rank.pp * b.tp + stage.rank.tp
             if not pipeline:
-                _update(shards, module_shards(stage.file, stage.model, aliases, stage.rank))
+                update(shards, module_shards(stage.file, stage.model, aliases, stage.rank))
             if any_optim is not None:
-                optim = optims[mp] = optim_files(b, files, b.world, mp, any_optim)
-                layout = Stage3() if sharded else Stage12(optim)
+                layout = Stage3() if sharded else Stage12(optims[mp])
                 data_first = _flag(stage.model, "use_data_before_expert_parallelism")
-                _update(shards, flat_states(b, stage.groups, optim, layout, stage.rank, data_first))
+                groups = stage.groups or _mapped(b, stage, optims[mp], layers, tied)
+                states = flat_states(b, groups, optims[mp], layout, stage.rank, data_first)
+                update(shards, states if stage.groups else without_gaps(states))
             if sharded:
-                _update(shards, frozen_shards(b, files, stage.model, stage.file, stage.rank))
+                update(shards, frozen_shards(b, files, stage.model, stage.file, stage.rank))
                 compare_buffers(b, files, stage.file, stage.model, stage.rank)
         b.add(shards)
     if any_optim is None:
-        _plain_optimizers(b, files, stages, pipeline, aliases)
+        optimizer_states(b, files, stages, layers, tied, aliases)
         if sharded:
             b.tell("there are no optimizer states (*_optim_states.pt): no parameter of a ZeRO-3 model can be read")
     bare = _complete(b, sharded, {n for s in stages.values() for g in s.groups for n in g})
@@ -97,7 +106,7 @@ def read(source: Source) -> Index:
         files=b.files,
         aliases={a: o for a, o in aliases.items() if a != o},
         meta=_meta(plain, optims, files) | _kinds(stages, bare),
-        mesh=Mesh(b.tp, 1 + max(s.rank.pp for s in stages.values()), b.world, _expert_parallel(optims, files, b)),
+        mesh=Mesh(b.tp, 1 + max(s.rank.pp for s in stages.values()), degree, _expert_parallel(optims, files, b)),
         problems=tuple(b.problems),
     )
 
@@ -105,13 +114,6 @@ def read(source: Source) -> Index:
 def _state_order(state: str) -> tuple[int, str]:
     known = ("weights", "fp32", "exp_avg", "exp_avg_sq")
     return (known.index(state) if state in known else len(known) + (state == "step"), state)
-
-
-def _update(shards: Shards, more: Shards) -> None:
-    for state, names in more.items():
-        known = shards.setdefault(state, {})
-        for name, by_rank in names.items():
-            known.setdefault(name, {}).update(by_rank)
 
 
 # -- the mesh
@@ -180,7 +182,7 @@ def _expert_parallel(optims: Mapping[int, OptimFiles], files: RankFiles, b: Buil
             counts = rank.state.get("partition_count") if isinstance(rank, Optim) else None
             if isinstance(counts, list) and counts and all(type(c) is int and c > 0 for c in counts):
                 return max(1, b.world // int(min(counts)))
-    return 1 + max([ep for ep, _ in files.expert_optim] + [0])
+    return max([1 + ep for ep, _ in files.expert_optim] + [len(ids) for ids in b.placements.values()] + [1])
 
 
 def _left_over(b: Building, files: RankFiles, count: int) -> None:
@@ -201,89 +203,25 @@ def merge_rules(source: Source, stages: Mapping[int, Stage]) -> tuple[RuleSource
     return (user_rules(source.rules), RuleSource(lambda name: _BUFFER if name in buffers else None), *own, family)
 
 
-# -- states that are not flat
+# -- pipelines
 
 
-def _plain_optimizers(
-    b: Building, files: RankFiles, stages: Mapping[int, Stage], pipeline: bool, aliases: Mapping[str, str]
-) -> None:
-    """ZeRO-0: a torch optimizer in the model states, or (with experts) in files of every expert-parallel rank."""
-    shards: Shards = {}
-    by_stage = {mp: n for t in range(b.tp) for mp, n in _pipeline_names(b, stages, t).items()} if pipeline else {}
-    for mp, stage in stages.items():
-        if stage.model.get("optimizer") is None and not files.expert_optim:
-            continue
-        if pipeline:
-            names = by_stage.get(mp, {})
-        else:
-            own = tensors_in(stage.file, stage.model.get("module"))
-            skip = buffer_names(stage.model) | aliases.keys()
-            names = {n: t.shape for n, t in own.items() if n not in skip}
-        if files.expert_optim:
-            _expert_optimizers(b, files, stage, names, shards)
-        else:
-            where = f"optimizer of rank {mp}"
-            _update(shards, optimizer_shards(b, stage.file, stage.model.get("optimizer"), names, stage.rank, where))
-    b.add(shards)
+def _ties(b: Building, stages: Mapping[int, Stage], layers: Layers, optims: Mapping[int, OptimFiles]) -> dict[int, str]:
+    """Pipeline layer -> the shared module that its file holds, from whatever lists parameters by name."""
+    listed: dict[str, Shape | int] = {n: s for stage in stages.values() for g in stage.groups for n, s in g.items()}
+    if not listed:
+        listed = {n: s for optim in optims.values() for n, s in sizes(pieces_by_name(optim)).items()}
+    if not listed:
+        return ties_of_plain_optimizers(b, stages, layers)
+    return tied_layers(layers, listed)
 
 
-def _expert_optimizers(b: Building, files: RankFiles, stage: Stage, names: dict[str, Shape], shards: Shards) -> None:
-    weights = b.states.get("weights", {})
-    experts = {n: s.shape for n, s in weights.items() if ".deepspeed_experts." in n}
-    degree = 1 + max(ep for ep, _ in files.expert_optim)
-    for (ep, mp), path in files.expert_optim.items():
-        if mp != stage.rank.pp * b.tp + stage.rank.tp:
-            continue
-        try:
-            file = b.file(path)
-            optimizer = table(file, table(file, file.root).get("optimizer"))
-        except LazyckptError as e:
-            b.tell(f"{path} cannot be read, the optimizer states in it are lost: {e}")
-            continue
-        all_names = _with_experts(names, experts, degree, ep)
-        more = optimizer_shards(b, file, optimizer, all_names, stage.rank._replace(ep=ep), f"optimizer of {path}")
-        for state, tensors in more.items():
-            known = shards.setdefault(state, {})
-            for name, by_rank in tensors.items():
-                known.setdefault(name, by_rank)
-
-
-def _with_experts(names: dict[str, Shape], experts: dict[str, Shape], degree: int, ep: int) -> dict[str, Shape]:
-    """The parameters of one expert-parallel rank, in the module's order: experts stand behind their layer's gate."""
-    per_layer: dict[str, list[str]] = {}
-    for name in experts:
-        per_layer.setdefault(name.split(".deepspeed_experts.")[0], []).append(name)
-    mine: dict[str, dict[str, Shape]] = {}
-    for layer, members in per_layer.items():
-        ids = sorted({int(n.split(".deepspeed_experts.")[1].split(".")[0]) for n in members})
-        share = len(ids) // degree
-        wanted = ids[ep * share : (ep + 1) * share]
-        mine[layer] = {
-            n: experts[n] for i in wanted for n in members if n.startswith(f"{layer}.deepspeed_experts.{i}.")
-        }
-    ordered: dict[str, Shape] = {}
-    for name, shape in names.items():
-        ordered[name] = shape
-        gate = f"{name.rsplit('.gate.', 1)[0]}.experts" if ".deepspeed_moe.gate." in name else ""
-        ordered.update(mine.pop(gate, {}))
-    for rest in mine.values():
-        ordered.update(rest)
-    return ordered
-
-
-def _pipeline_names(b: Building, stages: Mapping[int, Stage], tp: int) -> dict[int, Shapes]:
-    """The parameters of every pipeline stage, by mp rank: nothing lists them, but every stage has a run of layers."""
-    ranks = [mp for mp, s in sorted(stages.items()) if s.rank.tp == tp]
-    buffers = {n for s in stages.values() for n in buffer_names(s.model)}
-    shared_layers = set(b.layer_of_tie.values())
-    layers = [
-        {n: s for n, s in b.layers[idx].get(tp, {}).items() if n not in buffers}
-        for idx in sorted(b.layers)
-        if idx not in shared_layers
-    ]
-    shared = {n: s for idx in shared_layers for n, s in b.layers[idx].get(tp, {}).items() if n not in buffers}
-    found = stage_names([stages[mp].model.get("optimizer") for mp in ranks], layers, shared)
-    return dict(zip(ranks, found, strict=True)) if found else {}
+def _mapped(b: Building, stage: Stage, optim: OptimFiles, layers: Layers, tied: Mapping[int, str]) -> list[Shapes]:
+    """The flat groups of a stage whose model states do not list them."""
+    shapes: Shapes = {}
+    for idx in layers:
+        shapes.update(local_shapes(layers, idx, stage.rank.tp, tied.get(idx, str(idx)), set()))
+    return mapped_groups(b, optim, shapes, stage.file.path)
 
 
 # -- the rest
@@ -305,10 +243,12 @@ def _complete(b: Building, sharded: bool, trained: set[str]) -> list[str]:
     weights = b.states.get("weights", {})
     if sharded:
         b.states.pop("weights", None)
-    if not sharded and (not b.states.get("fp32") or any(n not in weights for n in b.states["fp32"] if not trained)):
-        return []  # there are no masters, or (ZeRO-0) they stand under numbers
+    if not sharded and not b.states.get("fp32"):
+        return []
     masters = b.states.setdefault("fp32", {})
-    bare = [name for name in weights if name not in trained and name not in masters]
+    # masters under numbers may be any parameter of their shape
+    unnamed = {s.shape for n, s in masters.items() if n not in weights and n not in trained and not sharded}
+    bare = [n for n, s in weights.items() if n not in trained and n not in masters and s.shape not in unnamed]
     masters.update((name, weights[name]) for name in bare)
     return bare
 

@@ -1,7 +1,7 @@
-"""Weights in the training dtype, from the model states: a module's state dict, pipeline layers, experts, and what
-ZeRO-3 keeps there (frozen fragments, buffers).
+"""Weights in the training dtype, from the model states: a module's state dict, experts, and what ZeRO-3 keeps there
+(frozen fragments, buffers).
 
-Sources: runtime/engine.py `_save_checkpoint`, `_save_moe_checkpoint`; runtime/pipe/module.py `save_state_dict`.
+Sources: runtime/engine.py `_save_checkpoint`, `_save_moe_checkpoint`.
 """
 
 from __future__ import annotations
@@ -16,57 +16,10 @@ from ...core.index import Extent, Hole, Rank
 from ...errors import LazyckptError
 from ...io.rebuild import StoredTensor
 from ...io.torchfile import Record, TorchFile
-from .building import Building, Local, Shapes, Shards, local, shapes_of, table, tensors_in
+from .autoep import layer_of, stacked_files
+from .building import Building, Local, Shards, buffer_names, local, shapes_of, table, tensors_in
 from .files import RankFiles, name_of_rank
 from .flat import FlatFragments, Partition
-
-
-def layer_shards(b: Building, files: RankFiles, param_shapes: Iterable[Shapes]) -> Shards:
-    """The layers of a pipeline: ``layer_IDX`` holds names local to the layer; the model's names begin with IDX, or with
-    ``tied_modules.KEY`` where layers share a module (its file is that of the first layer that uses it)."""
-    tied = tied_keys(param_shapes)
-    names: dict[str, dict[int, Local]] = {}
-    for idx in sorted({i for i, _ in files.layers}):
-        loaded = {}
-        for (i, tp), path in files.layers.items():
-            if i != idx:
-                continue
-            try:
-                file = b.file(path)
-                loaded[tp] = (file, tensors_in(file, file.root))
-            except LazyckptError as e:
-                b.tell(f"{path} cannot be read, its tensors are lost: {e}")
-        for tp, (file, tensors) in loaded.items():
-            prefix = _prefix(idx, tensors, tied, b)
-            b.layers.setdefault(idx, {})[tp] = {f"{prefix}.{n}": t.shape for n, t in tensors.items()}
-            for name, tensor in tensors.items():
-                names.setdefault(f"{prefix}.{name}", {})[tp] = local(file, name, tensor, Rank(tp=tp))
-    return {"weights": names}
-
-
-def tied_keys(param_shapes: Iterable[Shapes]) -> dict[str, Shapes]:
-    """The modules that several layers share: ``tied_modules.KEY`` -> their parameters, by local name."""
-    tied: dict[str, Shapes] = {}
-    for shapes in param_shapes:
-        for name, shape in shapes.items():
-            if name.startswith("tied_modules."):
-                _, key, inner = name.split(".", 2)
-                tied.setdefault(f"tied_modules.{key}", {})[inner] = shape
-    return tied
-
-
-def _prefix(idx: int, tensors: Mapping[str, StoredTensor], tied: dict[str, Shapes], b: Building) -> str:
-    for key in ties_like(tensors, tied):
-        if b.layer_of_tie.setdefault(key, idx) == idx:
-            return key
-    return str(idx)
-
-
-def ties_like(tensors: Mapping[str, StoredTensor], tied: Mapping[str, Shapes]) -> Iterator[str]:
-    """The shared modules whose parameters a layer's file holds, in their shapes."""
-    for key, shapes in tied.items():
-        if all(n in tensors and tensors[n].shape == s for n, s in shapes.items()):
-            yield key
 
 
 def expert_shards(b: Building, files: RankFiles) -> Shards:
@@ -79,7 +32,7 @@ def expert_shards(b: Building, files: RankFiles) -> Shards:
                 names.setdefault(name, {})[mp % b.tp] = local(file, name, tensor, Rank(tp=mp % b.tp))
         except LazyckptError as e:
             b.tell(f"{path} cannot be read, its expert is lost: {e}")
-    return {"weights": names}
+    return {"weights": stacked_files(b, names, b.placements)}
 
 
 def module_shards(file: TorchFile, model: Mapping[Any, Any], aliases: Mapping[str, str], rank: Rank) -> Shards:
@@ -93,15 +46,12 @@ def module_shards(file: TorchFile, model: Mapping[Any, Any], aliases: Mapping[st
     return {"weights": names}
 
 
-def buffer_names(model: Mapping[Any, Any]) -> set[str]:
-    """The persistent buffers of a rank's module."""
-    names = model.get("buffer_names")
-    return {n for n in names if isinstance(n, str)} if isinstance(names, list) else set()
-
-
 def frozen_shards(b: Building, files: RankFiles, model: Mapping[Any, Any], first: TorchFile, rank: Rank) -> Shards:
     """ZeRO-3: frozen parameters, in the training dtype, cut over the data-parallel ranks' model states."""
     shapes = shapes_of(first, model.get("frozen_param_shapes"))
+    if stacks := [n for n in shapes if layer_of(n, b.placements) is not None]:
+        b.tell(f"{first.path}: frozen experts ({stacks[0]!r}, ...) are in view.stored only")
+        shapes = {n: s for n, s in shapes.items() if n not in stacks}
     pieces: dict[str, list[Partition]] = {name: [] for name in shapes}
     dtypes: dict[str, torch.dtype] = {}
     world = b.world

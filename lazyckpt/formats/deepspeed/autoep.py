@@ -1,0 +1,125 @@
+"""AutoEP: the experts of a model of transformers, stacked in one parameter per layer and spread over ranks.
+
+Sources: deepspeed/module_inject/auto_ep_layer.py, runtime/engine.py (``ds_autoep_layers`` in the model states; expert
+files hold ``PREFIX.w1.ID``, one expert each), runtime/zero/stage3.py (``ds_zero_partition_groups``). An expert-parallel
+rank has a stack [local experts, ...] under a name that is the same on all of them; the whole is [experts, ...].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ...core.box import Box
+from ...core.index import Extent, Fragment, Hole, Part
+from ..merge import MergedFragments
+from .building import Building, Local
+
+# the prefix of a layer's expert parameters -> for each expert-parallel rank the global ids of its experts, in order
+Placements = dict[str, list[list[int]]]
+
+
+def placements(model: Mapping[Any, Any]) -> Placements:
+    """Where the experts of each layer are, as the model states say; {} if they have none of AutoEP's."""
+    found: Placements = {}
+    for layer in _layers(model):
+        ids = _ids(layer)
+        if ids is not None:
+            found[layer["expert_key_prefix"]] = ids
+    return found
+
+
+def router_aliases(model: Mapping[Any, Any], names: Sequence[str]) -> dict[str, str]:
+    """The router of a layer stands in ``module`` a second time, under the name that the original model gave it."""
+    owners = set(names)
+    found = {}
+    for layer in _layers(model):
+        path = f"{layer.get('module_path')}."
+        for name in names:
+            _, _, rest = name.removeprefix(path).partition(".")
+            owner = f"{path}router.{rest}"
+            if name.startswith(path) and rest.startswith("gate.") and owner in owners and owner != name:
+                found[name] = owner
+    return found
+
+
+def _layers(model: Mapping[Any, Any]) -> list[dict[Any, Any]]:
+    layers = model.get("ds_autoep_layers")
+    listed = [layer for layer in layers if isinstance(layer, dict)] if isinstance(layers, list) else []
+    return [layer for layer in listed if isinstance(layer.get("expert_key_prefix"), str)]
+
+
+def _ids(layer: Mapping[Any, Any]) -> list[list[int]] | None:
+    """The experts of each expert-parallel rank; None if the layer's description is not one of all experts."""
+    placement, total = layer.get("expert_placement"), layer.get("num_experts")
+    ranks = placement.get("ranks") if isinstance(placement, dict) else None
+    if isinstance(ranks, list) and all(isinstance(r, dict) and type(r.get("rank")) is int for r in ranks):
+        by_rank: dict[int, Any] = {r["rank"]: r.get("experts") for r in ranks}
+        ids = [by_rank.get(n) for n in range(len(ranks))]
+    else:
+        count, local = layer.get("ep_size"), layer.get("num_local_experts")
+        if type(count) is not int or type(local) is not int or not 0 < count * local <= 1 << 20:
+            return None
+        ids = [list(range(n * local, (n + 1) * local)) for n in range(count)]
+    known = [[i for i in own if type(i) is int] for own in ids if isinstance(own, list)]
+    every = sorted(i for own in known for i in own)
+    complete = len(known) == len(ids) and len(every) == total and every == list(range(len(every)))
+    return known if complete else None
+
+
+def layer_of(name: str, known: Placements) -> list[list[int]] | None:
+    """The placement of the experts that a parameter is a stack of; None if it is none."""
+    return known.get(name.rpartition(".")[0])
+
+
+def stacked(ids: list[list[int]], ranks: Mapping[int, Local], lost: Mapping[int, Hole]) -> Local:
+    """The stack of all experts, from those of the expert-parallel ranks. ``lost``: why there is nothing of a rank."""
+    first = ranks[min(ranks)]
+    rest = first.shape[1:]
+    fragments: list[Sequence[Fragment]] = []
+    for ep, own in enumerate(ids):
+        shape = (len(own), *rest)
+        local = ranks.get(ep)
+        if local is not None and local.shape == shape:
+            fragments.append(local.fragments)
+        else:
+            hole = lost.get(ep) or Hole("", f"expert-parallel rank {ep} has no {shape} of it")
+            fragments.append((Fragment(hole, shape),))
+    parts = tuple(tuple(_one(n, expert, rest) for n, expert in enumerate(own)) for own in ids)
+    return Local((sum(map(len, ids)), *rest), first.dtype, MergedFragments(tuple(fragments), parts))
+
+
+def stacked_files(b: Building, names: dict[str, dict[int, Local]], known: Placements) -> dict[str, dict[int, Local]]:
+    """Expert files' tensors, ``PREFIX.w1.ID`` -> one expert, as stacks."""
+    found: dict[str, dict[int, Local]] = {}
+    stacks: dict[tuple[str, int], dict[int, Local]] = {}
+    for name, by_rank in names.items():
+        stack, _, number = name.rpartition(".")
+        if layer_of(stack, known) is None or not number.isdecimal():
+            found[name] = by_rank
+            continue
+        for tp, local in by_rank.items():
+            stacks.setdefault((stack, tp), {})[int(number)] = local
+    for (name, tp), experts in stacks.items() if b.tp == 1 else ():
+        ids = layer_of(name, known) or []
+        rest = next(iter(experts.values())).shape
+        blocks = []
+        for expert in range(sum(map(len, ids))):
+            part = (_one(0, expert, rest),)
+            extent: Extent | Hole = Hole("", f"the file of expert {expert} of {name!r} is not there")
+            one = experts.get(expert)
+            if one is not None and one.shape == rest and isinstance(one.fragments[0].extent, Extent):
+                own = one.fragments[0].extent
+                extent = replace(own, shape=(1, *own.shape), strides=(0, *own.strides))
+            else:
+                b.tell(f"the file of expert {expert} of {name!r} is not there: it cannot be read")
+            blocks.append(Fragment(extent, (1, *rest), part))
+        dtype = next(iter(experts.values())).dtype
+        found.setdefault(name, {})[tp] = Local((len(blocks), *rest), dtype, tuple(blocks))
+    return found
+
+
+def _one(local: int, expert: int, rest: tuple[int, ...]) -> Part:
+    zeros = (0,) * len(rest)
+    return Part(Box((local, *zeros), (local + 1, *rest)), (expert, *zeros))

@@ -1,0 +1,81 @@
+"""Which number of a torch optimizer is which parameter: a search over the orders that shapes allow. Pure.
+
+torch/optim/optimizer.py `state_dict` numbers the parameters in the order of the groups, within a group in the order the
+client listed them, which is that of the module for every usual way to make groups (weight decay or not, frozen or not).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from ...core.box import Shape
+
+_TRIES = 300_000  # states of the search; past that the order is called undetermined
+
+Wanted = Collection[Shape] | None  # the shapes that a parameter may have; None: any
+State = tuple[int, ...]  # how many parameters of each group have a name
+
+
+class Assignment(NamedTuple):
+    """For every parameter of every group its name, or None where several are possible."""
+
+    names: list[list[str | None]]
+
+    @property
+    def complete(self) -> bool:
+        return all(name is not None for group in self.names for name in group)
+
+
+def assign(names: Sequence[tuple[str, Shape]], groups: Sequence[Sequence[Wanted]]) -> Assignment | None:
+    """Names for the parameters of each group: each group lists some of the names, in their order, of the shapes it
+    wants; no name stands in two; some may stand in none (frozen, buffers). A parameter has a name if it is
+    the same in every way to do that. None if there is no way, or if there are too many to look at.
+
+    >>> assign([("w", (2, 3)), ("frozen", (9,)), ("b", (2,))], [[{(2, 3)}], [{(2,)}]]).names
+    [['w'], ['b']]
+    >>> assign([("a", (2,)), ("w", (2, 3)), ("b", (2,))], [[{(2, 3)}, {(2,)}]]).names
+    [['w', 'b']]
+    >>> assign([("a", (2,)), ("b", (2,)), ("w", (2, 3))], [[{(2,)}, {(2, 3)}]]).names
+    [[None, 'w']]
+    """
+    goal = tuple(map(len, groups))
+    unused = len(names) - sum(goal)  # so many names stand in no group
+    if unused < 0:
+        return None
+    # before each name: the states that can be reached ...
+    ahead: list[set[State]] = [{(0,) * len(groups)}]
+    tries = 0
+    for n, (_, shape) in enumerate(names):
+        following = {s for s in ahead[-1] if sum(s) + unused > n}
+        for state in ahead[-1]:
+            following.update(after for _, after in _steps(state, shape, groups))
+        tries += len(following)
+        if tries > _TRIES:
+            return None
+        ahead.append(following)
+    # ... and from there on back, which of them lead to the goal
+    good = {goal} & ahead[-1]
+    if not good:
+        return None
+    possible: list[list[set[int]]] = [[set() for _ in group] for group in groups]
+    for n in range(len(names) - 1, -1, -1):
+        before = set()
+        for state in ahead[n]:
+            if state in good:
+                before.add(state)
+            for g, after in _steps(state, names[n][1], groups):
+                if after in good:
+                    before.add(state)
+                    possible[g][state[g]].add(n)
+        good = before
+    return Assignment([[names[next(iter(p))][0] if len(p) == 1 else None for p in group] for group in possible])
+
+
+def _steps(state: State, shape: Shape, groups: Sequence[Sequence[Wanted]]) -> list[tuple[int, State]]:
+    """The groups whose next parameter may be of that shape, and the states after it."""
+    return [
+        (g, (*state[:g], state[g] + 1, *state[g + 1 :]))
+        for g, wanted in enumerate(groups)
+        if state[g] < len(wanted) and ((shapes := wanted[state[g]]) is None or shape in shapes)
+    ]

@@ -1,0 +1,159 @@
+"""Pipelines: what each layer's file holds, the modules that several layers share, and which layers a stage has.
+
+Source: runtime/pipe/module.py. `save_state_dict`: ``layer_IDX`` holds names local to the layer; the model's names begin
+with IDX, or with ``tied_modules.KEY`` where layers share a module (its file is that of the first layer that uses it).
+`__init__` registers the shared modules before the layers, so that they come first in a stage's order. No file says
+which layers share a module, or its KEY; what an optimizer lists by name does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from ...core.box import Shape
+from ...core.index import Rank
+from ...errors import LazyckptError
+from ...io.rebuild import StoredTensor
+from ...io.torchfile import TorchFile
+from .building import Building, Local, Shapes, Shards, local, tensors_in
+from .files import RankFiles
+from .plainopt import Group, match
+
+_TIED = "tied_modules."
+_RUNS = 10_000  # tries to find the layers of the stages; past that they are called undetermined
+# layer -> tensor-parallel rank -> what its file holds, by local name
+Layers = dict[int, dict[int, tuple[TorchFile, dict[str, StoredTensor]]]]
+
+
+def read_layers(b: Building, files: RankFiles) -> Layers:
+    """What the layers' files hold; those that cannot be read are told of."""
+    layers: Layers = {}
+    for (idx, tp), path in sorted(files.layers.items()):
+        try:
+            file = b.file(path)
+            layers.setdefault(idx, {})[tp] = (file, tensors_in(file, file.root))
+        except LazyckptError as e:
+            b.tell(f"{path} cannot be read, its tensors are lost: {e}")
+    return layers
+
+
+def layer_shards(b: Building, layers: Layers, tied: Mapping[int, str]) -> Shards:
+    """The weights of all layers. ``tied``: layer -> the ``tied_modules.KEY`` that its file holds."""
+    names: dict[str, dict[int, Local]] = {}
+    for idx, by_rank in layers.items():
+        prefix = tied.get(idx, str(idx))
+        for tp, (file, tensors) in by_rank.items():
+            for name, tensor in tensors.items():
+                names.setdefault(f"{prefix}.{name}", {})[tp] = local(file, name, tensor, Rank(tp=tp))
+    return {"weights": names}
+
+
+# -- shared modules
+
+
+def tied_layers(layers: Layers, listed: Mapping[str, Shape | int]) -> dict[int, str]:
+    """Which layers' files hold a shared module: layer -> ``tied_modules.KEY``. ``listed``: the trained parameters that
+    some rank lists by name, with their shape there (or how many elements it has of it)."""
+    wanted: dict[str, dict[str, Shape | int]] = {}
+    for name, size in listed.items():
+        if name.startswith(_TIED) and name.count(".") >= 2:
+            _, key, inner = name.split(".", 2)
+            wanted.setdefault(f"{_TIED}{key}", {})[inner] = size
+    own = {name.split(".", 1)[0] for name in listed}
+    found: dict[int, str] = {}
+    for idx, by_rank in layers.items():
+        if str(idx) in own:  # its parameters are listed under its own number
+            continue
+        for key, sizes in wanted.items():
+            if key not in found.values() and any(
+                all(n in tensors and _fits(tensors[n].shape, size) for n, size in sizes.items())
+                for _, tensors in by_rank.values()
+            ):
+                found[idx] = key
+                break
+    return found
+
+
+def _fits(shape: Shape, size: Shape | int) -> bool:
+    return shape == size if isinstance(size, tuple) else size <= prod(shape)
+
+
+def evident_ties(
+    layers: Layers, buffers: set[str], optimizers: Sequence[list[Group]], tp: int, info: Any
+) -> dict[int, str | None]:
+    """Where no rank lists names: the layer whose parameters several stages' optimizers have, if only with one such
+    layer these fit the layers at all -> its ``tied_modules.KEY``, if the patterns of universal_checkpoint_info name one
+    (they also name modules that are not shared: alone they prove nothing)."""
+    own = {idx: local_shapes(layers, idx, tp, str(idx), buffers) for idx in layers}
+    if len(optimizers) < 2 or stage_names(optimizers, list(own.values()), {}) is not None:
+        return {}
+    first = [{s for group in groups if group.shapes for s in group.shapes[0] or ()} for groups in optimizers]
+    fitting = []
+    for idx, shapes in own.items():
+        if sum(bool(seen & set(shapes.values())) for seen in first) < 2:
+            continue  # shared parameters come first in a stage
+        rest = [s for i, s in own.items() if i != idx]
+        if stage_names(optimizers, rest, shapes) is not None:
+            fitting.append(idx)
+    if len(fitting) != 1:
+        return {}
+    (idx,) = fitting
+    keys = {
+        m[1]
+        for pattern in _strings(info)
+        if (m := re.fullmatch(r"\^?tied_modules\\?\.(\w+)\\?\.(.+?)\$?", pattern))
+        and any(m[2].replace("\\", "") in tensors for _, tensors in layers[idx].values())
+    }
+    return {idx: f"{_TIED}{keys.pop()}" if len(keys) == 1 else None}
+
+
+def _strings(value: Any) -> Iterable[str]:
+    """The patterns in the lists of universal_checkpoint_info."""
+    for entry in value.values() if isinstance(value, dict) else ():
+        yield from (s for s in entry if isinstance(s, str)) if isinstance(entry, list | tuple) else ()
+
+
+# -- the stages of a plain optimizer
+
+
+def local_shapes(layers: Layers, idx: int, tp: int, prefix: str, buffers: set[str]) -> Shapes:
+    """What may be parameters of a layer, on one tensor-parallel rank, by full name."""
+    _, tensors = layers[idx].get(tp, (None, {}))
+    return {f"{prefix}.{n}": t.shape for n, t in tensors.items() if f"{prefix}.{n}" not in buffers}
+
+
+def stage_names(optimizers: Sequence[list[Group]], layers: Sequence[Shapes], shared: Shapes) -> list[Shapes] | None:
+    """Which layers each pipeline stage has: consecutive runs, such that every stage's optimizer fits its run. Only if
+    every way to cut them gives its parameters the same names. ``shared``: what any stage may have besides, first."""
+    found: dict[tuple[Any, ...], list[Shapes]] = {}
+    tries = 0
+
+    def extend(at: int, chosen: list[Shapes], named: tuple[Any, ...]) -> None:
+        nonlocal tries
+        stage = len(chosen)
+        if len(found) > 1 or tries > _RUNS:
+            return
+        if stage == len(optimizers):
+            if at == len(layers):
+                found.setdefault(named, chosen)
+            return
+        count = sum(len(group.numbers) for group in optimizers[stage])
+        own: Shapes = {}
+        for end in range(at, len(layers) + 1):
+            if end > at:
+                own = {**own, **layers[end - 1]}
+            for names in ({**shared, **own}, own) if shared else (own,):
+                # every layer of a run but its last few has to be needed: a longer run than that fits nothing better
+                if count <= len(names) <= 2 * count + 8:
+                    tries += 1
+                    matched = match(names, optimizers[stage])
+                    if matched is not None:
+                        extend(end, [*chosen, names], (*named, tuple(map(tuple, matched.names))))
+            if len(own) > 2 * count + 8:
+                break
+
+    extend(0, [], ())
+    return next(iter(found.values())) if len(found) == 1 and tries <= _RUNS else None

@@ -1,0 +1,145 @@
+"""ZeRO-0: whose states a plain optimizer holds, rank by rank: a module's parameters, a pipeline stage's, experts'.
+
+Sources: runtime/engine.py `_save_checkpoint` (``optimizer`` in the model states), `_save_moe_checkpoint`
+(``expp_rank_*``: every expert-parallel rank's optimizer, with experts under its own local ids).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ...core.box import Shape
+from ...errors import LazyckptError
+from .autoep import layer_of, stacked
+from .building import Building, Local, Shapes, Shards, Stage, buffer_names, table, tensors_in, update
+from .files import RankFiles
+from .pipeline import Layers, evident_ties, local_shapes, stage_names, tied_layers
+from .plainopt import Group, named_shapes, numbered_groups, optimizer_shards
+
+EXPERTS = ".deepspeed_experts."
+
+
+def optimizer_states(
+    b: Building,
+    files: RankFiles,
+    stages: Mapping[int, Stage],
+    layers: Layers,
+    tied: Mapping[int, str],
+    aliases: Iterable[str],
+) -> None:
+    """Add the states of every rank's plain optimizer. ``tied``: pipeline layer -> the shared module it holds."""
+    by_stage = {mp: n for t in range(b.tp) for mp, n in _stages_of(stages, layers, tied, t).items()} if layers else {}
+    for pp in sorted({s.rank.pp for s in stages.values()}):  # of what several stages hold, the first one's is read
+        shards: Shards = {}
+        for mp, stage in stages.items():
+            if stage.rank.pp != pp or (stage.model.get("optimizer") is None and not files.expert_optim):
+                continue
+            if layers:
+                names = by_stage.get(mp, {})
+            else:
+                own = tensors_in(stage.file, stage.model.get("module"))
+                skip = buffer_names(stage.model) | set(aliases)
+                names = {n: t.shape for n, t in own.items() if n not in skip}
+            if files.expert_optim:
+                _expert_optimizers(b, files, stage, names, shards)
+            else:
+                where = f"optimizer of rank {mp}"
+                update(shards, optimizer_shards(b, stage.file, stage.model.get("optimizer"), names, stage.rank, where))
+        b.add(shards)
+
+
+# -- pipelines
+
+
+def ties_of_plain_optimizers(b: Building, stages: Mapping[int, Stage], layers: Layers) -> dict[int, str]:
+    """Which layers' files hold a module that layers share, as far as the plain optimizers of the stages show it: layer
+    -> the prefix of its names (see `tied_layers`, `evident_ties`)."""
+    optimizers = {mp: numbered_groups(s.model.get("optimizer")) for mp, s in sorted(stages.items())}
+    listed: dict[str, Shape | int] = {n: s for groups in optimizers.values() for n, s in named_shapes(groups).items()}
+    if listed:
+        return tied_layers(layers, listed)
+    first = [groups for mp, groups in optimizers.items() if stages[mp].rank.tp == 0]
+    info = stages[min(stages)].model.get("universal_checkpoint_info")
+    found = {}
+    for idx, key in evident_ties(layers, _buffers(stages), first, 0, info).items():
+        found[idx] = key or str(idx)
+        if key is None:
+            b.tell(
+                f"pipeline layer {idx} is shared by several stages (their optimizers have its parameters): its name in "
+                f"the model is tied_modules.KEY, no file tells the KEY, so its names here begin with {idx}"
+            )
+    return found
+
+
+def _stages_of(stages: Mapping[int, Stage], layers: Layers, tied: Mapping[int, str], tp: int) -> dict[int, Shapes]:
+    """The parameters of every pipeline stage, by mp rank: nothing lists them, but every stage has a run of layers."""
+    ranks = [mp for mp, s in sorted(stages.items()) if s.rank.tp == tp]
+    buffers = _buffers(stages)
+    tables = {idx: local_shapes(layers, idx, tp, tied.get(idx, str(idx)), buffers) for idx in layers}
+    shared = {n: s for idx in tied for n, s in tables[idx].items()}
+    optimizers: list[list[Group]] = [numbered_groups(stages[mp].model.get("optimizer")) for mp in ranks]
+    if all(group.names is not None for groups in optimizers for group in groups):
+        everything = {n: s for t in tables.values() for n, s in t.items()}
+        return dict.fromkeys(ranks, everything)
+    found = stage_names(optimizers, [t for idx, t in tables.items() if idx not in tied], shared)
+    return dict(zip(ranks, found, strict=True)) if found else {}
+
+
+def _buffers(stages: Mapping[int, Stage]) -> set[str]:
+    return {n for s in stages.values() for n in buffer_names(s.model)}
+
+
+# -- experts
+
+
+def _expert_optimizers(b: Building, files: RankFiles, stage: Stage, names: dict[str, Shape], shards: Shards) -> None:
+    weights = b.states.get("weights", {})
+    experts = {n: s.shape for n, s in weights.items() if EXPERTS in n}
+    degree = 1 + max(ep for ep, _ in files.expert_optim)
+    stacks: dict[tuple[str, str], dict[int, Local]] = {}  # AutoEP: (state, name) -> expert-parallel rank -> its experts
+    for (ep, mp), path in files.expert_optim.items():
+        if mp != stage.rank.pp * b.tp + stage.rank.tp:
+            continue
+        try:
+            file = b.file(path)
+            optimizer = table(file, table(file, file.root).get("optimizer"))
+        except LazyckptError as e:
+            b.tell(f"{path} cannot be read, the optimizer states in it are lost: {e}")
+            continue
+        all_names = _with_experts(names, experts, degree, ep)
+        for name, spec in weights.items():
+            ids = layer_of(name, b.placements)
+            if ids is not None and ep < len(ids):
+                all_names[name] = (len(ids[ep]), *spec.shape[1:])
+        more = optimizer_shards(b, file, optimizer, all_names, stage.rank._replace(ep=ep), f"optimizer of {path}")
+        for state, tensors in more.items():
+            known = shards.setdefault(state, {})
+            for name, by_rank in tensors.items():
+                if layer_of(name, b.placements) is not None and by_rank[stage.rank.tp].shape != ():
+                    stacks.setdefault((state, name), {})[ep] = by_rank[stage.rank.tp]
+                else:
+                    known.setdefault(name, by_rank)
+    for (state, name), ranks in stacks.items() if b.tp == 1 else ():
+        whole = stacked(layer_of(name, b.placements) or [], ranks, {})
+        shards.setdefault(state, {}).setdefault(name, {})[stage.rank.tp] = whole
+
+
+def _with_experts(names: dict[str, Shape], experts: dict[str, Shape], degree: int, ep: int) -> dict[str, Shape]:
+    """The parameters of one expert-parallel rank, in the module's order: experts stand behind their layer's gate."""
+    per_layer: dict[str, list[str]] = {}
+    for name in experts:
+        per_layer.setdefault(name.split(EXPERTS)[0], []).append(name)
+    mine: dict[str, dict[str, Shape]] = {}
+    for layer, members in per_layer.items():
+        ids = sorted({int(n.split(EXPERTS)[1].split(".")[0]) for n in members})
+        share = len(ids) // degree
+        wanted = ids[ep * share : (ep + 1) * share]
+        mine[layer] = {n: experts[n] for i in wanted for n in members if n.startswith(f"{layer}{EXPERTS}{i}.")}
+    ordered: dict[str, Shape] = {}
+    for name, shape in names.items():
+        ordered[name] = shape
+        gate = f"{name.rsplit('.gate.', 1)[0]}.experts" if ".deepspeed_moe.gate." in name else ""
+        ordered.update(mine.pop(gate, {}))
+    for rest in mine.values():
+        ordered.update(rest)
+    return ordered
