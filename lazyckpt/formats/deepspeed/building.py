@@ -15,10 +15,10 @@ from ...errors import CorruptError, LazyckptError
 from ...io.plain import Plain
 from ...io.rebuild import StoredTensor
 from ...io.store import Store
-from ...io.torchfile import TorchFile, read_torch_file
+from ...io.torchfile import Pickles, TorchFile, read_torch_file
 from ..merge import MergedFragments, decide
 from ..merge import Source as RuleSource
-from ..torchsave import bloat
+from ..torchsave import bloat, used_bytes
 
 Shapes = dict[str, Shape]
 
@@ -53,20 +53,27 @@ class Building:
     layer_of_tie: dict[str, int] = field(default_factory=dict)
     layers: dict[int, dict[int, Shapes]] = field(default_factory=dict)
     _read: dict[str, TorchFile | LazyckptError] = field(default_factory=dict)
+    _pickles: Pickles = field(default_factory=Pickles)
+    _used: tuple[Any, dict[str, int]] = (None, {})
 
-    def file(self, path: str) -> TorchFile:
-        """Index a rank file, once. Raises the errors of `read_torch_file`."""
-        if path not in self._read:
+    def file(self, path: str, keep: bool = True) -> TorchFile:
+        """Index a rank file, once. ``keep``: whether it will be asked for again (a thousand files are much to keep).
+        Raises the errors of `read_torch_file`."""
+        found = self._read.get(path)
+        if found is None:
             try:
-                self._read[path] = read_torch_file(self.store, path)
+                found = read_torch_file(self.store, path, self._pickles)
             except LazyckptError as e:
-                self._read[path] = e
-        found = self._read[path]
+                found = e
+            if keep:
+                self._read[path] = found
         if isinstance(found, LazyckptError):
             raise found
         if path not in self.files:
             self.files[path] = found.info
-            self.problems += bloat(path, found, Plain(found.root, path, found.pickle_size))
+            if self._used[0] is not found.root:  # else its pickle is that of the file before
+                self._used = found.root, used_bytes(Plain(found.root, path, found.pickle_size))
+            self.problems += bloat(path, found, self._used[1])
         return found
 
     def tell(self, problem: str) -> None:

@@ -27,7 +27,7 @@ from .files import RankFiles, find_folder
 from .partitions import Optim, OptimFiles, Stage3, Stage12, flat_states, optim_files
 from .plainopt import optimizer_shards, stage_names
 from .ucp import universal_rules
-from .weights import buffer_names, compare_buffers, expert_shards, frozen_shards, layer_shards, module_shards
+from .weights import buffer_names, expert_shards, layer_shards, module_shards, sharded_rest
 
 _BUFFER = (replicated, "buffer_names: nothing cuts a buffer over ranks")
 
@@ -79,8 +79,7 @@ def read(source: Source) -> Index:
                 data_first = _flag(stage.model, "use_data_before_expert_parallelism")
                 _update(shards, flat_states(b, stage.groups, optim, layout, stage.rank, data_first))
             if sharded:
-                _update(shards, frozen_shards(b, files, stage.model, stage.file, stage.rank))
-                compare_buffers(b, files, stage.file, stage.model, stage.rank)
+                _update(shards, sharded_rest(b, files, stage.model, stage.file, stage.rank))
         b.add(shards)
     if any_optim is None:
         _plain_optimizers(b, files, stages, pipeline, aliases)
