@@ -43,6 +43,7 @@ def read(source: Source, files: RankFiles) -> Index:
                 b.states.setdefault(state, {})[name] = spec
             else:
                 problems.append(f"{path} holds no tensor: its value is in view.stored's file only")
+    problems += _slices(b, meta)
     if not b.states:
         raise CorruptError(f"{source.where}/{root}: none of its parameters can be read; {'; '.join(problems[:3])}")
     order = ("fp32", "exp_avg", "exp_avg_sq")
@@ -57,6 +58,21 @@ def read(source: Source, files: RankFiles) -> Index:
         meta={**meta, "tag": files.folder},
         problems=(*b.problems, *problems),
     )
+
+
+def _slices(b: Building, meta: dict[str, Any]) -> list[str]:
+    """ds_to_universal takes what no optimizer has (frozen parameters, tied names) from the first model states alone: of
+    a tensor-parallel model that may be a slice, and nothing in the folder tells."""
+    degrees = meta.get("checkpoint_parallel_dimensions")
+    if not isinstance(degrees, dict) or degrees.get("tp_degree") in (None, 1) or len(b.states) < 2:
+        return []
+    with_states = {name for state, names in b.states.items() if state != "fp32" for name in names}
+    return [
+        f"{name!r} has no optimizer states: ds_to_universal took it from the first tensor-parallel rank alone, and "
+        "if it is cut over them this is only that rank's slice"
+        for name in b.states.get("fp32", {})
+        if name not in with_states
+    ]
 
 
 def _spec(b: Building, path: str, name: str, shape: Shape | None) -> TensorSpec | None:
