@@ -39,16 +39,22 @@ Shards = dict[str, dict[str, dict[int, Local]]]
 
 @dataclass(slots=True)
 class Building:
-    """What is found out on the way to an Index. ``tp``: the tensor-parallel degree; ``world``: the data-parallel one;
+    """What is found out on the way to an Index. ``ranks``: how many model-parallel ones there are, ``tp`` of them
+    tensor-parallel in every stage; ``world``: the data-parallel degree; ``lost``: mp rank -> its lost model states;
+    ``gone``: flat groups of which no rank's file is there;
     ``sources``: where merge rules come from, the first that knows wins; ``layer_of_tie``: the pipeline layer whose file
     holds a module that several layers share; ``layers``: what each layer's file holds, by tensor-parallel rank."""
 
     store: Store
+    ranks: int = 1
     tp: int = 1
     world: int = 1
     sources: tuple[RuleSource, ...] = ()
     files: dict[str, FileInfo] = field(default_factory=dict)
+    lost: dict[int, str] = field(default_factory=dict)
+    gone: list[tuple[Rank, Shapes, Hole]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    unreadable: dict[str, str] = field(default_factory=dict)
     states: dict[str, dict[str, TensorSpec]] = field(default_factory=dict)
     layer_of_tie: dict[str, int] = field(default_factory=dict)
     layers: dict[int, dict[int, Shapes]] = field(default_factory=dict)
@@ -95,8 +101,11 @@ class Building:
     def _merged(self, name: str, by_rank: dict[int, Local]) -> TensorSpec:
         first = by_rank[min(by_rank)]
         ranks: list[Local | None] = [by_rank.get(t) for t in range(self.tp)] if ALONE not in by_rank else [first]
+        lost: Local | None = None
         if None in ranks:  # a model-parallel rank whose files are not there: its shard is taken to be like the others
-            hole = Hole("", f"the files of tensor-parallel rank {ranks.index(None)} are not there")
+            tp = ranks.index(None)
+            paths = [path for mp, path in self.lost.items() if mp % self.tp == tp]
+            hole = Hole(paths[0] if paths else "", f"tensor-parallel rank {tp} is lost: {', '.join(paths)}")
             lost = Local(first.shape, first.dtype, (Fragment(hole, first.shape),))
             ranks = [lost if r is None else r for r in ranks]
         locals_ = [r for r in ranks if r is not None]
@@ -105,6 +114,9 @@ class Building:
         try:
             merged = decide(name, [r.shape for r in locals_], self.sources)
         except ValueError as e:
+            if lost is not None:  # its shape was a guess; what there is of the tensor is in view.stored
+                rule = f"not whole: {hole.reason}"
+                return TensorSpec(name, first.shape, first.dtype, (Fragment(hole, first.shape),), rule=rule)
             self.tell(f"{name!r} cannot be put together: {e}")
             return TensorSpec(name, first.shape, first.dtype, (), rule=f"it cannot be put together: {e}")
         fragments = MergedFragments(tuple(r.fragments for r in locals_), merged.parts)

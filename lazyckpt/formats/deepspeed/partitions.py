@@ -186,6 +186,8 @@ def _group_states(
     b: Building, g: int, shapes: Shapes, optim: OptimFiles, stage: Stage12 | Stage3, rank: Rank, shards: Shards
 ) -> None:
     ready = {dp: r for dp, r in optim.items() if isinstance(r, Optim)}
+    if not ready:
+        b.gone.append((rank, shapes, next(r for r in optim.values() if isinstance(r, Hole))))
     flat: dict[str, dict[int, Any]] = {"fp32": {}}
     for dp, r in ready.items():
         masters, states = stage.masters(r), stage.states(r)

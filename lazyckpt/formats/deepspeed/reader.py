@@ -6,6 +6,7 @@ pipeline layers, from flat partitions) are gathered as shards, stage by stage, a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from .building import Building, Shapes, Shards, shapes_of, table, tensors_in
 from .files import RankFiles, find_folder
 from .partitions import Optim, OptimFiles, Stage3, Stage12, flat_states, optim_files
 from .plainopt import optimizer_shards, stage_names
+from .present import lost_stages, set_aside, with_lost_experts, with_lost_layers, with_lost_states
 from .ucp import universal_rules
 from .weights import buffer_names, expert_shards, layer_shards, module_shards, sharded_rest
 
@@ -53,20 +55,23 @@ def read(source: Source) -> Index:
     first = stages[min(stages)]
     b.world = _world(first.model, files)
     b.sources = _rules(source, stages)
-    _left_over(b, files, len(stages))
+    set_aside(b, files, b.ranks, first.model)
     plain = Plain(first.file.root, f"{source.where}/{first.file.path}", first.file.pickle_size, _name(first.file) + "/")
     b.problems += [w for w in warnings(first.file.path, first.file, plain) if w not in b.problems]
     aliases = _aliases(first.model, tensors_in(first.file, first.model.get("module")))
 
     pipeline = bool(files.layers)
+    buffers = {n for s in stages.values() for n in buffer_names(s.model)}
     if pipeline:
-        b.add(layer_shards(b, files, [g for s in stages.values() for g in s.groups]))
+        trained = [(s.rank, g) for s in stages.values() for g in s.groups]
+        b.add(with_lost_layers(b, files, trained, buffers, layer_shards(b, files, [g for _, g in trained])))
     if files.experts:
-        b.add(expert_shards(b, files))
+        b.add(with_lost_experts(b, files, first.model, expert_shards(b, files)))
     sharded = bool(files.zero_model)
     any_optim = next(iter(files.optim.values()), None)
     optims: dict[int, OptimFiles] = {}
-    for pp in range(1 + max(s.rank.pp for s in stages.values())):
+    by_stage: list[Shards] = []
+    for pp in range(b.ranks // b.tp):
         here = [s for s in stages.values() if s.rank.pp == pp]
         shards: Shards = {}
         for stage in here:
@@ -80,11 +85,15 @@ def read(source: Source) -> Index:
                 _update(shards, flat_states(b, stage.groups, optim, layout, stage.rank, data_first))
             if sharded:
                 _update(shards, sharded_rest(b, files, stage.model, stage.file, stage.rank))
+        by_stage.append(shards)
+    for shards in with_lost_states(b, by_stage):
         b.add(shards)
     if any_optim is None:
         _plain_optimizers(b, files, stages, pipeline, aliases)
         if sharded:
             b.tell("there are no optimizer states (*_optim_states.pt): no parameter of a ZeRO-3 model can be read")
+    if pipeline and b.lost:
+        lost_stages(b, _first_stages(stages))
     _complete(b, sharded, {n for s in stages.values() for g in s.groups for n in g})
     for path in files.zero_model.values():
         b.files.setdefault(path, source.store.stat(path))
@@ -95,8 +104,9 @@ def read(source: Source) -> Index:
         files=b.files,
         aliases={a: o for a, o in aliases.items() if a != o},
         meta=_meta(plain, optims, files),
-        mesh=Mesh(b.tp, 1 + max(s.rank.pp for s in stages.values()), b.world, _expert_parallel(optims, files, b)),
+        mesh=Mesh(b.tp, b.ranks // b.tp, b.world, _expert_parallel(optims, files, b)),
         problems=tuple(b.problems),
+        unreadable=b.unreadable,
     )
 
 
@@ -126,6 +136,7 @@ def _stages(b: Building, source: Source, files: RankFiles) -> dict[int, Stage]:
             found[mp] = file, table(file, file.root)
         except LazyckptError as e:
             errors.append(e)
+            b.lost[mp] = path
             b.tell(f"{path} cannot be read, what its model-parallel rank holds is lost: {e}")
     if not found:
         if errors:
@@ -135,10 +146,12 @@ def _stages(b: Building, source: Source, files: RankFiles) -> dict[int, Stage]:
             "can be told without them"
         )
     count, tp = _degrees(found[min(found)][1], files, found)
-    b.tp = tp
+    b.ranks, b.tp = count, tp
+    known = paths[min(found)]
     for mp in range(count):
-        if mp not in found and mp not in paths:
-            b.tell(f"the model states of model-parallel rank {mp} of {count} are missing: what it holds is lost")
+        if mp not in paths:
+            b.lost[mp] = re.sub(r"mp_rank_\d+_model", f"mp_rank_{mp:02d}_model", known)
+            b.tell(f"{b.lost[mp]} is missing: what model-parallel rank {mp} of {count} holds is lost")
     for mp in sorted(set(found) - set(range(count))):
         b.tell(f"{paths[mp]} belongs to model-parallel rank {mp}, but {count} wrote this: left over, not used")
     stages = {}
@@ -181,12 +194,6 @@ def _expert_parallel(optims: Mapping[int, OptimFiles], files: RankFiles, b: Buil
     return 1 + max([ep for ep, _ in files.expert_optim] + [0])
 
 
-def _left_over(b: Building, files: RankFiles, count: int) -> None:
-    for (dp, mp), path in (*files.optim.items(), *files.zero_model.items()):
-        if dp >= b.world and mp < count:
-            b.tell(f"{path} belongs to rank {dp}, but {b.world} ranks wrote this: left over, not used")
-
-
 def _rules(source: Source, stages: Mapping[int, Stage]) -> tuple[RuleSource, ...]:
     model = stages[min(stages)].model
     buffers = {n for s in stages.values() for n in buffer_names(s.model)}
@@ -196,6 +203,15 @@ def _rules(source: Source, stages: Mapping[int, Stage]) -> tuple[RuleSource, ...
     info = model.get("universal_checkpoint_info")
     own = (universal_rules(info, family),) if isinstance(info, dict) and info else ()
     return (user_rules(source.rules), RuleSource(lambda name: _BUFFER if name in buffers else None), *own, family)
+
+
+def _first_stages(stages: Mapping[int, Stage]) -> dict[str, int]:
+    """Names that pipeline stages list -> the first stage that does."""
+    first: dict[str, int] = {}
+    for _, stage in sorted(stages.items()):
+        for name in (*buffer_names(stage.model), *(n for group in stage.groups for n in group)):
+            first.setdefault(name, stage.rank.pp)
+    return first
 
 
 # -- states that are not flat

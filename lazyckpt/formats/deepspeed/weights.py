@@ -106,8 +106,11 @@ def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first:
     pieces: dict[str, list[Partition]] = {name: [] for name in shapes}
     dtypes: dict[str, torch.dtype] = {}
     differ: dict[str, list[int]] = {}
+    mp = rank.pp * b.tp + rank.tp
+    for dp in range(b.world):
+        if (dp, mp) not in files.zero_model:
+            b.tell(f"{name_of_rank(first.path, dp, mp)} is missing")
     for dp in range(b.world) if shapes or buffers else ():
-        mp = rank.pp * b.tp + rank.tp
         path = files.zero_model.get((dp, mp)) or name_of_rank(next(iter(files.zero_model.values())), dp, mp)
         here = rank._replace(dp=dp)
         hole = Hole(path, f"{path} has no fragment of this frozen parameter")
@@ -118,7 +121,8 @@ def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first:
             )
         except LazyckptError as e:
             hole = Hole(path, f"{path} cannot be read: {e}")
-            b.tell(hole.reason)
+            if (dp, mp) in files.zero_model:
+                b.tell(hole.reason)
             fragments = module = {}
         for name in shapes:
             tensor = fragments.get(name)
