@@ -24,7 +24,7 @@ from tests.writers.deepspeed_zero import write_zero
 from pathlib import Path
 write_zero(Path({out!r}), stage={stage}, dtype="bf16", dp=2, hidden=2048, layers=16, vocab=16384)
 """
-# DeepSpeed's converter cannot write tied parameters as safetensors: their other names are taken out of the model states.
+# DeepSpeed's converter cannot write tied parameters as safetensors: their other names are taken out of the files.
 _UNTIE = """
 import torch
 from pathlib import Path

@@ -33,12 +33,13 @@ def paired(ours: Callable[[], Any], peer: Callable[[], Any], runs: int = 15) -> 
     ours(), peer()
     a, b = [], []
     for _ in range(runs):
-        a.append(_seconds(ours))
-        b.append(_seconds(peer))
+        a.append(seconds(ours))
+        b.append(seconds(peer))
     return statistics.median(a), statistics.median(b), statistics.median(x / y for x, y in zip(a, b, strict=True))
 
 
-def _seconds(do: Callable[[], Any]) -> float:
+def seconds(do: Callable[[], Any]) -> float:
+    """What one call takes."""
     start = time.perf_counter()
     result = do()
     taken = time.perf_counter() - start

@@ -17,9 +17,12 @@ import pytest
 import torch
 
 import lazyckpt
+from lazyckpt.io.local import LocalStore
+from lazyckpt.io.torchfile import Pickles, read_torch_file
 
 from . import contract
 from .contract import Check
+from .counting import opened
 from .oracle import as_ints, indexed, keys, same
 from .writers import Case, torch_contents, torch_files
 
@@ -292,6 +295,31 @@ def test_big_endian_agrees_with_torch(torch_cases: dict[str, Case]) -> None:
     oracle = torch.load(case.path)
     for name, tensor in lazyckpt.open(case.path).to().items():
         same(tensor, oracle[name], name)
+
+
+def test_files_with_equal_pickles_share_what_is_in_them_and_no_bytes(tmp_path: Path) -> None:
+    """As the ranks' files of one save: their storages lie elsewhere, and damage to one is its own."""
+    for name, values in (("a.pt", torch.arange(6.0)), ("a_longer_name_than_that.pt", torch.arange(6.0) * 10)):
+        torch.save({"pad": values[:1].clone(), "w": values.clone()}, tmp_path / name)
+    store, pickles = LocalStore(tmp_path), Pickles()
+    first, second = (read_torch_file(store, n, pickles) for n in ("a.pt", "a_longer_name_than_that.pt"))
+    assert second.root is first.root and second.records != first.records
+    for file, factor in ((first, 1.0), (second, 10.0)):
+        extent = file.extent(file.root["w"], "w")
+        assert extent.path == file.path
+        raw = bytearray(store.read(extent.path, extent.offset, 24))
+        assert torch.equal(torch.frombuffer(raw, dtype=torch.float32), torch.arange(6.0) * factor)
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "a.pt").read_bytes()[:-30])
+    with pytest.raises(lazyckpt.CorruptError):
+        read_torch_file(store, "cut.pt", pickles)
+
+
+def test_empty_tensors_cost_no_reads(tmp_path: Path) -> None:
+    """ZeRO-3 saves every parameter empty: thousands of records of no bytes."""
+    torch.save({f"p{n}": torch.empty(0) for n in range(1000)} | {"w": torch.arange(4)}, tmp_path / "empty.pt")
+    view, counts = opened(tmp_path / "empty.pt")
+    assert counts.requests < 20
+    assert view["p7"][...].shape == (0,) and torch.equal(view["w"][...], torch.arange(4))
 
 
 def test_misaligned_complex_numbers_can_be_used(tmp_path: Path) -> None:

@@ -49,16 +49,21 @@ def warnings(path: str, file: TorchFile, plain: Plain) -> list[str]:
         f"{path}: its pickle names {name}, which no checkpoint needs: nothing was run, but do not torch.load this file"
         for name in dangers(file.globals)
     ]
-    return lines + [f"{path}: {note}" for note in plain.notes] + bloat(path, file, plain)
+    return lines + [f"{path}: {note}" for note in plain.notes] + bloat(path, file, used_bytes(plain))
 
 
-def bloat(path: str, file: TorchFile, plain: Plain) -> list[str]:
-    """A line if much of a file is used by no tensor in it: torch.save writes whole storages, also for a small view."""
+def used_bytes(plain: Plain) -> dict[str, int]:
+    """Storage key -> bytes of it that tensors use, at most."""
     used: dict[str, int] = {}
     for t in plain.tensors.values():
         if t.storage is not None:
             key = t.storage.key
             used[key] = used.get(key, 0) + min(hull(t.shape, t.strides), prod(t.shape)) * t.dtype.itemsize
+    return used
+
+
+def bloat(path: str, file: TorchFile, used: Mapping[str, int]) -> list[str]:
+    """A line if much of a file is used by no tensor in it: torch.save writes whole storages, also for a small view."""
     held = sum(record.nbytes for record in file.records.values())
     needed = sum(min(used.get(key, 0), record.nbytes) for key, record in file.records.items())
     if held - needed < max(_BLOAT, held // 10):

@@ -101,13 +101,13 @@ class Plain:
             )
             return self._dict(value.parts, name, depth)
         if isinstance(value, list | tuple):
+            if _LEAVES.issuperset(map(type, value)):  # long lists of numbers are common
+                return _plain_list(value, list(value))
             items = [v if type(v) in _LEAVES else self._walk(v, _join(name, n), depth) for n, v in enumerate(value)]
             if items and all(v is _GONE for v in items):
                 return _GONE
             items = [TensorRef(self._prefix + _join(name, n)) if v is _GONE else v for n, v in enumerate(items)]
-            if isinstance(value, Deque):
-                return deque(items)
-            return items if isinstance(value, list) else _tuple(value, items)
+            return _plain_list(value, items)
         if isinstance(value, Namespace):
             inner = self._dict(vars(value), name, depth)
             return argparse.Namespace(**({} if inner is _GONE else inner))
@@ -185,6 +185,12 @@ def _join(name: str | None, key: Any) -> str:
     else:
         text = str(key)
     return text if name is None else f"{name}.{text}"
+
+
+def _plain_list(original: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
+    if isinstance(original, Deque):
+        return deque(items)
+    return items if isinstance(original, list) else _tuple(original, items)
 
 
 def _tuple(original: tuple[Any, ...], items: list[Any]) -> Any:

@@ -24,6 +24,7 @@ ZIP_MAGIC = b"PK\x03\x04"
 LEGACY_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # the number 0x1950a86a20f9469cfc6c as a pickle spells it
 _HEAD = 4 << 20  # what stands before the first storage is read at once if it is at most this long
 _TORCH_FLAGS = 0x0808  # sizes behind the data, names in UTF-8: miniz, as torch uses it
+_PICKLES = 4  # kept at a time: model states and optimizer states, of rank 0 and of the others
 _LEGACY_PICKLES = 256 << 20  # bytes of a legacy file that its pickles may take
 
 
@@ -79,8 +80,25 @@ def is_torch_file(head: bytes) -> bool:
     return head.startswith(ZIP_MAGIC) or LEGACY_MAGIC in head[:32]
 
 
-def read_torch_file(store: Store, path: str) -> TorchFile:
-    """Index a file of torch.save, zip or legacy.
+class Pickles:
+    """Pickles that were read before. Hundreds of ranks save files whose pickles are the same, byte for byte: then what
+    is in them is the same too, only their storages lie elsewhere. (What was read of one is never changed.)"""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, Pickle] = {}
+
+    def read(self, data: bytes, where: str) -> Pickle:
+        pickle = self._known.get(data)
+        if pickle is None:
+            pickle = Pickle(data, where, REBUILD, persistent_storage)
+            self._known[data] = pickle
+            if len(self._known) > _PICKLES:  # ranks whose pickles all differ gain nothing from it
+                del self._known[next(iter(self._known))]
+        return pickle
+
+
+def read_torch_file(store: Store, path: str, pickles: Pickles | None = None) -> TorchFile:
+    """Index a file of torch.save, zip or legacy. ``pickles``: those of files that are alike.
 
     Raises FormatError for what is something else (TorchScript, .pt2, torch.package, other zips, plain pickles),
     CorruptError for damage, MissingFileError.
@@ -88,7 +106,7 @@ def read_torch_file(store: Store, path: str) -> TorchFile:
     file = StoreFile(store, path)
     head = file.at(0, min(file.size, 512))
     if head.startswith(ZIP_MAGIC):
-        return _read_zip(file)
+        return _read_zip(file, pickles or Pickles())
     if LEGACY_MAGIC in head[:32]:
         return _read_legacy(file)
     if not head:
@@ -111,7 +129,7 @@ def _where(file: StoreFile) -> str:
 # -- zip
 
 
-def _read_zip(file: StoreFile) -> TorchFile:
+def _read_zip(file: StoreFile, pickles: Pickles) -> TorchFile:
     where = _where(file)
     try:
         archive = zipfile.ZipFile(file)
@@ -146,7 +164,7 @@ def _read_zip(file: StoreFile) -> TorchFile:
     order = small("byteorder") if "byteorder" in members else b"little"
     if order not in (b"little", b"big"):
         raise CorruptError(f"{where}: its byteorder record says {order[:20]!r}")
-    pickle = Pickle(data, f"{where} (data.pkl)", REBUILD, persistent_storage)
+    pickle = pickles.read(data, f"{where} (data.pkl)")
     records = {
         name[5:]: Record(offsets[i.filename], i.file_size, i.CRC or (0 if not i.file_size else None))
         for name, i in members.items()
@@ -209,7 +227,9 @@ def _data_offsets(
             )
         at = -1
         least = info.header_offset + 30 + len(name)
-        if (
+        if not size and name.startswith(prefix + "data/"):
+            at = least  # nothing is read there: ZeRO-3 saves a thousand empty parameters, not worth a read each
+        elif (
             info.flag_bits == _TORCH_FLAGS
             and alignment >= 32
             and name.startswith(prefix + "data/")

@@ -15,10 +15,10 @@ from ...errors import CorruptError, LazyckptError
 from ...io.plain import Plain
 from ...io.rebuild import StoredTensor
 from ...io.store import Store
-from ...io.torchfile import TorchFile, read_torch_file
+from ...io.torchfile import Pickles, TorchFile, read_torch_file
 from ..merge import MergedFragments, decide
 from ..merge import Source as RuleSource
-from ..torchsave import bloat
+from ..torchsave import bloat, used_bytes
 
 Shapes = dict[str, Shape]
 
@@ -48,34 +48,46 @@ class Stage(NamedTuple):
 
 @dataclass(slots=True)
 class Building:
-    """What is found out on the way to an Index. ``tp``: the tensor-parallel degree; ``world``: the ranks over
-    which ZeRO cuts (all data-parallel ones, but for MiCS); ``placements``: AutoEP's (see `autoep`);
-    ``sources``: where merge rules come from, the first that knows wins."""
+    """What is found out on the way to an Index. ``ranks``: how many model-parallel ones there are, ``tp`` of them
+    tensor-parallel in every stage; ``world``: the ranks over which ZeRO cuts (all data-parallel ones, but for MiCS);
+    ``placements``: AutoEP's (see `autoep`); ``sources``: where merge rules come from, the first that knows wins;
+    ``lost``: mp rank -> its lost model states; ``gone``: flat groups of which no rank's file is there."""
 
     store: Store
+    ranks: int = 1
     tp: int = 1
     world: int = 1
     placements: dict[str, list[list[int]]] = field(default_factory=dict)
     sources: tuple[RuleSource, ...] = ()
     files: dict[str, FileInfo] = field(default_factory=dict)
+    lost: dict[int, str] = field(default_factory=dict)
+    gone: list[tuple[Rank, Shapes, Hole]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    unreadable: dict[str, str] = field(default_factory=dict)
     states: dict[str, dict[str, TensorSpec]] = field(default_factory=dict)
     weight_shapes: dict[str, dict[int, Shape]] = field(default_factory=dict)  # name -> tensor-parallel rank -> shape
     _read: dict[str, TorchFile | LazyckptError] = field(default_factory=dict)
+    _pickles: Pickles = field(default_factory=Pickles)
+    _used: tuple[Any, dict[str, int]] = (None, {})
 
-    def file(self, path: str) -> TorchFile:
-        """Index a rank file, once. Raises the errors of `read_torch_file`."""
-        if path not in self._read:
+    def file(self, path: str, keep: bool = True) -> TorchFile:
+        """Index a rank file, once. ``keep``: whether it will be asked for again (a thousand files are much to keep).
+        Raises the errors of `read_torch_file`."""
+        found = self._read.get(path)
+        if found is None:
             try:
-                self._read[path] = read_torch_file(self.store, path)
+                found = read_torch_file(self.store, path, self._pickles)
             except LazyckptError as e:
-                self._read[path] = e
-        found = self._read[path]
+                found = e
+            if keep:
+                self._read[path] = found
         if isinstance(found, LazyckptError):
             raise found
         if path not in self.files:
             self.files[path] = found.info
-            self.problems += bloat(path, found, Plain(found.root, path, found.pickle_size))
+            if self._used[0] is not found.root:  # else its pickle is that of the file before
+                self._used = found.root, used_bytes(Plain(found.root, path, found.pickle_size))
+            self.problems += bloat(path, found, self._used[1])
         return found
 
     def tell(self, problem: str) -> None:
@@ -101,7 +113,7 @@ class Building:
         if ALONE in by_rank or self.tp == 1 or first.shape == ():  # a single number is the same on all ranks
             return TensorSpec(name, first.shape, first.dtype, first.fragments)
         weights = self.weight_shapes.get(name, {})
-        ranks = [by_rank.get(t) or _absent(t, weights.get(t), first) for t in range(self.tp)]
+        ranks = [by_rank.get(t) or self._absent(t, weights.get(t), first) for t in range(self.tp)]
         if any(weights.get(t, r.shape) != r.shape for t, r in by_rank.items()):
             reason = (
                 f"{state!r} has another shape than the weights: how its shards on tensor-parallel ranks belong "
@@ -112,19 +124,24 @@ class Building:
         try:
             merged = decide(name, [r.shape for r in ranks], self.sources)
         except ValueError as e:
+            lost = next((r.fragments[0] for t, r in enumerate(ranks) if t not in by_rank and r.fragments), None)
+            if lost is not None:  # its shape was a guess; what there is of the tensor is in view.stored
+                rule = "not whole: the files of a tensor-parallel rank are lost"
+                return TensorSpec(name, first.shape, first.dtype, (lost,), rule=rule)
             self.tell(f"{name!r} cannot be put together: {e}")
             return TensorSpec(name, first.shape, first.dtype, (), rule=f"it cannot be put together: {e}")
         fragments = MergedFragments(tuple(r.fragments for r in ranks), merged.parts)
         return TensorSpec(name, merged.shape, first.dtype, fragments, merged.combine, merged.rule)
 
-
-def _absent(tp: int, weight: Shape | None, like: Local) -> Local:
-    """What a tensor-parallel rank has of a tensor that its files do not list: nothing, if its weight has no elements
-    (no optimizer lists such a shard); else its files are lost, and its shard is taken to be like the others."""
-    if weight is not None and prod(weight) == 0:
-        return Local(weight, like.dtype, ())
-    hole = Hole("", f"the files of tensor-parallel rank {tp} are not there")
-    return Local(like.shape, like.dtype, (Fragment(hole, like.shape),))
+    def _absent(self, tp: int, weight: Shape | None, like: Local) -> Local:
+        """What a tensor-parallel rank has of a tensor that its files do not list: nothing, if its weight has no
+        elements (no optimizer lists such a shard); else its files are lost, and its shard is taken to be like the
+        others."""
+        if weight is not None and prod(weight) == 0:
+            return Local(weight, like.dtype, ())
+        paths = [path for mp, path in self.lost.items() if mp % self.tp == tp]
+        hole = Hole(paths[0] if paths else "", f"tensor-parallel rank {tp} is lost: {', '.join(paths)}")
+        return Local(like.shape, like.dtype, (Fragment(hole, like.shape),))
 
 
 def update(shards: Shards, more: Shards) -> None:

@@ -20,6 +20,7 @@ from ...core.box import Shape
 from ...core.index import Extent, Fragment, Hole, Rank
 from ...errors import CorruptError, LazyckptError
 from ...io.rebuild import StoredTensor
+from ...io.records import Opaque
 from ...io.torchfile import TorchFile
 from .autoep import layer_of, stacked
 from .building import Building, Local, Shapes, Shards, Stage, table
@@ -319,6 +320,9 @@ def global_experts(shapes: Shapes, ep: int) -> Shapes:
 
 
 def _group_states(b: Building, cut: _Cut, other: set[str], stage: Stage12 | Stage3, shards: Shards) -> None:
+    holes = [r for r in cut.optim.values() if isinstance(r, Hole)]
+    if len(holes) == len(cut.optim):
+        b.gone.append((cut.rank, cut.shapes, holes[0]))
     for state, found in cut.found.items():
         if not found or state in other:
             continue
@@ -359,6 +363,29 @@ def _flat_state(b: Building, state: str, cut: _Cut, stage: Stage12 | Stage3) -> 
         b.tell(f"{state}: {e}")
         width, places = 1, dict.fromkeys(shapes, (0, 1))
         partitions = [Partition(Hole(p.extent.path, f"{p.extent.path}: {e}"), p.rank) for p in partitions]
+    if state == "fp32" and isinstance(stage, Stage12):
+        _compare_slices(b, g, places, width, cut.optim)
     dtype: torch.dtype = next(t.dtype for t in found.values())
     parts = tuple(partitions)
     return {n: Local(s, dtype, stage.fragments(s, width, places[n], parts)) for n, s in shapes.items()}
+
+
+def _compare_slices(b: Building, g: int, places: Mapping[str, tuple[int, int]], width: int, optim: OptimFiles) -> None:
+    """Tell if the ``param_slice_mappings`` of the first rank that is there contradict ``param_shapes``: converters that
+    trust them read wrong values. (base_optimizer.py `_link_all_hp_params` takes the order before it was changed for
+    round_robin_gradients.)"""
+    n, rank = next((n, r) for n, r in optim.items() if isinstance(r, Optim))
+    mappings = rank.state.get("param_slice_mappings")
+    mapping = mappings[g] if isinstance(mappings, list) and g < len(mappings) else None
+    for name, address in mapping.items() if isinstance(mapping, dict) else ():
+        said = address.attributes.get("start") if isinstance(address, Opaque) else None
+        if name not in places or type(said) is not int:
+            continue
+        at = places[name][0]
+        if said != max(0, at - n * width) or at >= (n + 1) * width:
+            b.tell(
+                f"{rank.file.path}: its param_slice_mappings put parameters where they are not: DeepSpeed gets them "
+                "wrong with round_robin_gradients. They are not used here; ds_to_universal, which relies on them, "
+                "converts this checkpoint wrongly"
+            )
+            return

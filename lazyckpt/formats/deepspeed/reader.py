@@ -6,6 +6,7 @@ pipeline layers, from flat partitions) are gathered as shards, stage by stage, a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,8 +30,9 @@ from .files import RankFiles, find_folder
 from .mappings import mapped_groups, pieces_by_name, sizes, without_gaps
 from .partitions import Optim, OptimFiles, Stage3, Stage12, flat_states, optim_files, shard_size
 from .pipeline import Layers, layer_shards, local_shapes, read_layers, tied_layers
+from .present import lost_stages, set_aside, with_lost_experts, with_lost_layers, with_lost_states
 from .ucp import universal_rules
-from .weights import compare_buffers, expert_shards, frozen_shards, module_shards
+from .weights import expert_shards, module_shards, sharded_rest
 from .zero0 import optimizer_states, ties_of_plain_optimizers
 
 _BUFFER = (replicated, "buffer_names: nothing cuts a buffer over ranks")
@@ -49,7 +51,7 @@ def read(source: Source) -> Index:
     degree = data_parallel_degree(first.model, files)
     b.world = shard_size(b, files, first, degree) if files.zero_model else degree
     b.sources = merge_rules(source, stages)
-    _left_over(b, files, len(stages))
+    set_aside(b, files, b.ranks, first.model)
     plain = Plain(first.file.root, f"{source.where}/{first.file.path}", first.file.pickle_size, _name(first.file) + "/")
     b.problems += [w for w in warnings(first.file.path, first.file, plain) if w not in b.problems]
     module = tensors_in(first.file, first.model.get("module"))
@@ -72,10 +74,13 @@ def read(source: Source) -> Index:
     layers, tied = read_layers(b, files), {}
     if pipeline:
         tied = _ties(b, stages, layers, optims)
-        b.add(layer_shards(b, layers, tied))
+        trained = [(s.rank, g) for s in stages.values() for g in s.groups]
+        buffers = {n for s in stages.values() for n in buffer_names(s.model)}
+        b.add(with_lost_layers(b, files, trained, buffers, layer_shards(b, layers, tied)))
     if files.experts:
-        b.add(expert_shards(b, files))
-    for pp in range(1 + max(s.rank.pp for s in stages.values())):
+        b.add(with_lost_experts(b, files, first.model, expert_shards(b, files)))
+    by_stage: list[Shards] = []
+    for pp in range(b.ranks // b.tp):
         here = [s for s in stages.values() if s.rank.pp == pp]
         shards: Shards = {}
         for stage in here:
@@ -89,13 +94,16 @@ def read(source: Source) -> Index:
                 states = flat_states(b, groups, optims[mp], layout, stage.rank, data_first)
                 update(shards, states if stage.groups else without_gaps(states))
             if sharded:
-                update(shards, frozen_shards(b, files, stage.model, stage.file, stage.rank))
-                compare_buffers(b, files, stage.file, stage.model, stage.rank)
+                update(shards, sharded_rest(b, files, stage.model, stage.file, stage.rank))
+        by_stage.append(shards)
+    for shards in with_lost_states(b, by_stage):
         b.add(shards)
     if any_optim is None:
         optimizer_states(b, files, stages, layers, tied, aliases)
         if sharded:
             b.tell("there are no optimizer states (*_optim_states.pt): no parameter of a ZeRO-3 model can be read")
+    if pipeline and b.lost:
+        lost_stages(b, _first_stages(stages))
     bare = _complete(b, sharded, {n for s in stages.values() for g in s.groups for n in g})
     for path in files.zero_model.values():
         b.files.setdefault(path, source.store.stat(path))
@@ -106,8 +114,9 @@ def read(source: Source) -> Index:
         files=b.files,
         aliases={a: o for a, o in aliases.items() if a != o},
         meta=_meta(plain, optims, files) | _kinds(stages, bare),
-        mesh=Mesh(b.tp, 1 + max(s.rank.pp for s in stages.values()), degree, _expert_parallel(optims, files, b)),
+        mesh=Mesh(b.tp, b.ranks // b.tp, degree, _expert_parallel(optims, files, b)),
         problems=tuple(b.problems),
+        unreadable=b.unreadable,
     )
 
 
@@ -130,6 +139,7 @@ def read_stages(b: Building, source: Source, files: RankFiles) -> dict[int, Stag
             found[mp] = file, table(file, file.root)
         except LazyckptError as e:
             errors.append(e)
+            b.lost[mp] = path
             b.tell(f"{path} cannot be read, what its model-parallel rank holds is lost: {e}")
     if not found:
         if errors:
@@ -139,10 +149,12 @@ def read_stages(b: Building, source: Source, files: RankFiles) -> dict[int, Stag
             "can be told without them"
         )
     count, tp = degrees(found[min(found)][1], files, found)
-    b.tp = tp
+    b.ranks, b.tp = count, tp
+    known = paths[min(found)]
     for mp in range(count):
-        if mp not in found and mp not in paths:
-            b.tell(f"the model states of model-parallel rank {mp} of {count} are missing: what it holds is lost")
+        if mp not in paths:
+            b.lost[mp] = re.sub(r"mp_rank_\d+_model", f"mp_rank_{mp:02d}_model", known)
+            b.tell(f"{b.lost[mp]} is missing: what model-parallel rank {mp} of {count} holds is lost")
     for mp in sorted(set(found) - set(range(count))):
         b.tell(f"{paths[mp]} belongs to model-parallel rank {mp}, but {count} wrote this: left over, not used")
     stages = {}
@@ -185,12 +197,6 @@ def _expert_parallel(optims: Mapping[int, OptimFiles], files: RankFiles, b: Buil
     return max([1 + ep for ep, _ in files.expert_optim] + [len(ids) for ids in b.placements.values()] + [1])
 
 
-def _left_over(b: Building, files: RankFiles, count: int) -> None:
-    for (dp, mp), path in (*files.optim.items(), *files.zero_model.items()):
-        if dp >= b.world and mp < count:
-            b.tell(f"{path} belongs to rank {dp}, but {b.world} ranks wrote this: left over, not used")
-
-
 def merge_rules(source: Source, stages: Mapping[int, Stage]) -> tuple[RuleSource, ...]:
     """Where merge rules come from: the user, the buffers' names, universal_checkpoint_info, the family."""
     model = stages[min(stages)].model
@@ -201,6 +207,15 @@ def merge_rules(source: Source, stages: Mapping[int, Stage]) -> tuple[RuleSource
     info = model.get("universal_checkpoint_info")
     own = (universal_rules(info, family),) if isinstance(info, dict) and info else ()
     return (user_rules(source.rules), RuleSource(lambda name: _BUFFER if name in buffers else None), *own, family)
+
+
+def _first_stages(stages: Mapping[int, Stage]) -> dict[str, int]:
+    """Names that pipeline stages list -> the first stage that does."""
+    first: dict[str, int] = {}
+    for _, stage in sorted(stages.items()):
+        for name in (*buffer_names(stage.model), *(n for group in stage.groups for n in group)):
+            first.setdefault(name, stage.rank.pp)
+    return first
 
 
 # -- pipelines

@@ -6,15 +6,19 @@ its shape. Stage 3: the bare flat tensor, whose shape the model states beside it
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from ...core.box import Shape, c_strides
-from ...core.index import Extent, Fragment, Index, TensorSpec
+from ...core.index import Extent, Fragment, Hole, Index, TensorSpec
 from ...core.names import natural
 from ...errors import CorruptError, LazyckptError
 from ...io.plain import Plain
 from ...io.rebuild import StoredTensor
+from ...io.store import Entry
 from ..reader import Source
 from ..torchsave import ties
 from .building import Building, shapes_of, table, tensors_in
@@ -25,7 +29,7 @@ def read(source: Source, files: RankFiles) -> Index:
     """Index a universal checkpoint. Raises CorruptError if no parameter can be read."""
     b = Building(source.store)
     root = f"{files.folder}/zero" if files.folder else "zero"
-    shapes, aliases, meta = _model_states(b, files)
+    shapes, aliases, meta, listed = _model_states(b, files)
     problems = []
     for name, entry in sorted(source.store.list(root).items(), key=lambda item: natural(item[0])):
         if not entry.is_dir:
@@ -43,6 +47,9 @@ def read(source: Source, files: RankFiles) -> Index:
                 b.states.setdefault(state, {})[name] = spec
             else:
                 problems.append(f"{path} holds no tensor: its value is in view.stored's file only")
+    lost, unreadable = _holes(b, root, source.store.list(root), listed, shapes)
+    problems += lost
+    problems += _slices(b, meta)
     if not b.states:
         raise CorruptError(f"{source.where}/{root}: none of its parameters can be read; {'; '.join(problems[:3])}")
     order = ("fp32", "exp_avg", "exp_avg_sq")
@@ -56,7 +63,58 @@ def read(source: Source, files: RankFiles) -> Index:
         aliases={a: o for a, o in aliases.items() if o in known and a not in known},
         meta={**meta, "tag": files.folder},
         problems=(*b.problems, *problems),
+        unreadable=unreadable,
     )
+
+
+def _holes(
+    b: Building, root: str, folders: Mapping[str, Entry], listed: Listed, shapes: dict[str, Shape]
+) -> tuple[list[str], dict[str, str]]:
+    """Holes for the files that parameters lack though others have them. -> (lines of what is missing and what is left
+    over, name -> why it cannot even be described)."""
+    lines = []
+    unreadable: dict[str, str] = {}
+    for name in sorted(listed.trained, key=natural):
+        known = next((names[name].shape for s, names in b.states.items() if s != "step" and name in names), None)
+        shape = known or shapes.get(name)
+        if name not in folders:
+            lines.append(f"{root}/{name} is missing, the folder of a parameter")
+            unreadable[name] = f"{root}/{name} is missing"
+        for state, names in b.states.items():
+            if name in names:
+                continue
+            path = f"{root}/{name}/{state}.pt"
+            size = () if state == "step" else shape
+            if name in folders and f"{state}.pt" not in b.store.list(f"{root}/{name}"):
+                lines.append(f"{path} is missing")
+            if size is None:
+                unreadable.setdefault(name, f"{path} is missing, or cannot be read")
+                continue
+            hole = Hole(path, f"{path} is missing, or cannot be read")
+            dtype = next((s.dtype for s in names.values()), torch.float32)
+            names[name] = TensorSpec(name, size, dtype, (Fragment(hole, size),))
+    if listed.trained and listed.complete:
+        lines += [
+            f"{root}/{name}: the model states do not have this parameter: left over?"
+            for name, entry in folders.items()
+            if entry.is_dir and name not in listed.trained | listed.others
+        ]
+    return lines, unreadable
+
+
+def _slices(b: Building, meta: dict[str, Any]) -> list[str]:
+    """ds_to_universal takes what no optimizer has (frozen parameters, tied names) from the first model states alone: of
+    a tensor-parallel model that may be a slice, and nothing in the folder tells."""
+    degrees = meta.get("checkpoint_parallel_dimensions")
+    if not isinstance(degrees, dict) or degrees.get("tp_degree") in (None, 1) or len(b.states) < 2:
+        return []
+    with_states = {name for state, names in b.states.items() if state != "fp32" for name in names}
+    return [
+        f"{name!r} has no optimizer states: ds_to_universal took it from the first tensor-parallel rank alone, and "
+        "if it is cut over them this is only that rank's slice"
+        for name in b.states.get("fp32", {})
+        if name not in with_states
+    ]
 
 
 def _spec(b: Building, path: str, name: str, shape: Shape | None) -> TensorSpec | None:
@@ -72,11 +130,13 @@ def _spec(b: Building, path: str, name: str, shape: Shape | None) -> TensorSpec 
     return TensorSpec(name, extent.shape, extent.dtype, (Fragment(extent, extent.shape),))
 
 
-def _model_states(b: Building, files: RankFiles) -> tuple[dict[str, Shape], dict[str, str], dict[str, Any]]:
+def _model_states(b: Building, files: RankFiles) -> tuple[dict[str, Shape], dict[str, str], dict[str, Any], Listed]:
     """What the copied model states tell: full shapes (where nothing was cut over tensor-parallel ranks), ties, meta."""
-    path = files.model.get(0) or files.zero_model.get((0, 0))
+    paths = files.model or {mp: p for (dp, mp), p in files.zero_model.items() if dp == 0}
+    listed = _listed(b, paths)
+    path = paths.get(0)
     if path is None:
-        return {}, {}, {}
+        return {}, {}, {}, listed
     try:
         file = b.file(path)
         model = table(file, file.root)
@@ -89,7 +149,34 @@ def _model_states(b: Building, files: RankFiles) -> tuple[dict[str, Shape], dict
         meta = dict(rest) if isinstance(rest, dict) else {}
         if "global_steps" in meta:
             meta.setdefault("step", meta["global_steps"])
-        return shapes, aliases, meta
-    except LazyckptError as e:
-        b.tell(f"{path} cannot be read: {e}")
-        return {}, {}, {}
+        degrees = meta.get("checkpoint_parallel_dimensions")
+        cut = not isinstance(degrees, dict) or degrees.get("tp_degree") != 1  # then these are the shapes of shards
+        return {} if cut and len(paths) > 1 else shapes, aliases, meta, listed
+    except LazyckptError:  # which has been told
+        return {}, {}, {}, listed
+
+
+class Listed(NamedTuple):
+    """The names in the copied model states: parameters that the optimizer has, and others; ``complete``: all could be
+    read."""
+
+    trained: set[str]
+    others: set[str]
+    complete: bool
+
+
+def _listed(b: Building, paths: Mapping[int, str]) -> Listed:
+    trained: set[str] = set()
+    others: set[str] = set()
+    complete = True
+    for path in paths.values():
+        try:
+            file = b.file(path)
+            model = table(file, file.root)
+            groups = model.get("param_shapes")
+            trained |= {n for g in (groups if isinstance(groups, list) else ()) for n in shapes_of(file, g)}
+            others |= set(tensors_in(file, model.get("module")))
+        except LazyckptError as e:
+            b.tell(f"{path} cannot be read: {e}")
+            complete = False
+    return Listed(trained, others, complete)

@@ -6,13 +6,13 @@ Sources: runtime/engine.py `_save_checkpoint`, `_save_moe_checkpoint`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any
 
 import torch
 
-from ...core.index import Extent, Hole, Rank
+from ...core.index import Hole, Rank
 from ...errors import LazyckptError
 from ...io.rebuild import StoredTensor
 from ...io.torchfile import Record, TorchFile
@@ -46,69 +46,58 @@ def module_shards(file: TorchFile, model: Mapping[Any, Any], aliases: Mapping[st
     return {"weights": names}
 
 
-def frozen_shards(b: Building, files: RankFiles, model: Mapping[Any, Any], first: TorchFile, rank: Rank) -> Shards:
-    """ZeRO-3: frozen parameters, in the training dtype, cut over the data-parallel ranks' model states."""
+def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first: TorchFile, rank: Rank) -> Shards:
+    """ZeRO-3: what the data-parallel ranks' model states hold beside rank 0's, which is ``first``.
+
+    Frozen parameters, in the training dtype, are cut over them. Every rank saves its own buffers: rank 0's are read,
+    and where the zip's checksums tell that another rank's differ, a line says so. (Other parameters are empty there.)
+    """
     shapes = shapes_of(first, model.get("frozen_param_shapes"))
     if stacks := [n for n in shapes if layer_of(n, b.placements) is not None]:
         b.tell(f"{first.path}: frozen experts ({stacks[0]!r}, ...) are in view.stored only")
         shapes = {n: s for n, s in shapes.items() if n not in stacks}
-    pieces: dict[str, list[Partition]] = {name: [] for name in shapes}
-    dtypes: dict[str, torch.dtype] = {}
-    world = b.world
-    for dp, found, hole in each_rank(b, files, world, rank, "frozen_param_fragments") if shapes else ():
-        for name in shapes:
-            tensor = found[1].get(name) if found else None
-            extent: Extent | Hole
-            if found and isinstance(tensor, StoredTensor) and len(tensor.shape) == 1:
-                extent = found[0].extent(tensor, name)
-                dtypes[name] = tensor.dtype
-            else:
-                extent = hole or Hole(first.path, f"rank {dp}'s model states have no fragment of {name!r}")
-            pieces[name].append(Partition(extent, rank._replace(dp=dp)))
-    return {
-        "fp32": {
-            name: {
-                rank.tp: Local(shape, dtypes[name], FlatFragments(shape, -(-prod(shape) // world), tuple(pieces[name])))
-            }
-            for name, shape in shapes.items()
-            if name in dtypes
-        }
-    }
-
-
-def each_rank(
-    b: Building, files: RankFiles, world: int, rank: Rank, key: str
-) -> Iterator[tuple[int, tuple[TorchFile, dict[Any, Any]] | None, Hole | None]]:
-    """ZeRO-3's model states: (dp rank, (its file, the table under ``key``) or None, why there is none)."""
-    mp = rank.pp * b.tp + rank.tp
-    for dp in range(world):
-        path = files.zero_model.get((dp, mp)) or name_of_rank(next(iter(files.zero_model.values())), dp, mp)
-        try:
-            file = b.file(path)
-            yield dp, (file, table(file, table(file, file.root).get(key))), None
-        except LazyckptError as e:
-            line = f"{path} cannot be read: {e}"
-            b.tell(line)
-            yield dp, None, Hole(path, line)
-
-
-def compare_buffers(b: Building, files: RankFiles, first: TorchFile, model: Mapping[Any, Any], rank: Rank) -> None:
-    """ZeRO-3: every rank saves its own buffers. Rank 0's are read; where the zip's checksums tell that another rank's
-    differ, a line says so. (Parameters are empty there: they are not saved.)"""
     tensors = tensors_in(first, model.get("module"))
     buffers = {n: c for n, t in tensors.items() if 0 not in t.shape and (c := _crc(first.records, t)) is not None}
-    if not buffers:
-        return
+    pieces: dict[str, list[Partition]] = {name: [] for name in shapes}
+    dtypes: dict[str, torch.dtype] = {}
     differ: dict[str, list[int]] = {}
-    for dp, found, _ in each_rank(b, files, b.world, rank, "module"):
-        if dp == 0 or found is None:
-            continue
-        for name, crc in buffers.items():
-            tensor = found[1].get(name)
-            if isinstance(tensor, StoredTensor) and _crc(found[0].records, tensor) not in (crc, None):
+    mp = rank.pp * b.tp + rank.tp
+    for dp in range(b.world):
+        if (dp, mp) not in files.zero_model:
+            b.tell(f"{name_of_rank(first.path, dp, mp)} is missing")
+    for dp in range(b.world) if shapes or buffers else ():
+        path = files.zero_model.get((dp, mp)) or name_of_rank(next(iter(files.zero_model.values())), dp, mp)
+        here = rank._replace(dp=dp)
+        hole = Hole(path, f"{path} has no fragment of this frozen parameter")
+        try:
+            file = b.file(path, keep=False)
+            fragments, module = (
+                table(file, table(file, file.root).get(k)) for k in ("frozen_param_fragments", "module")
+            )
+        except LazyckptError as e:
+            hole = Hole(path, f"{path} cannot be read: {e}")
+            if (dp, mp) in files.zero_model:
+                b.tell(hole.reason)
+            fragments = module = {}
+        for name in shapes:
+            tensor = fragments.get(name)
+            if isinstance(tensor, StoredTensor) and len(tensor.shape) == 1:
+                dtypes[name] = tensor.dtype
+                pieces[name].append(Partition(file.extent(tensor, name), here))
+            else:
+                pieces[name].append(Partition(hole, here))
+        for name, crc in buffers.items() if dp else ():
+            tensor = module.get(name)
+            if isinstance(tensor, StoredTensor) and _crc(file.records, tensor) not in (crc, None):
                 differ.setdefault(name, []).append(dp)
     for name, ranks in differ.items():
         b.tell(f"the buffer {name!r} differs on ranks {_listed(ranks)}: rank 0's is read (the others: view.stored)")
+    frozen: dict[str, dict[int, Local]] = {}
+    for name in dtypes:
+        shape = shapes[name]
+        fragments_ = FlatFragments(shape, -(-prod(shape) // b.world), tuple(pieces[name]))
+        frozen[name] = {rank.tp: Local(shape, dtypes[name], fragments_)}
+    return {"fp32": frozen}
 
 
 def _crc(records: Mapping[str, Record], tensor: StoredTensor) -> int | None:

@@ -1,0 +1,205 @@
+"""Which rank files ought to be there and are not, and which are there from another, larger save.
+
+A save over an older one with the same tag leaves the files of ranks that there are no more; a copy may lack some. What
+ought to be there follows from what the model states say: dp_world_size, mp_world_size, the layers and experts in
+param_shapes and num_experts. What is lost stands in the index as a `Hole` that names its file.
+
+Sources: runtime/engine.py `_common_checkpoint_state`, `_save_moe_checkpoint`; runtime/pipe/module.py `ckpt_layer_path`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from ...core.box import Shape
+from ...core.index import Fragment, Hole, Rank, TensorSpec
+from ...errors import LazyckptError
+from .building import Building, Local, Shapes, Shards, table, tensors_in
+from .files import RankFiles
+
+K = TypeVar("K")
+
+
+def set_aside(b: Building, files: RankFiles, count: int, model: Mapping[Any, Any]) -> None:
+    """Tell of files of ranks, or of experts, that this save did not have, and take them off the list. ``count``:
+    model-parallel ranks; ``model``: the model states of one of them."""
+    experts = _num_experts(model)
+    for group in (files.optim, files.zero_model):
+        _drop(b, group, lambda k: k[0] >= b.world, lambda k: f"rank {k[0]}", f"{b.world} ranks")
+        _drop(b, group, lambda k: k[1] >= count, lambda k: f"model-parallel rank {k[1]}", str(count))
+    _drop(b, files.layers, lambda k: k[1] >= b.tp, lambda k: f"tensor-parallel rank {k[1]}", str(b.tp))
+    _drop(b, files.experts, lambda k: k[2] >= count, lambda k: f"model-parallel rank {k[2]}", str(count))
+    _drop(b, files.expert_optim, lambda k: k[1] >= count, lambda k: f"model-parallel rank {k[1]}", str(count))
+    for ep in range(1 + max((ep for ep, _ in files.expert_optim), default=-1)):
+        for mp in range(count):
+            if (ep, mp) not in files.expert_optim:
+                path = f"{files.folder}/expp_rank_{ep}_mp_rank_{mp:02d}_optim_states.pt".lstrip("/")
+                b.tell(f"{path} is missing: the optimizer states in it are lost")
+    for key, path in list(files.experts.items()) if experts else ():
+        if key[0] >= len(experts) or key[1] >= experts[key[0]]:
+            b.tell(f"{path} is of an expert that this model has not (num_experts {experts}): left over, not used")
+            del files.experts[key]
+
+
+def _drop(b: Building, group: dict[K, str], over: Any, what: Any, of: str) -> None:
+    for key, path in list(group.items()):
+        if over(key):
+            b.tell(f"{path} belongs to {what(key)}, but {of} wrote this: left over, not used")
+            del group[key]
+
+
+def _num_experts(model: Mapping[Any, Any]) -> list[int]:
+    counts = model.get("num_experts")
+    if isinstance(counts, list) and all(type(n) is int and 0 < n < 1 << 20 for n in counts):
+        return counts
+    return []
+
+
+def with_lost_layers(
+    b: Building, files: RankFiles, trained: Iterable[tuple[Rank, Shapes]], buffers: Iterable[str], shards: Shards
+) -> Shards:
+    """The weights of the layers' files, with holes for layers that param_shapes has but no file that can be read.
+    ``trained``: the parameters of every model-parallel rank. Tells of them, and of layers that it does not have. Of
+    what is not trained, only the names of buffers are known; frozen parameters are named in the lost file alone."""
+    weights = shards["weights"]
+    listed: set[str] = set()
+    lost: dict[tuple[int, int], str] = {}
+    dtype = next((t.dtype for by_rank in weights.values() for t in by_rank.values()), None)
+    for rank, shapes in trained:
+        for name, shape in shapes.items():
+            head = name.split(".", 1)[0]
+            listed.add(head)
+            if rank.tp in weights.get(name, ()) or dtype is None:
+                continue
+            if head.isdecimal() and head.isascii() and len(head) < 8:
+                hole = _lost_layer(b, files, int(head), rank.tp)
+                lost[int(head), rank.tp] = hole.path
+            else:
+                hole = _lost_shared(b, files, weights, rank.tp)
+            weights.setdefault(name, {})[rank.tp] = Local(shape, dtype, (Fragment(hole, shape, rank=rank),))
+    for idx, tp in lost:  # what is not trained is known from the other tensor-parallel ranks
+        for name, by_rank in weights.items():
+            if name.startswith(f"{idx}.") and tp not in by_rank:
+                first = by_rank[min(by_rank)]
+                hole = _lost_layer(b, files, idx, tp)
+                by_rank[tp] = Local(first.shape, first.dtype, (Fragment(hole, first.shape, rank=Rank(tp=tp)),))
+    paths = {str(idx): path for (idx, _), path in lost.items()}
+    for name in buffers:
+        if name not in weights and (head := name.split(".", 1)[0]) in paths:
+            b.unreadable[name] = f"{name!r}: {paths[head]} is missing, or cannot be read"
+    _strangers(b, files, listed, weights)
+    return shards
+
+
+def _lost_shared(b: Building, files: RankFiles, weights: Mapping[str, Any], tp: int) -> Hole:
+    """Which layer's file had a module that several layers share is not said anywhere: one of those that are lost."""
+    read = {name.split(".", 1)[0] for name, by_rank in weights.items() if tp in by_rank}
+    paths = [p for (idx, t), p in files.layers.items() if t == tp and str(idx) not in read and p not in b.files]
+    if not paths:
+        numbers = {idx for idx, t in files.layers if t == tp}
+        paths = [_layer_path(files, idx, tp) for idx in range(max(numbers, default=0)) if idx not in numbers]
+    hole = Hole(
+        paths[0] if paths else "", f"a layer's file that others share is missing: one of {', '.join(paths[:8])}"
+    )
+    b.tell(hole.reason)
+    return hole
+
+
+def _lost_layer(b: Building, files: RankFiles, idx: int, tp: int) -> Hole:
+    path = files.layers.get((idx, tp))
+    if path is not None:  # its error has been told
+        return Hole(path, f"{path} cannot be read")
+    path = _layer_path(files, idx, tp)
+    b.tell(f"{path} is missing: the weights of layer {idx} cannot be read")
+    return Hole(path, f"{path} is missing")
+
+
+def _layer_path(files: RankFiles, idx: int, tp: int) -> str:
+    known = next(iter(files.layers.values()), "layer_00-model_states.pt")
+    part = f"-model_{tp:02d}" if re.search(r"layer_\d+-model_\d+-", known) else ""
+    return f"{files.folder}/layer_{idx:02d}{part}-model_states.pt".lstrip("/")
+
+
+def _strangers(b: Building, files: RankFiles, listed: set[str], weights: Mapping[str, Any]) -> None:
+    """Layers behind the last one that is trained: frozen ones, or those of a deeper model. (A layer that has a shared
+    module again has a file, too.)"""
+    last = max((int(head) for head in listed if head.isdecimal()), default=-1)
+    shared = {name.split(".", 2)[2] for name in weights if name.startswith("tied_modules.")}
+    for (idx, _), path in files.layers.items():
+        own = {name.split(".", 1)[1] for name in weights if name.startswith(f"{idx}.")}
+        if idx > last >= 0 and own - shared:
+            b.tell(f"{path}: param_shapes ends with layer {last}: its parameters are frozen, or it was left over")
+
+
+def with_lost_experts(b: Building, files: RankFiles, model: Mapping[Any, Any], shards: Shards) -> Shards:
+    """The experts' weights, with holes for those that num_experts counts but that no file holds; told of."""
+    weights = shards["weights"]
+    ranks = sorted({mp for _, _, mp in files.experts})
+    for layer, count in enumerate(_num_experts(model)):
+        sibling = next(((k[1], s) for k in files.experts if k[0] == layer if (s := _shapes(b, files.experts[k]))), None)
+        for expert in range(count):
+            for mp in ranks:
+                path = files.experts.get((layer, expert, mp))
+                if path is not None and _shapes(b, path):
+                    continue
+                if path is None:
+                    path = f"{files.folder}/layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt".lstrip("/")
+                    b.tell(f"{path} is missing: the weights of its expert cannot be read")
+                known, tensors = sibling or (0, {})
+                for name, (shape, dtype) in tensors.items():
+                    own = name.replace(f".deepspeed_experts.{known}.", f".deepspeed_experts.{expert}.")
+                    fragment = Fragment(Hole(path, f"{path} is missing, or cannot be read"), shape)
+                    weights.setdefault(own, {})[mp % b.tp] = Local(shape, dtype, (fragment,))
+    return shards
+
+
+def _shapes(b: Building, path: str) -> dict[str, tuple[Shape, Any]]:
+    """The tensors of an expert's file; {} if it cannot be read (which has been told)."""
+    try:
+        file = b.file(path)
+        return {n: (t.shape, t.dtype) for n, t in tensors_in(file, table(file, file.root)).items()}
+    except LazyckptError:
+        return {}
+
+
+def lost_stages(b: Building, seen: Mapping[str, int]) -> None:
+    """Holes in the optimizer's states for the layers of a pipeline whose stage's model states are lost (``b.lost``):
+    nothing tells where their parameters lie. ``seen``: names that other stages list -> the first such stage; of a
+    shared module a later stage's copy will not do, it may be stale."""
+    layers = {name.split(".", 1)[0] for name in seen if not name.startswith("tied_modules.")}
+    stage = min(mp // b.tp for mp in b.lost)
+    hole = Hole(min(b.lost.values()), f"{', '.join(sorted(b.lost.values()))} is lost: it names what its stage holds")
+    for state, specs in b.states.items():
+        if state in ("weights", "step"):
+            continue
+        dtype = next((s.dtype for s in specs.values()), torch.float32)
+        for name, spec in b.states.get("weights", {}).items():
+            if name.startswith("tied_modules."):
+                lost = stage < seen.get(name, stage + 1)
+            else:
+                lost = name not in specs and name.split(".", 1)[0] not in layers
+            if lost:
+                specs[name] = TensorSpec(name, spec.shape, dtype, (Fragment(hole, spec.shape),))
+
+
+def with_lost_states(b: Building, stages: list[Shards]) -> list[Shards]:
+    """The shards of every pipeline stage, with holes for the groups of which no rank's file is there (``b.gone``), in
+    every state that other ranks have."""
+    known: dict[str, Local] = {}
+    for shards in stages:
+        for state, names in shards.items():
+            if state != "weights":
+                for by_rank in names.values():
+                    for tensor in by_rank.values():
+                        known.setdefault(state, tensor)
+    for rank, shapes, hole in b.gone:
+        for state, like in known.items():
+            for name, whole in shapes.items():
+                shape = () if state == "step" and like.shape == () else whole
+                by_rank = stages[rank.pp].setdefault(state, {}).setdefault(name, {})
+                by_rank.setdefault(rank.tp, Local(shape, like.dtype, (Fragment(hole, shape, rank=rank),)))
+    return stages
