@@ -45,6 +45,11 @@ def _lacks(state: str) -> Callable[[Case], bool]:
     return lambda case: state not in case.truth
 
 
+def _autoep(case: Case) -> bool:
+    """Its experts are stacks, and ``ep`` is one number (DeepSpeed's own layers have one each)."""
+    return isinstance(case.info["spec"].get("ep"), int)
+
+
 def _headless(case: Case) -> bool:
     spec = case.info["spec"]
     return bool(case.info["tp"] > spec.get("kv_heads", case.info["tp"]))
@@ -62,6 +67,11 @@ def _overlong(case: Case) -> bool:
 
 FP32_REFUSALS = (
     Refusal("a pipeline's model states have no module", _pipeline, "NoneType"),
+    Refusal(
+        "it knows no experts that are cut over some ranks only",
+        lambda c: _autoep(c) and c.info["stage"] == 3,
+        "does not support AutoEP ZeRO-3",
+    ),
     Refusal("it takes the experts' files for model states", lambda c: "experts" in c.info, "layer_0_expert_0"),
     Refusal("without ZeRO there are no param_shapes", lambda c: c.info["stage"] == 0, "NoneType"),
     Refusal(
@@ -85,7 +95,7 @@ UNIVERSAL_REFUSALS = (
     Refusal("it converts ZeRO's files only", lambda c: c.info["stage"] == 0, r"optim_states\.pt"),
     Refusal(
         "it concatenates what expert-parallel ranks hold of different experts under the same local name",
-        lambda c: "experts" in c.info and max(c.info["spec"]["ep"]) > 1,
+        lambda c: "experts" in c.info and not _autoep(c) and max(c.info["spec"]["ep"]) > 1,
         "is invalid for input of size",
     ),
     Refusal(

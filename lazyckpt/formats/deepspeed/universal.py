@@ -21,6 +21,7 @@ from ...io.rebuild import StoredTensor
 from ...io.store import Entry
 from ..reader import Source
 from ..torchsave import ties
+from .autoep import router_aliases
 from .building import Building, shapes_of, table, tensors_in
 from .files import RankFiles
 
@@ -144,7 +145,9 @@ def _model_states(b: Building, files: RankFiles) -> tuple[dict[str, Shape], dict
         shapes = {n: s for g in (groups if isinstance(groups, list) else ()) for n, s in shapes_of(file, g).items()}
         shared = model.get("shared_params")
         aliases = {a: o for a, o in shared.items() if isinstance(o, str)} if isinstance(shared, dict) else {}
-        aliases.update({a: o for a, o in ties(tensors_in(file, model.get("module"))).items() if o not in aliases})
+        module = tensors_in(file, model.get("module"))
+        aliases.update({a: o for a, o in ties(module).items() if o not in aliases})
+        aliases |= router_aliases(model, list(module))
         rest = Plain(file.root, path, file.pickle_size).rest
         meta = dict(rest) if isinstance(rest, dict) else {}
         if "global_steps" in meta:
