@@ -7,6 +7,7 @@ that names the file. Nothing disappears, and nothing reads wrong.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -189,6 +190,39 @@ def test_one_file_left_over(kinds: dict[str, Case], tmp_path: Path, what: str) -
         assert all(n.startswith("11.") for n in extra), "a layer may be a frozen one"
         assert tensors.keys() <= view.states[state].keys()
     assert _wrong(case, view, "no file", False) == ([], 0)
+
+
+MIXED = {
+    "model states of ZeRO-3": ("zero1", "zero3", "zero_pp_rank_0_mp_rank_00_model_states.pt"),
+    "model states of a rank of ZeRO-3": ("zero1", "zero3", "zero_pp_rank_1_mp_rank_00_model_states.pt"),
+    "model states of ZeRO-1": ("zero3", "zero1", "mp_rank_00_model_states.pt"),
+    "an optimizer file of ZeRO-3 in fp32": ("zero1", "zero3_fp32_dp3", "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+    "a pipeline's, in fp32": ("pipe_zero1_dp2", "pipe_zero1_fp32", "zero_pp_rank_0_mp_rank_01_optim_states.pt"),
+}
+
+
+@pytest.mark.parametrize("what", MIXED)
+def test_a_file_of_another_save(kinds: dict[str, Case], tmp_path: Path, what: str) -> None:  # noqa: F811
+    name, donor, file = MIXED[what]
+    case = kinds[name]
+    copy = _linked(case.path, tmp_path / "copy")
+    os.link(_tag(kinds[donor].path) / file, _tag(copy) / file)
+    before, view = lazyckpt.open(case.path), lazyckpt.open(copy)
+    (line,) = [line for line in view.problems if line not in before.problems]
+    assert line.startswith(f"{_tag(copy).name}/{file} belongs to another save under the same tag")
+    assert (view.format, view.mesh, list(view.states)) == (before.format, before.mesh, list(before.states))
+    assert _wrong(case, view, "no file", False) == ([], 0)
+
+
+def test_of_two_whole_saves_the_later_one_is_read(kinds: dict[str, Case], tmp_path: Path) -> None:  # noqa: F811
+    for name, other in (("zero1", "zero3_fp32_dp3"), ("zero3_fp32_dp3", "zero1")):
+        copy = shutil.copytree(kinds[name].path, tmp_path / name)
+        for file in _tag(kinds[other].path).iterdir():
+            shutil.copy(file, _tag(copy))
+            os.utime(_tag(copy) / file.name, (1, 1))
+        view = lazyckpt.open(copy)
+        assert len(view.problems) >= 2
+        assert _wrong(kinds[name], view, "no file", False) == ([], 0)
 
 
 def test_a_folder_left_over_in_a_universal_checkpoint(kinds: dict[str, Case], tmp_path: Path) -> None:  # noqa: F811

@@ -15,7 +15,8 @@ from .names import RankFile, parse_ckpt_name
 @dataclass(slots=True)
 class RankFiles:
     """The rank files of one tag, as paths. Keys: mp rank; (dp rank, mp rank); (layer, tp rank); (moe layer, expert, mp
-    rank); (ep rank, mp rank). The mp rank counts tensor-parallel ranks within pipeline stages."""
+    rank); (ep rank, mp rank). The mp rank counts tensor-parallel ranks within pipeline stages. ``by_prefix``: what is
+    in ``optim``, and what other files of the same ranks there are."""
 
     folder: str
     model: dict[int, str] = field(default_factory=dict)
@@ -24,6 +25,7 @@ class RankFiles:
     layers: dict[tuple[int, int], str] = field(default_factory=dict)
     experts: dict[tuple[int, int, int], str] = field(default_factory=dict)
     expert_optim: dict[tuple[int, int], str] = field(default_factory=dict)
+    by_prefix: dict[str, dict[tuple[int, int], str]] = field(default_factory=dict)
     universal: bool = False
 
     def __bool__(self) -> bool:
@@ -40,8 +42,8 @@ def rank_files(folder: str, names: Iterable[str]) -> RankFiles:
                 files.model[mp] = path
             case RankFile("zero_model", dp=int(dp), mp=int(mp)):
                 files.zero_model[dp, mp] = path
-            case RankFile("optim", dp=int(dp), mp=int(mp)):
-                files.optim[dp, mp] = path
+            case RankFile("optim", dp=int(dp), mp=int(mp), prefix=prefix):
+                files.optim[dp, mp] = files.by_prefix.setdefault(prefix, {})[dp, mp] = path
             case RankFile("layer", layer=int(layer), tp=tp):
                 files.layers[layer, tp or 0] = path
             case RankFile("expert", layer=layer, expert=int(expert), mp=int(mp)):

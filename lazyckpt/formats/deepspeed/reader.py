@@ -28,6 +28,7 @@ from .autoep import placements, router_aliases
 from .building import Building, Shapes, Shards, Stage, buffer_names, shapes_of, table, tensors_in, update
 from .files import RankFiles, find_folder
 from .mappings import mapped_groups, pieces_by_name, sizes, without_gaps
+from .mixed import settle
 from .partitions import Optim, OptimFiles, Stage3, Stage12, flat_states, optim_files, shard_size
 from .pipeline import Layers, layer_shards, local_shapes, read_layers, tied_layers
 from .present import lost_stages, set_aside, with_lost_experts, with_lost_layers, with_lost_states
@@ -130,6 +131,7 @@ def _state_order(state: str) -> tuple[int, str]:
 
 def read_stages(b: Building, source: Source, files: RankFiles) -> dict[int, Stage]:
     """Every model-parallel rank's model states that can be read, by mp rank. Raises if none can."""
+    settle(b, files)
     paths = {mp: p for (dp, mp), p in files.zero_model.items() if dp == 0} if files.zero_model else dict(files.model)
     found: dict[int, tuple[TorchFile, dict[Any, Any]]] = {}
     errors = []
