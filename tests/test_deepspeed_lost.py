@@ -68,10 +68,9 @@ def _damaged(case: Case, folder: Path, victim: Path, damage: str) -> Path:
 
 
 def _only_model_states(case: Case, victim: Path) -> bool:
-    """Nothing names the parameters without them. (ZeRO-3: rank 0's.)"""
+    """Nothing names the parameters without them."""
     names = [p.name for p in _tag(case.path).glob("*mp_rank_*_model_states.pt") if "expert" not in p.name]
-    ranks = [n for n in names if n.startswith(("mp_rank", "zero_pp_rank_0_"))]
-    return ranks == [victim.name]
+    return names == [victim.name]
 
 
 def _wrong(case: Case, view: lazyckpt.CheckpointView, named: str, numbered: bool) -> tuple[list[str], int]:

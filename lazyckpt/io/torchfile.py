@@ -23,6 +23,7 @@ from .store import Store, StoreFile
 ZIP_MAGIC = b"PK\x03\x04"
 LEGACY_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # the number 0x1950a86a20f9469cfc6c as a pickle spells it
 _HEAD = 4 << 20  # what stands before the first storage is read at once if it is at most this long
+_ZIP_END = 22  # bytes of a zip's last record (torch writes no comment behind it)
 _TORCH_FLAGS = 0x0808  # sizes behind the data, names in UTF-8: miniz, as torch uses it
 _PICKLES = 4  # kept at a time: model states and optimizer states, of rank 0 and of the others
 _LEGACY_PICKLES = 256 << 20  # bytes of a legacy file that its pickles may take
@@ -78,6 +79,12 @@ class TorchFile:
 def is_torch_file(head: bytes) -> bool:
     """Whether a file that begins so is (or claims to be) one of torch.save, or one of its relatives."""
     return head.startswith(ZIP_MAGIC) or LEGACY_MAGIC in head[:32]
+
+
+def is_whole(store: Store, path: str) -> bool:
+    """Whether the file ends as the zips of torch.save do: a truncated one does not. It takes one small read."""
+    size = store.stat(path).size
+    return size >= _ZIP_END and bytes(store.read(path, size - _ZIP_END, 4)) == b"PK\x05\x06"
 
 
 class Pickles:

@@ -130,26 +130,36 @@ def _state_order(state: str) -> tuple[int, str]:
 
 
 def read_stages(b: Building, source: Source, files: RankFiles) -> dict[int, Stage]:
-    """Every model-parallel rank's model states that can be read, by mp rank. Raises if none can."""
+    """Every model-parallel rank's model states that can be read, by mp rank. Raises if none can. (With ZeRO-3 every
+    data-parallel rank has some, which name the same parameters: the lowest rank's that can be read.)"""
     settle(b, files)
-    paths = {mp: p for (dp, mp), p in files.zero_model.items() if dp == 0} if files.zero_model else dict(files.model)
+    copies: dict[int, list[str]] = {mp: [path] for mp, path in files.model.items()}
+    for (_, mp), path in sorted(files.zero_model.items()):
+        copies.setdefault(mp, []).append(path)
+    paths = {mp: same[0] for mp, same in sorted(copies.items())}
     found: dict[int, tuple[TorchFile, dict[Any, Any]]] = {}
     errors = []
-    for mp, path in sorted(paths.items()):
-        try:
-            file = b.file(path)
-            found[mp] = file, table(file, file.root)
-        except LazyckptError as e:
-            errors.append(e)
-            b.lost[mp] = path
-            b.tell(f"{path} cannot be read, what its model-parallel rank holds is lost: {e}")
+    for mp in paths:
+        for path in copies[mp]:
+            try:
+                file = b.file(path)
+                found[mp] = file, table(file, file.root)
+                break
+            except LazyckptError as e:
+                errors.append(e)
+                b.tell(f"{path} cannot be read: {e}")
+        else:
+            b.lost[mp] = paths[mp]
+            b.tell(f"{paths[mp]} cannot be read, what model-parallel rank {mp} holds is lost")
     if not found:
         if errors:
             raise errors[0]
         raise MissingFileError(
-            f"{source.where}/{files.folder}: the model states of rank 0 are missing; they name the parameters, nothing "
-            "can be told without them"
+            f"{source.where}/{files.folder}: the model states are missing; they name the parameters, nothing can be "
+            "told without them"
         )
+    if files.zero_model and files.zero_model.get((0, 0)) != found[min(found)][0].path:
+        b.tell("the model states of rank 0 are lost: other ranks' are read, which do not list all tied names")
     count, tp = degrees(found[min(found)][1], files, found)
     b.ranks, b.tp = count, tp
     known = paths[min(found)]

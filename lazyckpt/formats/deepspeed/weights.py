@@ -15,7 +15,7 @@ import torch
 from ...core.index import Hole, Rank
 from ...errors import LazyckptError
 from ...io.rebuild import StoredTensor
-from ...io.torchfile import Record, TorchFile
+from ...io.torchfile import Record, TorchFile, is_whole
 from .autoep import layer_of, stacked_files
 from .building import Building, Local, Shards, buffer_names, local, shapes_of, table, tensors_in
 from .files import RankFiles, name_of_rank
@@ -47,10 +47,10 @@ def module_shards(file: TorchFile, model: Mapping[Any, Any], aliases: Mapping[st
 
 
 def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first: TorchFile, rank: Rank) -> Shards:
-    """ZeRO-3: what the data-parallel ranks' model states hold beside rank 0's, which is ``first``.
+    """ZeRO-3: what the data-parallel ranks' model states hold beside those of ``first``, the lowest rank's.
 
-    Frozen parameters, in the training dtype, are cut over them. Every rank saves its own buffers: rank 0's are read,
-    and where the zip's checksums tell that another rank's differ, a line says so. (Other parameters are empty there.)
+    Frozen parameters, in the training dtype, are cut over them. Every rank saves its own buffers: the lowest's are
+    read, and where the zip's checksums tell that another's differ, a line says so. (Other parameters are empty there.)
     """
     shapes = shapes_of(first, model.get("frozen_param_shapes"))
     if stacks := [n for n in shapes if layer_of(n, b.placements) is not None]:
@@ -65,6 +65,8 @@ def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first:
     for dp in range(b.world):
         if (dp, mp) not in files.zero_model:
             b.tell(f"{name_of_rank(first.path, dp, mp)} is missing")
+        elif not (shapes or buffers or is_whole(b.store, path := files.zero_model[dp, mp])):
+            _tell_why(b, path)
     for dp in range(b.world) if shapes or buffers else ():
         path = files.zero_model.get((dp, mp)) or name_of_rank(next(iter(files.zero_model.values())), dp, mp)
         here = rank._replace(dp=dp)
@@ -86,18 +88,26 @@ def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first:
                 pieces[name].append(Partition(file.extent(tensor, name), here))
             else:
                 pieces[name].append(Partition(hole, here))
-        for name, crc in buffers.items() if dp else ():
+        for name, crc in buffers.items() if path != first.path else ():
             tensor = module.get(name)
             if isinstance(tensor, StoredTensor) and _crc(file.records, tensor) not in (crc, None):
                 differ.setdefault(name, []).append(dp)
     for name, ranks in differ.items():
-        b.tell(f"the buffer {name!r} differs on ranks {_listed(ranks)}: rank 0's is read (the others: view.stored)")
+        b.tell(f"the buffer {name!r} differs on ranks {_listed(ranks)}: the lowest's is read (the others: view.stored)")
     frozen: dict[str, dict[int, Local]] = {}
     for name in dtypes:
         shape = shapes[name]
         fragments_ = FlatFragments(shape, -(-prod(shape) // b.world), tuple(pieces[name]))
         frozen[name] = {rank.tp: Local(shape, dtypes[name], fragments_)}
     return {"fp32": frozen}
+
+
+def _tell_why(b: Building, path: str) -> None:
+    """Tell of a file that nothing is needed of, but that is damaged."""
+    try:
+        b.file(path, keep=False)
+    except LazyckptError as e:
+        b.tell(f"{path} cannot be read: {e}")
 
 
 def _crc(records: Mapping[str, Record], tensor: StoredTensor) -> int | None:
