@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import lazyckpt
 from lazyckpt import LazyTensor
+from lazyckpt.core.plan import plan
 from lazyckpt.deepspeed import (
     clone_tensors_for_torch_save,
     convert_zero_checkpoint_to_fp32_state_dict,
@@ -214,3 +215,22 @@ def test_a_lazy_tensor_is_read_by_cloning(zero_cases: dict[str, Case]) -> None:
     view = lazyckpt.open(zero_cases["zero2_bf16_dp2"].path)
     cloned = clone_tensors_for_torch_save({"w": view["embed.weight"]})
     assert bit_equal(cloned["w"], view["embed.weight"][...])
+
+
+def test_what_is_missing_is_known_without_a_plan(zero_kind: Case, tmp_path: Path) -> None:
+    copied = shutil.copytree(zero_kind.path, tmp_path / "in")
+    for path in (zero_kind.path, copied):
+        if path == copied:
+            sorted(copied.glob("*/*optim_states.pt"))[-1].unlink()
+        for state in lazyckpt.open(path).states.values():
+            for tensor in state.values():
+                intact = getattr(tensor.spec.fragments, "intact", None)
+                try:
+                    plan(tensor.spec, tuple(map(range, tensor.shape)))
+                except MissingFileError:
+                    assert not intact
+                    with pytest.raises(MissingFileError):
+                        tensor.check()
+                else:
+                    assert intact is not False
+                    tensor.check()

@@ -325,6 +325,11 @@ class MergedFragments(Sequence[Fragment]):
     shards: tuple[Sequence[Fragment], ...]
     parts: tuple[Parts, ...]
 
+    @property
+    def intact(self) -> bool:
+        """Whether every shard is; the rule has seen to it that together they are the whole."""
+        return all(getattr(shard, "intact", False) for shard in self.shards)
+
     def near(self, want: Selection) -> list[Fragment]:
         """The fragments of the shards that lie between the first and the last wanted element."""
         if any(not r for r in want):

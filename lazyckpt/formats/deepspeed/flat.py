@@ -46,11 +46,29 @@ class FlatFragments(Sequence[Fragment]):
         base = self.within or 0
         return range((base + lo) // self.width, min((base + hi - 1) // self.width + 1, len(self.partitions)))
 
-    def _piece(self, r: int) -> Fragment:
+    def _bounds(self, r: int) -> tuple[int, int, int]:
+        """Which elements [lo, hi) of the ravel rank r holds, and where they begin in its extent."""
         base = self.within or 0
         lo = max(0, r * self.width - base)
         hi = min(prod(self.shape), (r + 1) * self.width - base)
-        start = base + lo - r * self.width if self.within is not None else self.at
+        return lo, hi, base + lo - r * self.width if self.within is not None else self.at
+
+    @property
+    def intact(self) -> bool:
+        """Whether every element is there. (Of a thousand ranks that is told sooner than planned.)"""
+        total = prod(self.shape)
+        ranks = self._ranks(0, total)
+        if total and ranks.stop * self.width < (self.within or 0) + total:
+            return False
+        for r in ranks:
+            extent = self.partitions[r].extent
+            lo, hi, start = self._bounds(r)
+            if not isinstance(extent, Extent) or start + hi - lo > extent.shape[0]:
+                return False
+        return True
+
+    def _piece(self, r: int) -> Fragment:
+        lo, hi, start = self._bounds(r)
         part = self.partitions[r]
         extent = part.extent
         if isinstance(extent, Extent):
