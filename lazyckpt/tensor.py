@@ -118,7 +118,7 @@ class LazyTensor:
 
     def check(self) -> None:
         """Raise the error that reading it would raise because a file is missing. Reads nothing."""
-        if getattr(self.spec.fragments, "intact", False):
+        if self._plain is not None or getattr(self.spec.fragments, "intact", False):  # nothing to plan
             return
         for _, want in self._sel.reads().blocks():
             plan(self.spec, want)
@@ -173,6 +173,11 @@ class LazyTensor:
                 f"{self.name!r} is read into a contiguous CPU tensor of shape {tuple(self.shape)} and {self.dtype}, "
                 f"not {tuple(out.shape)} and {out.dtype} on {out.device}"
             )
+        extent = self._plain
+        if extent is not None:  # nothing to plan
+            for _, do in run_tasks(self._store, extent.path, extent.offset, out):
+                do()
+            return out
         reads = self._sel.reads()
         array = out.view(-1)[: prod(reads.shape)].view(reads.shape)  # no larger: an index lists an element once
         for _, do in tasks(self._store, self.spec, reads, array):
@@ -191,9 +196,13 @@ class LazyTensor:
             yield ahead, (self if box.shape == self.shape else self.lazy[box.slices])
 
     def astype(self, dtype: torch.dtype) -> LazyTensor:
-        """The same tensor, converted to ``dtype`` when it is read."""
+        """The same tensor, converted to ``dtype`` when it is read. Raises DataError if torch cannot convert it."""
         if dtype == self.dtype:
             return self
+        try:
+            torch.empty(1, dtype=self.dtype).to(dtype)
+        except (NotImplementedError, RuntimeError) as e:
+            raise DataError(f"{self.name!r} is {self.dtype}, torch does not convert that to {dtype}: {e}") from None
         return LazyTensor(self._store, replace(self.spec, dtype=dtype), self._selection)
 
     def contiguous(self) -> torch.Tensor:

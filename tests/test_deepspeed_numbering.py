@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lazyckpt.formats.deepspeed.numbering import assign
+from lazyckpt.formats.deepspeed.numbering import Effort, assign
 from lazyckpt.formats.deepspeed.pipeline import stage_names
 from lazyckpt.formats.deepspeed.plainopt import match, numbered_groups
 from lazyckpt.io.rebuild import StoredStorage, StoredTensor
@@ -98,13 +98,13 @@ def test_groups_of_experts_have_experts_only() -> None:
 def test_pipeline_stages_are_found_from_their_optimizers() -> None:
     layers: list[dict[str, Shape]] = [{f"{n}.w": (3, 2), f"{n}.b": (3,)} for n in range(4)]
     optimizer = numbered_groups(_optimizer([(3, 2), (3,), (3, 2), (3,)]))
-    found = stage_names([optimizer, optimizer], layers, {})
+    found = stage_names([optimizer, optimizer], layers, {}, Effort())
     assert found == [{**layers[0], **layers[1]}, {**layers[2], **layers[3]}]
-    assert stage_names([optimizer, numbered_groups(_optimizer([(3, 2)]))], layers, {}) is None
+    assert stage_names([optimizer, numbered_groups(_optimizer([(3, 2)]))], layers, {}, Effort()) is None
 
 
 def test_a_frozen_layer_between_stages_may_be_in_either() -> None:
     layers: list[dict[str, Shape]] = [{"0.w": (3, 2)}, {"1.frozen": (7,)}, {"2.w": (3, 2)}]
     one = numbered_groups(_optimizer([(3, 2)]))
-    found = stage_names([one, one], layers, {})
+    found = stage_names([one, one], layers, {}, Effort())
     assert found is not None and [("0.w" in f, "2.w" in f) for f in found] == [(True, False), (False, True)]

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import zipfile
 import zlib
 from pathlib import Path
@@ -20,16 +21,17 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import lazyckpt
 from lazyckpt.core.dtypes import TO_SAFETENSORS
 from lazyckpt.errors import DataError, DestinationError, MissingFileError
-from lazyckpt.export import destination, stream
+from lazyckpt.export import destination, files, safetensors, stream
 from lazyckpt.export.crc import combined
 from lazyckpt.export.shards import file_names, size_in_bytes, split
+from lazyckpt.io import pool
 
-from . import counting
+from . import counting, handmade
 from .writers import Case, bit_equal
 
 
@@ -353,6 +355,112 @@ def test_a_missing_file_is_told_before_anything_is_written(zero_cases: dict[str,
     view = lazyckpt.open(case).states["fp32"]
     with pytest.raises(MissingFileError, match="zero_pp_rank_1_"):
         view.to_safetensors(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_exports_to_one_folder_do_not_mix(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    """What was free at first is looked at again before the files appear."""
+    view = lazyckpt.open(saved[0])
+    out = tmp_path / "out"
+
+    class Other:  # another export comes first, while this one writes
+        def __init__(self, *_: Any) -> None:
+            view.to_safetensors(out, max_shard_size="5KB")
+
+        add = __exit__ = lambda *_: None
+
+        def __enter__(self) -> Any:
+            return self
+
+    for overwrite in (False, True):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(DestinationError, match="holds other weights"):
+            patch.setattr(files, "Bar", lambda *args: patch.undo() or Other(*args))
+            view.to_safetensors(out, overwrite=overwrite)
+        assert lazyckpt.open(out).keys() == saved[1].keys() and "model.safetensors" not in _left(out)
+        shutil.rmtree(out)
+
+
+def test_what_is_written_is_told_if_the_rest_cannot_be(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.replace
+
+    def replace(part: Path, path: Path) -> None:
+        if "00002-of" in path.name:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        real(part, path)
+
+    monkeypatch.setattr(destination.os, "replace", replace)
+    with pytest.raises(DestinationError, match=r"denied\. Only model-00001-of-\d+\.safetensors is written"):
+        lazyckpt.open(saved[0]).to_safetensors(tmp_path / "out", max_shard_size="5KB")
+    assert len(_left(tmp_path / "out")) == 1
+
+
+def test_a_second_interrupt_waits_for_what_still_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a thread may write to a descriptor that has been closed, and is another file's by then."""
+    running, finish = threading.Event(), threading.Event()
+    done = []
+    real = pool.wait
+    calls = 0
+
+    def wait(futures: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        running.wait()
+        if calls < 3:  # Ctrl-C, twice
+            raise KeyboardInterrupt
+        finish.set()
+        return real(futures, **options)
+
+    def task() -> None:
+        running.set()
+        finish.wait()
+        done.append(1)
+
+    monkeypatch.setattr(pool, "wait", wait)
+    with pytest.raises(KeyboardInterrupt):
+        pool.run([(64 << 20, task), (64 << 20, task), (1, lambda: None)])
+    assert done == [1, 1]
+
+
+def test_names_that_no_file_can_hold(tmp_path: Path) -> None:
+    body = handmade.dict_of(handmade.text("a\udc80"), handmade.tensor())
+    handmade.write_pickle(tmp_path / "t.pt", handmade.program(body))
+    for write in ("to_safetensors", "to_torch"):
+        with pytest.raises(DataError, match=r"udc80.*no valid text"):
+            getattr(lazyckpt.open(tmp_path / "t.pt"), write)(tmp_path / "out")
+    w = torch.ones(2)
+    torch.save({"w": w, "format": w}, tmp_path / "u.pt")
+    with pytest.raises(DataError, match="'format'"):
+        lazyckpt.open(tmp_path / "u.pt").to_safetensors(tmp_path / "out")
+    with pytest.raises(DestinationError, match="null character"):
+        lazyckpt.open(tmp_path / "u.pt").to_torch(f"{tmp_path}/a\0b.pt")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tensor_that_is_called_as_the_writer_is_no_alias(tmp_path: Path) -> None:
+    save_file({"pt": torch.ones(2)}, tmp_path / "t.safetensors", metadata={"format": "pt"})
+    assert list(lazyckpt.open(tmp_path / "t.safetensors")) == ["pt"]
+
+
+def test_a_header_that_readers_would_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({f"t{n}": torch.ones(1) for n in range(100)}, tmp_path / "t.pt")
+    monkeypatch.setattr(safetensors, "_LONGEST", 5000)
+    view = lazyckpt.open(tmp_path / "t.pt")
+    with pytest.raises(DataError, match="write shards"):
+        view.to_safetensors(tmp_path / "out")
+    view.to_safetensors(tmp_path / "out", max_shard_size=100)
+
+
+def test_what_cannot_be_converted(tmp_path: Path) -> None:
+    dtypes = [d for name in ("float4_e2m1fn_x2",) if (d := getattr(torch, name, None))]
+    torch.save({str(d): torch.zeros(4, dtype=torch.uint8).view(d) for d in (torch.float16, *dtypes)}, tmp_path / "t.pt")
+    view = lazyckpt.open(tmp_path / "t.pt")
+    with pytest.raises(DataError, match="floating-point dtype"):
+        view.to_torch(tmp_path / "out", dtype=torch.int8)
+    for _ in dtypes:
+        with pytest.raises(DataError, match="does not convert"):
+            view.to_torch(tmp_path / "out", dtype=torch.bfloat16)
     assert not (tmp_path / "out").exists()
 
 

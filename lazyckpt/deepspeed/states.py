@@ -56,7 +56,7 @@ class Opened:
         self.stages: dict[int, Stage] = read_stages(self.b, source, files)
         first = self.stages[min(self.stages)].model
         count, tp = degrees(first, files, self.stages)
-        self.stored = Degrees(count // tp, tp, data_parallel_degree(first, files))
+        self.stored = Degrees(count // tp, tp, data_parallel_degree(first, files, count))
         self.b.world = self.stored.dp
         megatron = (RuleSource(_gpt_rule),) if first.get("args") is not None else ()
         self.b.sources = (*merge_rules(source, self.stages), *megatron)
@@ -102,7 +102,9 @@ class Opened:
         if not self.files.layers:
             return []
         trained = {name.split(".")[0] for s in self.stages.values() for group in s.groups for name in group}
-        return sorted({layer for layer, _ in self.files.layers} | {int(n) for n in trained if n.isdecimal()})
+        return sorted(
+            {layer for layer, _ in self.files.layers} | {int(n) for n in trained if n.isdecimal() and len(n) < 7}
+        )
 
     @cached_property
     def _tied(self) -> dict[int, str]:

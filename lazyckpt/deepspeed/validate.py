@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from ..errors import LazyckptError
 from ..formats.deepspeed.names import Kind, RankFile, parse_ckpt_name
+from ..formats.deepspeed.present import num_experts
 from ..io.plain import Plain
 from ..io.torchfile import read_torch_file
 from .states import Opened
@@ -66,13 +67,12 @@ def _expected(opened: Opened) -> Iterator[tuple[str, Kind]]:
         for d in range(dp):
             for mp in range(pp * tp):
                 yield opened.optim_path(d, mp), "optim"
-    counts = first.get("num_experts") if first.get("ds_autoep_layers") is None else None
-    for layer, count in enumerate(counts if isinstance(counts, list) else ()):
-        for expert in range(count if type(count) is int and count < 1 << 20 else 0):
+    for layer, count in enumerate(num_experts(first, files) if first.get("ds_autoep_layers") is None else ()):
+        for expert in range(count):
             for mp in range(tp):
                 file = RankFile("expert", layer=layer, expert=expert, mp=mp)
                 yield files.experts.get((layer, expert, mp)) or opened.path(file), "expert"
-    for ep in range(1 + max((ep for ep, _ in files.expert_optim), default=-1)):
+    for ep in range(1 + max((ep for ep, _ in files.expert_optim if ep < dp), default=-1)):
         for mp in range(tp):
             yield (
                 files.expert_optim.get((ep, mp)) or opened.path(RankFile("expert_optim", ep=ep, mp=mp)),

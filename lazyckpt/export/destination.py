@@ -6,23 +6,26 @@ not asked to flush its cache to the disk.)
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
-from ..errors import DestinationError
+from ..errors import DestinationError, LazyckptError
 from ..io.remote import is_url
 from ..tensor import LazyTensor
 
 
 def local_path(dest: str | os.PathLike[str]) -> Path:
-    """A path of the user's. Raises DestinationError for a URL."""
+    """A path of the user's. Raises DestinationError for a URL, and for what no path can be."""
     text = os.fspath(dest)
     if is_url(text):
         raise DestinationError(f"{text}: writing to a URL is not supported: write to a local path and upload that")
+    if "\0" in text:
+        raise DestinationError(f"{text!r} is no path: it has a null character in it")
     return Path(os.path.expanduser(text))
 
 
@@ -32,43 +35,65 @@ def source_files(tensors: Iterable[LazyTensor]) -> set[Path]:
     return {Path(os.path.realpath(os.path.join(s.root, path))) for s in stores.values() for path in s.pins}
 
 
-@contextmanager
-def appearing(sizes: Mapping[Path, int], sources: set[Path], overwrite: bool) -> Iterator[dict[Path, Path]]:
-    """Path -> the temporary path to write it at; all are renamed, in order, at the end of the block.
-
-    ``sizes``: the bytes that each file is going to have. Folders are made as needed. ``sources`` are never written to.
-    Raises DestinationError if a path is taken (unless ``overwrite``) or a source's, if there is no room or no right to
-    write; the block's OSErrors become DestinationErrors too.
-    """
-    for path in sizes:
+def check_paths(paths: Iterable[Path], sources: set[Path], overwrite: bool) -> None:
+    """Raise DestinationError for a path that is a source's or a folder, or that is taken (unless ``overwrite``)."""
+    for path in paths:
         if Path(os.path.realpath(path)) in sources:
             raise DestinationError(f"{path} is a file of the checkpoint that is read: choose another place")
         if path.is_dir():
             raise DestinationError(f"{path} is a folder: choose another name")
         if path.exists() and not overwrite:
             raise DestinationError(f"{path} exists already: remove it, choose another place, or pass overwrite=True")
+
+
+@contextmanager
+def appearing(sizes: Mapping[Path, int], check: Callable[[], None]) -> Iterator[dict[Path, Path]]:
+    """Path -> the temporary path to write it at; all are renamed, in order, at the end of the block.
+
+    ``sizes``: the bytes that each file, all in one folder, is going to have; the folder is made as needed. ``check``
+    raises DestinationError if the files must not appear there. It is called first, and again before they do: somebody
+    else may have written there meanwhile.
+    Raises DestinationError if there is no room or no right to write; the block's OSErrors become DestinationErrors too.
+    """
+    folder = next(iter(sizes)).parent
     made: list[Path] = []
     temporary: dict[Path, Path] = {}
+    placed: list[Path] = []
     try:
-        for folder in dict.fromkeys(path.parent for path in sizes):
-            made += _make(folder)
-        _check_room(sizes)
+        check()
+        made = _make(folder)
+        _check_room(folder, sum(sizes.values()))
         for path in sizes:
             temporary[path] = path.parent / f".{path.name}.{uuid4().hex[:8]}.incomplete"
         yield temporary
-        for path, part in temporary.items():
-            os.replace(part, path)
+        with _alone(folder):
+            check()
+            for path, part in temporary.items():
+                os.replace(part, path)
+                placed.append(path)
     except BaseException as e:
         for part in temporary.values():
             with suppress(OSError):
                 part.unlink()
-        for folder in reversed(made):
+        for path in reversed(made):
             with suppress(OSError):  # somebody put a file there meanwhile
-                folder.rmdir()
-        if isinstance(e, OSError) and not isinstance(e, DestinationError) and type(e).__module__ == "builtins":
-            where = e.filename or next(iter(sizes)).parent
-            raise DestinationError(f"{where}: {e.strerror or e}. Nothing was written") from e
+                path.rmdir()
+        if isinstance(e, OSError) and not isinstance(e, LazyckptError):
+            done = f"Only {', '.join(p.name for p in placed)} is written" if placed else "Nothing was written"
+            raise DestinationError(f"{e.filename or folder}: {e.strerror or e}. {done}") from e
         raise
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """While files are renamed in a folder, no other export does: shards of two would be mixed."""
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # a file system without locks: then two exports at once are the user's to avoid
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _make(folder: Path) -> list[Path]:
@@ -82,9 +107,7 @@ def _make(folder: Path) -> list[Path]:
     return missing[::-1]
 
 
-def _check_room(sizes: Mapping[Path, int]) -> None:
-    total = sum(sizes.values())
-    folder = next(iter(sizes)).parent
+def _check_room(folder: Path, total: int) -> None:
     free = shutil.disk_usage(folder).free
     if total > free:
         raise DestinationError(f"{folder}: {total:,} bytes are to be written, {free:,} are free there")

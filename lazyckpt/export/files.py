@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from ..errors import DestinationError
+from ..errors import DataError, DestinationError
 from ..tensor import LazyTensor
-from .destination import appearing, local_path, source_files
+from .destination import appearing, check_paths, local_path, source_files
 from .progress import Bar
 from .shards import file_names, index_text, is_of_family, size_in_bytes, split
 
@@ -53,6 +53,9 @@ def export(
     Raises what reading raises (a missing file is told before anything is written), DataError, DestinationError.
     """
     place = local_path(dest)
+    _check_names([*tensors, *aliases])
+    if dtype is not None and not dtype.is_floating_point:
+        raise DataError(f"floating-point tensors are not converted to {dtype}: name a floating-point dtype")
     tensors = {name: _converted(t, dtype) for name, t in tensors.items()}
     total = sum(t.nbytes for t in tensors.values())
     if place.suffix in form.endings:
@@ -72,16 +75,31 @@ def export(
         sizes |= {path: len(text.encode()) for path, text in index.items()}
 
     sources = source_files(tensors.values())
-    if place not in paths:
-        _check_folder(place, form, set(sizes), sources)
+
+    def check() -> None:
+        if place not in paths:
+            _check_folder(place, form, set(sizes), sources)
+        check_paths(sizes, sources, overwrite)
+
+    check()
     for tensor in tensors.values():
         tensor.check()
-    with appearing(sizes, sources, overwrite) as temporary, Bar(total, place.name, progress) as bar:
+    with appearing(sizes, check) as temporary, Bar(total, place.name, progress) as bar:
         for path, shard, also in zip(paths, shards, of_shard, strict=True):
             form.write(temporary[path], shard, also, bar.add)
         for path, text in index.items():
             temporary[path].write_text(text, encoding="utf-8")
     return list(sizes)
+
+
+def _check_names(names: Iterable[str]) -> None:
+    """Names go into the files as UTF-8, which a hostile pickle's need not fit."""
+    for name in names:
+        if not name.isascii():
+            try:
+                name.encode()
+            except UnicodeEncodeError:
+                raise DataError(f"the name {name!r} is no valid text (a lone surrogate): no file can hold it") from None
 
 
 def _converted(tensor: LazyTensor, dtype: torch.dtype | None) -> LazyTensor:

@@ -16,6 +16,8 @@ from ..errors import DataError
 from .files import Aliases, FileFormat, Tensors
 from .stream import Placed, write, write_at
 
+_LONGEST = 100_000_000  # bytes of a header that readers take (safetensors/src/tensor.rs MAX_HEADER_SIZE)
+
 
 def _order(tensors: Tensors) -> list[str]:
     """Large items first: then every tensor is aligned, whatever stands before it."""
@@ -23,6 +25,8 @@ def _order(tensors: Tensors) -> list[str]:
 
 
 def _header(tensors: Tensors, aliases: Aliases) -> bytes:
+    if "format" in aliases:
+        raise DataError("safetensors cannot name a tied tensor 'format': its header says there what wrote the file")
     entries: dict[str, object] = {"__metadata__": {"format": "pt"} | dict(aliases)}
     at = 0
     for name in _order(tensors):
@@ -36,6 +40,11 @@ def _header(tensors: Tensors, aliases: Aliases) -> bytes:
         at += tensor.nbytes
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > _LONGEST:
+        raise DataError(
+            f"{len(tensors):,} tensors in one file of safetensors make its header {len(text):,} bytes long, and "
+            f"{_LONGEST:,} are allowed: write shards (max_shard_size)"
+        )
     return len(text).to_bytes(8, "little") + text
 
 

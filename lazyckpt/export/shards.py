@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 
 from ..errors import DataError
 from ..tensor import LazyTensor
@@ -29,13 +30,13 @@ def size_in_bytes(size: int | str) -> int:
     if isinstance(size, int):
         count = size
     else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", size, re.IGNORECASE)
+        match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?i?B?)\s*", size, re.IGNORECASE)
         unit = match[2].upper().replace("I", "i") if match else ""
         if match is None or unit not in _UNITS:
             raise DataError(
                 f"the size {size!r} is not understood: a number of bytes, or one with a unit ('5GB', '512MiB')"
             )
-        count = int(float(match[1]) * _UNITS[unit])
+        count = int(Fraction(match[1]) * _UNITS[unit])
     if count <= 0:
         raise DataError(f"a shard of {size!r} holds nothing: say a size above 0, or None for one file")
     return count

@@ -53,7 +53,8 @@ def _block_tasks(store: Store, spec: TensorSpec, want: Selection, out: torch.Ten
 
 def _mean(store: Store, copies: list[Copy], out: torch.Tensor) -> None:
     """Every element is the mean of the copies that hold it, summed in float32 (float64 for float64)."""
-    wide = torch.float64 if out.dtype == torch.float64 else torch.float32
+    own = copies[0].extent.dtype if copies else out.dtype  # what it is read as, whatever it is converted to then
+    wide = torch.float64 if own == torch.float64 else torch.float32
     total = torch.zeros(out.shape, dtype=wide)
     count = torch.zeros(out.shape, dtype=wide)
     for copy in copies:
@@ -62,7 +63,7 @@ def _mean(store: Store, copies: list[Copy], out: torch.Tensor) -> None:
             do()
         total[copy.slices] += one
         count[copy.slices] += 1
-    out.copy_(total / count)
+    out.copy_((total / count).to(own))
 
 
 def _copy_tasks(store: Store, copy: Copy, target: torch.Tensor) -> Iterator[Task]:

@@ -37,7 +37,18 @@ def run(tasks: Iterable[Task]) -> None:
     finally:  # nothing to do unless something failed: let go of what has not started, wait for what has
         for future in futures:
             future.cancel()
-        wait(futures)
+        _stopped(futures)
+
+
+def _stopped(futures: list[Future[None]]) -> None:
+    """Wait for all, whatever happens meanwhile: they still write to memory and files of whoever called, who is going to
+    close these. (A second Ctrl-C is no reason to write to a descriptor that may be another file's by then.)"""
+    while True:
+        try:
+            wait(futures)
+            return
+        except KeyboardInterrupt:  # the first one is on its way up
+            continue
 
 
 def _each(batch: list[Task]) -> None:

@@ -34,7 +34,11 @@ class SafetensorsFile(NamedTuple):
     def aliases(self) -> dict[str, str]:
         """Names of tied tensors that are stored under another name only: alias -> that name. The header's metadata
         tells them (bindings/python/py_src/safetensors/torch.py `save_model`)."""
-        return {a: name for a, name in self.metadata.items() if name in self.extents and a not in self.extents}
+        return {
+            a: name
+            for a, name in self.metadata.items()
+            if name in self.extents and a not in self.extents and a != "format"  # which is "pt", "tf", ...
+        }
 
 
 def is_safetensors(head: bytes, size: int) -> bool:

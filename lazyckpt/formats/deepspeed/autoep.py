@@ -16,6 +16,7 @@ from ...core.index import Extent, Fragment, Hole, Part
 from ..merge import MergedFragments
 from .building import Building, Local
 
+_MOST = 4096  # experts of a layer
 # the prefix of a layer's expert parameters -> for each expert-parallel rank the global ids of its experts, in order
 Placements = dict[str, list[list[int]]]
 
@@ -24,9 +25,9 @@ def placements(model: Mapping[Any, Any]) -> Placements:
     """Where the experts of each layer are, as the model states say; {} if they have none of AutoEP's."""
     found: Placements = {}
     for layer in _layers(model):
-        ids = _ids(layer)
-        if ids is not None:
-            found[layer["expert_key_prefix"]] = ids
+        prefix = layer["expert_key_prefix"]
+        if prefix not in found and (ids := _ids(layer)) is not None:
+            found[prefix] = ids
     return found
 
 
@@ -59,9 +60,11 @@ def _ids(layer: Mapping[Any, Any]) -> list[list[int]] | None:
         ids = [by_rank.get(n) for n in range(len(ranks))]
     else:
         count, local = layer.get("ep_size"), layer.get("num_local_experts")
-        if type(count) is not int or type(local) is not int or not 0 < count * local <= 1 << 20:
+        if type(count) is not int or type(local) is not int or not (0 < count <= _MOST and 0 < count * local <= _MOST):
             return None
         ids = [list(range(n * local, (n + 1) * local)) for n in range(count)]
+    if sum(len(own) for own in ids if isinstance(own, list)) > _MOST:
+        return None
     known = [[i for i in own if type(i) is int] for own in ids if isinstance(own, list)]
     every = sorted(i for own in known for i in own)
     complete = len(known) == len(ids) and len(every) == total and every == list(range(len(every)))

@@ -14,6 +14,7 @@ from ...core.index import Extent, FileInfo, Fragment, Hole, Rank, TensorSpec
 from ...errors import CorruptError, LazyckptError
 from ...io.plain import Plain
 from ...io.rebuild import StoredTensor
+from ...io.records import short
 from ...io.store import Store
 from ...io.torchfile import Pickles, TorchFile, read_torch_file
 from ..merge import MergedFragments, decide
@@ -31,6 +32,8 @@ class Local(NamedTuple):
     fragments: Sequence[Fragment]
 
 
+_RANKS = 4096  # as many may be claimed however few files there are; and then so many for each file
+_RANKS_A_FILE = 64
 # The tensor-parallel rank of what has no counterpart on other ranks, and is not to be merged.
 ALONE = -1
 # state -> name -> tensor-parallel rank -> tensor, of one pipeline stage
@@ -62,7 +65,7 @@ class Building:
     files: dict[str, FileInfo] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
     gone: list[tuple[Rank, Shapes, Hole]] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    problems: dict[str, None] = field(default_factory=dict)  # in order, each once
     unreadable: dict[str, str] = field(default_factory=dict)
     states: dict[str, dict[str, TensorSpec]] = field(default_factory=dict)
     weight_shapes: dict[str, dict[int, Shape]] = field(default_factory=dict)  # name -> tensor-parallel rank -> shape
@@ -87,12 +90,12 @@ class Building:
             self.files[path] = found.info
             if self._used[0] is not found.root:  # else its pickle is that of the file before
                 self._used = found.root, used_bytes(Plain(found.root, path, found.pickle_size))
-            self.problems += bloat(path, found, self._used[1])
+            for line in bloat(path, found, self._used[1]):
+                self.tell(line)
         return found
 
     def tell(self, problem: str) -> None:
-        if problem not in self.problems:
-            self.problems.append(problem)
+        self.problems[problem] = None
 
     def add(self, shards: Shards) -> None:
         """Merge the shards of one pipeline stage; names that an earlier stage had stay as they are."""
@@ -151,6 +154,17 @@ def update(shards: Shards, more: Shards) -> None:
             known.setdefault(name, {}).update(by_rank)
 
 
+def believed(count: int, what: str, files: int, where: str) -> None:
+    """Raises CorruptError for more ranks (``what``) than ``files`` of them let be believed. The model states of
+    ``where`` or a file's name claim a number; what is lost is told rank by rank, and of a million ranks with two files
+    nothing could be read."""
+    if count > max(_RANKS, _RANKS_A_FILE * files):
+        raise CorruptError(
+            f"{where or 'the model states'}: {short(count)} {what} are claimed, {files:,} files are here: most "
+            "of the checkpoint is missing, or the number is wrong"
+        )
+
+
 def table(file: TorchFile, value: Any) -> dict[Any, Any]:
     """A value of a rank file that has to be a dict; {} for None. Raises CorruptError."""
     if value is None:
@@ -166,8 +180,8 @@ def shapes_of(file: TorchFile, value: Any) -> Shapes:
     for name, shape in table(file, value).items():
         if not isinstance(name, str) or not isinstance(shape, tuple):
             raise CorruptError(f"{file.path}: a table of shapes has the key {str(name)[:80]!r}")
-        if not all(type(n) is int and n >= 0 for n in shape) or prod(shape) >= 1 << 62:
-            raise CorruptError(f"{file.path}: the shape of {name[:80]!r} is {str(shape)[:80]}")
+        if not all(type(n) is int and 0 <= n < 1 << 62 for n in shape) or prod(shape) >= 1 << 62 or len(shape) > 64:
+            raise CorruptError(f"{file.path}: the shape of {name[:80]!r} is {short(shape)}")
         shapes[name] = tuple(shape)
     return shapes
 

@@ -38,7 +38,7 @@ _PREFIX = r"(?P<prefix>bf16_|fp16_)?"
 
 
 def _rank(field: str) -> str:
-    return f"(?P<{field}>[0-9]{{1,18}})"  # longer runs of digits are no ranks
+    return f"(?P<{field}>[0-9]{{1,6}})"  # longer runs of digits are no ranks
 
 
 _PATTERNS: dict[Kind, re.Pattern[str]] = {

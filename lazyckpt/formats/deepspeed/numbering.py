@@ -7,14 +7,22 @@ client listed them, which is that of the module for every usual way to make grou
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...core.box import Shape
 
-_TRIES = 300_000  # states of the search; past that the order is called undetermined
+_TRIES = 500_000  # states of a search, times the groups; past that the order is called undetermined
 
 Wanted = Collection[Shape] | None  # the shapes that a parameter may have; None: any
 State = tuple[int, ...]  # how many parameters of each group have a name
+
+
+@dataclass(slots=True)
+class Effort:
+    """What is left of the work that a search, or several of them together, may take."""
+
+    left: int = _TRIES
 
 
 class Assignment(NamedTuple):
@@ -27,7 +35,9 @@ class Assignment(NamedTuple):
         return all(name is not None for group in self.names for name in group)
 
 
-def assign(names: Sequence[tuple[str, Shape]], groups: Sequence[Sequence[Wanted]]) -> Assignment | None:
+def assign(
+    names: Sequence[tuple[str, Shape]], groups: Sequence[Sequence[Wanted]], effort: Effort | None = None
+) -> Assignment | None:
     """Names for the parameters of each group: each group lists some of the names, in their order, of the shapes it
     wants; no name stands in two; some may stand in none (frozen, buffers). A parameter has a name if it is
     the same in every way to do that. None if there is no way, or if there are too many to look at.
@@ -45,13 +55,13 @@ def assign(names: Sequence[tuple[str, Shape]], groups: Sequence[Sequence[Wanted]
         return None
     # before each name: the states that can be reached ...
     ahead: list[set[State]] = [{(0,) * len(groups)}]
-    tries = 0
+    effort = effort or Effort()
     for n, (_, shape) in enumerate(names):
         following = {s for s in ahead[-1] if sum(s) + unused > n}
         for state in ahead[-1]:
             following.update(after for _, after in _steps(state, shape, groups))
-        tries += len(following)
-        if tries > _TRIES:
+        effort.left -= len(following) * len(groups)
+        if effort.left < 0:
             return None
         ahead.append(following)
     # ... and from there on back, which of them lead to the goal

@@ -26,6 +26,7 @@ from .autoep import layer_of, stacked
 from .building import Building, Local, Shapes, Shards, Stage, table
 from .files import RankFiles, name_of_rank
 from .flat import FlatFragments, Partition
+from .plainopt import state_name
 
 _EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")  # moe/experts.py: ids count from 0 on every ep rank
 
@@ -116,7 +117,8 @@ class Stage12:
         at, places = 0, {}
         for n, (name, shape) in enumerate(shapes.items()):
             places[name] = (at, 0)
-            at += prod(shape) + (pads[n] if n < len(pads) and type(pads[n]) is int and pads[n] > 0 else 0)
+            pad = pads[n] if n < len(pads) else 0
+            at += prod(shape) + (pad if type(pad) is int and 0 < pad < 1 << 62 else 0)
         # The buffer is padded to a multiple of 2 per rank (nccl_start_alignment_factor); other versions aligned
         # otherwise, then the longest partition tells (padding is stripped from the last ones only).
         aligned = -(-at // (2 * world)) * 2
@@ -183,8 +185,9 @@ def _by_group(base: Any) -> list[dict[str, Any]]:
     if not isinstance(base, dict) or not isinstance(base.get("state"), dict):
         return []
     by_id, groups = base["state"], base.get("param_groups")
-    if isinstance(groups, list) and all(isinstance(g, dict) and len(g.get("params") or ()) == 1 for g in groups):
-        ids = [g["params"][0] for g in groups]
+    listed = [g.get("params") if isinstance(g, dict) else None for g in (groups if isinstance(groups, list) else ())]
+    if listed and all(isinstance(p, list | tuple) and len(p) == 1 and isinstance(p[0], int) for p in listed):
+        ids = [p[0] for p in listed if p]
     else:
         ids = sorted(k for k in by_id if isinstance(k, int))
     return [by_id.get(i, {}) if isinstance(by_id.get(i, {}), dict) else {} for i in ids]
@@ -271,7 +274,7 @@ def _cut(g: int, shapes: Shapes, optim: OptimFiles, stage: Stage12 | Stage3, ran
             continue
         masters, states = stage.masters(r), stage.states(r)
         own = states[g] if g < len(states) else None
-        values = {str(k): v for k, v in own.items()} if isinstance(own, dict) else {}
+        values = {state_name(k): v for k, v in own.items()} if isinstance(own, dict) else {}
         if g < len(masters):
             values["fp32"] = masters[g]
         for key, value in values.items():

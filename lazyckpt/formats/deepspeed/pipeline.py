@@ -20,10 +20,10 @@ from ...io.rebuild import StoredTensor
 from ...io.torchfile import TorchFile
 from .building import Building, Local, Shapes, Shards, local, tensors_in
 from .files import RankFiles
+from .numbering import Effort
 from .plainopt import Group, match
 
 _TIED = "tied_modules."
-_RUNS = 10_000  # tries to find the layers of the stages; past that they are called undetermined
 # layer -> tensor-parallel rank -> what its file holds, by local name
 Layers = dict[int, dict[int, tuple[TorchFile, dict[str, StoredTensor]]]]
 
@@ -88,7 +88,8 @@ def evident_ties(
     layer these fit the layers at all -> its ``tied_modules.KEY``, if the patterns of universal_checkpoint_info name one
     (they also name modules that are not shared: alone they prove nothing)."""
     own = {idx: local_shapes(layers, idx, tp, str(idx), buffers) for idx in layers}
-    if len(optimizers) < 2 or stage_names(optimizers, list(own.values()), {}) is not None:
+    effort = Effort()
+    if len(optimizers) < 2 or stage_names(optimizers, list(own.values()), {}, effort) is not None:
         return {}
     first = [{s for group in groups if group.shapes for s in group.shapes[0] or ()} for groups in optimizers]
     fitting = []
@@ -96,9 +97,9 @@ def evident_ties(
         if sum(bool(seen & set(shapes.values())) for seen in first) < 2:
             continue  # shared parameters come first in a stage
         rest = [s for i, s in own.items() if i != idx]
-        if stage_names(optimizers, rest, shapes) is not None:
+        if stage_names(optimizers, rest, shapes, effort) is not None:
             fitting.append(idx)
-    if len(fitting) != 1:
+    if len(fitting) != 1 or effort.left < 0:
         return {}
     (idx,) = fitting
     keys = {
@@ -125,16 +126,16 @@ def local_shapes(layers: Layers, idx: int, tp: int, prefix: str, buffers: set[st
     return {f"{prefix}.{n}": t.shape for n, t in tensors.items() if f"{prefix}.{n}" not in buffers}
 
 
-def stage_names(optimizers: Sequence[list[Group]], layers: Sequence[Shapes], shared: Shapes) -> list[Shapes] | None:
+def stage_names(
+    optimizers: Sequence[list[Group]], layers: Sequence[Shapes], shared: Shapes, effort: Effort
+) -> list[Shapes] | None:
     """Which layers each pipeline stage has: consecutive runs, such that every stage's optimizer fits its run. Only if
     every way to cut them gives its parameters the same names. ``shared``: what any stage may have besides, first."""
     found: dict[tuple[Any, ...], list[Shapes]] = {}
-    tries = 0
 
     def extend(at: int, chosen: list[Shapes], named: tuple[Any, ...]) -> None:
-        nonlocal tries
         stage = len(chosen)
-        if len(found) > 1 or tries > _RUNS:
+        if len(found) > 1 or effort.left < 0:
             return
         if stage == len(optimizers):
             if at == len(layers):
@@ -148,12 +149,12 @@ def stage_names(optimizers: Sequence[list[Group]], layers: Sequence[Shapes], sha
             for names in ({**shared, **own}, own) if shared else (own,):
                 # every layer of a run but its last few has to be needed: a longer run than that fits nothing better
                 if count <= len(names) <= 2 * count + 8:
-                    tries += 1
-                    matched = match(names, optimizers[stage])
+                    effort.left -= 10 * len(names)
+                    matched = match(names, optimizers[stage], effort)
                     if matched is not None:
                         extend(end, [*chosen, names], (*named, tuple(map(tuple, matched.names))))
             if len(own) > 2 * count + 8:
                 break
 
     extend(0, [], ())
-    return next(iter(found.values())) if len(found) == 1 and tries <= _RUNS else None
+    return next(iter(found.values())) if len(found) == 1 and effort.left >= 0 else None

@@ -17,9 +17,10 @@ from typing import Any
 from ...core.box import Shape
 from ...core.index import Rank
 from ...io.rebuild import StoredTensor
+from ...io.records import short
 from ...io.torchfile import TorchFile
 from .building import ALONE, Building, Shards, local
-from .numbering import Assignment, assign
+from .numbering import Assignment, Effort, assign
 
 _EXPERT = re.compile(r".*(\.deepspeed_experts\..*|\.experts\.w[123])")  # DeepSpeed's own layers, AutoEP's
 
@@ -63,7 +64,7 @@ def named_shapes(groups: list[Group]) -> dict[str, Shape]:
     }
 
 
-def match(names: Mapping[str, Shape], groups: list[Group]) -> Assignment | None:
+def match(names: Mapping[str, Shape], groups: list[Group], effort: Effort | None = None) -> Assignment | None:
     """Names for the parameters of all groups: those listed, else what order and shapes tell (see `assign`). Experts are
     in groups of their own, and nowhere else, if any group is marked so."""
     listed = [_listed(group, names) for group in groups]
@@ -74,7 +75,7 @@ def match(names: Mapping[str, Shape], groups: list[Group]) -> Assignment | None:
     for experts in (False, True) if marked else (None,):
         chosen = [g for g, group in enumerate(groups) if experts in (None, group.experts)]
         eligible = [(n, s) for n, s in names.items() if experts in (None, _EXPERT.fullmatch(n) is not None)]
-        assigned = assign(eligible, [groups[g].shapes for g in chosen])
+        assigned = assign(eligible, [groups[g].shapes for g in chosen], effort)
         if assigned is None:
             return None
         for g, members in zip(chosen, assigned.names, strict=True):
@@ -119,13 +120,18 @@ def optimizer_shards(
             for key, value in values.items():
                 if isinstance(value, StoredTensor):
                     tensor = local(file, f"{name}: {key}", value, rank)
-                    shards.setdefault(str(key), {}).setdefault(name, {})[rank.tp if known else ALONE] = tensor
+                    shards.setdefault(state_name(key), {}).setdefault(name, {})[rank.tp if known else ALONE] = tensor
     if unnamed:
         b.tell(
             f"{where}: the optimizer numbers its parameters; for {unnamed} of {count} order and shapes leave more than "
             "one way to name them, or none: their states stand under their numbers"
         )
     return shards
+
+
+def state_name(key: Any) -> str:
+    """What an optimizer calls one of its states, as text."""
+    return key if isinstance(key, str) else short(key)
 
 
 def _torch_state(optimizer: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[dict[Any, Any]]]:
@@ -140,7 +146,7 @@ def _torch_state(optimizer: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[dic
 
 def _ids(group: Mapping[Any, Any]) -> list[int]:
     params = group.get("params")
-    return [i for i in params if isinstance(i, int)] if isinstance(params, list | tuple) else []
+    return [i for i in params if isinstance(i, int) and abs(i) < 1 << 62] if isinstance(params, list | tuple) else []
 
 
 def _masters(optimizer: Mapping[Any, Any], groups: list[dict[Any, Any]]) -> dict[int, StoredTensor]:

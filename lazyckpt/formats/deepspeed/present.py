@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from ...core.box import Shape
 from ...core.index import Fragment, Hole, Rank, TensorSpec
 from ...errors import LazyckptError
+from ...io.records import short
 from .building import Building, Local, Shapes, Shards, table, tensors_in
 from .files import RankFiles
 
@@ -27,12 +29,17 @@ K = TypeVar("K")
 def set_aside(b: Building, files: RankFiles, count: int, model: Mapping[Any, Any]) -> None:
     """Tell of files of ranks, or of experts, that this save did not have, and take them off the list. ``count``:
     model-parallel ranks; ``model``: the model states of one of them."""
-    experts = _num_experts(model)
+    experts = num_experts(model, files)
+    if not experts and model.get("num_experts"):
+        b.tell(f"num_experts is {short(model['num_experts'])}, which cannot be: lost experts are not told of")
     for group in (files.optim, files.zero_model):
         _drop(b, group, lambda k: k[0] >= b.world, lambda k: f"rank {k[0]}", f"{b.world} ranks")
         _drop(b, group, lambda k: k[1] >= count, lambda k: f"model-parallel rank {k[1]}", str(count))
     _drop(b, files.layers, lambda k: k[1] >= b.tp, lambda k: f"tensor-parallel rank {k[1]}", str(b.tp))
     _drop(b, files.experts, lambda k: k[2] >= count, lambda k: f"model-parallel rank {k[2]}", str(count))
+    _drop(
+        b, files.expert_optim, lambda k: k[0] >= b.world, lambda k: f"expert-parallel rank {k[0]}", f"{b.world} ranks"
+    )
     _drop(b, files.expert_optim, lambda k: k[1] >= count, lambda k: f"model-parallel rank {k[1]}", str(count))
     for ep in range(1 + max((ep for ep, _ in files.expert_optim), default=-1)):
         for mp in range(count):
@@ -52,10 +59,11 @@ def _drop(b: Building, group: dict[K, str], over: Any, what: Any, of: str) -> No
             del group[key]
 
 
-def _num_experts(model: Mapping[Any, Any]) -> list[int]:
+def num_experts(model: Mapping[Any, Any], files: RankFiles) -> list[int]:
+    """How many experts each layer has; [] if that is not said, or cannot be."""
     counts = model.get("num_experts")
-    if isinstance(counts, list) and all(type(n) is int and 0 < n < 1 << 20 for n in counts):
-        return counts
+    if isinstance(counts, list) and all(type(n) is int and n > 0 for n in counts):
+        return counts if sum(counts) <= 4096 + 64 * len(files.experts) else []
     return []
 
 
@@ -101,7 +109,8 @@ def _lost_shared(b: Building, files: RankFiles, weights: Mapping[str, Any], tp: 
     paths = [p for (idx, t), p in files.layers.items() if t == tp and str(idx) not in read and p not in b.files]
     if not paths:
         numbers = {idx for idx, t in files.layers if t == tp}
-        paths = [_layer_path(files, idx, tp) for idx in range(max(numbers, default=0)) if idx not in numbers]
+        missing = (idx for idx in range(max(numbers, default=0)) if idx not in numbers)
+        paths = [_layer_path(files, idx, tp) for idx in islice(missing, 8)]
     hole = Hole(
         paths[0] if paths else "", f"a layer's file that others share is missing: one of {', '.join(paths[:8])}"
     )
@@ -127,7 +136,7 @@ def _layer_path(files: RankFiles, idx: int, tp: int) -> str:
 def _strangers(b: Building, files: RankFiles, listed: set[str], weights: Mapping[str, Any]) -> None:
     """Layers behind the last one that is trained: frozen ones, or those of a deeper model. (A layer that has a shared
     module again has a file, too.)"""
-    last = max((int(head) for head in listed if head.isdecimal()), default=-1)
+    last = max((int(head) for head in listed if head.isdecimal() and len(head) < 7), default=-1)
     shared = {name.split(".", 2)[2] for name in weights if name.startswith("tied_modules.")}
     for (idx, _), path in files.layers.items():
         own = {name.split(".", 1)[1] for name in weights if name.startswith(f"{idx}.")}
@@ -139,7 +148,7 @@ def with_lost_experts(b: Building, files: RankFiles, model: Mapping[Any, Any], s
     """The experts' weights, with holes for those that num_experts counts but that no file holds; told of."""
     weights = shards["weights"]
     ranks = sorted({mp for _, _, mp in files.experts})
-    for layer, count in enumerate(_num_experts(model)):
+    for layer, count in enumerate(num_experts(model, files)):
         sibling = next(((k[1], s) for k in files.experts if k[0] == layer if (s := _shapes(b, files.experts[k]))), None)
         for expert in range(count):
             for mp in ranks:

@@ -25,7 +25,7 @@ from ..reader import Source
 from ..torchsave import ties, warnings
 from . import universal
 from .autoep import placements, router_aliases
-from .building import Building, Shapes, Shards, Stage, buffer_names, shapes_of, table, tensors_in, update
+from .building import Building, Shapes, Shards, Stage, believed, buffer_names, shapes_of, table, tensors_in, update
 from .files import RankFiles, find_folder
 from .mappings import mapped_groups, pieces_by_name, sizes, without_gaps
 from .mixed import settle
@@ -49,12 +49,13 @@ def read(source: Source) -> Index:
     b = Building(source.store)
     stages = read_stages(b, source, files)
     first = stages[min(stages)]
-    degree = data_parallel_degree(first.model, files)
+    degree = data_parallel_degree(first.model, files, b.ranks)
     b.world = shard_size(b, files, first, degree) if files.zero_model else degree
     b.sources = merge_rules(source, stages)
     set_aside(b, files, b.ranks, first.model)
     plain = Plain(first.file.root, f"{source.where}/{first.file.path}", first.file.pickle_size, _name(first.file) + "/")
-    b.problems += [w for w in warnings(first.file.path, first.file, plain) if w not in b.problems]
+    for line in warnings(first.file.path, first.file, plain):
+        b.tell(line)
     module = tensors_in(first.file, first.model.get("module"))
     aliases = _aliases(first.model, module)
     b.placements = placements(first.model)
@@ -183,6 +184,7 @@ def degrees(model: Mapping[Any, Any], files: RankFiles, found: Mapping[int, Any]
     count = model.get("mp_world_size")
     if type(count) is not int or count < 1:
         count = 1 + max(found)
+    believed(count, "model-parallel ranks", len(files.model) + len(files.zero_model), files.folder)
     known = model.get("checkpoint_parallel_dimensions")
     said = known.get("tp_degree") if isinstance(known, dict) else None
     if type(said) is int and said > 0 and count % said == 0:
@@ -192,12 +194,14 @@ def degrees(model: Mapping[Any, Any], files: RankFiles, found: Mapping[int, Any]
     return count, tp if count % tp == 0 else count
 
 
-def data_parallel_degree(model: Mapping[Any, Any], files: RankFiles) -> int:
-    """The data-parallel degree: as the model states say, else as many as there are files."""
+def data_parallel_degree(model: Mapping[Any, Any], files: RankFiles, count: int) -> int:
+    """The data-parallel degree: as the model states say, else as many as there are files. ``count``: model-parallel
+    ranks. Raises CorruptError if the product is absurd."""
     world = model.get("dp_world_size")
-    if type(world) is int and 0 < world <= 1 << 20:
-        return world
-    return 1 + max([dp for dp, _ in files.optim] + [dp for dp, _ in files.zero_model] + [0])
+    if type(world) is not int or world < 1:
+        world = 1 + max([dp for dp, _ in files.optim] + [dp for dp, _ in files.zero_model] + [0])
+    believed(world * count, "ranks", len(files.model) + len(files.zero_model) + len(files.optim), files.folder)
+    return world
 
 
 def _expert_parallel(optims: Mapping[int, OptimFiles], files: RankFiles, b: Building) -> int:
@@ -294,14 +298,14 @@ def _zero_stage(model: Mapping[Any, Any], optims: Mapping[int, OptimFiles]) -> i
             if isinstance(rank, Optim):
                 stage: Any = rank.state.get("zero_stage", 1)  # BF16_Optimizer does not say it: it is a ZeRO-1
                 value = stage.args[0] if isinstance(stage, Opaque) and stage.args else stage
-                if type(value) is int:
+                if type(value) is int and value in (1, 2, 3):
                     return value
     if not optims:
         return 0
     config = model.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     number = zero.get("stage", 0) if isinstance(zero, dict) else 0
-    return int(number) if type(number) is int else 0
+    return number if type(number) is int and number in (1, 2, 3) else 0
 
 
 def _flag(model: Mapping[Any, Any], key: str) -> bool:

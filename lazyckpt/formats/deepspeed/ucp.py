@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache, lru_cache
 from typing import Any
 
 from ..merge import Merge, Rule, Source, averaged, concatenated, in_parts, pieces, replicated, rows
 
+_REPETITIONS = 3  # in a pattern: each may try every length of what it repeats
+_LONGEST_NAME = 256  # characters of a name that patterns with repetitions look at
 _HALVES = "parameter_with_2_sub_params_cat_dim_0"
 
 
@@ -21,12 +24,12 @@ def universal_rules(info: Mapping[str, Any], family: Source) -> Source:
     ds_to_universal does, unless their family says that they are replicated: Megatron lists the position embeddings of
     an untied model under a name that they do not have, and ds_to_universal then concatenates copies."""
 
-    def find(name: str) -> tuple[Rule, str] | None:
+    def known(name: str) -> tuple[Rule, str]:
         found = _explicit(info, name)
         if found is None:
-            known = family.find(name)
-            if known is not None and known[0] is replicated:
-                found = known
+            likely = family.find(name)
+            if likely is not None and likely[0] is replicated:
+                found = likely
             else:
                 found = concatenated(0), "universal_checkpoint_info (in none of its lists: the default)"
         rule, evidence = found
@@ -35,7 +38,27 @@ def universal_rules(info: Mapping[str, Any], family: Source) -> Source:
             return rows(rule, size), f"{evidence} and original_vocab_size {size:,}"
         return rule, evidence
 
+    @cache  # every state of a parameter asks again
+    def find(name: str) -> tuple[Rule, str] | None:
+        try:
+            rule, evidence = known(name)
+        except (ValueError, TypeError, LookupError) as e:
+            return _refused(f"universal_checkpoint_info is not understood: {e}"), "universal_checkpoint_info"
+        return _guarded(rule), evidence
+
     return Source(find)
+
+
+def _guarded(rule: Rule) -> Rule:
+    """A rule with numbers that a file claims: of the wrong type, they are a ValueError too."""
+
+    def guarded(shapes: Any) -> Merge:
+        try:
+            return rule(shapes)
+        except (TypeError, LookupError, ArithmeticError) as e:
+            raise ValueError(f"universal_checkpoint_info is not understood: {e}") from None
+
+    return guarded
 
 
 def _explicit(info: Mapping[str, Any], name: str) -> tuple[Rule, str] | None:
@@ -62,13 +85,25 @@ def _explicit(info: Mapping[str, Any], name: str) -> tuple[Rule, str] | None:
 
 
 def _match(patterns: Any, name: str) -> str | None:
+    """The first pattern that matches. Raises ValueError for one that is none, as ds_to_universal stops there: what it
+    was meant for would else get another rule."""
     for pattern in patterns if isinstance(patterns, list | tuple | dict | set) else ():
-        try:
-            if isinstance(pattern, str) and re.match(pattern, name):
-                return pattern
-        except re.error:
-            continue  # a pattern that is none matches nothing; ds_to_universal would stop here
+        if isinstance(pattern, str) and _compiled(pattern, len(name) <= _LONGEST_NAME).match(name):
+            return pattern
     return None
+
+
+@lru_cache(maxsize=1 << 14)  # AutoTP lists a pattern for every parameter; the cache of `re` holds 512
+def _compiled(pattern: str, short: bool) -> re.Pattern[str]:
+    """Raises ValueError for what is no pattern, and for one that a hostile file may make us match forever: with
+    repetitions of repetitions, or many of them."""
+    bare = re.sub(r"\\.|\[\^?\]?(\\.|[^\]\\])*\]", "x", pattern, flags=re.DOTALL)
+    if re.search(r"\)[*+{]", bare) or len(re.findall(r"[*+?{]", bare)) > (_REPETITIONS if short else 1):
+        raise ValueError(f"the pattern {pattern[:80]!r} has more repetitions in it than writers of checkpoints use")
+    try:
+        return re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as e:
+        raise ValueError(f"the pattern {pattern[:80]!r} is none: {e}") from None
 
 
 def _halves(shapes: Any) -> Merge:
@@ -84,7 +119,7 @@ def _sub_params(info: Mapping[str, Any], name: str) -> tuple[Rule, str] | None:
         entry = entry if isinstance(entry, dict) else getattr(entry, "attributes", {})
         pattern = _match(entry.get("patterns"), name)
         dim, shape = entry.get("partition_dim"), entry.get("shape")
-        if pattern is None or type(dim) is not int or not isinstance(shape, tuple | list) or dim >= len(shape):
+        if pattern is None or type(dim) is not int or not isinstance(shape, tuple | list) or not 0 <= dim < len(shape):
             continue
         widths = info.get("sub_param_shard_widths")
         known = widths.get(pattern) if isinstance(widths, dict) else None

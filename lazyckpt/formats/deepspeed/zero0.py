@@ -13,6 +13,7 @@ from ...errors import LazyckptError
 from .autoep import layer_of, stacked
 from .building import Building, Local, Shapes, Shards, Stage, buffer_names, table, tensors_in, update
 from .files import RankFiles
+from .numbering import Effort
 from .pipeline import Layers, evident_ties, local_shapes, stage_names, tied_layers
 from .plainopt import Group, named_shapes, numbered_groups, optimizer_shards
 
@@ -81,7 +82,7 @@ def _stages_of(stages: Mapping[int, Stage], layers: Layers, tied: Mapping[int, s
     if all(group.names is not None for groups in optimizers for group in groups):
         everything = {n: s for t in tables.values() for n, s in t.items()}
         return dict.fromkeys(ranks, everything)
-    found = stage_names(optimizers, [t for idx, t in tables.items() if idx not in tied], shared)
+    found = stage_names(optimizers, [t for idx, t in tables.items() if idx not in tied], shared, Effort())
     return dict(zip(ranks, found, strict=True)) if found else {}
 
 
