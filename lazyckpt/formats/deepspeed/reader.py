@@ -246,6 +246,8 @@ def _aliases(model: Mapping[Any, Any], module: Mapping[str, StoredTensor]) -> di
     """Tied names -> owners: as shared_params says, and where two names of the module are the same memory."""
     shared = model.get("shared_params")
     aliases = {a: o for a, o in shared.items() if isinstance(o, str)} if isinstance(shared, dict) else {}
+    # exclude_frozen_parameters takes a frozen owner out of the module, and leaves the alias there
+    aliases = {a: o for a, o in aliases.items() if o in module or a not in module}
     for alias, owner in ties(module).items():
         if alias not in aliases and owner not in aliases:
             aliases[alias] = owner
