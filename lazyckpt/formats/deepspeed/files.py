@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ...core.names import natural
 from ...errors import CorruptError, FormatError, MissingFileError
-from ...io.store import Store
+from ...io.store import Entry, Store
 from ..reader import Source
 from .names import RankFile, parse_ckpt_name
 
@@ -64,7 +64,7 @@ def find_folder(source: Source, strict: bool = True) -> RankFiles | None:
         return here
     latest = _latest(store, source, strict)
     tag = source.tag or latest
-    if tag is not None and tag in source.entries:
+    if tag is not None and _is_folder(store, tag, source.entries):
         found = _look(store, tag, store.list(tag))
         if found:
             return found
@@ -86,6 +86,17 @@ def find_folder(source: Source, strict: bool = True) -> RankFiles | None:
     )
 
 
+def _is_folder(store: Store, tag: str, entries: Mapping[str, Entry]) -> bool:
+    """Whether a tag is a folder in here: of one name, or of several (``runs/step5``: nothing forbids a slash)."""
+    inside, path = entries, ""
+    for part in tag.split("/"):
+        if part in (".", "..") or part not in inside or not inside[part].is_dir:
+            return False
+        path = f"{path}/{part}" if path else part
+        inside = store.list(path)
+    return True
+
+
 def _look(store: Store, folder: str, names: Iterable[str]) -> RankFiles:
     files = rank_files(folder, names)
     if "zero" in names and not files.optim:
@@ -102,7 +113,7 @@ def _latest(store: Store, source: Source, strict: bool) -> str | None:
         return None
     size = source.entries[name].info.size
     tag = bytes(store.read(name, 0, size)).decode("utf-8", "replace").strip() if 0 < size < 4096 else ""
-    if "/" in tag or "\\" in tag or tag in ("", ".", ".."):
+    if "\\" in tag or not {"", ".", ".."}.isdisjoint(tag.split("/")):
         if strict and source.tag is None:
             raise CorruptError(
                 f"{store.root}/{name} names {tag[:80]!r}, which is no folder inside this one: say which with tag=..."

@@ -55,7 +55,7 @@ def read(source: Source) -> Index:
     plain = Plain(first.file.root, f"{source.where}/{first.file.path}", first.file.pickle_size, _name(first.file) + "/")
     b.problems += [w for w in warnings(first.file.path, first.file, plain) if w not in b.problems]
     module = tensors_in(first.file, first.model.get("module"))
-    aliases = _aliases(first.model, module)
+    aliases = _aliases(first.model, module, bool(files.zero_model))
     b.placements = placements(first.model)
     if b.placements:
         aliases |= router_aliases(first.model, list(module))
@@ -242,12 +242,15 @@ def _mapped(b: Building, stage: Stage, optim: OptimFiles, layers: Layers, tied: 
 # -- the rest
 
 
-def _aliases(model: Mapping[Any, Any], module: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """Tied names -> owners: as shared_params says, and where two names of the module are the same memory."""
+def _aliases(model: Mapping[Any, Any], module: Mapping[str, StoredTensor], sharded: bool) -> dict[str, str]:
+    """Tied names -> owners: as shared_params says, and where two names of the module are the same memory.
+
+    engine.py `_get_shared_params` goes by addresses, and takes all parameters without elements for one; with
+    exclude_frozen_parameters, a frozen owner is not in the module, but its aliases are."""
     shared = model.get("shared_params")
     aliases = {a: o for a, o in shared.items() if isinstance(o, str)} if isinstance(shared, dict) else {}
-    # exclude_frozen_parameters takes a frozen owner out of the module, and leaves the alias there
-    aliases = {a: o for a, o in aliases.items() if o in module or a not in module}
+    empty = {n for n, t in module.items() if 0 in t.shape and not sharded}
+    aliases = {a: o for a, o in aliases.items() if a not in empty and (o in module or a not in module)}
     for alias, owner in ties(module).items():
         if alias not in aliases and owner not in aliases:
             aliases[alias] = owner
