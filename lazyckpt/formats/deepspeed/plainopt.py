@@ -19,7 +19,7 @@ from ...core.index import Rank
 from ...io.rebuild import StoredTensor
 from ...io.torchfile import TorchFile
 from .building import ALONE, Building, Shards, local
-from .numbering import Assignment, assign
+from .numbering import Assignment, assign, assign_by_shape
 
 _EXPERT = re.compile(r".*(\.deepspeed_experts\..*|\.experts\.w[123])")  # DeepSpeed's own layers, AutoEP's
 
@@ -118,14 +118,14 @@ def optimizer_shards(
     groups = numbered_groups(optimizer)
     if not groups:
         return {}
-    found = match(names, groups, spread)
+    found = match(names, groups, spread) or assign_by_shape(list(names.items()), [group.shapes for group in groups])
     by_id, param_groups = _torch_state(optimizer)
     masters = _masters(optimizer, param_groups)
     shards: Shards = {}
     unnamed = count = 0
     for g, group in enumerate(groups):
         for n, i in enumerate(group.numbers):
-            known = found.names[g][n] if found else None
+            known = found.names[g][n]
             state = by_id.get(i)
             values: dict[Any, Any] = dict(state) if isinstance(state, dict) else {}
             if i in masters:

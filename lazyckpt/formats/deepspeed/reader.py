@@ -32,7 +32,7 @@ from .partitions import Optim, OptimFiles, Stage3, Stage12, flat_states, optim_f
 from .pipeline import Layers, layer_shards, local_shapes, read_layers, tied_layers
 from .present import lost_stages, set_aside, with_lost_experts, with_lost_layers, with_lost_states
 from .ucp import universal_rules
-from .weights import expert_shards, module_shards, sharded_rest
+from .weights import copies, expert_shards, module_shards, sharded_rest
 from .zero0 import optimizer_states, ties_of_plain_optimizers
 
 _BUFFER = (replicated, "buffer_names: nothing cuts a buffer over ranks")
@@ -100,6 +100,8 @@ def read(source: Source) -> Index:
         b.add(shards)
     if any_optim is None:
         optimizer_states(b, files, stages, layers, tied, aliases)
+        if files.expert_optim:
+            aliases |= _tied_copies(b, first, module)
         if sharded:
             b.tell("there are no optimizer states (*_optim_states.pt): no parameter of a ZeRO-3 model can be read")
     if pipeline and b.lost:
@@ -254,6 +256,15 @@ def _aliases(model: Mapping[Any, Any], module: Mapping[str, StoredTensor], shard
     for alias, owner in ties(module).items():
         if alias not in aliases and owner not in aliases:
             aliases[alias] = owner
+    return aliases
+
+
+def _tied_copies(b: Building, first: Stage, module: Mapping[str, StoredTensor]) -> dict[str, str]:
+    """Tied names -> owners, from what was saved as `copies`; the owners' weights are then read for both."""
+    trained = {n for state, specs in b.states.items() if state != "weights" for n in specs}
+    aliases = copies(first.file, {n: t for n, t in module.items() if n not in buffer_names(first.model)}, trained)
+    for alias in aliases:
+        b.states["weights"].pop(alias, None)
     return aliases
 
 

@@ -100,6 +100,21 @@ def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first:
     return {"fp32": frozen}
 
 
+def copies(file: TorchFile, module: Mapping[str, StoredTensor], trained: set[str]) -> dict[str, str]:
+    """Matrices that no optimizer has, and that hold the very bytes of one that it has: the other names of tied
+    parameters, where each was saved on its own. (With experts, engine.py saves clones; it lists ``shared_params`` with
+    ZeRO only.)"""
+    owners: dict[tuple[Any, ...], list[str]] = {}
+    for name, t in module.items():
+        if len(t.shape) > 1 and (crc := _crc(file.records, t)) is not None:
+            owners.setdefault((t.shape, t.dtype, crc), []).append(name)
+    found: dict[str, str] = {}
+    for names in owners.values():
+        if len(known := [n for n in names if n in trained]) == 1:
+            found |= {n: known[0] for n in names if n not in trained}
+    return found
+
+
 def _crc(records: Mapping[str, Record], tensor: StoredTensor) -> int | None:
     """The checksum of a tensor's bytes, where it is all of its storage."""
     if tensor.storage is None:
