@@ -29,7 +29,8 @@ from .building import Building, Shapes, Shards, Stage, buffer_names, shapes_of, 
 from .files import RankFiles, find_folder
 from .mappings import mapped_groups, pieces_by_name, sizes, without_gaps
 from .partitions import Optim, OptimFiles, Stage3, Stage12, flat_states, optim_files, shard_size
-from .pipeline import Layers, layer_shards, local_shapes, read_layers, tied_layers
+from .pipeline import Layers, layer_shards, local_shapes, read_layers, tied_layers, without_repeats
+from .plainopt import named_shapes, numbered_groups
 from .present import lost_stages, set_aside, with_lost_experts, with_lost_layers, with_lost_states
 from .ucp import universal_rules
 from .weights import copies, expert_shards, module_shards, sharded_rest
@@ -73,7 +74,10 @@ def read(source: Source) -> Index:
         optims = {mp: optim_files(b, files, b.world, mp, any_optim) for mp in stages}
     layers, tied = read_layers(b, files), {}
     if pipeline:
-        tied = _ties(b, stages, layers, optims)
+        listed = _listed(stages, optims)
+        tied = tied_layers(layers, listed) if listed else ties_of_plain_optimizers(b, stages, layers)
+        if listed:
+            layers = without_repeats(layers, tied, {name.split(".", 1)[0] for name in listed})
         trained = [(s.rank, g) for s in stages.values() for g in s.groups]
         buffers = {n for s in stages.values() for n in buffer_names(s.model)}
         b.add(with_lost_layers(b, files, trained, buffers, layer_shards(b, layers, tied)))
@@ -223,14 +227,15 @@ def _first_stages(stages: Mapping[int, Stage]) -> dict[str, int]:
 # -- pipelines
 
 
-def _ties(b: Building, stages: Mapping[int, Stage], layers: Layers, optims: Mapping[int, OptimFiles]) -> dict[int, str]:
-    """Pipeline layer -> the shared module that its file holds, from whatever lists parameters by name."""
+def _listed(stages: Mapping[int, Stage], optims: Mapping[int, OptimFiles]) -> dict[str, Shape | int]:
+    """The trained parameters that some file lists by name, with their shape or how many elements they have."""
     listed: dict[str, Shape | int] = {n: s for stage in stages.values() for g in stage.groups for n, s in g.items()}
     if not listed:
         listed = {n: s for optim in optims.values() for n, s in sizes(pieces_by_name(optim)).items()}
     if not listed:
-        return ties_of_plain_optimizers(b, stages, layers)
-    return tied_layers(layers, listed)
+        optimizers = [numbered_groups(stage.model.get("optimizer")) for stage in stages.values()]
+        listed = {n: s for groups in optimizers for n, s in named_shapes(groups).items()}
+    return listed
 
 
 def _mapped(b: Building, stage: Stage, optim: OptimFiles, layers: Layers, tied: Mapping[int, str]) -> list[Shapes]:

@@ -57,7 +57,7 @@ def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first:
         b.tell(f"{first.path}: frozen experts ({stacks[0]!r}, ...) are in view.stored only")
         shapes = {n: s for n, s in shapes.items() if n not in stacks}
     tensors = tensors_in(first, model.get("module"))
-    buffers = {n: c for n, t in tensors.items() if 0 not in t.shape and (c := _crc(first.records, t)) is not None}
+    buffers = {n: c for n, t in tensors.items() if 0 not in t.shape and (c := crc_of(first.records, t)) is not None}
     pieces: dict[str, list[Partition]] = {name: [] for name in shapes}
     dtypes: dict[str, torch.dtype] = {}
     differ: dict[str, list[int]] = {}
@@ -88,7 +88,7 @@ def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first:
                 pieces[name].append(Partition(hole, here))
         for name, crc in buffers.items() if dp else ():
             tensor = module.get(name)
-            if isinstance(tensor, StoredTensor) and _crc(file.records, tensor) not in (crc, None):
+            if isinstance(tensor, StoredTensor) and crc_of(file.records, tensor) not in (crc, None):
                 differ.setdefault(name, []).append(dp)
     for name, ranks in differ.items():
         b.tell(f"the buffer {name!r} differs on ranks {_listed(ranks)}: rank 0's is read (the others: view.stored)")
@@ -106,7 +106,7 @@ def copies(file: TorchFile, module: Mapping[str, StoredTensor], trained: set[str
     ZeRO only.)"""
     owners: dict[tuple[Any, ...], list[str]] = {}
     for name, t in module.items():
-        if len(t.shape) > 1 and (crc := _crc(file.records, t)) is not None:
+        if len(t.shape) > 1 and (crc := crc_of(file.records, t)) is not None:
             owners.setdefault((t.shape, t.dtype, crc), []).append(name)
     found: dict[str, str] = {}
     for names in owners.values():
@@ -115,7 +115,7 @@ def copies(file: TorchFile, module: Mapping[str, StoredTensor], trained: set[str
     return found
 
 
-def _crc(records: Mapping[str, Record], tensor: StoredTensor) -> int | None:
+def crc_of(records: Mapping[str, Record], tensor: StoredTensor) -> int | None:
     """The checksum of a tensor's bytes, where it is all of its storage."""
     if tensor.storage is None:
         return None

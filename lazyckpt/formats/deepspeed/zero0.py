@@ -14,8 +14,8 @@ from ...errors import LazyckptError
 from .autoep import layer_of, stacked
 from .building import Building, Local, Shapes, Shards, Stage, buffer_names, table, tensors_in, update
 from .files import RankFiles
-from .pipeline import Layers, evident_ties, local_shapes, stage_names, tied_layers
-from .plainopt import Group, match, named_shapes, numbered_groups, optimizer_shards
+from .pipeline import Layers, evident_ties, local_shapes, stage_names
+from .plainopt import Group, match, numbered_groups, optimizer_shards
 
 EXPERTS = ".deepspeed_experts."
 _TRIES = 256  # ways to spread the layers' experts over ranks that are tried
@@ -54,12 +54,9 @@ def optimizer_states(
 
 
 def ties_of_plain_optimizers(b: Building, stages: Mapping[int, Stage], layers: Layers) -> dict[int, str]:
-    """Which layers' files hold a module that layers share, as far as the plain optimizers of the stages show it: layer
-    -> the prefix of its names (see `tied_layers`, `evident_ties`)."""
+    """Which layers' files hold a module that layers share, as far as the plain optimizers of the stages show it
+    without any names: layer -> the prefix of its names (see `evident_ties`)."""
     optimizers = {mp: numbered_groups(s.model.get("optimizer")) for mp, s in sorted(stages.items())}
-    listed: dict[str, Shape | int] = {n: s for groups in optimizers.values() for n, s in named_shapes(groups).items()}
-    if listed:
-        return tied_layers(layers, listed)
     first = [groups for mp, groups in optimizers.items() if stages[mp].rank.tp == 0]
     info = stages[min(stages)].model.get("universal_checkpoint_info")
     found = {}
