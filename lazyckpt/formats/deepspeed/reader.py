@@ -110,6 +110,8 @@ def read(source: Source) -> Index:
             b.tell("there are no optimizer states (*_optim_states.pt): no parameter of a ZeRO-3 model can be read")
     if pipeline and b.lost:
         lost_stages(b, _first_stages(stages))
+    if sharded and any_optim is not None:
+        _tell_of_unlisted(b, first, module, aliases)
     bare = _complete(b, sharded, {n for s in stages.values() for g in s.groups for n in g})
     for path in files.zero_model.values():
         b.files.setdefault(path, source.store.stat(path))
@@ -262,6 +264,22 @@ def _aliases(model: Mapping[Any, Any], module: Mapping[str, StoredTensor], shard
         if alias not in aliases and owner not in aliases:
             aliases[alias] = owner
     return aliases
+
+
+def _tell_of_unlisted(
+    b: Building, first: Stage, module: Mapping[str, StoredTensor], aliases: Mapping[str, str]
+) -> None:
+    """ZeRO-3's `_get_shared_params` walks `named_children`, which lists a module once: if one parent has it under two
+    names, its parameters have names in the state dict that no file ties to anything."""
+    known = {*aliases, *table(first.file, first.model.get("shared_params"))}
+    known = known.union(*b.states.values(), buffer_names(first.model))
+    for name, t in module.items():
+        if t.shape == (0,) and name not in known:
+            b.unreadable[name] = (
+                f"{name!r}: {first.file.path} lists it, and no file holds anything of that name. It is likely another "
+                "name of a parameter here: ZeRO-3 does not note the second name of a module that one parent has twice"
+            )
+            b.tell(b.unreadable[name])
 
 
 def _tied_copies(b: Building, first: Stage, module: Mapping[str, StoredTensor]) -> dict[str, str]:
