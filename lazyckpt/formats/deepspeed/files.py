@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from ...core.names import natural
 from ...errors import CorruptError, FormatError, MissingFileError
 from ...io.store import Entry, Store
 from ..reader import Source
 from .names import RankFile, parse_ckpt_name
+
+K = TypeVar("K")
 
 
 @dataclass(slots=True)
@@ -25,29 +28,49 @@ class RankFiles:
     experts: dict[tuple[int, int, int], str] = field(default_factory=dict)
     expert_optim: dict[tuple[int, int], str] = field(default_factory=dict)
     universal: bool = False
+    left_over: list[str] = field(default_factory=list)
+    """Files of an older save under the same tag, in whose place a newer one put files of other names: of another stage,
+    or with another prefix. Which is newer, only the times of the files tell."""
 
     def __bool__(self) -> bool:
         return bool(self.model or self.zero_model or self.optim or self.layers or self.universal)
 
 
-def rank_files(folder: str, names: Iterable[str]) -> RankFiles:
+def rank_files(folder: str, names: Mapping[str, Entry]) -> RankFiles:
     """Sort the names in a folder by what they are; anything else is passed over."""
     files = RankFiles(folder)
+
+    def put(group: dict[K, str], key: K, name: str) -> None:
+        known = group.get(key, "").rpartition("/")[2]
+        newer = not known or names[name].info.mtime_ns >= names[known].info.mtime_ns
+        if newer:
+            group[key] = f"{folder}/{name}" if folder else name
+        if known:
+            files.left_over.append(known if newer else name)
+
     for name in sorted(names, key=natural):
-        path = f"{folder}/{name}" if folder else name
         match parse_ckpt_name(name):
             case RankFile("model", mp=int(mp)):
-                files.model[mp] = path
+                put(files.model, mp, name)
             case RankFile("zero_model", dp=int(dp), mp=int(mp)):
-                files.zero_model[dp, mp] = path
+                put(files.zero_model, (dp, mp), name)
             case RankFile("optim", dp=int(dp), mp=int(mp)):
-                files.optim[dp, mp] = path
+                put(files.optim, (dp, mp), name)
             case RankFile("layer", layer=int(layer), tp=tp):
-                files.layers[layer, tp or 0] = path
+                put(files.layers, (layer, tp or 0), name)
             case RankFile("expert", layer=layer, expert=int(expert), mp=int(mp)):
-                files.experts[layer or 0, expert, mp] = path
+                put(files.experts, (layer or 0, expert, mp), name)
             case RankFile("expert_optim", ep=int(ep), mp=int(mp)):
-                files.expert_optim[ep, mp] = path
+                put(files.expert_optim, (ep, mp), name)
+    if files.model and files.zero_model:  # ZeRO-3 writes the latter, every other stage the former
+        plain, sharded = ([p.rpartition("/")[2] for p in group.values()] for group in (files.model, files.zero_model))
+        newest, other = (max(names[n].info.mtime_ns for n in group) for group in (plain, sharded))
+        if newest > other:
+            files.zero_model.clear()
+            files.left_over += sharded
+        else:
+            files.model.clear()
+            files.left_over += plain
     return files
 
 
@@ -97,7 +120,7 @@ def _is_folder(store: Store, tag: str, entries: Mapping[str, Entry]) -> bool:
     return True
 
 
-def _look(store: Store, folder: str, names: Iterable[str]) -> RankFiles:
+def _look(store: Store, folder: str, names: Mapping[str, Entry]) -> RankFiles:
     files = rank_files(folder, names)
     if "zero" in names and not files.optim:
         inside = store.list(f"{folder}/zero" if folder else "zero")

@@ -28,6 +28,13 @@ def set_aside(b: Building, files: RankFiles, count: int, model: Mapping[Any, Any
     """Tell of files of ranks, or of experts, that this save did not have, and take them off the list. ``count``:
     model-parallel ranks; ``model``: the model states of one of them."""
     experts = _num_experts(model)
+    if isinstance(model.get("optimizer"), dict) and files.optim:  # a plain optimizer's states: ZeRO wrote no others
+        files.left_over += [path.rpartition("/")[2] for path in files.optim.values()]
+        files.optim.clear()
+    for name in files.left_over:
+        b.tell(
+            f"{name} is of another save under this tag, older than the files that are read here: left over, not used"
+        )
     for group in (files.optim, files.zero_model):
         _drop(b, group, lambda k: k[0] >= b.world, lambda k: f"rank {k[0]}", f"{b.world} ranks")
         _drop(b, group, lambda k: k[1] >= count, lambda k: f"model-parallel rank {k[1]}", str(count))

@@ -13,7 +13,7 @@ from typing import Any
 from ...core.box import Shape
 from ...core.index import Index, Mesh, Rank
 from ...core.names import natural
-from ...errors import FormatError, LazyckptError, MissingFileError
+from ...errors import CorruptError, FormatError, LazyckptError, MissingFileError
 from ...io.plain import Plain
 from ...io.rebuild import StoredTensor
 from ...io.records import Opaque
@@ -115,10 +115,16 @@ def read(source: Source) -> Index:
     bare = _complete(b, sharded, {n for s in stages.values() for g in s.groups for n in g})
     for path in files.zero_model.values():
         b.files.setdefault(path, source.store.stat(path))
+    states = {s: b.states[s] for s in sorted(b.states, key=_state_order) if b.states[s]}
+    if not states:
+        raise CorruptError(
+            f"{source.where}/{files.folder}: nothing in these files reads as a parameter, they are hardly of one save. "
+            f"{' '.join(b.problems[:4])}"
+        )
     stage_number = 3 if sharded else _zero_stage(first.model, optims)
     return Index(
         format=f"deepspeed-zero{stage_number}",
-        states={s: b.states[s] for s in sorted(b.states, key=_state_order) if b.states[s]},
+        states=states,
         files=b.files,
         aliases={a: o for a, o in aliases.items() if a != o},
         meta=_meta(plain, optims, files) | _kinds(stages, bare),
