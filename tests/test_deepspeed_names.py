@@ -15,8 +15,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lazyckpt import deepspeed as ours
-from lazyckpt.deepspeed import RankFile, constants, parse_ckpt_name
 from lazyckpt.core.index import FileInfo
+from lazyckpt.deepspeed import RankFile, constants, parse_ckpt_name
 from lazyckpt.formats.deepspeed.files import name_of_rank, rank_files
 from lazyckpt.io.store import Entry
 

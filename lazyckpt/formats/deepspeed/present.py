@@ -20,6 +20,7 @@ from ...core.index import Fragment, Hole, Rank, TensorSpec
 from ...errors import LazyckptError
 from .building import Building, Local, Shapes, Shards, table, tensors_in
 from .files import RankFiles
+from .plainopt import numbered_groups
 
 K = TypeVar("K")
 
@@ -28,7 +29,7 @@ def set_aside(b: Building, files: RankFiles, count: int, model: Mapping[Any, Any
     """Tell of files of ranks, or of experts, that this save did not have, and take them off the list. ``count``:
     model-parallel ranks; ``model``: the model states of one of them."""
     experts = _num_experts(model)
-    if isinstance(model.get("optimizer"), dict) and files.optim:  # a plain optimizer's states: ZeRO wrote no others
+    if files.optim and numbered_groups(model.get("optimizer")):  # with a plain optimizer, ZeRO writes no files
         files.left_over += [path.rpartition("/")[2] for path in files.optim.values()]
         files.optim.clear()
     for name in files.left_over:

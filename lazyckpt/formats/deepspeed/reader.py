@@ -110,13 +110,13 @@ def read(source: Source) -> Index:
             b.tell("there are no optimizer states (*_optim_states.pt): no parameter of a ZeRO-3 model can be read")
     if pipeline and b.lost:
         lost_stages(b, _first_stages(stages))
-    if sharded and any_optim is not None:
+    if sharded and b.states.get("fp32"):
         _tell_of_unlisted(b, first, module, aliases)
     bare = _complete(b, sharded, {n for s in stages.values() for g in s.groups for n in g})
     for path in files.zero_model.values():
         b.files.setdefault(path, source.store.stat(path))
-    states = {s: b.states[s] for s in sorted(b.states, key=_state_order) if b.states[s]}
-    if not states:
+    found = {s: b.states[s] for s in sorted(b.states, key=_state_order) if b.states[s]}
+    if not found:
         raise CorruptError(
             f"{source.where}/{files.folder}: nothing in these files reads as a parameter, they are hardly of one save. "
             f"{' '.join(b.problems[:4])}"
@@ -124,7 +124,7 @@ def read(source: Source) -> Index:
     stage_number = 3 if sharded else _zero_stage(first.model, optims)
     return Index(
         format=f"deepspeed-zero{stage_number}",
-        states=states,
+        states=found,
         files=b.files,
         aliases={a: o for a, o in aliases.items() if a != o},
         meta=_meta(plain, optims, files) | _kinds(stages, bare),
