@@ -224,7 +224,7 @@ def decide(name: str, shapes: Sequence[Shape], sources: Sequence[Source]) -> Mer
     """The merge of one tensor's shards, by the first source that knows it. Raises ValueError if none does, or if what
     it says does not fit the shapes."""
     if len(shapes) == 1:
-        return Merge(shapes[0], (None,))
+        return _alone(name, shapes, sources)
     for source in sources:
         found = source.find(name)
         if found is not None:
@@ -239,6 +239,18 @@ def decide(name: str, shapes: Sequence[Shape], sources: Sequence[Source]) -> Mer
         "which dimension?). Say it with rules={'pattern': 'row' | 'column' | 'replicated' | ...}; each shard "
         "reads on its own in view.stored"
     )
+
+
+def _alone(name: str, shapes: Sequence[Shape], sources: Sequence[Source]) -> Merge:
+    """One shard is the whole tensor, but for the padding of a vocabulary."""
+    found = next((f for f in (source.find(name) for source in sources) if f is not None), None)
+    try:
+        merged = found[0](shapes) if found is not None else None
+    except ValueError:
+        merged = None  # how shards are cut need not fit what is not cut
+    if found is None or merged is None or merged.shape == shapes[0]:
+        return Merge(shapes[0], (None,))
+    return replace(merged, rule=f"{merged.rule}; known from {found[1]}")
 
 
 def _by_shape(shapes: Sequence[Shape]) -> Merge | None:

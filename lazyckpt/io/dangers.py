@@ -51,6 +51,8 @@ _HARMLESS: dict[str, frozenset[str]] = {
     "time": frozenset({"struct_time"}),
     "logging": frozenset({"getLogger", "Logger", "RootLogger", "root"}),
     "http": frozenset({"HTTPStatus"}),
+    "io": frozenset({"BytesIO", "StringIO"}),  # as get_extra_state of TransformerEngine's modules gives them
+    "_io": frozenset({"BytesIO", "StringIO"}),
     "weakref": frozenset({"WeakSet", "WeakKeyDictionary", "WeakValueDictionary", "ref"}),
 }  # fmt: skip
 _PYTHON_2 = {

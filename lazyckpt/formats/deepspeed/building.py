@@ -113,11 +113,13 @@ class Building:
 
     def _merged(self, state: str, name: str, by_rank: dict[int, Local]) -> TensorSpec:
         first = by_rank[min(by_rank)]
-        if ALONE in by_rank or self.tp == 1 or first.shape == ():  # a single number is the same on all ranks
-            return TensorSpec(name, first.shape, first.dtype, first.fragments)
         weights = self.weight_shapes.get(name, {})
+        reshaped = any(weights.get(t, r.shape) != r.shape for t, r in by_rank.items())
+        as_it_is = TensorSpec(name, first.shape, first.dtype, first.fragments)
+        if ALONE in by_rank or first.shape == () or (self.tp == 1 and reshaped):  # (a number is the same on all ranks)
+            return as_it_is
         ranks = [by_rank.get(t) or self._absent(t, weights.get(t), first) for t in range(self.tp)]
-        if any(weights.get(t, r.shape) != r.shape for t, r in by_rank.items()):
+        if reshaped:
             reason = (
                 f"{state!r} has another shape than the weights: how its shards on tensor-parallel ranks belong "
                 "together is not known; each reads on its own in view.stored"
@@ -133,6 +135,8 @@ class Building:
                 return TensorSpec(name, first.shape, first.dtype, (lost,), rule=rule)
             self.tell(f"{name!r} cannot be put together: {e}")
             return TensorSpec(name, first.shape, first.dtype, (), rule=f"it cannot be put together: {e}")
+        if merged.parts == (None,):
+            return as_it_is
         fragments = MergedFragments(tuple(r.fragments for r in ranks), merged.parts)
         return TensorSpec(name, merged.shape, first.dtype, fragments, merged.combine, merged.rule)
 

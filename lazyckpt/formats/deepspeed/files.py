@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from ...core.names import natural
 from ...errors import CorruptError, FormatError, MissingFileError
-from ...io.store import Store
+from ...io.store import Entry, Store
 from ..reader import Source
 from .names import RankFile, parse_ckpt_name
+
+K = TypeVar("K")
 
 
 @dataclass(slots=True)
@@ -27,29 +30,42 @@ class RankFiles:
     expert_optim: dict[tuple[int, int], str] = field(default_factory=dict)
     by_prefix: dict[str, dict[tuple[int, int], str]] = field(default_factory=dict)
     universal: bool = False
+    left_over: list[str] = field(default_factory=list)
+    """Files of an older save under the same tag, in whose place a newer one put files that are named otherwise. Which
+    is newer, only the times of the files tell. (Of other kinds of file `mixed` finds out more.)"""
 
     def __bool__(self) -> bool:
         return bool(self.model or self.zero_model or self.optim or self.layers or self.universal)
 
 
-def rank_files(folder: str, names: Iterable[str]) -> RankFiles:
+def rank_files(folder: str, names: Mapping[str, Entry]) -> RankFiles:
     """Sort the names in a folder by what they are; anything else is passed over."""
     files = RankFiles(folder)
+
+    def put(group: dict[K, str], key: K, name: str) -> None:
+        known = group.get(key, "").rpartition("/")[2]
+        newer = not known or names[name].info.mtime_ns >= names[known].info.mtime_ns
+        if newer:
+            group[key] = f"{folder}/{name}" if folder else name
+        if known:
+            files.left_over.append(known if newer else name)
+
     for name in sorted(names, key=natural):
-        path = f"{folder}/{name}" if folder else name
         match parse_ckpt_name(name):
             case RankFile("model", mp=int(mp)):
-                files.model[mp] = path
+                put(files.model, mp, name)
             case RankFile("zero_model", dp=int(dp), mp=int(mp)):
-                files.zero_model[dp, mp] = path
+                put(files.zero_model, (dp, mp), name)
             case RankFile("optim", dp=int(dp), mp=int(mp), prefix=prefix):
-                files.optim[dp, mp] = files.by_prefix.setdefault(prefix, {})[dp, mp] = path
+                files.by_prefix.setdefault(prefix, {})[dp, mp] = f"{folder}/{name}" if folder else name
             case RankFile("layer", layer=int(layer), tp=tp):
-                files.layers[layer, tp or 0] = path
+                put(files.layers, (layer, tp or 0), name)
             case RankFile("expert", layer=layer, expert=int(expert), mp=int(mp)):
-                files.experts[layer or 0, expert, mp] = path
+                put(files.experts, (layer or 0, expert, mp), name)
             case RankFile("expert_optim", ep=int(ep), mp=int(mp)):
-                files.expert_optim[ep, mp] = path
+                put(files.expert_optim, (ep, mp), name)
+    for table in files.by_prefix.values():
+        files.optim.update(table)
     return files
 
 
@@ -66,7 +82,7 @@ def find_folder(source: Source, strict: bool = True) -> RankFiles | None:
         return here
     latest = _latest(store, source, strict)
     tag = source.tag or latest
-    if tag is not None and tag in source.entries:
+    if tag is not None and _is_folder(store, tag, source.entries):
         found = _look(store, tag, store.list(tag))
         if found:
             return found
@@ -88,7 +104,18 @@ def find_folder(source: Source, strict: bool = True) -> RankFiles | None:
     )
 
 
-def _look(store: Store, folder: str, names: Iterable[str]) -> RankFiles:
+def _is_folder(store: Store, tag: str, entries: Mapping[str, Entry]) -> bool:
+    """Whether a tag is a folder in here: of one name, or of several (``runs/step5``: nothing forbids a slash)."""
+    inside, path = entries, ""
+    for part in tag.split("/"):
+        if part in (".", "..") or part not in inside or not inside[part].is_dir:
+            return False
+        path = f"{path}/{part}" if path else part
+        inside = store.list(path)
+    return True
+
+
+def _look(store: Store, folder: str, names: Mapping[str, Entry]) -> RankFiles:
     files = rank_files(folder, names)
     if "zero" in names and not files.optim:
         inside = store.list(f"{folder}/zero" if folder else "zero")
@@ -104,7 +131,7 @@ def _latest(store: Store, source: Source, strict: bool) -> str | None:
         return None
     size = source.entries[name].info.size
     tag = bytes(store.read(name, 0, size)).decode("utf-8", "replace").strip() if 0 < size < 4096 else ""
-    if "/" in tag or "\\" in tag or tag in ("", ".", ".."):
+    if "\\" in tag or not {"", ".", ".."}.isdisjoint(tag.split("/")):
         if strict and source.tag is None:
             raise CorruptError(
                 f"{store.root}/{name} names {tag[:80]!r}, which is no folder inside this one: say which with tag=..."

@@ -6,6 +6,7 @@ client listed them, which is that of the module for every usual way to make grou
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -80,6 +81,27 @@ def assign(
                     possible[g][state[g]].add(n)
         good = before
     return Assignment([[names[next(iter(p))][0] if len(p) == 1 else None for p in group] for group in possible])
+
+
+def assign_by_shape(names: Sequence[tuple[str, Shape]], groups: Sequence[Sequence[Wanted]]) -> Assignment:
+    """Names for the parameters whose shape one name and one parameter have, whatever the order: for groups that the
+    client did not list in the module's order.
+
+    >>> assign_by_shape([("a", (2,)), ("b", (3,)), ("w", (2, 3))], [[{(2, 3)}, {(2,)}]]).names
+    [['w', 'a']]
+    >>> assign_by_shape([("a", (2,)), ("b", (2,)), ("w", (2, 3))], [[{(2, 3)}, {(2,)}]]).names
+    [['w', None]]
+    """
+    named: dict[Shape, list[str]] = {}
+    for name, shape in names:
+        named.setdefault(shape, []).append(name)
+    wanted = Counter(shape for group in groups for shapes in group for shape in shapes or ())
+
+    def find(shapes: Wanted) -> str | None:
+        shape = next(iter(shapes)) if shapes is not None and len(shapes) == 1 else ()
+        return named[shape][0] if shape and wanted[shape] == len(named.get(shape, ())) == 1 else None
+
+    return Assignment([[find(shapes) for shapes in group] for group in groups])
 
 
 def _steps(state: State, shape: Shape, groups: Sequence[Sequence[Wanted]]) -> list[tuple[int, State]]:

@@ -22,6 +22,7 @@ from .building import Building, Local, Shapes, Shards, local, tensors_in
 from .files import RankFiles
 from .numbering import Effort
 from .plainopt import Group, match
+from .weights import crc_of
 
 _TIED = "tied_modules."
 # layer -> tensor-parallel rank -> what its file holds, by local name
@@ -75,6 +76,26 @@ def tied_layers(layers: Layers, listed: Mapping[str, Shape | int]) -> dict[int, 
                 found[idx] = key
                 break
     return found
+
+
+def without_repeats(layers: Layers, tied: Mapping[int, str], own: set[str]) -> Layers:
+    """The layers less those whose files hold a shared module once more (a re-use without a function of its own gets a
+    file too): not trained under their ``own`` number, the same names and shapes as the module's first file, and the
+    very bytes of at least one of its tensors. What is not kept in step (see module.py `_synchronize_tied_weights`) may
+    differ; the model has one name for all copies, and the first is read."""
+
+    def repeats(idx: int, first: int) -> bool:
+        for tp, (file, tensors) in layers[idx].items():
+            original, others = layers[first].get(tp, (None, {}))
+            if original is None or {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in others.items()}:
+                return False
+            sums = [(crc_of(file.records, t), crc_of(original.records, others[n])) for n, t in tensors.items()]
+            if not any(mine == its and mine is not None for mine, its in sums):
+                return False
+        return True
+
+    again = {i for i in layers if i not in tied and str(i) not in own and any(i > t and repeats(i, t) for t in tied)}
+    return {i: by_rank for i, by_rank in layers.items() if i not in again}
 
 
 def _fits(shape: Shape, size: Shape | int) -> bool:
@@ -150,7 +171,7 @@ def stage_names(
                 # every layer of a run but its last few has to be needed: a longer run than that fits nothing better
                 if count <= len(names) <= 2 * count + 8:
                     effort.left -= 10 * len(names)
-                    matched = match(names, optimizers[stage], effort)
+                    matched = match(names, optimizers[stage], effort=effort)
                     if matched is not None:
                         extend(end, [*chosen, names], (*named, tuple(map(tuple, matched.names))))
             if len(own) > 2 * count + 8:

@@ -20,7 +20,7 @@ from ...io.rebuild import StoredTensor
 from ...io.records import short
 from ...io.torchfile import TorchFile
 from .building import ALONE, Building, Shards, local
-from .numbering import Assignment, Effort, assign
+from .numbering import Assignment, Effort, assign, assign_by_shape
 
 _EXPERT = re.compile(r".*(\.deepspeed_experts\..*|\.experts\.w[123])")  # DeepSpeed's own layers, AutoEP's
 
@@ -28,12 +28,13 @@ _EXPERT = re.compile(r".*(\.deepspeed_experts\..*|\.experts\.w[123])")  # DeepSp
 @dataclass(frozen=True, slots=True)
 class Group:
     """A param group: the numbers of its parameters, what shapes they may have (None: any), the names that it lists, if
-    any. The parameters are among these, in this order: FP16_UnfusedOptimizer drops frozen ones, but not their names."""
+    any. The parameters are among these, in this order: FP16_UnfusedOptimizer drops frozen ones, but not their names.
+    ``experts``: over how many ranks the experts that it holds are spread (1 if it does not say); 0 if it holds none."""
 
     numbers: list[int]
     shapes: list[frozenset[Shape] | None]
     names: list[str] | None
-    experts: bool
+    experts: int
 
 
 def numbered_groups(optimizer: Any) -> list[Group]:
@@ -49,8 +50,14 @@ def numbered_groups(optimizer: Any) -> list[Group]:
         shapes = [_shapes(by_id.get(i), masters.get(i)) for i in ids]
         listed = [n for n in names if isinstance(n, str)] if isinstance(names, list | tuple) else []
         known = listed if len(listed) >= len(ids) and len(listed) == len(set(listed)) else None
-        found.append(Group(ids, shapes, known, group.get("moe") is True))
+        found.append(Group(ids, shapes, known, _spread(group) if group.get("moe") is True else 0))
     return found
+
+
+def _spread(group: Mapping[Any, Any]) -> int:
+    """moe/utils.py calls the groups of experts ``ep_size_N``."""
+    said = re.fullmatch(r"ep_size_([1-9]\d{0,5})", str(group.get("name")))
+    return int(said[1]) if said else 1
 
 
 def named_shapes(groups: list[Group]) -> dict[str, Shape]:
@@ -64,17 +71,25 @@ def named_shapes(groups: list[Group]) -> dict[str, Shape]:
     }
 
 
-def match(names: Mapping[str, Shape], groups: list[Group], effort: Effort | None = None) -> Assignment | None:
+def match(
+    names: Mapping[str, Shape],
+    groups: list[Group],
+    spread: Mapping[str, int] | None = None,
+    effort: Effort | None = None,
+) -> Assignment | None:
     """Names for the parameters of all groups: those listed, else what order and shapes tell (see `assign`). Experts are
-    in groups of their own, and nowhere else, if any group is marked so."""
+    in groups of their own, and nowhere else, if any group is marked so; in the groups of their ``spread`` if given
+    (expert -> over how many ranks it and its like are spread)."""
     listed = [_listed(group, names) for group in groups]
     if None not in listed:
         return Assignment([found for found in listed if found is not None])
     marked = any(group.experts for group in groups)
     found: list[list[str | None]] = [[] for _ in groups]
-    for experts in (False, True) if marked else (None,):
-        chosen = [g for g, group in enumerate(groups) if experts in (None, group.experts)]
-        eligible = [(n, s) for n, s in names.items() if experts in (None, _EXPERT.fullmatch(n) is not None)]
+    of_group = [(group.experts if spread else bool(group.experts)) if marked else 0 for group in groups]
+    of_name = {n: (spread or {}).get(n, 1) if marked and _EXPERT.fullmatch(n) else 0 for n in names}
+    for kind in dict.fromkeys(of_group):
+        chosen = [g for g, k in enumerate(of_group) if k == kind]
+        eligible = [(n, s) for n, s in names.items() if of_name[n] == kind]
         assigned = assign(eligible, [groups[g].shapes for g in chosen], effort)
         if assigned is None:
             return None
@@ -93,23 +108,29 @@ def _listed(group: Group, names: Mapping[str, Shape]) -> list[str | None] | None
 
 
 def optimizer_shards(
-    b: Building, file: TorchFile, optimizer: Any, names: Mapping[str, Shape], rank: Rank, where: str
+    b: Building,
+    file: TorchFile,
+    optimizer: Any,
+    names: Mapping[str, Shape],
+    rank: Rank,
+    where: str,
+    spread: Mapping[str, int] | None = None,
 ) -> Shards:
     """The states of a plain optimizer per parameter, or under its number where the name is not determined.
 
-    ``names``: every tensor that may be a parameter, in the module's order.
+    ``names``: every tensor that may be a parameter, in the module's order. ``spread``: see `match`.
     """
     groups = numbered_groups(optimizer)
     if not groups:
         return {}
-    found = match(names, groups)
+    found = match(names, groups, spread) or assign_by_shape(list(names.items()), [group.shapes for group in groups])
     by_id, param_groups = _torch_state(optimizer)
     masters = _masters(optimizer, param_groups)
     shards: Shards = {}
     unnamed = count = 0
     for g, group in enumerate(groups):
         for n, i in enumerate(group.numbers):
-            known = found.names[g][n] if found else None
+            known = found.names[g][n]
             state = by_id.get(i)
             values: dict[Any, Any] = dict(state) if isinstance(state, dict) else {}
             if i in masters:

@@ -13,7 +13,7 @@ from typing import Any
 from ...core.box import Shape
 from ...core.index import Index, Mesh, Rank
 from ...core.names import natural
-from ...errors import FormatError, LazyckptError, MissingFileError
+from ...errors import CorruptError, FormatError, LazyckptError, MissingFileError
 from ...io.plain import Plain
 from ...io.rebuild import StoredTensor
 from ...io.records import Opaque
@@ -30,10 +30,11 @@ from .files import RankFiles, find_folder
 from .mappings import mapped_groups, pieces_by_name, sizes, without_gaps
 from .mixed import settle
 from .partitions import Optim, OptimFiles, Stage3, Stage12, flat_states, optim_files, shard_size
-from .pipeline import Layers, layer_shards, local_shapes, read_layers, tied_layers
+from .pipeline import Layers, layer_shards, local_shapes, read_layers, tied_layers, without_repeats
+from .plainopt import named_shapes, numbered_groups
 from .present import lost_stages, set_aside, with_lost_experts, with_lost_layers, with_lost_states
 from .ucp import universal_rules
-from .weights import expert_shards, module_shards, sharded_rest
+from .weights import copies, expert_shards, module_shards, sharded_rest
 from .zero0 import optimizer_states, ties_of_plain_optimizers
 
 _BUFFER = (replicated, "buffer_names: nothing cuts a buffer over ranks")
@@ -57,7 +58,7 @@ def read(source: Source) -> Index:
     for line in warnings(first.file.path, first.file, plain):
         b.tell(line)
     module = tensors_in(first.file, first.model.get("module"))
-    aliases = _aliases(first.model, module)
+    aliases = _aliases(first.model, module, bool(files.zero_model))
     b.placements = placements(first.model)
     if b.placements:
         aliases |= router_aliases(first.model, list(module))
@@ -75,7 +76,10 @@ def read(source: Source) -> Index:
         optims = {mp: optim_files(b, files, b.world, mp, any_optim) for mp in stages}
     layers, tied = read_layers(b, files), {}
     if pipeline:
-        tied = _ties(b, stages, layers, optims)
+        listed = _listed(stages, optims)
+        tied = tied_layers(layers, listed) if listed else ties_of_plain_optimizers(b, stages, layers)
+        if listed:
+            layers = without_repeats(layers, tied, {name.split(".", 1)[0] for name in listed})
         trained = [(s.rank, g) for s in stages.values() for g in s.groups]
         buffers = {n for s in stages.values() for n in buffer_names(s.model)}
         b.add(with_lost_layers(b, files, trained, buffers, layer_shards(b, layers, tied)))
@@ -102,17 +106,27 @@ def read(source: Source) -> Index:
         b.add(shards)
     if any_optim is None:
         optimizer_states(b, files, stages, layers, tied, aliases)
+        if files.expert_optim:
+            aliases |= _tied_copies(b, first, module)
         if sharded:
             b.tell("there are no optimizer states (*_optim_states.pt): no parameter of a ZeRO-3 model can be read")
     if pipeline and b.lost:
         lost_stages(b, _first_stages(stages))
+    if sharded and b.states.get("fp32"):
+        _tell_of_unlisted(b, first, module, aliases)
     bare = _complete(b, sharded, {n for s in stages.values() for g in s.groups for n in g})
     for path in files.zero_model.values():
         b.files.setdefault(path, source.store.stat(path))
+    found = {s: b.states[s] for s in sorted(b.states, key=_state_order) if b.states[s]}
+    if not found:
+        raise CorruptError(
+            f"{source.where}/{files.folder}: nothing in these files reads as a parameter, they are hardly of one save. "
+            f"{' '.join(list(b.problems)[:4])}"
+        )
     stage_number = 3 if sharded else _zero_stage(first.model, optims)
     return Index(
         format=f"deepspeed-zero{stage_number}",
-        states={s: b.states[s] for s in sorted(b.states, key=_state_order) if b.states[s]},
+        states=found,
         files=b.files,
         aliases={a: o for a, o in aliases.items() if a != o},
         meta=_meta(plain, optims, files) | _kinds(stages, bare),
@@ -237,14 +251,15 @@ def _first_stages(stages: Mapping[int, Stage]) -> dict[str, int]:
 # -- pipelines
 
 
-def _ties(b: Building, stages: Mapping[int, Stage], layers: Layers, optims: Mapping[int, OptimFiles]) -> dict[int, str]:
-    """Pipeline layer -> the shared module that its file holds, from whatever lists parameters by name."""
+def _listed(stages: Mapping[int, Stage], optims: Mapping[int, OptimFiles]) -> dict[str, Shape | int]:
+    """The trained parameters that some file lists by name, with their shape or how many elements they have."""
     listed: dict[str, Shape | int] = {n: s for stage in stages.values() for g in stage.groups for n, s in g.items()}
     if not listed:
         listed = {n: s for optim in optims.values() for n, s in sizes(pieces_by_name(optim)).items()}
     if not listed:
-        return ties_of_plain_optimizers(b, stages, layers)
-    return tied_layers(layers, listed)
+        optimizers = [numbered_groups(stage.model.get("optimizer")) for stage in stages.values()]
+        listed = {n: s for groups in optimizers for n, s in named_shapes(groups).items()}
+    return listed
 
 
 def _mapped(b: Building, stage: Stage, optim: OptimFiles, layers: Layers, tied: Mapping[int, str]) -> list[Shapes]:
@@ -258,13 +273,43 @@ def _mapped(b: Building, stage: Stage, optim: OptimFiles, layers: Layers, tied: 
 # -- the rest
 
 
-def _aliases(model: Mapping[Any, Any], module: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """Tied names -> owners: as shared_params says, and where two names of the module are the same memory."""
+def _aliases(model: Mapping[Any, Any], module: Mapping[str, StoredTensor], sharded: bool) -> dict[str, str]:
+    """Tied names -> owners: as shared_params says, and where two names of the module are the same memory.
+
+    engine.py `_get_shared_params` goes by addresses, and takes all parameters without elements for one; with
+    exclude_frozen_parameters, a frozen owner is not in the module, but its aliases are."""
     shared = model.get("shared_params")
     aliases = {a: o for a, o in shared.items() if isinstance(o, str)} if isinstance(shared, dict) else {}
+    empty = {n for n, t in module.items() if 0 in t.shape and not sharded}
+    aliases = {a: o for a, o in aliases.items() if a not in empty and (o in module or a not in module)}
     for alias, owner in ties(module).items():
         if alias not in aliases and owner not in aliases:
             aliases[alias] = owner
+    return aliases
+
+
+def _tell_of_unlisted(
+    b: Building, first: Stage, module: Mapping[str, StoredTensor], aliases: Mapping[str, str]
+) -> None:
+    """ZeRO-3's `_get_shared_params` walks `named_children`, which lists a module once: if one parent has it under two
+    names, its parameters have names in the state dict that no file ties to anything."""
+    known = {*aliases, *table(first.file, first.model.get("shared_params"))}
+    known = known.union(*b.states.values(), buffer_names(first.model))
+    for name, t in module.items():
+        if t.shape == (0,) and name not in known:
+            b.unreadable[name] = (
+                f"{name!r}: {first.file.path} lists it, and no file holds anything of that name. It is likely another "
+                "name of a parameter here: ZeRO-3 does not note the second name of a module that one parent has twice"
+            )
+            b.tell(b.unreadable[name])
+
+
+def _tied_copies(b: Building, first: Stage, module: Mapping[str, StoredTensor]) -> dict[str, str]:
+    """Tied names -> owners, from what was saved as `copies`; the owners' weights are then read for both."""
+    trained = {n for state, specs in b.states.items() if state != "weights" for n in specs}
+    aliases = copies(first.file, {n: t for n, t in module.items() if n not in buffer_names(first.model)}, trained)
+    for alias in aliases:
+        b.states["weights"].pop(alias, None)
     return aliases
 
 

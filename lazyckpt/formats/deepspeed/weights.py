@@ -57,7 +57,7 @@ def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first:
         b.tell(f"{first.path}: frozen experts ({stacks[0]!r}, ...) are in view.stored only")
         shapes = {n: s for n, s in shapes.items() if n not in stacks}
     tensors = tensors_in(first, model.get("module"))
-    buffers = {n: c for n, t in tensors.items() if 0 not in t.shape and (c := _crc(first.records, t)) is not None}
+    buffers = {n: c for n, t in tensors.items() if 0 not in t.shape and (c := crc_of(first.records, t)) is not None}
     pieces: dict[str, list[Partition]] = {name: [] for name in shapes}
     dtypes: dict[str, torch.dtype] = {}
     differ: dict[str, list[int]] = {}
@@ -90,7 +90,7 @@ def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first:
                 pieces[name].append(Partition(hole, here))
         for name, crc in buffers.items() if path != first.path else ():
             tensor = module.get(name)
-            if isinstance(tensor, StoredTensor) and _crc(file.records, tensor) not in (crc, None):
+            if isinstance(tensor, StoredTensor) and crc_of(file.records, tensor) not in (crc, None):
                 differ.setdefault(name, []).append(dp)
     for name, ranks in differ.items():
         b.tell(f"the buffer {name!r} differs on ranks {_listed(ranks)}: the lowest's is read (the others: view.stored)")
@@ -110,7 +110,22 @@ def _tell_why(b: Building, path: str) -> None:
         b.tell(f"{path} cannot be read: {e}")
 
 
-def _crc(records: Mapping[str, Record], tensor: StoredTensor) -> int | None:
+def copies(file: TorchFile, module: Mapping[str, StoredTensor], trained: set[str]) -> dict[str, str]:
+    """Matrices that no optimizer has, and that hold the very bytes of one that it has: the other names of tied
+    parameters, where each was saved on its own. (With experts, engine.py saves clones; it lists ``shared_params`` with
+    ZeRO only.)"""
+    owners: dict[tuple[Any, ...], list[str]] = {}
+    for name, t in module.items():
+        if len(t.shape) > 1 and (crc := crc_of(file.records, t)) is not None:
+            owners.setdefault((t.shape, t.dtype, crc), []).append(name)
+    found: dict[str, str] = {}
+    for names in owners.values():
+        if len(known := [n for n in names if n in trained]) == 1:
+            found |= {n: known[0] for n in names if n not in trained}
+    return found
+
+
+def crc_of(records: Mapping[str, Record], tensor: StoredTensor) -> int | None:
     """The checksum of a tensor's bytes, where it is all of its storage."""
     if tensor.storage is None:
         return None

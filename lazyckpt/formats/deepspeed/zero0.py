@@ -7,6 +7,7 @@ Sources: runtime/engine.py `_save_checkpoint` (``optimizer`` in the model states
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import product
 
 from ...core.box import Shape
 from ...errors import LazyckptError
@@ -14,10 +15,11 @@ from .autoep import layer_of, stacked
 from .building import Building, Local, Shapes, Shards, Stage, buffer_names, table, tensors_in, update
 from .files import RankFiles
 from .numbering import Effort
-from .pipeline import Layers, evident_ties, local_shapes, stage_names, tied_layers
-from .plainopt import Group, named_shapes, numbered_groups, optimizer_shards
+from .pipeline import Layers, evident_ties, local_shapes, stage_names
+from .plainopt import Group, match, numbered_groups, optimizer_shards
 
 EXPERTS = ".deepspeed_experts."
+_TRIES = 256  # ways to spread the layers' experts over ranks that are tried
 
 
 def optimizer_states(
@@ -53,12 +55,9 @@ def optimizer_states(
 
 
 def ties_of_plain_optimizers(b: Building, stages: Mapping[int, Stage], layers: Layers) -> dict[int, str]:
-    """Which layers' files hold a module that layers share, as far as the plain optimizers of the stages show it: layer
-    -> the prefix of its names (see `tied_layers`, `evident_ties`)."""
+    """Which layers' files hold a module that layers share, as far as the plain optimizers of the stages show it
+    without any names: layer -> the prefix of its names (see `evident_ties`)."""
     optimizers = {mp: numbered_groups(s.model.get("optimizer")) for mp, s in sorted(stages.items())}
-    listed: dict[str, Shape | int] = {n: s for groups in optimizers.values() for n, s in named_shapes(groups).items()}
-    if listed:
-        return tied_layers(layers, listed)
     first = [groups for mp, groups in optimizers.items() if stages[mp].rank.tp == 0]
     info = stages[min(stages)].model.get("universal_checkpoint_info")
     found = {}
@@ -107,12 +106,14 @@ def _expert_optimizers(b: Building, files: RankFiles, stage: Stage, names: dict[
         except LazyckptError as e:
             b.tell(f"{path} cannot be read, the optimizer states in it are lost: {e}")
             continue
-        all_names = _with_experts(names, experts, degree, ep)
+        data_first = table(file, stage.model.get("ds_config")).get("use_data_before_expert_parallelism") is True
+        all_names, spread = _with_experts(names, experts, numbered_groups(optimizer), degree, ep, data_first)
         for name, spec in weights.items():
             ids = layer_of(name, b.placements)
             if ids is not None and ep < len(ids):
                 all_names[name] = (len(ids[ep]), *spec.shape[1:])
-        more = optimizer_shards(b, file, optimizer, all_names, stage.rank._replace(ep=ep), f"optimizer of {path}")
+        rank, where = stage.rank._replace(ep=ep), f"optimizer of {path}"
+        more = optimizer_shards(b, file, optimizer, all_names, rank, where, spread)
         for state, tensors in more.items():
             known = shards.setdefault(state, {})
             for name, by_rank in tensors.items():
@@ -125,22 +126,47 @@ def _expert_optimizers(b: Building, files: RankFiles, stage: Stage, names: dict[
         shards.setdefault(state, {}).setdefault(name, {})[stage.rank.tp] = whole
 
 
-def _with_experts(names: dict[str, Shape], experts: dict[str, Shape], degree: int, ep: int) -> dict[str, Shape]:
-    """The parameters of one expert-parallel rank, in the module's order: experts stand behind their layer's gate."""
-    per_layer: dict[str, list[str]] = {}
-    for name in experts:
-        per_layer.setdefault(name.split(EXPERTS)[0], []).append(name)
-    mine: dict[str, dict[str, Shape]] = {}
-    for layer, members in per_layer.items():
-        ids = sorted({int(n.split(EXPERTS)[1].split(".")[0]) for n in members})
-        share = len(ids) // degree
-        wanted = ids[ep * share : (ep + 1) * share]
-        mine[layer] = {n: experts[n] for i in wanted for n in members if n.startswith(f"{layer}{EXPERTS}{i}.")}
-    ordered: dict[str, Shape] = {}
+def _with_experts(
+    names: Shapes, experts: Shapes, groups: list[Group], degree: int, ep: int, data_first: bool
+) -> tuple[Shapes, dict[str, int] | None]:
+    """The parameters of one expert-parallel rank, in the module's order, and over how many ranks its experts are spread
+    if the layers differ in that. ``degree``: the largest such number, of which ``ep`` is the rank."""
+    per_layer: dict[str, dict[int, Shapes]] = {}
+    for name, shape in experts.items():
+        layer, rest = name.split(EXPERTS)
+        per_layer.setdefault(layer, {}).setdefault(int(rest.split(".")[0]), {})[name] = shape
+    sizes = {group.experts for group in groups if group.experts}
+    if len(sizes) < 2:
+        return _ordered(names, {x: _share(ids, degree, ep) for x, ids in per_layer.items()}), None
+    fitting = []
+    effort = Effort()
+    for degrees in product(sorted(sizes), repeat=len(per_layer)) if len(sizes) ** len(per_layer) <= _TRIES else ():
+        if any(len(ids) % d for ids, d in zip(per_layer.values(), degrees, strict=True)):
+            continue
+        mine: dict[str, Shapes] = {}
+        spread: dict[str, int] = {}
+        for (layer, ids), d in zip(per_layer.items(), degrees, strict=True):
+            mine[layer] = _share(ids, d, ep * d // degree if data_first else ep % d)
+            spread |= dict.fromkeys(mine[layer], d)
+        ordered = _ordered(names, mine)
+        if match(ordered, groups, spread, effort) is not None:
+            fitting.append((ordered, spread))
+    return fitting[0] if len(fitting) == 1 else ({}, None)
+
+
+def _share(ids: Mapping[int, Shapes], degree: int, rank: int) -> Shapes:
+    """A rank's experts of a layer, under their global ids."""
+    width = len(ids) // degree
+    return {n: s for i in sorted(ids)[rank * width : (rank + 1) * width] for n, s in ids[i].items()}
+
+
+def _ordered(names: Shapes, mine: Mapping[str, Shapes]) -> Shapes:
+    """In the module's order, experts stand behind their layer's gate."""
+    left, ordered = dict(mine), {}
     for name, shape in names.items():
         ordered[name] = shape
         gate = f"{name.rsplit('.gate.', 1)[0]}.experts" if ".deepspeed_moe.gate." in name else ""
-        ordered.update(mine.pop(gate, {}))
-    for rest in mine.values():
+        ordered.update(left.pop(gate, {}))
+    for rest in left.values():
         ordered.update(rest)
     return ordered
