@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -299,3 +300,94 @@ def test_tags_with_large_numbers_are_listed_in_natural_order(copied: Callable[[s
         lazyckpt.open(folder)
     text = str(error.value)
     assert text.index(TAG) < text.index("global_step20") < text.index("global_step100")
+
+
+def test_a_tag_with_a_slash(copied: Callable[[str], tuple[Case, Path]]) -> None:
+    """engine.py `save_checkpoint` joins folder and tag, whatever is in it."""
+    case, folder = copied("zero2_bf16_dp2")
+    (folder / "runs").mkdir()
+    (folder / TAG).rename(folder / "runs" / TAG)
+    (folder / "latest").write_text(f"runs/{TAG}")
+    assert _is(lazyckpt.open(folder), case)
+    assert lazyckpt.open(folder, tag=f"runs/{TAG}").meta["tag"] == f"runs/{TAG}"
+    for tag in (
+        "runs/../runs",
+        f"../{folder.name}/runs/{TAG}",
+        f"/{folder}/runs/{TAG}",
+        f"runs/{TAG}/latest",
+        "runs//",
+    ):
+        with pytest.raises(lazyckpt.MissingFileError):
+            lazyckpt.open(folder, tag=tag)
+
+
+@pytest.mark.parametrize(
+    ("new", "old"),
+    [
+        ("zero2_bf16_dp2", "zero3_bf16_dp2"),
+        ("zero2_bf16_dp2", "zero3_fp32_dp2"),
+        ("zero2_fp32_dp2", "zero2_bf16_dp2"),
+        ("zero3_fp32_dp2", "zero1_bf16_dp2"),
+    ],
+)
+def test_a_save_of_another_kind_over_an_old_one(copied: Callable[[str], tuple[Case, Path]], new: str, old: str) -> None:
+    """The same tag, another stage or dtype: other names, so that the old files stay."""
+    case, folder = copied(new)
+    _, other = copied(old)
+    stale = {path.name for path in (other / TAG).iterdir()} - {path.name for path in (folder / TAG).iterdir()}
+    for name in stale:
+        (folder / TAG / name).write_bytes((other / TAG / name).read_bytes())
+    for path in (folder / TAG).iterdir():
+        at = 1_000_000_000 if path.name in stale else 1_000_000_001
+        os.utime(path, (at, at))
+    view = lazyckpt.open(folder)
+    truth = complete(case).truth
+    assert stale and set(view.states) == set(truth)
+    for state in truth:
+        assert view.states[state].keys() == truth[state].keys()
+        same(view.states[state]["mix"][...], truth[state]["mix"], state)
+    for name in stale:
+        assert any(line.startswith(name) and "left over" in line for line in view.problems)
+
+
+def test_files_of_different_saves_alone(copied: Callable[[str], tuple[Case, Path]]) -> None:
+    """ZeRO-3's model states beside the optimizer states of ZeRO-2."""
+    case, folder = copied("zero2_fp32_dp2")
+    _, other = copied("zero3_fp32_dp2")
+    (folder / TAG / "mp_rank_00_model_states.pt").unlink()
+    for path in (other / TAG).glob("*_model_states.pt"):
+        (folder / TAG / path.name).write_bytes(path.read_bytes())
+    view = lazyckpt.open(folder)
+    assert sum("one save" in line for line in view.problems) == 1
+    assert not set(view) & set(case.truth["exp_avg"])
+    with pytest.raises(lazyckpt.MissingFileError, match="one save"):
+        view["mix"]
+
+
+def test_shared_params_that_mislead(copied: Callable[[str], tuple[Case, Path]]) -> None:
+    """engine.py `_get_shared_params` goes by data_ptr(), which is 0 for all that has no elements; and
+    exclude_frozen_parameters leaves the second name of a frozen parameter in the module, without the first."""
+    case, folder = copied("zero2_no_frozen")
+    path = folder / TAG / "mp_rank_00_model_states.pt"
+    saved = torch.load(path, weights_only=False)
+    assert saved["module"]["empty"].numel() == 0 and "pos" not in saved["module"]
+    saved["module"] |= {"hollow": torch.empty(2, 0, 3), "second_pos": torch.arange(6.0).view(2, 3)}
+    saved["shared_params"] |= {"hollow": "empty", "second_pos": "pos"}
+    torch.save(saved, path)
+    view = lazyckpt.open(folder)
+    assert view.states["fp32"]["hollow"].shape == (2, 0, 3)
+    same(view["second_pos"][...], torch.arange(6.0).view(2, 3), "second_pos")
+    assert dict(view.aliases) == case.info["tied"]
+
+
+def test_a_name_of_zero3_that_no_file_ties(copied: Callable[[str], tuple[Case, Path]]) -> None:
+    """engine.py `_get_shared_params` walks named_children, which has a module once: of the second name of a module
+    within one parent, ZeRO-3 keeps nothing but an empty tensor."""
+    _, folder = copied("zero3_bf16_dp2")
+    for path in (folder / TAG).glob("*_model_states.pt"):
+        saved = torch.load(path, weights_only=False)
+        saved["module"]["norm_again.weight"] = torch.empty(0)
+        torch.save(saved, path)
+    view = lazyckpt.open(folder)
+    assert "norm_again.weight" not in view
+    assert sum("'norm_again.weight'" in line for line in view.problems) == 1

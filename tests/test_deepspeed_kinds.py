@@ -168,6 +168,39 @@ def test_states_of_another_shape_are_not_merged_by_the_rules_of_weights(kinds: d
         assert any(n.endswith(state) and t[...].numel() for n, t in view.stored.items())
 
 
+@pytest.mark.parametrize("name", ["moe_zero0_mixed_ep_dp4", "moe_zero0_bf16_dp4", "moe_zero1_residual_dp4"])
+def test_tied_parameters_beside_experts(kinds: dict[str, Case], name: str) -> None:
+    """engine.py saves clones of what is beside experts, and no shared_params without ZeRO."""
+    case = kinds[name]
+    view = lazyckpt.open(case.path)
+    assert dict(view.aliases) == case.info["tied"] == {"head.weight": "embed.weight"}
+    assert bit_equal(view.states["fp32"]["head.weight"][...], case.truth["fp32"]["embed.weight"])
+    assert view.states["weights"].keys() == case.truth["weights"].keys()
+
+
+@pytest.mark.parametrize("name", ["pipe_zero1_pp3", "pipe_zero1_ties_dp2", "pipe_zero0_fp16_named_ties"])
+def test_a_file_of_a_shared_module_used_again_adds_no_names(kinds: dict[str, Case], name: str) -> None:
+    case = kinds[name]
+    files = [file for file, known in case.info["layer_files"].items() if known["module"].startswith("tied_modules")]
+    modules = {known["module"] for file, known in case.info["layer_files"].items() if file in files}
+    assert len(files) > len(modules), "a module has two files"
+    view = lazyckpt.open(case.path)
+    for state in ("weights", "exp_avg"):
+        assert view.states[state].keys() == case.truth[state].keys()
+    assert any(n.startswith(max(files)) for n in view.stored)
+
+
+def test_one_tensor_parallel_rank_has_a_padded_vocabulary_too(kinds: dict[str, Case]) -> None:
+    case = kinds["megatron_tp1_dp2"]
+    view = lazyckpt.open(case.path)
+    assert case.info["padded_vocab"] > case.info["vocab"]
+    for state in ("weights", "fp32", "exp_avg"):
+        for name in case.info["vocab_tensors"]:
+            assert view.states[state][name].shape[0] == case.info["vocab"]
+    raw = {t.shape[0] for n, t in view.stored.items() if n.endswith("/word_embeddings.weight")}
+    assert raw == {case.info["padded_vocab"]}
+
+
 def _without_info(case: Case, folder: Path) -> Path:
     """The checkpoint without what it says about tensor parallelism."""
     shutil.copytree(case.path, folder)

@@ -10,6 +10,7 @@ import decimal
 import enum
 import fractions
 import functools
+import io
 import logging
 import pathlib
 import pickle
@@ -218,3 +219,13 @@ def test_foreign_classes_are_not_called_dangerous(line: str, tmp_path: Path) -> 
     view = lazyckpt.open(write_pickle(tmp_path / "m.pt", program(body)))
     assert not view.problems
     assert (view.meta["a"].module, view.meta["a"].name) == (module, name)
+
+
+def test_streams_in_memory_do_no_harm(tmp_path: Path) -> None:
+    """What get_extra_state of TransformerEngine's modules returns."""
+    torch.save(
+        {"w": torch.ones(2), "layer._extra_state": io.BytesIO(b"abc"), "text": io.StringIO("x")}, tmp_path / "a.pt"
+    )
+    view = lazyckpt.open(tmp_path / "a.pt")
+    assert list(view) == ["w"] and not view.problems
+    assert "BytesIO" in repr(view.meta["layer._extra_state"])

@@ -96,6 +96,7 @@ PIPELINES: dict[str, Spec] = {
 EXPERTS: dict[str, Spec] = {
     "moe_zero0_fp32": MoeSpec(stage=0, dtype="fp32"),
     "moe_zero0_fp16_ep1": MoeSpec(stage=0, dtype="fp16", ep=(1, 1)),
+    "moe_zero0_mixed_ep_dp4": MoeSpec(stage=0, dtype="fp16", dp=4, ep=(2, 4), experts=(6, 12), residual=True),
     "moe_zero0_bf16_dp4": MoeSpec(stage=0, dp=4, residual=True),
     "moe_zero1_fp32": MoeSpec(stage=1, dtype="fp32"),
     "moe_zero1_ep1": MoeSpec(stage=1, ep=(1, 1)),
@@ -133,6 +134,7 @@ AUTOTP: dict[str, Spec] = {
     "autotp_bf16opt_dp2": AutoTPSpec(stage=1, dp=2, bf16_optimizer=True),
 }
 MEGATRON: dict[str, Spec] = {
+    "megatron_tp1_dp2": MegatronSpec(tp=1, dp=2, dtype="fp16", uneven=False),
     "megatron_pp1_fp32": MegatronSpec(pp=1, dtype="fp32"),
     "megatron_3d_zero0_fp32": MegatronSpec(stage=0, dtype="fp32"),
     "megatron_3d": MegatronSpec(),

@@ -295,7 +295,14 @@ def _tell_of_unlisted(
     names, its parameters have names in the state dict that no file ties to anything."""
     known = {*aliases, *table(first.file, first.model.get("shared_params"))}
     known = known.union(*b.states.values(), buffer_names(first.model))
+    lost = {n for group in first.groups for n in group} - known
+    if lost:
+        reason = f"no optimizer file has what {first.file.path} lists as trained: they are hardly of one save"
+        b.tell(f"{len(lost):,} parameters cannot be read, such as {min(lost)!r}: {reason}")
+        b.unreadable.update({name: f"{name!r}: {reason}" for name in lost})
     for name, t in module.items():
+        if name in lost:
+            continue
         if t.shape == (0,) and name not in known:
             b.unreadable[name] = (
                 f"{name!r}: {first.file.path} lists it, and no file holds anything of that name. It is likely another "
