@@ -97,7 +97,12 @@ def test_plain_values_come_back(value: Any, protocol: int) -> None:
 def test_plain_values_come_through_the_walk(value: dict[str, Any], protocol: int) -> None:
     """The walk that takes tensors out leaves everything else as it was."""
     data = pickle.dumps(value, protocol)
-    assert same(Plain(machine(data), "test.pt", len(data)).rest, pickle.loads(data))
+    try:
+        rest = Plain(machine(data), "test.pt", len(data)).rest
+    except CorruptError as e:  # a list of twice the same list, often enough, is what bombs are made of
+        assert "expand to far more objects" in str(e)
+        return
+    assert same(rest, pickle.loads(data))
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
