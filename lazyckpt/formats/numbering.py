@@ -6,10 +6,10 @@ client listed them, which is that of the module for every usual way to make grou
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from ...core.box import Shape
+from ..core.box import Shape
 
 _TRIES = 300_000  # states of the search; past that the order is called undetermined
 
@@ -70,6 +70,20 @@ def assign(names: Sequence[tuple[str, Shape]], groups: Sequence[Sequence[Wanted]
                     possible[g][state[g]].add(n)
         good = before
     return Assignment([[names[next(iter(p))][0] if len(p) == 1 else None for p in group] for group in possible])
+
+
+def possible_shapes(states: Mapping[Any, Shape]) -> frozenset[Shape] | None:
+    """The shapes that a parameter may have whose optimizer states have these; None if it has none.
+
+    A single number (a step) shows nothing. Not every state is of the parameter's shape: 8-bit optimizers keep tables
+    and scales besides, and Adafactor a state of the rows and one of the columns, of transformers or of torch.
+    """
+    shapes = {shape for shape in states.values() if shape != ()}
+    if "exp_avg_sq_row" in states and "exp_avg_sq_col" in states:
+        shapes.add((*states["exp_avg_sq_row"], *states["exp_avg_sq_col"][-1:]))
+    if "row_var" in states and "col_var" in states:
+        shapes.add((*states["row_var"][:-1], *states["col_var"][-1:]))
+    return frozenset(shapes or {()}) if states else None
 
 
 def _steps(state: State, shape: Shape, groups: Sequence[Sequence[Wanted]]) -> list[tuple[int, State]]:
