@@ -157,7 +157,7 @@ def _no_persistent(pid: Any) -> Any:
 
 
 def _checked(state: dict[str, Any], pickle: Pickle, size: int) -> Metadata:
-    budget = size  # chunks, and letters / 64: a shared list must not expand to more than the file could list
+    budget = size  # chunks: lists that are shared must not expand to more than the file could list
     found = Metadata(globals=pickle.globals)
     entries, storage = state.get("state_dict_metadata"), state.get("storage_data")
     if not isinstance(entries, dict) or not isinstance(storage, dict):
@@ -166,8 +166,11 @@ def _checked(state: dict[str, Any], pickle: Pickle, size: int) -> Metadata:
         if type(key) is not str:
             raise CorruptError(f"a key is {short(key)}")
         if isinstance(entry, _Tensor):
-            found.tensors[key] = tensor = _tensor(key, entry, budget)
-            budget -= len(tensor.chunks)
+            listed = _attributes(entry, repr(key)).get("chunks")
+            budget -= len(listed) if isinstance(listed, list) else 0
+            if budget < 0:
+                raise CorruptError(f"{key!r} and those before it list more chunks than the file has bytes")
+            found.tensors[key] = _tensor(key, entry)
         elif isinstance(entry, _Bytes):
             found.others.append(key)
         else:
@@ -191,7 +194,7 @@ def _attributes(record: _Record, what: str) -> Mapping[str, Any]:
     return record.state
 
 
-def _tensor(key: str, entry: _Tensor, budget: int) -> Tensor:
+def _tensor(key: str, entry: _Tensor) -> Tensor:
     about = _attributes(entry, repr(key))
     properties = about.get("properties")
     dtype = None
@@ -204,7 +207,7 @@ def _tensor(key: str, entry: _Tensor, budget: int) -> Tensor:
     if not fits(shape, dtype.itemsize):
         raise CorruptError(f"{key!r} has the shape {short(shape)}: more bytes than there can be")
     listed = about.get("chunks")
-    if not isinstance(listed, list) or len(listed) > budget:
+    if not isinstance(listed, list):
         raise CorruptError(f"{key!r} has the chunks {short(listed)}")
     chunks: dict[Shape, Shape] = {}
     for chunk in listed:

@@ -82,9 +82,13 @@ def _wrapper(paths: Sequence[Path], objects: Sequence[Path]) -> int:
     """How many levels all of the state dict stands below: {"app": {"model": ..., "optim": ...}}."""
     everything = [*paths, *objects]
     depth = 0
-    while everything and all(len(p) > depth + 2 and p[depth] == everything[0][depth] for p in everything):
+    while everything and all(len(p) > depth + 1 and p[depth] == everything[0][depth] for p in everything):
         top = everything[0][depth]
-        if top in _MODELS or str(top).startswith("optim") or not any(p[depth + 1] in _MODELS for p in paths):
+        if (
+            top in _MODELS
+            or str(top).startswith("optim")
+            or not any(p[depth + 1] in _MODELS for p in paths if len(p) > depth + 2)
+        ):
             break
         depth += 1
     return depth
