@@ -2,8 +2,7 @@
 
 A case's truth must be complete: every state, and in each every name, tied ones too where the state is a whole state
 dict ("weights", "fp32"). ``info["tied"]``: alias -> owner. ``info["open"]``: options for `lazyckpt.open`.
-``info["archives"]``: where tensors lie is looked up in the files when they are first read. ``info["packed"]``: some of
-them have to be unpacked, whatever slice is wanted.
+``info["archives"]``: where tensors lie is looked up in the files when they are first read.
 """
 
 from __future__ import annotations

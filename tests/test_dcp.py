@@ -21,7 +21,8 @@ from . import contract
 from .contract import Check
 from .counting import opened
 from .oracle import same
-from .writers import Case, torch_dcp
+from .writers import Case
+from .writers.dcp_contents import odd_objects
 
 
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
@@ -52,7 +53,7 @@ def test_a_key_is_what_its_path_says(dcp_cases: dict[str, Case]) -> None:
 
 def test_objects_are_in_meta(dcp_cases: dict[str, Case]) -> None:
     meta: Any = lazyckpt.open(dcp_cases["odd"].path).meta
-    want = torch_dcp.odd_objects()
+    want = odd_objects()
     assert {k: meta[k] for k in want if k != "array"} == {k: v for k, v in want.items() if k != "array"}
     assert np.array_equal(meta["array"], want["array"])
     assert repr(meta["list"]) == "[<tensor 'list.0'>, 5, {'x': <tensor 'list.2.x'>}]"
@@ -271,3 +272,38 @@ def test_sharded_files_are_read_where_consolidation_failed(dcp_cases: dict[str, 
         view = lazyckpt.open(folder)
         for key, whole in case.truth["weights"].items():
             same(view[key][...], whole, key)
+
+
+# -- other writers' files
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_older_torch_leaves_out(dcp_cases: dict[str, Case], tmp_path: Path) -> None:
+    """torch 2.3: three attributes, and objects that are not taken apart."""
+    folder = _copy(dcp_cases["fsdp2"], tmp_path)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for name in ("storage_meta", "version"):
+        delattr(metadata, name)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata, 2))
+    view = lazyckpt.open(folder)
+    for key, whole in dcp_cases["fsdp2"].truth["exp_avg"].items():
+        same(view.states["exp_avg"][key][...], whole, key)
+
+
+def test_over_a_url(dcp_cases: dict[str, Case]) -> None:
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    memory.put(f"{dcp_cases['fsdp2'].path}/", "/lazyckpt-dcp/", recursive=True)
+    view = lazyckpt.open("memory://lazyckpt-dcp")
+    for key, whole in dcp_cases["fsdp2"].truth["weights"].items():
+        same(view[key][...], whole, key)
+    memory.rm("/lazyckpt-dcp", recursive=True)
+
+
+def test_exports(dcp_cases: dict[str, Case], tmp_path: Path) -> None:
+    for name in ("tensor_parallel", "zstd"):
+        view = lazyckpt.open(dcp_cases[name].path).select(lambda key: "complex128" not in key)
+        view.to_safetensors(tmp_path / name)
+        for key, tensor in lazyckpt.open(tmp_path / name).to().items():
+            same(tensor, dcp_cases[name].truth["weights"][key], key)

@@ -6,7 +6,6 @@ ranks held to ``FOLDER/NAME/truth.pt``. One set of forked ranks serves all cases
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
@@ -18,14 +17,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -35,157 +32,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from . import Case
+from .dcp_contents import Reversed, TinyNet, Zstd, adam, odd_objects, odd_tensors, train
 
-__all__ = ["CASES", "TinyNet", "load_case", "odd_objects", "odd_tensors", "write_all"]
+__all__ = ["CASES", "load_case", "write_all"]
 
 States = dict[str, dict[str, Tensor]]
-
-
-class Block(nn.Module):
-    def __init__(self, hidden: int, inner: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(hidden)
-        self.up = nn.Linear(hidden, inner)
-        self.down = nn.Linear(inner, hidden, bias=False)
-        self.gain = nn.Parameter(torch.ones(1))
-        self.register_buffer("stat", torch.tensor(0.5 + inner))
-        self.register_buffer("mask", torch.arange(inner) % 3 == 0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.gain * self.down(self.up(self.norm(x)).relu())
-        return out
-
-
-class TinyNet(nn.Module):
-    """A dim that no world size divides, parameters with fewer rows than ranks, buffers of other dtypes."""
-
-    def __init__(self, hidden: int = 6, inner: int = 7, vocab: int = 11) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.emb = nn.Embedding(vocab, hidden)
-        self.layers = nn.ModuleList([Block(hidden, inner), Block(hidden, inner + 2)])
-        self.head = nn.Linear(hidden, 5)
-        self.register_buffer("ids", torch.arange(9))
-        self.register_buffer("small", torch.arange(4, dtype=torch.bfloat16))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.emb(ids)
-        for layer in self.layers:
-            x = layer(x)
-        out: Tensor = self.head(x)
-        return out
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Two steps, so that every optimizer state has values of its own."""
-    for step in range(2):
-        torch.manual_seed(step)
-        loss = model(torch.arange(8) % 11).square().sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def odd_tensors() -> dict[str, Tensor]:
-    torch.manual_seed(5)
-    base = torch.randn(6, 8)
-    found = {
-        str(dtype).removeprefix("torch."): torch.randn(5, 3).mul(4).to(dtype)
-        for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.int64, torch.complex64,
-                      torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2)
-    }  # fmt: skip
-    found |= {
-        "bool": torch.tensor([True, False, True]),
-        "uint16": torch.arange(5).to(torch.uint16),
-        "scalar": torch.tensor(2.5),
-        "integer": torch.tensor(7),
-        "empty": torch.zeros(0, 7),
-        "hollow": torch.zeros(3, 0, dtype=torch.bfloat16),
-        "nan": torch.tensor([float("nan"), -0.0, float("inf")]),
-        "transposed": base.t(),
-        "window": base[1:4, 2:5],
-        "steps": base[::2, ::3],
-        "expanded": torch.arange(3.0).expand(4, 3),
-        "images": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        "conj": torch.randn(4, dtype=torch.complex64).conj(),
-        "negative": torch.randn(4, dtype=torch.complex64).conj().imag,
-        "many": torch.randn(2, 3, 1, 2, 2),
-        "tied.one": base,
-        "tied.two": base,
-        "key.with.dots": base[0].clone(),
-        "parameter": nn.Parameter(base.clone()).data,
-    }
-    return found
-
-
-def odd_objects() -> dict[str, Any]:
-    return {
-        "epoch": 7,
-        "name": "hello",
-        "nothing": None,
-        "plain": [1, 2, "x"],
-        "bytes": b"\0\1",
-        "set": {1, 2},
-        "array": np.arange(6).reshape(2, 3),
-        "nested": {"deep": {"lr": 0.5}, "pair": (1, 2)},
-    }
-
-
-class Zstd(StreamTransformExtension):
-    """What torch's ZStandard extension writes, by numcodecs: frames that do not tell their size, as a stream gives."""
-
-    @staticmethod
-    def registry_name() -> str:
-        return "stream.zstd"
-
-    @staticmethod
-    def from_descriptor(version: str) -> Zstd:
-        return Zstd()
-
-    def get_descriptor(self) -> str:
-        return "stream.zstd/1"
-
-    def pack(self, data: bytes) -> bytes:
-        from numcodecs import zstd
-
-        half = len(data) // 2  # a file of several frames is one stream too
-        return b"".join(_sizeless(zstd.compress(part)) for part in (data[:half], data[half:]))
-
-    def transform_to(self, output: Any) -> Any:
-        outer = self
-
-        class Writer(io.BytesIO):
-            def close(self) -> None:
-                if not self.closed:
-                    output.write(outer.pack(self.getvalue()))
-                super().close()
-
-        return Writer()
-
-    def transform_from(self, input: Any) -> Any:
-        raise NotImplementedError
-
-
-class Reversed(Zstd):
-    """An extension that nobody else knows."""
-
-    def get_descriptor(self) -> str:
-        return "stream.reversed@example.org/3"
-
-    def pack(self, data: bytes) -> bytes:
-        return data[::-1]
-
-
-def _sizeless(frame: bytes) -> bytes:
-    """The same frame without its content size (RFC 8878, section 3.1.1.1)."""
-    descriptor = frame[4]
-    single, width = descriptor >> 5 & 1, (descriptor >> 5 & 1, 2, 4, 8)[descriptor >> 6]
-    window = b"\x58" if single else frame[5:6]
-    return frame[:4] + bytes([descriptor & 0x1F]) + window + frame[5 + (not single) + width :]
 
 
 # -- the cases: each saves to a folder and returns what must be read, by state
@@ -307,7 +158,7 @@ def not_flattened(out: Path) -> States:
     return truth_of(model, optimizer)
 
 
-@case(1, packed=True)
+@case(1)
 def zstd(out: Path) -> States:
     big = {"model": {**odd_tensors(), "large": torch.arange(300_000.0).view(600, 500)}, "epoch": 3}
     dcp.save(big, storage_writer=dcp.FileSystemWriter(out, _extensions=[Zstd()]))

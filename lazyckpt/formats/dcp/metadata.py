@@ -8,6 +8,7 @@ torch itself unpickles it; here its classes are records, and what they claim is 
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -175,6 +176,7 @@ def _checked(state: dict[str, Any], pickle: Pickle, size: int) -> Metadata:
             found.others.append(key)
         else:
             raise CorruptError(f"{key!r} is described by {short(entry)}")
+    normal: dict[str, str] = {}  # paths that were looked at: a few, of a hundred thousand items
     for index, item in storage.items():
         if not isinstance(index, _Key) or not isinstance(item, _Item):
             raise CorruptError(f"an item is {short(index)}: {short(item)}")
@@ -183,7 +185,7 @@ def _checked(state: dict[str, Any], pickle: Pickle, size: int) -> Metadata:
         if type(key) is not str:
             raise CorruptError(f"an item is of {short(key)}")
         # (a bytes item has no offset; equal keys: the last counts, as in a dict of the real objects)
-        found.items[key, None if offset is None else _sizes(offset, key)] = _bytes_of(key, item)
+        found.items[key, None if offset is None else _sizes(offset, key)] = _bytes_of(key, item, normal)
     found.paths.update(_paths(state.get("planner_data"), entries, 1_000_000 + 64 * size))
     return found
 
@@ -224,17 +226,19 @@ def _tensor(key: str, entry: _Tensor) -> Tensor:
     return Tensor(dtype, shape, list(chunks.items()))
 
 
-def _bytes_of(key: str, record: _Item) -> Item:
+def _bytes_of(key: str, record: _Item, normal: dict[str, str]) -> Item:
     about = _attributes(record, f"the item of {key!r}")
     path, offset, length = about.get("relative_path"), about.get("offset"), about.get("length")
     codecs = about.get("transform_descriptors") or ()
-    if not inside(path):
-        raise CorruptError(f"the item of {key!r} is in {short(path)}, outside its folder: not followed")
+    if type(path) is not str or path not in normal:
+        if type(path) is not str or not inside(path):
+            raise CorruptError(f"the item of {key!r} is in {short(path)}, outside its folder: not followed")
+        normal[path] = posixpath.normpath(path)
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in (offset, length)):
         raise CorruptError(f"the item of {key!r} takes {short(length)} bytes at {short(offset)}")
     if not isinstance(codecs, list | tuple) or len(codecs) > 8 or not all(type(c) is str for c in codecs):
         raise CorruptError(f"the item of {key!r} is packed with {short(codecs)}")
-    return Item(str(path), offset, length, tuple(codecs))  # type: ignore[arg-type]
+    return Item(normal[path], offset, length, tuple(codecs))  # type: ignore[arg-type]
 
 
 def _sizes(value: Any, key: str) -> Shape:

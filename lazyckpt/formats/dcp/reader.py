@@ -167,7 +167,7 @@ class _Building:
         """The item, if its file is there and long enough."""
         if item is None:
             return self._hole(_WHOLE, key, "the metadata does not say where all chunks are")
-        path = posixpath.normpath(item.path)
+        path = item.path
         info = self.files.get(path)
         if info is None:
             folder = posixpath.dirname(path)
@@ -179,7 +179,7 @@ class _Building:
             info = self.files[path] = entry.info
         if item.offset + item.length > info.size:
             return self._hole(path, key, f"{path} has {info.size:,} bytes and should have more: truncated")
-        return item if path == item.path else item._replace(path=path)
+        return item
 
     def _codecs(self, key: str, item: Item) -> None:
         for codec in item.codecs:
