@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -115,6 +116,10 @@ def test_many_objects_are_read_when_asked_for(tmp_path: Path) -> None:
     counts.clear()
     assert set(view.meta) == {"options", "epoch"} and view.meta["epoch"] == 3
     assert counts.requests == 1
+    os.utime(tmp_path / "x" / "__0_0.distcp", ns=(1, 1))
+    with pytest.raises(lazyckpt.errors.ChangedFileError):
+        view.meta["options"]
+    view = lazyckpt.open(tmp_path / "x")
     again = pickle.loads(pickle.dumps(view))
     assert again.meta["options"]["p7"]["lr"] == 7
     assert len(view.stored) == 201
@@ -263,13 +268,18 @@ def test_a_lost_rank_of_the_hub_writer(dcp_cases: dict[str, Case], tmp_path: Pat
 def test_sharded_files_are_read_where_consolidation_failed(dcp_cases: dict[str, Case], tmp_path: Path) -> None:
     case = dcp_cases["hub_consolidated"]
     folder = _copy(case, tmp_path)
-    for how in ("no index", "damaged"):
-        if how == "no index":
-            for path in folder.glob("model*"):
-                path.unlink()
+    (data,) = folder.glob("model*.safetensors")
+    index = folder / "model.safetensors.index.json"
+    for how in ("damaged", "unfinished", "none"):
+        if how == "damaged":
+            index.write_text("{")
+        elif how == "unfinished":
+            index.unlink()
+            data.write_bytes(data.read_bytes()[:-64] + bytes(64))
         else:
-            (folder / "model.safetensors.index.json").write_text("{")
+            data.unlink()
         view = lazyckpt.open(folder)
+        assert view.format == "huggingface-dcp" and len(view.problems) == (how != "none")
         for key, whole in case.truth["weights"].items():
             same(view[key][...], whole, key)
 

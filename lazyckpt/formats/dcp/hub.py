@@ -32,8 +32,14 @@ def _read(source: Source) -> Index:
     if _shards(source.entries):
         return _sharded(source.store, "")
     listed = source.store.list(_FOLDER)
-    if not huggingface.READER.recognises(source):
-        return _sharded(source.store, f"{_FOLDER}/")
+    if "model.safetensors.index.json" not in source.entries:  # it is written last
+        index = _sharded(source.store, f"{_FOLDER}/")
+        if not any(name.endswith(".safetensors") for name in source.entries):
+            return index
+        line = (
+            f"the consolidated files have no index, so they may be unfinished: the ranks' files in {_FOLDER}/ are read"
+        )
+        return replace(index, problems=(line, *index.problems))
     try:
         whole = huggingface.read(source)
     except LazyckptError as e:  # consolidation fails on some models, the ranks' files are complete all the same

@@ -51,7 +51,8 @@ def _read(source: Source) -> Index:
     ]
     building = _Building(store, metadata, problems)
     tensors = {key: building.tensor(key, tensor) for key, tensor in metadata.tensors.items()}
-    objects = Objects(store, building.objects())
+    others = building.objects()
+    objects = Objects(store.pinned(building.files), others)
     building.tell(listed)
     few = len(objects.items) <= _FEW
     if few:
