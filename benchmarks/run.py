@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-NAMES = ("foundation", "deepspeed_convert", "deepspeed_open")
+NAMES = ("foundation", "deepspeed_convert", "deepspeed_open", "dcp")
 
 
 def main() -> int:

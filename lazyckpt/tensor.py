@@ -21,10 +21,11 @@ import torch
 
 from .core.box import Shape, c_strides, is_run, tiles
 from .core.dtypes import short_name, to_numpy
-from .core.index import Extent, Fragment, TensorSpec
+from .core.index import Archive, Extent, Fragment, Hole, TensorSpec
 from .core.plan import plan
 from .core.select import Selection
 from .errors import DataError
+from .io.archives import locate
 from .io.gather import ranges, read, run_tasks, tasks
 from .io.memory import empty
 from .io.pool import Task, run
@@ -132,8 +133,13 @@ class LazyTensor:
         lines: list[str] = []
         total = 0
         for _, want in selection.reads().blocks():
-            for path, start, length, count in ranges(plan(self.spec, want)):
+            for copy, (path, start, length, count) in ranges(plan(self.spec, want)):
                 total += length * count
+                archive = copy.extent.within
+                if archive is not None:
+                    lies = f"bytes {archive.offset:,} to {archive.offset + archive.length:,}"
+                    lines.append(f"  {path}: {length * count:,} bytes within the archive at {lies}")
+                    continue
                 times = f" and {count - 1:,} more runs of that length" if count > 1 else ""
                 lines.append(f"  {path}: bytes {start:,} to {start + length:,} ({length:,}){times}")
         sizes = "x".join(map(str, selection.shape)) or "scalar"
@@ -343,11 +349,13 @@ class LazyTensor:
             return None
         fragment = spec.fragments[0]
         extent = fragment.extent
-        if fragment.parts is not None or not isinstance(extent, Extent) or not extent.raw or extent.dtype != spec.dtype:
+        if fragment.parts is not None or isinstance(extent, Hole) or extent.dtype != spec.dtype:
             return None
         if fragment.span not in (None, (0, spec.numel)) or fragment.local_shape != spec.shape:
             return None
-        return extent if is_run(extent.shape, extent.strides) else None
+        if isinstance(extent, Archive):  # who asks is about to read
+            extent = locate(self._store, extent, spec.name)
+        return extent if extent.raw and is_run(extent.shape, extent.strides) else None
 
     def _quick(self, key: Any) -> torch.Tensor | None:
         """The same as the planned read, for a small or resident slice of a plain tensor: torch indexes the mapping."""

@@ -16,7 +16,7 @@ import pytest
 import torch
 from filelock import FileLock  # torch depends on it
 
-from .writers import Case, torch_contents, torch_files
+from .writers import Case, torch_contents, torch_dcp, torch_files
 from .writers.deepspeed_zero import ZeroSpec, write_many
 
 T = TypeVar("T")
@@ -243,6 +243,20 @@ def torch_cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 @pytest.fixture(params=TORCH)
 def torch_save_case(request: pytest.FixtureRequest, torch_cases: dict[str, Case]) -> Case:
     return torch_cases[request.param]
+
+
+# -- torch.distributed.checkpoint
+
+
+@pytest.fixture(scope="session")
+def dcp_cases(session_folder: Path) -> dict[str, Case]:
+    folder = once(session_folder, "dcp", torch_dcp.write_all)
+    return {name: torch_dcp.load_case(folder, name) for name in torch_dcp.CASES}
+
+
+@pytest.fixture(params=[name for name in torch_dcp.CASES if name != "unknown_codec"])
+def dcp_case(request: pytest.FixtureRequest, dcp_cases: dict[str, Case]) -> Case:
+    return dcp_cases[request.param]
 
 
 # -- DeepSpeed's truth, completed

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from .box import Box, Shape
+from .box import Box, Shape, c_strides
 
 
 class Rank(NamedTuple):
@@ -40,7 +40,8 @@ class Extent:
 
     ``offset`` is in bytes from the start of the file, ``strides`` in elements (as torch stores them; 0 where expanded,
     never negative). Nothing is promised about alignment. ``conj`` and ``neg`` are torch's lazy bits: the stored values
-    are still to be conjugated or negated. ``swapped`` says that the file's byte order is not little-endian.
+    are still to be conjugated or negated. ``swapped`` says that the file's byte order is not little-endian. ``within``:
+    the offset counts from the start of what this archive unpacks to, not from the start of the file.
     """
 
     path: str
@@ -51,11 +52,34 @@ class Extent:
     conj: bool = False
     neg: bool = False
     swapped: bool = False
+    within: Archive | None = None
 
     @property
     def raw(self) -> bool:
-        """True if the stored bytes are the values, as they stand."""
-        return not (self.conj or self.neg or self.swapped)
+        """True if the bytes in the file are the values, as they stand."""
+        return not (self.conj or self.neg or self.swapped or self.within)
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """A file of torch.save inside a file, which holds one tensor of this dtype and shape.
+
+    It takes ``length`` bytes from ``offset`` on. Where in it the elements lie is looked up when they are first read
+    (io/archives.py): a checkpoint has hundreds of thousands of them. ``codecs``: what it has to be unpacked with first,
+    in this order.
+    """
+
+    path: str
+    offset: int
+    length: int
+    dtype: torch.dtype
+    shape: Shape
+    codecs: tuple[str, ...] = ()
+
+    @property
+    def as_told(self) -> Extent:
+        """What can be said of the elements without looking: a C-order array, somewhere within."""
+        return Extent(self.path, self.offset, self.dtype, self.shape, c_strides(self.shape), within=self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +107,7 @@ class Fragment:
     the extent holds (the extent is then 1-d and hi - lo long); None means all of it, in the extent's own shape.
     """
 
-    extent: Extent | Hole
+    extent: Extent | Archive | Hole
     local_shape: Shape
     parts: tuple[Part, ...] | None = None
     span: tuple[int, int] | None = None

@@ -6,14 +6,15 @@ dimension, are the coordinates of the output array. A `Copy` moves a block of an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from ..errors import DataError, MissingFileError
 from .box import Box, Shape, c_strides, span_boxes
-from .index import Extent, Fragment, Hole, TensorSpec
+from .index import Archive, Extent, Fragment, Hole, TensorSpec
 
 Selection = tuple[range, ...]
+Find = Callable[[Archive], Extent]
 
 
 class Copy(NamedTuple):
@@ -33,9 +34,10 @@ class Copy(NamedTuple):
         return tuple(slice(a, a + n) for a, n in zip(self.at, self.shape, strict=True))
 
 
-def plan(spec: TensorSpec, want: Selection) -> list[Copy]:
+def plan(spec: TensorSpec, want: Selection, find: Find | None = None) -> list[Copy]:
     """The copies that fill the selection. With combine="first" they cover every wanted element exactly once; with
-    "mean" every fragment that holds an element has a copy of it, and what they read is to be averaged.
+    "mean" every fragment that holds an element has a copy of it, and what they read is to be averaged. ``find`` looks
+    up where the elements of an archive lie; without it they are taken to be a C-order array somewhere within.
 
     Raises MissingFileError if a wanted element stands in a file that is not there, DataError if it stands in no file
     at all.
@@ -43,7 +45,7 @@ def plan(spec: TensorSpec, want: Selection) -> list[Copy]:
     whole = Box.of([len(r) for r in want])
     if not whole:
         return []
-    pieces = [p for f in fragments_near(spec.fragments, want) for p in _pieces(f, want)]
+    pieces = [p for f in fragments_near(spec.fragments, want) for p in _pieces(f, want, find)]
     copies, todo = _cover(whole, pieces)
     if todo:
         raise _uncovered(spec, todo, [(target, piece) for target, piece in pieces if isinstance(piece, Hole)])
@@ -72,7 +74,7 @@ def fragment_boxes(fragment: Fragment) -> Iterator[tuple[Box, Box]]:
                 yield local, local.shift([g - a for g, a in zip(part.start, part.local.start, strict=True)])
 
 
-def _pieces(fragment: Fragment, want: Selection) -> Iterator[tuple[Box, Copy | Hole]]:
+def _pieces(fragment: Fragment, want: Selection, find: Find | None) -> Iterator[tuple[Box, Copy | Hole]]:
     """The wanted blocks that a fragment holds: (block of the output, the copy that fills it)."""
     extent, span = fragment.extent, fragment.span
     for local, globe in fragment_boxes(fragment):
@@ -92,6 +94,8 @@ def _pieces(fragment: Fragment, want: Selection) -> Iterator[tuple[Box, Copy | H
             if isinstance(extent, Hole):
                 yield target, extent
                 continue
+            if isinstance(extent, Archive):
+                extent = extent.as_told if find is None else find(extent)
             if span is None:
                 base, strides = 0, extent.strides
             else:  # the extent is the ravel from span[0] on

@@ -20,6 +20,7 @@ from ..io.plain import Plain
 from ..io.safetensors import read_safetensors
 from ..io.store import Store
 from ..io.torchfile import read_torch_file
+from .paths import inside, some
 from .reader import Reader, Source
 from .torchsave import specs_of, ties, warnings
 
@@ -55,7 +56,8 @@ def read_shard(store: Store, path: str) -> Shard:
     )
 
 
-def _read(source: Source) -> Index:
+def read(source: Source) -> Index:
+    """Index such a folder. Raises the errors of its files' kinds, FormatError for names that clash."""
     store = source.store
     index_path = source.path if source.path.endswith(".json") else _find(source)
     meta: dict[str, Any] = {}
@@ -84,12 +86,12 @@ def _read(source: Source) -> Index:
         )
     for path, error in broken.items():
         lost = [n for n, p in (weight_map or {}).items() if p == path]
-        problems.append(f"{path} cannot be read, nor its {len(lost):,} tensors ({_some(lost)}): {error}")
+        problems.append(f"{path} cannot be read, nor its {len(lost):,} tensors ({some(lost)}): {error}")
     if weight_map is not None:
         extra = [n for n in stored if n not in weight_map]
         if extra:
             problems.append(
-                f"the index does not list {len(extra):,} tensors that the files hold: {_some(extra)} (in view.stored)"
+                f"the index does not list {len(extra):,} tensors that the files hold: {some(extra)} (in view.stored)"
             )
     weights = {n: s for n, s in stored.items() if weight_map is None or n in weight_map}
 
@@ -162,7 +164,7 @@ def _lost(
             lost[name] = f"{name!r} should be in {path}, as the index says, but that file does not hold it"
             nowhere.append(name)
     if nowhere:
-        problems.append(f"the index lists {len(nowhere):,} tensors that no file holds: {_some(nowhere)}")
+        problems.append(f"the index lists {len(nowhere):,} tensors that no file holds: {some(nowhere)}")
     return lost
 
 
@@ -240,18 +242,12 @@ def _weight_map(where: str, table: Mapping[str, Any]) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptError(f"{where} has no weight_map: it is no index of shards")
     for name, path in weight_map.items():
-        inside = isinstance(path, str) and path.isprintable() and not any(c in path for c in "\\:")
-        inside = inside and not posixpath.isabs(path) and posixpath.normpath(path) != "."
-        if not inside or posixpath.normpath(path).split("/")[0] == "..":
+        if not inside(path):
             raise CorruptError(
                 f"{where} sends {name!r} to {str(path)[:120]!r}, outside its folder: "
                 "not followed, the index is wrong or hostile"
             )
     return {name: posixpath.normpath(path) for name, path in weight_map.items()}
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _recognises(source: Source) -> bool:
@@ -264,5 +260,5 @@ READER = Reader(
     "huggingface",
     "Hugging Face folders (model*.safetensors or pytorch_model*.bin, with or without an index)",
     _recognises,
-    _read,
+    read,
 )

@@ -102,9 +102,7 @@ def _recognises(source: Source) -> bool:
 
 
 def _like_torch(source: Source) -> bool:
-    return (
-        source.path.endswith((".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pt2", ".distcp")) or source.head[:1] == b"\x80"
-    )
+    return source.path.endswith((".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pt2")) or source.head[:1] == b"\x80"
 
 
 READER = Reader("torch", "files of torch.save (.pt, .pth, .bin, .ckpt)", _recognises, _read)

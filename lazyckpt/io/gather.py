@@ -10,15 +10,17 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from ..core.box import Box, hull, is_run
 from ..core.dtypes import BITS
-from ..core.index import Extent, TensorSpec
+from ..core.index import Archive, Extent, TensorSpec
 from ..core.plan import Copy, Selection, plan
 from ..core.select import Reads
+from .archives import locate, unpacked
 from .memory import as_bytes, empty
 from .pool import Task, run
 from .store import Store
@@ -43,7 +45,7 @@ def tasks(store: Store, spec: TensorSpec, reads: Reads, out: torch.Tensor) -> It
 
 
 def _block_tasks(store: Store, spec: TensorSpec, want: Selection, out: torch.Tensor) -> Iterator[Task]:
-    copies = plan(spec, want)
+    copies = plan(spec, want, lambda archive: locate(store, archive, spec.name))
     if spec.combine == "mean":
         yield out.nbytes, partial(_mean, store, copies, out)
         return
@@ -68,10 +70,18 @@ def _mean(store: Store, copies: list[Copy], out: torch.Tensor) -> None:
 
 def _copy_tasks(store: Store, copy: Copy, target: torch.Tensor) -> Iterator[Task]:
     extent = copy.extent
+    if extent.within is not None:
+        return iter([(target.nbytes, partial(_unpack, store, extent.within, copy, target))])
     if extent.raw and extent.dtype == target.dtype:  # only bits move
         bits = BITS[extent.dtype.itemsize]
         return _cut(store, copy, target.view(bits), bits)
     return _cut(store, copy, target, extent.dtype)
+
+
+def _unpack(store: Store, archive: Archive, copy: Copy, target: torch.Tensor) -> None:
+    plain = copy._replace(extent=replace(copy.extent, within=None))
+    for _, do in _copy_tasks(unpacked(store, archive), plain, target):
+        do()
 
 
 def _cut(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype) -> Iterator[Task]:
@@ -189,8 +199,9 @@ def _largest_gap(copy: Copy) -> int:
     return gap
 
 
-def ranges(copies: Sequence[Copy]) -> Iterator[tuple[str, int, int, int]]:
-    """Where copies read: (path, first byte, bytes of a run, number of runs); what touches is told as one."""
+def ranges(copies: Sequence[Copy]) -> Iterator[tuple[Copy, tuple[str, int, int, int]]]:
+    """Where copies read: the copy, and (path, first byte, bytes of a run, number of runs); what touches is told as
+    one."""
     for copy in copies:
         size = copy.extent.dtype.itemsize
         length = _inner_run(copy)
@@ -198,4 +209,4 @@ def ranges(copies: Sequence[Copy]) -> Iterator[tuple[str, int, int, int]]:
         for n, s in zip(copy.shape, copy.strides, strict=True):
             if n > 1 and s >= length:
                 count *= n
-        yield copy.extent.path, copy.extent.offset + copy.start * size, length * size, count
+        yield copy, (copy.extent.path, copy.extent.offset + copy.start * size, length * size, count)

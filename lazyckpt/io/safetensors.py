@@ -48,10 +48,12 @@ def is_safetensors(head: bytes, size: int) -> bool:
     return int.from_bytes(head[:8], "little") < 1 << 40 or size < 16
 
 
-def read_safetensors(store: Store, path: str) -> SafetensorsFile:
-    """Index a safetensors file. Raises CorruptError, MissingFileError."""
+def read_safetensors(store: Store, path: str, start: int = 0) -> SafetensorsFile:
+    """Index a safetensors file, or what of a file begins at byte ``start``. Raises CorruptError, MissingFileError."""
     file = StoreFile(store, path)
-    where = f"{store.root}/{path}"
+    if start:
+        file = StoreFile(store, path, window=(start, max(0, file.size - start)))
+    where = file.where
     if file.size < 8:
         raise CorruptError(
             f"{where}: {file.size} bytes, a safetensors file begins with 8 for its header's length: truncated?"
@@ -69,7 +71,7 @@ def read_safetensors(store: Store, path: str) -> SafetensorsFile:
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CorruptError(f"{where}: __metadata__ is not a table of texts")
 
-    start, size = 8 + length, file.size - 8 - length
+    begin_data, size = file.start + 8 + length, file.size - 8 - length
     extents: dict[str, Extent] = {}
     notes: list[str] = []
     spans = []
@@ -78,7 +80,7 @@ def read_safetensors(store: Store, path: str) -> SafetensorsFile:
         spans.append((begin, end, name))
         if end > size:
             raise CorruptError(f"{where}: {name!r} ends at byte {end:,} of the data, which has {size:,}: truncated?")
-        extents[name] = _extent(path, start + begin, kind, shape, end - begin, name, notes)
+        extents[name] = _extent(path, begin_data + begin, kind, shape, end - begin, name, notes)
     _check_cover(where, spans, size)
     ordered = {name: extents[name] for _, _, name in sorted(spans)}
     return SafetensorsFile(path, file.info, ordered, metadata, notes)

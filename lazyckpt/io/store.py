@@ -98,16 +98,28 @@ def narrow(store: Store, paths: Iterable[str]) -> Store:
 class StoreFile(io.RawIOBase):
     """A file of a store as a seekable stream, for libraries that want one (zipfile).
 
-    The last ``tail`` bytes are fetched with the first read that touches them: a zip's directory is there.
+    The last ``tail`` bytes are fetched with the first read that touches them: a zip's directory is there; and so are
+    the first ``head`` bytes. ``window`` (start, length): the stream is this part of the file only.
     """
 
-    def __init__(self, store: Store, path: str, tail: int = 1 << 13) -> None:
+    def __init__(
+        self, store: Store, path: str, tail: int = 1 << 13, head: int = 0, window: tuple[int, int] | None = None
+    ) -> None:
         self.store, self.path = store, path
-        self.info = store.stat(path)
-        self.size = self.info.size
+        # of a window the file was looked at before, and there may be thousands of them
+        self.info = (store.pins.get(path) if window else None) or store.stat(path)
+        self.start, self.size = window or (0, self.info.size)
         self._at = 0
         self._tail_at = max(0, self.size - tail)
         self._tail: Buffer | None = None
+        self._head_size = min(head, self._tail_at)
+        self._head: Buffer | None = None
+
+    @property
+    def where(self) -> str:
+        """What it is, for messages."""
+        whole = f"{self.store.root}/{self.path}"
+        return whole if (self.start, self.size) == (0, self.info.size) else f"{whole} (at byte {self.start:,})"
 
     def readable(self) -> bool:
         return True
@@ -136,11 +148,17 @@ class StoreFile(io.RawIOBase):
         """``size`` bytes from ``offset`` on, without moving the stream. Raises CorruptError past the end."""
         if offset < 0 or offset + size > self.size:
             raise CorruptError(
-                f"{self.path}: bytes {offset:,} to {offset + size:,} are wanted, the file has {self.size:,}: truncated?"
+                f"{self.where}: bytes {offset:,} to {offset + size:,} are wanted, it has {self.size:,}: truncated?"
             )
-        if offset < self._tail_at or size == 0:
-            return bytes(self.store.read(self.path, offset, size)) if size else b""
+        if size == 0:
+            return b""
+        if offset + size <= self._head_size:
+            if self._head is None:
+                self._head = self.store.read(self.path, self.start, self._head_size)
+            return bytes(memoryview(self._head)[offset : offset + size])
+        if offset < self._tail_at:
+            return bytes(self.store.read(self.path, self.start + offset, size))
         if self._tail is None:
-            self._tail = self.store.read(self.path, self._tail_at, self.size - self._tail_at)
+            self._tail = self.store.read(self.path, self.start + self._tail_at, self.size - self._tail_at)
         start = offset - self._tail_at
         return bytes(memoryview(self._tail)[start : start + size])

@@ -23,6 +23,7 @@ from .store import Store, StoreFile
 ZIP_MAGIC = b"PK\x03\x04"
 LEGACY_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # the number 0x1950a86a20f9469cfc6c as a pickle spells it
 _HEAD = 4 << 20  # what stands before the first storage is read at once if it is at most this long
+_END = 2 << 10  # bytes in which the pickle of a single tensor, or the directory of its archive, ends
 _ZIP_END = 22  # bytes of a zip's last record (torch writes no comment behind it)
 _TORCH_FLAGS = 0x0808  # sizes behind the data, names in UTF-8: miniz, as torch uses it
 _PICKLES = 4  # kept at a time: model states and optimizer states, of rank 0 and of the others
@@ -104,40 +105,44 @@ class Pickles:
         return pickle
 
 
-def read_torch_file(store: Store, path: str, pickles: Pickles | None = None) -> TorchFile:
-    """Index a file of torch.save, zip or legacy. ``pickles``: those of files that are alike.
+def read_torch_file(
+    store: Store, path: str, pickles: Pickles | None = None, window: tuple[int, int] | None = None
+) -> TorchFile:
+    """Index a file of torch.save, zip or legacy. ``pickles``: those of files that are alike. ``window`` (start,
+    length): it is that part of the file only; the offsets of its records are those in the file all the same.
 
     Raises FormatError for what is something else (TorchScript, .pt2, torch.package, other zips, plain pickles),
     CorruptError for damage, MissingFileError.
     """
-    file = StoreFile(store, path)
+    file = StoreFile(store, path) if window is None else StoreFile(store, path, *_ends(window[1]), window)
     head = file.at(0, min(file.size, 512))
     if head.startswith(ZIP_MAGIC):
         return _read_zip(file, pickles or Pickles())
     if LEGACY_MAGIC in head[:32]:
         return _read_legacy(file)
     if not head:
-        raise CorruptError(f"{_where(file)} is empty (0 bytes): copy it again from its source")
+        raise CorruptError(f"{file.where} is empty (0 bytes): copy it again from its source")
     if head[257:262] == b"ustar":
         raise FormatError(
-            f"{_where(file)} is a tar archive, as torch 0.1 saved: load it with an old torch and save it again"
+            f"{file.where} is a tar archive, as torch 0.1 saved: load it with an old torch and save it again"
         )
     if head[:1] == b"\x80":
         raise FormatError(
-            f"{_where(file)} is a plain pickle, not a file of torch.save: load it where you trust it and save it again"
+            f"{file.where} is a plain pickle, not a file of torch.save: load it where you trust it and save it again"
         )
-    raise FormatError(f"{_where(file)} is not a file of torch.save (it begins with {head[:8]!r})")
+    raise FormatError(f"{file.where} is not a file of torch.save (it begins with {head[:8]!r})")
 
 
-def _where(file: StoreFile) -> str:
-    return f"{file.store.root}/{file.path}"
+def _ends(size: int) -> tuple[int, int]:
+    """How many bytes at the end and at the start of a small archive are worth a read each."""
+    return (size, 0) if size <= 4 * _END else (_END, _END)
 
 
 # -- zip
 
 
 def _read_zip(file: StoreFile, pickles: Pickles) -> TorchFile:
-    where = _where(file)
+    where = file.where
     try:
         archive = zipfile.ZipFile(file)
     except (zipfile.BadZipFile, ValueError, struct.error, NotImplementedError, EOFError, OverflowError) as e:
@@ -173,7 +178,7 @@ def _read_zip(file: StoreFile, pickles: Pickles) -> TorchFile:
         raise CorruptError(f"{where}: its byteorder record says {order[:20]!r}")
     pickle = pickles.read(data, f"{where} (data.pkl)")
     records = {
-        name[5:]: Record(offsets[i.filename], i.file_size, i.CRC or (0 if not i.file_size else None))
+        name[5:]: Record(file.start + offsets[i.filename], i.file_size, i.CRC or (0 if not i.file_size else None))
         for name, i in members.items()
         if name.startswith("data/")
     }
@@ -276,7 +281,7 @@ def _read_header(file: StoreFile, where: str, info: zipfile.ZipInfo) -> int:
 
 
 def _read_legacy(file: StoreFile) -> TorchFile:
-    where = f"{_where(file)} (legacy torch file)"
+    where = f"{file.where} (legacy torch file)"
     window = min(file.size, 1 << 20)
     while True:
         data = file.at(0, window)
@@ -301,7 +306,7 @@ def _read_legacy(file: StoreFile) -> TorchFile:
             raise CorruptError(
                 f"{where}: the storage {key!r} claims {nbytes:,} bytes at {at:,}, of {file.size:,}: truncated?"
             )
-        records[key] = Record(at, nbytes, None)
+        records[key] = Record(file.start + at, nbytes, None)
         at += nbytes
     return TorchFile(file.path, file.info, root, records, pickles[3].globals, False, pickles[-1].end)
 

@@ -18,9 +18,9 @@ from ...core.index import Rank
 from ...errors import LazyckptError
 from ...io.rebuild import StoredTensor
 from ...io.torchfile import TorchFile
+from ..numbering import Effort
 from .building import Building, Local, Shapes, Shards, local, tensors_in
 from .files import RankFiles
-from .numbering import Effort
 from .plainopt import Group, match
 from .weights import crc_of
 

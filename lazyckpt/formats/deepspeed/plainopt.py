@@ -19,8 +19,8 @@ from ...core.index import Rank
 from ...io.rebuild import StoredTensor
 from ...io.records import short
 from ...io.torchfile import TorchFile
+from ..numbering import Assignment, Effort, assign, assign_by_shape, possible_shapes
 from .building import ALONE, Building, Shards, local
-from .numbering import Assignment, Effort, assign, assign_by_shape
 
 _EXPERT = re.compile(r".*(\.deepspeed_experts\..*|\.experts\.w[123])")  # DeepSpeed's own layers, AutoEP's
 
@@ -185,17 +185,8 @@ def _masters(optimizer: Mapping[Any, Any], groups: list[dict[Any, Any]]) -> dict
 
 
 def _shapes(state: Any, master: StoredTensor | None) -> frozenset[Shape] | None:
-    """The shapes that a parameter may have: its fp32 copy's, else one that its states show; None if there are none.
-
-    A single number (a step) shows nothing. Not every state is of the parameter's shape: 8-bit optimizers keep tables
-    and scales besides, and Adafactor a state of the rows and one of the columns, of transformers or of torch.
-    """
+    """The shapes that a parameter may have: its fp32 copy's, else one that its states show; None if there are none."""
     if master is not None:
         return frozenset({master.shape})
     tensors = {k: t.shape for k, t in state.items() if isinstance(t, StoredTensor)} if isinstance(state, dict) else {}
-    shapes = {shape for shape in tensors.values() if shape != ()}
-    if "exp_avg_sq_row" in tensors and "exp_avg_sq_col" in tensors:
-        shapes.add((*tensors["exp_avg_sq_row"], *tensors["exp_avg_sq_col"][-1:]))
-    if "row_var" in tensors and "col_var" in tensors:
-        shapes.add((*tensors["row_var"][:-1], *tensors["col_var"][-1:]))
-    return frozenset(shapes or {()}) if tensors else None
+    return possible_shapes(tensors)

@@ -11,10 +11,10 @@ from itertools import product
 
 from ...core.box import Shape
 from ...errors import LazyckptError
+from ..numbering import Effort
 from .autoep import layer_of, stacked
 from .building import Building, Local, Shapes, Shards, Stage, buffer_names, table, tensors_in, update
 from .files import RankFiles
-from .numbering import Effort
 from .pipeline import Layers, evident_ties, local_shapes, stage_names
 from .plainopt import Group, match, numbered_groups, optimizer_shards
 

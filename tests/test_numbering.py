@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lazyckpt.formats.deepspeed.numbering import Effort, assign
 from lazyckpt.formats.deepspeed.pipeline import stage_names
 from lazyckpt.formats.deepspeed.plainopt import match, numbered_groups
+from lazyckpt.formats.numbering import Effort, assign
 from lazyckpt.io.rebuild import StoredStorage, StoredTensor
 
 Shape = tuple[int, ...]

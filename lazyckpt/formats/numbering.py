@@ -7,11 +7,11 @@ client listed them, which is that of the module for every usual way to make grou
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ...core.box import Shape
+from ..core.box import Shape
 
 _TRIES = 500_000  # states of a search, times the groups; past that the order is called undetermined
 
@@ -102,6 +102,20 @@ def assign_by_shape(names: Sequence[tuple[str, Shape]], groups: Sequence[Sequenc
         return named[shape][0] if shape and wanted[shape] == len(named.get(shape, ())) == 1 else None
 
     return Assignment([[find(shapes) for shapes in group] for group in groups])
+
+
+def possible_shapes(states: Mapping[Any, Shape]) -> frozenset[Shape] | None:
+    """The shapes that a parameter may have whose optimizer states have these; None if it has none.
+
+    A single number (a step) shows nothing. Not every state is of the parameter's shape: 8-bit optimizers keep tables
+    and scales besides, and Adafactor a state of the rows and one of the columns, of transformers or of torch.
+    """
+    shapes = {shape for shape in states.values() if shape != ()}
+    if "exp_avg_sq_row" in states and "exp_avg_sq_col" in states:
+        shapes.add((*states["exp_avg_sq_row"], *states["exp_avg_sq_col"][-1:]))
+    if "row_var" in states and "col_var" in states:
+        shapes.add((*states["row_var"][:-1], *states["col_var"][-1:]))
+    return frozenset(shapes or {()}) if states else None
 
 
 def _steps(state: State, shape: Shape, groups: Sequence[Sequence[Wanted]]) -> list[tuple[int, State]]:

@@ -1,0 +1,166 @@
+"""Folders of torch's HuggingFaceStorageWriter: the ranks' safetensors files, consolidated or not.
+
+Writer: torch/distributed/checkpoint/hf_storage.py. Each rank writes `shard-RANK-model-FILE-of-FILES.safetensors`; there
+is neither an index nor a `.metadata`, so a tensor's shape is as far as its chunks reach. Consolidated
+(_consolidate_hf_safetensors.py) these lie in `sharded/`, beside the files of an ordinary Hugging Face folder. In those,
+torch 2.13 writes tensors of one number (0 dimensions) as zeros: they are taken from the ranks' files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ...core.box import Shape
+from ...core.index import Extent, FileInfo, Index, TensorSpec
+from ...core.names import natural
+from ...errors import CorruptError, LazyckptError
+from ...io.store import Entry, Store
+from .. import huggingface
+from ..paths import some
+from ..reader import Reader, Source
+from .chunks import Piece, in_chunks, uncovered
+from .sharded import ShardFile, read_shard_file
+
+_SHARD = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
+_FOLDER = "sharded"
+
+
+def _read(source: Source) -> Index:
+    if _shards(source.entries):
+        return _sharded(source.store, "")
+    listed = source.store.list(_FOLDER)
+    if "model.safetensors.index.json" not in source.entries:  # it is written last
+        index = _sharded(source.store, f"{_FOLDER}/")
+        if not any(name.endswith(".safetensors") for name in source.entries):
+            return index
+        line = (
+            f"the consolidated files have no index, so they may be unfinished: the ranks' files in {_FOLDER}/ are read"
+        )
+        return replace(index, problems=(line, *index.problems))
+    try:
+        whole = huggingface.read(source)
+    except LazyckptError as e:  # consolidation fails on some models, the ranks' files are complete all the same
+        index = _sharded(source.store, f"{_FOLDER}/")
+        line = f"the consolidated files cannot be read, the ranks' files in {_FOLDER}/ are read instead: {e}"
+        return replace(index, problems=(line, *index.problems))
+    if not _shards(listed):
+        return whole
+    return _repaired(whole, _sharded(source.store, f"{_FOLDER}/"))
+
+
+def _repaired(whole: Index, ranks: Index) -> Index:
+    """The consolidated files, with what torch writes wrong taken from the ranks' files."""
+    good, held = whole.states["weights"], ranks.states["weights"]
+    single = [name for name, spec in good.items() if spec.shape == () and name in held]
+    missing = [name for name in held if name not in good]
+    problems = list(whole.problems)
+    if single:
+        problems.append(
+            f"{len(single):,} tensors of one number are read from {_FOLDER}/, because torch writes zeros for them "
+            f"when it consolidates: {some(single)}"
+        )
+    if missing:
+        problems.append(f"{len(missing):,} tensors are in {_FOLDER}/ only, and read from there: {some(missing)}")
+    taken = {name: held[name] for name in (*single, *missing)}
+    used = {fragment.extent.path for spec in taken.values() for fragment in spec.fragments}
+    return replace(
+        whole,
+        states={"weights": {**good, **taken}},
+        stored={**(whole.stored or {}), **taken},
+        files={**whole.files, **{path: info for path, info in ranks.files.items() if path in used}},
+        problems=tuple(problems),
+    )
+
+
+def _sharded(store: Store, folder: str) -> Index:
+    names = _shards(store.list(folder.rstrip("/")))
+    problems = _lost_files(names)
+    files: dict[str, FileInfo] = {}
+    chunks: dict[str, list[tuple[Shape, Shape, Piece]]] = {}
+    first: dict[str, Extent] = {}
+    meta: dict[str, Any] = {}
+    broken: list[LazyckptError] = []
+    for name in names:
+        try:
+            shard = read_shard_file(store, folder + name)
+        except LazyckptError as e:
+            broken.append(e)
+            problems.append(f"{folder}{name} cannot be read, what it holds is missing: {e}")
+            continue
+        files[shard.path] = shard.info
+        problems += shard.notes
+        meta = meta or dict(shard.metadata)
+        _add(store, shard, chunks, first)
+    if not files:
+        raise broken[0]
+    weights: dict[str, TensorSpec] = {}
+    gaps = {}
+    for key, held in chunks.items():
+        shape = tuple(map(max, zip(*(tuple(map(sum, zip(a, n))) for a, n, _ in held)))) if first[key].shape else ()
+        weights[key] = in_chunks(key, first[key].dtype, shape, held)
+        gap = uncovered(shape, [(start, sizes) for start, sizes, _ in held])
+        if gap:
+            gaps[key] = gap
+    if gaps:
+        problems.append(
+            f"{sum(gaps.values()):,} elements of {len(gaps):,} tensors are in no file ({some(gaps)}): "
+            "a rank's file is lost"
+        )
+    return Index(
+        format="huggingface-dcp",
+        states={"weights": weights},
+        files=files,
+        stored=weights,
+        meta=meta,
+        problems=tuple(problems),
+    )
+
+
+def _add(
+    store: Store, shard: ShardFile, chunks: dict[str, list[tuple[Shape, Shape, Piece]]], first: dict[str, Extent]
+) -> None:
+    for key, (start, extent) in shard.chunks.items():
+        known = first.setdefault(key, extent)
+        if (known.dtype, len(known.shape)) != (extent.dtype, len(extent.shape)):
+            raise CorruptError(
+                f"{store.root}/{shard.path}: {key!r} is {extent.dtype} with {len(extent.shape)} dimensions, in "
+                f"{known.path} it is {known.dtype} with {len(known.shape)}: these are no files of one save"
+            )
+        chunks.setdefault(key, []).append((start, extent.shape, extent))
+
+
+def _shards(entries: Mapping[str, Entry]) -> list[str]:
+    return sorted((n for n, e in entries.items() if _SHARD.fullmatch(n) and not e.is_dir), key=natural)
+
+
+def _lost_files(names: list[str]) -> list[str]:
+    """Ranks that lack although a higher one is there. (That the last ones are lost shows nowhere.)"""
+    ranks = {int(m[1]) for n in names if (m := _SHARD.fullmatch(n))}
+    counts = {m[3] for n in names if (m := _SHARD.fullmatch(n))}
+    lost = (
+        [f"shard-{r:05d}-..." for r in range(1, min(max(ranks), 100_000)) if r not in ranks] if len(counts) == 1 else []
+    )
+    lines = [f"{len(lost):,} ranks have no file ({some(lost)}): lost, or they had nothing to write"] if lost else []
+    if len(counts) > 1:
+        lines.append(f"the files are of several saves: they count {some(sorted(counts))} files")
+    return lines
+
+
+def _recognises(source: Source) -> bool:
+    if source.path:
+        return False
+    if _shards(source.entries):
+        return True
+    folder = source.entries.get(_FOLDER)
+    return folder is not None and folder.is_dir and bool(_shards(source.store.list(_FOLDER)))
+
+
+READER = Reader(
+    "huggingface-dcp",
+    "folders of torch's HuggingFaceStorageWriter (shard-*-model-*.safetensors)",
+    _recognises,
+    _read,
+)

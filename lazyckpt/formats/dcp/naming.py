@@ -1,0 +1,153 @@
+"""What the tensors of a distributed checkpoint are: weights, or optimizer states of parameters.
+
+A key alone does not tell (names have dots): where it stood in the state dict does. Optimizers:
+torch/distributed/checkpoint/state_dict.py `_get_optim_state_dict` ("optim", "state", NAME, "exp_avg"), the same
+flattened (`_flatten_optim_state_dict`: "optim", "state.NAME.exp_avg"), or an optimizer's own state dict, with
+numbers for names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...core.index import TensorSpec
+from ..numbering import assign, possible_shapes
+from .metadata import Path
+
+_MODELS = ("model", "state_dict", "module")
+
+
+@dataclass(slots=True)
+class Sorted:
+    """``states``: name of the state -> name of the parameter -> tensor; "weights" first, if there are any. ``rest``:
+    raw names of what is neither."""
+
+    states: dict[str, dict[str, TensorSpec]] = field(default_factory=dict)
+    rest: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def sort(
+    tensors: Mapping[str, tuple[Path, TensorSpec]], objects: Sequence[Path], lookup: Callable[[Path], Any]
+) -> Sorted:
+    """``tensors``: raw name -> path and tensor, in the order of the state dict. ``objects``: the paths of what is no
+    tensor. ``lookup`` reads the object at a path (None if there is none)."""
+    paths = [path for path, _ in tensors.values()]
+    skip = _wrapper(paths, objects)
+    model = next((m for m in _MODELS if any(p[skip] == m and len(p) > skip + 1 for p in paths)), None)
+    grouped = {
+        p[:n] for p in (*paths, *objects) for n in range(skip, len(p)) if str(p[n]).split(".")[0] == "param_groups"
+    }
+
+    weights: dict[str, TensorSpec] = {}
+    slots: dict[Path, dict[str, dict[str, TensorSpec]]] = {}  # optimizer -> parameter -> state
+    flat: list[tuple[Path, str, TensorSpec]] = []
+    found = Sorted()
+    for key, (path, spec) in tensors.items():
+        root = _optimizer(path, skip, grouped)
+        if root is not None and path[len(root)] == "state" and len(path) > len(root) + 2:
+            name, state = str(path[len(root) + 1]), ".".join(map(str, path[len(root) + 2 :]))
+            slots.setdefault(root, {}).setdefault(name, {})[state] = spec
+        elif root is not None:
+            flat.append((root, ".".join(map(str, path[len(root) :])).removeprefix("state."), spec))
+        elif model is None or (path[skip] == model and len(path) > skip + 1):
+            name = ".".join(map(str, path if model is None else path[skip + 1 :]))
+            weights[name] = replace(spec, name=name)
+        else:
+            found.rest.append(key)
+    for root, text, spec in flat:
+        name, state = _split(text, weights)
+        slots.setdefault(root, {}).setdefault(name, {})[state] = spec
+
+    if weights:
+        found.states["weights"] = weights
+    for root, parameters in slots.items():
+        names = _numbered(weights, parameters, lookup((*root, "param_groups")), found.problems)
+        for parameter, states in parameters.items():
+            for state, spec in states.items():
+                name = names.get(parameter, parameter)
+                table = found.states.setdefault(state if state != "weights" else "state.weights", {})
+                if name in table:
+                    found.problems.append(f"{spec.name!r} is a second {state} of {name!r}: it is in view.stored only")
+                else:
+                    table[name] = replace(spec, name=name)
+    whole = {state: any(s.shape for s in table.values()) for state, table in found.states.items()}
+    found.states = dict(sorted(found.states.items(), key=lambda item: item[0] != "weights" and not whole[item[0]]))
+    return found
+
+
+def _wrapper(paths: Sequence[Path], objects: Sequence[Path]) -> int:
+    """How many levels all of the state dict stands below: {"app": {"model": ..., "optim": ...}}."""
+    everything = [*paths, *objects]
+    depth = 0
+    while everything and all(len(p) > depth + 1 and p[depth] == everything[0][depth] for p in everything):
+        top = everything[0][depth]
+        if (
+            top in _MODELS
+            or str(top).startswith("optim")
+            or not any(p[depth + 1] in _MODELS for p in paths if len(p) > depth + 2)
+        ):
+            break
+        depth += 1
+    return depth
+
+
+def _optimizer(path: Path, skip: int, grouped: set[Path]) -> Path | None:
+    """The path of the optimizer that a tensor is a state of: it has param_groups, or a name that says so."""
+    for n in range(skip, min(skip + 3, len(path))):
+        part, root = path[n], path[:n]
+        state = part == "state" and len(path) > n + 1
+        flattened = isinstance(part, str) and part.startswith("state.") and len(path) == n + 1
+        named = n > skip and str(root[skip]).startswith("optim")
+        if (state or flattened) and (root in grouped or named):
+            return root
+    return None
+
+
+def _split(text: str, weights: Mapping[str, TensorSpec]) -> tuple[str, str]:
+    """``layers.0.weight.exp_avg`` -> the parameter and the state; the names of states may have dots too."""
+    at = text.find(".")
+    while at >= 0:
+        if text[:at] in weights:
+            return text[:at], text[at + 1 :]
+        at = text.find(".", at + 1)
+    if text.split(".")[0].isdecimal():
+        name, _, state = text.partition(".")
+        return name, state
+    name, _, state = text.rpartition(".")
+    return name, state
+
+
+def _numbered(
+    weights: Mapping[str, TensorSpec],
+    parameters: Mapping[str, Mapping[str, TensorSpec]],
+    param_groups: Any,
+    problems: list[str],
+) -> dict[str, str]:
+    """Number -> name, for an optimizer that numbers its parameters, as far as order and shapes tell."""
+    numbers = [p for p in parameters if p.isdecimal() and p not in weights]
+    if not numbers:
+        return {}
+    groups = [g for g in param_groups if isinstance(g, dict)] if isinstance(param_groups, list) else []
+    members = [[str(i) for i in g.get("params") or () if type(i) is int] for g in groups]
+    names: dict[str, str] = {}
+    # of an optimizer that was given named parameters
+    listed = [n if isinstance(n := g.get("param_names"), list) else [] for g in groups]
+    if all(n and len(n) == len(m) for n, m in zip(listed, members, strict=True)):
+        names = {
+            i: n for ns, m in zip(listed, members, strict=True) for i, n in zip(m, ns, strict=True) if n in weights
+        }
+    else:
+        wanted = [[possible_shapes({k: s.shape for k, s in parameters.get(i, {}).items()}) for i in m] for m in members]
+        found = assign([(name, spec.shape) for name, spec in weights.items()], wanted)
+        for ids, group in zip(members, found.names if found else (), strict=False):
+            names |= {i: name for i, name in zip(ids, group, strict=True) if name is not None}
+    open_ones = [i for i in numbers if i not in names]
+    if open_ones:
+        problems.append(
+            f"the optimizer numbers its parameters; for {len(open_ones)} of {len(numbers)} order and shapes leave more "
+            "than one way to name them, or none: their states stand under their numbers"
+        )
+    return names

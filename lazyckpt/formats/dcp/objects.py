@@ -1,0 +1,183 @@
+"""What a distributed checkpoint holds besides tensors: every object is a file of torch.save of its own.
+
+Writer: torch/distributed/checkpoint/planner_helpers.py `_create_write_items` (whatever is no tensor), state dicts taken
+apart by _traverse.py `traverse_state_dict`. torch unpickles them; here they are read as data. A checkpoint may have
+tens of thousands (a learning rate for each parameter), so they are read when they are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ...core.index import Archive, Extent, TensorSpec, whole
+from ...errors import CorruptError, FormatError, LazyckptError
+from ...io.archives import Memory, unpack
+from ...io.dangers import dangers
+from ...io.plain import Plain, TensorRef
+from ...io.store import Store
+from ...io.torchfile import Pickles, read_torch_file
+from .metadata import Item, Path
+
+_ROOM = 64 << 20  # bytes that a packed object may take whatever its packed size, and how often that size
+_TIMES = 100
+
+
+class Object(NamedTuple):
+    """One object, read: ``rest``, without its tensors; these by their raw names; lines to tell."""
+
+    rest: Any
+    tensors: dict[str, TensorSpec]
+    notes: list[str]
+
+
+class Objects:
+    """All objects of a checkpoint: key -> where it stood in the state dict, and its bytes."""
+
+    def __init__(self, store: Store, items: Mapping[str, tuple[Path, Item]]) -> None:
+        self.items = dict(items)
+        self._store = store
+        self._read: dict[str, Object] = {}
+        self._pickles = Pickles()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"items": self.items, "_store": self._store, "_read": self._read}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._pickles = Pickles()
+
+    def __getitem__(self, key: str) -> Object:
+        """Raises CorruptError, DataError (an unknown codec), and what reading raises."""
+        found = self._read.get(key)
+        if found is None:
+            found = self._read[key] = self._load(key)
+        return found
+
+    def _load(self, key: str) -> Object:
+        item = self.items[key][1]
+        within = None
+        store, window = self._store, (item.offset, item.length)
+        if item.codecs:
+            room = _ROOM + _TIMES * item.length
+            within = Archive(item.path, item.offset, item.length, torch.uint8, (room,), item.codecs)
+            data = unpack(store, within)
+            store, window = Memory(store, item.path, data), (0, len(data))
+        try:
+            file = read_torch_file(store, item.path, self._pickles, window)
+            plain = Plain(file.root, f"{self._store.root}/{item.path}", file.pickle_size, f"{key}.")
+            tensors = {}
+            for inner, tensor in plain.tensors.items():
+                name = f"{key}.{inner}" if inner else key
+                if tensor.storage is None:
+                    tensors[name] = TensorSpec(name, tensor.shape, tensor.dtype, (), rule=tensor.note)
+                else:
+                    tensors[name] = whole(name, _moved(file.extent(tensor, name), within))
+        except (CorruptError, FormatError) as e:
+            raise CorruptError(f"{key!r}, the object at byte {item.offset:,} of {item.path}: {e}") from None
+        notes = [
+            f"{item.path}: {key!r} names {name}, which no checkpoint needs: nothing was run, but do not load this "
+            "checkpoint with torch"
+            for name in dangers(file.globals)
+        ]
+        return Object(plain.rest, tensors, notes + [f"{item.path}: {key!r}: {note}" for note in plain.notes])
+
+    def check(self) -> list[str]:
+        """Read all of them; what cannot be read is left out from then on, with a line."""
+        lines = []
+        for key in list(self.items):
+            try:
+                lines += self[key].notes
+            except LazyckptError as e:
+                del self.items[key]
+                lines.append(f"an object cannot be read and is not in view.meta: {e}")
+        return lines
+
+    @property
+    def tensors(self) -> Iterator[tuple[str, Path, TensorSpec]]:
+        """The tensors inside objects: (raw name, path, where they lie). Reads what has not been read."""
+        for key, (path, _) in self.items.items():
+            for name, spec in self[key].tensors.items():
+                inner = name[len(key) + 1 :]
+                yield name, (*path, inner) if inner else path, spec
+
+
+def _moved(extent: Extent, within: Archive | None) -> Extent:
+    if within is None:
+        return extent
+    e = extent
+    return Extent(e.path, e.offset, e.dtype, e.shape, e.strides, e.conj, e.neg, e.swapped, within)
+
+
+class Meta(Mapping[str, Any]):
+    """The objects as the nested dicts and lists that were saved; each top level is read when it is first asked for.
+    ``tensors``: what else stands there, by raw name: named only."""
+
+    def __init__(self, objects: Objects, tensors: Iterable[tuple[str, Path]] = ()) -> None:
+        self._objects = objects
+        self._below: dict[str, list[tuple[Path, str]]] = {}
+        self._made: dict[str, Any] = {}
+        for path, key in [*((path, key) for key, (path, _) in objects.items.items()), *((p, k) for k, p in tensors)]:
+            self._below.setdefault(str(path[0]), []).append((path, key))
+
+    def __getitem__(self, top: str) -> Any:
+        if top not in self._made:
+            root: dict[Any, Any] = {}
+            for path, key in self._below[top]:
+                value = self._objects[key].rest if key in self._objects.items else TensorRef(key)
+                _set(root, (top, *path[1:]), value)
+            self._made[top] = root.get(top)
+        return self._made[top]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._below)
+
+    def __len__(self) -> int:
+        return len(self._below)
+
+    def __repr__(self) -> str:
+        return f"<meta: {', '.join(self)}>"
+
+
+def _set(root: dict[Any, Any], path: Path, value: Any) -> None:
+    """Put a value where a path says: numbers are places in lists (torch/distributed/checkpoint/_traverse.py
+    `set_element`), which may have gaps."""
+    at: Any = root
+    for here, after in zip(path, (*path[1:], None), strict=True):
+        fresh: Any = value if after is None else [] if isinstance(after, int) else {}
+        if isinstance(at, list):
+            if not isinstance(here, int) or here > len(at) + 10_000:
+                return
+            at += [None] * (here + 1 - len(at))
+            if at[here] is None or after is None:
+                at[here] = fresh
+        elif not isinstance(at, dict):  # a value stands there already
+            return
+        elif here not in at or after is None:
+            at[here] = fresh
+        at = at[here]
+
+
+class Stored(Mapping[str, TensorSpec]):
+    """The raw namespace: the tensors of the checkpoint, then those inside its objects, which are read to list them."""
+
+    def __init__(self, tensors: Mapping[str, TensorSpec], objects: Objects) -> None:
+        self._tensors = tensors
+        self._objects = objects
+        self._whole: Mapping[str, TensorSpec] | None = None
+
+    def _all(self) -> Mapping[str, TensorSpec]:
+        if self._whole is None:
+            self._whole = {**{name: spec for name, _, spec in self._objects.tensors}, **self._tensors}
+        return self._whole
+
+    def __getitem__(self, name: str) -> TensorSpec:
+        return self._tensors[name] if name in self._tensors else self._all()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())

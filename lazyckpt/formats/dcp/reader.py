@@ -1,0 +1,232 @@
+"""Folders of torch.distributed.checkpoint: `.metadata` and `__RANK_NUMBER.distcp`.
+
+Writer: torch/distributed/checkpoint/filesystem.py `FileSystemWriter`. A rank's file is a row of items; each is a file
+of torch.save of its own (see core/index.py `Archive`), or all its tensors are one safetensors file behind the
+other items.
+`.metadata` is written last, under another name, and renamed: a folder without it is a save that was not finished.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from ...core.index import FileInfo, Hole, Index, TensorSpec
+from ...core.names import natural
+from ...errors import CorruptError, FormatError, LazyckptError, MissingFileError
+from ...io.archives import CODECS
+from ...io.dangers import dangers
+from ...io.store import Entry, Store
+from ..paths import some
+from ..reader import Reader, Source
+from .chunks import Piece, in_chunks, uncovered
+from .metadata import Item, Metadata, Path, Tensor, read_metadata
+from .naming import sort
+from .objects import Meta, Objects, Stored
+from .sharded import ShardFile, read_shard_file
+
+_WHOLE = ".metadata"
+_RANKS = re.compile(r"__\d+\.metadata")
+_FEW = 256  # objects that are read at once, for what is to be told of them
+
+
+def _read(source: Source) -> Index:
+    if source.path.endswith(".distcp"):
+        raise FormatError(
+            f"{source.where} is one file of a distributed checkpoint: open its folder, {source.store.root}"
+        )
+    store = source.store
+    listed = store.list()
+    names = [_WHOLE] if _WHOLE in listed else sorted(filter(_RANKS.fullmatch, listed), key=natural)
+    if not names:
+        raise MissingFileError(_unfinished(store.root, listed))
+    metadata = read_metadata(store, names)
+    problems = [
+        f"{names[0]}: its pickle names {name}, which no checkpoint needs: nothing was run, but do not load it with "
+        "torch"
+        for name in dangers(metadata.globals)
+    ]
+    building = _Building(store, metadata, problems)
+    tensors = {key: building.tensor(key, tensor) for key, tensor in metadata.tensors.items()}
+    others = building.objects()
+    objects = Objects(store.pinned(building.files), others)
+    building.tell(listed)
+    few = len(objects.items) <= _FEW
+    if few:
+        problems += objects.check()
+
+    found: dict[str, tuple[Path, TensorSpec]] = {}
+    for key, path in metadata.paths.items():
+        if key in tensors:
+            found[key] = path, tensors[key]
+    if few:  # not flattened state dicts are objects with tensors inside
+        found |= {name: (path, spec) for name, path, spec in objects.tensors if name not in found}
+    meta = Meta(objects)
+    result = sort(found, [path for path, _ in objects.items.values()], lambda path: _at(meta, path))
+    problems += result.problems
+    rest = [(key, found[key][0]) for key in result.rest if key in tensors]
+    infos = {name: listed[name].info for name in names}
+    return Index(
+        format="dcp-safetensors" if building.shards else "dcp",
+        states=result.states or {"weights": {}},
+        files=infos | building.files,
+        stored={key: spec for key, (_, spec) in found.items()} if few else Stored(tensors, objects),
+        meta=Meta(objects, rest),
+        problems=tuple(problems),
+    )
+
+
+def _unfinished(root: str, listed: Mapping[str, Entry]) -> str:
+    count = sum(name.endswith(".distcp") for name in listed)
+    left = " (.metadata.tmp is there)" if ".metadata.tmp" in listed else ""
+    return (
+        f"{root} has {count:,} .distcp files but no .metadata{left}: the save was not finished, or it was copied "
+        "without hidden files. Nothing else says which bytes belong to which tensor."
+    )
+
+
+def _at(meta: Mapping[str, Any], path: Path) -> Any:
+    """What stands at a path; None if nothing does. Reads no more than it has to."""
+    value: Any = meta
+    for part in path:
+        if isinstance(value, Mapping):
+            value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            return None
+    return value
+
+
+class _Building:
+    """The pieces of a checkpoint, looked up in the files that are there; what is lost is kept, to be told once."""
+
+    def __init__(self, store: Store, metadata: Metadata, problems: list[str]) -> None:
+        self.files: dict[str, FileInfo] = {}
+        self.shards: dict[tuple[str, int], ShardFile | None] = {}
+        self._store = store
+        self._metadata = metadata
+        self._problems = problems
+        self._folders: dict[str, Mapping[str, Entry]] = {}
+        self._lost: dict[str, dict[str, int]] = {}  # reason -> keys of which something is lost
+        self._gaps: dict[str, int] = {}
+
+    def tensor(self, key: str, tensor: Tensor) -> TensorSpec:
+        chunks = [
+            (start, sizes, self._piece(key, tensor, start, sizes)) for start, sizes in tensor.chunks if 0 not in sizes
+        ]
+        gap = uncovered(tensor.shape, tensor.chunks)
+        if gap:
+            self._gaps[key] = gap
+        return in_chunks(key, tensor.dtype, tensor.shape, chunks)
+
+    def objects(self) -> dict[str, tuple[Path, Item]]:
+        found = {}
+        others = set(self._metadata.others)
+        for key in filter(others.__contains__, self._metadata.paths):
+            item = self._metadata.items.get((key, None))
+            where = self._present(key, item)
+            if isinstance(where, Item):
+                self._codecs(key, where)
+                found[key] = self._metadata.paths[key], where
+        return found
+
+    def tell(self, listed: Mapping[str, Entry]) -> None:
+        """The lines on what is lost, and what is left over."""
+        for reason, keys in self._lost.items():
+            count = f"{len(keys):,} {'keys' if len(keys) > 1 else 'key'}"
+            self._problems.append(f"{reason}: it affects {count} ({some(keys)})")
+        if self._gaps:
+            lost = sum(self._gaps.values())
+            self._problems.append(
+                f"{lost:,} elements of {len(self._gaps):,} tensors are in no chunk of any file: {some(self._gaps)}"
+            )
+        used = {item.path for item in self._metadata.items.values()}
+        extra = sorted(n for n in listed if n.endswith(".distcp") and n not in used)
+        if extra:
+            self._problems.append(
+                f"{len(extra):,} files are not part of the checkpoint, left over from another save: {some(extra)}"
+            )
+        if ".metadata.tmp" in listed:
+            self._problems.append(".metadata.tmp is there too: a later save into this folder was not finished")
+
+    def _piece(self, key: str, tensor: Tensor, start: tuple[int, ...], sizes: tuple[int, ...]) -> Piece:
+        item = self._metadata.items.get((key, start))
+        piece = self._present(key, item)
+        if not isinstance(piece, Item):
+            return piece
+        # an archive is longer than what it holds; a tensor in a safetensors file is told to be just as long
+        if not piece.codecs and piece.length == prod(sizes) * tensor.dtype.itemsize:
+            return self._in_safetensors(key, piece, tensor, start, sizes)
+        self._codecs(key, piece)
+        return piece
+
+    def _present(self, key: str, item: Item | None) -> Item | Hole:
+        """The item, if its file is there and long enough."""
+        if item is None:
+            return self._hole(_WHOLE, key, "the metadata does not say where all chunks are")
+        path = item.path
+        info = self.files.get(path)
+        if info is None:
+            folder = posixpath.dirname(path)
+            if folder not in self._folders:
+                self._folders[folder] = self._store.list(folder)
+            entry = self._folders[folder].get(posixpath.basename(path))
+            if entry is None or entry.is_dir:
+                return self._hole(path, key, f"{path} is missing")
+            info = self.files[path] = entry.info
+        if item.offset + item.length > info.size:
+            return self._hole(path, key, f"{path} has {info.size:,} bytes and should have more: truncated")
+        return item
+
+    def _codecs(self, key: str, item: Item) -> None:
+        for codec in item.codecs:
+            if codec not in CODECS:
+                reason = (
+                    f"items are packed with {codec[:60]!r}, which lazyckpt cannot unpack (it can: {', '.join(CODECS)})"
+                )
+                self._lost.setdefault(reason, {})[key] = 1
+
+    def _in_safetensors(
+        self, key: str, item: Item, tensor: Tensor, start: tuple[int, ...], sizes: tuple[int, ...]
+    ) -> Piece:
+        """All tensors of a rank's file are one safetensors file in it, whose header tells where they are; the metadata
+        gives the same offset for all of them."""
+        at = item.path, item.offset
+        if at not in self.shards:
+            try:
+                self.shards[at] = read_shard_file(self._store, *at)
+            except LazyckptError as e:
+                self.shards[at] = None
+                self._problems.append(f"{item.path}: its tensors cannot be found: {e}")
+        shard = self.shards[at]
+        if shard is None:
+            return Hole(item.path, f"{item.path} is damaged")
+        offsets, extent = shard.chunks.get(key, (None, None))
+        if extent is None or offsets != start:
+            return self._hole(
+                item.path, key, f"{item.path} lacks chunks: torch keeps one of each tensor in a file of this kind"
+            )
+        if (extent.dtype, extent.shape) != (tensor.dtype, sizes):
+            raise CorruptError(
+                f"{self._store.root}/{item.path}: {key!r} is {extent.dtype} of shape {extent.shape}, the metadata says "
+                f"{tensor.dtype} of shape {sizes}: one of the two is damaged"
+            )
+        return extent
+
+    def _hole(self, path: str, key: str, reason: str) -> Hole:
+        self._lost.setdefault(reason, {})[key] = 1
+        return Hole(path, reason)
+
+
+def _recognises(source: Source) -> bool:
+    if source.path:
+        name = source.path
+        return name == _WHOLE or _RANKS.fullmatch(name) is not None or name.endswith(".distcp")
+    return _WHOLE in source.entries or any(n.endswith(".distcp") or _RANKS.fullmatch(n) for n in source.entries)
+
+
+READER = Reader("dcp", "folders of torch.distributed.checkpoint (.metadata and *.distcp)", _recognises, _read)

@@ -1,0 +1,170 @@
+"""Archives of torch.save inside larger files: where the elements of their tensors lie, and packed ones unpacked.
+
+What was found out is kept with the store, so that a second slice costs no look-up: places of the last many archives,
+contents of the last few packed ones.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+
+from ..core.index import Archive, Extent, FileInfo
+from ..errors import ChangedFileError, CorruptError, DataError, LazyckptError, MissingFileError
+from .rebuild import StoredTensor
+from .store import Entry, Store
+from .torchfile import Pickles, read_torch_file
+from .zstd import unpack_zstd
+
+_PLACES = 1 << 16  # archives whose inside a store remembers
+_UNPACKED = 128 << 20  # bytes of unpacked archives that it keeps (the last one whatever its size)
+_SLACK = 1 << 20  # bytes that the archive of a tensor may have besides the elements
+CODECS = {"stream.zstd/1": unpack_zstd}
+
+
+class _Known:
+    """What one store remembers."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.places: dict[tuple[Any, ...], Extent] = {}
+        self.unpacked: dict[tuple[Any, ...], bytes] = {}
+        self.pickles = Pickles()
+
+
+_stores: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def _known(store: Store) -> _Known:
+    with _lock:
+        known = _stores.get(store)
+        if known is None:
+            known = _stores[store] = _Known()
+        return known
+
+
+def locate(store: Store, archive: Archive, name: str) -> Extent:
+    """Where the elements of an archive lie; within what it unpacks to, if it is packed. One or two small reads.
+
+    Raises CorruptError (it is no archive of a tensor of this dtype and shape), DataError (a codec that is not known),
+    and what reading raises. ``name``: of the tensor, for messages.
+    """
+    known = _known(store)
+    key = (archive.path, archive.offset, archive.length)
+    extent = known.places.get(key)
+    if extent is None:
+        extent = _look(store, archive, name, known)
+        with known.lock:
+            known.places[key] = extent
+            while len(known.places) > _PLACES:
+                del known.places[next(iter(known.places))]
+    if (extent.dtype, extent.shape) != (archive.dtype, archive.shape):
+        raise CorruptError(
+            f"{_where(store, archive)}: the archive of {name!r} holds {extent.dtype} of shape {extent.shape}, not "
+            f"{archive.dtype} of shape {archive.shape} as the checkpoint's metadata says: one of the two is damaged"
+        )
+    return extent
+
+
+def _look(store: Store, archive: Archive, name: str, known: _Known) -> Extent:
+    try:
+        if archive.codecs:
+            file = read_torch_file(unpacked(store, archive), archive.path, known.pickles)
+        else:
+            file = read_torch_file(store, archive.path, known.pickles, (archive.offset, archive.length))
+        tensor = file.root
+        if not isinstance(tensor, StoredTensor):
+            raise CorruptError(f"{_where(store, archive)}: it holds {type(tensor).__name__}, no tensor")
+        extent = file.extent(tensor, name)
+    except (ChangedFileError, MissingFileError, DataError):
+        raise
+    except LazyckptError as e:
+        raise CorruptError(f"{name!r}, the archive at byte {archive.offset:,} of {archive.path}: {e}") from None
+    if not archive.codecs:
+        return extent
+    return Extent(
+        extent.path, extent.offset, extent.dtype, extent.shape, extent.strides, extent.conj, extent.neg, extent.swapped,
+        archive,
+    )  # fmt: skip
+
+
+def unpacked(store: Store, archive: Archive, limit: int | None = None) -> Memory:
+    """What an archive unpacks to, as a store of one file. ``limit``: bytes that it may take at most; by default what
+    the tensor needs. Raises DataError for a codec that is not known, CorruptError."""
+    known = _known(store)
+    key = (archive.path, archive.offset, archive.length)
+    data = known.unpacked.get(key)
+    if data is None:
+        data = unpack(store, archive, limit)
+        with known.lock:
+            known.unpacked[key] = data
+            size = sum(map(len, known.unpacked.values()))
+            while size > _UNPACKED and len(known.unpacked) > 1:
+                size -= len(known.unpacked.pop(next(iter(known.unpacked))))
+    return Memory(store, archive.path, data)
+
+
+def unpack(store: Store, archive: Archive, limit: int | None = None) -> bytes:
+    """The same as bytes, not kept."""
+    where = _where(store, archive)
+    unknown = [c for c in archive.codecs if c not in CODECS]
+    if unknown:
+        raise DataError(
+            f"{where}: the elements are packed with {', '.join(map(repr, unknown))}, which lazyckpt cannot unpack (it "
+            f"can: {', '.join(CODECS)}). Save the checkpoint again without that extension."
+        )
+    if limit is None:
+        limit = prod(archive.shape) * archive.dtype.itemsize + _SLACK
+    data = bytes(store.read(archive.path, archive.offset, archive.length))
+    for codec in archive.codecs:
+        data = CODECS[codec](data, where, limit)
+    return data
+
+
+def _where(store: Store, archive: Archive) -> str:
+    return f"{store.root}/{archive.path} (at byte {archive.offset:,})"
+
+
+class Memory:
+    """A store of one file that is in memory, for what reads through a store. ``name``: what it is called."""
+
+    def __init__(self, origin: Store, name: str, data: bytes) -> None:
+        self.root = origin.root
+        self.pins: Mapping[str, FileInfo] = {}
+        self.gap = 1 << 62  # nothing is saved by reading less
+        self._name, self._data = name, data
+
+    def pinned(self, pins: Mapping[str, FileInfo]) -> Memory:
+        return self
+
+    def list(self, folder: str = "") -> Mapping[str, Entry]:
+        return {self._name: Entry(self.stat(self._name), False)}
+
+    def stat(self, path: str) -> FileInfo:
+        return FileInfo(len(self._data), 0)
+
+    def read(self, path: str, offset: int, length: int) -> memoryview:
+        if offset + length > len(self._data):
+            raise CorruptError(f"{self.root}/{path}: bytes past the end of what it unpacks to are wanted: damaged")
+        return memoryview(self._data)[offset : offset + length]
+
+    def read_into(self, path: str, offset: int, target: memoryview) -> None:
+        target[:] = self.read(path, offset, len(target))
+
+    def map(self, path: str) -> None:
+        return None
+
+    def private(self, path: str) -> None:
+        return None
+
+    def resident(self, view: torch.Tensor) -> bool:
+        return False
+
+
+_check: type[Store] = Memory
