@@ -207,7 +207,7 @@ class LazyTensor:
             return self
         try:
             torch.empty(1, dtype=self.dtype).to(dtype)
-        except (NotImplementedError, RuntimeError) as e:
+        except (NotImplementedError, RuntimeError) as e:  # torch's two ways to say that it has no such conversion
             raise DataError(f"{self.name!r} is {self.dtype}, torch does not convert that to {dtype}: {e}") from None
         return LazyTensor(self._store, replace(self.spec, dtype=dtype), self._selection)
 

@@ -347,7 +347,7 @@ def test_a_save_of_another_kind_over_an_old_one(copied: Callable[[str], tuple[Ca
         assert view.states[state].keys() == truth[state].keys()
         same(view.states[state]["mix"][...], truth[state]["mix"], state)
     for name in stale:
-        assert any(name in line and "left over" in line for line in view.problems)
+        assert any(line.startswith(f"{TAG}/{name} ") and "left over" in line for line in view.problems)
 
 
 def test_files_of_different_saves_alone(copied: Callable[[str], tuple[Case, Path]]) -> None:

@@ -12,12 +12,10 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-import torch
-
 from ..core.index import Archive, Extent, FileInfo
 from ..errors import ChangedFileError, CorruptError, DataError, LazyckptError, MissingFileError
 from .rebuild import StoredTensor
-from .store import Entry, Store
+from .store import CannotMap, Entry, Store
 from .torchfile import Pickles, read_torch_file
 from .zstd import unpack_zstd
 
@@ -131,7 +129,7 @@ def _where(store: Store, archive: Archive) -> str:
     return f"{store.root}/{archive.path} (at byte {archive.offset:,})"
 
 
-class Memory:
+class Memory(CannotMap):
     """A store of one file that is in memory, for what reads through a store. ``name``: what it is called."""
 
     def __init__(self, origin: Store, name: str, data: bytes) -> None:
@@ -156,15 +154,6 @@ class Memory:
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
         target[:] = self.read(path, offset, len(target))
-
-    def map(self, path: str) -> None:
-        return None
-
-    def private(self, path: str) -> None:
-        return None
-
-    def resident(self, view: torch.Tensor) -> bool:
-        return False
 
 
 _check: type[Store] = Memory

@@ -10,11 +10,9 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-import torch
-
 from ..core.index import FileInfo
 from ..errors import CorruptError, FormatError, MissingFileError
-from .store import Entry
+from .store import CannotMap, Entry
 
 GAP = 256 << 10  # bytes; about what 5 ms of waiting transfer at 50 MB/s
 
@@ -24,7 +22,7 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
-class RemoteStore:
+class RemoteStore(CannotMap):
     """A folder behind a URL. ``options`` go to fsspec's file system (credentials, endpoints, ...)."""
 
     def __init__(
@@ -91,15 +89,6 @@ class RemoteStore:
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
         target[:] = self.read(path, offset, len(target))
-
-    def map(self, path: str) -> None:
-        return None
-
-    def private(self, path: str) -> None:
-        return None
-
-    def resident(self, view: torch.Tensor) -> bool:
-        return False
 
     def _full(self, path: str) -> str:
         return f"{self._base}/{path}" if path else self._base

@@ -90,6 +90,19 @@ class Store(Protocol):
         """Unwanted bytes between two wanted runs that are worth reading to save a request."""
 
 
+class CannotMap:
+    """What a store says whose files are not memory: everything is read."""
+
+    def map(self, path: str) -> None:
+        return None
+
+    def private(self, path: str) -> None:
+        return None
+
+    def resident(self, view: torch.Tensor) -> bool:
+        return False
+
+
 def narrow(store: Store, paths: Iterable[str]) -> Store:
     """The store with the pins of these files only: what has to travel with one tensor."""
     return store.pinned({p: store.pins[p] for p in paths if p in store.pins})

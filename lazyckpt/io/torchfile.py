@@ -143,7 +143,7 @@ def _ends(size: int) -> tuple[int, int]:
 
 def _read_zip(file: StoreFile, pickles: Pickles) -> TorchFile:
     where = file.where
-    try:
+    try:  # zipfile has no error of its own for all damage; NotImplementedError is its word for a zip of a later version
         archive = zipfile.ZipFile(file)
     except (zipfile.BadZipFile, ValueError, struct.error, NotImplementedError, EOFError, OverflowError) as e:
         raise CorruptError(

@@ -139,7 +139,7 @@ class Zstd(StreamTransformExtension):
         return Writer()
 
     def transform_from(self, input: Any) -> Any:
-        raise NotImplementedError
+        raise NotImplementedError("torch asks this of a reader: here it only writes")
 
 
 class Reversed(Zstd):

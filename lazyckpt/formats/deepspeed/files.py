@@ -43,12 +43,12 @@ def rank_files(folder: str, names: Mapping[str, Entry]) -> RankFiles:
     files = RankFiles(folder)
 
     def put(group: dict[K, str], key: K, name: str) -> None:
-        known = group.get(key, "").rpartition("/")[2]
-        newer = not known or names[name].info.mtime_ns >= names[known].info.mtime_ns
+        path, known = f"{folder}/{name}" if folder else name, group.get(key)
+        newer = known is None or names[name].info.mtime_ns >= names[known.rpartition("/")[2]].info.mtime_ns
         if newer:
-            group[key] = f"{folder}/{name}" if folder else name
-        if known:
-            files.left_over.append(known if newer else name)
+            group[key] = path
+        if known is not None:
+            files.left_over.append(known if newer else path)
 
     for name in sorted(names, key=natural):
         match parse_ckpt_name(name):

@@ -34,11 +34,11 @@ def set_aside(b: Building, files: RankFiles, count: int, model: Mapping[Any, Any
     if not experts and model.get("num_experts"):
         b.tell(f"num_experts is {short(model['num_experts'])}, which cannot be: lost experts are not told of")
     if files.optim and numbered_groups(model.get("optimizer")):  # with a plain optimizer, ZeRO writes no files
-        files.left_over += [path.rpartition("/")[2] for path in files.optim.values()]
+        files.left_over += files.optim.values()
         files.optim.clear()
-    for name in files.left_over:
+    for path in files.left_over:
         b.tell(
-            f"{name} is of another save under this tag, older than the files that are read here: left over, not used"
+            f"{path} is of another save under this tag, older than the files that are read here: left over, not used"
         )
     for group in (files.optim, files.zero_model):
         _drop(b, group, lambda k: k[0] >= b.world, lambda k: f"rank {k[0]}", f"{b.world} ranks")
