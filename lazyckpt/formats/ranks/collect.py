@@ -295,7 +295,7 @@ class Collected:
         """Lines on plain tensors that the ranks hold differently, as far as shapes and the zips' checksums tell."""
         lines = []
         for name in names:
-            held = self.tensors[name]
+            held = self.tensors.get(name)
             if not isinstance(held, Plains) or held.clash:
                 continue
             first = min(held.extents)

@@ -60,7 +60,7 @@ def split(collected: Collected, rules: Mapping[str, object], hints: Hints, lost:
     found = Split(flats=list(names.values()))
     kept: list[str] = []
     shapeless: list[str] = []
-    torn: list[str] = []
+    torn: dict[str, str] = {}  # the key of a parameter -> a file that is gone
     for raw, held in flats.items():
         name = names[raw]
         partitions = _partitions(raw, held, lost)
@@ -71,6 +71,7 @@ def split(collected: Collected, rules: Mapping[str, object], hints: Hints, lost:
         total, world = held.shape[0], len(held.listed)
         given = next(((glob, rule) for glob, match, rule in table if match(name)), None)
         slices = _slices(collected, raw, held)
+        hole = next((p.extent for p in parts if isinstance(p.extent, Hole)), None)
         module = name.removesuffix(FLAT)
         evidence = hints.source
         shapes: Mapping[str, Shape] | None
@@ -89,6 +90,10 @@ def split(collected: Collected, rules: Mapping[str, object], hints: Hints, lost:
                 continue
             begins = fitting[0]
         found.gone |= {raw, *slices}
+        if slices and hole is not None:  # what lies on the lost ranks alone is empty on all others
+            empty = _empty(collected, held)
+            torn |= dict.fromkeys(empty.values(), hole.path)
+            found.gone |= set(empty)
         for (n, shape), begin in zip(shapes.items(), begins, strict=True):
             path = (*held.path[:-1], n)
             key = ".".join(map(str, path))
@@ -106,8 +111,13 @@ def split(collected: Collected, rules: Mapping[str, object], hints: Hints, lost:
             f"{len(shapeless):,} parameters ({some(shapeless)}) are 1-d tensors: FSDP's local state dict has no "
             f"shapes, nor has an optimizer beside it. Say them with {_HOW % found.flats[0]}"
         )
+    for key, path in torn.items():
+        collected.unreadable[key] = f"{key!r} lies on a rank whose file, {path}, is gone; nothing else tells its shape"
     if torn:
-        problems.append(f"{len(torn):,} parameters ({some(torn)}) lie in part on ranks whose files are gone: left out")
+        problems.append(
+            f"{len(torn):,} parameters ({some(torn)}) lie on ranks whose files are gone, and nothing else tells their "
+            "shapes: they are left out"
+        )
     return found
 
 
@@ -137,7 +147,7 @@ def _by_slices(
     parts: Sequence[Partition],
     width: int,
     shapeless: list[str],
-    torn: list[str],
+    torn: dict[str, str],
 ) -> tuple[dict[str, Shape], list[int]]:
     """Shapes and places from the ranks' slices. A parameter that may go on in a lost shard is only known where its
     shape is; else it is ``torn``."""
@@ -149,7 +159,7 @@ def _by_slices(
         shape = shapes.get(key) or shapes.get(bare(key))
         size = end - begin if shape is None else prod(shape)
         if (before or behind) and (shape is None or (before and behind and size > end - begin)):
-            torn.append(key)
+            torn[key] = parts[next(n for n in gone if begin == (n + 1) * width or end == n * width)].extent.path
             continue
         if size > end - begin and before:
             begin = end - size
@@ -184,6 +194,17 @@ def _slices(collected: Collected, raw: str, flat: Sharded) -> dict[str, tuple[st
             if lo >= 0 and hi <= flat.shape[0]:
                 found[name] = (str(held.path[-1]), lo, hi)
     return found
+
+
+def _empty(collected: Collected, flat: Sharded) -> dict[str, str]:
+    """Beside a flat parameter, the 1-d tensors that are empty in all files: raw name -> key."""
+    return {
+        name: str(held.path[-1])
+        for name, held in collected.tensors.items()
+        if isinstance(held, Plains)
+        and held.path[:-1] == flat.path[:-1]
+        and all(extent.shape == (0,) for extent in held.extents.values())
+    }
 
 
 def _partitions(name: str, held: Sharded, lost: Lost) -> tuple[int, tuple[Partition, ...]] | None:

@@ -53,7 +53,7 @@ def _read(source: Source) -> Index:
         own = any(series.item.startswith("optim") for series in folder.series)
         hints = _hints(folder) if own else beside(source, dcp.READER, problems)
     flats = split(collected, source.rules, hints, folder.lost, problems)
-    slices, joined = join(collected, folder.lost, problems)
+    slices, joined = join(collected, _param_groups(meta), folder.lost, problems)
     found: Found = {}
     for raw, held in collected.tensors.items():
         for key in flats.made_of.get(raw, ()):
@@ -68,7 +68,7 @@ def _read(source: Source) -> Index:
     states = result.states or {"weights": {}}
     weights = states.get("weights", {})
     for raw in result.rest:
-        put(meta, found[raw][0], TensorRef(raw))
+        put(meta, found[raw][0], TensorRef(folder.stored_name(found[raw][0])))
 
     _tell_unreadable(states, problems)
     problems += collected.problems + result.problems
@@ -164,12 +164,21 @@ class _Folder:
 
     def lost(self, path: Path, rank: int) -> tuple[str, str]:
         """The file that has a rank's part of what stands at a path, and why it cannot be read ("" if it can)."""
-        at = [s for s in self.series if (root := self.roots.get(s.before)) is not None and path[: len(root)] == root]
-        series = max(at, key=lambda s: len(self.roots[s.before]), default=self.series[0])
-        name = series.path(rank)
+        name = self._at(path).path(rank)
         if name in self.files:
             return name, ""
         return name, f"{name} cannot be read: {self.broken[name]}" if name in self.broken else f"{name} is missing"
+
+    def stored_name(self, path: Path) -> str:
+        """What stands at a path, in the raw namespace: the lowest rank's."""
+        series = self._at(path)
+        file = next(name for rank in sorted(series.files) if (name := series.path(rank)) in self.files)
+        return f"{file}/{'.'.join(map(str, path[len(self.roots[series.before]) :]))}"
+
+    def _at(self, path: Path) -> Series:
+        """The series in whose files a path stands."""
+        at = [s for s in self.series if (root := self.roots.get(s.before)) is not None and path[: len(root)] == root]
+        return max(at, key=lambda s: len(self.roots[s.before]), default=self.series[0])
 
     def _values(self, file: TorchFile, tensor: StoredTensor) -> Sequence[int]:
         """The numbers of a mesh, which older files hold as a tensor only."""
@@ -216,8 +225,11 @@ def _hints(folder: _Folder) -> Hints:
         if str(held.path[0]).startswith("optim")
     }
     states = sort(tensors, list(paths(folder.meta, 4)), lambda path: None).states
-    groups = next((at(folder.meta, (top, "param_groups")) for top in folder.meta if top.startswith("optim")), None)
-    return from_states(states, groups, "the optimizer's states")
+    return from_states(states, _param_groups(folder.meta), "the optimizer's states")
+
+
+def _param_groups(meta: Mapping[str, Any]) -> Any:
+    return next((at(meta, (top, "param_groups")) for top in meta if top.startswith("optim")), None)
 
 
 def _tell_unreadable(states: Mapping[str, Mapping[str, TensorSpec]], problems: list[str]) -> None:
