@@ -37,8 +37,9 @@ def sort(
     tensor. ``lookup`` reads the object at a path (None if there is none)."""
     paths = [path for path, _ in tensors.values()]
     if all(len(path) == 1 for path in paths) and not any(str(p[0]).startswith("param_groups") for p in objects):
-        flat_dict = {key: spec for key, (_, spec) in tensors.items()}  # a state dict and no more: the common file
-        return Sorted({"weights": flat_dict} if flat_dict else {})
+        # a state dict and no more: the common file
+        alone = {str(path[0]): renamed(spec, str(path[0])) for path, spec in tensors.values()}
+        return Sorted({"weights": alone} if alone else {})
     skip = _wrapper(paths, objects)
     model = next((m for m in _MODELS if any(p[skip : skip + 1] == (m,) and len(p) > skip + 1 for p in paths)), None)
     grouped = {
