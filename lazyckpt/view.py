@@ -148,8 +148,9 @@ class CheckpointView(Mapping[str, LazyTensor]):
         return id(self)
 
     def __getitem__(self, path: str) -> Any:
-        """A full name or tied alias gives a LazyTensor, a prefix a CheckpointView with names relative to it. So does
-        the full name that a tensor is stored under. A path that occurs at one place inside the names resolves to that.
+        """A full name or tied alias gives a LazyTensor, a prefix a CheckpointView with names relative to it. A path
+        that occurs at one place inside the names resolves to that. Of a whole checkpoint, the names that tensors are
+        stored under (`stored`) are found as well, where that takes no more reading.
 
         Raises TensorNotFoundError (several places, or none: the nearest names are listed), MissingFileError for a
         name whose file is gone.
@@ -170,14 +171,14 @@ class CheckpointView(Mapping[str, LazyTensor]):
             return self._other(steps=(*self._steps, ("below", path)))
         if path in self._index.unreadable and not self._steps:
             raise MissingFileError(self._index.unreadable[path])
-        if not self._steps and path in self._stored_names:
-            return LazyTensor(self._store, self._stored_names[path])
         places = self.names.inside(path)
         if len(places) == 1:
             return self[places[0]]
         if places:
             listed = ", ".join(map(repr, places[:6])) + (f" and {len(places) - 6} more" if len(places) > 6 else "")
             raise TensorNotFoundError(f"{path!r} occurs at {len(places)} places: {listed}. Say which.")
+        if self._stored_names and not self._steps and self.stored.names.below(path):
+            return self.stored[path]
         raise TensorNotFoundError(self._unknown(path))
 
     def _spec(self, name: str) -> TensorSpec | None:
@@ -186,7 +187,7 @@ class CheckpointView(Mapping[str, LazyTensor]):
         if full is None:
             full = self._alias(name)
             if full is None:
-                return None
+                return None if self._steps else self._stored_names.get(name)
         spec = self.specs.get(full)
         if spec is None:
             owner = self._index.aliases[full]

@@ -167,7 +167,7 @@ def torch_case(path: Path, tree: Any, more: Mapping[str, torch.Tensor] | None = 
     found = {".".join(map(str, keys)): t for keys, t in torch_contents.walk(tree).items()}
     found |= more or {}
     weights = {name: t.detach().as_subclass(torch.Tensor) for name, t in found.items()}
-    return Case(path, {"weights": weights}, {"tied": _same_memory(weights)})
+    return Case(path, {"weights": weights}, {"tied": _same_memory(weights)}, stored=weights)
 
 
 def _same_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -189,7 +189,12 @@ def _training(folder: Path, write: Callable[..., torch_files.Written], *args: An
         "objects.module._parameters.weight": objects["module"].weight,
         "objects.module._parameters.bias": objects["module"].bias,
     }
-    return torch_case(path, tree, inside)
+    raw = torch_case(path, tree, inside).truth["weights"]
+    names = list(tree["model"])
+    truth = {"weights": {name: raw[f"model.{name}"] for name in names}}
+    for state in ("exp_avg", "exp_avg_sq", "step"):
+        truth[state] = {name: raw[f"optimizer.state.{n}.{state}"] for n, name in enumerate(names)}
+    return Case(path, truth, {"tied": {}}, stored=raw)
 
 
 def _list_root(folder: Path) -> Case:

@@ -46,7 +46,7 @@ def test_format_and_problems(dcp_case: Case) -> None:
 def test_a_key_is_what_its_path_says(dcp_cases: dict[str, Case]) -> None:
     view = lazyckpt.open(dcp_cases["odd"].path)
     assert "key.with.dots" in view and "tied.one" in view
-    assert "model.key.with.dots" in view.stored and "list.0" in view.stored and "list.0" not in view
+    assert "model.key.with.dots" in view.stored and "list.0" in view.stored and "list.0" not in list(view)
     assert "pair.0" in view.stored, "the tensor inside an object"
     same(view.stored["pair.0"][...], torch.arange(4.0), "inside an object")
     same(view.stored["3"][...], torch.zeros(2), "a key that was a number")

@@ -31,7 +31,9 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, tuple[int, ...]]:
 
 def of_torch(placement: Placement) -> Any:
     if isinstance(placement, Cut):
-        return Shard(placement.dim) if placement.split == 1 else _StridedShard(placement.dim, split_factor=placement.split)
+        return (
+            Shard(placement.dim) if placement.split == 1 else _StridedShard(placement.dim, split_factor=placement.split)
+        )
     return Replicate()
 
 
@@ -110,7 +112,13 @@ def test_sums_are_told() -> None:
 
 @pytest.mark.parametrize(
     ("mesh", "placements", "order"),
-    [((2,), (), None), ((0,), (Same(),), None), ((2,), (Cut(-1),), None), ((2,), (Cut(0, 0),), None), ((2,), (Same(),), (1,))],
+    [
+        ((2,), (), None),
+        ((0,), (Same(),), None),
+        ((2,), (Cut(-1),), None),
+        ((2,), (Cut(0, 0),), None),
+        ((2,), (Same(),), (1,)),
+    ],
 )
 def test_what_fits_nothing_is_refused(mesh: Any, placements: Any, order: Any) -> None:
     with pytest.raises(ValueError):

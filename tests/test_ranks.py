@@ -65,17 +65,14 @@ def test_explain_says_how_a_tensor_lies(rank_cases: dict[str, Case]) -> None:
     assert "'layers.0._flat_param'" in text and "the optimizer's states in optimizer_0" in text
 
 
-def test_each_file_is_looked_at_once_and_no_data_is(rank_cases: dict[str, Case]) -> None:
-    folder = rank_cases["verl_fsdp2"].path
-    view, counts = opened(folder)
-    read: dict[str, int] = {}
-    for request in counts.log:
-        assert request.offset + request.length <= os.path.getsize(folder / request.path)
-        read[request.path] = read.get(request.path, 0) + request.length
-    for path, length in read.items():
-        if path.startswith("model"):
-            held = sum(t.nbytes for n, t in view.stored.items() if n.startswith(f"{path}/") and "_spec" not in n)
-            assert length <= os.path.getsize(folder / path) - held
+def test_each_file_is_looked_at_once_and_no_data_is(rank_cases: dict[str, Case], tmp_path: Path) -> None:
+    for rank in range(2):
+        torch.save({"w": torch.ones(1 << 20), "b": torch.ones(3)}, tmp_path / f"rank{rank}.pt")
+    view, counts = opened(tmp_path)
+    assert counts.bytes < 50_000 and counts.requests < 20
+    view, counts = opened(rank_cases["verl_fsdp2"].path)
+    pickles = [r for r in counts.log if r.path == "model_world_size_3_rank_1.pt" and r.length > 1024]
+    assert len(pickles) <= 2, "the end of the file, and its pickle"
     counts.clear()
     view["emb.weight"][0]
     assert counts.paths == {"model_world_size_3_rank_0.pt"}
@@ -194,9 +191,7 @@ def test_rules_from_a_file(rank_cases: dict[str, Case], tmp_path: Path) -> None:
         ("meshes", "rank2.pt"),
     ],
 )
-def test_a_lost_file_is_a_hole(
-    rank_cases: dict[str, Case], tmp_path: Path, name: str, victim: str, how: str
-) -> None:
+def test_a_lost_file_is_a_hole(rank_cases: dict[str, Case], tmp_path: Path, name: str, victim: str, how: str) -> None:
     case = rank_cases[name]
     folder = _copy(case, tmp_path)
     if how == "missing":

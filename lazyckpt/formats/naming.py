@@ -33,12 +33,15 @@ class Sorted:
 def sort(
     tensors: Mapping[str, tuple[Path, TensorSpec]], objects: Sequence[Path], lookup: Callable[[Path], Any]
 ) -> Sorted:
-    """``tensors``: raw name (the path's parts joined by dots) -> path and tensor, in the order of the state dict.
-    ``objects``: the paths of what is no tensor. ``lookup`` reads the object at a path (None if there is none)."""
+    """``tensors``: raw name -> path and tensor, in the order of the state dict. ``objects``: the paths of what is no
+    tensor. ``lookup`` reads the object at a path (None if there is none)."""
     paths = [path for path, _ in tensors.values()]
+    if all(len(path) == 1 for path in paths) and not any(str(p[0]).startswith("param_groups") for p in objects):
+        # a state dict and no more: the common file
+        alone = {str(path[0]): renamed(spec, str(path[0])) for path, spec in tensors.values()}
+        return Sorted({"weights": alone} if alone else {})
     skip = _wrapper(paths, objects)
     model = next((m for m in MODELS if any(p[skip : skip + 1] == (m,) and len(p) > skip + 1 for p in paths)), None)
-    prefix = 0 if model is None else sum(len(str(part)) + 1 for part in (*paths[0][:skip], model))
     grouped = {
         p[:n] for p in (*paths, *objects) for n in range(skip, len(p)) if str(p[n]).split(".")[0] == "param_groups"
     }
@@ -55,7 +58,8 @@ def sort(
         elif root is not None:
             flat.append((root, ".".join(map(str, path[len(root) :])).removeprefix("state."), spec))
         elif model is None or (path[skip : skip + 1] == (model,) and len(path) > skip + 1):
-            weights[key[prefix:]] = renamed(spec, key[prefix:])
+            name = _free(".".join(map(str, path if model is None else path[skip + 1 :])), weights)
+            weights[name] = renamed(spec, name)
         else:
             found.rest.append(key)
     for root, text, spec in flat:
@@ -89,8 +93,8 @@ def _copies(
         path, spec = tensors[key]
         if len(path) > skip + 1:
             below = skip + (2 if path[skip + 1] in MODELS and len(path) > skip + 2 else 1)
-            start = sum(len(str(part)) + 1 for part in path[:below])
-            groups.setdefault(str(path[skip]), {})[key[start:]] = spec
+            table = groups.setdefault(str(path[skip]), {})
+            table[_free(".".join(map(str, path[below:])), table)] = spec
     copies = {
         top: {name: renamed(spec, name) for name, spec in table.items()}
         for top, table in groups.items()
@@ -98,6 +102,14 @@ def _copies(
     }
     found.rest = [key for key in found.rest if str(tensors[key][0][skip]) not in copies or len(tensors[key][0]) == 1]
     return copies
+
+
+def _free(name: str, taken: Mapping[str, TensorSpec]) -> str:
+    """The name, or the next like it: two paths may give the same dotted name."""
+    found, number = name, 2
+    while found in taken:
+        found, number = f"{name}#{number}", number + 1
+    return found
 
 
 def _wrapper(paths: Sequence[Path], objects: Sequence[Path]) -> int:

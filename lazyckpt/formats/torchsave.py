@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
 from ..core.box import hull
 from ..core.index import Index, TensorSpec, whole
 from ..io.dangers import dangers
-from ..io.plain import Plain, TensorRef
+from ..io.plain import Path, Plain, TensorRef
 from ..io.rebuild import StoredTensor
 from ..io.store import Store
 from ..io.torchfile import TorchFile, is_torch_file, read_torch_file
-from .naming import sort
-from .nested import at, paths, put
+from .members import Member, together
+from .nested import paths, put
 from .reader import Reader, Source
 
+_SHARDS = {  # what pickles name that hold them, in torch's spellings
+    *((f"torch.distributed.{m}", "DTensor") for m in ("tensor", "tensor._api", "_tensor", "_tensor.api")),
+    *((f"torch.distributed.{m}.api", "ShardedTensor") for m in ("_shard.sharded_tensor", "_sharded_tensor")),
+}
 _BLOAT = 1 << 20  # bytes; what is less is alignment, and not worth a line
 
 
@@ -82,49 +86,32 @@ def stored_tensors(store: Store, path: str, prefix: str) -> dict[str, TensorSpec
     return specs_of(file, Plain(file.root, path, file.pickle_size), prefix)
 
 
-def _read(source: Source) -> Index:
-    file = read_torch_file(source.store, source.path)
-    plain = Plain(file.root, source.where, file.pickle_size)
-    stored = specs_of(file, plain)
+def member(store: Store, path: str, prefix: str = "") -> Member:
+    """What one file holds; ``prefix`` stands before its raw names. Raises as `read_torch_file`."""
+    file = read_torch_file(store, path)
+    plain = Plain(file.root, f"{store.root}/{path}", file.pickle_size, prefix)
     meta = plain.rest if isinstance(plain.rest, dict) else {"": plain.rest}
-    problems = warnings(source.path, file, plain)
-    aliases = ties(plain.tensors)
-    states: dict[str, dict[str, TensorSpec]] = {"weights": stored}
-    if isinstance(file.root, dict):
-        found = sort(
-            {name: (plain.paths[name], spec) for name, spec in stored.items()},
-            list(paths(meta, 4)),
-            lambda path: at(meta, path),
-        )
-        states = found.states or {"weights": {}}
-        problems += found.problems
-        for name in found.rest:
-            put(meta, plain.paths[name], TensorRef(name))
-        aliases = _within(aliases, states)
-    weights = states.get("weights", {})
-    states |= {"weights": {n: s for n, s in weights.items() if n not in aliases}} if weights else {}
-    return Index(
+
+    def named(rest: Sequence[tuple[Path, str]]) -> Mapping[str, Any]:
+        for place, key in rest:
+            put(meta, place, TensorRef(key))
+        return meta
+
+    specs = specs_of(file, plain, prefix)
+    return Member(
         format="torch",
-        states=states,
-        files={source.path: file.info},
-        stored=stored,
-        aliases=aliases,
+        tensors={key: (plain.paths[key.removeprefix(prefix)], spec) for key, spec in specs.items()},
+        objects=list(paths(meta, 4)),
         meta=meta,
-        problems=tuple(problems),
+        named=named,
+        files={path: file.info},
+        aliases={prefix + alias: prefix + owner for alias, owner in ties(plain.tensors).items()},
+        problems=warnings(path, file, plain),
     )
 
 
-def _within(aliases: Mapping[str, str], states: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, str]:
-    """Ties by raw names -> those among the weights, by their names there."""
-    names = {spec.stored_as or name: name for name, spec in states.get("weights", {}).items()}
-    first: dict[str, str] = {}  # the owner, or its first tied name among the weights
-    within = {}
-    for alias, owner in aliases.items():
-        if alias in names:
-            kept = names[owner] if owner in names else first.setdefault(owner, names[alias])
-            if kept != names[alias]:
-                within[names[alias]] = kept
-    return within
+def _read(source: Source) -> Index:
+    return together("torch", [((), member(source.store, source.path))])
 
 
 def _recognises(source: Source) -> bool:

@@ -53,6 +53,8 @@ class Case:
     """"rank0", "rank1", ... -> persistent buffers of that rank, for writers whose ranks hold different ones."""
     shards: Mapping[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     """"mp_rank_00.fp32", ... -> what that model-parallel rank held of a state, before any merging."""
+    stored: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Raw name -> tensor, if the test knows them all."""
     reference: Mapping[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     """What the library's own tools read from the checkpoint, for comparison: "zero_to_fp32", or whole states."""
 

@@ -116,6 +116,7 @@ def read_metadata(store: Store, names: Iterable[str]) -> Metadata:
     whole = Metadata()
     for name in names:
         part = _read(store, name)
+        folder = posixpath.dirname(name)
         where = f"{store.root}/{name}"
         for key, tensor in part.tensors.items():
             known = whole.tensors.setdefault(key, tensor)
@@ -131,7 +132,7 @@ def read_metadata(store: Store, names: Iterable[str]) -> Metadata:
         listed_others = set(whole.others)
         whole.others.extend(key for key in part.others if key not in listed_others)
         for index, item in part.items.items():
-            whole.items.setdefault(index, item)
+            whole.items.setdefault(index, item._replace(path=f"{folder}/{item.path}") if folder else item)
         for key, path in part.paths.items():
             whole.paths.setdefault(key, path)
         whole.globals.update(part.globals)

@@ -20,8 +20,7 @@ from ...io.archives import CODECS
 from ...io.dangers import dangers
 from ...io.plain import Path
 from ...io.store import Entry, Store
-from ..naming import sort
-from ..nested import at
+from ..members import Member, together
 from ..paths import some
 from ..reader import Reader, Source
 from .chunks import Piece, in_chunks, uncovered
@@ -39,11 +38,17 @@ def _read(source: Source) -> Index:
         raise FormatError(
             f"{source.where} is one file of a distributed checkpoint: open its folder, {source.store.root}"
         )
-    store = source.store
-    listed = store.list()
+    member = in_folder(source.store)
+    return together(member.format, [((), member)])
+
+
+def in_folder(store: Store, folder: str = "") -> Member:
+    """What a folder of the store holds. Raises MissingFileError if the save was not finished, CorruptError."""
+    listed = store.list(folder)
     names = [_WHOLE] if _WHOLE in listed else sorted(filter(_RANKS.fullmatch, listed), key=natural)
     if not names:
-        raise MissingFileError(_unfinished(store.root, listed))
+        raise MissingFileError(_unfinished(posixpath.join(store.root, folder), listed))
+    names = [posixpath.join(folder, name) for name in names]
     metadata = read_metadata(store, names)
     problems = [
         f"{names[0]}: its pickle names {name}, which no checkpoint needs: nothing was run, but do not load it with "
@@ -54,7 +59,7 @@ def _read(source: Source) -> Index:
     tensors = {key: building.tensor(key, tensor) for key, tensor in metadata.tensors.items()}
     others = building.objects()
     objects = Objects(store.pinned(building.files), others)
-    building.tell(listed)
+    building.tell(listed, folder)
     few = len(objects.items) <= _FEW
     if few:
         problems += objects.check()
@@ -65,18 +70,15 @@ def _read(source: Source) -> Index:
             found[key] = path, tensors[key]
     if few:  # not flattened state dicts are objects with tensors inside
         found |= {name: (path, spec) for name, path, spec in objects.tensors if name not in found}
-    meta = Meta(objects)
-    result = sort(found, [path for path, _ in objects.items.values()], lambda path: at(meta, path))
-    problems += result.problems
-    rest = [(key, found[key][0]) for key in result.rest if key in tensors]
-    infos = {name: listed[name].info for name in names}
-    return Index(
+    return Member(
         format="dcp-safetensors" if building.shards else "dcp",
-        states=result.states or {"weights": {}},
-        files=infos | building.files,
+        tensors=found,
+        objects=[path for path, _ in objects.items.values()],
+        meta=Meta(objects),
+        named=lambda rest: Meta(objects, [(key, path) for path, key in rest if key in tensors]),
+        files={name: listed[posixpath.basename(name)].info for name in names} | building.files,
         stored={key: spec for key, (_, spec) in found.items()} if few else Stored(tensors, objects),
-        meta=Meta(objects, rest),
-        problems=tuple(problems),
+        problems=problems,
     )
 
 
@@ -122,8 +124,8 @@ class _Building:
                 found[key] = self._metadata.paths[key], where
         return found
 
-    def tell(self, listed: Mapping[str, Entry]) -> None:
-        """The lines on what is lost, and what is left over."""
+    def tell(self, listed: Mapping[str, Entry], folder: str) -> None:
+        """The lines on what is lost, and what is left over in the folder."""
         for reason, keys in self._lost.items():
             count = f"{len(keys):,} {'keys' if len(keys) > 1 else 'key'}"
             self._problems.append(f"{reason}: it affects {count} ({some(keys)})")
@@ -133,7 +135,7 @@ class _Building:
                 f"{lost:,} elements of {len(self._gaps):,} tensors are in no chunk of any file: {some(self._gaps)}"
             )
         used = {item.path for item in self._metadata.items.values()}
-        extra = sorted(n for n in listed if n.endswith(".distcp") and n not in used)
+        extra = sorted(n for n in listed if n.endswith(".distcp") and posixpath.join(folder, n) not in used)
         if extra:
             self._problems.append(
                 f"{len(extra):,} files are not part of the checkpoint, left over from another save: {some(extra)}"

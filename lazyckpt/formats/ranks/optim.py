@@ -115,7 +115,9 @@ def _single(
         return {}
     shapes = dict(weights)
     pairs = zip(members, named.names, strict=True)
-    return {n: (name, shapes[name]) for ns, found in pairs for n, name in zip(ns, found, strict=True) if name is not None}
+    return {
+        n: (name, shapes[name]) for ns, found in pairs for n, name in zip(ns, found, strict=True) if name is not None
+    }
 
 
 def _weights(collected: Collected) -> tuple[list[tuple[str, Shape]], list[int]]:
