@@ -132,6 +132,6 @@ def test_claims_cost_no_more_than_a_message() -> None:
     huge = 1 << 60
     with pytest.raises(ValueError, match="pieces"):
         Layout((2,), (Cut(0, huge),)).parts((huge,), (0,))
-    with pytest.raises(ValueError, match="blocks"):
+    with pytest.raises(ValueError, match="pieces"):
         Layout((2, 2), (Cut(0, 9_000), Cut(1, 9_000))).parts((36_000, 36_000), (0, 0))
     assert Layout((1 << 20,), (Cut(0),)).local_shape((huge,), (5,)) == (huge >> 20,)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -62,14 +61,14 @@ def test_explain_says_how_a_tensor_lies(rank_cases: dict[str, Case]) -> None:
     assert "model_rank03.bin" in text
     view = lazyckpt.open(rank_cases["accelerate_local"].path)
     text = view["layers.0.up.bias"].explain()
-    assert "'layers.0._flat_param'" in text and "the optimizer's states in optimizer_0" in text
+    assert "'layers.0._flat_param'" in text and "known from the optimizer's states" in text
 
 
 def test_each_file_is_looked_at_once_and_no_data_is(rank_cases: dict[str, Case], tmp_path: Path) -> None:
     for rank in range(2):
         torch.save({"w": torch.ones(1 << 20), "b": torch.ones(3)}, tmp_path / f"rank{rank}.pt")
     view, counts = opened(tmp_path)
-    assert counts.bytes < 50_000 and counts.requests < 20
+    assert counts.bytes < 50_000 and counts.requests < 30
     view, counts = opened(rank_cases["verl_fsdp2"].path)
     pickles = [r for r in counts.log if r.path == "model_world_size_3_rank_1.pt" and r.length > 1024]
     assert len(pickles) <= 2, "the end of the file, and its pickle"
@@ -107,7 +106,7 @@ def test_buffers_that_differ_are_told(tmp_path: Path) -> None:
         torch.save({"a": torch.full((3,), float(rank)), "b": torch.ones(3)}, tmp_path / f"rank{rank}.pt")
     view = lazyckpt.open(tmp_path)
     assert view.format == "rank-files"
-    assert [line for line in view.problems if "'a'" in line and "ranks 1" in line] == list(view.problems)
+    assert [line for line in view.problems if "(a)" in line and "ranks 1" in line] == list(view.problems)
     same(view["a"][...], torch.zeros(3), "the lowest rank's")
 
 

@@ -106,8 +106,15 @@ def member(store: Store, path: str, prefix: str = "") -> Member:
         named=named,
         files={path: file.info},
         aliases={prefix + alias: prefix + owner for alias, owner in ties(plain.tensors).items()},
-        problems=warnings(path, file, plain),
+        problems=warnings(path, file, plain) + shards(store, path, file),
     )
+
+
+def shards(store: Store, path: str, file: TorchFile) -> list[str]:
+    """A line if a file holds one rank's pieces of tensors."""
+    if not file.globals.keys() & _SHARDS:
+        return []
+    return [f"{path}: it holds one rank's shards of tensors: open its folder, {store.root}, for the whole ones"]
 
 
 def _read(source: Source) -> Index:

@@ -1,8 +1,8 @@
 """Folders of rank files of torch.save, written on gloo ranks; the truth is what these gather.
 
-verl cannot be installed beside what the other tests need, so what its ``FSDPCheckpointManager.save_checkpoint`` calls is
-called here, with the arguments that it gives (verl/utils/checkpoint/fsdp_checkpoint_manager.py). accelerate's own functions
-write its layouts.
+verl cannot be installed beside what the other tests need, so what its ``FSDPCheckpointManager.save_checkpoint`` calls
+is called here, with the arguments that it gives (verl/utils/checkpoint/fsdp_checkpoint_manager.py). accelerate's own
+functions write its layouts.
 
 ``python -m tests.writers.rank_files FOLDER`` writes every case of :data:`CASES`, as torch_dcp.py does.
 """
@@ -247,11 +247,9 @@ def _accelerate(out: Path, original: bool, kind: str) -> States:
     )
     accelerator = SimpleNamespace(process_index=dist.get_rank(), num_processes=dist.get_world_size())
     fsdp_utils.save_fsdp_model(plugin, accelerator, model, str(out), use_dcp=False)
-    dcp = kind == "LOCAL"
-    fsdp_utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(out), use_dcp=dcp)
+    fsdp_utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(out), use_dcp=kind == "LOCAL")
     dist.barrier()
-    truth = truth_of_fsdp1(model, optimizer)
-    return {"weights": truth["weights"]} if dcp else truth
+    return truth_of_fsdp1(model, optimizer)
 
 
 @case(2, format="fsdp-sharded", dp=2)
@@ -259,12 +257,12 @@ def accelerate_sharded(out: Path) -> States:
     return _accelerate(out, False, "SHARDED")
 
 
-@case(2, format="fsdp-local", dp=2)
+@case(2, format="fsdp-local", dp=2, archives=True)
 def accelerate_local(out: Path) -> States:
     return _accelerate(out, False, "LOCAL")
 
 
-@case(3, format="fsdp-local", dp=3)
+@case(3, format="fsdp-local", dp=3, archives=True)
 def accelerate_local_original(out: Path) -> States:
     return _accelerate(out, True, "LOCAL")
 

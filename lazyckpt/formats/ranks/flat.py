@@ -94,13 +94,14 @@ def split(collected: Collected, rules: Mapping[str, object], hints: Hints, lost:
             empty = _empty(collected, held)
             torn |= dict.fromkeys(empty.values(), hole.path)
             found.gone |= set(empty)
+        inner = held.key[: len(held.key) - len(str(held.path[-1]))]
         for (n, shape), begin in zip(shapes.items(), begins, strict=True):
             path = (*held.path[:-1], n)
             key = ".".join(map(str, path))
             rule = f"elements {begin:,} to {begin + prod(shape):,} of {name!r}; known from {evidence}"
             fragments = FlatFragments(shape, width, parts, begin)
             found.made_of.setdefault(raw, []).append(key)
-            found.parameters[key] = path, TensorSpec(key, shape, held.dtype, fragments, rule=rule)
+            found.parameters[key] = path, TensorSpec(inner + n, shape, held.dtype, fragments, rule=rule)
     if kept:
         problems.append(
             f"{len(kept):,} flat parameters of FSDP ({some(kept)}) are 1-d tensors: nothing in the checkpoint says "
@@ -111,8 +112,8 @@ def split(collected: Collected, rules: Mapping[str, object], hints: Hints, lost:
             f"{len(shapeless):,} parameters ({some(shapeless)}) are 1-d tensors: FSDP's local state dict has no "
             f"shapes, nor has an optimizer beside it. Say them with {_HOW % found.flats[0]}"
         )
-    for key, path in torn.items():
-        collected.unreadable[key] = f"{key!r} lies on a rank whose file, {path}, is gone; nothing else tells its shape"
+    for key, file in torn.items():
+        collected.unreadable[key] = f"{key!r} lies on a rank whose file, {file}, is gone; nothing else tells its shape"
     if torn:
         problems.append(
             f"{len(torn):,} parameters ({some(torn)}) lie on ranks whose files are gone, and nothing else tells their "

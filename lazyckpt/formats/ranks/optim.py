@@ -58,9 +58,9 @@ def join(
         if all(len(e.shape) == 1 for e in held.extents.values()):
             pieces: list[Extent | Hole | None] = []
             for rank in order:
-                path, reason = lost(held.path, rank)
-                pieces.append(Hole(path, reason) if reason else held.extents.get(rank))
-                torn |= {path} if reason else set()
+                file, reason = lost(held.path, rank)
+                pieces.append(Hole(file, reason) if reason else held.extents.get(rank))
+                torn |= {file} if reason else set()
             kinds.setdefault(str(held.path[-1]), []).append(Slices(raw, held, pieces))
     found: dict[str, tuple[Path, TensorSpec]] = {}
     gone: set[str] = set()
@@ -158,12 +158,12 @@ def _whole(s: Slices, name: str, shape: Shape) -> tuple[Path, TensorSpec]:
         at += size
     rule = f"slices of {len(s.pieces)} ranks, one behind the other"
     path = (*s.held.path[:-2], name, s.held.path[-1])
-    return path, TensorSpec(s.raw, shape, s.held.dtype, tuple(fragments), rule=rule)
+    return path, TensorSpec(s.held.key, shape, s.held.dtype, tuple(fragments), rule=rule)
 
 
 def _parameters(s: Slices, group: Sequence[tuple[str, Shape]]) -> dict[str, tuple[Path, TensorSpec]]:
     """The parameters of a flat one."""
-    nothing = Hole("", f"no rank holds its part of the state {s.raw!r}")
+    nothing = Hole("", f"no rank holds its part of the state {s.held.key!r}")
     parts = tuple(Partition(nothing if p is None else p, Rank(dp=n)) for n, p in enumerate(s.pieces))
     found = {}
     at = 0
@@ -172,7 +172,7 @@ def _parameters(s: Slices, group: Sequence[tuple[str, Shape]]) -> dict[str, tupl
         rule = f"{where}; known from its size and the names of modules"
         path = (*s.held.path[:-2], name, s.held.path[-1])
         fragments = FlatFragments(shape, max(s.sizes), parts, at)
-        found[".".join(map(str, path))] = path, TensorSpec(s.raw, shape, s.held.dtype, fragments, rule=rule)
+        found[".".join(map(str, path))] = path, TensorSpec(s.held.key, shape, s.held.dtype, fragments, rule=rule)
         at += prod(shape)
     return found
 
