@@ -27,7 +27,7 @@ from .records import DTensor, Records, ShardedTensor, is_dtensor
 
 _MAX_WORLD = 1 << 20
 
-# where a tensor stood, rank -> the rank's file, and why it cannot be read ("" if it can)
+# where the object of a file stands, rank -> the rank's file, and why it cannot be read ("" if it can)
 Lost = Callable[[Path, int], tuple[str, str]]
 Piece = StoredTensor | DTensor | ShardedTensor
 
@@ -36,10 +36,12 @@ Piece = StoredTensor | DTensor | ShardedTensor
 class Held:
     """What the ranks hold of one name.
 
-    ``key``: the name in the files; ``clash``: why that is no one tensor. ``tie``: equal for two names whose arrays are
-    the same memory on every rank (0: they are empty everywhere).
+    ``root``: where the object of the files stands; ``key``: the name in it; ``path``: the whole path. ``clash``: why it
+    is no one tensor. ``tie``: equal for two names whose arrays are the same memory on every rank (0: they are empty
+    everywhere).
     """
 
+    root: Path
     key: str
     path: Path
     shape: Shape
@@ -117,17 +119,17 @@ class Collected:
         for name, key, path, piece in pieces:
             if isinstance(piece, DTensor):
                 new: Held = Meshed(
-                    key, path, piece.shape, piece.local.dtype, layout=piece.layout, names=piece.mesh.names
+                    root, key, path, piece.shape, piece.local.dtype, layout=piece.layout, names=piece.mesh.names
                 )
                 if isinstance(held := self._entry(name, rank, new), Meshed):
                     self._meshed(held, rank, file, piece)
             elif isinstance(piece, ShardedTensor):
-                new = Sharded(key, path, piece.shape, piece.dtype, world=piece.world)
+                new = Sharded(root, key, path, piece.shape, piece.dtype, world=piece.world)
                 if isinstance(held := self._entry(name, rank, new), Sharded):
                     self._sharded(held, rank, file, piece)
             elif piece.storage is None:
                 self.unreadable.setdefault(_logical(path), f"{file.path}: {name!r} {piece.note}")
-            elif isinstance(held := self._entry(name, rank, Plains(key, path, piece.shape, piece.dtype)), Plains):
+            elif isinstance(held := self._entry(name, rank, Plains(root, key, path, piece.shape, piece.dtype)), Plains):
                 held.extents[rank] = file.extent(piece, name)
                 held.sums[rank] = crc_of(file.records, piece)
                 held.storages[rank] = piece.storage.key
@@ -228,19 +230,12 @@ class Collected:
             )
             return TensorSpec(name, held.shape, held.dtype, (), rule=reason)
         places = dict(held.places)
-        known: dict[int, tuple[str, str]] = {}
         for ranks, shape in held.meshes.items():
             if any(rank not in places for rank in ranks):
                 coordinates = np.ndindex(*shape)
                 places |= {r: tuple(c) for r, c in zip(ranks, coordinates, strict=True) if r not in places}
         order = sorted(places)
-        for rank in order:
-            path, reason = lost(held.path, rank)
-            known[rank] = path, "" if rank in held.places else reason or f"{path} does not hold {name!r}"
-        team = Team(
-            tuple(places[r] for r in order), tuple(known[r][0] for r in order), tuple(known[r][1] for r in order)
-        )
-        team = self._shared.setdefault(team, team)
+        team = self._team(name, held, order, tuple(places[rank] for rank in order), lost)
         fragments = MeshFragments(
             held.shape,
             held.dtype,
@@ -252,6 +247,21 @@ class Collected:
         one = tuple(fragments) if len(fragments) == 1 else fragments
         return TensorSpec(name, held.shape, held.dtype, one, rule=rule)
 
+    def _team(self, name: str, held: Meshed, order: Sequence[int], coordinates: tuple[Shape, ...], lost: Lost) -> Team:
+        """The ranks of a tensor, kept once for all that lie on the same."""
+        whole = len(order) == len(held.places)
+        key = (held.root, tuple(order), coordinates)
+        if whole and key in self._shared:
+            team: Team = self._shared[key]
+            return team
+        paths, reasons = [], []
+        for rank in order:
+            path, reason = lost(held.root, rank)
+            paths.append(path)
+            reasons.append("" if rank in held.places else reason or f"{path} does not hold {name!r}")
+        team = Team(coordinates, tuple(paths), tuple(reasons))
+        return self._shared.setdefault(key if whole else team, team)  # type: ignore[no-any-return]
+
     def _shard_spec(self, name: str, held: Sharded, lost: Lost) -> TensorSpec:
         chunks: list[tuple[Shape, Shape, Any]] = []
         for (start, shape), rank in held.listed.items():
@@ -259,7 +269,7 @@ class Collected:
             if extents:
                 chunks += [(start, shape, extents[r]) for r in sorted(extents)]
             elif 0 not in shape:
-                path, reason = lost(held.path, rank if rank is not None else 0)
+                path, reason = lost(held.root, rank if rank is not None else 0)
                 chunks.append((start, shape, Hole(path, reason or f"{path} does not hold its shard of {name!r}")))
         gap = uncovered(held.shape, [(start, shape) for start, shape, _ in chunks])
         if gap:

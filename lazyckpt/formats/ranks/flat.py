@@ -223,7 +223,7 @@ def _partitions(name: str, held: Sharded, lost: Lost) -> tuple[int, tuple[Partit
         if extents:
             parts.append(Partition(extents[min(extents)], here))
         else:
-            path, reason = lost(held.path, rank if rank is not None else n)
+            path, reason = lost(held.root, rank if rank is not None else n)
             parts.append(Partition(Hole(path, reason or f"{path} does not hold its shard of {name!r}"), here))
     return width, tuple(parts)
 

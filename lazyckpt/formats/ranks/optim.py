@@ -58,7 +58,7 @@ def join(
         if all(len(e.shape) == 1 for e in held.extents.values()):
             pieces: list[Extent | Hole | None] = []
             for rank in order:
-                file, reason = lost(held.path, rank)
+                file, reason = lost(held.root, rank)
                 pieces.append(Hole(file, reason) if reason else held.extents.get(rank))
                 torn |= {file} if reason else set()
             kinds.setdefault(str(held.path[-1]), []).append(Slices(raw, held, pieces))

@@ -162,7 +162,7 @@ class _Folder:
         self.meta: dict[str, Any] = {}
         self.collected = Collected()
         self.series = chosen(source.entries, self.problems)
-        self.roots: dict[str, Path] = {}  # of a series: where its objects stand
+        self.roots: dict[Path, Series] = {}  # where the objects of a series stand
         self._pickles = Pickles()
         self._notes: dict[str, list[str]] = {}  # what is odd of a file -> the files
         for name, key in _JSON.items():
@@ -184,7 +184,9 @@ class _Folder:
                 where = f"{self.store.root}/{path}"
                 plain = Plain(file.root, where, file.pickle_size, f"{path}/", take=_sharded)
                 records = Records(rank, lambda tensor, file=file: self._values(file, tensor))  # type: ignore[misc]
-                root = self.roots.setdefault(series.before, _root(series, self.series, file.root))
+                if first:  # the others are the same
+                    root = _root(series, self.series, file.root)
+                    self.roots[root] = series
                 if not self.collected.add(rank, root, file, plain, records):
                     left.append(rank)
                     continue
@@ -222,23 +224,19 @@ class _Folder:
             for path in broken:
                 self.problems.append(f"{path} cannot be read: {self.broken[path]}")
 
-    def lost(self, path: Path, rank: int) -> tuple[str, str]:
-        """The file that has a rank's part of what stands at a path, and why it cannot be read ("" if it can)."""
-        name = self._series(path).path(rank)
+    def lost(self, root: Path, rank: int) -> tuple[str, str]:
+        """A rank's file of those whose objects stand at this root, and why it cannot be read ("" if it can)."""
+        name = self.roots[root].path(rank)
         if name in self.files:
             return name, ""
         return name, f"{name} cannot be read: {self.broken[name]}" if name in self.broken else f"{name} is missing"
 
     def stored_name(self, path: Path) -> str:
         """What stands at a path, in the raw namespace: the lowest rank's."""
-        series = self._series(path)
+        root = max((root for root in self.roots if path[: len(root)] == root), key=len)
+        series = self.roots[root]
         file = next(name for rank in sorted(series.files) if (name := series.path(rank)) in self.files)
-        return f"{file}/{'.'.join(map(str, path[len(self.roots[series.before]) :]))}"
-
-    def _series(self, path: Path) -> Series:
-        """The series in whose files a path stands."""
-        at = [s for s in self.series if (root := self.roots.get(s.before)) is not None and path[: len(root)] == root]
-        return max(at, key=lambda s: len(self.roots[s.before]), default=self.series[0])
+        return f"{file}/{'.'.join(map(str, path[len(root) :]))}"
 
     def _values(self, file: TorchFile, tensor: StoredTensor) -> Sequence[int]:
         """The numbers of a mesh, which older files hold as a tensor only."""

@@ -92,19 +92,22 @@ class Records:
         spec = _attribute(record, "_spec")
         if not isinstance(spec, Opaque):  # torch 2.0 keeps what a spec holds in the tensor itself
             spec = record
-        meta = _attribute(spec, "tensor_meta")
+        told = spec.attributes
+        meta = told.get("tensor_meta")
         if isinstance(meta, Opaque) and meta.args:
             shape = meta.args[0]
         elif meta is not None and isinstance(meta, tuple) and meta:
             shape = meta[0]
         else:
             shape = record.args[2] if record.args and len(record.args) > 2 else None
-        placements = _attribute(spec, "placements", "_placements")
-        device_mesh = _attribute(spec, "mesh", "device_mesh", "_device_mesh")
+        placements = told.get("placements", told.get("_placements"))
+        device_mesh = told.get("mesh", told.get("device_mesh", told.get("_device_mesh")))
         if not isinstance(placements, tuple | list) or not isinstance(device_mesh, Opaque):
             raise ValueError("it has no placements or no mesh")
         mesh = self._mesh(device_mesh)
-        layout = Layout(mesh.shape, tuple(map(_placement, placements)), _order(spec, len(mesh.shape)))
+        layout = Layout(
+            mesh.shape, tuple(map(_placement, placements)), _order(told.get("shard_order"), len(mesh.shape))
+        )
         sizes = _sizes(shape)
         if not fits(sizes, local.dtype.itemsize):
             raise ValueError(f"its shape is {short(shape)}")
@@ -213,9 +216,8 @@ def _placement(record: Any) -> Placement:
     raise ValueError(f"a placement is {short(record)}, which lazyckpt does not know")
 
 
-def _order(spec: Opaque, ndim: int) -> tuple[int, ...] | None:
+def _order(entries: Any, ndim: int) -> tuple[int, ...] | None:
     """The order in which mesh dimensions cut, where it is not that of the mesh."""
-    entries = _attribute(spec, "shard_order")
     if not isinstance(entries, tuple | list):
         return None
     order: list[int] = []
