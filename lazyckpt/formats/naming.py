@@ -64,6 +64,9 @@ def sort(
             found.rest.append(key)
     for root, text, spec in flat:
         name, state = _split(text, weights)
+        if not name:  # of the optimizer as a whole (Megatron's common_step)
+            found.rest.append(spec.name)
+            continue
         slots.setdefault(root, {}).setdefault(name, {})[state] = spec
 
     if weights:
