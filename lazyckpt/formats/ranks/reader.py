@@ -20,6 +20,7 @@ from ...io.records import Opaque
 from ...io.store import Store
 from ...io.torchfile import Pickles, TorchFile, read_torch_file
 from ..dcp.reader import in_folder
+from ..flatrules import is_flat_rule
 from ..huggingface import load_json, tied_names
 from ..members import Member, together
 from ..naming import MODELS, sort
@@ -47,6 +48,11 @@ def _read(source: Source) -> Index:
         raise next(iter(folder.broken.values()))
     collected, problems = folder.collected, folder.problems
     beside = _optimizers(source, problems)
+    problems += [
+        f"rules[{glob!r}] has no effect: the files say how tensors lie; only flat parameters take a rule, with 'flat'"
+        for glob, rule in source.rules.items()
+        if not is_flat_rule(rule)
+    ]
 
     tensors, flats = _assembled(source, folder, beside)
     meta = folder.meta
