@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
+from .core.names import unwrapped
 from .errors import DataError
 from .formats.placements import Cut, Layout, Placement, Same, Summand
 from .io.memory import empty
@@ -131,7 +132,8 @@ def _fill_together(pairs: list[tuple[LazyTensor, torch.Tensor]]) -> None:
 
 def load_into(view: Mapping[str, LazyTensor], module: torch.nn.Module, strict: bool) -> Any:
     """See `CheckpointView.load_into`."""
-    wanted = _slots(module)
+    _reshard(module)
+    wanted = {name if name in view else unwrapped(name): slot for name, slot in _slots(module).items()}
     missing = [name for name in wanted if name not in view]
     unexpected = [name for name in view if name not in wanted]
     problems = []
@@ -213,6 +215,14 @@ def _listed(names: list[str]) -> str:
 
 
 # -- DTensors
+
+
+def _reshard(module: torch.nn.Module) -> None:
+    """Put FSDP2's shards in place of gathered parameters, which it throws away (its hooks do so for state dicts)."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    for part in module.modules() if fsdp is not None else ():
+        if isinstance(part, fsdp.FSDPModule):
+            part.reshard()
 
 
 def _dtensor(tensor: torch.Tensor) -> Any:

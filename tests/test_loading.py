@@ -227,3 +227,15 @@ def test_weights_that_are_no_plain_block(saved: tuple[Path, dict[str, torch.Tens
         lazyckpt.open(tmp_path / "t.pt").load_into(module)
         assert module.weight is target
         same(target.detach(), w.t(), "transposed")
+
+
+def test_modules_that_torch_wraps(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    path, truth = saved
+    model = Tied()
+    _fill_with_nan(model)
+    model.body[0] = checkpoint_wrapper(model.body[0])
+    assert tuple(lazyckpt.open(path).load_into(torch.compile(model))) == ([], [])
+    for name, tensor in model.state_dict().items():
+        same(tensor, truth[name], name)

@@ -53,11 +53,14 @@ class Keys:
         self.states: dict[str, CheckpointView] = {}
         self.meta: Mapping[str, Any] = {}
         self._raw: Meta | None = None
+        self._stored: Mapping[str, LazyTensor] = {}  # where they need not be looked for in many files
         if isinstance(view, CheckpointView):
             self.meta = view.meta
             self.states = {name: state for name, state in view.states.items() if name not in _FULL}
             if view.whole and isinstance(view.meta, Meta):
                 self._raw = view.meta
+            if view.whole and view._index.stored is not None:
+                self._stored = view.stored
         self._groups: list[Mapping[str, Any]] | None = None
 
     @property
@@ -99,6 +102,11 @@ class Keys:
             if where[0] not in taken and key not in self.view:
                 yield key, where, _value(value)
 
+    def check(self, key: str) -> None:
+        """Raise TensorNotFoundError for a listed key that may be either of two tensors."""
+        if self._raw is None:
+            self._weight(key)
+
     def find(self, key: str) -> Found | None:
         """What a key that is not listed is; None if the checkpoint has nothing like it.
 
@@ -116,7 +124,7 @@ class Keys:
                     return found
         elif match:
             return self._option(match[2])
-        return _at(self.meta, key.split("."))
+        return _at(self.meta, key.split(".")) or self._stored.get(key)
 
     def _weight(self, key: str) -> LazyTensor | None:
         match = _WEIGHT.fullmatch(key)

@@ -16,11 +16,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..core.names import matcher
+from ..core.names import matcher, unwrapped
 from ..errors import MeshError
 
 NAMES = ("ep", "ep_fsdp")
-_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
 class EPDegrees(NamedTuple):
@@ -128,7 +127,7 @@ def build_ep_fqn2spec_info(
     that is neither, and a mesh that is not ("ep", "ep_fsdp").
     """
     mesh = checked(mesh)
-    parameters = {_plain(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+    parameters = {unwrapped(name): p for name, p in model.named_parameters(remove_duplicate=False)}
     placements = planned(list(parameters), plan)
     infos = {}
     for name, parameter in parameters.items():
@@ -158,9 +157,3 @@ def planned(names: Sequence[str], plan: Mapping[str, Shard | Replicate]) -> dict
                 found[name] = placement
                 taken.add(name)
     return found
-
-
-def _plain(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name

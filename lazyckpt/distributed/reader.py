@@ -167,6 +167,7 @@ class _Table(dict[str, Any]):
 
     def found(self, key: str) -> Found | None:
         if key in self._listed:
+            self._keys.check(key)
             return self._listed[key]
         if key not in self._others:
             self._others[key] = self._keys.find(key)
