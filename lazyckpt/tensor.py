@@ -152,6 +152,8 @@ class LazyTensor:
         ]
         if self.spec.combine == "mean":
             head.append("  the mean of the replicas, taken in float32")
+        if self.spec.stored_as:
+            head.append(f"  stored as {self.spec.stored_as!r}")
         if self.spec.rule:
             head.append(f"  {self.spec.rule}")
         return "\n".join(head + lines)

@@ -20,6 +20,7 @@ from .export.torch import TORCH
 from .formats.cache import cached_index
 from .formats.reader import Source, read_index
 from .formats.stored import stored_specs
+from .formats.wrappers import unwrapped
 from .io.local import split
 from .io.remote import is_url, split_url
 from .io.store import Store
@@ -46,7 +47,18 @@ class CheckpointView(Mapping[str, LazyTensor]):
     Raises MissingFileError, FormatError (no reader, or a layout that is refused by name), CorruptError.
     """
 
-    __slots__ = ("__weakref__", "_full", "_index", "_names", "_specs", "_state", "_steps", "_store", "_tensors")
+    __slots__ = (
+        "__weakref__",
+        "_by_stored",
+        "_full",
+        "_index",
+        "_names",
+        "_specs",
+        "_state",
+        "_steps",
+        "_store",
+        "_tensors",
+    )
 
     _store: Store
     _index: Index
@@ -63,12 +75,8 @@ class CheckpointView(Mapping[str, LazyTensor]):
         cache: bool = True,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        store: Store
-        url = os.fspath(path)
-        store, name = split_url(url, storage_options) if is_url(url) else split(path)
-        source = Source(store, name, tag, rules)
-        index = cached_index(source, format) if cache else read_index(source, format)
-        self._init(store.pinned(index.files), index, next(iter(index.states)), ())
+        store, index = _indexed(path, format, tag, rules, cache, storage_options)
+        self._init(store, unwrapped(index), next(iter(index.states)), ())
 
     def _init(self, store: Store, index: Index, state: str, steps: tuple[_Step, ...]) -> None:
         self._store = store
@@ -79,6 +87,7 @@ class CheckpointView(Mapping[str, LazyTensor]):
         self._names: Names | None = None
         self._specs: Mapping[str, TensorSpec] | None = None
         self._tensors: dict[str, LazyTensor] = {}
+        self._by_stored: dict[str, TensorSpec] | None = None
 
     def _other(self, state: str | None = None, steps: tuple[_Step, ...] | None = None) -> CheckpointView:
         view = object.__new__(CheckpointView)
@@ -139,8 +148,8 @@ class CheckpointView(Mapping[str, LazyTensor]):
         return id(self)
 
     def __getitem__(self, path: str) -> Any:
-        """A full name or tied alias gives a LazyTensor, a prefix a CheckpointView with names relative to it. A path
-        that occurs at one place inside the names resolves to that.
+        """A full name or tied alias gives a LazyTensor, a prefix a CheckpointView with names relative to it. So does
+        the full name that a tensor is stored under. A path that occurs at one place inside the names resolves to that.
 
         Raises TensorNotFoundError (several places, or none: the nearest names are listed), MissingFileError for a
         name whose file is gone.
@@ -161,6 +170,8 @@ class CheckpointView(Mapping[str, LazyTensor]):
             return self._other(steps=(*self._steps, ("below", path)))
         if path in self._index.unreadable and not self._steps:
             raise MissingFileError(self._index.unreadable[path])
+        if not self._steps and path in self._stored_names:
+            return LazyTensor(self._store, self._stored_names[path])
         places = self.names.inside(path)
         if len(places) == 1:
             return self[places[0]]
@@ -181,6 +192,15 @@ class CheckpointView(Mapping[str, LazyTensor]):
             owner = self._index.aliases[full]
             spec = replace(self.specs[owner], name=full, rule=f"tied: the same tensor as {owner!r}")
         return spec
+
+    @property
+    def _stored_names(self) -> Mapping[str, TensorSpec]:
+        """What can be looked up besides the names of this state: the names that its tensors are stored under, and the
+        raw namespace where that is known already."""
+        if self._by_stored is None:
+            self._by_stored = {**(self._index.stored or {})} if type(self._index.stored) is dict else {}
+            self._by_stored |= {s.stored_as: s for s in self.specs.values() if s.stored_as}
+        return self._by_stored
 
     def _alias(self, name: str) -> str | None:
         """The full name of a tied alias that this state does not list."""
@@ -410,6 +430,28 @@ class CheckpointView(Mapping[str, LazyTensor]):
             # a function may not pickle, what it has selected does
             steps.append((kind, frozenset(view)) if kind == "select" and callable(what) else step)
         return _restore, (self._store, self._index, self._state, tuple(steps))
+
+
+def _indexed(
+    path: str | os.PathLike[str],
+    format: str | None,
+    tag: str | None = None,
+    rules: Mapping[str, Any] | None = None,
+    cache: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
+) -> tuple[Store, Index]:
+    store: Store
+    url = os.fspath(path)
+    store, name = split_url(url, storage_options) if is_url(url) else split(path)
+    source = Source(store, name, tag, rules)
+    index = cached_index(source, format) if cache else read_index(source, format)
+    return store.pinned(index.files), index
+
+
+def with_wrappers(path: str | os.PathLike[str], format: str, tag: str | None = None) -> CheckpointView:
+    """A checkpoint under the names that its writer gives, with those of the modules that wrap the model."""
+    store, index = _indexed(path, format, tag)
+    return _restore(store, index, next(iter(index.states)), ())
 
 
 def _restore(store: Store, index: Index, state: str, steps: tuple[_Step, ...]) -> CheckpointView:

@@ -6,7 +6,7 @@ Everything here is picklable, holds no handle and does no I/O. A reader makes an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -121,7 +121,8 @@ class TensorSpec:
     ``fragments`` may be a tuple or any sequence that makes its fragments when they are asked for: a checkpoint of a
     thousand ranks stores what its ranks share once. ``combine``: what to do where several fragments hold the same
     element: "first" takes the first, "mean" averages (in fp32). ``rule``: how the fragments were put together and how
-    that is known, for `explain`; empty if there was nothing to decide.
+    that is known, for `explain`; empty if there was nothing to decide. ``stored_as``: the name it was saved under, if
+    that is another.
     """
 
     name: str
@@ -130,6 +131,7 @@ class TensorSpec:
     fragments: Sequence[Fragment]
     combine: Literal["first", "mean"] = "first"
     rule: str = ""
+    stored_as: str = ""
 
     @property
     def numel(self) -> int:
@@ -154,7 +156,8 @@ class Index:
     ``states``: state name -> tensor name -> spec; the first is the one a plain ``view[...]`` reads. ``stored``: every
     tensor as it lies in the files, under its raw name; None if that has to be looked up in ``files`` again (formats of
     many rank files). ``aliases``: tied name -> the name that owns the data. ``unreadable``: names that the checkpoint
-    lists but that cannot even be described (their file is gone), with the reason.
+    lists but that cannot even be described (their file is gone), with the reason. ``ruled``: names that the user's
+    rules are for and that are no tensors here any more (flat parameters that were taken apart).
     """
 
     format: str
@@ -166,6 +169,12 @@ class Index:
     mesh: Mesh = field(default_factory=Mesh)
     problems: tuple[str, ...] = ()
     unreadable: Mapping[str, str] = field(default_factory=dict)
+    ruled: tuple[str, ...] = ()
+
+
+def renamed(spec: TensorSpec, name: str) -> TensorSpec:
+    """The same tensor under another name; the first it had is kept in ``stored_as``."""
+    return spec if name == spec.name else replace(spec, name=name, stored_as=spec.stored_as or spec.name)
 
 
 def whole(name: str, extent: Extent, rank: Rank | None = None) -> TensorSpec:

@@ -19,7 +19,7 @@ from ..export.safetensors import SAFETENSORS
 from ..export.torch import TORCH
 from ..loading import read_all
 from ..tensor import LazyTensor
-from ..view import CheckpointView
+from ..view import CheckpointView, with_wrappers
 
 _DTYPES = {
     "float32": torch.float32,
@@ -143,7 +143,7 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 
 def _fp32(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> CheckpointView:
     """The state of the master weights; of a checkpoint that has none, because it was trained in fp32, the weights."""
-    view = CheckpointView(checkpoint_dir, tag=tag, format="deepspeed")
+    view = with_wrappers(checkpoint_dir, "deepspeed", tag)
     weights = view.states.get("weights")
     fp32 = view.states.get("fp32")
     if fp32 is not None and (weights is None or all(name in fp32 for name in weights)):

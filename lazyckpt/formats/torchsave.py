@@ -1,4 +1,4 @@
-"""A single file of torch.save: a state dict, or a whole training checkpoint with everything under its dotted path."""
+"""A single file of torch.save: a state dict, or a whole training checkpoint with its model and optimizers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 from ..core.box import hull
 from ..core.index import Index, TensorSpec, whole
 from ..io.dangers import dangers
-from ..io.plain import Plain
+from ..io.plain import Plain, TensorRef
 from ..io.rebuild import StoredTensor
 from ..io.store import Store
 from ..io.torchfile import TorchFile, is_torch_file, read_torch_file
+from .naming import sort
+from .nested import at, paths, put
 from .reader import Reader, Source
 
 _BLOAT = 1 << 20  # bytes; what is less is alignment, and not worth a line
@@ -84,16 +86,45 @@ def _read(source: Source) -> Index:
     file = read_torch_file(source.store, source.path)
     plain = Plain(file.root, source.where, file.pickle_size)
     stored = specs_of(file, plain)
+    meta = plain.rest if isinstance(plain.rest, dict) else {"": plain.rest}
+    problems = warnings(source.path, file, plain)
     aliases = ties(plain.tensors)
+    states: dict[str, dict[str, TensorSpec]] = {"weights": stored}
+    if isinstance(file.root, dict):
+        found = sort(
+            {name: (plain.paths[name], spec) for name, spec in stored.items()},
+            list(paths(meta, 4)),
+            lambda path: at(meta, path),
+        )
+        states = found.states or {"weights": {}}
+        problems += found.problems
+        for name in found.rest:
+            put(meta, plain.paths[name], TensorRef(name))
+        aliases = _within(aliases, states)
+    weights = states.get("weights", {})
+    states |= {"weights": {n: s for n, s in weights.items() if n not in aliases}} if weights else {}
     return Index(
         format="torch",
-        states={"weights": {name: spec for name, spec in stored.items() if name not in aliases}},
+        states=states,
         files={source.path: file.info},
         stored=stored,
         aliases=aliases,
-        meta=plain.rest if isinstance(plain.rest, dict) else {"": plain.rest},
-        problems=tuple(warnings(source.path, file, plain)),
+        meta=meta,
+        problems=tuple(problems),
     )
+
+
+def _within(aliases: Mapping[str, str], states: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, str]:
+    """Ties by raw names -> those among the weights, by their names there."""
+    names = {spec.stored_as or name: name for name, spec in states.get("weights", {}).items()}
+    first: dict[str, str] = {}  # the owner, or its first tied name among the weights
+    within = {}
+    for alias, owner in aliases.items():
+        if alias in names:
+            kept = names[owner] if owner in names else first.setdefault(owner, names[alias])
+            if kept != names[alias]:
+                within[names[alias]] = kept
+    return within
 
 
 def _recognises(source: Source) -> bool:

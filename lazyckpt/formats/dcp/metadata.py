@@ -18,12 +18,12 @@ import torch
 from ...core.box import Shape, fits
 from ...errors import CorruptError
 from ...io.pickles import Pickle
+from ...io.plain import Path
 from ...io.rebuild import REBUILD
 from ...io.records import short
 from ...io.store import Store
 from ..paths import inside
 
-Path = tuple[str | int, ...]
 _MODULE = "torch.distributed.checkpoint"
 
 

@@ -17,11 +17,12 @@ from ...core.index import Archive, Extent, TensorSpec, whole
 from ...errors import CorruptError, FormatError, LazyckptError
 from ...io.archives import Memory, unpack
 from ...io.dangers import dangers
-from ...io.plain import Plain, TensorRef
+from ...io.plain import Path, Plain, TensorRef
 from ...io.rebuild import StoredTensor
 from ...io.store import Store
 from ...io.torchfile import Pickles, read_torch_file
-from .metadata import Item, Path
+from ..nested import put
+from .metadata import Item
 
 _ROOM = 64 << 20  # bytes that a packed object may take whatever its packed size, and how often that size
 _TIMES = 100
@@ -140,7 +141,7 @@ class Meta(Mapping[str, Any]):
             root: dict[Any, Any] = {}
             for path, key in self._below[top]:
                 value = self._objects[key].rest if key in self._objects.items else TensorRef(key)
-                _set(root, (top, *path[1:]), value)
+                put(root, (top, *path[1:]), value)
             self._made[top] = root.get(top)
         return self._made[top]
 
@@ -161,25 +162,6 @@ class Meta(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return f"<meta: {', '.join(self)}>"
-
-
-def _set(root: dict[Any, Any], path: Path, value: Any) -> None:
-    """Put a value where a path says: numbers are places in lists (torch/distributed/checkpoint/_traverse.py
-    `set_element`), which may have gaps."""
-    at: Any = root
-    for here, after in zip(path, (*path[1:], None), strict=True):
-        fresh: Any = value if after is None else [] if isinstance(after, int) else {}
-        if isinstance(at, list):
-            if not isinstance(here, int) or here > len(at) + 10_000:
-                return
-            at += [None] * (here + 1 - len(at))
-            if at[here] is None or after is None:
-                at[here] = fresh
-        elif not isinstance(at, dict):  # a value stands there already
-            return
-        elif here not in at or after is None:
-            at[here] = fresh
-        at = at[here]
 
 
 class Stored(Mapping[str, TensorSpec]):

@@ -12,19 +12,20 @@ import posixpath
 import re
 from collections.abc import Mapping
 from math import prod
-from typing import Any
 
 from ...core.index import FileInfo, Hole, Index, TensorSpec
 from ...core.names import natural
 from ...errors import CorruptError, FormatError, LazyckptError, MissingFileError
 from ...io.archives import CODECS
 from ...io.dangers import dangers
+from ...io.plain import Path
 from ...io.store import Entry, Store
+from ..naming import sort
+from ..nested import at
 from ..paths import some
 from ..reader import Reader, Source
 from .chunks import Piece, in_chunks, uncovered
-from .metadata import Item, Metadata, Path, Tensor, read_metadata
-from .naming import sort
+from .metadata import Item, Metadata, Tensor, read_metadata
 from .objects import Meta, Objects, Stored
 from .sharded import ShardFile, read_shard_file
 
@@ -65,7 +66,7 @@ def _read(source: Source) -> Index:
     if few:  # not flattened state dicts are objects with tensors inside
         found |= {name: (path, spec) for name, path, spec in objects.tensors if name not in found}
     meta = Meta(objects)
-    result = sort(found, [path for path, _ in objects.items.values()], lambda path: _at(meta, path))
+    result = sort(found, [path for path, _ in objects.items.values()], lambda path: at(meta, path))
     problems += result.problems
     rest = [(key, found[key][0]) for key in result.rest if key in tensors]
     infos = {name: listed[name].info for name in names}
@@ -86,19 +87,6 @@ def _unfinished(root: str, listed: Mapping[str, Entry]) -> str:
         f"{root} has {count:,} .distcp files but no .metadata{left}: the save was not finished, or it was copied "
         "without hidden files. Nothing else says which bytes belong to which tensor."
     )
-
-
-def _at(meta: Mapping[str, Any], path: Path) -> Any:
-    """What stands at a path; None if nothing does. Reads no more than it has to."""
-    value: Any = meta
-    for part in path:
-        if isinstance(value, Mapping):
-            value = value.get(part)
-        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
-            value = value[part]
-        else:
-            return None
-    return value
 
 
 class _Building:

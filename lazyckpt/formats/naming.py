@@ -1,22 +1,23 @@
-"""What the tensors of a distributed checkpoint are: weights, or optimizer states of parameters.
+"""What the tensors of a saved training state are: weights, copies of them (an average), or optimizer states.
 
-A key alone does not tell (names have dots): where it stood in the state dict does. Optimizers:
-torch/distributed/checkpoint/state_dict.py `_get_optim_state_dict` ("optim", "state", NAME, "exp_avg"), the same
-flattened (`_flatten_optim_state_dict`: "optim", "state.NAME.exp_avg"), or an optimizer's own state dict, with
-numbers for names.
+A name alone does not tell (names have dots): where it stood in the state dict does. Models: whatever stands below
+"model", "state_dict" and the like; else everything that is no optimizer's. Optimizers: torch/optim/optimizer.py
+`state_dict` ("optimizer", "state", NUMBER, "exp_avg"), torch/distributed/checkpoint/state_dict.py
+`_get_optim_state_dict` (names for numbers), or the same flattened (`_flatten_optim_state_dict`: "optim",
+"state.NAME.exp_avg").
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from ...core.index import TensorSpec
-from ..numbering import assign, possible_shapes
-from .metadata import Path
+from ..core.index import TensorSpec, renamed
+from ..io.plain import Path
+from .numbering import assign, possible_shapes
 
-_MODELS = ("model", "state_dict", "module")
+MODELS = ("model", "state_dict", "module", "model_state_dict", "model_state")
 
 
 @dataclass(slots=True)
@@ -32,11 +33,12 @@ class Sorted:
 def sort(
     tensors: Mapping[str, tuple[Path, TensorSpec]], objects: Sequence[Path], lookup: Callable[[Path], Any]
 ) -> Sorted:
-    """``tensors``: raw name -> path and tensor, in the order of the state dict. ``objects``: the paths of what is no
-    tensor. ``lookup`` reads the object at a path (None if there is none)."""
+    """``tensors``: raw name (the path's parts joined by dots) -> path and tensor, in the order of the state dict.
+    ``objects``: the paths of what is no tensor. ``lookup`` reads the object at a path (None if there is none)."""
     paths = [path for path, _ in tensors.values()]
     skip = _wrapper(paths, objects)
-    model = next((m for m in _MODELS if any(p[skip] == m and len(p) > skip + 1 for p in paths)), None)
+    model = next((m for m in MODELS if any(p[skip : skip + 1] == (m,) and len(p) > skip + 1 for p in paths)), None)
+    prefix = 0 if model is None else sum(len(str(part)) + 1 for part in (*paths[0][:skip], model))
     grouped = {
         p[:n] for p in (*paths, *objects) for n in range(skip, len(p)) if str(p[n]).split(".")[0] == "param_groups"
     }
@@ -52,9 +54,8 @@ def sort(
             slots.setdefault(root, {}).setdefault(name, {})[state] = spec
         elif root is not None:
             flat.append((root, ".".join(map(str, path[len(root) :])).removeprefix("state."), spec))
-        elif model is None or (path[skip] == model and len(path) > skip + 1):
-            name = ".".join(map(str, path if model is None else path[skip + 1 :]))
-            weights[name] = replace(spec, name=name)
+        elif model is None or (path[skip : skip + 1] == (model,) and len(path) > skip + 1):
+            weights[key[prefix:]] = renamed(spec, key[prefix:])
         else:
             found.rest.append(key)
     for root, text, spec in flat:
@@ -72,10 +73,31 @@ def sort(
                 if name in table:
                     found.problems.append(f"{spec.name!r} is a second {state} of {name!r}: it is in view.stored only")
                 else:
-                    table[name] = replace(spec, name=name)
+                    table[name] = renamed(spec, name)
+    found.states |= _copies(tensors, skip, weights, found)
     whole = {state: any(s.shape for s in table.values()) for state, table in found.states.items()}
     found.states = dict(sorted(found.states.items(), key=lambda item: item[0] != "weights" and not whole[item[0]]))
     return found
+
+
+def _copies(
+    tensors: Mapping[str, tuple[Path, TensorSpec]], skip: int, weights: Mapping[str, TensorSpec], found: Sorted
+) -> dict[str, dict[str, TensorSpec]]:
+    """Whole further state dicts of the same model ("ema": {...}), taken out of the rest: states of their own."""
+    groups: dict[str, dict[str, TensorSpec]] = {}
+    for key in found.rest:
+        path, spec = tensors[key]
+        if len(path) > skip + 1:
+            below = skip + (2 if path[skip + 1] in MODELS and len(path) > skip + 2 else 1)
+            start = sum(len(str(part)) + 1 for part in path[:below])
+            groups.setdefault(str(path[skip]), {})[key[start:]] = spec
+    copies = {
+        top: {name: renamed(spec, name) for name, spec in table.items()}
+        for top, table in groups.items()
+        if top not in found.states and all(n in weights and weights[n].shape == s.shape for n, s in table.items())
+    }
+    found.rest = [key for key in found.rest if str(tensors[key][0][skip]) not in copies or len(tensors[key][0]) == 1]
+    return copies
 
 
 def _wrapper(paths: Sequence[Path], objects: Sequence[Path]) -> int:
@@ -85,9 +107,9 @@ def _wrapper(paths: Sequence[Path], objects: Sequence[Path]) -> int:
     while everything and all(len(p) > depth + 1 and p[depth] == everything[0][depth] for p in everything):
         top = everything[0][depth]
         if (
-            top in _MODELS
+            top in MODELS
             or str(top).startswith("optim")
-            or not any(p[depth + 1] in _MODELS for p in paths if len(p) > depth + 2)
+            or not any(p[depth + 1] in MODELS for p in paths if len(p) > depth + 2)
         ):
             break
         depth += 1
@@ -120,6 +142,15 @@ def _split(text: str, weights: Mapping[str, TensorSpec]) -> tuple[str, str]:
     return name, state
 
 
+def _trainable(name: str, weights: Mapping[str, TensorSpec]) -> bool:
+    """Whether it can be a parameter: no integers, and no statistics of a BatchNorm (torch/nn/modules/batchnorm.py
+    `_NormBase`: three buffers)."""
+    module, _, last = name.rpartition(".")
+    statistics = last in ("running_mean", "running_var") and f"{module}.num_batches_tracked" in weights
+    dtype = weights[name].dtype
+    return (dtype.is_floating_point or dtype.is_complex) and not statistics
+
+
 def _numbered(
     weights: Mapping[str, TensorSpec],
     parameters: Mapping[str, Mapping[str, TensorSpec]],
@@ -141,7 +172,7 @@ def _numbered(
         }
     else:
         wanted = [[possible_shapes({k: s.shape for k, s in parameters.get(i, {}).items()}) for i in m] for m in members]
-        found = assign([(name, spec.shape) for name, spec in weights.items()], wanted)
+        found = assign([(name, spec.shape) for name, spec in weights.items() if _trainable(name, weights)], wanted)
         for ids, group in zip(members, found.names if found else (), strict=False):
             names |= {i: name for i, name in zip(ids, group, strict=True) if name is not None}
     open_ones = [i for i in numbers if i not in names]

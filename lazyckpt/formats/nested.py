@@ -1,0 +1,66 @@
+"""What stands at a path of nested dicts and lists. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from ..io.plain import Path
+
+
+def at(root: Any, path: Path) -> Any:
+    """What stands there; None if nothing does. Asks a mapping for no more than the keys of the path.
+
+    >>> at({"groups": [{"lr": 0.1}]}, ("groups", 0, "lr"))
+    0.1
+    """
+    value = root
+    for part in path:
+        if isinstance(value, Mapping):
+            value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            return None
+    return value
+
+
+def put(root: dict[Any, Any], path: Path, value: Any) -> None:
+    """Put a value there: numbers are places in lists (torch/distributed/checkpoint/_traverse.py `set_element`), which
+    may have gaps. Does nothing if a value of another kind stands on the way."""
+    here_at: Any = root
+    for here, after in zip(path, (*path[1:], None), strict=True):
+        fresh: Any = value if after is None else [] if isinstance(after, int) else {}
+        if isinstance(here_at, list):
+            if not isinstance(here, int) or here > len(here_at) + 10_000:
+                return
+            here_at += [None] * (here + 1 - len(here_at))
+            if here_at[here] is None or after is None:
+                here_at[here] = fresh
+        elif not isinstance(here_at, dict):
+            return
+        elif here not in here_at or after is None:
+            here_at[here] = fresh
+        here_at = here_at[here]
+
+
+def paths(root: Any, depth: int) -> Iterator[Path]:
+    """The paths of what stands in nested dicts and in lists of dicts, down to ``depth`` levels. Keys are text.
+
+    >>> list(paths({"a": {"b": {"c": 1}}, "d": [2, 3]}, 2))
+    [('a', 'b'), ('d',)]
+    """
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(root, dict):
+        items = root.items()
+    elif isinstance(root, list) and any(isinstance(item, dict) for item in root):
+        items = enumerate(root)
+    for key, value in items:
+        part = key if isinstance(root, list) else str(key)
+        below = False
+        if depth > 1:
+            for path in paths(value, depth - 1):
+                below = True
+                yield (part, *path)
+        if not below:
+            yield (part,)
