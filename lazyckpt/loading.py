@@ -94,8 +94,9 @@ def fill(pairs: Iterable[tuple[LazyTensor, torch.Tensor]]) -> None:
     for lazy, target in pairs:
         target = target.detach()
         if target.device.type != "cpu":
-            ring = rings.setdefault(target.device, Ring(target.device))
-            lazy.read_through(ring, out=target)
+            if target.device not in rings:
+                rings[target.device] = Ring(target.device)
+            lazy.read_through(rings[target.device], out=target)
             continue
         group.append((lazy, target))
         size += 0 if _direct(lazy, target) else lazy.nbytes
@@ -159,21 +160,23 @@ def load_into(view: Mapping[str, LazyTensor], module: torch.nn.Module, strict: b
         raise DataError(f"nothing was loaded: {'; '.join(problems)}")
 
     filled: dict[int, torch.Tensor] = {}  # tied parameters of the module are one object: filled once
-    for name, tensor in found.items():
-        owner, attribute = wanted[name]
-        target = getattr(owner, attribute)
-        if id(target) in filled:
+    made: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
+
+    def pairs() -> Iterator[tuple[LazyTensor, torch.Tensor]]:
+        for name, tensor in found.items():
+            owner, attribute = wanted[name]
+            target = getattr(owner, attribute)
+            known = id(target) in filled
+            if not known:
+                filled[id(target)] = _materialised(target) if target.is_meta else target
             if target.is_meta:
-                _set(owner, attribute, filled[id(target)])
-            continue
-        if target.is_meta:
-            made = filled[id(target)] = _materialised(target)
-            fill([(tensor, _local(made))])
-            _set(owner, attribute, made)
-            filled[id(made)] = made
-            continue
-        fill([(tensor, _local(target))])
-        filled[id(target)] = target
+                made.append((owner, attribute, filled[id(target)]))
+            if not known:
+                yield tensor, _local(filled[id(target)])
+
+    fill(pairs())
+    for owner, attribute, tensor in made:
+        _set(owner, attribute, tensor)
     return _IncompatibleKeys(missing, unexpected)
 
 

@@ -248,11 +248,12 @@ class LazyTensor:
         """Read the whole to the ring's device, into ``out`` (of the same shape; any dtype and strides) if it is given;
         it has arrived when the ring has finished."""
         reads = self._sel.reads()
-        direct = out is not None and reads.in_place
-        array = out if direct else torch.empty(reads.shape, dtype=dtype or self.dtype, device=ring.device)
-        assert array is not None
+        if out is not None and reads.in_place:
+            read_to(self._store, self.spec, reads, out, ring)
+            return out
+        array = torch.empty(reads.shape, dtype=dtype or self.dtype, device=ring.device)
         read_to(self._store, self.spec, reads, array, ring)
-        if direct or out is None:
+        if out is None:
             return reads.finish(array)
         ring.finish()
         return out.copy_(reads.finish(array))

@@ -349,7 +349,7 @@ class CheckpointView(Mapping[str, LazyTensor]):
         return {name: done[owner] for name, owner in owners.items()}
 
     def load_into(self, module: torch.nn.Module, strict: bool = True) -> Any:
-        """Fill an nn.Module's parameters and buffers, one tensor at a time, wherever they live and in their dtype.
+        """Fill an nn.Module's parameters and buffers, wherever they live and in their dtype, without a second copy.
 
         Of DTensors (FSDP2, tensor parallelism) each rank reads what it holds of them, and no more; nothing is
         communicated. Parameters on the meta device get memory: on the CPU, DTensors on their mesh's devices. Names,

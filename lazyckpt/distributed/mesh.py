@@ -111,6 +111,11 @@ def checked(mesh: Any) -> DeviceMesh:
     return mesh
 
 
+def same_ranks(a: DeviceMesh, b: DeviceMesh) -> bool:
+    """Whether two meshes are of the same ranks in the same places, whatever they call their dimensions."""
+    return a is b or (a.ndim == b.ndim and torch.equal(a.mesh, b.mesh))
+
+
 def degrees_of(mesh: DeviceMesh | EPDegrees) -> EPDegrees:
     """The sizes of a mesh. Raises MeshError if it is no ("ep", "ep_fsdp") mesh."""
     return mesh if isinstance(mesh, EPDegrees) else EPDegrees(*checked(mesh).shape)
@@ -132,7 +137,7 @@ def build_ep_fqn2spec_info(
     infos = {}
     for name, parameter in parameters.items():
         fsdp = None
-        if isinstance(parameter, DTensor) and parameter.device_mesh == mesh["ep_fsdp"]:
+        if isinstance(parameter, DTensor) and same_ranks(parameter.device_mesh, mesh["ep_fsdp"]):
             (over,) = parameter.placements
             fsdp = over if isinstance(over, Shard | Replicate) else None
         infos[name] = EPSpecInfo(name, placements[name], mesh, fsdp)

@@ -22,7 +22,7 @@ from ..core.box import c_strides
 from ..errors import MeshError
 from ..tensor import LazyTensor
 from .joined import joined
-from .mesh import EPDegrees, EPSpecInfo, checked, degrees_of
+from .mesh import EPDegrees, EPSpecInfo, checked, degrees_of, same_ranks
 
 MeshLike = DeviceMesh | EPDegrees | EPSpecInfo
 Shape = tuple[int, ...]
@@ -60,9 +60,9 @@ def drop_ep_dim(tensor: Any, mesh: MeshLike, ep_rank: int | None = None) -> Any:
         raise MeshError(f"a {type(tensor).__name__} has no EP dimension to drop: a DTensor over {live} is wanted")
     tensor = tensor.detach()
     over = tensor.placements
-    if len(over) == 1 and tensor.device_mesh == live["ep"] and over[0] == placement:
+    if len(over) == 1 and same_ranks(tensor.device_mesh, live["ep"]) and over[0] == placement:
         return tensor.to_local()
-    if len(over) != 2 or tensor.device_mesh != live or over[0] != placement or not _plain(over[1]):
+    if len(over) != 2 or not same_ranks(tensor.device_mesh, live) or over[0] != placement or not _plain(over[1]):
         raise MeshError(
             f"a tensor with placements {over} on {tensor.device_mesh} cannot drop its EP dimension: they should be "
             f"({placement}, Shard or Replicate) on {live}, or ({placement},) on its 'ep'"
@@ -187,7 +187,7 @@ def _restored(tensor: Any, placement: Shard, mesh: DeviceMesh, shape: Shape) -> 
     strides = _dense(shape, tensor.stride())
     if not isinstance(tensor, DTensor):
         return DTensor.from_local(tensor, mesh["ep"], [placement], shape=torch.Size(shape), stride=strides)
-    if tensor.device_mesh != mesh["ep_fsdp"] or not all(map(_plain, tensor.placements)):
+    if not same_ranks(tensor.device_mesh, mesh["ep_fsdp"]) or not all(map(_plain, tensor.placements)):
         raise MeshError(
             f"a tensor with placements {tensor.placements} on {tensor.device_mesh} cannot get an EP dimension: FSDP2's "
             f"parameters of experts lie on {mesh['ep_fsdp']}"
