@@ -160,7 +160,8 @@ class Index:
     ``states``: state name -> tensor name -> spec; the first is the one a plain ``view[...]`` reads. ``stored``: every
     tensor as it lies in the files, under its raw name; None if that has to be looked up in ``files`` again (formats of
     many rank files). ``aliases``: tied name -> the name that owns the data. ``unreadable``: names that the checkpoint
-    lists but that cannot even be described (their file is gone), with the reason.
+    lists but that cannot even be described (their file is gone), with the reason. ``ruled``: names that the user's
+    rules are for and that are no tensors here any more (flat parameters that were taken apart).
     """
 
     format: str
@@ -172,6 +173,7 @@ class Index:
     mesh: Mesh = field(default_factory=Mesh)
     problems: tuple[str, ...] = ()
     unreadable: Mapping[str, str] = field(default_factory=dict)
+    ruled: tuple[str, ...] = ()
 
 
 def renamed(spec: TensorSpec, name: str) -> TensorSpec:

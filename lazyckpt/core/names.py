@@ -11,6 +11,19 @@ from collections.abc import Callable, Iterable, Sequence
 Pattern = str | re.Pattern[str] | Callable[[str], bool]
 
 
+# modules that torch puts around others: compilation, FSDP1, activation checkpointing
+_WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
+
+
+def unwrapped(name: str) -> str:
+    """The name without the modules that torch puts around others.
+
+    >>> unwrapped("_orig_mod.layers.0._checkpoint_wrapped_module.up.weight")
+    'layers.0.up.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
 def natural(name: str) -> list[tuple[int, int, str]]:
     """A sort key that puts ``layers.10`` behind ``layers.9``.
 

@@ -64,7 +64,7 @@ def read(source: Source) -> Index:
     problems: list[str] = []
     weight_map: dict[str, str] | None = None
     if index_path.endswith(".json"):
-        table = _load_json(store, index_path)
+        table = load_json(store, index_path)
         weight_map = _weight_map(f"{store.root}/{index_path}", table)
         meta["index"] = table.get("metadata", {})
         paths = list(dict.fromkeys(weight_map.values()))
@@ -98,7 +98,7 @@ def read(source: Source) -> Index:
     for name in _JSON:
         if name in store.list():
             try:
-                meta[name.removesuffix(".json")] = _load_json(store, name)
+                meta[name.removesuffix(".json")] = load_json(store, name)
             except LazyckptError as e:  # the weights are intact all the same
                 problems.append(f"{name} cannot be read: {e}")
     aliases = {a: o for shard in shards.values() for a, o in shard.aliases.items() if o in weights}
@@ -223,7 +223,7 @@ def _loose(source: Source) -> list[str]:
     return sorted(n for n, e in source.entries.items() if n.endswith(".safetensors") and not e.is_dir)
 
 
-def _load_json(store: Store, path: str) -> dict[str, Any]:
+def load_json(store: Store, path: str) -> dict[str, Any]:
     where = f"{store.root}/{path}"
     size = store.stat(path).size
     if size > _MAX_JSON:

@@ -17,7 +17,7 @@ from ..core.index import TensorSpec, renamed
 from ..io.plain import Path
 from .numbering import assign, possible_shapes
 
-_MODELS = ("model", "state_dict", "module", "model_state_dict", "model_state")
+MODELS = ("model", "state_dict", "module", "model_state_dict", "model_state")
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ def sort(
         alone = {str(path[0]): renamed(spec, str(path[0])) for path, spec in tensors.values()}
         return Sorted({"weights": alone} if alone else {})
     skip = _wrapper(paths, objects)
-    model = next((m for m in _MODELS if any(p[skip : skip + 1] == (m,) and len(p) > skip + 1 for p in paths)), None)
+    model = next((m for m in MODELS if any(p[skip : skip + 1] == (m,) and len(p) > skip + 1 for p in paths)), None)
     grouped = {
         p[:n] for p in (*paths, *objects) for n in range(skip, len(p)) if str(p[n]).split(".")[0] == "param_groups"
     }
@@ -95,7 +95,7 @@ def _copies(
     for key in found.rest:
         path, spec = tensors[key]
         if len(path) > skip + 1:
-            below = skip + (2 if path[skip + 1] in _MODELS and len(path) > skip + 2 else 1)
+            below = skip + (2 if path[skip + 1] in MODELS and len(path) > skip + 2 else 1)
             table = groups.setdefault(str(path[skip]), {})
             table[_free(".".join(map(str, path[below:])), table)] = spec
     copies = {
@@ -122,9 +122,9 @@ def _wrapper(paths: Sequence[Path], objects: Sequence[Path]) -> int:
     while everything and all(len(p) > depth + 1 and p[depth] == everything[0][depth] for p in everything):
         top = everything[0][depth]
         if (
-            top in _MODELS
+            top in MODELS
             or str(top).startswith("optim")
-            or not any(p[depth + 1] in _MODELS for p in paths if len(p) > depth + 2)
+            or not any(p[depth + 1] in MODELS for p in paths if len(p) > depth + 2)
         ):
             break
         depth += 1

@@ -68,9 +68,17 @@ class Reader:
 
 
 def builtin() -> tuple[Reader, ...]:
-    from . import dcp, deepspeed, huggingface, safetensors, torchsave
+    from . import dcp, deepspeed, huggingface, ranks, safetensors, torchsave
 
-    return (deepspeed.READER, dcp.READER, dcp.HUB, huggingface.READER, safetensors.READER, torchsave.READER)
+    return (
+        deepspeed.READER,
+        dcp.READER,
+        dcp.HUB,
+        ranks.READER,
+        huggingface.READER,
+        safetensors.READER,
+        torchsave.READER,
+    )
 
 
 def read_index(source: Source, format: str | None = None) -> Index:
@@ -107,7 +115,7 @@ def _read(reader: Reader, source: Source) -> Index:
 
 def _with_unused(index: Index, rules: Mapping[str, Any]) -> Index:
     """With a line for every rule of the user that no tensor's name matches: it is a slip, and has no other sign."""
-    names = {name for state in index.states.values() for name in state} if rules else ()
+    names = {*index.ruled, *(name for state in index.states.values() for name in state)} if rules else ()
     lines = [
         f"rules[{glob!r}] matches no tensor: it has no effect (it is compared with the full names, as the view lists "
         "them; a tied tensor's is its owner's)"

@@ -11,7 +11,7 @@ def stored_specs(store: Store, index: Index) -> dict[str, TensorSpec]:
     """``file/dotted.path`` -> spec, for all files of torch.save that the checkpoint stands on. Reads their pickles."""
     specs: dict[str, TensorSpec] = {}
     for path in index.files:
-        if path.endswith(".pt"):
+        if path.endswith((".pt", ".pth", ".bin", ".ckpt")):
             name = path.rsplit("/", 1)[-1]
             specs.update(stored_tensors(store, path, f"{name}/"))
     return specs

@@ -1,0 +1,353 @@
+"""What the files of all ranks hold under each name, and the tensors that this makes.
+
+A rank's file is looked at once and its records are dropped; of a DTensor only where its array begins is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...core.box import Shape, is_run
+from ...core.index import Extent, Hole, TensorSpec
+from ...io.plain import Path, Plain
+from ...io.rebuild import StoredTensor
+from ...io.torchfile import TorchFile
+from ..dcp.chunks import in_chunks, uncovered
+from ..deepspeed.weights import crc_of
+from ..placements import Cut, Layout, Placement, Same
+from .fragments import MeshFragments, Team
+from .records import DTensor, Records, ShardedTensor, is_dtensor
+
+# where a tensor stood, rank -> the rank's file, and why it cannot be read ("" if it can)
+Lost = Callable[[Path, int], tuple[str, str]]
+Piece = StoredTensor | DTensor | ShardedTensor
+
+
+@dataclass(slots=True)
+class Held:
+    """What the ranks hold of one name; ``clash``: why that is no one tensor. ``tie``: equal for two names whose arrays
+    are the same memory on every rank (0: they are empty everywhere)."""
+
+    path: Path
+    shape: Shape
+    dtype: torch.dtype
+    clash: str = ""
+    tie: int = 0
+
+
+@dataclass(slots=True)
+class Plains(Held):
+    """An ordinary tensor: every rank's own, by rank."""
+
+    extents: dict[int, Extent] = field(default_factory=dict)
+    sums: dict[int, int | None] = field(default_factory=dict)
+    storages: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Meshed(Held):
+    """A DTensor. ``places``: rank -> coordinate; ``offsets``: rank -> where its array begins in its file."""
+
+    layout: Layout = field(default_factory=lambda: Layout((), ()))
+    names: tuple[str, ...] = ()
+    places: dict[int, Shape] = field(default_factory=dict)
+    offsets: dict[int, int] = field(default_factory=dict)
+    odd: dict[int, Extent] = field(default_factory=dict)
+    meshes: dict[tuple[int, ...], Shape] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Sharded(Held):
+    """A ShardedTensor. ``listed``: every block, and the rank that has it; ``held``: the blocks that files hold, by
+    rank."""
+
+    world: int | None = None
+    listed: dict[tuple[Shape, Shape], int | None] = field(default_factory=dict)
+    held: dict[tuple[Shape, Shape], dict[int, Extent]] = field(default_factory=dict)
+    storages: dict[int, str] = field(default_factory=dict)  # of the rank's first block
+
+
+class Collected:
+    """``tensors``: raw name -> what the ranks hold of it; ``unreadable``: raw name -> why; ``ranks``: those that the
+    files say there are."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Held] = {}
+        self.unreadable: dict[str, str] = {}
+        self.problems: list[str] = []
+        self.ranks: set[int] = set()
+        self.world = 1  # of ShardedTensors
+        self.meshes: dict[tuple[str, ...], Shape] = {}
+        self._shared: dict[Any, Any] = {}
+
+    # -- what a file holds
+
+    def add(self, rank: int, root: Path, file: TorchFile, plain: Plain, records: Records) -> bool:
+        """Take in one rank's file; False (and nothing is taken) if it is of a save over other ranks than the files
+        before. ``root``: the path under which its object stands. Raises CorruptError."""
+        pieces: list[tuple[str, Path, Piece]] = []
+        for key, inner in plain.paths.items():
+            name = ".".join(map(str, (*root, key) if key else root))
+            if key in plain.tensors:
+                pieces.append((name, (*root, *inner), plain.tensors[key]))
+                continue
+            record = plain.taken[key]
+            try:
+                piece: Piece = records.dtensor(record) if is_dtensor(record) else records.sharded(record)
+            except ValueError as e:
+                what = f"{file.path}: {name!r} is a {record.module}.{record.name}, but {e}"
+                self.unreadable.setdefault(name, what)
+                continue
+            pieces.append((name, (*root, *inner), piece))
+        if any(self._contradicts(name, piece) for name, _, piece in pieces):
+            return False
+        for name, path, piece in pieces:
+            if isinstance(piece, DTensor):
+                self._meshed(name, path, rank, file, piece)
+            elif isinstance(piece, ShardedTensor):
+                self._sharded(name, path, rank, file, piece)
+            else:
+                self._plain(name, path, rank, file, piece)
+        return True
+
+    def _contradicts(self, name: str, piece: Piece) -> bool:
+        """Whether lower ranks' files say that some of these ranks are in another mesh, for the same tensor."""
+        held = self.tensors.get(name)
+        if isinstance(held, Meshed) and isinstance(piece, DTensor):
+            ranks = set(piece.mesh.ranks)
+            return any(set(known) != ranks and not ranks.isdisjoint(known) for known in held.meshes)
+        if isinstance(held, Sharded) and isinstance(piece, ShardedTensor):
+            return held.world != piece.world
+        return False
+
+    def _plain(self, name: str, path: Path, rank: int, file: TorchFile, tensor: StoredTensor) -> None:
+        if tensor.storage is None:
+            self.unreadable.setdefault(name, f"{file.path}: {name!r} {tensor.note}")
+            return
+        held = self._entry(name, rank, Plains(path, tensor.shape, tensor.dtype))
+        if isinstance(held, Plains):
+            held.extents[rank] = file.extent(tensor, name)
+            held.sums[rank] = crc_of(file.records, tensor)
+            held.storages[rank] = tensor.storage.key
+            _tie(held, rank, tensor)
+
+    def _meshed(self, name: str, path: Path, rank: int, file: TorchFile, tensor: DTensor) -> None:
+        layout = self._shared.setdefault(tensor.layout, tensor.layout)
+        mesh = tensor.mesh
+        self.ranks.update(mesh.ranks)
+        new = Meshed(path, tensor.shape, tensor.local.dtype, layout=layout, names=mesh.names)
+        held = self._entry(name, rank, new)
+        if not isinstance(held, Meshed):
+            return
+        self.meshes.setdefault(mesh.names, mesh.shape)
+        held.meshes[self._shared.setdefault(mesh.ranks, mesh.ranks)] = mesh.shape
+        if mesh.coordinate is None:  # a rank outside of the mesh holds nothing
+            return
+        if held.layout != layout:
+            held.clash = (
+                held.clash or f"rank {rank} holds it as {describe(layout)}, a lower one as {describe(held.layout)}"
+            )
+            return
+        local = tensor.local
+        told = layout.local_shape(tensor.shape, mesh.coordinate)
+        if told != local.shape and 0 not in (*told, *local.shape):
+            held.clash = held.clash or (
+                f"rank {rank} holds an array of shape {local.shape}, its placement ({describe(layout)}) says {told}"
+            )
+            return
+        held.places[rank] = self._shared.setdefault(mesh.coordinate, mesh.coordinate)
+        if local.storage is None and 0 not in told:
+            held.clash = held.clash or f"rank {rank}'s array {local.note}"
+            return
+        extent = file.extent(local, name) if local.storage is not None and 0 not in told else None
+        if extent is not None and extent.raw and is_run(extent.shape, extent.strides):
+            held.offsets[rank] = extent.offset
+        elif extent is not None:
+            held.odd[rank] = extent
+        _tie(held, rank, local)
+
+    def _sharded(self, name: str, path: Path, rank: int, file: TorchFile, tensor: ShardedTensor) -> None:
+        held = self._entry(name, rank, Sharded(path, tensor.shape, tensor.dtype, world=tensor.world))
+        if not isinstance(held, Sharded):
+            return
+        if tensor.world is not None:
+            self.world = min(max(tensor.world, 1), 1 << 20)
+            self.ranks.update(range(self.world))
+        listed = {(s.start, s.shape): s.rank for s in tensor.shards}
+        if held.listed and held.listed.keys() != listed.keys():
+            held.clash = held.clash or f"rank {rank}'s file lists other shards of it than a lower one's"
+        if not held.listed:
+            held.listed = listed
+        for n, shard in enumerate(tensor.held):
+            if shard.local is not None and shard.local.storage is not None:
+                held.held.setdefault((shard.start, shard.shape), {})[rank] = file.extent(shard.local, name)
+                if n == 0:
+                    held.storages[rank] = shard.local.storage.key
+                _tie(held, rank, shard.local)
+
+    def _entry(self, name: str, rank: int, new: Held) -> Held | None:
+        """What is known of the name so far; None where this rank's is another tensor."""
+        held = self.tensors.setdefault(name, new)
+        if held is new:
+            return held
+        if type(held) is not type(new):
+            held.clash = held.clash or f"rank {rank} holds it as another kind of tensor than a lower one"
+        elif (held.shape, held.dtype) != (new.shape, new.dtype) and not isinstance(held, Plains):
+            here, there = f"{new.dtype} of shape {new.shape}", f"{held.dtype} of shape {held.shape}"
+            held.clash = held.clash or f"rank {rank} says it is {here}, a lower one {there}"
+        else:
+            return held
+        return None
+
+    # -- what they make together
+
+    def spec(self, name: str, lost: Lost) -> TensorSpec:
+        """The tensor of a name. What is no one tensor gets a spec without fragments, whose rule says why."""
+        held = self.tensors[name]
+        if held.clash:
+            reason = f"{held.clash}: are these the files of two saves? What each rank holds is in view.stored"
+            return TensorSpec(name, held.shape, held.dtype, (), rule=reason)
+        if isinstance(held, Meshed):
+            return self._mesh_spec(name, held, lost)
+        if isinstance(held, Sharded):
+            return self._shard_spec(name, held, lost)
+        assert isinstance(held, Plains)
+        return self._plain_spec(name, held)
+
+    def _mesh_spec(self, name: str, held: Meshed, lost: Lost) -> TensorSpec:
+        rule = f"placed as its DTensor says: {describe(held.layout, held.names)}"
+        if held.layout.partial:
+            reason = (
+                f"the ranks hold parts that have yet to be reduced ({held.layout.partial}): it was saved as a DTensor "
+                "with a Partial placement. What each rank holds is in view.stored"
+            )
+            return TensorSpec(name, held.shape, held.dtype, (), rule=reason)
+        places = dict(held.places)
+        for ranks, shape in held.meshes.items():
+            if any(rank not in places for rank in ranks):
+                coordinates = np.ndindex(*shape)
+                places |= {r: tuple(c) for r, c in zip(ranks, coordinates, strict=True) if r not in places}
+        order = sorted(places)
+        missing = {}
+        for rank in order:
+            path, reason = lost(held.path, rank)
+            if rank not in held.places:
+                missing[rank] = reason or f"{path} does not hold {name!r}"
+        team = Team(
+            tuple(places[r] for r in order),
+            tuple(lost(held.path, r)[0] for r in order),
+            tuple(missing.get(r, "") for r in order),
+        )
+        team = self._shared.setdefault(team, team)
+        fragments = MeshFragments(
+            held.shape,
+            held.dtype,
+            held.layout,
+            team,
+            np.array([held.offsets.get(r, 0) for r in order], np.int64),
+            {n: held.odd[r] for n, r in enumerate(order) if r in held.odd},
+        )
+        one = tuple(fragments) if len(fragments) == 1 else fragments
+        return TensorSpec(name, held.shape, held.dtype, one, rule=rule)
+
+    def _shard_spec(self, name: str, held: Sharded, lost: Lost) -> TensorSpec:
+        chunks: list[tuple[Shape, Shape, Any]] = []
+        for (start, shape), rank in held.listed.items():
+            extents = held.held.get((start, shape))
+            if extents:
+                chunks += [(start, shape, extents[r]) for r in sorted(extents)]
+            elif 0 not in shape:
+                path, reason = lost(held.path, rank if rank is not None else 0)
+                chunks.append((start, shape, Hole(path, reason or f"{path} does not hold its shard of {name!r}")))
+        gap = uncovered(held.shape, [(start, shape) for start, shape, _ in chunks])
+        if gap:
+            self.problems.append(f"{gap:,} elements of {name!r} are in no shard of any file")
+        return in_chunks(name, held.dtype, held.shape, chunks, "placed as its ShardedTensor says")
+
+    def _plain_spec(self, name: str, held: Plains) -> TensorSpec:
+        """Every rank's own copy; the lowest's is read."""
+        first = min(held.extents)
+        lowest = held.extents[first]
+        alike = [r for r in sorted(held.extents) if held.extents[r].shape == lowest.shape]
+        same = [r for r in alike if held.extents[r].dtype == lowest.dtype]
+        layout = self._shared.setdefault(("same", len(same)), Layout((len(same),), (Same(),)))
+        coordinates = tuple((n,) for n in range(len(same)))
+        team = Team(coordinates, tuple(held.extents[r].path for r in same), ("",) * len(same))
+        odd = {n: e for n, r in enumerate(same) if not ((e := held.extents[r]).raw and is_run(e.shape, e.strides))}
+        fragments = MeshFragments(
+            lowest.shape,
+            lowest.dtype,
+            layout,
+            self._shared.setdefault(team, team),
+            np.array([held.extents[r].offset for r in same], np.int64),
+            odd,
+        )
+        rule = f"replicated on {len(same)} ranks, the lowest's is read" if len(same) > 1 else ""
+        one = tuple(fragments) if len(fragments) == 1 else fragments
+        return TensorSpec(name, lowest.shape, lowest.dtype, one, rule=rule)
+
+    def differing(self, names: Iterable[str]) -> list[str]:
+        """Lines on plain tensors that the ranks hold differently, as far as shapes and the zips' checksums tell."""
+        lines = []
+        for name in names:
+            held = self.tensors[name]
+            if not isinstance(held, Plains) or held.clash:
+                continue
+            first = min(held.extents)
+            other = [
+                r
+                for r, e in held.extents.items()
+                if (e.shape, e.dtype) != (held.extents[first].shape, held.extents[first].dtype)
+                or (held.sums[r] != held.sums[first] and None not in (held.sums[r], held.sums[first]))
+            ]
+            if other:
+                ranks = ", ".join(map(str, sorted(other)[:8])) + (
+                    f" and {len(other) - 8} more" if len(other) > 8 else ""
+                )
+                lines.append(
+                    f"{name!r} is no shard and differs on ranks {ranks}: the lowest's is read (the others: view.stored)"
+                )
+        return lines
+
+    def ties(self, names: Mapping[str, str]) -> dict[str, str]:
+        """Tied names: alias -> the first of them. ``names``: raw name -> logical name."""
+        first: dict[tuple[Any, ...], str] = {}
+        aliases = {}
+        for raw, name in names.items():
+            held = self.tensors.get(raw)
+            if held is None or not held.tie or held.clash:
+                continue
+            owner = first.setdefault((held.tie, type(held), held.shape, held.dtype), name)
+            if owner != name:
+                aliases[name] = owner
+        return aliases
+
+
+def _tie(held: Held, rank: int, local: StoredTensor) -> None:
+    if local.storage is not None and 0 not in local.shape:
+        at = (local.storage.key, local.offset, local.shape, local.strides, local.conj, local.neg)
+        held.tie = hash((held.tie, rank, at)) or 1
+
+
+def describe(layout: Layout, names: Sequence[str] = ()) -> str:
+    """A layout in a line.
+
+    >>> describe(Layout((2, 4), (Same(), Cut(0))), ("replicate", "shard"))
+    'replicate=2: Replicate(), shard=4: Shard(0)'
+    """
+    labels = names if len(names) == len(layout.mesh) else [f"mesh[{n}]" for n in range(len(layout.mesh))]
+    order = layout.order or range(len(layout.mesh))
+    return ", ".join(f"{labels[m]}={layout.mesh[m]}: {_spelled(layout.placements[m])}" for m in order)
+
+
+def _spelled(placement: Placement) -> str:
+    if isinstance(placement, Cut):
+        if placement.split > 1:
+            return f"_StridedShard({placement.dim}, split_factor={placement.split})"
+        return f"Shard({placement.dim})"
+    return "Replicate()" if isinstance(placement, Same) else f"Partial({placement.reduce})"
