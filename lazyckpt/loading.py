@@ -8,12 +8,16 @@ from typing import Any
 import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
+from .core.index import Archive
 from .errors import DataError
+from .io.archives import locate_all
 from .io.pool import Task, run
+from .io.store import Store
 from .io.transfer import Ring
 from .tensor import LazyTensor
 
 _GROUP = 256 << 20  # bytes that are read at once before their dtype is converted
+_LOOKED_UP = 64  # archives that are looked up at once
 
 
 def read_all(
@@ -60,12 +64,34 @@ def _read_together(
     ready: dict[str, Callable[[], torch.Tensor]] = {}
 
     def tasks() -> Iterator[Task]:
-        for name in names:
-            more, ready[name] = lazy[name].start()
-            yield from more
+        for group in _looked_up(names, lazy):
+            for name in group:
+                more, ready[name] = lazy[name].start()
+                yield from more
 
     run(tasks())
     return {name: _converted(ready[name](), dtype) for name in names}
+
+
+def _looked_up(names: list[str], lazy: Mapping[str, LazyTensor]) -> Iterator[list[str]]:
+    """The names, in groups whose archives were looked up together."""
+    group: list[str] = []
+    found: list[tuple[Store, Archive, str]] = []
+    for name in names:
+        t = lazy[name]
+        group.append(name)
+        found += [(t.store, archive, t.name) for archive in t.archives]
+        if len(found) >= _LOOKED_UP:
+            _look_up(found)
+            yield group
+            group, found = [], []
+    _look_up(found)
+    yield group
+
+
+def _look_up(found: list[tuple[Store, Archive, str]]) -> None:
+    for store in {id(store): store for store, _, _ in found}.values():
+        locate_all(store, [(archive, name) for s, archive, name in found if s is store])
 
 
 def _target_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype | None:
