@@ -245,6 +245,11 @@ class CheckpointView(Mapping[str, LazyTensor]):
         return self._index.mesh
 
     @property
+    def whole(self) -> bool:
+        """Whether it is all of the checkpoint: no part of its names, and the state that is read by default."""
+        return not self._steps and self._state == next(iter(self._index.states), None)
+
+    @property
     def state(self) -> str:
         """The name of the state that this view reads."""
         return self._state
@@ -326,9 +331,11 @@ class CheckpointView(Mapping[str, LazyTensor]):
     def load_into(self, module: torch.nn.Module, strict: bool = True) -> Any:
         """Fill an nn.Module's parameters and buffers, one tensor at a time, wherever they live and in their dtype.
 
-        Parameters on the meta device get memory on the CPU. Names, shapes and missing files are checked before
-        anything is written. Returns (missing_keys, unexpected_keys) as `load_state_dict` does. Raises DataError if
-        ``strict`` and the names differ, or if a shape differs.
+        Of DTensors (FSDP2, tensor parallelism) each rank reads what it holds of them, and no more; nothing is
+        communicated. Parameters on the meta device get memory: on the CPU, DTensors on their mesh's devices. Names,
+        shapes, and files missing that this rank needs, are checked before anything is written. Returns (missing_keys,
+        unexpected_keys) as `load_state_dict` does. Raises DataError if ``strict`` and the names differ, or if a shape
+        differs.
         """
         return load_into(self, module, strict)
 

@@ -74,7 +74,7 @@ def _read(source: Source) -> Index:
         states=result.states or {"weights": {}},
         files=infos | building.files,
         stored={key: spec for key, (_, spec) in found.items()} if few else Stored(tensors, objects),
-        meta=Meta(objects, rest),
+        meta=Meta(objects, rest, metadata.paths),
         problems=tuple(problems),
     )
 
