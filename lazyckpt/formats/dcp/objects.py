@@ -152,7 +152,7 @@ class Meta(Mapping[str, Any]):
             root: dict[Any, Any] = {}
             for path, key in self._below[top]:
                 value = self._objects[key].rest if key in self._objects.items else TensorRef(key)
-                _set(root, (top, *path[1:]), value)
+                set_at(root, (top, *path[1:]), value)
             self._made[top] = root.get(top)
         return self._made[top]
 
@@ -175,7 +175,7 @@ class Meta(Mapping[str, Any]):
         return f"<meta: {', '.join(self)}>"
 
 
-def _set(root: dict[Any, Any], path: Path, value: Any) -> None:
+def set_at(root: dict[Any, Any], path: Path, value: Any) -> None:
     """Put a value where a path says: numbers are places in lists (torch/distributed/checkpoint/_traverse.py
     `set_element`), which may have gaps."""
     at: Any = root
