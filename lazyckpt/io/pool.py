@@ -13,7 +13,8 @@ T = TypeVar("T")
 
 _INLINE = 4 << 20  # bytes; below this a job is done before threads have woken up
 _BATCH = 8 << 20
-_THREADS = 8  # also on two cores: they wait for disks and networks
+_THREADS = max(4, min(8, os.cpu_count() or 1))  # also on two cores: they wait for disks; each may need some 20 MiB
+_LOOKERS = 8  # these need next to nothing
 _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
 _lookers: ThreadPoolExecutor | None = None
@@ -56,10 +57,10 @@ def each(do: Callable[[T], object], items: Sequence[T]) -> None:
         return
 
     def some(n: int) -> None:
-        for item in items[n::_THREADS]:
+        for item in items[n::_LOOKERS]:
             do(item)
 
-    futures = [_look_threads().submit(some, n) for n in range(min(_THREADS, len(items)))]
+    futures = [_look_threads().submit(some, n) for n in range(min(_LOOKERS, len(items)))]
     try:
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
         for future in done:
@@ -98,7 +99,7 @@ def _look_threads() -> ThreadPoolExecutor:
     global _lookers
     with _lock:
         if _lookers is None:
-            _lookers = ThreadPoolExecutor(_THREADS, thread_name_prefix="lazyckpt-look")
+            _lookers = ThreadPoolExecutor(_LOOKERS, thread_name_prefix="lazyckpt-look")
         return _lookers
 
 
