@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
+from .core.index import Archive
 from .core.names import unwrapped
 from .errors import DataError
 from .formats.placements import Cut, Layout, Placement, Same, Summand
+from .io.archives import locate_all
 from .io.memory import empty
 from .io.pool import Task, run
+from .io.store import Store
 from .io.transfer import Ring
 from .tensor import LazyTensor
 
 _GROUP = 256 << 20  # bytes that are read at once before their dtype is converted
+_LOOKED_UP = 64  # archives that are looked up at once
+T = TypeVar("T")
 
 
 def read_all(
@@ -69,12 +74,33 @@ def _read_together(
     ready: dict[str, Callable[[], torch.Tensor]] = {}
 
     def tasks() -> Iterator[Task]:
-        for name in names:
+        for name in _looked_up(names, lazy.__getitem__):
             more, ready[name] = lazy[name].start()
             yield from more
 
     run(tasks())
     return {name: _converted(ready[name](), dtype) for name in names}
+
+
+def _looked_up(items: Iterable[T], lazy: Callable[[T], LazyTensor]) -> Iterator[T]:
+    """The items; the archives of those that come next were looked up together."""
+    group: list[T] = []
+    found: list[tuple[Store, Archive, str]] = []
+    for item in items:
+        t = lazy(item)
+        group.append(item)
+        found += [(t.store, archive, t.name) for archive in t.archives]
+        if len(found) >= _LOOKED_UP:
+            _look_up(found)
+            yield from group
+            group, found = [], []
+    _look_up(found)
+    yield from group
+
+
+def _look_up(found: list[tuple[Store, Archive, str]]) -> None:
+    for store in {id(store): store for store, _, _ in found}.values():
+        locate_all(store, [(archive, name) for s, archive, name in found if s is store])
 
 
 def _target_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype | None:
@@ -118,7 +144,7 @@ def _fill_together(pairs: list[tuple[LazyTensor, torch.Tensor]]) -> None:
     ready: list[tuple[Callable[[], torch.Tensor], torch.Tensor | None]] = []
 
     def tasks() -> Iterator[Task]:
-        for lazy, target in pairs:
+        for lazy, target in _looked_up(pairs, lambda pair: pair[0]):
             direct = _direct(lazy, target)
             more, done = lazy.start(target if direct else None)
             ready.append((done, None if direct else target))

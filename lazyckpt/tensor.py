@@ -124,6 +124,15 @@ class LazyTensor:
         for _, want in self._sel.reads().blocks():
             plan(self.spec, want)
 
+    @property
+    def archives(self) -> list[Archive]:
+        """The archives that reading the whole of a stored tensor looks into, so that many can be looked up at once
+        (`locate_all`); none for a part of one."""
+        told = getattr(self.spec.fragments, "archives", None)  # a sequence that makes its fragments on demand
+        if self._selection is not None or (told is None and not isinstance(self.spec.fragments, tuple)):
+            return []
+        return told() if told else [f.extent for f in self.spec.fragments if isinstance(f.extent, Archive)]
+
     def explain(self, key: Any = ...) -> str:
         """Where ``t[key]`` comes from: files, byte ranges and their cost, as text. Reads nothing.
 

@@ -20,7 +20,7 @@ from .export.torch import TORCH
 from .formats.cache import cached_index
 from .formats.reader import Source, read_index
 from .formats.stored import stored_specs
-from .formats.wrappers import unwrapped
+from .formats.wrappers import without_wrappers
 from .io.local import split
 from .io.remote import is_url, split_url
 from .io.store import Store
@@ -76,7 +76,7 @@ class CheckpointView(Mapping[str, LazyTensor]):
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         store, index = _indexed(path, format, tag, rules, cache, storage_options)
-        self._init(store, unwrapped(index), next(iter(index.states)), ())
+        self._init(store, without_wrappers(index), next(iter(index.states)), ())
 
     def _init(self, store: Store, index: Index, state: str, steps: tuple[_Step, ...]) -> None:
         self._store = store

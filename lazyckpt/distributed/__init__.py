@@ -6,7 +6,10 @@
 - expert parallelism: `init_ep_mesh` makes the ("ep", "ep_fsdp") mesh, `build_ep_fqn2spec_info` says what of a model is
   spread over it (one `EPSpecInfo` for each parameter), `ep_specs` reads the same from a checkpoint, without processes;
   `drop_ep_dim`, `restore_ep_dim` and, for whole state dicts and views, `drop_ep_dims`, `restore_ep_dims` go from all
-  experts to one rank's and back.
+  experts to one rank's and back;
+- state dicts: `get_dtype_size`, `get_shard_info` (the plan of Hugging Face's shards), `save_state_dict`;
+- one file of a distributed checkpoint, streamed: `dcp_to_torch_save`, `dcp_to_safetensors`;
+- the accelerator, whichever it is: `get_device_type`, `synchronize`, `empty_cache`.
 
 It is not imported by ``import lazyckpt``: torch's distributed packages take a while.
 """
@@ -18,23 +21,35 @@ import torch
 
 from .. import loading
 from ..tensor import LazyTensor
+from .convert import dcp_to_safetensors, dcp_to_torch_save
+from .devices import empty_cache, get_device_type, synchronize
 from .layout import ep_specs
 from .mesh import EPDegrees, EPSpecInfo, build_ep_fqn2spec_info, init_ep_mesh
 from .reader import LazyReader
+from .statedict import ShardInfo, get_dtype_size, get_shard_info, save_state_dict
 from .tensors import drop_ep_dim, drop_ep_dims, restore_ep_dim, restore_ep_dims
 
 __all__ = [
     "EPDegrees",
     "EPSpecInfo",
     "LazyReader",
+    "ShardInfo",
     "build_ep_fqn2spec_info",
+    "dcp_to_safetensors",
+    "dcp_to_torch_save",
     "drop_ep_dim",
     "drop_ep_dims",
+    "empty_cache",
     "ep_specs",
+    "get_device_type",
+    "get_dtype_size",
+    "get_shard_info",
     "init_ep_mesh",
     "load_into",
     "restore_ep_dim",
     "restore_ep_dims",
+    "save_state_dict",
+    "synchronize",
 ]
 
 

@@ -18,6 +18,7 @@ from ...errors import CorruptError, FormatError, LazyckptError
 from ...io.archives import Memory, unpack
 from ...io.dangers import dangers
 from ...io.plain import Path, Plain, TensorRef
+from ...io.pool import each
 from ...io.rebuild import StoredTensor
 from ...io.store import Store
 from ...io.torchfile import Pickles, read_torch_file
@@ -93,13 +94,24 @@ class Objects:
 
     def check(self) -> list[str]:
         """Read all of them; what cannot be read is left out from then on, with a line."""
+        failed: dict[str, LazyckptError] = {}
+
+        def read(key: str) -> None:
+            try:
+                self[key]
+            except LazyckptError as e:
+                failed[key] = e
+
+        each(read, [key for key, (_, item) in self.items.items() if not item.codecs])
+        for key in [key for key, (_, item) in self.items.items() if item.codecs]:
+            read(key)  # one at a time: who knows what they unpack to
         lines = []
         for key in list(self.items):
-            try:
-                lines += self[key].notes
-            except LazyckptError as e:
+            if key in failed:
                 del self.items[key]
-                lines.append(f"an object cannot be read and is not in view.meta: {e}")
+                lines.append(f"an object cannot be read and is not in view.meta: {failed[key]}")
+            else:
+                lines += self[key].notes
         return lines
 
     @property

@@ -30,6 +30,7 @@ from .sharded import ShardFile, read_shard_file
 
 _WHOLE = ".metadata"
 _RANKS = re.compile(r"__\d+\.metadata")
+_FRAME = 256  # bytes in which what a codec makes of nothing, and the start of a safetensors file behind it, lie
 _FEW = 256  # objects that are read at once, for what is to be told of them
 
 
@@ -103,6 +104,8 @@ class _Building:
         self._folders: dict[str, Mapping[str, Entry]] = {}
         self._lost: dict[str, dict[str, int]] = {}  # reason -> keys of which something is lost
         self._gaps: dict[str, int] = {}
+        self._last: dict[str, int] = {}  # file -> where the last item of a tensor begins
+        self._blobs: dict[str, int | None] = {}
 
     def tensor(self, key: str, tensor: Tensor) -> TensorSpec:
         chunks = [
@@ -149,8 +152,10 @@ class _Building:
         if not isinstance(piece, Item):
             return piece
         # an archive is longer than what it holds; a tensor in a safetensors file is told to be just as long
-        if not piece.codecs and piece.length == prod(sizes) * tensor.dtype.itemsize:
-            return self._in_safetensors(key, piece, tensor, start, sizes)
+        if piece.length == prod(sizes) * tensor.dtype.itemsize:
+            at = self._behind_frames(piece.path) if piece.codecs else piece.offset
+            if at is not None:
+                return self._in_safetensors(key, piece._replace(offset=at), tensor, start, sizes)
         self._codecs(key, piece)
         return piece
 
@@ -179,6 +184,21 @@ class _Building:
                     f"items are packed with {codec[:60]!r}, which lazyckpt cannot unpack (it can: {', '.join(CODECS)})"
                 )
                 self._lost.setdefault(reason, {})[key] = 1
+
+    def _behind_frames(self, path: str) -> int | None:
+        """Where in a file of packed items the safetensors file begins; None if none does. torch does not pack it: it
+        packs nothing for each tensor, and the safetensors file stands behind the last of these empty frames."""
+        if not self._last:
+            for (_, start), item in self._metadata.items.items():
+                if start is not None:
+                    self._last[item.path] = max(item.offset, self._last.get(item.path, 0))
+        if path not in self._blobs:
+            last, size = self._last[path], self.files[path].size
+            head = bytes(self._store.read(path, last, min(_FRAME, size - last)))
+            at = head.find(b'{"')
+            length = int.from_bytes(head[at - 8 : at], "little") if at >= 8 else size
+            self._blobs[path] = last + at - 8 if last + at + length <= size else None
+        return self._blobs[path]
 
     def _in_safetensors(
         self, key: str, item: Item, tensor: Tensor, start: tuple[int, ...], sizes: tuple[int, ...]
