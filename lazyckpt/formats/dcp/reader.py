@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 
 from ...core.index import FileInfo, Hole, Index, TensorSpec
@@ -43,8 +43,9 @@ def _read(source: Source) -> Index:
     return together(member.format, [((), member)])
 
 
-def in_folder(store: Store, folder: str = "") -> Member:
-    """What a folder of the store holds. Raises MissingFileError if the save was not finished, CorruptError."""
+def in_folder(store: Store, folder: str = "", wanted: Callable[[str], bool] = lambda key: True) -> Member:
+    """What a folder of the store holds; of what is no tensor, the keys that are ``wanted``. Raises MissingFileError if
+    the save was not finished, CorruptError."""
     listed = store.list(folder)
     names = [_WHOLE] if _WHOLE in listed else sorted(filter(_RANKS.fullmatch, listed), key=natural)
     if not names:
@@ -58,7 +59,7 @@ def in_folder(store: Store, folder: str = "") -> Member:
     ]
     building = _Building(store, metadata, problems)
     tensors = {key: building.tensor(key, tensor) for key, tensor in metadata.tensors.items()}
-    others = building.objects()
+    others = {key: item for key, item in building.objects().items() if wanted(key)}
     objects = Objects(store.pinned(building.files), others)
     building.tell(listed, folder)
     few = len(objects.items) <= _FEW
@@ -78,6 +79,7 @@ def in_folder(store: Store, folder: str = "") -> Member:
         meta=Meta(objects, (), metadata.paths),
         named=lambda rest: Meta(objects, [(key, path) for path, key in rest if key in tensors], metadata.paths),
         files={name: listed[posixpath.basename(name)].info for name in names} | building.files,
+        reshaped=metadata.reshaped,
         stored={key: spec for key, (_, spec) in found.items()} if few else Stored(tensors, objects),
         problems=problems,
     )
