@@ -20,7 +20,7 @@ from .export.torch import TORCH
 from .formats.cache import cached_index
 from .formats.reader import Source, read_index
 from .formats.stored import stored_specs
-from .formats.wrappers import unwrapped
+from .formats.wrappers import without_wrappers
 from .io.local import split
 from .io.remote import is_url, split_url
 from .io.store import Store
@@ -76,7 +76,7 @@ class CheckpointView(Mapping[str, LazyTensor]):
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         store, index = _indexed(path, format, tag, rules, cache, storage_options)
-        self._init(store, unwrapped(index), next(iter(index.states)), ())
+        self._init(store, without_wrappers(index), next(iter(index.states)), ())
 
     def _init(self, store: Store, index: Index, state: str, steps: tuple[_Step, ...]) -> None:
         self._store = store
@@ -266,6 +266,11 @@ class CheckpointView(Mapping[str, LazyTensor]):
         return self._index.mesh
 
     @property
+    def whole(self) -> bool:
+        """Whether it is all of the checkpoint: no part of its names, and the state that is read by default."""
+        return not self._steps and self._state == next(iter(self._index.states), None)
+
+    @property
     def state(self) -> str:
         """The name of the state that this view reads."""
         return self._state
@@ -345,11 +350,13 @@ class CheckpointView(Mapping[str, LazyTensor]):
         return {name: done[owner] for name, owner in owners.items()}
 
     def load_into(self, module: torch.nn.Module, strict: bool = True) -> Any:
-        """Fill an nn.Module's parameters and buffers, one tensor at a time, wherever they live and in their dtype.
+        """Fill an nn.Module's parameters and buffers, wherever they live and in their dtype, without a second copy.
 
-        Parameters on the meta device get memory on the CPU. Names, shapes and missing files are checked before
-        anything is written. Returns (missing_keys, unexpected_keys) as `load_state_dict` does. Raises DataError if
-        ``strict`` and the names differ, or if a shape differs.
+        Of DTensors (FSDP2, tensor parallelism) each rank reads what it holds of them, and no more; nothing is
+        communicated. Parameters on the meta device get memory: on the CPU, DTensors on their mesh's devices. Names,
+        shapes, and files missing that this rank needs, are checked before anything is written. Returns (missing_keys,
+        unexpected_keys) as `load_state_dict` does. Raises DataError if ``strict`` and the names differ, or if a shape
+        differs.
         """
         return load_into(self, module, strict)
 
