@@ -35,7 +35,8 @@ class TensorRef(NamedTuple):
 class Plain:
     """``tensors``: dotted name -> record, in the order of the file; ``paths``: dotted name -> where that stood (names,
     places in lists); ``rest``: the object without its tensors; ``notes``: lines about tensors that are not what they
-    seem. ``taken``: dotted name -> the record that stood there, of those that the caller reads itself."""
+    seem. ``taken``: dotted name -> the record that stood there, of those that the caller reads itself.
+    ``subclasses``: a subclass of Tensor -> names of those that are one."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class Plain:
         self.taken: dict[str, Opaque] = {}
         self.paths: dict[str, Path] = {}
         self.notes: list[str] = []
-        self._subclasses: dict[str, list[str]] = {}
+        self.subclasses: dict[str, list[str]] = {}
         self._where = where
         self._left = 10_000 + 2 * size  # objects; then characters of tensor names
         self._letters = 1_000_000 + 64 * size
@@ -67,7 +68,7 @@ class Plain:
         except RecursionError:  # the caller's own stack was deep already
             raise CorruptError(f"{where}: objects are nested too deep: the file is hostile or damaged") from None
         self.rest = {} if rest is _GONE else rest
-        for kind, names in self._subclasses.items():
+        for kind, names in self.subclasses.items():
             some = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
             each = f"{some} is a {kind}: the tensors inside it stand under its name"
             many = f"{len(names):,} tensors ({some}) are {kind}: the tensors inside them stand under their names"
@@ -143,7 +144,7 @@ class Plain:
     def _opaque(self, value: Opaque, path: Path, depth: int) -> Opaque:
         """A copy of a record in which tensors are only named, so that it can be kept without the file."""
         if isinstance(value, TensorSubclass):
-            self._subclasses.setdefault(f"{value.module}.{value.name}", []).append(_dotted(path))
+            self.subclasses.setdefault(f"{value.module}.{value.name}", []).append(_dotted(path))
         record = Opaque(value.module, value.name)
         if value.args:
             record.args = tuple(self._named(v, (*path, n), depth) for n, v in enumerate(value.args))
