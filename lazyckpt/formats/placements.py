@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ..core.box import Box, Shape
 from ..core.index import Part
 
-_MAX_PARTS = 1 << 20  # of one rank's array; honest ones are a few
+_MAX_PARTS = 1 << 14  # of one rank's array; honest ones are a few
 
 Run = tuple[int, int]  # where it starts in the whole dimension, and how long it is
 
@@ -95,13 +95,13 @@ class Layout:
         >>> Layout((2,), (Cut(0, 2),)).runs((8, 3), (1,))
         [[(2, 2), (6, 2)], [(0, 3)]]
         """
-        held = []
-        for size, cuts in zip(shape, self.cuts(len(shape)), strict=True):
-            key = tuple((self.mesh[m], coordinate[m], split) for m, split in cuts)
-            held.append(_runs(size, key))
-        if prod(max(1, len(r)) for r in held) > _MAX_PARTS:
-            raise ValueError(f"more than {_MAX_PARTS:,} blocks on one rank")
-        return held
+        cuts = self.cuts(len(shape))
+        if prod(min(split, n) for n, cs in zip(shape, cuts, strict=True) for _, split in cs if n) > _MAX_PARTS:
+            raise ValueError(f"dimensions cut into more than {_MAX_PARTS:,} pieces on one rank")
+        return [
+            _runs(n, tuple((self.mesh[m], coordinate[m], split) for m, split in cs))
+            for n, cs in zip(shape, cuts, strict=True)
+        ]
 
     def local_shape(self, shape: Shape, coordinate: Sequence[int]) -> Shape:
         """The shape of the array that the rank at a coordinate holds. Raises ValueError as `runs` does.
@@ -153,8 +153,6 @@ def _runs(size: int, cuts: tuple[tuple[int, int, int], ...]) -> list[Run]:
 def _chunks(length: int, count: int, index: int, split: int) -> list[Run]:
     """The ``index``-th of ``count`` chunks of every one of ``split`` chunks of [0, length), as torch.chunk cuts."""
     outer = -(-length // split)
-    if outer and -(-length // outer) > _MAX_PARTS:
-        raise ValueError(f"a dimension cut into more than {_MAX_PARTS:,} pieces")
     found = []
     for start in range(0, length, outer) if outer else ():
         width = min(outer, length - start)

@@ -19,6 +19,7 @@ from ..core.index import FileInfo, Fragment, Hole, Index, Mesh, Part, Rank, Tens
 from ..core.names import natural
 from ..errors import LazyckptError
 from ..io.store import Store
+from .flatrules import is_flat_rule
 from .huggingface import load_json, read_shard
 from .members import together
 from .merge import Merge, MergedFragments, Rule, concatenated, decide, replicated, user_rules
@@ -224,8 +225,10 @@ def _is_llama(source: Source) -> bool:
 
 
 def _is_numbered(source: Source) -> bool:
-    """Only with rules of the user, and where nothing else says what the files are."""
-    if source.path or not source.rules or any(".index." in n for n in source.entries):
+    """Only with rules of the user (of flat parameters there are other readers), and where no index says what the files
+    are."""
+    merging = any(not is_flat_rule(rule) for rule in source.rules.values())
+    if source.path or not merging or any(".index." in n for n in source.entries):
         return False
     return bool(_numbered(source))
 

@@ -54,6 +54,7 @@ class Plain:
         self.taken: dict[str, Opaque] = {}
         self.paths: dict[str, Path] = {}
         self.notes: list[str] = []
+        self._subclasses: dict[str, list[str]] = {}
         self._where = where
         self._left = 10_000 + 2 * size  # objects; then characters of tensor names
         self._letters = 1_000_000 + 64 * size
@@ -66,6 +67,11 @@ class Plain:
         except RecursionError:  # the caller's own stack was deep already
             raise CorruptError(f"{where}: objects are nested too deep: the file is hostile or damaged") from None
         self.rest = {} if rest is _GONE else rest
+        for kind, names in self._subclasses.items():
+            some = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
+            each = f"{some} is a {kind}: the tensors inside it stand under its name"
+            many = f"{len(names):,} tensors ({some}) are {kind}: the tensors inside them stand under their names"
+            self.notes.append(each if len(names) == 1 else many)
 
     def _walk(self, value: Any, path: Path, depth: int) -> Any:
         kind = type(value)
@@ -137,9 +143,7 @@ class Plain:
     def _opaque(self, value: Opaque, path: Path, depth: int) -> Opaque:
         """A copy of a record in which tensors are only named, so that it can be kept without the file."""
         if isinstance(value, TensorSubclass):
-            self.notes.append(
-                f"{_dotted(path)!r} is a {value.module}.{value.name}: the tensors inside it stand under its name"
-            )
+            self._subclasses.setdefault(f"{value.module}.{value.name}", []).append(_dotted(path))
         record = Opaque(value.module, value.name)
         if value.args:
             record.args = tuple(self._named(v, (*path, n), depth) for n, v in enumerate(value.args))

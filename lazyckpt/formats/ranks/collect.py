@@ -5,7 +5,7 @@ A rank's file is looked at once and its records are dropped; of a DTensor only w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,20 +19,30 @@ from ...io.rebuild import StoredTensor
 from ...io.torchfile import TorchFile
 from ..dcp.chunks import in_chunks, uncovered
 from ..deepspeed.weights import crc_of
+from ..naming import MODELS
+from ..paths import some
 from ..placements import Cut, Layout, Placement, Same
 from .fragments import MeshFragments, Team
 from .records import DTensor, Records, ShardedTensor, is_dtensor
 
-# where a tensor stood, rank -> the rank's file, and why it cannot be read ("" if it can)
+_MAX_WORLD = 1 << 20
+
+# where the object of a file stands, rank -> the rank's file, and why it cannot be read ("" if it can)
 Lost = Callable[[Path, int], tuple[str, str]]
 Piece = StoredTensor | DTensor | ShardedTensor
 
 
 @dataclass(slots=True)
 class Held:
-    """What the ranks hold of one name; ``clash``: why that is no one tensor. ``tie``: equal for two names whose arrays
-    are the same memory on every rank (0: they are empty everywhere)."""
+    """What the ranks hold of one name.
 
+    ``root``: where the object of the files stands; ``key``: the name in it; ``path``: the whole path. ``clash``: why it
+    is no one tensor. ``tie``: equal for two names whose arrays are the same memory on every rank (0: they are empty
+    everywhere).
+    """
+
+    root: Path
+    key: str
     path: Path
     shape: Shape
     dtype: torch.dtype
@@ -90,29 +100,40 @@ class Collected:
     def add(self, rank: int, root: Path, file: TorchFile, plain: Plain, records: Records) -> bool:
         """Take in one rank's file; False (and nothing is taken) if it is of a save over other ranks than the files
         before. ``root``: the path under which its object stands. Raises CorruptError."""
-        pieces: list[tuple[str, Path, Piece]] = []
+        pieces: list[tuple[str, str, Path, Piece]] = []
         for key, inner in plain.paths.items():
             name = ".".join(map(str, (*root, key) if key else root))
             if key in plain.tensors:
-                pieces.append((name, (*root, *inner), plain.tensors[key]))
+                pieces.append((name, key, (*root, *inner), plain.tensors[key]))
                 continue
             record = plain.taken[key]
             try:
                 piece: Piece = records.dtensor(record) if is_dtensor(record) else records.sharded(record)
             except ValueError as e:
                 what = f"{file.path}: {name!r} is a {record.module}.{record.name}, but {e}"
-                self.unreadable.setdefault(name, what)
+                self.unreadable.setdefault(_logical((*root, *inner)), what)
                 continue
-            pieces.append((name, (*root, *inner), piece))
-        if any(self._contradicts(name, piece) for name, _, piece in pieces):
+            pieces.append((name, key, (*root, *inner), piece))
+        if any(self._contradicts(name, piece) for name, _, _, piece in pieces):
             return False
-        for name, path, piece in pieces:
+        for name, key, path, piece in pieces:
             if isinstance(piece, DTensor):
-                self._meshed(name, path, rank, file, piece)
+                new: Held = Meshed(
+                    root, key, path, piece.shape, piece.local.dtype, layout=piece.layout, names=piece.mesh.names
+                )
+                if isinstance(held := self._entry(name, rank, new), Meshed):
+                    self._meshed(held, rank, file, piece)
             elif isinstance(piece, ShardedTensor):
-                self._sharded(name, path, rank, file, piece)
-            else:
-                self._plain(name, path, rank, file, piece)
+                new = Sharded(root, key, path, piece.shape, piece.dtype, world=piece.world)
+                if isinstance(held := self._entry(name, rank, new), Sharded):
+                    self._sharded(held, rank, file, piece)
+            elif piece.storage is None:
+                self.unreadable.setdefault(_logical(path), f"{file.path}: {name!r} {piece.note}")
+            elif isinstance(held := self._entry(name, rank, Plains(root, key, path, piece.shape, piece.dtype)), Plains):
+                held.extents[rank] = file.extent(piece, name)
+                held.sums[rank] = crc_of(file.records, piece)
+                held.storages[rank] = piece.storage.key
+                _tie(held, rank, piece)
         return True
 
     def _contradicts(self, name: str, piece: Piece) -> bool:
@@ -125,58 +146,38 @@ class Collected:
             return held.world != piece.world
         return False
 
-    def _plain(self, name: str, path: Path, rank: int, file: TorchFile, tensor: StoredTensor) -> None:
-        if tensor.storage is None:
-            self.unreadable.setdefault(name, f"{file.path}: {name!r} {tensor.note}")
-            return
-        held = self._entry(name, rank, Plains(path, tensor.shape, tensor.dtype))
-        if isinstance(held, Plains):
-            held.extents[rank] = file.extent(tensor, name)
-            held.sums[rank] = crc_of(file.records, tensor)
-            held.storages[rank] = tensor.storage.key
-            _tie(held, rank, tensor)
-
-    def _meshed(self, name: str, path: Path, rank: int, file: TorchFile, tensor: DTensor) -> None:
+    def _meshed(self, held: Meshed, rank: int, file: TorchFile, tensor: DTensor) -> None:
         layout = self._shared.setdefault(tensor.layout, tensor.layout)
-        mesh = tensor.mesh
+        mesh, local = tensor.mesh, tensor.local
+        held.layout = layout if held.layout == layout else held.layout
         self.ranks.update(mesh.ranks)
-        new = Meshed(path, tensor.shape, tensor.local.dtype, layout=layout, names=mesh.names)
-        held = self._entry(name, rank, new)
-        if not isinstance(held, Meshed):
-            return
         self.meshes.setdefault(mesh.names, mesh.shape)
         held.meshes[self._shared.setdefault(mesh.ranks, mesh.ranks)] = mesh.shape
-        if mesh.coordinate is None:  # a rank outside of the mesh holds nothing
+        if mesh.coordinate is None or held.clash:  # a rank outside of the mesh holds nothing
             return
-        if held.layout != layout:
-            held.clash = (
-                held.clash or f"rank {rank} holds it as {describe(layout)}, a lower one as {describe(held.layout)}"
-            )
-            return
-        local = tensor.local
         told = layout.local_shape(tensor.shape, mesh.coordinate)
-        if told != local.shape and 0 not in (*told, *local.shape):
-            held.clash = held.clash or (
-                f"rank {rank} holds an array of shape {local.shape}, its placement ({describe(layout)}) says {told}"
-            )
+        empty = 0 in told
+        if held.layout != layout:
+            held.clash = f"rank {rank} holds it as {describe(layout)}, a lower one as {describe(held.layout)}"
+        elif told != local.shape and not (empty and 0 in local.shape):
+            how = describe(layout, mesh.names)
+            held.clash = f"rank {rank} holds an array of shape {local.shape}, its placement ({how}) says {told}"
+        elif local.storage is None and not empty:
+            held.clash = f"rank {rank}'s array {local.note}"
+        if held.clash:
             return
         held.places[rank] = self._shared.setdefault(mesh.coordinate, mesh.coordinate)
-        if local.storage is None and 0 not in told:
-            held.clash = held.clash or f"rank {rank}'s array {local.note}"
-            return
-        extent = file.extent(local, name) if local.storage is not None and 0 not in told else None
-        if extent is not None and extent.raw and is_run(extent.shape, extent.strides):
-            held.offsets[rank] = extent.offset
-        elif extent is not None:
-            held.odd[rank] = extent
+        if not empty:
+            extent = file.extent(local, held.key)
+            if extent.raw and is_run(extent.shape, extent.strides):
+                held.offsets[rank] = extent.offset
+            else:
+                held.odd[rank] = extent
         _tie(held, rank, local)
 
-    def _sharded(self, name: str, path: Path, rank: int, file: TorchFile, tensor: ShardedTensor) -> None:
-        held = self._entry(name, rank, Sharded(path, tensor.shape, tensor.dtype, world=tensor.world))
-        if not isinstance(held, Sharded):
-            return
+    def _sharded(self, held: Sharded, rank: int, file: TorchFile, tensor: ShardedTensor) -> None:
         if tensor.world is not None:
-            self.world = min(max(tensor.world, 1), 1 << 20)
+            self.world = min(max(tensor.world, 1), _MAX_WORLD)
             self.ranks.update(range(self.world))
         listed = {(s.start, s.shape): s.rank for s in tensor.shards}
         if held.listed and held.listed.keys() != listed.keys():
@@ -185,7 +186,7 @@ class Collected:
             held.listed = listed
         for n, shard in enumerate(tensor.held):
             if shard.local is not None and shard.local.storage is not None:
-                held.held.setdefault((shard.start, shard.shape), {})[rank] = file.extent(shard.local, name)
+                held.held.setdefault((shard.start, shard.shape), {})[rank] = file.extent(shard.local, held.key)
                 if n == 0:
                     held.storages[rank] = shard.local.storage.key
                 _tie(held, rank, shard.local)
@@ -209,6 +210,7 @@ class Collected:
     def spec(self, name: str, lost: Lost) -> TensorSpec:
         """The tensor of a name. What is no one tensor gets a spec without fragments, whose rule says why."""
         held = self.tensors[name]
+        name = held.key
         if held.clash:
             reason = f"{held.clash}: are these the files of two saves? What each rank holds is in view.stored"
             return TensorSpec(name, held.shape, held.dtype, (), rule=reason)
@@ -233,17 +235,7 @@ class Collected:
                 coordinates = np.ndindex(*shape)
                 places |= {r: tuple(c) for r, c in zip(ranks, coordinates, strict=True) if r not in places}
         order = sorted(places)
-        missing = {}
-        for rank in order:
-            path, reason = lost(held.path, rank)
-            if rank not in held.places:
-                missing[rank] = reason or f"{path} does not hold {name!r}"
-        team = Team(
-            tuple(places[r] for r in order),
-            tuple(lost(held.path, r)[0] for r in order),
-            tuple(missing.get(r, "") for r in order),
-        )
-        team = self._shared.setdefault(team, team)
+        team = self._team(name, held, order, tuple(places[rank] for rank in order), lost)
         fragments = MeshFragments(
             held.shape,
             held.dtype,
@@ -255,6 +247,21 @@ class Collected:
         one = tuple(fragments) if len(fragments) == 1 else fragments
         return TensorSpec(name, held.shape, held.dtype, one, rule=rule)
 
+    def _team(self, name: str, held: Meshed, order: Sequence[int], coordinates: tuple[Shape, ...], lost: Lost) -> Team:
+        """The ranks of a tensor, kept once for all that lie on the same."""
+        whole = len(order) == len(held.places)
+        key = (held.root, tuple(order), coordinates)
+        if whole and key in self._shared:
+            team: Team = self._shared[key]
+            return team
+        paths, reasons = [], []
+        for rank in order:
+            path, reason = lost(held.root, rank)
+            paths.append(path)
+            reasons.append("" if rank in held.places else reason or f"{path} does not hold {name!r}")
+        team = Team(coordinates, tuple(paths), tuple(reasons))
+        return self._shared.setdefault(key if whole else team, team)  # type: ignore[no-any-return]
+
     def _shard_spec(self, name: str, held: Sharded, lost: Lost) -> TensorSpec:
         chunks: list[tuple[Shape, Shape, Any]] = []
         for (start, shape), rank in held.listed.items():
@@ -262,7 +269,7 @@ class Collected:
             if extents:
                 chunks += [(start, shape, extents[r]) for r in sorted(extents)]
             elif 0 not in shape:
-                path, reason = lost(held.path, rank if rank is not None else 0)
+                path, reason = lost(held.root, rank if rank is not None else 0)
                 chunks.append((start, shape, Hole(path, reason or f"{path} does not hold its shard of {name!r}")))
         gap = uncovered(held.shape, [(start, shape) for start, shape, _ in chunks])
         if gap:
@@ -293,39 +300,43 @@ class Collected:
 
     def differing(self, names: Iterable[str]) -> list[str]:
         """Lines on plain tensors that the ranks hold differently, as far as shapes and the zips' checksums tell."""
-        lines = []
+        differ: dict[tuple[int, ...], list[str]] = {}
         for name in names:
-            held = self.tensors[name]
+            held = self.tensors.get(name)
             if not isinstance(held, Plains) or held.clash:
                 continue
             first = min(held.extents)
-            other = [
-                r
-                for r, e in held.extents.items()
-                if (e.shape, e.dtype) != (held.extents[first].shape, held.extents[first].dtype)
-                or (held.sums[r] != held.sums[first] and None not in (held.sums[r], held.sums[first]))
-            ]
+            kind, crc = (held.extents[first].shape, held.extents[first].dtype), held.sums[first]
+            other = tuple(
+                rank
+                for rank, extent in sorted(held.extents.items())
+                if (extent.shape, extent.dtype) != kind
+                or (held.sums[rank] != crc and None not in (crc, held.sums[rank]))
+            )
             if other:
-                ranks = ", ".join(map(str, sorted(other)[:8])) + (
-                    f" and {len(other) - 8} more" if len(other) > 8 else ""
-                )
-                lines.append(
-                    f"{name!r} is no shard and differs on ranks {ranks}: the lowest's is read (the others: view.stored)"
-                )
-        return lines
+                differ.setdefault(other, []).append(held.key)
+        return [
+            f"{len(keys):,} tensors ({some(keys)}) are no shards and differ on ranks {some(map(str, ranks))}: the "
+            "lowest's are read (the others: view.stored; nothing in the files says that they are shards of one)"
+            for ranks, keys in differ.items()
+        ]
 
-    def ties(self, names: Mapping[str, str]) -> dict[str, str]:
-        """Tied names: alias -> the first of them. ``names``: raw name -> logical name."""
+    def ties(self, names: Iterable[str]) -> dict[str, str]:
+        """What is the same memory on every rank: name in the files -> the first such name."""
         first: dict[tuple[Any, ...], str] = {}
         aliases = {}
-        for raw, name in names.items():
-            held = self.tensors.get(raw)
-            if held is None or not held.tie or held.clash:
-                continue
-            owner = first.setdefault((held.tie, type(held), held.shape, held.dtype), name)
-            if owner != name:
-                aliases[name] = owner
+        for name in names:
+            held = self.tensors.get(name)
+            if held is not None and held.tie and not held.clash:
+                owner = first.setdefault((held.tie, type(held), held.shape, held.dtype), held.key)
+                if owner != held.key:
+                    aliases[held.key] = owner
         return aliases
+
+
+def _logical(path: Path) -> str:
+    """The name of a weight that stands there, as near as can be told of what cannot be read."""
+    return ".".join(map(str, path[1:] if path[0] in MODELS and len(path) > 1 else path)) if path else ""
 
 
 def _tie(held: Held, rank: int, local: StoredTensor) -> None:

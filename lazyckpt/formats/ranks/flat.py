@@ -60,7 +60,7 @@ def split(collected: Collected, rules: Mapping[str, object], hints: Hints, lost:
     found = Split(flats=list(names.values()))
     kept: list[str] = []
     shapeless: list[str] = []
-    torn: list[str] = []
+    torn: dict[str, str] = {}  # the key of a parameter -> a file that is gone
     for raw, held in flats.items():
         name = names[raw]
         partitions = _partitions(raw, held, lost)
@@ -71,31 +71,39 @@ def split(collected: Collected, rules: Mapping[str, object], hints: Hints, lost:
         total, world = held.shape[0], len(held.listed)
         given = next(((glob, rule) for glob, match, rule in table if match(name)), None)
         slices = _slices(collected, raw, held)
+        hole = next((p.extent for p in parts if isinstance(p.extent, Hole)), None)
         module = name.removesuffix(FLAT)
         evidence = hints.source
         shapes: Mapping[str, Shape] | None
         if given is not None:
             evidence = f"rules[{given[0]!r}]"
-            shapes, begins = _by_rule(name, given[0], given[1], total, world)
+            shapes, begins = _by_rule(name, given[0], given[1], total, world, [s[1] for s in slices.values()])
             shapes = {module + n: s for n, s in shapes.items()}
         elif slices:
             shapes, begins = _by_slices(slices, hints.shapes, parts, width, shapeless, torn)
             evidence = "the slices that each rank saved" + (f", shapes from {hints.source}" if hints.source else "")
         else:
             shapes = {n: s for n, s in hints.shapes.items() if _module_of(bare(n), modules) == module}
-            fitting = places([prod(s) for s in shapes.values()], total, world) if shapes else []
+            sizes = [prod(s) for s in shapes.values()]
+            # without slices it is use_orig_params=False, as far as is known; there nothing is aligned
+            fitting = (places(sizes, total, world, 0) or places(sizes, total, world)) if shapes else []
             if len(fitting) != 1:
                 kept.append(name)
                 continue
             begins = fitting[0]
         found.gone |= {raw, *slices}
+        if slices and hole is not None:  # what lies on the lost ranks alone is empty on all others
+            empty = _empty(collected, held)
+            torn |= dict.fromkeys(empty.values(), hole.path)
+            found.gone |= set(empty)
+        inner = held.key[: len(held.key) - len(str(held.path[-1]))]
         for (n, shape), begin in zip(shapes.items(), begins, strict=True):
             path = (*held.path[:-1], n)
             key = ".".join(map(str, path))
             rule = f"elements {begin:,} to {begin + prod(shape):,} of {name!r}; known from {evidence}"
             fragments = FlatFragments(shape, width, parts, begin)
             found.made_of.setdefault(raw, []).append(key)
-            found.parameters[key] = path, TensorSpec(key, shape, held.dtype, fragments, rule=rule)
+            found.parameters[key] = path, TensorSpec(inner + n, shape, held.dtype, fragments, rule=rule)
     if kept:
         problems.append(
             f"{len(kept):,} flat parameters of FSDP ({some(kept)}) are 1-d tensors: nothing in the checkpoint says "
@@ -106,8 +114,13 @@ def split(collected: Collected, rules: Mapping[str, object], hints: Hints, lost:
             f"{len(shapeless):,} parameters ({some(shapeless)}) are 1-d tensors: FSDP's local state dict has no "
             f"shapes, nor has an optimizer beside it. Say them with {_HOW % found.flats[0]}"
         )
+    for key, file in torn.items():
+        collected.unreadable[key] = f"{key!r} lies on a rank whose file, {file}, is gone; nothing else tells its shape"
     if torn:
-        problems.append(f"{len(torn):,} parameters ({some(torn)}) lie in part on ranks whose files are gone: left out")
+        problems.append(
+            f"{len(torn):,} parameters ({some(torn)}) lie on ranks whose files are gone, and nothing else tells their "
+            "shapes: they are left out"
+        )
     return found
 
 
@@ -118,9 +131,15 @@ def bare(name: str) -> str:
     return name
 
 
-def _by_rule(name: str, glob: str, rule: FlatRule, total: int, world: int) -> tuple[Mapping[str, Shape], list[int]]:
+def _by_rule(
+    name: str, glob: str, rule: FlatRule, total: int, world: int, known: Sequence[int]
+) -> tuple[Mapping[str, Shape], list[int]]:
+    """``known``: where some of the parameters begin, or their parts on ranks that are not lost."""
     sizes = [prod(s) for s in rule.shapes.values()]
     fitting = places(sizes, total, world, rule.align)
+    if len(fitting) > 1 and known:
+        most = max(len({*begins} & {*known}) for begins in fitting)
+        fitting = [begins for begins in fitting if len({*begins} & {*known}) == most]
     if not fitting:
         raise FormatError(f"rules[{glob!r}] does not fit {name!r}: {told(sizes, total, world)}")
     if len(fitting) > 1:
@@ -137,7 +156,7 @@ def _by_slices(
     parts: Sequence[Partition],
     width: int,
     shapeless: list[str],
-    torn: list[str],
+    torn: dict[str, str],
 ) -> tuple[dict[str, Shape], list[int]]:
     """Shapes and places from the ranks' slices. A parameter that may go on in a lost shard is only known where its
     shape is; else it is ``torn``."""
@@ -149,7 +168,7 @@ def _by_slices(
         shape = shapes.get(key) or shapes.get(bare(key))
         size = end - begin if shape is None else prod(shape)
         if (before or behind) and (shape is None or (before and behind and size > end - begin)):
-            torn.append(key)
+            torn[key] = parts[next(n for n in gone if begin == (n + 1) * width or end == n * width)].extent.path
             continue
         if size > end - begin and before:
             begin = end - size
@@ -186,6 +205,17 @@ def _slices(collected: Collected, raw: str, flat: Sharded) -> dict[str, tuple[st
     return found
 
 
+def _empty(collected: Collected, flat: Sharded) -> dict[str, str]:
+    """Beside a flat parameter, the 1-d tensors that are empty in all files: raw name -> key."""
+    return {
+        name: str(held.path[-1])
+        for name, held in collected.tensors.items()
+        if isinstance(held, Plains)
+        and held.path[:-1] == flat.path[:-1]
+        and all(extent.shape == (0,) for extent in held.extents.values())
+    }
+
+
 def _partitions(name: str, held: Sharded, lost: Lost) -> tuple[int, tuple[Partition, ...]] | None:
     """The shards in order; None if they are not cut as FSDP cuts."""
     chunks = sorted((start[0], shape[0], rank) for (start, shape), rank in held.listed.items())
@@ -201,7 +231,7 @@ def _partitions(name: str, held: Sharded, lost: Lost) -> tuple[int, tuple[Partit
         if extents:
             parts.append(Partition(extents[min(extents)], here))
         else:
-            path, reason = lost(held.path, rank if rank is not None else n)
+            path, reason = lost(held.root, rank if rank is not None else n)
             parts.append(Partition(Hole(path, reason or f"{path} does not hold its shard of {name!r}"), here))
     return width, tuple(parts)
 

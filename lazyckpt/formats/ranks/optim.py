@@ -11,11 +11,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from ...core.box import Shape
-from ...core.index import Fragment, Rank, TensorSpec
+from ...core.index import Extent, Fragment, Hole, Rank, TensorSpec
 from ...io.plain import Path
 from ..deepspeed.flat import FlatFragments, Partition
+from ..numbering import assign
 from ..paths import some
 from ..placements import Cut
 from .collect import Collected, Lost, Meshed, Plains
@@ -23,18 +25,24 @@ from .collect import Collected, Lost, Meshed, Plains
 
 @dataclass(slots=True)
 class Slices:
-    """One state of one numbered parameter: the slices in the order of the shards."""
+    """One state of one numbered parameter. ``pieces``: what each shard's rank holds of it, in order (None: nothing)."""
 
     raw: str
     held: Plains
-    order: list[int]
+    pieces: list[Extent | Hole | None]
 
     @property
     def sizes(self) -> list[int]:
-        return [self.held.extents[r].shape[0] for r in self.order]
+        return [piece.shape[0] if isinstance(piece, Extent) else 0 for piece in self.pieces]
+
+    @property
+    def number(self) -> str:
+        return str(self.held.path[-2])
 
 
-def join(collected: Collected, lost: Lost, problems: list[str]) -> tuple[dict[str, tuple[Path, TensorSpec]], set[str]]:
+def join(
+    collected: Collected, param_groups: Any, lost: Lost, problems: list[str]
+) -> tuple[dict[str, tuple[Path, TensorSpec]], set[str]]:
     """Put together the states that are slices: -> (raw name -> path, with the parameter's name where that is certain,
     and tensor; the raw names of what they are made of)."""
     states = {raw: held for raw, held in collected.tensors.items() if _is_state(held.path)}
@@ -44,28 +52,37 @@ def join(collected: Collected, lost: Lost, problems: list[str]) -> tuple[dict[st
     if not order:
         return {}, set()
     kinds: dict[str, list[Slices]] = {}
+    torn: set[str] = set()
     for raw, held in sorted(states.items(), key=lambda item: int(item[1].path[-2])):
         assert isinstance(held, Plains)
-        if all(len(e.shape) == 1 for e in held.extents.values()) and set(order) <= held.extents.keys():
-            kinds.setdefault(str(held.path[-1]), []).append(Slices(raw, held, order))
+        if all(len(e.shape) == 1 for e in held.extents.values()):
+            pieces: list[Extent | Hole | None] = []
+            for rank in order:
+                file, reason = lost(held.root, rank)
+                pieces.append(Hole(file, reason) if reason else held.extents.get(rank))
+                torn |= {file} if reason else set()
+            kinds.setdefault(str(held.path[-1]), []).append(Slices(raw, held, pieces))
     found: dict[str, tuple[Path, TensorSpec]] = {}
     gone: set[str] = set()
     unnamed: dict[str, None] = {}
     names: dict[Path, list[str]] = {}  # a number's path -> the parameters that it stands for
     for slices in kinds.values():
-        if len(order) > 1 and [sum(s.sizes) for s in slices] == [prod(shape) for _, shape in weights]:
-            found |= {s.raw: _whole(s, name, shape) for s, (name, shape) in zip(slices, weights, strict=True)}
-            names |= {s.held.path[:-1]: [name] for s, (name, _) in zip(slices, weights, strict=True)}
-        elif groups := _groups(weights, [s.sizes[0] for s in slices], len(order)):
-            for s, group in zip(slices, groups, strict=True):
-                found |= _parameters(s, group)
-                names[s.held.path[:-1]] = [name for name, _ in group]
-        elif len(order) > 1:
-            found |= {s.raw: _whole(s, str(s.held.path[-2]), (sum(s.sizes),)) for s in slices}
-            unnamed |= dict.fromkeys(str(s.held.path[-2]) for s in slices)
-        else:
-            continue
-        gone |= {s.raw for s in slices}
+        groups = _groups(weights, [max(s.sizes) for s in slices], len(order))
+        single = _single(weights, slices, param_groups) if len(order) > 1 and not torn else {}
+        for n, s in enumerate(slices):
+            if groups:
+                found |= _parameters(s, groups[n])
+                names[s.held.path[:-1]] = [name for name, _ in groups[n]]
+            elif s.number in single:
+                name, shape = single[s.number]
+                found[s.raw] = _whole(s, name, shape)
+                names[s.held.path[:-1]] = [name]
+            elif len(order) > 1 and not torn:
+                found[s.raw] = _whole(s, s.number, (sum(s.sizes),))
+                unnamed[s.number] = None
+            elif len(order) == 1:
+                continue
+            gone.add(s.raw)
     for raw, held in states.items():  # the others, such as the step: one for all that a number stands for
         if raw not in gone and held.path[:-1] in names:
             for name in names[held.path[:-1]]:
@@ -74,10 +91,33 @@ def join(collected: Collected, lost: Lost, problems: list[str]) -> tuple[dict[st
             gone.add(raw)
     if unnamed:
         problems.append(
-            f"the optimizer's states of {len(unnamed):,} numbers ({some(unnamed)}) are flat parameters of FSDP: "
-            "nothing in the files says which parameters these are made of, so they are 1-d tensors under their numbers"
+            f"the optimizer's states of {len(unnamed):,} numbers ({some(unnamed)}) are slices of parameters or of flat "
+            "ones: nothing in the files says which these are, so they are 1-d tensors under their numbers"
+        )
+    if torn and not found:
+        problems.append(
+            f"the optimizer's states are slices that fit together only with those in {some(sorted(torn))}: they are in "
+            "view.stored only"
         )
     return found, gone
+
+
+def _single(
+    weights: Sequence[tuple[str, Shape]], slices: Sequence[Slices], param_groups: Any
+) -> dict[str, tuple[str, Shape]]:
+    """Number -> parameter, where each number is one parameter: its slices have as many elements together."""
+    sums = {s.number: sum(s.sizes) for s in slices}
+    groups = [g for g in param_groups if isinstance(g, dict)] if isinstance(param_groups, list) else []
+    members = [[str(n) for n in g.get("params") or () if type(n) is int] for g in groups]
+    wanted = [[frozenset({(sums[n],)}) if n in sums else None for n in group] for group in members]
+    named = assign([(name, (prod(shape),)) for name, shape in weights], wanted)
+    if named is None:
+        return {}
+    shapes = dict(weights)
+    pairs = zip(members, named.names, strict=True)
+    return {
+        n: (name, shapes[name]) for ns, found in pairs for n, name in zip(ns, found, strict=True) if name is not None
+    }
 
 
 def _weights(collected: Collected) -> tuple[list[tuple[str, Shape]], list[int]]:
@@ -112,27 +152,27 @@ def _is_state(path: Path) -> bool:
 def _whole(s: Slices, name: str, shape: Shape) -> tuple[Path, TensorSpec]:
     at = 0
     fragments = []
-    for rank, size in zip(s.order, s.sizes, strict=True):
-        if size:
-            fragments.append(Fragment(s.held.extents[rank], shape, None, (at, at + size)))
+    for piece, size in zip(s.pieces, s.sizes, strict=True):
+        if piece is not None and size:
+            fragments.append(Fragment(piece, shape, None, (at, at + size)))
         at += size
-    rule = f"slices of {len(s.order)} ranks, one behind the other"
-    return (*s.held.path[:-2], name, s.held.path[-1]), TensorSpec(
-        s.raw, shape, s.held.dtype, tuple(fragments), rule=rule
-    )
+    rule = f"slices of {len(s.pieces)} ranks, one behind the other"
+    path = (*s.held.path[:-2], name, s.held.path[-1])
+    return path, TensorSpec(s.held.key, shape, s.held.dtype, tuple(fragments), rule=rule)
 
 
 def _parameters(s: Slices, group: Sequence[tuple[str, Shape]]) -> dict[str, tuple[Path, TensorSpec]]:
     """The parameters of a flat one."""
-    parts = tuple(Partition(s.held.extents[rank], Rank(dp=n)) for n, rank in enumerate(s.order))
+    nothing = Hole("", f"no rank holds its part of the state {s.held.key!r}")
+    parts = tuple(Partition(nothing if p is None else p, Rank(dp=n)) for n, p in enumerate(s.pieces))
     found = {}
     at = 0
     for name, shape in group:
-        where = f"elements {at:,} to {at + prod(shape):,} of the flat parameter {s.held.path[-2]}"
+        where = f"elements {at:,} to {at + prod(shape):,} of the flat parameter {s.number}"
         rule = f"{where}; known from its size and the names of modules"
         path = (*s.held.path[:-2], name, s.held.path[-1])
-        fragments = FlatFragments(shape, s.sizes[0], parts, at)
-        found[".".join(map(str, path))] = path, TensorSpec(s.raw, shape, s.held.dtype, fragments, rule=rule)
+        fragments = FlatFragments(shape, max(s.sizes), parts, at)
+        found[".".join(map(str, path))] = path, TensorSpec(s.held.key, shape, s.held.dtype, fragments, rule=rule)
         at += prod(shape)
     return found
 

@@ -6,7 +6,8 @@ pieces (records.py); all other tensors are the rank's own copies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -18,16 +19,18 @@ from ...io.rebuild import StoredTensor
 from ...io.records import Opaque
 from ...io.store import Store
 from ...io.torchfile import Pickles, TorchFile, read_torch_file
-from .. import dcp
+from ..dcp.reader import in_folder
+from ..flatrules import is_flat_rule
 from ..huggingface import load_json, tied_names
+from ..members import Member, together
 from ..naming import MODELS, sort
 from ..nested import at, paths, put
 from ..paths import some
 from ..reader import Reader, Source
+from ..stored import RankStored
 from .collect import Collected, Meshed, Sharded
 from .files import Series, chosen, recognised
-from .flat import FLAT, Hints, split
-from .hints import beside, from_states
+from .flat import FLAT, Hints, Split, split
 from .optim import join
 from .records import Records, is_dtensor, is_sharded
 
@@ -35,25 +38,68 @@ _JSON = {"fsdp_config.json": "fsdp_config", "config.json": "config", "huggingfac
 _MESH = {"tp": "tp", "pp": "pp", "ep": "ep"}  # names of mesh dimensions; all others are data-parallel ones
 _SMALL = 1 << 20  # elements of a mesh that are worth a read
 
-Found = dict[str, tuple[Path, TensorSpec]]
-
 
 def _read(source: Source) -> Index:
     folder = _Folder(source)
     for series in folder.series:
         folder.read(series)
     folder.tell_missing()
-    collected = folder.collected
     if not folder.files:
         raise next(iter(folder.broken.values()))
-    meta, problems = folder.meta, folder.problems
+    collected, problems = folder.collected, folder.problems
+    beside = _optimizers(source, problems)
+    problems += [
+        f"rules[{glob!r}] has no effect: the files say how tensors lie; only flat parameters take a rule, with 'flat'"
+        for glob, rule in source.rules.items()
+        if not is_flat_rule(rule)
+    ]
 
+    tensors, flats = _assembled(source, folder, beside)
+    meta = folder.meta
+
+    def named(rest: Sequence[tuple[Path, str]]) -> Mapping[str, Any]:
+        for path, _ in rest:
+            put(meta, path, TensorRef(folder.stored_name(path)))
+        return meta
+
+    member = Member(
+        format=_format(collected),
+        tensors=tensors,
+        objects=list(paths(meta, 4)),
+        meta=meta,
+        named=named,
+        files=folder.files,
+        stored=RankStored(source.store.pinned(folder.files), tuple(folder.files)),
+        aliases=collected.ties(tensors),
+        problems=problems,
+    )
+    index = together(member.format, [((), member), *beside])
+    weights = dict(index.states.get("weights", {}))
+    more = collected.problems + _unreadable(index.states)
+    kept = {spec.stored_as or name for name, spec in weights.items()}
+    more += collected.differing(n for n, (_, spec) in tensors.items() if spec.name in kept and n not in flats.gone)
+    ties = tied_names(meta.get("config", {}), weights, more)
+    return replace(
+        index,
+        aliases={**index.aliases, **ties},
+        mesh=_mesh(collected),
+        problems=(*index.problems, *more),
+        unreadable=collected.unreadable,
+        ruled=tuple(flats.flats),
+    )
+
+
+Found = dict[str, tuple[Path, TensorSpec]]
+
+
+def _assembled(source: Source, folder: _Folder, beside: Sequence[tuple[Path, Member]]) -> tuple[Found, Split]:
+    """All tensors by raw name, with what was flat taken apart."""
+    collected = folder.collected
     hints = Hints()
     if _format(collected) == "fsdp-local":
-        own = any(series.item.startswith("optim") for series in folder.series)
-        hints = _hints(folder) if own else beside(source, dcp.READER, problems)
-    flats = split(collected, source.rules, hints, folder.lost, problems)
-    slices, joined = join(collected, folder.lost, problems)
+        hints = _hints(folder, beside)
+    flats = split(collected, source.rules, hints, folder.lost, folder.problems)
+    slices, joined = join(collected, _param_groups(folder.meta), folder.lost, folder.problems)
     found: Found = {}
     for raw, held in collected.tensors.items():
         for key in flats.made_of.get(raw, ()):
@@ -63,32 +109,52 @@ def _read(source: Source) -> Index:
             found[raw] = flats.parameters[raw]
         elif raw not in flats.gone and raw not in joined:
             found[raw] = held.path, collected.spec(raw, folder.lost)
-    found |= slices
-    result = sort(found, list(paths(meta, 4)), lambda path: at(meta, path))
-    states = result.states or {"weights": {}}
-    weights = states.get("weights", {})
-    for raw in result.rest:
-        put(meta, found[raw][0], TensorRef(raw))
+    return found | slices, flats
 
-    _tell_unreadable(states, problems)
-    problems += collected.problems + result.problems
-    raw_names = {key: name for name, spec in weights.items() if (key := spec.stored_as or name) not in flats.gone}
-    problems += collected.differing(raw_names)
-    aliases = collected.ties(raw_names)
-    aliases |= tied_names(meta.get("config", {}), weights, problems)
-    if aliases:
-        states["weights"] = {n: s for n, s in weights.items() if n not in aliases}
-    return Index(
-        format=_format(collected),
-        states=states,
-        files=folder.files,
-        aliases=aliases,
-        meta=meta,
-        mesh=_mesh(collected),
-        problems=tuple(problems),
-        unreadable={_logical(raw, folder.roots.values()): reason for raw, reason in collected.unreadable.items()},
-        ruled=tuple(flats.flats),
-    )
+
+def _optimizers(source: Source, problems: list[str]) -> list[tuple[Path, Member]]:
+    """The folders of torch.distributed.checkpoint beside, that hold optimizers (accelerate's ``optimizer_0``)."""
+    names = [n for n, e in sorted(source.entries.items()) if e.is_dir and n.startswith("optim")]
+    found: list[tuple[Path, Member]] = []
+    for name in names:
+        if ".metadata" in source.store.list(name):
+            try:
+                found.append(((name,) if found else (), in_folder(source.store, name)))
+            except LazyckptError as e:
+                problems.append(f"{name} cannot be read: {e}")
+    return found
+
+
+def _hints(folder: _Folder, beside: Sequence[tuple[Path, Member]]) -> Hints:
+    """Names and shapes of parameters, as an optimizer's states tell them."""
+    collected = folder.collected
+    own: Found = {
+        raw: (held.path, collected.spec(raw, folder.lost))
+        for raw, held in collected.tensors.items()
+        if str(held.path[0]).startswith("optim")
+    }
+    for tensors, objects, meta in (
+        (own, list(paths(folder.meta, 4)), folder.meta),
+        *((m.tensors, m.objects, m.meta) for _, m in beside),
+    ):
+        states = sort(tensors, objects, lambda path: None).states
+        shapes = {
+            name: spec.shape
+            for s, table in states.items()
+            if s != "weights"
+            for name, spec in table.items()
+            if spec.shape
+        }
+        groups = _param_groups(meta)
+        listed = groups if isinstance(groups, list) else []
+        order = [n for g in listed if isinstance(g, dict) for n in g.get("params") or () if isinstance(n, str)]
+        if order and shapes:
+            return Hints({name: shapes[name] for name in order if name in shapes}, "the optimizer's states")
+    return Hints()
+
+
+def _param_groups(meta: Mapping[str, Any]) -> Any:
+    return next((at(meta, (top, "param_groups")) for top in meta if top.startswith("optim")), None)
 
 
 class _Folder:
@@ -102,7 +168,7 @@ class _Folder:
         self.meta: dict[str, Any] = {}
         self.collected = Collected()
         self.series = chosen(source.entries, self.problems)
-        self.roots: dict[str, Path] = {}  # of a series: where its objects stand
+        self.roots: dict[Path, Series] = {}  # where the objects of a series stand
         self._pickles = Pickles()
         self._notes: dict[str, list[str]] = {}  # what is odd of a file -> the files
         for name, key in _JSON.items():
@@ -124,7 +190,9 @@ class _Folder:
                 where = f"{self.store.root}/{path}"
                 plain = Plain(file.root, where, file.pickle_size, f"{path}/", take=_sharded)
                 records = Records(rank, lambda tensor, file=file: self._values(file, tensor))  # type: ignore[misc]
-                root = self.roots.setdefault(series.before, _root(series, self.series, file.root))
+                if first:  # the others are the same
+                    root = _root(series, self.series, file.root)
+                    self.roots[root] = series
                 if not self.collected.add(rank, root, file, plain, records):
                     left.append(rank)
                     continue
@@ -162,14 +230,19 @@ class _Folder:
             for path in broken:
                 self.problems.append(f"{path} cannot be read: {self.broken[path]}")
 
-    def lost(self, path: Path, rank: int) -> tuple[str, str]:
-        """The file that has a rank's part of what stands at a path, and why it cannot be read ("" if it can)."""
-        at = [s for s in self.series if (root := self.roots.get(s.before)) is not None and path[: len(root)] == root]
-        series = max(at, key=lambda s: len(self.roots[s.before]), default=self.series[0])
-        name = series.path(rank)
+    def lost(self, root: Path, rank: int) -> tuple[str, str]:
+        """A rank's file of those whose objects stand at this root, and why it cannot be read ("" if it can)."""
+        name = self.roots[root].path(rank)
         if name in self.files:
             return name, ""
         return name, f"{name} cannot be read: {self.broken[name]}" if name in self.broken else f"{name} is missing"
+
+    def stored_name(self, path: Path) -> str:
+        """What stands at a path, in the raw namespace: the lowest rank's."""
+        root = max((root for root in self.roots if path[: len(root)] == root), key=len)
+        series = self.roots[root]
+        file = next(name for rank in sorted(series.files) if (name := series.path(rank)) in self.files)
+        return f"{file}/{'.'.join(map(str, path[len(root) :]))}"
 
     def _values(self, file: TorchFile, tensor: StoredTensor) -> Sequence[int]:
         """The numbers of a mesh, which older files hold as a tensor only."""
@@ -207,31 +280,17 @@ def _add_meta(meta: dict[str, Any], root: Path, rest: Any) -> None:
         meta[str(root[0])] = rest
 
 
-def _hints(folder: _Folder) -> Hints:
-    """Names and shapes from an optimizer's own rank files."""
-    collected = folder.collected
-    tensors: Found = {
-        raw: (held.path, collected.spec(raw, folder.lost))
-        for raw, held in collected.tensors.items()
-        if str(held.path[0]).startswith("optim")
-    }
-    states = sort(tensors, list(paths(folder.meta, 4)), lambda path: None).states
-    groups = next((at(folder.meta, (top, "param_groups")) for top in folder.meta if top.startswith("optim")), None)
-    return from_states(states, groups, "the optimizer's states")
-
-
-def _tell_unreadable(states: Mapping[str, Mapping[str, TensorSpec]], problems: list[str]) -> None:
+def _unreadable(states: Mapping[str, Mapping[str, TensorSpec]]) -> list[str]:
+    """The lines on what has no data, and why."""
     reasons: dict[str, list[str]] = {}
     for table in states.values():
         for name, spec in table.items():
             if spec.numel and not len(spec.fragments):
                 reasons.setdefault(spec.rule, []).append(name)
-    for reason, names in reasons.items():
-        problems.append(f"{len(names):,} tensors cannot be read as a whole ({some(names)}): {reason}")
-
-
-def _logical(raw: str, roots: Iterable[Path]) -> str:
-    return raw.removeprefix("model.") if ("model",) in roots else raw
+    return [
+        f"{len(names):,} tensors cannot be read as a whole ({some(names)}): {reason}"
+        for reason, names in reasons.items()
+    ]
 
 
 def _mesh(collected: Collected) -> Mesh:

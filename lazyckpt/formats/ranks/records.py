@@ -92,22 +92,26 @@ class Records:
         spec = _attribute(record, "_spec")
         if not isinstance(spec, Opaque):  # torch 2.0 keeps what a spec holds in the tensor itself
             spec = record
-        meta = _attribute(spec, "tensor_meta")
+        told = spec.attributes
+        meta = told.get("tensor_meta")
         if isinstance(meta, Opaque) and meta.args:
             shape = meta.args[0]
         elif meta is not None and isinstance(meta, tuple) and meta:
             shape = meta[0]
         else:
             shape = record.args[2] if record.args and len(record.args) > 2 else None
-        placements = _attribute(spec, "placements", "_placements")
-        device_mesh = _attribute(spec, "mesh", "device_mesh", "_device_mesh")
+        placements = told.get("placements", told.get("_placements"))
+        device_mesh = told.get("mesh", told.get("device_mesh", told.get("_device_mesh")))
         if not isinstance(placements, tuple | list) or not isinstance(device_mesh, Opaque):
             raise ValueError("it has no placements or no mesh")
         mesh = self._mesh(device_mesh)
-        layout = Layout(mesh.shape, tuple(map(_placement, placements)), _order(spec, len(mesh.shape)))
+        layout = Layout(
+            mesh.shape, tuple(map(_placement, placements)), _order(told.get("shard_order"), len(mesh.shape))
+        )
         sizes = _sizes(shape)
         if not fits(sizes, local.dtype.itemsize):
             raise ValueError(f"its shape is {short(shape)}")
+        layout.local_shape(sizes, mesh.coordinate or (0,) * len(mesh.shape))  # that it fits at all
         return DTensor(sizes, self._layouts.setdefault(layout, layout), mesh, local)
 
     def _mesh(self, record: Opaque) -> Mesh:
@@ -129,14 +133,14 @@ class Records:
             listed = _attribute(record, "_flatten_mesh_list")
             ranks = tuple(listed) if isinstance(listed, tuple | list) else tuple(self._values(tensor))
         elif isinstance(layout, Opaque):
-            axes = _axes(layout)
-            shape = tuple(map(len, axes))
             whole = _attribute(record, "_flatten_rank_map")
             if not isinstance(whole, tuple | list):
                 rank_map = _attribute(record, "_rank_map")
                 if not isinstance(rank_map, StoredTensor):
                     raise ValueError("its mesh lists no ranks")
                 whole = self._values(rank_map)
+            axes = _axes(layout, len(whole))
+            shape = tuple(map(len, axes))
             offsets = [sum(c) for c in product(*axes)]
             # the mesh may be a part of a larger one: the part that this rank is in
             here = list(whole).index(own) if own in whole else 0
@@ -212,9 +216,8 @@ def _placement(record: Any) -> Placement:
     raise ValueError(f"a placement is {short(record)}, which lazyckpt does not know")
 
 
-def _order(spec: Opaque, ndim: int) -> tuple[int, ...] | None:
+def _order(entries: Any, ndim: int) -> tuple[int, ...] | None:
     """The order in which mesh dimensions cut, where it is not that of the mesh."""
-    entries = _attribute(spec, "shard_order")
     if not isinstance(entries, tuple | list):
         return None
     order: list[int] = []
@@ -229,7 +232,7 @@ def _order(spec: Opaque, ndim: int) -> tuple[int, ...] | None:
     return None if usual else (*order, *(m for m in range(ndim) if m not in order))
 
 
-def _axes(layout: Opaque) -> list[list[int]]:
+def _axes(layout: Opaque, ranks: int) -> list[list[int]]:
     """For every dimension of a mesh the steps in the list of ranks that it takes (torch/distributed/_mesh_layout.py:
     ``axes`` of `_FlatLayout`; before torch 2.12 ``shape`` and ``stride``, nested where a dimension is made of several).
     """
@@ -250,8 +253,8 @@ def _axes(layout: Opaque) -> list[list[int]]:
         if len(flat) != len(strides):
             raise ValueError("the layout of its mesh does not fit together")
         total *= prod(flat)
-        if not 0 < total <= _MAX_RANKS:
-            raise ValueError(f"its mesh has {short(sizes)} ranks along a dimension")
+        if not 0 < total <= ranks:
+            raise ValueError("its mesh has more ranks than it lists")
         found.append(
             [
                 sum(c)
