@@ -13,12 +13,13 @@ import torch
 
 from .core.index import FileInfo, Index, Mesh, TensorSpec
 from .core.names import Names, Pattern, matcher
-from .errors import MissingFileError, TensorNotFoundError
+from .errors import DataError, MissingFileError, TensorNotFoundError
 from .export.files import FileFormat, export
 from .export.safetensors import SAFETENSORS
 from .export.torch import TORCH
 from .formats.cache import cached_index
 from .formats.reader import Source, read_index
+from .formats.renaming.apply import renamed_index
 from .formats.stored import stored_specs
 from .formats.wrappers import without_wrappers
 from .io.local import split
@@ -236,6 +237,28 @@ class CheckpointView(Mapping[str, LazyTensor]):
         """The tensors whose names match: a glob (``*`` also crosses dots), a compiled regex (searched), or a function
         of the name. Names stay as they are in this view."""
         return self._other(steps=(*self._steps, ("select", pattern)))
+
+    def rename(self, names: str | Mapping[str, Any], *, reverse: bool = False) -> CheckpointView:
+        """The same tensors under other names, lazily; those that the other side has in pieces (q, k and v; gate and up)
+        are cut or joined by placement, nothing is copied.
+
+        ``names``: "hf" for Hugging Face's names of a model in megatron-core's, "megatron" for the way back, one of
+        the tables of `lazyckpt.formats.renaming` ("llama", "mixtral", "qwen_moe", "gpt2"), or a table of your own:
+        {"decoder.layers.{l}.mlp.linear_fc2.{p}": "model.layers.{l}.mlp.down_proj.{p}", ...}, as tables.toml there
+        explains; {"extends": "llama", ...} adds to one. ``reverse`` reads the table from right to left.
+
+        What no line is about, or cannot be cut, keeps its name, with a line in ``problems``. Raises FormatError (no
+        such table, or a line that cannot be), DataError (of a part of a checkpoint below a prefix: rename first).
+        """
+        if any(kind == "below" for kind, _ in self._steps):
+            raise DataError(
+                "the names of this view are relative to a prefix: rename the whole view, then take the part"
+            )
+        states = {
+            state: {name: view.specs[name] for name in view._listed if name in view.specs}
+            for state, view in self.states.items()
+        }
+        return _restore(self._store, renamed_index(self._index, states, names, reverse), self._state, ())
 
     @property
     def states(self) -> Mapping[str, CheckpointView]:

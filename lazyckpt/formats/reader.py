@@ -68,12 +68,14 @@ class Reader:
 
 
 def builtin() -> tuple[Reader, ...]:
-    from . import dcp, deepspeed, huggingface, ranks, safetensors, torchsave
+    from . import dcp, deepspeed, huggingface, ranks, safetensors, tensorparallel, torchsave
 
     return (
         deepspeed.READER,
         dcp.READER,
         dcp.HUB,
+        tensorparallel.LLAMA,
+        tensorparallel.FILES,
         ranks.READER,
         huggingface.READER,
         safetensors.READER,
