@@ -172,13 +172,15 @@ class CheckpointView(Mapping[str, LazyTensor]):
             return self._other(steps=(*self._steps, ("below", path)))
         if path in self._index.unreadable and not self._steps:
             raise MissingFileError(self._index.unreadable[path])
+        if not self._steps and path in self._stored_names:
+            return LazyTensor(self._store, self._stored_names[path])
         places = self.names.inside(path)
         if len(places) == 1:
             return self[places[0]]
         if places:
             listed = ", ".join(map(repr, places[:6])) + (f" and {len(places) - 6} more" if len(places) > 6 else "")
             raise TensorNotFoundError(f"{path!r} occurs at {len(places)} places: {listed}. Say which.")
-        if self._stored_names and not self._steps and self.stored.names.below(path):
+        if not self._steps and self._stored_names and self.stored.names.below(path):
             return self.stored[path]
         raise TensorNotFoundError(self._unknown(path))
 
@@ -188,7 +190,7 @@ class CheckpointView(Mapping[str, LazyTensor]):
         if full is None:
             full = self._alias(name)
             if full is None:
-                return None if self._steps else self._stored_names.get(name)
+                return None
         spec = self.specs.get(full)
         if spec is None:
             owner = self._index.aliases[full]

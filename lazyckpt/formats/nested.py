@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ..io.plain import Path
+from ..io.plain import Path, text
 
 
 def at(root: Any, path: Path) -> Any:
@@ -56,7 +56,7 @@ def paths(root: Any, depth: int) -> Iterator[Path]:
     elif isinstance(root, list) and any(isinstance(item, dict) for item in root):
         items = enumerate(root)
     for key, value in items:
-        part = key if isinstance(root, list) else str(key)
+        part = key if isinstance(root, list) else text(key)
         below = False
         if depth > 1:
             for path in paths(value, depth - 1):

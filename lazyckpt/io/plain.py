@@ -136,7 +136,7 @@ class Plain:
     def _dict(self, value: dict[Any, Any], path: Path, depth: int) -> Any:
         plain = {}
         for k, v in value.items():
-            item = v if type(v) in _LEAVES else self._walk(v, (*path, _text(k)), depth)
+            item = v if type(v) in _LEAVES else self._walk(v, (*path, text(k)), depth)
             if item is not _GONE:
                 plain[k if type(k) in _LEAVES or type(k) is tuple else plain_numpy(k)] = item
         return plain if plain or not value else _GONE
@@ -157,12 +157,12 @@ class Plain:
         else:
             record.state = self._attributes(state, path, depth)
         record.items = [self._named(v, (*path, n), depth) for n, v in enumerate(value._items or ())]
-        record.entries = {k: self._named(v, (*path, _text(k)), depth) for k, v in (value._entries or {}).items()}
+        record.entries = {k: self._named(v, (*path, text(k)), depth) for k, v in (value._entries or {}).items()}
         return record
 
     def _attributes(self, state: Any, path: Path, depth: int) -> Any:
         if isinstance(state, dict):
-            return {k: self._named(v, (*path, _text(k)), depth) for k, v in state.items()}
+            return {k: self._named(v, (*path, text(k)), depth) for k, v in state.items()}
         return self._named(state, path, depth)
 
     def _named(self, value: Any, path: Path, depth: int) -> Any:
@@ -199,7 +199,8 @@ class Plain:
 _LEAVES = {type(None), bool, int, float, complex, str, bytes, bytearray, range, slice}
 
 
-def _text(key: Any) -> str:
+def text(key: Any) -> str:
+    """A key of a dict as a part of a dotted name."""
     if type(key) is str:
         return key
     if isinstance(key, int) and key.bit_length() > 4096:  # Python refuses to print it
