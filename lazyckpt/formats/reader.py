@@ -68,9 +68,17 @@ class Reader:
 
 
 def builtin() -> tuple[Reader, ...]:
-    from . import dcp, deepspeed, huggingface, safetensors, torchsave
+    from . import dcp, deepspeed, huggingface, megatron, safetensors, torchsave
 
-    return (deepspeed.READER, dcp.READER, dcp.HUB, huggingface.READER, safetensors.READER, torchsave.READER)
+    return (
+        deepspeed.READER,
+        megatron.READER,
+        dcp.READER,
+        dcp.HUB,
+        huggingface.READER,
+        safetensors.READER,
+        torchsave.READER,
+    )
 
 
 def read_index(source: Source, format: str | None = None) -> Index:

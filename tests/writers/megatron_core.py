@@ -1,9 +1,9 @@
 """Checkpoints of megatron-core, trained by it on gloo ranks: what to train, and the processes that do it.
 
 ``python -m tests.writers.megatron_core FOLDER`` writes every case of :data:`CASES` to ``FOLDER/NAME``: ``legacy`` (as
-Megatron-LM saves with ``--ckpt-format torch``), ``dist`` (torch_dist), ``truth.pt`` (what the ranks held, gathered under
-the names of the model on one rank) and ``logits.pt`` (tokens, and what the parallel model makes of them). One set of
-forked ranks serves all cases of the same size. See :mod:`.megatron_cpu` for what Megatron needs on a CPU,
+Megatron-LM saves with ``--ckpt-format torch``), ``dist`` (torch_dist), ``truth.pt`` (what the ranks held, gathered
+under the names of the model on one rank) and ``logits.pt`` (tokens, and what the parallel model makes of them). One
+set of forked ranks serves all cases of the same size. See :mod:`.megatron_cpu` for what Megatron needs on a CPU,
 :mod:`.megatron_save` for how it is saved.
 """
 

@@ -1,4 +1,4 @@
-"""megatron-core on a machine without a GPU: what it does to "cuda" happens on the CPU, and gloo carries what NCCL would.
+"""megatron-core without a GPU: what it does to "cuda" happens on the CPU, and gloo carries what NCCL would.
 
 Nothing of it touches what is computed or written. Megatron asks for device "cuda" by name, compares ``Tensor.type()``
 with "torch.cuda...", keeps the generator of each tensor-parallel rank as the state of a CUDA generator, and coalesces

@@ -1,4 +1,4 @@
-"""What Megatron-LM's training/checkpointing.py `save_checkpoint` does, step by step (megatron.training is in no package).
+"""What Megatron-LM's training/checkpointing.py `save_checkpoint` does, step by step (no package has megatron.training).
 
 Legacy folders: `get_checkpoint_name`, `generate_state_dict`; torch_dist: megatron.core.dist_checkpointing.save.
 """
@@ -52,6 +52,9 @@ def args_of(spec: MegatronSpec) -> argparse.Namespace:
         add_qkv_bias=spec.qkv_bias,
         qk_layernorm=spec.qk_norm,
         multi_latent_attention=spec.mla,
+        q_lora_rank=8 if spec.mla else None,
+        kv_lora_rank=8,
+        qk_pos_emb_head_dim=2 if spec.mla else 64,
         untie_embeddings_and_output_weights=not spec.tied,
         vocab_size=spec.vocab - 1,
         padded_vocab_size=spec.padded_vocab,
