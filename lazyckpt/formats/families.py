@@ -34,7 +34,7 @@ _COLUMN = (
     r"(^|\.)(self_)?(attention|attn)\.[qkv]_proj\.(weight|bias)$",
     r"(^|\.)mlp\.(gate_proj|up_proj)\.(weight|bias)$",
     r"(^|\.)(word_embeddings|embed_tokens|wte|lm_head|output_layer)\.weight$",
-    r"(^|\.)output_layer\.bias$",
+    r"(^|\.)(output_layer|lm_head)\.bias$",
     r"(^|\.)(self|cross)_attention\.linear_(q|q_proj|q_up_proj|kv_up_proj|kv)\.(weight|bias)$",
     r"(^|\.)eh_proj\.weight$",
 )

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +26,7 @@ import torch.distributed as dist
 
 from . import Case
 
-__all__ = ["CASES", "MegatronSpec", "load_case", "write_all"]
+__all__ = ["CASES", "MegatronSpec", "load_case", "logits_alone", "write_all"]
 
 STEPS = 3
 
@@ -112,6 +113,11 @@ CASES: dict[str, MegatronSpec] = {
 
 def write_all(folder: Path) -> Path:
     """Write all cases, in a child process of their own."""
+    _run("megatron_core", str(folder))
+    return folder
+
+
+def _run(module: str, *args: str) -> str:
     package = __package__ or ""
     root = Path(__file__).resolve().parents[package.count(".") + 1]
     env = os.environ | {
@@ -120,21 +126,31 @@ def write_all(folder: Path) -> Path:
         "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
     }
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", f"{package}.megatron_core", str(folder)],
+        [sys.executable, "-W", "ignore", "-m", f"{package}.{module}", *args],
         env=env,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
     if done.returncode:
-        raise RuntimeError(f"the writer failed with code {done.returncode}; its output:\n{done.stdout[-8000:]}")
-    return folder
+        raise RuntimeError(f"{module} failed with code {done.returncode}; its output:\n{done.stdout[-8000:]}")
+    return done.stdout
 
 
 def load_case(folder: Path, name: str, kind: Literal["legacy", "dist"]) -> Case:
     truth = torch.load(folder / name / "truth.pt")
+    if kind == "legacy" and CASES[name].distributed:
+        del truth["step"]  # a number of the optimizer's groups, in meta
     info = {"tied": {}, **json.loads((folder / name / "info.json").read_text())}
     return Case(folder / name / kind, truth, info | {"logits": str(folder / name / "logits.pt")})
+
+
+def logits_alone(folder: Path, names: Sequence[str], kind: Literal["legacy", "dist"]) -> dict[str, float]:
+    """Load checkpoints into the model on one rank, by lazyckpt, in a child process: name -> how far its logits are from
+    the parallel model's, at most, relative to their size."""
+    out = _run("megatron_alone", str(folder), kind, *names)
+    found: dict[str, float] = json.loads(out.splitlines()[-1])
+    return found
 
 
 # -- in the child

@@ -19,6 +19,7 @@ from ..reader import Source
 TRACKER = "latest_checkpointed_iteration.txt"
 MODEL = ("model_optim_rng.pt", "model_rng.pt")  # the second: with a distributed optimizer, until 2023
 OPTIM = "distrib_optim.pt"
+_DISTRIBUTED = ("metadata.json", "common.pt", ".metadata")
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _ITERATION = re.compile(r"iter_(\d{7,})")
 
@@ -59,6 +60,11 @@ def rank_folders(store: Store, folder: str, names: Mapping[str, Entry]) -> Itera
         path = f"{folder}/{name}" if folder else name
         inside = store.list(path)
         model = next((n for n in MODEL if n in inside), None)
+        if model is None and "optim.pt" in inside:
+            found.notes.append(
+                f"{path}/optim.pt: a data-parallel rank's states as Megatron kept them until 2023: not read"
+            )
+            continue
         if model is None:
             found.notes.append(f"{path} has no {MODEL[0]}: what this rank holds is lost")
             continue
@@ -75,7 +81,7 @@ def find_iteration(source: Source, strict: bool = True) -> str | None:
     None if this is no folder of Megatron's. With ``strict``, raises MissingFileError where there is no such iteration,
     FormatError where there are several and no word which; without, None means just that.
     """
-    folders = [n for n, e in source.entries.items() if e.is_dir and (_ITERATION.fullmatch(n) or n == "release")]
+    folders = _iterations(source)
     here = any(_RANK.fullmatch(n) and e.is_dir for n, e in source.entries.items())
     if here and source.tag is None:
         return ""
@@ -101,18 +107,40 @@ def find_iteration(source: Source, strict: bool = True) -> str | None:
     )
 
 
-def find_ranks(source: Source, strict: bool = True) -> Iteration | None:
-    """The rank folders of the iteration to read. None if it holds none: then it is of another format, or empty. Raises
-    what `find_iteration` does."""
-    folder = find_iteration(source, strict)
+def _iterations(source: Source) -> list[str]:
+    return [n for n, e in source.entries.items() if e.is_dir and (_ITERATION.fullmatch(n) or n == "release")]
+
+
+def find_ranks(source: Source) -> Iteration:
+    """The rank folders of the iteration to read. Raises what `find_iteration` does, and MissingFileError if it has
+    none."""
+    folder = find_iteration(source)
     if folder is None:
-        return None
-    names = source.store.list(folder) if folder else source.entries
-    found = rank_folders(source.store, folder, names)
-    if not found.ranks and not found.notes:
-        return None
+        raise FormatError(f"{source.where} is no folder of Megatron's: it has neither iter_* nor mp_rank_* in it")
+    found = rank_folders(source.store, folder, source.store.list(folder) if folder else source.entries)
+    if not found.ranks:
+        others = ", ".join(n for n in sorted(_iterations(source), key=natural) if n != folder) or "none"
+        why = f" ({found.notes[0]})" if found.notes else ""
+        raise MissingFileError(
+            f"{source.where}/{folder} has no rank folders (mp_rank_*/{MODEL[0]}){why}: its save was not finished, or "
+            f"it was not copied whole. There are also: {others}. Say which with tag=..."
+        )
     found.notes += unfinished(source, folder)
     return found
+
+
+def is_legacy(source: Source) -> bool:
+    """Whether the folder is one of Megatron's, and the iteration to read no distributed checkpoint (which has no rank
+    folders but files for all ranks)."""
+    if source.path:
+        return False
+    folder = find_iteration(source, strict=False)
+    if TRACKER not in source.entries and folder != "":  # others, too, may name a folder so
+        return any(_RANK.fullmatch(name) for folder in _iterations(source) for name in source.store.list(folder))
+    if folder is None:
+        return True
+    names = source.store.list(folder) if folder else source.entries
+    return not any(name in names for name in _DISTRIBUTED) and (bool(folder) or any(map(_RANK.fullmatch, names)))
 
 
 def unfinished(source: Source, folder: str) -> list[str]:

@@ -95,7 +95,7 @@ class Gathered:
                 return TensorSpec(name, first.shape, first.dtype, (Fragment(hole, first.shape),), rule=reason)
             self.grid.tell(f"{name!r} cannot be put together: {e}")
             return TensorSpec(name, first.shape, first.dtype, (), rule=f"it cannot be put together: {e}")
-        rule = "; ".join(filter(None, (merged.rule, note)))
+        rule = "; ".join(filter(None, (merged.rule, note if merged.shape[0] == first.shape[0] * ranks else "")))
         if merged.parts == (None,):
             return TensorSpec(name, first.shape, first.dtype, tuple(first.copies), rule=rule)
         fragments = MergedFragments(tuple(tuple(s.copies) for s in row), merged.parts)
@@ -126,7 +126,7 @@ class Gathered:
         if stack_of(name) == 1:
             if gated is None and d.etp > 1:
                 raise ValueError("the arguments do not say whether gate and up are in one")
-            rule = in_parts(2, 2) if gated else concatenated(2)
+            rule = in_parts(2, 2) if gated and d.etp > 1 else concatenated(2)
         else:
             rule = concatenated(1)
         total = number(args, "num_experts") or first.shape[0] * d.ep

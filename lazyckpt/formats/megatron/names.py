@@ -70,6 +70,17 @@ def is_head(name: str) -> bool:
     return _HEAD.search(name) is not None
 
 
+def tied_to(name: str) -> str:
+    """Of the output layer's matrix, or what old models call its copy: the embedding's that it is tied to.
+
+    >>> tied_to("output_layer.weight"), tied_to("word_embeddings_for_head.weight")
+    ('embedding.word_embeddings.weight', 'language_model.embedding.word_embeddings.weight')
+    """
+    if name.startswith("word_embeddings_for_head."):
+        return "language_model.embedding.word_embeddings.weight"
+    return f"{name.removesuffix('output_layer.weight')}embedding.word_embeddings.weight"
+
+
 def is_buffer(name: str) -> bool:
     """Whether no optimizer has it, though the model's state does."""
     return _BUFFER.search(name) is not None

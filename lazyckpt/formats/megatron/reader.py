@@ -6,7 +6,7 @@ from typing import Any
 
 from ...core.index import Index, Mesh, TensorSpec
 from ...core.names import natural
-from ...errors import CorruptError, FormatError
+from ...errors import CorruptError
 from ...io.plain import Plain
 from ..reader import Source
 from ..torchsave import warnings
@@ -24,8 +24,6 @@ _ORDER = ("weights", "fp32", "exp_avg", "exp_avg_sq")
 def read(source: Source) -> Index:
     """Index the iteration that `find_ranks` finds."""
     found = find_ranks(source)
-    if not found:
-        raise FormatError(f"{source.where} holds no rank files of Megatron")
     grid = read_grid(source.store, found)
     first = grid.first
     label = f"{first.folder.name}/{first.folder.model.rpartition('/')[2]}/"

@@ -17,15 +17,10 @@ from .buffers import fits, layouts, states_in
 from .degrees import flag, number
 from .gather import Gathered, stacked
 from .layers import contiguous, offsets, planned
-from .names import Place, is_buffer, is_expert, place, stack_of
+from .names import Place, is_buffer, is_expert, is_head, place, stack_of, tied_to
 from .optimizer import for_experts, groups_of, held, parts_of
 from .ranks import Grid, RankFile, Tensors
 
-# where a tied copy of the embedding's matrix belongs: name of the head -> name of the embedding
-_TIED = {
-    "output_layer.weight": "embedding.word_embeddings.weight",
-    "word_embeddings_for_head.weight": "language_model.embedding.word_embeddings.weight",
-}
 Attributes = dict[str, Mapping[str, Any]]
 
 
@@ -65,8 +60,8 @@ class Namer:
             found = self._names.get(key)
             if found is None:
                 found = self._names[key] = at.named(first or 0, expert)
-            if self.tied and rank.rank.pp > 0 and name in _TIED:
-                found = _TIED[name]
+            if self.tied and rank.rank.pp > 0 and is_head(name):  # the last stage's copy
+                found = tied_to(name)
             yield name, found
 
 
