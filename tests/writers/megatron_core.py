@@ -41,7 +41,7 @@ class MegatronSpec:
     vpp: int | None = None
     ep: int = 1
     etp: int | None = None
-    layers: int = 4
+    layers: int = 2
     hidden: int = 16
     heads: int = 4
     groups: int | None = None
@@ -86,7 +86,7 @@ GELU: dict[str, Any] = {"gated": False, "bias": True, "norm": "LayerNorm", "posi
 CASES: dict[str, MegatronSpec] = {
     "single": MegatronSpec(groups=2),
     "tp2_gelu_tied": MegatronSpec(tp=2, tied=True, qkv_bias=True, **GELU),
-    "pp2_tied_bf16": MegatronSpec(pp=2, tied=True, bf16=True, groups=2, seed=2),
+    "pp2_tied_bf16": MegatronSpec(pp=2, layers=4, tied=True, bf16=True, groups=2, seed=2),
     "pp2_vpp2": MegatronSpec(pp=2, vpp=2, layers=8, groups=1, qkv_bias=True, seed=3),
     "pp2_uneven": MegatronSpec(pp=2, layers=5, first=2, seed=4),
     "pp2_vpp2_account": MegatronSpec(pp=2, vpp=2, layers=6, account=True, seed=5),
@@ -94,20 +94,25 @@ CASES: dict[str, MegatronSpec] = {
     "ep2": MegatronSpec(dp=2, ep=2, experts=4, groups=2, shared=12, seed=7),
     "ep2_distopt": MegatronSpec(dp=2, ep=2, experts=4, bf16=True, distributed=True, expert_bias=True, seed=8),
     "ep2_grouped": MegatronSpec(dp=2, ep=2, experts=6, bf16=True, grouped=True, seed=9),
-    "tp2_mixed": MegatronSpec(tp=2, experts=2, moe_freq=(0, 1, 1, 0), seed=10),
+    "tp2_mixed": MegatronSpec(tp=2, layers=4, experts=2, moe_freq=(0, 1, 1, 0), seed=10),
     "dp2_distopt_buckets": MegatronSpec(dp=2, tied=True, distributed=True, bucket=1500, **GELU, seed=11),
     "tp2_mla": MegatronSpec(tp=2, mla=True, seed=12),
-    "tp2_pp2_bf16": MegatronSpec(tp=2, pp=2, bf16=True, groups=2, qk_norm=True, seed=13),
-    "tp2_pp2_vpp2_tied": MegatronSpec(tp=2, pp=2, vpp=2, tied=True, bias=True, norm="LayerNorm", seed=14),
+    "tp2_pp2_bf16": MegatronSpec(tp=2, pp=2, layers=4, bf16=True, groups=2, qk_norm=True, seed=13),
+    "tp2_pp2_vpp2_tied": MegatronSpec(tp=2, pp=2, vpp=2, layers=4, tied=True, bias=True, norm="LayerNorm", seed=14),
     "tp2_dp2_distopt": MegatronSpec(
         tp=2, dp=2, bf16=True, groups=2, distributed=True, seed=15, dist="fully_reshardable"
     ),
-    "tp2_pp2_distopt_tied": MegatronSpec(tp=2, pp=2, tied=True, bf16=True, distributed=True, groups=2, seed=16),
+    "tp2_pp2_distopt_tied": MegatronSpec(
+        tp=2, pp=2, layers=4, tied=True, bf16=True, distributed=True, groups=2, seed=16
+    ),
     "tp2_ep2_etp1": MegatronSpec(tp=2, ep=2, etp=1, experts=4, groups=2, bias=True, seed=17),
     "tp2_dp2_ep2_etp2": MegatronSpec(tp=2, dp=2, ep=2, etp=2, experts=4, shared=12, seed=18),
     "pp2_ep2_distopt": MegatronSpec(pp=2, dp=2, ep=2, experts=4, distributed=True, seed=19),
     "tp2_dp2_grouped_etp2": MegatronSpec(tp=2, dp=2, ep=2, etp=2, experts=4, bf16=True, grouped=True, seed=20),
-    "tp4_gelu": MegatronSpec(tp=4, layers=2, groups=4, **GELU, seed=21),
+    "model_space": MegatronSpec(
+        tp=2, dp=2, groups=2, distributed=True, legacy=False, dist="fully_sharded_model_space", seed=22
+    ),
+    "tp4_gelu": MegatronSpec(tp=4, groups=4, **GELU, seed=21),
 }
 
 
@@ -141,7 +146,7 @@ def load_case(folder: Path, name: str, kind: Literal["legacy", "dist"]) -> Case:
     truth = torch.load(folder / name / "truth.pt")
     if kind == "legacy" and CASES[name].distributed:
         del truth["step"]  # a number of the optimizer's groups, in meta
-    info = {"tied": {}, **json.loads((folder / name / "info.json").read_text())}
+    info = json.loads((folder / name / "info.json").read_text()) | {"tied": {}}
     return Case(folder / name / kind, truth, info | {"logits": str(folder / name / "logits.pt")})
 
 

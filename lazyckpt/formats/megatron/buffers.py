@@ -1,10 +1,10 @@
 """The distributed optimizer's file: where each parameter's state lies in its flat buffers.
 
-Sources: megatron/core/optimizer/distrib_optimizer.py `get_parameter_state_dp_zero`; megatron/core/distributed:
-param_and_grad_buffer.py `_ParamAndGradBuffer.__init__`, distributed_data_parallel.py (how many
-buckets). For every chunk of the model and every dtype one buffer: parameters in reverse order, each from a multiple of 64 elements on, in buckets whose
-padding at the end is left out. How many buckets there are, the file does not say: the arguments do, and the buffer's
-length has to agree.
+Sources, in megatron/core: optimizer/distrib_optimizer.py `get_parameter_state_dp_zero`; `_ParamAndGradBuffer.__init__`
+in distributed/param_and_grad_buffer.py; distributed/distributed_data_parallel.py (how many buckets). For every chunk of
+the model and every dtype one buffer: parameters in reverse order, each from a multiple of 64 elements on, in buckets
+whose padding at the end is left out. How many buckets there are, the file does not say: the arguments do, and the
+buffer's length has to agree.
 """
 
 from __future__ import annotations
