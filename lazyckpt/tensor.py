@@ -26,13 +26,14 @@ from .core.plan import plan
 from .core.select import Selection
 from .errors import DataError
 from .io.archives import locate
-from .io.gather import ranges, read, run_tasks, tasks
+from .io.gather import agree, ranges, read, run_tasks, tasks
 from .io.memory import empty
 from .io.pool import Task, run
 from .io.store import Buffer, Store, narrow
 from .io.transfer import Ring, read_to
 
 _SMALL = 64 << 10  # bytes that are worth a few page faults, wherever they are
+_REPLICAS = 4 << 20  # bytes of a tensor whose copies are compared at a time
 _LARGE = 32 << 20  # bytes above which reads on several threads win over a mapping
 _ATOMS = {int, slice, type(None), type(Ellipsis)}
 
@@ -166,6 +167,19 @@ class LazyTensor:
         if self.spec.rule:
             head.append(f"  {self.spec.rule}")
         return "\n".join(head + lines)
+
+    def replicas_agree(self) -> bool:
+        """Whether all copies that the checkpoint has of the same elements are the same, byte for byte.
+
+        Norms are on every tensor-parallel rank, dense parameters in the file of every expert-parallel one, and so on;
+        reading takes the first. This reads them all, some megabytes at a time, and nothing of which there is one copy
+        only (then they agree). Copies in missing files are passed over. Of an averaged tensor it tells whether there
+        was something to average.
+        """
+        for box in tiles(self.spec.shape, _REPLICAS // self.dtype.itemsize):
+            if not agree(self._store, self.spec, tuple(map(range, box.start, box.stop))):
+                return False
+        return True
 
     # -- reading
 

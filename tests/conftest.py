@@ -16,7 +16,7 @@ import pytest
 import torch
 from filelock import FileLock  # torch depends on it
 
-from .writers import Case, rank_files, torch_contents, torch_dcp, torch_files
+from .writers import Case, megatron_core, rank_files, torch_contents, torch_dcp, torch_files
 from .writers.deepspeed_zero import ZeroSpec, write_many
 
 T = TypeVar("T")
@@ -273,6 +273,32 @@ def rank_cases(session_folder: Path) -> dict[str, Case]:
 @pytest.fixture(params=[name for name in rank_files.CASES if name != "partial"])
 def rank_case(request: pytest.FixtureRequest, rank_cases: dict[str, Case]) -> Case:
     return rank_cases[request.param]
+
+
+# -- Megatron
+
+
+@pytest.fixture(scope="session")
+def megatron_folder(session_folder: Path) -> Path:
+    """A folder with all cases of megatron-core, as its ranks left them."""
+    need("megatron")
+    return once(session_folder, "megatron", megatron_core.write_all)
+
+
+@pytest.fixture(scope="session")
+def megatron_cases(megatron_folder: Path) -> dict[str, Case]:
+    return {
+        n: megatron_core.load_case(megatron_folder, n, "legacy") for n, s in megatron_core.CASES.items() if s.legacy
+    }
+
+
+# one of every kind of layout, for what does not depend on sizes and degrees
+MEGATRON_KINDS = ("tp2_gelu_tied", "pp2_vpp2", "tp2_pp2_distopt_tied", "tp2_ep2_etp1", "tp2_dp2_grouped_etp2")
+
+
+@pytest.fixture(params=MEGATRON_KINDS)
+def megatron_kind(request: pytest.FixtureRequest, megatron_cases: dict[str, Case]) -> Case:
+    return megatron_cases[request.param]
 
 
 # -- DeepSpeed's truth, completed

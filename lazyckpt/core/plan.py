@@ -54,6 +54,25 @@ def plan(spec: TensorSpec, want: Selection, find: Find | None = None) -> list[Co
     return copies
 
 
+def overlaps(spec: TensorSpec, want: Selection, find: Find | None = None) -> Iterator[tuple[Copy, Copy]]:
+    """The elements of the selection that several fragments hold: pairs of copies that fill the same block of the
+    output, from the first fragment that holds it and from each of the others. What is missing is passed over."""
+    owners: list[tuple[Box, Copy]] = []
+    for fragment in fragments_near(spec.fragments, want):
+        fresh: list[tuple[Box, Copy]] = []
+        for target, piece in _pieces(fragment, want, find):
+            if isinstance(piece, Hole):
+                continue
+            todo = [target]
+            for box, owner in owners:
+                inner = box & target
+                if inner:
+                    yield _crop(owner, box, inner), _crop(piece, target, inner)
+                    todo = [rest for left in todo for rest in left.minus(inner)]
+            fresh += [(box, _crop(piece, target, box)) for box in todo]
+        owners += fresh
+
+
 def fragments_near(fragments: Sequence[Fragment], want: Selection) -> Sequence[Fragment]:
     """The fragments that may hold wanted elements; a sequence that can tell this quickly has a `near` method."""
     near = getattr(fragments, "near", None)

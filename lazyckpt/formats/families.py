@@ -18,17 +18,27 @@ _REPLICATED = (
     r"(^|\.)mlp\.(dense_4h_to_h|down_proj|fc2|linear_fc2)\.bias$",
     r"(^|\.)(position_embeddings|embed_positions|wpe)\.weight$",
     r"(^|\.)mlp\.(router|gate)\.weight$",
+    r"(^|\.)router\.(bias|expert_bias)$",
+    r"(^|\.)(local_experts\.\d+|shared_experts)\.linear_fc2\.bias$",
+    r"(^|\.)experts\.linear_fc2\.bias\d+$",
+    r"(^|\.)shared_experts\.gate_weight$",
+    r"(^|\.)(tokentype_embeddings|pooler\.dense|binary_head|lm_head\.dense)\.(weight|bias)$",
 )
 _ROW = (
     r"(^|\.)(self_)?(attention|attn)\.(dense|o_proj|out_proj|linear_proj)\.weight$",
     r"(^|\.)mlp\.(dense_4h_to_h|down_proj|fc2|linear_fc2)\.weight$",
+    r"(^|\.)(local_experts\.\d+|shared_experts)\.linear_fc2\.weight$",
+    r"(^|\.)experts\.linear_fc2\.weight\d+$",
 )
 _COLUMN = (
     r"(^|\.)(self_)?(attention|attn)\.[qkv]_proj\.(weight|bias)$",
     r"(^|\.)mlp\.(gate_proj|up_proj)\.(weight|bias)$",
     r"(^|\.)(word_embeddings|embed_tokens|wte|lm_head|output_layer)\.weight$",
+    r"(^|\.)(output_layer|lm_head)\.bias$",
+    r"(^|\.)(self|cross)_attention\.linear_(q|q_proj|q_up_proj|kv_up_proj|kv)\.(weight|bias)$",
+    r"(^|\.)eh_proj\.weight$",
 )
-_FC1 = r"(^|\.)mlp\.(dense_h_to_4h|linear_fc1)\.(weight|bias)$"
+_FC1 = r"(^|\.)(mlp|local_experts\.\d+|shared_experts)\.(dense_h_to_4h|linear_fc1)\.(weight|bias)$"
 
 
 def family_rules(gated: bool | None = None) -> Source:

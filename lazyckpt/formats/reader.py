@@ -68,10 +68,12 @@ class Reader:
 
 
 def builtin() -> tuple[Reader, ...]:
-    from . import dcp, deepspeed, huggingface, ranks, safetensors, tensorparallel, torchsave
+    from . import dcp, deepspeed, huggingface, megatron, ranks, safetensors, tensorparallel, torchsave
 
     return (
         deepspeed.READER,
+        megatron.READER,
+        megatron.DIST,
         dcp.READER,
         dcp.HUB,
         tensorparallel.LLAMA,

@@ -12,7 +12,7 @@ from ..io.dangers import dangers
 from ..io.plain import Path, Plain, TensorRef
 from ..io.rebuild import StoredTensor
 from ..io.store import Store
-from ..io.torchfile import TorchFile, is_torch_file, read_torch_file
+from ..io.torchfile import Pickles, TorchFile, is_torch_file, read_torch_file
 from .members import Member, together
 from .nested import paths, put
 from .reader import Reader, Source
@@ -76,9 +76,9 @@ def bloat(path: str, file: TorchFile, used: Mapping[str, int]) -> list[str]:
     ]
 
 
-def stored_tensors(store: Store, path: str, prefix: str) -> dict[str, TensorSpec]:
+def stored_tensors(store: Store, path: str, prefix: str, pickles: Pickles | None = None) -> dict[str, TensorSpec]:
     """The raw namespace of one file among many: every tensor under ``prefix`` plus its dotted path."""
-    file = read_torch_file(store, path)
+    file = read_torch_file(store, path, pickles)
     return specs_of(file, Plain(file.root, path, file.pickle_size), prefix)
 
 

@@ -18,7 +18,7 @@ import torch
 from ..core.box import Box, hull, is_run
 from ..core.dtypes import BITS
 from ..core.index import Archive, Extent, TensorSpec
-from ..core.plan import Copy, Selection, plan
+from ..core.plan import Copy, Selection, overlaps, plan
 from ..core.select import Reads
 from .archives import locate, locate_all, located, unpacked
 from .memory import as_bytes, empty
@@ -42,6 +42,23 @@ def tasks(store: Store, spec: TensorSpec, reads: Reads, out: torch.Tensor) -> It
     for at, want in reads.blocks():
         box = Box(at, tuple(a + len(r) for a, r in zip(at, want, strict=True)))
         yield from _block_tasks(store, spec, want, out[box.slices] if at else out)
+
+
+def agree(store: Store, spec: TensorSpec, want: Selection) -> bool:
+    """Whether all fragments that hold the same elements of the selection hold the same bytes. Reads those only."""
+    for pair in overlaps(spec, want, lambda archive: locate(store, archive, spec.name)):
+        first, second = (_alone(store, copy) for copy in pair)
+        if not torch.equal(first, second):
+            return False
+    return True
+
+
+def _alone(store: Store, copy: Copy) -> torch.Tensor:
+    """The elements of one copy, as bytes."""
+    out = empty(copy.shape, copy.extent.dtype)
+    for _, do in _copy_tasks(store, copy, out):
+        do()
+    return out.view(-1).view(torch.uint8)
 
 
 def _block_tasks(store: Store, spec: TensorSpec, want: Selection, out: torch.Tensor) -> Iterator[Task]:

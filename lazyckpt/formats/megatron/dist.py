@@ -13,16 +13,19 @@ import json
 import posixpath
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ...core.index import Index, Mesh, TensorSpec, renamed
 from ...errors import CorruptError, FormatError, LazyckptError
-from ...io.store import Store
+from ...io.store import Entry, Store
 from .. import torchsave
 from ..dcp import reader as dcp
 from ..members import Member, together
 from ..paths import some
+from ..reader import Source
 from . import zarrs
+from .files import find_iteration, unfinished
 from .regrid import regridded
 from .stacks import logical
 
@@ -33,15 +36,33 @@ _MAX_JSON = 1 << 16
 _FORMATS = {"torch_dist": "megatron-dist", "zarr": "megatron-zarr"}
 
 
-def is_dist(entries: Mapping[str, Any]) -> bool:
-    """Whether a folder's listing is that of such a checkpoint."""
-    return "metadata.json" in entries and ("common.pt" in entries or ".metadata" in entries)
+def is_dist(source: Source) -> bool:
+    """Whether the folder is such a checkpoint, or has one as the iteration to read."""
+    if source.path:
+        return False
+    if _is_here(source.entries):
+        return True
+    folder = find_iteration(source, strict=False)
+    return bool(folder) and _is_here(source.store.list(folder or ""))
+
+
+def read_dist(source: Source) -> Index:
+    """Index the folder, or its iteration. Raises what `read` does."""
+    if _is_here(source.entries):
+        return read(source.store)
+    folder = find_iteration(source) or ""
+    index = read(source.store, folder)
+    return replace(index, problems=(*unfinished(source, folder), *index.problems))
+
+
+def _is_here(entries: Mapping[str, Entry]) -> bool:
+    return "metadata.json" in entries or ("common.pt" in entries and ".metadata" in entries)
 
 
 def read(store: Store, folder: str = "") -> Index:
     """Index such a folder. Raises CorruptError, FormatError (a backend that is not known), MissingFileError."""
-    backend = _backend(store, folder)
     problems: list[str] = []
+    backend = _backend(store, folder, problems)
     tensors = _tensors(store, folder, backend)
     members: list[tuple[tuple[str, ...], Member]] = [((), tensors)]
     path = posixpath.join(folder, "common.pt")
@@ -66,8 +87,11 @@ def read(store: Store, folder: str = "") -> Index:
     )
 
 
-def _backend(store: Store, folder: str) -> str:
+def _backend(store: Store, folder: str, problems: list[str]) -> str:
     path = posixpath.join(folder, "metadata.json")
+    if "metadata.json" not in store.list(folder):
+        problems.append(f"{path} is missing: it is written last, so the save was not finished, or not copied whole")
+        return "torch_dist"
     try:
         about = json.loads(bytes(store.read(path, 0, min(store.stat(path).size, _MAX_JSON))))
         backend = about["sharded_backend"]

@@ -1,0 +1,170 @@
+"""Which files a checkpoint of Megatron consists of: iterations, and the rank folders of one.
+
+Writer: Megatron-LM megatron/training/checkpointing.py `get_checkpoint_name` and `..._tracker_filename`: a folder
+``iter_0000003`` (or ``release``) with a folder ``mp_rank_TT[_PPP][_EEE]`` of every model-parallel rank. The tracker,
+``latest_checkpointed_iteration.txt``, is written last: an iteration newer than it names was not finished.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ...core.names import natural
+from ...errors import CorruptError, FormatError, MissingFileError
+from ...io.store import Entry, Store
+from ..reader import Source
+
+TRACKER = "latest_checkpointed_iteration.txt"
+MODEL = ("model_optim_rng.pt", "model_rng.pt")  # the second: with a distributed optimizer, until 2023
+OPTIM = "distrib_optim.pt"
+_DISTRIBUTED = ("metadata.json", "common.pt", ".metadata")
+_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_ITERATION = re.compile(r"iter_(\d{7,})")
+
+
+@dataclass(slots=True)
+class RankFolder:
+    """The files of one model-parallel rank. ``numbers``: those of the folder's name; what they count, only the
+    arguments in the file tell. ``optim``: the distributed optimizer's file, "" if there is none."""
+
+    name: str
+    numbers: tuple[int, ...]
+    model: str
+    optim: str = ""
+
+
+@dataclass(slots=True)
+class Iteration:
+    """The rank folders of one iteration, and lines about what else is there. ``folder``: where they are."""
+
+    folder: str
+    ranks: list[RankFolder] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def number(self) -> int | None:
+        """The iteration that the folder's name says; None for ``release``, and where the folder itself was opened."""
+        found = _ITERATION.fullmatch(self.folder)
+        return int(found[1]) if found else None
+
+
+def rank_folders(store: Store, folder: str, names: Mapping[str, Entry]) -> Iteration:
+    """The rank folders in a folder. Those without a model's file are told of."""
+    found = Iteration(folder)
+    for name in sorted(names, key=natural):
+        match = _RANK.fullmatch(name)
+        if match is None or not names[name].is_dir:
+            continue
+        path = f"{folder}/{name}" if folder else name
+        inside = store.list(path)
+        model = next((n for n in MODEL if n in inside), None)
+        if model is None and "optim.pt" in inside:
+            found.notes.append(
+                f"{path}/optim.pt: a data-parallel rank's states as Megatron kept them until 2023: not read"
+            )
+            continue
+        if model is None:
+            found.notes.append(f"{path} has no {MODEL[0]}: what this rank holds is lost")
+            continue
+        optim = f"{path}/{OPTIM}" if OPTIM in inside else ""
+        numbers = tuple(int(n) for n in match.groups() if n is not None)
+        found.ranks.append(RankFolder(name, numbers, f"{path}/{model}", optim))
+    return found
+
+
+def find_iteration(source: Source, strict: bool = True) -> str | None:
+    """The folder of the iteration to read ("" for the opened one itself), of whatever format it is: the one that was
+    asked for (``iter_0000003``, ``3`` or ``release``), else the one that the tracker names, else the only one there is.
+
+    None if this is no folder of Megatron's. With ``strict``, raises MissingFileError where there is no such iteration,
+    FormatError where there are several and no word which; without, None means just that.
+    """
+    folders = _iterations(source)
+    here = any(_RANK.fullmatch(n) and e.is_dir for n, e in source.entries.items())
+    if here and source.tag is None:
+        return ""
+    if TRACKER not in source.entries and not folders:
+        return None
+    told = None if source.tag is not None else _tracker(source, strict)
+    asked = source.tag if source.tag is not None else told
+    if asked is None and len(folders) == 1:
+        return folders[0]
+    name = asked if asked is None or not asked.isdecimal() or not asked.isascii() else f"iter_{int(asked[:18]):07d}"
+    if name in folders:
+        return name
+    if not strict:
+        return None
+    listed = ", ".join(sorted(folders, key=natural)) or "none"
+    if name is None:
+        raise FormatError(
+            f"{source.where} holds several iterations and no {TRACKER}: say which with tag=..., of {listed}"
+        )
+    raise MissingFileError(
+        f"{source.where}: the iteration {name!r} ({'as asked' if source.tag else f'from {TRACKER}'}) is not here; "
+        f"there are: {listed}. Say which with tag=..."
+    )
+
+
+def _iterations(source: Source) -> list[str]:
+    return [n for n, e in source.entries.items() if e.is_dir and (_ITERATION.fullmatch(n) or n == "release")]
+
+
+def find_ranks(source: Source) -> Iteration:
+    """The rank folders of the iteration to read. Raises what `find_iteration` does, and MissingFileError if it has
+    none."""
+    folder = find_iteration(source)
+    if folder is None:
+        raise FormatError(f"{source.where} is no folder of Megatron's: it has neither iter_* nor mp_rank_* in it")
+    found = rank_folders(source.store, folder, source.store.list(folder) if folder else source.entries)
+    if not found.ranks:
+        others = ", ".join(n for n in sorted(_iterations(source), key=natural) if n != folder) or "none"
+        why = f" ({found.notes[0]})" if found.notes else ""
+        raise MissingFileError(
+            f"{source.where}/{folder} has no rank folders (mp_rank_*/{MODEL[0]}){why}: its save was not finished, or "
+            f"it was not copied whole. There are also: {others}. Say which with tag=..."
+        )
+    found.notes += unfinished(source, folder)
+    return found
+
+
+def is_legacy(source: Source) -> bool:
+    """Whether the folder is one of Megatron's, and the iteration to read no distributed checkpoint (which has no rank
+    folders but files for all ranks)."""
+    if source.path:
+        return False
+    folder = find_iteration(source, strict=False)
+    if TRACKER not in source.entries and folder != "":  # others, too, may name a folder so
+        return any(_RANK.fullmatch(name) for folder in _iterations(source) for name in source.store.list(folder))
+    if folder is None:
+        return True
+    names = source.store.list(folder) if folder else source.entries
+    return not any(name in names for name in _DISTRIBUTED) and (bool(folder) or any(map(_RANK.fullmatch, names)))
+
+
+def unfinished(source: Source, folder: str) -> list[str]:
+    """Lines about iterations newer than the one that the tracker names."""
+    told = None if source.tag is not None else _tracker(source, strict=False)
+    if told is None or not told.isdecimal():
+        return []
+    newer = [n for n in source.entries if (m := _ITERATION.fullmatch(n)) and int(m[1]) > int(told) and n != folder]
+    return [
+        f"{name} is newer than {TRACKER} says ({told}): its save was not finished, it is not read"
+        for name in sorted(newer, key=natural)
+    ]
+
+
+def _tracker(source: Source, strict: bool) -> str | None:
+    """What the tracker names (checkpointing.py `read_metadata`): a number or ``release``."""
+    if TRACKER not in source.entries:
+        return None
+    size = source.entries[TRACKER].info.size
+    text = bytes(source.store.read(TRACKER, 0, size)).decode("utf-8", "replace").strip() if 0 < size < 64 else ""
+    if text == "release" or (text.isdecimal() and text.isascii() and len(text) < 19):
+        return text
+    if strict:
+        raise CorruptError(
+            f"{source.where}/{TRACKER} says {text[:40]!r}, neither a number nor release: say which with tag=..."
+        )
+    return None

@@ -1,0 +1,165 @@
+"""The shards of every tensor, from all rank files, and how they are put together.
+
+A dense parameter is cut over tensor-parallel ranks, and every expert-parallel rank's file repeats it. An expert is on
+one expert-parallel rank, cut over the expert-tensor-parallel ones. All experts of a rank in one array (GroupedMLP:
+megatron/core/transformer/moe/experts.py) are a stack, [experts, ...]; the stacks of the ranks follow each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ...core.box import Box, Shape, c_strides
+from ...core.index import Extent, Fragment, Hole, Part, Rank, TensorSpec
+from ..merge import MergedFragments, Parts, Source, concatenated, decide, in_parts
+from .degrees import number
+from .names import is_expert, stack_of
+from .ranks import Grid
+from .rules import gated_by, is_gated, vocabulary_note
+
+Key = tuple[int, int]  # (expert-parallel rank; 0 unless a stack, rank that cuts the tensor)
+
+
+@dataclass(slots=True)
+class Shard:
+    """One rank's tensor, and where it is stored: once, or several times."""
+
+    shape: Shape
+    dtype: torch.dtype
+    copies: list[Fragment]
+
+
+@dataclass(slots=True)
+class Gathered:
+    """All shards: state -> name -> key -> shard. ``old``: names whose rows are in an old order -> heads, head size and
+    version (see `oldorder`)."""
+
+    grid: Grid
+    sources: tuple[Source, ...]
+    states: dict[str, dict[str, dict[Key, Shard]]] = field(default_factory=dict)
+    _agreed: set[str] = field(default_factory=set)
+
+    def add(self, state: str, name: str, extent: Extent, rank: Rank) -> None:
+        """What a rank's file holds of a tensor. A stack's extent is [local experts, ...]."""
+        key = self.key(name, rank)
+        if key is None:
+            return
+        table = self.states.setdefault(state, {}).setdefault(name, {})
+        fragment = Fragment(extent, extent.shape, rank=rank)
+        shard = table.get(key)
+        if shard is None:
+            table[key] = Shard(extent.shape, extent.dtype, [fragment])
+        elif shard.shape == extent.shape and shard.dtype == extent.dtype:
+            shard.copies.append(fragment)
+        else:
+            self.grid.tell(
+                f"{extent.path}: {name!r} is {extent.shape} here, {shard.shape} in {shard.copies[0].extent.path}: the "
+                "first is read (the others: view.stored)"
+            )
+
+    def key(self, name: str, rank: Rank) -> Key | None:
+        if not is_expert(name):
+            return 0, rank.tp
+        cut = self.grid.degrees.expert_rank(rank.tp)
+        if cut is None:
+            d = self.grid.degrees
+            self.grid.tell(
+                f"experts cut over {d.etp} ranks with tp={d.tp}: several ranks write the same file, which shards it "
+                "has is not known; they are in view.stored only"
+            )
+            return None
+        return (rank.ep if stack_of(name) else 0), cut
+
+    def spec(self, state: str, name: str) -> TensorSpec:
+        """The whole tensor. What cannot be put together has no fragments, and a problem is told."""
+        shards = self.states[state][name]
+        first = shards[min(shards)]
+        expert = is_expert(name)
+        ranks = self.grid.degrees.etp if expert else self.grid.degrees.tp
+        note = vocabulary_note(name, self.grid.args, first.shape[0] * ranks) if first.shape else ""
+        if first.shape == ():  # a step: the same on all
+            copies = [f for _, shard in sorted(shards.items()) for f in shard.copies]
+            return TensorSpec(name, (), first.dtype, tuple(copies))
+        try:
+            if stack_of(name) and len(first.shape) == 3:
+                return self._stack(name, shards)
+            row = [shards.get((0, r)) or self._absent(name, r, first) for r in range(ranks)]
+            merged = decide(name, [s.shape for s in row], self.sources)
+        except ValueError as e:
+            if self._torn(shards, ranks):
+                reason = "not whole: the files of a rank are lost"
+                hole = Hole("", f"{name!r}: {reason}")
+                return TensorSpec(name, first.shape, first.dtype, (Fragment(hole, first.shape),), rule=reason)
+            self.grid.tell(f"{name!r} cannot be put together: {e}")
+            return TensorSpec(name, first.shape, first.dtype, (), rule=f"it cannot be put together: {e}")
+        rule = "; ".join(filter(None, (merged.rule, note if merged.shape[0] == first.shape[0] * ranks else "")))
+        if merged.parts == (None,):
+            return TensorSpec(name, first.shape, first.dtype, tuple(first.copies), rule=rule)
+        fragments = MergedFragments(tuple(tuple(s.copies) for s in row), merged.parts)
+        return TensorSpec(name, merged.shape, first.dtype, fragments, merged.combine, rule)
+
+    def _torn(self, shards: Mapping[Key, Shard], ranks: int) -> bool:
+        return len(shards) < ranks
+
+    def _absent(self, name: str, rank: int, like: Shard) -> Shard:
+        """A rank's shard that no file has; it is taken to be like the others."""
+        d = self.grid.degrees
+        if is_expert(name):
+            reason = f"the shard of expert-tensor-parallel rank {rank} of {d.etp} is in no file that is here"
+        else:
+            lost = [why for (tp, _), why in self.grid.lost.items() if tp == rank]
+            reason = (
+                lost[0] if lost else f"the shard of tensor-parallel rank {rank} of {d.tp} is in no file that is here"
+            )
+        hole = Hole(reason.split(" is missing")[0] if " is missing" in reason else "", f"{name!r}: {reason}")
+        return Shard(like.shape, like.dtype, [Fragment(hole, like.shape)])
+
+    def _stack(self, name: str, shards: Mapping[Key, Shard]) -> TensorSpec:
+        """All experts' matrices, [experts, in, out]: those of the ranks follow each other, each cut along its last (the
+        first matrices: gate and up halves of every rank) or middle dimension."""
+        d, args = self.grid.degrees, self.grid.args
+        first = shards[min(shards)]
+        gated = is_gated(args)
+        if stack_of(name) == 1:
+            if gated is None and d.etp > 1:
+                raise ValueError("the arguments do not say whether gate and up are in one")
+            rule = in_parts(2, 2) if gated and d.etp > 1 else concatenated(2)
+        else:
+            rule = concatenated(1)
+        total = number(args, "num_experts") or first.shape[0] * d.ep
+        fragments: list[Sequence[Fragment]] = []
+        parts: list[Parts] = []
+        shape = first.shape
+        for ep in range(d.ep):
+            row = [shards.get((ep, r)) or self._absent(name, r, first) for r in range(d.etp)]
+            merged = rule([s.shape for s in row])
+            shape = merged.shape
+            for shard, blocks in zip(row, merged.parts, strict=True):
+                fragments.append(tuple(shard.copies))
+                blocks = blocks or (Part(Box.of(shard.shape), (0, 0, 0)),)
+                ahead = ep * first.shape[0]
+                parts.append(tuple(replace(b, start=(b.start[0] + ahead, *b.start[1:])) for b in blocks))
+        if first.shape[0] * d.ep != total:
+            raise ValueError(f"{d.ep} ranks have {first.shape[0]} experts each, args.num_experts says {total}")
+        how = f"experts of {d.ep} expert-parallel ranks stacked, each cut over {d.etp} ranks"
+        by = f"; known from args.num_experts, {gated_by(args)}"
+        return TensorSpec(
+            name, (total, *shape[1:]), first.dtype, MergedFragments(tuple(fragments), tuple(parts)), rule=how + by
+        )
+
+
+def stacked(extent: Extent, which: int, hidden: int, experts: int) -> Extent | None:
+    """The array of all experts of a rank, [hidden, experts * width] or [experts * width, hidden] in its shape, as what
+    its bytes are: [experts, hidden, width] or [experts, width, hidden] (experts.py `GroupedMLP.forward`: ``view`` of
+    the flat buffer). None if it is no such array."""
+    if len(extent.shape) != 2 or extent.strides != c_strides(extent.shape) or experts < 1:
+        return None
+    rows, columns = extent.shape
+    width, rest = divmod(columns if which == 1 else rows, experts)
+    if rest or (rows if which == 1 else columns) != hidden:
+        return None
+    shape = (experts, hidden, width) if which == 1 else (experts, width, hidden)
+    return replace(extent, shape=shape, strides=c_strides(shape))

@@ -1,0 +1,187 @@
+"""The rank files of one iteration: which rank each is, whether they are of one save, and the tensors in them.
+
+Writer: Megatron-LM megatron/training/checkpointing.py `generate_state_dict`: a dict with ``args``, ``iteration``,
+``model`` (or ``model0``, ``model1``, ... for the chunks of a virtual pipeline) and ``optimizer``. The names of the
+folders alone do not tell (``mp_rank_00_001`` is of the second pipeline stage, or of the second expert-parallel rank).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...core.index import FileInfo, Rank
+from ...errors import CorruptError, LazyckptError
+from ...io.rebuild import StoredTensor
+from ...io.records import short
+from ...io.store import Store
+from ...io.torchfile import Pickles, TorchFile, read_torch_file
+from .degrees import Degrees, degrees
+from .files import Iteration, RankFolder
+from .names import is_expert
+
+_DEPTH = 8
+Tensors = dict[str, StoredTensor]  # name in the file -> tensor, in the file's order
+
+
+@dataclass(slots=True)
+class RankFile:
+    """One model-parallel rank's file. ``chunks``: the tensors of each chunk of the model; ``offsets``: the first layer
+    of each, None where that is not known; ``experts``: how many the rank has (0: none)."""
+
+    rank: Rank
+    folder: RankFolder
+    file: TorchFile
+    root: dict[Any, Any]
+    chunks: list[Tensors]
+    offsets: list[int | None] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Grid:
+    """The ranks of one save. ``lost``: (tp, pp) -> why there is no file of it; ``first``: the file that speaks for
+    all."""
+
+    degrees: Degrees
+    ranks: dict[tuple[int, int, int], RankFile]
+    lost: dict[tuple[int, int], str]
+    first: RankFile
+    files: dict[str, FileInfo]
+    problems: dict[str, None]  # in order, each once
+
+    def tell(self, problem: str) -> None:
+        self.problems[problem] = None
+
+    @property
+    def args(self) -> Any:
+        return self.first.root.get("args")
+
+
+def read_grid(store: Store, found: Iteration) -> Grid:
+    """Read all rank files. Those of another save than most are told of and left out. Raises the first file's error if
+    none can be read."""
+    problems: dict[str, None] = dict.fromkeys(found.notes)
+    pickles = Pickles()
+    read: list[tuple[RankFolder, TorchFile, dict[Any, Any], list[Tensors], Degrees]] = []
+    error: LazyckptError | None = None
+    for folder in found.ranks:
+        try:
+            file = read_torch_file(store, folder.model, pickles)
+            root = _dict(file, file.root)
+            chunks = _chunks(file, root)
+        except LazyckptError as e:
+            error = error or e
+            problems[f"{folder.model} cannot be read: {e}"] = None
+            continue
+        read.append((folder, file, root, chunks, degrees(root.get("args"), folder.numbers, len(chunks))))
+    if not read:
+        if error is not None:
+            raise error
+        raise CorruptError(
+            f"{store.root}/{found.folder}: no rank folder has a model's file; {'; '.join(found.notes[:3])}"
+        )
+    save = _save(found, [(_iteration(root), d) for _, _, root, _, d in read])
+    degree = save[1]
+    _believe(degree, len(read), found.folder)
+    ranks: dict[tuple[int, int, int], RankFile] = {}
+    files = {}
+    for folder, file, root, chunks, own in read:
+        files[file.path] = file.info
+        at = degree.place(folder.numbers)
+        if (_iteration(root), own) != save:
+            problems[_stranger(folder, _iteration(root), own, save)] = None
+        elif at is None:
+            problems[f"{folder.model}: its folder's name does not fit {_words(degree)}: left over, not used"] = None
+        else:
+            ranks[at] = RankFile(Rank(at[0], at[1], 0, at[2]), folder, file, root, chunks)
+    if not ranks:
+        raise CorruptError(f"{store.root}/{found.folder}: {'; '.join(list(problems)[:3])}")
+    grid = Grid(degree, ranks, {}, ranks[min(ranks)], files, problems)
+    _find_lost(grid, found)
+    return grid
+
+
+def _dict(file: TorchFile, value: Any) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise CorruptError(f"{file.path}: a {type(value).__name__} stands where Megatron writes a dict")
+    return value
+
+
+def _chunks(file: TorchFile, root: dict[Any, Any]) -> list[Tensors]:
+    if "model" in root:
+        return [dict(_flat(_dict(file, root["model"]), ""))]
+    found: list[Tensors] = []
+    while f"model{len(found)}" in root:
+        found.append(dict(_flat(_dict(file, root[f"model{len(found)}"]), "")))
+    if not found:
+        raise CorruptError(f"{file.path} holds no model (it has {', '.join(map(short, list(root)[:6]))})")
+    return found
+
+
+def _flat(value: dict[Any, Any], prefix: str, depth: int = 0) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors in nested dicts (old models save theirs so), joined by dots."""
+    for key, item in value.items():
+        if isinstance(item, StoredTensor):
+            if isinstance(key, str) and not key.endswith("_extra_state"):
+                yield prefix + key, item
+        elif isinstance(item, dict) and depth < _DEPTH and isinstance(key, str):
+            yield from _flat(item, f"{prefix}{key}.", depth + 1)
+
+
+def _iteration(root: dict[Any, Any]) -> Any:
+    value = root.get("iteration")
+    return value if type(value) in (int, str) else None
+
+
+def _save(found: Iteration, keys: list[tuple[Any, Degrees]]) -> tuple[Any, Degrees]:
+    """The save that most files are of; of several, the one whose iteration the folder's name says."""
+    counts = Counter(keys)
+    number = found.number
+    return max(counts, key=lambda key: (key[0] == number, counts[key], -keys.index(key)))
+
+
+def _stranger(folder: RankFolder, iteration: Any, own: Degrees, save: tuple[Any, Degrees]) -> str:
+    if iteration != save[0]:
+        what = f"is of iteration {short(iteration)}, the others of {short(save[0])}"
+    else:
+        what = f"is of a save with {_words(own)}, the others with {_words(save[1])}"
+    return f"{folder.model} {what}: it is not used"
+
+
+def _words(d: Degrees) -> str:
+    parts = [f"tp={d.tp}", f"pp={d.pp}"]
+    parts += [f"vpp={d.chunks}"] if d.chunks > 1 else []
+    parts += [f"ep={d.ep}", f"etp={d.etp}"] if d.ep > 1 or d.etp != d.tp else []
+    return ", ".join(parts)
+
+
+def _believe(d: Degrees, files: int, folder: str) -> None:
+    claimed = d.tp * d.pp * d.ep
+    if claimed > max(4096, 64 * files) or d.etp > max(4096, 64 * files):
+        raise CorruptError(
+            f"{folder}: {_words(d)} is claimed, {files:,} rank files are here: most of the checkpoint is missing, or "
+            "the numbers are wrong"
+        )
+
+
+def _find_lost(grid: Grid, found: Iteration) -> None:
+    """Which tensor- and pipeline-parallel ranks have no file. (Of expert-parallel ranks not all need one.)"""
+    d = grid.degrees
+    there = {(tp, pp) for tp, pp, _ in grid.ranks}
+    for pp in range(d.pp):
+        for tp in range(d.tp):
+            if (tp, pp) in there:
+                continue
+            name = f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if d.pp > 1 else "") + ("_*" if d.ep > 1 else "")
+            path = f"{found.folder}/{name}/model_optim_rng.pt".lstrip("/")
+            grid.lost[tp, pp] = f"{path} is missing, or cannot be used"
+            grid.tell(
+                f"{path} is missing, or cannot be used: what tensor-parallel rank {tp} of stage {pp} holds is lost"
+            )
+
+
+def expert_tensors(grid: Grid, pp: int) -> bool:
+    """Whether a stage has experts."""
+    return any(is_expert(n) for (_, p, _), r in grid.ranks.items() if p == pp for c in r.chunks for n in c)

@@ -1,0 +1,323 @@
+"""From the rank files to shards under the names of the model on one rank: weights, and the optimizers' states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ...core.box import Shape, c_strides
+from ...core.index import Extent
+from ...errors import LazyckptError
+from ...io.rebuild import StoredTensor
+from ...io.store import Store
+from ...io.torchfile import Pickles, TorchFile, read_torch_file
+from .buffers import fits, layouts, states_in
+from .degrees import flag, number
+from .gather import Gathered, stacked
+from .layers import contiguous, offsets, planned
+from .names import Place, is_buffer, is_expert, is_head, place, stack_of, tied_to
+from .optimizer import for_experts, groups_of, held, parts_of
+from .ranks import Grid, RankFile, Tensors
+
+Attributes = dict[str, Mapping[str, Any]]
+
+
+class Namer:
+    """Names in a rank's file -> names in the whole model."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+        self._places: dict[str, Place] = {}
+        self._names: dict[tuple[str, int, int], str] = {}
+        self._experts = number(grid.args, "num_experts", "num_moe_experts")
+        self.tied = is_tied(grid)
+
+    def local_experts(self, tensors: Tensors) -> int:
+        """How many experts a rank has."""
+        if self._experts is not None and self._experts % self._grid.degrees.ep == 0:
+            return self._experts // self._grid.degrees.ep
+        numbers = [p.number for name in tensors if (p := self.place(name)).number is not None]
+        return 1 + max(numbers) if numbers else 0
+
+    def place(self, name: str) -> Place:
+        found = self._places.get(name)
+        if found is None:
+            found = self._places[name] = place(name)
+        return found
+
+    def names(self, rank: RankFile, chunk: int) -> Iterator[tuple[str, str]]:
+        """(name in the file, name in the model) of a chunk's tensors. What cannot be named is left out."""
+        first = rank.offsets[chunk]
+        tensors = rank.chunks[chunk]
+        expert = rank.rank.ep * self.local_experts(tensors)
+        for name in tensors:
+            at = self.place(name)
+            if at.layer is not None and first is None:
+                continue
+            key = (name, first or 0, expert if at.number is not None else 0)
+            found = self._names.get(key)
+            if found is None:
+                found = self._names[key] = at.named(first or 0, expert)
+            if self.tied and rank.rank.pp > 0 and is_head(name):  # the last stage's copy
+                found = tied_to(name)
+            yield name, found
+
+
+def is_tied(grid: Grid) -> bool:
+    """Whether the output layer's matrix is the embedding's. (Before there was a switch for it, it always was.)"""
+    return flag(grid.args, "untie_embeddings_and_output_weights") is not True
+
+
+def number_layers(grid: Grid) -> None:
+    """Find the first layer of every chunk of every rank, by counting those of the chunks before it."""
+    d = grid.degrees
+    plan = planned(grid.args, d.pp, d.chunks)
+    seen: dict[tuple[int, int], int] = {}
+    for (_, pp, _), rank in grid.ranks.items():
+        for chunk, tensors in enumerate(rank.chunks):
+            numbers = sorted({p.layer for name in tensors if (p := place(name)).layer is not None})
+            if not contiguous(numbers):
+                grid.tell(f"{rank.file.path}: chunk {chunk} has the layers {numbers[:8]}, not 0, 1, 2, ...")
+            count = seen.setdefault((pp, chunk), len(numbers))
+            if count != len(numbers):
+                grid.tell(
+                    f"{rank.file.path}: {len(numbers)} layers in chunk {chunk}, {count} on other ranks of stage {pp}"
+                )
+    counts = {**plan, **seen}
+    total = number(grid.args, "num_layers")
+    missing = [(pp, c) for c in range(d.chunks) for pp in range(d.pp) if (pp, c) not in counts]
+    if len(missing) == 1 and total is not None and total >= sum(counts.values()):
+        counts[missing[0]] = total - sum(counts.values())
+    starts = offsets(d.pp, d.chunks, counts)
+    if plan and any(plan[at] != n for at, n in seen.items()):
+        grid.tell(f"the files have {_shown(seen)} layers per stage and chunk, the arguments tell of {_shown(plan)}")
+    elif not missing and total is not None and sum(counts.values()) != total and any(seen.values()):
+        grid.tell(f"the files have {sum(counts.values())} layers, args.num_layers says {total}")
+    for (_, pp, _), rank in grid.ranks.items():
+        rank.offsets = [starts.get((pp, chunk)) for chunk in range(len(rank.chunks))]
+    for pp in range(d.pp):
+        for chunk in range(d.chunks):
+            if (pp, chunk) not in starts and any(p == pp for _, p, _ in grid.ranks):
+                grid.tell(
+                    f"the layers of stage {pp} cannot be numbered: a stage before it is missing and the arguments do "
+                    "not tell how many layers it has; they are in view.stored only"
+                )
+
+
+def _shown(counts: Mapping[tuple[int, int], int]) -> str:
+    return ", ".join(str(n) for _, n in sorted(counts.items(), key=lambda item: (item[0][1], item[0][0])))
+
+
+def add_weights(g: Gathered, namer: Namer) -> None:
+    """The weights of all ranks' models."""
+    for _, rank in sorted(g.grid.ranks.items(), key=lambda item: (item[0][1], item[0][2], item[0][0])):
+        for chunk, tensors in enumerate(rank.chunks):
+            experts = namer.local_experts(tensors)
+            for own, name in namer.names(rank, chunk):
+                tensor = tensors[own]
+                if tensor.storage is None:
+                    continue
+                try:
+                    extent = rank.file.extent(tensor, own)
+                except LazyckptError as e:
+                    g.grid.tell(str(e))
+                    continue
+                g.add("weights", name, _as_stack(g, extent, name, experts), rank.rank)
+
+
+def _as_stack(g: Gathered, extent: Extent, name: str, experts: int) -> Extent:
+    which = stack_of(name)
+    hidden = number(g.grid.args, "hidden_size")
+    if which is None or hidden is None:
+        return extent
+    found = stacked(extent, which, hidden, experts)
+    if found is None and len(extent.shape) == 2:
+        g.grid.tell(f"{extent.path}: {name!r} of shape {extent.shape} is no array of {experts} experts' matrices")
+    return found or extent
+
+
+# -- optimizers
+
+
+def add_states(g: Gathered, namer: Namer, attributes: Attributes) -> None:
+    """The states of the optimizers that are in the ranks' files. ``attributes``: gets those of the fp32 copies, by
+    name."""
+    for rank in g.grid.ranks.values():
+        for n, part in enumerate(parts_of(rank.root.get("optimizer"))):
+            table = _parameters(g.grid, namer, rank, part, n)
+            shapes = {local: t.shape for local, (t, _) in table.items()}
+            found = held(part, shapes)
+            if found is None:
+                g.grid.tell(
+                    f"{rank.file.path}: which parameter is which in its optimizer cannot be told (its groups do not "
+                    "fit the model's parameters): its states are in view.stored only"
+                )
+                continue
+            for one in found:
+                name = table[one.name][1]
+                if one.main is not None and isinstance(one.main.state, dict):
+                    attributes.setdefault(name, one.main.state)
+                for state, value in one.states.items():
+                    _add_state(g, rank.file, rank, state, name, value, namer)
+
+
+def _add_state(
+    g: Gathered, file: TorchFile, rank: RankFile, state: str, name: str, value: StoredTensor, namer: Namer
+) -> None:
+    if value.storage is None:
+        return
+    try:
+        extent = file.extent(value, name)
+    except LazyckptError as e:
+        g.grid.tell(str(e))
+        return
+    experts = namer.local_experts(rank.chunks[0])
+    g.add(state, name, _as_stack(g, extent, name, experts) if extent.shape else extent, rank.rank)
+
+
+def _parameters(
+    grid: Grid, namer: Namer, rank: RankFile, part: Mapping[Any, Any], n: int
+) -> dict[str, tuple[StoredTensor, str]]:
+    """The parameters that one of a rank's optimizers may have, in the model's order: a name that tells chunks apart ->
+    (tensor, name in the model)."""
+    experts = for_experts(part)
+    spread = grid.degrees.ep > 1
+    found = {}
+    for chunk, tensors in enumerate(rank.chunks):
+        for own, name in namer.names(rank, chunk):
+            if is_buffer(own) or (spread and experts is not None and is_expert(own) != experts):
+                continue
+            found[f"{chunk}.{own}" if chunk else own] = tensors[own], name
+    return found
+
+
+def add_buffers(g: Gathered, namer: Namer, store: Store) -> None:
+    """The states in the distributed optimizers' own files."""
+    pickles = Pickles()
+    failed: set[tuple[int, int]] = set()
+    for rank in g.grid.ranks.values():
+        path = rank.folder.optim
+        if not path:
+            continue
+        try:
+            file = read_torch_file(store, path, pickles)
+            g.grid.files[path] = file.info
+            entries = file.root if isinstance(file.root, list) else [file.root]
+            for n, entry in enumerate(entries):
+                if isinstance(entry, dict):
+                    _buffer(g, namer, rank, file, entry, n, len(entries))
+        except LazyckptError as e:
+            g.grid.tell(f"{path} cannot be read, the optimizer's states in it are lost: {e}")
+            failed.add((rank.rank.tp, rank.rank.pp))
+    if not any(rank.folder.optim for rank in g.grid.ranks.values()):
+        return
+    for rank in g.grid.ranks.values():
+        if not rank.folder.optim and rank.rank.ep == 0:
+            g.grid.tell(
+                f"{rank.folder.model.rpartition('/')[0]}/distrib_optim.pt is missing: the states in it are lost"
+            )
+
+
+def _buffer(
+    g: Gathered, namer: Namer, rank: RankFile, file: TorchFile, entry: dict[Any, Any], n: int, count: int
+) -> None:
+    """One optimizer's buffers: chunk after chunk, in each a buffer for every dtype."""
+    spread = g.grid.degrees.ep > 1
+    parts = parts_of(rank.root.get("optimizer"))
+    experts = for_experts(parts[n]) if n < len(parts) and len(parts) == count and groups_of(parts[n]) else None
+    if experts is None:
+        experts = count > 1 and n == count - 1
+    wanted: list[tuple[int, torch.dtype, dict[str, tuple[Shape, str]]]] = []
+    for chunk, tensors in enumerate(rank.chunks):
+        by_dtype: dict[torch.dtype, dict[str, tuple[Shape, str]]] = {}
+        for own, name in namer.names(rank, chunk):
+            if not is_buffer(own) and not (spread and is_expert(own) != experts):
+                by_dtype.setdefault(tensors[own].dtype, {})[own] = tensors[own].shape, name
+        wanted += [(chunk, dtype, table) for dtype, table in by_dtype.items()]
+    keys = [(i, key) for i in sorted(k for k in entry if type(k) is int) for key in _dtypes(entry[i])]
+    if len(keys) != len(wanted):
+        g.grid.tell(
+            f"{file.path}: {len(keys)} buffers, {len(wanted)} are expected for the model's chunks and dtypes: its "
+            "states are in view.stored only"
+        )
+        return
+    for (i, key), (chunk, dtype, table) in zip(keys, wanted, strict=True):
+        states = states_in(entry[i][key])
+        shapes = {own: shape for own, (shape, _) in table.items()}
+        found = next(
+            (plan for _, plan in layouts(shapes, g.grid, rank.rank.pp, chunk, namer.tied) if fits(plan, states)), None
+        )
+        if found is None:
+            sizes = {s: v.shape[0] if isinstance(v, StoredTensor) else len(v) for s, v in states.items()}
+            g.grid.tell(
+                f"{file.path}: where the parameters lie in its buffer {i} ({dtype}, {sizes}) cannot be told: no layout "
+                f"of {len(shapes)} parameters that Megatron makes is that long; its states are in view.stored only"
+            )
+            continue
+        for slot in found.slots:
+            shape, name = table[slot.name]
+            for state, value in states.items():
+                one, at = (value, slot.at) if isinstance(value, StoredTensor) else (value[slot.bucket], slot.start)
+                _add_slice(g, namer, file, rank, state, name, one, at, shape)
+
+
+def _dtypes(value: Any) -> list[Any]:
+    return [key for key, inner in value.items() if isinstance(inner, dict)] if isinstance(value, dict) else []
+
+
+def _add_slice(
+    g: Gathered,
+    namer: Namer,
+    file: TorchFile,
+    rank: RankFile,
+    state: str,
+    name: str,
+    flat: StoredTensor,
+    at: int,
+    shape: Shape,
+) -> None:
+    whole = file.extent(flat, name)
+    if whole.strides != (1,):
+        g.grid.tell(f"{file.path}: the buffer of {name!r} has a stride: it is in view.stored only")
+        return
+    extent = Extent(
+        whole.path,
+        whole.offset + at * whole.dtype.itemsize,
+        whole.dtype,
+        shape,
+        c_strides(shape),
+        swapped=whole.swapped,
+    )
+    experts = namer.local_experts(rank.chunks[0])
+    g.add(state, name, _as_stack(g, extent, name, experts), rank.rank)
+
+
+# -- what is lost
+
+
+def lost_names(grid: Grid, g: Gathered) -> dict[str, str]:
+    """The names of layers whose stage has no file at all, as far as the other layers let them be guessed -> why."""
+    d = grid.degrees
+    gone = [pp for pp in range(d.pp) if all((tp, pp) in grid.lost for tp in range(d.tp))]
+    weights = g.states.get("weights", {})
+    layers: dict[str, set[str]] = {}
+    for name in weights:
+        at = place(name)
+        if at.layer is not None:
+            layers.setdefault(f"{at.head}{{}}", set()).add(at.tail)
+    found: dict[str, str] = {}
+    counts = planned(grid.args, d.pp, d.chunks)
+    starts = offsets(d.pp, d.chunks, counts) if counts else {}
+    for pp in gone:
+        why = grid.lost[0, pp]
+        for chunk in range(d.chunks):
+            for layer in range(counts.get((pp, chunk), 0)):
+                for head, tails in layers.items():
+                    found |= {
+                        name: f"{name!r}: {why}"
+                        for tail in tails
+                        if (name := head.format(starts[pp, chunk] + layer) + tail) not in weights
+                    }
+    return found

@@ -1,0 +1,441 @@
+"""Checkpoints of megatron-core, trained by it on gloo ranks: what to train, and the processes that do it.
+
+``python -m tests.writers.megatron_core FOLDER`` writes every case of :data:`CASES` to ``FOLDER/NAME``: ``legacy`` (as
+Megatron-LM saves with ``--ckpt-format torch``), ``dist`` (torch_dist), ``truth.pt`` (what the ranks held, gathered
+under the names of the model on one rank) and ``logits.pt`` (tokens, and what the parallel model makes of them). One
+set of forked ranks serves all cases of the same size. See :mod:`.megatron_cpu` for what Megatron needs on a CPU,
+:mod:`.megatron_save` for how it is saved.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from . import Case
+
+__all__ = ["CASES", "MegatronSpec", "load_case", "logits_alone", "write_all"]
+
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class MegatronSpec:
+    """One training run. ``dp``: data-parallel ranks of the dense part; experts are spread over ``ep`` of tp * dp."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    vpp: int | None = None
+    ep: int = 1
+    etp: int | None = None
+    layers: int = 2
+    hidden: int = 16
+    heads: int = 4
+    groups: int | None = None
+    ffn: int = 24
+    vocab: int = 61
+    divisible: int = 4
+    gated: bool = True
+    bias: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    mla: bool = False
+    tied: bool = False
+    positions: Literal["rope", "learned_absolute"] = "rope"
+    norm: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    bf16: bool = False
+    experts: int | None = None
+    grouped: bool = False
+    shared: int | None = None
+    expert_bias: bool = False
+    moe_freq: int | tuple[int, ...] = 1
+    distributed: bool = False
+    bucket: int | None = None
+    first: int | None = None
+    last: int | None = None
+    account: bool = False
+    layout: str | None = None
+    legacy: bool = True
+    dist: Literal[None, "dp_reshardable", "fully_reshardable", "fully_sharded_model_space"] | str = "dp_reshardable"
+    seed: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def padded_vocab(self) -> int:
+        step = self.divisible * self.tp
+        return -(-self.vocab // step) * step
+
+
+GELU: dict[str, Any] = {"gated": False, "bias": True, "norm": "LayerNorm", "positions": "learned_absolute"}
+CASES: dict[str, MegatronSpec] = {
+    "single": MegatronSpec(groups=2),
+    "tp2_gelu_tied": MegatronSpec(tp=2, tied=True, qkv_bias=True, **GELU),
+    "pp2_tied_bf16": MegatronSpec(pp=2, layers=4, tied=True, bf16=True, groups=2, seed=2),
+    "pp2_vpp2": MegatronSpec(pp=2, vpp=2, layers=8, groups=1, qkv_bias=True, seed=3),
+    "pp2_uneven": MegatronSpec(pp=2, layers=5, first=2, seed=4),
+    "pp2_vpp2_account": MegatronSpec(pp=2, vpp=2, layers=6, account=True, seed=5),
+    "pp2_vpp2_layout": MegatronSpec(pp=2, vpp=2, layers=5, layout="Et|t*2|t|tL", seed=6),
+    "ep2": MegatronSpec(dp=2, ep=2, experts=4, groups=2, shared=12, seed=7),
+    "ep2_distopt": MegatronSpec(dp=2, ep=2, experts=4, bf16=True, distributed=True, expert_bias=True, seed=8),
+    "ep2_grouped": MegatronSpec(dp=2, ep=2, experts=6, bf16=True, grouped=True, seed=9),
+    "tp2_mixed": MegatronSpec(tp=2, layers=4, experts=2, moe_freq=(0, 1, 1, 0), seed=10),
+    "dp2_distopt_buckets": MegatronSpec(dp=2, tied=True, distributed=True, bucket=1500, **GELU, seed=11),
+    "tp2_mla": MegatronSpec(tp=2, mla=True, seed=12),
+    "tp2_pp2_bf16": MegatronSpec(tp=2, pp=2, layers=4, bf16=True, groups=2, qk_norm=True, seed=13),
+    "tp2_pp2_vpp2_tied": MegatronSpec(tp=2, pp=2, vpp=2, layers=4, tied=True, bias=True, norm="LayerNorm", seed=14),
+    "tp2_dp2_distopt": MegatronSpec(
+        tp=2, dp=2, bf16=True, groups=2, distributed=True, seed=15, dist="fully_reshardable"
+    ),
+    "tp2_pp2_distopt_tied": MegatronSpec(
+        tp=2, pp=2, layers=4, tied=True, bf16=True, distributed=True, groups=2, seed=16
+    ),
+    "tp2_ep2_etp1": MegatronSpec(tp=2, ep=2, etp=1, experts=4, groups=2, bias=True, seed=17),
+    "tp2_dp2_ep2_etp2": MegatronSpec(tp=2, dp=2, ep=2, etp=2, experts=4, shared=12, seed=18),
+    "pp2_ep2_distopt": MegatronSpec(pp=2, dp=2, ep=2, experts=4, distributed=True, seed=19),
+    "tp2_dp2_grouped_etp2": MegatronSpec(tp=2, dp=2, ep=2, etp=2, experts=4, bf16=True, grouped=True, seed=20),
+    "model_space": MegatronSpec(
+        tp=2, dp=2, groups=2, distributed=True, legacy=False, dist="fully_sharded_model_space", seed=22
+    ),
+    "tp4_gelu": MegatronSpec(tp=4, groups=4, **GELU, seed=21),
+}
+
+
+def write_all(folder: Path) -> Path:
+    """Write all cases, in a child process of their own."""
+    _run("megatron_core", str(folder))
+    return folder
+
+
+def _run(module: str, *args: str) -> str:
+    package = __package__ or ""
+    root = Path(__file__).resolve().parents[package.count(".") + 1]
+    env = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", f"{package}.{module}", *args],
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{module} failed with code {done.returncode}; its output:\n{done.stdout[-8000:]}")
+    return done.stdout
+
+
+def load_case(folder: Path, name: str, kind: Literal["legacy", "dist"]) -> Case:
+    truth = torch.load(folder / name / "truth.pt")
+    if kind == "legacy" and CASES[name].distributed:
+        del truth["step"]  # a number of the optimizer's groups, in meta
+    info = json.loads((folder / name / "info.json").read_text()) | {"tied": {}}
+    return Case(folder / name / kind, truth, info | {"logits": str(folder / name / "logits.pt")})
+
+
+def logits_alone(folder: Path, names: Sequence[str], kind: Literal["legacy", "dist"]) -> dict[str, float]:
+    """Load checkpoints into the model on one rank, by lazyckpt, in a child process: name -> how far its logits are from
+    the parallel model's, at most, relative to their size."""
+    out = _run("megatron_alone", str(folder), kind, *names)
+    found: dict[str, float] = json.loads(out.splitlines()[-1])
+    return found
+
+
+# -- in the child
+
+
+def config_of(spec: MegatronSpec, alone: bool = False) -> Any:
+    """The model's configuration; ``alone``: on one rank."""
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+    from torch.nn import functional as F  # noqa: N812
+
+    dtype = torch.bfloat16 if spec.bf16 else torch.float32
+    values: dict[str, Any] = {
+        "num_layers": spec.layers,
+        "hidden_size": spec.hidden,
+        "num_attention_heads": spec.heads,
+        "num_query_groups": spec.groups,
+        "ffn_hidden_size": spec.ffn,
+        "gated_linear_unit": spec.gated,
+        "activation_func": F.silu if spec.gated else F.gelu,
+        "add_bias_linear": spec.bias,
+        "add_qkv_bias": spec.qkv_bias,
+        "qk_layernorm": spec.qk_norm,
+        "normalization": spec.norm,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "attention_softmax_in_fp32": True,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": spec.bf16,
+        "init_method_std": 0.2,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": False,
+        "deallocate_pipeline_outputs": False,
+    }
+    if spec.experts:
+        values |= {
+            "num_moe_experts": spec.experts,
+            "moe_ffn_hidden_size": spec.ffn,
+            "moe_router_topk": 2,
+            "moe_token_dispatcher_type": "allgather",
+            "moe_aux_loss_coeff": 0.0 if spec.expert_bias else 1e-2,
+            "moe_router_load_balancing_type": "none" if spec.expert_bias else "aux_loss",
+            "moe_router_enable_expert_bias": spec.expert_bias,
+            "moe_router_score_function": "sigmoid" if spec.expert_bias else "softmax",
+            "moe_grouped_gemm": spec.grouped,
+            "moe_use_legacy_grouped_gemm": spec.grouped,
+            "moe_shared_expert_intermediate_size": spec.shared,
+            "moe_layer_freq": list(spec.moe_freq) if isinstance(spec.moe_freq, tuple) else spec.moe_freq,
+        }
+    if spec.mla:
+        values |= {
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "qk_head_dim": 2,
+            "qk_pos_emb_head_dim": 2,
+            "v_head_dim": 4,
+            "rope_type": "rope",
+            "multi_latent_attention": True,
+        }
+    if not alone:
+        values |= {
+            "tensor_model_parallel_size": spec.tp,
+            "pipeline_model_parallel_size": spec.pp,
+            "virtual_pipeline_model_parallel_size": spec.vpp,
+            "expert_model_parallel_size": spec.ep,
+            "expert_tensor_parallel_size": spec.etp,
+            "sequence_parallel": spec.tp > 1 and bool(spec.experts),
+            "num_layers_in_first_pipeline_stage": spec.first,
+            "num_layers_in_last_pipeline_stage": spec.last,
+            "account_for_embedding_in_pipeline_split": spec.account,
+            "account_for_loss_in_pipeline_split": spec.account,
+            "pipeline_model_parallel_layout": spec.layout,
+        }
+    return (MLATransformerConfig if spec.mla else TransformerConfig)(**values)
+
+
+def build(spec: MegatronSpec, alone: bool = False, vocab: int | None = None) -> list[Any]:
+    """This rank's chunks of the model."""
+    from megatron.core import mpu
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+
+    config = config_of(spec, alone)
+    chunks = []
+    for i in range((not alone and spec.vpp) or 1):
+        stage = i if spec.vpp and not alone else None
+        if spec.experts:
+            layer_spec = get_gpt_decoder_block_spec(
+                config, use_transformer_engine=False, normalization=spec.norm, vp_stage=stage
+            )
+        else:
+            layer_spec = get_gpt_layer_local_spec(
+                qk_layernorm=spec.qk_norm, multi_latent_attention=spec.mla, normalization=spec.norm
+            )
+        chunks.append(
+            GPTModel(
+                config,
+                layer_spec,
+                vocab_size=vocab or spec.padded_vocab,
+                max_sequence_length=8,
+                pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+                post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+                share_embeddings_and_output_weights=spec.tied,
+                position_embedding_type=spec.positions,
+                vp_stage=stage,
+            )
+        )
+    return chunks
+
+
+def tokens_of(spec: MegatronSpec, seed: int) -> torch.Tensor:
+    return torch.randint(0, spec.vocab, (2, 8), generator=torch.Generator().manual_seed(seed))
+
+
+def forward(model: Any, tokens: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
+    positions = torch.arange(8).expand(2, 8)
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).triu(1)
+    out: torch.Tensor = model(tokens, positions, mask, labels=labels)
+    return out
+
+
+def train(spec: MegatronSpec, chunks: list[Any]) -> tuple[Any, Any, Any]:
+    """Train some steps: (the wrapped chunks, optimizer, scheduler)."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron.core.transformer.module import Float16Module
+
+    config = chunks[0].config
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=spec.distributed,
+        overlap_grad_reduce=spec.bucket is not None,
+        bucket_size=spec.bucket,
+        grad_reduce_in_fp32=spec.bf16,
+    )
+    wrapped = [Float16Module(config, c) if spec.bf16 else c for c in chunks]
+    wrapped = [
+        DistributedDataParallel(config, ddp, c, disable_bucketing=n > 0 and spec.bucket is None)
+        for n, c in enumerate(wrapped)
+    ]
+    options = OptimizerConfig(
+        optimizer="adam",
+        lr=1e-2,
+        min_lr=1e-3,
+        weight_decay=0.1,
+        clip_grad=1.0,
+        bf16=spec.bf16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=spec.distributed,
+    )
+    optimizer = get_megatron_optimizer(options, wrapped)
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=1e-2,
+        min_lr=1e-3,
+        lr_warmup_steps=1,
+        lr_decay_steps=10,
+        lr_decay_style="cosine",
+        start_wd=0.1,
+        end_wd=0.1,
+        wd_incr_steps=10,
+        wd_incr_style="constant",
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    for chunk in wrapped:
+        chunk.config = config
+    for step in range(STEPS):
+        for chunk in wrapped:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        run_schedule(spec, wrapped, step)
+        optimizer.step()
+        scheduler.step(increment=1)
+    return wrapped, optimizer, scheduler
+
+
+def run_schedule(spec: MegatronSpec, chunks: list[Any], step: int, only_forward: bool = False) -> Any:
+    """One pass of the pipeline's schedule; only forward: the logits of the last stage."""
+    from megatron.core import mpu
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    seed = 100 if only_forward else 1000 * step + mpu.get_data_parallel_rank()
+
+    def take(output: torch.Tensor, non_loss_data: bool = False) -> Any:
+        if non_loss_data:
+            return output
+        loss = output.float().mean()
+        return loss, {"loss": loss.detach()}
+
+    def forward_step(data: Any, model: Any) -> Any:
+        tokens = tokens_of(spec, seed)
+        return forward(model, tokens, None if only_forward else tokens.roll(-1, 1)), take
+
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(())] * len(chunks) if spec.vpp else None,
+        model=chunks if spec.vpp else chunks[0],
+        num_microbatches=2,
+        seq_length=8,
+        micro_batch_size=2,
+        forward_only=only_forward,
+        collect_non_loss_data=only_forward,
+    )
+
+
+def start(spec: MegatronSpec) -> None:
+    from megatron.core import mpu, tensor_parallel
+
+    mpu.destroy_model_parallel()
+    mpu.initialize_model_parallel(
+        spec.tp,
+        spec.pp,
+        spec.vpp,
+        expert_model_parallel_size=spec.ep,
+        expert_tensor_parallel_size=spec.etp,
+        create_gloo_process_groups=True,
+    )
+    torch.manual_seed(spec.seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(spec.seed, force_reset_rng=True)
+
+
+def _case(spec: MegatronSpec, rank: int, out: Path) -> None:
+    from . import megatron_save, megatron_truth
+
+    start(spec)
+    chunks, optimizer, scheduler = train(spec, build(spec))
+    truth = megatron_truth.gather(spec, chunks, optimizer)
+    if spec.legacy:
+        megatron_save.save_legacy(spec, out / "legacy", chunks, optimizer, scheduler)
+    if spec.dist:
+        megatron_save.save_dist(spec, out / "dist", chunks, optimizer, scheduler)
+    for chunk in chunks:
+        chunk.eval()
+    with torch.no_grad():
+        outputs = run_schedule(spec, chunks, 0, only_forward=True)
+    logits = megatron_truth.gather_logits(outputs)
+    if rank == 0:
+        torch.save(truth, out / "truth.pt")
+        torch.save({"tokens": tokens_of(spec, 100), "logits": logits}, out / "logits.pt")
+        (out / "info.json").write_text(json.dumps(asdict(spec) | {"world": spec.world}))
+
+
+def _rank(rank: int, world: int, folder: Path, rendezvous: Path, names: list[str]) -> None:
+    from .megatron_cpu import OnCPU
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=120))
+    for name in names:
+        if rank == 0:
+            print(f"=== {name}", flush=True)
+            (folder / name).mkdir()
+        dist.barrier()
+        with warnings.catch_warnings(), OnCPU():
+            warnings.simplefilter("ignore")
+            _case(CASES[name], rank, folder / name)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(folder: Path, only: list[str]) -> None:
+    # by their own name: what a rank pickles must not be a class of __main__
+    from tests.writers import megatron_core as named
+
+    from .megatron_cpu import patch
+
+    patch()
+    with tempfile.TemporaryDirectory() as scratch:
+        for world in sorted({spec.world for spec in CASES.values()}):
+            names = [n for n, spec in CASES.items() if spec.world == world and (n in only or not only)]
+            if names:
+                args = (world, folder, Path(scratch) / f"store{world}", names)
+                torch.multiprocessing.start_processes(named._rank, args=args, nprocs=world, start_method="fork")  # type: ignore[no-untyped-call]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
