@@ -68,9 +68,10 @@ class Reader:
 
 
 def builtin() -> tuple[Reader, ...]:
-    from . import dcp, deepspeed, huggingface, safetensors, torchsave
+    from . import dcp, deepspeed, huggingface, safetensors, torchsave, trainers
 
-    return (deepspeed.READER, dcp.READER, dcp.HUB, huggingface.READER, safetensors.READER, torchsave.READER)
+    folders = (deepspeed.READER, *trainers.READERS, dcp.READER, dcp.HUB, huggingface.READER)
+    return (*folders, safetensors.READER, torchsave.READER)
 
 
 def read_index(source: Source, format: str | None = None) -> Index:
@@ -85,13 +86,19 @@ def read_index(source: Source, format: str | None = None) -> Index:
                 return _read(reader, source)
         names = ", ".join(r.name for r in (*readers, *_installed()))
         raise FormatError(f"no reader is named {format!r}; there are: {names}")
-    for reader in readers:
-        if reader.recognises(source):
-            return _read(reader, source)
-    for reader in _installed():
-        if reader.recognises(source):
-            return _read(reader, source)
-    raise FormatError(_unknown(source, readers))
+    found = recognising(source)
+    if found is None:
+        raise FormatError(_unknown(source, readers))
+    return _read(found, source)
+
+
+def recognising(source: Source) -> Reader | None:
+    """The first reader that recognises it."""
+    for readers in (builtin(), _installed()):
+        for reader in readers:
+            if reader.recognises(source):
+                return reader
+    return None
 
 
 def _read(reader: Reader, source: Source) -> Index:
