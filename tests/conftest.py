@@ -16,7 +16,7 @@ import pytest
 import torch
 from filelock import FileLock  # torch depends on it
 
-from .writers import Case, torch_contents, torch_dcp, torch_files
+from .writers import Case, torch_contents, torch_dcp, torch_files, trainers
 from .writers.deepspeed_zero import ZeroSpec, write_many
 
 T = TypeVar("T")
@@ -262,6 +262,21 @@ def dcp_cases(session_folder: Path) -> dict[str, Case]:
 @pytest.fixture(params=[name for name in torch_dcp.CASES if name != "unknown_codec"])
 def dcp_case(request: pytest.FixtureRequest, dcp_cases: dict[str, Case]) -> Case:
     return dcp_cases[request.param]
+
+
+# -- what trainers write
+
+
+@pytest.fixture(scope="session")
+def trainer_cases(session_folder: Path) -> dict[str, Case]:
+    need("transformers", "accelerate", "lightning", "deepspeed")
+    folder = once(session_folder, "trainers", trainers.write_all)
+    return {name: trainers.load_case(folder, name) for name in trainers.CASES}
+
+
+@pytest.fixture(params=[name for name, spec in trainers.CASES.items() if "open_numbers" not in spec.info])
+def trainer_case(request: pytest.FixtureRequest, trainer_cases: dict[str, Case]) -> Case:
+    return trainer_cases[request.param]
 
 
 # -- DeepSpeed's truth, completed

@@ -204,6 +204,8 @@ def tied_names(config: Any, weights: Mapping[str, TensorSpec], problems: list[st
         aliases = {a: o for a, o in pairs.items() if a not in weights and o in weights}
         if aliases or any(a in weights for a in pairs):
             return aliases
+    if names and not any(re.search("LM|Generation", name) for name in names):
+        return {}  # a model without a language model's head: nothing to tie
     head = "lm_head.weight"
     embeddings = [
         n for n in weights if re.search(r"(^|\.)(embed_tokens|wte|word_embeddings|tok_embeddings)\.weight$", n)
