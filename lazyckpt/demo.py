@@ -135,10 +135,10 @@ torch.equal(view["lm_head.weight"][7], view["model.embed_tokens.weight"][7])
 # It is what was written, bit for bit.
 read = view.to("cpu")
 all(torch.equal(read[name], tensor) for name, tensor in written.items())
-# A training checkpoint of torch.save: weights, Adam's moments and the scheduler, each under its dotted path.
+# A training checkpoint of torch.save: weights, Adam's moments under the parameters' names, and the scheduler.
 run = lazyckpt.open(folder / "training.pt")
 print(run.tree())
-run["optimizer.state.0.exp_avg_sq"][0, :4]
+run.states["exp_avg_sq"]["0.weight"][0, :4]
 run.meta["epoch"], run.meta["scheduler"]["last_epoch"]
 # A file that runs a command when torch unpickles it. Here it is data: nothing in a pickle is ever run.
 bomb = lazyckpt.open(folder / "bomb.pt")

@@ -351,7 +351,12 @@ class LazyTensor:
             return None
         fragment = spec.fragments[0]
         extent = fragment.extent
-        if fragment.parts is not None or isinstance(extent, Hole) or extent.dtype != spec.dtype:
+        if (
+            fragment.parts is not None
+            or fragment.axes is not None
+            or isinstance(extent, Hole)
+            or extent.dtype != spec.dtype
+        ):
             return None
         if fragment.span not in (None, (0, spec.numel)) or fragment.local_shape != spec.shape:
             return None

@@ -16,7 +16,7 @@ import pytest
 import torch
 from filelock import FileLock  # torch depends on it
 
-from .writers import Case, torch_contents, torch_dcp, torch_files, trainers
+from .writers import Case, rank_files, torch_contents, torch_dcp, torch_files, trainers
 from .writers.deepspeed_zero import ZeroSpec, write_many
 
 T = TypeVar("T")
@@ -262,6 +262,17 @@ def dcp_cases(session_folder: Path) -> dict[str, Case]:
 @pytest.fixture(params=[name for name in torch_dcp.CASES if name != "unknown_codec"])
 def dcp_case(request: pytest.FixtureRequest, dcp_cases: dict[str, Case]) -> Case:
     return dcp_cases[request.param]
+
+
+@pytest.fixture(scope="session")
+def rank_cases(session_folder: Path) -> dict[str, Case]:
+    folder = once(session_folder, "ranks", rank_files.write_all)
+    return {name: rank_files.load_case(folder, name) for name in rank_files.CASES}
+
+
+@pytest.fixture(params=[name for name in rank_files.CASES if name != "partial"])
+def rank_case(request: pytest.FixtureRequest, rank_cases: dict[str, Case]) -> Case:
+    return rank_cases[request.param]
 
 
 # -- what trainers write

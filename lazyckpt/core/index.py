@@ -105,6 +105,9 @@ class Fragment:
     ``local_shape``: the rank-local array. ``parts``: how its blocks map into the global tensor; None means that the
     whole array stands at the global origin. ``span``: the flat interval of the rank-local array's C-order ravel that
     the extent holds (the extent is then 1-d and hi - lo long); None means all of it, in the extent's own shape.
+    ``axes``: for each dimension of the tensor the one of the rank-local array that it is, or None where it is a new one
+    of size 1 (an expert among others); where the parts have just one index of a dimension, no axis need be it (a layer
+    of a stack). None means the same dimensions.
     """
 
     extent: Extent | Archive | Hole
@@ -112,6 +115,7 @@ class Fragment:
     parts: tuple[Part, ...] | None = None
     span: tuple[int, int] | None = None
     rank: Rank | None = None
+    axes: tuple[int | None, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +160,8 @@ class Index:
     ``states``: state name -> tensor name -> spec; the first is the one a plain ``view[...]`` reads. ``stored``: every
     tensor as it lies in the files, under its raw name; None if that has to be looked up in ``files`` again (formats of
     many rank files). ``aliases``: tied name -> the name that owns the data. ``unreadable``: names that the checkpoint
-    lists but that cannot even be described (their file is gone), with the reason.
+    lists but that cannot even be described (their file is gone), with the reason. ``ruled``: names that the user's
+    rules are for and that are no tensors here any more (flat parameters that were taken apart).
     """
 
     format: str
@@ -168,6 +173,7 @@ class Index:
     mesh: Mesh = field(default_factory=Mesh)
     problems: tuple[str, ...] = ()
     unreadable: Mapping[str, str] = field(default_factory=dict)
+    ruled: tuple[str, ...] = ()
 
 
 def renamed(spec: TensorSpec, name: str) -> TensorSpec:

@@ -66,29 +66,40 @@ def fragment_boxes(fragment: Fragment) -> Iterator[tuple[Box, Box]]:
     held = [Box.of(shape)] if fragment.span is None else span_boxes(shape, *fragment.span)
     for box in held:
         if fragment.parts is None:
-            yield box, box
+            yield box, _turned(box, fragment.axes)
             continue
         for part in fragment.parts:
             local = box & part.local
             if local:
-                yield local, local.shift([g - a for g, a in zip(part.start, part.local.start, strict=True)])
+                moved = local.shift([-a for a in part.local.start])
+                yield local, _turned(moved, fragment.axes).shift(part.start)
+
+
+def _turned(box: Box, axes: tuple[int | None, ...] | None) -> Box:
+    """A block of a rank-local array in the dimensions of the tensor."""
+    if axes is None:
+        return box
+    return Box(
+        tuple(0 if a is None else box.start[a] for a in axes), tuple(1 if a is None else box.stop[a] for a in axes)
+    )
 
 
 def _pieces(fragment: Fragment, want: Selection, find: Find | None) -> Iterator[tuple[Box, Copy | Hole]]:
     """The wanted blocks that a fragment holds: (block of the output, the copy that fills it)."""
-    extent, span = fragment.extent, fragment.span
+    extent, span, axes = fragment.extent, fragment.span, fragment.axes
     for local, globe in fragment_boxes(fragment):
         lo: list[int] = []
         hi: list[int] = []
-        first: list[int] = []  # the rank-local index of the first wanted element
-        for r, a, b, at in zip(want, globe.start, globe.stop, local.start, strict=True):
+        first = list(local.start)  # the rank-local index of the first wanted element
+        for r, a, b, axis in zip(want, globe.start, globe.stop, axes or range(len(want)), strict=True):
             i = max(0, -(-(a - r.start) // r.step))
             j = min(len(r), -(-(b - r.start) // r.step))
             if i >= j:
                 break
             lo.append(i)
             hi.append(j)
-            first.append(r.start + i * r.step - a + at)
+            if axis is not None:
+                first[axis] += r.start + i * r.step - a
         else:
             target = Box(tuple(lo), tuple(hi))
             if isinstance(extent, Hole):
@@ -103,6 +114,8 @@ def _pieces(fragment: Fragment, want: Selection, find: Find | None) -> Iterator[
                 base = -span[0] * unit
                 strides = tuple(s * unit for s in c_strides(fragment.local_shape))
             start = base + sum(i * s for i, s in zip(first, strides, strict=True))
+            if axes is not None:
+                strides = tuple(0 if a is None else strides[a] for a in axes)
             steps = tuple(s * r.step for s, r in zip(strides, want, strict=True))
             yield target, Copy(extent, start, target.shape, steps, target.start)
 

@@ -66,7 +66,7 @@ def read(source: Source) -> Index:
     problems: list[str] = []
     weight_map: dict[str, str] | None = None
     if index_path.endswith(".json"):
-        table = _load_json(store, index_path)
+        table = load_json(store, index_path)
         weight_map = _weight_map(f"{store.root}/{index_path}", table)
         meta["index"] = table.get("metadata", {})
         paths = sorted(set(weight_map.values()), key=natural)  # shards are cut in the order of the state dict
@@ -125,7 +125,7 @@ def configs(store: Store, problems: list[str]) -> dict[str, Any]:
     for name in _JSON:
         if name in listed:
             try:
-                found[name.removesuffix(".json")] = _load_json(store, name)
+                found[name.removesuffix(".json")] = load_json(store, name)
             except LazyckptError as e:  # the weights are intact all the same
                 problems.append(f"{name} cannot be read: {e}")
     return found
@@ -237,7 +237,7 @@ def _loose(source: Source) -> list[str]:
     return found or sorted(filter(_CUT_BIN.fullmatch, files))
 
 
-def _load_json(store: Store, path: str) -> dict[str, Any]:
+def load_json(store: Store, path: str) -> dict[str, Any]:
     where = f"{store.root}/{path}"
     size = store.stat(path).size
     if size > _MAX_JSON:

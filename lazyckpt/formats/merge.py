@@ -19,6 +19,7 @@ from ..core.index import Fragment, Part
 from ..core.names import matcher
 from ..core.plan import Selection, fragments_near
 from ..errors import FormatError
+from .flatrules import flat_rule, is_flat_rule
 
 Parts = tuple[Part, ...] | None
 
@@ -296,6 +297,9 @@ _WORDS: dict[str, Rule] = {
 def _parsed(glob: str, rule: Any) -> Rule:
     if isinstance(rule, str) and rule in _WORDS:
         return _WORDS[rule]
+    if is_flat_rule(rule):
+        flat_rule(glob, rule)
+        return _no_flat
     if isinstance(rule, Mapping) and _is_table(rule):
         made = concatenated(rule["cat"])
         if "parts" in rule or "widths" in rule:
@@ -307,6 +311,10 @@ def _parsed(glob: str, rule: Any) -> Rule:
         "{'cat': 0, 'parts': 2, 'rows': 50257}, {'cat': 0, 'parts': [4096, 1024, 1024]} or "
         "{'cat': 0, 'widths': [[4, 2], [2, 1]]}"
     )
+
+
+def _no_flat(shapes: Sequence[Shape]) -> Merge:
+    raise ValueError("a rule with 'flat' is for the flat parameters of FSDP (names that end with _flat_param)")
 
 
 def _is_table(rule: Mapping[str, Any]) -> bool:

@@ -18,7 +18,7 @@ from ..core.index import TensorSpec, renamed
 from ..io.plain import Path
 from .numbering import Wanted, assign, assign_by_shape, possible_shapes
 
-_MODELS = ("model", "state_dict", "module", "model_state_dict", "model_state")
+MODELS = ("model", "state_dict", "module", "model_state_dict", "model_state")
 # torchtitan/components/checkpoint.py: the model's names stand beside these
 _NO_MODELS = ("train_state", "lr_scheduler", "dataloader")
 
@@ -56,9 +56,14 @@ def sort(
     another's tensor too. ``by``: what tells which number of an optimizer is which parameter.
     """
     paths = [path for path, _ in tensors.values()]
+    grouped_at_root = any(str(p[0]).startswith("param_groups") for p in objects)
+    if not models and not grouped_at_root and all(len(path) == 1 for path in paths):
+        # a state dict and no more: the common file
+        alone = {str(path[0]): renamed(spec, str(path[0])) for path, spec in tensors.values()}
+        return Sorted({"weights": alone} if alone else {})
     skip = 0 if models else _wrapper(paths, objects)
     if not models:
-        models = [m for m in _MODELS if any(p[skip : skip + 1] == (m,) and len(p) > skip + 1 for p in paths)][:1]
+        models = [m for m in MODELS if any(p[skip : skip + 1] == (m,) and len(p) > skip + 1 for p in paths)][:1]
     grouped = {
         p[:n] for p in (*paths, *objects) for n in range(skip, len(p)) if str(p[n]).split(".")[0] == "param_groups"
     }
@@ -86,6 +91,9 @@ def sort(
                 doubled.add(name)
     for root, text, spec in flat:
         name, state = _split(text, weights)
+        if not name:  # of the optimizer as a whole (Megatron's common_step)
+            found.rest.append(spec.name)
+            continue
         slots.setdefault(root, {}).setdefault(name, {})[state] = spec
 
     if weights:
@@ -136,7 +144,7 @@ def _copies(
     for key in found.rest:
         path, spec = tensors[key]
         if len(path) > skip + 1:
-            below = skip + (2 if path[skip + 1] in _MODELS and len(path) > skip + 2 else 1)
+            below = skip + (2 if path[skip + 1] in MODELS and len(path) > skip + 2 else 1)
             table = groups.setdefault(str(path[skip]), {})
             table[_free(".".join(map(str, path[below:])), table)] = spec
     copies = {
@@ -163,9 +171,9 @@ def _wrapper(paths: Sequence[Path], objects: Sequence[Path]) -> int:
     while everything and all(len(p) > depth + 1 and p[depth] == everything[0][depth] for p in everything):
         top = everything[0][depth]
         if (
-            top in _MODELS
+            top in MODELS
             or str(top).startswith("optim")
-            or not any(p[depth + 1] in _MODELS for p in paths if len(p) > depth + 2)
+            or not any(p[depth + 1] in MODELS for p in paths if len(p) > depth + 2)
         ):
             break
         depth += 1

@@ -68,10 +68,11 @@ class Reader:
 
 
 def builtin() -> tuple[Reader, ...]:
-    from . import dcp, deepspeed, huggingface, safetensors, torchsave, trainers
+    from . import dcp, deepspeed, huggingface, ranks, safetensors, torchsave, trainers
 
-    folders = (deepspeed.READER, *trainers.READERS, dcp.READER, dcp.HUB, huggingface.READER)
-    return (*folders, safetensors.READER, torchsave.READER)
+    # a folder of a trainer may hold what others recognise too: the one that knows more of it comes first
+    folders = (deepspeed.READER, *trainers.READERS, ranks.READER, trainers.FOLDER, dcp.READER, dcp.HUB)
+    return (*folders, huggingface.READER, safetensors.READER, torchsave.READER)
 
 
 def read_index(source: Source, format: str | None = None) -> Index:
@@ -114,7 +115,7 @@ def _read(reader: Reader, source: Source) -> Index:
 
 def _with_unused(index: Index, rules: Mapping[str, Any]) -> Index:
     """With a line for every rule of the user that no tensor's name matches: it is a slip, and has no other sign."""
-    names = {name for state in index.states.values() for name in state} if rules else ()
+    names = {*index.ruled, *(name for state in index.states.values() for name in state)} if rules else ()
     lines = [
         f"rules[{glob!r}] matches no tensor: it has no effect (it is compared with the full names, as the view lists "
         "them; a tied tensor's is its owner's)"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 from ..core.index import Index, TensorSpec
 from ..io.store import Store
 from .torchsave import stored_tensors
@@ -15,3 +17,29 @@ def stored_specs(store: Store, index: Index) -> dict[str, TensorSpec]:
             name = path.rsplit("/", 1)[-1]
             specs.update(stored_tensors(store, path, f"{name}/"))
     return specs
+
+
+class RankStored(Mapping[str, TensorSpec]):
+    """The same of some files only, whose pickles are read when it is first looked into."""
+
+    def __init__(self, store: Store, paths: tuple[str, ...]) -> None:
+        self._store = store
+        self._paths = paths
+        self._known: dict[str, TensorSpec] | None = None
+
+    def _all(self) -> dict[str, TensorSpec]:
+        if self._known is None:
+            known: dict[str, TensorSpec] = {}
+            for path in self._paths:
+                known |= stored_tensors(self._store, path, f"{path}/")
+            self._known = known
+        return self._known
+
+    def __getitem__(self, name: str) -> TensorSpec:
+        return self._all()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())

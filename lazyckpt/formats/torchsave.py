@@ -17,6 +17,10 @@ from .members import Member, together
 from .nested import paths, put
 from .reader import Reader, Source
 
+_SHARDS = {  # what pickles name that hold them, in torch's spellings
+    *((f"torch.distributed.{m}", "DTensor") for m in ("tensor", "tensor._api", "_tensor", "_tensor.api")),
+    *((f"torch.distributed.{m}.api", "ShardedTensor") for m in ("_shard.sharded_tensor", "_sharded_tensor")),
+}
 _BLOAT = 1 << 20  # bytes; what is less is alignment, and not worth a line
 
 
@@ -102,8 +106,15 @@ def member(store: Store, path: str, prefix: str = "") -> Member:
         named=named,
         files={path: file.info},
         aliases={prefix + alias: prefix + owner for alias, owner in ties(plain.tensors).items()},
-        problems=warnings(path, file, plain),
+        problems=warnings(path, file, plain) + shards(store, path, file),
     )
+
+
+def shards(store: Store, path: str, file: TorchFile) -> list[str]:
+    """A line if a file holds one rank's pieces of tensors."""
+    if not file.globals.keys() & _SHARDS:
+        return []
+    return [f"{path}: it holds one rank's shards of tensors: open its folder, {store.root}, for the whole ones"]
 
 
 def _read(source: Source) -> Index:

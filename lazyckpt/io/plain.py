@@ -35,7 +35,7 @@ class TensorRef(NamedTuple):
 class Plain:
     """``tensors``: dotted name -> record, in the order of the file; ``paths``: dotted name -> where that stood (names,
     places in lists); ``rest``: the object without its tensors; ``notes``: lines about tensors that are not what they
-    seem."""
+    seem. ``taken``: dotted name -> the record that stood there, of those that the caller reads itself."""
 
     def __init__(
         self,
@@ -44,24 +44,34 @@ class Plain:
         size: int,
         prefix: str = "",
         keep: Callable[[str, StoredTensor], Any] | None = None,
+        take: Callable[[Opaque], bool] | None = None,
     ) -> None:
         """``size``: bytes of the pickle, which bounds how much its shared references may expand to. ``prefix``: what
         stands before a tensor's name where the rest refers to it. ``keep``: gives what stands in the rest where a
-        tensor was, from its name and record; by default tensors leave the rest."""
+        tensor was, from its name and record; by default tensors leave the rest. ``take``: whether a record stands for
+        a tensor that the caller knows: it leaves the rest too, and nothing is looked for in it."""
         self.tensors: dict[str, StoredTensor] = {}
+        self.taken: dict[str, Opaque] = {}
         self.paths: dict[str, Path] = {}
         self.notes: list[str] = []
+        self._subclasses: dict[str, list[str]] = {}
         self._where = where
         self._left = 10_000 + 2 * size  # objects; then characters of tensor names
         self._letters = 1_000_000 + 64 * size
         self._open: set[int] = set()
         self._prefix = prefix
         self._keep = keep
+        self._take = take
         try:
             rest = self._walk(value, (), 0)
         except RecursionError:  # the caller's own stack was deep already
             raise CorruptError(f"{where}: objects are nested too deep: the file is hostile or damaged") from None
         self.rest = {} if rest is _GONE else rest
+        for kind, names in self._subclasses.items():
+            some = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
+            each = f"{some} is a {kind}: the tensors inside it stand under its name"
+            many = f"{len(names):,} tensors ({some}) are {kind}: the tensors inside them stand under their names"
+            self.notes.append(each if len(names) == 1 else many)
 
     def _walk(self, value: Any, path: Path, depth: int) -> Any:
         kind = type(value)
@@ -116,6 +126,9 @@ class Plain:
             inner = self._dict(vars(value), path, depth)
             return argparse.Namespace(**({} if inner is _GONE else inner))
         if isinstance(value, Opaque):
+            if self._take is not None and self._take(value):
+                self.taken[self._key(path)] = value
+                return _GONE
             return self._opaque(value, path, depth)
         return plain_numpy(value)
 
@@ -130,9 +143,7 @@ class Plain:
     def _opaque(self, value: Opaque, path: Path, depth: int) -> Opaque:
         """A copy of a record in which tensors are only named, so that it can be kept without the file."""
         if isinstance(value, TensorSubclass):
-            self.notes.append(
-                f"{_dotted(path)!r} is a {value.module}.{value.name}: the tensors inside it stand under its name"
-            )
+            self._subclasses.setdefault(f"{value.module}.{value.name}", []).append(_dotted(path))
         record = Opaque(value.module, value.name)
         if value.args:
             record.args = tuple(self._named(v, (*path, n), depth) for n, v in enumerate(value.args))
@@ -158,6 +169,14 @@ class Plain:
         return TensorRef(self._prefix + _dotted(path)) if item is _GONE else item
 
     def _tensor(self, tensor: StoredTensor, path: Path) -> Any:
+        key = self._key(path)
+        self.tensors[key] = tensor
+        if tensor.note:
+            self.notes.append(f"{key!r} {tensor.note}")
+        return _GONE if self._keep is None else self._keep(key, tensor)
+
+    def _key(self, path: Path) -> str:
+        """The name of a tensor that stands there; it is no other's."""
         key = _dotted(path)
         self._left -= 1
         self._letters -= len(key)
@@ -166,17 +185,14 @@ class Plain:
                 f"{self._where}: its references expand to far more tensors than it has bytes: "
                 "the file is hostile or damaged"
             )
-        if key in self.tensors:
+        if key in self.paths:
             number = 2
-            while f"{key}#{number}" in self.tensors:
+            while f"{key}#{number}" in self.paths:
                 number += 1
             self.notes.append(f"two tensors have the dotted name {key!r}: the second is {key + '#' + str(number)!r}")
             key = f"{key}#{number}"
-        self.tensors[key] = tensor
         self.paths[key] = path
-        if tensor.note:
-            self.notes.append(f"{key!r} {tensor.note}")
-        return _GONE if self._keep is None else self._keep(key, tensor)
+        return key
 
 
 _LEAVES = {type(None), bool, int, float, complex, str, bytes, bytearray, range, slice}

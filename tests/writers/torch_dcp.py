@@ -311,8 +311,8 @@ def experts(out: Path) -> States:
 # -- running them
 
 
-def write_all(folder: Path) -> Path:
-    """Write all cases, in a child process of their own."""
+def write_all(folder: Path, module: str = "torch_dcp") -> Path:
+    """Write all cases (of another writer that is made like this one), in a child process of their own."""
     package = __package__ or ""
     root = Path(__file__).resolve().parents[package.count(".") + 1]
     env = os.environ | {
@@ -320,7 +320,7 @@ def write_all(folder: Path) -> Path:
         "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
     }
     done = subprocess.run(
-        [sys.executable, "-m", f"{package}.torch_dcp", str(folder)],
+        [sys.executable, "-m", f"{package}.{module}", str(folder)],
         env=env,
         text=True,
         stdout=subprocess.PIPE,
@@ -337,11 +337,11 @@ def load_case(folder: Path, name: str) -> Case:
     return Case(folder / name / "ckpt", truth, info)
 
 
-def _rank(rank: int, world: int, folder: Path, rendezvous: Path) -> None:
+def _rank(rank: int, world: int, folder: Path, rendezvous: Path, cases: Mapping[str, Spec]) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=120))
-    for name, spec in CASES.items():
+    for name, spec in cases.items():
         if spec.world != world:
             continue
         out = folder / name / "ckpt"
@@ -357,14 +357,19 @@ def _rank(rank: int, world: int, folder: Path, rendezvous: Path) -> None:
     dist.destroy_process_group()
 
 
+def run(folder: Path, cases: Mapping[str, Spec]) -> None:
+    """Write the cases on forked ranks."""
+    with tempfile.TemporaryDirectory() as scratch:
+        for world in sorted({spec.world for spec in cases.values()}):
+            args = (world, folder, Path(scratch) / f"store{world}", cases)
+            mp.start_processes(_rank, args=args, nprocs=world, start_method="fork")  # type: ignore[no-untyped-call]
+
+
 def main(folder: Path) -> None:
     # by their own name: what a rank pickles must not be a class of __main__
     from tests.writers import torch_dcp as named
 
-    with tempfile.TemporaryDirectory() as scratch:
-        for world in sorted({spec.world for spec in CASES.values()}):
-            args = (world, folder, Path(scratch) / f"store{world}")
-            mp.start_processes(named._rank, args=args, nprocs=world, start_method="fork")  # type: ignore[attr-defined,no-untyped-call]
+    named.run(folder, named.CASES)
 
 
 if __name__ == "__main__":

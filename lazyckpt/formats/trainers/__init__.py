@@ -1,7 +1,8 @@
 """What trainers write around weights: optimizers, schedulers, random states, in files and folders of their own."""
 
-from . import folder, lightning
+from . import lightning
+from .folder import READER as FOLDER
 
-READERS = (lightning.READER, folder.READER)
+READERS = (lightning.READER,)
 
-__all__ = ["READERS"]
+__all__ = ["FOLDER", "READERS"]

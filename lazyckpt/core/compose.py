@@ -1,0 +1,156 @@
+"""Tensors made of blocks of others: one layer of a stack, q of a fused q, k and v, experts stacked again. Pure.
+
+A block goes from one tensor to a place in another by giving the fragments that hold it new parts; no bytes are looked
+at. So a tensor that is taken apart and put together again reads as the original does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, overload
+
+import torch
+
+from .box import Box, Shape
+from .index import Fragment, Part, TensorSpec
+from .plan import Selection, fragments_near
+
+Axes = tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """``block`` of ``source`` stands from ``start`` on in another tensor. ``axes``: for each dimension of that tensor
+    the source's dimension that it is, or None for a new one of size 1; a dimension of the source that is left out has
+    to have one index in the block. None: the same dimensions."""
+
+    source: TensorSpec
+    block: Box
+    start: Shape
+    axes: Axes | None = None
+
+    @property
+    def turned(self) -> Axes:
+        return tuple(range(len(self.block.start))) if self.axes is None else self.axes
+
+    @property
+    def target(self) -> Box:
+        """Where it stands in the tensor."""
+        sizes = self.block.shape
+        return Box(
+            self.start, tuple(s + (1 if a is None else sizes[a]) for s, a in zip(self.start, self.turned, strict=True))
+        )
+
+
+def whole_of(source: TensorSpec, start: Shape, axes: Axes | None = None) -> Piece:
+    """All of a tensor."""
+    return Piece(source, Box.of(source.shape), start, axes)
+
+
+def compose(name: str, shape: Shape, pieces: Sequence[Piece], rule: str = "", stored_as: str = "") -> TensorSpec:
+    """A tensor of these pieces. Raises ValueError if they differ in dtype or in how replicas count, if one does not
+    fit, or if there is none."""
+    dtypes: set[torch.dtype] = {piece.source.dtype for piece in pieces}
+    combines: set[Literal["first", "mean"]] = {piece.source.combine for piece in pieces}
+    if len(dtypes) != 1 or len(combines) != 1:
+        raise ValueError(
+            f"{name!r} is made of {len(pieces)} pieces of {len(dtypes)} dtypes: {sorted(map(str, dtypes))}"
+        )
+    for piece in pieces:
+        kept = {a for a in piece.turned if a is not None}
+        lost = [n for d, n in enumerate(piece.block.shape) if d not in kept and n != 1]
+        inside = (
+            Box.of(shape) & piece.target == piece.target and Box.of(piece.source.shape) & piece.block == piece.block
+        )
+        if lost or not (inside or not piece.block):
+            raise ValueError(f"{name!r} of shape {shape}: {piece.block} of {piece.source.name!r} does not fit")
+    return TensorSpec(
+        name, shape, dtypes.pop(), ComposedFragments(tuple(pieces)), combines.pop(), rule=rule, stored_as=stored_as
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ComposedFragments(Sequence[Fragment]):
+    """The fragments of the pieces, each with the parts of it that lie in the piece. Made on demand."""
+
+    pieces: tuple[Piece, ...]
+
+    def near(self, want: Selection) -> list[Fragment]:
+        """Those that may hold wanted elements."""
+        if any(not r for r in want):
+            return []
+        box = Box(tuple(r[0] for r in want), tuple(r[-1] + 1 for r in want))
+        found: list[Fragment] = []
+        for piece in self.pieces:
+            hit = box & piece.target
+            if hit:
+                found += _moved(piece, fragments_near(piece.source.fragments, _back(piece, hit)))
+        return found
+
+    def __iter__(self) -> Iterator[Fragment]:
+        for piece in self.pieces:
+            yield from _moved(piece, fragments_near(piece.source.fragments, _back(piece, piece.target)))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __bool__(self) -> bool:
+        return any(True for _ in self)
+
+    @overload
+    def __getitem__(self, n: int) -> Fragment: ...
+    @overload
+    def __getitem__(self, n: slice) -> list[Fragment]: ...
+    def __getitem__(self, n: Any) -> Any:
+        return list(self)[n]
+
+
+def _back(piece: Piece, box: Box) -> Selection:
+    """A block of the tensor within the piece's target, in the source's dimensions."""
+    wanted = [range(a, b) for a, b in zip(piece.block.start, piece.block.stop, strict=True)]
+    for d, axis in enumerate(piece.turned):
+        if axis is not None:
+            ahead = piece.block.start[axis] - piece.start[d]
+            wanted[axis] = range(box.start[d] + ahead, box.stop[d] + ahead)
+    return tuple(wanted)
+
+
+def _moved(piece: Piece, fragments: Iterable[Fragment]) -> list[Fragment]:
+    found = []
+    for fragment in fragments:
+        inner = fragment.axes
+        parts = tuple(_parts(piece, fragment))
+        if not parts:
+            continue
+        axes: Axes | None = piece.axes
+        if inner is not None:
+            axes = tuple(None if a is None else inner[a] for a in piece.turned)
+        found.append(replace(fragment, parts=parts, axes=axes))
+    return found
+
+
+def _parts(piece: Piece, fragment: Fragment) -> Iterator[Part]:
+    """The fragment's parts, cropped to the piece's block, with their places in the tensor."""
+    origin = (0,) * len(piece.block.start)
+    for part in fragment.parts if fragment.parts is not None else (Part(Box.of(fragment.local_shape), origin),):
+        axes = tuple(range(len(origin))) if fragment.axes is None else fragment.axes
+        start, stop = list(part.local.start), list(part.local.stop)
+        at = []  # where the cropped part begins, in the source
+        for d, axis in enumerate(axes):
+            width = 1 if axis is None else part.local.stop[axis] - part.local.start[axis]
+            lo, hi = max(part.start[d], piece.block.start[d]), min(part.start[d] + width, piece.block.stop[d])
+            if lo >= hi:
+                break
+            at.append(lo)
+            if axis is not None:
+                start[axis] += lo - part.start[d]
+                stop[axis] -= part.start[d] + width - hi
+        else:
+            yield Part(
+                Box(tuple(start), tuple(stop)),
+                tuple(
+                    s if a is None else s + at[a] - piece.block.start[a]
+                    for s, a in zip(piece.start, piece.turned, strict=True)
+                ),
+            )

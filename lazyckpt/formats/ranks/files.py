@@ -1,0 +1,112 @@
+"""Which files of a folder are the rank files of one save, by their names.
+
+Writers: verl/utils/checkpoint/fsdp_checkpoint_manager.py `save_checkpoint` (``model_world_size_8_rank_0.pt``, and the
+same of ``optim`` and ``extra_state``); accelerate/utils/fsdp_utils.py `save_fsdp_model`
+(``pytorch_model_fsdp_rank0.bin``, ``pytorch_model_fsdp_0_rank0.bin``) and `save_fsdp_optimizer`
+(``optimizer_0_rank0.bin``); scripts (``rank0.pt``, ``model_rank_0.pt``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ...io.store import Entry
+from ..paths import some
+
+_NAME = re.compile(
+    r"(?P<stem>.*?)(?:(?:^|[._-])world_size_(?P<world>\d{1,7}))?(?:^|[._-])rank[._-]?(?P<rank>\d{1,7})\.(?:pt|pth|bin|ckpt)"
+)
+_OTHERS = ("optim", "extra", "rng", "random", "scheduler", "sched", "data", "state", "train")
+# with these beside, the folder is what they are, and rank files are something else of that save
+_MODELS = re.compile(r"(model|pytorch_model).*\.(safetensors|bin)(\.index\.json)?")
+
+
+@dataclass(slots=True)
+class Series:
+    """The files whose names differ in the rank only. ``item``: what they are of ("model", "optim", ...)."""
+
+    item: str
+    world: int | None
+    before: str
+    width: int
+    after: str
+    files: dict[int, Entry] = field(default_factory=dict)
+
+    def path(self, rank: int) -> str:
+        """The name of a rank's file, also of one that is missing."""
+        return f"{self.before}{rank:0{self.width}d}{self.after}"
+
+    @property
+    def complete(self) -> bool:
+        count = self.world if self.world is not None else max(self.files) + 1
+        return all(rank in self.files for rank in range(count))
+
+    @property
+    def latest(self) -> int:
+        return max(entry.info.mtime_ns for entry in self.files.values())
+
+    @property
+    def is_model(self) -> bool:
+        """Whether its tensors are weights (or a whole training state)."""
+        return not self.item.startswith(_OTHERS)
+
+
+def rank_of(name: str) -> int | None:
+    """The rank that a file's name tells; None if it is no rank file."""
+    match = _NAME.fullmatch(name)
+    return int(match["rank"]) if match else None
+
+
+def recognised(entries: Mapping[str, Entry]) -> bool:
+    """Whether a folder is one of rank files."""
+    stems = {m["stem"] for name, e in entries.items() if not e.is_dir and (m := _NAME.fullmatch(name))}
+    if not any(not stem.startswith(_OTHERS) for stem in stems):
+        return False
+    return not any(_MODELS.fullmatch(name) and not _NAME.fullmatch(name) for name in entries)
+
+
+def chosen(entries: Mapping[str, Entry], problems: list[str]) -> list[Series]:
+    """The series of one save, that of the model first; what is left over from others is told.
+
+    Where there are several of the same item (saves of another world size leave theirs behind), the complete one is
+    taken; if that does not decide, the one that was written last.
+    """
+    found: dict[tuple[str, str], Series] = {}
+    for name, entry in sorted(entries.items()):
+        match = _NAME.fullmatch(name)
+        if match is None or entry.is_dir:
+            continue
+        before, after = name[: match.start("rank")], name[match.end("rank") :]
+        digits = match["rank"]
+        world = match["world"]
+        series = found.get((before, after))
+        if series is None:
+            item = match["stem"].rstrip("._-")
+            series = found[before, after] = Series(item, int(world) if world else None, before, len(digits), after)
+        series.width = (
+            min(series.width, len(digits)) if digits.startswith("0") or len(digits) < series.width else series.width
+        )
+        series.files[int(digits)] = entry
+    items: dict[str, list[Series]] = {}
+    for series in found.values():
+        items.setdefault(series.item, []).append(series)
+    taken: list[Series] = []
+    for candidates in sorted(items.values(), key=lambda c: not c[0].is_model):
+        fitting = [s for s in candidates if not taken or s.world == taken[0].world]
+        best = max(fitting, key=lambda s: (s.complete, s.latest, len(s.files)), default=None)
+        if best is not None:
+            taken.append(best)
+        rest = [s.path(rank) for s in candidates if s is not best for rank in sorted(s.files)]
+        if rest:
+            kept = "the complete set" if best is not None and best.complete else "the newest"
+            which = f"{best.path(min(best.files))}, ... is {kept}" if best is not None else "they fit no other file"
+            problems.append(f"{len(rest):,} files are left over from another save and not read: {some(rest)} ({which})")
+    for series in taken:  # names such as _rank_7 with a world of 4
+        if series.world is not None:
+            extra = [r for r in series.files if r >= series.world]
+            for rank in extra:
+                problems.append(f"{series.path(rank)} is left over: its name says that there are {series.world} ranks")
+                del series.files[rank]
+    return taken

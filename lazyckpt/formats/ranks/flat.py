@@ -1,0 +1,233 @@
+"""FSDP1's flat parameters, taken apart into the parameters they are made of.
+
+Writer: torch/distributed/fsdp/_state_dict_utils.py `_local_post_state_dict_hook` (LOCAL_STATE_DICT): under
+``MODULE._flat_param`` a ShardedTensor of the flat parameter, one shard a rank. What lies in it where, the file does not
+say, but with ``use_orig_params=True`` each rank also saves its slice of every parameter, as a view of the same storage:
+then places are known, and only shapes are not. Else names, order and shapes may be known from the optimizer beside, or
+from the user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from ...core.box import Shape
+from ...core.index import Hole, Rank, TensorSpec
+from ...core.names import matcher
+from ...errors import FormatError
+from ...io.plain import Path
+from ..deepspeed.flat import FlatFragments, Partition
+from ..flatrules import FlatRule, flat_rule, is_flat_rule, places, told
+from ..paths import some
+from .collect import Collected, Lost, Plains, Sharded
+
+FLAT = "_flat_param"
+_WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+_HOW = "rules={'%s': {'flat': {'up.weight': [64, 32], 'up.bias': [64], ...}}}"
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What is known of the model's parameters: names and shapes, in the module's order; and from where."""
+
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+    source: str = ""
+
+
+@dataclass(slots=True)
+class Split:
+    """``parameters``: raw name -> path and tensor. ``made_of``: the raw name of a flat one -> those of its parameters,
+    in order. ``gone``: raw names that are part of these. ``flats``: the names that rules are looked up by."""
+
+    parameters: dict[str, tuple[Path, TensorSpec]] = field(default_factory=dict)
+    made_of: dict[str, list[str]] = field(default_factory=dict)
+    gone: set[str] = field(default_factory=set)
+    flats: list[str] = field(default_factory=list)
+
+
+def split(collected: Collected, rules: Mapping[str, object], hints: Hints, lost: Lost, problems: list[str]) -> Split:
+    """Take apart what can be. Raises FormatError for a rule that does not fit."""
+    table = [(glob, matcher(glob), flat_rule(glob, r)) for glob, r in rules.items() if is_flat_rule(r)]
+    flats = {
+        raw: held
+        for raw, held in collected.tensors.items()
+        if isinstance(held, Sharded) and str(held.path[-1]).endswith(FLAT) and len(held.shape) == 1 and not held.clash
+    }
+    names = {raw: bare(str(held.path[-1])) for raw, held in flats.items()}
+    modules = [name.removesuffix(FLAT) for name in names.values()]
+    found = Split(flats=list(names.values()))
+    kept: list[str] = []
+    shapeless: list[str] = []
+    torn: dict[str, str] = {}  # the key of a parameter -> a file that is gone
+    for raw, held in flats.items():
+        name = names[raw]
+        partitions = _partitions(raw, held, lost)
+        if partitions is None:
+            kept.append(name)
+            continue
+        width, parts = partitions
+        total, world = held.shape[0], len(held.listed)
+        given = next(((glob, rule) for glob, match, rule in table if match(name)), None)
+        slices = _slices(collected, raw, held)
+        hole = next((p.extent for p in parts if isinstance(p.extent, Hole)), None)
+        module = name.removesuffix(FLAT)
+        evidence = hints.source
+        shapes: Mapping[str, Shape] | None
+        if given is not None:
+            evidence = f"rules[{given[0]!r}]"
+            shapes, begins = _by_rule(name, given[0], given[1], total, world)
+            shapes = {module + n: s for n, s in shapes.items()}
+        elif slices:
+            shapes, begins = _by_slices(slices, hints.shapes, parts, width, shapeless, torn)
+            evidence = "the slices that each rank saved" + (f", shapes from {hints.source}" if hints.source else "")
+        else:
+            shapes = {n: s for n, s in hints.shapes.items() if _module_of(bare(n), modules) == module}
+            fitting = places([prod(s) for s in shapes.values()], total, world) if shapes else []
+            if len(fitting) != 1:
+                kept.append(name)
+                continue
+            begins = fitting[0]
+        found.gone |= {raw, *slices}
+        if slices and hole is not None:  # what lies on the lost ranks alone is empty on all others
+            empty = _empty(collected, held)
+            torn |= dict.fromkeys(empty.values(), hole.path)
+            found.gone |= set(empty)
+        inner = held.key[: len(held.key) - len(str(held.path[-1]))]
+        for (n, shape), begin in zip(shapes.items(), begins, strict=True):
+            path = (*held.path[:-1], n)
+            key = ".".join(map(str, path))
+            rule = f"elements {begin:,} to {begin + prod(shape):,} of {name!r}; known from {evidence}"
+            fragments = FlatFragments(shape, width, parts, begin)
+            found.made_of.setdefault(raw, []).append(key)
+            found.parameters[key] = path, TensorSpec(inner + n, shape, held.dtype, fragments, rule=rule)
+    if kept:
+        problems.append(
+            f"{len(kept):,} flat parameters of FSDP ({some(kept)}) are 1-d tensors: nothing in the checkpoint says "
+            f"which parameters they are made of. Say it with {_HOW % kept[0]}"
+        )
+    if shapeless:
+        problems.append(
+            f"{len(shapeless):,} parameters ({some(shapeless)}) are 1-d tensors: FSDP's local state dict has no "
+            f"shapes, nor has an optimizer beside it. Say them with {_HOW % found.flats[0]}"
+        )
+    for key, file in torn.items():
+        collected.unreadable[key] = f"{key!r} lies on a rank whose file, {file}, is gone; nothing else tells its shape"
+    if torn:
+        problems.append(
+            f"{len(torn):,} parameters ({some(torn)}) lie on ranks whose files are gone, and nothing else tells their "
+            "shapes: they are left out"
+        )
+    return found
+
+
+def bare(name: str) -> str:
+    """A name without the modules that wrap it."""
+    for word in _WRAPPERS:
+        name = name.replace(word, "")
+    return name
+
+
+def _by_rule(name: str, glob: str, rule: FlatRule, total: int, world: int) -> tuple[Mapping[str, Shape], list[int]]:
+    sizes = [prod(s) for s in rule.shapes.values()]
+    fitting = places(sizes, total, world, rule.align)
+    if not fitting:
+        raise FormatError(f"rules[{glob!r}] does not fit {name!r}: {told(sizes, total, world)}")
+    if len(fitting) > 1:
+        raise FormatError(
+            f"rules[{glob!r}] fits {name!r} in {len(fitting)} ways, as the parameters may be aligned "
+            "(use_orig_params): add 'align': 0 (not), 4 (float32) or 8 (bfloat16)"
+        )
+    return rule.shapes, fitting[0]
+
+
+def _by_slices(
+    slices: Mapping[str, tuple[str, int, int]],
+    shapes: Mapping[str, Shape],
+    parts: Sequence[Partition],
+    width: int,
+    shapeless: list[str],
+    torn: dict[str, str],
+) -> tuple[dict[str, Shape], list[int]]:
+    """Shapes and places from the ranks' slices. A parameter that may go on in a lost shard is only known where its
+    shape is; else it is ``torn``."""
+    found: dict[str, Shape] = {}
+    begins = []
+    gone = [n for n, part in enumerate(parts) if isinstance(part.extent, Hole)]
+    for key, begin, end in sorted(slices.values(), key=lambda s: s[1]):
+        before, behind = begin in [(n + 1) * width for n in gone], end in [n * width for n in gone]
+        shape = shapes.get(key) or shapes.get(bare(key))
+        size = end - begin if shape is None else prod(shape)
+        if (before or behind) and (shape is None or (before and behind and size > end - begin)):
+            torn[key] = parts[next(n for n in gone if begin == (n + 1) * width or end == n * width)].extent.path
+            continue
+        if size > end - begin and before:
+            begin = end - size
+        if shape is None or (size != end - begin and not (size > end - begin and (before or behind))):
+            shape = (end - begin,)
+            shapeless.append(key)
+        found[key] = shape
+        begins.append(begin)
+    return found, begins
+
+
+def _slices(collected: Collected, raw: str, flat: Sharded) -> dict[str, tuple[str, int, int]]:
+    """The parameters whose slices are views of this flat parameter's shards: raw name -> (key, first element, behind
+    the last)."""
+    local = {r: (start[0], e) for (start, _), extents in flat.held.items() for r, e in extents.items()}
+    owners = {(r, key) for r, key in flat.storages.items()}
+    found = {}
+    for name, held in collected.tensors.items():
+        if not isinstance(held, Plains) or held.path[:-1] != flat.path[:-1] or name == raw:
+            continue
+        lo = hi = -1
+        for rank, extent in held.extents.items():
+            if len(extent.shape) != 1 or extent.dtype != flat.dtype:
+                break
+            if 0 in extent.shape or (rank, held.storages[rank]) not in owners:
+                continue
+            start, whole = local[rank]
+            begin = start + (extent.offset - whole.offset) // extent.dtype.itemsize
+            lo = begin if lo < 0 else min(lo, begin)
+            hi = max(hi, begin + extent.shape[0])
+        else:
+            if lo >= 0 and hi <= flat.shape[0]:
+                found[name] = (str(held.path[-1]), lo, hi)
+    return found
+
+
+def _empty(collected: Collected, flat: Sharded) -> dict[str, str]:
+    """Beside a flat parameter, the 1-d tensors that are empty in all files: raw name -> key."""
+    return {
+        name: str(held.path[-1])
+        for name, held in collected.tensors.items()
+        if isinstance(held, Plains)
+        and held.path[:-1] == flat.path[:-1]
+        and all(extent.shape == (0,) for extent in held.extents.values())
+    }
+
+
+def _partitions(name: str, held: Sharded, lost: Lost) -> tuple[int, tuple[Partition, ...]] | None:
+    """The shards in order; None if they are not cut as FSDP cuts."""
+    chunks = sorted((start[0], shape[0], rank) for (start, shape), rank in held.listed.items())
+    if not chunks or sum(n for _, n, _ in chunks) != held.shape[0]:
+        return None
+    width = chunks[0][1]
+    if any(start != n * width or size > width for n, (start, size, _) in enumerate(chunks)) or not width:
+        return None
+    parts = []
+    for n, (start, size, rank) in enumerate(chunks):
+        extents = held.held.get(((start,), (size,)))
+        here = Rank(dp=n)
+        if extents:
+            parts.append(Partition(extents[min(extents)], here))
+        else:
+            path, reason = lost(held.root, rank if rank is not None else n)
+            parts.append(Partition(Hole(path, reason or f"{path} does not hold its shard of {name!r}"), here))
+    return width, tuple(parts)
+
+
+def _module_of(name: str, modules: Sequence[str]) -> str:
+    """The innermost of the wrapped modules that a parameter is in."""
+    return max((m for m in modules if name.startswith(m)), key=len, default="\0")

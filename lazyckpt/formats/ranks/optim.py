@@ -1,0 +1,207 @@
+"""The states of an FSDP1 optimizer that was saved as it is: every rank's slices, under numbers.
+
+verl's checkpoints of FSDP1 hold ``optimizer.state_dict()`` of every rank (verl/utils/checkpoint/
+fsdp_checkpoint_manager.py): ordinary 1-d tensors, that are slices of the parameters (``use_orig_params=True``) or of
+the flat parameters (torch/distributed/fsdp/_flat_param.py), one behind the other in the order of the shards.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ...core.box import Shape
+from ...core.index import Extent, Fragment, Hole, Rank, TensorSpec
+from ...io.plain import Path
+from ..deepspeed.flat import FlatFragments, Partition
+from ..numbering import assign
+from ..paths import some
+from ..placements import Cut
+from .collect import Collected, Lost, Meshed, Plains
+
+
+@dataclass(slots=True)
+class Slices:
+    """One state of one numbered parameter. ``pieces``: what each shard's rank holds of it, in order (None: nothing)."""
+
+    raw: str
+    held: Plains
+    pieces: list[Extent | Hole | None]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [piece.shape[0] if isinstance(piece, Extent) else 0 for piece in self.pieces]
+
+    @property
+    def number(self) -> str:
+        return str(self.held.path[-2])
+
+
+def join(
+    collected: Collected, param_groups: Any, lost: Lost, problems: list[str]
+) -> tuple[dict[str, tuple[Path, TensorSpec]], set[str]]:
+    """Put together the states that are slices: -> (raw name -> path, with the parameter's name where that is certain,
+    and tensor; the raw names of what they are made of)."""
+    states = {raw: held for raw, held in collected.tensors.items() if _is_state(held.path)}
+    if not states or not all(isinstance(held, Plains) for held in states.values()):
+        return {}, set()
+    weights, order = _weights(collected)
+    if not order:
+        return {}, set()
+    kinds: dict[str, list[Slices]] = {}
+    torn: set[str] = set()
+    for raw, held in sorted(states.items(), key=lambda item: int(item[1].path[-2])):
+        assert isinstance(held, Plains)
+        if all(len(e.shape) == 1 for e in held.extents.values()):
+            pieces: list[Extent | Hole | None] = []
+            for rank in order:
+                file, reason = lost(held.root, rank)
+                pieces.append(Hole(file, reason) if reason else held.extents.get(rank))
+                torn |= {file} if reason else set()
+            kinds.setdefault(str(held.path[-1]), []).append(Slices(raw, held, pieces))
+    found: dict[str, tuple[Path, TensorSpec]] = {}
+    gone: set[str] = set()
+    unnamed: dict[str, None] = {}
+    names: dict[Path, list[str]] = {}  # a number's path -> the parameters that it stands for
+    for slices in kinds.values():
+        groups = _groups(weights, [max(s.sizes) for s in slices], len(order))
+        single = _single(weights, slices, param_groups) if len(order) > 1 and not torn else {}
+        for n, s in enumerate(slices):
+            if groups:
+                found |= _parameters(s, groups[n])
+                names[s.held.path[:-1]] = [name for name, _ in groups[n]]
+            elif s.number in single:
+                name, shape = single[s.number]
+                found[s.raw] = _whole(s, name, shape)
+                names[s.held.path[:-1]] = [name]
+            elif len(order) > 1 and not torn:
+                found[s.raw] = _whole(s, s.number, (sum(s.sizes),))
+                unnamed[s.number] = None
+            elif len(order) == 1:
+                continue
+            gone.add(s.raw)
+    for raw, held in states.items():  # the others, such as the step: one for all that a number stands for
+        if raw not in gone and held.path[:-1] in names:
+            for name in names[held.path[:-1]]:
+                path = (*held.path[:-2], name, held.path[-1])
+                found[".".join(map(str, path))] = path, collected.spec(raw, lost)
+            gone.add(raw)
+    if unnamed:
+        problems.append(
+            f"the optimizer's states of {len(unnamed):,} numbers ({some(unnamed)}) are slices of parameters or of flat "
+            "ones: nothing in the files says which these are, so they are 1-d tensors under their numbers"
+        )
+    if torn and not found:
+        problems.append(
+            f"the optimizer's states are slices that fit together only with those in {some(sorted(torn))}: they are in "
+            "view.stored only"
+        )
+    return found, gone
+
+
+def _single(
+    weights: Sequence[tuple[str, Shape]], slices: Sequence[Slices], param_groups: Any
+) -> dict[str, tuple[str, Shape]]:
+    """Number -> parameter, where each number is one parameter: its slices have as many elements together."""
+    sums = {s.number: sum(s.sizes) for s in slices}
+    groups = [g for g in param_groups if isinstance(g, dict)] if isinstance(param_groups, list) else []
+    members = [[str(n) for n in g.get("params") or () if type(n) is int] for g in groups]
+    wanted = [[frozenset({(sums[n],)}) if n in sums else None for n in group] for group in members]
+    named = assign([(name, (prod(shape),)) for name, shape in weights], wanted)
+    if named is None:
+        return {}
+    shapes = dict(weights)
+    pairs = zip(members, named.names, strict=True)
+    return {
+        n: (name, shapes[name]) for ns, found in pairs for n, name in zip(ns, found, strict=True) if name is not None
+    }
+
+
+def _weights(collected: Collected) -> tuple[list[tuple[str, Shape]], list[int]]:
+    """The parameters, in the module's order, and one rank for each of their shards, in order; none if they are not cut
+    as FSDP1 cuts."""
+    cut: dict[Shape, int] = {}
+    count = 1
+    weights = []
+    for held in collected.tensors.values():
+        if isinstance(held, Meshed) and not _is_state(held.path):
+            weights.append((str(held.path[-1]), held.shape))  # buffers are no DTensors
+            count = prod(n for n, p in zip(held.layout.mesh, held.layout.placements, strict=True) if isinstance(p, Cut))
+            for rank in sorted(held.places):
+                cut.setdefault(held.layout.key(held.places[rank]), rank)
+    if weights:
+        one = len(cut) == count and all(len(key) == 1 for key in cut)
+        return weights, [cut[key] for key in sorted(cut)] if one else []
+    plains = [
+        (str(h.path[-1]), h) for h in collected.tensors.values() if isinstance(h, Plains) and not _is_state(h.path)
+    ]
+    ranks = {rank for _, held in plains for rank in held.extents}
+    trained = [(name, held.shape) for name, held in plains if held.dtype.is_floating_point]
+    return trained, sorted(ranks) if len(
+        ranks
+    ) == 1 else []  # of one rank FSDP shards nothing, but flattens all the same
+
+
+def _is_state(path: Path) -> bool:
+    return len(path) > 3 and path[-3] == "state" and str(path[-2]).isdecimal() and str(path[0]).startswith("optim")
+
+
+def _whole(s: Slices, name: str, shape: Shape) -> tuple[Path, TensorSpec]:
+    at = 0
+    fragments = []
+    for piece, size in zip(s.pieces, s.sizes, strict=True):
+        if piece is not None and size:
+            fragments.append(Fragment(piece, shape, None, (at, at + size)))
+        at += size
+    rule = f"slices of {len(s.pieces)} ranks, one behind the other"
+    path = (*s.held.path[:-2], name, s.held.path[-1])
+    return path, TensorSpec(s.held.key, shape, s.held.dtype, tuple(fragments), rule=rule)
+
+
+def _parameters(s: Slices, group: Sequence[tuple[str, Shape]]) -> dict[str, tuple[Path, TensorSpec]]:
+    """The parameters of a flat one."""
+    nothing = Hole("", f"no rank holds its part of the state {s.held.key!r}")
+    parts = tuple(Partition(nothing if p is None else p, Rank(dp=n)) for n, p in enumerate(s.pieces))
+    found = {}
+    at = 0
+    for name, shape in group:
+        where = f"elements {at:,} to {at + prod(shape):,} of the flat parameter {s.number}"
+        rule = f"{where}; known from its size and the names of modules"
+        path = (*s.held.path[:-2], name, s.held.path[-1])
+        fragments = FlatFragments(shape, max(s.sizes), parts, at)
+        found[".".join(map(str, path))] = path, TensorSpec(s.held.key, shape, s.held.dtype, fragments, rule=rule)
+        at += prod(shape)
+    return found
+
+
+def _groups(
+    weights: Sequence[tuple[str, Shape]], widths: Sequence[int], world: int
+) -> list[list[tuple[str, Shape]]] | None:
+    """Which weights each flat parameter is made of: one for each module of a list of layers and one, the first, for the
+    rest (or for the rest alone), or one for all. None unless exactly one way fits every size.
+
+    >>> _groups([("emb", (5,)), ("h.0.w", (3, 2)), ("h.1.w", (3, 2)), ("head", (5,))], [5, 3, 3], 2)
+    [[('emb', (5,)), ('head', (5,))], [('h.0.w', (3, 2))], [('h.1.w', (3, 2))]]
+    """
+    patterns = {""}
+    for name, _ in weights:
+        parts = name.split(".")
+        patterns |= {_pattern(parts[: n + 1]) for n, part in enumerate(parts[:-1]) if part.isdecimal()}
+    fitting = []
+    for pattern in sorted(patterns):
+        rest: list[tuple[str, Shape]] = []
+        modules: dict[str, list[tuple[str, Shape]]] = {}
+        for name, shape in weights:
+            match = re.match(pattern, name) if pattern else None
+            (modules.setdefault(match[0], []) if match else rest).append((name, shape))
+        groups = ([rest] if rest else []) + list(modules.values())
+        if [-(-sum(prod(s) for _, s in g) // world) for g in groups] == list(widths) and groups not in fitting:
+            fitting.append(groups)
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _pattern(parts: Sequence[str]) -> str:
+    return r"\.".join(r"\d+" if part.isdecimal() else re.escape(part) for part in parts) + r"\."

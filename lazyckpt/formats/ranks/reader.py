@@ -1,0 +1,318 @@
+"""Folders of rank files: what every rank gave to torch.save, put together.
+
+Writers: see files.py. A rank's file is a state dict (or a whole training state) in which sharded tensors are the rank's
+pieces (records.py); all other tensors are the rank's own copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from ...core.index import FileInfo, Index, Mesh, TensorSpec
+from ...errors import CorruptError, LazyckptError
+from ...io.dangers import dangers
+from ...io.plain import Path, Plain, TensorRef
+from ...io.rebuild import StoredTensor
+from ...io.records import Opaque
+from ...io.store import Store
+from ...io.torchfile import Pickles, TorchFile, read_torch_file
+from ..dcp.reader import in_folder
+from ..huggingface import load_json, tied_names
+from ..members import Member, together
+from ..naming import MODELS, sort
+from ..nested import at, paths, put
+from ..paths import some
+from ..reader import Reader, Source
+from ..stored import RankStored
+from .collect import Collected, Meshed, Sharded
+from .files import Series, chosen, recognised
+from .flat import FLAT, Hints, Split, split
+from .optim import join
+from .records import Records, is_dtensor, is_sharded
+
+_JSON = {"fsdp_config.json": "fsdp_config", "config.json": "config", "huggingface/config.json": "config"}
+_MESH = {"tp": "tp", "pp": "pp", "ep": "ep"}  # names of mesh dimensions; all others are data-parallel ones
+_SMALL = 1 << 20  # elements of a mesh that are worth a read
+
+
+def _read(source: Source) -> Index:
+    folder = _Folder(source)
+    for series in folder.series:
+        folder.read(series)
+    folder.tell_missing()
+    if not folder.files:
+        raise next(iter(folder.broken.values()))
+    collected, problems = folder.collected, folder.problems
+    beside = _optimizers(source, problems)
+
+    tensors, flats = _assembled(source, folder, beside)
+    meta = folder.meta
+
+    def named(rest: Sequence[tuple[Path, str]]) -> Mapping[str, Any]:
+        for path, _ in rest:
+            put(meta, path, TensorRef(folder.stored_name(path)))
+        return meta
+
+    member = Member(
+        format=_format(collected),
+        tensors=tensors,
+        objects=list(paths(meta, 4)),
+        meta=meta,
+        named=named,
+        files=folder.files,
+        stored=RankStored(source.store.pinned(folder.files), tuple(folder.files)),
+        aliases=collected.ties(tensors),
+        problems=problems,
+    )
+    index = together(member.format, [((), member), *beside])
+    weights = dict(index.states.get("weights", {}))
+    more = collected.problems + _unreadable(index.states)
+    kept = {spec.stored_as or name for name, spec in weights.items()}
+    more += collected.differing(n for n, (_, spec) in tensors.items() if spec.name in kept and n not in flats.gone)
+    ties = tied_names(meta.get("config", {}), weights, more)
+    return replace(
+        index,
+        aliases={**index.aliases, **ties},
+        mesh=_mesh(collected),
+        problems=(*index.problems, *more),
+        unreadable=collected.unreadable,
+        ruled=tuple(flats.flats),
+    )
+
+
+Found = dict[str, tuple[Path, TensorSpec]]
+
+
+def _assembled(source: Source, folder: _Folder, beside: Sequence[tuple[Path, Member]]) -> tuple[Found, Split]:
+    """All tensors by raw name, with what was flat taken apart."""
+    collected = folder.collected
+    hints = Hints()
+    if _format(collected) == "fsdp-local":
+        hints = _hints(folder, beside)
+    flats = split(collected, source.rules, hints, folder.lost, folder.problems)
+    slices, joined = join(collected, _param_groups(folder.meta), folder.lost, folder.problems)
+    found: Found = {}
+    for raw, held in collected.tensors.items():
+        for key in flats.made_of.get(raw, ()):
+            if key not in collected.tensors or key == raw:
+                found[key] = flats.parameters[key]
+        if raw in flats.parameters:
+            found[raw] = flats.parameters[raw]
+        elif raw not in flats.gone and raw not in joined:
+            found[raw] = held.path, collected.spec(raw, folder.lost)
+    return found | slices, flats
+
+
+def _optimizers(source: Source, problems: list[str]) -> list[tuple[Path, Member]]:
+    """The folders of torch.distributed.checkpoint beside, that hold optimizers (accelerate's ``optimizer_0``)."""
+    names = [n for n, e in sorted(source.entries.items()) if e.is_dir and n.startswith("optim")]
+    found: list[tuple[Path, Member]] = []
+    for name in names:
+        if ".metadata" in source.store.list(name):
+            try:
+                found.append(((name,) if found else (), in_folder(source.store, name)))
+            except LazyckptError as e:
+                problems.append(f"{name} cannot be read: {e}")
+    return found
+
+
+def _hints(folder: _Folder, beside: Sequence[tuple[Path, Member]]) -> Hints:
+    """Names and shapes of parameters, as an optimizer's states tell them."""
+    collected = folder.collected
+    own: Found = {
+        raw: (held.path, collected.spec(raw, folder.lost))
+        for raw, held in collected.tensors.items()
+        if str(held.path[0]).startswith("optim")
+    }
+    for tensors, objects, meta in (
+        (own, list(paths(folder.meta, 4)), folder.meta),
+        *((m.tensors, m.objects, m.meta) for _, m in beside),
+    ):
+        states = sort(tensors, objects, lambda path: None).states
+        shapes = {
+            name: spec.shape
+            for s, table in states.items()
+            if s != "weights"
+            for name, spec in table.items()
+            if spec.shape
+        }
+        groups = _param_groups(meta)
+        listed = groups if isinstance(groups, list) else []
+        order = [n for g in listed if isinstance(g, dict) for n in g.get("params") or () if isinstance(n, str)]
+        if order and shapes:
+            return Hints({name: shapes[name] for name in order if name in shapes}, "the optimizer's states")
+    return Hints()
+
+
+def _param_groups(meta: Mapping[str, Any]) -> Any:
+    return next((at(meta, (top, "param_groups")) for top in meta if top.startswith("optim")), None)
+
+
+class _Folder:
+    """The rank files of a folder, read one after the other."""
+
+    def __init__(self, source: Source) -> None:
+        self.store: Store = source.store
+        self.problems: list[str] = []
+        self.files: dict[str, FileInfo] = {}
+        self.broken: dict[str, LazyckptError] = {}
+        self.meta: dict[str, Any] = {}
+        self.collected = Collected()
+        self.series = chosen(source.entries, self.problems)
+        self.roots: dict[Path, Series] = {}  # where the objects of a series stand
+        self._pickles = Pickles()
+        self._notes: dict[str, list[str]] = {}  # what is odd of a file -> the files
+        for name, key in _JSON.items():
+            where, _, last = name.rpartition("/")
+            if last in (source.entries if not where else self.store.list(where)):
+                try:
+                    self.meta[key] = load_json(self.store, name)
+                except LazyckptError as e:
+                    self.problems.append(f"{name} cannot be read: {e}")
+
+    def read(self, series: Series) -> None:
+        """Read all files of a series; those of another save are left out."""
+        first = True
+        left: list[int] = []
+        for rank in sorted(series.files):
+            path = series.path(rank)
+            try:
+                file = read_torch_file(self.store, path, self._pickles)
+                where = f"{self.store.root}/{path}"
+                plain = Plain(file.root, where, file.pickle_size, f"{path}/", take=_sharded)
+                records = Records(rank, lambda tensor, file=file: self._values(file, tensor))  # type: ignore[misc]
+                if first:  # the others are the same
+                    root = _root(series, self.series, file.root)
+                    self.roots[root] = series
+                if not self.collected.add(rank, root, file, plain, records):
+                    left.append(rank)
+                    continue
+            except LazyckptError as e:
+                self.broken[path] = e
+                continue
+            self.files[path] = file.info
+            for name in dangers(file.globals):
+                line = f"its pickle names {name}, which no checkpoint needs: nothing was run, but do not torch.load it"
+                self._notes.setdefault(line, []).append(path)
+            for note in plain.notes:
+                self._notes.setdefault(note, []).append(path)
+            if first:
+                first = False
+                _add_meta(self.meta, root, plain.rest)
+        for note, files in self._notes.items():
+            self.problems.append(f"{some(files)}: {note}")
+        self._notes.clear()
+        if left:
+            self.problems.append(
+                f"{len(left):,} files are left over from a save over other ranks and not read: "
+                f"{some(map(series.path, left))} (their meshes contradict those of the lower ranks' files)"
+            )
+            for rank in left:
+                del series.files[rank]
+
+    def tell_missing(self) -> None:
+        """The lines on files that are gone or cannot be read."""
+        for series in self.series:
+            count = range(series.world) if series.world is not None else sorted(self.collected.ranks)
+            gone = [series.path(rank) for rank in count if rank not in series.files]
+            if gone:
+                self.problems.append(f"{len(gone):,} of {len(count):,} rank files are missing: {some(gone)}")
+            broken = [path for rank in series.files if (path := series.path(rank)) in self.broken]
+            for path in broken:
+                self.problems.append(f"{path} cannot be read: {self.broken[path]}")
+
+    def lost(self, root: Path, rank: int) -> tuple[str, str]:
+        """A rank's file of those whose objects stand at this root, and why it cannot be read ("" if it can)."""
+        name = self.roots[root].path(rank)
+        if name in self.files:
+            return name, ""
+        return name, f"{name} cannot be read: {self.broken[name]}" if name in self.broken else f"{name} is missing"
+
+    def stored_name(self, path: Path) -> str:
+        """What stands at a path, in the raw namespace: the lowest rank's."""
+        root = max((root for root in self.roots if path[: len(root)] == root), key=len)
+        series = self.roots[root]
+        file = next(name for rank in sorted(series.files) if (name := series.path(rank)) in self.files)
+        return f"{file}/{'.'.join(map(str, path[len(root) :]))}"
+
+    def _values(self, file: TorchFile, tensor: StoredTensor) -> Sequence[int]:
+        """The numbers of a mesh, which older files hold as a tensor only."""
+        extent = file.extent(tensor, "a mesh")
+        size = prod(extent.shape)
+        if size > _SMALL or not extent.raw or extent.dtype.is_floating_point or extent.dtype.is_complex:
+            raise CorruptError(f"{file.path}: a mesh of shape {extent.shape} and dtype {extent.dtype}")
+        data = bytes(self.store.read(extent.path, extent.offset, size * extent.dtype.itemsize))
+        step = extent.dtype.itemsize
+        return [int.from_bytes(data[n : n + step], "little", signed=True) for n in range(0, len(data), step)]
+
+
+def _sharded(record: Opaque) -> bool:
+    return is_dtensor(record) or is_sharded(record)
+
+
+def _root(series: Series, all_series: Sequence[Series], value: Any) -> Path:
+    """Where in a training state the objects of a series stand, as if one file held all of it."""
+    models = [s for s in all_series if s.is_model]
+    if series not in models:
+        alone = sum(s.item.startswith("optim") for s in all_series) == 1
+        return ("optim",) if series.item.startswith("optim") and alone else (series.item,)
+    if len(models) > 1:
+        return (series.item or "rank",)
+    inside = isinstance(value, dict) and any(isinstance(value.get(key), dict) for key in MODELS)
+    return () if inside or len(all_series) == 1 else ("model",)
+
+
+def _add_meta(meta: dict[str, Any], root: Path, rest: Any) -> None:
+    if isinstance(rest, dict):
+        rest.pop("_metadata", None)  # versions of modules, in every state dict
+    if not root:
+        meta |= rest if isinstance(rest, dict) else {"": rest}
+    elif rest not in ({}, None):
+        meta[str(root[0])] = rest
+
+
+def _unreadable(states: Mapping[str, Mapping[str, TensorSpec]]) -> list[str]:
+    """The lines on what has no data, and why."""
+    reasons: dict[str, list[str]] = {}
+    for table in states.values():
+        for name, spec in table.items():
+            if spec.numel and not len(spec.fragments):
+                reasons.setdefault(spec.rule, []).append(name)
+    return [
+        f"{len(names):,} tensors cannot be read as a whole ({some(names)}): {reason}"
+        for reason, names in reasons.items()
+    ]
+
+
+def _mesh(collected: Collected) -> Mesh:
+    """The parallel degrees, from the names of the largest mesh."""
+    names, shape = max(collected.meshes.items(), key=lambda item: (prod(item[1]), len(item[1])), default=((), ()))
+    degrees = {"tp": 1, "pp": 1, "dp": 1, "ep": 1}
+    for n, size in enumerate(shape):
+        degrees[_MESH.get(names[n], "dp") if len(names) == len(shape) else "dp"] *= size
+    degrees["dp"] *= collected.world  # of ShardedTensors only this is known
+    return Mesh(**degrees)
+
+
+def _format(collected: Collected) -> str:
+    kinds = collected.tensors.values()
+    if any(isinstance(h, Sharded) and str(h.path[-1]).endswith(FLAT) for h in kinds):
+        return "fsdp-local"
+    if any(isinstance(h, Sharded) for h in kinds):
+        return "fsdp-sharded"
+    return "fsdp-dtensor" if any(isinstance(h, Meshed) for h in kinds) else "rank-files"
+
+
+def _recognises(source: Source) -> bool:
+    return not source.path and recognised(source.entries)
+
+
+READER = Reader(
+    "rank-files",
+    "folders of rank files of torch.save (model_world_size_8_rank_0.pt, ..._rank0.bin)",
+    _recognises,
+    _read,
+)

@@ -1,0 +1,127 @@
+"""Tensors made of blocks of others read as numpy cuts, turns and joins the wholes; whatever the blocks lie in."""
+
+from __future__ import annotations
+
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from lazyckpt.core.box import Box
+from lazyckpt.core.compose import Piece, compose, whole_of
+from lazyckpt.core.index import TensorSpec
+from lazyckpt.io.local import LocalStore
+from lazyckpt.tensor import LazyTensor
+
+from .algebra import Array, index, keys
+from .placements import Placed, placed
+from .test_plan import same
+
+property_test = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def reads(case: Placed, spec: TensorSpec, expected: Array, data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        case.write(Path(folder))
+        tensor = LazyTensor(LocalStore(folder), spec)
+        assert tuple(tensor.shape) == expected.shape
+        assert same(tensor[...], expected)
+        key = data.draw(keys(expected.shape))
+        assert same(tensor[key], index(expected, key))
+
+
+@st.composite
+def turned_block(draw: st.DrawFn, source: TensorSpec, truth: Array) -> tuple[TensorSpec, Array]:
+    """A block, its dimensions in another order, some of size 1 left out, new ones put in."""
+    ends = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in source.shape]
+    for d in range(len(ends)):
+        if ends[d][1] and draw(st.booleans()):  # one index, so that the dimension may go
+            ends[d] = [ends[d][1] - 1, ends[d][1]]
+    block = Box(tuple(a for a, _ in ends), tuple(b for _, b in ends))
+    cut = truth[block.slices]
+    order: list[int | None] = list(draw(st.permutations(range(truth.ndim))))
+    order = [d for d in order if cut.shape[d] != 1 or draw(st.booleans())]  # type: ignore[index]
+    kept = [d for d in order if d is not None]
+    array = np.moveaxis(cut, kept, range(len(kept))).reshape([cut.shape[d] for d in kept])
+    for d in sorted(draw(st.lists(st.integers(0, len(order)), max_size=2))):
+        order.insert(d, None)
+        array = np.expand_dims(array, d)
+    shape = tuple(array.shape)
+    return compose("c", shape, [Piece(source, block, (0,) * len(shape), tuple(order))]), array
+
+
+@property_test
+@given(st.data(), placed())
+def test_a_block_turned_and_turned_again(data: st.DataObject, case: Placed) -> None:
+    spec, array = data.draw(turned_block(case.spec, case.truth))
+    reads(case, spec, array, data)
+    again, array = data.draw(turned_block(spec, array))
+    reads(case, again, array, data)
+
+
+@property_test
+@given(st.data(), placed())
+def test_blocks_in_another_order_and_back(data: st.DataObject, case: Placed) -> None:
+    """Cut along a dimension, shuffled (q, k and v of a fused matrix), and put back."""
+    assume(case.truth.ndim > 0)
+    d = data.draw(st.integers(0, case.truth.ndim - 1))
+    n = case.truth.shape[d]
+    cuts = [0, *sorted(data.draw(st.lists(st.integers(0, n), max_size=4))), n]
+    blocks = data.draw(st.permutations(list(pairwise(cuts))))
+
+    def box(a: int, b: int) -> Box:
+        whole = Box.of(case.truth.shape)
+        return Box((*whole.start[:d], a, *whole.start[d + 1 :]), (*whole.stop[:d], b, *whole.stop[d + 1 :]))
+
+    there, back, at = [], [], 0
+    for a, b in blocks:
+        start = box(at, at + b - a).start
+        there.append(Piece(case.spec, box(a, b), start))
+        back.append((box(at, at + b - a), box(a, b).start))
+        at += b - a
+    shuffled = compose("s", case.spec.shape, there)
+    expected = np.concatenate([case.truth[box(a, b).slices] for a, b in blocks], axis=d)
+    reads(case, shuffled, expected, data)
+    reads(case, compose("b", case.spec.shape, [Piece(shuffled, block, to) for block, to in back]), case.truth, data)
+
+
+@property_test
+@given(st.data(), placed())
+def test_stacked_and_taken_from_the_stack(data: st.DataObject, case: Placed) -> None:
+    count = data.draw(st.integers(1, 4))
+    at = data.draw(st.integers(0, case.truth.ndim))
+    axes = (*range(at), None, *range(at, case.truth.ndim))
+    shape = (*case.spec.shape[:at], count, *case.spec.shape[at:])
+    zero = (0,) * case.truth.ndim
+    pieces = [whole_of(case.spec, (*zero[:at], n, *zero[at:]), axes) for n in range(count)]
+    stack = compose("stack", shape, pieces)
+    reads(case, stack, np.stack([case.truth] * count, axis=at), data)
+    n = data.draw(st.integers(0, count - 1))
+    block = Box((*zero[:at], n, *zero[at:]), (*case.spec.shape[:at], n + 1, *case.spec.shape[at:]))
+    taken = compose("one", case.spec.shape, [Piece(stack, block, zero, tuple(d for d in range(len(shape)) if d != at))])
+    reads(case, taken, case.truth, data)
+
+
+def spec(dtype: torch.dtype = torch.float32, **more: Any) -> TensorSpec:
+    return TensorSpec("x", (2, 3), dtype, (), **more)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "words"),
+    [
+        ([], "0 pieces"),
+        ([whole_of(spec(), (0, 0)), whole_of(spec(torch.float16), (2, 0))], "2 dtypes"),
+        ([whole_of(spec(), (3, 0))], "does not fit"),
+        ([Piece(spec(), Box((0, 0), (3, 3)), (0, 0))], "does not fit"),
+        ([Piece(spec(), Box((0, 0), (2, 3)), (0, 0), (0, None))], "does not fit"),
+    ],
+)
+def test_pieces_that_cannot_be(pieces: list[Piece], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        compose("c", (4, 3), pieces)
