@@ -1,8 +1,8 @@
 """What trainers write around weights: optimizers, schedulers, random states, in files and folders of their own."""
 
-from . import lightning
+from . import lightning, sharding
 from .folder import READER as FOLDER
 
-READERS = (lightning.READER,)
+READERS = (lightning.READER, sharding.READER)
 
 __all__ = ["FOLDER", "READERS"]
