@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ def test_contract(trainer_case: Case, check: Check) -> None:
 
 
 def test_format_and_problems(trainer_case: Case) -> None:
-    view = lazyckpt.open(trainer_case.path)
+    view = contract.open_case(trainer_case)
     assert view.format == trainer_case.info["format"]
     assert view.problems == ()
 
@@ -235,4 +236,89 @@ def test_nothing_that_can_be_read(trainer_cases: dict[str, Case], tmp_path: Path
     for file in folder.iterdir():
         file.write_bytes(b"")
     with pytest.raises(LazyckptError):
+        lazyckpt.open(folder)
+
+
+# -- PyTorch's own trainers
+
+
+def test_steps_of_torchtitan(trainer_cases: dict[str, Case], tmp_path: Path) -> None:
+    case = trainer_cases["torchtitan"]
+    view = lazyckpt.open(case.path)
+    assert Path(view.root).name == "step-2"
+    meta: Any = view.meta
+    assert (
+        meta["train_state"]["ntokens_seen"] == 700
+        and repr(meta["train_state"]["step"]) == "<tensor 'train_state.step'>"
+    )
+    older = lazyckpt.open(case.path, tag="step-1")
+    assert not torch.equal(older["emb.weight"][...], case.truth["weights"]["emb.weight"])
+    folder = _copied(case, tmp_path)
+    (folder / "step-2" / ".metadata").unlink()
+    (folder / "step-11").mkdir()
+    view = lazyckpt.open(folder)
+    assert Path(view.root).name == "step-1"
+    assert any("step-2 cannot be read" in line for line in view.problems)
+    assert Path(lazyckpt.open(trainer_cases["torchtitan_last"].path, tag="step-1").root).name == "step-1"
+
+
+def test_epochs_of_torchtune(trainer_cases: dict[str, Case]) -> None:
+    case = trainer_cases["torchtune"]
+    view = lazyckpt.open(case.path)
+    assert view.meta["epochs_run"] == 2
+    same(view.stored["epoch_1/adapter_model.pt/layers.0.attn.q_proj.lora_a.weight"][...],
+         torch.arange(6.0).view(2, 3) + 1, "adapter")  # fmt: skip
+    older = torch.load(case.path.parent / "older.pt")
+    view = lazyckpt.open(case.path, tag="epoch_0")
+    for name, tensor in older["weights"].items():
+        same(view[name][...], tensor, name)
+    assert any("the weights are of epoch 0" in line and "tag='epoch_1'" in line for line in view.problems)
+    with pytest.raises(MissingFileError, match="epoch_0, epoch_1"):
+        lazyckpt.open(case.path, tag="epoch_7")
+    assert Path(lazyckpt.open(trainer_cases["torchtune_distributed"].path).root).name == "dist_epoch_10"
+
+
+def test_converted_weights_are_not_what_the_optimizer_had(trainer_cases: dict[str, Case]) -> None:
+    """Rows of queries and keys stand in another order in the layout of transformers."""
+    case = trainer_cases["torchtune_converted"]
+    view = lazyckpt.open(case.path)
+    assert "model.layers.0.self_attn.q_proj.weight" in view
+    assert list(view.states["exp_avg"]) == [str(n) for n in range(7)]
+    assert any("converted when they were saved" in line for line in view.problems)
+    for number, tensor in enumerate(case.truth["exp_avg"].values()):
+        same(view.states["exp_avg"][str(number)][...], tensor, number)
+
+
+def test_shards_of_torch_checkpointing(trainer_cases: dict[str, Case], tmp_path: Path) -> None:
+    case = trainer_cases["torch_checkpointing_safetensors"]
+    view = lazyckpt.open(case.path)
+    assert view.meta["train"] == {"step": 3, "rank": 0} and view.meta["train_1"]["rank"] == 1
+    assert "model_1.safetensors/emb.weight" in view.stored
+    folder = _copied(case, tmp_path)
+    (folder / "model_1.safetensors").unlink()
+    view = lazyckpt.open(folder)
+    assert any("model_1.safetensors" in line for line in view.problems)
+    with pytest.raises(MissingFileError, match=r"model_1\.safetensors"):
+        view["emb.weight"][...]
+    whole = case.truth["weights"]["emb.weight"]
+    same(view["emb.weight"][: len(whole) // 2], whole[: len(whole) // 2], "what is there")
+    same(view["ids"][...], case.truth["weights"]["ids"], "a replica")
+
+
+@pytest.mark.parametrize("what", ["truncated", "another", "escaping", "shape"])
+def test_hostile_metadata_of_torch_checkpointing(trainer_cases: dict[str, Case], tmp_path: Path, what: str) -> None:
+    folder = _copied(trainer_cases["torch_checkpointing_safetensors"], tmp_path)
+    file = folder / "metadata.pkl"
+    root = pickle.loads(file.read_bytes())
+    item = root["metadata"]["model"]
+    if what == "another":
+        root = {"model": 5}
+    elif what == "escaping":
+        item["rank_to_layout_info"][1]["file_path"] = "../model_1.safetensors"
+    elif what == "shape":
+        for groups in item["nested_path_to_metadata"].values():
+            groups[0]["sharding_metadata"]["data"]["global_shape"] = [1 << 40, 6]
+    data = pickle.dumps(root)
+    file.write_bytes(data[: len(data) // 2] if what == "truncated" else data)
+    with pytest.raises(lazyckpt.errors.CorruptError):
         lazyckpt.open(folder)

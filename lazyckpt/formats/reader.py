@@ -59,12 +59,14 @@ class Source:
 @dataclass(frozen=True, slots=True)
 class Reader:
     """``name``: what `open(format=...)` calls it. ``recognises`` looks at names and first bytes only; ``read`` indexes.
-    ``what``: the layout in words, for the message that no reader recognised a path."""
+    ``what``: the layout in words, for the message that no reader recognised a path. ``tags``: it knows itself which of
+    several checkpoints in the folder is meant by a tag."""
 
     name: str
     what: str
     recognises: Callable[[Source], bool]
     read: Callable[[Source], Index]
+    tags: bool = False
 
 
 def builtin() -> tuple[Reader, ...]:

@@ -14,7 +14,6 @@ from dataclasses import replace
 from ..core.index import Index
 from ..errors import LazyckptError, MissingFileError
 from ..io.store import Entry, Store
-from . import deepspeed
 from .reader import Source, recognising
 
 _STEP = re.compile(
@@ -31,7 +30,10 @@ def read_one(source: Source, read: Callable[[Source], Index]) -> tuple[Source, I
 
     Raises MissingFileError if there is no such tag, and what ``read`` raises.
     """
-    if source.path or (source.tag is not None and deepspeed.READER.recognises(source)):
+    if source.path:
+        return source, read(source)
+    reader = recognising(source) if source.tag is not None else None
+    if reader is not None and reader.tags:
         return source, read(source)
     steps = _steps(source.entries)
     if source.tag is not None:

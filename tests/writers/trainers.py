@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
@@ -341,6 +342,222 @@ def lightning_deepspeed(out: Path) -> States:
     DeepSpeedStrategy.save_checkpoint(strategy, checkpoint, out)
     states = held_by(engine)
     return {s: {n.removeprefix("_forward_module."): t for n, t in table.items()} for s, table in states.items()}
+
+
+# -- PyTorch's own
+
+
+def _bare(*names: str) -> None:
+    """Packages without what their __init__ imports: theirs needs GPU packages that saving does not."""
+    for name in names:
+        package = types.ModuleType(name)
+        package.__path__ = [folder for p in sys.path if os.path.isdir(folder := os.path.join(p, *name.split(".")))]
+        sys.modules.setdefault(name, package)
+
+
+class _Progress:
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": torch.tensor(2, dtype=torch.int32), "ntokens_seen": 700}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def _floats(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without what consolidation fails on, or writes as zeros."""
+    return {name: t for name, t in state.items() if t.is_floating_point() and t.ndim}
+
+
+def _titan(out: Path, steps: int, **how: Any) -> tuple[nn.Module, Any]:
+    _bare("torchtitan")
+    from torch.distributed.fsdp import fully_shard
+    from torchtitan.components.checkpoint import CheckpointManager
+    from torchtitan.components.lr_scheduler import LRSchedulersContainer
+    from torchtitan.components.optimizer import OptimizersContainer
+    from torchtitan.config.job_config import Checkpoint
+
+    from .torch_dcp import line
+
+    model = TinyNet()
+    for layer in model.layers:
+        fully_shard(layer, mesh=line(2))
+    fully_shard(model, mesh=line(2))
+    optimizers = OptimizersContainer([model], torch.optim.AdamW, {"lr": 0.01})
+    manager = CheckpointManager(
+        dataloader=None, model_parts=[model], optimizers=optimizers,
+        lr_schedulers=LRSchedulersContainer(optimizers, lambda step: 1.0), states={"train_state": _Progress()},
+        checkpoint_config=Checkpoint(enable=True, interval=1, enable_ft_dataloader_checkpoints=False, **how),
+        sd_adapter=SimpleNamespace(to_hf=_floats, fqn_to_index_mapping=None), base_folder=str(out),
+    )  # fmt: skip
+    for step in range(1, steps + 1):
+        train(model, optimizers.optimizers[0])
+        manager.save(step, last_step=step == steps and bool(how))
+    return model, optimizers.optimizers[0]
+
+
+@case(2, format="dcp", file="checkpoint")
+def torchtitan(out: Path) -> States:
+    return gathered(*_titan(out, 2))
+
+
+@case(2, format="huggingface", file="checkpoint")
+def torchtitan_last(out: Path) -> States:
+    model, optimizer = _titan(out, 2, last_save_model_only=True, last_save_in_hf=True)
+    return {"weights": _floats(gathered(model, optimizer)["weights"])}
+
+
+def _tune_checkpointers() -> Any:
+    _bare("torchtune", "torchtune.training", "torchtune.training.checkpointing")
+    from torchtune.training.checkpointing import _checkpointer, _utils
+
+    for name in ("MODEL_KEY", "OPT_KEY", "ADAPTER_KEY", "ADAPTER_CONFIG"):  # its package has them
+        setattr(sys.modules["torchtune.training"], name, getattr(_utils, name))
+    return _checkpointer
+
+
+def _tune(out: Path, kind: str, weights: dict[str, Tensor], **more: Any) -> Any:
+    base = out.parent / "base"
+    base.mkdir()
+    name = "model-00001-of-00001.bin"
+    torch.save(weights, base / name)
+    config = {"num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 8, "model_type": "llama"}
+    (base / "config.json").write_text(json.dumps(config))
+    make = getattr(_tune_checkpointers(), kind)
+    return make(checkpoint_dir=str(base), checkpoint_files=[name], model_type="LLAMA3", output_dir=str(out), **more)
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Tuned(nn.Module):
+    """With torchtune's names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(11, 8)
+        attention = {f"{name}_proj": nn.Linear(8, 8, bias=False) for name in ("q", "k", "v")}
+        self.layers = nn.ModuleList([nn.ModuleDict({"attn": nn.ModuleDict(attention), "sa_norm": Norm()})])
+        self.norm = Norm()
+        self.output = nn.Linear(8, 11, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.tok_embeddings(x)
+        for layer in self.layers:
+            h = h + sum(proj(layer["sa_norm"](h)) for proj in layer["attn"].values())  # type: ignore[index]
+        out: Tensor = self.output(self.norm(h))
+        return out
+
+
+def _tuned(out: Path, kind: str, **more: Any) -> tuple[Tuned, torch.optim.Optimizer]:
+    model = Tuned()
+    optimizer = torch.optim.AdamW(model.parameters())
+    converted = "HF" in kind
+    weights = model.state_dict()
+    if converted:
+        _tune_checkpointers()
+        from torchtune.models.convert_weights import tune_to_hf
+
+        weights = tune_to_hf(weights, num_heads=2, num_kv_heads=2, dim=8)
+    checkpointer = _tune(out, kind, weights, **more)
+    checkpointer.load_checkpoint()
+    for epoch in range(2):
+        model(torch.arange(6)).square().mean().backward()
+        optimizer.step()
+        progress = {"seed": 1, "epochs_run": epoch + 1, "total_epochs": 3, "max_steps_per_epoch": 1}
+        adapter = {"layers.0.attn.q_proj.lora_a.weight": torch.arange(6.0).view(2, 3) + epoch}
+        state = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict(), **progress}
+        state |= {} if converted else {"adapter": adapter}
+        if epoch == 0:
+            torch.save(held(model.state_dict(), model.named_parameters(), optimizer), out.parent / "older.pt")
+        checkpointer.save_checkpoint(state, epoch=epoch, intermediate_checkpoint=True)
+    return model, optimizer
+
+
+@case(format="torchtune")
+def torchtune(out: Path) -> States:
+    model, optimizer = _tuned(out, "FullModelTorchTuneCheckpointer")
+    return held(model.state_dict(), model.named_parameters(), optimizer)
+
+
+@case(format="torchtune", open_numbers=True)
+def torchtune_converted(out: Path) -> States:
+    """To the names and the layout of transformers; the optimizer's states stay torchtune's."""
+    model, optimizer = _tuned(out, "FullModelHFCheckpointer", safe_serialization=True)
+    return held({}, model.named_parameters(), optimizer)
+
+
+@case(format="dcp")
+def torchtune_distributed(out: Path) -> States:
+    make = _tune_checkpointers().DistributedCheckpointer
+    model = Tuned()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for epoch in (9, 10):
+        model(torch.arange(6)).square().mean().backward()
+        optimizer.step()
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epochs_run": epoch + 1}
+        make(str(out.parent / "base"), str(out)).save_checkpoint(state, epoch=epoch)
+    return held(model.state_dict(), model.named_parameters(), optimizer)
+
+
+def _checkpointing(out: Path, layouts: Mapping[str, Any], resharding: bool = True) -> States:
+    import torch_checkpointing as tc
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch_checkpointing.default_resharder import DefaultResharder
+    from torch_checkpointing.metadata_manager import DefaultMetadataManager
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    def gather(self: Any, data: Any, *_: Any) -> dict[int, Any]:  # its own asks for a GPU
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, data)
+        return dict(enumerate(everyone))
+
+    DefaultMetadataManager._all_gather_pickled_data = gather  # type: ignore[method-assign]
+    model, optimizer = _sharded()
+    weights, optim = get_state_dict(model, optimizer)
+    resharder = DefaultResharder() if resharding else None
+    items = {
+        name: tc.ItemSpec(resharder=resharder if name != "train" else None, layout=layouts.get(name))
+        for name in ("model", "optimizer", "train")
+    }
+    config = tc.CheckpointManager.Config(
+        items=items, save=tc.SyncCheckpointSaverConfig(),
+        storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
+    )  # fmt: skip
+    manager = config.build()
+    train_state = {"step": 3, "rank": dist.get_rank()}
+    manager.save(str(out), {"model": weights, "optimizer": optim, "train": train_state})
+    manager.close()
+    return gathered(model, optimizer)
+
+
+@case(2, format="torch-checkpointing")
+def torch_checkpointing(out: Path) -> States:
+    return _checkpointing(out, {})
+
+
+@case(2, format="torch-checkpointing", open={"format": "torch-checkpointing"})
+def torch_checkpointing_bare(out: Path) -> States:
+    return _checkpointing(out, {}, resharding=False)
+
+
+@case(2, format="torch-checkpointing")
+def torch_checkpointing_safetensors(out: Path) -> States:
+    from torch_checkpointing.checkpoint_layout import JsonSerialization, LayoutInfo, SafetensorsSerialization
+
+    return _checkpointing(
+        out,
+        {
+            "model": LayoutInfo("model_{rank}.safetensors", SafetensorsSerialization()),
+            "optimizer": None,
+            "train": LayoutInfo("train_{rank}.json", JsonSerialization()),
+        },
+    )
 
 
 # -- running them
