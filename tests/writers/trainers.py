@@ -8,6 +8,7 @@ trainers keep global state.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 from . import Case
 from .dcp_contents import TinyNet, adam, train
 
-__all__ = ["CASES", "load_case", "write_all"]
+__all__ = ["CASES", "can_write", "load_case", "write_all"]
 
 States = dict[str, dict[str, Tensor]]
 
@@ -38,18 +39,25 @@ States = dict[str, dict[str, Tensor]]
 class Spec(NamedTuple):
     world: int
     write: Callable[[Path], States]
+    needs: tuple[str, ...]
     info: Mapping[str, Any]
 
 
 CASES: dict[str, Spec] = {}
 
 
-def case(world: int = 1, **info: Any) -> Callable[[Callable[[Path], States]], Callable[[Path], States]]:
+def case(needs: str, world: int = 1, **info: Any) -> Callable[[Callable[[Path], States]], Callable[[Path], States]]:
+    """``needs``: the packages that write it."""
+
     def add(write: Callable[[Path], States]) -> Callable[[Path], States]:
-        CASES[write.__name__] = Spec(world, write, info)
+        CASES[write.__name__] = Spec(world, write, tuple(needs.split()), info)
         return write
 
     return add
+
+
+def can_write(name: str) -> bool:
+    return all(importlib.util.find_spec(package) for package in CASES[name].needs)
 
 
 # -- what the process holds
@@ -129,7 +137,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-@case(format="hf-trainer", tied={"lm_head.weight": "model.embed_tokens.weight"})
+@case("transformers accelerate", format="hf-trainer", tied={"lm_head.weight": "model.embed_tokens.weight"})
 def trainer_llama(out: Path) -> States:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -137,7 +145,7 @@ def trainer_llama(out: Path) -> States:
     return _train(out, LlamaForCausalLM(config))
 
 
-@case(format="hf-trainer", open_numbers=True)
+@case("transformers accelerate", format="hf-trainer", open_numbers=True)
 def trainer_bert_frozen(out: Path) -> States:
     from transformers import BertConfig, BertForSequenceClassification
 
@@ -146,7 +154,7 @@ def trainer_bert_frozen(out: Path) -> States:
     return _train(out, model, optim="sgd", optim_args="momentum=0.5")
 
 
-@case(format="hf-trainer", tied={"lm_head.weight": "transformer.wte.weight"})
+@case("transformers accelerate", format="hf-trainer", tied={"lm_head.weight": "transformer.wte.weight"})
 def trainer_gpt2(out: Path) -> States:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -180,17 +188,17 @@ def _accelerated(out: Path, **how: Any) -> States:
     return held(model.state_dict(), model.named_parameters(), optimizer)
 
 
-@case(format="accelerate", open_numbers=True)
+@case("accelerate", format="accelerate", open_numbers=True)
 def accelerate_safetensors(out: Path) -> States:
     return _accelerated(out)
 
 
-@case(format="accelerate")
+@case("accelerate", format="accelerate")
 def accelerate_bin(out: Path) -> States:
     return _accelerated(out, safe_serialization=False)
 
 
-@case(format="accelerate", open_numbers=True)
+@case("accelerate", format="accelerate", open_numbers=True)
 def accelerate_two(out: Path) -> States:
     from accelerate import Accelerator
 
@@ -229,17 +237,17 @@ def _fsdp(out: Path, version: int, kind: str) -> States:
     return gathered(model, optimizer)
 
 
-@case(2, format="accelerate")
+@case("accelerate", 2, format="accelerate")
 def accelerate_fsdp1(out: Path) -> States:
     return _fsdp(out, 1, "SHARDED_STATE_DICT")
 
 
-@case(2, format="accelerate")
+@case("accelerate", 2, format="accelerate")
 def accelerate_fsdp2_full(out: Path) -> States:
     return _fsdp(out, 2, "FULL_STATE_DICT")
 
 
-@case(2, format="accelerate")
+@case("accelerate", 2, format="accelerate")
 def accelerate_fsdp2(out: Path) -> States:
     return _fsdp(out, 2, "SHARDED_STATE_DICT")
 
@@ -251,7 +259,7 @@ def _loader() -> Any:
     return torch.utils.data.DataLoader(torch.randn(8, 4), batch_size=4)  # type: ignore[arg-type]
 
 
-@case(format="torch", file="last.ckpt")
+@case("lightning", format="torch", file="last.ckpt")
 def lightning_two_optimizers(out: Path) -> States:
     import lightning
 
@@ -290,7 +298,7 @@ def _sharded() -> tuple[nn.Module, torch.optim.Optimizer]:
     return sharded(line(2))
 
 
-@case(2, format="lightning")
+@case("lightning", 2, format="lightning")
 def fabric_sharded(out: Path) -> States:
     from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
 
@@ -301,7 +309,7 @@ def fabric_sharded(out: Path) -> States:
     return gathered(model, optimizer)
 
 
-@case(2, format="lightning")
+@case("lightning", 2, format="lightning")
 def lightning_fsdp(out: Path) -> States:
     """What a Trainer hands to the strategy: its own part needs a GPU."""
     from lightning.pytorch.strategies.fsdp import FSDPStrategy
@@ -315,7 +323,7 @@ def lightning_fsdp(out: Path) -> States:
     return gathered(model, optimizer)
 
 
-@case(2, format="deepspeed-zero2", open_numbers=True)
+@case("lightning deepspeed", 2, format="deepspeed-zero2", open_numbers=True)
 def lightning_deepspeed(out: Path) -> States:
     """What a Trainer hands to the strategy, with the module that Lightning wrapped models in before 2.1."""
     import deepspeed
@@ -395,12 +403,12 @@ def _titan(out: Path, steps: int, **how: Any) -> tuple[nn.Module, Any]:
     return model, optimizers.optimizers[0]
 
 
-@case(2, format="dcp", file="checkpoint")
+@case("torchtitan", 2, format="dcp", file="checkpoint")
 def torchtitan(out: Path) -> States:
     return gathered(*_titan(out, 2))
 
 
-@case(2, format="huggingface", file="checkpoint")
+@case("torchtitan", 2, format="huggingface", file="checkpoint")
 def torchtitan_last(out: Path) -> States:
     model, optimizer = _titan(out, 2, last_save_model_only=True, last_save_in_hf=True)
     return {"weights": _floats(gathered(model, optimizer)["weights"])}
@@ -479,20 +487,20 @@ def _tuned(out: Path, kind: str, **more: Any) -> tuple[Tuned, torch.optim.Optimi
     return model, optimizer
 
 
-@case(format="torchtune")
+@case("torchtune", format="torchtune")
 def torchtune(out: Path) -> States:
     model, optimizer = _tuned(out, "FullModelTorchTuneCheckpointer")
     return held(model.state_dict(), model.named_parameters(), optimizer)
 
 
-@case(format="torchtune", open_numbers=True)
+@case("torchtune", format="torchtune", open_numbers=True)
 def torchtune_converted(out: Path) -> States:
     """To the names and the layout of transformers; the optimizer's states stay torchtune's."""
     model, optimizer = _tuned(out, "FullModelHFCheckpointer", safe_serialization=True)
     return held({}, model.named_parameters(), optimizer)
 
 
-@case(format="dcp")
+@case("torchtune", format="dcp")
 def torchtune_distributed(out: Path) -> States:
     make = _tune_checkpointers().DistributedCheckpointer
     model = Tuned()
@@ -536,17 +544,17 @@ def _checkpointing(out: Path, layouts: Mapping[str, Any], resharding: bool = Tru
     return gathered(model, optimizer)
 
 
-@case(2, format="torch-checkpointing")
+@case("torch_checkpointing", 2, format="torch-checkpointing")
 def torch_checkpointing(out: Path) -> States:
     return _checkpointing(out, {})
 
 
-@case(2, format="torch-checkpointing", open={"format": "torch-checkpointing"})
+@case("torch_checkpointing", 2, format="torch-checkpointing", open={"format": "torch-checkpointing"})
 def torch_checkpointing_bare(out: Path) -> States:
     return _checkpointing(out, {}, resharding=False)
 
 
-@case(2, format="torch-checkpointing")
+@case("torch_checkpointing", 2, format="torch-checkpointing")
 def torch_checkpointing_safetensors(out: Path) -> States:
     from torch_checkpointing.checkpoint_layout import JsonSerialization, LayoutInfo, SafetensorsSerialization
 
@@ -615,17 +623,20 @@ def _rank(rank: int, name: str, folder: Path, rendezvous: Path) -> None:
 
 
 def main(folder: Path, names: list[str]) -> None:
-    import accelerate  # noqa: F401  (before forking: each takes seconds)
-    import deepspeed  # noqa: F401
-    import lightning  # noqa: F401
-    import transformers.trainer  # noqa: F401
-
+    for package in (
+        "accelerate",
+        "deepspeed",
+        "lightning",
+        "transformers.trainer",
+    ):  # before forking: they take seconds
+        if importlib.util.find_spec(package.split(".")[0]):
+            importlib.import_module(package)
     # by their own name: what a rank pickles must not be a class of __main__
     from tests.writers import trainers as named
 
     failed = []
     with tempfile.TemporaryDirectory() as scratch:
-        for name in names or list(CASES):
+        for name in names or filter(can_write, CASES):
             print(f"=== {name}", flush=True)
             args = (name, folder, Path(scratch) / f"store_{name}")
             try:
