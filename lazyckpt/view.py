@@ -20,6 +20,7 @@ from .export.torch import TORCH
 from .formats.cache import cached_index
 from .formats.reader import Source, read_index
 from .formats.renaming.apply import renamed_index
+from .formats.runs import read_one
 from .formats.stored import stored_specs
 from .formats.wrappers import without_wrappers
 from .io.local import split
@@ -40,7 +41,8 @@ class CheckpointView(Mapping[str, LazyTensor]):
     """A checkpoint, or a part of it, as a mapping from dotted names to lazy tensors. Opening reads no tensor data.
 
     ``path``: a file or a folder, or the URL of one. ``format``: the reader to use (by default the first that recognises
-    the path). ``tag``: which of several checkpoints in the folder (by default what ``latest`` names). ``rules``: how to
+    the path). ``tag``: which of several checkpoints in the folder (by default what ``latest`` names, or the newest
+    complete one). ``rules``: how to
     merge tensors that the checkpoint does not tell it of. ``cache``: keep what opening found out for the next time this
     process opens the same, unchanged files. ``storage_options``: what fsspec's file system of a URL takes (credentials,
     endpoints).
@@ -469,9 +471,12 @@ def _indexed(
     store: Store
     url = os.fspath(path)
     store, name = split_url(url, storage_options) if is_url(url) else split(path)
-    source = Source(store, name, tag, rules)
-    index = cached_index(source, format) if cache else read_index(source, format)
-    return store.pinned(index.files), index
+
+    def read(source: Source) -> Index:
+        return cached_index(source, format) if cache else read_index(source, format)
+
+    source, index = read_one(Source(store, name, tag, rules), read)
+    return source.store.pinned(index.files), index
 
 
 def with_wrappers(path: str | os.PathLike[str], format: str, tag: str | None = None) -> CheckpointView:

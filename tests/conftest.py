@@ -16,7 +16,7 @@ import pytest
 import torch
 from filelock import FileLock  # torch depends on it
 
-from .writers import Case, megatron_core, rank_files, torch_contents, torch_dcp, torch_files
+from .writers import Case, megatron_core, rank_files, torch_contents, torch_dcp, torch_files, trainers
 from .writers.deepspeed_zero import ZeroSpec, write_many
 
 T = TypeVar("T")
@@ -299,6 +299,28 @@ MEGATRON_KINDS = ("tp2_gelu_tied", "pp2_vpp2", "tp2_pp2_distopt_tied", "tp2_ep2_
 @pytest.fixture(params=MEGATRON_KINDS)
 def megatron_kind(request: pytest.FixtureRequest, megatron_cases: dict[str, Case]) -> Case:
     return megatron_cases[request.param]
+
+
+# -- what trainers write
+
+
+class _Written(dict[str, Case]):
+    """Cases by name; a test that asks for one whose writer is not installed is skipped."""
+
+    def __missing__(self, name: str) -> Case:
+        need(*trainers.CASES[name].needs)
+        raise KeyError(name)
+
+
+@pytest.fixture(scope="session")
+def trainer_cases(session_folder: Path) -> dict[str, Case]:
+    folder = once(session_folder, "trainers", trainers.write_all)
+    return _Written({name: trainers.load_case(folder, name) for name in trainers.CASES if trainers.can_write(name)})
+
+
+@pytest.fixture(params=[name for name, spec in trainers.CASES.items() if "open_numbers" not in spec.info])
+def trainer_case(request: pytest.FixtureRequest, trainer_cases: dict[str, Case]) -> Case:
+    return trainer_cases[request.param]
 
 
 # -- DeepSpeed's truth, completed

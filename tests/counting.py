@@ -79,6 +79,9 @@ class CountingStore:
     def pinned(self, pins: Mapping[str, FileInfo]) -> CountingStore:
         return CountingStore(self.inner.pinned(pins), self.counts, self._gap)
 
+    def below(self, folder: str) -> CountingStore:
+        return CountingStore(self.inner.below(folder), self.counts, self._gap)
+
     def list(self, folder: str = "") -> Mapping[str, Entry]:
         return self.inner.list(folder)
 

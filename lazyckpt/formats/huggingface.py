@@ -15,6 +15,7 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 from ..core.index import FileInfo, Index, TensorSpec, whole
+from ..core.names import natural
 from ..errors import CorruptError, FormatError, LazyckptError
 from ..io.plain import Plain
 from ..io.safetensors import read_safetensors
@@ -27,7 +28,8 @@ from .torchsave import specs_of, ties, warnings
 _MAX_JSON = 256 << 20  # bytes of an index file
 # in the order in which transformers prefers them
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_SINGLES = ("model.safetensors", "pytorch_model.bin")
+_SINGLES = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
+_CUT_BIN = re.compile(r"(?:ft-)?model-\d+-of-\d+\.bin")  # torchtune's, which have no index where it does not convert
 _JSON = ("config.json", "generation_config.json", "adapter_config.json", "trainer_state.json")
 
 
@@ -67,11 +69,11 @@ def read(source: Source) -> Index:
         table = load_json(store, index_path)
         weight_map = _weight_map(f"{store.root}/{index_path}", table)
         meta["index"] = table.get("metadata", {})
-        paths = list(dict.fromkeys(weight_map.values()))
+        paths = sorted(set(weight_map.values()), key=natural)  # shards are cut in the order of the state dict
     else:
         paths = [index_path] if index_path else _loose(source)
         if len(paths) > 1:
-            problems.append(f"{len(paths)} safetensors files without an index: taken as the shards of one model")
+            problems.append(f"{len(paths)} files without an index: taken as the shards of one model")
 
     shards, broken = _shards(store, paths)
     if not shards:
@@ -95,12 +97,7 @@ def read(source: Source) -> Index:
             )
     weights = {n: s for n, s in stored.items() if weight_map is None or n in weight_map}
 
-    for name in _JSON:
-        if name in store.list():
-            try:
-                meta[name.removesuffix(".json")] = load_json(store, name)
-            except LazyckptError as e:  # the weights are intact all the same
-                problems.append(f"{name} cannot be read: {e}")
+    meta |= configs(store, problems)
     aliases = {a: o for shard in shards.values() for a, o in shard.aliases.items() if o in weights}
     aliases |= tied_names(meta.get("config", {}), weights, problems)
     for path, shard in shards.items():
@@ -119,6 +116,19 @@ def read(source: Source) -> Index:
         problems=tuple(problems),
         unreadable=unreadable,
     )
+
+
+def configs(store: Store, problems: list[str]) -> dict[str, Any]:
+    """What stands in the JSON files beside the weights: name without ".json" -> object."""
+    found: dict[str, Any] = {}
+    listed = store.list()
+    for name in _JSON:
+        if name in listed:
+            try:
+                found[name.removesuffix(".json")] = load_json(store, name)
+            except LazyckptError as e:  # the weights are intact all the same
+                problems.append(f"{name} cannot be read: {e}")
+    return found
 
 
 def _shards(store: Store, paths: list[str]) -> tuple[dict[str, Shard], dict[str, LazyckptError]]:
@@ -194,6 +204,8 @@ def tied_names(config: Any, weights: Mapping[str, TensorSpec], problems: list[st
         aliases = {a: o for a, o in pairs.items() if a not in weights and o in weights}
         if aliases or any(a in weights for a in pairs):
             return aliases
+    if names and not any(re.search("LM|Generation", name) for name in names):
+        return {}  # a model without a language model's head: nothing to tie
     head = "lm_head.weight"
     embeddings = [
         n for n in weights if re.search(r"(^|\.)(embed_tokens|wte|word_embeddings|tok_embeddings)\.weight$", n)
@@ -208,9 +220,9 @@ def tied_names(config: Any, weights: Mapping[str, TensorSpec], problems: list[st
 
 
 def _find(source: Source) -> str:
-    """The index, or the only file; "" if there are just loose safetensors files."""
+    """The index, or the only file; "" if there are just loose files."""
     names = source.entries
-    for wanted in (_INDEXES[0], _SINGLES[0], _INDEXES[1], _SINGLES[1]):
+    for wanted in (_INDEXES[0], _SINGLES[0], _INDEXES[1], *_SINGLES[1:]):
         if wanted in names:
             return wanted
     indexes = sorted(n for n in names if n.endswith((".safetensors.index.json", ".bin.index.json")) or ".index." in n)
@@ -220,7 +232,9 @@ def _find(source: Source) -> str:
 
 
 def _loose(source: Source) -> list[str]:
-    return sorted(n for n, e in source.entries.items() if n.endswith(".safetensors") and not e.is_dir)
+    files = [n for n, e in source.entries.items() if not e.is_dir]
+    found = sorted(n for n in files if n.endswith(".safetensors"))
+    return found or sorted(filter(_CUT_BIN.fullmatch, files))
 
 
 def load_json(store: Store, path: str) -> dict[str, Any]:

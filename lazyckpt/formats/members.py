@@ -14,7 +14,7 @@ from typing import Any
 from ..core.box import Shape
 from ..core.index import FileInfo, Index, TensorSpec
 from ..io.plain import Path
-from .naming import Sorted, sort
+from .naming import By, Sorted, sort
 from .nested import at, put
 
 
@@ -44,18 +44,22 @@ class Member:
         return {key: spec for key, (_, spec) in self.tensors.items()} if self.stored is None else self.stored
 
 
-def together(format: str, members: Sequence[tuple[Path, Member]]) -> Index:
-    """The index of members, each with the path that it stands at (() for one whose own paths say it all)."""
+def together(
+    format: str, members: Sequence[tuple[Path, Member]], models: Sequence[str] = (), by: By = "order"
+) -> Index:
+    """The index of members, each with the path that it stands at (() for one whose own paths say it all). ``models``,
+    ``by``: as in `sort`."""
     tensors = {key: ((*base, *path), spec) for base, member in members for key, (path, spec) in member.tensors.items()}
     objects = [(*base, *path) for base, member in members for path in member.objects]
     meta = _meta([(base, member.meta) for base, member in members])
-    found = sort(tensors, objects, lambda path: at(meta, path))
+    owners = {alias: owner for _, member in members for alias, owner in member.aliases.items()}
+    found = sort(tensors, objects, lambda path: at(meta, path), models, owners, by)
     rest = set(found.rest)
     named = [
         (base, member.named([(path, key) for key, (path, _) in member.tensors.items() if key in rest]))
         for base, member in members
     ]
-    aliases = _aliases({a: o for _, member in members for a, o in member.aliases.items()}, found)
+    aliases = _aliases(owners, found)
     return Index(
         format=format,
         states=found.states or {"weights": {}},

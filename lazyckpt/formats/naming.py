@@ -9,15 +9,27 @@ A name alone does not tell (names have dots): where it stood in the state dict d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+from ..core.box import Shape
 from ..core.index import TensorSpec, renamed
 from ..io.plain import Path
-from .numbering import assign, possible_shapes
+from .numbering import Wanted, assign, assign_by_shape, possible_shapes
 
 MODELS = ("model", "state_dict", "module", "model_state_dict", "model_state")
+# torchtitan/components/checkpoint.py: the model's names stand beside these
+_NO_MODELS = ("train_state", "lr_scheduler", "dataloader")
+
+# "order": weights stand in the order of the modules; "shape": they do not; "nothing": they are no longer what the
+# optimizer had
+By = Literal["order", "shape", "nothing"]
+_WHY = {
+    "order": "order and shapes leave more than one way to name them, or none",
+    "shape": "shapes leave more than one way to name them (the weights' file does not keep their order)",
+    "nothing": "no way is known to name them (the weights were converted when they were saved)",
+}
 
 
 @dataclass(slots=True)
@@ -31,17 +43,27 @@ class Sorted:
 
 
 def sort(
-    tensors: Mapping[str, tuple[Path, TensorSpec]], objects: Sequence[Path], lookup: Callable[[Path], Any]
+    tensors: Mapping[str, tuple[Path, TensorSpec]],
+    objects: Sequence[Path],
+    lookup: Callable[[Path], Any],
+    models: Sequence[str] = (),
+    tied: Container[str] = (),
+    by: By = "order",
 ) -> Sorted:
     """``tensors``: raw name -> path and tensor, in the order of the state dict. ``objects``: the paths of what is no
-    tensor. ``lookup`` reads the object at a path (None if there is none)."""
+    tensor. ``lookup`` reads the object at a path (None if there is none). ``models``: what the models' parts of the
+    state dict are called, if that is known; of several, each name begins with that. ``tied``: raw names that are
+    another's tensor too. ``by``: what tells which number of an optimizer is which parameter.
+    """
     paths = [path for path, _ in tensors.values()]
-    if all(len(path) == 1 for path in paths) and not any(str(p[0]).startswith("param_groups") for p in objects):
+    grouped_at_root = any(str(p[0]).startswith("param_groups") for p in objects)
+    if not models and not grouped_at_root and all(len(path) == 1 for path in paths):
         # a state dict and no more: the common file
         alone = {str(path[0]): renamed(spec, str(path[0])) for path, spec in tensors.values()}
         return Sorted({"weights": alone} if alone else {})
-    skip = _wrapper(paths, objects)
-    model = next((m for m in MODELS if any(p[skip : skip + 1] == (m,) and len(p) > skip + 1 for p in paths)), None)
+    skip = 0 if models else _wrapper(paths, objects)
+    if not models:
+        models = [m for m in MODELS if any(p[skip : skip + 1] == (m,) and len(p) > skip + 1 for p in paths)][:1]
     grouped = {
         p[:n] for p in (*paths, *objects) for n in range(skip, len(p)) if str(p[n]).split(".")[0] == "param_groups"
     }
@@ -49,6 +71,7 @@ def sort(
     weights: dict[str, TensorSpec] = {}
     slots: dict[Path, dict[str, dict[str, TensorSpec]]] = {}  # optimizer -> parameter -> state
     flat: list[tuple[Path, str, TensorSpec]] = []
+    doubled: set[str] = set()
     found = Sorted()
     for key, (path, spec) in tensors.items():
         root = _optimizer(path, skip, grouped)
@@ -57,11 +80,15 @@ def sort(
             slots.setdefault(root, {}).setdefault(name, {})[state] = spec
         elif root is not None:
             flat.append((root, ".".join(map(str, path[len(root) :])).removeprefix("state."), spec))
-        elif model is None or (path[skip : skip + 1] == (model,) and len(path) > skip + 1):
-            name = _free(".".join(map(str, path if model is None else path[skip + 1 :])), weights)
-            weights[name] = renamed(spec, name)
         else:
-            found.rest.append(key)
+            below = _of_a_model(path, skip, models)
+            if below is None:
+                found.rest.append(key)
+                continue
+            name = _free(".".join(map(str, below)), weights)
+            weights[name] = renamed(spec, name)
+            if key in tied:
+                doubled.add(name)
     for root, text, spec in flat:
         name, state = _split(text, weights)
         if not name:  # of the optimizer as a whole (Megatron's common_step)
@@ -71,11 +98,12 @@ def sort(
 
     if weights:
         found.states["weights"] = weights
+    candidates = [(n, s.shape) for n, s in weights.items() if n not in doubled and _trainable(n, weights)]
+    names = _numbers(candidates, weights, slots, lookup, by, found.problems)
     for root, parameters in slots.items():
-        names = _numbered(weights, parameters, lookup((*root, "param_groups")), found.problems)
         for parameter, states in parameters.items():
+            name = names.get((root, parameter)) or _in_model(parameter, root, weights, models)
             for state, spec in states.items():
-                name = names.get(parameter, parameter)
                 table = found.states.setdefault(state if state != "weights" else "state.weights", {})
                 if name in table:
                     found.problems.append(f"{spec.name!r} is a second {state} of {name!r}: it is in view.stored only")
@@ -85,6 +113,27 @@ def sort(
     whole = {state: any(s.shape for s in table.values()) for state, table in found.states.items()}
     found.states = dict(sorted(found.states.items(), key=lambda item: item[0] != "weights" and not whole[item[0]]))
     return found
+
+
+def _of_a_model(path: Path, skip: int, models: Sequence[str]) -> Path | None:
+    """The path of a weight within its model; of several models, the model's name too. None if it is no weight."""
+    nested = len(path) > skip + 1
+    if not models:
+        return None if nested and path[skip] in _NO_MODELS else path
+    if not nested or path[skip] not in models:
+        return None
+    return path[skip:] if len(models) > 1 else path[skip + 1 :]
+
+
+def _in_model(name: str, root: Path, weights: Mapping[str, TensorSpec], models: Sequence[str]) -> str:
+    """The name among those of several models: of the one that has the optimizer's number, or that alone has it."""
+    if name in weights or len(models) < 2:
+        return name
+    having = [model for model in models if f"{model}.{name}" in weights]
+    number = str(root[-1]).rpartition("_")[2]
+    same = [m for m in having if (m.rpartition("_")[2] if "_" in m else "0") == (number if number.isdecimal() else "0")]
+    chosen = same or having
+    return f"{chosen[0]}.{name}" if len(chosen) == 1 else name
 
 
 def _copies(
@@ -166,34 +215,71 @@ def _trainable(name: str, weights: Mapping[str, TensorSpec]) -> bool:
     return (dtype.is_floating_point or dtype.is_complex) and not statistics
 
 
-def _numbered(
+def _numbers(
+    candidates: Sequence[tuple[str, Shape]],
     weights: Mapping[str, TensorSpec],
-    parameters: Mapping[str, Mapping[str, TensorSpec]],
-    param_groups: Any,
+    slots: Mapping[Path, Mapping[str, Mapping[str, TensorSpec]]],
+    lookup: Callable[[Path], Any],
+    by: By,
     problems: list[str],
-) -> dict[str, str]:
-    """Number -> name, for an optimizer that numbers its parameters, as far as order and shapes tell."""
-    numbers = [p for p in parameters if p.isdecimal() and p not in weights]
-    if not numbers:
-        return {}
-    groups = [g for g in param_groups if isinstance(g, dict)] if isinstance(param_groups, list) else []
-    members = [[str(i) for i in g.get("params") or () if type(i) is int] for g in groups]
-    names: dict[str, str] = {}
-    # of an optimizer that was given named parameters
-    listed = [n if isinstance(n := g.get("param_names"), list) else [] for g in groups]
-    if all(n and len(n) == len(m) for n, m in zip(listed, members, strict=True)):
-        names = {
-            i: n for ns, m in zip(listed, members, strict=True) for i, n in zip(m, ns, strict=True) if n in weights
-        }
-    else:
-        wanted = [[possible_shapes({k: s.shape for k, s in parameters.get(i, {}).items()}) for i in m] for m in members]
-        found = assign([(name, spec.shape) for name, spec in weights.items() if _trainable(name, weights)], wanted)
-        for ids, group in zip(members, found.names if found else (), strict=False):
-            names |= {i: name for i, name in zip(ids, group, strict=True) if name is not None}
-    open_ones = [i for i in numbers if i not in names]
-    if open_ones:
+) -> dict[tuple[Path, str], str]:
+    """(optimizer, number) -> name, for optimizers that number their parameters. What is not determined keeps its
+    number; with several such optimizers the optimizer's name stands before it."""
+    names: dict[tuple[Path, str], str] = {}
+    numbers: dict[Path, list[str]] = {}
+    wanted: dict[Path, list[list[Wanted]]] = {}
+    members: dict[Path, list[list[str]]] = {}
+    for root, parameters in slots.items():
+        numbers[root] = [p for p in parameters if p.isdecimal() and p not in weights]
+        if not numbers[root]:
+            continue
+        told = lookup((*root, "param_groups"))
+        groups = [g for g in told if isinstance(g, dict)] if isinstance(told, list) else []
+        ids = members[root] = [[str(i) for i in g.get("params") or () if type(i) is int] for g in groups]
+        # of an optimizer that was given named parameters
+        listed = [n if isinstance(n := g.get("param_names"), list) else [] for g in groups]
+        if all(n and len(n) == len(m) for n, m in zip(listed, ids, strict=True)):
+            pairs = [pair for ns, m in zip(listed, ids, strict=True) for pair in zip(m, ns, strict=True)]
+            names |= {(root, i): n for i, n in pairs if n in weights}
+        elif by != "nothing":
+            wanted[root] = [
+                [possible_shapes({k: s.shape for k, s in parameters.get(i, {}).items()}) for i in m] for m in ids
+            ]
+    for root, assigned in _assigned(candidates, wanted, by).items():
+        for m, group in zip(members[root], assigned, strict=True):
+            names |= {(root, i): name for i, name in zip(m, group, strict=True) if name is not None}
+    lost = {root: [i for i in table if (root, i) not in names] for root, table in numbers.items()}
+    count = sum(map(len, lost.values()))
+    if count:
         problems.append(
-            f"the optimizer numbers its parameters; for {len(open_ones)} of {len(numbers)} order and shapes leave more "
-            "than one way to name them, or none: their states stand under their numbers"
+            f"the optimizer numbers its parameters; for {count} of {sum(map(len, numbers.values()))} {_WHY[by]}: "
+            "their states stand under their numbers"
         )
+    if sum(map(bool, lost.values())) > 1:
+        names |= {(root, i): ".".join(map(str, (*root, i))) for root, table in lost.items() for i in table}
     return names
+
+
+def _assigned(
+    candidates: Sequence[tuple[str, Shape]], wanted: Mapping[Path, list[list[Wanted]]], by: By
+) -> dict[Path, list[list[str | None]]]:
+    """Optimizer -> names of the parameters of its groups, as far as they are determined."""
+    groups = [group for table in wanted.values() for group in table]
+    together = None
+    if by == "order" and len(wanted) > 1 and sum(map(len, groups)) == len(candidates):
+        # several optimizers of one model that leave no parameter out: none stands in two
+        together = assign(candidates, groups)
+        together = together if together is not None and together.complete else None
+    if by == "shape":
+        together = assign_by_shape(candidates, groups)
+    if together is not None:
+        rows = iter(together.names)
+        return {root: [next(rows) for _ in table] for root, table in wanted.items()}
+    return (
+        {
+            root: (assign(candidates, table) or assign_by_shape(candidates, table)).names
+            for root, table in wanted.items()
+        }
+        if by == "order"
+        else {}
+    )

@@ -59,26 +59,31 @@ class Source:
 @dataclass(frozen=True, slots=True)
 class Reader:
     """``name``: what `open(format=...)` calls it. ``recognises`` looks at names and first bytes only; ``read`` indexes.
-    ``what``: the layout in words, for the message that no reader recognised a path."""
+    ``what``: the layout in words, for the message that no reader recognised a path. ``tags``: it knows itself which of
+    several checkpoints in the folder is meant by a tag."""
 
     name: str
     what: str
     recognises: Callable[[Source], bool]
     read: Callable[[Source], Index]
+    tags: bool = False
 
 
 def builtin() -> tuple[Reader, ...]:
-    from . import dcp, deepspeed, huggingface, megatron, ranks, safetensors, tensorparallel, torchsave
+    from . import dcp, deepspeed, huggingface, megatron, ranks, safetensors, tensorparallel, torchsave, trainers
 
+    # a folder of a trainer may hold what others recognise too: the one that knows more of it comes first
     return (
         deepspeed.READER,
         megatron.READER,
         megatron.DIST,
-        dcp.READER,
-        dcp.HUB,
+        *trainers.READERS,
         tensorparallel.LLAMA,
         tensorparallel.FILES,
         ranks.READER,
+        trainers.FOLDER,
+        dcp.READER,
+        dcp.HUB,
         huggingface.READER,
         safetensors.READER,
         torchsave.READER,
@@ -97,13 +102,19 @@ def read_index(source: Source, format: str | None = None) -> Index:
                 return _read(reader, source)
         names = ", ".join(r.name for r in (*readers, *_installed()))
         raise FormatError(f"no reader is named {format!r}; there are: {names}")
-    for reader in readers:
-        if reader.recognises(source):
-            return _read(reader, source)
-    for reader in _installed():
-        if reader.recognises(source):
-            return _read(reader, source)
-    raise FormatError(_unknown(source, readers))
+    found = recognising(source)
+    if found is None:
+        raise FormatError(_unknown(source, readers))
+    return _read(found, source)
+
+
+def recognising(source: Source) -> Reader | None:
+    """The first reader that recognises it."""
+    for readers in (builtin(), _installed()):
+        for reader in readers:
+            if reader.recognises(source):
+                return reader
+    return None
 
 
 def _read(reader: Reader, source: Source) -> Index:

@@ -168,6 +168,9 @@ class Memory(CannotMap):
     def pinned(self, pins: Mapping[str, FileInfo]) -> Memory:
         return self
 
+    def below(self, folder: str) -> Memory:
+        return self
+
     def list(self, folder: str = "") -> Mapping[str, Entry]:
         return {self._name: Entry(self.stat(self._name), False)}
 

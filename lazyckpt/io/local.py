@@ -84,6 +84,9 @@ class LocalStore:
     def pinned(self, pins: Mapping[str, FileInfo]) -> LocalStore:
         return LocalStore(self._root, pins)
 
+    def below(self, folder: str) -> LocalStore:
+        return LocalStore(os.path.join(self._root, folder))
+
     def list(self, folder: str = "") -> Mapping[str, Entry]:
         found = {}
         try:

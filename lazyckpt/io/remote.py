@@ -56,6 +56,9 @@ class RemoteStore(CannotMap):
     def pinned(self, pins: Mapping[str, FileInfo]) -> RemoteStore:
         return RemoteStore(self._url, self._options, pins)
 
+    def below(self, folder: str) -> RemoteStore:
+        return RemoteStore(f"{self._url}/{folder}", self._options)
+
     def list(self, folder: str = "") -> Mapping[str, Entry]:
         try:
             entries = self._fs.ls(self._full(folder), detail=True)

@@ -63,6 +63,9 @@ class Store(Protocol):
     def pinned(self, pins: Mapping[str, FileInfo]) -> Store:
         """The same store with other pins."""
 
+    def below(self, folder: str) -> Store:
+        """A store of its own for a folder of this one."""
+
     def list(self, folder: str = "") -> Mapping[str, Entry]:
         """The names directly inside a folder; {} if there is no such folder."""
 

@@ -9,4 +9,4 @@ def _recognises(source: Source) -> bool:
     return not source.path and find_folder(source, strict=False) is not None
 
 
-READER = Reader("deepspeed", "DeepSpeed folders (a tag, or the folder with `latest`)", _recognises, read)
+READER = Reader("deepspeed", "DeepSpeed folders (a tag, or the folder with `latest`)", _recognises, read, tags=True)

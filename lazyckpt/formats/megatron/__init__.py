@@ -10,5 +10,12 @@ READER = Reader(
     "Megatron folders (an iteration, or the folder with `latest_checkpointed_iteration.txt`)",
     is_legacy,
     read,
+    tags=True,
 )
-DIST = Reader("megatron-dist", "megatron-core's distributed checkpoints (metadata.json, common.pt)", is_dist, read_dist)
+DIST = Reader(
+    "megatron-dist",
+    "megatron-core's distributed checkpoints (metadata.json, common.pt)",
+    is_dist,
+    read_dist,
+    tags=True,
+)

@@ -40,14 +40,23 @@ _SMALL = 1 << 20  # elements of a mesh that are worth a read
 
 
 def _read(source: Source) -> Index:
-    folder = _Folder(source)
+    problems: list[str] = []
+    return read_series(source, chosen(source.entries, problems), problems)
+
+
+def read_series(
+    source: Source, found: list[Series], problems: list[str], more: Sequence[tuple[Path, Member]] = ()
+) -> Index:
+    """The index of series of rank files, and of other members beside them. Raises what reading the first file did, if
+    none can be read."""
+    folder = _Folder(source, found, problems)
     for series in folder.series:
         folder.read(series)
     folder.tell_missing()
-    if not folder.files:
+    if folder.broken and not folder.files and not more:
         raise next(iter(folder.broken.values()))
-    collected, problems = folder.collected, folder.problems
-    beside = _optimizers(source, problems)
+    collected = folder.collected
+    beside = [*_optimizers(source, problems), *more]
     problems += [
         f"rules[{glob!r}] has no effect: the files say how tensors lie; only flat parameters take a rule, with 'flat'"
         for glob, rule in source.rules.items()
@@ -75,15 +84,15 @@ def _read(source: Source) -> Index:
     )
     index = together(member.format, [((), member), *beside])
     weights = dict(index.states.get("weights", {}))
-    more = collected.problems + _unreadable(index.states)
+    lines = collected.problems + _unreadable(index.states)
     kept = {spec.stored_as or name for name, spec in weights.items()}
-    more += collected.differing(n for n, (_, spec) in tensors.items() if spec.name in kept and n not in flats.gone)
-    ties = tied_names(meta.get("config", {}), weights, more)
+    lines += collected.differing(n for n, (_, spec) in tensors.items() if spec.name in kept and n not in flats.gone)
+    ties = tied_names(meta.get("config", {}), weights, lines)
     return replace(
         index,
         aliases={**index.aliases, **ties},
         mesh=_mesh(collected),
-        problems=(*index.problems, *more),
+        problems=(*index.problems, *lines),
         unreadable=collected.unreadable,
         ruled=tuple(flats.flats),
     )
@@ -160,14 +169,14 @@ def _param_groups(meta: Mapping[str, Any]) -> Any:
 class _Folder:
     """The rank files of a folder, read one after the other."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, series: list[Series], problems: list[str]) -> None:
         self.store: Store = source.store
-        self.problems: list[str] = []
+        self.problems = problems
         self.files: dict[str, FileInfo] = {}
         self.broken: dict[str, LazyckptError] = {}
         self.meta: dict[str, Any] = {}
         self.collected = Collected()
-        self.series = chosen(source.entries, self.problems)
+        self.series = series
         self.roots: dict[Path, Series] = {}  # where the objects of a series stand
         self._pickles = Pickles()
         self._notes: dict[str, list[str]] = {}  # what is odd of a file -> the files

@@ -1,0 +1,194 @@
+"""Folders of transformers' Trainer (`checkpoint-N`) and of accelerate's `save_state`.
+
+Weights are as Hugging Face folders have them, or for FSDP a folder of torch.distributed.checkpoint or one torch file;
+optimizers, schedulers, random states and the rest are files of torch.save beside them (`files` has the names). The
+Trainer's FSDP and DeepSpeed files are accelerate's; those of DeepSpeed are its own reader's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ...core.index import FileInfo, Index, TensorSpec, renamed
+from ...core.names import natural
+from ...errors import LazyckptError
+from ...io.plain import Path
+from ...io.store import Store
+from .. import huggingface
+from ..dcp.reader import in_folder
+from ..members import Member, together
+from ..moduleorder import in_module_order, orders_of
+from ..naming import By
+from ..paths import some
+from ..reader import Reader, Source
+from ..torchsave import member
+from .files import Part, parts
+
+_TRAINER = ("trainer_state.json", "training_args.bin", "optimizer.pt", "scheduler.pt")
+
+
+def _read(source: Source) -> Index:
+    store = source.store
+    found = _parts(source)
+    problems: list[str] = []
+    found = _one_of_each(found, problems)
+    members: list[tuple[Path, Member]] = []
+    broken: list[LazyckptError] = []
+    by: By = "order"
+    whole: Index | None = None
+    meta: dict[str, Any] = {}
+
+    if not any(part.place == "model" for part in found):
+        if huggingface.READER.recognises(source):
+            try:
+                whole = huggingface.read(source)
+            except LazyckptError as e:
+                broken.append(e)
+                problems.append(f"the weights cannot be read: {e}")
+        else:
+            problems.append("there is no file of weights")
+    elif huggingface.READER.recognises(source):
+        chosen = next(part.name for part in found if part.place == "model")
+        problems.append(
+            f"there are weights of two kinds: {chosen} is read, as the trainer does when it resumes; open the others "
+            "by their file"
+        )
+    if whole is not None:
+        ordered, model = _as_member(whole)
+        by = "order" if ordered else "shape"
+        members += [(("model",), model), ((), _only_meta(whole.meta))]
+        meta = dict(whole.meta)
+    else:
+        meta = huggingface.configs(store, problems)
+        members.append(((), _only_meta(meta)))
+    for part in found:
+        try:
+            members.append(_member(store, part))
+        except LazyckptError as e:
+            broken.append(e)
+            problems.append(f"{part.name} cannot be read: {e}")
+            continue
+        if part.name.endswith(".safetensors"):
+            by = "shape"
+    if not any(m.tensors or m.objects for _, m in members):
+        raise broken[0]
+    kinds = {part.kind for part in found}
+    if "scheduler" in kinds and "optimizer" not in kinds:
+        problems.append("there is no file of optimizer states, although there is one of a learning rate scheduler")
+    state = meta.get("trainer_state")
+    if isinstance(state, dict) and "global_step" in state:
+        members.append(((), _only_meta({"step": state["global_step"]})))
+
+    models = sorted({"model", *(part.place for part in found if part.kind == "model")}, key=natural)
+    name = "hf-trainer" if any(n in source.entries for n in _TRAINER) else "accelerate"
+    index = together(name, members, models, by)
+    index = replace(index, problems=(*problems, *index.problems))
+    return index if whole is None else _with_ties(index, whole, "model." if len(models) > 1 else "")
+
+
+def _parts(source: Source) -> list[Part]:
+    files = sorted((n for n, e in source.entries.items() if not e.is_dir), key=natural)
+    folders = sorted((n for n, e in source.entries.items() if e.is_dir), key=natural)
+    return [
+        p for p in parts(files, folders) if not p.folder or ".metadata" in source.store.list(p.name) or _lost(source, p)
+    ]
+
+
+def _lost(source: Source, part: Part) -> bool:
+    """Whether a folder is there whose save was not finished: it is told, as it cannot be read."""
+    return any(name.endswith(".distcp") for name in source.store.list(part.name))
+
+
+def _one_of_each(found: Sequence[Part], problems: list[str]) -> list[Part]:
+    """Of two parts in one place the folder: one file for all ranks is what another save left."""
+    places: dict[str, Part] = {}
+    for part in sorted(found, key=lambda part: not part.folder):
+        kept = places.setdefault(part.place, part)
+        if kept is not part:
+            problems.append(
+                f"{kept.name} and {part.name} are both there: {kept.name} is read, open the other by itself"
+            )
+    return [part for part in found if places[part.place] is part]
+
+
+def _member(store: Store, part: Part) -> tuple[Path, Member]:
+    if part.folder:
+        held = in_folder(store, part.name)  # its own paths begin with "model" or "optimizer"
+        return (), held if part.place == part.kind else _moved(held, f"{part.name}/", part.place)
+    if part.name.endswith(".safetensors"):
+        shard = huggingface.read_shard(store, part.name)
+        tensors: dict[str, tuple[Path, TensorSpec]]
+        tensors = {f"{part.name}/{n}": ((n,), renamed(s, f"{part.name}/{n}")) for n, s in shard.specs.items()}
+        return (part.place,), Member(
+            "", tensors, [], {}, lambda _: {}, {part.name: shard.info}, problems=shard.problems
+        )
+    held = member(store, part.name, f"{part.name}/")
+    if set(held.meta) == {""}:  # no dict, but one object
+        return (), replace(held, tensors=_below(held.tensors, part.place), **_object(part.place, held.meta[""]))
+    return (part.place,), held
+
+
+def _object(place: str, value: Any) -> dict[str, Any]:
+    meta = {place: value}
+    return {"objects": [(place,)], "meta": meta, "named": lambda _: meta}
+
+
+def _below(tensors: Mapping[str, tuple[Path, TensorSpec]], place: str) -> dict[str, tuple[Path, TensorSpec]]:
+    return {key: ((place, *path), spec) for key, (path, spec) in tensors.items()}
+
+
+def _moved(held: Member, prefix: str, top: str) -> Member:
+    """The same under another top name, with a prefix for the raw names: the next model has the keys of the first."""
+    tensors = {
+        prefix + key: ((top, *path[1:]), replace(spec, name=prefix + key)) for key, (path, spec) in held.tensors.items()
+    }
+    (meta,) = [{top: value} for value in held.meta.values()] or [{}]
+    return Member(
+        held.format,
+        tensors,
+        [(top, *path[1:]) for path in held.objects],
+        meta,
+        lambda _: meta,
+        held.files,
+        problems=held.problems,
+    )
+
+
+def _only_meta(meta: Mapping[str, Any], files: Mapping[str, FileInfo] | None = None) -> Member:
+    return Member("", {}, [], meta, lambda _: meta, files or {})
+
+
+def _as_member(whole: Index) -> tuple[bool, Member]:
+    """The weights of a Hugging Face folder -> (whether they stand in the order of the modules, the member)."""
+    weights = whole.states["weights"]
+    names: list[str] | None = list(weights)
+    if any(path.endswith(".safetensors") for path in whole.files):
+        names = in_module_order(weights, orders_of(whole.meta.get("config")))
+    tensors: dict[str, tuple[Path, TensorSpec]] = {n: ((n,), weights[n]) for n in (names or weights)}
+    held = Member("huggingface", tensors, [], {}, lambda _: {}, whole.files, whole.stored, problems=whole.problems)
+    return names is not None, held
+
+
+def _with_ties(index: Index, whole: Index, prefix: str) -> Index:
+    """With what the weights' own files or config.json say of tied names, and of names that no file holds."""
+    return replace(
+        index,
+        aliases={prefix + a: prefix + o for a, o in whole.aliases.items()} | dict(index.aliases),
+        unreadable={prefix + name: reason for name, reason in whole.unreadable.items()},
+    )
+
+
+def _recognises(source: Source) -> bool:
+    if source.path or ".metadata" in source.entries:
+        return False
+    return bool(_parts(source)) or ("trainer_state.json" in source.entries and huggingface.READER.recognises(source))
+
+
+READER = Reader(
+    "trainer",
+    f"folders of transformers' Trainer and of accelerate's save_state ({some(_TRAINER)})",
+    _recognises,
+    _read,
+)

@@ -1,0 +1,47 @@
+"""Folders that Lightning writes: torch.distributed.checkpoint, and `meta.pt` with what is no shard.
+
+Writers: lightning/fabric/strategies/fsdp.py and model_parallel.py (the keys of the user's state), and
+lightning/pytorch/strategies/fsdp.py and model_parallel.py ("model" or "state_dict", "optimizer_0", ...) with all the
+rest of a Lightning checkpoint in `meta.pt`. DeepSpeed's folders of Lightning are DeepSpeed's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...core.index import Index
+from ...errors import LazyckptError
+from ...io.plain import Path
+from ..dcp.reader import in_folder
+from ..members import Member, together
+from ..reader import Reader, Source
+from ..torchsave import member
+
+_META = "meta.pt"
+
+
+def _read(source: Source) -> Index:
+    shards = in_folder(source.store)
+    members: list[tuple[Path, Member]] = [((), shards)]
+    problems = []
+    try:
+        members.append(((), member(source.store, _META, f"{_META}/")))
+    except LazyckptError as e:  # nothing of the shards depends on it
+        problems.append(f"{_META} cannot be read, what it holds is not in view.meta: {e}")
+    index = together("lightning", members, _models(shards))
+    return replace(index, problems=(*problems, *index.problems))
+
+
+def _models(shards: Member) -> list[str]:
+    """What the model is called: only a model and its optimizers are sharded, and an optimizer has param_groups."""
+    optimizers = {path[0] for path in shards.objects if len(path) > 1}
+    optimizers |= {path[0] for path, _ in shards.tensors.values() if len(path) > 1 and path[1] == "state"}
+    tops = dict.fromkeys(str(path[0]) for path, _ in shards.tensors.values() if len(path) > 1)
+    return [top for top in tops if top not in optimizers]
+
+
+def _recognises(source: Source) -> bool:
+    return not source.path and ".metadata" in source.entries and _META in source.entries
+
+
+READER = Reader("lightning", "sharded checkpoints of Lightning (.metadata, *.distcp and meta.pt)", _recognises, _read)

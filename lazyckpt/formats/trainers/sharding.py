@@ -1,0 +1,294 @@
+"""Folders of torch_checkpointing: a file for each item and rank, and `metadata.pkl`, which says how items are sharded.
+
+Writer: torch_checkpointing/checkpoint_writer.py; names of files, and what kind they are: checkpoint_layout.py. By
+default an item is a file of torch.save, whose DTensors tell their own layout. As safetensors a file has the rank's
+local arrays only: their places follow from the metadata (distributed_metadata.py, dtensor_metadata.py,
+default_metadata.py), which torch_checkpointing unpickles; here it is read as data. Without a resharder there is no
+metadata, and nothing tells the folder from any other: ``open(folder, format="torch-checkpointing")``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, NamedTuple
+
+from ...core.box import Box, Shape, fits
+from ...core.index import Fragment, Hole, Index, Part, TensorSpec, whole
+from ...core.names import natural
+from ...errors import CorruptError, FormatError, LazyckptError
+from ...io.dangers import dangers
+from ...io.pickles import Pickle
+from ...io.plain import Path
+from ...io.safetensors import SafetensorsFile, read_safetensors
+from ...io.store import Store
+from ..huggingface import load_json
+from ..members import Member
+from ..paths import inside, some
+from ..placements import Cut, Layout, Placement, Same
+from ..ranks.files import Series
+from ..ranks.reader import read_series
+from ..reader import Reader, Source
+
+_METADATA = "metadata.pkl"
+_NAME = re.compile(r"(.+)_(\d{1,7})\.(pt|json|safetensors)")
+_KINDS = {"TorchSerialization": "pt", "JsonSerialization": "json", "SafetensorsSerialization": "safetensors"}
+
+
+class Block(NamedTuple):
+    """What a rank holds of a tensor: the shape of its array (None: as it is), and where its blocks stand."""
+
+    local: Shape | None
+    parts: tuple[Part, ...]
+
+
+class Sharding(NamedTuple):
+    shape: Shape
+    blocks: dict[int, Block]  # by rank
+
+
+@dataclass(slots=True)
+class Item:
+    """``files``: rank -> name; ``kind``: "pt", "json", "safetensors" or what else the writer called it."""
+
+    kind: str = "pt"
+    files: dict[int, str] = field(default_factory=dict)
+    shardings: dict[Path, Sharding] = field(default_factory=dict)
+
+
+def _read(source: Source) -> Index:
+    store = source.store
+    problems: list[str] = []
+    items: dict[str, Item] = {}
+    world = None
+    if _METADATA in source.entries:
+        world, items = _metadata(store, problems)
+    for name in sorted(source.entries, key=natural):
+        match = _NAME.fullmatch(name)
+        if match and not any(name in item.files.values() for item in items.values()) and match[1] not in items:
+            items[match[1]] = Item(match[3], {})
+        if match and match[1] in items and not items[match[1]].shardings and items[match[1]].kind == match[3]:
+            items[match[1]].files[int(match[2])] = name
+    if not items:
+        raise FormatError(f"{source.where} has no files that are named as torch_checkpointing names them")
+
+    series: list[Series] = []
+    more: list[tuple[Path, Member]] = []
+    for name, item in items.items():
+        if item.kind == "pt" and (found := _series(name, item, world, source)):
+            series.append(found)
+        elif item.kind == "safetensors":
+            more.append(((), _safetensors(store, name, item, problems)))
+        elif item.kind == "json":
+            more.append(((), _json(store, name, item, problems)))
+        else:
+            problems.append(f"{name} is stored in a way that is not read ({item.kind}): {some(item.files.values())}")
+    index = read_series(source, series, problems, more)
+    files = dict(index.files)
+    if _METADATA in source.entries:
+        files[_METADATA] = store.stat(_METADATA)
+    return replace(index, format="torch-checkpointing", files=files)
+
+
+def _series(name: str, item: Item, world: int | None, source: Source) -> Series | None:
+    """The files of an item as a series; None if their names differ in more than the rank."""
+    rank, path = next(iter(item.files.items()))
+    before, number, after = path.rpartition(str(rank))
+    if not number or any(path != f"{before}{rank}{after}" for rank, path in item.files.items()):
+        return None
+    here = {rank: source.entries[path] for rank, path in item.files.items() if path in source.entries}
+    return Series(name, world, before, 1, after, here)
+
+
+def _safetensors(store: Store, name: str, item: Item, problems: list[str]) -> Member:
+    files: dict[int, SafetensorsFile] = {}
+    lost: dict[int, str] = {}
+    for rank, path in item.files.items():
+        try:
+            files[rank] = read_safetensors(store, path)
+        except LazyckptError as e:
+            lost[rank] = f"{path} cannot be read: {e}"
+            problems.append(lost[rank])
+    stored = {
+        f"{item.files[rank]}/{key}": whole(f"{item.files[rank]}/{key}", extent)
+        for rank, file in files.items()
+        for key, extent in file.extents.items()
+    }
+    tensors: dict[str, tuple[Path, TensorSpec]] = {}
+    told = {".".join(map(str, path)): path for path in item.shardings}
+    for key, extent in ((key, extent) for file in files.values() for key, extent in file.extents.items()):
+        raw = f"{name}.{key}"
+        if raw in tensors:
+            continue
+        place = told.get(key)
+        if place is None:  # every rank has its own: the lowest's
+            tensors[raw] = (name, key), whole(raw, extent)
+        else:
+            tensors[raw] = (name, *place), _global(store, raw, key, item.shardings[place], item, files, lost)
+    infos = {item.files[rank]: file.info for rank, file in files.items()}
+    return Member("", tensors, [], {}, lambda _: {}, infos, stored)
+
+
+def _global(
+    store: Store,
+    raw: str,
+    key: str,
+    sharding: Sharding,
+    item: Item,
+    files: Mapping[int, SafetensorsFile],
+    lost: Mapping[int, str],
+) -> TensorSpec:
+    dtype = next(file.extents[key].dtype for file in files.values() if key in file.extents)
+    if not fits(sharding.shape, dtype.itemsize):
+        raise CorruptError(f"{store.root}/{_METADATA}: {key!r} has the shape {sharding.shape}: more than there can be")
+    fragments = []
+    for rank, block in sharding.blocks.items():
+        if not any(prod(part.local.shape) for part in block.parts) and 0 not in sharding.shape:
+            continue
+        path = item.files.get(rank, f"a file of rank {rank}")
+        extent = files[rank].extents.get(key) if rank in files else None
+        if extent is None:
+            reason = lost.get(rank, f"{path} does not hold {key!r}")
+            fragments.append(Fragment(Hole(path, reason), block.local or sharding.shape, block.parts))
+            continue
+        if extent.dtype != dtype or (block.local is not None and extent.shape != block.local):
+            raise CorruptError(
+                f"{store.root}/{path}: {key!r} is {extent.dtype} of shape {extent.shape}, by {_METADATA} the rank's "
+                f"part is {dtype} of shape {block.local}: these are no files of one save"
+            )
+        if not all(Box((0,) * len(extent.shape), extent.shape) & part.local == part.local for part in block.parts):
+            raise CorruptError(f"{store.root}/{path}: {key!r} of shape {extent.shape} is smaller than its parts")
+        fragments.append(Fragment(extent, extent.shape, block.parts))
+    return TensorSpec(raw, sharding.shape, dtype, tuple(fragments))
+
+
+def _json(store: Store, name: str, item: Item, problems: list[str]) -> Member:
+    """The lowest rank's under the item's name, others that differ under the name with their rank."""
+    meta: dict[str, Any] = {}
+    infos = {}
+    for rank in sorted(item.files):
+        path = item.files[rank]
+        try:
+            value = load_json(store, path)
+        except LazyckptError as e:
+            problems.append(f"{path} cannot be read: {e}")
+            continue
+        infos[path] = store.stat(path)
+        if name not in meta:
+            meta[name] = value
+        elif value != meta[name]:
+            meta[f"{name}_{rank}"] = value
+    return Member("", {}, [(key,) for key in meta], meta, lambda _: meta, infos)
+
+
+# -- metadata.pkl
+
+
+def _metadata(store: Store, problems: list[str]) -> tuple[int | None, dict[str, Item]]:
+    where = f"{store.root}/{_METADATA}"
+    size = store.stat(_METADATA).size
+    pickle = Pickle(bytes(store.read(_METADATA, 0, size)), where, {}, lambda _: None)
+    problems += [
+        f"{_METADATA}: its pickle names {name}, which no checkpoint needs: nothing was run, but do not load it with "
+        "torch_checkpointing"
+        for name in dangers(pickle.globals)
+    ]
+    root = pickle.value
+    try:
+        world = _count(root["world_size"])
+        return world, {str(name): _item(str(name), about, world) for name, about in root["metadata"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
+        raise CorruptError(
+            f"{where} is not the metadata of torch_checkpointing ({type(e).__name__}: {str(e)[:120]}): the file is "
+            "damaged, or of a version that is not known"
+        ) from None
+
+
+def _item(name: str, about: Mapping[str, Any], world: int) -> Item:
+    item = Item()
+    for key, layout in about["rank_to_layout_info"].items():
+        rank = _count(key)
+        path = f"{name}_{rank}.pt" if layout is None else layout["file_path"]
+        if rank >= world or not inside(path):
+            raise ValueError(f"the file of rank {rank} is {str(path)[:80]!r}")
+        item.files[rank] = path
+        if layout is not None:
+            told = layout["serialization_format"]["type"]
+            item.kind = _KINDS.get(told, str(told)[:80])
+    known: dict[Any, Sharding] = {}  # of the many tensors of one layout and shape it is worked out once
+    for text, groups in about["nested_path_to_metadata"].items():
+        path = tuple(part if isinstance(part, int) else str(part) for part in json.loads(text))
+        if item.kind == "safetensors":  # files of torch.save tell it themselves
+            item.shardings[path] = _sharding(groups, known)
+    return item
+
+
+def _sharding(groups: Any, known: dict[Any, Sharding]) -> Sharding:
+    key = repr(groups)
+    if key not in known:
+        shape: Shape | None = None
+        blocks: dict[int, Block] = {}
+        for group in groups:
+            packed = group["sharding_metadata"]
+            about = packed["data"]
+            found = tuple(map(_count, about["global_shape"]))
+            if shape not in (None, found):
+                raise ValueError(f"ranks say {shape} and {found}")
+            shape = found
+            for rank in group["ranks"]:
+                blocks[_count(rank)] = _block(packed["type"], about, found, rank)
+        if shape is None:
+            raise ValueError("a tensor of no rank")
+        known[key] = Sharding(shape, blocks)
+    return known[key]
+
+
+def _block(kind: Any, about: Mapping[str, Any], shape: Shape, rank: int) -> Block:
+    if kind == "DTensorShardingMetadata":
+        mesh = tuple(map(_count, about["mesh_spec"]["mesh_shape"]))
+        layout = Layout(mesh, tuple(map(_placement, about["placements"])))
+        at = list(about["mesh_spec"]["mesh_data"]).index(rank)
+        coordinate = []
+        for size in reversed(mesh):
+            at, here = divmod(at, size)
+            coordinate.append(here)
+        place = tuple(reversed(coordinate))
+        return Block(layout.local_shape(shape, place), layout.parts(shape, place))
+    if kind != "default_tensor_v1":
+        raise ValueError(f"shards of the kind {str(kind)[:80]!r}")
+    parts = []
+    for start, local, sizes in zip(about["global_offsets"], about["local_offsets"], about["local_sizes"], strict=True):
+        a, b, n = (tuple(map(_count, value)) for value in (start, local, sizes))
+        if not len(a) == len(b) == len(n) == len(shape) or any(x + k > s for x, k, s in zip(a, n, shape)):
+            raise ValueError(f"a block of {n} at {a} in a tensor of {shape}")
+        parts.append(Part(Box(b, tuple(x + k for x, k in zip(b, n))), a))
+    return Block(None, tuple(parts))
+
+
+def _placement(about: Mapping[str, Any]) -> Placement:
+    kind = about["type"]
+    if kind == "Replicate":
+        return Same()
+    if kind not in ("Shard", "StridedShard"):
+        raise ValueError(f"a placement {str(kind)[:80]!r}")
+    return Cut(_count(about["dim"]), _count(about.get("split_factor", 1)))
+
+
+def _count(value: Any) -> int:
+    number = int(value) if isinstance(value, int | str) and not isinstance(value, bool) else -1
+    if not 0 <= number < 1 << 62:
+        raise ValueError(f"{str(value)[:80]!r} is no number")
+    return number
+
+
+def _recognises(source: Source) -> bool:
+    names = source.entries
+    return not source.path and _METADATA in names and any(map(_NAME.fullmatch, names))
+
+
+READER = Reader(
+    "torch-checkpointing", "folders of torch_checkpointing (metadata.pkl and ITEM_RANK files)", _recognises, _read
+)

@@ -1,0 +1,163 @@
+"""What torchtune's checkpointers leave: a folder for each epoch, and one with the state of the recipe.
+
+Writer: torchtune/training/checkpointing/_checkpointer.py. `epoch_N` is a Hugging Face folder (FullModelHFCheckpointer:
+weights converted to the names and layout of transformers, with an index) or has `model-0000n-of-0000m.bin` without one
+(torchtune's own names, or Meta's), besides `adapter_model.pt`. `recipe_state/recipe_state.pt` has the optimizer and the
+counters of the last epoch that was not the final one. Before 0.5 all files were in one folder: `hf_model_0001_N.pt`,
+`meta_model_N.pt`, `torchtune_model_N.pt`, `adapter_N.pt`, `recipe_state.pt`. Its distributed checkpoints
+(`dist_epoch_N`) are torch's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ...core.index import Extent, FileInfo, Index, TensorSpec
+from ...core.names import natural
+from ...errors import LazyckptError, MissingFileError
+from ...io.plain import Path
+from .. import huggingface
+from ..members import Member, together
+from ..naming import By
+from ..reader import Reader, Source
+from ..torchsave import member
+
+_STATE = "recipe_state"
+_EPOCH = re.compile(r"epoch_(\d+)")
+_OLD = re.compile(r"(?:hf_model_\d+|meta_model|torchtune_model|model)_(\d+)\.(?:pt|bin|safetensors)")
+# of a model in the layout of transformers: its query and key rows are permuted against torchtune's
+_CONVERTED = re.compile(r"(^|\.)(self_attn\.q_proj|embed_tokens)\.weight$")
+
+
+def _read(source: Source) -> Index:
+    store = source.store
+    problems: list[str] = []
+    epochs = _epochs(source)
+    chosen = _chosen(source, epochs)
+    members: list[tuple[Path, Member]] = []
+    broken: list[LazyckptError] = []
+    names: list[str] = []
+    aliases: dict[str, str] = {}
+    if chosen is not None:
+        try:
+            weights = _weights(source, epochs[chosen])
+            problems += weights.problems
+            aliases = dict(weights.aliases)
+            names = list(weights.states["weights"])
+            members.append((("model",), _member(weights)))
+        except LazyckptError as e:
+            broken.append(e)
+            problems.append(f"the weights of epoch {chosen} cannot be read: {e}")
+    for path, place in _beside(source, epochs.get(chosen) if chosen is not None else None, chosen):
+        try:
+            members.append(((place,) if place else (), member(store, path, f"{path}/")))
+        except LazyckptError as e:
+            broken.append(e)
+            problems.append(f"{path} cannot be read: {e}")
+    if not members:
+        raise broken[0]
+    by: By = "nothing" if any(map(_CONVERTED.search, names)) else "order"
+    done = next((m.meta["epochs_run"] for _, m in members if "epochs_run" in m.meta), None)
+    models = ["model"]
+    if type(done) is int and chosen is not None and done != chosen + 1:
+        problems.append(
+            f"the state of the recipe is that of epoch {done - 1}, the weights are of epoch {chosen}: open "
+            f"tag='epoch_{done - 1}' for what belongs together"
+        )
+    if not names and any(place == ("adapter",) for place, _ in members):
+        models = ["adapter"]
+    index = together("torchtune", members, models, by)
+    return replace(index, aliases={**aliases, **index.aliases}, problems=(*problems, *index.problems))
+
+
+def _epochs(source: Source) -> dict[int, list[str]]:
+    """Epoch -> its folder, or its files where all epochs share one."""
+    found: dict[int, list[str]] = {}
+    for name in sorted(source.entries, key=natural):
+        match = _EPOCH.fullmatch(name) if source.entries[name].is_dir else _OLD.fullmatch(name)
+        if match:
+            found.setdefault(int(match[1]), []).append(name)
+    return found
+
+
+def _chosen(source: Source, epochs: Mapping[int, list[str]]) -> int | None:
+    if source.tag is None:
+        return max(epochs, default=None)
+    number = source.tag.removeprefix("epoch_")
+    if not number.isdecimal() or int(number) not in epochs:
+        listed = ", ".join(f"epoch_{n}" for n in sorted(epochs)) or "none"
+        raise MissingFileError(f"{source.where} has no epoch {source.tag!r}; there are: {listed}")
+    return int(number)
+
+
+def _weights(source: Source, names: list[str]) -> Index:
+    """Raises what reading the files does."""
+    store = source.store
+    if source.entries[names[0]].is_dir:
+        return _below(huggingface.read(Source(store.below(names[0]))), names[0])
+    shards = {name: huggingface.read_shard(store, name) for name in names}
+    specs = {key: spec for shard in shards.values() for key, spec in shard.specs.items()}
+    return Index(
+        format="torchtune",
+        states={"weights": specs},
+        files={name: shard.info for name, shard in shards.items()},
+        stored=specs,
+        aliases={a: o for shard in shards.values() for a, o in shard.aliases.items()},
+        problems=tuple(line for shard in shards.values() for line in shard.problems),
+    )
+
+
+def _below(index: Index, folder: str) -> Index:
+    """The index of a folder, as that of the one above."""
+
+    def moved(spec: TensorSpec) -> TensorSpec:
+        fragments = []
+        for f in spec.fragments:
+            assert isinstance(f.extent, Extent)  # of a Hugging Face folder every tensor lies in one piece
+            fragments.append(replace(f, extent=replace(f.extent, path=f"{folder}/{f.extent.path}")))
+        return replace(spec, fragments=tuple(fragments))
+
+    files: dict[str, FileInfo] = {f"{folder}/{path}": info for path, info in index.files.items()}
+    states = {state: {name: moved(spec) for name, spec in table.items()} for state, table in index.states.items()}
+    stored = {name: moved(spec) for name, spec in (index.stored or {}).items()}
+    return replace(index, states=states, stored=stored, files=files)
+
+
+def _member(weights: Index) -> Member:
+    held = weights.states["weights"]
+    names = [n for n in (weights.stored or held) if n in held]
+    tensors: dict[str, tuple[Path, TensorSpec]] = {name: ((name,), held[name]) for name in names}
+    meta: dict[str, Any] = {}
+    return Member("", tensors, [], meta, lambda _: meta, weights.files, weights.stored)
+
+
+def _beside(source: Source, names: list[str] | None, epoch: int | None) -> list[tuple[str, str]]:
+    """Adapter and recipe state: (path, what it stands under)."""
+    found = []
+    if names and source.entries[names[0]].is_dir and "adapter_model.pt" in source.store.list(names[0]):
+        found.append((f"{names[0]}/adapter_model.pt", "adapter"))
+    if f"adapter_{epoch}.pt" in source.entries:
+        found.append((f"adapter_{epoch}.pt", "adapter"))
+    state = source.entries.get(_STATE)
+    if state is not None and state.is_dir and f"{_STATE}.pt" in source.store.list(_STATE):
+        found.append((f"{_STATE}/{_STATE}.pt", ""))
+    elif f"{_STATE}.pt" in source.entries:
+        found.append((f"{_STATE}.pt", ""))
+    return found
+
+
+def _recognises(source: Source) -> bool:
+    if source.path:
+        return False
+    state = source.entries.get(_STATE)
+    return f"{_STATE}.pt" in source.entries or (
+        state is not None and state.is_dir and f"{_STATE}.pt" in source.store.list(_STATE)
+    )
+
+
+READER = Reader(
+    "torchtune", "output folders of torchtune (epoch_N and recipe_state/recipe_state.pt)", _recognises, _read, tags=True
+)
