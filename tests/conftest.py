@@ -287,9 +287,7 @@ def megatron_folder(session_folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def megatron_cases(megatron_folder: Path) -> dict[str, Case]:
-    return {
-        n: megatron_core.load_case(megatron_folder, n, "legacy") for n, s in megatron_core.CASES.items() if s.legacy
-    }
+    return {name: megatron_core.load_case(megatron_folder, name, "legacy") for name in megatron_core.CASES}
 
 
 # one of every kind of layout, for what does not depend on sizes and degrees

@@ -5,6 +5,7 @@ Source: Megatron-LM megatron/training/arguments.py; the names are those of its c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,15 +41,15 @@ class Degrees:
         return tp % self.etp if self.tp % self.etp == 0 else None
 
 
-def degrees(args: Any, numbers: tuple[int, ...], chunks: int) -> Degrees:
-    """The degrees by the arguments (None: there are none), the numbers in the folder's name and the chunks in the
-    file."""
-    tp = number(args, "tensor_model_parallel_size", "model_parallel_size") or numbers[0] + 1
+def degrees(args: Any, counts: Sequence[int], chunks: int) -> Degrees:
+    """The degrees by the arguments. What they do not say (or there are none: None) is what the folders show: ``counts``
+    of the ranks, by their place in the names. ``chunks``: in the file."""
+    tp = number(args, "tensor_model_parallel_size", "model_parallel_size") or counts[0]
+    ep = number(args, "expert_model_parallel_size") or (counts[2] if len(counts) > 2 else 1)
     pp = number(args, "pipeline_model_parallel_size")
     if pp is None:
-        pp = numbers[1] + 1 if len(numbers) > 1 else 1
-    etp = number(args, "expert_tensor_parallel_size") or tp
-    return Degrees(tp, pp, number(args, "expert_model_parallel_size") or 1, etp, max(chunks, 1))
+        pp = counts[1] if len(counts) > 1 + (len(counts) == 2 and ep > 1) else 1
+    return Degrees(tp, pp, ep, number(args, "expert_tensor_parallel_size") or tp, max(chunks, 1))
 
 
 def number(args: Any, *names: str) -> int | None:

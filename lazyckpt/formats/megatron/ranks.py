@@ -66,6 +66,7 @@ def read_grid(store: Store, found: Iteration) -> Grid:
     pickles = Pickles()
     read: list[tuple[RankFolder, TorchFile, dict[Any, Any], list[Tensors], Degrees]] = []
     error: LazyckptError | None = None
+    counts = [1 + max(n) for n in zip(*_padded([folder.numbers for folder in found.ranks]), strict=True)]
     for folder in found.ranks:
         try:
             file = read_torch_file(store, folder.model, pickles)
@@ -75,7 +76,7 @@ def read_grid(store: Store, found: Iteration) -> Grid:
             error = error or e
             problems[f"{folder.model} cannot be read: {e}"] = None
             continue
-        read.append((folder, file, root, chunks, degrees(root.get("args"), folder.numbers, len(chunks))))
+        read.append((folder, file, root, chunks, degrees(root.get("args"), counts, len(chunks))))
     if not read:
         if error is not None:
             raise error
@@ -101,6 +102,11 @@ def read_grid(store: Store, found: Iteration) -> Grid:
     grid = Grid(degree, ranks, {}, ranks[min(ranks)], files, problems)
     _find_lost(grid, found)
     return grid
+
+
+def _padded(names: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    most = max(map(len, names), default=1)
+    return [n + (0,) * (most - len(n)) for n in names]
 
 
 def _dict(file: TorchFile, value: Any) -> dict[Any, Any]:
