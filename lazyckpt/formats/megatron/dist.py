@@ -26,6 +26,7 @@ from ..paths import some
 from ..reader import Source
 from . import zarrs
 from .files import find_iteration, unfinished
+from .names import is_expert
 from .regrid import regridded
 from .stacks import logical
 
@@ -76,6 +77,8 @@ def read(store: Store, folder: str = "") -> Index:
     whole = together(_FORMATS[backend], members)
     args = vars(common["args"]) if hasattr(common.get("args"), "__dict__") else {}
     states, lines = _states(tensors, _local(args))
+    if len(members) > 1:
+        states |= _steps(members[0][1], states)
     return Index(
         format=whole.format,
         states=states or {"weights": {}},
@@ -135,6 +138,18 @@ def _states(member: Member, local: bool | None) -> tuple[dict[str, dict[str, Ten
             "view.stored; saved with --dist-ckpt-optim-fully-reshardable they would be states by parameter"
         )
     return states, lines
+
+
+def _steps(common: Member, states: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, dict[str, TensorSpec]]:
+    """The optimizer's count of steps, one number for all parameters (of the dense ones and of experts, if there are two
+    optimizers): {"step": ...}; {} if there is none."""
+    counts = [
+        spec for path, spec in common.tensors.values() if path[:1] == ("optimizer",) and path[-1] == "common_step"
+    ]
+    names = next((table for state, table in states.items() if state not in ("weights", "fp32")), {})
+    if not counts or len(counts) > 2 or not names:
+        return {}
+    return {"step": {name: renamed(counts[-1] if is_expert(name) else counts[0], name) for name in names}}
 
 
 def _local(args: Mapping[str, Any]) -> bool | None:

@@ -1,0 +1,299 @@
+"""megatron-core's distributed checkpoints: each layer and expert a tensor, whatever the parallel layout was."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemWriter, save
+
+import lazyckpt
+from lazyckpt.core.box import Box, c_strides
+from lazyckpt.core.index import Extent, Fragment, Part, TensorSpec
+from lazyckpt.formats.megatron.regrid import regridded
+from lazyckpt.io.local import LocalStore
+from lazyckpt.tensor import LazyTensor
+
+from .contract import CHECKS, Check
+from .counting import opened
+from .oracle import indexed, keys, same
+from .writers import Case
+from .writers.megatron_core import CASES, load_case, logits_alone
+
+# buffers of the distributed optimizer as ranks hold them: what stands where is not in the checkpoint
+BUFFERS = [name for name, spec in CASES.items() if spec.distributed and spec.dist == "dp_reshardable"]
+KINDS = ("tp2_gelu_tied", "pp2_vpp2", "ep2", "tp2_mixed")
+
+
+@pytest.fixture(scope="module")
+def cases(megatron_folder: Path) -> dict[str, Case]:
+    return {name: _case(load_case(megatron_folder, name, "dist"), name) for name in CASES}
+
+
+def _case(case: Case, name: str) -> Case:
+    """With the names of such a checkpoint: grouped experts are saved one by one, as `SequentialMLP` names them."""
+    spec = CASES[name]
+    truth = {}
+    for state, tensors in case.truth.items():
+        if (state != "weights" and name in BUFFERS) or (state == "step" and spec.distributed):
+            continue
+        truth[state] = {}
+        for key, whole in tensors.items():
+            base, found, matrix = key.partition("experts.weight")
+            if not found:
+                truth[state][key] = whole
+                continue
+            for e in range(spec.experts or 0):
+                one = f"{base}experts.local_experts.{e}.linear_fc{matrix}.weight"
+                truth[state][one] = whole[e].T.contiguous() if whole.ndim == 3 else whole
+    return Case(case.path, truth, case.info | {"archives": True})
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("name", KINDS)
+def test_contract(cases: dict[str, Case], name: str, check: Check) -> None:
+    check(cases[name])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_state_equals_what_the_ranks_held(cases: dict[str, Case], name: str) -> None:
+    case, spec = cases[name], CASES[name]
+    view = lazyckpt.open(case.path)
+    assert set(view.states) == set(case.truth)
+    for state, truth in case.truth.items():
+        assert set(view.states[state]) == set(truth), state
+        for key, whole in truth.items():
+            same(view.states[state][key][...], whole, (state, key))
+    assert (view.format, view.mesh) == ("megatron-dist", lazyckpt.Mesh(spec.tp, spec.pp, spec.dp, spec.ep))
+    assert (view.meta["iteration"], view.meta["checkpoint_version"]) == (3, 3.0)
+    assert [line for line in view.problems if "dp_reshardable" not in line] == []
+    assert bool(view.problems) == (name in BUFFERS), "said, and left in view.stored"
+    assert not any("_extra_state" in key for key in view.meta) and any("rng_state" in key for key in view.meta)
+
+
+def test_the_model_on_one_rank_gives_the_parallel_models_logits(megatron_folder: Path) -> None:
+    names = [name for name, spec in CASES.items() if not spec.grouped]  # those the model on one rank names as saved
+    found = logits_alone(megatron_folder, names, "dist")
+    assert {n: d for n, d in found.items() if d > (0.03 if CASES[n].bf16 else 1e-5)} == {}
+
+
+def test_a_layer_of_a_stack_reads_its_own_bytes(cases: dict[str, Case]) -> None:
+    name = "decoder.layers.1.mlp.linear_fc1.weight"
+    view, store = opened(cases["tp4_gelu"].path)
+    same(view[name][3:5], cases["tp4_gelu"].truth["weights"][name][3:5], name)
+    before = store.bytes
+    same(view[name][3:5], cases["tp4_gelu"].truth["weights"][name][3:5], "the archives are known now")
+    assert store.bytes - before == 2 * 16 * 4
+    text = view[name].explain()
+    assert "layer 1 of the 2 that are stacked" in text and "stored as 'decoder.layers.mlp.linear_fc1.weight'" in text
+    assert view.stored["decoder.layers.mlp.linear_fc1.weight"].shape[0] == 2
+
+
+def test_under_hugging_faces_names(cases: dict[str, Case]) -> None:
+    for name, table in (("tp2_pp2_bf16", "llama"), ("ep2", "mixtral"), ("tp2_gelu_tied", "gpt2")):
+        view = lazyckpt.open(cases[name].path)
+        there = view.rename("hf")
+        back = there.rename("megatron")
+        left = [key for key in there if key in view]
+        assert left == [] or all("shared_experts" in key for key in left), (table, left)
+        for state, truth in cases[name].truth.items():
+            for key, whole in truth.items():
+                if state == "weights" or key in back.states[state]:
+                    same(back.states[state][key][...], whole, (name, state, key))
+
+
+def test_the_folder_of_the_run_and_tags(cases: dict[str, Case], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(cases["single"].path, run)
+    iteration = next(p for p in run.iterdir() if p.is_dir())
+    view = lazyckpt.open(run)
+    assert list(lazyckpt.open(iteration)) == list(view) == list(lazyckpt.open(run, tag="3"))
+    shutil.copytree(iteration, run / "iter_0000009")
+    assert any("iter_0000009" in line and "not finished" in line for line in lazyckpt.open(run).problems)
+    with pytest.raises(lazyckpt.MissingFileError, match="iter_0000004"):
+        lazyckpt.open(run, tag="4")
+
+
+@pytest.fixture
+def copied(cases: dict[str, Case], tmp_path: Path) -> Path:
+    run = tmp_path / "run"
+    shutil.copytree(cases["tp2_pp2_bf16"].path, run)
+    return next(p for p in run.iterdir() if p.is_dir())
+
+
+def test_without_common_pt(copied: Path, cases: dict[str, Case]) -> None:
+    (copied / "common.pt").unlink()
+    view = lazyckpt.open(copied)
+    assert any("common.pt cannot be read" in line for line in view.problems)
+    name = "decoder.layers.3.self_attention.linear_qkv.weight"
+    same(view[name][...], cases["tp2_pp2_bf16"].truth["weights"][name], "the tensors are intact")
+
+
+def test_without_metadata_json(copied: Path) -> None:
+    (copied / "metadata.json").unlink()
+    view = lazyckpt.open(copied)
+    assert view.format == "megatron-dist" and any("metadata.json is missing" in line for line in view.problems)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("{", "does not name"), ('{"sharded_backend": "tape"}', "'tape' is none"), ("[]", "does not name")],
+)
+def test_a_metadata_json_that_cannot_be(copied: Path, text: str, words: str) -> None:
+    (copied / "metadata.json").write_text(text)
+    with pytest.raises(lazyckpt.LazyckptError, match=words):
+        lazyckpt.open(copied)
+
+
+def test_a_lost_file(copied: Path) -> None:
+    (copied / "__3_0.distcp").unlink()
+    view = lazyckpt.open(copied)
+    assert any("__3_0.distcp" in line for line in view.problems)
+    failed = 0
+    for t in view.values():
+        try:
+            t[...]
+        except lazyckpt.MissingFileError as e:
+            failed += 1
+            assert "__3_0.distcp" in str(e)
+    assert 0 < failed < len(view)
+
+
+def test_ranges_of_flattened_parameters(tmp_path: Path) -> None:
+    """What megatron-core up to 0.14 makes of a distributed optimizer ("fully_sharded_model_space"): blocks, each flat.
+    Its reshaping is imitated (today's version has it no more); torch writes the files."""
+    whole = torch.arange(4 * 6 * 8.0).view(4, 6, 8)
+    weight = "decoder.layers.self_attention.linear_proj.weight"
+    key = f"optimizer.state.exp_avg.{weight}"
+    folder = tmp_path / "iter_0000001"
+    save({key: whole.view(1, 1, 1, -1), weight: whole * 2}, storage_writer=FileSystemWriter(folder))
+    metadata: Any = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.mcore_data = {key: {"nd_reformulated_orig_global_shape": (4, 6, 8)}}
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    view = lazyckpt.open(folder)
+    for n in range(4):
+        name = f"decoder.layers.{n}.self_attention.linear_proj.weight"
+        same(view[name][...], whole[n] * 2, name)
+        same(view.states["exp_avg"][name][...], whole[n], "in its own shape")
+        same(view.states["exp_avg"][name][1:5:2, 3:6], whole[n][1:5:2, 3:6], "a slice")
+    metadata.mcore_data[key]["nd_reformulated_orig_global_shape"] = (4, 6, 9)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(lazyckpt.CorruptError, match="cannot be"):
+        lazyckpt.open(folder, cache=False)
+
+
+def test_a_grid_of_flat_blocks_in_ranges(tmp_path: Path) -> None:
+    """Blocks of several tensor-parallel ranks, each cut over data-parallel ones."""
+    whole = torch.arange(4 * 6 * 8, dtype=torch.float32).view(4, 6, 8)
+    grid = whole.view(4, 1, 6, 2, 4).permute(0, 1, 3, 2, 4).reshape(4, 1, 2, 24)  # (4, 1, 2) blocks of [1, 6, 4]
+    (tmp_path / "flat").write_bytes(grid.numpy().tobytes())
+    fragments = []
+    for n, (a, b) in enumerate((a, b) for a in range(4) for b in range(2)):
+        for low, high in ((0, 7), (7, 24)):
+            shape = (1, 1, 1, high - low)
+            extent = Extent("flat", (n * 24 + low) * 4, torch.float32, shape, c_strides(shape))
+            fragments.append(Fragment(extent, shape, (Part(Box.of(shape), (a, 0, b, low)),)))
+    spec = regridded(TensorSpec("t", tuple(grid.shape), torch.float32, tuple(fragments)), (4, 6, 8))
+    tensor = LazyTensor(LocalStore(tmp_path), spec)
+    same(tensor[...], whole, "whole")
+    for key in keys(whole.shape, "grid", 20):
+        same(tensor[key], indexed(whole, key), key)
+    assert "a grid of 4x1x2 flat blocks" in tensor.explain()
+    assert regridded(spec, None) is spec and regridded(spec, (4, 6, 8)) is spec
+
+
+# -- the zarr backend
+
+
+def write_zarr(folder: Path, key: str, whole: torch.Tensor, chunk: tuple[int, ...], dtype: str) -> None:
+    """As megatron-core's strategies/zarr.py until 0.15: zarr v2, no compression, edge chunks in full size."""
+    (folder / key).mkdir(parents=True)
+    about = {"chunks": chunk, "compressor": None, "dtype": dtype, "fill_value": None, "filters": None, "order": "C"}
+    (folder / key / ".zarray").write_text(json.dumps(about | {"shape": list(whole.shape), "zarr_format": 2}))
+    grid = [range(-(-n // c)) for n, c in zip(whole.shape, chunk, strict=True)]
+    for place in torch.cartesian_prod(*map(torch.tensor, map(list, grid))).reshape(-1, len(grid)).tolist():
+        padded = torch.zeros(chunk, dtype=whole.dtype)
+        block = whole[tuple(slice(p * c, (p + 1) * c) for p, c in zip(place, chunk, strict=True))]
+        padded[tuple(slice(n) for n in block.shape)] = block
+        (folder / key / ".".join(map(str, place))).write_bytes(bytes(padded.flatten().view(torch.uint8).numpy()))
+
+
+@pytest.fixture
+def zarr_folder(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    folder = tmp_path / "iter_0000002"
+    torch.manual_seed(3)
+    tensors = {
+        "decoder.layers.mlp.linear_fc2.weight": torch.randn(3, 5, 8).to(torch.bfloat16),
+        "optimizer.state.fp32_param.decoder.layers.mlp.linear_fc2.weight": torch.randn(3, 5, 8),
+        "decoder.final_layernorm.weight": torch.randn(8),
+    }
+    write_zarr(
+        folder,
+        "decoder.layers.mlp.linear_fc2.weight",
+        tensors["decoder.layers.mlp.linear_fc2.weight"],
+        (1, 5, 4),
+        "bfloat16",
+    )
+    for key in list(tensors)[1:]:
+        write_zarr(folder, key, tensors[key], (1, 2, 4) if tensors[key].ndim == 3 else (8,), "<f4")
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
+    torch.save({"iteration": 2}, folder / "common.pt")
+    (folder / "rng_state").mkdir()
+    torch.save([{"seed": 5}], folder / "rng_state" / "shard_0.0_1.1.pt")
+    return folder, tensors
+
+
+def test_the_zarr_backend(zarr_folder: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    folder, tensors = zarr_folder
+    view = lazyckpt.open(folder)
+    assert (view.format, view.problems) == ("megatron-zarr", ())
+    for n in range(3):
+        name = f"decoder.layers.{n}.mlp.linear_fc2.weight"
+        same(view[name][...], tensors["decoder.layers.mlp.linear_fc2.weight"][n], name)
+        same(view.states["fp32"][name][1:, 2:7], tensors[list(tensors)[1]][n][1:, 2:7], "edge chunks")
+    same(view["decoder.final_layernorm.weight"][...], tensors["decoder.final_layernorm.weight"], "one chunk")
+    assert view.meta["iteration"] == 2 and view.meta["rng_state/shard_0.0_1.1"] == [{"seed": 5}]
+
+
+def test_a_lost_chunk(zarr_folder: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    folder, tensors = zarr_folder
+    key = "decoder.layers.mlp.linear_fc2.weight"
+    (folder / key / "1.0.1").unlink()
+    (folder / key / "2.0.0").write_bytes(b"short")
+    view = lazyckpt.open(folder)
+    assert any("2 of 6 chunks" in line for line in view.problems)
+    same(view["decoder.layers.0.mlp.linear_fc2.weight"][...], tensors[key][0], "another layer")
+    same(view["decoder.layers.1.mlp.linear_fc2.weight"][:, :4], tensors[key][1][:, :4], "what is there")
+    with pytest.raises(lazyckpt.MissingFileError, match=r"1\.0\.1 is missing"):
+        view["decoder.layers.1.mlp.linear_fc2.weight"][...]
+    with pytest.raises(lazyckpt.MissingFileError, match="has 5 bytes"):
+        view["decoder.layers.2.mlp.linear_fc2.weight"][...]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "<q9"},
+        {"shape": [3, -5, 8]},
+        {"shape": [1 << 40, 1 << 40, 1 << 40]},
+        {"shape": [1 << 30, 5, 8]},
+        {"chunks": [1, 0, 4]},
+        {"chunks": [1, 5]},
+        {"compressor": {"id": "zlib"}},
+        {"order": "F"},
+        {"shape": "text"},
+        {"zarr_format": 3},
+    ],
+    ids=str,
+)
+def test_an_array_that_cannot_be(zarr_folder: tuple[Path, dict[str, torch.Tensor]], change: dict[str, Any]) -> None:
+    path = zarr_folder[0] / "decoder.layers.mlp.linear_fc2.weight" / ".zarray"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(lazyckpt.CorruptError, match=r"\.zarray"):
+        lazyckpt.open(zarr_folder[0])
