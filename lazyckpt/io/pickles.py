@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import CorruptError
 from .records import Attributed, Opaque
-from .repeats import Items, Note
+from .repeats import FEW, Items, Note
 
 # What rebuilds a value of a known class from the arguments that the pickle gives it; raising means "make it Opaque".
 Rebuild = Mapping[tuple[str, str], Any]
@@ -98,7 +98,7 @@ class Pickle:
             elif op == 0x94:  # MEMOIZE
                 memo[len(memo)] = stack[-1]
             elif op == 0x58:  # BINUNICODE
-                if known is not None and len(marks) == 1:
+                if known is not None and len(marks) == 1 and len(stack) < FEW and len(notes) < FEW:
                     item = known.find(data, i - 1, memo) if not len(stack) % 2 else None
                     if item is not None:
                         notes.append(Note(i - 1, tuple(stack), len(memo)))

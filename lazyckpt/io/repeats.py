@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 from .records import Opaque
 
+FEW = 64  # items of a dict that is looked at: what is saved of a training run has some ten
 _LEAST = 4 << 10  # bytes of an item that are worth the trouble
-_MOST = 24  # items that are kept
+_MOST = 48  # items that are kept
 _CLEARED = object()
 
 
@@ -50,9 +51,12 @@ class Item:
     def _references(self) -> dict[int, Any]:
         found = {}
         # (an item alone is no pickle: a STOP ends it)
-        for op, arg, _ in pickletools.genops(self.data + b"."):
-            if op.name in ("BINGET", "LONG_BINGET", "GET") and type(arg) is int and arg < self.first:
-                found[arg] = self.whole.get(arg, _CLEARED)
+        try:
+            for op, arg, _ in pickletools.genops(self.data + b"."):
+                if op.name in ("BINGET", "LONG_BINGET", "GET") and type(arg) is int and arg < self.first:
+                    found[arg] = self.whole.get(arg, _CLEARED)
+        except (ValueError, UnicodeError):  # it reads some things more strictly than we do
+            return {-1: _CLEARED}  # what no memo has
         return found
 
 
@@ -92,8 +96,9 @@ class Items:
             own = {n: memo[n] for n in range(note.memo, after.memo)}
             values = items[len(note.stack) : len(after.stack)]
             self.known.append(Item(text, note.memo, values, own, memo, dict(names)))
-            if len(self.known) > _MOST:
-                del self.known[0]
+            if len(self.known) > _MOST:  # what was of no use yet (another rank's arguments) goes first
+                unused = (n for n, item in enumerate(self.known) if item.before is None)
+                del self.known[next(unused, 0)]
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -103,5 +108,9 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Opaque) and isinstance(b, Opaque):  # named, not called: a class or a function
         return (a.module, a.name) == (b.module, b.name) and type(a) is type(b) and a.args is None and b.args is None
     if type(a) is tuple and type(b) is tuple:
-        return len(a) == len(b) and all(map(_same, a, b))
-    return type(a) is type(b) and isinstance(a, str | int | float | bytes | type(None)) and a == b
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return _equal(a, b)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and type(a) in (str, int, float, bytes, bool, type(None)) and bool(a == b)
