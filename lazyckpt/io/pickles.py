@@ -17,6 +17,7 @@ from typing import Any
 
 from ..errors import CorruptError
 from .records import Attributed, Opaque
+from .repeats import FEW, Items, Note
 
 # What rebuilds a value of a known class from the arguments that the pickle gives it; raising means "make it Opaque".
 Rebuild = Mapping[tuple[str, str], Any]
@@ -29,14 +30,24 @@ _DAMAGE = (
 
 
 class Pickle:
-    """One pickle, read: ``value``, the ``globals`` it names (name -> whether it would be called), where it ``end``s."""
+    """One pickle, read: ``value``, the ``globals`` it names (name -> whether it would be called), where it ``end``s.
 
-    __slots__ = ("end", "globals", "value")
+    ``known``: items of the dicts that other pickles were, which are taken over where the same bytes stand here, too.
+    """
+
+    __slots__ = ("_known", "end", "globals", "value")
 
     def __init__(
-        self, data: bytes | memoryview, where: str, rebuild: Rebuild, persistent: Callable[[Any], Any], start: int = 0
+        self,
+        data: bytes | memoryview,
+        where: str,
+        rebuild: Rebuild,
+        persistent: Callable[[Any], Any],
+        start: int = 0,
+        known: Items | None = None,
     ) -> None:
         self.globals: dict[tuple[str, str], bool] = {}
+        self._known = known
         self.end = start
         try:
             self.value = self._run(bytes(data), rebuild, persistent, start)
@@ -57,6 +68,8 @@ class Pickle:
         push = stack.append
         int_from = int.from_bytes
         size = len(data)
+        known = self._known
+        notes: list[Note] = []  # where the items of the outermost dict may begin
 
         def find(module: str, name: str) -> Any:
             key = (module, name)
@@ -85,6 +98,16 @@ class Pickle:
             elif op == 0x94:  # MEMOIZE
                 memo[len(memo)] = stack[-1]
             elif op == 0x58:  # BINUNICODE
+                if known is not None and len(marks) == 1 and len(stack) < FEW and len(notes) < FEW:
+                    item = known.find(data, i - 1, memo) if not len(stack) % 2 else None
+                    if item is not None:
+                        notes.append(Note(i - 1, tuple(stack), len(memo)))
+                        stack += item.values
+                        memo.update(item.memo)
+                        self.globals |= item.globals
+                        i += len(item.data) - 1
+                        continue
+                    notes.append(Note(i - 1, tuple(stack), len(memo)))
                 n = int_from(data[i : i + 4], "little")
                 i += 4
                 push(_exactly(data, i, n).decode("utf-8", "surrogatepass"))
@@ -148,6 +171,9 @@ class Pickle:
                     del stack[-2:]
                 if len(items) % 2:
                     raise CorruptError("a key without a value")
+                if known is not None and len(marks) == 0 and op == 0x75:
+                    known.learn(data, [*notes, Note(i - 1, tuple(items), len(memo))], memo, self.globals)
+                    notes = []
                 _set_items(stack[-1], items)
             elif op == 0x65:  # APPENDS
                 items = stack

@@ -19,6 +19,7 @@ from ..core.index import Extent, FileInfo
 from ..errors import CorruptError, FormatError
 from .pickles import Pickle
 from .rebuild import REBUILD, StoredStorage, StoredTensor, persistent_storage
+from .repeats import Items
 from .store import Store, StoreFile
 
 ZIP_MAGIC = b"PK\x03\x04"
@@ -90,19 +91,20 @@ def is_whole(store: Store, path: str) -> bool:
 
 
 class Pickles:
-    """Pickles that were read before. Hundreds of ranks save files whose pickles are the same, byte for byte: then what
-    is in them is the same too, only their storages lie elsewhere. (What was read of one is never changed.)"""
+    """Pickles that were read before. Hundreds of ranks save files whose pickles are the same, byte for byte, or large
+    parts of them: then what is in them is the same too, only their storages lie elsewhere. (What was read of one is
+    never changed.)"""
 
     def __init__(self) -> None:
         self._known: dict[bytes, Pickle] = {}
+        self._items = Items()
         self._lock = threading.Lock()
 
     def read(self, data: bytes, where: str) -> Pickle:
-        pickle = self._known.get(data)
-        if pickle is None:
-            pickle = Pickle(data, where, REBUILD, persistent_storage)
-            with self._lock:
-                self._known[data] = pickle
+        with self._lock:  # several threads read files; unpickling is Python's own work and would not go on beside itself
+            pickle = self._known.get(data)
+            if pickle is None:
+                pickle = self._known[data] = Pickle(data, where, REBUILD, persistent_storage, known=self._items)
                 if len(self._known) > _PICKLES:  # ranks whose pickles all differ gain nothing from it
                     del self._known[next(iter(self._known))]
         return pickle

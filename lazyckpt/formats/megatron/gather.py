@@ -7,19 +7,21 @@ megatron/core/transformer/moe/experts.py) are a stack, [experts, ...]; the stack
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from ...core.box import Box, Shape, c_strides
 from ...core.index import Extent, Fragment, Hole, Part, Rank, TensorSpec
-from ..merge import MergedFragments, Parts, Source, concatenated, decide, in_parts
+from ..merge import Merge, MergedFragments, Parts, Source, concatenated, decide, in_parts
 from .degrees import number
 from .names import is_expert, stack_of
 from .ranks import Grid
 from .rules import gated_by, is_gated, vocabulary_note
 
+_NUMBERS = re.compile(r"\d+")
 Key = tuple[int, int]  # (expert-parallel rank; 0 unless a stack, rank that cuts the tensor)
 
 
@@ -34,20 +36,26 @@ class Shard:
 
 @dataclass(slots=True)
 class Gathered:
-    """All shards: state -> name -> key -> shard. ``old``: names whose rows are in an old order -> heads, head size and
-    version (see `oldorder`)."""
+    """All shards: state -> name -> key -> shard. ``sources``: where merge rules come from; ``single``: whether a tensor
+    may have one of its own."""
 
     grid: Grid
     sources: tuple[Source, ...]
+    single: Callable[[str], bool]
     states: dict[str, dict[str, dict[Key, Shard]]] = field(default_factory=dict)
-    _agreed: set[str] = field(default_factory=set)
+    _rules: dict[tuple[str, tuple[Shape, ...]], Merge] = field(default_factory=dict)
 
     def add(self, state: str, name: str, extent: Extent, rank: Rank) -> None:
         """What a rank's file holds of a tensor. A stack's extent is [local experts, ...]."""
-        key = self.key(name, rank)
+        key = self.key(name, rank) if is_expert(name) else (0, rank.tp)
         if key is None:
             return
-        table = self.states.setdefault(state, {}).setdefault(name, {})
+        names = self.states.get(state)
+        if names is None:
+            names = self.states[state] = {}
+        table = names.get(name)
+        if table is None:
+            table = names[name] = {}
         fragment = Fragment(extent, extent.shape, rank=rank)
         shard = table.get(key)
         if shard is None:
@@ -61,8 +69,7 @@ class Gathered:
             )
 
     def key(self, name: str, rank: Rank) -> Key | None:
-        if not is_expert(name):
-            return 0, rank.tp
+        """Which shard of an expert's tensor a rank has; None if that is not known."""
         cut = self.grid.degrees.expert_rank(rank.tp)
         if cut is None:
             d = self.grid.degrees
@@ -87,7 +94,7 @@ class Gathered:
             if stack_of(name) and len(first.shape) == 3:
                 return self._stack(name, shards)
             row = [shards.get((0, r)) or self._absent(name, r, first) for r in range(ranks)]
-            merged = decide(name, [s.shape for s in row], self.sources)
+            merged = self._decide(name, tuple(s.shape for s in row))
         except ValueError as e:
             if self._torn(shards, ranks):
                 reason = "not whole: the files of a rank are lost"
@@ -100,6 +107,17 @@ class Gathered:
             return TensorSpec(name, first.shape, first.dtype, tuple(first.copies), rule=rule)
         fragments = MergedFragments(tuple(tuple(s.copies) for s in row), merged.parts)
         return TensorSpec(name, merged.shape, first.dtype, fragments, merged.combine, rule)
+
+    def _decide(self, name: str, shapes: tuple[Shape, ...]) -> Merge:
+        """How shards are put together: what differs from another tensor in the numbers of its name only has the same
+        rule. (What a user says, or a file of one tensor, may tell them apart.)"""
+        if self.single(name):
+            return decide(name, shapes, self.sources)
+        key = (_NUMBERS.sub("", name), shapes)
+        found = self._rules.get(key)
+        if found is None:
+            found = self._rules[key] = decide(name, shapes, self.sources)
+        return found
 
     def _torn(self, shards: Mapping[Key, Shard], ranks: int) -> bool:
         return len(shards) < ranks

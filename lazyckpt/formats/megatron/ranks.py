@@ -66,12 +66,16 @@ def read_grid(store: Store, found: Iteration) -> Grid:
     pickles = Pickles()
     read: list[tuple[RankFolder, TorchFile, dict[Any, Any], list[Tensors], Degrees]] = []
     error: LazyckptError | None = None
+    flat: dict[tuple[int, ...], list[Tensors]] = {}
     counts = [1 + max(n) for n in zip(*_padded([folder.numbers for folder in found.ranks]), strict=True)]
     for folder in found.ranks:
         try:
             file = read_torch_file(store, folder.model, pickles)
             root = _dict(file, file.root)
-            chunks = _chunks(file, root)
+            key = tuple(id(value) for name, value in root.items() if str(name).startswith("model"))
+            if key not in flat:  # (ranks share what their pickles have in common)
+                flat[key] = _chunks(file, root)
+            chunks = flat[key]
         except LazyckptError as e:
             error = error or e
             problems[f"{folder.model} cannot be read: {e}"] = None

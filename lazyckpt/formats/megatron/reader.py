@@ -34,7 +34,7 @@ def read(source: Source) -> Index:
         grid.tell(f"{first.file.path} has no args: how the model was cut is guessed from names and shapes")
     number_layers(grid)
     attributes: Attributes = {}
-    g = Gathered(grid, megatron_rules(grid.args, source.rules, attributes))
+    g = Gathered(grid, megatron_rules(grid.args, source.rules, attributes), lambda name: bool(source.rules))
     namer = Namer(grid)
     add_weights(g, namer)
     add_states(g, namer, attributes)

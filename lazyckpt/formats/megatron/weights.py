@@ -18,7 +18,7 @@ from .degrees import flag, number
 from .gather import Gathered, stacked
 from .layers import contiguous, offsets, planned
 from .names import Place, is_buffer, is_expert, is_head, place, stack_of, tied_to
-from .optimizer import for_experts, groups_of, held, parts_of
+from .optimizer import Held, for_experts, groups_of, held, parts_of
 from .ranks import Grid, RankFile, Tensors
 
 Attributes = dict[str, Mapping[str, Any]]
@@ -128,9 +128,11 @@ def add_weights(g: Gathered, namer: Namer) -> None:
 
 
 def _as_stack(g: Gathered, extent: Extent, name: str, experts: int) -> Extent:
-    which = stack_of(name)
+    which = stack_of(name) if name[-1] in "12" else None
+    if which is None:
+        return extent
     hidden = number(g.grid.args, "hidden_size")
-    if which is None or hidden is None:
+    if hidden is None:
         return extent
     found = stacked(extent, which, hidden, experts)
     if found is None and len(extent.shape) == 2:
@@ -141,14 +143,25 @@ def _as_stack(g: Gathered, extent: Extent, name: str, experts: int) -> Extent:
 # -- optimizers
 
 
+def _held(part: Mapping[Any, Any], shapes: Mapping[str, Shape], known: dict[Any, Any]) -> list[Held] | None:
+    """`held`, once for all ranks whose pickles have the same optimizer (see io/repeats.py) of the same parameters."""
+    key = (id(part), tuple(shapes.items()))
+    if key not in known:
+        known[key] = held(part, shapes)
+    found: list[Held] | None = known[key]
+    return found
+
+
 def add_states(g: Gathered, namer: Namer, attributes: Attributes) -> None:
     """The states of the optimizers that are in the ranks' files. ``attributes``: gets those of the fp32 copies, by
     name."""
+    known: dict[Any, Any] = {}
     for rank in g.grid.ranks.values():
+        experts = namer.local_experts(rank.chunks[0])
         for n, part in enumerate(parts_of(rank.root.get("optimizer"))):
             table = _parameters(g.grid, namer, rank, part, n)
             shapes = {local: t.shape for local, (t, _) in table.items()}
-            found = held(part, shapes)
+            found = _held(part, shapes, known)
             if found is None:
                 g.grid.tell(
                     f"{rank.file.path}: which parameter is which in its optimizer cannot be told (its groups do not "
@@ -160,20 +173,17 @@ def add_states(g: Gathered, namer: Namer, attributes: Attributes) -> None:
                 if one.main is not None and isinstance(one.main.state, dict):
                     attributes.setdefault(name, one.main.state)
                 for state, value in one.states.items():
-                    _add_state(g, rank.file, rank, state, name, value, namer)
+                    _add_state(g, rank, state, name, value, experts)
 
 
-def _add_state(
-    g: Gathered, file: TorchFile, rank: RankFile, state: str, name: str, value: StoredTensor, namer: Namer
-) -> None:
+def _add_state(g: Gathered, rank: RankFile, state: str, name: str, value: StoredTensor, experts: int) -> None:
     if value.storage is None:
         return
     try:
-        extent = file.extent(value, name)
+        extent = rank.file.extent(value, name)
     except LazyckptError as e:
         g.grid.tell(str(e))
         return
-    experts = namer.local_experts(rank.chunks[0])
     g.add(state, name, _as_stack(g, extent, name, experts) if extent.shape else extent, rank.rank)
 
 
