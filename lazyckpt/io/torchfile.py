@@ -101,7 +101,7 @@ class Pickles:
         self._lock = threading.Lock()
 
     def read(self, data: bytes, where: str) -> Pickle:
-        with self._lock:  # several threads read files; unpickling is Python's own work and would not go on beside itself
+        with self._lock:  # unpickling is Python's own work: several threads would not be faster
             pickle = self._known.get(data)
             if pickle is None:
                 pickle = self._known[data] = Pickle(data, where, REBUILD, persistent_storage, known=self._items)
