@@ -18,6 +18,7 @@ from .core.index import Archive
 from .core.names import unwrapped
 from .errors import DataError
 from .formats.placements import Cut, Layout, Placement, Same, Summand
+from .formats.wrappers import own_names
 from .io.archives import locate_all
 from .io.memory import empty
 from .io.pool import Task, run
@@ -160,7 +161,11 @@ def _fill_together(pairs: list[tuple[LazyTensor, torch.Tensor]]) -> None:
 def load_into(view: Mapping[str, LazyTensor], module: torch.nn.Module, strict: bool) -> Any:
     """See `CheckpointView.load_into`."""
     _reshard(module)
-    wanted = {name if name in view else unwrapped(name): slot for name, slot in _slots(module).items()}
+    slots = _slots(module)
+    own_name = own_names(slots)
+    wanted = {
+        next((n for n in (name, own_name[name]) if n in view), unwrapped(name)): slot for name, slot in slots.items()
+    }
     missing = [name for name in wanted if name not in view]
     unexpected = [name for name in view if name not in wanted]
     problems = []

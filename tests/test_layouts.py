@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
@@ -60,7 +60,7 @@ def assert_placed(layout: Layout, shape: tuple[int, ...], coordinate: tuple[int,
 
 
 @given(layouts())
-@settings(max_examples=300)
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 def test_ranks_hold_what_torch_gives_them(drawn: tuple[Layout, tuple[int, ...]]) -> None:
     layout, shape = drawn
     seen = torch.zeros(shape, dtype=torch.int)
@@ -76,7 +76,7 @@ def test_ranks_hold_what_torch_gives_them(drawn: tuple[Layout, tuple[int, ...]])
 
 
 @given(layouts())
-@settings(max_examples=200)
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 def test_shapes_and_offsets_are_those_that_torch_computes(drawn: tuple[Layout, tuple[int, ...]]) -> None:
     layout, shape = drawn
     placements = [of_torch(p) for p in layout.placements]

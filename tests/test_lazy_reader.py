@@ -109,6 +109,28 @@ def test_weights_and_states_of_any_wrapping(dcp_cases: dict[str, Case], name: st
         assert reader.kept == []
 
 
+def test_numbers_do_not_replace_names(tmp_path: Path) -> None:
+    """A checkpoint of `optimizer.state_dict()`, under the keys of `get_state_dict`, which names parameters."""
+    held = torch.nn.Linear(3, 2)
+    saved = torch.optim.Adam(held.parameters(), lr=0.03)
+    held(torch.ones(1, 3)).sum().backward()
+    saved.step()
+    dcp.save({"model": held.state_dict(), "optim": saved.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+    weights, optim = get_state_dict(model, optimizer)
+    reader = LazyReader(tmp_path)
+    dcp.load({"model": weights, "optim": optim}, storage_reader=reader, no_dist=True)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optim)
+    assert optim["param_groups"][0]["params"] == ["weight", "bias"]
+    assert reader.kept == ["optim.param_groups.0.params"] and optimizer.param_groups[0]["lr"] == 0.03
+    same(optimizer.state[model.bias]["exp_avg"], saved.state[held.bias]["exp_avg"], "bias")
+    numbered = torch.optim.Adam(model.parameters()).state_dict()
+    numbered["param_groups"][0]["params"] = [7, 7]
+    dcp.load({"optim": {"param_groups": numbered["param_groups"]}}, storage_reader=LazyReader(tmp_path), no_dist=True)
+    assert numbered["param_groups"][0]["params"] == [0, 1]
+
+
 def test_a_deepspeed_checkpoint(zero_cases: dict[str, Case]) -> None:
     case = zero_cases["zero3_fp32_dp4"]
     spec = case.info["spec"]

@@ -242,6 +242,20 @@ def test_modules_that_torch_wraps(saved: tuple[Path, dict[str, torch.Tensor]]) -
         same(tensor, truth[name], name)
 
 
+@pytest.mark.parametrize("wrapped_when_saved", [False, True])
+def test_modules_of_data_parallelism(saved: tuple[Path, dict[str, torch.Tensor]], wrapped_when_saved: bool) -> None:
+    """Their names begin with ``module.``; a view's do not, whether they did when they were saved or not."""
+    path, truth = saved
+    if wrapped_when_saved:
+        path = path.with_name("wrapped.pt")
+        torch.save({f"module.{name}": tensor for name, tensor in truth.items()}, path)
+    model = Tied()
+    _fill_with_nan(model)
+    assert tuple(lazyckpt.open(path).load_into(torch.compile(nn.DataParallel(model)))) == ([], [])
+    for name, tensor in model.state_dict().items():
+        same(tensor, truth[name], name)
+
+
 def test_through_a_ring_into_any_memory(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
     """As to an accelerator: blocks, indexed rows, other strides and dtypes."""
     path, truth = saved

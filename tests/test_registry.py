@@ -107,6 +107,15 @@ def test_folders_that_hold_no_checkpoint(tmp_path: Path) -> None:
         lazyckpt.open(tmp_path / "other")
 
 
+def test_a_file_of_the_name_that_another_writer_uses(tmp_path: Path) -> None:
+    """metadata.json is megatron-core's, but also what people call a file of their own."""
+    save_file({"up.weight": torch.arange(6.0).view(2, 3)}, tmp_path / "model.safetensors")
+    for content in ('{"author": "me"}', "no JSON", ""):
+        (tmp_path / "metadata.json").write_text(content)
+        view = lazyckpt.open(tmp_path)
+        assert view.format == "huggingface" and list(view) == ["up.weight"]
+
+
 def test_a_path_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(lazyckpt.MissingFileError) as error:
         lazyckpt.open(tmp_path / "nowhere.pt")

@@ -305,7 +305,18 @@ def test_shards_of_torch_checkpointing(trainer_cases: dict[str, Case], tmp_path:
     same(view["ids"][...], case.truth["weights"]["ids"], "a replica")
 
 
-@pytest.mark.parametrize("what", ["truncated", "another", "escaping", "shape"])
+def _many() -> list[Any]:
+    """A few objects that expand to a billion."""
+    found: list[Any] = [1]
+    for _ in range(9):
+        found = [found] * 10
+    return found
+
+
+HOSTILE_METADATA = ["truncated", "another", "escaping", "shape", "deep", "many", "itself", "many as a path"]
+
+
+@pytest.mark.parametrize("what", HOSTILE_METADATA)
 def test_hostile_metadata_of_torch_checkpointing(trainer_cases: dict[str, Case], tmp_path: Path, what: str) -> None:
     folder = _copied(trainer_cases["torch_checkpointing_safetensors"], tmp_path)
     file = folder / "metadata.pkl"
@@ -318,6 +329,15 @@ def test_hostile_metadata_of_torch_checkpointing(trainer_cases: dict[str, Case],
     elif what == "shape":
         for groups in item["nested_path_to_metadata"].values():
             groups[0]["sharding_metadata"]["data"]["global_shape"] = [1 << 40, 6]
+    elif what == "deep":
+        item["nested_path_to_metadata"]["[" * 100_000] = []
+    elif what in ("many", "itself"):
+        inner: list[Any] = _many() if what == "many" else []
+        inner.append(inner if what == "itself" else 1)
+        for groups in item["nested_path_to_metadata"].values():
+            groups[0]["sharding_metadata"]["data"]["more"] = inner
+    elif what == "many as a path":
+        item["rank_to_layout_info"][1]["file_path"] = _many()
     data = pickle.dumps(root)
     file.write_bytes(data[: len(data) // 2] if what == "truncated" else data)
     with pytest.raises(lazyckpt.errors.CorruptError):

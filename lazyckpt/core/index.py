@@ -182,6 +182,18 @@ def renamed(spec: TensorSpec, name: str) -> TensorSpec:
     return spec if name == spec.name else replace(spec, name=name, stored_as=spec.stored_as or spec.name)
 
 
+def relocated(spec: TensorSpec, folder: str) -> TensorSpec:
+    """The same tensor, its files named from further up: from where ``folder`` is the one that they are in."""
+    return replace(spec, fragments=tuple(replace(f, extent=_from(folder, f.extent)) for f in spec.fragments))
+
+
+def _from(folder: str, extent: Extent | Archive | Hole) -> Extent | Archive | Hole:
+    path = f"{folder}/{extent.path}"
+    if isinstance(extent, Extent) and extent.within is not None:
+        return replace(extent, path=path, within=replace(extent.within, path=f"{folder}/{extent.within.path}"))
+    return replace(extent, path=path)
+
+
 def whole(name: str, extent: Extent, rank: Rank | None = None) -> TensorSpec:
     """The spec of a tensor that lies in one piece, as its extent describes it."""
     return TensorSpec(name, extent.shape, extent.dtype, (Fragment(extent, extent.shape, rank=rank),))

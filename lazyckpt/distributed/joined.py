@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 
 from ..core.box import Box
 from ..core.compose import Piece, compose
-from ..core.index import Archive, Extent, Hole, TensorSpec
+from ..core.index import relocated
 from ..errors import MeshError
 from ..io.local import LocalStore
 from ..io.store import Store, narrow
@@ -36,7 +35,8 @@ def joined(pieces: Sequence[LazyTensor], dim: int, count: int) -> LazyTensor:
     for piece, prefix in zip(pieces, prefixes, strict=True):
         start = [0] * piece.ndim
         start[dim] = at
-        placed.append(Piece(_relocated(piece.spec, prefix), _block(piece), tuple(start)))
+        spec = relocated(piece.spec, prefix) if prefix else piece.spec
+        placed.append(Piece(spec, _block(piece), tuple(start)))
         at += piece.shape[dim]
     shape = (*first.shape[:dim], at, *first.shape[dim + 1 :])
     if any(piece.spec.combine != first.spec.combine for piece in pieces):
@@ -57,20 +57,6 @@ def _block(piece: LazyTensor) -> Box:
     if piece.block is None:
         raise MeshError(f"{piece.name!r} is no block of what is stored: only slices without steps can be put together")
     return piece.block
-
-
-def _relocated(spec: TensorSpec, prefix: str) -> TensorSpec:
-    """The same tensor, its files named from a folder further up."""
-    if not prefix:
-        return spec
-    return replace(spec, fragments=tuple(replace(f, extent=_moved(f.extent, prefix)) for f in spec.fragments))
-
-
-def _moved(extent: Extent | Archive | Hole, prefix: str) -> Extent | Archive | Hole:
-    path = f"{prefix}/{extent.path}"
-    if isinstance(extent, Extent) and extent.within is not None:
-        return replace(extent, path=path, within=replace(extent.within, path=f"{prefix}/{extent.within.path}"))
-    return replace(extent, path=path)
 
 
 def _common(stores: Sequence[Store], paths: Sequence[set[str]], name: str) -> tuple[Store, list[str]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import TensorNotFoundError
 from ..formats.dcp.objects import Meta
-from ..io.plain import TensorRef
+from ..io.plain import Path, TensorRef
 from ..tensor import LazyTensor
 from ..view import CheckpointView
 
@@ -23,8 +23,6 @@ _WEIGHT = re.compile(r"(?:app\.)?(?:model|module|state_dict)\.(.+)")
 _OPTIMIZER = re.compile(r"(?:app\.)?(?:(?:optim|optimizer)\.)?(state|param_groups)\.(.+)")
 _FULL = ("weights", "fp32")
 _DEPTH = 5  # of the dicts in which param_groups are looked for
-
-Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)

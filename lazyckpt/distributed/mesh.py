@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..core.names import matcher, unwrapped
 from ..errors import MeshError
+from .devices import get_device_type
 
 NAMES = ("ep", "ep_fsdp")
 
@@ -88,15 +89,10 @@ def init_ep_mesh(ep_size: int, *, device_type: str | None = None, ep_outside: bo
         raise MeshError(f"{world} ranks cannot be dealt to {ep_size} expert-parallel ranks: it has to divide them")
     if device_type is None:
         backend = dist.get_backend()
-        device_type = "cpu" if backend == "gloo" else _accelerator()
+        device_type = "cpu" if backend == "gloo" else get_device_type()
     ranks = torch.arange(world, dtype=torch.int)
     ranks = ranks.view(ep_size, -1) if ep_outside else ranks.view(-1, ep_size).t().contiguous()
     return DeviceMesh(device_type, ranks, mesh_dim_names=NAMES)
-
-
-def _accelerator() -> str:
-    found = torch.accelerator.current_accelerator()
-    return "cpu" if found is None else found.type
 
 
 def checked(mesh: Any) -> DeviceMesh:

@@ -113,10 +113,11 @@ class LazyReader(StorageReader):
             if item.type == LoadItemType.BYTE_IO:
                 if isinstance(found, LazyTensor):
                     raise DataError(f"{key!r} is a tensor in the checkpoint, no object")
-                if isinstance(found, Kept):
+                value = None if isinstance(found, Kept) else self._keys.plain(found)
+                if isinstance(found, Kept) or _numbers_for_names(key, value, planner):
                     self.kept.append(key)
                 else:
-                    planner.load_bytes(item, _saved(self._keys.plain(found)))
+                    planner.load_bytes(item, _saved(value))
                 continue
             if not isinstance(found, LazyTensor):
                 raise DataError(f"{key!r} is no tensor in the checkpoint")
@@ -198,6 +199,18 @@ def _read(group: list[tuple[Any, LazyTensor, torch.Tensor]], planner: LoadPlanne
     fill((piece, target) for _, piece, target in group)
     for item, _, target in group:
         planner.commit_tensor(item, target)
+
+
+def _numbers_for_names(key: str, value: Any, planner: LoadPlanner) -> bool:
+    """Whether the checkpoint numbers the parameters of a group, and the state dict that is loaded into names them."""
+    if not key.endswith(".params") or "param_groups." not in key:
+        return False
+    running = getattr(planner, "state_dict", {}).get(key)
+    return _all(running, str) and _all(value, int)
+
+
+def _all(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
 
 
 def _saved(value: Any) -> io.BytesIO:

@@ -18,14 +18,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..core.box import c_strides
+from ..core.box import Shape, c_strides
 from ..errors import MeshError
 from ..tensor import LazyTensor
 from .joined import joined
 from .mesh import EPDegrees, EPSpecInfo, checked, degrees_of, same_ranks
 
 MeshLike = DeviceMesh | EPDegrees | EPSpecInfo
-Shape = tuple[int, ...]
 _STATE = re.compile(r"(?:^|\.)state\.(.+)\.[^.]+$")  # flattened keys
 _WEIGHT = re.compile(r"(?:model|module|state_dict)\.(.+)$")
 

@@ -12,14 +12,17 @@ from .torchsave import stored_tensors
 
 def stored_specs(store: Store, index: Index) -> dict[str, TensorSpec]:
     """``file/dotted.path`` -> spec, for all files of torch.save that the checkpoint stands on. Reads their pickles."""
+    # a rank of Megatron's is a folder; all others keep the files of a tag side by side
+    parts = 2 if index.format == "megatron" else 1
+    return _read(store, {path: "/".join(path.split("/")[-parts:]) for path in index.files if path.endswith(".pt")})
+
+
+def _read(store: Store, names: Mapping[str, str]) -> dict[str, TensorSpec]:
+    """``names``: path -> what the file's tensors stand under."""
     specs: dict[str, TensorSpec] = {}
     pickles = Pickles()
-    for path in index.files:
-        if path.endswith(".pt"):
-            parts = path.split("/")
-            # a rank of Megatron's is a folder; all others keep the files of a tag side by side
-            name = "/".join(parts[-2:] if index.format == "megatron" else parts[-1:])
-            specs.update(stored_tensors(store, path, f"{name}/", pickles))
+    for path, name in names.items():
+        specs |= stored_tensors(store, path, f"{name}/", pickles)
     return specs
 
 
@@ -33,10 +36,7 @@ class RankStored(Mapping[str, TensorSpec]):
 
     def _all(self) -> dict[str, TensorSpec]:
         if self._known is None:
-            known: dict[str, TensorSpec] = {}
-            for path in self._paths:
-                known |= stored_tensors(self._store, path, f"{path}/")
-            self._known = known
+            self._known = _read(self._store, {path: path for path in self._paths})
         return self._known
 
     def __getitem__(self, name: str) -> TensorSpec:

@@ -41,6 +41,16 @@ def without_wrappers(index: Index) -> Index:
     )
 
 
+def own_names(names: Collection[str]) -> dict[str, str]:
+    """Name in a module that may be wrapped -> the model's own.
+
+    >>> own_names(["module.up.weight", "module._orig_mod.up.bias"])
+    {'module.up.weight': 'up.weight', 'module._orig_mod.up.bias': 'up.bias'}
+    """
+    leading = _leading(names)
+    return {name: _bare(name, leading) for name in names}
+
+
 def _leading(names: Collection[str] | Mapping[str, TensorSpec], own: str = "") -> str:
     """What all names begin with, of the prefixes that wrappers give, once the words that go anywhere are gone.
 

@@ -8,6 +8,7 @@ tens of thousands (a learning rate for each parameter), so they are read when th
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -124,10 +125,7 @@ class Objects:
 
 
 def _moved(extent: Extent, within: Archive | None) -> Extent:
-    if within is None:
-        return extent
-    e = extent
-    return Extent(e.path, e.offset, e.dtype, e.shape, e.strides, e.conj, e.neg, e.swapped, within)
+    return extent if within is None else replace(extent, within=within)
 
 
 class Meta(Mapping[str, Any]):

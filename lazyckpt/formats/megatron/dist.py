@@ -33,7 +33,9 @@ from .stacks import logical
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<state>[^.]+)\.(?P<key>.+)")
 _BUFFER = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
 _NAMES = {"fp32_param": "fp32", "param": "fp32"}
+_ABOUT = "metadata.json"
 _MAX_JSON = 1 << 16
+_HEAD = 512  # bytes of it that tell whose it is
 _FORMATS = {"torch_dist": "megatron-dist", "zarr": "megatron-zarr"}
 
 
@@ -41,23 +43,28 @@ def is_dist(source: Source) -> bool:
     """Whether the folder is such a checkpoint, or has one as the iteration to read."""
     if source.path:
         return False
-    if _is_here(source.entries):
+    if _is_here(source.store, "", source.entries):
         return True
     folder = find_iteration(source, strict=False)
-    return bool(folder) and _is_here(source.store.list(folder or ""))
+    return bool(folder) and _is_here(source.store, folder or "", source.store.list(folder or ""))
 
 
 def read_dist(source: Source) -> Index:
     """Index the folder, or its iteration. Raises what `read` does."""
-    if _is_here(source.entries):
+    if _is_here(source.store, "", source.entries):
         return read(source.store)
     folder = find_iteration(source) or ""
     index = read(source.store, folder)
     return replace(index, problems=(*unfinished(source, folder), *index.problems))
 
 
-def _is_here(entries: Mapping[str, Entry]) -> bool:
-    return "metadata.json" in entries or ("common.pt" in entries and ".metadata" in entries)
+def _is_here(store: Store, folder: str, entries: Mapping[str, Entry]) -> bool:
+    about = entries.get(_ABOUT)
+    if "common.pt" in entries:
+        return about is not None or ".metadata" in entries
+    if about is None or about.is_dir:  # others, too, may name a file so: what stands in it tells
+        return False
+    return b'"sharded_backend"' in bytes(store.read(posixpath.join(folder, _ABOUT), 0, min(about.info.size, _HEAD)))
 
 
 def read(store: Store, folder: str = "") -> Index:
@@ -91,8 +98,8 @@ def read(store: Store, folder: str = "") -> Index:
 
 
 def _backend(store: Store, folder: str, problems: list[str]) -> str:
-    path = posixpath.join(folder, "metadata.json")
-    if "metadata.json" not in store.list(folder):
+    path = posixpath.join(folder, _ABOUT)
+    if _ABOUT not in store.list(folder):
         problems.append(f"{path} is missing: it is written last, so the save was not finished, or not copied whole")
         return "torch_dist"
     try:

@@ -20,7 +20,6 @@ from ...io.store import Store
 from ...io.torchfile import Pickles, TorchFile, read_torch_file
 from .degrees import Degrees, degrees
 from .files import Iteration, RankFolder
-from .names import is_expert
 
 _DEPTH = 8
 Tensors = dict[str, StoredTensor]  # name in the file -> tensor, in the file's order
@@ -190,8 +189,3 @@ def _find_lost(grid: Grid, found: Iteration) -> None:
             grid.tell(
                 f"{path} is missing, or cannot be used: what tensor-parallel rank {tp} of stage {pp} holds is lost"
             )
-
-
-def expert_tensors(grid: Grid, pp: int) -> bool:
-    """Whether a stage has experts."""
-    return any(is_expert(n) for (_, p, _), r in grid.ranks.items() if p == pp for c in r.chunks for n in c)

@@ -53,12 +53,6 @@ class Series:
         return not self.item.startswith(_OTHERS)
 
 
-def rank_of(name: str) -> int | None:
-    """The rank that a file's name tells; None if it is no rank file."""
-    match = _NAME.fullmatch(name)
-    return int(match["rank"]) if match else None
-
-
 def recognised(entries: Mapping[str, Entry]) -> bool:
     """Whether a folder is one of rank files."""
     stems = {m["stem"] for name, e in entries.items() if not e.is_dir and (m := _NAME.fullmatch(name))}

@@ -15,7 +15,7 @@ from math import prod
 
 from ...core.box import Shape
 from ...core.index import Hole, Rank, TensorSpec
-from ...core.names import matcher
+from ...core.names import matcher, unwrapped
 from ...errors import FormatError
 from ...io.plain import Path
 from ..deepspeed.flat import FlatFragments, Partition
@@ -24,7 +24,6 @@ from ..paths import some
 from .collect import Collected, Lost, Plains, Sharded
 
 FLAT = "_flat_param"
-_WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 _HOW = "rules={'%s': {'flat': {'up.weight': [64, 32], 'up.bias': [64], ...}}}"
 
 
@@ -55,7 +54,7 @@ def split(collected: Collected, rules: Mapping[str, object], hints: Hints, lost:
         for raw, held in collected.tensors.items()
         if isinstance(held, Sharded) and str(held.path[-1]).endswith(FLAT) and len(held.shape) == 1 and not held.clash
     }
-    names = {raw: bare(str(held.path[-1])) for raw, held in flats.items()}
+    names = {raw: unwrapped(str(held.path[-1])) for raw, held in flats.items()}
     modules = [name.removesuffix(FLAT) for name in names.values()]
     found = Split(flats=list(names.values()))
     kept: list[str] = []
@@ -83,7 +82,7 @@ def split(collected: Collected, rules: Mapping[str, object], hints: Hints, lost:
             shapes, begins = _by_slices(slices, hints.shapes, parts, width, shapeless, torn)
             evidence = "the slices that each rank saved" + (f", shapes from {hints.source}" if hints.source else "")
         else:
-            shapes = {n: s for n, s in hints.shapes.items() if _module_of(bare(n), modules) == module}
+            shapes = {n: s for n, s in hints.shapes.items() if _module_of(unwrapped(n), modules) == module}
             sizes = [prod(s) for s in shapes.values()]
             # without slices it is use_orig_params=False, as far as is known; there nothing is aligned
             fitting = (places(sizes, total, world, 0) or places(sizes, total, world)) if shapes else []
@@ -124,13 +123,6 @@ def split(collected: Collected, rules: Mapping[str, object], hints: Hints, lost:
     return found
 
 
-def bare(name: str) -> str:
-    """A name without the modules that wrap it."""
-    for word in _WRAPPERS:
-        name = name.replace(word, "")
-    return name
-
-
 def _by_rule(
     name: str, glob: str, rule: FlatRule, total: int, world: int, known: Sequence[int]
 ) -> tuple[Mapping[str, Shape], list[int]]:
@@ -165,7 +157,7 @@ def _by_slices(
     gone = [n for n, part in enumerate(parts) if isinstance(part.extent, Hole)]
     for key, begin, end in sorted(slices.values(), key=lambda s: s[1]):
         before, behind = begin in [(n + 1) * width for n in gone], end in [n * width for n in gone]
-        shape = shapes.get(key) or shapes.get(bare(key))
+        shape = shapes.get(key) or shapes.get(unwrapped(key))
         size = end - begin if shape is None else prod(shape)
         if (before or behind) and (shape is None or (before and behind and size > end - begin)):
             torn[key] = parts[next(n for n in gone if begin == (n + 1) * width or end == n * width)].extent.path

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...core.index import FileInfo, Index, TensorSpec, renamed
+from ...core.index import Index, TensorSpec, renamed
 from ...core.names import natural
 from ...errors import LazyckptError
 from ...io.plain import Path
@@ -156,8 +156,8 @@ def _moved(held: Member, prefix: str, top: str) -> Member:
     )
 
 
-def _only_meta(meta: Mapping[str, Any], files: Mapping[str, FileInfo] | None = None) -> Member:
-    return Member("", {}, [], meta, lambda _: meta, files or {})
+def _only_meta(meta: Mapping[str, Any]) -> Member:
+    return Member("", {}, [], meta, lambda _: meta, {})
 
 
 def _as_member(whole: Index) -> tuple[bool, Member]:

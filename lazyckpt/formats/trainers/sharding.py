@@ -23,6 +23,7 @@ from ...errors import CorruptError, FormatError, LazyckptError
 from ...io.dangers import dangers
 from ...io.pickles import Pickle
 from ...io.plain import Path
+from ...io.records import short
 from ...io.safetensors import SafetensorsFile, read_safetensors
 from ...io.store import Store
 from ..huggingface import load_json
@@ -199,51 +200,77 @@ def _metadata(store: Store, problems: list[str]) -> tuple[int | None, dict[str, 
     root = pickle.value
     try:
         world = _count(root["world_size"])
-        return world, {str(name): _item(str(name), about, world) for name, about in root["metadata"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
+        known = _Known(10_000 + 2 * size)
+        return world, {_text(name): _item(name, about, world, known) for name, about in root["metadata"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as e:
         raise CorruptError(
             f"{where} is not the metadata of torch_checkpointing ({type(e).__name__}: {str(e)[:120]}): the file is "
             "damaged, or of a version that is not known"
         ) from None
 
 
-def _item(name: str, about: Mapping[str, Any], world: int) -> Item:
+class _Known:
+    """Shardings by what the metadata says: those of the many tensors of one layout and shape are worked out once."""
+
+    def __init__(self, left: int) -> None:
+        """``left``: objects that may be looked at; shared references must not expand to more than the file has."""
+        self._left = left
+        self._by_id: dict[int, Sharding] = {}  # the pickle's objects stay as long as this does
+        self._by_content: dict[Any, Sharding] = {}
+
+    def sharding(self, groups: Any) -> Sharding:
+        if id(groups) not in self._by_id:
+            key = self._content(groups)
+            if key not in self._by_content:
+                self._by_content[key] = _sharding(groups)
+            self._by_id[id(groups)] = self._by_content[key]
+        return self._by_id[id(groups)]
+
+    def _content(self, value: Any) -> Any:
+        """Equal for what says the same."""
+        self._left -= 1
+        if self._left < 0:
+            raise ValueError("its references expand to far more objects than it has bytes")
+        if isinstance(value, dict):
+            return tuple((self._content(k), self._content(v)) for k, v in value.items())
+        if isinstance(value, list | tuple):
+            return tuple(map(self._content, value))
+        return value if isinstance(value, str | int) else id(value)
+
+
+def _item(name: str, about: Mapping[str, Any], world: int, known: _Known) -> Item:
     item = Item()
     for key, layout in about["rank_to_layout_info"].items():
         rank = _count(key)
         path = f"{name}_{rank}.pt" if layout is None else layout["file_path"]
         if rank >= world or not inside(path):
-            raise ValueError(f"the file of rank {rank} is {str(path)[:80]!r}")
+            raise ValueError(f"the file of rank {rank} is {short(path)}")
         item.files[rank] = path
         if layout is not None:
             told = layout["serialization_format"]["type"]
-            item.kind = _KINDS.get(told, str(told)[:80])
-    known: dict[Any, Sharding] = {}  # of the many tensors of one layout and shape it is worked out once
+            item.kind = _KINDS.get(told, _text(told)[:80])
     for text, groups in about["nested_path_to_metadata"].items():
         path = tuple(part if isinstance(part, int) else str(part) for part in json.loads(text))
         if item.kind == "safetensors":  # files of torch.save tell it themselves
-            item.shardings[path] = _sharding(groups, known)
+            item.shardings[path] = known.sharding(groups)
     return item
 
 
-def _sharding(groups: Any, known: dict[Any, Sharding]) -> Sharding:
-    key = repr(groups)
-    if key not in known:
-        shape: Shape | None = None
-        blocks: dict[int, Block] = {}
-        for group in groups:
-            packed = group["sharding_metadata"]
-            about = packed["data"]
-            found = tuple(map(_count, about["global_shape"]))
-            if shape not in (None, found):
-                raise ValueError(f"ranks say {shape} and {found}")
-            shape = found
-            for rank in group["ranks"]:
-                blocks[_count(rank)] = _block(packed["type"], about, found, rank)
-        if shape is None:
-            raise ValueError("a tensor of no rank")
-        known[key] = Sharding(shape, blocks)
-    return known[key]
+def _sharding(groups: Any) -> Sharding:
+    shape: Shape | None = None
+    blocks: dict[int, Block] = {}
+    for group in groups:
+        packed = group["sharding_metadata"]
+        about = packed["data"]
+        found = tuple(map(_count, about["global_shape"]))
+        if shape not in (None, found):
+            raise ValueError(f"ranks say {shape} and {found}")
+        shape = found
+        for rank in map(_count, group["ranks"]):
+            blocks[rank] = _block(packed["type"], about, found, rank)
+    if shape is None:
+        raise ValueError("a tensor of no rank")
+    return Sharding(shape, blocks)
 
 
 def _block(kind: Any, about: Mapping[str, Any], shape: Shape, rank: int) -> Block:
@@ -258,7 +285,7 @@ def _block(kind: Any, about: Mapping[str, Any], shape: Shape, rank: int) -> Bloc
         place = tuple(reversed(coordinate))
         return Block(layout.local_shape(shape, place), layout.parts(shape, place))
     if kind != "default_tensor_v1":
-        raise ValueError(f"shards of the kind {str(kind)[:80]!r}")
+        raise ValueError(f"shards of the kind {short(kind)}")
     parts = []
     for start, local, sizes in zip(about["global_offsets"], about["local_offsets"], about["local_sizes"], strict=True):
         a, b, n = (tuple(map(_count, value)) for value in (start, local, sizes))
@@ -273,15 +300,21 @@ def _placement(about: Mapping[str, Any]) -> Placement:
     if kind == "Replicate":
         return Same()
     if kind not in ("Shard", "StridedShard"):
-        raise ValueError(f"a placement {str(kind)[:80]!r}")
+        raise ValueError(f"a placement {short(kind)}")
     return Cut(_count(about["dim"]), _count(about.get("split_factor", 1)))
 
 
 def _count(value: Any) -> int:
     number = int(value) if isinstance(value, int | str) and not isinstance(value, bool) else -1
     if not 0 <= number < 1 << 62:
-        raise ValueError(f"{str(value)[:80]!r} is no number")
+        raise ValueError(f"{short(value)} is no number")
     return number
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"a name is {short(value)}")
+    return value
 
 
 def _recognises(source: Source) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...core.index import Extent, FileInfo, Index, TensorSpec
+from ...core.index import FileInfo, Index, TensorSpec, relocated
 from ...core.names import natural
 from ...errors import LazyckptError, MissingFileError
 from ...io.plain import Path
@@ -112,17 +112,11 @@ def _weights(source: Source, names: list[str]) -> Index:
 
 def _below(index: Index, folder: str) -> Index:
     """The index of a folder, as that of the one above."""
-
-    def moved(spec: TensorSpec) -> TensorSpec:
-        fragments = []
-        for f in spec.fragments:
-            assert isinstance(f.extent, Extent)  # of a Hugging Face folder every tensor lies in one piece
-            fragments.append(replace(f, extent=replace(f.extent, path=f"{folder}/{f.extent.path}")))
-        return replace(spec, fragments=tuple(fragments))
-
     files: dict[str, FileInfo] = {f"{folder}/{path}": info for path, info in index.files.items()}
-    states = {state: {name: moved(spec) for name, spec in table.items()} for state, table in index.states.items()}
-    stored = {name: moved(spec) for name, spec in (index.stored or {}).items()}
+    states = {
+        state: {name: relocated(spec, folder) for name, spec in table.items()} for state, table in index.states.items()
+    }
+    stored = {name: relocated(spec, folder) for name, spec in (index.stored or {}).items()}
     return replace(index, states=states, stored=stored, files=files)
 
 
