@@ -34,7 +34,7 @@ from .pipeline import Layers, layer_shards, local_shapes, read_layers, tied_laye
 from .plainopt import named_shapes, numbered_groups
 from .present import lost_stages, set_aside, with_lost_experts, with_lost_layers, with_lost_states
 from .ucp import universal_rules
-from .weights import copies, expert_shards, module_shards, sharded_rest
+from .weights import copies, expert_shards, module_shards, sharded_rest, tell_of_fused_attention
 from .zero0 import optimizer_states, ties_of_plain_optimizers
 
 _BUFFER = (replicated, "buffer_names: nothing cuts a buffer over ranks")
@@ -123,6 +123,8 @@ def read(source: Source) -> Index:
             f"{source.where}/{files.folder}: nothing in these files reads as a parameter, they are hardly of one save. "
             f"{' '.join(list(b.problems)[:4])}"
         )
+    if b.tp > 1 and hasattr(first.model.get("args"), "num_attention_heads"):
+        tell_of_fused_attention(b)
     stage_number = 3 if sharded else _zero_stage(first.model, optims)
     return Index(
         format=f"deepspeed-zero{stage_number}",

@@ -138,3 +138,25 @@ def crc_of(records: Mapping[str, Record], tensor: StoredTensor) -> int | None:
 def _listed(ranks: Iterable[int]) -> str:
     items = list(map(str, ranks))
     return ", ".join(items[:8]) + (f" and {len(items) - 8} more" if len(items) > 8 else "")
+
+
+def tell_of_fused_attention(b: Building) -> None:
+    """A line where q, k and v of Megatron-DeepSpeed are put together and nothing says how they lie on a rank.
+
+    Up to December 2024 they alternate by groups of heads, as Megatron's; since its commit 676a482c
+    (model/transformer.py `each_hidden_size`) each rank has all of its q, then its k, then its v. The files do not
+    differ otherwise.
+    """
+    weights = next((b.states[state] for state in ("weights", "fp32") if b.states.get(state)), {})
+    open_ones = [
+        name
+        for name, spec in weights.items()
+        if "query_key_value" in name and spec.rule.startswith("concatenated along") and "rules[" not in spec.rule
+    ]
+    if open_ones:
+        b.tell(
+            f"{len(open_ones):,} fused q, k and v ({open_ones[0]}, ...) are put together rank by rank, as "
+            "ds_to_universal does. Megatron-DeepSpeed of December 2024 and later has q, k and v apart on every rank, "
+            "and the files do not say which it was: if so, open with rules={'*query_key_value*': {'cat': 0, 'parts': "
+            "3}}, or with their three sizes for parts"
+        )
