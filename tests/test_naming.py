@@ -207,3 +207,13 @@ def test_an_optimizer_with_names_of_a_compiled_model(tmp_path: Path, inner: bool
     weights = (compiled if inner else model).state_dict()  # type: ignore[attr-defined]
     tree = {"model": weights, "optimizer": optimizer.state_dict()}
     assert_moments(tmp_path / "x.pt", tree, moments(model, optimizer))
+
+
+@pytest.mark.parametrize("params", [None, 3, {"0": 1}, Path("x")])
+def test_groups_whose_parameters_are_no_list(tmp_path: Path, params: Any) -> None:
+    state = {0: {"exp_avg": torch.ones(3)}}
+    tree = {"model": {"w": torch.ones(3)}, "optimizer": {"state": state, "param_groups": [{"params": params}]}}
+    torch.save(tree, tmp_path / "x.pt")
+    view = lazyckpt.open(tmp_path / "x.pt")
+    assert list(view) == ["w"] and list(view.states["exp_avg"]) == ["0"]
+    assert "their states stand under their numbers" in view.problems[0]

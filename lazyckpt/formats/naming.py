@@ -291,7 +291,7 @@ def _numbered(
             continue
         told = lookup((*root, "param_groups"))
         groups = [g for g in told if isinstance(g, dict)] if isinstance(told, list) else []
-        ids = [[str(i) for i in g.get("params") or () if type(i) is int] for g in groups]
+        ids = [[str(i) for i in m if type(i) is int] if isinstance(m := g.get("params"), list) else [] for g in groups]
         members = {i for m in ids for i in m}
         numbers = [p for p in parameters if p in members or (p.isdecimal() and p not in weights)]
         if not numbers:
