@@ -12,6 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import lazyckpt
 from lazyckpt.core.index import Index, TensorSpec
+from lazyckpt.errors import FormatError
 from lazyckpt.formats.wrappers import without_wrappers
 
 from .oracle import same
@@ -217,3 +218,13 @@ def test_groups_whose_parameters_are_no_list(tmp_path: Path, params: Any) -> Non
     view = lazyckpt.open(tmp_path / "x.pt")
     assert list(view) == ["w"] and list(view.states["exp_avg"]) == ["0"]
     assert "their states stand under their numbers" in view.problems[0]
+
+
+def test_a_file_of_weights_for_each_rank_is_no_folder_of_models(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    for rank in range(2):
+        save_file({"w": torch.full((2,), float(rank))}, tmp_path / f"model_{rank}.safetensors")
+        torch.save({"state": {}, "param_groups": []}, tmp_path / f"optimizer_{rank}.pt")
+    with pytest.raises(FormatError, match="and another file"):
+        lazyckpt.open(tmp_path)
