@@ -12,6 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import lazyckpt
 from lazyckpt.core.index import Index, TensorSpec
+from lazyckpt.errors import FormatError
 from lazyckpt.formats.wrappers import without_wrappers
 
 from .oracle import same
@@ -125,3 +126,105 @@ def test_deepspeed_takes_its_own_wrapper_off() -> None:
     kept = without_wrappers(index("module.a", "module.b", format="deepspeed-zero3"))
     assert list(kept.states["weights"]) == ["module.a", "module.b"]
     assert list(without_wrappers(index("_forward_module.a", format="deepspeed-zero3")).states["weights"]) == ["a"]
+
+
+def stepped(model: nn.Module, named: bool = False) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.named_parameters() if named else model.parameters())
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    return optimizer
+
+
+def moments(model: nn.Module, optimizer: torch.optim.Optimizer, before: str = "") -> dict[str, torch.Tensor]:
+    return {
+        before + name: optimizer.state[p]["exp_avg"] for name, p in model.named_parameters() if p in optimizer.state
+    }
+
+
+def assert_moments(path: Path, tree: dict[str, Any], expected: dict[str, torch.Tensor]) -> None:
+    torch.save(tree, path)
+    view = lazyckpt.open(path)
+    assert view.problems == ()
+    assert sorted(view.states["exp_avg"]) == sorted(expected)
+    for name, value in expected.items():
+        same(view.states["exp_avg"][name][...], value, name)
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("last", [2, 5], ids=["same shapes", "other shapes"])
+def test_the_optimizer_of_another_model_does_not_take_the_names_of_the_first(
+    tmp_path: Path, last: int, named: bool
+) -> None:
+    actor, critic = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), nn.Sequential(nn.Linear(3, 4), nn.Linear(4, last))
+    first, second = stepped(actor, named), stepped(critic, named)
+    tree = {
+        "critic_optimizer": second.state_dict(),
+        "optimizer": first.state_dict(),
+        "model": actor.state_dict(),
+        "critic": critic.state_dict(),
+    }
+    assert_moments(tmp_path / "x.pt", tree, moments(actor, first) | moments(critic, second, "critic."))
+    tree["actor"], tree["actor_optimizer"] = tree.pop("model"), tree.pop("optimizer")
+    both = moments(actor, first, "actor.") | moments(critic, second, "critic.")
+    if named or last != 2:
+        assert_moments(tmp_path / "y.pt", tree, both)
+
+
+def test_names_that_two_optimizers_would_take_are_given_to_neither(tmp_path: Path) -> None:
+    first, second = nn.Linear(3, 4), nn.Linear(3, 4)
+    a, b = stepped(first), stepped(second)
+    torch.save({"model": first.state_dict(), "opt_a": a.state_dict(), "opt_b": b.state_dict()}, tmp_path / "x.pt")
+    view = lazyckpt.open(tmp_path / "x.pt")
+    assert list(view.states["exp_avg"]) == ["opt_a.0", "opt_a.1", "opt_b.0", "opt_b.1"]
+    assert "for 4 of 4 order and shapes leave more than one way" in view.problems[0]
+    torch.save({"opt_b": b.state_dict(), "model": first.state_dict(), "optimizer": a.state_dict()}, tmp_path / "y.pt")
+    view = lazyckpt.open(tmp_path / "y.pt")
+    for name, value in moments(first, a).items():
+        same(view.states["exp_avg"][name][...], value, name)
+
+
+def test_parameters_that_have_numbers_for_names(tmp_path: Path) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.randn(n)) for n in (5, 3, 4)])
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW([{"params": [model[2]]}, {"params": [model[1]]}])
+    for p in model[1:]:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    assert_moments(tmp_path / "x.pt", tree, moments(model, optimizer))
+    alike = nn.ParameterList([nn.Parameter(torch.randn(3)) for _ in range(2)])
+    tree = {"model": alike.state_dict(), "optimizer": stepped(nn.ParameterList([alike[1]])).state_dict()}
+    torch.save(tree, tmp_path / "y.pt")
+    view = lazyckpt.open(tmp_path / "y.pt")
+    assert list(view.states["exp_avg"]) == ["optimizer.0"]  # "0" is the name of a parameter
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_an_optimizer_with_names_of_a_compiled_model(tmp_path: Path, inner: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    compiled = torch.compile(model)
+    optimizer = stepped(model if inner else compiled, named=True)  # type: ignore[arg-type]
+    weights = (compiled if inner else model).state_dict()  # type: ignore[attr-defined]
+    tree = {"model": weights, "optimizer": optimizer.state_dict()}
+    assert_moments(tmp_path / "x.pt", tree, moments(model, optimizer))
+
+
+@pytest.mark.parametrize("params", [None, 3, {"0": 1}, Path("x")])
+def test_groups_whose_parameters_are_no_list(tmp_path: Path, params: Any) -> None:
+    state = {0: {"exp_avg": torch.ones(3)}}
+    tree = {"model": {"w": torch.ones(3)}, "optimizer": {"state": state, "param_groups": [{"params": params}]}}
+    torch.save(tree, tmp_path / "x.pt")
+    view = lazyckpt.open(tmp_path / "x.pt")
+    assert list(view) == ["w"] and list(view.states["exp_avg"]) == ["0"]
+    assert "their states stand under their numbers" in view.problems[0]
+
+
+def test_a_file_of_weights_for_each_rank_is_no_folder_of_models(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    for rank in range(2):
+        save_file({"w": torch.full((2,), float(rank))}, tmp_path / f"model_{rank}.safetensors")
+        torch.save({"state": {}, "param_groups": []}, tmp_path / f"optimizer_{rank}.pt")
+    with pytest.raises(FormatError, match="and another file"):
+        lazyckpt.open(tmp_path)

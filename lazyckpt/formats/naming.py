@@ -11,16 +11,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ..core.box import Shape
 from ..core.index import TensorSpec, renamed
 from ..io.plain import Path
 from .numbering import Wanted, assign, assign_by_shape, possible_shapes
+from .owners import by_names, label, owner
 
 MODELS = ("model", "state_dict", "module", "model_state_dict", "model_state")
 # torchtitan/components/checkpoint.py: the model's names stand beside these
 _NO_MODELS = ("train_state", "lr_scheduler", "dataloader")
+
+Slots = Mapping[str, Mapping[str, TensorSpec]]  # parameter -> name of the state -> tensor
+
+
+class Numbered(NamedTuple):
+    """An optimizer's parameters by number: those with states; those of each group; the names it was given, if any."""
+
+    numbers: list[str]
+    ids: list[list[str]]
+    names: list[str] | None
+
 
 # "order": weights stand in the order of the modules; "shape": they do not; "nothing": they are no longer what the
 # optimizer had
@@ -99,10 +111,20 @@ def sort(
     if weights:
         found.states["weights"] = weights
     candidates = [(n, s.shape) for n, s in weights.items() if n not in doubled and _trainable(n, weights)]
-    names = _numbers(candidates, weights, slots, lookup, by, found.problems)
+    others = _others(tensors, skip, found.rest)
+    owners = {root: owner(root, others) for root in slots}
+    numbered = _numbered(slots, lookup, weights)
+    mine = {root: slots[root] for root in slots if owners[root] is None}
+    names = _without_disputed(_numbers(mine, candidates, numbered, by))
+    for top, table in others.items():
+        trainable = [(n, s.shape) for n, s in table.items() if _trainable(n, table)]
+        names |= _numbers({root: slots[root] for root in slots if owners[root] == top}, trainable, numbered, by)
+    names |= _lost(names, numbered, weights, by, found.problems)
     for root, parameters in slots.items():
+        of = owners[root]
         for parameter, states in parameters.items():
-            name = names.get((root, parameter)) or _in_model(parameter, root, weights, models)
+            named = _in_model(parameter, root, weights, models) if of is None else f"{of}.{parameter}"
+            name = names.get((root, parameter), named)
             for state, spec in states.items():
                 table = found.states.setdefault(state if state != "weights" else "state.weights", {})
                 if name in table:
@@ -215,49 +237,108 @@ def _trainable(name: str, weights: Mapping[str, TensorSpec]) -> bool:
     return (dtype.is_floating_point or dtype.is_complex) and not statistics
 
 
+def _others(
+    tensors: Mapping[str, tuple[Path, TensorSpec]], skip: int, rest: Sequence[str]
+) -> dict[str, dict[str, TensorSpec]]:
+    """Further state dicts beside the model's: what they are called -> name, which begins with that -> tensor."""
+    found: dict[str, dict[str, TensorSpec]] = {}
+    for key in rest:
+        path, spec = tensors[key]
+        if len(path) > skip + 1:
+            table = found.setdefault(str(path[skip]), {})
+            table[_free(".".join(map(str, path[skip:])), table)] = spec
+    return found
+
+
 def _numbers(
+    slots: Mapping[Path, Slots],
     candidates: Sequence[tuple[str, Shape]],
-    weights: Mapping[str, TensorSpec],
-    slots: Mapping[Path, Mapping[str, Mapping[str, TensorSpec]]],
-    lookup: Callable[[Path], Any],
+    numbered: Mapping[Path, Numbered],
     by: By,
-    problems: list[str],
 ) -> dict[tuple[Path, str], str]:
-    """(optimizer, number) -> name, for optimizers that number their parameters. What is not determined keeps its
-    number; with several such optimizers the optimizer's name stands before it."""
+    """(optimizer, number) -> name among the candidates, for optimizers that number their parameters, as far as it is
+    determined."""
     names: dict[tuple[Path, str], str] = {}
-    numbers: dict[Path, list[str]] = {}
     wanted: dict[Path, list[list[Wanted]]] = {}
-    members: dict[Path, list[list[str]]] = {}
+    shapes = dict(candidates)
     for root, parameters in slots.items():
-        numbers[root] = [p for p in parameters if p.isdecimal() and p not in weights]
-        if not numbers[root]:
+        if root not in numbered:
+            continue
+        ids, listed = numbered[root].ids, numbered[root].names
+        shown: list[list[Wanted]] = [
+            [possible_shapes({k: s.shape for k, s in parameters.get(i, {}).items()}) for i in m] for m in ids
+        ]
+        if listed is not None:  # an optimizer that was given named parameters
+            flat = [i for m in ids for i in m]
+            given = by_names(listed, [w for m in shown for w in m], shapes, root)
+            names |= {(root, i): n for i, n in zip(flat, given or (), strict=False)}
+        elif by != "nothing":
+            wanted[root] = shown
+    for root, assigned in _assigned(candidates, wanted, by).items():
+        for m, group in zip(numbered[root].ids, assigned, strict=True):
+            names |= {(root, i): name for i, name in zip(m, group, strict=True) if name is not None}
+    return names
+
+
+def _numbered(
+    slots: Mapping[Path, Slots], lookup: Callable[[Path], Any], weights: Container[str]
+) -> dict[Path, Numbered]:
+    """The optimizers that number their parameters. A number may be a name (torch.nn.ParameterList): then the groups
+    tell what it is."""
+    found = {}
+    for root, parameters in slots.items():
+        if not any(p.isdecimal() for p in parameters):
             continue
         told = lookup((*root, "param_groups"))
         groups = [g for g in told if isinstance(g, dict)] if isinstance(told, list) else []
-        ids = members[root] = [[str(i) for i in g.get("params") or () if type(i) is int] for g in groups]
-        # of an optimizer that was given named parameters
+        ids = [[str(i) for i in m if type(i) is int] if isinstance(m := g.get("params"), list) else [] for g in groups]
+        members = {i for m in ids for i in m}
+        numbers = [p for p in parameters if p in members or (p.isdecimal() and p not in weights)]
+        if not numbers:
+            continue
         listed = [n if isinstance(n := g.get("param_names"), list) else [] for g in groups]
-        if all(n and len(n) == len(m) for n, m in zip(listed, ids, strict=True)):
-            pairs = [pair for ns, m in zip(listed, ids, strict=True) for pair in zip(m, ns, strict=True)]
-            names |= {(root, i): n for i, n in pairs if n in weights}
-        elif by != "nothing":
-            wanted[root] = [
-                [possible_shapes({k: s.shape for k, s in parameters.get(i, {}).items()}) for i in m] for m in ids
-            ]
-    for root, assigned in _assigned(candidates, wanted, by).items():
-        for m, group in zip(members[root], assigned, strict=True):
-            names |= {(root, i): name for i, name in zip(m, group, strict=True) if name is not None}
-    lost = {root: [i for i in table if (root, i) not in names] for root, table in numbers.items()}
+        complete = all(n and len(n) == len(m) for n, m in zip(listed, ids, strict=True))
+        named = [str(n) for ns in listed for n in ns] if groups and complete else None
+        found[root] = Numbered(numbers, ids, named)
+    return found
+
+
+def _lost(
+    names: Mapping[tuple[Path, str], str],
+    numbered: Mapping[Path, Numbered],
+    weights: Container[str],
+    by: By,
+    problems: list[str],
+) -> dict[tuple[Path, str], str]:
+    """What stands under its number, told. Where that is a name, or another optimizer's number too, the optimizer's own
+    name stands before it."""
+    lost = {root: [i for i in of.numbers if (root, i) not in names] for root, of in numbered.items()}
     count = sum(map(len, lost.values()))
     if count:
         problems.append(
-            f"the optimizer numbers its parameters; for {count} of {sum(map(len, numbers.values()))} {_WHY[by]}: "
-            "their states stand under their numbers"
+            f"the optimizer numbers its parameters; for {count} of {sum(len(of.numbers) for of in numbered.values())} "
+            f"{_WHY[by]}: their states stand under their numbers"
         )
-    if sum(map(bool, lost.values())) > 1:
-        names |= {(root, i): ".".join(map(str, (*root, i))) for root, table in lost.items() for i in table}
-    return names
+    shared = sum(map(bool, lost.values())) > 1
+    return {
+        (root, i): ".".join(map(str, (*root, i))) if shared or any(i in weights for i in table) else i
+        for root, table in lost.items()
+        for i in table
+    }
+
+
+def _without_disputed(names: Mapping[tuple[Path, str], str]) -> dict[tuple[Path, str], str]:
+    """Without the names that optimizers share with others: of these at most one is the model's, that which has no name
+    of its own ("optimizer" beside "teacher_optimizer")."""
+    claims: dict[str, set[Path]] = {}
+    for (root, _), name in names.items():
+        claims.setdefault(name, set()).add(root)
+    losing: set[Path] = set()
+    for roots in claims.values():
+        if len(roots) > 1:
+            plain = [root for root in roots if not any(label(part) for part in root)]
+            losing |= roots - (set(plain) if len(plain) == 1 else set())
+    return {(root, i): name for (root, i), name in names.items() if root not in losing}
 
 
 def _assigned(

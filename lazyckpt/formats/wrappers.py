@@ -68,5 +68,15 @@ def _leading(names: Collection[str] | Mapping[str, TensorSpec], own: str = "") -
     return found
 
 
+def bare_names(names: Collection[str]) -> dict[str, str]:
+    """Every name -> what it is without wrappers.
+
+    >>> bare_names(["_orig_mod.a", "_orig_mod.b"])
+    {'_orig_mod.a': 'a', '_orig_mod.b': 'b'}
+    """
+    leading = _leading(names)
+    return {name: _bare(name, leading) for name in names}
+
+
 def _bare(name: str, leading: str) -> str:
     return unwrapped(name).removeprefix(leading)

@@ -108,7 +108,8 @@ def _single(
     """Number -> parameter, where each number is one parameter: its slices have as many elements together."""
     sums = {s.number: sum(s.sizes) for s in slices}
     groups = [g for g in param_groups if isinstance(g, dict)] if isinstance(param_groups, list) else []
-    members = [[str(n) for n in g.get("params") or () if type(n) is int] for g in groups]
+    listed = [m if isinstance(m := g.get("params"), list) else [] for g in groups]
+    members = [[str(n) for n in m if type(n) is int] for m in listed]
     wanted = [[frozenset({(sums[n],)}) if n in sums else None for n in group] for group in members]
     named = assign([(name, (prod(shape),)) for name, shape in weights], wanted)
     if named is None:

@@ -156,14 +156,15 @@ def _hints(folder: _Folder, beside: Sequence[tuple[Path, Member]]) -> Hints:
         }
         groups = _param_groups(meta)
         listed = groups if isinstance(groups, list) else []
-        order = [n for g in listed if isinstance(g, dict) for n in g.get("params") or () if isinstance(n, str)]
+        named = [g.get("params") for g in listed if isinstance(g, dict)]
+        order = [n for names in named if isinstance(names, list) for n in names if isinstance(n, str)]
         if order and shapes:
             return Hints({name: shapes[name] for name in order if name in shapes}, "the optimizer's states")
     return Hints()
 
 
 def _param_groups(meta: Mapping[str, Any]) -> Any:
-    return next((at(meta, (top, "param_groups")) for top in meta if top.startswith("optim")), None)
+    return next((at(meta, (top, "param_groups")) for top in meta if str(top).startswith("optim")), None)
 
 
 class _Folder:

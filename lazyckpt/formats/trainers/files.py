@@ -30,6 +30,8 @@ _FILES = [(re.compile(pattern), kind) for pattern, kind in (_PLAIN | _MODELS).it
 _DIRS = [(re.compile(pattern), kind) for pattern, kind in _FOLDERS.items()]
 # these are numbered by rank, or from 0 on, and keep the number; of the others the first has none
 _ALWAYS = ("random_states", "rng_state", "custom_checkpoint")
+# these never number the first: a folder with such files is of a file for each rank (torch_checkpointing's)
+_RANK = re.compile(r"(?:model|optimizer|scheduler)_0\.(?:pt|bin|safetensors)")
 
 
 class Part(NamedTuple):
@@ -46,7 +48,12 @@ def parts(files: Iterable[str], folders: Iterable[str]) -> list[Part]:
 
     >>> [p.place for p in parts(["optimizer_1.bin", "rng_state_0.pth", "notes.txt"], ["pytorch_model_fsdp_0"])]
     ['optimizer_1', 'rng_state_0', 'model']
+    >>> parts(["model_0.safetensors", "model_1.safetensors"], [])
+    []
     """
+    files = list(files)
+    if any(_RANK.fullmatch(name) for name in files):
+        return []
     found = [p for name in files if (p := _part(name, _FILES, False))]
     return found + [p for name in folders if (p := _part(name, _DIRS, True))]
 
