@@ -8,6 +8,7 @@
     ├── TensorNotFoundError (KeyError)       no tensor and no prefix of that name; the message names near misses
     ├── SelectionError (IndexError)          an index that does not fit the tensor's shape
     ├── DataError (RuntimeError)             the tensor is known, its elements cannot be given (no data, no such dtype)
+    ├── MeshError (ValueError)               a device mesh, placement or plan of experts that does not fit
     └── DestinationError (OSError)           nothing was written: something is there already, no room, no right to
 
 A message says what is wrong, in which file, and what to do.
@@ -22,6 +23,7 @@ __all__ = [
     "DestinationError",
     "FormatError",
     "LazyckptError",
+    "MeshError",
     "MissingFileError",
     "SelectionError",
     "TensorNotFoundError",
@@ -61,6 +63,10 @@ class SelectionError(LazyckptError, IndexError):
 
 class DataError(LazyckptError, RuntimeError):
     """The tensor is known, but its elements cannot be given (it has no data, or no dtype can hold it)."""
+
+
+class MeshError(LazyckptError, ValueError):
+    """A device mesh, a placement or a plan of experts that does not fit the tensors, or the ranks."""
 
 
 class DestinationError(LazyckptError, OSError):

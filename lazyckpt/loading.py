@@ -1,19 +1,33 @@
-"""Reading many tensors: all of a view to a device, or one by one into a module."""
+"""Reading many tensors: all of a view to a device, or one by one into a module.
+
+Of a parameter that is spread over ranks (a DTensor, as FSDP2 and tensor parallelism make them) each rank reads what it
+holds, and no more.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
+from .core.index import Archive
+from .core.names import unwrapped
 from .errors import DataError
+from .formats.placements import Cut, Layout, Placement, Same, Summand
+from .io.archives import locate_all
+from .io.memory import empty
 from .io.pool import Task, run
+from .io.store import Store
 from .io.transfer import Ring
 from .tensor import LazyTensor
 
 _GROUP = 256 << 20  # bytes that are read at once before their dtype is converted
+_LOOKED_UP = 64  # archives that are looked up at once
+T = TypeVar("T")
 
 
 def read_all(
@@ -60,12 +74,33 @@ def _read_together(
     ready: dict[str, Callable[[], torch.Tensor]] = {}
 
     def tasks() -> Iterator[Task]:
-        for name in names:
+        for name in _looked_up(names, lazy.__getitem__):
             more, ready[name] = lazy[name].start()
             yield from more
 
     run(tasks())
     return {name: _converted(ready[name](), dtype) for name in names}
+
+
+def _looked_up(items: Iterable[T], lazy: Callable[[T], LazyTensor]) -> Iterator[T]:
+    """The items; the archives of those that come next were looked up together."""
+    group: list[T] = []
+    found: list[tuple[Store, Archive, str]] = []
+    for item in items:
+        t = lazy(item)
+        group.append(item)
+        found += [(t.store, archive, t.name) for archive in t.archives]
+        if len(found) >= _LOOKED_UP:
+            _look_up(found)
+            yield from group
+            group, found = [], []
+    _look_up(found)
+    yield from group
+
+
+def _look_up(found: list[tuple[Store, Archive, str]]) -> None:
+    for store in {id(store): store for store, _, _ in found}.values():
+        locate_all(store, [(archive, name) for s, archive, name in found if s is store])
 
 
 def _target_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype | None:
@@ -77,9 +112,55 @@ def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return tensor if wanted is None else tensor.to(wanted)
 
 
+def fill(pairs: Iterable[tuple[LazyTensor, torch.Tensor]]) -> None:
+    """Read each tensor into the one beside it: of the same shape, on any device, with any dtype and strides."""
+    rings: dict[torch.device, Ring] = {}
+    group: list[tuple[LazyTensor, torch.Tensor]] = []
+    size = 0
+    for lazy, target in pairs:
+        target = target.detach()
+        if target.device.type != "cpu":
+            if target.device not in rings:
+                rings[target.device] = Ring(target.device)
+            lazy.read_through(rings[target.device], out=target)
+            continue
+        group.append((lazy, target))
+        size += 0 if _direct(lazy, target) else lazy.nbytes
+        if size > _GROUP:
+            _fill_together(group)
+            group, size = [], 0
+    _fill_together(group)
+    for ring in rings.values():
+        ring.finish()
+
+
+def _direct(lazy: LazyTensor, target: torch.Tensor) -> bool:
+    """Whether the bytes can be read straight into the target's memory."""
+    same = target.dtype == lazy.dtype and target.is_contiguous()
+    return same and not (target.is_conj() or target.is_neg())
+
+
+def _fill_together(pairs: list[tuple[LazyTensor, torch.Tensor]]) -> None:
+    ready: list[tuple[Callable[[], torch.Tensor], torch.Tensor | None]] = []
+
+    def tasks() -> Iterator[Task]:
+        for lazy, target in _looked_up(pairs, lambda pair: pair[0]):
+            direct = _direct(lazy, target)
+            more, done = lazy.start(target if direct else None)
+            ready.append((done, None if direct else target))
+            yield from more
+
+    run(tasks())
+    for done, target in ready:
+        read = done()
+        if target is not None:
+            target.copy_(read)
+
+
 def load_into(view: Mapping[str, LazyTensor], module: torch.nn.Module, strict: bool) -> Any:
     """See `CheckpointView.load_into`."""
-    wanted = _slots(module)
+    _reshard(module)
+    wanted = {name if name in view else unwrapped(name): slot for name, slot in _slots(module).items()}
     missing = [name for name in wanted if name not in view]
     unexpected = [name for name in view if name not in wanted]
     problems = []
@@ -87,32 +168,41 @@ def load_into(view: Mapping[str, LazyTensor], module: torch.nn.Module, strict: b
         problems.append(f"the checkpoint lacks {_listed(missing)}")
     if strict and unexpected:
         problems.append(f"the module lacks {_listed(unexpected)}")
-    found = {name: view[name] for name in wanted if name not in missing}
-    for name, tensor in found.items():
+    found: dict[str, LazyTensor] = {}  # of a tensor that lies on several ranks, what this one holds
+    for name in wanted:
+        if name not in view:
+            continue
         owner, attribute = wanted[name]
-        shape = tuple(getattr(owner, attribute).shape)
-        if shape != tuple(tensor.shape):
-            problems.append(f"{name!r} is {tuple(tensor.shape)} in the checkpoint and {shape} in the module")
-        tensor.check()  # a missing file is told before anything is written
+        target = getattr(owner, attribute)
+        shape = tuple(target.shape)
+        if shape != tuple(view[name].shape):
+            problems.append(f"{name!r} is {tuple(view[name].shape)} in the checkpoint and {shape} in the module")
+            continue
+        own = _own(view[name], target)
+        if own is not None:
+            own.check()  # a missing file is told before anything is written
+            found[name] = own
     if problems:
         raise DataError(f"nothing was loaded: {'; '.join(problems)}")
 
     filled: dict[int, torch.Tensor] = {}  # tied parameters of the module are one object: filled once
-    for name, tensor in found.items():
-        owner, attribute = wanted[name]
-        target: torch.Tensor = getattr(owner, attribute)
-        if id(target) in filled:
+    made: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
+
+    def pairs() -> Iterator[tuple[LazyTensor, torch.Tensor]]:
+        for name, tensor in found.items():
+            owner, attribute = wanted[name]
+            target = getattr(owner, attribute)
+            known = id(target) in filled
+            if not known:
+                filled[id(target)] = _materialised(target) if target.is_meta else target
             if target.is_meta:
-                _set(owner, attribute, filled[id(target)])
-            continue
-        if target.is_meta:
-            filled[id(target)] = _materialised(tensor, target)
-            _set(owner, attribute, filled[id(target)])
-            filled[id(filled[id(target)])] = filled[id(target)]
-            continue
-        with torch.no_grad():
-            target.copy_(tensor.to(target.device))
-        filled[id(target)] = target
+                made.append((owner, attribute, filled[id(target)]))
+            if not known:
+                yield tensor, _local(filled[id(target)])
+
+    fill(pairs())
+    for owner, attribute, tensor in made:
+        _set(owner, attribute, tensor)
     return _IncompatibleKeys(missing, unexpected)
 
 
@@ -131,8 +221,16 @@ def _slots(module: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
     return slots
 
 
-def _materialised(tensor: LazyTensor, target: torch.Tensor) -> torch.Tensor:
-    data = tensor.to("cpu", target.dtype)
+def _materialised(target: torch.Tensor) -> torch.Tensor:
+    """A tensor on the meta device with memory, on the CPU or, if it is spread over a mesh, on the mesh's devices."""
+    target_of = _dtensor(target)
+    if target_of is None:
+        data = empty(target.shape, target.dtype)
+    else:
+        held = torch.empty_like(_local(target), device=target_of.device_mesh.device_type)
+        data = type(target_of).from_local(
+            held, target_of.device_mesh, target_of.placements, shape=target_of.shape, stride=target_of.stride()
+        )
     return torch.nn.Parameter(data, target.requires_grad) if isinstance(target, torch.nn.Parameter) else data
 
 
@@ -143,3 +241,69 @@ def _set(owner: torch.nn.Module, attribute: str, value: torch.Tensor) -> None:
 
 def _listed(names: list[str]) -> str:
     return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+# -- DTensors
+
+
+def _reshard(module: torch.nn.Module) -> None:
+    """Put FSDP2's shards in place of gathered parameters, which it throws away (its hooks do so for state dicts)."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    for part in module.modules() if fsdp is not None else ():
+        if isinstance(part, fsdp.FSDPModule):
+            part.reshard()
+
+
+def _dtensor(tensor: torch.Tensor) -> Any:
+    """The tensor, if it is a DTensor; else None. Nothing is one that has not imported what defines them."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return tensor.detach() if module is not None and isinstance(tensor, module.DTensor) else None
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of it: the memory itself."""
+    spread = _dtensor(tensor)
+    local: torch.Tensor = tensor.detach() if spread is None else spread.to_local()
+    return local
+
+
+def _own(tensor: LazyTensor, target: torch.Tensor) -> LazyTensor | None:
+    """What this rank holds of the target, as part of the lazy tensor; None if that is nothing. Raises DataError for
+    what no tensor can be read into."""
+    spread = _dtensor(target)
+    if spread is None:
+        return tensor
+    mesh = spread.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:  # this rank is no part of its mesh
+        return None
+    layout = Layout(tuple(mesh.shape), tuple(map(_placement, spread.placements)))
+    if layout.partial:
+        raise DataError(
+            f"{tensor.name!r} is spread as {tuple(spread.placements)}: no rank holds its values before they are "
+            f"reduced ({layout.partial}), so nothing can be loaded there"
+        )
+    held = layout.runs(tuple(tensor.shape), coordinate)
+    for dim, runs in enumerate(held):
+        if len(runs) == 1:
+            key: Any = slice(runs[0][0], sum(runs[0]))
+        else:
+            key = np.concatenate([np.arange(0), *(np.arange(start, start + n) for start, n in runs)])
+        tensor = tensor.lazy[(slice(None),) * dim + (key,)]
+    if tensor.shape != spread.to_local().shape:
+        raise DataError(
+            f"{tensor.name!r}: this rank's part is {tuple(tensor.shape)} by its placements {tuple(spread.placements)}, "
+            f"its memory is {tuple(spread.to_local().shape)}: it was not made as DTensors are"
+        )
+    return tensor
+
+
+def _placement(placement: Any) -> Placement:
+    if placement.is_partial():
+        return Summand(str(getattr(placement, "reduce_op", "")))
+    if placement.is_replicate():
+        return Same()
+    dim = getattr(placement, "dim", None)
+    if not isinstance(dim, int):
+        raise DataError(f"the placement {placement} is not known: nothing can be loaded there")
+    return Cut(dim, getattr(placement, "split_factor", 1))

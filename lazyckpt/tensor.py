@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .core.box import Shape, c_strides, is_run, tiles
+from .core.box import Box, Shape, c_strides, is_run, tiles
 from .core.dtypes import short_name, to_numpy
 from .core.index import Archive, Extent, Fragment, Hole, TensorSpec
 from .core.plan import plan
@@ -124,6 +124,15 @@ class LazyTensor:
         for _, want in self._sel.reads().blocks():
             plan(self.spec, want)
 
+    @property
+    def archives(self) -> list[Archive]:
+        """The archives that reading the whole of a stored tensor looks into, so that many can be looked up at once
+        (`locate_all`); none for a part of one."""
+        told = getattr(self.spec.fragments, "archives", None)  # a sequence that makes its fragments on demand
+        if self._selection is not None or (told is None and not isinstance(self.spec.fragments, tuple)):
+            return []
+        return told() if told else [f.extent for f in self.spec.fragments if isinstance(f.extent, Archive)]
+
     def explain(self, key: Any = ...) -> str:
         """Where ``t[key]`` comes from: files, byte ranges and their cost, as text. Reads nothing.
 
@@ -181,19 +190,10 @@ class LazyTensor:
                 f"{self.name!r} is read into a contiguous CPU tensor of shape {tuple(self.shape)} and {self.dtype}, "
                 f"not {tuple(out.shape)} and {out.dtype} on {out.device}"
             )
-        extent = self._plain
-        if extent is not None:  # nothing to plan
-            for _, do in run_tasks(self._store, extent.path, extent.offset, out):
-                do()
-            return out
-        reads = self._sel.reads()
-        array = out.view(-1)[: prod(reads.shape)].view(reads.shape)  # no larger: an index lists an element once
-        for _, do in tasks(self._store, self.spec, reads, array):
+        work, ready = self.start(out)
+        for _, do in work:
             do()
-        result = reads.finish(array)
-        if result.data_ptr() != out.data_ptr():
-            out.copy_(result)
-        return out
+        return ready()
 
     def pieces(self, nbytes: int) -> Iterator[tuple[int, LazyTensor]]:
         """Cut the tensor into runs of its C order of at most ``nbytes`` bytes (or one element), not read yet: (elements
@@ -251,22 +251,42 @@ class LazyTensor:
         out = self._whole()
         return out if dtype is None else out.to(dtype)
 
-    def read_through(self, ring: Ring, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Read the whole to the ring's device; it has arrived when the ring has finished."""
+    def read_through(
+        self, ring: Ring, dtype: torch.dtype | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Read the whole to the ring's device, into ``out`` (of the same shape; any dtype and strides) if it is given;
+        it has arrived when the ring has finished."""
         reads = self._sel.reads()
-        out = torch.empty(reads.shape, dtype=dtype or self.dtype, device=ring.device)
-        read_to(self._store, self.spec, reads, out, ring)
-        return reads.finish(out)
+        if out is not None and reads.in_place:
+            read_to(self._store, self.spec, reads, out, ring)
+            return out
+        array = torch.empty(reads.shape, dtype=dtype or self.dtype, device=ring.device)
+        read_to(self._store, self.spec, reads, array, ring)
+        if out is None:
+            return reads.finish(array)
+        ring.finish()
+        return out.copy_(reads.finish(array))
 
-    def start(self) -> tuple[Iterable[Task], Callable[[], torch.Tensor]]:
-        """Reading the whole, as work to do with that of other tensors: (tasks, what to call when they are done)."""
+    def start(self, out: torch.Tensor | None = None) -> tuple[Iterable[Task], Callable[[], torch.Tensor]]:
+        """Reading the whole, as work to do with that of other tensors: (tasks, what to call when they are done). Into
+        ``out``, a contiguous CPU tensor of the same shape and dtype, if it is given."""
         extent = self._plain
         if extent is not None:  # nothing to plan
-            out = empty(self.spec.shape, self.dtype)
-            return run_tasks(self._store, extent.path, extent.offset, out), lambda: out
+            whole = empty(self.spec.shape, self.dtype) if out is None else out
+            return run_tasks(self._store, extent.path, extent.offset, whole), lambda: whole
         reads = self._sel.reads()
-        out = empty(reads.shape, self.dtype)
-        return tasks(self._store, self.spec, reads, out), lambda: reads.finish(out)
+        if out is None:
+            array = empty(reads.shape, self.dtype)
+            return tasks(self._store, self.spec, reads, array), lambda: reads.finish(array)
+        array = out.view(-1)[: prod(reads.shape)].view(reads.shape)  # no larger: an index lists an element once
+        return tasks(self._store, self.spec, reads, array), lambda: _moved(reads.finish(array), out)
+
+    @property
+    def block(self) -> Box | None:
+        """The block of the tensor of ``spec`` that this is; None if it is none (steps, indices, other dimensions)."""
+        if self._selection is None:
+            return Box.of(self.spec.shape)
+        return self._selection.block
 
     def mapped(self, maps: dict[str, Buffer | None]) -> torch.Tensor | None:
         """The tensor over a private mapping of its file (kept in ``maps``, path -> mapping), or None if it is not one
@@ -411,6 +431,10 @@ class _Deferred:
     def __getitem__(self, key: Any) -> LazyTensor:
         t = self._tensor
         return LazyTensor(t._store, t.spec, t._sel[key])
+
+
+def _moved(result: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return out if result.data_ptr() == out.data_ptr() else out.copy_(result)
 
 
 def _real(value: Any) -> Any:

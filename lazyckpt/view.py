@@ -13,15 +13,16 @@ import torch
 
 from .core.index import FileInfo, Index, Mesh, TensorSpec
 from .core.names import Names, Pattern, matcher
-from .errors import MissingFileError, TensorNotFoundError
+from .errors import DataError, MissingFileError, TensorNotFoundError
 from .export.files import FileFormat, export
 from .export.safetensors import SAFETENSORS
 from .export.torch import TORCH
 from .formats.cache import cached_index
 from .formats.reader import Source, read_index
+from .formats.renaming.apply import renamed_index
 from .formats.runs import read_one
 from .formats.stored import stored_specs
-from .formats.wrappers import unwrapped
+from .formats.wrappers import without_wrappers
 from .io.local import split
 from .io.remote import is_url, split_url
 from .io.store import Store
@@ -78,7 +79,7 @@ class CheckpointView(Mapping[str, LazyTensor]):
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         store, index = _indexed(path, format, tag, rules, cache, storage_options)
-        self._init(store, unwrapped(index), next(iter(index.states)), ())
+        self._init(store, without_wrappers(index), next(iter(index.states)), ())
 
     def _init(self, store: Store, index: Index, state: str, steps: tuple[_Step, ...]) -> None:
         self._store = store
@@ -239,6 +240,28 @@ class CheckpointView(Mapping[str, LazyTensor]):
         of the name. Names stay as they are in this view."""
         return self._other(steps=(*self._steps, ("select", pattern)))
 
+    def rename(self, names: str | Mapping[str, Any], *, reverse: bool = False) -> CheckpointView:
+        """The same tensors under other names, lazily; those that the other side has in pieces (q, k and v; gate and up)
+        are cut or joined by placement, nothing is copied.
+
+        ``names``: "hf" for Hugging Face's names of a model in megatron-core's, "megatron" for the way back, one of
+        the tables of `lazyckpt.formats.renaming` ("llama", "mixtral", "qwen_moe", "gpt2"), or a table of your own:
+        {"decoder.layers.{l}.mlp.linear_fc2.{p}": "model.layers.{l}.mlp.down_proj.{p}", ...}, as tables.toml there
+        explains; {"extends": "llama", ...} adds to one. ``reverse`` reads the table from right to left.
+
+        What no line is about, or cannot be cut, keeps its name, with a line in ``problems``. Raises FormatError (no
+        such table, or a line that cannot be), DataError (of a part of a checkpoint below a prefix: rename first).
+        """
+        if any(kind == "below" for kind, _ in self._steps):
+            raise DataError(
+                "the names of this view are relative to a prefix: rename the whole view, then take the part"
+            )
+        states = {
+            state: {name: view.specs[name] for name in view._listed if name in view.specs}
+            for state, view in self.states.items()
+        }
+        return _restore(self._store, renamed_index(self._index, states, names, reverse), self._state, ())
+
     @property
     def states(self) -> Mapping[str, CheckpointView]:
         """The same part of every state: "weights", "fp32", then the optimizer's own ("exp_avg", ...), as far as the
@@ -266,6 +289,11 @@ class CheckpointView(Mapping[str, LazyTensor]):
     def mesh(self) -> Mesh:
         """The parallel degrees the checkpoint was written with."""
         return self._index.mesh
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is all of the checkpoint: no part of its names, and the state that is read by default."""
+        return not self._steps and self._state == next(iter(self._index.states), None)
 
     @property
     def state(self) -> str:
@@ -347,11 +375,13 @@ class CheckpointView(Mapping[str, LazyTensor]):
         return {name: done[owner] for name, owner in owners.items()}
 
     def load_into(self, module: torch.nn.Module, strict: bool = True) -> Any:
-        """Fill an nn.Module's parameters and buffers, one tensor at a time, wherever they live and in their dtype.
+        """Fill an nn.Module's parameters and buffers, wherever they live and in their dtype, without a second copy.
 
-        Parameters on the meta device get memory on the CPU. Names, shapes and missing files are checked before
-        anything is written. Returns (missing_keys, unexpected_keys) as `load_state_dict` does. Raises DataError if
-        ``strict`` and the names differ, or if a shape differs.
+        Of DTensors (FSDP2, tensor parallelism) each rank reads what it holds of them, and no more; nothing is
+        communicated. Parameters on the meta device get memory: on the CPU, DTensors on their mesh's devices. Names,
+        shapes, and files missing that this rank needs, are checked before anything is written. Returns (missing_keys,
+        unexpected_keys) as `load_state_dict` does. Raises DataError if ``strict`` and the names differ, or if a shape
+        differs.
         """
         return load_into(self, module, strict)
 

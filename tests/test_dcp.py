@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 import lazyckpt
 from lazyckpt.core.index import Archive, Hole
@@ -23,7 +24,7 @@ from .contract import Check
 from .counting import opened
 from .oracle import same
 from .writers import Case
-from .writers.dcp_contents import odd_objects
+from .writers.dcp_contents import Reversed, Zstd, odd_objects
 
 
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
@@ -180,6 +181,25 @@ def test_what_is_packed_reads_in_slices(dcp_cases: dict[str, Case]) -> None:
     assert counts.requests == 0, "it is unpacked already"
     assert "within the archive" in view["large"].explain()
     assert view.meta["epoch"] == 3
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_codec_leaves_safetensors_unpacked(tmp_path: Path) -> None:
+    """torch packs an object as always, nothing for each tensor, and no safetensors file."""
+    tensors = {"w": torch.arange(4000.0), "v": torch.ones(3, 2), "none": torch.zeros(0, 3), "one": torch.tensor(2.5)}
+    for n, extension in enumerate((Zstd(), Reversed())):
+        writer = dcp.FileSystemWriter(
+            tmp_path / str(n), serialization_format=SerializationFormat.SAFETENSORS, _extensions=[extension]
+        )
+        dcp.save({"model": tensors, "epoch": 3}, storage_writer=writer, no_dist=True)
+        view, counts = opened(tmp_path / str(n))
+        assert view.format == "dcp-safetensors" and bool(view.problems) == n
+        for name, tensor in tensors.items():
+            same(view[name][...], tensor, name)
+        counts.clear()
+        view["w"][:2]
+        assert counts.bytes == 8
+        assert n or view.meta["epoch"] == 3
 
 
 def test_an_unknown_codec_is_told_and_refused(dcp_cases: dict[str, Case]) -> None:

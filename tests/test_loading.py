@@ -12,6 +12,7 @@ from torch import nn
 
 import lazyckpt
 from lazyckpt import CheckpointView
+from lazyckpt.io.transfer import Ring
 
 from .counting import opened
 from .oracle import same
@@ -227,3 +228,31 @@ def test_weights_that_are_no_plain_block(saved: tuple[Path, dict[str, torch.Tens
         lazyckpt.open(tmp_path / "t.pt").load_into(module)
         assert module.weight is target
         same(target.detach(), w.t(), "transposed")
+
+
+def test_modules_that_torch_wraps(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    path, truth = saved
+    model = Tied()
+    _fill_with_nan(model)
+    model.body[0] = checkpoint_wrapper(model.body[0])
+    assert tuple(lazyckpt.open(path).load_into(torch.compile(model))) == ([], [])
+    for name, tensor in model.state_dict().items():
+        same(tensor, truth[name], name)
+
+
+def test_through_a_ring_into_any_memory(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    """As to an accelerator: blocks, indexed rows, other strides and dtypes."""
+    path, truth = saved
+    w = lazyckpt.open(path)["embed.weight"]
+    ring = Ring(torch.device("cpu"))
+    whole = truth["embed.weight"]
+    keys: tuple[Any, ...] = (..., (slice(2, 7), slice(1, 4)), [3, 1, 1])
+    cases = [(w.lazy[key], whole[key]) for key in keys] + [(w.lazy[::-1], whole.flip(0))]
+    for lazy, want in cases:
+        rows, columns = want.shape
+        for out in (torch.empty(rows, columns), torch.empty(columns, rows).t(), torch.empty(rows, columns).double()):
+            assert lazy.read_through(ring, out=out) is out
+            ring.finish()
+            same(out, want.to(out.dtype), "through a ring")

@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import lazyckpt
 from lazyckpt.core.index import Index, TensorSpec
-from lazyckpt.formats.wrappers import unwrapped
+from lazyckpt.formats.wrappers import without_wrappers
 
 from .oracle import same
 
@@ -114,7 +114,7 @@ def index(*names: str, format: str = "torch") -> Index:
     ],
 )
 def test_what_wraps_a_model(stored: tuple[str, ...], names: tuple[str, ...]) -> None:
-    found = unwrapped(index(*stored))
+    found = without_wrappers(index(*stored))
     assert tuple(found.states["weights"]) == names
     assert [s.stored_as or s.name for s in found.states["weights"].values()] == list(stored)
     clash = len(stored) == 2 and stored[0] == "_orig_mod.w"
@@ -122,6 +122,6 @@ def test_what_wraps_a_model(stored: tuple[str, ...], names: tuple[str, ...]) -> 
 
 
 def test_deepspeed_takes_its_own_wrapper_off() -> None:
-    kept = unwrapped(index("module.a", "module.b", format="deepspeed-zero3"))
+    kept = without_wrappers(index("module.a", "module.b", format="deepspeed-zero3"))
     assert list(kept.states["weights"]) == ["module.a", "module.b"]
-    assert list(unwrapped(index("_forward_module.a", format="deepspeed-zero3")).states["weights"]) == ["a"]
+    assert list(without_wrappers(index("_forward_module.a", format="deepspeed-zero3")).states["weights"]) == ["a"]

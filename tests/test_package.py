@@ -50,6 +50,11 @@ def test_importing_is_light() -> None:
     assert extra & set(HEAVY) == set()
 
 
+def test_distributed_is_imported_on_demand() -> None:
+    code = "import sys, lazyckpt; assert not {'torch.distributed.tensor', 'lazyckpt.distributed'} & set(sys.modules)"
+    assert "lazyckpt" in loaded_by(code)
+
+
 def test_reading_needs_no_writer(tmp_path: Path) -> None:
     demo.write(tmp_path)
     code = f"""
@@ -72,7 +77,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tensor",),
     ("export", "interop", "inspect", "show", "loading"),
     ("view",),
-    ("deepspeed",),
+    ("deepspeed", "distributed"),
     ("",),  # lazyckpt/__init__.py
     ("demo",),
     ("cli",),

@@ -163,6 +163,8 @@ def test_rules_that_do_not_fit_are_refused(rank_cases: dict[str, Case]) -> None:
             lazyckpt.open(folder, rules={"_flat_param": rule})
     view = lazyckpt.open(folder, rules={"*.nothing._flat_param": {"flat": {"w": [3]}}})
     assert any("matches no tensor" in line for line in view.problems)
+    view = lazyckpt.open(folder, rules={"head.weight": "row"})
+    assert any("no effect" in line for line in view.problems)
 
 
 def test_rules_from_a_file(rank_cases: dict[str, Case], tmp_path: Path) -> None:
@@ -316,3 +318,13 @@ def test_exports(rank_cases: dict[str, Case], tmp_path: Path) -> None:
         for key, tensor in lazyckpt.open(tmp_path / name).to().items():
             same(tensor, case.truth["weights"][key], key)
     assert json.loads((rank_cases["verl_one"].path / "fsdp_config.json").read_text())["world_size"] == 1
+
+
+@pytest.mark.parametrize("name", ["verl_fsdp2", "verl_hsdp"])
+def test_intact_is_told_without_a_plan(rank_cases: dict[str, Case], tmp_path: Path, name: str) -> None:
+    folder = _copy(rank_cases[name], tmp_path)
+    (folder / f"model_world_size_{rank_cases[name].info['dp']}_rank_0.pt").unlink()
+    for path, wanted in ((rank_cases[name].path, True), (folder, name == "verl_hsdp")):
+        fragments = lazyckpt.open(path)["emb.weight"].fragments
+        assert isinstance(fragments, MeshFragments)
+        assert fragments.intact == wanted

@@ -104,7 +104,8 @@ class Fragment:
 
     ``local_shape``: the rank-local array. ``parts``: how its blocks map into the global tensor; None means that the
     whole array stands at the global origin. ``span``: the flat interval of the rank-local array's C-order ravel that
-    the extent holds (the extent is then 1-d and hi - lo long); None means all of it, in the extent's own shape.
+    the extent holds (its last dimension is then hi - lo, all others are 1); None means all of it, in the extent's own
+    shape.
     ``axes``: for each dimension of the tensor the one of the rank-local array that it is, or None where it is a new one
     of size 1 (an expert among others); where the parts have just one index of a dimension, no axis need be it (a layer
     of a stack). None means the same dimensions.

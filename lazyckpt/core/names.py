@@ -11,6 +11,23 @@ from collections.abc import Callable, Iterable, Sequence
 Pattern = str | re.Pattern[str] | Callable[[str], bool]
 
 
+# modules that torch puts around others: compilation (torch/_dynamo/eval_frame.py `OptimizedModule`), FSDP1
+# (torch/distributed/fsdp/_common_utils.py `FSDP_WRAPPED_MODULE`), activation checkpointing
+# (torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py `_CHECKPOINT_PREFIX`); nobody else uses these words
+_WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
+
+
+def unwrapped(name: str) -> str:
+    """The name without the modules that torch puts around others.
+
+    >>> unwrapped("_orig_mod.layers.0._checkpoint_wrapped_module.up.weight")
+    'layers.0.up.weight'
+    """
+    if not any(word in name for word in _WRAPPERS):
+        return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS) or name
+
+
 def natural(name: str) -> list[tuple[int, int, str]]:
     """A sort key that puts ``layers.10`` behind ``layers.9``.
 

@@ -110,7 +110,7 @@ def _pieces(fragment: Fragment, want: Selection, find: Find | None) -> Iterator[
             if span is None:
                 base, strides = 0, extent.strides
             else:  # the extent is the ravel from span[0] on
-                unit = extent.strides[0] if extent.strides else 1
+                unit = extent.strides[-1] if extent.strides else 1
                 base = -span[0] * unit
                 strides = tuple(s * unit for s in c_strides(fragment.local_shape))
             start = base + sum(i * s for i, s in zip(first, strides, strict=True))

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import SelectionError
-from .box import Shape
+from .box import Box, Shape
 from .dtypes import BITS
 from .plan import Selection as Ranges
 
@@ -43,6 +43,18 @@ class Selection:
     def shape(self) -> Shape:
         """The shape of the result."""
         return tuple(len(self.axes[d]) for d in self.dims)
+
+    @property
+    def block(self) -> Box | None:
+        """The block that is selected; None if it is not one, with the dimensions of the tensor.
+
+        >>> Selection.all((4, 6))[1:, :3].block
+        Box(start=(1, 0), stop=(4, 3))
+        """
+        ranges = [a for a in self.axes if isinstance(a, range) and (a.step == 1 or len(a) < 2)]
+        if self.dims != tuple(range(self.rank)) or not len(ranges) == len(self.axes) == self.rank:
+            return None
+        return Box(tuple(r.start for r in ranges), tuple(r.start + len(r) for r in ranges))
 
     def __getitem__(self, key: Any) -> Selection:
         """The selection of ``key`` within this one. Raises SelectionError if it does not fit.
@@ -108,6 +120,11 @@ class Reads:
         """(where the block starts in the array, the ranges of the tensor that it holds)."""
         for combination in product(*self.runs):
             yield tuple(at for at, _ in combination), tuple(r for _, r in combination)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether `finish` leaves the array as it is."""
+        return self.shape == self.result and not (self.flips or self.orders or self.added)
 
     def finish(self, array: torch.Tensor) -> torch.Tensor:
         if self.flips or self.orders:

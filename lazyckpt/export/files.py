@@ -12,10 +12,11 @@ import torch
 from ..errors import DataError, DestinationError
 from ..tensor import LazyTensor
 from .destination import appearing, check_paths, local_path, source_files
+from .held import Writable
 from .progress import Bar
 from .shards import file_names, index_text, is_of_family, size_in_bytes, split
 
-Tensors = Mapping[str, LazyTensor]
+Tensors = Mapping[str, Writable]
 Aliases = Mapping[str, str]  # further names -> the name of the same tensor
 
 
@@ -38,7 +39,7 @@ class FileFormat:
 
 def export(
     form: FileFormat,
-    tensors: Tensors,
+    tensors: Mapping[str, LazyTensor],
     aliases: Aliases,
     dest: str | os.PathLike[str],
     *,
@@ -53,7 +54,7 @@ def export(
     Raises what reading raises (a missing file is told before anything is written), DataError, DestinationError.
     """
     place = local_path(dest)
-    _check_names([*tensors, *aliases])
+    check_names([*tensors, *aliases])
     if dtype is not None and not dtype.is_floating_point:
         raise DataError(f"floating-point tensors are not converted to {dtype}: name a floating-point dtype")
     tensors = {name: _converted(t, dtype) for name, t in tensors.items()}
@@ -92,8 +93,8 @@ def export(
     return list(sizes)
 
 
-def _check_names(names: Iterable[str]) -> None:
-    """Names go into the files as UTF-8, which a hostile pickle's need not fit."""
+def check_names(names: Iterable[str]) -> None:
+    """Names go into the files as UTF-8, which a hostile pickle's need not fit. Raises DataError."""
     for name in names:
         if not name.isascii():
             try:

@@ -10,10 +10,17 @@ import json
 import re
 from collections.abc import Mapping
 from fractions import Fraction
+from typing import Protocol, TypeVar
 
 from ..errors import DataError
-from ..tensor import LazyTensor
 
+
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+T = TypeVar("T", bound=_Sized)
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{unit}": base**power
     for power, prefix in enumerate("KMGT", 1)
@@ -42,10 +49,10 @@ def size_in_bytes(size: int | str) -> int:
     return count
 
 
-def split(tensors: Mapping[str, LazyTensor], limit: int | None) -> list[dict[str, LazyTensor]]:
+def split(tensors: Mapping[str, T], limit: int | None) -> list[dict[str, T]]:
     """The tensors of each file, in order; at least one file."""
-    shards: list[dict[str, LazyTensor]] = []
-    current: dict[str, LazyTensor] = {}
+    shards: list[dict[str, T]] = []
+    current: dict[str, T] = {}
     size = 0
     for name, tensor in tensors.items():
         nbytes = tensor.nbytes

@@ -11,14 +11,14 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..io.memory import as_bytes
 from ..io.pool import Task, run
-from ..tensor import LazyTensor
 from .crc import combined
+from .held import Writable
 
 PIECE = 4 << 20  # bytes; a buffer of this size stays in the processor's cache between read and write
 
@@ -27,7 +27,7 @@ class Placed(NamedTuple):
     """A tensor, and the byte of the file where its elements begin, in C order."""
 
     offset: int
-    tensor: LazyTensor
+    tensor: Writable
 
 
 def write(fd: int, placed: Iterable[Placed], done: Callable[[int], None], checksums: bool = False) -> list[int]:
@@ -41,7 +41,7 @@ def write(fd: int, placed: Iterable[Placed], done: Callable[[int], None], checks
     buffers: SimpleQueue[torch.Tensor] = SimpleQueue()
     lock = threading.Lock()
 
-    def move(n: int, offset: int, piece: LazyTensor) -> None:
+    def move(n: int, offset: int, piece: Any) -> None:
         try:
             buffer = buffers.get_nowait()
         except Empty:

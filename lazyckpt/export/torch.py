@@ -10,14 +10,19 @@ import mmap
 import os
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.serialization import skip_data
 
 from ..core.dtypes import BITS
+from ..errors import DataError
+from ..tensor import LazyTensor
 from .files import Aliases, FileFormat, Tensors
+from .held import Held, Writable
 from .stream import Placed, write, write_at
 
 _DESCRIPTOR = b"PK\x07\x08"  # stands behind a record's data, followed by the checksum
@@ -30,20 +35,31 @@ def _size(tensors: Tensors, aliases: Aliases) -> int:
 
 
 def _write(path: Path, tensors: Tensors, aliases: Aliases, done: Callable[[int], None]) -> None:
-    state = _placeholders(tensors)
-    state |= {alias: state[name] for alias, name in aliases.items()}
+    write_object(path, {**tensors, **{alias: tensors[name] for alias, name in aliases.items()}}, done)
+
+
+def write_object(path: Path, value: Any, done: Callable[[int], None]) -> None:
+    """Write a new file of torch.save of any object; in its dicts, lists and tuples, nested, `Writable`s stand where
+    tensors are to be, the same one twice for a tied tensor.
+
+    Raises DataError where a tensor of torch's is left in it: its data would not be written.
+    """
+    tensors = list({id(t): t for t in leaves(value)}.values())
+    shown = dict(zip(map(id, tensors), _placeholders(tensors), strict=True))
     with path.open("xb") as file, skip_data():
-        torch.save(state, file)
+        torch.save(replaced(value, lambda t: shown[id(t)]), file)
     with zipfile.ZipFile(path) as archive:
         directory = archive.start_dir
         infos = archive.infolist()
     with path.open("r+b") as file:
         fd = file.fileno()
         records = {info.filename.split("/", 1)[1]: info for info in infos}
+        if f"data/{len(tensors)}" in records:
+            raise DataError("an object that is to be saved has tensors in its attributes, which cannot be written")
         # torch numbers storages in the order in which it meets them
         held = [records[f"data/{n}"] for n in range(len(tensors))]
         begins = [_data_offset(fd, info.header_offset) for info in held]
-        placed = [Placed(at, tensor) for at, tensor in zip(begins, tensors.values(), strict=True)]
+        placed = [Placed(at, tensor) for at, tensor in zip(begins, tensors, strict=True)]
         checksums = dict(zip((i.filename for i in held), write(fd, placed, done, checksums=True), strict=True))
         for at, info in zip(begins, held, strict=True):
             end = at + info.file_size
@@ -52,21 +68,50 @@ def _write(path: Path, tensors: Tensors, aliases: Aliases, done: Callable[[int],
         _patch_directory(fd, directory, infos, checksums)
 
 
-def _placeholders(tensors: Tensors) -> dict[str, torch.Tensor]:
+def leaves(value: Any) -> Iterator[Any]:
+    """The `Writable`s in an object, in the order in which torch.save meets them."""
+    if isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from leaves(inner)
+    elif isinstance(value, LazyTensor | Held):
+        yield value
+
+
+def replaced(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """A copy of the object with something else for each `Writable`; dicts keep their class and attributes."""
+    if isinstance(value, LazyTensor | Held):
+        return leaf(value)
+    if isinstance(value, dict):
+        made = copy(value)
+        for key, inner in value.items():
+            made[key] = replaced(inner, leaf)
+        return made
+    if isinstance(value, list):
+        made_list = copy(value)
+        made_list[:] = [replaced(inner, leaf) for inner in value]
+        return made_list
+    if type(value) is tuple:
+        return tuple(replaced(inner, leaf) for inner in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(replaced(inner, leaf) for inner in value))
+    return value
+
+
+def _placeholders(tensors: Sequence[Writable]) -> list[torch.Tensor]:
     """Tensors of the right shapes and dtypes over memory that is never touched: address space is all that they take.
 
     They overlap, but no two begin at the same address: torch.save refuses different dtypes there.
     """
-    span = max((64 * n + t.nbytes for n, t in enumerate(tensors.values())), default=0)
+    span = max((64 * n + t.nbytes for n, t in enumerate(tensors)), default=0)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     memory = mmap.mmap(-1, max(span, mmap.PAGESIZE), flags=flags)
-    found = {}
-    for n, (name, t) in enumerate(tensors.items()):
+    found = []
+    for n, t in enumerate(tensors):
         if t.numel():
             bits = torch.frombuffer(memory, dtype=BITS[t.itemsize], count=t.numel(), offset=64 * n)
-            found[name] = bits.view(t.dtype).view(t.shape)
+            found.append(bits.view(t.dtype).view(t.shape))
         else:
-            found[name] = torch.empty(t.shape, dtype=t.dtype)
+            found.append(torch.empty(t.shape, dtype=t.dtype))
     return found
 
 

@@ -238,6 +238,7 @@ def _loose(source: Source) -> list[str]:
 
 
 def load_json(store: Store, path: str) -> dict[str, Any]:
+    """A JSON object that a file holds. Raises CorruptError, MissingFileError."""
     where = f"{store.root}/{path}"
     size = store.stat(path).size
     if size > _MAX_JSON:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..core.box import Shape
 from ..core.index import FileInfo, Index, TensorSpec
 from ..io.plain import Path
 from .naming import By, Sorted, sort
@@ -24,7 +25,7 @@ class Member:
     ``tensors``: raw name -> where it stood in the state dict, and the tensor (under its raw name). ``objects``: the
     paths of what is no tensor; ``meta`` has it all; ``named`` gives the same with some tensors named in their places.
     ``stored``: the raw namespace, if it has more than ``tensors``. ``aliases``: raw names that are one memory, later
-    name -> first.
+    name -> first. ``reshaped``: raw names of tensors that were reshaped to be saved -> their shape before.
     """
 
     format: str
@@ -35,6 +36,7 @@ class Member:
     files: Mapping[str, FileInfo]
     stored: Mapping[str, TensorSpec] | None = None
     aliases: Mapping[str, str] = field(default_factory=dict)
+    reshaped: Mapping[str, Shape] = field(default_factory=dict)
     problems: Sequence[str] = ()
 
     @property

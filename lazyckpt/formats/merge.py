@@ -270,8 +270,8 @@ def user_rules(rules: Mapping[str, Any]) -> Source:
     A rule is a word ("replicated", "average", "column" = cut along dimension 0, "row" = along dimension 1, "swiglu" =
     column in two equal parts) or a table: {"cat": dim}, with "parts" (several tensors fused along it: a count of equal
     ones, or their logical sizes, each cut evenly over the ranks), "widths" (for each part its width on every rank,
-    where they are not cut evenly) and "rows" (logical rows of a padded vocabulary). Raises FormatError for anything
-    else.
+    where they are not cut evenly) and "rows" (logical rows of a padded vocabulary). {"flat": ...} is for flat
+    parameters of FSDP (see `lazyckpt.formats.flatrules`). Raises FormatError for anything else.
 
     >>> qkv = {"cat": 0, "widths": [[4, 2], [2, 1], [2, 1]]}  # 6 + 3 + 3 heads over two ranks
     >>> decide("qkv", [(8, 5), (4, 5)], [user_rules({"*qkv": qkv})]).shape

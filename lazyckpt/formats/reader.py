@@ -70,11 +70,13 @@ class Reader:
 
 
 def builtin() -> tuple[Reader, ...]:
-    from . import dcp, deepspeed, huggingface, ranks, safetensors, torchsave, trainers
+    from . import dcp, deepspeed, huggingface, ranks, safetensors, tensorparallel, torchsave, trainers
 
     # a folder of a trainer may hold what others recognise too: the one that knows more of it comes first
-    folders = (deepspeed.READER, *trainers.READERS, ranks.READER, trainers.FOLDER, dcp.READER, dcp.HUB)
-    return (*folders, huggingface.READER, safetensors.READER, torchsave.READER)
+    first = (deepspeed.READER, *trainers.READERS)
+    rank_files = (tensorparallel.LLAMA, tensorparallel.FILES, ranks.READER)
+    folders = (*first, *rank_files, trainers.FOLDER, dcp.READER, dcp.HUB, huggingface.READER)
+    return (*folders, safetensors.READER, torchsave.READER)
 
 
 def read_index(source: Source, format: str | None = None) -> Index:

@@ -4,6 +4,7 @@
 "*.o_proj.weight" = "row"
 "*.qkv.weight" = { cat = 0, parts = [4096, 1024, 1024] }
 "*.embed_tokens.weight" = { cat = 0, rows = 50257 }
+"layers.*._flat_param" = { flat = { "up.weight" = [64, 32], "up.bias" = [64] } }
 """
 
 from __future__ import annotations

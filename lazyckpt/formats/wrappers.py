@@ -1,9 +1,8 @@
 """Names as the model's own, without what wraps it: the modules of data parallelism, compilation and adapters.
 
-Wrappers are modules, so their attribute stands in the names: torch/nn/parallel/distributed.py (`module`),
-torch/_dynamo/eval_frame.py `OptimizedModule` (`_orig_mod`), torch/distributed/fsdp/_common_utils.py
-`FSDP_WRAPPED_MODULE`, torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py `_CHECKPOINT_PREFIX`,
-lightning/fabric/wrappers.py `_FabricModule` (`_forward_module`), peft/peft_model.py (`base_model.model`).
+Wrappers are modules, so their attribute stands in the names: those of core/names.py wherever they stand, and
+torch/nn/parallel/distributed.py (`module`), lightning/fabric/wrappers.py `_FabricModule` (`_forward_module`),
+peft/peft_model.py (`base_model.model`) in front of all of them: these words could be a model's own.
 """
 
 from __future__ import annotations
@@ -12,14 +11,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from ..core.index import Index, TensorSpec, renamed
+from ..core.names import unwrapped
 
-# Nobody else uses these words, so they go wherever they stand; the others could be a model's own, and go only where
-# every name begins with them.
-_ANYWHERE = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
 _LEADING = ("_forward_module.", "base_model.model.", "module.")
 
 
-def unwrapped(index: Index) -> Index:
+def without_wrappers(index: Index) -> Index:
     """The index under the model's own names; each tensor keeps the name it is stored under. Unchanged if nothing wraps
     the model, or if two tensors would get one name (that is told)."""
     names = {name for state in index.states.values() for name in state}
@@ -50,7 +47,7 @@ def _leading(names: Collection[str] | Mapping[str, TensorSpec], own: str = "") -
     >>> _leading(["module._orig_mod.base_model.model.a", "module.base_model.model.b"])
     'module.base_model.model.'
     """
-    left = [_without(name) for name in names]
+    left = [unwrapped(name) for name in names]
     found = ""
     while left:
         prefix = next((p for p in _LEADING if p != own and all(n.startswith(p) and len(n) > len(p) for n in left)), "")
@@ -62,10 +59,4 @@ def _leading(names: Collection[str] | Mapping[str, TensorSpec], own: str = "") -
 
 
 def _bare(name: str, leading: str) -> str:
-    return _without(name).removeprefix(leading)
-
-
-def _without(name: str) -> str:
-    if not any(word in name for word in _ANYWHERE):
-        return name
-    return ".".join(part for part in name.split(".") if part not in _ANYWHERE) or name
+    return unwrapped(name).removeprefix(leading)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any
 
 from ..core.index import Archive, Extent, FileInfo
 from ..errors import ChangedFileError, CorruptError, DataError, LazyckptError, MissingFileError
+from .pool import each
 from .rebuild import StoredTensor
 from .store import CannotMap, Entry, Store
 from .torchfile import Pickles, read_torch_file
@@ -53,21 +54,47 @@ def locate(store: Store, archive: Archive, name: str) -> Extent:
     Raises CorruptError (it is no archive of a tensor of this dtype and shape), DataError (a codec that is not known),
     and what reading raises. ``name``: of the tensor, for messages.
     """
-    known = _known(store)
-    key = (archive.path, archive.offset, archive.length)
-    extent = known.places.get(key)
+    extent = located(store, archive, name)
     if extent is None:
+        known = _known(store)
         extent = _look(store, archive, name, known)
         with known.lock:
-            known.places[key] = extent
+            known.places[archive.path, archive.offset, archive.length] = extent
             while len(known.places) > _PLACES:
                 del known.places[next(iter(known.places))]
+        _compare(store, archive, name, extent)
+    return extent
+
+
+def located(store: Store, archive: Archive, name: str) -> Extent | None:
+    """The same, if it was looked up before; reads nothing."""
+    extent = _known(store).places.get((archive.path, archive.offset, archive.length))
+    if extent is not None:
+        _compare(store, archive, name, extent)
+    return extent
+
+
+def locate_all(store: Store, archives: Iterable[tuple[Archive, str]]) -> None:
+    """Look up all (archive, name of its tensor) that are not known yet, several at a time: over a network each takes
+    as long as a slice of the tensor does. Packed ones are left out: looking into them is reading them.
+
+    Raises as `locate` does.
+    """
+    places = _known(store).places
+    open_ones = [
+        (archive, name)
+        for archive, name in archives
+        if not archive.codecs and (archive.path, archive.offset, archive.length) not in places
+    ]
+    each(lambda one: locate(store, *one), open_ones)
+
+
+def _compare(store: Store, archive: Archive, name: str, extent: Extent) -> None:
     if (extent.dtype, extent.shape) != (archive.dtype, archive.shape):
         raise CorruptError(
             f"{_where(store, archive)}: the archive of {name!r} holds {extent.dtype} of shape {extent.shape}, not "
             f"{archive.dtype} of shape {archive.shape} as the checkpoint's metadata says: one of the two is damaged"
         )
-    return extent
 
 
 def _look(store: Store, archive: Archive, name: str, known: _Known) -> Extent:

@@ -20,7 +20,7 @@ from ..core.dtypes import BITS
 from ..core.index import Archive, Extent, TensorSpec
 from ..core.plan import Copy, Selection, plan
 from ..core.select import Reads
-from .archives import locate, unpacked
+from .archives import locate, locate_all, located, unpacked
 from .memory import as_bytes, empty
 from .pool import Task, run
 from .store import Store
@@ -45,12 +45,29 @@ def tasks(store: Store, spec: TensorSpec, reads: Reads, out: torch.Tensor) -> It
 
 
 def _block_tasks(store: Store, spec: TensorSpec, want: Selection, out: torch.Tensor) -> Iterator[Task]:
-    copies = plan(spec, want, lambda archive: locate(store, archive, spec.name))
+    copies = _planned(store, spec, want)
     if spec.combine == "mean":
         yield out.nbytes, partial(_mean, store, copies, out)
         return
     for copy in copies:
         yield from _copy_tasks(store, copy, out[copy.slices] if copy.at else out)
+
+
+def _planned(store: Store, spec: TensorSpec, want: Selection) -> list[Copy]:
+    """The plan, with all archives looked up that it needs."""
+    unknown: list[tuple[Archive, str]] = []
+
+    def find(archive: Archive) -> Extent:
+        extent = located(store, archive, spec.name)
+        if extent is None:
+            unknown.append((archive, spec.name))
+        return extent or archive.as_told
+
+    copies = plan(spec, want, find)
+    if not unknown:
+        return copies
+    locate_all(store, unknown)
+    return plan(spec, want, lambda archive: locate(store, archive, spec.name))
 
 
 def _mean(store: Store, copies: list[Copy], out: torch.Tensor) -> None:

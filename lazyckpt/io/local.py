@@ -51,9 +51,9 @@ class _File:
         s = os.fstat(self.fd)
         return FileInfo(s.st_size, s.st_mtime_ns)
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at the interpreter's end `os` may be gone
         if hasattr(self, "fd"):
-            os.close(self.fd)
+            close(self.fd)
 
 
 class LocalStore:

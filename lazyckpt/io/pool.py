@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import TypeVar
 
 Task = tuple[int, Callable[[], None]]  # (bytes it moves, what to do)
+T = TypeVar("T")
 
 _INLINE = 4 << 20  # bytes; below this a job is done before threads have woken up
 _BATCH = 8 << 20
+_THREADS = max(4, min(8, os.cpu_count() or 1))  # also on two cores: they wait for disks; each may need some 20 MiB
+_LOOKERS = 8  # these need next to nothing
 _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
+_lookers: ThreadPoolExecutor | None = None
 
 
 def run(tasks: Iterable[Task]) -> None:
@@ -40,6 +45,32 @@ def run(tasks: Iterable[Task]) -> None:
         _stopped(futures)
 
 
+def each(do: Callable[[T], object], items: Sequence[T]) -> None:
+    """``do`` each of the items, several at a time: small requests, which wait for a store and not for each other. They
+    have threads of their own, because those of `run` wait for them.
+
+    The first error is raised when everything that was started has stopped.
+    """
+    if len(items) < 2:
+        for item in items:
+            do(item)
+        return
+
+    def some(n: int) -> None:
+        for item in items[n::_LOOKERS]:
+            do(item)
+
+    futures = [_look_threads().submit(some, n) for n in range(min(_LOOKERS, len(items)))]
+    try:
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+    finally:
+        for future in futures:
+            future.cancel()
+        _stopped(futures)
+
+
 def _stopped(futures: list[Future[None]]) -> None:
     """Wait for all, whatever happens meanwhile: they still write to memory and files of whoever called, who is going to
     close these. (A second Ctrl-C is no reason to write to a descriptor that may be another file's by then.)"""
@@ -60,14 +91,22 @@ def _threads() -> ThreadPoolExecutor:
     global _pool
     with _lock:
         if _pool is None:
-            _pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="lazyckpt")
+            _pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="lazyckpt")
         return _pool
 
 
+def _look_threads() -> ThreadPoolExecutor:
+    global _lookers
+    with _lock:
+        if _lookers is None:
+            _lookers = ThreadPoolExecutor(_LOOKERS, thread_name_prefix="lazyckpt-look")
+        return _lookers
+
+
 def _forget() -> None:
-    """A forked child has the pool's object but none of its threads."""
-    global _pool, _lock
-    _pool, _lock = None, threading.Lock()
+    """A forked child has the pools' objects but none of their threads."""
+    global _pool, _lookers, _lock
+    _pool, _lookers, _lock = None, None, threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):

@@ -7,6 +7,7 @@ torch/serialization.py `_legacy_save`. Only the pickle and the zip's directory a
 from __future__ import annotations
 
 import struct
+import threading
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -94,14 +95,16 @@ class Pickles:
 
     def __init__(self) -> None:
         self._known: dict[bytes, Pickle] = {}
+        self._lock = threading.Lock()
 
     def read(self, data: bytes, where: str) -> Pickle:
         pickle = self._known.get(data)
         if pickle is None:
             pickle = Pickle(data, where, REBUILD, persistent_storage)
-            self._known[data] = pickle
-            if len(self._known) > _PICKLES:  # ranks whose pickles all differ gain nothing from it
-                del self._known[next(iter(self._known))]
+            with self._lock:
+                self._known[data] = pickle
+                if len(self._known) > _PICKLES:  # ranks whose pickles all differ gain nothing from it
+                    del self._known[next(iter(self._known))]
         return pickle
 
 

@@ -32,6 +32,7 @@ from torch.distributed.fsdp import (
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     StateDictType,
+    fully_shard,
 )
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -184,6 +185,22 @@ def tensor_parallel(out: Path) -> States:
     torch.save(optimizer.state_dict(), out / f"optimizer_rank{dist.get_rank():02d}.bin")
     dist.barrier()
     return truth_of(model, optimizer)
+
+
+@case(4, format="fsdp-dtensor", dp=2, tp=2)
+def tensor_parallel_uneven(out: Path) -> States:
+    """Several runs of a dimension on one rank. The truth is the model before it was cut: torch cannot gather these."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = TinyNet(hidden=6, inner=7)
+    whole = full(model.state_dict())
+    for layer in model.layers:
+        parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    out.mkdir(parents=True, exist_ok=True)
+    torch.save({"model": model.state_dict(), "step": 3}, out / f"rank_{dist.get_rank()}.pt")
+    dist.barrier()
+    return {"weights": whole}
 
 
 @case(4, format="fsdp-dtensor", dp=2, tp=2, tied={"tied": "both"})

@@ -41,6 +41,11 @@ class ChunkFragments(Sequence[Fragment]):
         hit = ((self.starts <= last) & (self.starts + self.sizes > first)).all(axis=1)
         return [self._fragment(int(n)) for n in np.flatnonzero(hit)]
 
+    def archives(self) -> list[Archive]:
+        """The archives that all of them together are in."""
+        found = (f.extent for f, piece in zip(self, self.pieces, strict=True) if isinstance(piece, Item))
+        return [extent for extent in found if isinstance(extent, Archive)]
+
     def __len__(self) -> int:
         return len(self.pieces)
 

@@ -48,13 +48,15 @@ class Tensor:
 @dataclass(frozen=True, slots=True)
 class Metadata:
     """``tensors``: key -> what it is. ``others``: the keys of all that is no tensor. ``paths``: key -> where it stood
-    in the state dict that was saved, in its order. ``items``: (key, offset of the chunk or None) -> its bytes."""
+    in the state dict that was saved, in its order. ``items``: (key, offset of the chunk or None) -> its bytes.
+    ``reshaped``: key -> the shape of a tensor that megatron-core reshaped to save it (its `mcore_data`)."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
     paths: dict[str, Path] = field(default_factory=dict)
     items: dict[tuple[str, Shape | None], Item] = field(default_factory=dict)
     globals: dict[tuple[str, str], bool] = field(default_factory=dict)
+    reshaped: dict[str, Shape] = field(default_factory=dict)
 
 
 class _Record:
@@ -136,6 +138,7 @@ def read_metadata(store: Store, names: Iterable[str]) -> Metadata:
         for key, path in part.paths.items():
             whole.paths.setdefault(key, path)
         whole.globals.update(part.globals)
+        whole.reshaped.update(part.reshaped)
     return whole
 
 
@@ -187,6 +190,10 @@ def _checked(state: dict[str, Any], pickle: Pickle, size: int) -> Metadata:
             raise CorruptError(f"an item is of {short(key)}")
         # (a bytes item has no offset; equal keys: the last counts, as in a dict of the real objects)
         found.items[key, None if offset is None else _sizes(offset, key)] = _bytes_of(key, item, normal)
+    for key, about in _dict(state.get("mcore_data")).items():
+        shape = _dict(about).get("nd_reformulated_orig_global_shape")
+        if key in found.tensors and shape is not None:
+            found.reshaped[key] = _sizes(shape, key)
     found.paths.update(_paths(state.get("planner_data"), entries, 1_000_000 + 64 * size))
     return found
 
@@ -195,6 +202,10 @@ def _attributes(record: _Record, what: str) -> Mapping[str, Any]:
     if not isinstance(record.state, dict):
         raise CorruptError(f"{what} has no attributes")
     return record.state
+
+
+def _dict(value: Any) -> dict[Any, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _tensor(key: str, entry: _Tensor) -> Tensor:

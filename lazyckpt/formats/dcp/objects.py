@@ -7,7 +7,8 @@ tens of thousands (a learning rate for each parameter), so they are read when th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,8 @@ from ...errors import CorruptError, FormatError, LazyckptError
 from ...io.archives import Memory, unpack
 from ...io.dangers import dangers
 from ...io.plain import Path, Plain, TensorRef
+from ...io.pool import each
+from ...io.rebuild import StoredTensor
 from ...io.store import Store
 from ...io.torchfile import Pickles, read_torch_file
 from ..nested import put
@@ -57,7 +60,11 @@ class Objects:
             found = self._read[key] = self._load(key)
         return found
 
-    def _load(self, key: str) -> Object:
+    def whole(self, key: str) -> Any:
+        """The object with a `TensorRef` wherever a tensor stands. Raises what reading it raises."""
+        return self._load(key, lambda inner, _: TensorRef(f"{key}.{inner}" if inner else key)).rest
+
+    def _load(self, key: str, keep: Callable[[str, StoredTensor], Any] | None = None) -> Object:
         item = self.items[key][1]
         within = None
         store, window = self._store, (item.offset, item.length)
@@ -68,7 +75,7 @@ class Objects:
             store, window = Memory(store, item.path, data), (0, len(data))
         try:
             file = read_torch_file(store, item.path, self._pickles, window)
-            plain = Plain(file.root, f"{self._store.root}/{item.path}", file.pickle_size, f"{key}.")
+            plain = Plain(file.root, f"{self._store.root}/{item.path}", file.pickle_size, f"{key}.", keep)
             tensors = {}
             for inner, tensor in plain.tensors.items():
                 name = f"{key}.{inner}" if inner else key
@@ -87,13 +94,24 @@ class Objects:
 
     def check(self) -> list[str]:
         """Read all of them; what cannot be read is left out from then on, with a line."""
+        failed: dict[str, LazyckptError] = {}
+
+        def read(key: str) -> None:
+            try:
+                self[key]
+            except LazyckptError as e:
+                failed[key] = e
+
+        each(read, [key for key, (_, item) in self.items.items() if not item.codecs])
+        for key in [key for key, (_, item) in self.items.items() if item.codecs]:
+            read(key)  # one at a time: who knows what they unpack to
         lines = []
         for key in list(self.items):
-            try:
-                lines += self[key].notes
-            except LazyckptError as e:
+            if key in failed:
                 del self.items[key]
-                lines.append(f"an object cannot be read and is not in view.meta: {e}")
+                lines.append(f"an object cannot be read and is not in view.meta: {failed[key]}")
+            else:
+                lines += self[key].notes
         return lines
 
     @property
@@ -114,9 +132,16 @@ def _moved(extent: Extent, within: Archive | None) -> Extent:
 
 class Meta(Mapping[str, Any]):
     """The objects as the nested dicts and lists that were saved; each top level is read when it is first asked for.
-    ``tensors``: what else stands there, by raw name: named only."""
+    ``tensors``: what else stands there, by raw name: named only. ``paths``: where every key of the checkpoint stood in
+    the state dict that was saved, tensors and objects alike."""
 
-    def __init__(self, objects: Objects, tensors: Iterable[tuple[str, Path]] = ()) -> None:
+    def __init__(
+        self,
+        objects: Objects,
+        tensors: Iterable[tuple[str, Path]] = (),
+        paths: Mapping[str, Path] = MappingProxyType({}),
+    ) -> None:
+        self.paths = dict(paths)
         self._objects = objects
         self._below: dict[str, list[tuple[Path, str]]] = {}
         self._made: dict[str, Any] = {}
@@ -131,6 +156,15 @@ class Meta(Mapping[str, Any]):
                 put(root, (top, *path[1:]), value)
             self._made[top] = root.get(top)
         return self._made[top]
+
+    @property
+    def objects(self) -> Collection[str]:
+        """The keys that are no tensors."""
+        return self._objects.items.keys()
+
+    def object(self, key: str) -> Any:
+        """The object of a raw key, with a `TensorRef` wherever a tensor stands."""
+        return self._objects.whole(key)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._below)

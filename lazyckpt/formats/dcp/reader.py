@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 
 from ...core.index import FileInfo, Hole, Index, TensorSpec
@@ -30,6 +30,7 @@ from .sharded import ShardFile, read_shard_file
 
 _WHOLE = ".metadata"
 _RANKS = re.compile(r"__\d+\.metadata")
+_FRAME = 256  # bytes in which what a codec makes of nothing, and the start of a safetensors file behind it, lie
 _FEW = 256  # objects that are read at once, for what is to be told of them
 
 
@@ -42,8 +43,9 @@ def _read(source: Source) -> Index:
     return together(member.format, [((), member)])
 
 
-def in_folder(store: Store, folder: str = "") -> Member:
-    """What a folder of the store holds. Raises MissingFileError if the save was not finished, CorruptError."""
+def in_folder(store: Store, folder: str = "", wanted: Callable[[str], bool] = lambda key: True) -> Member:
+    """What a folder of the store holds; of what is no tensor, the keys that are ``wanted``. Raises MissingFileError if
+    the save was not finished, CorruptError."""
     listed = store.list(folder)
     names = [_WHOLE] if _WHOLE in listed else sorted(filter(_RANKS.fullmatch, listed), key=natural)
     if not names:
@@ -57,7 +59,7 @@ def in_folder(store: Store, folder: str = "") -> Member:
     ]
     building = _Building(store, metadata, problems)
     tensors = {key: building.tensor(key, tensor) for key, tensor in metadata.tensors.items()}
-    others = building.objects()
+    others = {key: item for key, item in building.objects().items() if wanted(key)}
     objects = Objects(store.pinned(building.files), others)
     building.tell(listed, folder)
     few = len(objects.items) <= _FEW
@@ -74,9 +76,10 @@ def in_folder(store: Store, folder: str = "") -> Member:
         format="dcp-safetensors" if building.shards else "dcp",
         tensors=found,
         objects=[path for path, _ in objects.items.values()],
-        meta=Meta(objects),
-        named=lambda rest: Meta(objects, [(key, path) for path, key in rest if key in tensors]),
+        meta=Meta(objects, (), metadata.paths),
+        named=lambda rest: Meta(objects, [(key, path) for path, key in rest if key in tensors], metadata.paths),
         files={name: listed[posixpath.basename(name)].info for name in names} | building.files,
+        reshaped=metadata.reshaped,
         stored={key: spec for key, (_, spec) in found.items()} if few else Stored(tensors, objects),
         problems=problems,
     )
@@ -103,6 +106,8 @@ class _Building:
         self._folders: dict[str, Mapping[str, Entry]] = {}
         self._lost: dict[str, dict[str, int]] = {}  # reason -> keys of which something is lost
         self._gaps: dict[str, int] = {}
+        self._last: dict[str, int] = {}  # file -> where the last item of a tensor begins
+        self._blobs: dict[str, int | None] = {}
 
     def tensor(self, key: str, tensor: Tensor) -> TensorSpec:
         chunks = [
@@ -149,8 +154,10 @@ class _Building:
         if not isinstance(piece, Item):
             return piece
         # an archive is longer than what it holds; a tensor in a safetensors file is told to be just as long
-        if not piece.codecs and piece.length == prod(sizes) * tensor.dtype.itemsize:
-            return self._in_safetensors(key, piece, tensor, start, sizes)
+        if piece.length == prod(sizes) * tensor.dtype.itemsize:
+            at = self._behind_frames(piece.path) if piece.codecs else piece.offset
+            if at is not None:
+                return self._in_safetensors(key, piece._replace(offset=at), tensor, start, sizes)
         self._codecs(key, piece)
         return piece
 
@@ -179,6 +186,21 @@ class _Building:
                     f"items are packed with {codec[:60]!r}, which lazyckpt cannot unpack (it can: {', '.join(CODECS)})"
                 )
                 self._lost.setdefault(reason, {})[key] = 1
+
+    def _behind_frames(self, path: str) -> int | None:
+        """Where in a file of packed items the safetensors file begins; None if none does. torch does not pack it: it
+        packs nothing for each tensor, and the safetensors file stands behind the last of these empty frames."""
+        if not self._last:
+            for (_, start), item in self._metadata.items.items():
+                if start is not None:
+                    self._last[item.path] = max(item.offset, self._last.get(item.path, 0))
+        if path not in self._blobs:
+            last, size = self._last[path], self.files[path].size
+            head = bytes(self._store.read(path, last, min(_FRAME, size - last)))
+            at = head.find(b'{"')
+            length = int.from_bytes(head[at - 8 : at], "little") if at >= 8 else size
+            self._blobs[path] = last + at - 8 if last + at + length <= size else None
+        return self._blobs[path]
 
     def _in_safetensors(
         self, key: str, item: Item, tensor: Tensor, start: tuple[int, ...], sizes: tuple[int, ...]

@@ -317,7 +317,7 @@ class Collected:
                 differ.setdefault(other, []).append(held.key)
         return [
             f"{len(keys):,} tensors ({some(keys)}) are no shards and differ on ranks {some(map(str, ranks))}: the "
-            "lowest's are read (the others: view.stored)"
+            "lowest's are read (the others: view.stored; nothing in the files says that they are shards of one)"
             for ranks, keys in differ.items()
         ]
 

@@ -18,9 +18,9 @@ from ..paths import some
 _NAME = re.compile(
     r"(?P<stem>.*?)(?:(?:^|[._-])world_size_(?P<world>\d{1,7}))?(?:^|[._-])rank[._-]?(?P<rank>\d{1,7})\.(?:pt|pth|bin|ckpt)"
 )
-_OTHERS = ("optim", "extra", "rng", "random", "scheduler", "sched", "data", "state", "train")
+_OTHERS = ("optim", "extra", "rng", "random", "sched", "lr_sched", "dataloader", "train_state", "trainer")
 # with these beside, the folder is what they are, and rank files are something else of that save
-_MODELS = re.compile(r"(model|pytorch_model).*\.(safetensors|bin)(\.index\.json)?")
+_MODELS = re.compile(r".*\.safetensors|pytorch_model.*\.bin|.*\.index\.json")
 
 
 @dataclass(slots=True)

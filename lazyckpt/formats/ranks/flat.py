@@ -77,14 +77,16 @@ def split(collected: Collected, rules: Mapping[str, object], hints: Hints, lost:
         shapes: Mapping[str, Shape] | None
         if given is not None:
             evidence = f"rules[{given[0]!r}]"
-            shapes, begins = _by_rule(name, given[0], given[1], total, world)
+            shapes, begins = _by_rule(name, given[0], given[1], total, world, [s[1] for s in slices.values()])
             shapes = {module + n: s for n, s in shapes.items()}
         elif slices:
             shapes, begins = _by_slices(slices, hints.shapes, parts, width, shapeless, torn)
             evidence = "the slices that each rank saved" + (f", shapes from {hints.source}" if hints.source else "")
         else:
             shapes = {n: s for n, s in hints.shapes.items() if _module_of(bare(n), modules) == module}
-            fitting = places([prod(s) for s in shapes.values()], total, world) if shapes else []
+            sizes = [prod(s) for s in shapes.values()]
+            # without slices it is use_orig_params=False, as far as is known; there nothing is aligned
+            fitting = (places(sizes, total, world, 0) or places(sizes, total, world)) if shapes else []
             if len(fitting) != 1:
                 kept.append(name)
                 continue
@@ -129,9 +131,15 @@ def bare(name: str) -> str:
     return name
 
 
-def _by_rule(name: str, glob: str, rule: FlatRule, total: int, world: int) -> tuple[Mapping[str, Shape], list[int]]:
+def _by_rule(
+    name: str, glob: str, rule: FlatRule, total: int, world: int, known: Sequence[int]
+) -> tuple[Mapping[str, Shape], list[int]]:
+    """``known``: where some of the parameters begin, or their parts on ranks that are not lost."""
     sizes = [prod(s) for s in rule.shapes.values()]
     fitting = places(sizes, total, world, rule.align)
+    if len(fitting) > 1 and known:
+        most = max(len({*begins} & {*known}) for begins in fitting)
+        fitting = [begins for begins in fitting if len({*begins} & {*known}) == most]
     if not fitting:
         raise FormatError(f"rules[{glob!r}] does not fit {name!r}: {told(sizes, total, world)}")
     if len(fitting) > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import prod
 from typing import Any, overload
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from ...core.box import Shape, c_strides
 from ...core.index import Extent, Fragment, Hole
 from ...core.plan import Selection
-from ..placements import Layout
+from ..placements import Cut, Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,11 @@ class MeshFragments(Sequence[Fragment]):
     def _held(self) -> Sequence[int]:
         return _hulls(self.layout, self.shape, self.team.coordinates)[2]
 
+    @property
+    def intact(self) -> bool:
+        """Whether every shard is there, on one rank at least."""
+        return _intact(self.layout, self.team)
+
     def near(self, want: Selection) -> list[Fragment]:
         """The fragments that may hold wanted elements; of replicas the first that is there."""
         if any(not r for r in want):
@@ -84,6 +90,12 @@ class MeshFragments(Sequence[Fragment]):
 
     def __iter__(self) -> Iterator[Fragment]:
         return map(self._fragment, self._held)
+
+
+@lru_cache(maxsize=256)
+def _intact(layout: Layout, team: Team) -> bool:
+    there = {layout.key(c) for c, lost in zip(team.coordinates, team.lost, strict=True) if not lost}
+    return len(there) == prod(n for n, p in zip(layout.mesh, layout.placements, strict=True) if isinstance(p, Cut))
 
 
 @lru_cache(maxsize=256)

@@ -20,6 +20,7 @@ from ...io.records import Opaque
 from ...io.store import Store
 from ...io.torchfile import Pickles, TorchFile, read_torch_file
 from ..dcp.reader import in_folder
+from ..flatrules import is_flat_rule
 from ..huggingface import load_json, tied_names
 from ..members import Member, together
 from ..naming import MODELS, sort
@@ -56,6 +57,11 @@ def read_series(
         raise next(iter(folder.broken.values()))
     collected = folder.collected
     beside = [*_optimizers(source, problems), *more]
+    problems += [
+        f"rules[{glob!r}] has no effect: the files say how tensors lie; only flat parameters take a rule, with 'flat'"
+        for glob, rule in source.rules.items()
+        if not is_flat_rule(rule)
+    ]
 
     tensors, flats = _assembled(source, folder, beside)
     meta = folder.meta

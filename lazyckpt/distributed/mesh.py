@@ -1,0 +1,164 @@
+"""The ("ep", "ep_fsdp") mesh of ranks, and what is spread over it: one `EPSpecInfo` for each parameter.
+
+Trainers: VeOmni (veomni/distributed/parallel_state.py, parallel_plan.py) and MindSpeed-MM, which took it over. A stack
+of experts [E, ...] is cut over "ep" along its first dimension by the trainer itself, so that a rank's parameter is [E /
+ep, ...]; FSDP2 then shards that over "ep_fsdp", usually along the second dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ..core.names import matcher, unwrapped
+from ..errors import MeshError
+
+NAMES = ("ep", "ep_fsdp")
+
+
+class EPDegrees(NamedTuple):
+    """The sizes of an ("ep", "ep_fsdp") mesh, where there are no processes to make one of."""
+
+    ep: int = 1
+    ep_fsdp: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class EPSpecInfo:
+    """How a parameter lies on the ("ep", "ep_fsdp") mesh.
+
+    ``name``: its FQN. ``placement``: over "ep", ``Shard(dim)`` for experts and ``Replicate()`` for all else; None where
+    a checkpoint does not tell. ``mesh``: the 2-D mesh, or its sizes where there are no processes (None: not told
+    either). ``fsdp_placement``: over "ep_fsdp", as far as it is known. ``note``: what cannot be told, and why.
+    """
+
+    name: str
+    placement: Shard | Replicate | None
+    mesh: DeviceMesh | EPDegrees | None
+    fsdp_placement: Shard | Replicate | None = None
+    note: str = ""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether it is known to be spread over the EP ranks."""
+        return isinstance(self.placement, Shard)
+
+    @property
+    def ep_mesh(self) -> DeviceMesh:
+        """The mesh of the ranks that hold different experts. Raises MeshError if there are no processes."""
+        return self._live["ep"]
+
+    @property
+    def ep_fsdp_mesh(self) -> DeviceMesh:
+        """The mesh of the ranks that share the same experts. Raises MeshError if there are no processes."""
+        return self._live["ep_fsdp"]
+
+    @property
+    def _live(self) -> DeviceMesh:
+        if not isinstance(self.mesh, DeviceMesh):
+            raise MeshError(f"{self.name!r}: its mesh is {self.mesh}, sizes without processes: give a DeviceMesh")
+        return self.mesh
+
+    @property
+    def degrees(self) -> EPDegrees:
+        """The sizes of the mesh. Raises MeshError where they are not known."""
+        if self.mesh is None:
+            raise MeshError(f"{self.name!r}: {self.note or 'its mesh is not known'}")
+        return degrees_of(self.mesh)
+
+
+def init_ep_mesh(ep_size: int, *, device_type: str | None = None, ep_outside: bool = False) -> DeviceMesh:
+    """The 2-D mesh ("ep", "ep_fsdp") of all ranks: ``ep_size`` ranks hold different experts, and as many as are left
+    share them. All ranks have to call it.
+
+    The EP ranks are neighbours (0, 1, ... of one machine), or with ``ep_outside`` the ranks that share experts are.
+    ``device_type``: by default that of the accelerator, or "cpu". Raises MeshError if ``ep_size`` does not divide the
+    number of ranks, or there is no process group.
+    """
+    if not dist.is_initialized():
+        raise MeshError("there is no process group: call torch.distributed.init_process_group first")
+    world = dist.get_world_size()
+    if ep_size < 1 or world % ep_size:
+        raise MeshError(f"{world} ranks cannot be dealt to {ep_size} expert-parallel ranks: it has to divide them")
+    if device_type is None:
+        backend = dist.get_backend()
+        device_type = "cpu" if backend == "gloo" else _accelerator()
+    ranks = torch.arange(world, dtype=torch.int)
+    ranks = ranks.view(ep_size, -1) if ep_outside else ranks.view(-1, ep_size).t().contiguous()
+    return DeviceMesh(device_type, ranks, mesh_dim_names=NAMES)
+
+
+def _accelerator() -> str:
+    found = torch.accelerator.current_accelerator()
+    return "cpu" if found is None else found.type
+
+
+def checked(mesh: Any) -> DeviceMesh:
+    """The mesh, if it is an ("ep", "ep_fsdp") one. Raises MeshError."""
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(f"an ('ep', 'ep_fsdp') DeviceMesh is needed, not {type(mesh).__name__}")
+    if mesh.mesh_dim_names != NAMES:
+        raise MeshError(
+            f"the mesh has the dimensions {mesh.mesh_dim_names} of {tuple(mesh.shape)}: they have to be {NAMES}, in "
+            "this order (of a larger mesh: mesh['ep', 'ep_fsdp'])"
+        )
+    return mesh
+
+
+def same_ranks(a: DeviceMesh, b: DeviceMesh) -> bool:
+    """Whether two meshes are of the same ranks in the same places, whatever they call their dimensions."""
+    return a is b or (a.ndim == b.ndim and torch.equal(a.mesh, b.mesh))
+
+
+def degrees_of(mesh: DeviceMesh | EPDegrees) -> EPDegrees:
+    """The sizes of a mesh. Raises MeshError if it is no ("ep", "ep_fsdp") mesh."""
+    return mesh if isinstance(mesh, EPDegrees) else EPDegrees(*checked(mesh).shape)
+
+
+def build_ep_fqn2spec_info(
+    model: torch.nn.Module, plan: Mapping[str, Shard | Replicate], mesh: DeviceMesh
+) -> dict[str, EPSpecInfo]:
+    """What of a model is spread over the experts' mesh: FQN -> `EPSpecInfo`, one for each parameter.
+
+    ``plan``: glob (``*`` also crosses dots) -> placement over "ep", for example ``{"*.mlp.experts.*": Shard(0)}``; of
+    several that match a name the first counts, what none matches is ``Replicate()``. Wrappers of torch (compile, FSDP1,
+    activation checkpointing) are not part of the names. Raises MeshError for a glob that matches nothing, a placement
+    that is neither, and a mesh that is not ("ep", "ep_fsdp").
+    """
+    mesh = checked(mesh)
+    parameters = {unwrapped(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+    placements = planned(list(parameters), plan)
+    infos = {}
+    for name, parameter in parameters.items():
+        fsdp = None
+        if isinstance(parameter, DTensor) and same_ranks(parameter.device_mesh, mesh["ep_fsdp"]):
+            (over,) = parameter.placements
+            fsdp = over if isinstance(over, Shard | Replicate) else None
+        infos[name] = EPSpecInfo(name, placements[name], mesh, fsdp)
+    return infos
+
+
+def planned(names: Sequence[str], plan: Mapping[str, Shard | Replicate]) -> dict[str, Shard | Replicate]:
+    """Name -> placement over "ep". Raises MeshError for a glob that matches nothing."""
+    found: dict[str, Shard | Replicate] = dict.fromkeys(names, Replicate())
+    taken: set[str] = set()
+    for pattern, placement in plan.items():
+        if not isinstance(placement, Shard | Replicate) or (isinstance(placement, Shard) and placement.dim < 0):
+            raise MeshError(
+                f"{pattern!r}: {placement!r} is no placement of experts: Shard(dim), dim >= 0, or Replicate()"
+            )
+        keep = matcher(pattern)
+        matched = [name for name in names if keep(name)]
+        if not matched:
+            raise MeshError(f"{pattern!r} matches none of the {len(names):,} names: {', '.join(names[:4])}, ...")
+        for name in matched:
+            if name not in taken:
+                found[name] = placement
+                taken.add(name)
+    return found

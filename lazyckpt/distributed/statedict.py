@@ -1,0 +1,179 @@
+"""State dicts on their way to files: sizes of dtypes, the plan of shards, one file that is whole or not there.
+
+The jobs of the helpers that trainers carry with them (VeOmni, MindSpeed: ``get_dtype_size``, ``get_shard_info``,
+``save_state_dict``), for tensors in memory and for lazy ones alike. File names and the plan are those of Hugging Face
+(huggingface_hub/serialization/_base.py `split_state_dict_into_shards_factory`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..core.dtypes import FROM_NAME, FROM_SAFETENSORS
+from ..errors import DataError
+from ..export.destination import appearing, check_paths, local_path, source_files
+from ..export.files import FileFormat, check_names
+from ..export.held import held
+from ..export.safetensors import SAFETENSORS
+from ..export.shards import file_names, size_in_bytes, split
+from ..export.torch import TORCH
+from ..tensor import LazyTensor
+from ..view import CheckpointView
+
+StateDict = Mapping[str, Any]  # of torch.Tensor or LazyTensor
+
+# names that have no dtype of torch, or one that says nothing of their size: bits of an element
+_PACKED = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6} | {f"{kind}int{n}": n for kind in ("", "u") for n in range(1, 8)}
+
+
+def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
+    """A dtype by its name in torch (``bfloat16``, ``torch.bfloat16``) or safetensors (``BF16``).
+
+    Raises DataError for any other.
+    """
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    found = FROM_NAME.get(dtype.removeprefix("torch.")) or FROM_SAFETENSORS.get(dtype)
+    if found is None:
+        raise DataError(
+            f"{dtype!r} is no dtype: write it as torch does ('bfloat16', 'torch.float8_e4m3fn') or safetensors ('BF16')"
+        )
+    return found
+
+
+def get_dtype_size(dtype: torch.dtype | str) -> int | float:
+    """Bytes of one element. Several integers and floats to a byte are a fraction of one.
+
+    A bool is 1, as in memory and in files. `torch.float4_e2m1fn_x2` is 1, and two numbers: torch's shapes count bytes
+    there. ``uint4`` (and all of int1 to uint7) is what packing makes of it, also as a dtype of torch, which keeps each
+    in a byte of its own. Raises DataError for what is no dtype (names as for `dtype_of`).
+
+    >>> get_dtype_size(torch.bfloat16), get_dtype_size("BF16"), get_dtype_size("uint4"), get_dtype_size("F6_E2M3")
+    (2, 2, 0.5, 0.75)
+    """
+    if dtype in _PACKED:
+        return _PACKED[str(dtype)] / 8
+    found = dtype_of(dtype)
+    bits = _PACKED.get(str(found).removeprefix("torch."))
+    return found.itemsize if bits is None else bits / 8
+
+
+class ShardInfo(NamedTuple):
+    """``total_size``: bytes of all tensors, tied ones counted once. ``weight_map``: name -> the file it belongs in."""
+
+    is_sharded: bool
+    total_size: int
+    weight_map: dict[str, str]
+
+
+def get_shard_info(
+    state_dict: StateDict,
+    save_dtype: torch.dtype | str | None = None,
+    shard_size: int | str = 5_000_000_000,
+    safe_serialization: bool = True,
+) -> ShardInfo:
+    """Which tensor goes into which file: ``model.safetensors`` or ``model-00001-of-0000N.safetensors``; without
+    ``safe_serialization``, ``pytorch_model.bin`` and the like. Reads and gathers nothing.
+
+    ``state_dict``: tensors of torch on any device (also meta), DTensors (their global size counts), lazy tensors, or a
+    view. ``save_dtype``: what floating-point tensors are going to be converted to. ``shard_size``: bytes, or text
+    ("5GB"); a larger tensor gets a file of its own. The same tensor under several names is in one file, counted once;
+    different views of the same memory are tensors of their own. Raises DataError.
+    """
+    wanted = None if save_dtype is None else dtype_of(save_dtype)
+    sizes: dict[str, _Sized] = {}
+    owners = _owners(state_dict)
+    for name, tensor in state_dict.items():
+        if owners[name] == name:
+            dtype = tensor.dtype if wanted is None or not tensor.dtype.is_floating_point else wanted
+            sizes[name] = _Sized(tensor.numel() * dtype.itemsize)
+    form = SAFETENSORS if safe_serialization else TORCH
+    shards = split(sizes, size_in_bytes(shard_size))
+    files = file_names(form.stem, form.suffix, len(shards))
+    places = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+    total = sum(size.nbytes for size in sizes.values())
+    return ShardInfo(len(shards) > 1, total, {name: places[owners[name]] for name in state_dict})
+
+
+def save_state_dict(state_dict: StateDict, path: str | os.PathLike[str], safe_serialization: bool = True) -> Path:
+    """Write a flat state dict as one file, of safetensors (its metadata says ``format: pt``) or of torch.save, and
+    return its path. A file of that name is replaced when the new one is complete: there is never half of one.
+
+    Values are lazy tensors (a view; read in pieces, so memory stays at a few MiB a thread) or dense tensors of torch,
+    on any device and with any strides, which are written in C order, and not with the storage that they are views of.
+    The same tensor under several names is stored once: torch.load gives it under all of them, in safetensors the
+    header's metadata has the others. A DTensor is written if this rank holds all of it, else refused: gathering is for
+    all ranks to do.
+
+    Raises DataError (what no file of this format can hold), DestinationError, and what reading lazy tensors raises.
+    """
+    owners = _owners(state_dict)
+    check_names(state_dict)
+    tensors: dict[str, Any] = {}
+    for name in (name for name, owner in owners.items() if name == owner):
+        value = state_dict[name]
+        tensors[name] = value if isinstance(value, LazyTensor) else held(value, name)
+    lazy = [t for t in tensors.values() if isinstance(t, LazyTensor)]
+    for tensor in lazy:
+        tensor.check()
+    aliases = {name: owner for name, owner in owners.items() if name != owner}
+    form: FileFormat = SAFETENSORS if safe_serialization else TORCH
+    nbytes = form.size(tensors, aliases)
+    return replace_file(path, nbytes, lazy, lambda new: form.write(new, tensors, aliases, lambda _: None))
+
+
+def replace_file(
+    path: str | os.PathLike[str], nbytes: int, lazy: list[LazyTensor], write: Callable[[Path], None]
+) -> Path:
+    """A file of about ``nbytes`` bytes that appears when ``write`` has written it under another name. Raises
+    DestinationError, also for a file that ``lazy`` tensors are read from."""
+    place = local_path(path)
+    sources = source_files(lazy)
+
+    def check() -> None:
+        check_paths([place], sources, overwrite=True)
+
+    with appearing({place: nbytes}, check) as temporary:
+        write(temporary[place])
+    return place
+
+
+class _Sized(NamedTuple):
+    nbytes: int
+
+
+def _owners(state_dict: StateDict) -> dict[str, str]:
+    """Name -> the first name of the same tensor. Raises DataError for what is no tensor."""
+    owners: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    for name, tensor in state_dict.items():
+        if not isinstance(tensor, torch.Tensor | LazyTensor):
+            raise DataError(f"{name!r} is a {type(tensor).__name__}: a state dict for files holds tensors only")
+        if isinstance(state_dict, CheckpointView):
+            key: Any = state_dict.owner(name)
+        else:
+            key = name if not tensor.numel() else _identity(tensor)
+        owners[name] = first.setdefault(key, name)
+    return owners
+
+
+def _identity(tensor: Any) -> Any:
+    """What two tensors have in common if and only if they are the same elements in the same memory."""
+    if isinstance(tensor, LazyTensor):
+        return id(tensor.store), id(tensor.spec.fragments), tensor.dtype, tensor.shape, tensor.block or id(tensor)
+    plain = tensor.detach()
+    if hasattr(plain, "full_tensor"):
+        return "DTensor", tensor.shape, plain.placements, _identity(plain.to_local())
+    if plain.layout != torch.strided:
+        return id(tensor)
+    try:
+        storage = plain.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # a tensor made of others has no memory of its own
+        return id(tensor)
+    where = plain.storage_offset(), plain.shape, plain.stride(), plain.dtype, plain.is_conj(), plain.is_neg()
+    return storage._cdata, where

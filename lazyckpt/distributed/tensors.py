@@ -1,0 +1,273 @@
+"""Taking the EP dimension off a tensor, and putting it back: DTensors, lazy tensors, and whole state dicts of them.
+
+Of a stack of experts [E, ...] the running model has, on each EP rank, a parameter [E / ep, ...] (plain, or a DTensor
+over "ep_fsdp"). torch's checkpoints would take those of all EP ranks for the same tensor. So before saving the EP
+dimension is restored: a DTensor [E, ...] over ("ep", "ep_fsdp"); and dropped again after loading. The semantics are
+those of VeOmni (veomni/checkpoint/dcp_checkpointer.py `restore_ep_dim`, `drop_ep_dim`), for any dimension and uneven
+cuts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, overload
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ..core.box import c_strides
+from ..errors import MeshError
+from ..tensor import LazyTensor
+from .joined import joined
+from .mesh import EPDegrees, EPSpecInfo, checked, degrees_of, same_ranks
+
+MeshLike = DeviceMesh | EPDegrees | EPSpecInfo
+Shape = tuple[int, ...]
+_STATE = re.compile(r"(?:^|\.)state\.(.+)\.[^.]+$")  # flattened keys
+_WEIGHT = re.compile(r"(?:model|module|state_dict)\.(.+)$")
+
+
+@overload
+def drop_ep_dim(tensor: LazyTensor, mesh: MeshLike, ep_rank: int | None = None) -> LazyTensor: ...
+@overload
+def drop_ep_dim(tensor: torch.Tensor, mesh: MeshLike, ep_rank: int | None = None) -> torch.Tensor: ...
+def drop_ep_dim(tensor: Any, mesh: MeshLike, ep_rank: int | None = None) -> Any:
+    """The experts of one EP rank.
+
+    A DTensor over ("ep", "ep_fsdp") becomes one over "ep_fsdp", a DTensor over "ep" a plain tensor: this rank's own,
+    over the same memory. A lazy tensor [E, ...] becomes the lazy tensor of the experts of ``ep_rank`` (by default this
+    process's place in the mesh), cut as `torch.chunk` cuts; nothing is read. ``mesh``: the ("ep", "ep_fsdp") mesh, its
+    sizes, or the parameter's `EPSpecInfo` (of a parameter that is not spread over "ep" the tensor comes back as it is).
+
+    Raises MeshError for a mesh or placements that are not such.
+    """
+    placement, found = _spread(mesh)
+    if placement is None:
+        return tensor
+    if isinstance(tensor, LazyTensor):
+        size, dim = degrees_of(found).ep, _dim(placement, tensor.ndim, tensor.name)
+        if ep_rank is None:
+            ep_rank = _place(found)
+        if not 0 <= ep_rank < size:
+            raise MeshError(f"there are {size} expert-parallel ranks, none of the number {ep_rank}")
+        step = -(-tensor.shape[dim] // size)
+        return tensor.lazy[(slice(None),) * dim + (slice(ep_rank * step, (ep_rank + 1) * step),)]
+    live = checked(found)
+    if not isinstance(tensor, DTensor):
+        raise MeshError(f"a {type(tensor).__name__} has no EP dimension to drop: a DTensor over {live} is wanted")
+    tensor = tensor.detach()
+    over = tensor.placements
+    if len(over) == 1 and same_ranks(tensor.device_mesh, live["ep"]) and over[0] == placement:
+        return tensor.to_local()
+    if len(over) != 2 or not same_ranks(tensor.device_mesh, live) or over[0] != placement or not _plain(over[1]):
+        raise MeshError(
+            f"a tensor with placements {over} on {tensor.device_mesh} cannot drop its EP dimension: they should be "
+            f"({placement}, Shard or Replicate) on {live}, or ({placement},) on its 'ep'"
+        )
+    dim, shape = placement.dim, list(tensor.shape)
+    step = -(-shape[dim] // live.shape[0])
+    at = min(_place(live) * step, shape[dim])
+    shape[dim] = min(step, shape[dim] - at)
+    strides = _dense(shape, tensor.stride())
+    return DTensor.from_local(tensor.to_local(), live["ep_fsdp"], over[1:], shape=torch.Size(shape), stride=strides)
+
+
+@overload
+def restore_ep_dim(tensor: torch.Tensor, mesh: MeshLike) -> DTensor: ...
+@overload
+def restore_ep_dim(tensor: Sequence[LazyTensor], mesh: MeshLike) -> LazyTensor: ...
+def restore_ep_dim(tensor: Any, mesh: MeshLike) -> Any:
+    """The experts of all EP ranks as one tensor [E, ...].
+
+    A DTensor over "ep_fsdp" (FSDP2's parameter) becomes one over ("ep", "ep_fsdp"), a plain tensor one over "ep", over
+    the same memory. All EP ranks have to call it: how many experts each has is gathered. A sequence of lazy tensors,
+    those of all EP ranks in order, becomes the lazy tensor of all experts; nothing is read. They may lie in one folder,
+    or in several of this machine.
+
+    Raises MeshError for a mesh, placements or pieces that do not fit together.
+    """
+    placement, found = _spread(mesh)
+    if isinstance(tensor, Sequence):
+        if placement is None:
+            return tensor[0]
+        return joined(tensor, _dim(placement, tensor[0].ndim, tensor[0].name), degrees_of(found).ep)
+    if placement is None:
+        return tensor
+    (shape,) = _whole_shapes([("the tensor", tensor, placement)], checked(found))
+    return _restored(tensor, placement, checked(found), shape)
+
+
+def drop_ep_dims(
+    state_dict: Mapping[str, Any], fqn2spec: Mapping[str, EPSpecInfo], ep_rank: int | None = None
+) -> dict[str, Any]:
+    """A state dict, or a view, with `drop_ep_dim` done to what is spread over the experts' mesh.
+
+    It may be nested: optimizer states stand under their parameter's FQN (``["state"][fqn]["exp_avg"]``), or in
+    flattened keys (``state.FQN.exp_avg``). States that have not the parameter's dimensions (``step``) are left alone.
+    """
+    done = {id(t): drop_ep_dim(t, spec, ep_rank) for _, t, spec in _experts(state_dict, fqn2spec)}
+    return {key: _rebuilt(state_dict[key], done) for key in state_dict}
+
+
+def restore_ep_dims(
+    state_dict: Mapping[str, Any] | Sequence[Mapping[str, LazyTensor]], fqn2spec: Mapping[str, EPSpecInfo]
+) -> dict[str, Any]:
+    """A state dict with `restore_ep_dim` done to what is spread over the experts' mesh; nested as for `drop_ep_dims`.
+    All EP ranks have to call it. Or the views of all EP ranks, in order, as one mapping of lazy tensors; what is not
+    spread is taken from the first."""
+    if not isinstance(state_dict, Mapping):
+        first, *others = state_dict
+        for n, other in enumerate(others, 1):
+            if set(other) != set(first):
+                odd = sorted(set(other) ^ set(first))
+                raise MeshError(
+                    f"EP ranks 0 and {n} have different names: {', '.join(odd[:4])}: are they of one model?"
+                )
+        whole = dict(first)
+        for name, spec in fqn2spec.items():
+            if name in whole and _known(spec):
+                whole[name] = restore_ep_dim([view[name] for view in state_dict], spec)
+        return whole
+    leaves: dict[int, tuple[str, Any, EPSpecInfo]] = {}
+    for path, tensor, spec in _experts(state_dict, fqn2spec):
+        leaves.setdefault(id(tensor), (path, tensor, spec))
+    if not leaves:
+        return dict(state_dict)
+    live = checked(next(iter(leaves.values()))[2].mesh)
+    wanted = [(path, t, _placement(spec)) for path, t, spec in leaves.values()]
+    shapes = _whole_shapes(wanted, live)
+    done = {id(t): _restored(t, p, live, shape) for (_, t, p), shape in zip(wanted, shapes, strict=True)}
+    return {key: _rebuilt(state_dict[key], done) for key in state_dict}
+
+
+def _spread(mesh: MeshLike) -> tuple[Shard | None, DeviceMesh | EPDegrees]:
+    """-> (the placement over "ep", None if it is not spread; the mesh)."""
+    if not isinstance(mesh, EPSpecInfo):
+        degrees_of(mesh)
+        return Shard(0), mesh
+    if mesh.placement is None or mesh.mesh is None:
+        raise MeshError(f"{mesh.name!r}: {mesh.note or 'it is not known how it lies on the mesh'}")
+    return (mesh.placement if isinstance(mesh.placement, Shard) else None), mesh.mesh
+
+
+def _placement(spec: EPSpecInfo) -> Shard:
+    placement, _ = _spread(spec)
+    assert placement is not None
+    return placement
+
+
+def _plain(placement: Any) -> bool:
+    return isinstance(placement, Replicate) or type(placement) is Shard
+
+
+def _known(spec: EPSpecInfo | None) -> bool:
+    return spec is not None and not isinstance(spec.placement, Replicate)
+
+
+def _dim(placement: Shard, ndim: int, name: str) -> int:
+    if placement.dim >= ndim:
+        raise MeshError(f"{name!r} has {ndim} dimensions, none of the number {placement.dim}")
+    return placement.dim
+
+
+def _place(mesh: DeviceMesh | EPDegrees) -> int:
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError("without processes there is no own rank: say which EP rank's experts (ep_rank=...)")
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise MeshError(f"this process is not part of the mesh {mesh}")
+    return coordinate[0]
+
+
+def _restored(tensor: Any, placement: Shard, mesh: DeviceMesh, shape: Shape) -> DTensor:
+    tensor = tensor.detach()
+    strides = _dense(shape, tensor.stride())
+    if not isinstance(tensor, DTensor):
+        return DTensor.from_local(tensor, mesh["ep"], [placement], shape=torch.Size(shape), stride=strides)
+    if not same_ranks(tensor.device_mesh, mesh["ep_fsdp"]) or not all(map(_plain, tensor.placements)):
+        raise MeshError(
+            f"a tensor with placements {tensor.placements} on {tensor.device_mesh} cannot get an EP dimension: FSDP2's "
+            f"parameters of experts lie on {mesh['ep_fsdp']}"
+        )
+    # over the same dimension: "ep" cuts first, so this is no strided shard
+    over = [placement, *tensor.placements]
+    return DTensor.from_local(tensor.to_local(), mesh, over, shape=torch.Size(shape), stride=strides)
+
+
+def _whole_shapes(tensors: Sequence[tuple[str, Any, Shard]], mesh: DeviceMesh) -> list[Shape]:
+    """The shapes of all experts together, from what every EP rank has of them. One gathering for all."""
+    own = [(path, tuple(t.shape)) for path, t, _ in tensors]
+    size = mesh.shape[0]
+    held: list[Any] = [own] * size
+    if size > 1:
+        dist.all_gather_object(held, own, group=mesh.get_group("ep"))
+    whole = []
+    for n, (path, tensor, placement) in enumerate(tensors):
+        dim = _dim(placement, tensor.ndim, path)
+        if any(len(other) != len(own) or other[n][0] != path for other in held):
+            raise MeshError(
+                f"{path!r} is not what the other EP ranks restore at the same time: do all have the same names?"
+            )
+        sizes = [other[n][1][dim] for other in held]
+        rests = {other[n][1][:dim] + other[n][1][dim + 1 :] for other in held}
+        total, step = sum(sizes), -(-sum(sizes) // size)
+        if len(rests) > 1 or sizes != [max(0, min(step, total - rank * step)) for rank in range(size)]:
+            raise MeshError(
+                f"{path!r}: the EP ranks hold {[other[n][1] for other in held]}: torch.chunk does not cut so"
+            )
+        shape = own[n][1]
+        whole.append((*shape[:dim], total, *shape[dim + 1 :]))
+    return whole
+
+
+def _dense(shape: Sequence[int], strides: Sequence[int]) -> Shape:
+    """Strides without gaps, in the order of dimensions that ``strides`` have."""
+    order = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
+    found = [0] * len(shape)
+    for d, stride in zip(order, c_strides([shape[d] for d in order]), strict=True):
+        found[d] = stride
+    return tuple(found)
+
+
+def _experts(state_dict: Any, fqn2spec: Mapping[str, EPSpecInfo]) -> Iterator[tuple[str, Any, EPSpecInfo]]:
+    """The tensors of a state dict that are spread over the experts' mesh: (path, tensor, what it is spread as)."""
+    seen: set[int] = set()
+    for path, tensor in _leaves(state_dict, ()):
+        if id(tensor) in seen or not tensor.ndim:
+            continue
+        seen.add(id(tensor))
+        spec = _spec(path, fqn2spec)
+        if spec is not None and _known(spec) and tensor.ndim > _placement(spec).dim:
+            yield ".".join(path), tensor, spec
+
+
+def _spec(path: tuple[str, ...], fqn2spec: Mapping[str, EPSpecInfo]) -> EPSpecInfo | None:
+    """Of the parameter that a path in a state dict is of, or is a state of."""
+    whole = ".".join(path)
+    flat = (_STATE.search(whole), _WEIGHT.match(whole))
+    names = [*path[::-1][:2], whole, *(m[1] for m in flat if m)]
+    return next((fqn2spec[name] for name in names if name in fqn2spec), None)
+
+
+def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(value, torch.Tensor | LazyTensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key in value:
+            yield from _leaves(value[key], (*path, str(key)))
+    elif isinstance(value, list | tuple):
+        for n, item in enumerate(value):
+            yield from _leaves(item, (*path, str(n)))
+
+
+def _rebuilt(value: Any, done: Mapping[int, Any]) -> Any:
+    if id(value) in done:
+        return done[id(value)]
+    if isinstance(value, Mapping):
+        return {key: _rebuilt(value[key], done) for key in value}
+    if type(value) in (list, tuple):
+        return type(value)(_rebuilt(item, done) for item in value)
+    return value

@@ -1,0 +1,120 @@
+"""The zarr backend of megatron-core's distributed checkpoints: a folder for each tensor, a raw file for each chunk.
+
+Writer: megatron/core/dist_checkpointing/strategies/zarr.py of megatron-core up to 0.15: zarr v2 arrays without
+compression; "bfloat16" is not a dtype of zarr v2, but that is what stands in ``.zarray``. Objects are files of
+torch.save in folders of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import posixpath
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+
+from ...core.box import Shape, c_strides, fits
+from ...core.index import Extent, FileInfo, Hole, TensorSpec
+from ...errors import CorruptError, LazyckptError
+from ...io.plain import Path
+from ...io.store import Entry, Store
+from ..dcp.chunks import Piece, in_chunks
+from ..members import Member
+from ..torchsave import member as torch_member
+
+_MAX_JSON = 1 << 20  # bytes of an array's description
+_MAX_CHUNKS = 1 << 24
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "<f2": torch.float16,
+    "<f4": torch.float32,
+    "<f8": torch.float64,
+    "|u1": torch.uint8,
+    "|i1": torch.int8,
+    "|b1": torch.bool,
+    "<i2": torch.int16,
+    "<i4": torch.int32,
+    "<i8": torch.int64,
+}
+
+
+def in_folder(store: Store, folder: str = "") -> Member:
+    """The arrays of a folder, and its objects but for ``_extra_state``. Raises CorruptError."""
+    tensors: dict[str, tuple[Path, TensorSpec]] = {}
+    problems: list[str] = []
+    files: dict[str, FileInfo] = {}
+    meta: dict[str, Any] = {}
+    for key, entry in sorted(store.list(folder).items()):
+        if not entry.is_dir:
+            continue
+        below = posixpath.join(folder, key)
+        listed = store.list(below)
+        if ".zarray" in listed:
+            spec = _array(store, below, key, listed, problems)
+            tensors[key] = ((key,), spec)
+            files |= {f"{below}/{name}": e.info for name, e in listed.items() if not e.is_dir}
+        elif not key.endswith("_extra_state"):
+            for name in sorted(n for n in listed if n.endswith(".pt")):
+                try:
+                    one = torch_member(store, f"{below}/{name}", f"{key}/{name.removesuffix('.pt')}.")
+                except LazyckptError as e:
+                    problems.append(f"an object cannot be read and is not in view.meta: {e}")
+                    continue
+                meta[f"{key}/{name.removesuffix('.pt')}"] = one.meta.get("", one.meta)
+                files |= one.files
+    return Member(
+        format="megatron-zarr",
+        tensors=tensors,
+        objects=[(key,) for key in meta],
+        meta=meta,
+        named=lambda rest: meta,
+        files=files,
+        problems=problems,
+    )
+
+
+def _array(store: Store, folder: str, key: str, listed: Mapping[str, Entry], problems: list[str]) -> TensorSpec:
+    where = f"{store.root}/{folder}/.zarray"
+    dtype, shape, chunk = _described(store, folder, where)
+    grid = [range(-(-n // size)) for n, size in zip(shape, chunk, strict=True)]
+    if prod(map(len, grid)) > min(_MAX_CHUNKS, 64 + 64 * len(listed)):
+        raise CorruptError(f"{where}: {prod(map(len, grid)):,} chunks, the folder has {len(listed):,} files: damaged")
+    nbytes = prod(chunk) * dtype.itemsize
+    chunks: list[tuple[Shape, Shape, Piece]] = []
+    lost = []
+    for place in itertools.product(*grid):
+        name = ".".join(map(str, place)) or "0"
+        path = f"{folder}/{name}"
+        entry = listed.get(name)
+        piece: Piece = Extent(path, 0, dtype, chunk, c_strides(chunk))
+        if entry is None or entry.info.size != nbytes:
+            size = "is missing" if entry is None else f"has {entry.info.size:,} bytes in place of {nbytes:,}"
+            piece = Hole(path, f"{path} {size}")
+            lost.append(name)
+        chunks.append((tuple(n * size for n, size in zip(place, chunk, strict=True)), chunk, piece))
+    if lost:
+        problems.append(f"{key}: {len(lost):,} of {len(chunks):,} chunks cannot be read ({', '.join(lost[:3])})")
+    return in_chunks(key, dtype, shape, chunks)
+
+
+def _described(store: Store, folder: str, where: str) -> tuple[torch.dtype, Shape, Shape]:
+    size = store.stat(f"{folder}/.zarray").size
+    try:
+        about = json.loads(bytes(store.read(f"{folder}/.zarray", 0, min(size, _MAX_JSON))))
+        dtype, shape, chunk = _DTYPES.get(about["dtype"]), tuple(about["shape"]), tuple(about["chunks"])
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
+        raise CorruptError(f"{where} describes no array ({e!r:.80}): the file is damaged") from None
+    if dtype is None:
+        raise CorruptError(f"{where}: the dtype {about['dtype']!r:.40} is none that Megatron writes")
+    sizes = (*shape, *chunk)
+    if len(shape) != len(chunk) or any(type(n) is not int or not 0 <= n < 1 << 62 for n in sizes) or 0 in chunk:
+        raise CorruptError(f"{where}: an array of shape {shape!s:.80} in chunks of {chunk!s:.80}")
+    if not fits(shape, dtype.itemsize) or not fits(chunk, dtype.itemsize):
+        raise CorruptError(f"{where}: an array of shape {shape!s:.80}: more bytes than there can be")
+    packed = [about.get("compressor"), about.get("filters")]
+    if any(packed) or about.get("order", "C") != "C" or about.get("zarr_format") != 2:
+        raise CorruptError(f"{where}: Megatron writes zarr v2 arrays in C order without compression, this is another")
+    return dtype, shape, chunk

@@ -1,0 +1,154 @@
+"""Names of another family: cut and joined by placement, there and back, on models that transformers writes."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lazyckpt
+from lazyckpt import DataError, FormatError
+
+from .conftest import need
+from .oracle import indexed, keys, same
+from .writers import Case
+
+
+@pytest.mark.parametrize("name", ["llama_sharded", "llama_single", "mixtral"])
+def test_there_and_back(huggingface_cases: dict[str, Case], name: str) -> None:
+    view = lazyckpt.open(huggingface_cases[name].path)
+    there = view.rename("megatron")
+    assert [line for line in there.problems if line not in view.problems] == []
+    assert any(n.endswith("linear_qkv.weight") for n in there) and not any("q_proj" in n for n in there)
+    back = there.rename("hf")
+    assert set(back.specs) == set(view.specs)
+    for n, truth in huggingface_cases[name].truth["weights"].items():
+        if n in back:
+            same(back[n][...], truth, n)
+            for key in keys(truth.shape, n, 3):
+                same(back[n][key], indexed(truth, key), (n, key))
+
+
+def test_rows_of_a_fused_matrix(huggingface_cases: dict[str, Case]) -> None:
+    view = lazyckpt.open(huggingface_cases["llama_single"].path)
+    config = view.meta["config"]
+    groups, heads = config["num_key_value_heads"], config["num_attention_heads"]
+    truth = huggingface_cases["llama_single"].truth["weights"]
+    q, k, v = (truth[f"model.layers.1.self_attn.{p}_proj.weight"] for p in "qkv")
+    dim = q.shape[0] // heads
+    per_group = [q.view(groups, -1, q.shape[1]), k.view(groups, dim, -1), v.view(groups, dim, -1)]
+    wanted = torch.cat(per_group, 1).flatten(0, 1)
+    t = view.rename("megatron")["decoder.layers.1.self_attention.linear_qkv.weight"]
+    same(t[...], wanted, "q, k and v, group by group")
+    gate, up = (truth[f"model.layers.1.mlp.{p}_proj.weight"] for p in ("gate", "up"))
+    same(view.rename("megatron")["decoder.layers.1.mlp.linear_fc1.weight"][...], torch.cat([gate, up]), "gate, up")
+    assert "joined from model.layers.1.self_attn.q_proj.weight" in t.explain()
+
+
+def test_transformers_own_layout_of_gpt2(tmp_path: Path) -> None:
+    """Conv1D's matrices are [in, out], with q, k and v one behind the other."""
+    need("transformers")
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=4, n_embd=24, vocab_size=31, n_positions=16)).save_pretrained(tmp_path)
+    view = lazyckpt.open(tmp_path)
+    there = view.rename("megatron")
+    assert not [line for line in there.problems if line not in view.problems]
+    fused = view["transformer.h.1.attn.c_attn.weight"][...].T  # [3 * 24, 24]
+    q, k, v = (part.view(4, 6, 24) for part in fused.split(24))
+    wanted = torch.cat([q, k, v], 1).flatten(0, 1)
+    same(there["decoder.layers.1.self_attention.linear_qkv.weight"][...], wanted, "qkv")
+    same(
+        there["decoder.layers.0.mlp.linear_fc1.weight"][5:90:7],
+        view["transformer.h.0.mlp.c_fc.weight"][...].T[5:90:7],
+        "fc1",
+    )
+    back = there.rename("hf")
+    for n in view.specs:
+        same(back[n][...], view[n][...], n)
+
+
+def megatron_like(tied: bool = True, **more: Any) -> dict[str, Any]:
+    heads, groups, dim, hidden = 4, 2, 3, 12
+    layer = "decoder.layers.0."
+    torch.manual_seed(1)
+    weights = {
+        "embedding.word_embeddings.weight": torch.randn(7, hidden),
+        layer + "self_attention.linear_qkv.weight": torch.randn((heads + 2 * groups) * dim, hidden),
+        layer + "self_attention.linear_qkv.bias": torch.randn((heads + 2 * groups) * dim),
+        layer + "mlp.linear_fc1.weight": torch.randn(10, hidden),
+        "something.else": torch.randn(2),
+    }
+    args = Namespace(
+        num_attention_heads=heads,
+        kv_channels=dim,
+        num_query_groups=groups,
+        group_query_attention=True,
+        untie_embeddings_and_output_weights=not tied,
+        **more,
+    )
+    return {"model": weights, "args": args}
+
+
+def test_what_has_no_entry_stays_and_is_told(tmp_path: Path) -> None:
+    tree = megatron_like()
+    torch.save(tree, tmp_path / "x.pt")
+    view = lazyckpt.open(tmp_path / "x.pt").rename("hf")
+    assert "something.else" in view
+    assert [line for line in view.problems if "something.else" in line and "no entry" in line]
+    assert view.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+    same(view["lm_head.weight"][...], tree["model"]["embedding.word_embeddings.weight"], "tied")
+    bias = tree["model"]["decoder.layers.0.self_attention.linear_qkv.bias"].view(2, 4, 3)
+    same(view["model.layers.0.self_attn.k_proj.bias"][...], bias[:, 2].flatten(), "k")
+    assert view["model.layers.0.self_attn.k_proj.bias"].spec.stored_as.endswith("linear_qkv.bias")
+    with pytest.raises(DataError, match="rename the whole view"):
+        view["model.layers"].rename("hf")
+
+
+def test_heads_that_do_not_fit_or_are_unknown(tmp_path: Path) -> None:
+    tree = megatron_like()
+    tree["args"].kv_channels = 5
+    torch.save(tree, tmp_path / "x.pt")
+    torch.save({"model": tree["model"]}, tmp_path / "y.pt")
+    for name, words in (("x.pt", "not q, k and v of 4 heads of 5 in 2 groups"), ("y.pt", "is not known")):
+        view = lazyckpt.open(tmp_path / name).rename("hf")
+        assert "decoder.layers.0.self_attention.linear_qkv.weight" in view
+        assert [line for line in view.problems if words in line]
+        assert "model.layers.0.mlp.up_proj.weight" in view, "the rest is renamed"
+
+
+def test_a_table_of_ones_own(tmp_path: Path) -> None:
+    torch.save({"blocks.0.w": torch.arange(6.0).view(3, 2), "blocks.1.w": torch.zeros(3, 2)}, tmp_path / "x.pt")
+    view = lazyckpt.open(tmp_path / "x.pt")
+    own = {"blocks.{l}.w": {"into": ["h.{l}.kernel"], "transpose": True}}
+    renamed = view.rename(own)
+    assert list(renamed) == ["h.0.kernel", "h.1.kernel"]
+    same(renamed["h.0.kernel"][...], torch.arange(6.0).view(3, 2).T, "turned")
+    again = renamed.rename(own, reverse=True)
+    assert list(again) == list(view)
+    same(again["blocks.0.w"][1:], view["blocks.0.w"][1:], "and back")
+    more = view.rename({"extends": "llama", "blocks.{l}.w": "x.{l}"})
+    assert list(more) == ["x.0", "x.1"]
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ("lama", "did you mean 'llama'"),
+        ({"a.{l}": "b"}, "different fields"),
+        ({"a": {"cut": "qkv"}}, "neither a name"),
+        ({"a": {"into": ["b", "c"]}}, "into 2 names"),
+        ({"a": {"into": ["b"], "cut": "thirds"}}, "into 1 names"),
+        ({"a": 3}, "neither a name"),
+        ({"a": {"into": [3]}}, "names are wanted"),
+        ({"extends": "nothing"}, "no table"),
+    ],
+)
+def test_tables_that_cannot_be(tmp_path: Path, table: Any, words: str) -> None:
+    torch.save({"a": torch.zeros(2)}, tmp_path / "x.pt")
+    with pytest.raises(FormatError, match=words):
+        lazyckpt.open(tmp_path / "x.pt").rename(table)
