@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import lazyckpt
 from lazyckpt.errors import LazyckptError, MissingFileError
@@ -229,6 +230,42 @@ def test_weights_of_two_kinds(trainer_cases: dict[str, Case], tmp_path: Path) ->
     view = lazyckpt.open(folder)
     assert any("optimizer_0 and optimizer.bin are both there" in line for line in view.problems)
     assert _as_held(view, case) == 0
+
+
+def test_adapters(trainer_cases: dict[str, Case], tmp_path: Path) -> None:
+    """What peft saves (peft/utils/save_and_load.py): names without the adapter's, sorted."""
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_%s.weight"
+    weights = {name % "A": torch.randn(2, 6), name % "B": torch.randn(4, 2)}
+    save_file(weights, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2}')
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 3}')
+    slots = {n: {"exp_avg": t + 1} for n, t in enumerate(weights.values())}
+    torch.save({"state": slots, "param_groups": [{"params": [0, 1]}]}, tmp_path / "optimizer.pt")
+    view = lazyckpt.open(tmp_path)
+    assert view.format == "hf-trainer" and view.problems == () and view.meta["step"] == 3
+    assert view.meta["adapter_config"]["r"] == 2
+    for stored, tensor in weights.items():
+        short = stored.removeprefix("base_model.model.")
+        same(view[short][...], tensor, short)
+        same(view.states["exp_avg"][short][...], tensor + 1, short)
+        assert stored in view[short].explain()
+
+
+def test_files_of_ones_own(trainer_cases: dict[str, Case], tmp_path: Path) -> None:
+    """model.pt beside optimizer.pt: the order is that of the state dict."""
+    case = trainer_cases["accelerate_bin"]
+    shutil.copy(case.path / "pytorch_model.bin", tmp_path / "model.pt")
+    shutil.copy(case.path / "optimizer.bin", tmp_path / "optimizer.pt")
+    assert _as_held(lazyckpt.open(tmp_path), case) == 0
+
+
+def test_a_file_that_no_folder_has_is_not_taken_for_one(tmp_path: Path) -> None:
+    """Numbers of epochs or ranks are not those of models."""
+    for n in range(2):
+        torch.save({"w": torch.zeros(2)}, tmp_path / f"model_{n}.pt")
+        torch.save({"state": {}}, tmp_path / f"optimizer_{n}.pt")
+    with pytest.raises(lazyckpt.errors.FormatError, match=r"model_0\.pt"):
+        lazyckpt.open(tmp_path)
 
 
 def test_nothing_that_can_be_read(trainer_cases: dict[str, Case], tmp_path: Path) -> None:

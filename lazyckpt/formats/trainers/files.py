@@ -11,8 +11,10 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 _PLAIN = {  # files: names -> what stands in them; a number makes it the next of its kind
-    r"optimizer(?:_(\d+))?\.(?:bin|pt)": "optimizer",
-    r"scheduler(?:_(\d+))?\.(?:bin|pt)": "scheduler",
+    r"optimizer(?:_(\d+))?\.bin": "optimizer",
+    r"scheduler(?:_(\d+))?\.bin": "scheduler",
+    r"optimizer\.pt()": "optimizer",
+    r"scheduler\.pt()": "scheduler",
     r"sampler(?:_(\d+))?\.bin": "sampler",
     r"dl_state_dict(?:_(\d+))?\.bin": "dl_state_dict",
     r"custom_checkpoint_(\d+)\.pkl": "custom_checkpoint",
@@ -24,6 +26,7 @@ _PLAIN = {  # files: names -> what stands in them; a number makes it the next of
 _MODELS = {
     r"pytorch_model_fsdp(?:_(\d+))?\.bin": "model",
     r"(?:pytorch_)?model_(\d+)\.(?:bin|safetensors)": "model",
+    r"model\.(?:pt|pth)()": "model",  # nobody's in particular, and everybody's
 }
 _FOLDERS = {r"pytorch_model_fsdp_(\d+)": "model", r"optimizer_(\d+)": "optimizer"}
 _FILES = [(re.compile(pattern), kind) for pattern, kind in (_PLAIN | _MODELS).items()]
