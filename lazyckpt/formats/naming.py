@@ -356,11 +356,13 @@ def _assigned(
     if together is not None:
         rows = iter(together.names)
         return {root: [next(rows) for _ in table] for root, table in wanted.items()}
-    return (
-        {
-            root: (assign(candidates, table) or assign_by_shape(candidates, table)).names
-            for root, table in wanted.items()
-        }
-        if by == "order"
-        else {}
-    )
+    return {root: _in_order(candidates, table) for root, table in wanted.items()} if by == "order" else {}
+
+
+def _in_order(candidates: Sequence[tuple[str, Shape]], table: Sequence[Sequence[Wanted]]) -> list[list[str | None]]:
+    """By the order of the parameters; in another order by their shapes, if the optimizer has as many as there are (of
+    fewer, one may be of another model that was not saved)."""
+    found = assign(candidates, table)
+    if found is None and sum(map(len, table)) == len(candidates):
+        found = assign_by_shape(candidates, table)
+    return [[None] * len(group) for group in table] if found is None else found.names

@@ -101,13 +101,13 @@ class Pickle:
                 if known is not None and len(marks) == 1 and len(stack) < FEW and len(notes) < FEW:
                     item = known.find(data, i - 1, memo) if not len(stack) % 2 else None
                     if item is not None:
-                        notes.append(Note(i - 1, tuple(stack), len(memo)))
+                        notes.append(Note.of(i - 1, stack, len(memo)))
                         stack += item.values
                         memo.update(item.memo)
                         self.globals |= item.globals
                         i += len(item.data) - 1
                         continue
-                    notes.append(Note(i - 1, tuple(stack), len(memo)))
+                    notes.append(Note.of(i - 1, stack, len(memo)))
                 n = int_from(data[i : i + 4], "little")
                 i += 4
                 push(_exactly(data, i, n).decode("utf-8", "surrogatepass"))
@@ -172,7 +172,7 @@ class Pickle:
                 if len(items) % 2:
                     raise CorruptError("a key without a value")
                 if known is not None and len(marks) == 0 and op == 0x75:
-                    known.learn(data, [*notes, Note(i - 1, tuple(items), len(memo))], memo, self.globals)
+                    known.learn(data, [*notes, Note.of(i - 1, items, len(memo))], memo, self.globals)
                     notes = []
                 _set_items(stack[-1], items)
             elif op == 0x65:  # APPENDS

@@ -19,14 +19,31 @@ FEW = 64  # items of a dict that is looked at: what is saved of a training run h
 _LEAST = 4 << 10  # bytes of an item that are worth the trouble
 _MOST = 48  # items that are kept
 _CLEARED = object()
+_WHOLE = (str, int, float, bytes, bool, type(None))
 
 
 class Note(NamedTuple):
-    """A state of the machine: the byte it is at, what is on the stack, how many memo entries there are."""
+    """A state of the machine: the byte it is at, what is on the stack, how many memo entries there are; ``size``: of
+    the container on top."""
 
     at: int
     stack: tuple[Any, ...]
     memo: int
+    size: int
+
+    @classmethod
+    def of(cls, at: int, stack: Sequence[Any], memo: int) -> Note:
+        top = stack[-1] if stack else None
+        return cls(at, tuple(stack), memo, len(top) if isinstance(top, dict | list) else -1)
+
+    def between(self, items: Sequence[Any]) -> bool:
+        """Whether it is one between two of these items of a dict: the values so far are what they were, and whole."""
+        if len(self.stack) % 2 or not all(a is b for a, b in zip(self.stack, items, strict=False)):
+            return False
+        top: Any = self.stack[-1] if self.stack else None
+        if isinstance(top, dict | list):
+            return self.size == len(top)
+        return type(top) in _WHOLE  # an object might still be given its state
 
 
 @dataclass(slots=True)
@@ -80,11 +97,7 @@ class Items:
         """Keep the items of a dict. ``notes``: states where a key may have begun, and the last one with all of them on
         the stack; it tells which are right (a value may be taken from the stack again)."""
         items = notes[-1].stack
-        ends = [
-            note
-            for note in notes
-            if not len(note.stack) % 2 and all(a is b for a, b in zip(note.stack, items, strict=False))
-        ]
+        ends = [note for note in notes if note.between(items)]
         if sorted(memo) != list(range(len(memo))):
             return
         for note, after in pairwise(ends):
@@ -113,4 +126,4 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and type(a) in (str, int, float, bytes, bool, type(None)) and bool(a == b)
+    return type(a) is type(b) and type(a) in _WHOLE and bool(a == b)
