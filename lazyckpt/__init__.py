@@ -5,6 +5,8 @@ view["layers.3.mlp"].to("cuda")
 view.states["exp_avg"]["layers.3.mlp.up.weight"][:8]
 """
 
+from typing import Any
+
 from . import deepspeed as deepspeed  # the module is public, too
 from .core.index import Mesh
 from .errors import (
@@ -43,3 +45,12 @@ __all__ = [
     "TensorNotFoundError",
     "open",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``lazyckpt.distributed`` is imported when it is first asked for: torch's distributed packages take a while."""
+    if name == "distributed":
+        from importlib import import_module
+
+        return import_module(".distributed", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

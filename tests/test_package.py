@@ -53,6 +53,7 @@ def test_importing_is_light() -> None:
 def test_distributed_is_imported_on_demand() -> None:
     code = "import sys, lazyckpt; assert not {'torch.distributed.tensor', 'lazyckpt.distributed'} & set(sys.modules)"
     assert "lazyckpt" in loaded_by(code)
+    assert "lazyckpt" in loaded_by("import lazyckpt; lazyckpt.distributed.LazyReader")
 
 
 def test_reading_needs_no_writer(tmp_path: Path) -> None:
