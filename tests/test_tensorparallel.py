@@ -145,3 +145,12 @@ def test_what_no_rule_tells(tmp_path: Path) -> None:
     with pytest.raises(lazyckpt.DataError, match="cannot be put together"):
         view["a.up.weight"][...]
     same(view["rank_1.pt/a.up.weight"][...], ranks[1]["a.up.weight"], "each shard on its own")
+
+
+def test_mistrals_consolidated_file(tmp_path: Path) -> None:
+    whole = {"layers.0.attention.wq.weight": torch.randn(4, 4), "norm.weight": torch.randn(4)}
+    save_file(whole, tmp_path / "consolidated.safetensors")
+    (tmp_path / "params.json").write_text(json.dumps({"dim": 4, "n_layers": 1}))
+    view = lazyckpt.open(tmp_path)
+    assert (set(view), view.problems, view.meta["params"]["dim"]) == (set(whole), (), 4)
+    same(view["norm.weight"][...], whole["norm.weight"], "under Mistral's names")

@@ -30,7 +30,7 @@ _MAX_JSON = 256 << 20  # bytes of an index file
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLES = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
 _CUT_BIN = re.compile(r"(?:ft-)?model-\d+-of-\d+\.bin")  # torchtune's, which have no index where it does not convert
-_JSON = ("config.json", "generation_config.json", "adapter_config.json", "trainer_state.json")
+_JSON = ("config.json", "generation_config.json", "adapter_config.json", "trainer_state.json", "params.json")
 
 
 class Shard(NamedTuple):
