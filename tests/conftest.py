@@ -266,7 +266,7 @@ def dcp_case(request: pytest.FixtureRequest, dcp_cases: dict[str, Case]) -> Case
 
 @pytest.fixture(scope="session")
 def rank_cases(session_folder: Path) -> dict[str, Case]:
-    folder = once(session_folder, "ranks", rank_files.write_all)
+    folder = once(session_folder, "rank_files", rank_files.write_all)
     return {name: rank_files.load_case(folder, name) for name in rank_files.CASES}
 
 

@@ -39,8 +39,8 @@ from lazyckpt.distributed import (
     restore_ep_dim,
     restore_ep_dims,
 )
+from tests.counting import opened
 
-from ..counting import opened
 from . import bit_equal
 from .dcp_contents import TinyNet, adam, train
 from .nasty_model import NastyModel

@@ -183,7 +183,10 @@ def _with_ties(index: Index, whole: Index, prefix: str) -> Index:
 def _recognises(source: Source) -> bool:
     if source.path or ".metadata" in source.entries:
         return False
-    return bool(_parts(source)) or ("trainer_state.json" in source.entries and huggingface.READER.recognises(source))
+    found = _parts(source)
+    if [part.name for part in found] == ["model.pt"]:  # anybody's file
+        return False
+    return bool(found) or ("trainer_state.json" in source.entries and huggingface.READER.recognises(source))
 
 
 READER = Reader(
