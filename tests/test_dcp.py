@@ -337,3 +337,18 @@ def test_exports(dcp_cases: dict[str, Case], tmp_path: Path) -> None:
         view.to_safetensors(tmp_path / name)
         for key, tensor in lazyckpt.open(tmp_path / name).to().items():
             same(tensor, dcp_cases[name].truth["weights"][key], key)
+
+
+def test_ranks_that_all_write_the_same_leave_nothing_over(tmp_path: Path) -> None:
+    """DDP without collectives: every rank's metadata lists its own copy of every tensor."""
+    weight = torch.arange(6.0).view(2, 3)
+    dcp.save({"weight": weight}, storage_writer=dcp.FileSystemWriter(tmp_path))
+    metadata: Any = pickle.loads((tmp_path / ".metadata").read_bytes())
+    (tmp_path / ".metadata").rename(tmp_path / "__0.metadata")
+    shutil.copy(tmp_path / "__0_0.distcp", tmp_path / "__1_0.distcp")
+    for item in metadata.storage_data.values():
+        item.relative_path = "__1_0.distcp"
+    (tmp_path / "__1.metadata").write_bytes(pickle.dumps(metadata))
+    view = lazyckpt.open(tmp_path)
+    assert view.problems == ()
+    same(view["weight"][...], weight, "once")

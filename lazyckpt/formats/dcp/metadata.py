@@ -49,7 +49,8 @@ class Tensor:
 class Metadata:
     """``tensors``: key -> what it is. ``others``: the keys of all that is no tensor. ``paths``: key -> where it stood
     in the state dict that was saved, in its order. ``items``: (key, offset of the chunk or None) -> its bytes.
-    ``reshaped``: key -> the shape of a tensor that megatron-core reshaped to save it (its `mcore_data`)."""
+    ``reshaped``: key -> the shape of a tensor that megatron-core reshaped to save it (its `mcore_data`). ``files``: all
+    files with items, also of an item that another file has, too."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
@@ -57,6 +58,7 @@ class Metadata:
     items: dict[tuple[str, Shape | None], Item] = field(default_factory=dict)
     globals: dict[tuple[str, str], bool] = field(default_factory=dict)
     reshaped: dict[str, Shape] = field(default_factory=dict)
+    files: set[str] = field(default_factory=set)
 
 
 class _Record:
@@ -134,7 +136,9 @@ def read_metadata(store: Store, names: Iterable[str]) -> Metadata:
         listed_others = set(whole.others)
         whole.others.extend(key for key in part.others if key not in listed_others)
         for index, item in part.items.items():
-            whole.items.setdefault(index, item._replace(path=f"{folder}/{item.path}") if folder else item)
+            placed = item._replace(path=f"{folder}/{item.path}") if folder else item
+            whole.items.setdefault(index, placed)
+            whole.files.add(placed.path)
         for key, path in part.paths.items():
             whole.paths.setdefault(key, path)
         whole.globals.update(part.globals)

@@ -139,7 +139,7 @@ class _Building:
             self._problems.append(
                 f"{lost:,} elements of {len(self._gaps):,} tensors are in no chunk of any file: {some(self._gaps)}"
             )
-        used = {item.path for item in self._metadata.items.values()}
+        used = self._metadata.files
         extra = sorted(n for n in listed if n.endswith(".distcp") and posixpath.join(folder, n) not in used)
         if extra:
             self._problems.append(
