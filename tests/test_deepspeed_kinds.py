@@ -36,6 +36,7 @@ WITHOUT_KEY = {"pipe_zero0_fp32", "pipe_zero0_fp16", "pipe_zero0_sgd_dp2"}
 # Faults of ds_to_universal: it trusts param_slice_mappings, which round_robin_gradients makes wrong, and lets the last
 # pipeline stage's copy of a tied module win.
 CONVERTED_WRONG = {"zero2_round_robin_dp3.universal", "pipe_zero1_dp2.universal"}
+_UNIVERSAL = ("fp32", "exp_avg", "exp_avg_sq")
 
 
 @pytest.fixture(scope="session")
@@ -68,6 +69,9 @@ def test_every_state_equals_what_the_processes_held(kinds: dict[str, Case], name
     if not name.endswith(".universal"):
         degrees = view.mesh.tp, view.mesh.pp, view.mesh.dp
         assert degrees == tuple(case.info.get(k, 1) for k in ("tp", "pp", "dp"))
+    else:  # a file for each state of each parameter, and none hides another in the raw namespace
+        kept = [n for n in view.stored if n.split("/")[-2] in ("fp32.pt", "exp_avg.pt", "exp_avg_sq.pt")]
+        assert len(kept) == sum(len(view.states.get(s, {}).keys() - view.aliases.keys()) for s in _UNIVERSAL)
 
 
 @pytest.mark.parametrize("name", sorted(UNDETERMINED))

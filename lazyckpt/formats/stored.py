@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 from ..core.index import Index, TensorSpec
 from ..io.store import Store
@@ -12,9 +13,25 @@ from .torchsave import stored_tensors
 
 def stored_specs(store: Store, index: Index) -> dict[str, TensorSpec]:
     """``file/dotted.path`` -> spec, for all files of torch.save that the checkpoint stands on. Reads their pickles."""
-    # a rank of Megatron's is a folder; all others keep the files of a tag side by side
-    parts = 2 if index.format == "megatron" else 1
-    return _read(store, {path: "/".join(path.split("/")[-parts:]) for path in index.files if path.endswith(".pt")})
+    # a rank of Megatron's is a folder; others keep the files of a tag side by side, but for universal checkpoints
+    least = 2 if index.format == "megatron" else 1
+    return _read(store, _told_apart([path for path in index.files if path.endswith(".pt")], least))
+
+
+def _told_apart(paths: Sequence[str], least: int) -> dict[str, str]:
+    """Path -> as many of its last parts as no other path has, at least so many.
+
+    >>> _told_apart(["t/zero/a/fp32.pt", "t/zero/b/fp32.pt", "t/model.pt"], 1)
+    {'t/model.pt': 'model.pt', 't/zero/a/fp32.pt': 'a/fp32.pt', 't/zero/b/fp32.pt': 'b/fp32.pt'}
+    """
+    names: dict[str, str] = {}
+    left, parts = list(paths), least
+    while left:
+        ends = {path: "/".join(path.split("/")[-parts:]) for path in left}
+        counts = Counter(ends.values())
+        names |= {path: end for path, end in ends.items() if counts[end] == 1 or end == path}
+        left, parts = [path for path in left if path not in names], parts + 1
+    return names
 
 
 def _read(store: Store, names: Mapping[str, str]) -> dict[str, TensorSpec]:
