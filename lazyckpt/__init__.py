@@ -5,7 +5,7 @@ view["layers.3.mlp"].to("cuda")
 view.states["exp_avg"]["layers.3.mlp.up.weight"][:8]
 """
 
-from typing import Any
+from types import ModuleType as _ModuleType
 
 from . import deepspeed as deepspeed  # the module is public, too
 from .core.index import Mesh
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _ModuleType:
     """``lazyckpt.distributed`` is imported when it is first asked for: torch's distributed packages take a while."""
     if name == "distributed":
         from importlib import import_module
