@@ -10,10 +10,14 @@ import torch
 
 import lazyckpt
 from lazyckpt.core.index import Extent
+from lazyckpt.core.index import whole as in_one_piece
+from lazyckpt.formats.megatron.rules import megatron_rules
+from lazyckpt.formats.megatron.stacks import logical
+from lazyckpt.formats.merge import decide
 
 from .contract import CHECKS, Check
 from .counting import opened
-from .megatron_handmade import args, columns, halves, old_rows, rows, same, save_rank, save_tensor_parallel
+from .megatron_handmade import Cut, args, columns, halves, old_rows, rows, same, save_rank, save_tensor_parallel
 from .writers import Case, bit_equal
 from .writers.megatron_core import CASES, logits_alone
 
@@ -171,8 +175,8 @@ def test_models_before_megatron_core(tmp_path: Path) -> None:
     view = lazyckpt.open(save_tensor_parallel(tmp_path, model, 2, nest=True, args={"swiglu": True}))
     assert view.problems == ()
     assert set(view) == set(model)
-    for name, (whole, _) in model.items():
-        assert bit_equal(view[name][...], whole), name
+    for name, (wanted, _) in model.items():
+        assert bit_equal(view[name][...], wanted), name
 
 
 @pytest.mark.parametrize("version", [0, 1])
@@ -224,3 +228,80 @@ def test_a_layer_of_eight_ranks_reads_its_bytes(tmp_path: Path) -> None:
     counts.clear()
     assert bit_equal(fc1[100:101], layer["mlp.linear_fc1.weight"][0][100:101])
     assert counts.bytes == 64 * 4
+
+
+# -- models of Transformer Engine and of Mamba, which the installed megatron-core does not make without a GPU
+
+
+def test_norms_that_transformer_engine_fuses_are_replicated(tmp_path: Path) -> None:
+    """Its fp32 copies say ``partition_dim = 0`` of experts' second matrices, which are cut along 1: names go first."""
+    layer = "decoder.layers.0."
+    model = {
+        layer + "self_attention.linear_qkv.layer_norm_weight": (torch.randn(16), same),
+        layer + "self_attention.linear_qkv.weight": (torch.randn(32, 16), rows),
+        layer + "mlp.linear_fc1.layer_norm_weight": (torch.randn(16), same),
+        layer + "mlp.linear_fc1.layer_norm_bias": (torch.randn(16), same),
+        layer + "mlp.experts.linear_fc2.weight0": (torch.randn(16, 8), columns),
+    }
+    view = lazyckpt.open(save_tensor_parallel(tmp_path, model, 2, args={"transformer_impl": "transformer_engine"}))
+    assert view.problems == ()
+    for name, (wanted, _) in model.items():
+        assert bit_equal(view[name][...], wanted), name
+    said = {"tensor_model_parallel": True, "partition_dim": 0}
+    sources = megatron_rules(args(), {}, {layer + "mlp.experts.linear_fc2.weight0": said})
+    merged = decide(layer + "mlp.experts.linear_fc2.weight0", [(16, 4), (16, 4)], sources)
+    assert merged.shape == (16, 8) and "partition_dim = 0" in merged.rule
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{"tensor_model_parallel": True}, {"tensor_model_parallel": True, "partition_dim": -1}],
+    ids=["no dimension", "the default"],
+)
+def test_attributes_that_do_not_say_the_dimension_decide_nothing(said: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="rules="):
+        decide(
+            "decoder.layers.0.own.gain", [(4,), (4,)], megatron_rules(args(), {}, {"decoder.layers.0.own.gain": said})
+        )
+
+
+def test_mixers_of_mamba(tmp_path: Path) -> None:
+    heads, width, states, groups, hidden = 4, 4, 3, 2, 8
+    sizes = [heads * width, heads * width, groups * states, groups * states, heads]
+
+    def parts(sizes: list[int]) -> Cut:
+        return lambda t, rank, ranks: torch.cat([part.chunk(ranks)[rank] for part in t.split(sizes)])
+
+    mixer = "decoder.layers.0.mixer."
+    model = {
+        mixer + "in_proj.layer_norm_weight": (torch.randn(hidden), same),
+        mixer + "in_proj.weight": (torch.randn(sum(sizes), hidden), parts(sizes)),
+        mixer + "conv1d.weight": (torch.randn(sum(sizes[1:4]), 1, 4), parts(sizes[1:4])),
+        mixer + "conv1d.bias": (torch.randn(sum(sizes[1:4])), parts(sizes[1:4])),
+        mixer + "A_log": (torch.randn(heads), rows),
+        mixer + "D": (torch.randn(heads), rows),
+        mixer + "dt_bias": (torch.randn(heads), rows),
+        mixer + "norm.weight": (torch.randn(heads * width), rows),
+        mixer + "out_proj.weight": (torch.randn(hidden, heads * width), columns),
+    }
+    settings = {"hidden_size": hidden, "mamba_head_dim": width, "mamba_state_dim": states, "mamba_num_groups": groups}
+    view = lazyckpt.open(save_tensor_parallel(tmp_path, model, 2, args=settings))  # heads: 2 * hidden / width
+    assert view.problems == ()
+    for name, (wanted, _) in model.items():
+        assert bit_equal(view[name][...], wanted), name
+    (tmp_path / "other").mkdir()
+    view = lazyckpt.open(save_tensor_parallel(tmp_path / "other", model, 2))
+    assert all(mixer + name in line for name, line in zip(("in_proj", "conv1d", "conv1d"), view.problems, strict=True))
+
+
+def test_matrices_that_a_distributed_checkpoint_keeps_apart_are_one() -> None:
+    sizes = {"x": 4, "z": 4, "B": 2, "C": 2, "dt": 1}  # not in the order of the whole
+    found = logical(
+        {key: in_one_piece(key, Extent(key, 0, torch.float32, (2, n, 3), (n * 3, 3, 1))) for part, n in sizes.items()
+         if (key := f"decoder.layers.mixer.in_proj.weight.{part}")},
+        None,
+    )  # fmt: skip
+    assert list(found) == [f"decoder.layers.{n}.mixer.in_proj.weight" for n in range(2)]
+    spec = found["decoder.layers.1.mixer.in_proj.weight"]
+    assert spec.shape == (13, 3)
+    assert [f.extent.path[-2:] for f in spec.fragments] == [".z", ".x", ".B", ".C", "dt"]

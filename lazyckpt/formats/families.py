@@ -14,6 +14,7 @@ from .merge import Rule, Source, concatenated, in_parts, replicated
 _REPLICATED = (
     r"(^|\.)[\w]*(norm|layernorm)\w*\.(weight|bias)$",
     r"(^|\.)ln_\w+\.(weight|bias)$",
+    r"\.layer_norm_(weight|bias)$",  # Transformer Engine's norm within a linear layer
     r"(^|\.)(self_)?(attention|attn)\.(dense|o_proj|out_proj|linear_proj)\.bias$",
     r"(^|\.)mlp\.(dense_4h_to_h|down_proj|fc2|linear_fc2)\.bias$",
     r"(^|\.)(position_embeddings|embed_positions|wpe)\.weight$",

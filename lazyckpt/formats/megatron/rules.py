@@ -2,9 +2,10 @@
 
 Sources: megatron/core/tensor_parallel/layers.py (column- and row-parallel, the attributes of parameters),
 transformer/mlp.py (gate and up halves of every rank), transformer/attention.py (whole query groups on every rank),
-transformer/multi_latent_attention.py. The order: the user's rules, the arguments, the attributes that a file keeps of
-its fp32 copies, names. (The attribute ``partition_stride`` is right only since 0.16, so gated layers go by the
-arguments.)
+transformer/multi_latent_attention.py, ssm/mamba_mixer.py. The order: the user's rules, the arguments, names, and for
+names that are not known the attributes that a file keeps of its fp32 copies. Those are evidence, no more: the attribute
+``partition_stride`` is right only since 0.16, and where extensions/transformer_engine.py makes Transformer Engine
+agnostic of tensor parallelism (experts, duplicated layers) all its parameters say ``partition_dim = 0``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ from .degrees import flag, number
 _FC1 = re.compile(r"\.(linear_fc1|dense_h_to_4h)\.(weight|bias)\d*$")
 _QKV = re.compile(r"\.(linear_qkv|query_key_value)\.(weight|bias)$")
 _DOWN = re.compile(r"\.linear_(q|kv)_down_proj\.weight$")
+_MIXER = re.compile(
+    r"\.mixer\.(in_proj\.weight|conv1d\.(?:weight|bias)|A_log|D|dt_bias|norm\.weight|out_proj\.weight)$"
+)
+_FUSED = {"in_proj": ("z", "x", "B", "C", "dt"), "conv1d": ("x", "B", "C")}
 VOCABULARY = re.compile(r"(^|\.)(word_embeddings|output_layer|word_embeddings_for_head|lm_head)\.(weight|bias)$")
 _GATED = ("swiglu", "quick_geglu", "geglu", "gated_linear_unit")
 # name -> the attributes of the parameter on the ranks
@@ -30,11 +35,13 @@ Attributes = Mapping[str, Mapping[str, Any]]
 def megatron_rules(args: Any, user: Mapping[str, Any], attributes: Attributes) -> tuple[Source, ...]:
     """Where the rules come from, the first that knows wins."""
     gated = flag(args, *_GATED)
+    family = family_rules(gated)
     return (
         user_rules(user),
         Source(lambda name: _by_arguments(name, args, gated, attributes.get(name))),
-        Source(lambda name: _by_attributes(name, attributes.get(name))),
-        family_rules(gated),
+        Source(lambda name: _by_mamba(name, args)),
+        Source(lambda name: _by_name(family.find(name), attributes.get(name))),
+        Source(lambda name: _by_attributes(name, args, attributes.get(name))),
     )
 
 
@@ -79,15 +86,48 @@ def _down(width: int | None) -> Rule:
     return rule
 
 
-def _by_attributes(name: str, attributes: Mapping[str, Any] | None) -> tuple[Rule, str] | None:
-    if attributes is None:
+def _by_mamba(name: str, args: Any) -> tuple[Rule, str] | None:
+    """Mixers of Mamba: what is per head is cut along dimension 0, and so is each of the matrices that are fused in one
+    (z, x, B, C, dt)."""
+    match = _MIXER.search(name)
+    if match is None:
         return None
+    if match[1] == "out_proj.weight":
+        return concatenated(1), "megatron-core's MambaMixer"
+    fused = _FUSED.get(match[1].partition(".")[0])
+    if fused is None:
+        return concatenated(0), "megatron-core's MambaMixer"
+    width = number(args, "mamba_head_dim")
+    states, groups = number(args, "mamba_state_dim"), number(args, "mamba_num_groups")
+    hidden = number(args, "hidden_size")
+    heads = number(args, "mamba_num_heads") or (2 * hidden // width if hidden and width else None)
+    if width is None or states is None or groups is None or heads is None:
+        return None
+    sizes = {"z": heads * width, "x": heads * width, "B": groups * states, "C": groups * states, "dt": heads}
+    return in_parts(0, [sizes[part] for part in fused]), f"args.mamba_*: {', '.join(fused)} of {heads} heads"
+
+
+def _by_name(found: tuple[Rule, str] | None, attributes: Mapping[str, Any] | None) -> tuple[Rule, str] | None:
+    if found is None or attributes is None:
+        return found
+    return found[0], f"{found[1]} ({_said(attributes)})"
+
+
+def _by_attributes(name: str, args: Any, attributes: Mapping[str, Any] | None) -> tuple[Rule, str] | None:
+    if attributes is None or _FC1.search(name) or _MIXER.search(name):  # (they do not tell what is fused)
+        return None
+    if attributes.get("tensor_model_parallel") is not True:
+        return replicated, _said(attributes)
     dim = _cut(attributes)
-    if dim is None:
-        return replicated, "the attributes of its fp32 copy in the file: tensor_model_parallel = False"
-    if _FC1.search(name):
-        return None  # the attributes do not tell whether it is gated
-    return concatenated(dim), f"the attributes of its fp32 copy in the file: partition_dim = {dim}"
+    if dim is None or (dim == 0 and getattr(args, "transformer_impl", None) == "transformer_engine"):
+        return None
+    return concatenated(dim), _said(attributes)
+
+
+def _said(attributes: Mapping[str, Any]) -> str:
+    parallel = attributes.get("tensor_model_parallel") is True
+    what = f"partition_dim = {_cut(attributes)}" if parallel else "tensor_model_parallel = False"
+    return f"the attributes of its fp32 copy in the file: {what}"
 
 
 def _second_opinion(attributes: Mapping[str, Any] | None, dim: int) -> str:

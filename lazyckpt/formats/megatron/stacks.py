@@ -4,13 +4,14 @@ Sources: megatron/core/transformer/transformer_block.py `sharded_state_dict` (th
 tensor with a leading axis of layers), transformer/moe/experts.py (a further axis of experts, under
 ``experts.experts``), models/gpt/gpt_layer_specs.py `sharded_state_dict_keys_map` (layer norms of the local spec stand
 under the names of fused ones), mlp.py `apply_swiglu_sharded_factory` (``weight_w`` and ``weight_v`` when shards are
-singletons).
+singletons), ssm/mamba_mixer.py `_split_tensor_factory` (``in_proj.weight.z``, ``.x``, ...).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 
 from ...core.box import Box
 from ...core.compose import Piece, compose, whole_of
@@ -19,6 +20,7 @@ from ...core.index import TensorSpec, renamed
 _LAYERS = re.compile(r"(?P<head>(?:^|.*\.)layers)\.(?P<tail>(?!\d+\.).+)")
 _EXPERTS = re.compile(r"(?P<head>.*\.mlp\.experts)\.experts\.(?P<tail>(?!\d+\.).+)")
 _ONE_EXPERT = re.compile(r"(?P<head>.*\.mlp\.experts)\.(?P<expert>\d+)\.(?P<tail>.+)")
+_FUSED_ROWS = (("_w", "_v"), (".z", ".x", ".B", ".C", ".dt"), (".x", ".B", ".C"))
 _FUSED = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
@@ -78,16 +80,33 @@ def _unfused(spec: TensorSpec, names: Mapping[str, TensorSpec], local: bool | No
 
 
 def _joined(names: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """With the two halves of gated matrices that were saved as two tensors put together."""
+    """With what was saved as several tensors, one for each matrix that is fused in it, put together."""
     found: dict[str, TensorSpec] = {}
     for name, spec in names.items():
-        other = names.get(f"{name[:-2]}_v") if name.endswith("_w") else None
-        if other is not None:
-            shape = (spec.shape[0] + other.shape[0], *spec.shape[1:])
-            rest = (0,) * (len(shape) - 1)
-            pieces = [whole_of(spec, (0, *rest)), whole_of(other, (spec.shape[0], *rest))]
-            stored_as = spec.stored_as or spec.name
-            found[name[:-2]] = compose(name[:-2], shape, pieces, f"{name} above {other.name}", stored_as)
-        elif not (name.endswith("_v") and f"{name[:-2]}_w" in names):
+        whole, parts = _fused(name, names)
+        if not parts:
             found[name] = spec
+        elif whole not in found:
+            found[whole] = _above(whole, parts)
     return found
+
+
+def _fused(name: str, names: Mapping[str, TensorSpec]) -> tuple[str, list[TensorSpec]]:
+    """The name of the whole that a tensor is a part of, and all its parts; none if it is no part, or not all fit."""
+    for endings in _FUSED_ROWS:
+        ending = next((e for e in endings if name.endswith(e)), None)
+        if ending is not None:
+            whole = name.removesuffix(ending)
+            parts = [names[whole + e] for e in endings if whole + e in names]
+            if len(parts) == len(endings) and len({(p.dtype, len(p.shape), p.shape[1:]) for p in parts}) == 1:
+                return (whole, parts) if parts[0].shape else ("", [])
+    return "", []
+
+
+def _above(name: str, parts: Sequence[TensorSpec]) -> TensorSpec:
+    """Tensors one above the other."""
+    first = parts[0]
+    starts = accumulate((part.shape[0] for part in parts), initial=0)
+    pieces = [whole_of(part, (at, *(0,) * (len(first.shape) - 1))) for part, at in zip(parts, starts, strict=False)]
+    shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
+    return compose(name, shape, pieces, " above ".join(p.name for p in parts), first.stored_as or first.name)
