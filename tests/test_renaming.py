@@ -152,3 +152,128 @@ def test_tables_that_cannot_be(tmp_path: Path, table: Any, words: str) -> None:
     torch.save({"a": torch.zeros(2)}, tmp_path / "x.pt")
     with pytest.raises(FormatError, match=words):
         lazyckpt.open(tmp_path / "x.pt").rename(table)
+
+
+def of_megatron(tmp_path: Path, more: dict[str, torch.Tensor], **args: Any) -> lazyckpt.CheckpointView:
+    """A model of one layer in megatron-core's names, of 4 heads of 3, as Megatron saves it."""
+    model = {
+        "embedding.word_embeddings.weight": torch.randn(7, 12),
+        "decoder.layers.0.self_attention.linear_qkv.weight": torch.randn(36, 12),
+        "decoder.layers.0.self_attention.linear_proj.weight": torch.randn(12, 12),
+        **more,
+        "decoder.final_layernorm.weight": torch.randn(12),
+    }
+    given = {"num_attention_heads": 4, "kv_channels": 3, "hidden_size": 12, "tensor_model_parallel_size": 1, **args}
+    path = tmp_path / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt"
+    path.parent.mkdir(parents=True)
+    torch.save({"args": Namespace(**given), "iteration": 3, "checkpoint_version": 3.0, "model": model}, path)
+    return lazyckpt.open(tmp_path)
+
+
+def test_experts_as_transformer_engine_and_grouped_matrices_have_them(tmp_path: Path) -> None:
+    """``linear_fc1.weight3`` of TEGroupedMLP; ``weight1`` of GroupedMLP is all experts' [in, out]."""
+    mlp = "decoder.layers.0.mlp."
+    first, second = torch.randn(3, 10, 12), torch.randn(3, 12, 5)
+    own = {mlp + "router.weight": torch.randn(3, 12), "decoder.layers.0.pre_mlp_layernorm.weight": torch.randn(12)}
+    for e in range(3):
+        own |= {f"{mlp}experts.linear_fc1.weight{e}": first[e], f"{mlp}experts.linear_fc2.weight{e}": second[e]}
+    engine = of_megatron(tmp_path / "engine", own, num_experts=3)
+    grouped = of_megatron(
+        tmp_path / "grouped",
+        {
+            mlp + "router.weight": own[mlp + "router.weight"],
+            mlp + "experts.weight1": first.transpose(1, 2).reshape(3 * 12 * 10).view(12, 30),
+            mlp + "experts.weight2": second.transpose(1, 2).reshape(3 * 5 * 12).view(15, 12),
+        },
+        num_experts=3,
+    )
+    assert grouped[mlp + "experts.weight1"].shape == (3, 12, 10)
+    for view in (engine, grouped):
+        there = view.rename("hf")
+        assert there.problems == view.problems
+        for e in range(3):
+            moe = f"model.layers.0.block_sparse_moe.experts.{e}."
+            same(there[moe + "w1.weight"][...], first[e][:5], "gate")
+            same(there[moe + "w3.weight"][2:4, ::5], first[e][5:][2:4, ::5], "up")
+            same(there[moe + "w2.weight"][...], second[e], "down")
+    back = engine.rename("hf").rename("megatron")
+    assert set(back) == set(engine) and all(torch.equal(back[n][...], engine[n][...]) for n in engine)
+    assert mlp + "experts.local_experts.2.linear_fc1.weight" in grouped.rename("hf").rename("megatron")
+
+
+def test_norms_go_back_to_the_names_they_had(tmp_path: Path) -> None:
+    fused = {
+        "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight": torch.randn(12),
+        "decoder.layers.0.mlp.linear_fc1.layer_norm_weight": torch.randn(12),
+        "decoder.layers.0.mlp.linear_fc1.weight": torch.randn(10, 12),
+        "decoder.layers.0.mlp.linear_fc2.weight": torch.randn(12, 5),
+    }
+    view = of_megatron(tmp_path, fused, untie_embeddings_and_output_weights=False)
+    there = view.rename("hf")
+    assert there.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+    same(there["model.layers.0.post_attention_layernorm.weight"][...], list(fused.values())[1], "norm")
+    back = there.rename("megatron")
+    assert set(back) == set(view), "no output layer either: it is tied"
+    assert all(torch.equal(back[n][...], view[n][...]) for n in view)
+
+
+@pytest.mark.parametrize(
+    ("bias", "name"),
+    [(True, "gpt_neox.layers.0.mlp.dense_h_to_4h.weight"), (False, "model.layers.0.mlp.up_proj.weight")],
+    ids=["gpt_neox", "nemotron"],
+)
+def test_an_mlp_without_a_gate_is_not_cut_in_halves(tmp_path: Path, bias: bool, name: str) -> None:
+    plain = {
+        "decoder.layers.0.mlp.linear_fc1.weight": torch.randn(10, 12),
+        "decoder.layers.0.mlp.linear_fc2.weight": torch.randn(12, 10),
+    }
+    view = of_megatron(tmp_path, plain | ({"decoder.final_layernorm.bias": torch.randn(12)} if bias else {}))
+    there = view.rename("hf")
+    assert there.problems == view.problems
+    same(there[name][...], plain["decoder.layers.0.mlp.linear_fc1.weight"], "whole")
+    back = there.rename("megatron")
+    assert all(torch.equal(back[n][...], view[n][...]) for n in view)
+
+
+def test_transformers_own_layout_of_gpt_neox(tmp_path: Path) -> None:
+    need("transformers")
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    torch.manual_seed(0)
+    config = GPTNeoXConfig(
+        num_hidden_layers=1, num_attention_heads=4, hidden_size=24, intermediate_size=40, vocab_size=31
+    )
+    GPTNeoXForCausalLM(config).save_pretrained(tmp_path)
+    view = lazyckpt.open(tmp_path)
+    there = view.rename("megatron")
+    assert not [line for line in there.problems if line not in view.problems]
+    assert there["decoder.layers.0.self_attention.linear_qkv.weight"].shape == (72, 24)
+    assert "output_layer.weight" in there and set(there.rename("hf").specs) == set(view.specs)
+
+
+def test_states_are_renamed_and_told_of_once(tmp_path: Path) -> None:
+    layer = {
+        "decoder.layers.0.mlp.linear_fc1.weight": torch.randn(10, 12),
+        "decoder.layers.0.mlp.linear_fc2.weight": torch.randn(12, 5),
+        "decoder.layers.0.own.gain": torch.randn(3),
+    }
+    path = of_megatron(tmp_path, layer).root
+    file = Path(path) / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt"
+    state = torch.load(file, weights_only=False)
+    wide = [n for n, t in state["model"].items() if t.ndim > 1]
+    small = [n for n in state["model"] if n not in wide]
+    numbers = list(range(len(wide) + len(small)))
+    moments = {
+        i: {"step": torch.tensor(3.0), "exp_avg": torch.randn_like(state["model"][n])}
+        for i, n in zip(numbers, wide + small, strict=True)
+    }
+    groups = [{"wd_mult": 1.0, "params": numbers[: len(wide)]}, {"wd_mult": 0.0, "params": numbers[len(wide) :]}]
+    torch.save({**state, "optimizer": {"state": moments, "param_groups": groups}}, file)
+    view = lazyckpt.open(path)
+    there = view.rename("hf")
+    fc1 = moments[wide.index("decoder.layers.0.mlp.linear_fc1.weight")]["exp_avg"]
+    same(there.states["exp_avg"]["model.layers.0.mlp.up_proj.weight"][...], fc1[5:], "up")
+    assert there.states["step"]["model.layers.0.mlp.up_proj.weight"].item() == 3
+    assert [line for line in there.problems if line not in view.problems] == [
+        "the table has no entry for 1 name (decoder.layers.0.own.gain): as they were"
+    ]

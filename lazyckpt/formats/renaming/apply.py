@@ -7,10 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from ...core.index import Index, TensorSpec
-from .rename import Heads, rename
-from .table import Entry, pattern, table
+from . import families
+from .experts import apart
+from .rename import Heads, Told, new_names, rename
+from .table import Entry, table
 
-_TIED = {"lm_head.weight": ("model.embed_tokens.weight", "transformer.wte.weight")}
+_HEAD = "output_layer.weight"
+_TIED = {
+    "lm_head.weight": ("model.embed_tokens.weight", "transformer.wte.weight"),
+    "embed_out.weight": ("gpt_neox.embed_in.weight",),
+}
 
 
 def renamed_index(
@@ -18,28 +24,32 @@ def renamed_index(
 ) -> Index:
     """``states`` of the index under the names of a table: "hf" (from megatron-core's names to Hugging Face's, the table
     that fits the model), "megatron" (back), one by its name, or the user's own. Raises FormatError (no such table)."""
-    names = list(dict.fromkeys(name for state in states.values() for name in state))
+    args = getattr(index.meta.get("args"), "__dict__", {})
+    heads = heads_of(index.meta)
+    every = {name: spec for state in reversed(list(states.values())) for name, spec in state.items()}
     back = reverse
     if which == "hf":
-        which = _hugging_face(names)
+        which = families.hugging_face(every, args, heads)
     elif which == "megatron":
-        which, back = _megatron(names), not reverse
+        which, back = families.megatron(every), not reverse
     entries = table(which)
-    heads = heads_of(index.meta)
-    found: dict[str, dict[str, TensorSpec]] = {}
-    one: dict[str, str] = {}
-    lines: dict[str, None] = {}
-    for state, specs in states.items():
-        found[state], singles, problems = rename(specs, entries, heads, back)
-        one |= singles
-        lines |= dict.fromkeys(problems)
+    if not back and any(".local_experts." in entry.left for entry in entries):
+        states = apart(states)
+    told = Told()
+    # (Transformer Engine's models are saved under their own names, those of the local spec under others)
+    stacked = args.get("transformer_impl") == "transformer_engine"
+    found = {state: rename(specs, entries, heads, back, told, stacked) for state, specs in states.items()}
+    tied = args.get("untie_embeddings_and_output_weights") is False
     aliases = {
-        _alias(a, entries, back): one.get(o, o)
-        for a, o in index.aliases.items()
-        if any(o in s for s in states.values())
+        new: told.one.get(owner, owner)
+        for old, owner in index.aliases.items()
+        if any(owner in s for s in states.values())
+        and not ((new := new_names(old, entries, back)[0]) == _HEAD and tied)  # Megatron's tied models have none
     }
-    aliases |= _ties(index.meta, found, entries, back)
-    return replace(index, states=found, aliases=aliases, problems=(*index.problems, *lines))
+    aliases |= _ties(found, entries) if tied and not back else {}
+    unreadable = {new: why for old, why in index.unreadable.items() for new in new_names(old, entries, back)}
+    problems = (*index.problems, *told.problems())
+    return replace(index, states=found, aliases=aliases, problems=problems, unreadable=unreadable)
 
 
 def heads_of(meta: Mapping[str, Any]) -> Heads | None:
@@ -64,40 +74,9 @@ def _counts(*values: Any) -> bool:
     return all(type(value) is int and value > 0 for value in values)
 
 
-def _hugging_face(names: Iterable[str]) -> str:
-    text = "\n".join(names)
-    if ".mlp.experts." in text:
-        return "qwen_moe" if ".shared_experts." in text or ".q_layernorm." in text else "mixtral"
-    return "gpt2" if "embedding.position_embeddings." in text else "llama"
-
-
-def _megatron(names: Iterable[str]) -> str:
-    text = "\n".join(names)
-    if ".block_sparse_moe." in text:
-        return "mixtral"
-    if ".mlp.experts." in text:
-        return "qwen_moe"
-    return "gpt2" if "transformer.h." in text else "llama"
-
-
-def _alias(name: str, entries: Iterable[Entry], back: bool) -> str:
-    for entry in entries:
-        if len(entry.right) == 1:
-            here, there = (entry.right[0], entry.left) if back else (entry.left, entry.right[0])
-            match = pattern(here).fullmatch(name)
-            if match is not None:
-                return there.format(**match.groupdict())
-    return name
-
-
-def _ties(
-    meta: Mapping[str, Any], states: Mapping[str, Mapping[str, TensorSpec]], entries: Iterable[Entry], back: bool
-) -> dict[str, str]:
-    """The output layer of a Megatron model whose args tie it: it has no such tensor, models of Hugging Face do."""
-    args = getattr(meta.get("args"), "__dict__", {})
+def _ties(states: Mapping[str, Mapping[str, TensorSpec]], entries: Iterable[Entry]) -> dict[str, str]:
+    """The output layer of a tied Megatron model: it has no such tensor, models of Hugging Face do."""
     weights = next(iter(states.values()), {})
-    if back or args.get("untie_embeddings_and_output_weights") is not False:
-        return {}
     known = {name for entry in entries for name in entry.right}
     return {
         head: owner

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from ...core.box import Box, Shape
@@ -27,33 +28,62 @@ class _Unfit(ValueError):
     """A tensor cannot be cut as the table says; the text says why."""
 
 
+@dataclass(slots=True)
+class Told:
+    """What is to be told of all states together: names that no line of the table is about, and those that a line is
+    about but that cannot be cut or joined, by reason; ``one``: old name -> new name where it is one tensor."""
+
+    kept: dict[str, None] = field(default_factory=dict)
+    unfit: dict[str, dict[str, None]] = field(default_factory=dict)
+    one: dict[str, str] = field(default_factory=dict)
+
+    def problems(self) -> list[str]:
+        """What stays under its own name, a line for each reason."""
+        lines = [f"the table has no entry for {_some(self.kept)}: as they were"] if self.kept else []
+        return lines + [f"{_some(names)} stay as they were: {reason}" for reason, names in self.unfit.items()]
+
+
 def rename(
-    specs: Mapping[str, TensorSpec], entries: Sequence[Entry], heads: Heads | None, back: bool
-) -> tuple[dict[str, TensorSpec], dict[str, str], list[str]]:
-    """-> (the tensors by new name, old name -> new name where it is one tensor, lines on what stays as it is)."""
-    renaming = _Renaming(specs, heads)
+    specs: Mapping[str, TensorSpec],
+    entries: Sequence[Entry],
+    heads: Heads | None,
+    back: bool,
+    told: Told,
+    stacked: bool = False,
+) -> dict[str, TensorSpec]:
+    """The tensors of a state by new name. ``stacked``: whether the names that they were saved under, where these lack
+    the number of the layer, are the model's own but for it."""
+    renaming = _Renaming(specs, heads, told, stacked)
     for name in specs:
-        if name not in renaming.used:
-            for entry in entries:
-                if renaming.joined(name, entry) if back else renaming.cut(name, entry):
-                    break
-            else:
-                renaming.keep(name)
-    return renaming.found, renaming.one, renaming.problems()
+        if name not in renaming.used and not (
+            renaming.joined(name, entries) if back else any(renaming.cut(name, entry) for entry in entries)
+        ):
+            renaming.keep(name)
+    return renaming.found
+
+
+def new_names(name: str, entries: Sequence[Entry], back: bool) -> list[str]:
+    """What a name becomes, whatever its tensor: several names where it is cut, itself if no line is about it."""
+    for entry in entries:
+        here, there = (entry.right, (entry.left,)) if back else ((entry.left,), entry.right)
+        for one in here:
+            match = pattern(one).fullmatch(name)
+            if match is not None:
+                return [other.format(**match.groupdict()) for other in there]
+    return [name]
 
 
 class _Renaming:
-    def __init__(self, specs: Mapping[str, TensorSpec], heads: Heads | None) -> None:
+    def __init__(self, specs: Mapping[str, TensorSpec], heads: Heads | None, told: Told, stacked: bool) -> None:
         self.specs = specs
         self.heads = heads
+        self.told = told
+        self.stacked = stacked
         self.found: dict[str, TensorSpec] = {}
-        self.one: dict[str, str] = {}
         self.used: set[str] = set()
-        self._kept: list[str] = []
-        self._unfit: dict[str, list[str]] = {}
 
     def keep(self, name: str) -> None:
-        self._kept.append(name)
+        self.told.kept[name] = None
         self._add(self.specs[name], name)
 
     def cut(self, name: str, entry: Entry) -> bool:
@@ -66,23 +96,22 @@ class _Renaming:
         try:
             made = _cut(spec, targets, entry, self.heads)
         except _Unfit as e:
-            self._unfit.setdefault(str(e), []).append(name)
-            self._add(spec, name)
+            self._unfit(name, e)
             return True
         for one in made:
             self._add(one, one.name)
         if len(targets) == 1:
-            self.one[name] = targets[0]
+            self.told.one[name] = targets[0]
         return True
 
-    def joined(self, name: str, entry: Entry) -> bool:
-        """Right to left. False if the entry is not about that name, or another one has given its target already."""
-        match = next((m for right in entry.right if (m := pattern(right).fullmatch(name))), None)
-        if match is None:
+    def joined(self, name: str, entries: Sequence[Entry]) -> bool:
+        """Right to left. Of several entries with that name, the one that gives back the name it was saved under, else
+        the first. False if none is about it, or another name has given its target already."""
+        about = [(e, m) for e in entries for right in e.right if (m := pattern(right).fullmatch(name))]
+        possible = [(e, m, target) for e, m in about if (target := e.left.format(**m.groupdict())) not in self.found]
+        if not possible:
             return False
-        target = entry.left.format(**match.groupdict())
-        if target in self.found:
-            return False
+        entry, match, target = next((p for p in possible if self._was(name, *p[:2])), possible[0])
         names = [right.format(**match.groupdict()) for right in entry.right]
         missing = [n for n in names if n not in self.specs]
         try:
@@ -90,27 +119,30 @@ class _Renaming:
                 raise _Unfit(f"{', '.join(entry.right)} have to be there together")
             spec = _joined([self.specs[n] for n in names], target, entry, self.heads)
         except _Unfit as e:
-            self._unfit.setdefault(str(e), []).append(name)
-            self._add(self.specs[name], name)
+            self._unfit(name, e)
             return True
         self.used.update(names)
         self._add(spec, target)
         if len(names) == 1:
-            self.one[name] = target
+            self.told.one[name] = target
         return True
 
-    def problems(self) -> list[str]:
-        """What stays under its own name, a line for each reason."""
-        lines = []
-        if self._kept:
-            lines.append(f"the table has no entry for {_some(self._kept)}: as they were")
-        return lines + [f"{_some(names)} stay as they were: {reason}" for reason, names in self._unfit.items()]
+    def _was(self, name: str, entry: Entry, match: re.Match[str]) -> bool:
+        """Whether the left name is the one that the tensor was saved under."""
+        saved = self.specs[name].stored_as
+        left = entry.left.format(**match.groupdict())
+        return saved == left or (self.stacked and saved == entry.left.replace(".{l}", "").format(**match.groupdict()))
+
+    def _unfit(self, name: str, why: _Unfit) -> None:
+        self.told.unfit.setdefault(str(why), {})[name] = None
+        self._add(self.specs[name], name)
 
     def _add(self, spec: TensorSpec, name: str) -> None:
         self.found.setdefault(name, renamed(spec, name))
 
 
-def _some(names: Sequence[str]) -> str:
+def _some(found: Mapping[str, None]) -> str:
+    names = list(found)
     listed = ", ".join(names[:3]) + (", ..." if names[3:] else "")
     return f"{len(names):,} {'names' if len(names) > 1 else 'name'} ({listed})"
 
