@@ -247,7 +247,8 @@ class CheckpointView(Mapping[str, LazyTensor]):
         are cut or joined by placement, nothing is copied.
 
         ``names``: "hf" for Hugging Face's names of a model in megatron-core's, "megatron" for the way back, one of
-        the tables of `lazyckpt.formats.renaming` ("llama", "mixtral", "qwen_moe", "gpt2", "gpt_neox", "nemotron"), or your own:
+        the tables of `lazyckpt.formats.renaming` ("llama", "mixtral", "qwen_moe", "gpt2", "gpt_neox", "nemotron"), or
+        one of your own:
         {"decoder.layers.{l}.mlp.linear_fc2.{p}": "model.layers.{l}.mlp.down_proj.{p}", ...}, as tables.toml there
         explains; {"extends": "llama", ...} adds to one. ``reverse`` reads the table from right to left.
 

@@ -193,6 +193,9 @@ def test_rows_of_query_key_value_in_old_orders(tmp_path: Path, version: int, ran
         assert bit_equal(view[name][...], model[name][0])
         assert bit_equal(view[name][5:31:3], model[name][0][5:31:3])
     assert "known from checkpoint_version" in view[names[0]].explain()
+    view = lazyckpt.open(tmp_path, rules={"*.query_key_value.*": "column"})
+    stored = [view.stored[f"mp_rank_{r:02d}/model_optim_rng.pt/model.{names[0]}"][...] for r in range(ranks)]
+    assert bit_equal(view[names[0]][...], torch.cat(stored)), "what the user says goes first"
 
 
 def test_experts_of_one_layer_under_numbered_names(tmp_path: Path) -> None:

@@ -295,5 +295,7 @@ def test_a_lost_chunk(zarr_folder: tuple[Path, dict[str, torch.Tensor]]) -> None
 def test_an_array_that_cannot_be(zarr_folder: tuple[Path, dict[str, torch.Tensor]], change: dict[str, Any]) -> None:
     path = zarr_folder[0] / "decoder.layers.mlp.linear_fc2.weight" / ".zarray"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(lazyckpt.CorruptError, match=r"\.zarray"):
-        lazyckpt.open(zarr_folder[0])
+    view = lazyckpt.open(zarr_folder[0])
+    (line,) = view.problems
+    assert line.startswith("'decoder.layers.mlp.linear_fc2.weight' cannot be read") and ".zarray" in line
+    assert "decoder.final_layernorm.weight" in view and not any("linear_fc2" in name for name in view)

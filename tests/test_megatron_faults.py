@@ -66,8 +66,11 @@ def test_a_lost_pipeline_stage(copied: Callable[[str], tuple[Path, Case]]) -> No
     view = lazyckpt.open(path)
     assert any("mp_rank_00_000" in line for line in view.problems)
     assert {n for n in case.truth["weights"] if ".layers.3." in n} <= reads(view, case)
+    for name in ("decoder.layers.1.mlp.linear_fc1.weight", "embedding.word_embeddings.weight"):
+        with pytest.raises(lazyckpt.MissingFileError, match="mp_rank_00_000"):
+            view[name]
     with pytest.raises(lazyckpt.MissingFileError, match="mp_rank_00_000"):
-        view["decoder.layers.1.mlp.linear_fc1.weight"]
+        view.rename("hf")["model.embed_tokens.weight"]
 
 
 def test_a_file_that_is_cut_short(copied: Callable[[str], tuple[Path, Case]]) -> None:
@@ -79,6 +82,42 @@ def test_a_file_that_is_cut_short(copied: Callable[[str], tuple[Path, Case]]) ->
     good = reads(view, case)
     assert {n for n in case.truth["weights"] if ".layers.0." in n} <= good
     assert "decoder.layers.3.mlp.linear_fc1.weight" not in good
+
+
+def test_a_lost_expert_parallel_rank(copied: Callable[[str], tuple[Path, Case]]) -> None:
+    path, case = copied("ep2")
+    shutil.rmtree(path / ITERATION / "mp_rank_00_001")
+    view = lazyckpt.open(path)
+    (line,) = view.problems
+    assert "mp_rank_*_001/model_optim_rng.pt is missing" in line and "the experts of expert-parallel rank 1" in line
+    lost = set(case.truth["weights"]) - reads(view, case)
+    assert lost and all(".experts." in name for name in lost)
+    with pytest.raises(lazyckpt.MissingFileError, match=r"mp_rank_\*_001"):
+        view[min(lost)]
+
+
+def test_expert_parallel_ranks_without_arguments(copied: Callable[[str], tuple[Path, Case]]) -> None:
+    """A pipeline would not have the embedding in all of its files."""
+    path, case = copied("ep2")
+    for file in path.glob("*/*/model_optim_rng.pt"):
+        change(file, lambda state: state.pop("args"))
+    view = lazyckpt.open(path)
+    assert reads(view, case) == set(case.truth["weights"]) == set(view)
+
+
+def test_an_output_layer_of_its_own_without_arguments(tmp_path: Path) -> None:
+    """It is no copy of the embedding: its bytes are others."""
+    embedding, head, norm = torch.randn(8, 4), torch.randn(8, 4), torch.randn(4)
+    layer = {"decoder.layers.0.input_layernorm.weight": norm}
+    stages = [
+        {"embedding.word_embeddings.weight": embedding, **layer},
+        {**layer, "output_layer.weight": head, "decoder.final_layernorm.weight": norm},
+    ]
+    for pp, model in enumerate(stages):
+        save_rank(tmp_path / ITERATION, f"mp_rank_00_{pp:03d}", {"model": model})
+    view = lazyckpt.open(tmp_path)
+    assert bit_equal(view["output_layer.weight"][...], head)
+    assert bit_equal(view["embedding.word_embeddings.weight"][...], embedding)
 
 
 def test_ranks_of_two_iterations_are_not_mixed(copied: Callable[[str], tuple[Path, Case]]) -> None:
@@ -120,13 +159,14 @@ def test_a_parameter_that_nothing_is_known_of(tmp_path: Path) -> None:
     whole = torch.randn(8, 4)
     model = {
         "decoder.layers.0.adapter.weight": (whole, rows),
+        "decoder.layers.1.adapter.weight": (whole, rows),
         "decoder.layers.0.mlp.linear_fc2.weight": (whole, columns),
         "decoder.layers.0.input_layernorm.weight": (whole[0], same),
     }
     path = save_tensor_parallel(tmp_path, model, 2)
     view = lazyckpt.open(path)
     (line,) = view.problems
-    assert "decoder.layers.0.adapter.weight" in line and "rules=" in line
+    assert line.startswith("2 tensors (decoder.layers.0.adapter.weight, decoder.layers.1.") and "rules=" in line
     assert bit_equal(view["decoder.layers.0.mlp.linear_fc2.weight"][...], whole)
     with pytest.raises(lazyckpt.DataError, match="rules="):
         view["decoder.layers.0.adapter.weight"][...]
@@ -253,3 +293,22 @@ def test_degrees_that_most_of_the_checkpoint_is_missing_for(copied: Callable[[st
         change(file, lambda state: setattr(state["args"], "tensor_model_parallel_size", 100_000))
     with pytest.raises(lazyckpt.CorruptError, match="tp=100000"):
         lazyckpt.open(path)
+
+
+def test_optimizers_files_that_are_all_missing_or_of_another_kind(copied: Callable[[str], tuple[Path, Case]]) -> None:
+    path, case = copied("tp2_dp2_distopt")
+    for file in path.glob("*/*/distrib_optim.pt"):
+        file.unlink()
+    view = lazyckpt.open(path)
+    assert [f"mp_rank_{tp:02d}/distrib_optim.pt is missing" in line for tp, line in enumerate(view.problems)] == [
+        True
+    ] * 2
+    for tp in range(2):
+        for dp in range(2):
+            folder = path / ITERATION / f"mp_rank_{tp:02d}_{dp:03d}"
+            folder.mkdir()
+            torch.save({}, folder / "optim.pt")
+    view = lazyckpt.open(path)
+    (line,) = [line for line in view.problems if "until 2023" in line]
+    assert line.startswith("4 files") and "mp_rank_00_000/optim.pt" in line
+    assert reads(view, case) == set(case.truth["weights"])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -23,3 +24,18 @@ def some(names: Iterable[str]) -> str:
     """The first three of them, for a message."""
     listed = list(names)
     return ", ".join(listed[:3]) + (", ..." if len(listed) > 3 else "")
+
+
+def told_together(reasons: Mapping[str, str], what: str) -> list[str]:
+    """A line for each reason, of the names that differ in numbers only: a model has a hundred layers.
+
+    >>> told_together({"a.0.w": "it is odd", "a.1.w": "it is odd", "b": "it is odd"}, "cannot be read")
+    ['2 tensors (a.0.w, a.1.w) cannot be read: it is odd', "'b' cannot be read: it is odd"]
+    """
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, reason in reasons.items():
+        groups.setdefault((re.sub(r"\d+", "#", name), reason), []).append(name)
+    return [
+        f"{repr(names[0]) if len(names) == 1 else f'{len(names):,} tensors ({some(names)})'} {what}: {reason}"
+        for (_, reason), names in groups.items()
+    ]

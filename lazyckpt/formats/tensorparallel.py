@@ -24,7 +24,7 @@ from .huggingface import load_json, read_shard
 from .members import together
 from .merge import Merge, MergedFragments, Rule, concatenated, decide, replicated, user_rules
 from .merge import Source as RuleSource
-from .paths import some
+from .paths import some, told_together
 from .reader import Reader, Source
 from .torchsave import member
 
@@ -149,10 +149,11 @@ def _merged(format: str, store: Store, paths: Sequence[str], sources: Sequence[R
             stored |= {f"{path}/{name}": spec for name, spec in (index.stored or {}).items()}
             problems += index.problems
     states: dict[str, dict[str, TensorSpec]] = {}
+    unmerged: dict[str, str] = {}
     for state in dict.fromkeys(s for index in there for s in index.states):
         for name in dict.fromkeys(n for index in there for n in index.states.get(state, {})):
             shards = [None if i is None else i.states.get(state, {}).get(name, i) for i in ranks]
-            states.setdefault(state, {})[name] = _tensor(name, paths, shards, sources, problems)
+            states.setdefault(state, {})[name] = _tensor(name, paths, shards, sources, problems, unmerged)
     return Index(
         format=format,
         states=states,
@@ -161,7 +162,7 @@ def _merged(format: str, store: Store, paths: Sequence[str], sources: Sequence[R
         aliases=there[0].aliases,
         meta=there[0].meta,
         mesh=Mesh(tp=len(paths)),
-        problems=tuple(dict.fromkeys(problems)),
+        problems=tuple(dict.fromkeys([*problems, *told_together(unmerged, "cannot be put together")])),
     )
 
 
@@ -186,8 +187,10 @@ def _tensor(
     shards: Sequence[TensorSpec | Index | None],
     sources: Sequence[RuleSource],
     problems: list[str],
+    unmerged: dict[str, str],
 ) -> TensorSpec:
-    """One tensor from its shards: None where the rank's file is lost, the file's index where it has no such tensor."""
+    """One tensor from its shards: None where the rank's file is lost, the file's index where it has no such tensor.
+    ``unmerged``: gets why it cannot be put together."""
     held = [s for s in shards if isinstance(s, TensorSpec)]
     first = held[0]
     if any(isinstance(s, Index) for s in shards):
@@ -208,7 +211,7 @@ def _tensor(
     try:
         merged = decide(name, shapes, sources)
     except ValueError as e:
-        problems.append(f"{name!r} cannot be put together: {e}")
+        unmerged[name] = str(e)
         return TensorSpec(name, first.shape, first.dtype, (), rule=f"it cannot be put together: {e}")
     if merged.parts == (None,):
         return first

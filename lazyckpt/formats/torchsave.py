@@ -12,7 +12,7 @@ from ..io.dangers import dangers
 from ..io.plain import Path, Plain, TensorRef
 from ..io.rebuild import StoredTensor
 from ..io.store import Store
-from ..io.torchfile import Pickles, TorchFile, is_torch_file, read_torch_file
+from ..io.torchfile import Pickles, Record, TorchFile, is_torch_file, read_torch_file
 from .members import Member, together
 from .nested import paths, put
 from .reader import Reader, Source
@@ -43,6 +43,16 @@ def ties(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
         if owner != name:
             aliases[name] = owner
     return aliases
+
+
+def crc_of(records: Mapping[str, Record], tensor: StoredTensor) -> int | None:
+    """The checksum of a tensor's bytes, where it is all of its storage."""
+    if tensor.storage is None:
+        return None
+    record = records.get(tensor.storage.key)
+    if record is None or record.nbytes != prod(tensor.shape) * tensor.dtype.itemsize:
+        return None
+    return record.crc
 
 
 def warnings(path: str, file: TorchFile, plain: Plain) -> list[str]:

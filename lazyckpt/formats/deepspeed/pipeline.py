@@ -19,10 +19,10 @@ from ...errors import LazyckptError
 from ...io.rebuild import StoredTensor
 from ...io.torchfile import TorchFile
 from ..numbering import Effort
+from ..torchsave import crc_of
 from .building import Building, Local, Shapes, Shards, local, tensors_in
 from .files import RankFiles
 from .plainopt import Group, match
-from .weights import crc_of
 
 _TIED = "tied_modules."
 # layer -> tensor-parallel rank -> what its file holds, by local name

@@ -15,7 +15,8 @@ import torch
 from ...core.index import Hole, Rank
 from ...errors import LazyckptError
 from ...io.rebuild import StoredTensor
-from ...io.torchfile import Record, TorchFile, is_whole
+from ...io.torchfile import TorchFile, is_whole
+from ..torchsave import crc_of
 from .autoep import layer_of, stacked_files
 from .building import Building, Local, Shards, buffer_names, local, shapes_of, table, tensors_in
 from .files import RankFiles, name_of_rank
@@ -123,16 +124,6 @@ def copies(file: TorchFile, module: Mapping[str, StoredTensor], trained: set[str
         if len(known := [n for n in names if n in trained]) == 1:
             found |= {n: known[0] for n in names if n not in trained}
     return found
-
-
-def crc_of(records: Mapping[str, Record], tensor: StoredTensor) -> int | None:
-    """The checksum of a tensor's bytes, where it is all of its storage."""
-    if tensor.storage is None:
-        return None
-    record = records.get(tensor.storage.key)
-    if record is None or record.nbytes != prod(tensor.shape) * tensor.dtype.itemsize:
-        return None
-    return record.crc
 
 
 def _listed(ranks: Iterable[int]) -> str:

@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from ...core.names import natural
 from ...errors import CorruptError, FormatError, MissingFileError
 from ...io.store import Entry, Store
+from ..paths import some
 from ..reader import Source
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MODEL = ("model_optim_rng.pt", "model_rng.pt")  # the second: with a distributed optimizer, until 2023
 OPTIM = "distrib_optim.pt"
+_OTHER = re.compile(r"optim\.pt|layer_wise_optimizer_\d+\.pt")
 _DISTRIBUTED = ("metadata.json", "common.pt", ".metadata")
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _ITERATION = re.compile(r"iter_(\d{7,})")
@@ -53,6 +55,7 @@ class Iteration:
 def rank_folders(store: Store, folder: str, names: Mapping[str, Entry]) -> Iteration:
     """The rank folders in a folder. Those without a model's file are told of."""
     found = Iteration(folder)
+    others: list[str] = []
     for name in sorted(names, key=natural):
         match = _RANK.fullmatch(name)
         if match is None or not names[name].is_dir:
@@ -60,10 +63,8 @@ def rank_folders(store: Store, folder: str, names: Mapping[str, Entry]) -> Itera
         path = f"{folder}/{name}" if folder else name
         inside = store.list(path)
         model = next((n for n in MODEL if n in inside), None)
+        others += [f"{path}/{n}" for n in sorted(inside, key=natural) if _OTHER.fullmatch(n)]
         if model is None and "optim.pt" in inside:
-            found.notes.append(
-                f"{path}/optim.pt: a data-parallel rank's states as Megatron kept them until 2023: not read"
-            )
             continue
         if model is None:
             found.notes.append(f"{path} has no {MODEL[0]}: what this rank holds is lost")
@@ -71,6 +72,11 @@ def rank_folders(store: Store, folder: str, names: Mapping[str, Entry]) -> Itera
         optim = f"{path}/{OPTIM}" if OPTIM in inside else ""
         numbers = tuple(int(n) for n in match.groups() if n is not None)
         found.ranks.append(RankFolder(name, numbers, f"{path}/{model}", optim))
+    if others:
+        found.notes.append(
+            f"{len(others):,} files of optimizers' states that lazyckpt does not read (those of the distributed "
+            f"optimizer until 2023, and of layer-wise ones): {some(others)}"
+        )
     return found
 
 

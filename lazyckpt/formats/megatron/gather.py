@@ -37,12 +37,13 @@ class Shard:
 @dataclass(slots=True)
 class Gathered:
     """All shards: state -> name -> key -> shard. ``sources``: where merge rules come from; ``single``: whether a tensor
-    may have one of its own."""
+    may have one of its own; ``unmerged``: name -> why it cannot be put together."""
 
     grid: Grid
     sources: tuple[Source, ...]
     single: Callable[[str], bool]
     states: dict[str, dict[str, dict[Key, Shard]]] = field(default_factory=dict)
+    unmerged: dict[str, str] = field(default_factory=dict)
     _rules: dict[tuple[str, tuple[Shape, ...]], Merge] = field(default_factory=dict)
 
     def add(self, state: str, name: str, extent: Extent, rank: Rank) -> None:
@@ -81,7 +82,7 @@ class Gathered:
         return (rank.ep if stack_of(name) else 0), cut
 
     def spec(self, state: str, name: str) -> TensorSpec:
-        """The whole tensor. What cannot be put together has no fragments, and a problem is told."""
+        """The whole tensor. What cannot be put together has no fragments, and is in ``unmerged``."""
         shards = self.states[state][name]
         first = shards[min(shards)]
         expert = is_expert(name)
@@ -98,9 +99,9 @@ class Gathered:
         except ValueError as e:
             if self._torn(shards, ranks):
                 reason = "not whole: the files of a rank are lost"
-                hole = Hole("", f"{name!r}: {reason}")
+                hole = Hole("", reason)
                 return TensorSpec(name, first.shape, first.dtype, (Fragment(hole, first.shape),), rule=reason)
-            self.grid.tell(f"{name!r} cannot be put together: {e}")
+            self.unmerged.setdefault(name, str(e))
             return TensorSpec(name, first.shape, first.dtype, (), rule=f"it cannot be put together: {e}")
         rule = "; ".join(filter(None, (merged.rule, note if merged.shape[0] == first.shape[0] * ranks else "")))
         if merged.parts == (None,):
@@ -132,7 +133,7 @@ class Gathered:
             reason = (
                 lost[0] if lost else f"the shard of tensor-parallel rank {rank} of {d.tp} is in no file that is here"
             )
-        hole = Hole(reason.split(" is missing")[0] if " is missing" in reason else "", f"{name!r}: {reason}")
+        hole = Hole(reason.split(" is missing")[0] if " is missing" in reason else "", reason)
         return Shard(like.shape, like.dtype, [Fragment(hole, like.shape)])
 
     def _stack(self, name: str, shards: Mapping[Key, Shard]) -> TensorSpec:

@@ -20,6 +20,7 @@ from ...io.store import Store
 from ...io.torchfile import Pickles, TorchFile, read_torch_file
 from .degrees import Degrees, degrees
 from .files import Iteration, RankFolder
+from .names import is_expert
 
 _DEPTH = 8
 Tensors = dict[str, StoredTensor]  # name in the file -> tensor, in the file's order
@@ -40,8 +41,8 @@ class RankFile:
 
 @dataclass(slots=True)
 class Grid:
-    """The ranks of one save. ``lost``: (tp, pp) -> why there is no file of it; ``first``: the file that speaks for
-    all."""
+    """The ranks of one save. ``lost``: (tp, pp) -> why there is no file of it; ``lost_experts``: the same by (pp, ep),
+    where the file of an expert-tensor-parallel rank is missing; ``first``: the file that speaks for all."""
 
     degrees: Degrees
     ranks: dict[tuple[int, int, int], RankFile]
@@ -49,6 +50,7 @@ class Grid:
     first: RankFile
     files: dict[str, FileInfo]
     problems: dict[str, None]  # in order, each once
+    lost_experts: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def tell(self, problem: str) -> None:
         self.problems[problem] = None
@@ -63,7 +65,7 @@ def read_grid(store: Store, found: Iteration) -> Grid:
     none can be read."""
     problems: dict[str, None] = dict.fromkeys(found.notes)
     pickles = Pickles()
-    read: list[tuple[RankFolder, TorchFile, dict[Any, Any], list[Tensors], Degrees]] = []
+    read: list[tuple[RankFolder, TorchFile, dict[Any, Any], list[Tensors]]] = []
     error: LazyckptError | None = None
     flat: dict[tuple[int, ...], list[Tensors]] = {}
     counts = [1 + max(n) for n in zip(*_padded([folder.numbers for folder in found.ranks]), strict=True)]
@@ -79,19 +81,22 @@ def read_grid(store: Store, found: Iteration) -> Grid:
             error = error or e
             problems[f"{folder.model} cannot be read: {e}"] = None
             continue
-        read.append((folder, file, root, chunks, degrees(root.get("args"), counts, len(chunks))))
+        read.append((folder, file, root, chunks))
     if not read:
         if error is not None:
             raise error
         raise CorruptError(
             f"{store.root}/{found.folder}: no rank folder has a model's file; {'; '.join(found.notes[:3])}"
         )
-    save = _save(found, [(_iteration(root), d) for _, _, root, _, d in read])
+    if len(counts) == 2 and all(any("embedding.word_embeddings." in n for n in chunks[0]) for *_, chunks in read):
+        counts = [counts[0], 1, counts[1]]  # (no pipeline has the embedding on all of its stages)
+    owns = [degrees(root.get("args"), counts, len(chunks)) for _, _, root, chunks in read]
+    save = _save(found, [(_iteration(root), own) for (_, _, root, _), own in zip(read, owns, strict=True)])
     degree = save[1]
     _believe(degree, len(read), found.folder)
     ranks: dict[tuple[int, int, int], RankFile] = {}
     files = {}
-    for folder, file, root, chunks, own in read:
+    for (folder, file, root, chunks), own in zip(read, owns, strict=True):
         files[file.path] = file.info
         at = degree.place(folder.numbers)
         if (_iteration(root), own) != save:
@@ -176,16 +181,27 @@ def _believe(d: Degrees, files: int, folder: str) -> None:
 
 
 def _find_lost(grid: Grid, found: Iteration) -> None:
-    """Which tensor- and pipeline-parallel ranks have no file. (Of expert-parallel ranks not all need one.)"""
+    """Which tensor- and pipeline-parallel ranks have no file, and whose experts are in none. (Of the expert-parallel
+    ranks of a tensor-parallel one, not all need to have a file.)"""
     d = grid.degrees
     there = {(tp, pp) for tp, pp, _ in grid.ranks}
     for pp in range(d.pp):
         for tp in range(d.tp):
-            if (tp, pp) in there:
-                continue
-            name = f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if d.pp > 1 else "") + ("_*" if d.ep > 1 else "")
-            path = f"{found.folder}/{name}/model_optim_rng.pt".lstrip("/")
-            grid.lost[tp, pp] = f"{path} is missing, or cannot be used"
-            grid.tell(
-                f"{path} is missing, or cannot be used: what tensor-parallel rank {tp} of stage {pp} holds is lost"
-            )
+            if (tp, pp) not in there:
+                name = f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if d.pp > 1 else "") + ("_*" if d.ep > 1 else "")
+                path = f"{found.folder}/{name}/model_optim_rng.pt".lstrip("/")
+                grid.lost[tp, pp] = f"{path} is missing, or cannot be used"
+                what = f"what tensor-parallel rank {tp} of stage {pp} holds is lost"
+                if not any(f"{name}/" in line or f"{name} " in line for line in grid.problems):  # else: why
+                    grid.tell(f"{path} is missing, or cannot be used: {what}")
+    if d.ep == 1 or d.tp % d.etp:
+        return
+    cuts = {(d.expert_rank(tp), pp, ep) for tp, pp, ep in grid.ranks}
+    for pp in range(d.pp):
+        for ep in range(d.ep):
+            gone = [etp for etp in range(d.etp) if (etp, pp, ep) not in cuts]
+            if gone and any(is_expert(n) for at, r in grid.ranks.items() if at[1] == pp for c in r.chunks for n in c):
+                name = "mp_rank_*" + (f"_{pp:03d}" if d.pp > 1 else "") + f"_{ep:03d}"
+                path = f"{found.folder}/{name}/model_optim_rng.pt".lstrip("/")
+                grid.lost_experts[pp, ep] = f"{path} is missing, or cannot be used"
+                grid.tell(f"{path} is missing, or cannot be used: the experts of expert-parallel rank {ep} are lost")

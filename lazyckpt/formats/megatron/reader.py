@@ -8,15 +8,17 @@ from ...core.index import Index, Mesh, TensorSpec
 from ...core.names import natural
 from ...errors import CorruptError
 from ...io.plain import Plain
+from ..paths import told_together
 from ..reader import Source
 from ..torchsave import warnings
 from .degrees import data_parallel, number, version
 from .files import find_ranks
 from .gather import Gathered
+from .lost import lost_names
 from .oldorder import in_todays_order, splits_of
 from .ranks import read_grid
 from .rules import megatron_rules
-from .weights import Attributes, Namer, add_buffers, add_states, add_weights, lost_names, number_layers
+from .weights import Attributes, Namer, add_buffers, add_states, add_weights, number_layers
 
 _ORDER = ("weights", "fp32", "exp_avg", "exp_avg_sq")
 
@@ -44,6 +46,8 @@ def read(source: Source) -> Index:
     for state in sorted(g.states, key=_state_order):
         names = sorted(g.states[state], key=natural) if grid.degrees.pp > 1 else list(g.states[state])
         states[state] = {name: _spec(g, state, name, old) for name in names}
+    for line in told_together(g.unmerged, "cannot be put together"):
+        grid.tell(line)
     if not states.get("weights"):
         raise CorruptError(
             f"{source.where}/{found.folder}: its files hold no weights; {'; '.join(list(grid.problems)[:3])}"
@@ -62,7 +66,8 @@ def read(source: Source) -> Index:
 def _spec(g: Gathered, state: str, name: str, old: float) -> TensorSpec:
     splits = splits_of(name, old)
     shards = g.states[state][name]
-    if not splits or (0, 0) not in shards or shards[0, 0].shape == ():
+    said = g.sources[0].find(name) is not None  # by the user
+    if said or not splits or (0, 0) not in shards or shards[0, 0].shape == ():
         return g.spec(state, name)
     heads = number(g.grid.args, "num_attention_heads")
     size = number(g.grid.args, "kv_channels")

@@ -20,6 +20,7 @@ from ...core.index import TensorSpec, renamed
 _LAYERS = re.compile(r"(?P<head>(?:^|.*\.)layers)\.(?P<tail>(?!\d+\.).+)")
 _EXPERTS = re.compile(r"(?P<head>.*\.mlp\.experts)\.experts\.(?P<tail>(?!\d+\.).+)")
 _ONE_EXPERT = re.compile(r"(?P<head>.*\.mlp\.experts)\.(?P<expert>\d+)\.(?P<tail>.+)")
+_MOST = 1 << 16  # layers, or experts, that a model may have
 _FUSED_ROWS = (("_w", "_v"), (".z", ".x", ".B", ".C", ".dt"), (".x", ".B", ".C"))
 _FUSED = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
@@ -37,7 +38,7 @@ def logical(keys: Mapping[str, TensorSpec], local: bool | None) -> dict[str, Ten
 
 def _layers(spec: TensorSpec) -> Iterator[TensorSpec]:
     match = _LAYERS.fullmatch(spec.name)
-    if match is None or not spec.shape:
+    if match is None or not spec.shape or spec.shape[0] > _MOST:
         yield spec
         return
     for n in range(spec.shape[0]):
@@ -50,7 +51,7 @@ def _experts(spec: TensorSpec) -> Iterator[TensorSpec]:
         yield renamed(spec, f"{one['head']}.local_experts.{one['expert']}.{one['tail']}")
         return
     match = _EXPERTS.fullmatch(spec.name)
-    if match is None or not spec.shape:
+    if match is None or not spec.shape or spec.shape[0] > _MOST:
         yield spec
         return
     for n in range(spec.shape[0]):

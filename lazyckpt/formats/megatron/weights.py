@@ -13,6 +13,7 @@ from ...errors import LazyckptError
 from ...io.rebuild import StoredTensor
 from ...io.store import Store
 from ...io.torchfile import Pickles, TorchFile, read_torch_file
+from ..torchsave import crc_of
 from .buffers import fits, layouts, states_in
 from .degrees import flag, number
 from .gather import Gathered, stacked
@@ -66,8 +67,20 @@ class Namer:
 
 
 def is_tied(grid: Grid) -> bool:
-    """Whether the output layer's matrix is the embedding's. (Before there was a switch for it, it always was.)"""
-    return flag(grid.args, "untie_embeddings_and_output_weights") is not True
+    """Whether the output layer's matrix is the embedding's: by the arguments, else if it is the same bytes. (Before
+    there was a switch for it, it always was.)"""
+    untied = flag(grid.args, "untie_embeddings_and_output_weights")
+    if untied is not None:
+        return not untied
+    for rank in grid.ranks.values():
+        for tensors in rank.chunks:
+            for name in filter(is_head, tensors):
+                owner = next((o for (tp, _, _), o in grid.ranks.items() if tp == rank.rank.tp), rank)
+                embedding = owner.chunks[0].get(tied_to(name))
+                crc = crc_of(rank.file.records, tensors[name])
+                if embedding is None or crc is None or crc != crc_of(owner.file.records, embedding):
+                    return name.startswith("word_embeddings_for_head")
+    return True
 
 
 def number_layers(grid: Grid) -> None:
@@ -206,7 +219,7 @@ def _parameters(
 def add_buffers(g: Gathered, namer: Namer, store: Store) -> None:
     """The states in the distributed optimizers' own files."""
     pickles = Pickles()
-    failed: set[tuple[int, int]] = set()
+    parts = parts_of(g.grid.first.root.get("optimizer"))
     for rank in g.grid.ranks.values():
         path = rank.folder.optim
         if not path:
@@ -220,11 +233,12 @@ def add_buffers(g: Gathered, namer: Namer, store: Store) -> None:
                     _buffer(g, namer, rank, file, entry, n, len(entries))
         except LazyckptError as e:
             g.grid.tell(f"{path} cannot be read, the optimizer's states in it are lost: {e}")
-            failed.add((rank.rank.tp, rank.rank.pp))
-    if not any(rank.folder.optim for rank in g.grid.ranks.values()):
+    wanted = flag(g.grid.args, "use_distributed_optimizer") and groups_of(parts[0] if parts else {})
+    if not wanted and not any(rank.folder.optim for rank in g.grid.ranks.values()):
         return
     for rank in g.grid.ranks.values():
-        if not rank.folder.optim and rank.rank.ep == 0:
+        # (one that has no experts of its own, and is not the first of the expert-parallel ones, has nothing to save)
+        if not rank.folder.optim and (rank.rank.ep == 0 or any(is_expert(n) for c in rank.chunks for n in c)):
             g.grid.tell(
                 f"{rank.folder.model.rpartition('/')[0]}/distrib_optim.pt is missing: the states in it are lost"
             )
@@ -302,32 +316,3 @@ def _add_slice(
     )
     experts = namer.local_experts(rank.chunks[0])
     g.add(state, name, _as_stack(g, extent, name, experts), rank.rank)
-
-
-# -- what is lost
-
-
-def lost_names(grid: Grid, g: Gathered) -> dict[str, str]:
-    """The names of layers whose stage has no file at all, as far as the other layers let them be guessed -> why."""
-    d = grid.degrees
-    gone = [pp for pp in range(d.pp) if all((tp, pp) in grid.lost for tp in range(d.tp))]
-    weights = g.states.get("weights", {})
-    layers: dict[str, set[str]] = {}
-    for name in weights:
-        at = place(name)
-        if at.layer is not None:
-            layers.setdefault(f"{at.head}{{}}", set()).add(at.tail)
-    found: dict[str, str] = {}
-    counts = planned(grid.args, d.pp, d.chunks)
-    starts = offsets(d.pp, d.chunks, counts) if counts else {}
-    for pp in gone:
-        why = grid.lost[0, pp]
-        for chunk in range(d.chunks):
-            for layer in range(counts.get((pp, chunk), 0)):
-                for head, tails in layers.items():
-                    found |= {
-                        name: f"{name!r}: {why}"
-                        for tail in tails
-                        if (name := head.format(starts[pp, chunk] + layer) + tail) not in weights
-                    }
-    return found

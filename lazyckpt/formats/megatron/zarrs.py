@@ -42,19 +42,25 @@ _DTYPES = {
 
 
 def in_folder(store: Store, folder: str = "") -> Member:
-    """The arrays of a folder, and its objects but for ``_extra_state``. Raises CorruptError."""
+    """The arrays of a folder, and its objects but for ``_extra_state``. Those that are damaged are
+    told of. Raises the first one's error if all are."""
     tensors: dict[str, tuple[Path, TensorSpec]] = {}
     problems: list[str] = []
     files: dict[str, FileInfo] = {}
     meta: dict[str, Any] = {}
+    error: LazyckptError | None = None
     for key, entry in sorted(store.list(folder).items()):
         if not entry.is_dir:
             continue
         below = posixpath.join(folder, key)
         listed = store.list(below)
         if ".zarray" in listed:
-            spec = _array(store, below, key, listed, problems)
-            tensors[key] = ((key,), spec)
+            try:
+                tensors[key] = ((key,), _array(store, below, key, listed, problems))
+            except LazyckptError as e:
+                error = error or e
+                problems.append(f"{key!r} cannot be read: {e}")
+                continue
             files |= {f"{below}/{name}": e.info for name, e in listed.items() if not e.is_dir}
         elif not key.endswith("_extra_state"):
             for name in sorted(n for n in listed if n.endswith(".pt")):
@@ -65,6 +71,8 @@ def in_folder(store: Store, folder: str = "") -> Member:
                     continue
                 meta[f"{key}/{name.removesuffix('.pt')}"] = one.meta.get("", one.meta)
                 files |= one.files
+    if error is not None and not tensors:
+        raise error
     return Member(
         format="megatron-zarr",
         tensors=tensors,

@@ -18,10 +18,10 @@ from ...io.plain import Path, Plain
 from ...io.rebuild import StoredTensor
 from ...io.torchfile import TorchFile
 from ..dcp.chunks import in_chunks, uncovered
-from ..deepspeed.weights import crc_of
 from ..naming import MODELS
 from ..paths import some
 from ..placements import Cut, Layout, Placement, Same
+from ..torchsave import crc_of
 from .fragments import MeshFragments, Team
 from .records import DTensor, Records, ShardedTensor, is_dtensor
 
