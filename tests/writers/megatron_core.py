@@ -118,6 +118,7 @@ CASES: dict[str, MegatronSpec] = {
     "tp2_dp2_ep2_etp1_distopt": MegatronSpec(
         tp=2, dp=2, ep=2, etp=1, experts=4, shared=12, moe_freq=(0, 1, 1), layers=3, distributed=True, seed=24
     ),
+    "ep2_grouped_distopt": MegatronSpec(dp=2, ep=2, experts=4, bf16=True, grouped=True, distributed=True, seed=26),
     "tp2_dp2_mla_distopt": MegatronSpec(tp=2, dp=2, mla=True, bf16=True, distributed=True, seed=25),
 }
 

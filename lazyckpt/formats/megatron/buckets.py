@@ -1,10 +1,10 @@
 """The distributed optimizer's buckets as ranks hold them ("dp_reshardable"): where each parameter lies in them.
 
-Writer: megatron/core/optimizer/distrib_optimizer.py `sharded_param_state_dp_reshardable`: for every model-parallel rank,
-buffer and bucket one flat tensor, which the data-parallel ranks save in chunks: one for each parameter that a rank has
-some of, one for each gap between parameters. distributed/param_and_grad_buffer.py `_ParamAndGradBuffer` lays parameters
-out in the reverse of the model's order, each from a multiple of 64 elements on. No name is saved: the parameters of a
-rank follow from the weights, and where every chunk begins and ends has to be what they lead to.
+Writer: megatron/core/optimizer/distrib_optimizer.py `sharded_param_state_dp_reshardable`: for every model-parallel
+rank, buffer and bucket one flat tensor, which the data-parallel ranks save in chunks: one for each parameter that a
+rank has some of, one for each gap between parameters. distributed/param_and_grad_buffer.py `_ParamAndGradBuffer` lays
+parameters out in the reverse of the model's order, each from a multiple of 64 elements on. No name is saved: the
+parameters of a rank follow from the weights, and where every chunk begins and ends has to be what they lead to.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from ...core.index import Fragment, TensorSpec
 from ...core.plan import Selection, fragments_near
 
 _ALIGNMENT = 64
-_DIVISORS = (128, 1 << 16)  # of a bucket's length; the second with pad_buckets_for_high_nccl_busbw
+# what a bucket's length is padded to, with the number of ranks; the second with pad_buckets_for_high_nccl_busbw
+_DIVISORS = (128, 1 << 16)
 
 Place = tuple[int, int]  # bucket, first element in it
 
@@ -58,13 +59,6 @@ def ends_of(places: Sequence[Place], sizes: Sequence[int], totals: Sequence[int]
     return found
 
 
-def cut_ends(total: int, ranks: int) -> Iterator[set[int]]:
-    """Where data-parallel ranks cut a bucket, as its length may be padded."""
-    for divisor in dict.fromkeys(lcm(ranks, d) for d in _DIVISORS):
-        width = _up(total, divisor) // ranks
-        yield {n * width for n in range(1, ranks) if n * width < total}
-
-
 def chunk_ends(spec: TensorSpec) -> set[int]:
     """Where the chunks of a flat tensor begin and end."""
     return {end for fragment in spec.fragments for end in _interval(fragment)}
@@ -78,15 +72,25 @@ def _interval(fragment: Fragment) -> tuple[int, int]:
 def ranks_of(found: Sequence[set[int]], expected: Sequence[set[int]]) -> int | None:
     """Over how many data-parallel ranks buckets are cut: so that their chunks end just where parameters and cuts do.
     None if there is no such number."""
-    most = max(range(len(found)), key=lambda n: len(found[n] - expected[n]))
-    extra = len(found[most] - expected[most])
-    for ranks in range(extra + 1, extra + 1 + len(expected[most])):
-        if all(
-            any(got == ends | cuts for cuts in cut_ends(max(ends), ranks))
-            for got, ends in zip(found, expected, strict=True)
-        ):
+    pairs = sorted(zip(found, expected, strict=True), key=lambda pair: len(pair[0] - pair[1]), reverse=True)
+    got, ends = pairs[0]  # the most cuts are in this one, but for those where a parameter ends
+    least = 1 + len(got - ends)
+    for ranks in range(least, least + len(ends)):
+        if all(_is_cut(got, ends, ranks) for got, ends in pairs):
             return ranks
     return None
+
+
+def _is_cut(found: set[int], ends: set[int], ranks: int) -> bool:
+    """Whether chunks end where parameters do and where that many ranks cut the bucket, as its length may be padded."""
+    total = max(ends)
+    for divisor in dict.fromkeys(lcm(ranks, d) for d in _DIVISORS):
+        width = _up(total, divisor) // ranks
+        if width in found or width >= total:
+            cuts = range(width, min(total, ranks * width), width)
+            if found == ends.union(cuts):
+                return True
+    return False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,7 +4,8 @@ Writer: megatron/core/dist_checkpointing/serialization.py `save`, core.py (`meta
 torch.distributed.checkpoint) or, up to 0.15, strategies/zarr.py. A key is a tensor of the whole model, whatever the
 parallel layout; `stacks` gives the model's own names. Optimizers: optimizer/optimizer.py `sharded_state_dict`
 ("optimizer.state.exp_avg." and the key of the parameter), optimizer/distrib_optimizer.py
-`sharded_param_state_fully_reshardable`, `_fs_model_space` (reshaped to a grid: `regridded`).
+`sharded_param_state_fully_reshardable`, `_fs_model_space` (reshaped to a grid: `regridded`), `_dp_reshardable`
+(buckets as ranks hold them: `reshardable`).
 """
 
 from __future__ import annotations
@@ -143,11 +144,10 @@ def _states(member: Member, args: Any) -> tuple[dict[str, dict[str, TensorSpec]]
         for state, tensors in found.items():
             states.setdefault(state, {}).update(tensors)
         lines = [
-            f"{len(buffers):,} tensors are buffers of the distributed optimizer as ranks hold them (dp_reshardable: "
-            f"{some(buffers)}), and which parameter stands where in {'some of ' if found else ''}them is not known: "
-            f"{reason}. They are in view.stored; saved with --dist-ckpt-optim-fully-reshardable they would be states "
-            "by parameter"
-            for reason in reasons
+            f"{len(keys):,} tensors are buffers of the distributed optimizer as ranks hold them (dp_reshardable: "
+            f"{some(keys)}), and which parameter stands where in them is not known: {reason}. They are in view.stored; "
+            "saved with --dist-ckpt-optim-fully-reshardable they would be states by parameter"
+            for keys, reason in reasons
         ]
     order = ["weights", "fp32"]
     states = dict(sorted(states.items(), key=lambda item: order.index(item[0]) if item[0] in order else 2))

@@ -24,9 +24,8 @@ _ORDER = (
     *("final_layernorm", "output_layer"),
 )
 _RANK = {name: n for n, name in enumerate(_ORDER)}
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _ONE_EXPERT = re.compile(r"(.*\.experts)\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)")
-_FUSED = ((".self_attention.linear_qkv.layer_norm_", ".input_layernorm."),)
 
 Key = tuple[int, ...]
 # the modules that may have made the same names: experts one after the other (SequentialMLP); all first matrices, then
@@ -35,16 +34,16 @@ EXPERTS = ("{e}.{fc}.{leaf}", "{fc}.{e}.{leaf}", "{fc}.{leaf}.{e}")
 
 
 def sort_key(name: str, experts: str = EXPERTS[0], unfused: bool = False) -> Key | None:
-    """What sorts names as the model does; None if the place of one is not known. ``unfused``: names of fused layer
-    norms are those of norms of their own (transformer_layer.py).
+    """What sorts names as the model does; None if the place of one is not known. ``unfused``: the norm that is named as
+    if it were one with the next matrix is before the attention (stacks.py).
 
     >>> names = ["linear_qkv.weight", "linear_proj.weight", "linear_qkv.layer_norm_weight"]
     >>> sorted(names, key=sort_key)
     ['linear_proj.weight', 'linear_qkv.layer_norm_weight', 'linear_qkv.weight']
     """
+    name = name.replace(".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm.")  # the same place, if there is such a fc1
     if unfused:
-        for fused, own in _FUSED:
-            name = name.replace(fused, own)
+        name = name.replace(".self_attention.linear_qkv.layer_norm_", ".input_layernorm.")
     one = _ONE_EXPERT.fullmatch(name)
     if one is not None:
         head, e, fc, leaf = one.groups()
@@ -66,7 +65,7 @@ def staged(names: Iterable[str], starts: Mapping[tuple[int, int], int], counts: 
     stages = {n: at for at, count in counts.items() for n in range(starts[at], starts[at] + count)}
     found: dict[str, tuple[int, int]] = {}
     for name in names:
-        layer = _LAYER.match(name)
+        layer = LAYER.match(name)
         if layer is not None and int(layer[1][:9]) in stages:
             found[name] = stages[int(layer[1][:9])]
         elif name.startswith("embedding."):

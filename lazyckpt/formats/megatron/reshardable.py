@@ -10,12 +10,14 @@ parameter was. What these lead to is believed if every bucket is as long and is 
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
-from math import prod
 from typing import Any
 
+from ...core.box import Shape
 from ...core.index import TensorSpec
 from ...core.plan import fragment_boxes
 from ..merge import Merge, MergedFragments, concatenated, in_parts, replicated
@@ -23,7 +25,7 @@ from .buckets import Place, Sliced, chunk_ends, ends_of, ranks_of, walk
 from .degrees import Degrees, degrees, flag, number
 from .layers import offsets, planned
 from .names import is_buffer, is_expert
-from .order import EXPERTS, sort_key, staged
+from .order import EXPERTS, LAYER, sort_key, staged
 
 _KEY = re.compile(
     r"(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<buffer>\d+)\."
@@ -33,6 +35,7 @@ _NAMES = {"param": "fp32"}
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 _FC1 = re.compile(r"\.linear_fc1\.(weight|bias)$")
 _NUMBERS = re.compile(r"\d+")
+_MOST = 4096  # ranks without buffers for one that has some
 _HEAD = "output_layer.weight"
 _EMBEDDING = "embedding.word_embeddings.weight"
 States = dict[str, dict[str, TensorSpec]]
@@ -53,17 +56,24 @@ class _Buffer:
             return None
         if any(set(b) != states or len({s.shape for s in b.values()}) != 1 for b in self.buckets.values()):
             return None
-        return [next(iter(self.buckets[n].values())).shape[0] for n in range(len(self.buckets))]
+        found = [next(iter(self.buckets[n].values())).shape[0] for n in range(len(self.buckets))]
+        return found if all(found) else None
+
+
+Reasons = list[tuple[list[str], str]]
+Sets = Mapping[tuple[int, int], list[_Buffer]]  # (optimizer of a chain, data-parallel group) -> its buffers, in order
 
 
 @dataclass(slots=True)
 class _Model:
-    """``stages``: name -> (pipeline rank, chunk); ``merges``: how its shards form the whole."""
+    """``stages``: name -> (pipeline rank, chunk); ``merges``: how its shards form the whole; ``source``: what tells how
+    the model was cut."""
 
     degrees: Degrees
+    source: str
     stages: Mapping[str, tuple[int, int]]
     weights: Mapping[str, TensorSpec]
-    merges: dict[tuple[str, tuple[int, ...], int], Merge] = field(default_factory=dict)
+    merges: dict[tuple[str, Shape, int], Merge] = field(default_factory=dict)
 
     def ranks(self, name: str) -> int:
         """Over how many ranks it is cut, or copied."""
@@ -81,36 +91,83 @@ class _Model:
 
 def by_parameter(
     buffers: Mapping[str, TensorSpec], weights: Mapping[str, TensorSpec], args: Any, local: bool | None
-) -> tuple[States, list[str]]:
-    """The states of all parameters, and why those of some are not known. ``buffers``: flat tensors by their keys;
-    ``local``: whether the model was made of the local spec (None: not known)."""
-    if args is None:
-        return {}, ["common.pt has no args, so how the model was cut is not known"]
+) -> tuple[States, Reasons]:
+    """The states of all parameters, and why what some buffers hold is not known: (their keys, the reason). ``buffers``:
+    flat tensors by their keys; ``local``: whether the model was made of the local spec (None: not known)."""
     sets = _buffers(buffers)
     if sets is None:
-        return {}, ["their keys are not those that megatron-core writes"]
-    try:
-        model = _model(weights, args)
-    except ValueError as e:
-        return {}, [str(e)]
-    spread = model.degrees.ep > 1 and any(map(is_expert, model.stages))
-    if not spread and model.degrees.etp != model.degrees.tp and any(map(is_expert, model.stages)):
-        return {}, ["experts are cut over other ranks than the rest, in the same buffers"]
+        return {}, [(list(buffers), "their keys are not those that megatron-core writes")]
+    if args is not None:
+        return _by_parameter(sets, weights, args, local, "the arguments")
+    found: States = {}
+    reasons: Reasons = [(list(buffers), "what is saved does not tell it")]
+    inferred = _inferred(sets, weights)
+    if inferred is not None:
+        source = "the chunks of the weights and the number of groups (there are no args)"
+        found, reasons = _by_parameter(sets, weights, inferred, local, source)
+    return found, [
+        (keys, f"common.pt has no args that tell how the model was cut, and {reason}") for keys, reason in reasons
+    ]
+
+
+def _inferred(sets: Sets, weights: Mapping[str, TensorSpec]) -> Any:
+    """What args would say, as far as the chunks of the weights and the number of groups tell it (and if all stages
+    have as many layers). The embedding is always cut over tensor-parallel ranks, an expert's second matrix over
+    expert-tensor-parallel ones. None if that is not enough."""
+    fc2 = next((name for name in weights if is_expert(name) and name.endswith(".linear_fc2.weight")), None)
     chains = sorted({chain for chain, _ in sets})
-    dense = {key: found for key, found in sets.items() if not spread or key[0] != chains[-1]}
-    experts = {key: found for key, found in sets.items() if spread and key[0] == chains[-1]}
-    states: States = {}
-    lines = []
-    for which, group in ((False, dense), (True, experts)):
-        if group or (spread if which else True):
-            found, reason = _taken_apart(model, group, which if spread else None, args, local)
-            for state, tensors in found.items():
-                states.setdefault(state, {}).update(tensors)
-            lines += [reason] if reason else []
-    return states, list(dict.fromkeys(lines))
+    spread = fc2 is not None and len(chains) > 1
+    dense = [found for (chain, _), found in sets.items() if not spread or chain != chains[-1]]
+    numbers = [int(match[1][:9]) for name in weights if (match := LAYER.match(name))]
+    if _EMBEDDING not in weights or not numbers or not dense:
+        return None
+    tp = len(_boxes(weights[_EMBEDDING]))
+    etp = len(_boxes(weights[fc2])) if fc2 is not None else tp
+    pp, rest = divmod(len(dense), tp)
+    ep, rest_of_experts = divmod(len(sets) - len(dense), pp * etp) if spread and pp else (1, 0)
+    if rest or rest_of_experts or not ep:
+        return None
+    return Namespace(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=len(dense[0]) // len({one.dtype for one in dense[0]}),
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+        num_layers=1 + max(numbers),
+    )
 
 
-def _buffers(buffers: Mapping[str, TensorSpec]) -> dict[tuple[int, int], list[_Buffer]] | None:
+def _by_parameter(
+    sets: Sets, weights: Mapping[str, TensorSpec], args: Any, local: bool | None, source: str
+) -> tuple[States, Reasons]:
+    try:
+        model = _model(sets, weights, args, source)
+    except ValueError as e:
+        return {}, [(_keys(sets), str(e))]
+    d = model.degrees
+    expert = any(map(is_expert, model.stages))
+    if expert and d.ep == 1 and d.etp != d.tp:
+        return {}, [(_keys(sets), "experts are cut over other ranks than the rest, in the same buffers")]
+    if not expert or d.ep == 1:
+        states, reason = _taken_apart(model, sets, None, args, local)
+        return states, [(_keys(sets), reason)] if reason else []
+    last = max(chain for chain, _ in sets)
+    states, reasons = {}, []
+    for which in (False, True):
+        own = {key: found for key, found in sets.items() if (key[0] == last) == which}
+        found, reason = _taken_apart(model, own, which, args, local)
+        for state, tensors in found.items():
+            states.setdefault(state, {}).update(tensors)
+        reasons += [(_keys(own), reason)] if reason else []
+    return states, reasons
+
+
+def _keys(sets: Sets) -> list[str]:
+    buckets = [bucket for buffers in sets.values() for one in buffers for bucket in one.buckets.values()]
+    return [spec.name for bucket in buckets for spec in bucket.values()]
+
+
+def _buffers(buffers: Mapping[str, TensorSpec]) -> Sets | None:
     """(optimizer of a chain, data-parallel group) -> its buffers, in order."""
     found: dict[tuple[int, int], dict[int, _Buffer]] = {}
     for key, spec in buffers.items():
@@ -123,19 +180,25 @@ def _buffers(buffers: Mapping[str, TensorSpec]) -> dict[tuple[int, int], list[_B
     return {at: [one for _, one in sorted(table.items())] for at, table in found.items()}
 
 
-def _model(weights: Mapping[str, TensorSpec], args: Any) -> _Model:
-    """Raises ValueError if the arguments do not tell where a parameter is."""
+def _model(sets: Sets, weights: Mapping[str, TensorSpec], args: Any, source: str) -> _Model:
+    """Raises ValueError if the arguments do not tell where a parameter is, or tell of other ranks."""
     chunks = number(args, "virtual_pipeline_model_parallel_size") or 1
     d = degrees(args, (1, 1, 1), chunks)
+    groups = len({group for _, group in sets})
+    if max(d.tp * d.pp, d.ep) > groups or chunks > sum(map(len, sets.values())):
+        raise ValueError(
+            f"{source} tell of tp={d.tp}, pp={d.pp}, vpp={chunks}, ep={d.ep}: there are buffers of {groups} "
+            "model-parallel ranks only"
+        )
     names = [name for name, spec in weights.items() if not is_buffer(name) and spec.dtype.is_floating_point]
     counts = planned(args, d.pp, chunks)
     if not counts:
-        raise ValueError("the arguments do not tell which layers each pipeline stage has")
-    return _Model(d, staged(names, offsets(d.pp, chunks, counts), counts), weights)
+        raise ValueError(f"{source} do not tell which layers each pipeline stage has")
+    return _Model(d, source, staged(names, offsets(d.pp, chunks, counts), counts), weights)
 
 
 def _merge_of(spec: TensorSpec, ranks: int) -> Merge:
-    boxes = {(box.start, box.stop) for fragment in spec.fragments for _, box in fragment_boxes(fragment)}
+    boxes = _boxes(spec)
     cut = [d for d in range(len(spec.shape)) if len({start[d] for start, _ in boxes}) > 1]
     if not cut:
         return replicated([spec.shape] * ranks)
@@ -149,6 +212,11 @@ def _merge_of(spec: TensorSpec, ranks: int) -> Merge:
             if boxes == {(b.start, b.stop) for parts in merged.parts for b in _targets(parts or ())}:
                 return merged
     raise ValueError(f"{spec.name!r} is saved in {len(boxes)} blocks: over {ranks} ranks, how it was cut is not known")
+
+
+def _boxes(spec: TensorSpec) -> set[tuple[Shape, Shape]]:
+    """The blocks that a tensor is saved in."""
+    return {(box.start, box.stop) for fragment in spec.fragments for _, box in fragment_boxes(fragment)}
 
 
 def _targets(parts: Sequence[Any]) -> Iterator[Any]:
@@ -177,20 +245,19 @@ def _owners(d: Degrees, experts: bool | None) -> list[_Owner]:
     return [_Owner(pp * d.tp + r, pp, r, 0) for pp in range(d.pp) for r in range(d.tp)]
 
 
-def _taken_apart(
-    model: _Model, sets: Mapping[tuple[int, int], list[_Buffer]], experts: bool | None, args: Any, local: bool | None
-) -> tuple[States, str]:
+def _taken_apart(model: _Model, sets: Sets, experts: bool | None, args: Any, local: bool | None) -> tuple[States, str]:
     """The states in one optimizer's buffers: of experts, of all others, or (None) of all parameters. With the reason
     why they are not known."""
-    owners = _owners(model.degrees, experts)
+    d = model.degrees
     what = "experts" if experts else "parameters"
     groups = {group for _, group in sets}
-    if groups - {owner.group for owner in owners}:
-        return {}, f"there are {1 + max(groups)} model-parallel ranks, the arguments tell of {len(owners)}"
-    by_owner = [
-        (owner, [one for (_, group), found in sorted(sets.items()) if group == owner.group for one in found])
-        for owner in owners
-    ]
+    ranks = d.pp * d.ep * d.etp if experts else d.pp * d.tp
+    if max(groups, default=0) >= ranks or ranks > _MOST * max(1, len(groups)):
+        return {}, f"{len(groups)} model-parallel ranks have buffers of {what}, {model.source} tell of {ranks}"
+    by_group: dict[int, list[_Buffer]] = {}
+    for (_, group), buffers in sorted(sets.items(), key=lambda item: item[0]):
+        by_group.setdefault(group, []).extend(buffers)
+    by_owner = [(owner, by_group.get(owner.group, [])) for owner in _owners(d, experts)]
     fits: list[list[tuple[_Owner, _Buffer, list[tuple[str, Place]]]]] = []
     reasons = []
     for key in _orders(args, local):
@@ -199,10 +266,11 @@ def _taken_apart(
         except ValueError as e:
             reasons.append(str(e))
             continue
-        if found not in fits:
+        if not any([places for *_, places in found] == [places for *_, places in other] for other in fits):
             fits.append(found)
     if not fits:
-        return {}, reasons[0]
+        stacks = experts is not False and flag(args, "moe_use_legacy_grouped_gemm") is True
+        return {}, reasons[0] + (" (experts of legacy grouped GEMM are one array on a rank)" if stacks else "")
     if len(fits) > 1:
         return {}, f"{len(fits)} orders of its {what} fit: which one it was is not known"
     return _states(model, fits[0]), ""
@@ -212,7 +280,7 @@ def _orders(args: Any, local: bool | None) -> Iterator[Callable[[str], Any]]:
     """The orders that the model may have, as far as the arguments leave that open."""
     experts = EXPERTS[:1] if flag(args, "moe_grouped_gemm") is False else EXPERTS
     for how, unfused in product(experts, (False,) if local is not None else (False, True)):
-        yield lambda name, how=how, unfused=unfused: sort_key(name, how, unfused)
+        yield partial(sort_key, experts=how, unfused=unfused)
 
 
 def _laid_out(
@@ -299,12 +367,12 @@ def _states(model: _Model, placed: Sequence[tuple[_Owner, _Buffer, list[tuple[st
             for state, spec in one.buckets[bucket].items():
                 shards.setdefault(state, {}).setdefault(name, {})[owner.cut] = Sliced(spec.fragments, at, shape)
                 first.setdefault(state, spec)
+    how = f"taken from the distributed optimizer's buckets: laid out as {model.source} tell, as its chunks confirm"
     states: States = {}
     for state, table in shards.items():
         for name in (n for n in model.weights if n in table):
             merged = model.merge(name)
             rows = tuple(table[name][r] for r in sorted(table[name]))
-            how = "taken from the buckets of the distributed optimizer, whose chunks end where its parameters do"
             rule = f"{merged.rule}, as the weight is saved; {how}" if len(rows) > 1 else how
             states.setdefault(state, {})[name] = TensorSpec(
                 name, merged.shape, first[state].dtype, MergedFragments(rows, merged.parts), rule=rule
@@ -312,7 +380,7 @@ def _states(model: _Model, placed: Sequence[tuple[_Owner, _Buffer, list[tuple[st
     return states
 
 
-def _local(merged: Merge, rank: int) -> tuple[int, ...]:
+def _local(merged: Merge, rank: int) -> Shape:
     """The shape of a rank's shard."""
     parts = merged.parts[rank] or ()
     return tuple(max(part.local.stop[d] for part in parts) for d in range(len(merged.shape)))
