@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint import FileSystemWriter, save
 import lazyckpt
 from lazyckpt.core.box import Box, c_strides
 from lazyckpt.core.index import Extent, Fragment, Part, TensorSpec
+from lazyckpt.formats.megatron.buckets import ranks_of, walk
 from lazyckpt.formats.megatron.regrid import regridded
 from lazyckpt.io.local import LocalStore
 from lazyckpt.tensor import LazyTensor
@@ -25,9 +27,10 @@ from .oracle import indexed, keys, same
 from .writers import Case
 from .writers.megatron_core import CASES, load_case, logits_alone
 
-# buffers of the distributed optimizer as ranks hold them: what stands where is not in the checkpoint
-BUFFERS = [name for name, spec in CASES.items() if spec.distributed and spec.dist == "dp_reshardable"]
-KINDS = ("tp2_gelu_tied", "pp2_vpp2", "ep2", "tp2_mixed")
+# buffers of the distributed optimizer as ranks hold them: what stands where follows from chunks and arguments
+BUCKETS = [name for name, spec in CASES.items() if spec.distributed and spec.dist == "dp_reshardable"]
+STACKS = [name for name in BUCKETS if CASES[name].grouped]  # experts of which it does not
+KINDS = ("tp2_gelu_tied", "pp2_vpp2", "ep2", "tp2_mixed", "tp2_dp2_distopt_buckets")
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +43,15 @@ def _case(case: Case, name: str) -> Case:
     spec = CASES[name]
     truth = {}
     for state, tensors in case.truth.items():
-        if (state != "weights" and name in BUFFERS) or (state == "step" and spec.distributed):
+        if state == "step" and spec.distributed:
             continue
         truth[state] = {}
         for key, whole in tensors.items():
             base, found, matrix = key.partition("experts.weight")
             if not found:
                 truth[state][key] = whole
+                continue
+            if name in STACKS and state != "weights":
                 continue
             for e in range(spec.experts or 0):
                 one = f"{base}experts.local_experts.{e}.linear_fc{matrix}.weight"
@@ -71,8 +76,8 @@ def test_every_state_equals_what_the_ranks_held(cases: dict[str, Case], name: st
             same(view.states[state][key][...], whole, (state, key))
     assert (view.format, view.mesh) == ("megatron-dist", lazyckpt.Mesh(spec.tp, spec.pp, spec.dp, spec.ep))
     assert (view.meta["iteration"], view.meta["checkpoint_version"]) == (3, 3.0)
-    assert [line for line in view.problems if "dp_reshardable" not in line] == []
-    assert bool(view.problems) == (name in BUFFERS), "said, and left in view.stored"
+    assert [line for line in view.problems if "grouped GEMM are one array" not in line] == []
+    assert bool(view.problems) == (name in STACKS), "said, and left in view.stored"
     assert not any("_extra_state" in key for key in view.meta) and any("rng_state" in key for key in view.meta)
 
 
@@ -80,6 +85,90 @@ def test_the_model_on_one_rank_gives_the_parallel_models_logits(megatron_folder:
     names = [name for name, spec in CASES.items() if not spec.grouped]  # those the model on one rank names as saved
     found = logits_alone(megatron_folder, names, "dist")
     assert {n: d for n, d in found.items() if d > (0.03 if CASES[n].bf16 else 1e-5)} == {}
+
+
+def _changed(case: Case, folder: Path, change: dict[str, Any] | None) -> Path:
+    """A copy whose args are others; None: has none, as where Megatron-LM is not the one who saves."""
+    shutil.copytree(case.path, folder)
+    path = next(folder.glob("*/common.pt"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # megatron-core, on import: enums of it are among the args
+        common = torch.load(path, weights_only=False)
+    if change is None:
+        del common["args"]
+    else:
+        vars(common["args"]).update(change)
+    torch.save(common, path)
+    return folder
+
+
+@pytest.mark.parametrize("name", [name for name in BUCKETS if name not in STACKS])
+def test_buckets_without_arguments(cases: dict[str, Case], tmp_path: Path, name: str) -> None:
+    view = lazyckpt.open(_changed(cases[name], tmp_path / "run", None))
+    assert view.problems == ()
+    for state in ("fp32", "exp_avg", "exp_avg_sq"):
+        truth = cases[name].truth.get(state, {})
+        trained = {key for key in view if not key.endswith("expert_bias")}
+        assert set(view.states[state]) == trained, "norms have the names they are saved under"
+        for key in set(truth) & set(view):
+            same(view.states[state][key][...], truth[key], (state, key))
+    text = view.states["exp_avg"]["decoder.layers.0.self_attention.linear_proj.weight"].explain()
+    assert "as its chunks confirm" in text and "there are no args" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("pp2_ep2_distopt", {"expert_model_parallel_size": 1}, "4 model-parallel ranks have buffers of parameters"),
+        ("pp2_ep2_distopt", {"pipeline_model_parallel_size": 1}, "model-parallel ranks have buffers of parameters"),
+        ("pp2_ep2_distopt", {"pipeline_model_parallel_size": 1 << 19}, "pp=524288"),
+        ("pp2_ep2_distopt", {"num_layers": 3}, "do not tell which layers"),
+        ("pp2_dp2_vpp2_distopt_tied", {"virtual_pipeline_model_parallel_size": None}, "are expected for its chunks"),
+        ("tp2_pp2_distopt_tied", {"decoder_first_pipeline_num_layers": 1}, "do not fill"),
+        ("tp2_pp2_distopt_tied", {"tensor_model_parallel_size": 4}, "tp=4"),
+        ("ep2_distopt", {"moe_grouped_gemm": True, "transformer_impl": None}, ""),
+    ],
+)
+def test_buckets_that_arguments_do_not_fit(
+    cases: dict[str, Case], tmp_path: Path, name: str, change: dict[str, Any], words: str
+) -> None:
+    """Chunks that end elsewhere refute what the arguments say: no state is named on a guess."""
+    view = lazyckpt.open(_changed(cases[name], tmp_path / "run", change))
+    told = " ".join(line for line in view.problems if "dp_reshardable" in line)
+    assert words in told and bool(told) == bool(words), view.problems
+    for state, tensors in view.states.items():
+        for key, t in tensors.items():
+            if key in cases[name].truth[state]:
+                same(t[...], cases[name].truth[state][key], (state, key))
+
+
+def test_a_lost_file_of_buckets(cases: dict[str, Case], tmp_path: Path) -> None:
+    case = cases["tp2_dp2_distopt_buckets"]
+    folder = _changed(case, tmp_path / "run", {})
+    next(folder.glob("*/__2_0.distcp")).unlink()
+    states = lazyckpt.open(folder).states
+    failed = 0
+    for state in ("fp32", "exp_avg", "exp_avg_sq"):
+        for key, t in states[state].items():
+            try:
+                same(t[...], case.truth[state][key], (state, key))
+            except lazyckpt.MissingFileError as e:
+                failed += 1
+                assert "__2_0.distcp" in str(e)
+    assert 0 < failed < 3 * len(states["fp32"])
+
+
+def test_where_parameters_lie_in_buckets() -> None:
+    assert walk([4, 3, 100], [168]) is None, "3 from element 128 on, 4 from 192 on"
+    assert walk([4, 3, 100], [196]) == [(0, 192), (0, 128), (0, 0)]
+    assert walk([4, 3, 100], [100, 68]) == [(1, 64), (1, 0), (0, 0)]
+    assert walk([4, 3, 100], [128, 3, 4]) == [(2, 0), (1, 0), (0, 0)], "the next has a bucket of its own"
+    assert walk([4, 3, 100], [128, 3, 5]) is walk([4, 3, 100], [128, 3]) is walk([4], [4, 4]) is walk([], [1]) is None
+    ends = [{0, 100, 128, 131, 192, 196}]
+    assert ranks_of(ends, ends) == 1
+    assert ranks_of([ends[0] | {86, 172}], ends) is None, "cuts are where whole widths end"
+    assert ranks_of([ends[0] | {64}], ends) == 4, "4 ranks of 64: other cuts are where something ends"
+    assert ranks_of([ends[0] - {131}], ends) is None
 
 
 def test_a_layer_of_a_stack_reads_its_own_bytes(cases: dict[str, Case]) -> None:

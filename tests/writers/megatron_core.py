@@ -109,6 +109,17 @@ CASES: dict[str, MegatronSpec] = {
     "pp2_ep2_distopt": MegatronSpec(pp=2, dp=2, ep=2, experts=4, distributed=True, seed=19),
     "tp2_dp2_grouped_etp2": MegatronSpec(tp=2, dp=2, ep=2, etp=2, experts=4, bf16=True, grouped=True, seed=20),
     "tp4_gelu": MegatronSpec(tp=4, groups=4, **GELU, seed=21),
+    "tp2_dp2_distopt_buckets": MegatronSpec(
+        tp=2, dp=2, groups=2, bf16=True, qk_norm=True, hidden=24, distributed=True, bucket=1500, seed=22
+    ),
+    "pp2_dp2_vpp2_distopt_tied": MegatronSpec(
+        pp=2, dp=2, vpp=2, layers=4, tied=True, qkv_bias=True, distributed=True, **GELU, seed=23
+    ),
+    "tp2_dp2_ep2_etp1_distopt": MegatronSpec(
+        tp=2, dp=2, ep=2, etp=1, experts=4, shared=12, moe_freq=(0, 1, 1), layers=3, distributed=True, seed=24
+    ),
+    "ep2_grouped_distopt": MegatronSpec(dp=2, ep=2, experts=4, bf16=True, grouped=True, distributed=True, seed=26),
+    "tp2_dp2_mla_distopt": MegatronSpec(tp=2, dp=2, mla=True, bf16=True, distributed=True, seed=25),
 }
 
 

@@ -4,7 +4,8 @@ Writer: megatron/core/dist_checkpointing/serialization.py `save`, core.py (`meta
 torch.distributed.checkpoint) or, up to 0.15, strategies/zarr.py. A key is a tensor of the whole model, whatever the
 parallel layout; `stacks` gives the model's own names. Optimizers: optimizer/optimizer.py `sharded_state_dict`
 ("optimizer.state.exp_avg." and the key of the parameter), optimizer/distrib_optimizer.py
-`sharded_param_state_fully_reshardable`, `_fs_model_space` (reshaped to a grid: `regridded`).
+`sharded_param_state_fully_reshardable`, `_fs_model_space` (reshaped to a grid: `regridded`), `_dp_reshardable`
+(buckets as ranks hold them: `reshardable`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from . import zarrs
 from .files import find_iteration, unfinished
 from .names import is_expert
 from .regrid import regridded
+from .reshardable import by_parameter
 from .stacks import logical
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<state>[^.]+)\.(?P<key>.+)")
@@ -82,8 +84,8 @@ def read(store: Store, folder: str = "") -> Index:
     except LazyckptError as e:
         problems.append(f"{path} cannot be read, nor the arguments of the run and the schedule in it: {e}")
     whole = together(_FORMATS[backend], members)
-    args = vars(common["args"]) if hasattr(common.get("args"), "__dict__") else {}
-    states, lines = _states(tensors, _local(args))
+    args = common["args"] if hasattr(common.get("args"), "__dict__") else None
+    states, lines = _states(tensors, args)
     if len(members) > 1:
         states |= _steps(members[0][1], states)
     return Index(
@@ -120,9 +122,9 @@ def _tensors(store: Store, folder: str, backend: str) -> Member:
     return dcp.in_folder(store, folder, lambda key: "_extra_state/" not in key)
 
 
-def _states(member: Member, local: bool | None) -> tuple[dict[str, dict[str, TensorSpec]], list[str]]:
+def _states(member: Member, args: Any) -> tuple[dict[str, dict[str, TensorSpec]], list[str]]:
     by_key: dict[str, dict[str, TensorSpec]] = {}
-    buffers: list[str] = []
+    buffers: dict[str, TensorSpec] = {}
     inside: set[str] = {path[0] for path in member.objects if path}  # type: ignore[misc]
     for key, (_, spec) in member.tensors.items():
         match = _STATE.fullmatch(key)
@@ -131,19 +133,24 @@ def _states(member: Member, local: bool | None) -> tuple[dict[str, dict[str, Ten
             whole = regridded(spec, member.reshaped.get(key))
             by_key.setdefault(state, {})[match["key"]] = renamed(whole, match["key"])
         elif _BUFFER.match(key):
-            buffers.append(key)
+            buffers[key] = spec
         elif not key.endswith("_extra_state") and not any(key.startswith(f"{name}.") for name in inside):
             by_key.setdefault("weights", {})[key] = regridded(spec, member.reshaped.get(key))
+    local = _local(args)
     states = {state: logical(keys, local) for state, keys in by_key.items()}
-    order = ["weights", "fp32"]
-    states = dict(sorted(states.items(), key=lambda item: order.index(item[0]) if item[0] in order else 2))
     lines = []
     if buffers:
-        lines.append(
-            f"{len(buffers):,} tensors are buffers of the distributed optimizer as ranks hold them (dp_reshardable: "
-            f"{some(buffers)}): which parameter stands where in them is not in the checkpoint. They are in "
-            "view.stored; saved with --dist-ckpt-optim-fully-reshardable they would be states by parameter"
-        )
+        found, reasons = by_parameter(buffers, states.get("weights", {}), args, local)
+        for state, tensors in found.items():
+            states.setdefault(state, {}).update(tensors)
+        lines = [
+            f"{len(keys):,} tensors are buffers of the distributed optimizer as ranks hold them (dp_reshardable: "
+            f"{some(keys)}), and which parameter stands where in them is not known: {reason}. They are in view.stored; "
+            "saved with --dist-ckpt-optim-fully-reshardable they would be states by parameter"
+            for keys, reason in reasons
+        ]
+    order = ["weights", "fp32"]
+    states = dict(sorted(states.items(), key=lambda item: order.index(item[0]) if item[0] in order else 2))
     return states, lines
 
 
@@ -159,16 +166,16 @@ def _steps(common: Member, states: Mapping[str, Mapping[str, TensorSpec]]) -> di
     return {"step": {name: renamed(counts[-1] if is_expert(name) else counts[0], name) for name in names}}
 
 
-def _local(args: Mapping[str, Any]) -> bool | None:
-    implementation = args.get("transformer_impl")
+def _local(args: Any) -> bool | None:
+    implementation = getattr(args, "transformer_impl", None)
     return None if implementation is None else implementation == "local"
 
 
-def _mesh(args: Mapping[str, Any]) -> Mesh:
+def _mesh(args: Any) -> Mesh:
     def degree(name: str) -> int:
-        value = args.get(f"{name}_parallel_size")
+        value = getattr(args, f"{name}_parallel_size", None)
         return value if type(value) is int and value > 0 else 1
 
     tp, pp, ep = degree("tensor_model"), degree("pipeline_model"), degree("expert_model")
-    dp = args.get("data_parallel_size")
+    dp = getattr(args, "data_parallel_size", None)
     return Mesh(tp=tp, pp=pp, dp=dp if type(dp) is int and dp > 0 else 1, ep=ep)

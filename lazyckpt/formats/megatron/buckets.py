@@ -1,0 +1,134 @@
+"""The distributed optimizer's buckets as ranks hold them ("dp_reshardable"): where each parameter lies in them.
+
+Writer: megatron/core/optimizer/distrib_optimizer.py `sharded_param_state_dp_reshardable`: for every model-parallel
+rank, buffer and bucket one flat tensor, which the data-parallel ranks save in chunks: one for each parameter that a
+rank has some of, one for each gap between parameters. distributed/param_and_grad_buffer.py `_ParamAndGradBuffer` lays
+parameters out in the reverse of the model's order, each from a multiple of 64 elements on. No name is saved: the
+parameters of a rank follow from the weights, and where every chunk begins and ends has to be what they lead to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import lcm, prod
+from typing import Any, overload
+
+from ...core.box import Shape, c_strides
+from ...core.index import Fragment, TensorSpec
+from ...core.plan import Selection, fragments_near
+
+_ALIGNMENT = 64
+# what a bucket's length is padded to, with the number of ranks; the second with pad_buckets_for_high_nccl_busbw
+_DIVISORS = (128, 1 << 16)
+
+Place = tuple[int, int]  # bucket, first element in it
+
+
+def walk(sizes: Sequence[int], totals: Sequence[int]) -> list[Place] | None:
+    """Lay out parameters of these sizes, in the model's order, in buckets of these lengths; None if they do not fit.
+
+    >>> walk([4, 3, 100], [100, 68])
+    [(1, 64), (1, 0), (0, 0)]
+    """
+    places: list[Place] = []
+    bucket = end = 0
+    for size in reversed(sizes):
+        start = _up(end, _ALIGNMENT)
+        # (a bucket that ends as the next parameter needs one of its own has the gap before that at its end)
+        if bucket < len(totals) and totals[bucket] in (end, start):
+            bucket, end, start = bucket + 1, 0, 0
+        if bucket == len(totals) or start + size > totals[bucket]:
+            return None
+        places.append((bucket, start))
+        end = start + size
+    if bucket != len(totals) - 1 or end != totals[bucket]:
+        return None
+    return places[::-1]
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def ends_of(places: Sequence[Place], sizes: Sequence[int], totals: Sequence[int]) -> list[set[int]]:
+    """Where in each bucket something begins or ends, whatever rank has it."""
+    found = [{0, total} for total in totals]
+    for (bucket, start), size in zip(places, sizes, strict=True):
+        found[bucket] |= {start, start + size}
+    return found
+
+
+def chunk_ends(spec: TensorSpec) -> set[int]:
+    """Where the chunks of a flat tensor begin and end."""
+    return {end for fragment in spec.fragments for end in _interval(fragment)}
+
+
+def _interval(fragment: Fragment) -> tuple[int, int]:
+    start = fragment.parts[0].start[0] if fragment.parts else 0
+    return start, start + fragment.local_shape[0]
+
+
+def ranks_of(found: Sequence[set[int]], expected: Sequence[set[int]]) -> int | None:
+    """Over how many data-parallel ranks buckets are cut: so that their chunks end just where parameters and cuts do.
+    None if there is no such number."""
+    pairs = sorted(zip(found, expected, strict=True), key=lambda pair: len(pair[0] - pair[1]), reverse=True)
+    got, ends = pairs[0]  # the most cuts are in this one, but for those where a parameter ends
+    least = 1 + len(got - ends)
+    for ranks in range(least, least + len(ends)):
+        if all(_is_cut(got, ends, ranks) for got, ends in pairs):
+            return ranks
+    return None
+
+
+def _is_cut(found: set[int], ends: set[int], ranks: int) -> bool:
+    """Whether chunks end where parameters do and where that many ranks cut the bucket, as its length may be padded."""
+    total = max(ends)
+    for divisor in dict.fromkeys(lcm(ranks, d) for d in _DIVISORS):
+        width = _up(total, divisor) // ranks
+        if width in found or width >= total:
+            cuts = range(width, min(total, ranks * width), width)
+            if found == ends.union(cuts):
+                return True
+    return False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sliced(Sequence[Fragment]):
+    """A rank's parameter of ``shape`` in a flat tensor, from element ``at`` on. (No chunk holds more than one.)"""
+
+    fragments: Sequence[Fragment]
+    at: int
+    shape: Shape
+
+    def near(self, want: Selection) -> list[Fragment]:
+        """Those between the first and the last wanted element."""
+        if any(not r for r in want):
+            return []
+        strides = c_strides(self.shape)
+        first = sum(r[0] * s for r, s in zip(want, strides, strict=True))
+        last = sum(r[-1] * s for r, s in zip(want, strides, strict=True))
+        return list(self._moved(fragments_near(self.fragments, (range(self.at + first, self.at + last + 1),))))
+
+    def _moved(self, fragments: Iterable[Fragment]) -> Iterator[Fragment]:
+        for fragment in fragments:
+            start, stop = _interval(fragment)
+            if self.at <= start and stop <= self.at + prod(self.shape):
+                span = (start - self.at, stop - self.at)
+                yield replace(fragment, local_shape=self.shape, parts=None, span=span)
+
+    def _all(self) -> list[Fragment]:
+        return self.near(tuple(map(range, self.shape)))
+
+    def __iter__(self) -> Iterator[Fragment]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    @overload
+    def __getitem__(self, n: int) -> Fragment: ...
+    @overload
+    def __getitem__(self, n: slice) -> list[Fragment]: ...
+    def __getitem__(self, n: Any) -> Any:
+        return self._all()[n]
