@@ -15,7 +15,8 @@ import torch
 from ...core.index import Hole, Rank
 from ...errors import LazyckptError
 from ...io.rebuild import StoredTensor
-from ...io.torchfile import Record, TorchFile, is_whole
+from ...io.torchfile import TorchFile, is_whole
+from ...io.zipdirectory import Record
 from .autoep import layer_of, stacked_files
 from .building import Building, Local, Shards, buffer_names, local, shapes_of, table, tensors_in
 from .files import RankFiles, name_of_rank
