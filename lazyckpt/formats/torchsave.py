@@ -12,7 +12,8 @@ from ..io.dangers import dangers
 from ..io.plain import Path, Plain, TensorRef
 from ..io.rebuild import StoredTensor
 from ..io.store import Store
-from ..io.torchfile import Pickles, Record, TorchFile, is_torch_file, read_torch_file
+from ..io.torchfile import Pickles, TorchFile, is_torch_file, read_torch_file
+from ..io.zipdirectory import Record
 from .members import Member, together
 from .nested import paths, put
 from .reader import Reader, Source

@@ -6,13 +6,11 @@ torch/serialization.py `_legacy_save`. Only the pickle and the zip's directory a
 
 from __future__ import annotations
 
-import struct
 import threading
-import zipfile
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..core.box import hull
 from ..core.index import Extent, FileInfo
@@ -21,23 +19,14 @@ from .pickles import Pickle
 from .rebuild import REBUILD, StoredStorage, StoredTensor, persistent_storage
 from .repeats import Items
 from .store import Store, StoreFile
+from .zipdirectory import ZIP_MAGIC, Directories, Record
 
-ZIP_MAGIC = b"PK\x03\x04"
 LEGACY_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # the number 0x1950a86a20f9469cfc6c as a pickle spells it
 _HEAD = 4 << 20  # what stands before the first storage is read at once if it is at most this long
 _END = 2 << 10  # bytes in which the pickle of a single tensor, or the directory of its archive, ends
 _ZIP_END = 22  # bytes of a zip's last record (torch writes no comment behind it)
-_TORCH_FLAGS = 0x0808  # sizes behind the data, names in UTF-8: miniz, as torch uses it
 _PICKLES = 4  # kept at a time: model states and optimizer states, of rank 0 and of the others
 _LEGACY_PICKLES = 256 << 20  # bytes of a legacy file that its pickles may take
-
-
-class Record(NamedTuple):
-    """The bytes of one storage; ``crc`` is the CRC-32 of all of them, None if the file does not tell."""
-
-    offset: int
-    nbytes: int
-    crc: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +80,12 @@ def is_whole(store: Store, path: str) -> bool:
 
 
 class Pickles:
-    """Pickles that were read before. Hundreds of ranks save files whose pickles are the same, byte for byte, or large
-    parts of them: then what is in them is the same too, only their storages lie elsewhere. (What was read of one is
-    never changed.)"""
+    """Pickles and directories that were read before. Hundreds of ranks save files whose pickles are the same, byte for
+    byte, or large parts of them: then what is in them is the same too, only their storages lie elsewhere. (What was
+    read of one is never changed.)"""
 
     def __init__(self) -> None:
+        self.directories = Directories()
         self._known: dict[bytes, Pickle] = {}
         self._items = Items()
         self._lock = threading.Lock()
@@ -148,138 +138,24 @@ def _ends(size: int) -> tuple[int, int]:
 
 def _read_zip(file: StoreFile, pickles: Pickles) -> TorchFile:
     where = file.where
-    try:  # zipfile has no error of its own for all damage; NotImplementedError is its word for a zip of a later version
-        archive = zipfile.ZipFile(file)
-    except (zipfile.BadZipFile, ValueError, struct.error, NotImplementedError, EOFError, OverflowError) as e:
-        raise CorruptError(
-            f"{where}: the zip's directory, at the end of the file, cannot be read ({e}): the file is truncated or "
-            "damaged, copy it again from its source"
-        ) from None
-    infos = archive.infolist()
-    if not infos:
-        raise CorruptError(f"{where}: an empty zip")
-    prefix = infos[0].filename.split("/")[0] + "/"
-    members = {i.filename.removeprefix(prefix): i for i in infos if i.filename.startswith(prefix)}
-    if len({i.filename for i in infos}) < len(infos):  # readers differ in which of the two they take
-        raise CorruptError(
-            f"{where}: a record is in the zip twice: no writer does that, the file is damaged or hostile"
-        )
-    _refuse_relatives(where, members)
-    offsets = _data_offsets(file, where, infos, archive.start_dir, members, prefix)
+    records, storages = pickles.directories.read(file)
 
     def small(name: str) -> bytes:
-        info = members[name]
-        return file.at(offsets[info.filename], info.file_size)
+        record = records[name]
+        return file.at(record.offset - file.start, record.nbytes)
 
     data = small("data.pkl")
-    crc = members["data.pkl"].CRC
-    if crc and zlib.crc32(data) != crc:  # 0: written with set_crc32_options(False)
+    crc = records["data.pkl"].crc
+    if crc and zlib.crc32(data) != crc:  # None: written with set_crc32_options(False)
         raise CorruptError(
             f"{where}: data.pkl, the list of what is in the file, fails its checksum: the file is damaged, copy it "
             "again from its source"
         )
-    order = small("byteorder") if "byteorder" in members else b"little"
+    order = small("byteorder") if "byteorder" in records else b"little"
     if order not in (b"little", b"big"):
         raise CorruptError(f"{where}: its byteorder record says {order[:20]!r}")
     pickle = pickles.read(data, f"{where} (data.pkl)")
-    records = {
-        name[5:]: Record(file.start + offsets[i.filename], i.file_size, i.CRC or (0 if not i.file_size else None))
-        for name, i in members.items()
-        if name.startswith("data/")
-    }
-    return TorchFile(file.path, file.info, pickle.value, records, pickle.globals, order == b"big", len(data))
-
-
-def _refuse_relatives(where: str, members: Mapping[str, zipfile.ZipInfo]) -> None:
-    """The same container is used for other things; each is refused by its name."""
-    if "constants.pkl" in members:
-        raise FormatError(
-            f"{where} is a TorchScript archive: it holds code. Save its weights where you trust it: "
-            "torch.save(torch.jit.load(path).state_dict(), 'weights.pt')"
-        )
-    if "archive_format" in members or any(name.startswith("models/") for name in members):
-        raise FormatError(
-            f"{where} is a torch.export archive (.pt2): it holds a program. Save its weights where you trust it: "
-            "torch.save(torch.export.load(path).state_dict, 'weights.pt')"
-        )
-    if ".data/extern_modules" in members:
-        raise FormatError(
-            f"{where} is a torch.package archive: it holds code. Load it where you trust it, save the state dict"
-        )
-    if "data.pkl" not in members:
-        names = ", ".join(list(members)[:3])
-        raise FormatError(f"{where} is a zip, but not one of torch.save: it has no data.pkl (it has {names}, ...)")
-
-
-def _data_offsets(
-    file: StoreFile,
-    where: str,
-    infos: list[zipfile.ZipInfo],
-    directory: int,
-    members: Mapping[str, zipfile.ZipInfo],
-    prefix: str,
-) -> dict[str, int]:
-    """Where the bytes of every record begin.
-
-    A record's header has a length that only the header tells, and one read per tensor is too much. But torch's writer
-    leaves no gap: a record ends where the next header (or the directory) begins, less a descriptor of 16 or 24 bytes,
-    and begins at a multiple of the alignment. Where that does not give exactly one answer, the header is read; the
-    first one always is, to see that this is torch's writer (which pads with the extra field "FB").
-    """
-    alignment = 64
-    ordered = sorted(infos, key=lambda i: i.header_offset)
-    if ".storage_alignment" in members:
-        text = file.at(
-            _read_header(file, where, members[".storage_alignment"]), members[".storage_alignment"].file_size
-        )
-        alignment = int(text) if text.isdigit() and len(text) < 10 and int(text) else 1
-    found: dict[str, int] = {}
-    trusted: bool | None = None
-    for info, after in zip(ordered, [*(i.header_offset for i in ordered[1:]), directory], strict=True):
-        name, size = info.filename, info.file_size
-        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-            raise FormatError(
-                f"{where}: the record {name!r} is {'encrypted' if info.flag_bits & 1 else 'compressed'}, "
-                "which torch.save never does: another tool wrote it. Try torch.save(torch.load(path, mmap=False), path)"
-            )
-        at = -1
-        least = info.header_offset + 30 + len(name)
-        if not size and name.startswith(prefix + "data/"):
-            at = least  # nothing is read there: ZeRO-3 saves a thousand empty parameters, not worth a read each
-        elif (
-            info.flag_bits == _TORCH_FLAGS
-            and alignment >= 32
-            and name.startswith(prefix + "data/")
-            and trusted is not False
-        ):
-            fits = [
-                a
-                for a in (after - size - 16, after - size - 24)
-                if a % alignment == 0 and least <= a <= least + alignment + 64
-            ]
-            if len(fits) == 1 and trusted is None:
-                at = _read_header(file, where, info)
-                trusted = at == fits[0] and file.at(least, 2) == b"FB"
-            elif len(fits) == 1:
-                at = fits[0]
-        if at < 0:
-            at = _read_header(file, where, info)
-        if at < 0 or at + size > file.size:
-            raise CorruptError(
-                f"{where}: the record {name!r} claims {size:,} bytes at {at:,}, the file has {file.size:,}"
-            )
-        found[name] = at
-    return found
-
-
-def _read_header(file: StoreFile, where: str, info: zipfile.ZipInfo) -> int:
-    header = file.at(info.header_offset, 30) if info.header_offset >= 0 else b""
-    if header[:4] != ZIP_MAGIC:
-        raise CorruptError(
-            f"{where}: the header of the record {info.filename!r} is not where the directory says: damaged"
-        )
-    name, extra = struct.unpack("<HH", header[26:30])
-    return info.header_offset + 30 + int(name) + int(extra)
+    return TorchFile(file.path, file.info, pickle.value, storages, pickle.globals, order == b"big", len(data))
 
 
 # -- legacy
