@@ -17,10 +17,12 @@ from ...core.box import Shape
 from ..families import family_rules
 from ..merge import Merge, Rule, Source, concatenated, in_parts, replicated, user_rules
 from .degrees import flag, number
+from .mixers import mixer_rule
 
 _FC1 = re.compile(r"\.(linear_fc1|dense_h_to_4h)\.(weight|bias)\d*$")
 _QKV = re.compile(r"\.(linear_qkv|query_key_value)\.(weight|bias)$")
 _DOWN = re.compile(r"\.linear_(q|kv)_down_proj\.weight$")
+_OFFSET = re.compile(r"\.softmax_offset$")
 VOCABULARY = re.compile(r"(^|\.)(word_embeddings|output_layer|word_embeddings_for_head|lm_head)\.(weight|bias)$")
 _GATED = ("swiglu", "quick_geglu", "geglu", "gated_linear_unit")
 # name -> the attributes of the parameter on the ranks
@@ -60,6 +62,11 @@ def _by_arguments(
         heads = number(args, "num_attention_heads")
         how = f"{groups or heads or 'all'} query groups, whole ones on every rank"
         return concatenated(0), f"its name: {how}" + _second_opinion(attributes, 0)
+    if _OFFSET.search(name):
+        return concatenated(0), "its name: one of each head"
+    mixer = mixer_rule(name, args)
+    if mixer is not None:
+        return mixer
     down = _DOWN.search(name)
     if down is not None:
         width = number(args, "q_lora_rank" if down[1] == "q" else "kv_lora_rank")
@@ -83,8 +90,10 @@ def _by_attributes(name: str, attributes: Mapping[str, Any] | None) -> tuple[Rul
     if attributes is None:
         return None
     dim = _cut(attributes)
-    if dim is None:
+    if attributes.get("tensor_model_parallel") is False:
         return replicated, "the attributes of its fp32 copy in the file: tensor_model_parallel = False"
+    if dim is None:
+        return None  # it is cut, and they do not say along which dimension
     if _FC1.search(name):
         return None  # the attributes do not tell whether it is gated
     return concatenated(dim), f"the attributes of its fp32 copy in the file: partition_dim = {dim}"

@@ -4,7 +4,7 @@ Sources: megatron/core/transformer/transformer_block.py `sharded_state_dict` (th
 tensor with a leading axis of layers), transformer/moe/experts.py (a further axis of experts, under
 ``experts.experts``), models/gpt/gpt_layer_specs.py `sharded_state_dict_keys_map` (layer norms of the local spec stand
 under the names of fused ones), mlp.py `apply_swiglu_sharded_factory` (``weight_w`` and ``weight_v`` when shards are
-singletons).
+singletons), ssm/mamba_mixer.py `_split_tensor_factory` (``in_proj.weight.z``, ``in_proj.weight.x``, ...).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from ...core.box import Box
 from ...core.compose import Piece, compose, whole_of
 from ...core.index import TensorSpec, renamed
+from .mixers import PARTS
 
 _LAYERS = re.compile(r"(?P<head>(?:^|.*\.)layers)\.(?P<tail>(?!\d+\.).+)")
 _EXPERTS = re.compile(r"(?P<head>.*\.mlp\.experts)\.experts\.(?P<tail>(?!\d+\.).+)")
@@ -78,16 +79,50 @@ def _unfused(spec: TensorSpec, names: Mapping[str, TensorSpec], local: bool | No
 
 
 def _joined(names: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """With the two halves of gated matrices that were saved as two tensors put together."""
+    """With the parts of fused matrices that were saved as tensors of their own put together."""
     found: dict[str, TensorSpec] = {}
-    for name, spec in names.items():
-        other = names.get(f"{name[:-2]}_v") if name.endswith("_w") else None
-        if other is not None:
-            shape = (spec.shape[0] + other.shape[0], *spec.shape[1:])
-            rest = (0,) * (len(shape) - 1)
-            pieces = [whole_of(spec, (0, *rest)), whole_of(other, (spec.shape[0], *rest))]
-            stored_as = spec.stored_as or spec.name
-            found[name[:-2]] = compose(name[:-2], shape, pieces, f"{name} above {other.name}", stored_as)
-        elif not (name.endswith("_v") and f"{name[:-2]}_w" in names):
-            found[name] = spec
+    used: set[str] = set()
+    for name in names:
+        if name in used:
+            continue
+        parts = _parts(name, names)
+        if parts is None:
+            found[name] = names[name]
+            continue
+        whole, members = parts
+        used.update(members)
+        found[whole] = _above(whole, [names[one] for one in members])
     return found
+
+
+def _parts(name: str, names: Mapping[str, TensorSpec]) -> tuple[str, list[str]] | None:
+    """The name of what a tensor is a part of, and those of all its parts, if these are there."""
+    if name.endswith(("_w", "_v")):
+        members = [f"{name[:-2]}_w", f"{name[:-2]}_v"]
+        return (name[:-2], members) if _fit(members, names) else None
+    base, _, part = name.rpartition(".")
+    for module, parts in PARTS:
+        if part in parts and base.endswith((f".{module}.weight", f".{module}.bias")):
+            members = [f"{base}.{one}" for one in parts]
+            if _fit(members, names):
+                return base, members
+    return None
+
+
+def _fit(members: list[str], names: Mapping[str, TensorSpec]) -> bool:
+    """Whether they are there, and can stand one above the other."""
+    specs = [names[name] for name in members if name in names]
+    alike = {(spec.dtype, spec.shape[1:], bool(spec.shape)) for spec in specs}
+    return len(specs) == len(members) and len(alike) == 1 and bool(specs[0].shape)
+
+
+def _above(name: str, specs: list[TensorSpec]) -> TensorSpec:
+    """One tensor above the other."""
+    first = specs[0]
+    rest = (0,) * (len(first.shape) - 1)
+    pieces, at = [], 0
+    for spec in specs:
+        pieces.append(whole_of(spec, (at, *rest)))
+        at += spec.shape[0]
+    rule = " above ".join([first.name, *(spec.name.rpartition(".")[2] for spec in specs[1:])])
+    return compose(name, (at, *first.shape[1:]), pieces, rule, first.stored_as or first.name)

@@ -12,6 +12,14 @@ from .table import Entry, pattern, table
 
 _TIED = {"lm_head.weight": ("model.embed_tokens.weight", "transformer.wte.weight")}
 
+_GATED = ("swiglu", "quick_geglu", "geglu", "gated_linear_unit")  # Megatron-LM megatron/training/arguments.py
+_UNLIKE = {
+    "apply_layernorm_1p": "args.apply_layernorm_1p: the weights of norms are stored less 1, as of "
+    "Hugging Face's models only Gemma has them; others take them plus 1",
+    "rotary_interleaved": "args.rotary_interleaved: rotary embeddings turn neighbouring rows of each head of q and k; "
+    "most of Hugging Face's models turn its two halves, the rows are in another order there",
+}
+
 
 def renamed_index(
     index: Index, states: Mapping[str, Mapping[str, TensorSpec]], which: str | Mapping[str, Any], reverse: bool
@@ -25,12 +33,12 @@ def renamed_index(
     elif which == "megatron":
         which, back = _megatron(names), not reverse
     entries = table(which)
-    heads = heads_of(index.meta)
+    heads, gated = heads_of(index.meta), gated_by(index.meta)
     found: dict[str, dict[str, TensorSpec]] = {}
     one: dict[str, str] = {}
     lines: dict[str, None] = {}
     for state, specs in states.items():
-        found[state], singles, problems = rename(specs, entries, heads, back)
+        found[state], singles, problems = rename(specs, entries, heads, back, gated)
         one |= singles
         lines |= dict.fromkeys(problems)
     aliases = {
@@ -39,6 +47,7 @@ def renamed_index(
         if any(o in s for s in states.values())
     }
     aliases |= _ties(index.meta, found, entries, back)
+    lines |= dict.fromkeys(_unlike(index.meta) if not back else ())
     return replace(index, states=found, aliases=aliases, problems=(*index.problems, *lines))
 
 
@@ -58,6 +67,19 @@ def heads_of(meta: Mapping[str, Any]) -> Heads | None:
     if dim is None and _counts(heads, hidden):
         dim = hidden // heads
     return Heads(heads, groups, dim) if _counts(heads, groups, dim) else None
+
+
+def gated_by(meta: Mapping[str, Any]) -> bool | None:
+    """Whether Megatron's args give its MLPs a gate; None if they do not tell."""
+    args = getattr(meta.get("args"), "__dict__", {})
+    said = [args[name] for name in _GATED if isinstance(args.get(name), bool)]
+    return any(said) if said else None
+
+
+def _unlike(meta: Mapping[str, Any]) -> list[str]:
+    """Lines on what Megatron's args say of values that mean something else than under Hugging Face's names."""
+    args = getattr(meta.get("args"), "__dict__", {})
+    return [line for name, line in _UNLIKE.items() if args.get(name) is True]
 
 
 def _counts(*values: Any) -> bool:

@@ -28,10 +28,15 @@ class _Unfit(ValueError):
 
 
 def rename(
-    specs: Mapping[str, TensorSpec], entries: Sequence[Entry], heads: Heads | None, back: bool
+    specs: Mapping[str, TensorSpec],
+    entries: Sequence[Entry],
+    heads: Heads | None,
+    back: bool,
+    gated: bool | None = None,
 ) -> tuple[dict[str, TensorSpec], dict[str, str], list[str]]:
-    """-> (the tensors by new name, old name -> new name where it is one tensor, lines on what stays as it is)."""
-    renaming = _Renaming(specs, heads)
+    """-> (the tensors by new name, old name -> new name where it is one tensor, lines on what stays as it is).
+    ``gated``: whether Megatron's MLPs have a gate; None if nothing tells."""
+    renaming = _Renaming(specs, heads, gated)
     for name in specs:
         if name not in renaming.used:
             for entry in entries:
@@ -43,9 +48,10 @@ def rename(
 
 
 class _Renaming:
-    def __init__(self, specs: Mapping[str, TensorSpec], heads: Heads | None) -> None:
+    def __init__(self, specs: Mapping[str, TensorSpec], heads: Heads | None, gated: bool | None) -> None:
         self.specs = specs
         self.heads = heads
+        self.gated = gated
         self.found: dict[str, TensorSpec] = {}
         self.one: dict[str, str] = {}
         self.used: set[str] = set()
@@ -64,6 +70,8 @@ class _Renaming:
         targets = [right.format(**match.groupdict()) for right in entry.right]
         spec = self.specs[name]
         try:
+            if entry.cut == "halves" and _is_ungated(name, self.specs, self.gated):
+                raise _Unfit("this model's MLP has no gate: there are no two halves in it")
             made = _cut(spec, targets, entry, self.heads)
         except _Unfit as e:
             self._unfit.setdefault(str(e), []).append(name)
@@ -113,6 +121,18 @@ class _Renaming:
 def _some(names: Sequence[str]) -> str:
     listed = ", ".join(names[:3]) + (", ..." if names[3:] else "")
     return f"{len(names):,} {'names' if len(names) > 1 else 'name'} ({listed})"
+
+
+def _is_ungated(name: str, specs: Mapping[str, TensorSpec], gated: bool | None) -> bool:
+    """Whether the first matrix of one of Megatron's MLPs is no gate and up in one: then it has as many rows as the
+    second has columns."""
+    if "linear_fc1." not in name:
+        return False
+    second = specs.get(f"{name.rpartition('.')[0].replace('linear_fc1', 'linear_fc2')}.weight")
+    shape = specs[name].shape
+    if second is not None and len(second.shape) == 2 and shape:
+        return shape[0] == second.shape[1]
+    return gated is False
 
 
 def _rows(cut: Cut, count: int, heads: Heads | None) -> list[Rows]:
