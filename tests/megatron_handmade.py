@@ -29,6 +29,15 @@ def halves(t: Tensor, rank: int, ranks: int) -> Tensor:
     return torch.cat([half.chunk(ranks, 0)[rank] for half in t.chunk(2, 0)])
 
 
+def fused(sizes: list[int]) -> Cut:
+    """Several matrices one above the other, each cut on its own."""
+
+    def cut(t: Tensor, rank: int, ranks: int) -> Tensor:
+        return torch.cat([part.chunk(ranks, 0)[rank] for part in t.split(sizes)])
+
+    return cut
+
+
 def same(t: Tensor, rank: int, ranks: int) -> Tensor:
     return t
 

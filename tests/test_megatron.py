@@ -17,7 +17,18 @@ from lazyckpt.formats.merge import decide
 
 from .contract import CHECKS, Check
 from .counting import opened
-from .megatron_handmade import Cut, args, columns, halves, old_rows, rows, same, save_rank, save_tensor_parallel
+from .megatron_handmade import (
+    Cut,
+    args,
+    columns,
+    fused,
+    halves,
+    old_rows,
+    rows,
+    same,
+    save_rank,
+    save_tensor_parallel,
+)
 from .writers import Case, bit_equal
 from .writers.megatron_core import CASES, logits_alone
 
@@ -208,6 +219,107 @@ def test_experts_of_one_layer_under_numbered_names(tmp_path: Path) -> None:
     view = lazyckpt.open(tmp_path)
     for n, weight in enumerate(whole):
         assert bit_equal(view[f"decoder.layers.0.mlp.experts.linear_fc1.weight{n}"][...], weight)
+
+
+def test_parameters_of_other_layers(tmp_path: Path) -> None:
+    """Norms that Transformer Engine fuses into the matrix after them, attention to an encoder, offsets of softmax."""
+    torch.manual_seed(0)
+    layer = {
+        "self_attention.linear_qkv.layer_norm_weight": (torch.randn(16), same),
+        "self_attention.linear_qkv.weight": (torch.randn(48, 16), rows),
+        "self_attention.core_attention.softmax_offset": (torch.randn(4), rows),
+        "cross_attention.linear_q.layer_norm_bias": (torch.randn(16), same),
+        "cross_attention.linear_q.weight": (torch.randn(16, 16), rows),
+        "cross_attention.linear_kv.weight": (torch.randn(32, 16), rows),
+        "cross_attention.linear_proj.weight": (torch.randn(16, 16), columns),
+        "cross_attention.linear_proj.bias": (torch.randn(16), same),
+        "inter_attention.key_value.weight": (torch.randn(32, 16), rows),
+        "inter_attention.dense.weight": (torch.randn(16, 16), columns),
+        "mlp.linear_fc1.layer_norm_bias": (torch.randn(16), same),
+        "mlp.linear_fc1.weight": (torch.randn(24, 16), rows),
+    }
+    model = {f"decoder.layers.1.{name}": kept for name, kept in layer.items()}
+    model |= {f"decoder.layers.0.{name}": kept for name, kept in layer.items()}
+    model["encoder_relative_pos_emb.relative_attention_bias.weight"] = torch.randn(32, 4), same
+    view = lazyckpt.open(save_tensor_parallel(tmp_path, model, 2))
+    assert view.problems == ()
+    for name, (whole, _) in model.items():
+        assert bit_equal(view[name][...], whole), name
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_layers_of_mamba_and_gated_delta_nets(tmp_path: Path, known: bool) -> None:
+    torch.manual_seed(0)
+    settings = {
+        "mamba_state_dim": 3,
+        "mamba_head_dim": 8,
+        "mamba_num_groups": 2,
+        "linear_key_head_dim": 3,
+        "linear_num_key_heads": 2,
+        "linear_value_head_dim": 2,
+        "linear_num_value_heads": 4,
+    }
+    mamba, delta = [32, 32, 6, 6, 4], [6, 6, 8, 8, 4, 4]
+    model = {
+        "decoder.layers.0.mixer.in_proj.layer_norm_weight": (torch.randn(16), same),
+        "decoder.layers.0.mixer.in_proj.weight": (torch.randn(80, 16), fused(mamba)),
+        "decoder.layers.0.mixer.conv1d.weight": (torch.randn(44, 1, 4), fused(mamba[1:4])),
+        "decoder.layers.0.mixer.conv1d.bias": (torch.randn(44), fused(mamba[1:4])),
+        "decoder.layers.0.mixer.A_log": (torch.randn(4), rows),
+        "decoder.layers.0.mixer.D": (torch.randn(4), rows),
+        "decoder.layers.0.mixer.dt_bias": (torch.randn(4), rows),
+        "decoder.layers.0.mixer.norm.weight": (torch.randn(32), rows),
+        "decoder.layers.0.mixer.out_proj.weight": (torch.randn(16, 32), columns),
+        "decoder.layers.1.self_attention.in_proj.weight": (torch.randn(36, 16), fused(delta)),
+        "decoder.layers.1.self_attention.conv1d.weight": (torch.randn(20, 1, 4), fused(delta[:3])),
+        "decoder.layers.1.self_attention.A_log": (torch.randn(4), rows),
+        "decoder.layers.1.self_attention.out_norm.weight": (torch.randn(2), same),
+        "decoder.layers.1.self_attention.out_proj.weight": (torch.randn(16, 8), columns),
+    }
+    view = lazyckpt.open(save_tensor_parallel(tmp_path, model, 2, args=settings if known else {}))
+    told = [name for name in model if any(f"{name!r} cannot be put together" in line for line in view.problems)]
+    assert told == ([] if known else [name for name in model if "in_proj.weight" in name or "conv1d" in name])
+    for name, (whole, _) in model.items():
+        if name not in told:
+            assert bit_equal(view[name][...], whole), name
+
+
+def test_attributes_that_do_not_say_the_dimension(tmp_path: Path) -> None:
+    """`setattr(weight, "tensor_model_parallel", True)` and no more: it is not replicated for that."""
+    for rank in range(2):
+        model = {"decoder.layers.0.of_ones_own": torch.randn(4)}
+        main = torch.nn.Parameter(torch.randn(4), requires_grad=False)
+        main.tensor_model_parallel, main.partition_dim = True, -1  # type: ignore[attr-defined]
+        groups = [{"params": [0], "wd_mult": 0.0}]
+        optimizer = {"optimizer": {"state": {}, "param_groups": groups}, "fp32_from_fp16_params": [[main]]}
+        settings = args(tensor_model_parallel_size=2)
+        save_rank(
+            tmp_path / "iter_0000003",
+            f"mp_rank_{rank:02d}",
+            {"args": settings, "model": model, "optimizer": optimizer},
+        )
+    view = lazyckpt.open(tmp_path)
+    assert any("'decoder.layers.0.of_ones_own' cannot be put together" in line for line in view.problems)
+
+
+def test_several_stacks_of_layers_on_pipeline_stages(tmp_path: Path) -> None:
+    """An encoder of images on the first stage does not count among the layers of the text's model."""
+    weight = {}
+    held = {0: {"vision_model.decoder": 3, "language_model.decoder": 1}, 1: {"language_model.decoder": 2}}
+    for stage, stacks in held.items():
+        own = {}
+        for head, count in stacks.items():
+            for n in range(count):
+                whole = torch.randn(4)
+                own[f"{head}.layers.{n}.input_layernorm.weight"] = whole
+                weight[f"{head}.layers.{n + stage}.input_layernorm.weight"] = whole
+        settings = args(pipeline_model_parallel_size=2, num_layers=3)
+        save_rank(tmp_path / "iter_0000003", f"mp_rank_00_{stage:03d}", {"args": settings, "model": own})
+    view = lazyckpt.open(tmp_path)
+    assert view.problems == ()
+    assert set(view) == set(weight)
+    for name, whole in weight.items():
+        assert bit_equal(view[name][...], whole), name
 
 
 def test_a_layer_of_eight_ranks_reads_its_bytes(tmp_path: Path) -> None:

@@ -277,6 +277,34 @@ def test_ranges_of_flattened_parameters(tmp_path: Path) -> None:
         lazyckpt.open(folder, cache=False)
 
 
+def test_parts_of_fused_matrices_are_put_together(tmp_path: Path) -> None:
+    """As ssm/mamba_mixer.py and ssm/gated_delta_net.py save them: each part a tensor, its name at the end."""
+    torch.manual_seed(0)
+    mixers = {
+        "decoder.layers.0.mixer.in_proj.weight": (["z", "x", "B", "C", "dt"], [8, 8, 3, 3, 2]),
+        "decoder.layers.0.mixer.conv1d.bias": (["x", "B", "C"], [8, 3, 3]),
+        "decoder.layers.1.self_attention.in_proj.weight": (
+            ["query", "key", "value", "z", "beta", "alpha"],
+            [4, 4, 6, 6, 2, 2],
+        ),
+        "decoder.layers.1.self_attention.conv1d.weight": (["query", "key", "value"], [4, 4, 6]),
+    }
+    wholes = {name: torch.randn(sum(sizes), 5) for name, (_, sizes) in mixers.items()}
+    keys_ = {
+        f"{name}.{part}": block
+        for name, (parts, sizes) in mixers.items()
+        for part, block in zip(parts, wholes[name].split(sizes), strict=True)
+    }
+    folder = tmp_path / "iter_0000001"
+    save(dict(keys_), storage_writer=FileSystemWriter(folder))
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    view = lazyckpt.open(folder)
+    assert set(view) == set(wholes) and set(view.stored) == set(keys_)
+    for name, whole in wholes.items():
+        same(view[name][...], whole, name)
+        same(view[name][2:9, 1:], whole[2:9, 1:], name)
+
+
 def test_a_grid_of_flat_blocks_in_ranges(tmp_path: Path) -> None:
     """Blocks of several tensor-parallel ranks, each cut over data-parallel ones."""
     whole = torch.arange(4 * 6 * 8, dtype=torch.float32).view(4, 6, 8)

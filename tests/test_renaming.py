@@ -121,6 +121,30 @@ def test_heads_that_do_not_fit_or_are_unknown(tmp_path: Path) -> None:
         assert "model.layers.0.mlp.up_proj.weight" in view, "the rest is renamed"
 
 
+@pytest.mark.parametrize("seen", [True, False])
+def test_an_mlp_without_a_gate_has_no_halves(tmp_path: Path, seen: bool) -> None:
+    """By the second matrix, else by the arguments."""
+    tree = megatron_like(swiglu=seen)  # (which the shapes belie)
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    if seen:
+        tree["model"]["decoder.layers.0.mlp.linear_fc2.weight"] = torch.randn(12, 10)
+    torch.save(tree, tmp_path / "x.pt")
+    view = lazyckpt.open(tmp_path / "x.pt").rename("hf")
+    same(view[name][...], tree["model"][name], "as it was")
+    assert not any("gate_proj" in key for key in view)
+    assert [line for line in view.problems if "has no gate" in line]
+
+
+def test_values_that_mean_something_else(tmp_path: Path) -> None:
+    torch.save(megatron_like(apply_layernorm_1p=True, rotary_interleaved=True), tmp_path / "x.pt")
+    view = lazyckpt.open(tmp_path / "x.pt")
+    there = view.rename("hf")
+    assert [line.split(":")[0] for line in there.problems if line.startswith("args.")] == [
+        "args.apply_layernorm_1p",
+        "args.rotary_interleaved",
+    ]
+
+
 def test_a_table_of_ones_own(tmp_path: Path) -> None:
     torch.save({"blocks.0.w": torch.arange(6.0).view(3, 2), "blocks.1.w": torch.zeros(3, 2)}, tmp_path / "x.pt")
     view = lazyckpt.open(tmp_path / "x.pt")

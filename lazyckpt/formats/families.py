@@ -15,7 +15,8 @@ _REPLICATED = (
     r"(^|\.)[\w]*(norm|layernorm)\w*\.(weight|bias)$",
     r"(^|\.)ln_\w+\.(weight|bias)$",
     r"\.layer_norm_(weight|bias)$",  # Transformer Engine's norm within a linear layer
-    r"(^|\.)(self_)?(attention|attn)\.(dense|o_proj|out_proj|linear_proj)\.bias$",
+    r"(^|\.)relative_attention_bias\.weight$",
+    r"(^|\.)(self_|cross_|inter_)?(attention|attn)\.(dense|o_proj|out_proj|linear_proj)\.bias$",
     r"(^|\.)mlp\.(dense_4h_to_h|down_proj|fc2|linear_fc2)\.bias$",
     r"(^|\.)(position_embeddings|embed_positions|wpe)\.weight$",
     r"(^|\.)mlp\.(router|gate)\.weight$",
@@ -26,7 +27,7 @@ _REPLICATED = (
     r"(^|\.)(tokentype_embeddings|pooler\.dense|binary_head|lm_head\.dense)\.(weight|bias)$",
 )
 _ROW = (
-    r"(^|\.)(self_)?(attention|attn)\.(dense|o_proj|out_proj|linear_proj)\.weight$",
+    r"(^|\.)(self_|cross_|inter_)?(attention|attn)\.(dense|o_proj|out_proj|linear_proj)\.weight$",
     r"(^|\.)mlp\.(dense_4h_to_h|down_proj|fc2|linear_fc2)\.weight$",
     r"(^|\.)(local_experts\.\d+|shared_experts)\.linear_fc2\.weight$",
     r"(^|\.)experts\.linear_fc2\.weight\d+$",
@@ -37,6 +38,7 @@ _COLUMN = (
     r"(^|\.)(word_embeddings|embed_tokens|wte|lm_head|output_layer)\.weight$",
     r"(^|\.)(output_layer|lm_head)\.bias$",
     r"(^|\.)(self|cross)_attention\.linear_(q|q_proj|q_up_proj|kv_up_proj|kv)\.(weight|bias)$",
+    r"(^|\.)inter_attention\.(query|key_value)\.(weight|bias)$",
     r"(^|\.)eh_proj\.weight$",
 )
 _FC1 = r"(^|\.)(mlp|local_experts\.\d+|shared_experts)\.(dense_h_to_4h|linear_fc1)\.(weight|bias)$"

@@ -28,7 +28,7 @@ def _of_stages(grid: Grid, names: list[str]) -> Iterator[tuple[str, str]]:
         at = place(name)
         if at.layer is not None:
             layers.setdefault(f"{at.head}{{}}", set()).add(at.tail)
-    counts = planned(grid.args, d.pp, d.chunks)
+    counts = planned(grid.args, d.pp, d.chunks) if len(layers) == 1 else {}  # (the arguments tell of one stack)
     starts = offsets(d.pp, d.chunks, counts) if counts else {}
     core = any(name.startswith("decoder.layers.") for name in names)
     for pp in range(d.pp):

@@ -29,14 +29,14 @@ Tensors = dict[str, StoredTensor]  # name in the file -> tensor, in the file's o
 @dataclass(slots=True)
 class RankFile:
     """One model-parallel rank's file. ``chunks``: the tensors of each chunk of the model; ``offsets``: the first layer
-    of each, None where that is not known; ``experts``: how many the rank has (0: none)."""
+    of each, by the stack that it is of (`Place.head`); a stack is left out where that is not known."""
 
     rank: Rank
     folder: RankFolder
     file: TorchFile
     root: dict[Any, Any]
     chunks: list[Tensors]
-    offsets: list[int | None] = field(default_factory=list)
+    offsets: list[dict[str, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -18,14 +18,12 @@ from ...core.box import Shape
 from ..families import family_rules
 from ..merge import Merge, Rule, Source, concatenated, in_parts, replicated, user_rules
 from .degrees import flag, number
+from .mixers import mixer_rule
 
 _FC1 = re.compile(r"\.(linear_fc1|dense_h_to_4h)\.(weight|bias)\d*$")
 _QKV = re.compile(r"\.(linear_qkv|query_key_value)\.(weight|bias)$")
 _DOWN = re.compile(r"\.linear_(q|kv)_down_proj\.weight$")
-_MIXER = re.compile(
-    r"\.mixer\.(in_proj\.weight|conv1d\.(?:weight|bias)|A_log|D|dt_bias|norm\.weight|out_proj\.weight)$"
-)
-_FUSED = {"in_proj": ("z", "x", "B", "C", "dt"), "conv1d": ("x", "B", "C")}
+_OFFSET = re.compile(r"\.softmax_offset$")
 VOCABULARY = re.compile(r"(^|\.)(word_embeddings|output_layer|word_embeddings_for_head|lm_head)\.(weight|bias)$")
 _GATED = ("swiglu", "quick_geglu", "geglu", "gated_linear_unit")
 # name -> the attributes of the parameter on the ranks
@@ -39,7 +37,6 @@ def megatron_rules(args: Any, user: Mapping[str, Any], attributes: Attributes) -
     return (
         user_rules(user),
         Source(lambda name: _by_arguments(name, args, gated, attributes.get(name))),
-        Source(lambda name: _by_mamba(name, args)),
         Source(lambda name: _by_name(family.find(name), attributes.get(name))),
         Source(lambda name: _by_attributes(name, args, attributes.get(name))),
     )
@@ -67,6 +64,11 @@ def _by_arguments(
         heads = number(args, "num_attention_heads")
         how = f"{groups or heads or 'all'} query groups, whole ones on every rank"
         return concatenated(0), f"its name: {how}" + _second_opinion(attributes, 0)
+    if _OFFSET.search(name):
+        return concatenated(0), "its name: one of each head"
+    mixer = mixer_rule(name, args)
+    if mixer is not None:
+        return mixer
     down = _DOWN.search(name)
     if down is not None:
         width = number(args, "q_lora_rank" if down[1] == "q" else "kv_lora_rank")
@@ -86,27 +88,6 @@ def _down(width: int | None) -> Rule:
     return rule
 
 
-def _by_mamba(name: str, args: Any) -> tuple[Rule, str] | None:
-    """Mixers of Mamba: what is per head is cut along dimension 0, and so is each of the matrices that are fused in one
-    (z, x, B, C, dt)."""
-    match = _MIXER.search(name)
-    if match is None:
-        return None
-    if match[1] == "out_proj.weight":
-        return concatenated(1), "megatron-core's MambaMixer"
-    fused = _FUSED.get(match[1].partition(".")[0])
-    if fused is None:
-        return concatenated(0), "megatron-core's MambaMixer"
-    width = number(args, "mamba_head_dim")
-    states, groups = number(args, "mamba_state_dim"), number(args, "mamba_num_groups")
-    hidden = number(args, "hidden_size")
-    heads = number(args, "mamba_num_heads") or (2 * hidden // width if hidden and width else None)
-    if width is None or states is None or groups is None or heads is None:
-        return None
-    sizes = {"z": heads * width, "x": heads * width, "B": groups * states, "C": groups * states, "dt": heads}
-    return in_parts(0, [sizes[part] for part in fused]), f"args.mamba_*: {', '.join(fused)} of {heads} heads"
-
-
 def _by_name(found: tuple[Rule, str] | None, attributes: Mapping[str, Any] | None) -> tuple[Rule, str] | None:
     if found is None or attributes is None:
         return found
@@ -114,7 +95,7 @@ def _by_name(found: tuple[Rule, str] | None, attributes: Mapping[str, Any] | Non
 
 
 def _by_attributes(name: str, args: Any, attributes: Mapping[str, Any] | None) -> tuple[Rule, str] | None:
-    if attributes is None or _FC1.search(name) or _MIXER.search(name):  # (they do not tell what is fused)
+    if attributes is None or _FC1.search(name):  # (they do not tell what is fused)
         return None
     if attributes.get("tensor_model_parallel") is not True:
         return replicated, _said(attributes)

@@ -4,24 +4,23 @@ Sources: megatron/core/transformer/transformer_block.py `sharded_state_dict` (th
 tensor with a leading axis of layers), transformer/moe/experts.py (a further axis of experts, under
 ``experts.experts``), models/gpt/gpt_layer_specs.py `sharded_state_dict_keys_map` (layer norms of the local spec stand
 under the names of fused ones), mlp.py `apply_swiglu_sharded_factory` (``weight_w`` and ``weight_v`` when shards are
-singletons), ssm/mamba_mixer.py `_split_tensor_factory` (``in_proj.weight.z``, ``.x``, ...).
+singletons), ssm/mamba_mixer.py `_split_tensor_factory` (``in_proj.weight.z``, ``in_proj.weight.x``, ...).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Mapping
 
 from ...core.box import Box
 from ...core.compose import Piece, compose, whole_of
 from ...core.index import TensorSpec, renamed
+from .mixers import PARTS
 
 _LAYERS = re.compile(r"(?P<head>(?:^|.*\.)layers)\.(?P<tail>(?!\d+\.).+)")
 _EXPERTS = re.compile(r"(?P<head>.*\.mlp\.experts)\.experts\.(?P<tail>(?!\d+\.).+)")
 _ONE_EXPERT = re.compile(r"(?P<head>.*\.mlp\.experts)\.(?P<expert>\d+)\.(?P<tail>.+)")
 _MOST = 1 << 16  # layers, or experts, that a model may have
-_FUSED_ROWS = (("_w", "_v"), (".z", ".x", ".B", ".C", ".dt"), (".x", ".B", ".C"))
 _FUSED = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
@@ -81,33 +80,50 @@ def _unfused(spec: TensorSpec, names: Mapping[str, TensorSpec], local: bool | No
 
 
 def _joined(names: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """With what was saved as several tensors, one for each matrix that is fused in it, put together."""
+    """With the parts of fused matrices that were saved as tensors of their own put together."""
     found: dict[str, TensorSpec] = {}
-    for name, spec in names.items():
-        whole, parts = _fused(name, names)
-        if not parts:
-            found[name] = spec
-        elif whole not in found:
-            found[whole] = _above(whole, parts)
+    used: set[str] = set()
+    for name in names:
+        if name in used:
+            continue
+        parts = _parts(name, names)
+        if parts is None:
+            found[name] = names[name]
+            continue
+        whole, members = parts
+        used.update(members)
+        found[whole] = _above(whole, [names[one] for one in members])
     return found
 
 
-def _fused(name: str, names: Mapping[str, TensorSpec]) -> tuple[str, list[TensorSpec]]:
-    """The name of the whole that a tensor is a part of, and all its parts; none if it is no part, or not all fit."""
-    for endings in _FUSED_ROWS:
-        ending = next((e for e in endings if name.endswith(e)), None)
-        if ending is not None:
-            whole = name.removesuffix(ending)
-            parts = [names[whole + e] for e in endings if whole + e in names]
-            if len(parts) == len(endings) and len({(p.dtype, len(p.shape), p.shape[1:]) for p in parts}) == 1:
-                return (whole, parts) if parts[0].shape else ("", [])
-    return "", []
+def _parts(name: str, names: Mapping[str, TensorSpec]) -> tuple[str, list[str]] | None:
+    """The name of what a tensor is a part of, and those of all its parts, if these are there."""
+    if name.endswith(("_w", "_v")):
+        members = [f"{name[:-2]}_w", f"{name[:-2]}_v"]
+        return (name[:-2], members) if _fit(members, names) else None
+    base, _, part = name.rpartition(".")
+    for module, parts in PARTS:
+        if part in parts and base.endswith((f".{module}.weight", f".{module}.bias")):
+            members = [f"{base}.{one}" for one in parts]
+            if _fit(members, names):
+                return base, members
+    return None
 
 
-def _above(name: str, parts: Sequence[TensorSpec]) -> TensorSpec:
-    """Tensors one above the other."""
-    first = parts[0]
-    starts = accumulate((part.shape[0] for part in parts), initial=0)
-    pieces = [whole_of(part, (at, *(0,) * (len(first.shape) - 1))) for part, at in zip(parts, starts, strict=False)]
-    shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
-    return compose(name, shape, pieces, " above ".join(p.name for p in parts), first.stored_as or first.name)
+def _fit(members: list[str], names: Mapping[str, TensorSpec]) -> bool:
+    """Whether they are there, and can stand one above the other."""
+    specs = [names[name] for name in members if name in names]
+    alike = {(spec.dtype, spec.shape[1:], bool(spec.shape)) for spec in specs}
+    return len(specs) == len(members) and len(alike) == 1 and bool(specs[0].shape)
+
+
+def _above(name: str, specs: list[TensorSpec]) -> TensorSpec:
+    """One tensor above the other."""
+    first = specs[0]
+    rest = (0,) * (len(first.shape) - 1)
+    pieces, at = [], 0
+    for spec in specs:
+        pieces.append(whole_of(spec, (at, *rest)))
+        at += spec.shape[0]
+    rule = " above ".join([first.name, *(spec.name.rpartition(".")[2] for spec in specs[1:])])
+    return compose(name, (at, *first.shape[1:]), pieces, rule, first.stored_as or first.name)

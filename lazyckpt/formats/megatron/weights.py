@@ -50,17 +50,18 @@ class Namer:
 
     def names(self, rank: RankFile, chunk: int) -> Iterator[tuple[str, str]]:
         """(name in the file, name in the model) of a chunk's tensors. What cannot be named is left out."""
-        first = rank.offsets[chunk]
+        starts = rank.offsets[chunk]
         tensors = rank.chunks[chunk]
         expert = rank.rank.ep * self.local_experts(tensors)
         for name in tensors:
             at = self.place(name)
-            if at.layer is not None and first is None:
+            first = 0 if at.layer is None else starts.get(at.head)
+            if first is None:
                 continue
-            key = (name, first or 0, expert if at.number is not None else 0)
+            key = (name, first, expert if at.number is not None else 0)
             found = self._names.get(key)
             if found is None:
-                found = self._names[key] = at.named(first or 0, expert)
+                found = self._names[key] = at.named(first, expert)
             if self.tied and rank.rank.pp > 0 and is_head(name):  # the last stage's copy
                 found = tied_to(name)
             yield name, found
@@ -84,39 +85,53 @@ def is_tied(grid: Grid) -> bool:
 
 
 def number_layers(grid: Grid) -> None:
-    """Find the first layer of every chunk of every rank, by counting those of the chunks before it."""
+    """Find the first layer of every chunk of every rank, by counting those of the chunks before it. A model may have
+    several stacks of layers (an encoder and a decoder, one for images): each is numbered on its own."""
     d = grid.degrees
-    plan = planned(grid.args, d.pp, d.chunks)
-    seen: dict[tuple[int, int], int] = {}
+    stacks: dict[str, dict[tuple[int, int], int]] = {}
     for (_, pp, _), rank in grid.ranks.items():
+        rank.offsets = [{} for _ in rank.chunks]
         for chunk, tensors in enumerate(rank.chunks):
-            numbers = sorted({p.layer for name in tensors if (p := place(name)).layer is not None})
-            if not contiguous(numbers):
-                grid.tell(f"{rank.file.path}: chunk {chunk} has the layers {numbers[:8]}, not 0, 1, 2, ...")
-            count = seen.setdefault((pp, chunk), len(numbers))
-            if count != len(numbers):
-                grid.tell(
-                    f"{rank.file.path}: {len(numbers)} layers in chunk {chunk}, {count} on other ranks of stage {pp}"
-                )
+            numbers: dict[str, set[int]] = {}
+            for at in map(place, tensors):
+                if at.layer is not None:
+                    numbers.setdefault(at.head, set()).add(at.layer)
+            for head, layers in numbers.items():
+                if not contiguous(sorted(layers)):
+                    grid.tell(f"{rank.file.path}: chunk {chunk} has the layers {sorted(layers)[:8]}, not 0, 1, 2, ...")
+                count = stacks.setdefault(head, {}).setdefault((pp, chunk), len(layers))
+                if count != len(layers):
+                    grid.tell(
+                        f"{rank.file.path}: {len(layers)} layers in chunk {chunk}, {count} on other ranks of stage {pp}"
+                    )
+    there = {(pp, chunk) for (_, pp, _), rank in grid.ranks.items() for chunk in range(len(rank.chunks))}
+    for head, seen in stacks.items():
+        starts = _starts(grid, dict.fromkeys(there, 0) | seen, alone=len(stacks) == 1)
+        for (_, pp, _), rank in grid.ranks.items():
+            for chunk, known in enumerate(rank.offsets):
+                if (pp, chunk) in starts:
+                    known[head] = starts[pp, chunk]
+                elif chunk < d.chunks and (pp, chunk) in seen:
+                    grid.tell(
+                        f"the layers of stage {pp} cannot be numbered: a stage before it is missing and the arguments "
+                        "do not tell how many layers it has; they are in view.stored only"
+                    )
+
+
+def _starts(grid: Grid, seen: Mapping[tuple[int, int], int], alone: bool) -> Mapping[tuple[int, int], int]:
+    """The first layer of every chunk of a stack. ``alone``: it is the only one, which the arguments tell of."""
+    d = grid.degrees
+    plan = planned(grid.args, d.pp, d.chunks) if alone else {}
     counts = {**plan, **seen}
-    total = number(grid.args, "num_layers")
+    total = number(grid.args, "num_layers") if alone else None
     missing = [(pp, c) for c in range(d.chunks) for pp in range(d.pp) if (pp, c) not in counts]
     if len(missing) == 1 and total is not None and total >= sum(counts.values()):
         counts[missing[0]] = total - sum(counts.values())
-    starts = offsets(d.pp, d.chunks, counts)
     if plan and any(plan[at] != n for at, n in seen.items()):
         grid.tell(f"the files have {_shown(seen)} layers per stage and chunk, the arguments tell of {_shown(plan)}")
     elif not missing and total is not None and sum(counts.values()) != total and any(seen.values()):
         grid.tell(f"the files have {sum(counts.values())} layers, args.num_layers says {total}")
-    for (_, pp, _), rank in grid.ranks.items():
-        rank.offsets = [starts.get((pp, chunk)) for chunk in range(len(rank.chunks))]
-    for pp in range(d.pp):
-        for chunk in range(d.chunks):
-            if (pp, chunk) not in starts and any(p == pp for _, p, _ in grid.ranks):
-                grid.tell(
-                    f"the layers of stage {pp} cannot be numbered: a stage before it is missing and the arguments do "
-                    "not tell how many layers it has; they are in view.stored only"
-                )
+    return offsets(d.pp, d.chunks, counts)
 
 
 def _shown(counts: Mapping[tuple[int, int], int]) -> str:

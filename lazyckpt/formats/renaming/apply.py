@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...core.index import Index, TensorSpec
+from ..megatron.rules import is_gated
 from . import families
 from .experts import apart
 from .rename import Heads, Told, new_names, rename
@@ -16,6 +17,13 @@ _HEAD = "output_layer.weight"
 _TIED = {
     "lm_head.weight": ("model.embed_tokens.weight", "transformer.wte.weight"),
     "embed_out.weight": ("gpt_neox.embed_in.weight",),
+}
+
+_UNLIKE = {
+    "apply_layernorm_1p": "args.apply_layernorm_1p: the weights of norms are stored less 1, as of "
+    "Hugging Face's models only Gemma has them; others take them plus 1",
+    "rotary_interleaved": "args.rotary_interleaved: rotary embeddings turn neighbouring rows of each head of q and k; "
+    "most of Hugging Face's models turn its two halves, the rows are in another order there",
 }
 
 
@@ -35,10 +43,10 @@ def renamed_index(
     entries = table(which)
     if not back and any(".local_experts." in entry.left for entry in entries):
         states = apart(states)
-    told = Told()
+    told, gated = Told(), is_gated(index.meta.get("args"))
     # (Transformer Engine's models are saved under their own names, those of the local spec under others)
     stacked = args.get("transformer_impl") == "transformer_engine"
-    found = {state: rename(specs, entries, heads, back, told, stacked) for state, specs in states.items()}
+    found = {state: rename(specs, entries, heads, back, told, stacked, gated) for state, specs in states.items()}
     tied = args.get("untie_embeddings_and_output_weights") is False
     aliases = {
         new: told.one.get(owner, owner)
@@ -48,7 +56,7 @@ def renamed_index(
     }
     aliases |= _ties(found, entries) if tied and not back else {}
     unreadable = {new: why for old, why in index.unreadable.items() for new in new_names(old, entries, back)}
-    problems = (*index.problems, *told.problems())
+    problems = (*index.problems, *told.problems(), *(() if back else _unlike(index.meta)))
     return replace(index, states=found, aliases=aliases, problems=problems, unreadable=unreadable)
 
 
@@ -68,6 +76,12 @@ def heads_of(meta: Mapping[str, Any]) -> Heads | None:
     if dim is None and _counts(heads, hidden):
         dim = hidden // heads
     return Heads(heads, groups, dim) if _counts(heads, groups, dim) else None
+
+
+def _unlike(meta: Mapping[str, Any]) -> list[str]:
+    """Lines on what Megatron's args say of values that mean something else than under Hugging Face's names."""
+    args = getattr(meta.get("args"), "__dict__", {})
+    return [line for name, line in _UNLIKE.items() if args.get(name) is True]
 
 
 def _counts(*values: Any) -> bool:

@@ -50,10 +50,12 @@ def rename(
     back: bool,
     told: Told,
     stacked: bool = False,
+    gated: bool | None = None,
 ) -> dict[str, TensorSpec]:
     """The tensors of a state by new name. ``stacked``: whether the names that they were saved under, where these lack
-    the number of the layer, are the model's own but for it."""
-    renaming = _Renaming(specs, heads, told, stacked)
+    the number of the layer, are the model's own but for it. ``gated``: whether Megatron's MLPs have a gate; None if
+    nothing tells."""
+    renaming = _Renaming(specs, heads, told, stacked, gated)
     for name in specs:
         if name not in renaming.used and not (
             renaming.joined(name, entries) if back else any(renaming.cut(name, entry) for entry in entries)
@@ -74,11 +76,14 @@ def new_names(name: str, entries: Sequence[Entry], back: bool) -> list[str]:
 
 
 class _Renaming:
-    def __init__(self, specs: Mapping[str, TensorSpec], heads: Heads | None, told: Told, stacked: bool) -> None:
+    def __init__(
+        self, specs: Mapping[str, TensorSpec], heads: Heads | None, told: Told, stacked: bool, gated: bool | None
+    ) -> None:
         self.specs = specs
         self.heads = heads
         self.told = told
         self.stacked = stacked
+        self.gated = gated
         self.found: dict[str, TensorSpec] = {}
         self.used: set[str] = set()
 
@@ -94,6 +99,8 @@ class _Renaming:
         targets = [right.format(**match.groupdict()) for right in entry.right]
         spec = self.specs[name]
         try:
+            if entry.cut == "halves" and _is_ungated(name, self.specs, self.gated):
+                raise _Unfit("this model's MLP has no gate: there are no two halves in it")
             made = _cut(spec, targets, entry, self.heads)
         except _Unfit as e:
             self._unfit(name, e)
@@ -145,6 +152,18 @@ def _some(found: Mapping[str, None]) -> str:
     names = list(found)
     listed = ", ".join(names[:3]) + (", ..." if names[3:] else "")
     return f"{len(names):,} {'names' if len(names) > 1 else 'name'} ({listed})"
+
+
+def _is_ungated(name: str, specs: Mapping[str, TensorSpec], gated: bool | None) -> bool:
+    """Whether the first matrix of one of Megatron's MLPs is no gate and up in one: then it has as many rows as the
+    second has columns."""
+    if "linear_fc1." not in name:
+        return False
+    second = specs.get(f"{name.rpartition('.')[0].replace('linear_fc1', 'linear_fc2')}.weight")
+    shape = specs[name].shape
+    if second is not None and len(second.shape) == 2 and shape:
+        return shape[0] == second.shape[1]
+    return gated is False
 
 
 def _rows(cut: Cut, count: int, heads: Heads | None) -> list[Rows]:
