@@ -56,6 +56,7 @@ class CheckpointView(Mapping[str, LazyTensor]):
         "_full",
         "_index",
         "_names",
+        "_sides",
         "_specs",
         "_state",
         "_steps",
@@ -91,6 +92,7 @@ class CheckpointView(Mapping[str, LazyTensor]):
         self._specs: Mapping[str, TensorSpec] | None = None
         self._tensors: dict[str, LazyTensor] = {}
         self._by_stored: dict[str, TensorSpec] | None = None
+        self._sides: dict[str, CheckpointView] = {}  # state -> this view of it, so that asking in a loop is cheap
 
     def _other(self, state: str | None = None, steps: tuple[_Step, ...] | None = None) -> CheckpointView:
         view = object.__new__(CheckpointView)
@@ -269,12 +271,17 @@ class CheckpointView(Mapping[str, LazyTensor]):
     def states(self) -> Mapping[str, CheckpointView]:
         """The same part of every state: "weights", "fp32", then the optimizer's own ("exp_avg", ...), as far as the
         checkpoint holds them. The first is the one that this view reads by default."""
-        return MappingProxyType({state: self._other(state=state) for state in self._index.states})
+        return MappingProxyType({state: self._side(state) for state in self._index.states})
 
     @property
     def stored(self) -> CheckpointView:
         """Every tensor as it is stored, under its raw name; nothing merged or hidden. Of the whole checkpoint."""
-        return self._other(state=_STORED, steps=())
+        return self._side(_STORED, ())
+
+    def _side(self, state: str, steps: tuple[_Step, ...] | None = None) -> CheckpointView:
+        if state not in self._sides:
+            self._sides[state] = self._other(state=state, steps=steps)
+        return self._sides[state]
 
     # -- what it is
 

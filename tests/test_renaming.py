@@ -129,7 +129,7 @@ def test_an_mlp_without_a_gate_has_no_halves(tmp_path: Path, seen: bool) -> None
     if seen:
         tree["model"]["decoder.layers.0.mlp.linear_fc2.weight"] = torch.randn(12, 10)
     torch.save(tree, tmp_path / "x.pt")
-    view = lazyckpt.open(tmp_path / "x.pt").rename("hf")
+    view = lazyckpt.open(tmp_path / "x.pt").rename("llama")  # (which is for MLPs with one)
     same(view[name][...], tree["model"][name], "as it was")
     assert not any("gate_proj" in key for key in view)
     assert [line for line in view.problems if "has no gate" in line]

@@ -324,3 +324,11 @@ def test_it_travels_to_another_process(view: CheckpointView, truth: dict[str, to
     assert len(out["v"]) == 24
     for name, tensor in out["v"].items():
         same(tensor, truth[f"model.layers.{name}"], name)
+
+
+def test_other_sides_are_made_once(view: CheckpointView) -> None:
+    """So that ``view.stored[name]`` in a loop does not look through the files each time."""
+    assert view.stored is view.stored
+    assert all(side is view.states[state] for state, side in view.states.items())
+    part = view.select("*")
+    assert part.stored is part.stored and list(part.stored) == list(view.stored)
