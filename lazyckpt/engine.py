@@ -21,6 +21,8 @@ from .io.remote import is_url
 from .tensor import LazyTensor
 from .view import CheckpointView
 
+# What to leave to other engines, unless one names this: files of other names, and folders with these.
+_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".index.json")
 _ZARR = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")
 
 
@@ -42,13 +44,15 @@ class LazyckptBackend(BackendEntrypoint):
     supports_groups: ClassVar[bool] = True
 
     def guess_can_open(self, filename_or_obj: Any) -> bool:
-        """Whether a local path is a checkpoint; Zarr hierarchies are left to their own engine. Looks at names and first
-        bytes only."""
+        """Whether a local path is a checkpoint, by its name and first bytes. Zarr hierarchies are left to their own
+        engine, and so are files that are not called as checkpoints are."""
         if not isinstance(filename_or_obj, str | os.PathLike) or is_url(os.fspath(filename_or_obj)):
             return False
         try:
             source = Source(*split(filename_or_obj))
-            return not any(name in source.entries for name in _ZARR) and recognising(source) is not None
+            if source.path and not source.path.endswith(_FILES) or any(name in source.entries for name in _ZARR):
+                return False
+            return recognising(source) is not None
         except (LazyckptError, OSError):
             return False
 
