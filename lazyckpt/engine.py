@@ -15,7 +15,7 @@ from xarray.backends import BackendEntrypoint
 
 from .errors import LazyckptError, TensorNotFoundError
 from .formats.reader import Source, recognising
-from .interop.xarray import datasets, nodes
+from .interop.xarray import dataset, datasets, nodes
 from .io.local import split
 from .io.remote import is_url
 from .tensor import LazyTensor
@@ -27,7 +27,8 @@ _ZARR = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")
 
 
 class LazyckptBackend(BackendEntrypoint):
-    """A checkpoint as datasets: groups are the dotted names, variables the tensors. Opening reads no tensor data.
+    """A checkpoint as a tree, whose groups follow the dotted names, or (a part of it) as one dataset. Opening reads no
+    tensor data.
 
     ``group``: the part to open, as a path ("layers/3/mlp") or as a view takes it (also one that occurs at one place
     inside the names). ``state``: "exp_avg", ...; by default the weights or, where there are none, the fp32 ones.
@@ -50,7 +51,7 @@ class LazyckptBackend(BackendEntrypoint):
             return False
         try:
             source = Source(*split(filename_or_obj))
-            if source.path and not source.path.endswith(_FILES) or any(name in source.entries for name in _ZARR):
+            if (source.path and not source.path.endswith(_FILES)) or any(name in source.entries for name in _ZARR):
                 return False
             return recognising(source) is not None
         except (LazyckptError, OSError):
@@ -65,10 +66,9 @@ class LazyckptBackend(BackendEntrypoint):
         state: str | None = None,
         **options: Any,
     ) -> xr.Dataset:
-        """The tensors directly in a group (by default the root)."""
+        """All tensors below a group, under their names relative to it ("up.weight"), as a view has them."""
         view, found = _opened(filename_or_obj, group, state, options)
-        direct = {path: name for path, name in found.items() if "/" not in path}
-        return datasets(direct, view, drop=_dropped(drop_variables))["/"]
+        return dataset(found, view, _dropped(drop_variables))
 
     def open_groups_as_dict(
         self,

@@ -24,6 +24,7 @@ from lazyckpt.core.index import Extent, FileInfo, Rank, TensorSpec
 from lazyckpt.formats.deepspeed.flat import FlatFragments, Partition
 from lazyckpt.io.local import LocalStore
 
+from .conftest import complete
 from .counting import opened
 from .oracle import indexed, same
 from .writers import Case
@@ -39,7 +40,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     kind = request.param
     cases = {"zero3": "zero_cases", "dcp": "dcp_cases", "safetensors": "huggingface_cases"}[kind]
     found: Case = request.getfixturevalue(cases)[KINDS[kind]]
-    return found
+    return complete(found) if kind == "zero3" else found
 
 
 def tensors(case: Case, view: lazyckpt.CheckpointView) -> Iterator[tuple[lazyckpt.LazyTensor, torch.Tensor]]:

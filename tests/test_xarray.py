@@ -22,6 +22,7 @@ from lazyckpt.core.dtypes import to_numpy
 from lazyckpt.engine import LazyckptBackend
 from lazyckpt.interop.xarray import to_f32
 
+from .conftest import complete
 from .counting import opened
 from .writers import Case
 
@@ -34,7 +35,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     kind = request.param
     cases = {"zero3": "zero_cases", "dcp": "dcp_cases", "safetensors": "huggingface_cases"}[kind]
     found: Case = request.getfixturevalue(cases)[KINDS[kind]]
-    return found
+    return complete(found) if kind == "zero3" else found
 
 
 def variables(tree: xr.DataTree) -> Iterator[tuple[str, xr.DataArray]]:
@@ -75,7 +76,7 @@ def test_groups(case: Case) -> None:
     group, _, last = name.rpartition(".")
     for path in (group.replace(".", "/"), f"/{group.replace('.', '/')}/", group):
         held = xr.open_dataset(case.path, engine=ENGINE, group=path)
-        assert set(held.data_vars) == {n.rpartition(".")[2] for n in view if n.rpartition(".")[0] == group}
+        assert set(held.data_vars) == {n.removeprefix(f"{group}.") for n in view if n.startswith(f"{group}.")}
         equal(held[last].values, case.truth[view.state][name], name)
     below = xr.open_datatree(case.path, engine=ENGINE, group=group.split(".")[0])
     assert {n for n, _ in variables(below)} == {n for n in view if n.startswith(group.split(".")[0] + ".")}
@@ -91,8 +92,11 @@ def test_groups(case: Case) -> None:
 
 def test_inner_paths_resolve_as_in_a_view(huggingface_cases: dict[str, Case]) -> None:
     case = huggingface_cases["llama_sharded"]
-    held = xr.open_dataset(case.path, engine=ENGINE, group="layers/1/mlp/up_proj")
-    equal(held.weight.values, case.truth["weights"]["model.layers.1.mlp.up_proj.weight"])
+    held = xr.open_dataset(case.path, engine=ENGINE, group="layers/1/mlp")
+    assert set(held.data_vars) == {f"{part}_proj.weight" for part in ("up", "gate", "down")}
+    equal(held["up_proj.weight"].values, case.truth["weights"]["model.layers.1.mlp.up_proj.weight"])
+    alone = xr.open_dataset(case.path, engine=ENGINE, group="layers/1/mlp/up_proj", chunks={})
+    equal(alone.weight.values, case.truth["weights"]["model.layers.1.mlp.up_proj.weight"])
 
 
 def test_options(case: Case) -> None:
@@ -250,6 +254,12 @@ def test_names_and_dtypes(odd: tuple[Path, dict[str, Tensor]]) -> None:
         equal(found[name].values, whole, name)
     assert tree["square"].dims == ("d5", "d5_2") and tree["tied/weight/scale"].dims == ("d4",)
     assert "numpy has no" in tree.attrs["left_out"]["c32"]
+    flat = xr.open_dataset(path, engine=ENGINE)
+    assert {array.attrs["name"]: name for name, array in flat.data_vars.items()} == {
+        **{name: name for name in held},
+        "a.b/c": "a.b%2Fc",
+        "__x.": "%5F_x.%00",
+    }
     weight = xr.open_dataset(path, engine=ENGINE, group="tied/weight")
     assert sorted(weight.data_vars) == ["%", "scale"]
     equal(weight["%"].values, held["tied.weight"])

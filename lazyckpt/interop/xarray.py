@@ -134,20 +134,37 @@ def nodes(view: View) -> dict[str, str]:
 def datasets(
     found: Mapping[str, str], view: View, chunks: Chunks = None, drop: Collection[str] = ()
 ) -> dict[str, xr.Dataset]:
-    """The path of a group -> its variables; the root ("/") comes first, and says what the checkpoint is. ``found``: as
-    `nodes` gives it; ``drop``: variables to leave out, by their last or their full name. Reads nothing.
+    """The path of a group -> its own variables; the root ("/") comes first, and says what the checkpoint is. ``found``:
+    as `nodes` gives it; ``drop``: variables to leave out, by their last or their full name. Reads nothing.
 
     What numpy has no dtype for is left out, with the reason in the root's attribute "left_out".
     """
+    held, about = _variables(found, view, chunks, drop)
     groups: dict[str, dict[str, xr.Variable]] = {f"/{group}": {} for group in ("", *sorted(groups_of(found)))}
-    left_out = {}
-    for path, name in found.items():
+    for path, made in held.items():
         group, _, last = path.rpartition("/")
+        groups[f"/{group}"][last] = made
+    return {path: xr.Dataset(made, attrs=about if path == "/" else None) for path, made in groups.items()}
+
+
+def dataset(found: Mapping[str, str], view: View, drop: Collection[str] = ()) -> xr.Dataset:
+    """All variables of all groups as one dataset, under dotted names; otherwise as `datasets`."""
+    held, about = _variables(found, view, None, drop)
+    return xr.Dataset({path.replace("/", ".").removesuffix(".%"): made for path, made in held.items()}, attrs=about)
+
+
+def _variables(
+    found: Mapping[str, str], view: View, chunks: Chunks, drop: Collection[str]
+) -> tuple[dict[str, xr.Variable], dict[str, Any]]:
+    """-> (path -> variable, what the root's attributes say)."""
+    held: dict[str, xr.Variable] = {}
+    left_out: dict[str, str] = {}
+    for path, name in found.items():
         tensor = view[name]
-        if last in drop or tensor.name in drop:
+        if tensor.name in drop or tensor.name.rpartition(".")[2] in drop:
             continue
         try:
-            groups[f"/{group}"][last] = variable(tensor, chunks, state=view.state)
+            held[path] = variable(tensor, chunks, state=view.state)
         except DataError as e:
             left_out[tensor.name] = str(e)
     about = {
@@ -157,8 +174,7 @@ def datasets(
         "states": list(view.states),
         "problems": list(view.problems),
     }
-    attributes = about | ({"left_out": left_out} if left_out else {})
-    return {path: xr.Dataset(held, attrs=attributes if path == "/" else None) for path, held in groups.items()}
+    return held, about | ({"left_out": left_out} if left_out else {})
 
 
 # -- conversion
