@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -14,9 +13,6 @@ import torch
 from .core.index import FileInfo, Index, Mesh, TensorSpec
 from .core.names import Names, Pattern, matcher
 from .errors import DataError, MissingFileError, TensorNotFoundError
-from .export.files import FileFormat, export
-from .export.safetensors import SAFETENSORS
-from .export.torch import TORCH
 from .formats.cache import cached_index
 from .formats.reader import Source, read_index
 from .formats.renaming.apply import renamed_index
@@ -29,6 +25,7 @@ from .io.store import Store
 from .loading import load_into, read_all
 from .show.text import explain, summary, tree
 from .tensor import LazyTensor
+from .writing import Writing
 
 # A state that is a whole state dict lists tied names too; a moment is listed under the name that owns it.
 _FULL_STATES = ("weights", "fp32")
@@ -37,7 +34,7 @@ _STORED = "stored"
 _Step = tuple[Literal["below"], str] | tuple[Literal["select"], Pattern | frozenset[str]]
 
 
-class CheckpointView(Mapping[str, LazyTensor]):
+class CheckpointView(Writing):
     """A checkpoint, or a part of it, as a mapping from dotted names to lazy tensors. Opening reads no tensor data.
 
     ``path``: a file or a folder, or the URL of one. ``format``: the reader to use (by default the first that recognises
@@ -51,7 +48,6 @@ class CheckpointView(Mapping[str, LazyTensor]):
     """
 
     __slots__ = (
-        "__weakref__",
         "_by_stored",
         "_full",
         "_index",
@@ -346,8 +342,12 @@ class CheckpointView(Mapping[str, LazyTensor]):
 
     def owner(self, name: str) -> str:
         """The full name that owns the tensor of this name of the view."""
-        full = self._listed.get(name) or self._alias(name) or name
+        full = self.full_name(name)
         return full if full in self.specs else self._index.aliases.get(full, full)
+
+    def full_name(self, name: str) -> str:
+        """The name that a name of this view has in the whole checkpoint."""
+        return self._listed.get(name) or self._alias(name) or name
 
     def _unique(self) -> Iterator[LazyTensor]:
         """The tensors of this view, each tied one once."""
@@ -394,68 +394,6 @@ class CheckpointView(Mapping[str, LazyTensor]):
         differs.
         """
         return load_into(self, module, strict)
-
-    # -- writing
-
-    def to_safetensors(
-        self,
-        dest: str | os.PathLike[str],
-        *,
-        dtype: torch.dtype | None = None,
-        max_shard_size: int | str | None = "5GB",
-        overwrite: bool = False,
-        progress: bool | None = None,
-    ) -> list[Path]:
-        """Write the view as safetensors, in bounded memory (4 MiB a thread), and return the paths of the files.
-
-        ``dest``: a folder, which gets ``model.safetensors`` or, above ``max_shard_size`` (bytes, or text such as
-        "5GB"; None for one file), numbered shards and their index, as Hugging Face names them; or a file that ends
-        with ``.safetensors``. A tied tensor is stored once; its other names stand in the header's metadata. ``dtype``
-        converts floating-point tensors. ``progress``: a bar; None for one on a terminal or in a notebook.
-
-        The files appear when all are complete. Raises DestinationError (something is there already and not
-        ``overwrite``, no room, no right to write), DataError (a dtype that the format lacks), and what reading raises.
-        """
-        return self._export(SAFETENSORS, dest, dtype, max_shard_size, overwrite, progress)
-
-    def to_torch(
-        self,
-        dest: str | os.PathLike[str],
-        *,
-        dtype: torch.dtype | None = None,
-        max_shard_size: int | str | None = "5GB",
-        overwrite: bool = False,
-        progress: bool | None = None,
-    ) -> list[Path]:
-        """Write the view as state dicts that `torch.load` reads, tied names on the same storage; otherwise as
-        `to_safetensors`. ``dest``: a file that ends with .pt, .pth, .bin or .ckpt, or a folder, which gets
-        ``pytorch_model.bin`` or numbered shards and their index."""
-        return self._export(TORCH, dest, dtype, max_shard_size, overwrite, progress)
-
-    def _export(
-        self,
-        form: FileFormat,
-        dest: str | os.PathLike[str],
-        dtype: torch.dtype | None,
-        max_shard_size: int | str | None,
-        overwrite: bool,
-        progress: bool | None,
-    ) -> list[Path]:
-        names: dict[str, str] = {}  # the name that owns a tensor -> the one it is written under
-        for name in self._listed:
-            owner = self.owner(name)
-            if owner == self._listed[name] or owner not in names:
-                names[owner] = name
-        return export(
-            form,
-            {name: self[name] for name in names.values()},
-            {name: kept for name in self._listed if (kept := names[self.owner(name)]) != name},
-            dest,
-            dtype=dtype,
-            max_shard_size=max_shard_size,
-            overwrite=overwrite,
-            progress=progress,
-        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         steps = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import pickle
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,6 +16,8 @@ from unittest import mock
 import pytest
 import torch
 from filelock import FileLock  # torch depends on it
+
+import lazyckpt
 
 from .writers import Case, megatron_core, rank_files, torch_contents, torch_dcp, torch_files, trainers
 from .writers.deepspeed_zero import ZeroSpec, write_many
@@ -262,6 +265,15 @@ def dcp_cases(session_folder: Path) -> dict[str, Case]:
 @pytest.fixture(params=[name for name in torch_dcp.CASES if name != "unknown_codec"])
 def dcp_case(request: pytest.FixtureRequest, dcp_cases: dict[str, Case]) -> Case:
     return dcp_cases[request.param]
+
+
+@pytest.fixture
+def dcp_hole(dcp_cases: dict[str, Case], tmp_path: Path) -> tuple[lazyckpt.CheckpointView, Case]:
+    """A checkpoint of three ranks whose second one has lost its file."""
+    case = dcp_cases["fsdp2_uneven"]
+    shutil.copytree(case.path, tmp_path / "ckpt")
+    (tmp_path / "ckpt" / "__1_0.distcp").unlink()
+    return lazyckpt.open(tmp_path / "ckpt"), case
 
 
 @pytest.fixture(scope="session")

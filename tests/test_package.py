@@ -77,8 +77,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("formats",),
     ("tensor",),
     ("export", "interop", "inspect", "show", "loading"),
+    ("writing",),
     ("view",),
-    ("deepspeed", "distributed"),
+    ("deepspeed", "distributed", "engine"),
     ("",),  # lazyckpt/__init__.py
     ("demo",),
     ("cli",),

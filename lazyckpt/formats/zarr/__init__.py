@@ -1,0 +1,1 @@
+"""Zarr hierarchies, as lazyckpt writes and reads them."""
