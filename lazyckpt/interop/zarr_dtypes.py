@@ -78,7 +78,7 @@ class _Float(ZDType[Any, Any], HasItemSize):
             data = _SPECIAL.get(data)
         if isinstance(data, bool) or not isinstance(data, int | float):
             raise TypeError(f"{data!r} is no fill value of {self._zarr_v3_name}")
-        if data == 0 and not float(self._scalar(0)) == 0:
+        if data == 0 and float(self._scalar(0)) != 0:
             return self.default_scalar()
         return self._scalar(float(data))
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from ...core.box import Shape
 
 _SELF = "%"  # the array of a tensor "a" where there are tensors below "a", too: no component is written so
-_LEGAL = re.compile(r"[^/%\x00-\x1f]+")
+_LEGAL = re.compile(r"[^/\\%\x00-\x1f]+")  # zarr-python takes a backslash for a slash
 
 
 def paths(names: Iterable[str]) -> dict[str, str]:
@@ -36,7 +36,7 @@ def component(text: str) -> str:
     if not text:
         return "%00"
     if _LEGAL.fullmatch(text) is None:
-        text = re.sub(r"[/%\x00-\x1f]", _escaped, text)
+        text = re.sub(r"[/\\%\x00-\x1f]", _escaped, text)
     if text.startswith("__") or not text.strip(".") or text in ("zarr.json", ".zarray", ".zgroup", ".zattrs"):
         text = _escaped_char(text[0]) + text[1:]
     return text
