@@ -11,12 +11,15 @@ others; what cannot be read raises lazyckpt's error, and is never taken for a ch
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import pickle
 import re
 from collections.abc import AsyncIterator, Iterable, Iterator
 from itertools import product
 from math import prod
 from typing import Any, ClassVar, NoReturn
+from weakref import WeakValueDictionary
 
 import torch
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
@@ -34,6 +37,7 @@ from . import zarr_dtypes as zarr_dtypes  # what bfloat16 is, zarr does not know
 _MOST = 4 << 20  # bytes of a chunk
 _PIECES = 64  # chunks of a tensor, at least, where they cannot follow the fragments: each touches few of them
 _DOCUMENT = "zarr.json"
+_known: WeakValueDictionary[str, ViewStore] = WeakValueDictionary()  # by the digest of the pickled view
 _CHUNK = re.compile(r"(.*)/c((?:/(?:0|[1-9][0-9]*))*)", re.DOTALL)
 
 
@@ -71,6 +75,8 @@ class ViewStore(Store):
         for path in (*[group for group in self._inside if group], *self._arrays):
             parent, _, name = path.rpartition("/")
             self._inside[parent][name] = None
+        self._pickled: bytes | None = None
+        self._digest = ""
         self._documents: dict[str, bytes] = {}
         self._chunks: dict[str, Shape] = {}
 
@@ -105,7 +111,16 @@ class ViewStore(Store):
         return self._root, self._view.state, self._view.format, pins, self._names
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ViewStore, (self._view,)
+        # the index of a large checkpoint takes a while, and Dask pickles the store with every array
+        if self._pickled is None:
+            self._pickled = pickle.dumps(self._view)
+            self._digest = hashlib.sha256(self._pickled).hexdigest()
+            _known[self._digest] = self
+        return _restored, (self._digest, self._pickled)
+
+    def __dask_tokenize__(self) -> tuple[str, str]:
+        self.__reduce__()
+        return "lazyckpt.ViewStore", self._digest
 
     def with_read_only(self, read_only: bool = False) -> ViewStore:
         if not read_only:
@@ -234,6 +249,16 @@ class ViewStore(Store):
 
     def _refuse(self) -> NoReturn:
         raise ValueError("a view is for reading only: view.to_zarr(dest) writes a copy")
+
+
+def _restored(digest: str, pickled: bytes) -> ViewStore:
+    """The store of a pickled view; the one that this process has of it already, if it has one."""
+    store = _known.get(digest)
+    if store is None:
+        store = ViewStore(pickle.loads(pickled))
+        store._pickled, store._digest = pickled, digest
+        store = _known.setdefault(digest, store)
+    return store
 
 
 def _read_chunk(tensor: LazyTensor, place: Shape, chunk: Shape) -> memoryview:
