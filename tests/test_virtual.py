@@ -231,6 +231,9 @@ def test_a_url_stays_one(folder: Path, truth: dict[str, torch.Tensor], tmp_path:
 
 def test_icechunk(folder: Path, truth: dict[str, torch.Tensor], tmp_path: Path) -> None:
     icechunk = pytest.importorskip("icechunk", reason="the store that is written to")
+    with pytest.raises(lazyckpt.DestinationError, match="escape"):
+        lazyckpt.open(folder).to_virtual(tmp_path / "repo", format="icechunk")
+    folder = folder.rename(tmp_path / "checkpoint")
     view = lazyckpt.open(folder)
     assert view.to_virtual(tmp_path / "repo", format="icechunk") == {}
     may = icechunk.containers_credentials({f"file://{folder}/": None})

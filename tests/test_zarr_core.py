@@ -365,3 +365,14 @@ assert data_type_registry.get("float8_e5m2") is lazyckpt.interop.zarr_dtypes.Flo
 """
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=120)
+
+
+def test_doors_are_opened_when_used() -> None:
+    code = """
+import sys, lazyckpt
+assert not {"zarr", "lazyckpt.interop"} & set(sys.modules)
+lazyckpt.interop.zarr_store.ViewStore
+import zarr
+assert "bfloat16" in zarr.dtype.data_type_registry.contents
+"""
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, timeout=120)

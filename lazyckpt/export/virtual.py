@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 from uuid import uuid4
 
 import torch
@@ -244,6 +245,9 @@ def _write_icechunk(what: Contents[LazyTensor], referred: Mapping[str, _Referred
             f"{place}: of files behind a URL only you can say how Icechunk gets at them: make a repository with a "
             "VirtualChunkContainer for them, and pass the store of a writable session of it instead of a path"
         )
+    odd = [root for root in roots if quote(root, safe=":/") != root]
+    if odd:  # it compares the escaped path with the plain one, or the reverse (1.1.21)
+        raise DestinationError(f"{odd[0]}: Icechunk finds no files below a path that a URL has to escape: move them")
     config = icechunk.RepositoryConfig.default()
     for root in roots:
         files = icechunk.local_filesystem_store(root.removeprefix("file://"))
@@ -255,6 +259,11 @@ def _write_icechunk(what: Contents[LazyTensor], referred: Mapping[str, _Referred
         session = repository.writable_session("main")
         _fill(session.store, nodes, referred)
         session.commit("References to a checkpoint")
+
+
+def _quoted(url: str) -> str:
+    """As Icechunk takes it: fsspec takes a path as it is."""
+    return f"file://{quote(url.removeprefix('file://'))}" if url.startswith("file://") else url
 
 
 def _fill(store: Any, nodes: Mapping[str, documents.Json], referred: Mapping[str, _Referred]) -> None:
@@ -271,12 +280,13 @@ def _fill(store: Any, nodes: Mapping[str, documents.Json], referred: Mapping[str
     sync(write())
     for path, one in referred.items():
         chunks = [
-            icechunk.VirtualChunkSpec(list(r.place), r.path, r.offset, r.length, None, None) for r in one.references()
+            icechunk.VirtualChunkSpec(list(r.place), _quoted(r.path), r.offset, r.length, None, None)
+            for r in one.references()
         ]
         if chunks and store.set_virtual_refs(path, chunks):
             raise DestinationError(
-                f"the Icechunk repository has no VirtualChunkContainer for {url_of(one.tensor.store.root, '')}: "
-                "set one in its configuration"
+                f"the Icechunk repository has no VirtualChunkContainer for "
+                f"{url_of(one.tensor.store.root, '')}: set one in its configuration"
             )
 
 
