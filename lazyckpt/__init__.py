@@ -48,9 +48,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _ModuleType:
-    """``lazyckpt.distributed`` is imported when it is first asked for: torch's distributed packages take a while."""
-    if name == "distributed":
+    """``lazyckpt.distributed`` and ``lazyckpt.interop`` are imported when they are first asked for: torch's distributed
+    packages and zarr take a while."""
+    if name in ("distributed", "interop"):
         from importlib import import_module
 
-        return import_module(".distributed", __name__)
+        return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

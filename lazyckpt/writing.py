@@ -13,6 +13,7 @@ import torch
 from .export.files import FileFormat, export
 from .export.safetensors import SAFETENSORS
 from .export.torch import TORCH
+from .formats.zarr.contents import Part
 from .tensor import LazyTensor
 
 if TYPE_CHECKING:
@@ -78,6 +79,27 @@ class Writing(Mapping[str, LazyTensor]):
         from .interop.xarray import View, tree
 
         return tree(cast(View, self), chunks)
+
+    def to_virtual(
+        self, dest: str | os.PathLike[str] | Any, *, format: str | None = None, bits: bool = False
+    ) -> dict[str, str]:
+        """Write references to the bytes of the checkpoint's files, as a zarr hierarchy that copies none of them: any
+        reader of zarr opens it, through fsspec's "reference" file system, without lazyckpt or torch. The layout is
+        that of `to_zarr`; the files have to stay where they are.
+
+        ``dest``: a file that ends with .json, or a folder, which gets parquet (kerchunk, pandas and pyarrow have to be
+        installed). ``format``: "json", "parquet", or "icechunk": a new Icechunk repository in that folder; ``dest``
+        may also be the store of a writable Icechunk session, which the caller commits. ``bits``: bfloat16 and 8-bit
+        floats appear as unsigned integers of the same bits, their attributes say what they are: for readers that do
+        not have these dtypes, as zarr-python by itself has not.
+
+        A tensor can be told as references if its fragments form a grid of plain runs of bytes. Returns what is left
+        out: path in the hierarchy -> reason (a span that ends within a row, packed or swapped bytes, a missing file);
+        the root's attributes list it, too. Raises DestinationError, FormatError (a package is missing), DataError.
+        """
+        from .export.virtual import to_virtual
+
+        return to_virtual(cast("Part[LazyTensor]", self), dest, format, bits)  # all that write are views
 
     def once(self) -> tuple[dict[str, LazyTensor], dict[str, str]]:
         """What there is to write: (name of this view -> tensor, each tied one once, under the name that owns it if

@@ -88,7 +88,11 @@ def _rows(cell: Shape, shape: Shape, size: int, most: int, pieces: int) -> Shape
         if wanted <= 1:
             break
         if n == shape[d]:
-            chunk[d] = -(-n // min(n, wanted))
+            rows = -(-n // min(n, wanted))
+            row = prod(chunk) // n * size
+            if rows > 1 and (rows * row > most or -(-n // rows) < pieces):  # rounding up was too much
+                rows -= 1
+            chunk[d] = rows
         else:
             chunk[d] = n // next((k for k in range(min(n, wanted), n + 1) if n % k == 0), n)
         pieces = -(-pieces // -(-n // chunk[d]))

@@ -62,7 +62,7 @@ def _alone(store: Store, copy: Copy) -> torch.Tensor:
 
 
 def _block_tasks(store: Store, spec: TensorSpec, want: Selection, out: torch.Tensor) -> Iterator[Task]:
-    copies = _planned(store, spec, want)
+    copies = planned(store, spec, want)
     if spec.combine == "mean":
         yield out.nbytes, partial(_mean, store, copies, out)
         return
@@ -70,7 +70,7 @@ def _block_tasks(store: Store, spec: TensorSpec, want: Selection, out: torch.Ten
         yield from _copy_tasks(store, copy, out[copy.slices] if copy.at else out)
 
 
-def _planned(store: Store, spec: TensorSpec, want: Selection) -> list[Copy]:
+def planned(store: Store, spec: TensorSpec, want: Selection) -> list[Copy]:
     """The plan, with all archives looked up that it needs."""
     unknown: list[tuple[Archive, str]] = []
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import argparse
 import base64
+import datetime
+import decimal
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
+from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
 import ml_dtypes
@@ -20,15 +23,27 @@ import torch
 
 from ..errors import CorruptError, DataError
 from .plain import TensorRef
-from .records import Opaque
+from .records import Opaque, short
 
+_LIMIT = 1 << 23  # objects, and 64 characters or bytes each
 _EXACT = 1 << 63  # integers beyond it are text: other readers of JSON take 64 bits
 _FIELDS = ("args", "kwargs", "state", "items", "entries")
 
 
 def encode(value: Any, where: str = "meta") -> Any:
-    """The object as what `json.dumps` takes. Raises DataError for what is no plain object, naming the place."""
+    """The object as what `json.dumps` takes. Raises DataError for what is no plain object, naming the place, and for
+    what is too deep or too much to write (a pickle may hold the same object in a thousand places)."""
+    try:
+        return _encode(value, where, [_LIMIT])
+    except RecursionError:
+        raise DataError(f"{where} is nested too deeply to be written as JSON") from None
+
+
+def _encode(value: Any, where: str, left: list[int]) -> Any:
     kind = type(value)
+    left[0] -= 1 + (len(value) >> 6 if kind in (str, bytes, bytearray) else 0)
+    if left[0] < 0:
+        raise DataError(f"{where}: there is too much in it to be written as JSON")
     if value is None or kind is bool:
         return value
     if kind is int:
@@ -41,22 +56,22 @@ def encode(value: Any, where: str = "meta") -> Any:
         return {"$tensor": _text(value.name)}
     if isinstance(value, Opaque):
         fields = {name: getattr(value, name) for name in _FIELDS if getattr(value, name)}
-        known = {name: encode(v, f"{where}.{name}") for name, v in fields.items()}
+        known = {name: _encode(v, f"{where}.{name}", left) for name, v in fields.items()}
         if value.args is not None:
             known.setdefault("args", {"$tuple": []})
         return {"$opaque": {"module": _text(value.module), "name": _text(value.name), **known}}
     if isinstance(value, argparse.Namespace):
-        return {"$namespace": _pairs(vars(value), where)}
+        return {"$namespace": _pairs(vars(value), where, left)}
     if isinstance(value, Mapping):
-        return _dict(value, where)
+        return _dict(value, where, left)
     if isinstance(value, torch.Size):
         return {"$size": list(value)}
     if isinstance(value, list):
-        return [encode(v, f"{where}[{n}]") for n, v in enumerate(value)]
+        return [_encode(v, f"{where}[{n}]", left) for n, v in enumerate(value)]
     for tag, sequence in _SEQUENCES.items():
         if isinstance(value, sequence):
             items: list[Any] = sorted(value, key=repr) if isinstance(value, set | frozenset) else list(value)
-            return {tag: [encode(v, f"{where}[{n}]") for n, v in enumerate(items)]}
+            return {tag: [_encode(v, f"{where}[{n}]", left) for n, v in enumerate(items)]}
     simple = _SIMPLE.get(kind)
     if simple is not None:
         tag, write = simple
@@ -64,7 +79,7 @@ def encode(value: Any, where: str = "meta") -> Any:
     if isinstance(value, np.dtype):
         return {"$numpy.dtype": _dtype_text(value)}
     if isinstance(value, np.ndarray | np.generic):
-        return _numpy(np.asarray(value), isinstance(value, np.generic), where)
+        return _numpy(np.asarray(value), isinstance(value, np.generic), where, left)
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         about = {"dtype": str(value.dtype), "shape": list(value.shape), "data": _base64(flat.numpy().tobytes())}
@@ -74,12 +89,19 @@ def encode(value: Any, where: str = "meta") -> Any:
 
 def decode(value: Any) -> Any:
     """What `encode` was given, from what it gave. Raises CorruptError for what it never gives."""
+    try:
+        return _decode(value)
+    except RecursionError:
+        raise CorruptError("the attributes are nested too deeply to be read") from None
+
+
+def _decode(value: Any) -> Any:
     if isinstance(value, list):
-        return [decode(v) for v in value]
+        return [_decode(v) for v in value]
     if not isinstance(value, dict):
         return value
     if len(value) != 1 or not next(iter(value)).startswith("$"):
-        return {k: decode(v) for k, v in value.items()}
+        return {k: _decode(v) for k, v in value.items()}
     ((tag, inner),) = value.items()
     read = _READ.get(tag)
     if read is None:
@@ -88,7 +110,9 @@ def decode(value: Any) -> Any:
         )
     try:
         return read(inner)
-    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, OverflowError) as e:
+    except (CorruptError, RecursionError):
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, ArithmeticError) as e:
         raise CorruptError(f"{tag!r} in the attributes: {inner!r:.80} cannot be read ({e!r:.80})") from None
 
 
@@ -100,16 +124,16 @@ def _text(value: str) -> Any:
     return value
 
 
-def _dict(value: Mapping[Any, Any], where: str) -> Any:
+def _dict(value: Mapping[Any, Any], where: str, left: list[int]) -> Any:
     if all(type(k) is str and k.isprintable() for k in value) and not (
         len(value) == 1 and next(iter(value)).startswith("$")
     ):
-        return {k: encode(v, f"{where}.{k}") for k, v in value.items()}
-    return {"$dict": _pairs(value, where)}
+        return {k: _encode(v, f"{where}.{k}", left) for k, v in value.items()}
+    return {"$dict": _pairs(value, where, left)}
 
 
-def _pairs(value: Mapping[Any, Any], where: str) -> list[Any]:
-    return [[encode(k, where), encode(v, f"{where}.{k!s:.60}")] for k, v in value.items()]
+def _pairs(value: Mapping[Any, Any], where: str, left: list[int]) -> list[Any]:
+    return [[_encode(k, where, left), _encode(v, f"{where}.{short(k)}", left)] for k, v in value.items()]
 
 
 def _base64(data: bytes | bytearray) -> str:
@@ -129,9 +153,9 @@ def _dtype_text(dtype: np.dtype[Any]) -> Any:
     return [list(field) for field in dtype.descr] if dtype.names else dtype.str
 
 
-def _numpy(array: np.ndarray[Any, Any], scalar: bool, where: str) -> Any:
+def _numpy(array: np.ndarray[Any, Any], scalar: bool, where: str, left: list[int]) -> Any:
     if array.dtype.hasobject:
-        return {"$numpy.objects": [list(array.shape), [encode(v, where) for v in array.reshape(-1).tolist()]]}
+        return {"$numpy.objects": [list(array.shape), [_encode(v, where, left) for v in array.reshape(-1).tolist()]]}
     about = {"dtype": _dtype_text(array.dtype), "shape": list(array.shape), "data": _base64(array.tobytes())}
     return {"$numpy.scalar" if scalar else "$numpy.array": about}
 
@@ -187,6 +211,13 @@ _SIMPLE: dict[type, tuple[str, Callable[[Any], Any]]] = {
     complex: ("$complex", lambda v: [repr(v.real), repr(v.imag)]),
     range: ("$range", lambda v: [v.start, v.stop, v.step]),
     slice: ("$slice", lambda v: [encode(v.start), encode(v.stop), encode(v.step)]),
+    PurePosixPath: ("$path", str),
+    PureWindowsPath: ("$windows_path", str),
+    datetime.datetime: ("$datetime", datetime.datetime.isoformat),
+    datetime.date: ("$date", datetime.date.isoformat),
+    datetime.timedelta: ("$timedelta", lambda v: [v.days, v.seconds, v.microseconds]),
+    datetime.timezone: ("$timezone", lambda v: v.utcoffset(None) // datetime.timedelta(microseconds=1)),
+    decimal.Decimal: ("$decimal", str),
     torch.dtype: ("$torch.dtype", str),
     torch.device: ("$torch.device", str),
 }
@@ -208,6 +239,13 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "$complex": lambda v: complex(float(v[0]), float(v[1])),
     "$range": lambda v: range(*v),
     "$slice": lambda v: slice(*map(decode, v)),
+    "$path": PurePosixPath,
+    "$windows_path": PureWindowsPath,
+    "$datetime": datetime.datetime.fromisoformat,
+    "$date": datetime.date.fromisoformat,
+    "$timedelta": lambda v: datetime.timedelta(*v),
+    "$timezone": lambda v: datetime.timezone(datetime.timedelta(microseconds=v)),
+    "$decimal": decimal.Decimal,
     "$torch.dtype": _torch_dtype,
     "$torch.device": torch.device,
     "$numpy.dtype": _np_dtype,

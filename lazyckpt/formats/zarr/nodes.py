@@ -11,15 +11,16 @@ from collections.abc import Iterable
 
 from ...core.box import Shape
 
+_EMPTY = "%empty"  # no other component is written so, either
 _SELF = "%"  # the array of a tensor "a" where there are tensors below "a", too: no component is written so
-_LEGAL = re.compile(r"[^/%\x00-\x1f]+")
+_LEGAL = re.compile(r"[^/\\%\x00-\x1f]+")  # zarr-python takes a backslash for a slash
 
 
 def paths(names: Iterable[str]) -> dict[str, str]:
     """Name -> the path of its node, with "/" between groups. All of them at once: they depend on each other.
 
     >>> paths(["a.weight", "a.weight.scale", "x/y", ""])
-    {'a.weight': 'a/weight/%', 'a.weight.scale': 'a/weight/scale', 'x/y': 'x%2Fy', '': '%00'}
+    {'a.weight': 'a/weight/%', 'a.weight.scale': 'a/weight/scale', 'x/y': 'x%2Fy', '': '%empty'}
     """
     split = {name: tuple(map(component, name.split("."))) for name in names}
     groups = {parts[:n] for parts in split.values() for n in range(1, len(parts))}
@@ -31,12 +32,12 @@ def component(text: str) -> str:
     two underscores for itself; what is no ordinary character is written as in a URL.
 
     >>> component("mlp"), component(""), component(".."), component("__x"), component("50%")
-    ('mlp', '%00', '%2E.', '%5F_x', '50%25')
+    ('mlp', '%empty', '%2E.', '%5F_x', '50%25')
     """
     if not text:
-        return "%00"
+        return _EMPTY
     if _LEGAL.fullmatch(text) is None:
-        text = re.sub(r"[/%\x00-\x1f]", _escaped, text)
+        text = re.sub(r"[/\\%\x00-\x1f]", _escaped, text)
     if text.startswith("__") or not text.strip(".") or text in ("zarr.json", ".zarray", ".zgroup", ".zattrs"):
         text = _escaped_char(text[0]) + text[1:]
     return text

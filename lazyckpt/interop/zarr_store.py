@@ -1,0 +1,286 @@
+"""A checkpoint as a zarr v3 hierarchy that nobody has written: documents and chunks are made when they are asked for.
+
+    store = ViewStore(lazyckpt.open("checkpoint"))
+    zarr.open_group(store, mode="r")["weights/layers/3/mlp/up/weight"][:100]
+    xarray.open_datatree(store, engine="zarr", chunks={})
+
+A chunk is a block of a lazy tensor. Chunks follow the fragments, so that a slice reads the files that hold it and no
+others; what cannot be read raises lazyckpt's error, and is never taken for a chunk that is not there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import pickle
+import re
+from collections.abc import AsyncIterator, Iterable, Iterator
+from itertools import product
+from math import prod
+from typing import Any, ClassVar, NoReturn
+from weakref import WeakValueDictionary
+
+import torch
+from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
+from zarr.core.buffer import Buffer, BufferPrototype
+
+from ..core.box import Shape
+from ..core.chunking import chunk_box, chunk_shape, grid_of
+from ..core.dtypes import BITS
+from ..formats.zarr import documents
+from ..formats.zarr.contents import Part, contents
+from ..formats.zarr.dtypes import NAMES
+from ..tensor import LazyTensor
+from . import zarr_dtypes as zarr_dtypes  # what bfloat16 is, zarr does not know by itself
+
+_MOST = 4 << 20  # bytes of a chunk
+_PIECES = 64  # chunks of a tensor, at least, where they cannot follow the fragments: each touches few of them
+_DOCUMENT = "zarr.json"
+_known: WeakValueDictionary[str, ViewStore] = WeakValueDictionary()  # by the digest of the pickled view
+_CHUNK = re.compile(r"(.*)/c((?:/(?:0|[1-9][0-9]*))*)", re.DOTALL)
+
+
+class ViewStore(Store):
+    """A read-only zarr store over the tensors of a view.
+
+    ``view``: one that reads the checkpoint's default state shows the same part of all states, each a group
+    ("weights/", "fp32/", "exp_avg/"); one of another state shows that. Groups follow the dotted names. The root's
+    attributes hold format, mesh, aliases, metadata and problems, those of an array its name. Tensors of dtypes that
+    zarr has not are left out, with a line in the root's problems.
+
+    It pickles as the view does, and any number of threads may read it. Raises DataError for metadata that is no plain
+    object; reading a chunk raises what reading a lazy tensor raises.
+    """
+
+    supports_writes: ClassVar[bool] = False
+    supports_deletes: ClassVar[bool] = False
+    supports_listing: ClassVar[bool] = True
+    # every document is at hand already
+    supports_consolidated_metadata: ClassVar[bool] = False
+
+    def __init__(self, view: Part[LazyTensor]) -> None:
+        super().__init__(read_only=True)
+        self._view = view
+        what = contents(view)
+        self._arrays = {path: t for path, t in what.arrays.items() if t.dtype in NAMES}
+        self._names = what.names
+        lacking = [path for path in what.arrays if path not in self._arrays]
+        problems = [f"{path}: zarr has no {what.arrays[path].dtype}: left out" for path in lacking]
+        about = what.about | {"layout": documents.LAYOUT, "problems": [*what.about["problems"], *problems]}
+        self._about = {documents.ATTRIBUTE: about}
+        self._inside: dict[str, dict[str, None]] = {"": {}}  # group -> the names in it
+        for path in (*what.groups, *documents.groups_of(self._arrays)):
+            self._inside.setdefault(path, {})
+        for path in (*[group for group in self._inside if group], *self._arrays):
+            parent, _, name = path.rpartition("/")
+            self._inside[parent][name] = None
+        self._pickled: bytes | None = None
+        self._digest = ""
+        self._documents: dict[str, bytes] = {}
+        self._chunks: dict[str, Shape] = {}
+
+    # -- what it is
+
+    @property
+    def view(self) -> Part[LazyTensor]:
+        """The view that it shows."""
+        return self._view
+
+    def __repr__(self) -> str:
+        return f"ViewStore({self._root!r}, {self._view.state!r}, {len(self._arrays):,} arrays)"
+
+    @property
+    def _root(self) -> str:
+        return next((t.store.root for t in self._arrays.values()), "")
+
+    def __eq__(self, other: object) -> bool:
+        """Whether it shows the same tensors of the same files, as they were when they were indexed."""
+        if not isinstance(other, ViewStore):
+            return NotImplemented
+        if self._view is other._view:
+            return True
+        return self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash((self._root, self._view.state, len(self._arrays)))
+
+    @property
+    def _identity(self) -> tuple[Any, ...]:
+        pins = next((dict(t.store.pins) for t in self._arrays.values()), {})
+        return self._root, self._view.state, self._view.format, pins, self._names
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # the index of a large checkpoint takes a while, and Dask pickles the store with every array
+        if self._pickled is None:
+            self._pickled = pickle.dumps(self._view)
+            self._digest = hashlib.sha256(self._pickled).hexdigest()
+            _known[self._digest] = self
+        return _restored, (self._digest, self._pickled)
+
+    def __dask_tokenize__(self) -> tuple[str, str]:
+        self.__reduce__()
+        return "lazyckpt.ViewStore", self._digest
+
+    def with_read_only(self, read_only: bool = False) -> ViewStore:
+        if not read_only:
+            self._check_writable()
+        return ViewStore(self._view)
+
+    # -- reading
+
+    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
+        data: bytes | memoryview | None = self._document(key)
+        if data is None:
+            found = self._chunk(key)
+            if found is None:
+                return None
+            data = await asyncio.to_thread(_read_chunk, *found)  # several at the same time
+        return prototype.buffer.from_bytes(data[_slice(byte_range, len(data))])
+
+    async def get_partial_values(
+        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
+    ) -> list[Buffer | None]:
+        return await asyncio.gather(*(self.get(key, prototype, wanted) for key, wanted in key_ranges))
+
+    async def exists(self, key: str) -> bool:
+        return self._document(key) is not None or self._chunk(key) is not None
+
+    async def getsize(self, key: str) -> int:
+        document = self._document(key)
+        if document is not None:
+            return len(document)
+        found = self._chunk(key)
+        if found is None:
+            raise FileNotFoundError(key)
+        tensor, _, chunk = found
+        return prod(chunk) * tensor.itemsize
+
+    def _document(self, key: str) -> bytes | None:
+        """The bytes of a node's document, None if the key is none's."""
+        path, _, name = key.rpartition("/")
+        if name != _DOCUMENT:
+            return None
+        data = self._documents.get(path)
+        if data is None:
+            document: documents.Json
+            if path in self._arrays:
+                tensor = self._arrays[path]
+                document = documents.array(
+                    self._names[path], tuple(tensor.shape), tensor.dtype, self._chunk_shape(path)
+                )
+            elif path in self._inside:
+                document = documents.group(self._about if not path else None)
+            else:
+                return None
+            data = self._documents[path] = json.dumps(document).encode()
+        return data
+
+    def _chunk(self, key: str) -> tuple[LazyTensor, Shape, Shape] | None:
+        """(tensor, place in the grid, shape of its chunks), None if the key is no chunk's."""
+        match = _CHUNK.fullmatch(key)
+        tensor = self._arrays.get(match[1]) if match else None
+        if match is None or tensor is None:
+            return None
+        chunk = self._chunk_shape(match[1])
+        place = tuple(map(int, match[2].split("/")[1:]))
+        grid = grid_of(tensor.shape, chunk)
+        if len(place) != len(grid) or any(p >= n for p, n in zip(place, grid, strict=True)):
+            return None
+        return tensor, place, chunk
+
+    def _chunk_shape(self, path: str) -> Shape:
+        chunk = self._chunks.get(path)
+        if chunk is None:
+            chunk = self._chunks[path] = chunk_shape(self._arrays[path].spec, 1, _MOST, _PIECES)
+        return chunk
+
+    # -- listing
+
+    async def list(self) -> AsyncIterator[str]:
+        async for key in self.list_prefix(""):
+            yield key
+
+    async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
+        for path in (*self._inside, *self._arrays):
+            start = f"{path}/" if path else ""
+            if f"{start}{_DOCUMENT}".startswith(prefix):
+                yield f"{start}{_DOCUMENT}"
+            if path in self._arrays and (start.startswith(prefix) or prefix.startswith(start)):
+                for key in self._chunk_keys(path):
+                    if key.startswith(prefix):
+                        yield key
+
+    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
+        path = prefix.strip("/")
+        if path in self._inside:
+            for name in (_DOCUMENT, *self._inside[path]):
+                yield name
+        elif path in self._arrays:
+            yield _DOCUMENT
+            if prod(self._arrays[path].shape):
+                yield "c"
+        else:
+            match = _CHUNK.fullmatch(path)
+            tensor = self._arrays.get(match[1]) if match else None
+            if match is None or tensor is None:
+                return
+            place = tuple(map(int, match[2].split("/")[1:]))
+            grid = grid_of(tensor.shape, self._chunk_shape(match[1]))
+            if prod(grid) and len(place) < len(grid) and all(p < n for p, n in zip(place, grid, strict=False)):
+                for n in range(grid[len(place)]):
+                    yield str(n)
+
+    def _chunk_keys(self, path: str) -> Iterator[str]:
+        grid = grid_of(self._arrays[path].shape, self._chunk_shape(path))
+        for place in product(*map(range, grid)):
+            yield "/".join((path, "c", *map(str, place)))
+
+    # -- writing: no
+
+    async def set(self, key: str, value: Buffer) -> None:
+        self._refuse()
+
+    async def delete(self, key: str) -> None:
+        self._refuse()
+
+    async def delete_dir(self, prefix: str) -> None:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise ValueError("a view is for reading only: view.to_zarr(dest) writes a copy")
+
+
+def _restored(digest: str, pickled: bytes) -> ViewStore:
+    """The store of a pickled view; the one that this process has of it already, if it has one."""
+    store = _known.get(digest)
+    if store is None:
+        store = ViewStore(pickle.loads(pickled))
+        store._pickled, store._digest = pickled, digest
+        store = _known.setdefault(digest, store)
+    return store
+
+
+def _read_chunk(tensor: LazyTensor, place: Shape, chunk: Shape) -> memoryview:
+    """The bytes of a chunk, filled up with zeros where the tensor ends before it does."""
+    box = chunk_box(place, tensor.shape, chunk)
+    data = tensor[box.slices if place else ...]
+    if box.shape != chunk:
+        bits = BITS[tensor.itemsize]
+        full = torch.zeros(chunk, dtype=bits)
+        full[tuple(slice(0, n) for n in box.shape)] = data.view(bits)
+        data = full
+    flat = data.contiguous().view(-1).view(torch.uint8)
+    return memoryview(flat.numpy().data)
+
+
+def _slice(wanted: ByteRequest | None, size: int) -> slice:
+    match wanted:
+        case RangeByteRequest(start, end):
+            return slice(start, end)
+        case OffsetByteRequest(offset):
+            return slice(offset, None)
+        case SuffixByteRequest(suffix):
+            return slice(max(0, size - suffix), None)
+        case _:
+            return slice(None)
