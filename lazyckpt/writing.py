@@ -118,7 +118,8 @@ class Writing(Mapping[str, LazyTensor]):
 
         Raises DestinationError (something is there already, and not ``overwrite`` or no Zarr hierarchy; no room, no
         right to write), DataError (a dtype that Zarr or the codec does not take, too little
-        ``memory``), WorkerError (workers died), CorruptError (``verify``: what was written differs), and what reading raises; a missing file before anything is written.
+        ``memory``), WorkerError (workers died), CorruptError (``verify``: what was written differs), and what reading
+        raises; a missing file before anything is written.
         """
         from .export.zarr import export_zarr
         from .formats.zarr.contents import contents

@@ -108,7 +108,11 @@ class Bucket:
 
     def put(self, key: str, content: Iterable[bytes | memoryview]) -> None:
         fs, base = self._fs()
-        data, path = b"".join(content), f"{base}/{key}"
+        path, whole = f"{base}/{key}", bytearray()
+        for piece in content:  # good until the next is asked for
+            whole += piece
+        data = bytes(whole)
+        del whole
         try:
             fs.pipe_file(path, data)
         except FileNotFoundError:  # one that has folders

@@ -51,13 +51,13 @@ def layout_of(path: Path, value: Any) -> Layout:
     with zipfile.ZipFile(path) as archive:
         directory = archive.start_dir
         infos = archive.infolist()
-    with path.open("rb") as file:
+    with path.open("rb") as made:
         records = {info.filename.split("/", 1)[1]: info for info in infos}
         if f"data/{len(tensors)}" in records:
             raise DataError("an object that is to be saved has tensors in its attributes, which cannot be written")
         # torch numbers storages in the order in which it meets them
         held = [records[f"data/{n}"] for n in range(len(tensors))]
-        begins = [_data_offset(file.fileno(), info.header_offset) for info in held]
+        begins = [_data_offset(made.fileno(), info.header_offset) for info in held]
 
     def finish(found: list[int]) -> None:
         checksums = dict(zip((info.filename for info in held), found, strict=True))
