@@ -88,7 +88,8 @@ def _rows(cell: Shape, shape: Shape, size: int, most: int, pieces: int) -> Shape
         if wanted <= 1:
             break
         if n == shape[d]:
-            chunk[d] = -(-n // min(n, wanted))
+            rows = max(1, n // wanted)  # at most
+            chunk[d] = -(-n // -(-n // rows))
         else:
             chunk[d] = n // next((k for k in range(min(n, wanted), n + 1) if n % k == 0), n)
         pieces = -(-pieces // -(-n // chunk[d]))

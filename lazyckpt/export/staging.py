@@ -59,9 +59,9 @@ def _staged(dest: Path, folder: Path, fingerprint: str) -> Iterator[tuple[Folder
             _empty(folder)
             os.ftruncate(fd, 0)
             os.pwrite(fd, fingerprint.encode(), 0)
-        yield Folder(str(folder)), _finished(folder)
+        yield Folder(str(folder)), finished(folder)
     except BaseException as e:
-        kept = _goes_on(e) and any(_finished(folder))
+        kept = _goes_on(e) and any(finished(folder))
         if not kept:
             shutil.rmtree(folder, ignore_errors=True)
             _unmake(made[:-1] if made and made[-1] == folder else made)
@@ -175,8 +175,8 @@ def _locked(folder: Path) -> int:
         folder.mkdir(parents=True, exist_ok=True)
 
 
-def _finished(folder: Path) -> Finished:
-    """What is complete there. Removes what is not."""
+def finished(folder: Path) -> Finished:
+    """What is complete there. Removes what is not: killed workers leave it behind."""
     found: Finished = {}
     for where, _, files in os.walk(folder):
         for name in files:

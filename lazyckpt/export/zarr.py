@@ -34,7 +34,7 @@ from .job import Done, Task, run, shares_memory
 from .places import Bucket, Place
 from .progress import Bar
 from .shards import size_in_bytes
-from .staging import JOB, Finished, reveal, staged, uploaded
+from .staging import Finished, finished, reveal, staged, uploaded
 
 CHUNK = 64 << 20  # bytes of a chunk, at most
 IN_SHARD = 4 << 20  # the same for chunks that are many in a file
@@ -129,8 +129,9 @@ def export_zarr(
         folder.put(last, [text])
         sources = source_files(item.tensor for item in plan.items)
         _check_local(place, sources, plan, overwrite)  # somebody may have written there meanwhile
+        complete = finished(Path(folder.root))
         if _is_zip(place):
-            _pack(Path(folder.root), place)
+            _pack(complete, Path(folder.root), place)
         else:
             reveal(folder, place)
 
@@ -258,14 +259,13 @@ def _check_local(dest: Path, sources: set[Path], plan: Plan, overwrite: bool) ->
             raise DestinationError(f"{dest} exists already: remove it, choose another place, or pass overwrite=True")
 
 
-def _pack(folder: Path, dest: Path) -> None:
-    """A zip file of all that is in the folder, not compressed, as zarr's ZipStore reads it."""
-    keys = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and p.name != JOB)
-    size = sum((folder / key).stat().st_size for key in keys)
+def _pack(complete: Finished, folder: Path, dest: Path) -> None:
+    """A zip file of what is in the folder, not compressed, as zarr's ZipStore reads it."""
+    size = sum(complete.values())
     with appearing({dest: size}, lambda: None) as new, zipfile.ZipFile(new[dest], "x", zipfile.ZIP_STORED) as archive:
-        for key in keys:
+        for key in sorted(complete):
             info = zipfile.ZipInfo(key.replace(os.sep, "/"), (1980, 1, 1, 0, 0, 0))
             info.external_attr = 0o644 << 16
-            info.file_size = (folder / key).stat().st_size  # decides whether it needs zip64
+            info.file_size = complete[key]  # decides whether it needs zip64
             with (folder / key).open("rb") as source, archive.open(info, "w") as target:
                 shutil.copyfileobj(source, target, _PIECE)
