@@ -275,7 +275,7 @@ def export():
     def slow(self, key, content):
         def pieces():
             for piece in content:
-                time.sleep(0.003)
+                time.sleep(0.02)
                 yield piece
         real(self, key, pieces())
 
