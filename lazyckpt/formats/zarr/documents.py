@@ -57,17 +57,26 @@ def groups_of(arrays: Iterable[str]) -> list[str]:
     """The paths of all groups that arrays at these paths are in, but for the root's."""
     found: dict[str, None] = {}
     for path in arrays:
-        parts = path.split("/")
-        for n in range(1, len(parts)):
-            found["/".join(parts[:n])] = None
+        found.update(dict.fromkeys(_ancestry(path)[:-1]))
     return list(found)
+
+
+def _ancestry(path: str) -> list[str]:
+    """The paths of the groups that a node is in, from the top, and its own."""
+    parts = path.split("/")
+    return ["/".join(parts[:n]) for n in range(1, len(parts) + 1)]
 
 
 def hierarchy(arrays: Mapping[str, Json], about: Mapping[str, Any], states: Iterable[str]) -> dict[str, Json]:
     """Path -> document of all nodes, the root's ("") last; it lists all others, so that opening reads one document.
     ``states``: the paths of groups that are there even if they are empty."""
-    groups = dict.fromkeys([*states, *groups_of(arrays)])
-    nodes: dict[str, Json] = {path: group() for path in sorted(groups)} | dict(arrays)
+    # what is in one group stands together: zarr-python (core/group.py, _flat_to_nested) loses it otherwise
+    order: dict[str, int] = {}
+    for path in (*states, *arrays):
+        for above in _ancestry(path):
+            order.setdefault(above, len(order))
+    known = {path: arrays[path] if path in arrays else group() for path in order}
+    nodes = {path: known[path] for path in sorted(known, key=lambda path: [order[p] for p in _ancestry(path)])}
     root = group({ATTRIBUTE: {"layout": LAYOUT, **about}})
     # a group that stands in a consolidated one has an empty list of its own
     listed = {p: d | {"consolidated_metadata": _NONE} if d["node_type"] == "group" else d for p, d in nodes.items()}
