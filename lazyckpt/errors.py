@@ -9,6 +9,7 @@
     ├── SelectionError (IndexError)          an index that does not fit the tensor's shape
     ├── DataError (RuntimeError)             the tensor is known, its elements cannot be given (no data, no such dtype)
     ├── MeshError (ValueError)               a device mesh, placement or plan of experts that does not fit
+    ├── WorkerError (RuntimeError)           the workers of a job died; what they finished is kept where that can be
     └── DestinationError (OSError)           nothing was written: something is there already, no room, no right to
 
 A message says what is wrong, in which file, and what to do.
@@ -27,6 +28,7 @@ __all__ = [
     "MissingFileError",
     "SelectionError",
     "TensorNotFoundError",
+    "WorkerError",
 ]
 
 
@@ -67,6 +69,10 @@ class DataError(LazyckptError, RuntimeError):
 
 class MeshError(LazyckptError, ValueError):
     """A device mesh, a placement or a plan of experts that does not fit the tensors, or the ranks."""
+
+
+class WorkerError(LazyckptError, RuntimeError):
+    """The workers of a job died (processes, machines of a cluster), or take no work any more."""
 
 
 class DestinationError(LazyckptError, OSError):

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from .export.files import FileFormat, export
+from .export.job import Run, run
 from .export.safetensors import SAFETENSORS
+from .export.shards import size_in_bytes
 from .export.torch import TORCH
-from .formats.zarr.contents import Part
+from .formats.zarr.contents import Part, contents
 from .tensor import LazyTensor
 
 if TYPE_CHECKING:
@@ -41,18 +45,29 @@ class Writing(Mapping[str, LazyTensor]):
         max_shard_size: int | str | None = "5GB",
         overwrite: bool = False,
         progress: bool | None = None,
+        executor: Executor | None = None,
+        memory: int | str | None = None,
+        verify: bool = False,
     ) -> list[Path]:
-        """Write the view as safetensors, in bounded memory (4 MiB a thread), and return the paths of the files.
+        """Write the view as safetensors, in bounded memory (some 16 MiB a thread), and return the paths of the files.
 
         ``dest``: a folder, which gets ``model.safetensors`` or, above ``max_shard_size`` (bytes, or text such as
         "5GB"; None for one file), numbered shards and their index, as Hugging Face names them; or a file that ends
         with ``.safetensors``. A tied tensor is stored once; its other names stand in the header's metadata. ``dtype``
         converts floating-point tensors. ``progress``: a bar; None for one on a terminal or in a notebook.
 
+        ``executor``: who does the work, any of concurrent.futures: threads of this process by default, processes, or a
+        Dask cluster's ``client.get_executor()``; workers read the source and write the files themselves, so both have
+        to be where they can reach them. ``memory``: bytes (or "2GB") that the work in flight may hold, 1 GiB by
+        default. ``verify``: read everything again and compare it with the source before the files appear.
+
         The files appear when all are complete. Raises DestinationError (something is there already and not
-        ``overwrite``, no room, no right to write), DataError (a dtype that the format lacks), and what reading raises.
+        ``overwrite``, no room, no right to write), DataError (a dtype that the format lacks), WorkerError
+        (workers died), CorruptError (``verify``: what was written differs), and what reading raises.
         """
-        return self._export(SAFETENSORS, dest, dtype, max_shard_size, overwrite, progress)
+        return self._export(
+            SAFETENSORS, dest, dtype, max_shard_size, overwrite, progress, _runner(executor, memory), verify
+        )
 
     def to_torch(
         self,
@@ -62,11 +77,69 @@ class Writing(Mapping[str, LazyTensor]):
         max_shard_size: int | str | None = "5GB",
         overwrite: bool = False,
         progress: bool | None = None,
+        executor: Executor | None = None,
+        memory: int | str | None = None,
+        verify: bool = False,
     ) -> list[Path]:
         """Write the view as state dicts that `torch.load` reads, tied names on the same storage; otherwise as
         `to_safetensors`. ``dest``: a file that ends with .pt, .pth, .bin or .ckpt, or a folder, which gets
         ``pytorch_model.bin`` or numbered shards and their index."""
-        return self._export(TORCH, dest, dtype, max_shard_size, overwrite, progress)
+        return self._export(TORCH, dest, dtype, max_shard_size, overwrite, progress, _runner(executor, memory), verify)
+
+    def to_zarr(
+        self,
+        dest: str | os.PathLike[str],
+        *,
+        states: Sequence[str] | None = None,
+        codec: Any = None,
+        chunk: int | str | None = None,
+        shard: int | str | bool | None = None,
+        memory: int | str | None = None,
+        executor: Executor | None = None,
+        overwrite: bool = False,
+        verify: bool = False,
+        progress: bool | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write the view as a Zarr v3 hierarchy: a group for each state, below it groups by the dotted names; bfloat16
+        and float8 under their own data types; names, tied names, mesh and ``meta`` as attributes.
+
+        ``dest``: a folder; a file that ends with ``.zip``; or a URL of fsspec's (``storage_options`` are for it).
+        ``states``: by default all, of which the same part is written, or the one that this view reads if that is not
+        the checkpoint's default. ``codec``: None, "zstd", "blosc" (byte-shuffled zstd), "gzip", any codec of numcodecs
+        (instance or configuration), or a Zarr v3 codec as JSON: {"name": "zstd", "configuration": {"level": 9}}.
+        ``chunk``: bytes of a chunk at most, 64 MiB by default (4 MiB in shards); chunks follow the files' own pieces
+        where these form a grid. ``shard``: True, or bytes: put chunks together in files of at most so much (512 MiB).
+        Sizes are numbers of bytes or text such as "64MiB".
+
+        ``memory``: bytes that the work in flight may hold, 1 GiB by default. ``executor``: who does it, as for
+        `to_safetensors`. ``verify``: read everything again and compare it with the source before it appears.
+        ``progress``: a bar; None for one on a terminal or in a notebook.
+
+        A folder or zip file appears when it is complete; of an object store, the root's document is written last. If
+        it is interrupted, the same call goes on with what is finished: that is kept in a hidden folder beside ``dest``
+        (where a zip file needs its size twice while it is made), on an object store in place.
+
+        Raises DestinationError (something is there already, and not ``overwrite`` or no Zarr hierarchy; no room, no
+        right to write), DataError (a dtype that Zarr or the codec does not take, too little
+        ``memory``), WorkerError (workers died), CorruptError (``verify``: what was written differs), and what reading
+        raises; a missing file before anything is written.
+        """
+        from .export.zarr import export_zarr
+
+        export_zarr(
+            contents(cast("Part[LazyTensor]", self), states),  # all that write are views
+            dest,
+            codec=codec,
+            chunk=chunk,
+            shard=shard,
+            memory=memory,
+            executor=executor,
+            overwrite=overwrite,
+            verify=verify,
+            progress=progress,
+            storage_options=storage_options,
+        )
 
     def to_xarray(self, *, chunks: Mapping[str, Any] | None = None) -> xr.DataTree:
         """The view as an `xarray.DataTree`: groups are the dotted names, variables the tensors, dimensions are named by
@@ -120,6 +193,8 @@ class Writing(Mapping[str, LazyTensor]):
         max_shard_size: int | str | None,
         overwrite: bool,
         progress: bool | None,
+        run: Run,
+        verify: bool,
     ) -> list[Path]:
         tensors, aliases = self.once()
         return export(
@@ -131,4 +206,10 @@ class Writing(Mapping[str, LazyTensor]):
             max_shard_size=max_shard_size,
             overwrite=overwrite,
             progress=progress,
+            run=run,
+            verify=verify,
         )
+
+
+def _runner(executor: Executor | None, memory: int | str | None) -> Run:
+    return partial(run, executor=executor, memory=None if memory is None else size_in_bytes(memory))

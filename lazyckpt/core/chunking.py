@@ -88,11 +88,8 @@ def _rows(cell: Shape, shape: Shape, size: int, most: int, pieces: int) -> Shape
         if wanted <= 1:
             break
         if n == shape[d]:
-            rows = -(-n // min(n, wanted))
-            row = prod(chunk) // n * size
-            if rows > 1 and (rows * row > most or -(-n // rows) < pieces):  # rounding up was too much
-                rows -= 1
-            chunk[d] = rows
+            rows = max(1, n // wanted)  # at most
+            chunk[d] = -(-n // -(-n // rows))
         else:
             chunk[d] = n // next((k for k in range(min(n, wanted), n + 1) if n % k == 0), n)
         pieces = -(-pieces // -(-n // chunk[d]))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError, FormatError, MissingFileError
-from ..export.torch import leaves, write_object
+from ..export.torch import layout_of, leaves
 from ..formats.dcp.objects import Meta
 from ..formats.nested import put
 from ..io.plain import TensorRef
@@ -56,7 +56,7 @@ def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_pat
     for tensor in tensors:
         tensor.check()
     nbytes = sum(t.nbytes + 512 for t in tensors)
-    return replace_file(torch_save_path, nbytes, tensors, lambda new: write_object(new, whole, lambda _: None))
+    return replace_file(torch_save_path, nbytes, tensors, lambda new: layout_of(new, whole))
 
 
 def dcp_to_safetensors(dcp_checkpoint_dir: str | os.PathLike[str], path: str | os.PathLike[str]) -> Path:

@@ -19,8 +19,10 @@ from ..errors import DataError
 from ..export.destination import appearing, check_paths, local_path, source_files
 from ..export.files import FileFormat, check_names
 from ..export.held import held
+from ..export.job import run
 from ..export.safetensors import SAFETENSORS
 from ..export.shards import file_names, size_in_bytes, split
+from ..export.stream import Layout, fill
 from ..export.torch import TORCH
 from ..tensor import LazyTensor
 from ..view import CheckpointView
@@ -124,13 +126,13 @@ def save_state_dict(state_dict: StateDict, path: str | os.PathLike[str], safe_se
     aliases = {name: owner for name, owner in owners.items() if name != owner}
     form: FileFormat = SAFETENSORS if safe_serialization else TORCH
     nbytes = form.size(tensors, aliases)
-    return replace_file(path, nbytes, lazy, lambda new: form.write(new, tensors, aliases, lambda _: None))
+    return replace_file(path, nbytes, lazy, lambda new: form.layout(new, tensors, aliases))
 
 
 def replace_file(
-    path: str | os.PathLike[str], nbytes: int, lazy: list[LazyTensor], write: Callable[[Path], None]
+    path: str | os.PathLike[str], nbytes: int, lazy: list[LazyTensor], begin: Callable[[Path], Layout]
 ) -> Path:
-    """A file of about ``nbytes`` bytes that appears when ``write`` has written it under another name. Raises
+    """A file of about ``nbytes`` bytes that appears when it is complete; ``begin`` makes it, under another name. Raises
     DestinationError, also for a file that ``lazy`` tensors are read from."""
     place = local_path(path)
     sources = source_files(lazy)
@@ -139,7 +141,7 @@ def replace_file(
         check_paths([place], sources, overwrite=True)
 
     with appearing({place: nbytes}, check) as temporary:
-        write(temporary[place])
+        fill([begin(temporary[place])], run, lambda _: None)
     return place
 
 

@@ -61,8 +61,8 @@ def appearing(sizes: Mapping[Path, int], check: Callable[[], None]) -> Iterator[
     placed: list[Path] = []
     try:
         check()
-        made = _make(folder)
-        _check_room(folder, sum(sizes.values()))
+        made = make_folder(folder)
+        check_room(folder, sum(sizes.values()))
         for path in sizes:
             temporary[path] = path.parent / f".{path.name}.{uuid4().hex[:8]}.incomplete"
         yield temporary
@@ -96,7 +96,7 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _make(folder: Path) -> list[Path]:
+def make_folder(folder: Path) -> list[Path]:
     """Make a folder and its parents; which of them were not there."""
     missing = []
     at = folder
@@ -107,7 +107,8 @@ def _make(folder: Path) -> list[Path]:
     return missing[::-1]
 
 
-def _check_room(folder: Path, total: int) -> None:
+def check_room(folder: Path, total: int) -> None:
+    """Raise DestinationError if there is no room for so many bytes."""
     free = shutil.disk_usage(folder).free
     if total > free:
         raise DestinationError(f"{folder}: {total:,} bytes are to be written, {free:,} are free there")

@@ -13,8 +13,10 @@ from ..errors import DataError, DestinationError
 from ..tensor import LazyTensor
 from .destination import appearing, check_paths, local_path, source_files
 from .held import Writable
+from .job import Run, run
 from .progress import Bar
 from .shards import file_names, index_text, is_of_family, size_in_bytes, split
+from .stream import Layout, compare, fill
 
 Tensors = Mapping[str, Writable]
 Aliases = Mapping[str, str]  # further names -> the name of the same tensor
@@ -26,7 +28,8 @@ class FileFormat:
 
     ``stem`` and ``suffix`` name its files in a folder, as Hugging Face's tools do; ``endings`` are those of a path that
     is one file. ``lists_aliases``: whether the index lists them. ``size``: bytes that a file is going to have, at most;
-    it raises DataError for what the format cannot hold. ``write``: write a new file.
+    it raises DataError for what the format cannot hold. ``layout``: make a new file, with all that stands in it but the
+    tensors' elements.
     """
 
     stem: str
@@ -34,7 +37,7 @@ class FileFormat:
     endings: tuple[str, ...]
     lists_aliases: bool
     size: Callable[[Tensors, Aliases], int]
-    write: Callable[[Path, Tensors, Aliases, Callable[[int], None]], None]
+    layout: Callable[[Path, Tensors, Aliases], Layout]
 
 
 def export(
@@ -47,9 +50,12 @@ def export(
     max_shard_size: int | str | None,
     overwrite: bool,
     progress: bool | None,
+    run: Run = run,
+    verify: bool = False,
 ) -> list[Path]:
     """Write tensors, each once, and return the paths of the files. A ``dest`` with one of the format's endings is the
     file to write; any other is a folder, which gets one file, or shards of at most ``max_shard_size`` and an index.
+    ``run`` does the work; ``verify``: then everything is read again and compared with the source.
 
     Raises what reading raises (a missing file is told before anything is written), DataError, DestinationError.
     """
@@ -85,9 +91,12 @@ def export(
     check()
     for tensor in tensors.values():
         tensor.check()
-    with appearing(sizes, check) as temporary, Bar(total, place.name, progress) as bar:
-        for path, shard, also in zip(paths, shards, of_shard, strict=True):
-            form.write(temporary[path], shard, also, bar.add)
+    with appearing(sizes, check) as temporary, Bar(total * (1 + verify), place.name, progress) as bar:
+        begun = zip(paths, shards, of_shard, strict=True)
+        layouts = [form.layout(temporary[path], shard, also) for path, shard, also in begun]
+        fill(layouts, run, bar.add)
+        if verify:
+            compare(layouts, run, bar.add)
         for path, text in index.items():
             temporary[path].write_text(text, encoding="utf-8")
     return list(sizes)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from ..core.dtypes import TO_SAFETENSORS
 from ..errors import DataError
 from .files import Aliases, FileFormat, Tensors
-from .stream import Placed, write, write_at
+from .stream import Layout, Placed, write_at
 
 _LONGEST = 100_000_000  # bytes of a header that readers take (safetensors/src/tensor.rs MAX_HEADER_SIZE)
 
@@ -52,7 +51,7 @@ def _size(tensors: Tensors, aliases: Aliases) -> int:
     return len(_header(tensors, aliases)) + sum(t.nbytes for t in tensors.values())
 
 
-def _write(path: Path, tensors: Tensors, aliases: Aliases, done: Callable[[int], None]) -> None:
+def _layout(path: Path, tensors: Tensors, aliases: Aliases) -> Layout:
     header = _header(tensors, aliases)
     placed, at = [], len(header)
     for name in _order(tensors):
@@ -62,9 +61,9 @@ def _write(path: Path, tensors: Tensors, aliases: Aliases, done: Callable[[int],
     try:
         write_at(fd, header, 0)
         os.ftruncate(fd, at)
-        write(fd, placed, done)
     finally:
         os.close(fd)
+    return Layout(str(path), placed)
 
 
-SAFETENSORS = FileFormat("model", ".safetensors", (".safetensors",), False, _size, _write)
+SAFETENSORS = FileFormat("model", ".safetensors", (".safetensors",), False, _size, _layout)

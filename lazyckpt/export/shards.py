@@ -45,7 +45,7 @@ def size_in_bytes(size: int | str) -> int:
             )
         count = int(Fraction(match[1]) * _UNITS[unit])
     if count <= 0:
-        raise DataError(f"a shard of {size!r} holds nothing: say a size above 0, or None for one file")
+        raise DataError(f"a size of {size!r} holds nothing: say a size above 0, or None for no limit")
     return count
 
 

@@ -23,7 +23,7 @@ from ..errors import DataError
 from ..tensor import LazyTensor
 from .files import Aliases, FileFormat, Tensors
 from .held import Held, Writable
-from .stream import Placed, write, write_at
+from .stream import Layout, Placed, write_at
 
 _DESCRIPTOR = b"PK\x07\x08"  # stands behind a record's data, followed by the checksum
 _PER_TENSOR = 512  # bytes that a tensor takes besides its data, at most, without its name
@@ -34,12 +34,12 @@ def _size(tensors: Tensors, aliases: Aliases) -> int:
     return sum(t.nbytes for t in tensors.values()) + names + 4096
 
 
-def _write(path: Path, tensors: Tensors, aliases: Aliases, done: Callable[[int], None]) -> None:
-    write_object(path, {**tensors, **{alias: tensors[name] for alias, name in aliases.items()}}, done)
+def _layout(path: Path, tensors: Tensors, aliases: Aliases) -> Layout:
+    return layout_of(path, {**tensors, **{alias: tensors[name] for alias, name in aliases.items()}})
 
 
-def write_object(path: Path, value: Any, done: Callable[[int], None]) -> None:
-    """Write a new file of torch.save of any object; in its dicts, lists and tuples, nested, `Writable`s stand where
+def layout_of(path: Path, value: Any) -> Layout:
+    """Begin a new file of torch.save of any object; in its dicts, lists and tuples, nested, `Writable`s stand where
     tensors are to be, the same one twice for a tied tensor.
 
     Raises DataError where a tensor of torch's is left in it: its data would not be written.
@@ -51,21 +51,26 @@ def write_object(path: Path, value: Any, done: Callable[[int], None]) -> None:
     with zipfile.ZipFile(path) as archive:
         directory = archive.start_dir
         infos = archive.infolist()
-    with path.open("r+b") as file:
-        fd = file.fileno()
+    with path.open("rb") as made:
         records = {info.filename.split("/", 1)[1]: info for info in infos}
         if f"data/{len(tensors)}" in records:
             raise DataError("an object that is to be saved has tensors in its attributes, which cannot be written")
         # torch numbers storages in the order in which it meets them
         held = [records[f"data/{n}"] for n in range(len(tensors))]
-        begins = [_data_offset(fd, info.header_offset) for info in held]
-        placed = [Placed(at, tensor) for at, tensor in zip(begins, tensors, strict=True)]
-        checksums = dict(zip((i.filename for i in held), write(fd, placed, done, checksums=True), strict=True))
-        for at, info in zip(begins, held, strict=True):
-            end = at + info.file_size
-            if os.pread(fd, 4, end) == _DESCRIPTOR:
-                write_at(fd, struct.pack("<I", checksums[info.filename]), end + 4)
-        _patch_directory(fd, directory, infos, checksums)
+        begins = [_data_offset(made.fileno(), info.header_offset) for info in held]
+
+    def finish(found: list[int]) -> None:
+        checksums = dict(zip((info.filename for info in held), found, strict=True))
+        with path.open("r+b") as opened:
+            fd = opened.fileno()
+            for at, info in zip(begins, held, strict=True):
+                end = at + info.file_size
+                if os.pread(fd, 4, end) == _DESCRIPTOR:
+                    write_at(fd, struct.pack("<I", checksums[info.filename]), end + 4)
+            _patch_directory(fd, directory, infos, checksums)
+
+    placed = [Placed(at, tensor) for at, tensor in zip(begins, tensors, strict=True)]
+    return Layout(str(path), placed, finish)
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -130,4 +135,4 @@ def _patch_directory(fd: int, at: int, infos: list[zipfile.ZipInfo], checksums: 
         at += 46 + int(name) + int(extra) + int(comment)
 
 
-TORCH = FileFormat("pytorch_model", ".bin", (".bin", ".pt", ".pth", ".ckpt"), True, _size, _write)
+TORCH = FileFormat("pytorch_model", ".bin", (".bin", ".pt", ".pth", ".ckpt"), True, _size, _layout)

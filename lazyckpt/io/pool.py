@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Task = tuple[int, Callable[[], None]]  # (bytes it moves, what to do)
 T = TypeVar("T")
@@ -33,7 +33,7 @@ def run(tasks: Iterable[Task]) -> None:
             batch.append(task)
             size += task[0]
             if size >= limit and (futures or len(batch) > 1):
-                futures.append(_threads().submit(_each, batch))
+                futures.append(threads().submit(_each, batch))
                 batch, size, limit = [], 0, _BATCH
         _each(batch)
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
@@ -42,7 +42,7 @@ def run(tasks: Iterable[Task]) -> None:
     finally:  # nothing to do unless something failed: let go of what has not started, wait for what has
         for future in futures:
             future.cancel()
-        _stopped(futures)
+        stopped(futures)
 
 
 def each(do: Callable[[T], object], items: Sequence[T]) -> None:
@@ -68,10 +68,10 @@ def each(do: Callable[[T], object], items: Sequence[T]) -> None:
     finally:
         for future in futures:
             future.cancel()
-        _stopped(futures)
+        stopped(futures)
 
 
-def _stopped(futures: list[Future[None]]) -> None:
+def stopped(futures: Sequence[Future[Any]]) -> None:
     """Wait for all, whatever happens meanwhile: they still write to memory and files of whoever called, who is going to
     close these. (A second Ctrl-C is no reason to write to a descriptor that may be another file's by then.)"""
     while True:
@@ -87,7 +87,8 @@ def _each(batch: list[Task]) -> None:
         do()
 
 
-def _threads() -> ThreadPoolExecutor:
+def threads() -> ThreadPoolExecutor:
+    """The threads that move tensors' bytes. What runs on them must not wait for others of them."""
     global _pool
     with _lock:
         if _pool is None:

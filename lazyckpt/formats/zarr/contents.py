@@ -6,11 +6,12 @@ state alone. Tied tensors stand there once, the root lists their other names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from ...core.index import Mesh
+from ...errors import DataError
 from ...io.plainjson import encode
 from .nodes import component, paths
 
@@ -47,10 +48,16 @@ class Contents(Generic[T]):
     about: dict[str, Any]
 
 
-def contents(view: Part[T]) -> Contents[T]:
-    """The hierarchy of a view. Reads no tensor data. Raises DataError for metadata that is no plain object."""
+def contents(view: Part[T], only: Sequence[str] | None = None) -> Contents[T]:
+    """The hierarchy of a view; ``only``: of these states. Reads no tensor data. Raises DataError for metadata that is
+    no plain object, or a state that there is not."""
     whole = view.state == next(iter(view.states), None)
     states: Mapping[str, Part[T]] = view.states if whole else {view.state: view}
+    if only is not None:
+        for state in only:
+            if state not in view.states:
+                raise DataError(f"there is no state {state!r}: there are {', '.join(map(repr, view.states))}")
+        states = {state: part for state, part in view.states.items() if state in only}
     arrays: dict[str, T] = {}
     names: dict[str, str] = {}
     aliases: dict[str, str] = {}
@@ -66,7 +73,7 @@ def contents(view: Part[T]) -> Contents[T]:
     about = {
         "format": view.format,
         "mesh": {"tp": mesh.tp, "pp": mesh.pp, "dp": mesh.dp, "ep": mesh.ep},
-        "state": view.state,
+        "state": view.state if view.state in states else next(iter(states), view.state),
         "states": list(states),
         "aliases": aliases,
         "meta": encode(dict(view.meta)),

@@ -1,0 +1,84 @@
+"""Exports to zarr: uncompressed, against `cp` of the same files; files warm, and cold; and what memory that takes.
+
+1 GiB in 64 MiB tensors, and in many small ones, as a torch file and as safetensors. A copy is made as the export is:
+into a new folder, and left to the system to bring to the disk.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from harness import Row, drop_cache, report, run_fresh, seconds, show_seconds
+from safetensors.torch import save_file
+
+import lazyckpt
+
+MIB = 1 << 20
+RUNS = 5
+
+
+def main(folder: Path) -> list[Row]:
+    sources = _write(folder)
+    rows: list[Row] = []
+    for name, source in sources.items():
+        for state in ("warm", "cold"):
+            rows.append(_against_cp(f"1 GiB of {name}, files {state}", source, folder / "exported", state == "cold"))
+    setup = "import lazyckpt, numcodecs"
+    for codec, limit in (("None", 192), ("'zstd'", 512)):
+        out = folder / "exported"
+        shutil.rmtree(out, ignore_errors=True)
+        source = sources["torch"]
+        taken = run_fresh(
+            setup, f"lazyckpt.open({str(source)!r}).to_zarr({str(out)!r}, codec={codec}, memory='256MiB')"
+        )
+        shutil.rmtree(out)
+        what = f"codec={codec}, memory='256MiB': peak memory / {limit} MiB"
+        rows.append(Row(what, f"{taken.peak / MIB:.0f} MiB", f"{limit} MiB", taken.peak / (limit * MIB), 1))
+    report("zarr, written", rows)
+    return rows
+
+
+def _write(folder: Path) -> dict[str, Path]:
+    """Name -> file; written if it is not there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    found = {"torch": folder / "zarr-1g.pt", "safetensors": folder / "zarr-1g.safetensors"}
+    found["safetensors in 2,048 tensors"] = folder / "zarr-1g-small.safetensors"
+    large = [p for name, p in found.items() if "in" not in name.split() and not p.exists()]
+    if large:
+        state = {f"layers.{n}.weight": torch.randn(4096, 4096) for n in range(16)}
+        torch.save(state, found["torch"])
+        save_file(state, found["safetensors"])
+    if not found["safetensors in 2,048 tensors"].exists():
+        state = {f"layers.{n}.weight": torch.randn(256, 512) for n in range(2048)}
+        save_file(state, found["safetensors in 2,048 tensors"])
+    return found
+
+
+def _against_cp(what: str, source: Path, out: Path, cold: bool) -> Row:
+    def ours() -> None:
+        lazyckpt.open(source, cache=False).to_zarr(out, progress=False)
+
+    def copy() -> None:
+        out.mkdir()
+        subprocess.run(["cp", source, out], check=True)
+
+    def once(do: Callable[[], None]) -> float:
+        shutil.rmtree(out, ignore_errors=True)
+        subprocess.run(["sync"], check=True)  # what was written before is not what is measured
+        if cold:
+            drop_cache(source)
+        else:
+            subprocess.run(["cat", source], stdout=subprocess.DEVNULL, check=True)
+        return seconds(do)
+
+    once(ours), once(copy)
+    pairs = [(once(ours), once(copy)) for _ in range(RUNS)]
+    shutil.rmtree(out)
+    a, b = (statistics.median(p[n] for p in pairs) for n in (0, 1))
+    return Row(f"{what}, peer cp", show_seconds(a), show_seconds(b), statistics.median(x / y for x, y in pairs), 1.25)

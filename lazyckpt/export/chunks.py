@@ -1,0 +1,182 @@
+"""The files of a zarr array: which there are, what is in each, and whether it is what the source holds.
+
+A file holds one chunk, or as a shard many of them and an index. Chunks always have the same shape: what is beyond the
+tensor's end is zero. Source: the zarr v3 core specification (regular chunk grid, default chunk key encoding) and its
+codec "sharding_indexed": the index has offset and bytes of each inner chunk as uint64, and their CRC-32C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+import numpy as np
+import torch
+
+from ..core.box import Box, Shape, tiles
+from ..core.chunking import chunk_box, grid_of
+from ..core.dtypes import BITS
+from ..formats.zarr.documents import RAW, Json
+from ..io.memory import as_bytes, empty
+from ..tensor import LazyTensor
+from .codecs import Encoding
+from .job import OVERHEAD
+from .places import Place
+from .stream import PIECE, differs, scratch
+
+_ABSENT = (1 << 64) - 1  # offset and bytes of an inner chunk that is not there
+INDEX_CODECS = (*RAW, {"name": "crc32c"})
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How an array is cut and written. ``shard``: the shape of a file, a multiple of the chunk's; None for files of one
+    chunk."""
+
+    chunk: Shape
+    shard: Shape | None
+    encoding: Encoding
+
+    @property
+    def file(self) -> Shape:
+        """The shape of what is in a file."""
+        return self.shard or self.chunk
+
+    @property
+    def codecs(self) -> tuple[Json, ...]:
+        if self.shard is None:
+            return self.encoding.json
+        told = {
+            "chunk_shape": list(self.chunk),
+            "codecs": list(self.encoding.json),
+            "index_codecs": list(INDEX_CODECS),
+            "index_location": "end",
+        }
+        return ({"name": "sharding_indexed", "configuration": told},)
+
+    def files(self, shape: Shape) -> Iterator[tuple[str, Box]]:
+        """(key below the array, the block of the tensor) of all files."""
+        for at in product(*map(range, grid_of(shape, self.file))):
+            yield "/".join(["c", *map(str, at)]), chunk_box(at, shape, self.file)
+
+    def most(self, itemsize: int) -> int:
+        """Bytes of a file, before compression."""
+        index = 16 * prod(grid_of(self.shard, self.chunk)) + 4 if self.shard else 0
+        return prod(self.file) * itemsize + index
+
+    def memory(self, itemsize: int) -> int:
+        """Bytes that writing or checking a file takes, if it is written in pieces."""
+        held = 2 * PIECE if self.encoding.raw else 3 * prod(self.chunk) * itemsize
+        index = 32 * prod(grid_of(self.shard, self.chunk)) if self.shard else 0
+        return held + index + OVERHEAD
+
+
+def write(place: Place, key: str, tensor: LazyTensor, cut: Cut) -> None:
+    """One file, of which the tensor is the block."""
+    place.put(key, content(tensor, cut))
+
+
+def content(tensor: LazyTensor, cut: Cut) -> Iterator[memoryview]:
+    """The bytes of a file, in pieces, each good until the next is asked for."""
+    if cut.shard is None:
+        yield from _chunk(tensor, cut.chunk, cut.encoding)
+        return
+    index, at = [], 0
+    for inner in _inner(tensor, cut):
+        begin = at
+        if inner is not None:
+            for piece in _chunk(inner, cut.chunk, cut.encoding):
+                at += len(piece)
+                yield piece
+        index += [_ABSENT, _ABSENT] if inner is None else [begin, at - begin]
+    yield _index(index)
+
+
+def check(place: Place, key: str, tensor: LazyTensor, cut: Cut) -> None:
+    """Read a file again and compare it with the source. Raises CorruptError if they differ."""
+    where = f"{place}/{key}"
+    size = place.forget(key)
+    if cut.shard is None:
+        if not _same(place, key, 0, size, tensor, cut):
+            raise differs(where, "all bytes")
+        return
+    inners = list(_inner(tensor, cut))
+    length = 16 * len(inners) + 4
+    told = place.get(key, size - length, length) if size >= length else b""
+    index = np.frombuffer(told[:-4], "<u8").tolist() if told else []
+    if not told or bytes(told) != bytes(_index(index)):
+        raise differs(where, f"the last {length:,} bytes")
+    for n, inner in enumerate(inners):
+        offset, nbytes = index[2 * n : 2 * n + 2]
+        if (inner is None) != (offset == _ABSENT):
+            raise differs(where, f"inner chunk {n}")
+        if inner is not None and not _same(place, key, offset, nbytes, inner, cut):
+            raise differs(where, f"bytes {offset:,} to {offset + nbytes:,}")
+
+
+def _same(place: Place, key: str, offset: int, nbytes: int, tensor: LazyTensor, cut: Cut) -> bool:
+    if not cut.encoding.raw:
+        whole = _whole(tensor, cut.chunk)
+        found = cut.encoding.decode(memoryview(place.get(key, offset, nbytes)), cut.chunk, tensor.dtype)
+        return len(found) == whole.nbytes and np.array_equal(np.frombuffer(found, np.uint8), as_bytes(whole))
+    end = offset + nbytes
+    for piece in _chunk(tensor, cut.chunk, cut.encoding):
+        if offset + len(piece) > end or place.get(key, offset, len(piece)) != bytes(piece):
+            return False
+        offset += len(piece)
+    return offset == end
+
+
+def _inner(tensor: LazyTensor, cut: Cut) -> Iterator[LazyTensor | None]:
+    """What the chunks of a shard hold, in the order of its index; None where one is all beyond the tensor's end."""
+    inside = Box.of(tensor.shape)
+    for at in product(*map(range, grid_of(cut.file, cut.chunk))):
+        box = chunk_box(at, cut.file, cut.chunk) & inside
+        yield tensor.lazy[box.slices] if box else None
+
+
+def _chunk(tensor: LazyTensor, chunk: Shape, encoding: Encoding) -> Iterator[memoryview]:
+    if encoding.raw:
+        for tile in tiles(chunk, PIECE // tensor.itemsize):
+            yield as_bytes(_fill(tensor, tile, _as(scratch(tile.numel * tensor.itemsize), tensor.dtype, tile.shape)))
+    else:
+        yield encoding.encode(_whole(tensor, chunk))
+
+
+def _whole(tensor: LazyTensor, chunk: Shape) -> torch.Tensor:
+    out = empty(chunk, tensor.dtype)
+    if tuple(tensor.shape) == chunk:
+        return tensor.read_into(out)
+    flat, at = out.view(-1), 0
+    for tile in tiles(chunk, PIECE // tensor.itemsize):
+        _fill(tensor, tile, flat[at : at + tile.numel].view(tile.shape))
+        at += tile.numel
+    return out
+
+
+def _fill(tensor: LazyTensor, tile: Box, out: torch.Tensor) -> torch.Tensor:
+    """A run of a chunk's C order; zero where the chunk goes beyond the tensor."""
+    inner = tile & Box.of(tensor.shape)
+    if inner == tile:
+        return tensor.lazy[tile.slices].read_into(out)
+    bits = out.view(BITS[out.itemsize])
+    bits.zero_()
+    if inner:
+        part = tensor.lazy[inner.slices].read_into(torch.empty(inner.shape, dtype=tensor.dtype))
+        bits[tuple(slice(a - t, b - t) for a, b, t in zip(inner.start, inner.stop, tile.start, strict=True))] = (
+            part.view(bits.dtype)
+        )
+    return out
+
+
+def _as(memory: torch.Tensor, dtype: torch.dtype, shape: Shape) -> torch.Tensor:
+    return memory.view(dtype).view(shape)
+
+
+def _index(numbers: list[int]) -> memoryview:
+    import google_crc32c  # zarr depends on it
+
+    data = np.array(numbers, "<u8").tobytes()
+    return memoryview(data + google_crc32c.value(data).to_bytes(4, "little"))

@@ -1,0 +1,151 @@
+"""How a chunk of a zarr array is written as bytes: as it is, or by a codec of numcodecs.
+
+What the documents call the codecs: zarr v3's own names for zstd, blosc and gzip; zarr-python's "numcodecs.<id>" for all
+others (zarr/codecs/numcodecs). zarr-python 3.1.6 reads all of them, tensorstore zarr's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+
+from ..core.box import Shape
+from ..core.dtypes import to_numpy
+from ..errors import DataError
+from ..formats.zarr.documents import RAW, Json
+from ..io.memory import as_bytes
+
+Codec: TypeAlias = Any  # as `encoding` says
+_SHUFFLES = {"noshuffle": 0, "shuffle": 1, "bitshuffle": 2}
+_BLOSC = {"cname": "zstd", "clevel": 1, "shuffle": "shuffle", "blocksize": 1 << 20}
+_MOST = (1 << 31) - 1 - 16  # bytes that the codecs of numcodecs take at once
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """``json``: what the array's document says. ``config``: the codec of numcodecs; None for none. ``kind``: whether
+    it takes bytes, or arrays and gives bytes, or gives arrays ("filter")."""
+
+    json: tuple[Json, ...]
+    config: Json | None = None
+    kind: Literal["bytes", "array", "filter"] = "bytes"
+
+    @property
+    def raw(self) -> bool:
+        return self.config is None
+
+    def encode(self, chunk: torch.Tensor) -> memoryview:
+        """The bytes of a contiguous chunk."""
+        if self.config is None:
+            return as_bytes(chunk)
+        found = _codec(self.config).encode(as_bytes(chunk) if self.kind == "bytes" else to_numpy(chunk))
+        return _memory(found) if isinstance(found, np.ndarray) else memoryview(found)
+
+    def decode(self, data: memoryview, shape: Shape, dtype: torch.dtype) -> memoryview:
+        """The bytes of the elements again."""
+        if self.config is None:
+            return data
+        if self.kind == "filter":
+            example = to_numpy(torch.zeros(shape, dtype=dtype))
+            like = np.asarray(_codec(self.config).encode(example))
+            found = _codec(self.config).decode(np.frombuffer(data, like.dtype).reshape(like.shape))
+        else:
+            found = _codec(self.config).decode(bytes(data))
+        return _memory(found) if isinstance(found, np.ndarray) else memoryview(found)
+
+
+def encoding(codec: Codec | None, dtype: torch.dtype) -> Encoding:
+    """The codec as a user names it: "zstd", "blosc", "gzip", any codec of numcodecs (its id, its configuration or an
+    instance), or the JSON of zarr v3, {"name": ..., "configuration": {...}}. None for none. Raises DataError."""
+    if codec is None:
+        return Encoding(RAW)
+    if isinstance(codec, str):
+        codec = {"name": codec} if codec in _OWN else {"id": codec.removeprefix("numcodecs.")}
+    if not isinstance(codec, Mapping):
+        if not hasattr(codec, "get_config"):
+            raise DataError(f"{codec!r} is no codec: {_WANTED}")
+        codec = codec.get_config()
+    if "id" in codec:
+        return _numcodec(dict(codec))
+    name, told = codec.get("name"), dict(codec.get("configuration") or {})
+    if isinstance(name, str) and name.startswith("numcodecs."):
+        return _numcodec({"id": name.removeprefix("numcodecs."), **told})
+    if name not in _OWN:
+        raise DataError(f"{dict(codec)!r} is no codec: {_WANTED}")
+    return _own(name, told, dtype.itemsize)
+
+
+def check(of: Encoding, dtype: torch.dtype, name: str, nbytes: int) -> None:
+    """Try the codec on a little of each. Raises DataError if it does not take the dtype, or gives other values back;
+    ``name``: a tensor of that dtype, ``nbytes``: of its chunks."""
+    if of.raw:
+        return
+    if nbytes > _MOST:
+        raise DataError(f"a chunk of {name!r} has {nbytes:,} bytes, a codec takes 2 GiB at most: pass chunk='512MiB'")
+    codec = of.json[0]["name"] if of.kind != "bytes" else of.json[-1]["name"]
+    generator = torch.Generator().manual_seed(0)
+    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (256 * dtype.itemsize,), generator=generator)
+    sample = raw.to(torch.uint8).view(dtype)
+    try:
+        back = of.decode(of.encode(sample), tuple(sample.shape), dtype)
+    except Exception as e:  # codecs are others' code, and say it in their own ways
+        raise DataError(f"the codec {codec!r} does not take {dtype}, which {name!r} is: {e}") from e
+    if bytes(back) != bytes(as_bytes(sample)):
+        raise DataError(
+            f"the codec {codec!r} does not give {dtype}, which {name!r} is, back bit by bit: it loses digits"
+        )
+
+
+_OWN = ("zstd", "blosc", "gzip")
+_WANTED = "None, 'zstd', 'blosc', 'gzip', a codec of numcodecs or its configuration, or the JSON of a zarr v3 codec"
+
+
+def _own(name: str, told: Json, itemsize: int) -> Encoding:
+    """Zarr v3's own codecs."""
+    if name == "blosc":
+        told = {**_BLOSC, "typesize": itemsize, **told}
+        config = {**told, "id": "blosc", "shuffle": _SHUFFLES.get(told["shuffle"], -2)}
+    elif name == "zstd":
+        told = {"level": 0, "checksum": False, **told}
+        config = {**told, "id": "zstd"}
+    else:
+        told = {"level": 5, **told}
+        config = {**told, "id": "gzip"}
+    _codec(config)
+    return Encoding((*RAW, {"name": name, "configuration": told}), config)
+
+
+def _numcodec(config: Json) -> Encoding:
+    from zarr.abc.codec import ArrayArrayCodec, ArrayBytesCodec
+    from zarr.registry import get_codec_class
+
+    name = f"numcodecs.{config['id']}"
+    try:
+        kind = get_codec_class(name)
+    except KeyError:
+        raise DataError(f"zarr knows no codec {name!r}: {_WANTED}") from None
+    config = dict(_codec(config).get_config())
+    json = {"name": name, "configuration": {k: v for k, v in config.items() if k != "id"}}
+    if issubclass(kind, ArrayBytesCodec):
+        return Encoding((json,), config, "array")
+    if issubclass(kind, ArrayArrayCodec):
+        return Encoding((json, *RAW), config, "filter")
+    return Encoding((*RAW, json), config)
+
+
+def _codec(config: Json) -> Any:
+    import numcodecs
+    from numcodecs.errors import UnknownCodecError
+
+    try:
+        return numcodecs.get_codec(dict(config))
+    except (UnknownCodecError, TypeError, ValueError, ImportError) as e:
+        raise DataError(f"numcodecs has no such codec {config!r}: {e}") from e
+
+
+def _memory(array: np.ndarray[Any, Any]) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
