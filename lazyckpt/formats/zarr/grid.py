@@ -96,6 +96,17 @@ class GridFragments(Sequence[Fragment]):
     def grid(self) -> Shape:
         return grid_of(self.array.shape, self.cell)
 
+    @property
+    def intact(self) -> bool:
+        """Whether all elements are somewhere, as far as can be told without looking."""
+        return True
+
+    @property
+    def _plain(self) -> bool:
+        """Whether chunks are files, there, with nothing but their elements."""
+        packing = self.array.packing
+        return self.complete and self.zip is None and not packing.codecs and not packing.levels
+
     def near(self, want: Selection) -> list[Fragment]:
         """The cells that hold wanted elements."""
         numbers = [_cells(r, size) for r, size in zip(want, self.cell, strict=True)]
@@ -103,6 +114,8 @@ class GridFragments(Sequence[Fragment]):
 
     def archives(self) -> list[Chunk]:
         """The chunks that are looked up before they are read."""
+        if self._plain:
+            return []
         return [f.extent for f in self if isinstance(f.extent, Chunk)]
 
     def paths(self) -> Iterator[str]:
@@ -125,7 +138,7 @@ class GridFragments(Sequence[Fragment]):
         key = array.key([a // c for a, c in zip(start, array.chunk, strict=True)])
         strides = _strides(cell, packing.order)
         path = self._path(key)
-        if self.complete and self.zip is None and not packing.codecs and not packing.levels:
+        if self._plain:
             return Extent(path, 0, array.dtype, sizes, strides, swapped=packing.swapped)
         codecs, window, there = packing.codecs, None, True
         if self.places is not None:

@@ -122,9 +122,8 @@ def _own_index(
     try:
         mesh = Mesh(**degrees)
         valid = isinstance(told, str) and isinstance(first, str) and isinstance(listed, list) and first in listed
-        valid = valid and all(
-            isinstance(text, str) for text in (*(listed or ()), *aliases.keys(), *aliases.values(), *notes)
-        )
+        texts = (*(listed or ()), *aliases.keys(), *aliases.values(), *notes)
+        valid = valid and all(isinstance(text, str) for text in texts)
     except (TypeError, AttributeError):
         valid = False
     if not valid or any(type(n) is not int or n < 1 for n in (mesh.tp, mesh.pp, mesh.dp, mesh.ep)):
