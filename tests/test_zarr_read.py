@@ -124,7 +124,7 @@ def test_a_chunk_of_an_export_has_to_be_there(zarr_cases: dict[str, Case], tmp_p
             lazyckpt.open(path)["embed.weight"][...]
         same(lazyckpt.open(path)["embed.weight"][6:], whole[6:], "what is there")
         chunk.write_bytes(data[:-3])
-        for key in (..., slice(None, None, 2), slice(4, 6)):
+        for key in (..., slice(3, None, 2), slice(4, 6)):
             with pytest.raises(CorruptError, match="weights/embed/weight/c/0"):
                 lazyckpt.open(path, cache=False)["embed.weight"][key]
         with pytest.raises(CorruptError, match="weights/embed/weight/c/0"):
@@ -242,7 +242,7 @@ def test_a_slice_reads_its_chunks_of_a_shard(tmp_path: Path) -> None:
     same(view["array"][9:12, 40:42], torch.from_numpy(whole[9:12, 40:42]), "a slice")
     table = 16 * 16 + 4
     assert counts.bytes <= table + 3 * 2 * 4 and counts.paths == {"c/0/1"}, counts
-    assert "number 4 of its shard" in view["array"].explain((9, 40))
+    assert "number 5 of its shard" in view["array"].explain((9, 40))
 
 
 # -- what is not read
@@ -268,7 +268,7 @@ def test_an_unknown_codec(tmp_path: Path) -> None:
     _change(tmp_path / "z/a/zarr.json", codecs=["bytes", {"name": "acme.squeeze"}])
     view = lazyckpt.open(tmp_path / "z")
     assert any("acme.squeeze" in line and "a" in line for line in view.problems)
-    with pytest.raises(DataError, match="acme.squeeze"):
+    with pytest.raises(DataError, match=r"acme\.squeeze"):
         view["a"][...]
     assert view["b"][...].tolist() == [1.0] * 4
 
@@ -429,12 +429,12 @@ def test_behind_a_url(zarr_cases: dict[str, Case]) -> None:
     try:
         for name in ("own_blosc", "v3", "v3_zip"):
             case = zarr_cases[name]
-            memory.put(str(case.path), f"/{name}{case.path.suffix}", recursive=True)
-            view = lazyckpt.open(f"memory://{name}{case.path.suffix}")
+            memory.put(str(case.path), f"/zarr/{name}{case.path.suffix}", recursive=True)
+            view = lazyckpt.open(f"memory://zarr/{name}{case.path.suffix}")
             for key, whole in case.truth["weights"].items():
                 same(view[key][...], whole, (name, key))
     finally:
-        memory.rm("/", recursive=True)
+        memory.rm("/zarr", recursive=True)
 
 
 def test_attributes_and_names(tmp_path: Path) -> None:

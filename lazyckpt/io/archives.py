@@ -141,6 +141,17 @@ def unpacked(store: Store, archive: Packed, limit: int | None = None) -> Memory:
     return Memory(store, archive.path, data)
 
 
+def unpacked_into(store: Store, packed: Packed, target: memoryview) -> bool:
+    """Unpack straight into place what is wanted as a whole, and keep nothing: whether that was done. It is not if it
+    unpacks to something else in size, or is kept already. Errors as `unpacked`."""
+    if not isinstance(packed, Chunk) or len(target) != packed.nbytes or packed.key in _known(store).unpacked:
+        return False
+    data = unpack_chunk(store, packed, target)
+    if data is not target:
+        target[:] = data
+    return True
+
+
 def unpack(store: Store, archive: Archive, limit: int | None = None) -> bytes:
     """The same of an archive as bytes, not kept."""
     where = _where(store, archive)
@@ -154,7 +165,7 @@ def unpack(store: Store, archive: Archive, limit: int | None = None) -> bytes:
         limit = prod(archive.shape) * archive.dtype.itemsize + _SLACK
     data = bytes(store.read(archive.path, archive.offset, archive.length))
     for codec in archive.codecs:
-        data = CODECS[codec](data, where, limit)
+        data = bytes(CODECS[codec](data, where, limit))
     return data
 
 

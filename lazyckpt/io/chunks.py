@@ -78,15 +78,18 @@ def place(store: Store, chunk: Chunk, tables: Tables) -> Extent:
     return Extent(chunk.path, offset, chunk.dtype, chunk.shape, chunk.strides, swapped=chunk.swapped)
 
 
-def unpack_chunk(store: Store, chunk: Chunk) -> Buffer:
-    """The bytes of a chunk that `place` has found. Raises DataError (an unknown codec), CorruptError (damaged)."""
+def unpack_chunk(store: Store, chunk: Chunk, out: memoryview | None = None) -> Buffer:
+    """The bytes of a chunk that `place` has found; perhaps in ``out``, memory for so many bytes.
+
+    Raises DataError (an unknown codec), CorruptError (damaged).
+    """
     where = f"{store.root}/{chunk.path} ({chunk})"
     if chunk.codecs[0].name == _FILL:
         return bytes.fromhex(chunk.codecs[0].config)
     offset, length = chunk.window or (0, store.stat(chunk.path).size)
     packed = np.empty(length, np.uint8).data  # memory that nobody has to clear first
     store.read_into(chunk.path, offset, packed)
-    data = decode(chunk.codecs, packed, where, chunk.nbytes)
+    data = decode(chunk.codecs, packed, where, chunk.nbytes, out)
     if len(data) != chunk.nbytes:
         raise CorruptError(f"{where} unpacks to {len(data):,} bytes in place of {chunk.nbytes:,}: damaged")
     return data

@@ -25,8 +25,9 @@ _WIDENING = 16  # what a filter may make of a byte: from 8-bit integers to compl
 _SLACK = 1 << 10  # checksums, headers, what cannot be packed
 
 
-def decode(codecs: Sequence[Codec], data: Buffer, where: str, nbytes: int) -> Buffer:
-    """Unpack with one codec after another; ``nbytes``: what the result has to have.
+def decode(codecs: Sequence[Codec], data: Buffer, where: str, nbytes: int, out: memoryview | None = None) -> Buffer:
+    """Unpack with one codec after another; ``nbytes``: what the result has to have. ``out``: memory of that size, which
+    the result may be in then.
 
     Raises DataError for a codec that is not known, CorruptError for damage and for more bytes than there can be.
     """
@@ -45,7 +46,11 @@ def decode(codecs: Sequence[Codec], data: Buffer, where: str, nbytes: int) -> Bu
             if codec.name in _FILTERS:
                 data = _filter(codec)(data)
             else:
-                data = _UNPACK[codec.name](memoryview(data), config, where, limit)
+                into = out if last else None
+                if codec.name in _INTO:
+                    data = _INTO[codec.name](memoryview(data), where, limit, into)
+                else:
+                    data = _UNPACK[codec.name](memoryview(data), config, where, limit)
         except (CorruptError, DataError):
             raise
         except Exception as e:  # each library has its own errors for bytes that it cannot unpack
@@ -105,11 +110,11 @@ def _lzma(data: memoryview, config: Config, where: str, limit: int) -> bytes:
     return _stream(lambda: lzma.LZMADecompressor(form, memory, raw), data, where, limit)
 
 
-def _zstd(data: memoryview, config: Config, where: str, limit: int) -> bytes:
-    return unpack_zstd(bytes(data), where, limit)
+def _zstd(data: memoryview, where: str, limit: int, out: memoryview | None) -> Buffer:
+    return unpack_zstd(bytes(data), where, limit, out)
 
 
-def _blosc(data: memoryview, config: Config, where: str, limit: int) -> Any:
+def _blosc(data: memoryview, where: str, limit: int, out: memoryview | None) -> Any:
     from numcodecs import blosc  # heavy to import, and not always needed
 
     size, packed = int.from_bytes(data[4:8], "little"), int.from_bytes(data[12:16], "little")
@@ -117,16 +122,22 @@ def _blosc(data: memoryview, config: Config, where: str, limit: int) -> Any:
         raise _too_large(where, limit, f"{size:,}")
     if packed != len(data):
         raise CorruptError(f"{where}: its blosc header tells of {packed:,} bytes, there are {len(data):,}: truncated")
-    return blosc.decompress(data)
+    if out is None or len(out) != size:
+        return blosc.decompress(data)
+    blosc.decompress(data, out)
+    return out
 
 
-def _lz4(data: memoryview, config: Config, where: str, limit: int) -> Any:
+def _lz4(data: memoryview, where: str, limit: int, out: memoryview | None) -> Any:
     from numcodecs import lz4
 
     size = int.from_bytes(data[:4], "little")
     if size > limit:
         raise _too_large(where, limit, f"{size:,}")
-    return lz4.decompress(data)
+    if out is None or len(out) != size:
+        return lz4.decompress(data)
+    lz4.decompress(data, out)
+    return out
 
 
 def _crc32c(data: memoryview, config: Config, where: str, limit: int) -> memoryview:
@@ -156,12 +167,15 @@ _UNPACK: dict[str, Callable[[memoryview, Config, str, int], Buffer]] = {
     "zip-deflate": _deflate,
     "bz2": _bz2,
     "lzma": _lzma,
-    "zstd": _zstd,
-    "blosc": _blosc,
-    "lz4": _lz4,
     "crc32c": _crc32c,
     "crc32": _crc32,
     "adler32": _adler32,
+}
+# Those that can unpack straight into memory that is there.
+_INTO: dict[str, Callable[[memoryview, str, int, memoryview | None], Buffer]] = {
+    "zstd": _zstd,
+    "blosc": _blosc,
+    "lz4": _lz4,
 }
 # Those whose result is of a known size: at most so many times what they are given. They keep the order of elements.
 _FILTERS = (
@@ -175,7 +189,7 @@ _FILTERS = (
     "fletcher32",
     "jenkins_lookup3",
 )
-KNOWN = (*_UNPACK, *_FILTERS)
+KNOWN = (*_UNPACK, *_INTO, *_FILTERS)
 
 
 @lru_cache(256)

@@ -20,7 +20,7 @@ from ..core.dtypes import BITS
 from ..core.index import Extent, Packed, TensorSpec
 from ..core.plan import Copy, Selection, overlaps, plan
 from ..core.select import Reads
-from .archives import locate, locate_all, located, unpacked
+from .archives import locate, locate_all, located, unpacked, unpacked_into
 from .memory import as_bytes, empty
 from .pool import Task, run
 from .store import Store
@@ -114,6 +114,10 @@ def _copy_tasks(store: Store, copy: Copy, target: torch.Tensor) -> Iterator[Task
 
 def _unpack(store: Store, archive: Packed, copy: Copy, target: torch.Tensor) -> None:
     plain = copy._replace(extent=replace(copy.extent, within=None))
+    as_it_lies = plain.extent.raw and copy.extent.dtype == target.dtype and is_run(copy.shape, copy.strides)
+    as_it_lies = as_it_lies and copy.start == copy.extent.offset == 0 and target.is_contiguous()
+    if as_it_lies and unpacked_into(store, archive, as_bytes(target)):
+        return
     for _, do in _copy_tasks(unpacked(store, archive), plain, target):
         do()
 

@@ -231,7 +231,7 @@ def export(path: Path, compressor: Mapping[str, Any] | None = None) -> Case:
     generator = torch.Generator().manual_seed(3)
     truth: dict[str, Arrays] = {}
     dtypes = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.float16)
-    names = ("embed.weight", "layers.0.up.weight", "layers.0.up.weight.scale", "a/b..c", "50%", "é:\\ \t", "__x")
+    names = ("embed.weight", "layers.0.up.weight", "layers.0.up.weight.scale", "a/b..c", "50%", "é: x", "__x")
     for state in ("weights", "fp32", "exp/avg"):
         truth[state] = {}
         for n, name in enumerate(names):

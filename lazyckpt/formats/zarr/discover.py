@@ -16,7 +16,7 @@ from ...errors import CorruptError
 from ...io.pool import each
 from .tree import Tree
 
-_DEPTH = 100  # of groups in groups
+_DEPTH = 64  # of groups in groups
 _MANY = 1 << 20  # folders that are gone through
 
 Json = dict[str, Any]
