@@ -155,6 +155,10 @@ def test_exports_that_are_not_right(zarr_cases: dict[str, Case], tmp_path: Path)
     (path / "zarr.json").unlink()
     with pytest.raises(MissingFileError, match="not finished"):
         lazyckpt.open(path)
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun/.lazyckpt-job").write_text("x")
+    with pytest.raises(MissingFileError, match="not finished"):
+        lazyckpt.open(tmp_path / "begun")
 
 
 # -- fill values, absent chunks

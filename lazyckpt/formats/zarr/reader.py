@@ -16,7 +16,7 @@ from ...io.plainjson import decode
 from ..paths import some
 from ..reader import Reader, Source
 from .discover import Nodes, nodes
-from .documents import ATTRIBUTE, LAYOUT
+from .documents import ATTRIBUTE, JOB, LAYOUT
 from .grid import Array, ChunkFiles, GridFragments, Place, spec_of
 from .metadata import NoTensorError, array_v2, array_v3
 from .nodes import component
@@ -33,10 +33,11 @@ def _read(source: Source) -> Index:
     told = found.attributes.get("", {}).get(ATTRIBUTE)
     about: dict[str, Any] = told if isinstance(told, dict) and "layout" in told else {}
     own = bool(about)
-    if not own and any(ATTRIBUTE in attributes for _, _, attributes, _ in found.arrays.values()) and not found.root:
+    exported = JOB in source.entries or any(ATTRIBUTE in attributes for _, _, attributes, _ in found.arrays.values())
+    if not own and exported and not found.root:
         raise MissingFileError(
             f"{source.where} is an export of lazyckpt without the root's zarr.json, which is written last: it was not "
-            "finished. Export it again."
+            "finished. The same export again goes on where it stopped."
         )
     problems: list[str] = []
     arrays = _arrays(tree, found, problems)
@@ -166,6 +167,8 @@ def _recognises(source: Source) -> bool:
 
 
 def _recognises_folder(source: Source) -> bool:
+    if JOB in source.entries:
+        return True
     folders = [name for name, entry in source.entries.items() if entry.is_dir][:_LOOKED_INTO]
     return not source.path and any(
         any(root in listed for root in ROOTS) for listed in (source.store.list(folder) for folder in folders)
