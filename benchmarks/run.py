@@ -1,6 +1,6 @@
 """Run the benchmarks: python benchmarks/run.py [--folder DIR] [NAME ...]
 
-They need lazyckpt with its test extras, about 28 GiB of disk in the folder (kept between runs), and an idle machine.
+They need lazyckpt with its test extras, about 30 GiB of disk in the folder (kept between runs), and an idle machine.
 Every figure is a ratio against a named peer, measured in turn in the same run. Exit code 1 if one is missed.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-NAMES = ("foundation", "deepspeed_convert", "deepspeed_open", "dcp", "megatron_open")
+NAMES = ("foundation", "deepspeed_convert", "deepspeed_open", "dcp", "megatron_open", "zarr_read")
 
 
 def main() -> int:
