@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-NAMES = ("foundation", "deepspeed_convert", "deepspeed_open", "dcp", "megatron_open", "zarr_export")
+NAMES = ("foundation", "deepspeed_convert", "deepspeed_open", "dcp", "megatron_open", "zarr_export", "zarr_read")
 
 
 def main() -> int:

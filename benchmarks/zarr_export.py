@@ -26,8 +26,10 @@ def main(folder: Path) -> list[Row]:
     sources = _write(folder)
     rows: list[Row] = []
     for name, source in sources.items():
-        for state in ("warm", "cold"):
-            rows.append(_against_cp(f"1 GiB of {name}, files {state}", source, folder / "exported", state == "cold"))
+        rows += [
+            _against_cp(f"1 GiB of {name}, files {state}", source, folder / "exported", state == "cold")
+            for state in ("warm", "cold")
+        ]
     setup = "import lazyckpt, numcodecs"
     for codec, limit in (("None", 192), ("'zstd'", 512)):
         out = folder / "exported"

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
-from .core.index import Archive
+from .core.index import Packed
 from .core.names import unwrapped
 from .errors import DataError
 from .formats.placements import Cut, Layout, Placement, Same, Summand
@@ -86,7 +86,7 @@ def _read_together(
 def _looked_up(items: Iterable[T], lazy: Callable[[T], LazyTensor]) -> Iterator[T]:
     """The items; the archives of those that come next were looked up together."""
     group: list[T] = []
-    found: list[tuple[Store, Archive, str]] = []
+    found: list[tuple[Store, Packed, str]] = []
     for item in items:
         t = lazy(item)
         group.append(item)
@@ -99,7 +99,7 @@ def _looked_up(items: Iterable[T], lazy: Callable[[T], LazyTensor]) -> Iterator[
     yield from group
 
 
-def _look_up(found: list[tuple[Store, Archive, str]]) -> None:
+def _look_up(found: list[tuple[Store, Packed, str]]) -> None:
     for store in {id(store): store for store, _, _ in found}.values():
         locate_all(store, [(archive, name) for s, archive, name in found if s is store])
 

@@ -22,7 +22,7 @@ import torch
 
 from .core.box import Box, Shape, c_strides, is_run, tiles
 from .core.dtypes import short_name, to_numpy
-from .core.index import Archive, Extent, Fragment, Hole, TensorSpec
+from .core.index import Extent, Fragment, Hole, Packed, TensorSpec
 from .core.plan import fragments_in, plan
 from .core.select import Selection
 from .errors import DataError
@@ -127,13 +127,13 @@ class LazyTensor:
             plan(self.spec, want)
 
     @property
-    def archives(self) -> list[Archive]:
-        """The archives that reading the whole of a stored tensor looks into, so that many can be looked up at once
-        (`locate_all`); none for a part of one."""
+    def archives(self) -> list[Packed]:
+        """The archives and chunks that reading the whole of a stored tensor looks into, so that many can be looked up
+        at once (`locate_all`); none for a part of one."""
         told = getattr(self.spec.fragments, "archives", None)  # a sequence that makes its fragments on demand
         if self._selection is not None or (told is None and not isinstance(self.spec.fragments, tuple)):
             return []
-        return told() if told else [f.extent for f in self.spec.fragments if isinstance(f.extent, Archive)]
+        return told() if told else [f.extent for f in self.spec.fragments if isinstance(f.extent, Packed)]
 
     def explain(self, key: Any = ...) -> str:
         """Where ``t[key]`` comes from: files, byte ranges and their cost, as text. Reads nothing.
@@ -146,10 +146,8 @@ class LazyTensor:
         for _, want in selection.reads().blocks():
             for copy, (path, start, length, count) in ranges(plan(self.spec, want)):
                 total += length * count
-                archive = copy.extent.within
-                if archive is not None:
-                    lies = f"bytes {archive.offset:,} to {archive.offset + archive.length:,}"
-                    lines.append(f"  {path}: {length * count:,} bytes within the archive at {lies}")
+                if copy.extent.within is not None:
+                    lines.append(f"  {path}: {length * count:,} bytes within {copy.extent.within}")
                     continue
                 times = f" and {count - 1:,} more runs of that length" if count > 1 else ""
                 lines.append(f"  {path}: bytes {start:,} to {start + length:,} ({length:,}){times}")
@@ -324,7 +322,7 @@ class LazyTensor:
         if extent.path not in maps:
             maps[extent.path] = self._store.private(extent.path)
         buffer = maps[extent.path]
-        if buffer is None or not self.numel():
+        if buffer is None or not self.numel() or extent.offset + self.nbytes > len(buffer):
             return None
         flat = torch.frombuffer(buffer, dtype=extent.dtype, count=self.numel(), offset=extent.offset)
         return flat.view(self.spec.shape)
@@ -420,7 +418,7 @@ class LazyTensor:
             return None
         if fragment.span not in (None, (0, spec.numel)) or fragment.local_shape != spec.shape:
             return None
-        if isinstance(extent, Archive):  # who asks is about to read
+        if isinstance(extent, Packed):  # who asks is about to read
             extent = locate(self._store, extent, spec.name)
         return extent if extent.raw and is_run(extent.shape, extent.strides) else None
 

@@ -317,8 +317,9 @@ class CheckpointView(Writing):
         lists the files that its tensors lie in."""
         if not self._steps:
             return self._index.files
-        paths = {f.extent.path for t in self._unique() for f in t.fragments}
-        return {p: info for p, info in self._index.files.items() if p in paths}
+        paths = dict.fromkeys(f.extent.path for t in self._unique() for f in t.fragments)
+        only = getattr(self._index.files, "only", None)  # files that are looked at when one asks for them
+        return only(paths) if only else {p: info for p, info in self._index.files.items() if p in paths}
 
     @property
     def aliases(self) -> Mapping[str, str]:
@@ -422,7 +423,7 @@ def _indexed(
         return cached_index(source, format) if cache else read_index(source, format)
 
     source, index = read_one(Source(store, name, tag, rules), read)
-    return source.store.pinned(index.files), index
+    return source.store.pinned(index.pins), index
 
 
 def with_wrappers(path: str | os.PathLike[str], format: str, tag: str | None = None) -> CheckpointView:

@@ -41,7 +41,7 @@ class Extent:
     ``offset`` is in bytes from the start of the file, ``strides`` in elements (as torch stores them; 0 where expanded,
     never negative). Nothing is promised about alignment. ``conj`` and ``neg`` are torch's lazy bits: the stored values
     are still to be conjugated or negated. ``swapped`` says that the file's byte order is not little-endian. ``within``:
-    the offset counts from the start of what this archive unpacks to, not from the start of the file.
+    the offset counts from the start of what this unpacks to, not from the start of the file.
     """
 
     path: str
@@ -52,7 +52,7 @@ class Extent:
     conj: bool = False
     neg: bool = False
     swapped: bool = False
-    within: Archive | None = None
+    within: Packed | None = None
 
     @property
     def raw(self) -> bool:
@@ -80,6 +80,78 @@ class Archive:
     def as_told(self) -> Extent:
         """What can be said of the elements without looking: a C-order array, somewhere within."""
         return Extent(self.path, self.offset, self.dtype, self.shape, c_strides(self.shape), within=self)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells it from all others of a checkpoint."""
+        return self.path, self.offset, self.length
+
+    def __str__(self) -> str:
+        return f"the archive at bytes {self.offset:,} to {self.offset + self.length:,}"
+
+
+class Codec(NamedTuple):
+    """What bytes were packed with, by its name in numcodecs; ``config``: its parameters, as JSON."""
+
+    name: str
+    config: str = "{}"
+
+
+class Shard(NamedTuple):
+    """A place in a shard: a run of chunks with a table of where each is (offset, length: two 64-bit numbers).
+
+    ``number``: which chunk of ``chunks``. The table is at the end of the shard or at its start, ``checked`` by a CRC32C
+    behind it, big-endian if ``swapped``.
+    """
+
+    number: int
+    chunks: int
+    at_end: bool = True
+    checked: bool = True
+    swapped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A chunk of a chunked array, which may be absent: then all its elements are ``fill`` (the bytes of one, little-
+    endian); None means that it has to be there.
+
+    Whether it is there and where is looked up when it is first read (io/chunks.py). ``window``: (offset, length) of its
+    bytes in the file; None for all of the file. ``zipped``: the window is an entry of a zip, from its header on.
+    ``shards``: the shards it is in, the outermost first. ``codecs``: what its bytes are unpacked with, in this order,
+    to ``nbytes`` bytes in the end; there ``shape`` elements lie at ``strides``, big-endian if ``swapped``.
+    ``present``: False if it is known already that it is not there.
+    """
+
+    path: str
+    dtype: torch.dtype
+    shape: Shape
+    strides: Shape
+    nbytes: int
+    codecs: tuple[Codec, ...] = ()
+    fill: bytes | None = None
+    swapped: bool = False
+    shards: tuple[Shard, ...] = ()
+    window: tuple[int, int] | None = None
+    zipped: bool = False
+    present: bool = True
+
+    @property
+    def as_told(self) -> Extent:
+        """What can be said of the elements without looking."""
+        return Extent(self.path, 0, self.dtype, self.shape, self.strides, swapped=self.swapped, within=self)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells it from all others of a checkpoint."""
+        return self.path, self.window, self.shards, self.codecs, self.present
+
+    def __str__(self) -> str:
+        packed = f" packed with {', '.join(codec.name for codec in self.codecs)}" if self.codecs else ""
+        return f"a chunk{packed}" + (f", number {self.shards[-1].number:,} of its shard" if self.shards else "")
+
+
+Packed = Archive | Chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +183,7 @@ class Fragment:
     of a stack). None means the same dimensions.
     """
 
-    extent: Extent | Archive | Hole
+    extent: Extent | Packed | Hole
     local_shape: Shape
     parts: tuple[Part, ...] | None = None
     span: tuple[int, int] | None = None
@@ -162,7 +234,8 @@ class Index:
     tensor as it lies in the files, under its raw name; None if that has to be looked up in ``files`` again (formats of
     many rank files). ``aliases``: tied name -> the name that owns the data. ``unreadable``: names that the checkpoint
     lists but that cannot even be described (their file is gone), with the reason. ``ruled``: names that the user's
-    rules are for and that are no tensors here any more (flat parameters that were taken apart).
+    rules are for and that are no tensors here any more (flat parameters that were taken apart). ``watched``: the files
+    that were looked at, if ``files`` has more (chunks by the thousand, which are looked at when they are read).
     """
 
     format: str
@@ -175,6 +248,12 @@ class Index:
     problems: tuple[str, ...] = ()
     unreadable: Mapping[str, str] = field(default_factory=dict)
     ruled: tuple[str, ...] = ()
+    watched: Mapping[str, FileInfo] | None = None
+
+    @property
+    def pins(self) -> Mapping[str, FileInfo]:
+        """The files that have to stay as they were."""
+        return self.files if self.watched is None else self.watched
 
 
 def renamed(spec: TensorSpec, name: str) -> TensorSpec:
@@ -187,7 +266,7 @@ def relocated(spec: TensorSpec, folder: str) -> TensorSpec:
     return replace(spec, fragments=tuple(replace(f, extent=_from(folder, f.extent)) for f in spec.fragments))
 
 
-def _from(folder: str, extent: Extent | Archive | Hole) -> Extent | Archive | Hole:
+def _from(folder: str, extent: Extent | Packed | Hole) -> Extent | Packed | Hole:
     path = f"{folder}/{extent.path}"
     if isinstance(extent, Extent) and extent.within is not None:
         return replace(extent, path=path, within=replace(extent.within, path=f"{folder}/{extent.within.path}"))

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from ..errors import DataError, MissingFileError
 from .box import Box, Shape, c_strides, span_boxes
-from .index import Archive, Extent, Fragment, Hole, TensorSpec
+from .index import Extent, Fragment, Hole, Packed, TensorSpec
 
 Selection = tuple[range, ...]
-Find = Callable[[Archive], Extent]
+Find = Callable[[Packed], Extent]
 
 
 class Copy(NamedTuple):
@@ -37,7 +37,7 @@ class Copy(NamedTuple):
 def plan(spec: TensorSpec, want: Selection, find: Find | None = None) -> list[Copy]:
     """The copies that fill the selection. With combine="first" they cover every wanted element exactly once; with
     "mean" every fragment that holds an element has a copy of it, and what they read is to be averaged. ``find`` looks
-    up where the elements of an archive lie; without it they are taken to be a C-order array somewhere within.
+    up where the elements of what is packed lie; without it they are taken to be somewhere within.
 
     Raises MissingFileError if a wanted element stands in a file that is not there, DataError if it stands in no file
     at all.
@@ -135,7 +135,7 @@ def _pieces(fragment: Fragment, want: Selection, find: Find | None) -> Iterator[
             if isinstance(extent, Hole):
                 yield target, extent
                 continue
-            if isinstance(extent, Archive):
+            if isinstance(extent, Packed):
                 extent = extent.as_told if find is None else find(extent)
             if span is None:
                 base, strides = 0, extent.strides

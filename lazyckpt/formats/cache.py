@@ -30,7 +30,7 @@ def cached_index(source: Source, format: str | None) -> Index:
             return index
     listed = source.store.list()  # before reading: what changes meanwhile must not pass for known
     index = read_index(source, format)
-    folders = {posixpath.dirname(path) for path in index.files} | {""}
+    folders = {posixpath.dirname(path) for path in index.pins} | {""}
     with _lock:
         _indexes.pop(key, None)
         _indexes[key] = ({f: source.store.list(f) if f else listed for f in folders}, index)

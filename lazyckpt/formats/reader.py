@@ -70,10 +70,11 @@ class Reader:
 
 
 def builtin() -> tuple[Reader, ...]:
-    from . import dcp, deepspeed, huggingface, megatron, ranks, safetensors, tensorparallel, torchsave, trainers
+    from . import dcp, deepspeed, huggingface, megatron, ranks, safetensors, tensorparallel, torchsave, trainers, zarr
 
     # a folder of a trainer may hold what others recognise too: the one that knows more of it comes first
     return (
+        zarr.READER,  # its documents are nobody else's
         deepspeed.READER,
         megatron.READER,
         megatron.DIST,
@@ -87,6 +88,7 @@ def builtin() -> tuple[Reader, ...]:
         huggingface.READER,
         safetensors.READER,
         torchsave.READER,
+        zarr.FOLDER,
     )
 
 

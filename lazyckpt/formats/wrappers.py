@@ -18,7 +18,9 @@ _LEADING = ("_forward_module.", "base_model.model.", "module.")
 
 def without_wrappers(index: Index) -> Index:
     """The index under the model's own names; each tensor keeps the name it is stored under. Unchanged if nothing wraps
-    the model, or if two tensors would get one name (that is told)."""
+    the model, in a zarr hierarchy, or if two tensors would get one name (that is told)."""
+    if index.format == "zarr":  # an export has the names of the view that it was; others are no modules
+        return index
     names = {name for state in index.states.values() for name in state}
     first = next(iter(index.states.values()), {})
     # deepspeed takes its own wrapper off before it saves: there the word is the model's

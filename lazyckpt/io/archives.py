@@ -1,7 +1,7 @@
-"""Archives of torch.save inside larger files: where the elements of their tensors lie, and packed ones unpacked.
+"""What is packed: where in an archive of torch.save or a chunk of an array the elements lie, and what they unpack to.
 
-What was found out is kept with the store, so that a second slice costs no look-up: places of the last many archives,
-contents of the last few packed ones.
+What was found out is kept with the store, so that a second slice costs no look-up: places of the last many,
+contents of the last few that had to be unpacked.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any
 
-from ..core.index import Archive, Extent, FileInfo
+from ..core.index import Archive, Chunk, Extent, FileInfo, Packed
 from ..errors import ChangedFileError, CorruptError, DataError, LazyckptError, MissingFileError
+from .chunks import Tables, place, unpack_chunk
 from .pool import each
 from .rebuild import StoredTensor
-from .store import CannotMap, Entry, Store
+from .store import Buffer, CannotMap, Entry, Store
 from .torchfile import Pickles, read_torch_file
 from .zstd import unpack_zstd
 
@@ -32,8 +33,9 @@ class _Known:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.places: dict[tuple[Any, ...], Extent] = {}
-        self.unpacked: dict[tuple[Any, ...], bytes] = {}
+        self.unpacked: dict[tuple[Any, ...], Buffer] = {}
         self.pickles = Pickles()
+        self.tables = Tables()
 
 
 _stores: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
@@ -48,8 +50,9 @@ def _known(store: Store) -> _Known:
         return known
 
 
-def locate(store: Store, archive: Archive, name: str) -> Extent:
-    """Where the elements of an archive lie; within what it unpacks to, if it is packed. One or two small reads.
+def locate(store: Store, archive: Packed, name: str) -> Extent:
+    """Where the elements of an archive or a chunk lie; within what it unpacks to, if it is packed. One or two small
+    reads.
 
     Raises CorruptError (it is no archive of a tensor of this dtype and shape), DataError (a codec that is not known),
     and what reading raises. ``name``: of the tensor, for messages.
@@ -57,26 +60,29 @@ def locate(store: Store, archive: Archive, name: str) -> Extent:
     extent = located(store, archive, name)
     if extent is None:
         known = _known(store)
-        extent = _look(store, archive, name, known)
+        if isinstance(archive, Chunk):
+            extent = place(store, archive, known.tables)
+        else:
+            extent = _look(store, archive, name, known)
         with known.lock:
-            known.places[archive.path, archive.offset, archive.length] = extent
+            known.places[archive.key] = extent
             while len(known.places) > _PLACES:
                 del known.places[next(iter(known.places))]
         _compare(store, archive, name, extent)
     return extent
 
 
-def located(store: Store, archive: Archive, name: str) -> Extent | None:
+def located(store: Store, archive: Packed, name: str) -> Extent | None:
     """The same, if it was looked up before; reads nothing."""
-    extent = _known(store).places.get((archive.path, archive.offset, archive.length))
+    extent = _known(store).places.get(archive.key)
     if extent is not None:
         _compare(store, archive, name, extent)
     return extent
 
 
-def locate_all(store: Store, archives: Iterable[tuple[Archive, str]]) -> None:
+def locate_all(store: Store, archives: Iterable[tuple[Packed, str]]) -> None:
     """Look up all (archive, name of its tensor) that are not known yet, several at a time: over a network each takes
-    as long as a slice of the tensor does. Packed ones are left out: looking into them is reading them.
+    as long as a slice of the tensor does. Packed archives are left out: looking into them is reading them.
 
     Raises as `locate` does.
     """
@@ -84,13 +90,13 @@ def locate_all(store: Store, archives: Iterable[tuple[Archive, str]]) -> None:
     open_ones = [
         (archive, name)
         for archive, name in archives
-        if not archive.codecs and (archive.path, archive.offset, archive.length) not in places
+        if (isinstance(archive, Chunk) or not archive.codecs) and archive.key not in places
     ]
     each(lambda one: locate(store, *one), open_ones)
 
 
-def _compare(store: Store, archive: Archive, name: str, extent: Extent) -> None:
-    if (extent.dtype, extent.shape) != (archive.dtype, archive.shape):
+def _compare(store: Store, archive: Packed, name: str, extent: Extent) -> None:
+    if isinstance(archive, Archive) and (extent.dtype, extent.shape) != (archive.dtype, archive.shape):
         raise CorruptError(
             f"{_where(store, archive)}: the archive of {name!r} holds {extent.dtype} of shape {extent.shape}, not "
             f"{archive.dtype} of shape {archive.shape} as the checkpoint's metadata says: one of the two is damaged"
@@ -119,14 +125,14 @@ def _look(store: Store, archive: Archive, name: str, known: _Known) -> Extent:
     )  # fmt: skip
 
 
-def unpacked(store: Store, archive: Archive, limit: int | None = None) -> Memory:
-    """What an archive unpacks to, as a store of one file. ``limit``: bytes that it may take at most; by default what
-    the tensor needs. Raises DataError for a codec that is not known, CorruptError."""
+def unpacked(store: Store, archive: Packed, limit: int | None = None) -> Memory:
+    """What an archive or a chunk (one that `locate` gave) unpacks to, as a store of one file. ``limit``: bytes that it
+    may take at most; by default what the tensor needs. Raises DataError for a codec that is not known, CorruptError."""
     known = _known(store)
-    key = (archive.path, archive.offset, archive.length)
+    key = archive.key
     data = known.unpacked.get(key)
     if data is None:
-        data = unpack(store, archive, limit)
+        data = unpack_chunk(store, archive) if isinstance(archive, Chunk) else unpack(store, archive, limit)
         with known.lock:
             known.unpacked[key] = data
             size = sum(map(len, known.unpacked.values()))
@@ -135,8 +141,19 @@ def unpacked(store: Store, archive: Archive, limit: int | None = None) -> Memory
     return Memory(store, archive.path, data)
 
 
+def unpacked_into(store: Store, packed: Packed, target: memoryview) -> bool:
+    """Unpack straight into place what is wanted as a whole, and keep nothing: whether that was done. It is not if it
+    unpacks to something else in size, or is kept already. Errors as `unpacked`."""
+    if not isinstance(packed, Chunk) or len(target) != packed.nbytes or packed.key in _known(store).unpacked:
+        return False
+    data = unpack_chunk(store, packed, target)
+    if data is not target:
+        target[:] = data
+    return True
+
+
 def unpack(store: Store, archive: Archive, limit: int | None = None) -> bytes:
-    """The same as bytes, not kept."""
+    """The same of an archive as bytes, not kept."""
     where = _where(store, archive)
     unknown = [c for c in archive.codecs if c not in CODECS]
     if unknown:
@@ -148,7 +165,7 @@ def unpack(store: Store, archive: Archive, limit: int | None = None) -> bytes:
         limit = prod(archive.shape) * archive.dtype.itemsize + _SLACK
     data = bytes(store.read(archive.path, archive.offset, archive.length))
     for codec in archive.codecs:
-        data = CODECS[codec](data, where, limit)
+        data = bytes(CODECS[codec](data, where, limit))
     return data
 
 
@@ -159,7 +176,7 @@ def _where(store: Store, archive: Archive) -> str:
 class Memory(CannotMap):
     """A store of one file that is in memory, for what reads through a store. ``name``: what it is called."""
 
-    def __init__(self, origin: Store, name: str, data: bytes) -> None:
+    def __init__(self, origin: Store, name: str, data: Buffer) -> None:
         self.root = origin.root
         self.pins: Mapping[str, FileInfo] = {}
         self.gap = 1 << 62  # nothing is saved by reading less

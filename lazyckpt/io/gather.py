@@ -17,10 +17,10 @@ import torch
 
 from ..core.box import Box, hull, is_run
 from ..core.dtypes import BITS
-from ..core.index import Archive, Extent, TensorSpec
+from ..core.index import Extent, Packed, TensorSpec
 from ..core.plan import Copy, Selection, overlaps, plan
 from ..core.select import Reads
-from .archives import locate, locate_all, located, unpacked
+from .archives import locate, locate_all, located, unpacked, unpacked_into
 from .memory import as_bytes, empty
 from .pool import Task, run
 from .store import Store
@@ -72,9 +72,9 @@ def _block_tasks(store: Store, spec: TensorSpec, want: Selection, out: torch.Ten
 
 def planned(store: Store, spec: TensorSpec, want: Selection) -> list[Copy]:
     """The plan, with all archives looked up that it needs."""
-    unknown: list[tuple[Archive, str]] = []
+    unknown: list[tuple[Packed, str]] = []
 
-    def find(archive: Archive) -> Extent:
+    def find(archive: Packed) -> Extent:
         extent = located(store, archive, spec.name)
         if extent is None:
             unknown.append((archive, spec.name))
@@ -112,8 +112,12 @@ def _copy_tasks(store: Store, copy: Copy, target: torch.Tensor) -> Iterator[Task
     return _cut(store, copy, target, extent.dtype)
 
 
-def _unpack(store: Store, archive: Archive, copy: Copy, target: torch.Tensor) -> None:
+def _unpack(store: Store, archive: Packed, copy: Copy, target: torch.Tensor) -> None:
     plain = copy._replace(extent=replace(copy.extent, within=None))
+    as_it_lies = plain.extent.raw and copy.extent.dtype == target.dtype and is_run(copy.shape, copy.strides)
+    as_it_lies = as_it_lies and copy.start == copy.extent.offset == 0 and target.is_contiguous()
+    if as_it_lies and unpacked_into(store, archive, as_bytes(target)):
+        return
     for _, do in _copy_tasks(unpacked(store, archive), plain, target):
         do()
 
@@ -135,7 +139,7 @@ def _cut(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype) -> 
             yield from _split(store, copy, target, dtype, BLOCK)
         return
     mapped = store.map(extent.path) if plain and _inner_run(copy) * size < _RUN else None
-    if mapped is None:
+    if mapped is None or extent.offset + copy.start * size + span > len(mapped.buffer):  # reading tells of truncation
         yield from _split(store, copy, target, dtype, 0)
     elif span > 4 * BLOCK:
         yield from _split(store, copy, target, dtype, 4 * BLOCK)

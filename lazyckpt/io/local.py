@@ -171,9 +171,11 @@ class LocalStore:
         return os.path.join(self._root, path)
 
     def _missing(self, path: str, e: OSError | ValueError) -> MissingFileError:
-        return MissingFileError(
+        error = MissingFileError(
             f"{self._full(path)}: {getattr(e, 'strerror', None) or e}. Is the whole checkpoint here, and readable?"
         )
+        error.errno = getattr(e, "errno", None)
+        return error
 
     def _open(self, path: str) -> _File:
         """The open file, checked against its pin."""

@@ -6,6 +6,7 @@ them: `gap` says how much.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
@@ -74,7 +75,9 @@ class RemoteStore(CannotMap):
         try:
             return _info(self._fs.info(self._full(path)))
         except OSError as e:
-            raise MissingFileError(f"{self._url}/{path}: {e or 'not found'}. Is the whole checkpoint there?") from None
+            error = MissingFileError(f"{self._url}/{path}: {e or 'not found'}. Is the whole checkpoint there?")
+            error.errno = errno.ENOENT if isinstance(e, FileNotFoundError) else e.errno
+            raise error from None
 
     def read(self, path: str, offset: int, length: int) -> bytes:
         if length == 0:

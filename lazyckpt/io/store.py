@@ -6,6 +6,7 @@ It pickles to its root and options alone, so that a tensor can travel to another
 
 from __future__ import annotations
 
+import errno
 import io
 import mmap
 from collections.abc import Iterable, Mapping
@@ -16,7 +17,7 @@ import torch
 
 from ..core.box import Shape
 from ..core.index import FileInfo
-from ..errors import CorruptError
+from ..errors import CorruptError, MissingFileError
 
 Buffer = bytes | memoryview | mmap.mmap
 
@@ -70,7 +71,8 @@ class Store(Protocol):
         """The names directly inside a folder; {} if there is no such folder."""
 
     def stat(self, path: str) -> FileInfo:
-        """Size and modification time now. Raises MissingFileError."""
+        """Size and modification time now. Raises MissingFileError; its ``errno`` is ENOENT or ENOTDIR if there is no
+        such file, something else (or None) if it cannot be told."""
 
     def read(self, path: str, offset: int, length: int) -> Buffer:
         """Exactly ``length`` bytes from ``offset`` on. Raises CorruptError past the end of the file."""
@@ -104,6 +106,16 @@ class CannotMap:
 
     def resident(self, view: torch.Tensor) -> bool:
         return False
+
+
+def present(store: Store, path: str) -> FileInfo | None:
+    """Size and modification time now; None if there is no such file. Raises MissingFileError if that cannot be told."""
+    try:
+        return store.stat(path)
+    except MissingFileError as e:
+        if e.errno in (errno.ENOENT, errno.ENOTDIR):
+            return None
+        raise
 
 
 def narrow(store: Store, paths: Iterable[str]) -> Store:

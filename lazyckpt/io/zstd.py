@@ -12,10 +12,13 @@ _BLOCK = 128 << 10  # bytes that a block unpacks to at most
 _LOOSE = 64 << 20  # bytes; a block may hold less than it could
 
 
-def unpack_zstd(data: bytes, where: str, limit: int) -> bytes:
-    """What the frames hold. Raises CorruptError if they are damaged, or would hold far more than ``limit`` bytes."""
+def unpack_zstd(data: bytes, where: str, limit: int, out: memoryview | None = None) -> bytes | memoryview:
+    """What the frames hold; in ``out`` if they say that they are as long as that.
+
+    Raises CorruptError if they are damaged, or would hold far more than ``limit`` bytes.
+    """
     try:
-        most = _most(data)
+        most, told = _most(data)
     except IndexError:
         raise CorruptError(f"{where}: its zstd frame is truncated") from None
     if most is None:
@@ -25,26 +28,27 @@ def unpack_zstd(data: bytes, where: str, limit: int) -> bytes:
             f"{where}: its zstd frame unpacks to up to {most:,} bytes, where {limit:,} are all that can be needed: "
             "damaged or hostile"
         )
+    into = out if told and out is not None and len(out) == most else None
     from numcodecs import zstd  # heavy to import, and seldom needed
 
     try:
-        found: bytes = zstd.decompress(data)
+        found: bytes = zstd.decompress(data, into)
     except (RuntimeError, MemoryError, ValueError) as e:
         raise CorruptError(f"{where}: its zstd frame cannot be unpacked ({e}): the file is damaged") from None
-    return found
+    return found if into is None else into
 
 
-def _most(data: bytes) -> int | None:
+def _most(data: bytes) -> tuple[int | None, bool]:
     """Bytes that the frames unpack to at most, by their block headers and by what they say themselves; None if they are
-    none. Raises IndexError past the end."""
-    at, total = 0, 0
+    none. And whether all of them say it. Raises IndexError past the end."""
+    at, total, said = 0, 0, True
     while at < len(data):
         magic = _number(data, at, 4)
         if 0x184D2A50 <= magic <= 0x184D2A5F:  # a frame to be skipped
             at += 8 + _number(data, at + 4, 4)
             continue
         if magic != _MAGIC:
-            return None
+            return None, False
         descriptor = _number(data, at + 4, 1)
         single = bool(descriptor & 0x20)
         at += 5 + (not single) + (0, 1, 2, 4)[descriptor & 3]
@@ -58,8 +62,9 @@ def _most(data: bytes) -> int | None:
             size += count if kind < 2 else _BLOCK
             at += 3 + (1 if kind == 1 else count)
         at += 4 * bool(descriptor & 4)
+        said = said and told is not None
         total += size if told is None else told  # memory for what is told is taken before a block is seen
-    return total if at == len(data) else None
+    return (total if at == len(data) else None), said
 
 
 def _number(data: bytes, at: int, width: int) -> int:

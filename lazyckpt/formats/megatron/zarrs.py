@@ -14,9 +14,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-import torch
-
-from ...core.box import Shape, c_strides, fits
+from ...core.box import Shape, c_strides
 from ...core.index import Extent, FileInfo, Hole, TensorSpec
 from ...errors import CorruptError, LazyckptError
 from ...io.plain import Path
@@ -24,21 +22,11 @@ from ...io.store import Entry, Store
 from ..dcp.chunks import Piece, in_chunks
 from ..members import Member
 from ..torchsave import member as torch_member
+from ..zarr.grid import Array, Packing
+from ..zarr.metadata import NoTensorError, array_v2
 
 _MAX_JSON = 1 << 20  # bytes of an array's description
 _MAX_CHUNKS = 1 << 24
-_DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "<f2": torch.float16,
-    "<f4": torch.float32,
-    "<f8": torch.float64,
-    "|u1": torch.uint8,
-    "|i1": torch.int8,
-    "|b1": torch.bool,
-    "<i2": torch.int16,
-    "<i4": torch.int32,
-    "<i8": torch.int64,
-}
 
 
 def in_folder(store: Store, folder: str = "") -> Member:
@@ -86,7 +74,8 @@ def in_folder(store: Store, folder: str = "") -> Member:
 
 def _array(store: Store, folder: str, key: str, listed: Mapping[str, Entry], problems: list[str]) -> TensorSpec:
     where = f"{store.root}/{folder}/.zarray"
-    dtype, shape, chunk = _described(store, folder, where)
+    array = _described(store, folder, where)
+    dtype, shape, chunk = array.dtype, array.shape, array.chunk
     grid = [range(-(-n // size)) for n, size in zip(shape, chunk, strict=True)]
     if prod(map(len, grid)) > min(_MAX_CHUNKS, 64 + 64 * len(listed)):
         raise CorruptError(f"{where}: {prod(map(len, grid)):,} chunks, the folder has {len(listed):,} files: damaged")
@@ -94,7 +83,7 @@ def _array(store: Store, folder: str, key: str, listed: Mapping[str, Entry], pro
     chunks: list[tuple[Shape, Shape, Piece]] = []
     lost = []
     for place in itertools.product(*grid):
-        name = ".".join(map(str, place)) or "0"
+        name = array.key(place)
         path = f"{folder}/{name}"
         entry = listed.get(name)
         piece: Piece = Extent(path, 0, dtype, chunk, c_strides(chunk))
@@ -108,21 +97,18 @@ def _array(store: Store, folder: str, key: str, listed: Mapping[str, Entry], pro
     return in_chunks(key, dtype, shape, chunks)
 
 
-def _described(store: Store, folder: str, where: str) -> tuple[torch.dtype, Shape, Shape]:
+def _described(store: Store, folder: str, where: str) -> Array:
     size = store.stat(f"{folder}/.zarray").size
     try:
         about = json.loads(bytes(store.read(f"{folder}/.zarray", 0, min(size, _MAX_JSON))))
-        dtype, shape, chunk = _DTYPES.get(about["dtype"]), tuple(about["shape"]), tuple(about["chunks"])
-    except (ValueError, KeyError, TypeError, RecursionError) as e:
+        array = array_v2(about, where)
+    except NoTensorError as e:
+        raise CorruptError(f"{where}: {e}: none that Megatron writes") from None
+    except CorruptError:
+        raise
+    except (ValueError, AttributeError, RecursionError) as e:
         raise CorruptError(f"{where} describes no array ({e!r:.80}): the file is damaged") from None
-    if dtype is None:
-        raise CorruptError(f"{where}: the dtype {about['dtype']!r:.40} is none that Megatron writes")
-    sizes = (*shape, *chunk)
-    if len(shape) != len(chunk) or any(type(n) is not int or not 0 <= n < 1 << 62 for n in sizes) or 0 in chunk:
-        raise CorruptError(f"{where}: an array of shape {shape!s:.80} in chunks of {chunk!s:.80}")
-    if not fits(shape, dtype.itemsize) or not fits(chunk, dtype.itemsize):
-        raise CorruptError(f"{where}: an array of shape {shape!s:.80}: more bytes than there can be")
-    packed = [about.get("compressor"), about.get("filters")]
-    if any(packed) or about.get("order", "C") != "C" or about.get("zarr_format") != 2:
+    plain = array.packing == Packing(tuple(range(len(array.shape))))
+    if not plain or array.separator != "." or about.get("zarr_format") != 2:
         raise CorruptError(f"{where}: Megatron writes zarr v2 arrays in C order without compression, this is another")
-    return dtype, shape, chunk
+    return array

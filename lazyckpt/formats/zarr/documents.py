@@ -21,6 +21,7 @@ from .nodes import dimension_names
 
 LAYOUT = 1  # of the attributes; readers refuse a higher one
 ATTRIBUTE = "lazyckpt"
+JOB = ".lazyckpt-job"  # stands in a folder or prefix while an export is written there
 RAW = ({"name": "bytes", "configuration": {"endian": "little"}},)
 Json = dict[str, Any]
 

@@ -1,0 +1,282 @@
+"""The chunks of an array as fragments, made when they are asked for: an array has thousands, a hierarchy of them
+millions.
+
+The cells of the grid are the innermost chunks, those that are read on their own: of a sharded array the chunks in the
+shards, elsewhere the chunks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple, overload
+
+import torch
+
+from ...core.box import Box, Shape, c_strides
+from ...core.chunking import grid_of
+from ...core.index import Chunk, Codec, Extent, FileInfo, Fragment, Part, Shard, TensorSpec
+from ...core.plan import Selection
+from ...errors import CorruptError
+from ...io.store import Store, present
+
+
+class Level(NamedTuple):
+    """Shards of one level: ``cell``, the shape of the chunks in them; ``order``: the dimensions as they are stored."""
+
+    cell: Shape
+    order: Shape
+    at_end: bool = True
+    checked: bool = True
+    swapped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """What is in a chunk: ``levels`` of shards, the outermost first; the innermost chunk, whose dimensions are stored
+    in ``order``, is unpacked with ``codecs``."""
+
+    order: Shape
+    levels: tuple[Level, ...] = ()
+    codecs: tuple[Codec, ...] = ()
+    swapped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """An array as its document describes it. ``chunk``: the shape of what has a key of its own: ``key(place)`` is its
+    prefix and its numbers joined by ``separator``. ``fill``: the bytes of the fill value."""
+
+    shape: Shape
+    dtype: torch.dtype
+    chunk: Shape
+    packing: Packing
+    fill: bytes
+    prefix: str = ""
+    separator: str = "."
+    attributes: Mapping[str, Any] | None = None
+
+    def key(self, place: Sequence[int]) -> str:
+        """Of a chunk, below the array's folder.
+
+        >>> import torch
+        >>> array = Array((9, 9), torch.int8, (4, 4), Packing((0, 1)), b"0", "c", "/")
+        >>> array.key((0, 2))
+        'c/0/2'
+        """
+        return self.separator.join([*([self.prefix] if self.prefix else []), *map(str, place)]) or "0"
+
+
+class Place(NamedTuple):
+    """Where a chunk's key is in a zip: ``window``, from the header of its entry on; ``packed`` if it is compressed."""
+
+    window: tuple[int, int]
+    packed: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GridFragments(Sequence[Fragment]):
+    """One fragment for each cell. ``folder``: of the array, in the store. ``complete``: every chunk has to be there,
+    as lazyckpt writes them. ``zip``: the zip that the array is in; ``places``: where in it the keys are."""
+
+    array: Array
+    folder: str
+    complete: bool = False
+    zip: str | None = None
+    places: Mapping[str, Place] | None = None
+
+    @property
+    def cell(self) -> Shape:
+        levels = self.array.packing.levels
+        return levels[-1].cell if levels else self.array.chunk
+
+    @property
+    def grid(self) -> Shape:
+        return grid_of(self.array.shape, self.cell)
+
+    @property
+    def intact(self) -> bool:
+        """Whether all elements are somewhere, as far as can be told without looking."""
+        return True
+
+    @property
+    def _plain(self) -> bool:
+        """Whether chunks are files, there, with nothing but their elements."""
+        packing = self.array.packing
+        return self.complete and self.zip is None and not packing.codecs and not packing.levels
+
+    def near(self, want: Selection) -> list[Fragment]:
+        """The cells that hold wanted elements."""
+        numbers = [_cells(r, size) for r, size in zip(want, self.cell, strict=True)]
+        return [self.at(place) for place in itertools.product(*numbers)]
+
+    def archives(self) -> list[Chunk]:
+        """The chunks that are looked up before they are read."""
+        if self._plain:
+            return []
+        return [f.extent for f in self if isinstance(f.extent, Chunk)]
+
+    def paths(self) -> Iterator[str]:
+        """The files that the chunks are in."""
+        if self.zip is not None:
+            yield self.zip
+            return
+        for place in itertools.product(*map(range, grid_of(self.array.shape, self.array.chunk))):
+            yield self._path(self.array.key(place))
+
+    def at(self, place: Sequence[int]) -> Fragment:
+        """The fragment of the cell at this place of the grid."""
+        array, cell = self.array, self.cell
+        start = tuple(p * c for p, c in zip(place, cell, strict=True))
+        sizes = tuple(min(c, n - a) for a, c, n in zip(start, cell, array.shape, strict=True))
+        return Fragment(self._extent(start, sizes), sizes, (Part(Box.of(sizes), start),))
+
+    def _extent(self, start: Shape, sizes: Shape) -> Extent | Chunk:
+        array, packing, cell = self.array, self.array.packing, self.cell
+        key = array.key([a // c for a, c in zip(start, array.chunk, strict=True)])
+        strides = _strides(cell, packing.order)
+        path = self._path(key)
+        if self._plain:
+            return Extent(path, 0, array.dtype, sizes, strides, swapped=packing.swapped)
+        codecs, window, there = packing.codecs, None, True
+        if self.places is not None:
+            place = self.places.get(key)
+            there = place is not None
+            if place is not None:
+                window = place.window
+                if place.packed:
+                    if packing.levels:
+                        raise CorruptError(
+                            f"{path}: the entry of {self.folder}/{key}, a shard, is compressed: lazyckpt reads the "
+                            "chunks of a shard where they lie. Write the zip without compression (ZIP_STORED)"
+                        )
+                    codecs = (Codec("zip-deflate"), *codecs)
+        return Chunk(
+            path,
+            array.dtype,
+            sizes,
+            strides,
+            prod(cell) * array.dtype.itemsize,
+            codecs,
+            None if self.complete else array.fill,
+            packing.swapped,
+            _shards(start, array.chunk, packing.levels),
+            window,
+            window is not None,
+            there,
+        )
+
+    def _path(self, key: str) -> str:
+        return self.zip if self.zip is not None else f"{self.folder}/{key}" if self.folder else key
+
+    def __len__(self) -> int:
+        return prod(self.grid)
+
+    @overload
+    def __getitem__(self, n: int) -> Fragment: ...
+    @overload
+    def __getitem__(self, n: slice) -> list[Fragment]: ...
+    def __getitem__(self, n: Any) -> Any:
+        numbers = range(len(self))[n]
+        return [self._numbered(i) for i in numbers] if isinstance(numbers, range) else self._numbered(numbers)
+
+    def _numbered(self, n: int) -> Fragment:
+        grid = self.grid
+        return self.at(tuple(n // s % g for s, g in zip(c_strides(grid), grid, strict=True)))
+
+    def __iter__(self) -> Iterator[Fragment]:
+        return map(self.at, itertools.product(*map(range, self.grid)))
+
+
+class ChunkFiles(Mapping[str, FileInfo]):
+    """The files of a hierarchy: its documents, and the chunks, which are looked at when one asks for them. A chunk that
+    is not there has size and time 0."""
+
+    def __init__(self, store: Store, documents: Mapping[str, FileInfo], chunks: Sequence[GridFragments | str]) -> None:
+        self._store = store
+        self._documents = dict(documents)
+        self._chunks = tuple(chunks)
+        self._known: set[str] | None = None
+
+    def only(self, paths: Iterable[str]) -> ChunkFiles:
+        """Those of them."""
+        wanted = dict.fromkeys(paths)
+        documents = {path: info for path, info in self._documents.items() if path in wanted}
+        return ChunkFiles(self._store, documents, [path for path in wanted if path not in documents and path in self])
+
+    def __getitem__(self, path: str) -> FileInfo:
+        if path in self._documents:
+            return self._documents[path]
+        if path not in self:
+            raise KeyError(path)
+        return present(self._store, path) or FileInfo(0, 0)
+
+    def __contains__(self, path: object) -> bool:
+        if self._known is None:
+            self._known = set(self)
+        return path in self._known
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._documents
+        for chunk in self._chunks:
+            if isinstance(chunk, str):
+                yield chunk
+            else:
+                yield from chunk.paths()
+
+    def __len__(self) -> int:
+        return len(self._documents) + sum(
+            1 if isinstance(chunk, str) else prod(grid_of(chunk.array.shape, chunk.array.chunk))
+            for chunk in self._chunks
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_known": None}
+
+
+def spec_of(name: str, fragments: GridFragments, rule: str = "") -> TensorSpec:
+    """The tensor of an array. One that is a single chunk lies there as it is."""
+    array = fragments.array
+    if 0 in array.shape:
+        return TensorSpec(name, array.shape, array.dtype, (), rule=rule)
+    if all(size == 1 for size in fragments.grid):
+        only = Fragment(fragments.at((0,) * len(array.shape)).extent, array.shape)
+        return TensorSpec(name, array.shape, array.dtype, (only,), rule=rule)
+    return TensorSpec(name, array.shape, array.dtype, fragments, rule=rule)
+
+
+def _cells(wanted: range, size: int) -> Iterable[int]:
+    if not wanted:
+        return ()
+    if wanted.step <= size:
+        return range(wanted[0] // size, wanted[-1] // size + 1)
+    return (i // size for i in wanted)
+
+
+def _strides(cell: Shape, order: Shape) -> Shape:
+    """Strides of a chunk whose dimensions are stored in another order.
+
+    >>> _strides((2, 3, 4), (2, 0, 1))
+    (3, 1, 6)
+    """
+    strides = [0] * len(cell)
+    for axis, stride in zip(order, c_strides([cell[axis] for axis in order]), strict=True):
+        strides[axis] = stride
+    return tuple(strides)
+
+
+def _shards(start: Shape, chunk: Shape, levels: Sequence[Level]) -> tuple[Shard, ...]:
+    """Where in the shards of each level the cell stands that begins there."""
+    found = []
+    outer = chunk
+    for level in levels:
+        inner = [(a % o) // c for a, o, c in zip(start, outer, level.cell, strict=True)]
+        counts = grid_of(outer, level.cell)
+        number = 0
+        for axis in level.order:
+            number = number * counts[axis] + inner[axis]
+        found.append(Shard(number, prod(counts), level.at_end, level.checked, level.swapped))
+        outer = level.cell
+    return tuple(found)

@@ -1,0 +1,119 @@
+"""The documents of arrays, as data: zarr.json (v3) and .zarray (v2).
+
+Sources: the zarr core specifications, versions 2 and 3; tensorstore driver/zarr/metadata.cc for v2's "bfloat16" and the
+8-bit floats. What a document claims is checked, for it may be anybody's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+
+from ...core.box import Shape, fits
+from ...core.chunking import grid_of
+from ...errors import CorruptError, FormatError
+from .dtypes import DTYPES
+from .fills import fill_bytes
+from .grid import Array
+from .packing import MAX_PACKED, packing_v2, packing_v3
+
+_MAX_CHUNKS = 1 << 24  # of an array
+_V2 = {
+    "f2": torch.float16, "f4": torch.float32, "f8": torch.float64, "c8": torch.complex64, "c16": torch.complex128,
+    "i1": torch.int8, "i2": torch.int16, "i4": torch.int32, "i8": torch.int64, "b1": torch.bool,
+    "u1": torch.uint8, "u2": torch.uint16, "u4": torch.uint32, "u8": torch.uint64,
+}  # fmt: skip
+
+
+class NoTensorError(FormatError):
+    """An array that is all right, but of a kind that is no tensor or not read; ``kind`` says which, in a few words."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.kind = kind
+
+
+def array_v3(about: Mapping[str, Any], where: str) -> Array:
+    """Raises CorruptError, NoTensorError."""
+    told = about.get("data_type")
+    dtype = DTYPES.get(told) if isinstance(told, str) else None
+    if dtype is None:
+        raise NoTensorError(f"dtype {told.get('name') if isinstance(told, dict) else told!s:.40}, which torch has not")
+    grid, keys = _named(about.get("chunk_grid"), where), _named(about.get("chunk_key_encoding", "default"), where)
+    if grid[0] != "regular":
+        raise NoTensorError(f"chunk grid {grid[0]!r:.40}, which is not read")
+    if keys[0] not in ("default", "v2"):
+        raise NoTensorError(f"chunk key encoding {keys[0]!r:.40}, which is not read")
+    if about.get("storage_transformers"):
+        raise NoTensorError("storage transformers, which are not read")
+    shape, chunk = _shapes(about.get("shape"), grid[1].get("chunk_shape"), dtype, where)
+    default = keys[0] == "default"
+    separator = _separator(keys[1].get("separator", "/" if default else "."), where)
+    try:
+        packing = packing_v3(about.get("codecs"), chunk, dtype.itemsize, where)
+    except FormatError as e:
+        raise NoTensorError(str(e).removeprefix(f"{where}: ")) from None
+    attributes = about.get("attributes")
+    array = Array(
+        shape, dtype, chunk, packing, fill_bytes(about.get("fill_value"), dtype, where), "c" if default else "",
+        separator, attributes if isinstance(attributes, dict) else None,
+    )  # fmt: skip
+    return _counted(array, where)
+
+
+def array_v2(about: Mapping[str, Any], where: str, attributes: Mapping[str, Any] | None = None) -> Array:
+    """Raises CorruptError, NoTensorError."""
+    told = about.get("dtype")
+    swapped = False
+    dtype = DTYPES.get(told) if isinstance(told, str) else None  # tensorstore's, and Megatron's
+    if dtype is None and isinstance(told, str) and told[:1] in ("<", ">", "|"):
+        dtype = _V2.get(told[1:])
+        swapped = told[0] == ">" and dtype is not None and dtype.itemsize > 1
+    if dtype is None:
+        raise NoTensorError(f"dtype {told!s:.40}, which torch has not")
+    shape, chunk = _shapes(about.get("shape"), about.get("chunks"), dtype, where)
+    packing = packing_v2(about, len(shape), swapped, where)
+    fill = fill_bytes(about.get("fill_value"), dtype, where)
+    separator = _separator(about.get("dimension_separator", "."), where)
+    return _counted(Array(shape, dtype, chunk, packing, fill, "", separator, attributes), where)
+
+
+def _counted(array: Array, where: str) -> Array:
+    cell = array.packing.levels[-1].cell if array.packing.levels else array.chunk
+    many = prod(grid_of(array.shape, cell))
+    if many > _MAX_CHUNKS:
+        raise NoTensorError(f"{many:,} chunks, more than {_MAX_CHUNKS:,}")
+    if array.packing.codecs and prod(cell) * array.dtype.itemsize > MAX_PACKED:
+        raise NoTensorError(f"packed chunks of shape {cell!s:.60}, more than {MAX_PACKED >> 30} GiB each")
+    return array
+
+
+def _named(about: Any, where: str) -> tuple[str, Mapping[str, Any]]:
+    """A name with its configuration, as v3 has them everywhere."""
+    if isinstance(about, str):
+        return about, {}
+    if isinstance(about, dict) and isinstance(about.get("name"), str):
+        config = about.get("configuration", {})
+        if isinstance(config, dict):
+            return about["name"], config
+    raise CorruptError(f"{where} describes no array: {about!r:.60} where a name and its configuration are due")
+
+
+def _shapes(shape: Any, chunk: Any, dtype: torch.dtype, where: str) -> tuple[Shape, Shape]:
+    if not isinstance(shape, list) or not isinstance(chunk, list) or len(shape) != len(chunk):
+        raise CorruptError(f"{where}: an array of shape {shape!r:.60} in chunks of {chunk!r:.60}")
+    sizes = [*shape, *chunk]
+    if any(type(n) is not int or not 0 <= n < 1 << 62 for n in sizes) or 0 in chunk or len(shape) > 32:
+        raise CorruptError(f"{where}: an array of shape {shape!s:.60} in chunks of {chunk!s:.60}")
+    if not fits(shape, dtype.itemsize) or not fits(chunk, dtype.itemsize):
+        raise CorruptError(f"{where}: an array of shape {shape!s:.60}: more bytes than there can be")
+    return tuple(shape), tuple(chunk)
+
+
+def _separator(text: Any, where: str) -> str:
+    if text not in (".", "/"):
+        raise CorruptError(f"{where}: the separator {text!r:.20} of chunk keys")
+    return str(text)

@@ -1,0 +1,181 @@
+"""Zarr hierarchies as checkpoints: those that lossless exports of lazyckpt are, and any others.
+
+An export tells everything itself (documents.py). In any other, every array is a tensor of the weights, under its path
+with dots; attributes are in ``view.meta["attributes"]``. Opening reads the documents, of a consolidated hierarchy the
+one of the root; chunks are looked at when they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...core.index import FileInfo, Index, Mesh, TensorSpec
+from ...errors import CorruptError, FormatError, MissingFileError
+from ...io.plainjson import decode
+from ..paths import some
+from ..reader import Reader, Source
+from .discover import Nodes, nodes
+from .documents import ATTRIBUTE, JOB, LAYOUT
+from .grid import Array, ChunkFiles, GridFragments, Place, spec_of
+from .metadata import NoTensorError, array_v2, array_v3
+from .nodes import component
+from .packing import unknown_codecs
+from .tree import ROOTS, Folder, Tree, Zip, is_zip_of_zarr
+
+_ALONE = "array"  # the name of the tensor where the hierarchy is an array itself
+_LOOKED_INTO = 64  # folders without a document of their own that are looked into
+
+
+def _read(source: Source) -> Index:
+    tree: Tree = Zip(source.store, source.path) if is_zip_of_zarr(source.path, source.head) else Folder(source.store)
+    found = nodes(tree)
+    told = found.attributes.get("", {}).get(ATTRIBUTE)
+    about: dict[str, Any] = told if isinstance(told, dict) and "layout" in told else {}
+    own = bool(about)
+    exported = JOB in source.entries or any(ATTRIBUTE in attributes for _, _, attributes, _ in found.arrays.values())
+    if not own and exported and not found.root:
+        raise MissingFileError(
+            f"{source.where} is an export of lazyckpt without the root's zarr.json, which is written last: it was not "
+            "finished. The same export again goes on where it stopped."
+        )
+    problems: list[str] = []
+    arrays = _arrays(tree, found, problems)
+    places: Mapping[str, Mapping[str, Place]] = tree.places(arrays) if isinstance(tree, Zip) else {}
+    fragments = {
+        path: GridFragments(array, path, own, tree.path if isinstance(tree, Zip) else None, places.get(path))
+        for path, array in arrays.items()
+    }
+    files: Mapping[str, FileInfo] = tree.documents
+    if isinstance(tree, Folder):
+        files = ChunkFiles(source.store, tree.documents, list(fragments.values()))
+    if own:
+        return _own_index(about, fragments, files, tree, problems)
+    return _index(fragments, found, files, tree, problems)
+
+
+def _arrays(tree: Tree, found: Nodes, problems: list[str]) -> dict[str, Array]:
+    """Path -> array, of those that are tensors; the others are told."""
+    arrays: dict[str, Array] = {}
+    others: dict[str, list[str]] = {}
+    for path, (version, about, attributes, document) in found.arrays.items():
+        where = f"{tree.where(document)} ({path})" if path else tree.where(document)
+        try:
+            array = array_v3(about, where) if version == 3 else array_v2(about, where, attributes)
+        except NoTensorError as e:
+            others.setdefault(f"not in the view for their {e.kind}", []).append(path)
+            continue
+        for codec in unknown_codecs(array.packing):
+            others.setdefault(f"cannot be read, for lazyckpt does not know their codec {codec!r:.60}", []).append(path)
+        arrays[path] = array
+    problems += [f"{_count(paths)} {reason}: {some(paths)}" for reason, paths in others.items()]
+    return arrays
+
+
+def _count(paths: list[str]) -> str:
+    return f"{len(paths):,} {'arrays are' if len(paths) > 1 else 'array is'}"
+
+
+def _index(
+    fragments: Mapping[str, GridFragments],
+    found: Nodes,
+    files: Mapping[str, FileInfo],
+    tree: Tree,
+    problems: list[str],
+) -> Index:
+    """The index of a hierarchy that somebody else wrote."""
+    tensors: dict[str, TensorSpec] = {}
+    for path, grid in fragments.items():
+        name = path.replace("/", ".") or _ALONE
+        if name in tensors:
+            problems.append(f"two arrays would be called {name!r}: one is {path!r}")
+            name = path
+        tensors[name] = spec_of(name, grid)
+    attributes = found.attributes | {path: attributes for path, (_, _, attributes, _) in found.arrays.items()}
+    meta = {"attributes": {path: value for path, value in attributes.items() if value}}
+    return Index(
+        format="zarr",
+        states={"weights": tensors},
+        files=files,
+        stored=tensors,
+        meta=meta if meta["attributes"] else {},
+        problems=tuple(problems),
+        watched=tree.documents,
+    )
+
+
+def _own_index(
+    about: Mapping[str, Any],
+    fragments: Mapping[str, GridFragments],
+    files: Mapping[str, FileInfo],
+    tree: Tree,
+    problems: list[str],
+) -> Index:
+    """The index of an export: what was exported, as it was."""
+    where = tree.where("zarr.json")
+    if type(about["layout"]) is not int or about["layout"] > LAYOUT:
+        raise FormatError(
+            f"{where}: an export of layout {about['layout']!r:.20}, this version of lazyckpt reads up to {LAYOUT}: use "
+            "a later one"
+        )
+    told, first, listed = about.get("format"), about.get("state"), about.get("states")
+    aliases, degrees, notes = about.get("aliases") or {}, about.get("mesh") or {}, about.get("problems") or []
+    try:
+        mesh = Mesh(**degrees)
+        valid = isinstance(told, str) and isinstance(first, str) and isinstance(listed, list) and first in listed
+        texts = (*(listed or ()), *aliases.keys(), *aliases.values(), *notes)
+        valid = valid and all(isinstance(text, str) for text in texts)
+    except (TypeError, AttributeError):
+        valid = False
+    if not valid or any(type(n) is not int or n < 1 for n in (mesh.tp, mesh.pp, mesh.dp, mesh.ep)):
+        raise CorruptError(f"{where}: its attributes do not describe an export of lazyckpt: damaged")
+    rule = f"exported from a checkpoint of the format {told}"
+    states: dict[str, dict[str, TensorSpec]] = {state: {} for state in dict.fromkeys([str(first), *(listed or ())])}
+    groups = {component(state): state for state in states}
+    stored: dict[str, TensorSpec] = {}
+    for path, grid in fragments.items():
+        own = (grid.array.attributes or {}).get(ATTRIBUTE)
+        name = own.get("name") if isinstance(own, dict) else None
+        state = groups.get(path.split("/")[0])
+        if not isinstance(name, str) or state is None or name in states[state]:
+            raise CorruptError(f"{where}: the array {path!r:.80} has no name of its own in a state: damaged")
+        states[state][name] = spec_of(name, grid, rule)
+        stored[path] = spec_of(path, grid, rule)
+    lost = [owner for owner in aliases.values() if not any(owner in table for table in states.values())]
+    if lost:
+        raise CorruptError(f"{where}: names are tied to {lost[0]!r:.80}, which is no array: damaged")
+    meta = decode(about.get("meta") or {})
+    if not isinstance(meta, dict):
+        raise CorruptError(f"{where}: its meta is no dict: damaged")
+    return Index(
+        format="zarr",
+        states=states,
+        files=files,
+        stored=stored,
+        aliases=aliases,
+        meta=meta,
+        mesh=mesh,
+        problems=(*(f"when it was exported: {line}" for line in notes), *problems),
+        watched=tree.documents,
+    )
+
+
+def _recognises(source: Source) -> bool:
+    if source.path:
+        return source.path in ROOTS or is_zip_of_zarr(source.path, source.head)
+    return any(root in source.entries for root in ROOTS)
+
+
+def _recognises_folder(source: Source) -> bool:
+    if JOB in source.entries:
+        return True
+    folders = [name for name, entry in source.entries.items() if entry.is_dir][:_LOOKED_INTO]
+    return not source.path and any(
+        any(root in listed for root in ROOTS) for listed in (source.store.list(folder) for folder in folders)
+    )
+
+
+READER = Reader(
+    "zarr", "zarr hierarchies, v2 and v3 (zarr.json, .zgroup or .zarray), folders and zips", _recognises, _read
+)
+FOLDER = Reader("zarr-arrays", "folders of zarr arrays without a group", _recognises_folder, _read)

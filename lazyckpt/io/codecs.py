@@ -1,0 +1,217 @@
+"""What chunks of arrays are packed with, unpacked by numcodecs and the standard library.
+
+Never to more bytes than there can be, for a few may stand for gigabytes: zlib, bz2 and lzma stop where they are told
+to; of the others the size that they state is compared before memory is taken for it.
+Sources: numcodecs (blosc.pyx, lz4.pyx, checksum32.py, ...); the c-blosc header, README_CHUNK_FORMAT.rst.
+"""
+
+from __future__ import annotations
+
+import bz2
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from ..core.index import Codec
+from ..errors import CorruptError, DataError
+from .store import Buffer
+from .zstd import unpack_zstd
+
+Config = dict[str, Any]
+_WIDENING = 16  # what a filter may make of a byte: from 8-bit integers to complex128
+_SLACK = 1 << 10  # checksums, headers, what cannot be packed
+
+
+def decode(codecs: Sequence[Codec], data: Buffer, where: str, nbytes: int, out: memoryview | None = None) -> Buffer:
+    """Unpack with one codec after another; ``nbytes``: what the result has to have. ``out``: memory of that size, which
+    the result may be in then.
+
+    Raises DataError for a codec that is not known, CorruptError for damage and for more bytes than there can be.
+    """
+    unknown = [codec.name for codec in codecs if codec.name not in KNOWN]
+    if unknown:
+        raise DataError(
+            f"{where}: packed with {', '.join(f'{name!r:.60}' for name in unknown)}, which lazyckpt cannot unpack (it "
+            f"can: {', '.join(KNOWN)}). Write the array again without it."
+        )
+    filtered = any(codec.name in _FILTERS for codec in codecs)
+    for n, codec in enumerate(codecs):
+        last = n == len(codecs) - 1
+        limit = nbytes if last else nbytes * (_WIDENING if filtered else 1) + nbytes // 64 + _SLACK
+        config = _config(codec.config)
+        try:
+            if codec.name in _FILTERS:
+                data = _filter(codec)(data)
+            else:
+                into = out if last else None
+                if codec.name in _INTO:
+                    data = _INTO[codec.name](memoryview(data), where, limit, into)
+                else:
+                    data = _UNPACK[codec.name](memoryview(data), config, where, limit)
+        except (CorruptError, DataError):
+            raise
+        except Exception as e:  # each library has its own errors for bytes that it cannot unpack
+            raise CorruptError(f"{where}: {codec.name} cannot unpack it ({e!r:.120}): damaged") from None
+    return data
+
+
+@lru_cache(256)
+def _config(text: str) -> Config:
+    config = json.loads(text)
+    return config if isinstance(config, dict) else {}
+
+
+def _too_large(where: str, limit: int, found: str) -> CorruptError:
+    return CorruptError(
+        f"{where}: it unpacks to {found} bytes, where {limit:,} are all there can be: damaged or hostile"
+    )
+
+
+def _stream(make: Callable[[], Any], data: memoryview, where: str, limit: int) -> bytes:
+    """Streams one after another, as gzip, bz2 and lzma allow, to at most ``limit`` bytes."""
+    parts: list[bytes] = []
+    size = 0
+    rest: Any = data
+    while len(rest):
+        stream = make()
+        parts.append(stream.decompress(rest, limit - size + 1))
+        size += len(parts[-1])
+        if size > limit:
+            raise _too_large(where, limit, f"more than {limit:,}")
+        if not stream.eof:
+            raise CorruptError(f"{where}: what it is packed in is truncated")
+        rest = stream.unused_data
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _gzip(data: memoryview, config: Config, where: str, limit: int) -> bytes:
+    return _stream(lambda: zlib.decompressobj(31), data, where, limit)
+
+
+def _zlib(data: memoryview, config: Config, where: str, limit: int) -> bytes:
+    return _stream(zlib.decompressobj, data, where, limit)
+
+
+def _deflate(data: memoryview, config: Config, where: str, limit: int) -> bytes:
+    return _stream(lambda: zlib.decompressobj(-15), data, where, limit)
+
+
+def _bz2(data: memoryview, config: Config, where: str, limit: int) -> bytes:
+    return _stream(bz2.BZ2Decompressor, data, where, limit)
+
+
+def _lzma(data: memoryview, config: Config, where: str, limit: int) -> bytes:
+    form, filters = config.get("format", lzma.FORMAT_XZ), config.get("filters")
+    memory = None if form == lzma.FORMAT_RAW else (128 << 20) + 4 * limit  # of its dictionary
+    raw = filters if form == lzma.FORMAT_RAW else None
+    return _stream(lambda: lzma.LZMADecompressor(form, memory, raw), data, where, limit)
+
+
+def _zstd(data: memoryview, where: str, limit: int, out: memoryview | None) -> Buffer:
+    return unpack_zstd(bytes(data), where, limit, out)
+
+
+def _blosc(data: memoryview, where: str, limit: int, out: memoryview | None) -> Any:
+    from numcodecs import blosc  # heavy to import, and not always needed
+
+    size, packed = int.from_bytes(data[4:8], "little"), int.from_bytes(data[12:16], "little")
+    if size > limit:
+        raise _too_large(where, limit, f"{size:,}")
+    if packed != len(data):
+        raise CorruptError(f"{where}: its blosc header tells of {packed:,} bytes, there are {len(data):,}: truncated")
+    if out is None or len(out) != size:
+        return blosc.decompress(data)
+    blosc.decompress(data, out)
+    return out
+
+
+def _lz4(data: memoryview, where: str, limit: int, out: memoryview | None) -> Any:
+    from numcodecs import lz4
+
+    size = int.from_bytes(data[:4], "little")
+    if size > limit:
+        raise _too_large(where, limit, f"{size:,}")
+    if out is None or len(out) != size:
+        return lz4.decompress(data)
+    lz4.decompress(data, out)
+    return out
+
+
+def _crc32c(data: memoryview, config: Config, where: str, limit: int) -> memoryview:
+    import google_crc32c
+
+    return _checked(data, lambda body: google_crc32c.value(bytes(body)), config.get("location", "end"), where)
+
+
+def _crc32(data: memoryview, config: Config, where: str, limit: int) -> memoryview:
+    return _checked(data, zlib.crc32, config.get("location", "start"), where)
+
+
+def _adler32(data: memoryview, config: Config, where: str, limit: int) -> memoryview:
+    return _checked(data, zlib.adler32, config.get("location", "start"), where)
+
+
+def _checked(data: memoryview, checksum: Callable[[memoryview], int], location: str, where: str) -> memoryview:
+    told, body = (data[:4], data[4:]) if location == "start" else (data[-4:], data[:-4])
+    if len(data) < 4 or int.from_bytes(told, "little") != checksum(body):
+        raise CorruptError(f"{where}: its checksum is another: the bytes were changed, or are truncated")
+    return body
+
+
+_UNPACK: dict[str, Callable[[memoryview, Config, str, int], Buffer]] = {
+    "gzip": _gzip,
+    "zlib": _zlib,
+    "zip-deflate": _deflate,
+    "bz2": _bz2,
+    "lzma": _lzma,
+    "crc32c": _crc32c,
+    "crc32": _crc32,
+    "adler32": _adler32,
+}
+# Those that can unpack straight into memory that is there.
+_INTO: dict[str, Callable[[memoryview, str, int, memoryview | None], Buffer]] = {
+    "zstd": _zstd,
+    "blosc": _blosc,
+    "lz4": _lz4,
+}
+# Those whose result is of a known size: at most so many times what they are given. They keep the order of elements.
+_FILTERS = (
+    "shuffle",
+    "delta",
+    "fixedscaleoffset",
+    "astype",
+    "quantize",
+    "bitround",
+    "packbits",
+    "fletcher32",
+    "jenkins_lookup3",
+)
+KNOWN = (*_UNPACK, *_INTO, *_FILTERS)
+
+
+@lru_cache(256)
+def _made(codec: Codec) -> Any:
+    import numcodecs
+    import numpy as np
+
+    config = _config(codec.config)
+    for key in ("dtype", "astype", "encode_dtype", "decode_dtype"):
+        dtype = np.dtype(config.get(key) or "u1")
+        if dtype.kind not in "biufc" or dtype.itemsize > _WIDENING:
+            raise CorruptError(f"{codec.name} is told to make {dtype} of numbers")
+    return numcodecs.get_codec({**config, "id": codec.name})
+
+
+def _filter(codec: Codec) -> Callable[[Buffer], memoryview]:
+    import numpy as np
+
+    made = _made(codec)
+
+    def undone(data: Buffer) -> memoryview:
+        found: np.ndarray[Any, Any] = np.ascontiguousarray(np.asarray(made.decode(np.frombuffer(data, np.uint8))))
+        return found.reshape(-1).view(np.uint8).data
+
+    return undone
