@@ -22,10 +22,12 @@ from .errors import (
     TensorNotFoundError,
 )
 from .io.records import Opaque
+from .run import RunView
 from .tensor import LazyTensor
 from .view import CheckpointView
 
 open = CheckpointView
+open_run = RunView
 
 __version__ = "0.1.0"
 __all__ = [
@@ -41,9 +43,11 @@ __all__ = [
     "MeshError",
     "MissingFileError",
     "Opaque",
+    "RunView",
     "SelectionError",
     "TensorNotFoundError",
     "open",
+    "open_run",
 ]
 
 

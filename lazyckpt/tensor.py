@@ -111,7 +111,7 @@ class LazyTensor:
 
     def __repr__(self) -> str:
         sizes = "x".join(map(str, self.shape)) or "scalar"
-        return f"LazyTensor({self.name!r}, {sizes}, {short_name(self.dtype)})"
+        return f"{type(self).__name__}({self.name!r}, {sizes}, {short_name(self.dtype)})"
 
     @property
     def store(self) -> Store:
@@ -225,7 +225,7 @@ class LazyTensor:
             torch.empty(1, dtype=self.dtype).to(dtype)
         except (NotImplementedError, RuntimeError) as e:  # torch's two ways to say that it has no such conversion
             raise DataError(f"{self.name!r} is {self.dtype}, torch does not convert that to {dtype}: {e}") from None
-        return LazyTensor(self._store, replace(self.spec, dtype=dtype), self._selection)
+        return type(self)(self._store, replace(self.spec, dtype=dtype), self._selection)
 
     def contiguous(self) -> torch.Tensor:
         """Read the whole, as a tensor of torch's: what DeepSpeed's lazy state dicts are asked."""
@@ -363,7 +363,7 @@ class LazyTensor:
 
     def __reduce__(self) -> tuple[Any, ...]:
         paths = {f.extent.path for f in self.spec.fragments}
-        return LazyTensor, (narrow(self._store, paths), self.spec, self._selection)
+        return type(self), (narrow(self._store, paths), self.spec, self._selection)
 
     # -- how
 
@@ -444,7 +444,7 @@ class _Deferred:
 
     def __getitem__(self, key: Any) -> LazyTensor:
         t = self._tensor
-        return LazyTensor(t._store, t.spec, t._sel[key])
+        return type(t)(t._store, t.spec, t._sel[key])
 
 
 def _moved(result: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

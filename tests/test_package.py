@@ -78,7 +78,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tensor",),
     ("export", "interop", "inspect", "show", "loading"),
     ("view",),
-    ("deepspeed", "distributed"),
+    ("stacking",),
+    ("deepspeed", "distributed", "run", "retention"),
     ("",),  # lazyckpt/__init__.py
     ("demo",),
     ("cli",),
