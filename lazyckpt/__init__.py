@@ -22,6 +22,7 @@ from .errors import (
     TensorNotFoundError,
 )
 from .io.records import Opaque
+from .retention import Pruned, prune
 from .run import RunView
 from .tensor import LazyTensor
 from .view import CheckpointView
@@ -43,11 +44,13 @@ __all__ = [
     "MeshError",
     "MissingFileError",
     "Opaque",
+    "Pruned",
     "RunView",
     "SelectionError",
     "TensorNotFoundError",
     "open",
     "open_run",
+    "prune",
 ]
 
 

@@ -329,6 +329,11 @@ class CheckpointView(Writing):
         return self._index.problems
 
     @property
+    def unreadable(self) -> Mapping[str, str]:
+        """Names that the checkpoint lists but that cannot even be described, as their file is gone -> the reason."""
+        return self._index.unreadable
+
+    @property
     def numel(self) -> int:
         """Elements, each tied tensor counted once."""
         return sum(t.spec.numel for t in self._unique())

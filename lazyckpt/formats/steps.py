@@ -34,6 +34,7 @@ _SHARD = re.compile(r".*\d-of-\d.*")
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "pytorch_model.bin.index.json")
 _HIDDEN = re.compile(r"\..*|tmp-.*|.*[._](?:tmp|part|incomplete)")
 _SIDE = re.compile(r"optim|sched|(?<![a-z])rng|random_state|scaler|training_args", re.IGNORECASE)
+_SERIES = re.compile(r"(?<![a-z])(?:checkpoint|ckpt|(?:dist_)?epoch|model)[-_=]?\d", re.IGNORECASE)
 _NAMED = re.compile(r"best|last|latest|final|release", re.IGNORECASE)
 _DEEP = 3  # folders between that of the run and a checkpoint, at most
 # where writers put the step, in the order of their trustworthiness
@@ -44,8 +45,8 @@ _WITHIN = ("trainer_state", "train_state")
 class Found(NamedTuple):
     """A checkpoint: its ``name`` from the run's folder on ("" for that folder itself), the number in it, and whether
     that is surely the step. ``side``: it is named as an optimizer's file, or the like, beside the model's.
-    ``numbered``: the name is one of a series, and not of a place that is kept ("best", "last"). ``here``: weights that
-    lie beside checkpoints."""
+    ``numbered``: the name is one of a series (and not "best_step_5"; other numbers may tell experiments apart).
+    ``here``: weights that lie beside checkpoints."""
 
     name: str
     number: int | None
@@ -111,7 +112,7 @@ def _find(store: Store, folder: str, entries: Mapping[str, Entry], deep: int) ->
                 yield from _inside(store, path, name, deep)
         elif name.endswith(_FILES) and not here and not _SHARD.fullmatch(name) and entry.info.size:
             found = _found(path, name.rpartition(".")[0], False)
-            if found.numbered or not found.side:
+            if found.number is not None or not found.side:
                 yield found
 
 
@@ -142,5 +143,5 @@ def _found(path: str, name: str, is_dir: bool) -> Found:
         sure is not None,
         is_dir,
         _SIDE.search(name) is not None,
-        number is not None and _NAMED.search(name) is None,
+        (sure is not None or _SERIES.search(name) is not None) and _NAMED.search(name) is None,
     )
