@@ -146,7 +146,7 @@ def _plan(root: Path, keep: int, incomplete: bool) -> Pruned:
             model = files[f.number]
             goes[f.name], reasons[f.name] = goes[model], f"with {model}"
     items: dict[bool, list[Item]] = {True: [], False: []}
-    steps = {f.name: states[f.name].step if f.name in states else f.number if f.sure else None for f in found}
+    steps = {f.name: states[f.name].step if f.name in states else f.number if f.sure or f.side else None for f in found}
     for f in sorted(found, key=lambda f: (steps[f.name] or 0, f.name)):
         items[goes[f.name]].append(Item(f.name, steps[f.name], _nbytes(root / f.name), reasons[f.name]))
     rest = tuple(Item(name, None, _nbytes(root / name), "left of a prune that was stopped") for name in leftovers)

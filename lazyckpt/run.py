@@ -11,10 +11,11 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
-from .core.index import Index
+from .core.index import Index, TensorSpec
 from .core.names import natural
 from .core.stack import StackedFragments
 from .errors import FormatError, LazyckptError, MissingFileError, TensorNotFoundError
@@ -26,6 +27,9 @@ from .show.text import plural
 from .stacking import Checkpoint, Stacks, at, listed, stacked
 from .tensor import LazyTensor
 from .view import CheckpointView
+
+if TYPE_CHECKING:
+    import xarray as xr
 
 _OPENERS = 8  # checkpoints that are opened at a time: mostly they wait for a disk, or for a network
 
@@ -42,6 +46,16 @@ class StepTensor(LazyTensor):
         fragments = self.spec.fragments
         steps = fragments.steps if isinstance(fragments, StackedFragments) else ()
         return steps if self._selection is None else tuple(steps[int(n)] for n in self._selection.axes[0])
+
+    @property
+    def held(self) -> TensorSpec:
+        """``spec`` with the steps only that this part of it is of."""
+        fragments = self.spec.fragments
+        if self._selection is None or not isinstance(fragments, StackedFragments):
+            return super().held
+        hull = self._selection.hull
+        pieces = tuple(p for p in fragments.pieces if hull.start[0] <= p.start[0] < hull.stop[0])
+        return replace(self.spec, fragments=replace(fragments, pieces=pieces))
 
 
 class RunView(CheckpointView):
@@ -153,6 +167,13 @@ class RunView(CheckpointView):
         if self._steps and not part:
             raise TensorNotFoundError(f"step {step} has no tensors of this part of the run")
         return part
+
+    def to_xarray(self, *, chunks: Mapping[str, Any] | None = None) -> xr.DataTree:
+        """As `CheckpointView.to_xarray`; the first dimension of every variable is "step", whose coordinates are the
+        steps. Variables that are not there at all of them have dimensions of their own ("step_2", ...)."""
+        from .interop.steps import Run, tree
+
+        return tree(cast(Run, self), chunks)
 
     def __repr__(self) -> str:
         steps = self.steps

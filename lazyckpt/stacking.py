@@ -175,11 +175,18 @@ def _dtype(layers: Sequence[Layer]) -> tuple[torch.dtype, list[str]]:
 
 
 def _common(a: torch.dtype, b: torch.dtype) -> torch.dtype | None:
-    """The dtype that torch promotes both to; None if it has none."""
+    """A dtype that holds the values of both: the one that torch promotes to, but float64 for integers beside floats,
+    which torch would round. None if there is none.
+
+    >>> _common(torch.bfloat16, torch.float16), _common(torch.int64, torch.bfloat16)
+    (torch.float32, torch.float64)
+    """
     try:
-        return torch.promote_types(a, b)
+        both = torch.promote_types(a, b)
     except RuntimeError:  # torch's way to say so, of 8-bit floats above all
         return None
+    counts = any(not (d.is_floating_point or d.is_complex or d == torch.bool) for d in (a, b))
+    return torch.float64 if counts and both.is_floating_point else both
 
 
 def at(steps: Sequence[int]) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from importlib import import_module
 from math import prod
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from .core.box import Box, Shape, c_strides, is_run, tiles
 from .core.dtypes import short_name, to_numpy
 from .core.index import Archive, Extent, Fragment, Hole, TensorSpec
-from .core.plan import plan
+from .core.plan import fragments_in, plan
 from .core.select import Selection
 from .errors import DataError
 from .io.archives import locate
@@ -296,6 +297,18 @@ class LazyTensor:
         return tasks(self._store, self.spec, reads, array), lambda: _moved(reads.finish(array), out)
 
     @property
+    def held(self) -> TensorSpec:
+        """``spec`` with those fragments only that hold elements of this part of it."""
+        if self._selection is None:
+            return self.spec
+        return replace(self.spec, fragments=fragments_in(self.spec.fragments, self._selection.hull))
+
+    @property
+    def selection(self) -> Selection:
+        """Which elements of the tensor of ``spec`` this is, in which order."""
+        return self._sel
+
+    @property
     def block(self) -> Box | None:
         """The block of the tensor of ``spec`` that this is; None if it is none (steps, indices, other dimensions)."""
         if self._selection is None:
@@ -361,9 +374,22 @@ class LazyTensor:
     def __bool__(self) -> bool:
         return bool(self[...])
 
+    def to_dask(self, chunks: Any = None) -> Any:
+        """A `dask.array.Array` of this tensor; bf16 and fp8 have the dtypes of ml_dtypes. Reads nothing: its tasks
+        carry this description, and read where they run.
+
+        ``chunks``: as dask takes them; by default 8 to 64 MiB that follow the fragments where these form a grid.
+        Raises DataError where numpy has no such dtype.
+        """
+        return _interop("dask").to_dask(self, chunks)
+
+    def __dask_tokenize__(self) -> object:
+        return _interop("dask").token(self)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        paths = {f.extent.path for f in self.spec.fragments}
-        return type(self), (narrow(self._store, paths), self.spec, self._selection)
+        spec = self.held
+        paths = sorted({f.extent.path for f in spec.fragments})  # the same description is the same bytes
+        return type(self), (narrow(self._store, paths), spec, self._selection)
 
     # -- how
 
@@ -445,6 +471,11 @@ class _Deferred:
     def __getitem__(self, key: Any) -> LazyTensor:
         t = self._tensor
         return type(t)(t._store, t.spec, t._sel[key])
+
+
+def _interop(module: str) -> Any:
+    """A door upwards: what knows other libraries stands above tensors, and is imported when it is asked for."""
+    return import_module(f".interop.{module}", __package__)
 
 
 def _moved(result: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import os
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -13,6 +14,9 @@ from .export.files import FileFormat, export
 from .export.safetensors import SAFETENSORS
 from .export.torch import TORCH
 from .tensor import LazyTensor
+
+if TYPE_CHECKING:
+    import xarray as xr
 
 
 class Writing(Mapping[str, LazyTensor]):
@@ -62,6 +66,18 @@ class Writing(Mapping[str, LazyTensor]):
         `to_safetensors`. ``dest``: a file that ends with .pt, .pth, .bin or .ckpt, or a folder, which gets
         ``pytorch_model.bin`` or numbered shards and their index."""
         return self._export(TORCH, dest, dtype, max_shard_size, overwrite, progress)
+
+    def to_xarray(self, *, chunks: Mapping[str, Any] | None = None) -> xr.DataTree:
+        """The view as an `xarray.DataTree`: groups are the dotted names, variables the tensors, dimensions are named by
+        their size ("d4096"). Reads nothing; a variable reads what is indexed of it.
+
+        ``chunks``: None for xarray's own lazy arrays; {} for Dask arrays, in chunks of 8 to 64 MiB that follow the
+        fragments where these form a grid; {"d4096": 512} for other chunks along a dimension. bf16 and fp8 keep their
+        values (dtypes of ml_dtypes); `lazyckpt.interop.xarray.to_f32` converts them lazily, for reductions.
+        """
+        from .interop.xarray import View, tree
+
+        return tree(cast(View, self), chunks)
 
     def once(self) -> tuple[dict[str, LazyTensor], dict[str, str]]:
         """What there is to write: (name of this view -> tensor, each tied one once, under the name that owns it if

@@ -77,9 +77,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("formats",),
     ("tensor",),
     ("export", "interop", "inspect", "show", "loading"),
+    ("writing",),
     ("view",),
     ("stacking",),
-    ("deepspeed", "distributed", "run", "retention"),
+    ("deepspeed", "distributed", "engine", "run", "retention"),
     ("",),  # lazyckpt/__init__.py
     ("demo",),
     ("cli",),

@@ -85,15 +85,26 @@ def short_name(dtype: torch.dtype) -> str:
     return row.short if row else str(dtype).removeprefix("torch.")
 
 
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """What numpy (with ml_dtypes) calls it. Raises DataError if it has no such dtype.
+
+    >>> numpy_dtype(torch.bfloat16)
+    dtype(bfloat16)
+    """
+    row = _BY_TORCH.get(dtype)
+    if row is None or row.numpy is None:
+        raise DataError(f"numpy has no {dtype}: convert first, e.g. t.to(dtype=torch.float32)")
+    found: np.dtype[Any] = np.dtype(row.numpy)
+    return found
+
+
 def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """A CPU tensor as a numpy array over the same memory; bf16 and fp8 with the dtypes of ml_dtypes."""
-    row = _BY_TORCH.get(tensor.dtype)
-    if row is None or row.numpy is None:
-        raise DataError(f"numpy has no {tensor.dtype}: convert first, e.g. t.to(dtype=torch.float32)")
+    dtype = numpy_dtype(tensor.dtype)
     tensor = tensor.detach().resolve_conj().resolve_neg()
     try:
         return tensor.numpy()
     except TypeError:  # a dtype of ml_dtypes: the same bytes under another name
         raw: np.ndarray[Any, Any] = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-        named: np.ndarray[Any, Any] = raw.view(row.numpy)
+        named: np.ndarray[Any, Any] = raw.view(dtype)
         return named.reshape(tuple(tensor.shape))

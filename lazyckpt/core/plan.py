@@ -79,6 +79,17 @@ def fragments_near(fragments: Sequence[Fragment], want: Selection) -> Sequence[F
     return near(want) if near is not None else fragments
 
 
+def fragments_in(fragments: Sequence[Fragment], box: Box) -> Sequence[Fragment]:
+    """The fragments that hold elements of a block, replicas too where the sequence does not choose among them itself.
+    The sequence as it is where that is all of them: it may be more compact than its fragments are."""
+    want = tuple(range(a, b) for a, b in zip(box.start, box.stop, strict=True))
+    if not box:
+        return ()
+    near = fragments_near(fragments, want)
+    held = tuple(f for f in near if any(globe & box for _, globe in fragment_boxes(f)))
+    return held if len(held) < len(fragments) else fragments
+
+
 def fragment_boxes(fragment: Fragment) -> Iterator[tuple[Box, Box]]:
     """What a fragment holds: pairs of (block of the rank-local array, the same block in the global tensor)."""
     shape = fragment.local_shape

@@ -56,6 +56,18 @@ class Selection:
             return None
         return Box(tuple(r.start for r in ranges), tuple(r.start + len(r) for r in ranges))
 
+    @property
+    def hull(self) -> Box:
+        """The smallest block of the tensor that holds all that is selected; an empty one if nothing is.
+
+        >>> Selection.all((4, 6))[1:, [4, 1]].hull
+        Box(start=(1, 1), stop=(4, 5))
+        """
+        axes = self.axes[: self.rank]
+        if any(not len(a) for a in axes):
+            return Box((0,) * self.rank, (0,) * self.rank)
+        return Box(tuple(int(min(a)) for a in axes), tuple(int(max(a)) + 1 for a in axes))
+
     def __getitem__(self, key: Any) -> Selection:
         """The selection of ``key`` within this one. Raises SelectionError if it does not fit.
 

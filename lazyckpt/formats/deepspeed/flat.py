@@ -100,6 +100,15 @@ class FlatFragments(Sequence[Fragment]):
     def __len__(self) -> int:
         return len(self._ranks(0, prod(self.shape)))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        partitions, within = self.partitions, self.within
+        if within is not None:  # of a group of a thousand ranks, the few that hold this parameter
+            ranks = self._ranks(0, prod(self.shape))
+            held = partitions[ranks.start : ranks.stop]
+            if len(held) < len(partitions):
+                partitions, within = held, within - ranks.start * self.width
+        return FlatFragments, (self.shape, self.width, partitions, within, self.at)
+
     @overload
     def __getitem__(self, n: int) -> Fragment: ...
     @overload

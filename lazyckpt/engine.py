@@ -1,0 +1,113 @@
+"""``engine="lazyckpt"``: what xarray calls to open a checkpoint (the entry point is in pyproject.toml).
+
+xr.open_datatree(path, engine="lazyckpt")
+xr.open_dataset(path, engine="lazyckpt", group="layers/3/mlp", chunks={})
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import xarray as xr
+from xarray.backends import BackendEntrypoint
+
+from .errors import LazyckptError, TensorNotFoundError
+from .formats.reader import Source, recognising
+from .interop.xarray import datasets, nodes
+from .io.local import split
+from .io.remote import is_url
+from .tensor import LazyTensor
+from .view import CheckpointView
+
+_ZARR = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")
+
+
+class LazyckptBackend(BackendEntrypoint):
+    """A checkpoint as datasets: groups are the dotted names, variables the tensors. Opening reads no tensor data.
+
+    ``group``: the part to open, as a path ("layers/3/mlp") or as a view takes it (also one that occurs at one place
+    inside the names). ``state``: "exp_avg", ...; by default the weights or, where there are none, the fp32 ones.
+    ``format``, ``tag``, ``rules`` and ``storage_options`` are those of `lazyckpt.open`. ``drop_variables`` takes last
+    names ("bias") and full ones ("layers.3.mlp.up.bias").
+
+    Raises what `lazyckpt.open` raises, and TensorNotFoundError (a KeyError) if there is no such group or state.
+    """
+
+    description: ClassVar[str] = "Open checkpoints of deep-learning models with lazyckpt"
+    open_dataset_parameters: ClassVar[tuple[str, ...] | None] = (
+        "filename_or_obj", "drop_variables", "group", "state", "format", "tag", "rules", "storage_options",
+    )  # fmt: skip
+    supports_groups: ClassVar[bool] = True
+
+    def guess_can_open(self, filename_or_obj: Any) -> bool:
+        """Whether a local path is a checkpoint; Zarr hierarchies are left to their own engine. Looks at names and first
+        bytes only."""
+        if not isinstance(filename_or_obj, str | os.PathLike) or is_url(os.fspath(filename_or_obj)):
+            return False
+        try:
+            source = Source(*split(filename_or_obj))
+            return not any(name in source.entries for name in _ZARR) and recognising(source) is not None
+        except (LazyckptError, OSError):
+            return False
+
+    def open_dataset(
+        self,
+        filename_or_obj: Any,
+        *,
+        drop_variables: str | Iterable[str] | None = None,
+        group: str | None = None,
+        state: str | None = None,
+        **options: Any,
+    ) -> xr.Dataset:
+        """The tensors directly in a group (by default the root)."""
+        view, found = _opened(filename_or_obj, group, state, options)
+        direct = {path: name for path, name in found.items() if "/" not in path}
+        return datasets(direct, view, drop=_dropped(drop_variables))["/"]
+
+    def open_groups_as_dict(
+        self,
+        filename_or_obj: Any,
+        *,
+        drop_variables: str | Iterable[str] | None = None,
+        group: str | None = None,
+        state: str | None = None,
+        **options: Any,
+    ) -> dict[str, xr.Dataset]:
+        """The path of every group -> its tensors; of those below ``group``, relative to it."""
+        view, found = _opened(filename_or_obj, group, state, options)
+        return datasets(found, view, drop=_dropped(drop_variables))
+
+    def open_datatree(
+        self, filename_or_obj: Any, *, drop_variables: str | Iterable[str] | None = None, **options: Any
+    ) -> xr.DataTree:
+        """The same as a tree."""
+        groups = self.open_groups_as_dict(filename_or_obj, drop_variables=drop_variables, **options)
+        return xr.DataTree.from_dict(groups)
+
+
+def _opened(
+    path: Any, group: str | None, state: str | None, options: Mapping[str, Any]
+) -> tuple[CheckpointView, dict[str, str]]:
+    """-> (a view, the nodes of its tensors that are in the group, relative to that)."""
+    view = CheckpointView(path, **options)
+    if state is not None:
+        if state not in view.states:
+            raise TensorNotFoundError(f"{view.root} has no state {state!r}; there are: {', '.join(view.states)}")
+        view = view.states[state]
+    found = nodes(view)
+    start = (group or "").strip("/")
+    if not start:
+        return view, found
+    below = {p.removeprefix(f"{start}/"): name for p, name in found.items() if p.startswith(f"{start}/")}
+    if below:
+        return view, below
+    part = view[start.replace("/", ".")]
+    if isinstance(part, LazyTensor):
+        raise TensorNotFoundError(f"{group!r} is a tensor, no group: open the group that it is in")
+    return part, nodes(part)
+
+
+def _dropped(names: str | Iterable[str] | None) -> set[str]:
+    return {names} if isinstance(names, str) else set(names or ())

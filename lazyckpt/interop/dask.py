@@ -1,0 +1,88 @@
+"""Lazy tensors as Dask arrays: chunks follow the fragments, and a chunk is read where its task runs.
+
+The graph holds the tensor's description once; each chunk's task slices it. So no bytes of tensors pass through the
+client, and dask's own optimization turns a slice of the array into a slice of the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from itertools import pairwise
+from typing import Any
+
+import dask.array
+import numpy as np
+from dask.base import tokenize
+
+from ..core.box import Shape
+from ..core.chunking import chunk_shape
+from ..core.dtypes import numpy_dtype, to_numpy
+from ..core.index import TensorSpec
+from ..tensor import LazyTensor
+
+LEAST, MOST = 8 << 20, 64 << 20  # bytes of a chunk: many smaller ones keep the scheduler busy, larger ones the memory
+
+
+class Readable:
+    """A lazy tensor as numpy's kind of array: its dtype, and what slicing it returns. Reads when it is sliced."""
+
+    __slots__ = ("dtype", "ndim", "shape", "tensor")
+
+    def __init__(self, tensor: LazyTensor) -> None:
+        self.tensor = tensor
+        self.shape: Shape = tuple(tensor.shape)
+        self.ndim = tensor.ndim
+        self.dtype: np.dtype[Any] = numpy_dtype(tensor.dtype)
+
+    def __getitem__(self, key: Any) -> np.ndarray[Any, Any]:
+        return to_numpy(self.tensor[key])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Readable, (self.tensor,)
+
+    def __dask_tokenize__(self) -> object:
+        return token(self.tensor)
+
+
+def to_dask(tensor: LazyTensor, chunks: Any = None) -> Any:
+    """A `dask.array.Array`; see `LazyTensor.to_dask`."""
+    array = Readable(tensor)
+    grid = dask.array.core.normalize_chunks(
+        chunks_of(tensor) if chunks is None else chunks, array.shape, dtype=array.dtype
+    )
+    meta = np.empty((0,) * array.ndim, array.dtype)  # else dask would slice the tensor to find out
+    return dask.array.from_array(array, grid, name=f"lazyckpt-{tokenize(array, grid)}", meta=meta)
+
+
+def chunks_of(tensor: LazyTensor) -> tuple[tuple[int, ...], ...]:
+    """The lengths of the chunks in every dimension, 8 to 64 MiB each. Those of a block of a tensor are cut where the
+    tensor's own are; what else was selected (steps, lists) is cut into rows."""
+    block, spec = tensor.block, tensor.spec
+    if block is None:
+        spec = TensorSpec(tensor.name, tuple(tensor.shape), tensor.dtype, ())
+        return tuple(map(_cut, spec.shape, chunk_shape(spec, LEAST, MOST), (0,) * tensor.ndim))
+    return tuple(map(_cut, block.shape, chunk_shape(spec, LEAST, MOST), block.start))
+
+
+def token(tensor: LazyTensor) -> str:
+    """The same text for the same part of the same tensor in the same, unchanged files, in every process."""
+    spec, store, selection = tensor.held, tensor.store, tensor.selection
+    fragments = list(spec.fragments)
+    pins = [(path, store.pins.get(path)) for path in sorted({f.extent.path for f in fragments})]
+    axes = [axis if isinstance(axis, range) else axis.tolist() for axis in selection.axes]
+    what = store.root, spec.name, spec.shape, spec.dtype, spec.combine, pins, axes, selection.dims
+    digest = blake2b(repr(what).encode(), digest_size=16)
+    for fragment in fragments:
+        digest.update(repr(fragment).encode())
+    return digest.hexdigest()
+
+
+def _cut(length: int, chunk: int, start: int) -> tuple[int, ...]:
+    """A part of a dimension, from its ``start`` on, in pieces that end where the whole dimension's chunks do.
+
+    >>> _cut(10, 4, 2)
+    (2, 4, 4)
+    """
+    edges: Sequence[int] = sorted({start, start + length, *range(-(-start // chunk) * chunk, start + length, chunk)})
+    return tuple(b - a for a, b in pairwise(edges)) or (0,)

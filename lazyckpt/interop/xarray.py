@@ -1,0 +1,214 @@
+"""Lazy tensors as xarray's variables, datasets and trees.
+
+A tensor is a variable over a backend array that reads what is indexed; groups follow the dotted names (as
+formats/zarr/nodes.py writes them), and dimensions are named by their size, so that those of different tensors line up.
+bf16 and fp8 have the dtypes of ml_dtypes, which numpy cannot sum: `to_f32` first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from functools import cached_property
+from typing import Any, Protocol, TypeVar
+
+import ml_dtypes
+import numpy as np
+import xarray as xr
+from xarray.backends import BackendArray
+from xarray.core import indexing
+
+from ..core.dtypes import numpy_dtype, to_numpy
+from ..core.index import Mesh
+from ..errors import DataError
+from ..formats.zarr.documents import groups_of
+from ..formats.zarr.nodes import dimension_names, paths
+from ..tensor import LazyTensor
+from .dask import chunks_of, to_dask, token
+
+T = TypeVar("T", xr.Variable, xr.DataArray, xr.Dataset, xr.DataTree)
+Chunks = Mapping[str, Any] | None
+
+
+class View(Protocol):
+    """What is asked of a view."""
+
+    def __iter__(self) -> Iterator[str]: ...
+    def __getitem__(self, name: str) -> Any: ...
+    @property
+    def format(self) -> str: ...
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def states(self) -> Mapping[str, Any]: ...
+    @property
+    def problems(self) -> tuple[str, ...]: ...
+
+
+# -- a tensor
+
+
+class TensorArray(BackendArray):
+    """A lazy tensor as xarray's backend array. Indexing reads; two lists in one index read the rows of one of them,
+    from the first to the last that the other names."""
+
+    __slots__ = ("dtype", "shape", "tensor")
+
+    def __init__(self, tensor: LazyTensor) -> None:
+        self.tensor = tensor
+        self.shape = tuple(tensor.shape)
+        self.dtype = numpy_dtype(tensor.dtype)
+
+    def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:
+        return indexing.explicit_indexing_adapter(
+            key, self.shape, indexing.IndexingSupport.OUTER_1VECTOR, lambda k: to_numpy(self.tensor[k])
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TensorArray, (self.tensor,)
+
+    def __dask_tokenize__(self) -> object:
+        return token(self.tensor)
+
+
+class _Preferred(Mapping[str, int | tuple[int, ...]]):
+    """A tensor's chunks by dimension, found out when xarray asks: that takes a look at every fragment."""
+
+    def __init__(self, tensor: LazyTensor, dims: list[str]) -> None:
+        self._tensor, self._dims = tensor, dims
+
+    @cached_property
+    def _chunks(self) -> dict[str, tuple[int, ...]]:
+        return dict(zip(self._dims, chunks_of(self._tensor), strict=True))
+
+    def __getitem__(self, dim: str) -> tuple[int, ...]:
+        return self._chunks[dim]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._dims)
+
+    def __len__(self) -> int:
+        return len(self._dims)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Preferred, (self._tensor, self._dims)
+
+
+def variable(
+    tensor: LazyTensor, chunks: Chunks = None, dims: list[str] | None = None, **attributes: Any
+) -> xr.Variable:
+    """A tensor as a variable, its dimensions named by ``dims``, else by their size (``d4096``,
+    ``d4096_2``). Reads nothing.
+
+    ``chunks``: None for xarray's own lazy arrays; a mapping for Dask arrays on the tensor's chunks ({}), or on those
+    that it gives for a dimension. Raises DataError where numpy has no such dtype.
+    """
+    dims = dimension_names(tuple(tensor.shape)) if dims is None else dims
+    spec = tensor.spec
+    attributes = {"name": spec.name, **attributes}
+    attributes |= {key: value for key, value in (("stored_as", spec.stored_as), ("rule", spec.rule)) if value}
+    if chunks is not None:
+        own = dict(zip(dims, chunks_of(tensor), strict=True))
+        return xr.Variable(dims, to_dask(tensor, tuple(chunks.get(d, own[d]) for d in dims)), attributes)
+    encoding = {"preferred_chunks": _Preferred(tensor, dims)}
+    return xr.Variable(dims, _lazy(TensorArray(tensor)), attributes, encoding, fastpath=True)
+
+
+def _lazy(array: BackendArray) -> Any:
+    """What a variable holds; assigning to it copies it into memory, as with what xarray itself opens."""
+    data: Any = indexing.LazilyIndexedArray(array)
+    return indexing.CopyOnWriteArray(data)
+
+
+# -- many of them
+
+
+def tree(view: View, chunks: Chunks = None) -> xr.DataTree:
+    """A view as a tree; see `CheckpointView.to_xarray`."""
+    return xr.DataTree.from_dict(datasets(nodes(view), view, chunks))
+
+
+def nodes(view: View) -> dict[str, str]:
+    """The path of a variable ("layers/3/up/weight") -> the name that the view has for its tensor."""
+    return {path: name for name, path in paths(view).items()}
+
+
+def datasets(
+    found: Mapping[str, str], view: View, chunks: Chunks = None, drop: Collection[str] = ()
+) -> dict[str, xr.Dataset]:
+    """The path of a group -> its variables; the root ("/") comes first, and says what the checkpoint is. ``found``: as
+    `nodes` gives it; ``drop``: variables to leave out, by their last or their full name. Reads nothing.
+
+    What numpy has no dtype for is left out, with the reason in the root's attribute "left_out".
+    """
+    groups: dict[str, dict[str, xr.Variable]] = {f"/{group}": {} for group in ("", *sorted(groups_of(found)))}
+    left_out = {}
+    for path, name in found.items():
+        group, _, last = path.rpartition("/")
+        tensor = view[name]
+        if last in drop or tensor.name in drop:
+            continue
+        try:
+            groups[f"/{group}"][last] = variable(tensor, chunks, state=view.state)
+        except DataError as e:
+            left_out[tensor.name] = str(e)
+    about = {
+        "format": view.format,
+        "mesh": {axis: getattr(view.mesh, axis) for axis in ("tp", "pp", "dp", "ep")},
+        "state": view.state,
+        "states": list(view.states),
+        "problems": list(view.problems),
+    }
+    attributes = about | ({"left_out": left_out} if left_out else {})
+    return {path: xr.Dataset(held, attrs=attributes if path == "/" else None) for path, held in groups.items()}
+
+
+# -- conversion
+
+
+def to_f32(data: T) -> T:
+    """The same variable, array, dataset or tree, its floating-point numbers of 8 and 16 bits (fp8, bf16, f16) converted
+    to float32 when they are read: what numpy needs to sum them, and to sum them well. Nothing is read, Dask arrays stay
+    Dask arrays, all other dtypes stay as they are.
+
+    >>> to_f32(xr.DataArray(np.ones(300, ml_dtypes.bfloat16))).sum().item()
+    300.0
+    """
+    if isinstance(data, xr.DataTree):
+        return data.map_over_datasets(to_f32)
+    if isinstance(data, xr.Dataset):
+        return data.assign({name: to_f32(array.variable) for name, array in data.data_vars.items()})
+    if isinstance(data, xr.DataArray):  # by way of a dataset: `data.copy(data=...)` would read
+        return to_f32(data.to_dataset(name="_"))["_"].rename(data.name)
+    if not _narrow(data.dtype):
+        return data
+    if data.chunks is not None:
+        return data.astype(np.float32)
+    return xr.Variable(data.dims, _lazy(_Converted(data)), data.attrs, data.encoding, fastpath=True)
+
+
+class _Converted(BackendArray):
+    """A variable, converted to float32 when it is indexed; no more of it is read then than was asked for."""
+
+    __slots__ = ("dtype", "shape", "variable")
+
+    def __init__(self, variable: xr.Variable) -> None:
+        self.variable = variable
+        self.shape = variable.shape
+        self.dtype = np.dtype(np.float32)
+
+    def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:
+        return indexing.explicit_indexing_adapter(
+            key, self.shape, indexing.IndexingSupport.OUTER, lambda k: self.variable[k].values.astype(np.float32)
+        )
+
+
+def _narrow(dtype: np.dtype[Any]) -> bool:
+    if dtype.itemsize > 2 or dtype.kind in "biuSUOMm":
+        return False
+    try:
+        ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
+    except ValueError:  # no floating-point number
+        return False
+    return True
