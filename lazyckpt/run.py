@@ -48,6 +48,11 @@ class StepTensor(LazyTensor):
         return steps if self._selection is None else tuple(steps[int(n)] for n in self._selection.axes[0])
 
     @property
+    def _plain(self) -> None:
+        """It is never one run of one file; to find that out would take a look at every step's fragments."""
+        return None
+
+    @property
     def held(self) -> TensorSpec:
         """``spec`` with the steps only that this part of it is of."""
         fragments = self.spec.fragments
