@@ -22,10 +22,13 @@ from .errors import (
     TensorNotFoundError,
 )
 from .io.records import Opaque
+from .retention import Pruned, prune
+from .run import RunView
 from .tensor import LazyTensor
 from .view import CheckpointView
 
 open = CheckpointView
+open_run = RunView
 
 __version__ = "0.1.0"
 __all__ = [
@@ -41,9 +44,13 @@ __all__ = [
     "MeshError",
     "MissingFileError",
     "Opaque",
+    "Pruned",
+    "RunView",
     "SelectionError",
     "TensorNotFoundError",
     "open",
+    "open_run",
+    "prune",
 ]
 
 

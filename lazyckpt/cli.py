@@ -1,4 +1,4 @@
-"""The command line: `lazyckpt ls`, `lazyckpt show`, `lazyckpt demo`.
+"""The command line: `lazyckpt ls`, `lazyckpt show`, `lazyckpt prune`, `lazyckpt demo`.
 
 Coloured on a terminal, plain text elsewhere. What a checkpoint brings (names, paths, problems) is printed literally: no
 markup, no escape codes. Errors are one line on stderr, with exit code 2.
@@ -25,10 +25,11 @@ from typer.core import TyperGroup
 
 from . import __version__
 from . import open as open_checkpoint
+from . import prune as prune_folder
 from .demo import walk
 from .errors import LazyckptError, SelectionError, TensorNotFoundError
 from .formats.rulesfile import read_rules
-from .show.text import human_bytes, kind, printable, rows, rows_of, summary
+from .show.text import human_bytes, kind, plural, printable, rows, rows_of, summary
 from .show.values import LIMIT, json_values, values
 from .tensor import LazyTensor
 from .view import CheckpointView
@@ -162,6 +163,39 @@ def show(
         _print((whole.spec.rule, "dim"))
     for line in printed.splitlines():
         _print((line, ""))
+
+
+@app.command()
+def prune(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="The folder of a run.", show_default=False)],
+    keep: Annotated[int, typer.Option(metavar="N", help="How many of the newest complete checkpoints stay.")],
+    delete: Annotated[bool, typer.Option("--delete", help="Remove them; without it, only say what would go.")] = False,
+    incomplete: Annotated[
+        bool, typer.Option("--incomplete", help="Also those that are not complete: not while a trainer is writing.")
+    ] = False,
+    as_json: _Json = False,
+) -> None:
+    """Remove the older checkpoints of a run: not the newest N complete ones, nor what `latest` and the like name.
+
+    Exit codes: 0 done (or nothing to do), 1 something could not be removed, 2 an error, and nothing was.
+    """
+    done = prune_folder(folder, keep, delete=delete, incomplete=incomplete)
+    if as_json:
+        _write(json.dumps(done.as_dict(), indent=2))
+    else:
+        for item in done.keep:
+            _print(("keep    ", "green"), (item.name, "bold"), (f"  {human_bytes(item.nbytes)}  {item.reason}", "dim"))
+        for item in (*done.leftovers, *done.remove):
+            label = "removed " if delete else "remove  "
+            _print((label, "red"), (item.name, "bold"), (f"  {human_bytes(item.nbytes)}  {item.reason}", "dim"))
+        for line in done.failed:
+            _print(("failed: ", "bold red"), (line, ""), err=True)
+        count = plural(len(done.remove) + len(done.leftovers), "checkpoint")
+        freed = human_bytes(done.nbytes)
+        tail = "removed" if delete else "would go; --delete removes them"
+        _print((f"{count}, {freed} {tail}" if done.remove or done.leftovers else "nothing to remove", ""))
+    if done.failed:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -112,7 +112,7 @@ class LazyTensor:
 
     def __repr__(self) -> str:
         sizes = "x".join(map(str, self.shape)) or "scalar"
-        return f"LazyTensor({self.name!r}, {sizes}, {short_name(self.dtype)})"
+        return f"{type(self).__name__}({self.name!r}, {sizes}, {short_name(self.dtype)})"
 
     @property
     def store(self) -> Store:
@@ -224,7 +224,7 @@ class LazyTensor:
             torch.empty(1, dtype=self.dtype).to(dtype)
         except (NotImplementedError, RuntimeError) as e:  # torch's two ways to say that it has no such conversion
             raise DataError(f"{self.name!r} is {self.dtype}, torch does not convert that to {dtype}: {e}") from None
-        return LazyTensor(self._store, replace(self.spec, dtype=dtype), self._selection)
+        return type(self)(self._store, replace(self.spec, dtype=dtype), self._selection)
 
     def contiguous(self) -> torch.Tensor:
         """Read the whole, as a tensor of torch's: what DeepSpeed's lazy state dicts are asked."""
@@ -387,7 +387,7 @@ class LazyTensor:
     def __reduce__(self) -> tuple[Any, ...]:
         spec = self.held
         paths = sorted({f.extent.path for f in spec.fragments})  # the same description is the same bytes
-        return LazyTensor, (narrow(self._store, paths), spec, self._selection)
+        return type(self), (narrow(self._store, paths), spec, self._selection)
 
     # -- how
 
@@ -468,7 +468,7 @@ class _Deferred:
 
     def __getitem__(self, key: Any) -> LazyTensor:
         t = self._tensor
-        return LazyTensor(t._store, t.spec, t._sel[key])
+        return type(t)(t._store, t.spec, t._sel[key])
 
 
 def _interop(module: str) -> Any:

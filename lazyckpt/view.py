@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 
@@ -60,6 +60,8 @@ class CheckpointView(Writing):
         "_tensors",
     )
 
+    _tensor: ClassVar[type[LazyTensor]] = LazyTensor
+
     _store: Store
     _index: Index
     _state: str
@@ -83,6 +85,10 @@ class CheckpointView(Writing):
         self._index = index
         self._state = state
         self._steps = steps
+        self._forget()
+
+    def _forget(self) -> None:
+        """Nothing of what is found out on demand is known yet."""
         self._full: dict[str, str] | None = None
         self._names: Names | None = None
         self._specs: Mapping[str, TensorSpec] | None = None
@@ -90,8 +96,8 @@ class CheckpointView(Writing):
         self._by_stored: dict[str, TensorSpec] | None = None
         self._sides: dict[str, CheckpointView] = {}  # state -> this view of it, so that asking in a loop is cheap
 
-    def _other(self, state: str | None = None, steps: tuple[_Step, ...] | None = None) -> CheckpointView:
-        view = object.__new__(CheckpointView)
+    def _other(self, state: str | None = None, steps: tuple[_Step, ...] | None = None) -> Self:
+        view = object.__new__(type(self))
         view._init(self._store, self._index, state or self._state, self._steps if steps is None else steps)
         return view
 
@@ -163,7 +169,7 @@ class CheckpointView(Writing):
             return found
         spec = self._spec(path)
         if spec is not None:
-            tensor = self._tensors[path] = LazyTensor(self._store, spec)
+            tensor = self._tensors[path] = self._tensor(self._store, spec)
             return tensor
         if path in ("", "."):
             return self
@@ -332,6 +338,11 @@ class CheckpointView(Writing):
         return self._index.problems
 
     @property
+    def unreadable(self) -> Mapping[str, str]:
+        """Names that the checkpoint lists but that cannot even be described, as their file is gone -> the reason."""
+        return self._index.unreadable
+
+    @property
     def numel(self) -> int:
         """Elements, each tied tensor counted once."""
         return sum(t.spec.numel for t in self._unique())
@@ -397,6 +408,9 @@ class CheckpointView(Writing):
         return load_into(self, module, strict)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (self._store, self._index, self._state, self._pickled_steps())
+
+    def _pickled_steps(self) -> tuple[Any, ...]:
         steps = []
         view = self._other(steps=())
         for kind, what in self._steps:
@@ -404,7 +418,7 @@ class CheckpointView(Writing):
             view = view._other(steps=(*view._steps, step))
             # a function may not pickle, what it has selected does
             steps.append((kind, frozenset(view)) if kind == "select" and callable(what) else step)
-        return _restore, (self._store, self._index, self._state, tuple(steps))
+        return tuple(steps)
 
 
 def _indexed(

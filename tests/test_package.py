@@ -79,7 +79,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("export", "interop", "inspect", "show", "loading"),
     ("writing",),
     ("view",),
-    ("deepspeed", "distributed", "engine"),
+    ("stacking",),
+    ("deepspeed", "distributed", "engine", "run", "retention"),
     ("",),  # lazyckpt/__init__.py
     ("demo",),
     ("cli",),

@@ -263,10 +263,11 @@ def renamed(spec: TensorSpec, name: str) -> TensorSpec:
 
 def relocated(spec: TensorSpec, folder: str) -> TensorSpec:
     """The same tensor, its files named from further up: from where ``folder`` is the one that they are in."""
-    return replace(spec, fragments=tuple(replace(f, extent=_from(folder, f.extent)) for f in spec.fragments))
+    return replace(spec, fragments=tuple(replace(f, extent=from_folder(folder, f.extent)) for f in spec.fragments))
 
 
-def _from(folder: str, extent: Extent | Packed | Hole) -> Extent | Packed | Hole:
+def from_folder(folder: str, extent: Extent | Packed | Hole) -> Extent | Packed | Hole:
+    """The same bytes, their file named from further up."""
     path = f"{folder}/{extent.path}"
     if isinstance(extent, Extent) and extent.within is not None:
         return replace(extent, path=path, within=replace(extent.within, path=f"{folder}/{extent.within.path}"))

@@ -21,7 +21,7 @@ _STEP = re.compile(
     r"|epoch=(\d+)(?:-step=(\d+))?(?:-v(\d+))?(?:\.ckpt)?"
 )
 # What a trainer writes last. A folder without it, beside others that have it, is a save that was not finished.
-_LAST = ("trainer_state.json", "random_states_0.pkl")
+LAST = ("trainer_state.json", "random_states_0.pkl")
 
 
 def read_one(source: Source, read: Callable[[Source], Index]) -> tuple[Source, Index]:
@@ -77,7 +77,7 @@ def _finished(source: Source, steps: list[str]) -> tuple[list[str], dict[str, st
     """-> (those that were finished, the others with the file that they lack)."""
     listed = {name: source.store.list(name) for name in steps if source.entries[name].is_dir}
     lacking: dict[str, str] = {}
-    for last in _LAST:
+    for last in LAST:
         if any(last in names for names in listed.values()):
             lacking |= {name: last for name, names in listed.items() if last not in names}
     return [name for name in steps if name not in lacking], lacking

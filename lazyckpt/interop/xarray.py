@@ -95,13 +95,16 @@ class _Preferred(Mapping[str, int | tuple[int, ...]]):
         return _Preferred, (self._tensor, self._dims)
 
 
-def variable(tensor: LazyTensor, chunks: Chunks = None, **attributes: Any) -> xr.Variable:
-    """A tensor as a variable, its dimensions named by their size (``d4096``, ``d4096_2``). Reads nothing.
+def variable(
+    tensor: LazyTensor, chunks: Chunks = None, dims: list[str] | None = None, **attributes: Any
+) -> xr.Variable:
+    """A tensor as a variable, its dimensions named by ``dims``, else by their size (``d4096``,
+    ``d4096_2``). Reads nothing.
 
     ``chunks``: None for xarray's own lazy arrays; a mapping for Dask arrays on the tensor's chunks ({}), or on those
     that it gives for a dimension. Raises DataError where numpy has no such dtype.
     """
-    dims = dimension_names(tuple(tensor.shape))
+    dims = dimension_names(tuple(tensor.shape)) if dims is None else dims
     spec = tensor.spec
     attributes = {"name": spec.name, **attributes}
     attributes |= {key: value for key, value in (("stored_as", spec.stored_as), ("rule", spec.rule)) if value}

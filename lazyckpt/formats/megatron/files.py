@@ -161,6 +161,12 @@ def unfinished(source: Source, folder: str) -> list[str]:
     ]
 
 
+def tracked(source: Source) -> int | None:
+    """The iteration that the tracker of a folder names; None if there is none, or if it is the release."""
+    told = _tracker(source, strict=False)
+    return int(told) if told is not None and told.isdecimal() else None
+
+
 def _tracker(source: Source, strict: bool) -> str | None:
     """What the tracker names (checkpointing.py `read_metadata`): a number or ``release``."""
     if TRACKER not in source.entries:
