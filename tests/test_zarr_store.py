@@ -61,9 +61,8 @@ def check(case: Case) -> None:
     assert (
         about["mesh"] == view.mesh.__dict__ if hasattr(view.mesh, "__dict__") else about["mesh"]["tp"] == view.mesh.tp
     )
-    assert repr(decode(about["meta"])) == repr(dict(view.meta)) or decode(about["meta"]).keys() == view.meta.keys()
-    tied = {a: o for a, o in about["aliases"].items() if a in view.aliases}
-    assert tied == {a: o for a, o in view.aliases.items() if a in tied}
+    assert decode(about["meta"]).keys() == view.meta.keys()
+    assert about["aliases"].items() <= dict(view.aliases).items()
     there = nodes(view)
     told = {path: node.attrs["lazyckpt"]["name"] for path, node in root.members(None) if isinstance(node, zarr.Array)}
     assert told == {path: t.name for path, t in there.items()}
@@ -239,17 +238,6 @@ def test_another_process(view: lazyckpt.CheckpointView) -> None:
 # -- what a slice touches
 
 
-def pieces_of(tmp_path: Path, sizes: list[int]) -> None:
-    """A tensor "w" in row blocks as DCP saves it; each block a file."""
-    from safetensors.torch import save_file
-
-    whole = torch.arange(sum(sizes) * 16.0).view(-1, 16)
-    at = 0
-    for n, size in enumerate(sizes):
-        save_file({f"w{n}": whole[at : at + size].contiguous()}, tmp_path / f"{n}.safetensors")
-        at += size
-
-
 def test_a_slice_touches_its_own_files_only(dcp_cases: dict[str, Case]) -> None:
     for name, case in dcp_cases.items():
         if name == "unknown_codec":
@@ -257,12 +245,11 @@ def test_a_slice_touches_its_own_files_only(dcp_cases: dict[str, Case]) -> None:
         view, counts = opened(case.path)
         store = ViewStore(view)
         root = zarr.open_group(store, mode="r")
-        assert case.info.get("archives") or counts.requests >= 0
         for path, t in nodes(view).items():
             if not t.numel() or t.ndim == 0:
                 continue
             array = root[path]
-            t[...]
+            t[...]  # where archives lie is looked up once
             for start in {0, t.shape[0] // 2, t.shape[0] - 1}:
                 counts.clear()
                 t[start]
@@ -325,3 +312,10 @@ def test_documents_are_what_zarr_writes(view: lazyckpt.CheckpointView) -> None:
         array = zarr.open_group(store, mode="r")[path]
         assert array.metadata.dimension_names == tuple(document["dimension_names"])
         assert array.metadata.to_dict()["shape"] == tuple(document["shape"])
+
+
+def test_one_element_of_many() -> None:
+    """Torch calls it contiguous, whatever its stride: then its bytes are no view of it."""
+    for dtype in (torch.bfloat16, torch.float8_e5m2):
+        for part in (torch.ones(3, 4).to(dtype)[1::2, :1], torch.ones(2).to(dtype)[1::2]):
+            assert to_numpy(part).shape == tuple(part.shape)

@@ -105,6 +105,6 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     try:
         return tensor.numpy()
     except TypeError:  # a dtype of ml_dtypes: the same bytes under another name
-        raw: np.ndarray[Any, Any] = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+        raw: np.ndarray[Any, Any] = tensor.contiguous().view(BITS[tensor.itemsize]).numpy()
         named: np.ndarray[Any, Any] = raw.view(dtype)
         return named.reshape(tuple(tensor.shape))

@@ -265,13 +265,12 @@ def _read_chunk(tensor: LazyTensor, place: Shape, chunk: Shape) -> memoryview:
     """The bytes of a chunk, filled up with zeros where the tensor ends before it does."""
     box = chunk_box(place, tensor.shape, chunk)
     data = tensor[box.slices if place else ...]
+    bits = data.contiguous().view(BITS[tensor.itemsize])
     if box.shape != chunk:
-        bits = BITS[tensor.itemsize]
-        full = torch.zeros(chunk, dtype=bits)
-        full[tuple(slice(0, n) for n in box.shape)] = data.view(bits)
-        data = full
-    flat = data.contiguous().view(-1).view(torch.uint8)
-    return memoryview(flat.numpy().data)
+        full = torch.zeros(chunk, dtype=bits.dtype)
+        full[tuple(slice(0, n) for n in box.shape)] = bits
+        bits = full
+    return memoryview(bits.numpy().reshape(-1).view("u1").data)
 
 
 def _slice(wanted: ByteRequest | None, size: int) -> slice:
