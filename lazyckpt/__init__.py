@@ -20,6 +20,7 @@ from .errors import (
     MissingFileError,
     SelectionError,
     TensorNotFoundError,
+    WorkerError,
 )
 from .io.records import Opaque
 from .tensor import LazyTensor
@@ -43,6 +44,7 @@ __all__ = [
     "Opaque",
     "SelectionError",
     "TensorNotFoundError",
+    "WorkerError",
     "open",
 ]
 
