@@ -26,10 +26,9 @@ def main(folder: Path) -> list[Row]:
     sources = _write(folder)
     rows: list[Row] = []
     for name, source in sources.items():
-        rows += [
-            _against_cp(f"1 GiB of {name}, files {state}", source, folder / "exported", state == "cold")
-            for state in ("warm", "cold")
-        ]
+        for cold in (False, True):
+            what = f"1 GiB of {name}, files {'cold' if cold else 'warm'}"
+            rows += [_against_cp(what, source, folder / "exported", cold)]
     setup = "import lazyckpt, numcodecs"
     for codec, limit in (("None", 192), ("'zstd'", 512)):
         out = folder / "exported"

@@ -20,6 +20,7 @@ from .errors import (
     MissingFileError,
     SelectionError,
     TensorNotFoundError,
+    WorkerError,
 )
 from .io.records import Opaque
 from .retention import Pruned, prune
@@ -48,6 +49,7 @@ __all__ = [
     "RunView",
     "SelectionError",
     "TensorNotFoundError",
+    "WorkerError",
     "open",
     "open_run",
     "prune",

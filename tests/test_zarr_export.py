@@ -280,7 +280,7 @@ def test_states_of_a_training(zero_cases: dict[str, Case], tmp_path: Path) -> No
     view.to_zarr(tmp_path / "out", codec="zstd", verify=True)
     root = zarr.open_group(tmp_path / "out", mode="r")
     about = root.attrs["lazyckpt"]
-    assert about["states"] == list(view.states) and about["state"] == "weights" and about["meta"]
+    assert about["states"] == list(view.states) and about["state"] == view.state and about["meta"]
     assert about["mesh"] == {"tp": 1, "pp": 1, "dp": 2, "ep": 1}
     for state, part in view.states.items():
         for name, tensor in part.once()[0].items():
