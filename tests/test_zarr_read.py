@@ -249,6 +249,27 @@ def test_a_slice_reads_its_chunks_of_a_shard(tmp_path: Path) -> None:
     assert "number 5 of its shard" in view["array"].explain((9, 40))
 
 
+@pytest.mark.parametrize("codec", ["blosc", "zstd", "lz4", "zlib"])
+def test_large_chunks_unpack_into_place(tmp_path: Path, codec: str) -> None:
+    whole = zarr_files.data((1024, 1024), "f4")
+    options: dict[str, Any] = {
+        "chunks": (512, 1024),
+        "zarr_format": 2,
+        "compressors": numcodecs.get_codec({"id": codec}),
+    }
+    array = zarr.create_array(str(tmp_path / "z"), shape=whole.shape, dtype="f4", **options)
+    array[...] = whole
+    view: Any = lazyckpt.open(tmp_path / "z")
+    for _ in range(2):
+        same(view["array"][...], torch.from_numpy(whole), "all")
+        same(view["array"][500:600, 7], torch.from_numpy(whole[500:600, 7]), "across")
+        same(view["array"][512:], torch.from_numpy(whole[512:]), "one chunk")
+    chunk = tmp_path / "z/1.0"
+    chunk.write_bytes(chunk.read_bytes()[:-50])
+    with pytest.raises(CorruptError, match=r"z/1\.0"):
+        lazyckpt.open(tmp_path / "z", cache=False)["array"][...]
+
+
 # -- what is not read
 
 

@@ -23,6 +23,7 @@ from .zstd import unpack_zstd
 
 _PLACES = 1 << 16  # archives whose inside a store remembers
 _UNPACKED = 128 << 20  # bytes of unpacked archives that it keeps (the last one whatever its size)
+_SMALL = 1 << 20  # bytes; what takes less is always kept, for the next slice
 _SLACK = 1 << 20  # bytes that the archive of a tensor may have besides the elements
 CODECS = {"stream.zstd/1": unpack_zstd}
 
@@ -142,9 +143,11 @@ def unpacked(store: Store, archive: Packed, limit: int | None = None) -> Memory:
 
 
 def unpacked_into(store: Store, packed: Packed, target: memoryview) -> bool:
-    """Unpack straight into place what is wanted as a whole, and keep nothing: whether that was done. It is not if it
-    unpacks to something else in size, or is kept already. Errors as `unpacked`."""
-    if not isinstance(packed, Chunk) or len(target) != packed.nbytes or packed.key in _known(store).unpacked:
+    """Unpack straight into place what is wanted as a whole, and keep nothing: whether that was done. It is not if it is
+    small, unpacks to something else in size, or is kept already. Errors as `unpacked`."""
+    if not isinstance(packed, Chunk) or not _SMALL <= len(target) == packed.nbytes:
+        return False
+    if packed.key in _known(store).unpacked:
         return False
     data = unpack_chunk(store, packed, target)
     if data is not target:
