@@ -151,7 +151,7 @@ def planned(
         most = min(most, max(1 << 20, memory // 8))
     encodings: dict[Any, Encoding] = {}
     items, arrays = [], {}
-    for path, tensor in found.arrays.items():
+    for n, (path, tensor) in enumerate(found.arrays.items()):
         of = encodings.get(tensor.dtype)
         shape, size = chunk_shape(tensor.spec, most // _LEAST, most), tensor.itemsize
         cut = Cut(shape, None, of or encoding(codec, tensor.dtype))
@@ -161,7 +161,7 @@ def planned(
         if in_file is not None and tensor.shape:
             cut = Cut(shape, _shard_shape(tuple(tensor.shape), shape, size, in_file), cut.encoding)
         _check_memory(cut, size, memory, remote, found.names[path])
-        arrays[path] = array(found.names[path], tuple(tensor.shape), tensor.dtype, cut.file, cut.codecs)
+        arrays[path] = array(found.names[path], tuple(tensor.shape), tensor.dtype, cut.file, cut.codecs, order=n)
         items.append(Item(tensor, path, cut))
     documents = {
         f"{path}/zarr.json".lstrip("/"): json.dumps(document, allow_nan=False, separators=(",", ":")).encode()

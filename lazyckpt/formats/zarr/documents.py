@@ -29,8 +29,8 @@ Json = dict[str, Any]
 def array(
     name: str, shape: Shape, dtype: torch.dtype, chunk: Shape, codecs: Sequence[Json] = RAW, **attributes: Any
 ) -> Json:
-    """The document of an array. ``attributes``: further ones, beside its ``name``. Raises DataError for a dtype that
-    zarr has not."""
+    """The document of an array. ``attributes``: further ones, beside its ``name``; ``order``: which of the view's
+    tensors it is, where that is to be kept. Raises DataError for a dtype that zarr has not."""
     data_type = NAMES.get(dtype)
     if data_type is None:
         raise DataError(f"zarr has no {dtype}, which {name!r} is: leave it out (view.select) or convert it")

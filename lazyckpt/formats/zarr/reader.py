@@ -133,7 +133,7 @@ def _own_index(
     states: dict[str, dict[str, TensorSpec]] = {state: {} for state in dict.fromkeys([str(first), *(listed or ())])}
     groups = {component(state): state for state in states}
     stored: dict[str, TensorSpec] = {}
-    for path, grid in fragments.items():
+    for path, grid in sorted(fragments.items(), key=lambda item: _order(item[1])):
         own = (grid.array.attributes or {}).get(ATTRIBUTE)
         name = own.get("name") if isinstance(own, dict) else None
         state = groups.get(path.split("/")[0])
@@ -158,6 +158,13 @@ def _own_index(
         problems=(*(f"when it was exported: {line}" for line in notes), *problems),
         watched=tree.documents,
     )
+
+
+def _order(grid: GridFragments) -> int:
+    """Where an array stood in the view that was exported."""
+    own = (grid.array.attributes or {}).get(ATTRIBUTE)
+    order = own.get("order") if isinstance(own, dict) else None
+    return order if type(order) is int else 0
 
 
 def _recognises(source: Source) -> bool:
