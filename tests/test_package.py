@@ -77,6 +77,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("formats",),
     ("tensor",),
     ("export", "interop", "inspect", "show", "loading"),
+    ("writing",),
     ("view",),
     ("deepspeed", "distributed"),
     ("",),  # lazyckpt/__init__.py
