@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -85,12 +84,22 @@ class Folder:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with suppress(FileNotFoundError):
             return os.open(path, flags, 0o666)
-        folder = Path(path).parent
-        missing = [folder, *(p for p in folder.parents if len(p.parts) > len(Path(self.root).parts))]
-        for each in reversed(missing):  # not the root: a straggler must not make it again
-            with suppress(FileExistsError):
-                each.mkdir()
+        self._make(os.path.dirname(path))
         return os.open(path, flags, 0o666)
+
+    def _make(self, folder: str) -> None:
+        """A folder below the root, and those above it as far as they are missing. Not the root: a straggler must not
+        make it again."""
+        if len(folder) <= len(self.root):
+            return
+        try:
+            os.mkdir(folder)
+        except FileNotFoundError:
+            self._make(os.path.dirname(folder))
+            with suppress(FileExistsError):
+                os.mkdir(folder)
+        except FileExistsError:
+            pass
 
 
 @dataclass(frozen=True, slots=True)
