@@ -1,8 +1,8 @@
 """Exports to zarr: uncompressed, against `cp` of the same files; files warm, and cold; and what memory that takes.
 
-1 GiB in 64 MiB tensors, as a torch file and as safetensors. A copy is made as the export is: into a new folder, and left
-to the system to bring to the disk. In many small tensors most of the time goes into making files: there the peer copies
-as many, the exported hierarchy.
+1 GiB in 64 MiB tensors, as a torch file and as safetensors. A copy is made as the export is: into a new folder, and
+left to the system to bring to the disk. In many small tensors most of the time goes into making files: there the peer
+copies as many, the exported hierarchy.
 """
 
 from __future__ import annotations
