@@ -19,6 +19,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from .formats.megatron.files import TRACKER, tracked
 from .formats.reader import Source, recognising
 from .formats.steps import Found, find, told_step, unfinished
 from .io.local import LocalStore
+from .run import OPENERS
 from .view import CheckpointView
 
 _HIDDEN = re.compile(r"\..+\.[0-9a-f]{8}\.pruned")
@@ -120,7 +122,9 @@ def _plan(root: Path, keep: int, incomplete: bool) -> Pruned:
     if not found and not leftovers:
         raise FormatError(f"{root} has no checkpoints in it that lazyckpt knows: nothing is removed")
     late = unfinished(store, found)
-    states = {f.name: _looked_at(root, f, late) for f in found if _may_go(root, f)}
+    looked = [f for f in found if _may_go(root, f)]
+    with ThreadPoolExecutor(OPENERS) as pool:
+        states = dict(zip([f.name for f in looked], pool.map(lambda f: _looked_at(root, f, late), looked), strict=True))
     complete = {s.step for s in states.values() if s.step is not None and not s.lacks}
     newest = set(sorted(complete, reverse=True)[:keep])
     pointed = _pointed(root, found, states)
@@ -132,7 +136,7 @@ def _plan(root: Path, keep: int, incomplete: bool) -> Pruned:
         state = states.get(f.name)
         if f.name in pointed:
             goes[f.name], reasons[f.name] = False, pointed[f.name]
-        elif state is None or state.step is None or (whole and not f.is_dir):
+        elif state is None or state.step is None or (whole and not f.is_dir and not f.sure):
             goes[f.name], reasons[f.name] = False, _untouched(root, f)
         elif state.lacks:
             goes[f.name], reasons[f.name] = incomplete and state.known, f"not complete: {state.lacks}"

@@ -31,7 +31,7 @@ from .view import CheckpointView
 if TYPE_CHECKING:
     import xarray as xr
 
-_OPENERS = 8  # checkpoints that are opened at a time: mostly they wait for a disk, or for a network
+OPENERS = 8  # checkpoints that are opened at a time: mostly they wait for a disk, or for a network
 
 
 class StepTensor(LazyTensor):
@@ -101,7 +101,9 @@ class RunView(CheckpointView):
             raise FormatError(f"{text} is a file: a run is the folder that its checkpoints lie in")
         found = find(store)
         if not found:
-            raise FormatError(f"{store.root} has no checkpoints in it that lazyckpt knows")
+            raise FormatError(
+                f"{store.root} has no checkpoints in it that lazyckpt knows (lazyckpt.open opens a single one)"
+            )
         self._begin(Line(store, tuple(found), dict(steps or {}), storage_options), None, ())
 
     def _begin(self, line: Line, state: str | None, steps: tuple[Any, ...]) -> None:
@@ -227,7 +229,7 @@ class Line:
             with suppress(LazyckptError):  # kept, and told later
                 self.open(one)
 
-        with ThreadPoolExecutor(_OPENERS) as pool:
+        with ThreadPoolExecutor(OPENERS) as pool:
             list(pool.map(quietly, found))
 
     @cached_property

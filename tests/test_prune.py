@@ -151,6 +151,12 @@ def test_what_is_no_series_of_steps_is_never_touched(tmp_path: Path) -> None:
     assert len(names(tmp_path / "nested")) == 3
 
 
+def test_files_of_safetensors(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save_file({"w": torch.ones(2)}, tmp_path / f"step_{step}.safetensors")
+    assert went(lazyckpt.prune(tmp_path, 1)) == ["step_1.safetensors", "step_2.safetensors"]
+
+
 def test_links_are_not_followed(tmp_path: Path) -> None:
     elsewhere, run = tmp_path / "elsewhere", tmp_path / "run"
     trainer_like(elsewhere, 1, 2)

@@ -90,6 +90,13 @@ def test_a_folder_in_memory_is_recognised(memory: str) -> None:
         lazyckpt.open(memory + "/nothing.pt")
 
 
+def test_a_file_at_the_root_of_a_protocol(tmp_path: Path) -> None:
+    torch.save({"w": torch.arange(3)}, tmp_path / "m.pt")
+    fsspec.filesystem("memory").pipe_file("/at-the-root.pt", (tmp_path / "m.pt").read_bytes())
+    view = pickle.loads(pickle.dumps(lazyckpt.open("memory://at-the-root.pt")))
+    assert view["w"][...].tolist() == [0, 1, 2] and view.root == "memory://"
+
+
 def test_an_unknown_protocol_is_told() -> None:
     with pytest.raises(lazyckpt.FormatError, match="nosuch"):
         lazyckpt.open("nosuch://bucket/model.pt")

@@ -227,6 +227,30 @@ def test_no_run(tmp_path: Path) -> None:
         len(lazyckpt.open_run(tmp_path))
 
 
+def test_a_checkpoint_is_no_run(tmp_path: Path) -> None:
+    state = {"module": {"w": torch.ones(8)}, "global_steps": 1, "dp_world_size": 1}
+    (tmp_path / "global_step1").mkdir()
+    torch.save(state, tmp_path / "global_step1" / "mp_rank_00_model_states.pt")
+    assert lazyckpt.open_run(tmp_path).steps == (1,)
+    torch.save({"model": {"w": torch.ones(2)}, "fp32": {"w": torch.ones(2)}}, tmp_path / "m.pt")
+    lazyckpt.open(tmp_path / "m.pt").to_zarr(tmp_path / "m.zarr")
+    (tmp_path / "m.zarr" / "weights").rename(tmp_path / "m.zarr" / "fp32")
+    for one in ("global_step1", "m.zarr"):  # neither a rank's file nor a state is a checkpoint
+        with pytest.raises(FormatError, match="has no checkpoints in it"):
+            lazyckpt.open_run(tmp_path / one)
+
+
+def test_exports_to_zarr_are_steps(tmp_path: Path) -> None:
+    truth = saved(tmp_path)
+    lazyckpt.open(tmp_path / "step_1.pt").to_zarr(tmp_path / "step_20.zarr")
+    lazyckpt.open(tmp_path / "step_2.pt").to_zarr(tmp_path / "step_30.zip")
+    shutil.make_archive(str(tmp_path / "step_40"), "zip", tmp_path / "step_20.zarr", "weights/norm")  # no hierarchy
+    shutil.make_archive(str(tmp_path / "step_50"), "zip", tmp_path, "step_1.pt")
+    run = lazyckpt.open_run(tmp_path)
+    assert run.steps == (1, 2, 10, 20, 30)
+    assert equal(run["norm.weight"], [truth[step]["norm.weight"] for step in (1, 2, 10, 1, 2)])
+
+
 # -- which step a checkpoint is of
 
 

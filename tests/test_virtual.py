@@ -206,6 +206,34 @@ def test_destinations(folder: Path, tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a checkpoint", "full", "taken.json"]
 
 
+def test_the_source_is_not_written_and_has_to_be_as_it_was(dcp_cases: dict[str, Case], tmp_path: Path) -> None:
+    import shutil
+
+    case = next(iter(dcp_cases.values()))
+    source = shutil.copytree(case.path, tmp_path / "in")
+    view = lazyckpt.open(source)
+    (source / "below").mkdir()
+    for dest in (source / "below" / "refs.json", source / "below" / "new" / "refs"):
+        with pytest.raises(lazyckpt.DestinationError, match="inside of the checkpoint"):
+            view.to_virtual(dest)
+    assert not list((source / "below").iterdir())
+    file = sorted(source.glob("*.distcp"))[0]
+    file.write_bytes(file.read_bytes() + b"more")
+    with pytest.raises(lazyckpt.ChangedFileError, match=file.name):
+        view.to_virtual(tmp_path / "refs.json")
+    file.unlink()
+    with pytest.raises(lazyckpt.MissingFileError, match=file.name):
+        view.to_virtual(tmp_path / "refs.json")
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_failure_leaves_no_folders(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lazyckpt.export.virtual._v2", lambda nodes: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        lazyckpt.open(folder).to_virtual(tmp_path / "some" / "where" / "refs")
+    assert [p.name for p in tmp_path.iterdir()] == ["a checkpoint"]
+
+
 def test_missing_packages_are_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     view = lazyckpt.open(folder)
     monkeypatch.setitem(sys.modules, "icechunk", None)

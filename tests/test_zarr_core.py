@@ -11,6 +11,8 @@ import os
 import subprocess
 import sys
 from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise, product
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -94,6 +96,20 @@ def test_chunks_follow_the_fragments(
         for place in product(*map(range, grid_of(spec.shape, chunk))):
             box = chunk_box(place, spec.shape, chunk)
             assert len({copy.extent.path for copy in plan(spec, tuple(map(range, box.start, box.stop)))}) == 1
+
+
+def test_that_flat_spans_are_no_grid_shows_at_the_first_of_them() -> None:
+    looked: list[Fragment] = []
+
+    class Watched(tuple[Fragment, ...]):
+        def __iter__(self) -> Iterator[Fragment]:
+            for fragment in super().__iter__():
+                looked.append(fragment)
+                yield fragment
+
+    spec = spans((512, 384), list(range(0, 512 * 384, 1000)))
+    assert fragment_grid(replace(spec, fragments=Watched(spec.fragments))) is None
+    assert len(looked) < 4 and len(spec.fragments) == 197
 
 
 @settings(deadline=None, max_examples=60)

@@ -290,8 +290,9 @@ def test_states_of_a_training(zero_cases: dict[str, Case], tmp_path: Path) -> No
     assert list(zarr.open_group(tmp_path / "some", mode="r")) == ["exp_avg"]
     view.states["fp32"].to_zarr(tmp_path / "fp32")
     assert list(zarr.open_group(tmp_path / "fp32", mode="r")) == ["fp32"]
-    with pytest.raises(DataError, match="no state 'nope'"):
-        view.to_zarr(tmp_path / "nope", states=["nope"])
+    for states, why in (["nope"], "no state 'nope'"), ("nope", "no state 'nope'"), ([], "nothing to write"):
+        with pytest.raises(DataError, match=why):
+            view.to_zarr(tmp_path / "nope", states=states)
     # a lost file is told before anything is written
     broken = shutil.copytree(case.path, tmp_path / "broken")
     next(broken.glob("*/*zero_pp_rank_1_*")).unlink()
@@ -316,6 +317,7 @@ def test_states_of_a_training(zero_cases: dict[str, Case], tmp_path: Path) -> No
         ({"name": "snappy"}, "is no codec"),
         ({"name": "blosc", "configuration": {"cname": "nope"}}, "does not take"),
         ({"name": "zstd", "configuration": {"wrong": 1}}, "no such codec"),
+        ({"name": "zstd", "configuration": 5}, "a table of its parameters"),
         (numcodecs.Delta(dtype="f4"), "does not take|back bit by bit"),
         (numcodecs.Quantize(digits=1, dtype="f4"), "does not take|back bit by bit"),
         (numcodecs.BitRound(keepbits=3), "does not take|back bit by bit"),
@@ -328,6 +330,24 @@ def test_codecs_that_do_not_take_it(
     with pytest.raises(DataError, match=why):
         lazyckpt.open(saved[0]).to_zarr(tmp_path / "out", codec=codec)
     assert os.listdir(tmp_path) == ["in"]
+
+
+def test_arrays_as_they_are_stored_come_back(zero_cases: dict[str, Case], tmp_path: Path) -> None:
+    stored = lazyckpt.open(zero_cases["zero2_client_state"].path).stored
+    stored.to_zarr(tmp_path / "out")
+    back = lazyckpt.open(tmp_path / "out")
+    assert list(back) == list(stored) and back.state == "weights"
+    for name in stored:
+        assert to_numpy(back[name][...]).tobytes() == to_numpy(stored[name][...]).tobytes(), name
+
+
+def test_a_link_to_a_folder(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    for overwrite in (False, True):  # it leads nowhere, then to a hierarchy
+        lazyckpt.open(saved[0]).to_zarr(tmp_path / "out", overwrite=overwrite)
+        assert (tmp_path / "out").is_symlink()
+        _check(zarr.open_group(tmp_path / "disk", mode="r"), saved[1])
+    assert sorted(os.listdir(tmp_path)) == ["disk", "in", "out"]
 
 
 def test_a_filter_of_integers(tmp_path: Path) -> None:

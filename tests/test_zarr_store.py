@@ -189,6 +189,13 @@ def test_parts_and_other_states(torch_cases: dict[str, Case]) -> None:
     assert list(stored) == ["stored"]
 
 
+def test_the_order_is_that_of_the_names(tmp_path: Path) -> None:
+    names = ["z", "b.w", "a", "b.c.w", "b.a"]
+    torch.save({name: torch.ones(2) for name in names}, tmp_path / "m.pt")
+    root = zarr.open_group(ViewStore(lazyckpt.open(tmp_path / "m.pt")), mode="r")
+    assert list(root["weights"]) == ["z", "b", "a"] and list(root["weights/b"]) == ["w", "c", "a"]
+
+
 def test_it_is_for_reading_only(view: lazyckpt.CheckpointView) -> None:
     store = ViewStore(view)
     assert store.read_only and not store.supports_writes and store.supports_listing

@@ -7,7 +7,6 @@ chunks, or a few fragments are one chunk, and a chunk reads no more files than i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from math import prod
 
 from .box import Box, Shape
@@ -23,21 +22,22 @@ def fragment_grid(spec: TensorSpec) -> Shape | None:
     whole = Box.of(spec.shape)
     if not whole:
         return None
-    boxes = {globe & whole for fragment in spec.fragments for _, globe in fragment_boxes(fragment)}
-    boxes = {box for box in boxes if box}
-    cell = []
-    for d, size in enumerate(spec.shape):
-        cuts = sorted({box.start[d] for box in boxes} | {size})
-        if cuts[0] != 0:
-            return None
-        steps = [b - a for a, b in pairwise(cuts)]
-        if any(step != steps[0] for step in steps[:-1]) or steps[-1] > steps[0]:
-            return None
-        cell.append(steps[0])
-    if len(boxes) != prod(-(-n // c) for n, c in zip(spec.shape, cell, strict=True)):
-        return None
-    regular = all(
-        b == min(a + c, n) for box in boxes for a, b, c, n in zip(box.start, box.stop, cell, spec.shape, strict=True)
+    cell = list(spec.shape)
+    boxes: set[Box] = set()
+    # all that end before the tensor does are equally long: of a thousand ranks' flat spans the first few tell
+    for box in (globe & whole for fragment in spec.fragments for _, globe in fragment_boxes(fragment)):
+        if not box or box in boxes:
+            continue
+        boxes.add(box)
+        for d, (a, b, n) in enumerate(zip(box.start, box.stop, spec.shape, strict=True)):
+            if b < n and cell[d] == n:
+                cell[d] = b - a
+            elif b < n and cell[d] != b - a:
+                return None
+    regular = len(boxes) == prod(grid_of(spec.shape, cell)) and all(
+        a % c == 0 and b == min(a + c, n)
+        for box in boxes
+        for a, b, c, n in zip(box.start, box.stop, cell, spec.shape, strict=True)
     )
     return tuple(cell) if regular else None
 

@@ -71,7 +71,10 @@ def encoding(codec: Codec | None, dtype: torch.dtype) -> Encoding:
         codec = codec.get_config()
     if "id" in codec:
         return _numcodec(dict(codec))
-    name, told = codec.get("name"), dict(codec.get("configuration") or {})
+    name, told = codec.get("name"), codec.get("configuration") or {}
+    if not isinstance(told, Mapping):
+        raise DataError(f"the configuration of the codec {name!r} is {told!r}: a table of its parameters is due")
+    told = dict(told)
     if isinstance(name, str) and name.startswith("numcodecs."):
         return _numcodec({"id": name.removeprefix("numcodecs."), **told})
     if name not in _OWN:

@@ -16,6 +16,7 @@ from uuid import uuid4
 
 from ..errors import DestinationError, LazyckptError
 from ..io.remote import is_url
+from ..io.store import Store
 from ..tensor import LazyTensor
 
 
@@ -31,8 +32,26 @@ def local_path(dest: str | os.PathLike[str]) -> Path:
 
 def source_files(tensors: Iterable[LazyTensor]) -> set[Path]:
     """The files that the tensors' checkpoints stand on."""
-    stores = {id(t.store): t.store for t in tensors}
-    return {Path(os.path.realpath(os.path.join(s.root, path))) for s in stores.values() for path in s.pins}
+    return {path for store in {id(t.store): t.store for t in tensors}.values() for path in _files(store)}
+
+
+def _files(store: Store) -> set[Path]:
+    return {Path(os.path.realpath(os.path.join(store.root, path))) for path in store.pins}
+
+
+def check_apart(dest: Path, tensors: Iterable[LazyTensor]) -> None:
+    """Raise DestinationError if what is written there would be in the checkpoint that is read, or in its place."""
+    real = Path(os.path.realpath(dest))
+    stores = {id(t.store): t.store for t in tensors}.values()
+    for store in stores:
+        if is_url(store.root):
+            continue
+        root = Path(os.path.realpath(store.root))
+        if any(real in (source, *source.parents) for source in _files(store)):
+            raise DestinationError(f"{dest} holds the checkpoint that is read: choose another place")
+        # a file was opened in a folder that may hold anything; a folder that was opened is the checkpoint
+        if len(store.pins) > 1 and root in real.parents:
+            raise DestinationError(f"{dest} is inside of the checkpoint that is read, {root}: choose another place")
 
 
 def check_paths(paths: Iterable[Path], sources: set[Path], overwrite: bool) -> None:
@@ -81,6 +100,27 @@ def appearing(sizes: Mapping[Path, int], check: Callable[[], None]) -> Iterator[
         if isinstance(e, OSError) and not isinstance(e, LazyckptError):
             done = f"Only {', '.join(p.name for p in placed)} is written" if placed else "Nothing was written"
             raise DestinationError(f"{e.filename or folder}: {e.strerror or e}. {done}") from e
+        raise
+
+
+@contextmanager
+def folder_appearing(place: Path, check: Callable[[], None]) -> Iterator[Path]:
+    """A folder to write in, which gets its name at the end of the block; otherwise as `appearing`."""
+    part = place.parent / f".{place.name}.{uuid4().hex[:8]}.incomplete"
+    made: list[Path] = []
+    try:
+        check()
+        made = make_folder(part)
+        yield part
+        check()
+        os.rename(part, place)
+    except BaseException as e:
+        shutil.rmtree(part, ignore_errors=True)
+        for path in reversed(made):
+            with suppress(OSError):  # it is gone, or somebody put a file there meanwhile
+                path.rmdir()
+        if isinstance(e, OSError) and not isinstance(e, LazyckptError):
+            raise DestinationError(f"{e.filename or place}: {e.strerror or e}. Nothing was written") from e
         raise
 
 

@@ -37,7 +37,7 @@ def size_in_bytes(size: int | str) -> int:
     if isinstance(size, int):
         count = size
     else:
-        match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?i?B?)\s*", size, re.IGNORECASE)
+        match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?i?B?)\s*", str(size), re.IGNORECASE)
         unit = match[2].upper().replace("I", "i") if match else ""
         if match is None or unit not in _UNITS:
             raise DataError(

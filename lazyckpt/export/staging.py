@@ -18,10 +18,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import CorruptError, DestinationError, LazyckptError, WorkerError
+from ..formats.zarr.documents import JOB  # holds the fingerprint
 from .destination import make_folder
 from .places import PART, Bucket, Folder
 
-JOB = ".lazyckpt-job"  # holds the fingerprint
 _lock = threading.Lock()
 _working: set[str] = set()
 Finished = dict[str, int]  # key of what is there -> its bytes

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
-from uuid import uuid4
 
 import torch
 
@@ -30,7 +27,7 @@ from ..formats.zarr.dtypes import FOREIGN, NAMES
 from ..io.gather import planned
 from ..io.remote import is_url
 from ..tensor import LazyTensor
-from .destination import appearing, check_paths, local_path, source_files
+from .destination import appearing, check_apart, check_paths, folder_appearing, local_path, source_files
 
 MOST = 64 << 20  # bytes of a chunk
 _RECORDS = 10_000  # references in a parquet file
@@ -59,6 +56,7 @@ def to_virtual(view: Part[LazyTensor], dest: Any, format: str | None, bits: bool
         raise FormatError(f"references are written as {', '.join(_WRITERS)}, not as {form!r}")
     what = contents(view)
     referred, left_out = _referred(what)
+    _check_sources(referred)
     what.about["left_out"] = left_out
     _WRITERS[form](what, referred, dest, bits)
     return left_out
@@ -91,6 +89,13 @@ def _referred(what: Contents[LazyTensor]) -> tuple[dict[str, _Referred], dict[st
         except LazyckptError as e:
             left_out[path] = str(e)
     return found, left_out
+
+
+def _check_sources(referred: Mapping[str, _Referred]) -> None:
+    """Raise MissingFileError or ChangedFileError if a file is not what it was: its bytes may lie elsewhere now."""
+    files = {(id(one.tensor.store), c.extent.path): one.tensor.store for one in referred.values() for c in one.copies}
+    for (_, path), store in files.items():
+        store.read(path, 0, 1)  # which compares
 
 
 def _array(one: _Referred, bits: bool) -> documents.Json:
@@ -133,6 +138,7 @@ def _write_json(what: Contents[LazyTensor], referred: Mapping[str, _Referred], d
 
 
 def _check(place: Path, what: Contents[LazyTensor]) -> None:
+    check_apart(place, what.arrays.values())
     sources = source_files(what.arrays.values())
     if any(Path(os.path.realpath(place.parent)) == source.parent for source in sources):
         raise DestinationError(f"{place.parent} holds the checkpoint that is referred to: choose another folder")
@@ -153,7 +159,7 @@ def _write_parquet(what: Contents[LazyTensor], referred: Mapping[str, _Referred]
 
     place = local_path(dest)
     nodes = _hierarchy(what, referred, bits)
-    with _folder(place, lambda: _check(place, what)) as folder:
+    with folder_appearing(place, lambda: _check(place, what)) as folder:
         many = max((_count(node) for node in nodes.values() if node["node_type"] == "array"), default=1)
         out = LazyReferenceMapper.create(
             str(folder), fs=LocalFileSystem(), record_size=min(many, _RECORDS), engine="pyarrow"
@@ -206,25 +212,6 @@ _V2 = {
 }  # fmt: skip
 
 
-@contextmanager
-def _folder(place: Path, check: Callable[[], None]) -> Iterator[Path]:
-    """A folder to write in, which gets its name when it is complete."""
-    check()
-    part = place.parent / f".{place.name}.{uuid4().hex[:8]}.incomplete"
-    try:
-        part.mkdir(parents=True)
-        yield part
-        check()
-        os.rename(part, place)
-    except OSError as e:
-        if isinstance(e, LazyckptError):
-            raise
-        raise DestinationError(f"{e.filename or place}: {e.strerror or e}. Nothing was written") from e
-    finally:
-        with suppress(FileNotFoundError):
-            shutil.rmtree(part)
-
-
 # -- Icechunk
 
 
@@ -252,7 +239,7 @@ def _write_icechunk(what: Contents[LazyTensor], referred: Mapping[str, _Referred
     for root in roots:
         files = icechunk.local_filesystem_store(root.removeprefix("file://"))
         config.set_virtual_chunk_container(icechunk.VirtualChunkContainer(root, files))
-    with _folder(place, lambda: _check(place, what)) as folder:
+    with folder_appearing(place, lambda: _check(place, what)) as folder:
         storage = icechunk.local_filesystem_storage(str(folder))
         repository = icechunk.Repository.create(storage, config, icechunk.containers_credentials(dict.fromkeys(roots)))
         repository.save_config()

@@ -29,7 +29,7 @@ from . import chunks
 from .chunks import Cut
 from .codecs import Codec, Encoding, encoding
 from .codecs import check as check_codec
-from .destination import appearing, check_room, local_path, source_files
+from .destination import appearing, check_apart, check_room, local_path
 from .job import Done, Task, run, shares_memory
 from .places import Bucket, Place
 from .progress import Bar
@@ -104,7 +104,9 @@ def export_zarr(
         target = _remote(url, storage_options, executor)
     else:
         place = local_path(url.removeprefix("file://"))
-        _check_local(place, source_files(item.tensor for item in plan.items), plan, overwrite)
+        if place.is_symlink() and not _is_zip(place):  # a folder cannot be renamed onto a link
+            place = Path(os.path.realpath(place))
+        _check_local(place, plan, overwrite)
     for item in plan.items:
         item.tensor.check()
 
@@ -127,8 +129,7 @@ def export_zarr(
         check_room(Path(folder.root), max(0, plan.room() * (1 + _is_zip(place)) - sum(there.values())))
         do(folder, there, place.name)
         folder.put(last, [text])
-        sources = source_files(item.tensor for item in plan.items)
-        _check_local(place, sources, plan, overwrite)  # somebody may have written there meanwhile
+        _check_local(place, plan, overwrite)  # somebody may have written there meanwhile
         complete = finished(Path(folder.root))
         if _is_zip(place):
             _pack(complete, Path(folder.root), place)
@@ -232,16 +233,9 @@ def _is_zip(dest: Path) -> bool:
     return dest.suffix == ".zip"
 
 
-def _check_local(dest: Path, sources: set[Path], plan: Plan, overwrite: bool) -> None:
+def _check_local(dest: Path, plan: Plan, overwrite: bool) -> None:
     """Raises DestinationError if the hierarchy must not appear there."""
-    real = Path(os.path.realpath(dest))
-    if any(real == source or real in source.parents for source in sources):
-        raise DestinationError(f"{dest} holds the checkpoint that is read: choose another place")
-    for store in {id(item.tensor.store): item.tensor.store for item in plan.items}.values():
-        root = Path(os.path.realpath(store.root))
-        # a file was opened in a folder that may hold anything; a folder that was opened is the checkpoint
-        if len(store.pins) > 1 and root in real.parents and not is_url(store.root):
-            raise DestinationError(f"{dest} is inside of the checkpoint that is read, {root}: choose another place")
+    check_apart(dest, (item.tensor for item in plan.items))
     if not dest.exists():
         return
     if _is_zip(dest):

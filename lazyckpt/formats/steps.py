@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 from ..errors import LazyckptError
 from ..io.store import Entry, Store
 from .megatron.files import TRACKER, tracked
-from .reader import Source, recognising
+from .reader import Reader, Source, recognising
 from .runs import LAST
+from .zarr.tree import ROOTS
 
 _SURE = re.compile(
     r"(?:.*?(?<![A-Za-z]))??(?:global_?step|step|iter|iteration)s?[-_=]?(\d{1,18})(?!\d).*|checkpoint-(\d{1,18})"
@@ -28,7 +29,8 @@ _FOLDER = re.compile(  # what no reader has to recognise before it counts as a c
 )
 _ITERATION = re.compile(r"iter_(\d{1,18})")
 _NUMBER = re.compile(r"\d{1,18}")
-_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+_ZIP = ".zip"  # of a zarr hierarchy
+_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", _ZIP)
 _SHARD = re.compile(r".*\d-of-\d.*")
 # what stands in the folder of a checkpoint, and not among checkpoints
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -99,6 +101,9 @@ def unfinished(store: Store, found: Sequence[Found]) -> dict[str, str]:
 
 def _find(store: Store, folder: str, entries: Mapping[str, Entry], deep: int) -> Iterator[Found]:
     here = any(name in entries for name in _WEIGHTS)
+    groups = any(name in entries for name in ROOTS)  # of a zarr hierarchy: no checkpoints, unless they are called so
+    candidates = [name for name, entry in entries.items() if not entry.is_dir and name.endswith(_FILES)]
+    single = not here and not (candidates and _is_one(store, folder))  # files are checkpoints of their own
     if here:
         yield Found(folder, None, False, True, numbered=False, here=True)
     for name, entry in entries.items():
@@ -108,9 +113,11 @@ def _find(store: Store, folder: str, entries: Mapping[str, Entry], deep: int) ->
         if entry.is_dir:
             if _FOLDER.fullmatch(name):
                 yield _found(path, name, True)
-            elif deep:
+            elif deep and not groups:
                 yield from _inside(store, path, name, deep)
-        elif name.endswith(_FILES) and not here and not _SHARD.fullmatch(name) and entry.info.size:
+        elif single and name in candidates and not _SHARD.fullmatch(name) and entry.info.size:
+            if name.endswith(_ZIP) and _recognised(Source(store, path)) is None:
+                continue  # any zip
             found = _found(path, name.rpartition(".")[0], False)
             if found.number is not None or not found.side:
                 yield found
@@ -122,15 +129,28 @@ def _inside(store: Store, path: str, name: str, deep: int) -> Iterator[Found]:
     if any(e.is_dir and _FOLDER.fullmatch(n) for n, e in entries.items()):
         yield from _find(store, path, entries, deep - 1)
         return
-    try:
-        known = recognising(Source(store.below(path))) is not None
-    except LazyckptError:  # it cannot even be looked at
-        known = False
-    if known:
+    if _recognised(Source(store.below(path))) is not None:
         yield _found(path, name, True)
         return
     # of what lies deeper only names that leave no doubt: there are folders of all kinds beside checkpoints
     yield from (f for f in _find(store, path, entries, deep - 1) if f.sure)
+
+
+def _is_one(store: Store, folder: str) -> bool:
+    """Whether the files in a folder are those of one checkpoint. (A folder of safetensors files is taken for one by
+    Hugging Face's reader, whatever they are called.)"""
+    source = Source(store.below(folder) if folder else store)
+    reader = _recognised(source)
+    if reader is None or reader.name == "huggingface":
+        return False
+    return not (reader.tags and any(entry.is_dir for entry in source.entries.values()))
+
+
+def _recognised(source: Source) -> Reader | None:
+    try:
+        return recognising(source)
+    except LazyckptError:  # it cannot even be looked at
+        return None
 
 
 def _found(path: str, name: str, is_dir: bool) -> Found:

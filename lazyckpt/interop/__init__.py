@@ -3,7 +3,7 @@
 from importlib import import_module as _import_module
 from types import ModuleType as _ModuleType
 
-_DOORS = ("zarr_dtypes", "zarr_store")
+_DOORS = ("dask", "xarray", "zarr_dtypes", "zarr_store")
 
 
 def __getattr__(name: str) -> _ModuleType:

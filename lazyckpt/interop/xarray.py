@@ -109,6 +109,8 @@ def variable(
     attributes = {"name": spec.name, **attributes}
     attributes |= {key: value for key, value in (("stored_as", spec.stored_as), ("rule", spec.rule)) if value}
     if chunks is not None:
+        if not isinstance(chunks, Mapping):
+            raise TypeError(f"chunks={chunks!r}: None, {{}} or a table such as {{'d4096': 512}} is due")
         own = dict(zip(dims, chunks_of(tensor), strict=True))
         return xr.Variable(dims, to_dask(tensor, tuple(chunks.get(d, own[d]) for d in dims)), attributes)
     encoding = {"preferred_chunks": _Preferred(tensor, dims)}

@@ -72,9 +72,11 @@ class ViewStore(Store):
         self._inside: dict[str, dict[str, None]] = {"": {}}  # group -> the names in it
         for path in (*what.groups, *documents.groups_of(self._arrays)):
             self._inside.setdefault(path, {})
-        for path in (*[group for group in self._inside if group], *self._arrays):
-            parent, _, name = path.rpartition("/")
-            self._inside[parent][name] = None
+        for path in (*what.groups, *self._arrays):  # in the order of the view's names
+            while path:
+                parent, _, name = path.rpartition("/")
+                self._inside[parent][name] = None
+                path = parent
         self._pickled: bytes | None = None
         self._digest = ""
         self._documents: dict[str, bytes] = {}

@@ -31,7 +31,7 @@ class RemoteStore(CannotMap):
     ) -> None:
         import fsspec
 
-        self._url = url.rstrip("/")
+        self._url = _folder(url)
         self._options = dict(options or {})
         self.pins: Mapping[str, FileInfo] = pins or {}
         try:
@@ -108,9 +108,15 @@ def _info(entry: Mapping[str, Any]) -> FileInfo:
     return FileInfo(int(entry.get("size") or 0), int(seconds * 1e9))
 
 
+def _folder(url: str) -> str:
+    """Without slashes at the end; the root of a protocol keeps its own ("memory://")."""
+    url = url.rstrip("/")
+    return f"{url}//" if url.endswith(":") else url
+
+
 def split_url(url: str, options: Mapping[str, Any] | None) -> tuple[RemoteStore, str]:
     """The store and the name inside it: a URL that lists is a folder, any other is a file in its parent."""
-    url = url.rstrip("/")
+    url = _folder(url)
     parent, _, name = url.rpartition("/")
     store = RemoteStore(url, options)
     try:

@@ -54,6 +54,9 @@ def contents(view: Part[T], only: Sequence[str] | None = None) -> Contents[T]:
     whole = view.state == next(iter(view.states), None)
     states: Mapping[str, Part[T]] = view.states if whole else {view.state: view}
     if only is not None:
+        only = (only,) if isinstance(only, str) else only
+        if not only:
+            raise DataError("states=[]: there is nothing to write; None stands for all")
         for state in only:
             if state not in view.states:
                 raise DataError(f"there is no state {state!r}: there are {', '.join(map(repr, view.states))}")

@@ -130,8 +130,12 @@ def _own_index(
     if not valid or any(type(n) is not int or n < 1 for n in (mesh.tp, mesh.pp, mesh.dp, mesh.ep)):
         raise CorruptError(f"{where}: its attributes do not describe an export of lazyckpt: damaged")
     rule = f"exported from a checkpoint of the format {told}"
-    states: dict[str, dict[str, TensorSpec]] = {state: {} for state in dict.fromkeys([str(first), *(listed or ())])}
-    groups = {component(state): state for state in states}
+    # `view.stored` is no state that a view could show, beside its own stored arrays: its raw names are all there is
+    called = {
+        state: "weights" if listed == ["stored"] else state for state in dict.fromkeys([str(first), *(listed or ())])
+    }
+    states: dict[str, dict[str, TensorSpec]] = {state: {} for state in called.values()}
+    groups = {component(group): state for group, state in called.items()}
     stored: dict[str, TensorSpec] = {}
     for path, grid in sorted(fragments.items(), key=lambda item: _order(item[1])):
         own = (grid.array.attributes or {}).get(ATTRIBUTE)
