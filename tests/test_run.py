@@ -234,7 +234,7 @@ def test_a_checkpoint_is_no_run(tmp_path: Path) -> None:
     assert lazyckpt.open_run(tmp_path).steps == (1,)
     torch.save({"model": {"w": torch.ones(2)}, "fp32": {"w": torch.ones(2)}}, tmp_path / "m.pt")
     lazyckpt.open(tmp_path / "m.pt").to_zarr(tmp_path / "m.zarr")
-    (tmp_path / "m.zarr" / "weights").rename(tmp_path / "m.zarr" / "fp32")
+    assert (tmp_path / "m.zarr" / "fp32").is_dir()
     for one in ("global_step1", "m.zarr"):  # neither a rank's file nor a state is a checkpoint
         with pytest.raises(FormatError, match="has no checkpoints in it"):
             lazyckpt.open_run(tmp_path / one)
