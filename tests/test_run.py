@@ -251,6 +251,17 @@ def test_exports_to_zarr_are_steps(tmp_path: Path) -> None:
     assert equal(run["norm.weight"], [truth[step]["norm.weight"] for step in (1, 2, 10, 1, 2)])
 
 
+def test_a_folder_of_exports_opens_as_its_newest(tmp_path: Path) -> None:
+    truth = saved(tmp_path)
+    for step in truth:
+        lazyckpt.open(tmp_path / f"step_{step}.pt").to_zarr(tmp_path / "run" / f"step-{step}")
+        lazyckpt.open(tmp_path / f"step_{step}.pt").to_zarr(tmp_path / "some" / f"{step}.zarr")
+    assert lazyckpt.open(tmp_path / "run")["count"].item() == 10
+    assert lazyckpt.open(tmp_path / "run", tag="step-2")["count"].item() == 2
+    with pytest.raises(FormatError, match=r"holds exports of lazyckpt: .*10\.zarr"):
+        lazyckpt.open(tmp_path / "some")
+
+
 # -- which step a checkpoint is of
 
 

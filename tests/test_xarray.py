@@ -258,7 +258,7 @@ def test_names_and_dtypes(odd: tuple[Path, dict[str, Tensor]]) -> None:
     assert {array.attrs["name"]: name for name, array in flat.data_vars.items()} == {
         **{name: name for name in held},
         "a.b/c": "a.b%2Fc",
-        "__x.": "%5F_x.%00",
+        "__x.": "%5F_x.%empty",
     }
     weight = xr.open_dataset(path, engine=ENGINE, group="tied/weight")
     assert sorted(weight.data_vars) == ["%", "scale"]

@@ -20,6 +20,7 @@ from .reader import Reader, Source, recognising
 from .runs import LAST
 from .zarr.tree import ROOTS
 
+OPENERS = 8  # checkpoints that are opened at a time: mostly they wait for a disk, or for a network
 _SURE = re.compile(
     r"(?:.*?(?<![A-Za-z]))??(?:global_?step|step|iter|iteration)s?[-_=]?(\d{1,18})(?!\d).*|checkpoint-(\d{1,18})"
 )
