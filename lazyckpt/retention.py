@@ -31,9 +31,8 @@ from .errors import DestinationError, FormatError, LazyckptError, MissingFileErr
 from .export.destination import local_path
 from .formats.megatron.files import TRACKER, tracked
 from .formats.reader import Source, recognising
-from .formats.steps import Found, find, told_step, unfinished
+from .formats.steps import OPENERS, Found, find, told_step, unfinished
 from .io.local import LocalStore
-from .run import OPENERS
 from .view import CheckpointView
 
 _HIDDEN = re.compile(r"\..+\.[0-9a-f]{8}\.pruned")

@@ -19,7 +19,7 @@ from .core.index import Index, TensorSpec
 from .core.names import natural
 from .core.stack import StackedFragments
 from .errors import FormatError, LazyckptError, MissingFileError, TensorNotFoundError
-from .formats.steps import Found, find, told_step, unfinished
+from .formats.steps import OPENERS, Found, find, told_step, unfinished
 from .io.local import split
 from .io.remote import is_url, split_url
 from .io.store import Store
@@ -30,8 +30,6 @@ from .view import CheckpointView
 
 if TYPE_CHECKING:
     import xarray as xr
-
-OPENERS = 8  # checkpoints that are opened at a time: mostly they wait for a disk, or for a network
 
 
 class StepTensor(LazyTensor):

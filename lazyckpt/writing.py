@@ -168,7 +168,8 @@ class Writing(Mapping[str, LazyTensor]):
 
         A tensor can be told as references if its fragments form a grid of plain runs of bytes. Returns what is left
         out: path in the hierarchy -> reason (a span that ends within a row, packed or swapped bytes, a missing file);
-        the root's attributes list it, too. Raises DestinationError, FormatError (a package is missing), DataError.
+        the root's attributes list it, too. Raises DestinationError, FormatError (a package is missing), DataError, and
+        MissingFileError or ChangedFileError if a file is not what it was when it was opened.
         """
         from .export.virtual import to_virtual
 

@@ -234,7 +234,7 @@ def test_a_checkpoint_is_no_run(tmp_path: Path) -> None:
     assert lazyckpt.open_run(tmp_path).steps == (1,)
     torch.save({"model": {"w": torch.ones(2)}, "fp32": {"w": torch.ones(2)}}, tmp_path / "m.pt")
     lazyckpt.open(tmp_path / "m.pt").to_zarr(tmp_path / "m.zarr")
-    (tmp_path / "m.zarr" / "weights").rename(tmp_path / "m.zarr" / "fp32")
+    assert (tmp_path / "m.zarr" / "fp32").is_dir()
     for one in ("global_step1", "m.zarr"):  # neither a rank's file nor a state is a checkpoint
         with pytest.raises(FormatError, match="has no checkpoints in it"):
             lazyckpt.open_run(tmp_path / one)
@@ -249,6 +249,17 @@ def test_exports_to_zarr_are_steps(tmp_path: Path) -> None:
     run = lazyckpt.open_run(tmp_path)
     assert run.steps == (1, 2, 10, 20, 30)
     assert equal(run["norm.weight"], [truth[step]["norm.weight"] for step in (1, 2, 10, 1, 2)])
+
+
+def test_a_folder_of_exports_opens_as_its_newest(tmp_path: Path) -> None:
+    truth = saved(tmp_path)
+    for step in truth:
+        lazyckpt.open(tmp_path / f"step_{step}.pt").to_zarr(tmp_path / "run" / f"step-{step}")
+        lazyckpt.open(tmp_path / f"step_{step}.pt").to_zarr(tmp_path / "some" / f"{step}.zarr")
+    assert lazyckpt.open(tmp_path / "run")["count"].item() == 10
+    assert lazyckpt.open(tmp_path / "run", tag="step-2")["count"].item() == 2
+    with pytest.raises(FormatError, match=r"holds exports of lazyckpt: .*10\.zarr"):
+        lazyckpt.open(tmp_path / "some")
 
 
 # -- which step a checkpoint is of

@@ -193,7 +193,7 @@ def test_destinations(folder: Path, tmp_path: Path) -> None:
     before = sorted(folder.iterdir())
     (tmp_path / "taken.json").write_text("mine")
     (tmp_path / "full").mkdir()
-    for dest in ("taken.json", "full", "a checkpoint/refs.json", "a checkpoint"):
+    for dest in ("taken.json", "full", "a checkpoint/model.safetensors", "a checkpoint"):
         with pytest.raises(lazyckpt.DestinationError):
             view.to_virtual(tmp_path / dest)
     with pytest.raises(lazyckpt.DestinationError, match="URL"):
@@ -221,10 +221,13 @@ def test_the_source_is_not_written_and_has_to_be_as_it_was(dcp_cases: dict[str, 
     file.write_bytes(file.read_bytes() + b"more")
     with pytest.raises(lazyckpt.ChangedFileError, match=file.name):
         view.to_virtual(tmp_path / "refs.json")
-    file.unlink()
-    with pytest.raises(lazyckpt.MissingFileError, match=file.name):
-        view.to_virtual(tmp_path / "refs.json")
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+def test_beside_a_file(tmp_path: Path) -> None:
+    torch.save({"w": torch.arange(6.0)}, tmp_path / "m.pt")
+    assert lazyckpt.open(tmp_path / "m.pt").to_virtual(tmp_path / "m.json") == {}
+    assert group_of(tmp_path / "m.json")["weights/w"][...].tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_failure_leaves_no_folders(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -341,6 +341,17 @@ def test_arrays_as_they_are_stored_come_back(zero_cases: dict[str, Case], tmp_pa
         assert to_numpy(back[name][...]).tobytes() == to_numpy(stored[name][...]).tobytes(), name
 
 
+def test_an_export_is_not_written_into(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    lazyckpt.open(saved[0]).to_zarr(tmp_path / "out")
+    view = lazyckpt.open(tmp_path / "out")
+    for dest in (tmp_path / "out", tmp_path / "out" / "weights" / "more"):
+        with pytest.raises(DestinationError, match="the checkpoint that is read"):
+            view.to_zarr(dest, overwrite=True)
+        with pytest.raises(DestinationError, match="the checkpoint that is read"):
+            view.to_virtual(dest)
+    assert not (tmp_path / "out" / "weights" / "more").exists()
+
+
 def test_a_link_to_a_folder(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
     (tmp_path / "out").symlink_to(tmp_path / "disk")
     for overwrite in (False, True):  # it leads nowhere, then to a hierarchy

@@ -15,6 +15,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from ..errors import DestinationError, LazyckptError
+from ..formats.zarr.tree import ROOTS
 from ..io.remote import is_url
 from ..io.store import Store
 from ..tensor import LazyTensor
@@ -50,7 +51,8 @@ def check_apart(dest: Path, tensors: Iterable[LazyTensor]) -> None:
         if any(real in (source, *source.parents) for source in _files(store)):
             raise DestinationError(f"{dest} holds the checkpoint that is read: choose another place")
         # a file was opened in a folder that may hold anything; a folder that was opened is the checkpoint
-        if len(store.pins) > 1 and root in real.parents:
+        folder = len(store.pins) > 1 or any(name in store.pins for name in ROOTS)
+        if folder and root in real.parents:
             raise DestinationError(f"{dest} is inside of the checkpoint that is read, {root}: choose another place")
 
 

@@ -44,7 +44,8 @@ def read_one(source: Source, read: Callable[[Source], Index]) -> tuple[Source, I
         if steps:
             raise MissingFileError(f"{source.where} has no checkpoint {source.tag!r}; there are: {', '.join(steps)}")
         return source, read(source)
-    if not steps or recognising(source) is not None:
+    known = recognising(source) if steps else None
+    if not steps or (known is not None and known.name != "zarr-arrays"):  # which takes any hierarchies
         return source, read(source)
     finished, others = _finished(source, steps)
     notes = [f"{name} was not finished (other checkpoints here have {last})" for name, last in others.items()]

@@ -20,6 +20,7 @@ from .reader import Reader, Source, recognising
 from .runs import LAST
 from .zarr.tree import ROOTS
 
+OPENERS = 8  # checkpoints that are opened at a time: mostly they wait for a disk, or for a network
 _SURE = re.compile(
     r"(?:.*?(?<![A-Za-z]))??(?:global_?step|step|iter|iteration)s?[-_=]?(\d{1,18})(?!\d).*|checkpoint-(\d{1,18})"
 )
@@ -38,6 +39,7 @@ _HIDDEN = re.compile(r"\..*|tmp-.*|.*[._](?:tmp|part|incomplete)")
 _SIDE = re.compile(r"optim|sched|(?<![a-z])rng|random_state|scaler|training_args", re.IGNORECASE)
 _SERIES = re.compile(r"(?<![a-z])(?:checkpoint|ckpt|(?:dist_)?epoch|model)[-_=]?\d", re.IGNORECASE)
 _NAMED = re.compile(r"best|last|latest|final|release", re.IGNORECASE)
+_ANY = ("huggingface", "zarr-arrays")  # readers that take any safetensors, and any hierarchies, in a folder for one
 _DEEP = 3  # folders between that of the run and a checkpoint, at most
 # where writers put the step, in the order of their trustworthiness
 _TOLD = ("global_steps", "global_step", "iteration", "step", "iter_num", "steps")
@@ -137,11 +139,10 @@ def _inside(store: Store, path: str, name: str, deep: int) -> Iterator[Found]:
 
 
 def _is_one(store: Store, folder: str) -> bool:
-    """Whether the files in a folder are those of one checkpoint. (A folder of safetensors files is taken for one by
-    Hugging Face's reader, whatever they are called.)"""
+    """Whether the files in a folder are those of one checkpoint."""
     source = Source(store.below(folder) if folder else store)
     reader = _recognised(source)
-    if reader is None or reader.name == "huggingface":
+    if reader is None or reader.name in _ANY:
         return False
     return not (reader.tags and any(entry.is_dir for entry in source.entries.values()))
 

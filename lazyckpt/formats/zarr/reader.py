@@ -30,9 +30,15 @@ _LOOKED_INTO = 64  # folders without a document of their own that are looked int
 def _read(source: Source) -> Index:
     tree: Tree = Zip(source.store, source.path) if is_zip_of_zarr(source.path, source.head) else Folder(source.store)
     found = nodes(tree)
-    told = found.attributes.get("", {}).get(ATTRIBUTE)
-    about: dict[str, Any] = told if isinstance(told, dict) and "layout" in told else {}
+    top = found.attributes.get("", {})
+    about: dict[str, Any] = top[ATTRIBUTE] if _is_export(top) else {}
     own = bool(about)
+    several = [path for path, attributes in found.attributes.items() if path and _is_export(attributes)]
+    if several and not found.root:
+        raise FormatError(
+            f"{source.where} holds exports of lazyckpt: {some(several)}. Open one of them, or all as a run "
+            "(lazyckpt.open_run)"
+        )
     exported = JOB in source.entries or any(ATTRIBUTE in attributes for _, _, attributes, _ in found.arrays.values())
     if not own and exported and not found.root:
         raise MissingFileError(
@@ -52,6 +58,11 @@ def _read(source: Source) -> Index:
     if own:
         return _own_index(about, fragments, files, tree, problems)
     return _index(fragments, found, files, tree, problems)
+
+
+def _is_export(attributes: Mapping[str, Any]) -> bool:
+    told = attributes.get(ATTRIBUTE)
+    return isinstance(told, dict) and "layout" in told
 
 
 def _arrays(tree: Tree, found: Nodes, problems: list[str]) -> dict[str, Array]:
