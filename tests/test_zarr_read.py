@@ -224,6 +224,16 @@ def test_absent_chunks(tmp_path: Path, version: Any) -> None:
         (tmp_path / "z" / "a0False").chmod(0o755)
 
 
+def test_absent_chunks_of_a_zip(tmp_path: Path) -> None:
+    with zarr.storage.ZipStore(tmp_path / "holes.zip", mode="w") as store:
+        root = zarr.create_group(store)
+        for name, shape, dtype in (("a", (5,), "i4"), ("b", (5,), "f4"), ("c", (4, 5), "i4"), ("d", (), "i2")):
+            root.create_array(name, shape=shape, dtype=dtype, chunks=shape, fill_value=ord(name))
+    view = lazyckpt.open(tmp_path / "holes.zip")
+    for name in "abcd":
+        assert bool((view[name][...] == ord(name)).all()), name
+
+
 def _forbidden(folder: Path) -> bool:
     try:
         list(folder.iterdir())
