@@ -152,6 +152,15 @@ def test_exports_that_are_not_right(zarr_cases: dict[str, Case], tmp_path: Path)
         with pytest.raises((CorruptError, FormatError)) as error:
             changed(**bad)
         assert "zarr.json" in str(error.value) or "attributes" in str(error.value), bad
+    nodes = json.loads(json.dumps(root))
+    array = nodes["consolidated_metadata"]["metadata"]["weights/embed/weight"]
+    array["shape"][0] -= 1  # the chunks would fit, too
+    (path / "zarr.json").write_text(json.dumps(nodes))
+    with pytest.raises(CorruptError, match="its dimensions are called"):
+        lazyckpt.open(path, cache=False)
+    array["dimension_names"][0] = "vocabulary"  # but others may name them
+    (path / "zarr.json").write_text(json.dumps(nodes))
+    assert lazyckpt.open(path, cache=False)["embed.weight"].shape[0] == array["shape"][0]
     (path / "zarr.json").unlink()
     with pytest.raises(MissingFileError, match="not finished"):
         lazyckpt.open(path)
