@@ -52,8 +52,9 @@ def _read(source: Source) -> Index:
     if isinstance(tree, Folder):
         files = ChunkFiles(source.store, tree.documents, list(fragments.values()))
     if own:
+        where = tree.where("zarr.json")
         for path, array in arrays.items():
-            _check_shape(array, found.arrays[path][1].get("dimension_names"), f"{tree.where('zarr.json')}: {path!r:.80}")
+            _check_shape(array, found.arrays[path][1].get("dimension_names"), f"{where}: {path!r:.80}")
         return _own_index(about, fragments, files, tree, problems)
     return _index(fragments, found, files, tree, problems)
 
