@@ -368,6 +368,22 @@ def test_a_filter_of_integers(tmp_path: Path) -> None:
     assert np.array_equal(got, np.arange(1000, 3000).reshape(40, 50))
 
 
+def test_a_filter_that_gives_another_dtype_back(tmp_path: Path) -> None:
+    torch.save({"w": torch.randn(40).to(torch.float8_e5m2), "i": torch.arange(6, dtype=torch.int32)}, tmp_path / "m.pt")
+    view = lazyckpt.open(tmp_path / "m.pt")
+    for name, delta in (("w", "u1"), ("i", "i2")):  # zarr would take its numbers for those of the array
+        with pytest.raises(DataError, match=f"give.*{name}|{name}.*back"):
+            view.select(name).to_zarr(tmp_path / "out", codec=numcodecs.Delta(dtype=delta))
+    assert os.listdir(tmp_path) == ["m.pt"]
+
+
+def test_a_codec_that_does_not_take_a_chunk(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(3, dtype=torch.int8)}, tmp_path / "m.pt")
+    with pytest.raises(DataError, match="'shuffle' does not take a chunk"):
+        lazyckpt.open(tmp_path / "m.pt").to_zarr(tmp_path / "out", codec=numcodecs.Shuffle(elementsize=2))
+    assert os.listdir(tmp_path) == ["m.pt"]
+
+
 def test_too_little_memory(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
     big = TensorSpec("w", (1 << 30,), torch.float32, ())
     cut = chunks.Cut((1 << 28,), None, export.encoding("zstd", torch.float32))

@@ -152,6 +152,15 @@ def test_exports_that_are_not_right(zarr_cases: dict[str, Case], tmp_path: Path)
         with pytest.raises((CorruptError, FormatError)) as error:
             changed(**bad)
         assert "zarr.json" in str(error.value) or "attributes" in str(error.value), bad
+    nodes = json.loads(json.dumps(root))
+    array = nodes["consolidated_metadata"]["metadata"]["weights/embed/weight"]
+    array["shape"][0] -= 1  # the chunks would fit, too
+    (path / "zarr.json").write_text(json.dumps(nodes))
+    with pytest.raises(CorruptError, match="its dimensions are called"):
+        lazyckpt.open(path, cache=False)
+    array["dimension_names"][0] = "vocabulary"  # but others may name them
+    (path / "zarr.json").write_text(json.dumps(nodes))
+    assert lazyckpt.open(path, cache=False)["embed.weight"].shape[0] == array["shape"][0]
     (path / "zarr.json").unlink()
     with pytest.raises(MissingFileError, match="not finished"):
         lazyckpt.open(path)
@@ -222,6 +231,16 @@ def test_absent_chunks(tmp_path: Path, version: Any) -> None:
                 lazyckpt.open(tmp_path / "z", format="zarr", cache=False)["a0False"][...]
     finally:
         (tmp_path / "z" / "a0False").chmod(0o755)
+
+
+def test_absent_chunks_of_a_zip(tmp_path: Path) -> None:
+    with zarr.storage.ZipStore(tmp_path / "holes.zip", mode="w") as store:
+        root = zarr.create_group(store)
+        for name, shape, dtype in (("a", (5,), "i4"), ("b", (5,), "f4"), ("c", (4, 5), "i4"), ("d", (), "i2")):
+            root.create_array(name, shape=shape, dtype=dtype, chunks=shape, fill_value=ord(name))
+    view = lazyckpt.open(tmp_path / "holes.zip")
+    for name in "abcd":
+        assert bool((view[name][...] == ord(name)).all()), name
 
 
 def _forbidden(folder: Path) -> bool:

@@ -143,8 +143,11 @@ class Chunk:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells it from all others of a checkpoint."""
-        return self.path, self.window, self.shards, self.codecs, self.present
+        """What tells it from all others of a checkpoint. Those that a zip has not are nowhere in it: they differ by
+        what stands for them."""
+        if not self.present:
+            return self.path, self.dtype, self.shape, self.fill
+        return self.path, self.window, self.shards, self.codecs
 
     def __str__(self) -> str:
         packed = f" packed with {', '.join(codec.name for codec in self.codecs)}" if self.codecs else ""

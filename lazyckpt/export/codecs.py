@@ -39,10 +39,14 @@ class Encoding:
         return self.config is None
 
     def encode(self, chunk: torch.Tensor) -> memoryview:
-        """The bytes of a contiguous chunk."""
+        """The bytes of a contiguous chunk. Raises DataError if the codec does not take one of this size or shape."""
         if self.config is None:
             return as_bytes(chunk)
-        found = _codec(self.config).encode(as_bytes(chunk) if self.kind == "bytes" else to_numpy(chunk))
+        try:
+            found = _codec(self.config).encode(as_bytes(chunk) if self.kind == "bytes" else to_numpy(chunk))
+        except Exception as e:  # codecs are others' code, and say it in their own ways
+            what = f"a chunk of {tuple(chunk.shape)} elements of {chunk.dtype}"
+            raise DataError(f"the codec {self.config['id']!r} does not take {what}: {e}") from e
         return _memory(found) if isinstance(found, np.ndarray) else memoryview(found)
 
     def decode(self, data: memoryview, shape: Shape, dtype: torch.dtype) -> memoryview:
@@ -53,6 +57,8 @@ class Encoding:
             example = to_numpy(torch.zeros(shape, dtype=dtype))
             like = np.asarray(_codec(self.config).encode(example))
             found = _codec(self.config).decode(np.frombuffer(data, like.dtype).reshape(like.shape))
+            if found.dtype != example.dtype:  # readers of zarr would convert the numbers
+                raise DataError(f"it gives {found.dtype} back")
         else:
             found = _codec(self.config).decode(bytes(data))
         return _memory(found) if isinstance(found, np.ndarray) else memoryview(found)

@@ -7,6 +7,7 @@ one of the root; chunks are looked at when they are read.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,11 +20,12 @@ from .discover import Nodes, nodes
 from .documents import ATTRIBUTE, JOB, LAYOUT
 from .grid import Array, ChunkFiles, GridFragments, Place, spec_of
 from .metadata import NoTensorError, array_v2, array_v3
-from .nodes import component
+from .nodes import component, dimension_names
 from .packing import unknown_codecs
 from .tree import ROOTS, Folder, Tree, Zip, is_zip_of_zarr
 
 _ALONE = "array"  # the name of the tensor where the hierarchy is an array itself
+_DIMENSION = re.compile(r"d\d+(?:_\d+)?")
 _LOOKED_INTO = 64  # folders without a document of their own that are looked into
 
 
@@ -56,6 +58,9 @@ def _read(source: Source) -> Index:
     if isinstance(tree, Folder):
         files = ChunkFiles(source.store, tree.documents, list(fragments.values()))
     if own:
+        where = tree.where("zarr.json")
+        for path, array in arrays.items():
+            _check_shape(array, found.arrays[path][1].get("dimension_names"), f"{where}: {path!r:.80}")
         return _own_index(about, fragments, files, tree, problems)
     return _index(fragments, found, files, tree, problems)
 
@@ -173,6 +178,13 @@ def _own_index(
         problems=(*(f"when it was exported: {line}" for line in notes), *problems),
         watched=tree.documents,
     )
+
+
+def _check_shape(array: Array, named: Any, where: str) -> None:
+    """Dimensions are called by their size (unless somebody gave them other names), so a damaged size shows."""
+    ours = isinstance(named, list) and all(isinstance(name, str) and _DIMENSION.fullmatch(name) for name in named)
+    if ours and named != dimension_names(array.shape):
+        raise CorruptError(f"{where} has the shape {list(array.shape)}, but its dimensions are called {named}: damaged")
 
 
 def _order(grid: GridFragments) -> int:
