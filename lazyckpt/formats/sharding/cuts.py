@@ -1,8 +1,7 @@
 """Merge rules run backwards: the shard of one tensor-parallel rank, from the shape of the whole. Pure.
 
-A rule says what shards of given shapes make. Of a whole, the shards are those of equal shapes that make it again: all of
-it on every rank, or one dimension divided by the degree; of a vocabulary, the first dimension padded to a multiple. No
-rule makes the same whole of both.
+A rule says what shards of given shapes make. Of a whole, the shards are those of equal shapes that make it again: all
+of it on every rank, or one dimension divided by the degree; of a vocabulary, the first dimension padded to a multiple.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from ..renaming.rename import Heads
 
 VOCABULARY = re.compile(
     r"(^|\.)(word_embeddings|word_embeddings_for_head|output_layer|lm_head|embed_tokens|wte|embed_in|embed_out|"
-    r"tok_embeddings|output)\.(weight|bias)$"
+    r"tok_embeddings)\.(weight|bias)$|^output\.weight$"
 )
 _ATTENTION = r"(?:^|\.)(?:self_|cross_|inter_)?(?:attention|attn|self_attn)\."
 _QKV = re.compile(_ATTENTION + r"(?:linear_qkv|query_key_value)\.(?:weight|bias)$")
@@ -71,10 +70,10 @@ def cut(
             continue
         if merge.shape in (whole, padded):
             parts = _parts(merge, index, shapes[index], whole)
-            if len(set(merge.parts)) > 1 or None not in merge.parts:
+            if None not in merge.parts:
                 _check_heads(name, whole, degree, heads)
-            more = sum(shape[0] for shape in shapes) - whole[0] if padded != whole and parts != (None,) else 0
-            note = f", {more:,} rows of padding" if more > 0 and shapes[index] != whole else ""
+            more = padded[0] - whole[0] if shapes[index][0] * degree == padded[0] else 0
+            note = f", {more:,} rows of padding behind the last" if more else ""
             return Cut(shapes[index], parts, f"shard {index} of {degree}: {merge.rule}{note}; known from {evidence}")
     raise ValueError(f"{name!r} of shape {whole} cannot be cut evenly over {degree} ranks ({evidence}){said}")
 
@@ -109,7 +108,7 @@ def _parts(merge: Merge, index: int, shard: Shape, whole: Shape) -> tuple[Part, 
 
 
 def _check_heads(name: str, whole: Shape, degree: int, heads: Heads | None) -> None:
-    """Whole heads, and whole groups of them, stay together. (What is not as large as the model's heads is not theirs.)"""
+    """Whole heads, and whole groups of them, stay together. (What is not as large as all heads is not theirs.)"""
     if heads is None:
         return
     for pattern, dim, rows, count, what in (

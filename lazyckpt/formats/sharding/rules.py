@@ -21,6 +21,7 @@ from ..merge import MergedFragments, Rule, Source, concatenated, in_parts, repli
 from ..renaming.apply import heads_of
 from ..renaming.rename import Heads
 from ..tensorparallel import llama_rules
+from .names import is_stack
 
 _FC1 = re.compile(r"(.*\.)(linear_fc1|dense_h_to_4h)(\.(?:weight|bias)\d*)$")
 _SECOND = {"linear_fc1": "linear_fc2", "dense_h_to_4h": "dense_4h_to_h"}
@@ -98,15 +99,6 @@ def _as_merged(spec: TensorSpec | None) -> tuple[Rule, str] | None:
     if len(starts) == 1:
         return concatenated(dim), how
     return in_parts(dim, [b - a for a, b in zip(starts, [*starts[1:], full[dim]], strict=True)]), how
-
-
-def is_stack(name: str) -> bool:
-    """Whether a tensor may be all experts' in one, [experts, ...]: an expert's, without a number."""
-    return ".experts." in name and not re.search(r"\.experts\.(\w+\.)?\d+\.|\d$", name.rstrip("12")) or _is_grouped(name)
-
-
-def _is_grouped(name: str) -> bool:
-    return stack_of(name) is not None
 
 
 def _stack(name: str, shapes: Mapping[str, Shape], gated: bool | None) -> tuple[Rule, str] | None:
