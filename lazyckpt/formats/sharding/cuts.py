@@ -7,7 +7,7 @@ of it on every rank, or one dimension divided by the degree; of a vocabulary, th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ...core.box import Box, Shape
@@ -71,7 +71,7 @@ def cut(
         if merge.shape in (whole, padded):
             parts = _parts(merge, index, shapes[index], whole)
             if None not in merge.parts:
-                _check_heads(name, whole, degree, heads)
+                check_heads(name, whole, degree, heads)
             more = padded[0] - whole[0] if shapes[index][0] * degree == padded[0] else 0
             note = f", {more:,} rows of padding behind the last" if more else ""
             return Cut(shapes[index], parts, f"shard {index} of {degree}: {merge.rule}{note}; known from {evidence}")
@@ -96,8 +96,11 @@ def _candidates(
 def _parts(merge: Merge, index: int, shard: Shape, whole: Shape) -> tuple[Part, ...]:
     """Where the shard's blocks stand, without those of padding."""
     parts = merge.parts[index]
-    if parts is None:
-        parts = everything(shard).parts
+    return cropped(everything(shard).parts if parts is None else parts, whole)
+
+
+def cropped(parts: Iterable[Part], whole: Shape) -> tuple[Part, ...]:
+    """The blocks, without what is behind the end of the whole (the padding of a vocabulary)."""
     found = []
     for part in parts:
         room = [n - s for n, s in zip(whole, part.start, strict=True)]
@@ -107,7 +110,7 @@ def _parts(merge: Merge, index: int, shard: Shape, whole: Shape) -> tuple[Part, 
     return tuple(found)
 
 
-def _check_heads(name: str, whole: Shape, degree: int, heads: Heads | None) -> None:
+def check_heads(name: str, whole: Shape, degree: int, heads: Heads | None) -> None:
     """Whole heads, and whole groups of them, stay together. (What is not as large as all heads is not theirs.)"""
     if heads is None:
         return

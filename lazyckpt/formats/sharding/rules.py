@@ -17,11 +17,12 @@ from ..deepspeed.ucp import universal_rules
 from ..families import family_rules
 from ..megatron.names import stack_of
 from ..megatron.rules import is_gated, megatron_rules
-from ..merge import MergedFragments, Rule, Source, concatenated, in_parts, replicated, user_rules
+from ..merge import Rule, Source, concatenated, in_parts, replicated, user_rules
 from ..renaming.apply import heads_of
 from ..renaming.rename import Heads
 from ..tensorparallel import llama_rules
 from .names import is_stack
+from .stored import as_merged
 
 _FC1 = re.compile(r"(.*\.)(linear_fc1|dense_h_to_4h)(\.(?:weight|bias)\d*)$")
 _SECOND = {"linear_fc1": "linear_fc2", "dense_h_to_4h": "dense_4h_to_h"}
@@ -61,7 +62,8 @@ def sources_of(index: Index, specs: Mapping[str, TensorSpec], rules: Mapping[str
         own += [Source(_without(source, _DOWN)) for source in megatron_rules(args, {}, {})]
     else:
         own.append(family_rules())
-    return (user_rules(rules), Source(lambda name: _as_merged(specs.get(name))), *own, by_shape, Source(_by_name))
+    stored = Source(lambda name: None if is_stack(name) else as_merged(specs.get(name)))
+    return (user_rules(rules), stored, *own, by_shape, Source(_by_name))
 
 
 def heads_in(index: Index) -> Heads | None:
@@ -74,31 +76,6 @@ def heads_in(index: Index) -> Heads | None:
     if type(queries) is not int or type(groups) is not int or type(dim) is not int or min(queries, groups) < 1:
         return None
     return Heads(queries, groups, dim // queries)
-
-
-def _as_merged(spec: TensorSpec | None) -> tuple[Rule, str] | None:
-    """As its stored shards were put together: along which dimension, and of which fused parts."""
-    fragments = spec.fragments if spec is not None else ()
-    if spec is None or not isinstance(fragments, MergedFragments) or len(fragments.parts) < 2 or is_stack(spec.name):
-        return None
-    how = "how its stored shards were put together"
-    every = [part for parts in fragments.parts for part in parts or ()]
-    if not every:
-        return replicated, how
-    full = [max(p.start[d] + p.local.shape[d] for p in every) for d in range(len(spec.shape))]
-    dims = {d for p in every for d, n in enumerate(full) if p.start[d] or p.local.shape[d] != n}
-    if not dims:
-        return replicated, how
-    first = sorted(part.start for part in fragments.parts[0] or ())
-    if len(dims) > 1 or not first:
-        return None
-    dim = dims.pop()
-    starts = [start[dim] for start in first]
-    if starts[0] != 0:
-        return None
-    if len(starts) == 1:
-        return concatenated(dim), how
-    return in_parts(dim, [b - a for a, b in zip(starts, [*starts[1:], full[dim]], strict=True)]), how
 
 
 def _stack(name: str, shapes: Mapping[str, Shape], gated: bool | None) -> tuple[Rule, str] | None:

@@ -22,13 +22,14 @@ from ...core.compose import Piece, compose, whole_of
 from ...core.flat import interval, joined
 from ...core.index import Chunk, Fragment, Index, Layout, Mesh, Part, Placed, Rank, TensorSpec, renamed
 from ...core.names import matcher
-from ...errors import FormatError, MeshError
+from ...errors import DataError, FormatError, MeshError
 from ..merge import Rule
 from ..paths import some
 from .cuts import Cut, cut, everything
 from .names import Stages, expert_of, is_stack
 from .ranks import RankLike, rank_of, within, world_size
 from .rules import heads_in, is_megatron, sources_of
+from .stored import regrouped
 
 _UNTIED = "untie_embeddings_and_output_weights"
 _HEADS = {  # what Megatron's last stage calls its copy of the embedding, where that is the head as well
@@ -43,6 +44,8 @@ def sharded(
     """What a rank of a mesh has of the tensors of these names, state by state. Raises SelectionError (no such rank),
     MeshError (degrees that do not divide a tensor, its experts or the layers), FormatError (rules; a tensor that no
     rule is known of)."""
+    if index.format == "run":
+        raise DataError("these tensors are stacked over the steps of a run: shard one checkpoint, run.at(step)")
     place, old = rank_of(mesh, rank), index.layout
     if old is None:
         return _Sharding(index, mesh, place, rules).index({state: set(listed) for state, listed in names.items()})
@@ -166,18 +169,28 @@ class _Sharding:
             shape, ahead = (each, *shape[1:]), self.rank.ep * each
         found = everything(shape)
         if mesh.tp > 1 and 0 not in shape:
-            rule = self._rule(name)
-            if rule is None:
-                self.unknown[name] = shape
-                return None
             try:
-                widths = next((widths for match, widths in self.widths if match(name)), None)
-                found = cut(name, shape, rule, mesh.tp, self.rank.tp, self.multiple, self.heads, widths)
+                one = self._tensor_parallel(name, spec, shape)
             except ValueError as e:
                 raise MeshError(f"tp={mesh.tp}, state {state!r}: {e}") from None
+            if one is None:
+                self.unknown[name] = shape
+                return None
+            found = one
         if not ahead:
             return found
         return replace(found, parts=tuple(replace(p, start=(p.start[0] + ahead, *p.start[1:])) for p in found.parts))
+
+    def _tensor_parallel(self, name: str, spec: TensorSpec, shape: Shape) -> Cut | None:
+        """The shard among tensor-parallel ranks of what has this shape; None if nothing tells. Raises ValueError."""
+        degree, index = self.mesh.tp, self.rank.tp
+        said = self.rule_of[0].find(name) is not None  # by the user
+        stored = regrouped(spec, degree, index, self.heads) if not said and not is_stack(name) else None
+        if stored is not None:
+            return stored
+        rule = self._rule(name)
+        widths = next((widths for match, widths in self.widths if match(name)), None)
+        return None if rule is None else cut(name, shape, rule, degree, index, self.multiple, self.heads, widths)
 
     def _rule(self, name: str) -> tuple[Rule, str] | None:
         return next((found for source in self.rule_of if (found := source.find(name)) is not None), None)
