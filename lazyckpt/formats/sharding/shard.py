@@ -190,7 +190,8 @@ class _Sharding:
             return stored
         rule = self._rule(name)
         widths = next((widths for match, widths in self.widths if match(name)), None)
-        return None if rule is None else cut(name, shape, rule, degree, index, self.multiple, self.heads, widths)
+        heads = None if said else self.heads
+        return None if rule is None else cut(name, shape, rule, degree, index, self.multiple, heads, widths)
 
     def _rule(self, name: str) -> tuple[Rule, str] | None:
         return next((found for source in self.rule_of if (found := source.find(name)) is not None), None)
