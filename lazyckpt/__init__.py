@@ -26,7 +26,7 @@ from .io.records import Opaque
 from .retention import Pruned, prune
 from .run import RunView
 from .tensor import LazyTensor
-from .view import CheckpointView
+from .view import CheckpointView, unshard
 
 open = CheckpointView
 open_run = RunView
@@ -53,6 +53,7 @@ __all__ = [
     "open",
     "open_run",
     "prune",
+    "unshard",
 ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self
@@ -17,6 +17,8 @@ from .formats.cache import cached_index
 from .formats.reader import Source, read_index
 from .formats.renaming.apply import renamed_index
 from .formats.runs import read_one
+from .formats.sharding.ranks import mesh_of
+from .formats.sharding.shard import sharded, unsharded
 from .formats.stored import stored_specs
 from .formats.wrappers import without_wrappers
 from .io.local import split
@@ -259,15 +261,44 @@ class CheckpointView(Writing):
         What no line is about, or cannot be cut, keeps its name, with a line in ``problems``. Raises FormatError (no
         such table, or a line that cannot be), DataError (of a part of a checkpoint below a prefix: rename first).
         """
+        return _restore(self._store, renamed_index(self._index, self._shown("rename"), names, reverse), self._state, ())
+
+    def shard(
+        self,
+        tp: int = 1,
+        pp: int = 1,
+        dp: int = 1,
+        ep: int = 1,
+        *,
+        rank: int | tuple[int, ...] | Mapping[str, int],
+        rules: Mapping[str, Any] | None = None,
+    ) -> CheckpointView:
+        """What one rank of another parallel layout has, in all states, lazily: blocks of the tensors, by the merge
+        rules run backwards. Nothing is read; a slice of a shard reads its own bytes.
+
+        ``tp`` cuts tensors (gate and up each; whole groups of heads), the rows of a vocabulary padded with zeros where
+        they do not divide. ``pp`` deals layers to stages: Megatron's names count them from 0 on each, others keep
+        their numbers. ``ep`` deals experts. ``dp`` above 1: of each tensor the rank's flat partition, as ZeRO-3 keeps
+        weights and moments; shape (ceil(n / dp),). ``rank``: a global number (tp fastest, then ep, dp, pp), (tp, pp,
+        dp, ep), or {"tp": 1, ...}. ``rules``: as of `lazyckpt.open`, for tensors that nothing else tells of.
+
+        A shard of a shard is that of the degrees multiplied; `lazyckpt.unshard` puts the shards of all ranks together.
+        Raises MeshError (a degree that does not divide), FormatError (a tensor that no rule is known of, or rules that
+        are not understood), SelectionError (no such rank), DataError (of a part below a prefix).
+        """
+        index = sharded(self._index, self._shown("shard"), mesh_of(tp, pp, dp, ep), rank, rules or {})
+        return _restore(self._store, index, self._state, ())
+
+    def _shown(self, what: str) -> dict[str, dict[str, TensorSpec]]:
+        """What this view shows of every state, by full names."""
         if any(kind == "below" for kind, _ in self._steps):
             raise DataError(
-                "the names of this view are relative to a prefix: rename the whole view, then take the part"
+                f"the names of this view are relative to a prefix: {what} the whole view, then take the part"
             )
-        states = {
+        return {
             state: {name: view.specs[name] for name in view._listed if name in view.specs}
             for state, view in self.states.items()
         }
-        return _restore(self._store, renamed_index(self._index, states, names, reverse), self._state, ())
 
     @property
     def states(self) -> Mapping[str, CheckpointView]:
@@ -444,6 +475,18 @@ def with_wrappers(path: str | os.PathLike[str], format: str, tag: str | None = N
     """A checkpoint under the names that its writer gives, with those of the modules that wrap the model."""
     store, index = _indexed(path, format, tag)
     return _restore(store, index, next(iter(index.states)), ())
+
+
+def unshard(views: Iterable[CheckpointView]) -> CheckpointView:
+    """The view that `CheckpointView.shard` cut, from the shards of all its ranks, in any order: all states, lazily.
+
+    Raises MeshError if they are not of one checkpoint on one mesh, or a rank is missing; DataError for parts of shards.
+    """
+    shards = list(views)
+    if any(view._steps for view in shards):
+        raise DataError("these views are parts of shards: put the whole shards together, then take the part")
+    index = unsharded([view._index for view in shards])
+    return _restore(shards[0]._store, index, shards[0]._state, ())
 
 
 def _restore(store: Store, index: Index, state: str, steps: tuple[_Step, ...]) -> CheckpointView:

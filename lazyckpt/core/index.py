@@ -239,6 +239,7 @@ class Index:
     lists but that cannot even be described (their file is gone), with the reason. ``ruled``: names that the user's
     rules are for and that are no tensors here any more (flat parameters that were taken apart). ``watched``: the files
     that were looked at, if ``files`` has more (chunks by the thousand, which are looked at when they are read).
+    ``layout``: whose part of which checkpoint it is, if it is one rank's under another layout.
     """
 
     format: str
@@ -252,11 +253,39 @@ class Index:
     unreadable: Mapping[str, str] = field(default_factory=dict)
     ruled: tuple[str, ...] = ()
     watched: Mapping[str, FileInfo] | None = None
+    layout: Layout | None = None
 
     @property
     def pins(self) -> Mapping[str, FileInfo]:
         """The files that have to stay as they were."""
         return self.files if self.watched is None else self.watched
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """What a rank's tensor is of the whole one, ``source``, of shape ``whole``.
+
+    ``parts``: blocks of the rank's array, of this ``shape``, and where they begin in the whole; what is in none is
+    padding. ``flat``: which elements of that array's C order the tensor holds (of one dimension then); None: all, in
+    its shape.
+    """
+
+    source: str
+    whole: Shape
+    shape: Shape
+    parts: tuple[Part, ...]
+    flat: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One rank's part of ``source`` on a mesh. ``rules``: those of the user; ``placed``: state -> name on the rank."""
+
+    mesh: Mesh
+    rank: Rank
+    source: Index
+    rules: Mapping[str, Any]
+    placed: Mapping[str, Mapping[str, Placed]]
 
 
 def renamed(spec: TensorSpec, name: str) -> TensorSpec:

@@ -54,7 +54,7 @@ def reshard(name: str, shapes: Sequence[Shape], sources: Sequence[Source], degre
     merge = decide(name, shapes if len(shapes) > 1 else [shapes[0]] * 2, sources)
     if all(merge.parts[r] is None for r in ranks):
         return Shard(shapes[ranks[0]], tuple(ranks), (None,) * len(ranks), merge.combine, merge.rule)
-    cut = _cut_dimensions(merge)
+    cut = cut_dimensions(merge)
     if not cut:  # every rank has all of it, whatever the rule calls it
         return Shard(shapes[ranks[0]], tuple(ranks), (None,) * len(ranks), merge.combine, merge.rule)
     if len(cut) > 1:
@@ -65,7 +65,8 @@ def reshard(name: str, shapes: Sequence[Shape], sources: Sequence[Source], degre
     return _split(merge, shapes[ranks[0]], ranks[0], dim, degree // len(shapes), index % (degree // len(shapes)))
 
 
-def _cut_dimensions(merge: Merge) -> set[int]:
+def cut_dimensions(merge: Merge) -> set[int]:
+    """The dimensions along which the ranks' blocks are not the whole."""
     parts = [p for ps in merge.parts for p in ps or ()]
     full = [max(p.start[d] + p.local.shape[d] for p in parts) for d in range(len(merge.shape))]
     return {d for p in parts for d, n in enumerate(full) if p.start[d] or p.local.shape[d] != n}

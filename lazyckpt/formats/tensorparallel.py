@@ -47,12 +47,17 @@ def _read_llama(source: Source) -> Index:
         except LazyckptError as e:
             problems.append(f"{_PARAMS} cannot be read: {e}")
     paths = [ranks.get(n, f"consolidated.{n:02}.pth") for n in range(max(ranks) + 1)]
-    rules = (user_rules(source.rules), RuleSource(lambda name: _llama_rule(name, params)))
+    rules = (user_rules(source.rules), llama_rules(params))
     index = _merged("llama", store, paths, rules)
     files = dict(index.files)
     if params:
         files[_PARAMS] = listed[_PARAMS].info
     return replace(index, files=files, meta={**index.meta, "params": params}, problems=(*problems, *index.problems))
+
+
+def llama_rules(params: Mapping[str, Any]) -> RuleSource:
+    """The rules of Meta's names. ``params``: what params.json has."""
+    return RuleSource(lambda name: _llama_rule(name, params))
 
 
 def _llama_rule(name: str, params: Mapping[str, Any]) -> tuple[Rule, str] | None:

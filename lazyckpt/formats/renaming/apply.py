@@ -57,7 +57,7 @@ def renamed_index(
     aliases |= _ties(found, entries) if tied and not back else {}
     unreadable = {new: why for old, why in index.unreadable.items() for new in new_names(old, entries, back)}
     problems = (*index.problems, *told.problems(), *(() if back else _unlike(index.meta)))
-    return replace(index, states=found, aliases=aliases, problems=problems, unreadable=unreadable)
+    return replace(index, states=found, aliases=aliases, problems=problems, unreadable=unreadable, layout=None)
 
 
 def heads_of(meta: Mapping[str, Any]) -> Heads | None:

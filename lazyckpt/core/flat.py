@@ -1,0 +1,210 @@
+"""A flat interval of a tensor as a tensor of one dimension, and such intervals as the tensor again. Pure.
+
+ZeRO cuts tensors so: elements lo to hi of the C-order ravel. An interval is rows of the tensor, and every row is a part
+of the fragment that holds it; where a fragment's elements follow each other in its file as they do in the tensor, many
+rows are one part. Nothing is made before it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+from typing import Any, overload
+
+from .box import Box, Shape, c_strides, is_run, span_boxes
+from .index import Extent, Fragment, Hole, Part, TensorSpec
+from .plan import Selection, fragment_boxes, fragments_near
+
+
+def interval(source: TensorSpec, lo: int, hi: int) -> TensorSpec:
+    """Elements lo to hi of a tensor's C-order ravel, of shape (hi - lo,)."""
+    return replace(source, shape=(hi - lo,), fragments=Interval(source.shape, source.fragments, lo, hi))
+
+
+def joined(like: TensorSpec, shape: Shape, intervals: Sequence[tuple[int, TensorSpec]]) -> TensorSpec:
+    """The tensor of this shape whose ravel has each of the tensors of one dimension from an element on."""
+    held = tuple((at, min(spec.shape[0], prod(shape) - at), spec.fragments) for at, spec in intervals)
+    return replace(like, shape=shape, fragments=Joined(shape, held))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _OnDemand(Sequence[Fragment]):
+    """Fragments that `near` makes."""
+
+    @property
+    def _shape(self) -> Shape:
+        raise NotImplementedError
+
+    def near(self, want: Selection) -> list[Fragment]:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Fragment]:
+        yield from self.near(tuple(map(range, self._shape)))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    @overload
+    def __getitem__(self, n: int) -> Fragment: ...
+    @overload
+    def __getitem__(self, n: slice) -> list[Fragment]: ...
+    def __getitem__(self, n: Any) -> Any:
+        return list(self)[n]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Interval(_OnDemand):
+    """The fragments of elements lo to hi of a tensor's ravel."""
+
+    source: Shape
+    fragments: Sequence[Fragment]
+    lo: int
+    hi: int
+
+    @property
+    def _shape(self) -> Shape:
+        return (self.hi - self.lo,)
+
+    def near(self, want: Selection) -> list[Fragment]:
+        """Those that may hold wanted elements, with the parts that do."""
+        if any(not r for r in want):
+            return []
+        boxes = span_boxes(self.source, self.lo + want[0][0], self.lo + want[0][-1] + 1)
+        if not boxes:
+            return []
+        hull = tuple(
+            range(min(b.start[d] for b in boxes), max(b.stop[d] for b in boxes)) for d in range(len(self.source))
+        )
+        found = (self._flat(f, boxes) for f in fragments_near(self.fragments, hull))
+        return [f for f in found if f.parts]
+
+    def _flat(self, fragment: Fragment, boxes: Sequence[Box]) -> Fragment:
+        shape, local_shape = self.source, fragment.local_shape
+        dense = _is_dense(fragment)
+        last = max((d for d, n in enumerate(shape) if n > 1), default=len(shape) - 1)
+        axes = tuple(range(len(shape))) if fragment.axes is None else fragment.axes
+        parts: list[Part] = []
+        for local, globe in fragment_boxes(fragment):
+            for inner in filter(None, (globe & box for box in boxes)):
+                for row in _rows(inner, shape, last, local_shape if dense else None):
+                    start = list(local.start)
+                    for d, axis in enumerate(axes):
+                        if axis is not None:
+                            start[axis] += row.start[d] - globe.start[d]
+                    if dense:
+                        at = _ravel(start, local_shape)
+                        block = Box((at,), (at + row.numel,))
+                    else:
+                        stop = [n + 1 for n in start]
+                        along = axes[last]
+                        if along is not None:
+                            stop[along] = start[along] + row.numel
+                        block = Box(tuple(start), tuple(stop))
+                    parts.append(Part(block, (_ravel(row.start, shape) - self.lo,)))
+        if not dense:
+            return replace(fragment, parts=tuple(parts), axes=(axes[last],))
+        extent, count = fragment.extent, prod(local_shape)
+        if isinstance(extent, Extent) and fragment.span is None:
+            extent = replace(extent, shape=(count,), strides=(1,))
+        return replace(fragment, extent=extent, local_shape=(count,), parts=tuple(parts))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Joined(_OnDemand):
+    """The fragments of a tensor whose ravel is held in intervals: (where it begins, elements, its fragments)."""
+
+    shape: Shape
+    held: tuple[tuple[int, int, Sequence[Fragment]], ...]
+
+    @property
+    def _shape(self) -> Shape:
+        return self.shape
+
+    def near(self, want: Selection) -> list[Fragment]:
+        """Those that may hold elements between the first and the last wanted one."""
+        if any(not r for r in want):
+            return []
+        lo, hi = _ravel([r[0] for r in want], self.shape), _ravel([r[-1] for r in want], self.shape) + 1
+        found: list[Fragment] = []
+        for at, count, fragments in self.held:
+            a, b = max(lo - at, 0), min(hi - at, count)
+            if a < b:
+                for fragment in fragments_near(fragments, (range(a, b),)):
+                    found += self._placed(fragment, at, a, b)
+        return found
+
+    def _placed(self, fragment: Fragment, at: int, lo: int, hi: int) -> Iterator[Fragment]:
+        for local, globe in fragment_boxes(fragment):
+            a, b = max(globe.start[0], lo), min(globe.stop[0], hi)
+            if a >= b:
+                continue
+            axis = 0 if fragment.axes is None else fragment.axes[0]
+            start = list(local.start)
+            if axis is not None:
+                start[axis] += a - globe.start[0]
+            span = (at + a, at + b)
+            extent = fragment.extent
+            if isinstance(extent, Hole):
+                yield Fragment(extent, self.shape, span=span, rank=fragment.rank)
+            elif isinstance(extent, Extent):
+                run = _run(extent, fragment, start, axis, b - a, len(self.shape))
+                yield Fragment(run, self.shape, span=span, rank=fragment.rank)
+            else:
+                yield self._rows(fragment, start, axis, span)
+
+    def _rows(self, fragment: Fragment, start: Sequence[int], axis: int | None, span: tuple[int, int]) -> Fragment:
+        """What is packed keeps its own shape, and its rows have a part each."""
+        last = max((d for d, n in enumerate(self.shape) if n > 1), default=len(self.shape) - 1)
+        parts = []
+        for box in span_boxes(self.shape, *span):
+            for row in _rows(box, self.shape, last, None):
+                lo = list(start)
+                if axis is not None:
+                    lo[axis] += _ravel(row.start, self.shape) - span[0]
+                hi = [n + 1 for n in lo]
+                if axis is not None:
+                    hi[axis] = lo[axis] + row.numel
+                parts.append(Part(Box(tuple(lo), tuple(hi)), row.start))
+        axes = tuple(axis if d == last else None for d in range(len(self.shape)))
+        return replace(fragment, parts=tuple(parts), axes=axes)
+
+
+def _run(extent: Extent, fragment: Fragment, start: Sequence[int], axis: int | None, count: int, ndim: int) -> Extent:
+    """``count`` elements along an axis of the rank-local array from ``start`` on, as an extent of their own."""
+    if fragment.span is None:
+        first, strides = sum(i * s for i, s in zip(start, extent.strides, strict=True)), extent.strides
+    else:
+        unit = extent.strides[-1] if extent.strides else 1
+        first = (_ravel(start, fragment.local_shape) - fragment.span[0]) * unit
+        strides = tuple(s * unit for s in c_strides(fragment.local_shape))
+    step = 1 if axis is None else strides[axis]
+    rest = (1,) * (ndim - 1)
+    offset = extent.offset + first * extent.dtype.itemsize
+    return replace(extent, offset=offset, shape=(*rest, count), strides=(*rest, step))
+
+
+def _is_dense(fragment: Fragment) -> bool:
+    """Whether the elements that are held follow each other as in the rank-local array's ravel."""
+    if fragment.axes is not None:
+        return False
+    if fragment.span is not None or isinstance(fragment.extent, Hole):
+        return True
+    extent = fragment.extent
+    return isinstance(extent, Extent) and is_run(extent.shape, extent.strides)
+
+
+def _rows(box: Box, shape: Shape, last: int, local: Shape | None) -> Iterator[Box]:
+    """The box as runs of the C order of ``shape``; of that of ``local`` too. Without it, along one dimension."""
+    d = last
+    if local is not None:
+        d = len(shape) - 1
+        while d > 0 and box.start[d] == 0 and box.stop[d] == shape[d] == local[d]:
+            d -= 1
+    for corner in product(*(range(a, b) for a, b in zip(box.start[:d], box.stop[:d], strict=True))):
+        yield Box((*corner, *box.start[d:]), (*(n + 1 for n in corner), *box.stop[d:]))
+
+
+def _ravel(index: Sequence[int], shape: Shape) -> int:
+    return sum(i * s for i, s in zip(index, c_strides(shape), strict=True))

@@ -1,0 +1,139 @@
+"""Which pipeline stages and which expert-parallel rank have a tensor, and what it is called there. Pure.
+
+Layers are dealt evenly over stages, in their order; each stack of layers (an encoder and a decoder) on its own.
+Embeddings are on the first stage, the norm behind the layers, the head and what predicts further tokens on the last; a
+head that is tied to the embedding is on the last stage under its own name, as Megatron has it. What nothing tells of is
+on all of them. Megatron's ranks count their layers and experts from 0 (megatron/core/transformer/transformer_block.py,
+moe/experts.py), DeepSpeed's their experts (deepspeed/moe/experts.py); other names keep their numbers, as
+torch.distributed.pipelining and Hugging Face's models do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+_EXPERT = re.compile(
+    r"(\.experts\.(?:local_experts\.|deepspeed_experts\.)?|\.experts\.linear_fc[12]\.(?:weight|bias))(\d{1,6})(?=\.|$)"
+)
+_COUNTED = re.compile(r"(local_experts\.|deepspeed_experts\.|\.(weight|bias))$")  # before a number that is the rank's
+_LAYER = re.compile(r"((?:^|.*?\.)(?:layers|layer|h|blocks|block)\.|^)(\d{1,6})(?=\.)")
+_LOCAL_LAYER = re.compile(r"(^|\.)(encoder|decoder|transformer)\.layers\.$")
+_MTP = re.compile(r"(^|\.)mtp\.")
+_FIRST = re.compile(
+    r"(^|\.)(word_embeddings|position_embeddings|tokentype_embeddings|embed_tokens|embed_positions|wte|wpe|embed_in|"
+    r"tok_embeddings|word_embeddings_layernorm|word_embeddings_norm|emb_norm|patch_embed\w*|pos_embed\w*|cls_token)"
+    r"(\.|$)|(^|\.)embeddings?\."
+)
+_LAST = re.compile(
+    r"(^|\.)(output_layer|lm_head|embed_out|output|score|classifier|pooler|binary_head|word_embeddings_for_head|"
+    r"final_layernorm|final_layer_norm|final_norm|ln_f|head)(\.|$)|^((model|transformer|backbone)\.)?norm(_f)?\.|"
+    r"(^|\.)(encoder|decoder)\.(layer_?norm|norm)\.(weight|bias)$"
+)
+_BOTH = re.compile(r"^tied_modules\.")
+_EVERY = re.compile(r"(^|\.)(rotary_emb|rotary_pos_emb|rope)\.|inv_freq$|(^|\.)relative_(pos\w*|attention_bias)\b")
+
+
+class Expert(NamedTuple):
+    """One expert of a layer. ``layer``: the name up to its number; ``tail``: what is behind that; ``counted``: whether
+    a rank counts its own from 0."""
+
+    layer: str
+    number: int
+    counted: bool
+    tail: str
+
+
+def expert_of(name: str) -> Expert | None:
+    """The expert that a tensor is of; None if it is of none, or of all.
+
+    >>> expert_of("decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight")
+    Expert(layer='decoder.layers.1.mlp.experts.local_experts.', number=3, counted=True, tail='.linear_fc1.weight')
+    >>> expert_of("model.layers.1.mlp.experts.3.up_proj.weight")[1:3]
+    (3, False)
+    """
+    match = _EXPERT.search(name)
+    if match is None:
+        return None
+    counted = _COUNTED.search(match[1]) is not None
+    return Expert(name[: match.end(1)], int(match[2]), counted, name[match.end() :])
+
+
+def is_stack(name: str) -> bool:
+    """Whether a tensor is all experts' of a layer in one, [experts, ...]."""
+    return ".experts." in name and expert_of(name) is None
+
+
+class Stages:
+    """The layers of a model, dealt over pipeline stages.
+
+    ``names``: those of the whole model. ``local``: whether they are Megatron's, whose stages count layers from 0.
+    ``every``: the names asked for that are on all stages because nothing tells where they belong.
+    """
+
+    def __init__(self, names: Iterable[str], pp: int, local: bool) -> None:
+        self.pp = pp
+        self.local = local
+        self.every: dict[str, None] = {}
+        self._stacks: dict[str, dict[int, set[str]]] = {}
+        for name in names if pp > 1 else ():
+            match = _layer(name)
+            if match is not None:
+                layers = self._stacks.setdefault(match[1], {})
+                layers.setdefault(int(match[2]), set()).add(name[match.end() :])
+        self._dealt: dict[str, dict[int, tuple[int, int]]] = {}  # head -> layer -> (stage, its number there)
+
+    def of(self, name: str) -> list[tuple[int, str]]:
+        """(stage, name there) of a tensor, for each stage that has it. Raises ValueError if its layers cannot be dealt
+        evenly."""
+        last = self.pp - 1
+        match = _layer(name)
+        if not last:
+            return [(0, name)]
+        if match is not None and int(match[2]) in self._stacks.get(match[1], ()):
+            stage, number = self._deal(match[1])[int(match[2])]
+            counted = self.local and _LOCAL_LAYER.search(match[1])
+            return [(stage, f"{match[1]}{number}{name[match.end() :]}" if counted else name)]
+        if _BOTH.search(name):
+            return [(0, name), (last, name)]
+        if _FIRST.search(name) and not _MTP.search(name):
+            return [(0, name)]
+        if _LAST.search(name) or _MTP.search(name):
+            return [(last, name)]
+        if not _EVERY.search(name):
+            self.every[name] = None
+        return [(stage, name) for stage in range(self.pp)]
+
+    def _deal(self, head: str) -> dict[int, tuple[int, int]]:
+        if head not in self._dealt:
+            layers = self._stacks[head]
+            # of a pipeline of DeepSpeed, what is before and behind the transformer's layers has numbers too
+            numbers, ends = (sorted(layers), {}) if head else _inner(layers, self.pp)
+            each, rest = divmod(len(numbers), self.pp)
+            if rest:
+                raise ValueError(
+                    f"the {len(numbers)} layers {head}{numbers[0]} to {head}{numbers[-1]} cannot be dealt evenly over "
+                    f"{self.pp} pipeline stages"
+                )
+            self._dealt[head] = {n: divmod(i, each) for i, n in enumerate(numbers)} | ends
+        return self._dealt[head]
+
+
+def _layer(name: str) -> re.Match[str] | None:
+    return None if _MTP.search(name) else _LAYER.match(name)
+
+
+def _inner(layers: Mapping[int, set[str]], pp: int) -> tuple[list[int], dict[int, tuple[int, int]]]:
+    """The transformer's layers among those of a pipeline: without those at the ends that are like no other."""
+    kinds = Counter(frozenset(names) for names in layers.values())
+    numbers = sorted(layers)
+    lo, hi = 0, len(numbers)
+    while lo < hi and kinds[frozenset(layers[numbers[lo]])] == 1:
+        lo += 1
+    while lo < hi and kinds[frozenset(layers[numbers[hi - 1]])] == 1:
+        hi -= 1
+    if lo == hi:
+        return numbers, {}
+    return numbers[lo:hi], dict.fromkeys(numbers[:lo], (0, 0)) | dict.fromkeys(numbers[hi:], (pp - 1, 0))
