@@ -374,6 +374,9 @@ def test_a_filter_that_gives_another_dtype_back(tmp_path: Path) -> None:
     for name, delta in (("w", "u1"), ("i", "i2")):  # zarr would take its numbers for those of the array
         with pytest.raises(DataError, match=f"give.*{name}|{name}.*back"):
             view.select(name).to_zarr(tmp_path / "out", codec=numcodecs.Delta(dtype=delta))
+    torch.save({"b": torch.arange(6, dtype=torch.int8)}, tmp_path / "m.pt")
+    with pytest.raises(DataError, match="single bytes"):
+        lazyckpt.open(tmp_path / "m.pt").to_zarr(tmp_path / "out", codec=numcodecs.AsType("f8", "i1"))
     assert os.listdir(tmp_path) == ["m.pt"]
 
 
