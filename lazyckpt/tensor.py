@@ -405,7 +405,7 @@ class LazyTensor:
     def _plain(self) -> Extent | None:
         """The extent, if the tensor is one contiguous run of raw bytes of one file."""
         spec = self.spec
-        if self._selection is not None or len(spec.fragments) != 1:
+        if self._selection is not None or getattr(spec.fragments, "placed", False) or len(spec.fragments) != 1:
             return None
         fragment = spec.fragments[0]
         extent = fragment.extent

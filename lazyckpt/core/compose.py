@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, overload
+from typing import Any, ClassVar, Literal, overload
 
 import torch
 
@@ -72,8 +72,10 @@ def compose(name: str, shape: Shape, pieces: Sequence[Piece], rule: str = "", st
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ComposedFragments(Sequence[Fragment]):
-    """The fragments of the pieces, each with the parts of it that lie in the piece. Made on demand."""
+    """The fragments of the pieces, each with the parts of it that lie in the piece. Made on demand. ``placed``: none of
+    them is the tensor as it is."""
 
+    placed: ClassVar[bool] = True
     pieces: tuple[Piece, ...]
 
     def near(self, want: Selection) -> list[Fragment]:

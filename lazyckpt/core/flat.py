@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 from .box import Box, Shape, c_strides, is_run, span_boxes
 from .index import Extent, Fragment, Hole, Part, TensorSpec
@@ -31,7 +31,9 @@ def joined(like: TensorSpec, shape: Shape, intervals: Sequence[tuple[int, Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _OnDemand(Sequence[Fragment]):
-    """Fragments that `near` makes."""
+    """Fragments that `near` makes. ``placed``: each of them says where it stands, none is the tensor as it is."""
+
+    placed: ClassVar[bool] = True
 
     @property
     def _shape(self) -> Shape:
@@ -136,6 +138,7 @@ class Joined(_OnDemand):
         return found
 
     def _placed(self, fragment: Fragment, at: int, lo: int, hi: int) -> Iterator[Fragment]:
+        runs: list[tuple[int, Extent]] = []
         for local, globe in fragment_boxes(fragment):
             a, b = max(globe.start[0], lo), min(globe.stop[0], hi)
             if a >= b:
@@ -144,15 +147,33 @@ class Joined(_OnDemand):
             start = list(local.start)
             if axis is not None:
                 start[axis] += a - globe.start[0]
-            span = (at + a, at + b)
             extent = fragment.extent
             if isinstance(extent, Hole):
-                yield Fragment(extent, self.shape, span=span, rank=fragment.rank)
+                yield Fragment(extent, self.shape, span=(at + a, at + b), rank=fragment.rank)
             elif isinstance(extent, Extent):
-                run = _run(extent, fragment, start, axis, b - a, len(self.shape))
-                yield Fragment(run, self.shape, span=span, rank=fragment.rank)
+                runs.append((at + a, _run(extent, fragment, start, axis, b - a, len(self.shape))))
             else:
-                yield self._rows(fragment, start, axis, span)
+                yield self._rows(fragment, start, axis, (at + a, at + b))
+        for group in _alike(runs, self.shape[-1]):
+            if len(group) > 1:
+                yield from self._blocks(group, fragment)
+            else:
+                at_, extent = group[0]
+                yield Fragment(extent, self.shape, span=(at_, at_ + extent.shape[-1]), rank=fragment.rank)
+
+    def _blocks(self, group: Sequence[tuple[int, Extent]], fragment: Fragment) -> Iterator[Fragment]:
+        """Whole rows at equal distances, as blocks."""
+        (first, extent), (_, second) = group[:2]
+        width, lead = self.shape[-1], self.shape[:-1]
+        pitch = (second.offset - extent.offset) // extent.dtype.itemsize
+        row = first // width
+        for box in span_boxes(lead, row, row + len(group)):
+            ahead = (_ravel(box.start, lead) - row) * pitch
+            strides = (*(n * pitch for n in c_strides(lead)), extent.strides[-1])
+            shape = (*box.shape, width)
+            offset = extent.offset + ahead * extent.dtype.itemsize
+            block = replace(extent, offset=offset, shape=shape, strides=strides)
+            yield Fragment(block, shape, (Part(Box.of(shape), (*box.start, 0)),), rank=fragment.rank)
 
     def _rows(self, fragment: Fragment, start: Sequence[int], axis: int | None, span: tuple[int, int]) -> Fragment:
         """What is packed keeps its own shape, and its rows have a part each."""
@@ -183,6 +204,30 @@ def _run(extent: Extent, fragment: Fragment, start: Sequence[int], axis: int | N
     rest = (1,) * (ndim - 1)
     offset = extent.offset + first * extent.dtype.itemsize
     return replace(extent, offset=offset, shape=(*rest, count), strides=(*rest, step))
+
+
+def _alike(runs: Sequence[tuple[int, Extent]], width: int) -> Iterator[Sequence[tuple[int, Extent]]]:
+    """Runs that are whole rows, one behind the other in the tensor and at equal distances in the file, together."""
+    n = 0
+    while n < len(runs):
+        end = n + 1
+        if _is_row(runs[n], width):
+            pitch = runs[end][1].offset - runs[n][1].offset if end < len(runs) else 0
+            while (
+                end < len(runs)
+                and pitch > 0
+                and _is_row(runs[end], width)
+                and runs[end][0] == runs[end - 1][0] + width
+                and runs[end][1].offset - runs[end - 1][1].offset == pitch
+                and runs[end][1].strides == runs[n][1].strides
+            ):
+                end += 1
+        yield runs[n:end]
+        n = end
+
+
+def _is_row(run: tuple[int, Extent], width: int) -> bool:
+    return run[1].shape[-1] == width and run[0] % width == 0
 
 
 def _is_dense(fragment: Fragment) -> bool:

@@ -8,7 +8,7 @@ of Megatron, params.json of Llama, the names of known families, and shapes where
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...core.box import Shape
@@ -24,6 +24,7 @@ from ..tensorparallel import llama_rules
 from .names import is_stack
 from .stored import as_merged
 
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _FC1 = re.compile(r"(.*\.)(linear_fc1|dense_h_to_4h)(\.(?:weight|bias)\d*)$")
 _SECOND = {"linear_fc1": "linear_fc2", "dense_h_to_4h": "dense_4h_to_h"}
 _DOWN = re.compile(r"\.linear_(q|kv)_down_proj\.weight$")
@@ -51,9 +52,9 @@ def sources_of(index: Index, specs: Mapping[str, TensorSpec], rules: Mapping[str
     shapes = {name: spec.shape for name, spec in specs.items()}
     args, info = index.meta.get("args"), index.meta.get("universal_checkpoint_info")
     by_shape = Source(lambda name: _first_matrix(name, shapes))
+    has_info = isinstance(info, dict) and bool(info)
+    universal = (universal_rules(info or {}, family_rules(is_gated(args))),) if has_info else ()
     own: list[Source] = []
-    if isinstance(info, dict) and info:
-        own.append(universal_rules(info, family_rules(is_gated(args))))
     if index.format == "llama":
         own.append(llama_rules(index.meta.get("params", {})))
     if is_megatron(index, specs):
@@ -63,7 +64,20 @@ def sources_of(index: Index, specs: Mapping[str, TensorSpec], rules: Mapping[str
     else:
         own.append(family_rules())
     stored = Source(lambda name: None if is_stack(name) else as_merged(specs.get(name)))
-    return (user_rules(rules), stored, *own, by_shape, Source(_by_name))
+    return (user_rules(rules), stored, *universal, _remembered((*own, by_shape, Source(_by_name)), shapes))
+
+
+def _remembered(sources: Sequence[Source], shapes: Mapping[str, Shape]) -> Source:
+    """The first of the sources that knows, asked once for what differs in the numbers of layers and experts only."""
+    asked: dict[tuple[str, Shape], tuple[Rule, str] | None] = {}
+
+    def find(name: str) -> tuple[Rule, str] | None:
+        key = (_NUMBER.sub("", name), shapes.get(name, ()))
+        if key not in asked:
+            asked[key] = next((found for source in sources if (found := source.find(name)) is not None), None)
+        return asked[key]
+
+    return Source(find)
 
 
 def heads_in(index: Index) -> Heads | None:

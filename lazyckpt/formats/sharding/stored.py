@@ -18,10 +18,11 @@ _HOW = "how its stored shards were put together"
 
 def regrouped(spec: TensorSpec, degree: int, index: int, heads: Heads | None) -> Cut | None:
     """The shard of rank ``index`` of ``degree``, by the stored ones. None if there are none, or neither number of ranks
-    divides the other, or a piece of a stored one cannot be cut evenly. Raises ValueError if heads would be cut."""
+    divides the other, or a piece of a stored one cannot be cut evenly, or a vocabulary may need more padding. Raises
+    ValueError if heads would be cut."""
     merge = _merge(spec)
     shapes = _shapes(spec)
-    if merge is None or shapes is None or (VOCABULARY.search(spec.name) and len(shapes) != degree):
+    if merge is None or shapes is None or (VOCABULARY.search(spec.name) and degree > len(shapes)):
         return None
     known = Source(lambda name: (lambda _: merge, _HOW))
     try:
