@@ -141,6 +141,43 @@ class Writing(Mapping[str, LazyTensor]):
             storage_options=storage_options,
         )
 
+    def to_dcp(
+        self,
+        dest: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        progress: bool | None = None,
+        executor: Executor | None = None,
+        memory: int | str | None = None,
+        verify: bool = False,
+    ) -> dict[str, str]:
+        """Write the view as a folder of torch.distributed.checkpoint, which `dcp.load` reads into a model on any number
+        of ranks (FSDP2, tensor parallelism), with its optimizer: ``{"model": ..., "optim": ...}`` of torch's
+        `get_state_dict`.
+
+        What this view reads, "weights" or "fp32", becomes ``model.NAME``; the optimizer's states
+        ``optim.state.NAME.STATE``, its options ``optim.param_groups.N.OPTION`` where the checkpoint tells of which
+        parameters they are; "fp32" beside "weights" ``fp32.NAME``; ``meta`` as it stands there. A view of one of the
+        optimizer's states brings that alone. Tied names are there both, on the same bytes. Tensors are cut in chunks of
+        whole rows, of at most 32 MiB where a row is not larger; a count of steps that no tensor holds becomes
+        ``optim.state.NAME.step``.
+
+        Options are those of `to_safetensors`; as with `to_zarr`, the folder appears when it is complete, and the same
+        call goes on with what an interrupted one finished. Returns what of ``meta`` is left out: dotted path -> reason
+        (objects of classes that would have to be imported). Raises as `to_safetensors` does; DestinationError also for
+        a folder that holds anything else.
+        """
+        from .export.dcp import View, export_dcp
+
+        return export_dcp(
+            cast(View, self),
+            dest,
+            overwrite=overwrite,
+            verify=verify,
+            progress=progress,
+            run=_runner(executor, memory),
+        )
+
     def to_xarray(self, *, chunks: Mapping[str, Any] | None = None) -> xr.DataTree:
         """The view as an `xarray.DataTree`: groups are the dotted names, variables the tensors, dimensions are named by
         their size ("d4096"). Reads nothing; a variable reads what is indexed of it.

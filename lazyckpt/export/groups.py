@@ -1,0 +1,99 @@
+"""The options of an optimizer, by the names of the parameters they are for, as far as a checkpoint tells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+from ..tensor import LazyTensor
+
+_DEPTH = 5
+# torch/optim/adam.py, adamw.py: options that a state dict of another Adam lacks, as they are by default
+_ADAM = {
+    "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
+    "decoupled_weight_decay": True,
+}  # fmt: skip
+_WEIGHTS = ("weights", "fp32")
+
+
+class Training(Protocol):
+    """What is asked of a view."""
+
+    @property
+    def meta(self) -> Mapping[str, Any]: ...
+    @property
+    def states(self) -> Mapping[str, Mapping[str, LazyTensor]]: ...
+
+
+def param_groups(view: Training, complete: bool = True) -> list[dict[str, Any]]:
+    """The groups, ``params`` being names; [] if the checkpoint does not tell. ``complete``: an Adam's get the options
+    that torch's have and others (DeepSpeed's, apex') do not.
+
+    Numbers are names by: the flat groups of DeepSpeed (``param_shapes``), or the states that were read under both.
+    """
+    shapes = view.meta.get("param_shapes")
+    numbers = _numbers(view)
+    for groups in _found(view.meta, 0):
+        made = []
+        for group in groups:
+            names = list(_names(group["params"], shapes, numbers))
+            made.append({**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "params": names})
+        if any(group["params"] for group in made):
+            if complete and "exp_avg" in view.states and "exp_avg_sq" in view.states:
+                made = [{**_ADAM, **group} for group in made]
+            return made
+    return []
+
+
+def step_of(view: Training) -> float | None:
+    """How many steps the optimizer has done, where no state tells: an option of the groups, or the training's count."""
+    for groups in _found(view.meta, 0):
+        for group in groups:
+            if type(group.get("step")) in (int, float):
+                return float(group["step"])
+    step = view.meta.get("step")
+    return float(step) if type(step) is int else None
+
+
+def _found(value: Any, depth: int) -> Iterator[list[dict[str, Any]]]:
+    """Every list of groups in nested dicts and lists, the outer ones first."""
+    inner: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        groups = value.get("param_groups")
+        if isinstance(groups, list) and groups and all(isinstance(g, dict) and _listed(g) for g in groups):
+            yield groups
+        inner = value.values()
+    elif isinstance(value, list):
+        inner = value[:8]
+    if depth < _DEPTH:
+        for part in inner:
+            yield from _found(part, depth + 1)
+
+
+def _listed(group: Mapping[str, Any]) -> bool:
+    return isinstance(group.get("params"), list)
+
+
+def _names(params: Iterable[Any], shapes: Any, numbers: Mapping[str, str]) -> Iterator[str]:
+    for param in params:
+        if type(param) is str:
+            yield param
+        elif isinstance(shapes, list) and type(param) is int and param < len(shapes):
+            group = shapes[param]
+            yield from map(str, group if isinstance(group, Mapping) else ())
+        elif str(param) in numbers:
+            yield numbers[str(param)]
+
+
+def _numbers(view: Training) -> dict[str, str]:
+    """Number -> name: the raw name of a state ends with "state.NUMBER.exp_avg"."""
+    found: dict[str, str] = {}
+    for state, tensors in view.states.items():
+        if state in _WEIGHTS:
+            continue
+        for name, tensor in tensors.items():
+            raw = (tensor.spec.stored_as or "").removesuffix(f".{state}")
+            head, _, number = raw.rpartition(".")
+            if number.isdecimal() and head.endswith("state"):
+                found.setdefault(number, name)
+    return found
