@@ -169,10 +169,12 @@ def _add_meta(state: _State, view: View, lost: Lost) -> None:
     apart = not view.format.startswith("deepspeed")
     for top, value in view.meta.items():
         made = restored(value, str(top), tensor, lost)
+        if made is None and value is not None:
+            continue
         for path, part in _leaves(made, (str(top),)) if apart else [((str(top),), made)]:
             key = ".".join(map(str, path))
             taken = key in state.paths or (groups and path[:2] == ours)
-            if not taken and key not in known and not (isinstance(part, dict) and not part):
+            if not taken and key not in known:
                 state.add(path, _whole(part))
 
 
