@@ -148,7 +148,7 @@ def _state_dict(view: View, lost: Lost) -> _State:
         if "exp_avg" in states and "step" not in states:
             steps = step_of(view)
             for name in states["exp_avg"] if steps is not None else ():
-                state.add(("optim", "state", name, "step"), Held(torch.tensor(steps, dtype=torch.float32)))
+                state.add(("optim", "state", name, "step"), Held(torch.tensor(steps.count, dtype=torch.float32)))
         _add_meta(state, view, lost)
     return state
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..tensor import LazyTensor
 
@@ -45,29 +45,50 @@ def param_groups(view: Training, complete: bool = True) -> list[dict[str, Any]]:
     return []
 
 
-def step_of(view: Training) -> float | None:
-    """How many steps the optimizer has done, where no state tells: an option of the groups, or the training's count."""
+class Steps(NamedTuple):
+    """How many an optimizer has done. ``option``: its groups tell. ``whole``: it counts them as an int."""
+
+    count: float
+    option: bool = False
+    whole: bool = False
+
+
+def step_of(view: Training) -> Steps | None:
+    """The optimizer's count of steps where no tensor tells: an option of its groups, a number among its states, or the
+    count of the training."""
     for groups in _found(view.meta, 0):
         for group in groups:
-            if type(group.get("step")) in (int, float):
-                return float(group["step"])
+            step = group.get("step")
+            if type(step) in (int, float):
+                return Steps(float(step), option=True)
+    for state in _below(view.meta, "state", 0):
+        for entry in state.values() if isinstance(state, Mapping) else ():
+            step = entry.get("step") if isinstance(entry, Mapping) else None
+            if type(step) in (int, float):
+                return Steps(float(step), whole=type(step) is int)
     step = view.meta.get("step")
-    return float(step) if type(step) is int else None
+    return Steps(float(step)) if type(step) is int else None
 
 
 def _found(value: Any, depth: int) -> Iterator[list[dict[str, Any]]]:
     """Every list of groups in nested dicts and lists, the outer ones first."""
-    inner: Iterable[Any] = ()
-    if isinstance(value, Mapping):
-        groups = value.get("param_groups")
+    for groups in _below(value, "param_groups", depth):
         if isinstance(groups, list) and groups and all(isinstance(g, dict) and _listed(g) for g in groups):
             yield groups
+
+
+def _below(value: Any, key: str, depth: int) -> Iterator[Any]:
+    """What stands under a key in nested dicts and lists, the outer ones first."""
+    inner: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        if key in value:
+            yield value[key]
         inner = value.values()
     elif isinstance(value, list):
         inner = value[:8]
     if depth < _DEPTH:
         for part in inner:
-            yield from _found(part, depth + 1)
+            yield from _below(part, key, depth + 1)
 
 
 def _listed(group: Mapping[str, Any]) -> bool:
