@@ -29,19 +29,32 @@ def param_groups(view: Training, complete: bool = True) -> list[dict[str, Any]]:
     """The groups, ``params`` being names; [] if the checkpoint does not tell. ``complete``: an Adam's get the options
     that torch's have and others (DeepSpeed's, apex') do not.
 
-    Numbers are names by: the flat groups of DeepSpeed (``param_shapes``), or the states that were read under both.
+    Numbers are names by: the flat groups of DeepSpeed (``param_shapes``), the states that were read under both, or the
+    names that the optimizer was given.
     """
-    shapes = view.meta.get("param_shapes")
-    numbers = _numbers(view)
+    made = [
+        {**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "params": names}
+        for group, names in _named(view)
+    ]
+    if complete and "exp_avg" in view.states and "exp_avg_sq" in view.states:
+        made = [{**_ADAM, **group} for group in made]
+    return made
+
+
+def unnamed(view: Training) -> bool:
+    """Whether the optimizer has parameters besides those that `param_groups` names: numbers without states."""
+    if isinstance(view.meta.get("param_shapes"), list):
+        return False
+    return any(len(group["params"]) > len(names) for group, names in _named(view))
+
+
+def _named(view: Training) -> list[tuple[dict[str, Any], list[str]]]:
+    """The groups, and the names of the parameters of each."""
+    shapes, numbers = view.meta.get("param_shapes"), _numbers(view)
     for groups in _found(view.meta, 0):
-        made = []
-        for group in groups:
-            names = list(_names(group["params"], shapes, numbers))
-            made.append({**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "params": names})
-        if any(group["params"] for group in made):
-            if complete and "exp_avg" in view.states and "exp_avg_sq" in view.states:
-                made = [{**_ADAM, **group} for group in made]
-            return made
+        named = [(group, list(_names(group, shapes, numbers))) for group in groups]
+        if any(names for _, names in named):
+            return named
     return []
 
 
@@ -95,15 +108,19 @@ def _listed(group: Mapping[str, Any]) -> bool:
     return isinstance(group.get("params"), list)
 
 
-def _names(params: Iterable[Any], shapes: Any, numbers: Mapping[str, str]) -> Iterator[str]:
-    for param in params:
+def _names(group: Mapping[str, Any], shapes: Any, numbers: Mapping[str, str]) -> Iterator[str]:
+    given = group.get("param_names")
+    names = given if isinstance(given, list) and len(given) == len(group["params"]) else [None] * len(group["params"])
+    for param, name in zip(group["params"], names, strict=True):
         if type(param) is str:
             yield param
         elif isinstance(shapes, list) and type(param) is int and param < len(shapes):
-            group = shapes[param]
-            yield from map(str, group if isinstance(group, Mapping) else ())
+            flat = shapes[param]
+            yield from map(str, flat if isinstance(flat, Mapping) else ())
         elif str(param) in numbers:
             yield numbers[str(param)]
+        elif type(name) is str:
+            yield name
 
 
 def _numbers(view: Training) -> dict[str, str]:

@@ -26,7 +26,7 @@ from .dcp import View
 from .destination import local_path
 from .files import check_names
 from .folders import File, FolderPlan, write_folder
-from .groups import param_groups, step_of
+from .groups import param_groups, step_of, unnamed
 from .held import Held, Writable
 from .job import Run
 from .objects import Lost, restored
@@ -61,15 +61,22 @@ def export_universal(
     info = view.meta.get("universal_checkpoint_info")
     info = info if isinstance(info, Mapping) else {}
     steps = _steps(view, masters)
-    states = _states(view, masters, lost)
+    states: dict[str, dict[str, Writable]] = _states(view, masters, lost)
     groups = param_groups(view, complete=False)
+    if states:
+        kinds = dict.fromkeys(state for of_one in states.values() for state in of_one)
+        for name in _without_states(view, masters, states, groups):
+            zero = Held(torch.zeros(()).expand(masters[name].shape))  # takes no memory
+            states[name] = dict.fromkeys(kinds, zero)
+            steps |= {name: step for step in [*steps.values()][:1]}
 
     files: list[File] = []
     told: list[tuple[LazyTensor, object]] = []
     for name, tensor in masters.items():
         for state, value in (("fp32", tensor), *states.get(name, {}).items()):
             key = f"zero/{name}/{state}.pt"
-            told.append((value, (key, str(value.dtype))))
+            if isinstance(value, LazyTensor):
+                told.append((value, (key, str(value.dtype))))
             files.append(File(key, value.nbytes, partial(layout_of, value={"param": value, **cut_of(info, name)})))
     model = _model_states(view, masters, aliases, groups, states, info, lost)
     module = _module(view, masters)
@@ -115,9 +122,9 @@ def _check(names: Mapping[str, object]) -> None:
             raise DataError(f"{name!r} cannot be the name of a folder, which a universal checkpoint has for a parameter")
 
 
-def _states(view: View, masters: Mapping[str, LazyTensor], lost: Lost) -> dict[str, dict[str, LazyTensor]]:
+def _states(view: View, masters: Mapping[str, LazyTensor], lost: Lost) -> dict[str, dict[str, Writable]]:
     """Parameter -> the states that have its shape."""
-    found: dict[str, dict[str, LazyTensor]] = {}
+    found: dict[str, dict[str, Writable]] = {}
     for state, tensors in view.states.items():
         if state in (*_WEIGHTS, "step"):
             continue
@@ -132,6 +139,19 @@ def _states(view: View, masters: Mapping[str, LazyTensor], lost: Lost) -> dict[s
             else:
                 found.setdefault(name, {})[state] = tensor
     return found
+
+
+def _without_states(
+    view: View, masters: Mapping[str, LazyTensor], states: Mapping[str, object], groups: list[dict[str, Any]]
+) -> list[str]:
+    """Parameters that never had a gradient, of which torch's optimizers have no states: DeepSpeed wants all parameters
+    of a group to have the same. Where the optimizer has them as mere numbers: all that may be meant."""
+    names = {name for group in groups for name in group["params"]}
+    if unnamed(view):
+        others = [view.meta.get(key) for key in ("buffer_names", "frozen_parameters")]
+        known = {name for listed in others if isinstance(listed, list) for name in listed}
+        names |= {n for n, t in masters.items() if t.dtype.is_floating_point and n not in known}
+    return [name for name in masters if name in names and name not in states]
 
 
 def _steps(view: View, masters: Mapping[str, LazyTensor]) -> dict[str, Any]:
@@ -160,7 +180,7 @@ def _model_states(
     masters: Mapping[str, LazyTensor],
     aliases: Mapping[str, str],
     groups: list[dict[str, Any]],
-    states: Mapping[str, Mapping[str, LazyTensor]],
+    states: Mapping[str, object],
     info: Mapping[str, Any],
     lost: Lost,
 ) -> dict[str, Any]:
@@ -222,8 +242,14 @@ def _optimizer_state(view: View, groups: list[dict[str, Any]], steps: Mapping[st
         "ds_version": view.meta.get("ds_version") or _DEEPSPEED,
         **theirs,
         "param_groups": options,
-        "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": options},
+        "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": [_common(options)]},
     }
+
+
+def _common(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """The options that all groups share: an engine of ZeRO-3 gives those of the first group to all of its own."""
+    first = groups[0]
+    return {k: v for k, v in first.items() if k == "params" or all(k in g and g[k] == v for g in groups)}
 
 
 def _scalars(meta: Mapping[str, Any]) -> dict[str, Any]:
