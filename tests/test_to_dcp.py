@@ -56,7 +56,11 @@ def test_torch_loads_it_into_a_sharded_model(loaded: Path, name: str) -> None:
 def training(tmp_path: Path) -> Path:
     """A file with everything that a state dict may have."""
     torch.manual_seed(0)
-    weights: dict[str, Any] = {"emb.weight": torch.randn(33, 7), "norm": torch.randn(7).bfloat16(), "n": torch.tensor(3)}
+    weights: dict[str, Any] = {
+        "emb.weight": torch.randn(33, 7),
+        "norm": torch.randn(7).bfloat16(),
+        "n": torch.tensor(3),
+    }
     weights["empty"] = torch.empty(0, 4)
     weights["turned"] = torch.randn(6, 5).t()
     weights["head.weight"] = weights["emb.weight"]
@@ -173,7 +177,7 @@ def test_it_goes_on_and_appears_at_the_end(training: Path, tmp_path: Path, monke
 
     monkeypatch.setattr(written, "_finish", finish)
     out, staging = tmp_path / "out", tmp_path / ".out.incomplete"
-    with pytest.raises(DestinationError, match="No space left.*call again"):
+    with pytest.raises(DestinationError, match=r"No space left.*call again"):
         lazyckpt.open(training).to_dcp(out)
     assert not out.exists()
     kept = {path.name: path.stat().st_mtime_ns for path in staging.glob("*.distcp")}
@@ -214,7 +218,7 @@ def test_where_it_may_not_be_written(training: Path, tmp_path: Path) -> None:
     assert list(lazyckpt.open(tmp_path / "out")) == ["norm"]
     found = lazyckpt.open(tmp_path / "out")
     for place in (tmp_path / "out", tmp_path / "out" / "deeper"):
-        with pytest.raises(DestinationError, match="holds the checkpoint|inside of the checkpoint"):
+        with pytest.raises(DestinationError, match=r"holds the checkpoint|inside of the checkpoint"):
             found.to_dcp(place, overwrite=True)
 
 

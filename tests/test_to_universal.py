@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +23,27 @@ SOURCES = {
     "zero1": ResumeSpec(stage=1, dp=2),
     "zero1_bf16": ResumeSpec(stage=1, dp=2, dtype="bf16"),
     "zero2_sgd": ResumeSpec(stage=2, dp=3, optimizer="sgd"),
-    "zero3": ResumeSpec(stage=3, dp=2),
+    "zero1_one": ResumeSpec(stage=1, dp=2, one_group=True),
+    "zero3": ResumeSpec(stage=3, dp=2, one_group=True),
     "zero0": ResumeSpec(stage=0, dp=2),
     "torch": ResumeSpec(stage=0, dp=1, optimizer="torch", scheduler=False),
 }
-THEIRS = ("zero1", "zero1_bf16", "zero2_sgd")
+THEIRS = ("zero1", "zero1_bf16", "zero2_sgd", "zero3")
 # the source, and how it goes on
 TARGETS = {
     "zero1_on_1": ("zero1", ResumeSpec(stage=1, dp=1)),
     "zero1_on_3": ("zero1", ResumeSpec(stage=1, dp=3)),
     "zero1_to_zero2": ("zero1", ResumeSpec(stage=2, dp=2)),
-    "zero1_to_zero3": ("zero1", ResumeSpec(stage=3, dp=2)),
+    "zero1_to_zero3": ("zero1_one", ResumeSpec(stage=3, dp=2, one_group=True)),
     "zero1_bf16_on_3": ("zero1_bf16", ResumeSpec(stage=1, dp=3, dtype="bf16")),
     "sgd_on_2": ("zero2_sgd", ResumeSpec(stage=2, dp=2, optimizer="sgd")),
-    "zero3_on_3": ("zero3", ResumeSpec(stage=3, dp=3)),
-    "zero3_to_zero1": ("zero3", ResumeSpec(stage=1, dp=1)),
+    "zero3_on_3": ("zero3", ResumeSpec(stage=3, dp=3, one_group=True)),
+    "zero3_to_zero1": ("zero3", ResumeSpec(stage=1, dp=1, one_group=True)),
     "zero0_to_zero2": ("zero0", ResumeSpec(stage=2, dp=3)),
     "torch_to_zero1": ("torch", ResumeSpec(stage=1, dp=2, optimizer="torch", scheduler=False)),
     "dcp_to_zero2": ("torch", ResumeSpec(stage=2, dp=2, optimizer="torch", scheduler=False)),
 }
-COMPARED = ("zero1_on_3", "zero1_bf16_on_3")  # with what ds_to_universal makes
+COMPARED = ("zero1_on_3", "zero1_bf16_on_3", "zero3_on_3")  # with what ds_to_universal makes
 
 
 @pytest.fixture(scope="session")
@@ -70,9 +72,7 @@ def _resume(folder: Path) -> Path:
 
 
 def _from(spec: ResumeSpec, path: Path) -> ResumeSpec:
-    return ResumeSpec(
-        stage=spec.stage, dp=spec.dp, dtype=spec.dtype, optimizer=spec.optimizer, scheduler=spec.scheduler, load=str(path)
-    )
+    return replace(spec, load=str(path))
 
 
 def source(folder: Path, name: str) -> Path:

@@ -136,7 +136,7 @@ def _state_dict(view: View, lost: Lost) -> _State:
             state.paths[f"model.{alias}"] = ("model", alias)
             state.aliases[f"model.{alias}"] = f"model.{owner}"
         if view.state == "weights" and "fp32" in states:
-            for name, tensor in states["fp32"].once()[0].items():  # type: ignore[attr-defined]
+            for name, tensor in states["fp32"].once()[0].items():
                 state.add(("fp32", name), tensor)
         moments = [s for s in states if s not in _WEIGHTS]
     else:
@@ -147,8 +147,10 @@ def _state_dict(view: View, lost: Lost) -> _State:
     if view.state in _WEIGHTS:
         if "exp_avg" in states and "step" not in states:
             steps = step_of(view)
-            for name in states["exp_avg"] if steps is not None else ():
-                state.add(("optim", "state", name, "step"), Held(torch.tensor(steps.count, dtype=torch.float32)))
+            if steps is not None:
+                count = torch.tensor(steps.done, dtype=torch.float32)
+                for name in states["exp_avg"]:
+                    state.add(("optim", "state", name, "step"), Held(count))
         _add_meta(state, view, lost)
     return state
 
@@ -157,7 +159,7 @@ def _add_meta(state: _State, view: View, lost: Lost) -> None:
     stored = view.stored
 
     def tensor(name: str) -> Any:
-        return stored[name] if name in stored else None
+        return stored.get(name)
 
     known = {t.spec.stored_as or key for key, t in state.tensors.items() if isinstance(t, LazyTensor)}
     groups = [] if not any(k.startswith("optim.state.") for k in state.paths) else param_groups(view)

@@ -60,7 +60,8 @@ def write_folder(
     progress: bool | None,
     run: Run,
 ) -> None:
-    """Write the folder ``place``, which reads ``tensors``. Raises what reading raises, DestinationError, CorruptError."""
+    """Write the folder ``place``; ``tensors`` are read for it. Raises DestinationError, CorruptError, and what reading
+    raises."""
     sources = source_files(tensors)
     check_folder(place, plan, tensors, sources, overwrite)
     for tensor in tensors:

@@ -16,13 +16,22 @@ _ADAM = {
 _WEIGHTS = ("weights", "fp32")
 
 
+class Part(Protocol):
+    """The tensors of a state."""
+
+    def __iter__(self) -> Iterator[str]: ...
+    def __getitem__(self, name: str, /) -> LazyTensor: ...
+    def items(self) -> Iterable[tuple[str, LazyTensor]]: ...
+    def once(self) -> tuple[Mapping[str, LazyTensor], Mapping[str, str]]: ...
+
+
 class Training(Protocol):
     """What is asked of a view."""
 
     @property
     def meta(self) -> Mapping[str, Any]: ...
     @property
-    def states(self) -> Mapping[str, Mapping[str, LazyTensor]]: ...
+    def states(self) -> Mapping[str, Part]: ...
 
 
 def param_groups(view: Training, complete: bool = True) -> list[dict[str, Any]]:
@@ -59,9 +68,9 @@ def _named(view: Training) -> list[tuple[dict[str, Any], list[str]]]:
 
 
 class Steps(NamedTuple):
-    """How many an optimizer has done. ``option``: its groups tell. ``whole``: it counts them as an int."""
+    """``done``: how many an optimizer has done. ``option``: its groups tell. ``whole``: it counts them as an int."""
 
-    count: float
+    done: float
     option: bool = False
     whole: bool = False
 
@@ -72,13 +81,13 @@ def step_of(view: Training) -> Steps | None:
     for groups in _found(view.meta, 0):
         for group in groups:
             step = group.get("step")
-            if type(step) in (int, float):
+            if isinstance(step, int | float):
                 return Steps(float(step), option=True)
     for state in _below(view.meta, "state", 0):
         for entry in state.values() if isinstance(state, Mapping) else ():
             step = entry.get("step") if isinstance(entry, Mapping) else None
-            if type(step) in (int, float):
-                return Steps(float(step), whole=type(step) is int)
+            if isinstance(step, int | float):
+                return Steps(float(step), whole=isinstance(step, int))
     step = view.meta.get("step")
     return Steps(float(step)) if type(step) is int else None
 

@@ -16,7 +16,7 @@ from torch.serialization import skip_data
 
 from ..core.box import Shape
 from ..errors import DataError
-from .held import Writable
+from .held import Held, Writable
 from .torch import placeholders
 
 _DESCRIPTOR = b"PK\x07\x08"  # stands behind a record's data, followed by the checksum
@@ -60,10 +60,11 @@ class _Around(io.RawIOBase):
 
 @lru_cache(maxsize=1 << 12)
 def _saved(dtype: torch.dtype, shape: Shape) -> Saved:
-    (shown,) = placeholders([_Shape(dtype, shape)])
+    # (a tensor of this shape that takes no memory)
+    (shown,) = placeholders([Held(torch.empty((), dtype=dtype).expand(shape))])
     around = _Around()
     with skip_data():
-        torch.save(shown, around)
+        torch.save(shown, around)  # type: ignore[arg-type]
     head, tail = bytes(around.parts[0]), b"".join(map(bytes, around.parts[1:]))
     if not tail:  # no elements
         return Saved(head, b"", ())
@@ -73,19 +74,3 @@ def _saved(dtype: torch.dtype, shape: Shape) -> Saved:
         raise DataError(f"this torch ({torch.__version__}) writes its files in another way than is known")
     behind = (4,) if tail.startswith(_DESCRIPTOR) else ()
     return Saved(head, tail, (*behind, entry + 16))
-
-
-class _Shape:
-    """A tensor that is only described."""
-
-    def __init__(self, dtype: torch.dtype, shape: Shape) -> None:
-        self.dtype = dtype
-        self.shape = torch.Size(shape)
-        self.itemsize = dtype.itemsize
-        self.nbytes = self.numel() * dtype.itemsize
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    def pieces(self, nbytes: int) -> object:
-        raise NotImplementedError

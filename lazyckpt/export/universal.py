@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ from .held import Held, Writable
 from .job import Run
 from .objects import Lost, restored
 from .staging import fingerprint
-from .stream import Layout
 from .torch import layout_of
 
 _WEIGHTS = ("weights", "fp32")
@@ -65,10 +63,12 @@ def export_universal(
     groups = param_groups(view, complete=False)
     if states:
         kinds = dict.fromkeys(state for of_one in states.values() for state in of_one)
+        count = next(iter(steps.values()), None)
         for name in _without_states(view, masters, states, groups):
             zero = Held(torch.zeros(()).expand(masters[name].shape))  # takes no memory
             states[name] = dict.fromkeys(kinds, zero)
-            steps |= {name: step for step in [*steps.values()][:1]}
+            if count is not None:
+                steps[name] = count
 
     files: list[File] = []
     told: list[tuple[LazyTensor, object]] = []
@@ -107,8 +107,8 @@ def export_universal(
 
 def _masters(view: View) -> tuple[dict[str, LazyTensor], Mapping[str, str]]:
     """The parameters in float32, as optimizers have them; and tied names. What is no float (buffers) stays so."""
-    part = view.states["fp32"] if "fp32" in view.states else view
-    tensors, aliases = part.once()  # type: ignore[attr-defined]
+    part = view.states.get("fp32", view)
+    tensors, aliases = part.once()
     weights = view.once()[0] if view.state == "weights" else {}
     whole = {**tensors, **{name: t for name, t in weights.items() if name not in tensors and name not in aliases}}
     return {n: t.astype(torch.float32) if t.dtype.is_floating_point else t for n, t in whole.items()}, aliases
@@ -119,7 +119,9 @@ def _check(names: Mapping[str, object]) -> None:
     check_names(names)
     for name in names:
         if name in ("", ".", "..") or "/" in name or "\0" in name or len(os.fsencode(name)) > 255:
-            raise DataError(f"{name!r} cannot be the name of a folder, which a universal checkpoint has for a parameter")
+            raise DataError(
+                f"{name!r} cannot be the name of a folder, which a universal checkpoint has for a parameter"
+            )
 
 
 def _states(view: View, masters: Mapping[str, LazyTensor], lost: Lost) -> dict[str, dict[str, Writable]]:
@@ -161,7 +163,7 @@ def _steps(view: View, masters: Mapping[str, LazyTensor]) -> dict[str, Any]:
     step = step_of(view)
     if step is None or step.option or "exp_avg" not in view.states:
         return {}
-    value = int(step.count) if step.whole else torch.tensor(step.count, dtype=torch.float32)
+    value = int(step.done) if step.whole else torch.tensor(step.done, dtype=torch.float32)
     return {name: value for name in view.states["exp_avg"] if name in masters}
 
 
@@ -202,8 +204,8 @@ def _model_states(
     listed[0] += [name for name in states if name not in known]
     shapes = [{name: torch.Size(masters[name].shape) for name in group} for group in listed]
     step = step_of(view)
-    count = int(step.count) if step is not None else 0
-    usual = {
+    count = int(step.done) if step is not None else 0
+    usual: dict[str, Any] = {
         "buffer_names": [],
         "lr_scheduler": None,
         "data_sampler": None,
@@ -237,7 +239,7 @@ def _optimizer_state(view: View, groups: list[dict[str, Any]], steps: Mapping[st
     step = next(iter(steps.values()), None)
     if step is None:
         known = step_of(view)
-        step = torch.tensor(known.count if known is not None else 0.0, dtype=torch.float32)
+        step = torch.tensor(known.done if known is not None else 0.0, dtype=torch.float32)
     return {
         "ds_version": view.meta.get("ds_version") or _DEEPSPEED,
         **theirs,

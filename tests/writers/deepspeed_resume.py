@@ -43,6 +43,9 @@ class ResumeSpec:
     optimizer: str = "adamw"
     """One of :func:`.optimizers.make_optimizer`; "torch": AdamW without DeepSpeed (the start only, on one rank)."""
     scheduler: bool = True
+    one_group: bool = False
+    """ZeRO-3 gives all groups the options of the first when it loads a universal checkpoint, and one count of steps,
+    which each of them then raises: it goes on as before with one group only."""
     load: str | None = None
 
     @property
@@ -104,6 +107,8 @@ def groups(model: NastyModel, spec: ResumeSpec) -> list[dict[str, object]]:
     names where numbers are all that is saved of them."""
     decay, *others = model.param_groups()
     rest = [p for group in others for p in group["params"]]  # type: ignore[attr-defined]
+    if spec.one_group:
+        return [{"params": [*decay["params"], *rest], "weight_decay": 0.1}]  # type: ignore[misc]
     both = [decay, {"params": rest, "weight_decay": 0.0, "lr": 3e-3}]
     return with_names(model, both) if spec.stage == 0 else both
 

@@ -99,9 +99,10 @@ def _ties(metadata: Metadata) -> dict[str, str]:
             continue
         other = first.setdefault(item, key)
         same = metadata.tensors[other]
-        if other != key and (same.dtype, same.shape, same.chunks) == (tensor.dtype, tensor.shape, tensor.chunks):
-            if all(metadata.items.get((key, at)) == metadata.items.get((other, at)) for at, _ in tensor.chunks):
-                found[key] = other
+        alike = (same.dtype, same.shape, same.chunks) == (tensor.dtype, tensor.shape, tensor.chunks)
+        items = metadata.items
+        if other != key and alike and all(items.get((key, at)) == items.get((other, at)) for at, _ in tensor.chunks):
+            found[key] = other
     return found
 
 

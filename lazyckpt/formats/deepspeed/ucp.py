@@ -59,10 +59,9 @@ def cut_of(info: Mapping[str, Any], name: str) -> dict[str, Any]:
     """
     try:
         affine = info.get("affine_map")
+        params = affine.get("params") if isinstance(affine, dict) else None
         about: dict[str, Any] = {}
-        if isinstance(affine, dict) and _match(affine.get("params"), name) is not None:
-            pass
-        elif any(_match(info.get(key), name) for key in _UNCUT):
+        if any(_match(patterns, name) is not None for patterns in (params, *(info.get(key) for key in _UNCUT))):
             pass
         elif _match(info.get(_HALVES), name) is not None:
             about = {"cat_dim": 0, "param_n_sub_params": 2}
