@@ -8,11 +8,10 @@ from __future__ import annotations
 import shutil
 import statistics
 import subprocess
-import sys
 import time
 from pathlib import Path
 
-from deepspeed_convert import _WRITE
+from deepspeed_convert import checkpoint
 from harness import Row, report, run_fresh, show_seconds
 
 MIB = 1 << 20
@@ -30,12 +29,8 @@ _THEIR_WORK = (
 
 
 def main(folder: Path) -> list[Row]:
-    source = folder / "zero2-1g-tied"
-    if not (source / "truth" / "info.json").exists():
-        root = Path(__file__).parent.parent
-        program = _WRITE.format(root=str(root), out=str(source), stage=2)
-        subprocess.run([sys.executable, "-c", program], check=True, cwd=root)
-    tag = source / "ckpt" / (source / "ckpt" / "latest").read_text()
+    source = checkpoint(folder, 2)
+    tag = source / (source / "latest").read_text()
     out = folder / "universal"
     programs = (
         (_OURS, f"lazyckpt.open({str(tag)!r}).to_universal({str(out)!r}, progress=False)"),

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 import lazyckpt
 from lazyckpt.errors import CorruptError, DestinationError
 from lazyckpt.export import dcp as written
+from lazyckpt.export import saved
 
 from .conftest import ZERO_CROSS, need, once
 from .writers import Case, bit_equal, ranks, to_dcp_checks
@@ -167,7 +168,7 @@ def test_it_goes_on_and_appears_at_the_end(training: Path, tmp_path: Path, monke
     monkeypatch.setattr(written, "CHUNK", 200)
     monkeypatch.setattr(written, "FILE", 4000)
     monkeypatch.setattr("lazyckpt.export.folders._TOGETHER", 1)
-    real, calls = written._finish, []
+    real, calls = saved._finish, []
 
     def finish(*args: Any) -> None:
         calls.append(args)
@@ -175,7 +176,7 @@ def test_it_goes_on_and_appears_at_the_end(training: Path, tmp_path: Path, monke
             raise OSError(28, "No space left on device")
         real(*args)
 
-    monkeypatch.setattr(written, "_finish", finish)
+    monkeypatch.setattr(saved, "_finish", finish)
     out, staging = tmp_path / "out", tmp_path / ".out.incomplete"
     with pytest.raises(DestinationError, match=r"No space left.*call again"):
         lazyckpt.open(training).to_dcp(out)
@@ -189,7 +190,7 @@ def test_it_goes_on_and_appears_at_the_end(training: Path, tmp_path: Path, monke
 
 
 def test_damage_on_the_way_is_found(training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = written._finish
+    real = saved._finish
 
     def finish(path: Path, *args: Any) -> None:
         real(path, *args)
@@ -197,7 +198,7 @@ def test_damage_on_the_way_is_found(training: Path, tmp_path: Path, monkeypatch:
             file.seek(750)
             file.write(b"\x55")
 
-    monkeypatch.setattr(written, "_finish", finish)
+    monkeypatch.setattr(saved, "_finish", finish)
     with pytest.raises(CorruptError, match="do not hold what the source holds"):
         lazyckpt.open(training).to_dcp(tmp_path / "out", verify=True)
     assert sorted(os.listdir(tmp_path)) == ["training.pt"]

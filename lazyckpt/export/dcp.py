@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -33,9 +32,8 @@ from .groups import Training, param_groups, step_of
 from .held import Held, Writable
 from .job import Run
 from .objects import Lost, restored
-from .saved import Saved, saved
+from .saved import Item, row
 from .staging import fingerprint
-from .stream import Layout, Placed, write_at
 
 CHUNK = 32 << 20  # bytes of a chunk, at most, unless a row has more
 FILE = 2 << 30  # the same of a file
@@ -55,18 +53,12 @@ class View(Training, Protocol):
     def once(self) -> tuple[Mapping[str, LazyTensor], Mapping[str, str]]: ...
 
 
-class _Item(NamedTuple):
-    """A chunk of a tensor: which, where it begins in it, what it is, and where it lies in its file."""
+class _Chunk(NamedTuple):
+    """A chunk of a tensor: of which, where it begins in that, and where it stands in its file."""
 
     key: str
     start: Shape
-    chunk: Writable
-    offset: int
-
-    @property
-    def length(self) -> int:
-        around = saved(self.chunk)
-        return len(around.head) + self.chunk.nbytes + len(around.tail)
+    item: Item
 
 
 @dataclass(slots=True)
@@ -105,10 +97,13 @@ def export_dcp(
     objects, spans = _objects(state.objects)
     texts = {"__0_0.distcp": objects} if spans else {}
     metadata = _metadata(state, rows, spans)
-    files = [File(name, sum(i.chunk.nbytes for i in items), partial(_layout, items)) for name, items in rows]
+    files = []
+    for name, chunks in rows:
+        items = [chunk.item for chunk in chunks]
+        files.append(File(name, sum(item.tensor.nbytes for item in items), partial(row, items)))
     lazy = [t for t in state.tensors.values() if isinstance(t, LazyTensor)]
     told = [(t, (key, str(t.dtype), tuple(t.shape))) for key, t in state.tensors.items() if isinstance(t, LazyTensor)]
-    around = 2048 * max((len(items) for _, items in rows), default=1)
+    around = 2048 * max((len(chunks) for _, chunks in rows), default=1)
     plan = FolderPlan(
         kind="distributed checkpoint",
         marker=".metadata",
@@ -221,58 +216,30 @@ def _read(value: Any) -> Any:
 def _chunks(tensor: Writable) -> Iterator[tuple[Shape, Writable]]:
     """(where it begins, rows of at most `CHUNK` bytes)."""
     shape = tuple(tensor.shape)
-    row = prod(shape[1:]) * tensor.itemsize
-    rows = max(1, CHUNK // max(row, 1))
-    if not isinstance(tensor, LazyTensor) or not shape or shape[0] <= rows or not row:
+    width = prod(shape[1:]) * tensor.itemsize
+    rows = max(1, CHUNK // max(width, 1))
+    if not isinstance(tensor, LazyTensor) or not shape or shape[0] <= rows or not width:
         yield (0,) * len(shape), tensor
         return
     for at in range(0, shape[0], rows):
         yield (at, *(0,) * (len(shape) - 1)), tensor.lazy[at : at + rows]
 
 
-def _files(tensors: Mapping[str, Writable]) -> Iterator[tuple[str, list[_Item]]]:
-    """Name -> the items of each file of tensors."""
-    items: list[_Item] = []
+def _files(tensors: Mapping[str, Writable]) -> Iterator[tuple[str, list[_Chunk]]]:
+    """Name -> the chunks in each file of tensors."""
+    chunks: list[_Chunk] = []
     offset, number = 0, 1
     for key, tensor in tensors.items():
-        for start, chunk in _chunks(tensor):
-            item = _Item(key, start, chunk, offset)
-            if items and offset + item.length > FILE:
-                yield f"__0_{number}.distcp", items
-                items, offset, number = [], 0, number + 1
+        for start, part in _chunks(tensor):
+            item = Item(offset, part)
+            if chunks and offset + item.length > FILE:
+                yield f"__0_{number}.distcp", chunks
+                chunks, offset, number = [], 0, number + 1
                 item = item._replace(offset=0)
-            items.append(item)
+            chunks.append(_Chunk(key, start, item))
             offset += item.length
-    if items:
-        yield f"__0_{number}.distcp", items
-
-
-def _layout(items: list[_Item], path: Path) -> Layout:
-    """A file in which everything stands but the tensors' bytes."""
-    placed: list[Placed] = []
-    tails: list[tuple[int, Saved]] = []
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        for item in items:
-            around = saved(item.chunk)
-            write_at(fd, around.head, item.offset)
-            at = item.offset + len(around.head)
-            placed.append(Placed(at, item.chunk))
-            write_at(fd, around.tail, at + item.chunk.nbytes)
-            tails.append((at + item.chunk.nbytes, around))
-    finally:
-        os.close(fd)
-    return Layout(str(path), placed, partial(_finish, path, tails))
-
-
-def _finish(path: Path, tails: list[tuple[int, Saved]], checksums: list[int]) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        for (at, around), checksum in zip(tails, checksums, strict=True):
-            for place in around.checksums:
-                write_at(fd, checksum.to_bytes(4, "little"), at + place)
-    finally:
-        os.close(fd)
+    if chunks:
+        yield f"__0_{number}.distcp", chunks
 
 
 def _objects(objects: Mapping[str, Any]) -> tuple[bytes, dict[str, tuple[int, int]]]:
@@ -287,7 +254,7 @@ def _objects(objects: Mapping[str, Any]) -> tuple[bytes, dict[str, tuple[int, in
     return file.getvalue(), spans
 
 
-def _metadata(state: _State, rows: list[tuple[str, list[_Item]]], spans: Mapping[str, tuple[int, int]]) -> bytes:
+def _metadata(state: _State, rows: list[tuple[str, list[_Chunk]]], spans: Mapping[str, tuple[int, int]]) -> bytes:
     from torch.distributed.checkpoint import metadata as torch_metadata
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -299,12 +266,12 @@ def _metadata(state: _State, rows: list[tuple[str, list[_Item]]], spans: Mapping
         keys[owner].append(alias)
     for key, (offset, length) in spans.items():
         places[index(key)] = _StorageInfo("__0_0.distcp", offset, length)
-    for name, items in rows:
-        for item in items:
-            start, sizes = torch.Size(item.start), item.chunk.shape
-            for key in keys[item.key]:
-                places[index(key, start, len(listed[item.key]))] = _StorageInfo(name, item.offset, item.length)
-            listed[item.key].append(torch_metadata.ChunkStorageMetadata(start, sizes))
+    for name, chunks in rows:
+        for of, begins, item in chunks:
+            start = torch.Size(begins)
+            for key in keys[of]:
+                places[index(key, start, len(listed[of]))] = _StorageInfo(name, item.offset, item.length)
+            listed[of].append(torch_metadata.ChunkStorageMetadata(start, item.tensor.shape))
     entries: dict[str, Any] = {}
     for key in state.paths:
         tensor = state.tensors.get(state.aliases.get(key, key))
@@ -312,7 +279,8 @@ def _metadata(state: _State, rows: list[tuple[str, list[_Item]]], spans: Mapping
             entries[key] = torch_metadata.BytesStorageMetadata()
         else:
             about = torch_metadata.TensorProperties(dtype=tensor.dtype)
-            chunks = list(listed[state.aliases.get(key, key)])
-            entries[key] = torch_metadata.TensorStorageMetadata(about, tensor.shape, chunks)
+            entries[key] = torch_metadata.TensorStorageMetadata(
+                about, tensor.shape, list(listed[state.aliases.get(key, key)])
+            )
     whole = torch_metadata.Metadata(entries, planner_data=dict(state.paths), storage_data=places)
     return pickle.dumps(whole, protocol=4)

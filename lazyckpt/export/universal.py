@@ -29,6 +29,7 @@ from .groups import param_groups, step_of, unnamed
 from .held import Held, Writable
 from .job import Run
 from .objects import Lost, restored
+from .saved import Item, row
 from .staging import fingerprint
 from .torch import layout_of
 
@@ -77,7 +78,8 @@ def export_universal(
             key = f"zero/{name}/{state}.pt"
             if isinstance(value, LazyTensor):
                 told.append((value, (key, str(value.dtype))))
-            files.append(File(key, value.nbytes, partial(layout_of, value={"param": value, **cut_of(info, name)})))
+            item = Item(0, value, tuple(cut_of(info, name).items()))
+            files.append(File(key, value.nbytes, partial(row, [item])))
     model = _model_states(view, masters, aliases, groups, states, info, lost)
     module = _module(view, masters)
     kept = list(dict.fromkeys(t for t in module.values() if isinstance(t, LazyTensor)))
