@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +159,9 @@ def test_every_class_is_torchs(training: Path, tmp_path: Path) -> None:
     assert type(metadata).__module__ == "torch.distributed.checkpoint.metadata"
     kinds = {type(entry).__name__ for entry in metadata.state_dict_metadata.values()}
     assert kinds == {"TensorStorageMetadata", "BytesStorageMetadata"}
+    for item in metadata.storage_data.values():
+        data = (tmp_path / "out" / item.relative_path).read_bytes()[item.offset : item.offset + item.length]
+        assert zipfile.ZipFile(io.BytesIO(data)).testzip() is None  # the checksums are right
     tied = [metadata.storage_data[index] for index in metadata.storage_data if "emb.weight" in index.fqn]
     assert metadata.planner_data["model.emb.weight"] == ("model", "emb.weight") and tied
 

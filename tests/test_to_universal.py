@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,8 @@ def test_it_goes_on_and_where_it_may_not_be_written(
         for root in (tmp_path / "out", resumed / "torch" / "universal" / "ours")
     )
     assert first == second
+    for path in (tmp_path / "out").rglob("*.pt"):
+        assert zipfile.ZipFile(path).testzip() is None  # the checksums are right
     with pytest.raises(DestinationError, match="exists already"):
         view.to_universal(tmp_path / "out")
     view.select("norm*").to_universal(tmp_path / "out", overwrite=True)
