@@ -36,7 +36,7 @@ from .saved import Item, row
 from .staging import fingerprint
 
 CHUNK = 32 << 20  # bytes of a chunk, at most, unless a row has more
-FILE = 2 << 30  # the same of a file
+FILE = 1 << 30  # the same of a file
 _WEIGHTS = ("weights", "fp32")
 Key = tuple[str | int, ...]
 

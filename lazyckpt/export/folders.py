@@ -21,7 +21,7 @@ from .progress import Bar
 from .staging import finished, reveal, staged
 from .stream import Layout, compare, fill
 
-_TOGETHER = 1 << 30  # bytes of tensors in files that are written at a time, ...
+_TOGETHER = 512 << 20  # bytes of tensors in files that are written at a time, ...
 _FILES = 512  # ... and how many these are, at most
 
 
