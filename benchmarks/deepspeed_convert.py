@@ -42,16 +42,22 @@ _THEIRS = "from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_f
 def main(folder: Path) -> list[Row]:
     rows = []
     for stage in (2, 3):
-        source = folder / f"zero{stage}-1g"
-        if not (source / "truth" / "info.json").exists():
-            root = Path(__file__).parent.parent
-            for program in (_WRITE, _UNTIE):
-                filled = program.format(root=str(root), out=str(source), stage=stage)
-                subprocess.run([sys.executable, "-c", filled], check=True, cwd=root)
+        source = checkpoint(folder, stage)
         for safe in (True, False):
-            rows += _convert(source / "ckpt", folder / "converted", stage, safe)
+            rows += _convert(source, folder / "converted", stage, safe)
     report("fp32 consolidation", rows)
     return rows
+
+
+def checkpoint(folder: Path, stage: int) -> Path:
+    """The checkpoint of a stage, written if it is not there yet."""
+    source = folder / f"zero{stage}-1g"
+    if not (source / "truth" / "info.json").exists():
+        root = Path(__file__).parent.parent
+        for program in (_WRITE, _UNTIE):
+            filled = program.format(root=str(root), out=str(source), stage=stage)
+            subprocess.run([sys.executable, "-c", filled], check=True, cwd=root)
+    return source / "ckpt"
 
 
 def _convert(source: Path, out: Path, stage: int, safe: bool) -> list[Row]:

@@ -16,7 +16,16 @@ from pathlib import Path
 
 import torch
 
-NAMES = ("foundation", "deepspeed_convert", "deepspeed_open", "dcp", "megatron_open", "zarr_export", "zarr_read")
+NAMES = (
+    "foundation",
+    "deepspeed_convert",
+    "deepspeed_open",
+    "dcp",
+    "megatron_open",
+    "zarr_export",
+    "zarr_read",
+    "to_universal",
+)
 
 
 def main() -> int:

@@ -141,6 +141,82 @@ class Writing(Mapping[str, LazyTensor]):
             storage_options=storage_options,
         )
 
+    def to_dcp(
+        self,
+        dest: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        progress: bool | None = None,
+        executor: Executor | None = None,
+        memory: int | str | None = None,
+        verify: bool = False,
+    ) -> dict[str, str]:
+        """Write the view as a folder of torch.distributed.checkpoint, which `dcp.load` reads into a model on any number
+        of ranks (FSDP2, tensor parallelism), with its optimizer: ``{"model": ..., "optim": ...}`` of torch's
+        `get_state_dict`.
+
+        What this view reads, "weights" or "fp32", becomes ``model.NAME``; the optimizer's states
+        ``optim.state.NAME.STATE``, its options ``optim.param_groups.N.OPTION`` where the checkpoint tells of which
+        parameters they are; "fp32" beside "weights" ``fp32.NAME``; ``meta`` as it stands there. A view of one of the
+        optimizer's states brings that alone. Tied names are there both, on the same bytes. Tensors are cut in chunks of
+        whole rows, of at most 32 MiB where a row is not larger; a count of steps that no tensor holds becomes
+        ``optim.state.NAME.step``.
+
+        Options are those of `to_safetensors`; as with `to_zarr`, the folder appears when it is complete, and the same
+        call goes on with what an interrupted one finished. Returns what of ``meta`` is left out: dotted path -> reason
+        (objects of classes that would have to be imported). Raises as `to_safetensors` does; DestinationError also for
+        a folder that holds anything else.
+        """
+        from .export.dcp import View, export_dcp
+
+        return export_dcp(
+            cast(View, self),
+            dest,
+            overwrite=overwrite,
+            verify=verify,
+            progress=progress,
+            run=_runner(executor, memory),
+        )
+
+    def to_universal(
+        self,
+        dest: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        progress: bool | None = None,
+        executor: Executor | None = None,
+        memory: int | str | None = None,
+        verify: bool = False,
+    ) -> dict[str, str]:
+        """Write the view as a DeepSpeed universal checkpoint, which an engine with ``"checkpoint": {"load_universal":
+        true}`` loads on any number of ranks, with any stage of ZeRO but 0: ``engine.load_checkpoint(dest)``. Of any
+        checkpoint that lazyckpt reads; names stay as they are, and have to be the engine's.
+
+        ``zero/NAME/`` has the parameter in float32 (fp32.pt) and the states of its shape, whatever the optimizer;
+        step.pt; buffers and frozen parameters as fp32.pt alone. The model states, ``mp_rank_00_model_states.pt``, have
+        what the engine goes on with: of a DeepSpeed checkpoint its counters, scheduler, client state and
+        universal_checkpoint_info; of others, ``meta["step"]`` as ``global_steps`` and defaults (no scheduler: pass
+        ``load_lr_scheduler_states=False`` if the engine has one). The optimizer's options come along where the
+        checkpoint tells them, in the source's order of groups; else the engine keeps its own. Objects of DeepSpeed's
+        own classes (the state of fp16's loss scaler) are left out.
+
+        Options are those of `to_safetensors`; as with `to_zarr`, the folder appears when it is complete, and the same
+        call goes on with what an interrupted one finished. Returns what is left out: dotted path -> reason. Raises as
+        `to_safetensors` does; DataError also for a view of another state than "weights" or "fp32", and for a name that
+        no folder can have.
+        """
+        from .export.dcp import View
+        from .export.universal import export_universal
+
+        return export_universal(
+            cast(View, self),
+            dest,
+            overwrite=overwrite,
+            verify=verify,
+            progress=progress,
+            run=_runner(executor, memory),
+        )
+
     def to_xarray(self, *, chunks: Mapping[str, Any] | None = None) -> xr.DataTree:
         """The view as an `xarray.DataTree`: groups are the dotted names, variables the tensors, dimensions are named by
         their size ("d4096"). Reads nothing; a variable reads what is indexed of it.

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import CorruptError, DestinationError, LazyckptError, WorkerError
 from ..formats.zarr.documents import JOB  # holds the fingerprint
+from ..io.store import Store
+from ..tensor import LazyTensor
 from .destination import make_folder
 from .places import PART, Bucket, Folder
 
@@ -126,6 +129,24 @@ def uploaded(bucket: Bucket, fingerprint: str, overwrite: bool) -> Iterator[tupl
             f"{bucket}: {e.strerror or e}. What is finished is kept there (no reader takes it for a hierarchy): call "
             "again to go on"
         ) from e
+
+
+def fingerprint(tensors: Iterable[tuple[LazyTensor, object]], texts: Iterable[bytes]) -> str:
+    """What two calls have in common that may go on with each other's files: the source's files, the tensors, each with
+    what is said of where and how it is written, and what is written besides."""
+    digest = hashlib.sha256()
+    stores: dict[int, Store] = {}
+    for tensor, where in tensors:
+        stores[id(tensor.store)] = tensor.store
+        spec = tensor.spec
+        told = spec.name, spec.stored_as, spec.rule, spec.combine, where, len(spec.fragments)
+        ends = (spec.fragments[0], spec.fragments[-1]) if spec.fragments else ()
+        digest.update(repr((told, ends)).encode("utf-8", "surrogatepass"))
+    for store in stores.values():
+        digest.update(repr((store.root, sorted(store.pins.items()))).encode("utf-8", "surrogatepass"))
+    for text in texts:
+        digest.update(text)
+    return digest.hexdigest()
 
 
 def _busy(folder: Path) -> DestinationError:

@@ -45,7 +45,7 @@ def layout_of(path: Path, value: Any) -> Layout:
     Raises DataError where a tensor of torch's is left in it: its data would not be written.
     """
     tensors = list({id(t): t for t in leaves(value)}.values())
-    shown = dict(zip(map(id, tensors), _placeholders(tensors), strict=True))
+    shown = dict(zip(map(id, tensors), placeholders(tensors), strict=True))
     with path.open("xb") as file, skip_data():
         torch.save(replaced(value, lambda t: shown[id(t)]), file)
     with zipfile.ZipFile(path) as archive:
@@ -102,7 +102,7 @@ def replaced(value: Any, leaf: Callable[[Any], Any]) -> Any:
     return value
 
 
-def _placeholders(tensors: Sequence[Writable]) -> list[torch.Tensor]:
+def placeholders(tensors: Sequence[Writable]) -> list[torch.Tensor]:
     """Tensors of the right shapes and dtypes over memory that is never touched: address space is all that they take.
 
     They overlap, but no two begin at the same address: torch.save refuses different dtypes there.

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -34,7 +33,7 @@ from .job import Done, Task, run, shares_memory
 from .places import Bucket, Place
 from .progress import Bar
 from .shards import size_in_bytes
-from .staging import Finished, finished, reveal, staged, uploaded
+from .staging import Finished, fingerprint, finished, reveal, staged, uploaded
 
 CHUNK = 64 << 20  # bytes of a chunk, at most
 IN_SHARD = 4 << 20  # the same for chunks that are many in a file
@@ -168,7 +167,7 @@ def planned(
         f"{path}/zarr.json".lstrip("/"): json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
         for path, document in hierarchy(arrays, found.about, found.groups).items()
     }
-    return Plan(items, documents, _fingerprint(items, documents))
+    return Plan(items, documents, fingerprint([(i.tensor, (i.path, i.cut)) for i in items], documents.values()))
 
 
 def memory_of(cut: Cut, itemsize: int, remote: bool) -> int:
@@ -204,21 +203,6 @@ def _tasks(plan: Plan, place: Place, do: Any, there: Finished, bar: Bar) -> Iter
                 bar.add(block.nbytes)
             else:
                 yield Task(block.nbytes, memory, partial(do, place, key, block, item.cut))
-
-
-def _fingerprint(items: list[Item], documents: Mapping[str, bytes]) -> str:
-    """What two calls have in common that may go on with each other's files: source files, tensors, grid and codec."""
-    digest = hashlib.sha256()
-    for store in {id(item.tensor.store): item.tensor.store for item in items}.values():
-        digest.update(repr((store.root, sorted(store.pins.items()))).encode("utf-8", "surrogatepass"))
-    for item in items:
-        spec = item.tensor.spec
-        told = spec.name, spec.stored_as, spec.rule, spec.combine, item.path, item.cut, len(spec.fragments)
-        ends = (spec.fragments[0], spec.fragments[-1]) if spec.fragments else ()
-        digest.update(repr((told, ends)).encode("utf-8", "surrogatepass"))
-    for text in documents.values():
-        digest.update(text)
-    return digest.hexdigest()
 
 
 def _remote(url: str, options: Mapping[str, Any] | None, executor: Executor | None) -> Bucket:

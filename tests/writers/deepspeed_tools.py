@@ -21,6 +21,24 @@ def zero_to_fp32(out: Path) -> None:
     _save(state, out / "truth" / "reference" / "zero_to_fp32.safetensors")
 
 
+def universal_only(out: Path) -> None:
+    """ds_to_universal on ``out/ckpt``, into ``out/universal/theirs``; ``out/refused.txt`` if it cannot."""
+    tag = (out / "ckpt" / "latest").read_text()
+    args = argparse.Namespace(
+        input_folder=str(out / "ckpt" / tag),
+        output_folder=str(out / "universal" / "theirs"),
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+    try:
+        ds_to_universal.main(args)
+    except Exception as e:
+        (out / "refused.txt").write_text(f"{type(e).__name__}: {e}")
+
+
 def universal_lax(out: Path) -> None:
     """:func:`universal` without its check that every pattern of the checkpoint is of use."""
     universal(out, strict=False)

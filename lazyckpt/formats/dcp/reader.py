@@ -79,10 +79,31 @@ def in_folder(store: Store, folder: str = "", wanted: Callable[[str], bool] = la
         meta=Meta(objects, (), metadata.paths),
         named=lambda rest: Meta(objects, [(key, path) for path, key in rest if key in tensors], metadata.paths),
         files={name: listed[posixpath.basename(name)].info for name in names} | building.files,
+        aliases={} if building.shards else _ties(metadata),
         reshaped=metadata.reshaped,
         stored={key: spec for key, (_, spec) in found.items()} if few else Stored(tensors, objects),
         problems=problems,
     )
+
+
+def _ties(metadata: Metadata) -> dict[str, str]:
+    """Keys whose chunks are all the same bytes as another's: later key -> first. torch writes a tied tensor twice, but
+    reads one that was written once."""
+    found: dict[str, str] = {}
+    first: dict[Item, str] = {}
+    for key in filter(metadata.tensors.__contains__, metadata.paths):
+        tensor = metadata.tensors[key]
+        start = next((start for start, sizes in tensor.chunks if 0 not in sizes), None)
+        item = None if start is None else metadata.items.get((key, start))
+        if item is None:
+            continue
+        other = first.setdefault(item, key)
+        same = metadata.tensors[other]
+        alike = (same.dtype, same.shape, same.chunks) == (tensor.dtype, tensor.shape, tensor.chunks)
+        items = metadata.items
+        if other != key and alike and all(items.get((key, at)) == items.get((other, at)) for at, _ in tensor.chunks):
+            found[key] = other
+    return found
 
 
 def _unfinished(root: str, listed: Mapping[str, Entry]) -> str:

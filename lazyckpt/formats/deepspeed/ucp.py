@@ -16,6 +16,7 @@ from ..merge import Merge, Rule, Source, averaged, concatenated, in_parts, piece
 
 _REPETITIONS = 3  # in a pattern: each may try every length of what it repeats
 _LONGEST_NAME = 256  # characters of a name that patterns with repetitions look at
+_UNCUT = ("tp_replicated_parameter_patterns", "parameter_to_average_patterns")
 _HALVES = "parameter_with_2_sub_params_cat_dim_0"
 
 
@@ -47,6 +48,30 @@ def universal_rules(info: Mapping[str, Any], family: Source) -> Source:
         return _guarded(rule), evidence
 
     return Source(find)
+
+
+def cut_of(info: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What a universal checkpoint says beside a whole tensor about how tensor-parallel ranks cut it: the keys of
+    `merge_tp_slices`. {} where every rank has all of it, or an affine map tells.
+
+    >>> cut_of({"parameter_with_row_parallelism_patterns": [r".*down.weight"]}, "0.down.weight")
+    {'cat_dim': 1}
+    """
+    try:
+        affine = info.get("affine_map")
+        params = affine.get("params") if isinstance(affine, dict) else None
+        about: dict[str, Any] = {}
+        if any(_match(patterns, name) is not None for patterns in (params, *(info.get(key) for key in _UNCUT))):
+            pass
+        elif _match(info.get(_HALVES), name) is not None:
+            about = {"cat_dim": 0, "param_n_sub_params": 2}
+        else:
+            about = {"cat_dim": int(_match(info.get("parameter_with_row_parallelism_patterns"), name) is not None)}
+        if _match(info.get("vocabulary_parameter_patterns"), name) is not None:
+            about["vocab_tensor"] = True
+        return about
+    except ValueError:  # patterns that are none: how it was cut is told by them alone
+        return {"cat_dim": 0}
 
 
 def _guarded(rule: Rule) -> Rule:

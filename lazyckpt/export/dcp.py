@@ -1,0 +1,286 @@
+"""A folder of torch.distributed.checkpoint: `.metadata`, and files that are rows of small files of torch.save.
+
+Source: torch/distributed/checkpoint/filesystem.py `_FileSystemWriter` (the files, and what it says where items lie),
+default_planner.py (the metadata), _traverse.py `traverse_state_dict` (what of a state dict is an item of its own),
+state_dict.py `get_state_dict` (names: ``model.NAME``, ``optim.state.NAME.exp_avg``, ``optim.param_groups.0.lr``).
+
+A large tensor is several chunks of whole rows, so that each of many ranks reads its part only. Tied names are two keys
+whose chunks are the same bytes: torch reads both, as it does where it wrote the tensor twice.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ..core.box import Shape
+from ..errors import DataError
+from ..io.plain import TensorRef
+from ..tensor import LazyTensor
+from .destination import local_path
+from .files import check_names
+from .folders import File, FolderPlan, write_folder
+from .groups import Training, param_groups, step_of
+from .held import Held, Writable
+from .job import Run
+from .objects import Lost, restored
+from .saved import Item, row
+from .staging import fingerprint
+
+CHUNK = 32 << 20  # bytes of a chunk, at most, unless a row has more
+FILE = 1 << 30  # the same of a file
+_WEIGHTS = ("weights", "fp32")
+Key = tuple[str | int, ...]
+
+
+class View(Training, Protocol):
+    """What is asked of a view."""
+
+    @property
+    def state(self) -> str: ...
+    @property
+    def format(self) -> str: ...
+    @property
+    def stored(self) -> Mapping[str, LazyTensor]: ...
+    def once(self) -> tuple[Mapping[str, LazyTensor], Mapping[str, str]]: ...
+
+
+class _Chunk(NamedTuple):
+    """A chunk of a tensor: of which, where it begins in that, and where it stands in its file."""
+
+    key: str
+    start: Shape
+    item: Item
+
+
+@dataclass(slots=True)
+class _State:
+    """A state dict, taken apart: key -> where it stood; those that are tensors; those that are not; further keys of
+    the same tensor."""
+
+    paths: dict[str, Key] = field(default_factory=dict)
+    tensors: dict[str, Writable] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    def add(self, path: Key, value: Any) -> None:
+        key = ".".join(map(str, path))
+        if key in self.paths:
+            raise DataError(f"two things would be called {key!r} in the distributed checkpoint: select one of them")
+        self.paths[key] = path
+        (self.tensors if isinstance(value, LazyTensor | Held) else self.objects)[key] = value
+
+
+def export_dcp(
+    view: View,
+    dest: str | os.PathLike[str],
+    *,
+    overwrite: bool,
+    verify: bool,
+    progress: bool | None,
+    run: Run,
+) -> Lost:
+    """See `lazyckpt.writing.Writing.to_dcp`."""
+    place = local_path(dest)
+    lost: Lost = {}
+    state = _state_dict(view, lost)
+    check_names(state.paths)
+    rows = list(_files(state.tensors))
+    objects, spans = _objects(state.objects)
+    texts = {"__0_0.distcp": objects} if spans else {}
+    metadata = _metadata(state, rows, spans)
+    files = []
+    for name, chunks in rows:
+        items = [chunk.item for chunk in chunks]
+        files.append(File(name, sum(item.tensor.nbytes for item in items), partial(row, items)))
+    lazy = [t for t in state.tensors.values() if isinstance(t, LazyTensor)]
+    told = [(t, (key, str(t.dtype), tuple(t.shape))) for key, t in state.tensors.items() if isinstance(t, LazyTensor)]
+    around = 2048 * max((len(chunks) for _, chunks in rows), default=1)
+    plan = FolderPlan(
+        kind="distributed checkpoint",
+        marker=".metadata",
+        files=files,
+        texts={**texts, ".metadata": metadata},  # last: without it the others are a save that was not finished
+        fingerprint=fingerprint(told, [objects, metadata]),
+        around=around,
+    )
+    write_folder(plan, place, lazy, overwrite=overwrite, verify=verify, progress=progress, run=run)
+    return lost
+
+
+# -- what it holds
+
+
+def _state_dict(view: View, lost: Lost) -> _State:
+    """The view as the state dict that training saves: ``model``, ``optim``, and whatever else there is."""
+    state = _State()
+    states = view.states
+    if view.state in _WEIGHTS:
+        tensors, aliases = view.once()
+        for name, tensor in tensors.items():
+            state.add(("model", name), tensor)
+        for alias, owner in aliases.items():
+            state.paths[f"model.{alias}"] = ("model", alias)
+            state.aliases[f"model.{alias}"] = f"model.{owner}"
+        if view.state == "weights" and "fp32" in states:
+            for name, tensor in states["fp32"].once()[0].items():
+                state.add(("fp32", name), tensor)
+        moments = [s for s in states if s not in _WEIGHTS]
+    else:
+        moments = [view.state]
+    for moment in moments:
+        for name, tensor in states[moment].items():
+            state.add(("optim", "state", name, moment), tensor)
+    if view.state in _WEIGHTS:
+        if "exp_avg" in states and "step" not in states:
+            steps = step_of(view)
+            if steps is not None:
+                count = torch.tensor(steps.done, dtype=torch.float32)
+                for name in states["exp_avg"]:
+                    state.add(("optim", "state", name, "step"), Held(count))
+        _add_meta(state, view, lost)
+    return state
+
+
+def _add_meta(state: _State, view: View, lost: Lost) -> None:
+    stored = view.stored
+
+    def tensor(name: str) -> Any:
+        return stored.get(name)
+
+    known = {t.spec.stored_as or key for key, t in state.tensors.items() if isinstance(t, LazyTensor)}
+    groups = [] if not any(k.startswith("optim.state.") for k in state.paths) else param_groups(view)
+    ours = ("optim", "param_groups")
+    for n, group in enumerate(restored(groups, "optim.param_groups", tensor, lost)):
+        for option, value in group.items():
+            state.add((*ours, n, option), value)
+    # DeepSpeed's tables belong together; other state dicts are taken apart as torch does
+    apart = not view.format.startswith("deepspeed")
+    for top, value in view.meta.items():
+        made = restored(value, str(top), tensor, lost)
+        if made is None and value is not None:
+            continue
+        for path, part in _leaves(made, (str(top),)) if apart else [((str(top),), made)]:
+            key = ".".join(map(str, path))
+            taken = key in state.paths or (groups and path[:2] == ours)
+            if not taken and key not in known:
+                state.add(path, _whole(part))
+
+
+def _leaves(value: Any, path: Key) -> Iterator[tuple[Key, Any]]:
+    """As `traverse_state_dict`: dicts are gone into, lists if a tensor or a dict is in them."""
+    if isinstance(value, dict) and all(type(key) in (str, int) for key in value):
+        for key, part in value.items():
+            yield from _leaves(part, (*path, str(key)))
+    elif isinstance(value, list) and not _terminal(value):
+        for n, part in enumerate(value):
+            yield from _leaves(part, (*path, n))
+    else:
+        yield path, value
+
+
+def _terminal(values: list[Any]) -> bool:
+    return not any(
+        isinstance(v, dict | LazyTensor | TensorRef) or (isinstance(v, list) and not _terminal(v)) for v in values
+    )
+
+
+def _whole(value: Any) -> Any:
+    """An object with its tensors read: those that stand in tuples are small, a generator's state."""
+    if isinstance(value, LazyTensor | Held):
+        return value
+    return _read(value)
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, LazyTensor):
+        return value[...]
+    if isinstance(value, dict):
+        return {key: _read(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_read(part) for part in value)
+    return value
+
+
+# -- the files
+
+
+def _chunks(tensor: Writable) -> Iterator[tuple[Shape, Writable]]:
+    """(where it begins, rows of at most `CHUNK` bytes)."""
+    shape = tuple(tensor.shape)
+    width = prod(shape[1:]) * tensor.itemsize
+    rows = max(1, CHUNK // max(width, 1))
+    if not isinstance(tensor, LazyTensor) or not shape or shape[0] <= rows or not width:
+        yield (0,) * len(shape), tensor
+        return
+    for at in range(0, shape[0], rows):
+        yield (at, *(0,) * (len(shape) - 1)), tensor.lazy[at : at + rows]
+
+
+def _files(tensors: Mapping[str, Writable]) -> Iterator[tuple[str, list[_Chunk]]]:
+    """Name -> the chunks in each file of tensors."""
+    chunks: list[_Chunk] = []
+    offset, number = 0, 1
+    for key, tensor in tensors.items():
+        for start, part in _chunks(tensor):
+            item = Item(offset, part)
+            if chunks and offset + item.length > FILE:
+                yield f"__0_{number}.distcp", chunks
+                chunks, offset, number = [], 0, number + 1
+                item = item._replace(offset=0)
+            chunks.append(_Chunk(key, start, item))
+            offset += item.length
+    if chunks:
+        yield f"__0_{number}.distcp", chunks
+
+
+def _objects(objects: Mapping[str, Any]) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """The file of all that is no tensor, and where in it each of them is: offset, bytes."""
+    file = io.BytesIO()
+    spans = {}
+    for key, value in objects.items():
+        item = io.BytesIO()
+        torch.save(value, item)
+        spans[key] = file.tell(), len(item.getbuffer())
+        file.write(item.getbuffer())
+    return file.getvalue(), spans
+
+
+def _metadata(state: _State, rows: list[tuple[str, list[_Chunk]]], spans: Mapping[str, tuple[int, int]]) -> bytes:
+    from torch.distributed.checkpoint import metadata as torch_metadata
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    index: Callable[..., Any] = torch_metadata.MetadataIndex
+    listed: dict[str, list[Any]] = {key: [] for key in state.tensors}
+    places: dict[Any, Any] = {}
+    keys: dict[str, list[str]] = {key: [key] for key in state.tensors}
+    for alias, owner in state.aliases.items():
+        keys[owner].append(alias)
+    for key, (offset, length) in spans.items():
+        places[index(key)] = _StorageInfo("__0_0.distcp", offset, length)
+    for name, chunks in rows:
+        for of, begins, item in chunks:
+            start = torch.Size(begins)
+            for key in keys[of]:
+                places[index(key, start, len(listed[of]))] = _StorageInfo(name, item.offset, item.length)
+            listed[of].append(torch_metadata.ChunkStorageMetadata(start, item.tensor.shape))
+    entries: dict[str, Any] = {}
+    for key in state.paths:
+        tensor = state.tensors.get(state.aliases.get(key, key))
+        if tensor is None:
+            entries[key] = torch_metadata.BytesStorageMetadata()
+        else:
+            about = torch_metadata.TensorProperties(dtype=tensor.dtype)
+            entries[key] = torch_metadata.TensorStorageMetadata(
+                about, tensor.shape, list(listed[state.aliases.get(key, key)])
+            )
+    whole = torch_metadata.Metadata(entries, planner_data=dict(state.paths), storage_data=places)
+    return pickle.dumps(whole, protocol=4)

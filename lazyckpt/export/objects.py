@@ -1,0 +1,86 @@
+"""What a checkpoint holds besides tensors, as objects that can be saved again by torch.save without any other package.
+
+Records of classes that are not imported here cannot: they are left out, and told.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from datetime import date, time, timedelta
+from decimal import Decimal
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..io.plain import TensorRef
+from ..io.records import Opaque
+
+Lost = dict[str, str]  # dotted path in the metadata -> why it is not written
+_GONE = object()
+_DEPTH = 100
+
+
+def restored(value: Any, path: str, tensor: Callable[[str], Any], lost: Lost) -> Any:
+    """The object without records: what holds one is left out of its dict, None stands for it in a list. Dicts become
+    plain ones. ``tensor``: what stands for the tensor of a raw name. None if there is nothing left.
+
+    >>> lost = {}
+    >>> restored({"a": [1, Opaque("some.module", "Class")], "b": 2}, "top", lambda name: None, lost), lost
+    ({'a': [1, None], 'b': 2}, {'top.a.1': 'a some.module.Class, which cannot be written without importing it'})
+    """
+    made = _made(value, path, tensor, lost, 0)
+    return None if made is _GONE else made
+
+
+def _made(value: Any, path: str, tensor: Callable[[str], Any], lost: Lost, depth: int) -> Any:
+    def inner(key: object, part: Any) -> Any:
+        return _made(part, f"{path}.{key}" if path else str(key), tensor, lost, depth + 1)
+
+    if depth > _DEPTH:
+        lost[path] = "nested too deep"
+        return _GONE
+    if isinstance(value, TensorRef):
+        return tensor(value.name)
+    if isinstance(value, Mapping):
+        found = {key: inner(key, part) for key, part in value.items()}
+        if _all_gone(found.values(), path, lost):
+            return _GONE
+        return {key: part for key, part in found.items() if part is not _GONE}
+    if isinstance(value, argparse.Namespace):
+        found = {key: inner(key, part) for key, part in vars(value).items()}
+        return argparse.Namespace(**{key: part for key, part in found.items() if part is not _GONE})
+    if type(value) in (list, tuple, set, frozenset):
+        parts = [inner(n, part) for n, part in enumerate(value)]
+        if _all_gone(parts, path, lost):
+            return _GONE
+        return type(value)(None if part is _GONE else part for part in parts)
+    if isinstance(value, deque):
+        parts = [inner(n, part) for n, part in enumerate(value)]
+        return deque((None if part is _GONE else part for part in parts), value.maxlen)
+    if isinstance(value, Opaque):
+        lost[path] = f"a {value.module}.{value.name}, which cannot be written without importing it"
+        return _GONE
+    if value is None or isinstance(value, _PLAIN):
+        return value
+    lost[path] = f"a {type(value).__name__}, which is not known to be plain data"
+    return _GONE
+
+
+def _all_gone(parts: Collection[Any], path: str, lost: Lost) -> bool:
+    """Whether nothing is left of a container that held something; then it is told once, not for each part."""
+    if not parts or not all(part is _GONE for part in parts):
+        return False
+    told = [key for key in lost if key.startswith(f"{path}.")]
+    for key in told:
+        lost[path] = lost.pop(key)
+    return True
+
+
+_PLAIN = (
+    bool, int, float, complex, str, bytes, bytearray, slice, range, date, time, timedelta, Decimal, PurePath,
+    torch.Size, torch.dtype, torch.device, torch.layout, np.ndarray, np.generic, np.dtype,
+)  # fmt: skip

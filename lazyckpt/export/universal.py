@@ -1,0 +1,277 @@
+"""A DeepSpeed universal checkpoint: a folder for each parameter with a file for each state, and the model states.
+
+Source: deepspeed/checkpoint/ds_to_universal.py (what it writes), universal_checkpoint.py `load_hp_checkpoint_state`
+(ZeRO-1, 2 and BF16_Optimizer read it: every file of a parameter), runtime/base_optimizer.py
+`load_hp_checkpoint_state_from_checkpoint_dir` (the groups' options), runtime/zero/stage3.py
+`load_hp_checkpoint_state_from_checkpoint_dir_stage3` (ZeRO-3: other keys of the same files), runtime/engine.py
+`_load_checkpoint` (the model states). What it writes here, engines of any stage read.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+
+from ..errors import DataError
+from ..formats.deepspeed.ucp import cut_of
+from ..tensor import LazyTensor
+from .dcp import View
+from .destination import local_path
+from .files import check_names
+from .folders import File, FolderPlan, write_folder
+from .groups import param_groups, step_of, unnamed
+from .held import Held, Writable
+from .job import Run
+from .objects import Lost, restored
+from .saved import Item, row
+from .staging import fingerprint
+from .torch import layout_of
+
+_WEIGHTS = ("weights", "fp32")
+_VERSION = "0.4"  # deepspeed/checkpoint/constants.py UNIVERSAL_CHECKPOINT_VERSION_VALUE
+_NO_GROUPS = 1024  # an engine takes no more groups than are listed, and states of these only
+# of a source's model states, what is made anew or is none of theirs
+_OURS = ("module", "optimizer", "tag", "step", "frozen_parameters", "param_shapes", "frozen_param_fragments")
+_DEEPSPEED = "0.16.0"  # the version that is told where no DeepSpeed wrote the source
+
+
+def export_universal(
+    view: View,
+    dest: str | os.PathLike[str],
+    *,
+    overwrite: bool,
+    verify: bool,
+    progress: bool | None,
+    run: Run,
+) -> Lost:
+    """See `lazyckpt.writing.Writing.to_universal`."""
+    place = local_path(dest)
+    if view.state not in _WEIGHTS:
+        raise DataError(f"a universal checkpoint is of weights and their states, this is a view of {view.state!r}")
+    lost: Lost = {}
+    masters, aliases = _masters(view)
+    _check(masters)
+    info = view.meta.get("universal_checkpoint_info")
+    info = info if isinstance(info, Mapping) else {}
+    steps = _steps(view, masters)
+    states: dict[str, dict[str, Writable]] = _states(view, masters, lost)
+    groups = param_groups(view, complete=False)
+    if states:
+        kinds = dict.fromkeys(state for of_one in states.values() for state in of_one)
+        count = next(iter(steps.values()), None)
+        for name in _without_states(view, masters, states, groups):
+            zero = Held(torch.zeros(()).expand(masters[name].shape))  # takes no memory
+            states[name] = dict.fromkeys(kinds, zero)
+            if count is not None:
+                steps[name] = count
+
+    files: list[File] = []
+    told: list[tuple[LazyTensor, object]] = []
+    for name, tensor in masters.items():
+        for state, value in (("fp32", tensor), *states.get(name, {}).items()):
+            key = f"zero/{name}/{state}.pt"
+            if isinstance(value, LazyTensor):
+                told.append((value, (key, str(value.dtype))))
+            item = Item(0, value, tuple(cut_of(info, name).items()))
+            files.append(File(key, value.nbytes, partial(row, [item])))
+    model = _model_states(view, masters, aliases, groups, states, info, lost)
+    module = _module(view, masters)
+    kept = list(dict.fromkeys(t for t in module.values() if isinstance(t, LazyTensor)))
+    told += [(t, ("module", str(t.dtype))) for t in kept]
+    whole = {"module": {**module, **{a: module[o] for a, o in aliases.items() if o in module}}, **model}
+    files.append(File("mp_rank_00_model_states.pt", sum(t.nbytes for t in kept), partial(layout_of, value=whole)))
+    # the same for an engine of ZeRO-3, which has no parameters in its file
+    empty = dict.fromkeys(whole["module"], Held(torch.empty(0)))
+    texts = {f"zero/{name}/step.pt": _saved(step) for name, step in steps.items()}
+    texts["zero_pp_rank_0_mp_rank_00_model_states.pt"] = _saved(_with_tensors({**model, "module": empty}))
+    texts["zero/optimizer_state.pt"] = _saved(_optimizer_state(view, groups, steps, lost))
+    texts["latest_universal"] = b"."
+    plan = FolderPlan(
+        kind="universal checkpoint",
+        marker="zero",
+        files=files,
+        texts=texts,
+        fingerprint=fingerprint(told, texts.values()),
+    )
+    lazy = [*(t for t, _ in told)]
+    write_folder(plan, place, lazy, overwrite=overwrite, verify=verify, progress=progress, run=run)
+    return lost
+
+
+# -- the parameters
+
+
+def _masters(view: View) -> tuple[dict[str, LazyTensor], Mapping[str, str]]:
+    """The parameters in float32, as optimizers have them; and tied names. What is no float (buffers) stays so."""
+    part = view.states.get("fp32", view)
+    tensors, aliases = part.once()
+    weights = view.once()[0] if view.state == "weights" else {}
+    whole = {**tensors, **{name: t for name, t in weights.items() if name not in tensors and name not in aliases}}
+    return {n: t.astype(torch.float32) if t.dtype.is_floating_point else t for n, t in whole.items()}, aliases
+
+
+def _check(names: Mapping[str, object]) -> None:
+    """Names become folders. Raises DataError for those that cannot."""
+    check_names(names)
+    for name in names:
+        if name in ("", ".", "..") or "/" in name or "\0" in name or len(os.fsencode(name)) > 255:
+            raise DataError(
+                f"{name!r} cannot be the name of a folder, which a universal checkpoint has for a parameter"
+            )
+
+
+def _states(view: View, masters: Mapping[str, LazyTensor], lost: Lost) -> dict[str, dict[str, Writable]]:
+    """Parameter -> the states that have its shape."""
+    found: dict[str, dict[str, Writable]] = {}
+    for state, tensors in view.states.items():
+        if state in (*_WEIGHTS, "step"):
+            continue
+        if "/" in state or len(os.fsencode(state)) > 200:
+            lost[state] = "the name of a state that no file can have"
+            continue
+        for name, tensor in tensors.items():
+            if name not in masters:
+                lost[f"{state}.{name}"] = "a state of something that is no parameter of this view"
+            elif prod(tensor.shape) != prod(masters[name].shape):
+                lost[f"{state}.{name}"] = f"a state of shape {tuple(tensor.shape)}: DeepSpeed takes a parameter's shape"
+            else:
+                found.setdefault(name, {})[state] = tensor
+    return found
+
+
+def _without_states(
+    view: View, masters: Mapping[str, LazyTensor], states: Mapping[str, object], groups: list[dict[str, Any]]
+) -> list[str]:
+    """Parameters that never had a gradient, of which torch's optimizers have no states: DeepSpeed wants all parameters
+    of a group to have the same. Where the optimizer has them as mere numbers: all that may be meant."""
+    names = {name for group in groups for name in group["params"]}
+    if unnamed(view):
+        others = [view.meta.get(key) for key in ("buffer_names", "frozen_parameters")]
+        known = {name for listed in others if isinstance(listed, list) for name in listed}
+        names |= {n for n, t in masters.items() if t.dtype.is_floating_point and n not in known}
+    return [name for name in masters if name in names and name not in states]
+
+
+def _steps(view: View, masters: Mapping[str, LazyTensor]) -> dict[str, Any]:
+    """Parameter -> its count of steps, as the optimizer had it: a tensor, or a number."""
+    if "step" in view.states:
+        return {name: tensor[...] for name, tensor in view.states["step"].items() if name in masters}
+    step = step_of(view)
+    if step is None or step.option or "exp_avg" not in view.states:
+        return {}
+    value = int(step.done) if step.whole else torch.tensor(step.done, dtype=torch.float32)
+    return {name: value for name in view.states["exp_avg"] if name in masters}
+
+
+# -- what stands around them
+
+
+def _module(view: View, masters: Mapping[str, LazyTensor]) -> dict[str, Writable]:
+    """The weights as they were trained; without them, what ZeRO-3 writes: no parameters, but what else there is."""
+    if view.state == "weights":
+        return dict(view.once()[0])
+    return {n: Held(torch.empty(0)) if t.dtype.is_floating_point else t for n, t in masters.items()}
+
+
+def _model_states(
+    view: View,
+    masters: Mapping[str, LazyTensor],
+    aliases: Mapping[str, str],
+    groups: list[dict[str, Any]],
+    states: Mapping[str, object],
+    info: Mapping[str, Any],
+    lost: Lost,
+) -> dict[str, Any]:
+    """All of the model states but the module: what DeepSpeed's engine asks for, then what the source has besides."""
+
+    def tensor(name: str) -> Any:
+        stored = view.stored
+        return stored[name][...] if name in stored else None
+
+    theirs: dict[str, Any] = {}
+    if view.format.startswith("deepspeed"):
+        for key, value in view.meta.items():
+            if key not in _OURS:
+                made = restored(value, str(key), tensor, lost)
+                if made is not None or value is None:
+                    theirs[str(key)] = made
+    listed = [[n for n in group["params"] if n in masters] for group in groups] or [[]]
+    known = {name for group in listed for name in group}
+    listed[0] += [name for name in states if name not in known]
+    shapes = [{name: torch.Size(masters[name].shape) for name in group} for group in listed]
+    step = step_of(view)
+    count = int(step.done) if step is not None else 0
+    usual: dict[str, Any] = {
+        "buffer_names": [],
+        "lr_scheduler": None,
+        "data_sampler": None,
+        "random_ltd": None,
+        "skipped_steps": 0,
+        "global_steps": count,
+        "dp_world_size": 1,
+        "ds_config": {},
+        "ds_version": _DEEPSPEED,
+        "universal_checkpoint_info": {"universal_checkpoint_version": float(_VERSION)},
+    }
+    return {
+        **usual,
+        **theirs,
+        "optimizer": None,
+        "param_shapes": [group for group in shapes if group] or None,
+        "frozen_param_fragments": None,
+        "shared_params": dict(aliases),
+        "mp_world_size": 1,  # one file, which ranks of any number read
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+    }
+
+
+def _optimizer_state(view: View, groups: list[dict[str, Any]], steps: Mapping[str, Any], lost: Lost) -> dict[str, Any]:
+    """The optimizer without its states, as engines of ZeRO-1 and 2 look it up, and below "optimizer_state_dict" as
+    those of ZeRO-3 do. Where no options are known, empty groups leave those of the engine."""
+    named = restored(groups, "optimizer.param_groups", lambda name: None, lost) or []
+    options = [{**{k: v for k, v in g.items() if k != "params"}, "params": [n]} for n, g in enumerate(named)]
+    options = options or [{"params": [n]} for n in range(_NO_GROUPS)]
+    theirs = _scalars(view.meta)
+    step = next(iter(steps.values()), None)
+    if step is None:
+        known = step_of(view)
+        step = torch.tensor(known.done if known is not None else 0.0, dtype=torch.float32)
+    return {
+        "ds_version": view.meta.get("ds_version") or _DEEPSPEED,
+        **theirs,
+        "param_groups": options,
+        "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": [_common(options)]},
+    }
+
+
+def _common(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """The options that all groups share: an engine of ZeRO-3 gives those of the first group to all of its own."""
+    first = groups[0]
+    return {k: v for k, v in first.items() if k == "params" or all(k in g and g[k] == v for g in groups)}
+
+
+def _scalars(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """What a ZeRO optimizer has besides groups and states: whether it scales the loss, its clipping."""
+    saved = meta.get("optimizer")
+    inner = saved.get("optimizer_state_dict") if isinstance(saved, Mapping) else None
+    table = inner if isinstance(inner, Mapping) else {}
+    return {k: v for k, v in table.items() if isinstance(k, str) and type(v) in (bool, int, float, str)}
+
+
+def _with_tensors(value: Any) -> Any:
+    """An object with torch's tensors where the empty ones stand."""
+    if isinstance(value, Held):
+        return value.tensor
+    return {k: _with_tensors(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _saved(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
