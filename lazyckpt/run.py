@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from .core.index import Index, TensorSpec
 from .core.names import natural
 from .core.stack import StackedFragments
-from .errors import FormatError, LazyckptError, MissingFileError, TensorNotFoundError
+from .errors import DataError, FormatError, LazyckptError, MissingFileError, TensorNotFoundError
 from .formats.steps import OPENERS, Found, find, told_step, unfinished
 from .io.local import split
 from .io.remote import is_url, split_url
@@ -179,6 +179,10 @@ class RunView(CheckpointView):
         from .interop.steps import Run, tree
 
         return tree(cast(Run, self), chunks)
+
+    def _shown(self, what: str) -> dict[str, dict[str, TensorSpec]]:
+        """What cuts tensors would cut their steps."""
+        raise DataError(f"these tensors are stacked over the steps of a run: {what} one checkpoint, run.at(step)")
 
     def __repr__(self) -> str:
         steps = self.steps

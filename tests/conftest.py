@@ -352,3 +352,17 @@ def complete(case: Case) -> Case:
     if case.info["stage"] == 3:
         del truth["weights"]
     return replace(case, truth=truth)
+
+
+# -- one case of each kind of placement: spans, chunks, whole tensors
+
+
+KINDS = {"zero3": "zero3_bf16_dp3", "dcp": "fsdp2_uneven", "safetensors": "llama_sharded"}
+
+
+@pytest.fixture(params=KINDS)
+def case(request: pytest.FixtureRequest) -> Case:
+    kind = request.param
+    cases = {"zero3": "zero_cases", "dcp": "dcp_cases", "safetensors": "huggingface_cases"}[kind]
+    found: Case = request.getfixturevalue(cases)[KINDS[kind]]
+    return complete(found) if kind == "zero3" else found

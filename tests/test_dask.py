@@ -24,23 +24,12 @@ from lazyckpt.core.index import Extent, FileInfo, Rank, TensorSpec
 from lazyckpt.formats.deepspeed.flat import FlatFragments, Partition
 from lazyckpt.io.local import LocalStore
 
-from .conftest import complete
 from .counting import opened
 from .oracle import indexed, same
 from .writers import Case
 
 dask = pytest.importorskip("dask")
 pytest.importorskip("distributed")
-
-KINDS = {"zero3": "zero3_bf16_dp3", "dcp": "fsdp2_uneven", "safetensors": "llama_sharded"}
-
-
-@pytest.fixture(params=KINDS)
-def case(request: pytest.FixtureRequest) -> Case:
-    kind = request.param
-    cases = {"zero3": "zero_cases", "dcp": "dcp_cases", "safetensors": "huggingface_cases"}[kind]
-    found: Case = request.getfixturevalue(cases)[KINDS[kind]]
-    return complete(found) if kind == "zero3" else found
 
 
 def tensors(case: Case, view: lazyckpt.CheckpointView) -> Iterator[tuple[lazyckpt.LazyTensor, torch.Tensor]]:

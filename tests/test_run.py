@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 import lazyckpt
-from lazyckpt.errors import FormatError, MissingFileError, TensorNotFoundError
+from lazyckpt.errors import DataError, FormatError, MissingFileError, TensorNotFoundError
 from lazyckpt.formats.steps import find
 from lazyckpt.io.local import LocalStore, split
 from lazyckpt.run import StepTensor
@@ -91,6 +91,16 @@ def test_parts_states_and_single_steps(tmp_path: Path) -> None:
         run.at(3)
     with pytest.raises(TensorNotFoundError, match="up"):
         run["layers.0.up.weigth"]
+
+
+def test_what_cuts_tensors_is_for_one_step(tmp_path: Path) -> None:
+    """Of stacked tensors it would cut the steps."""
+    saved(tmp_path)
+    run = lazyckpt.open_run(tmp_path)
+    with pytest.raises(DataError, match=r"rename one checkpoint, run\.at"):
+        run.rename("hf")
+    with pytest.raises(DataError, match=r"shard one checkpoint, run\.at"):
+        run.shard(tp=2, rank=0)
 
 
 def test_only_the_wanted_steps_and_bytes_are_read(tmp_path: Path) -> None:

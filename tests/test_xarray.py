@@ -22,20 +22,10 @@ from lazyckpt.core.dtypes import to_numpy
 from lazyckpt.engine import LazyckptBackend
 from lazyckpt.interop.xarray import to_f32
 
-from .conftest import complete
 from .counting import opened
 from .writers import Case
 
 ENGINE: Any = LazyckptBackend
-KINDS = {"zero3": "zero3_bf16_dp3", "dcp": "fsdp2_uneven", "safetensors": "llama_sharded"}
-
-
-@pytest.fixture(params=KINDS)
-def case(request: pytest.FixtureRequest) -> Case:
-    kind = request.param
-    cases = {"zero3": "zero_cases", "dcp": "dcp_cases", "safetensors": "huggingface_cases"}[kind]
-    found: Case = request.getfixturevalue(cases)[KINDS[kind]]
-    return complete(found) if kind == "zero3" else found
 
 
 def variables(tree: xr.DataTree) -> Iterator[tuple[str, xr.DataArray]]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, overload
+from typing import ClassVar, Literal
 
 import torch
 
 from .box import Box, Shape
 from .index import Fragment, Part, TensorSpec
-from .plan import Selection, fragments_near
+from .plan import OnDemand, Selection, fragments_near
 
 Axes = tuple[int | None, ...]
 
@@ -71,7 +71,7 @@ def compose(name: str, shape: Shape, pieces: Sequence[Piece], rule: str = "", st
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ComposedFragments(Sequence[Fragment]):
+class ComposedFragments(OnDemand):
     """The fragments of the pieces, each with the parts of it that lie in the piece. Made on demand. ``placed``: none of
     them is the tensor as it is."""
 
@@ -99,13 +99,6 @@ class ComposedFragments(Sequence[Fragment]):
 
     def __bool__(self) -> bool:
         return any(True for _ in self)
-
-    @overload
-    def __getitem__(self, n: int) -> Fragment: ...
-    @overload
-    def __getitem__(self, n: slice) -> list[Fragment]: ...
-    def __getitem__(self, n: Any) -> Any:
-        return list(self)[n]
 
 
 def _back(piece: Piece, box: Box) -> Selection:

@@ -7,15 +7,16 @@ rows are one part. Nothing is made before it is asked for.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
-from typing import Any, ClassVar, overload
+from typing import ClassVar
 
 from .box import Box, Shape, c_strides, is_run, span_boxes
 from .index import Extent, Fragment, Hole, Part, TensorSpec
-from .plan import Selection, fragment_boxes, fragments_near
+from .plan import OnDemand, Selection, fragment_boxes, fragments_near
 
 
 def interval(source: TensorSpec, lo: int, hi: int) -> TensorSpec:
@@ -30,17 +31,15 @@ def joined(like: TensorSpec, shape: Shape, intervals: Sequence[tuple[int, Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _OnDemand(Sequence[Fragment]):
+class _Ravelled(OnDemand):
     """Fragments that `near` makes. ``placed``: each of them says where it stands, none is the tensor as it is."""
 
     placed: ClassVar[bool] = True
 
     @property
+    @abstractmethod
     def _shape(self) -> Shape:
-        raise NotImplementedError
-
-    def near(self, want: Selection) -> list[Fragment]:
-        raise NotImplementedError
+        """The tensor's."""
 
     def __iter__(self) -> Iterator[Fragment]:
         yield from self.near(tuple(map(range, self._shape)))
@@ -48,16 +47,9 @@ class _OnDemand(Sequence[Fragment]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    @overload
-    def __getitem__(self, n: int) -> Fragment: ...
-    @overload
-    def __getitem__(self, n: slice) -> list[Fragment]: ...
-    def __getitem__(self, n: Any) -> Any:
-        return list(self)[n]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Interval(_OnDemand):
+class Interval(_Ravelled):
     """The fragments of elements lo to hi of a tensor's ravel."""
 
     source: Shape
@@ -114,7 +106,7 @@ class Interval(_OnDemand):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Joined(_OnDemand):
+class Joined(_Ravelled):
     """The fragments of a tensor whose ravel is held in intervals: (where it begins, elements, its fragments)."""
 
     shape: Shape

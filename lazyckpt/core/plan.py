@@ -6,8 +6,9 @@ dimension, are the coordinates of the output array. A `Copy` moves a block of an
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, overload
 
 from ..errors import DataError, MissingFileError
 from .box import Box, Shape, c_strides, span_boxes
@@ -71,6 +72,23 @@ def overlaps(spec: TensorSpec, want: Selection, find: Find | None = None) -> Ite
                     todo = [rest for left in todo for rest in left.minus(inner)]
             fresh += [(box, _crop(piece, target, box)) for box in todo]
         owners += fresh
+
+
+class OnDemand(Sequence[Fragment]):
+    """Fragments that are made when they are asked for, those near a selection without the others."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def near(self, want: Selection) -> Sequence[Fragment]:
+        """Those that may hold wanted elements."""
+
+    @overload
+    def __getitem__(self, n: int) -> Fragment: ...
+    @overload
+    def __getitem__(self, n: slice) -> list[Fragment]: ...
+    def __getitem__(self, n: Any) -> Any:
+        return list(self)[n]
 
 
 def fragments_near(fragments: Sequence[Fragment], want: Selection) -> Sequence[Fragment]:

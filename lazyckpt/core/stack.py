@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, overload
+from typing import NamedTuple
 
 import torch
 
 from ..errors import LazyckptError
 from .compose import ComposedFragments, Piece, compose, whole_of
 from .index import Fragment, Hole, TensorSpec, from_folder
-from .plan import Selection, fragments_near, plan
+from .plan import OnDemand, Selection, fragments_near, plan
 
 
 class Layer(NamedTuple):
@@ -59,7 +59,7 @@ def readable(spec: TensorSpec) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Moved(Sequence[Fragment]):
+class _Moved(OnDemand):
     """Fragments whose files are named from further up, made on demand."""
 
     fragments: Sequence[Fragment]
@@ -73,13 +73,6 @@ class _Moved(Sequence[Fragment]):
 
     def __len__(self) -> int:
         return len(self.fragments)
-
-    @overload
-    def __getitem__(self, n: int) -> Fragment: ...
-    @overload
-    def __getitem__(self, n: slice) -> list[Fragment]: ...
-    def __getitem__(self, n: Any) -> Any:
-        return list(self)[n]
 
     def _moved(self, fragment: Fragment) -> Fragment:
         if not self.folder:

@@ -6,7 +6,7 @@ A file gets its name when all of it stands there. What a reader looks for first 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from ..errors import DestinationError
 from ..io.remote import is_url
 from ..tensor import LazyTensor
 from .destination import check_room, source_files
-from .job import Run
+from .job import Run, batches
 from .places import PART
 from .progress import Bar
 from .staging import finished, reveal, staged
@@ -73,12 +73,12 @@ def write_folder(
         with Bar(plan.nbytes * (1 + verify), place.name, progress) as bar:
             missing = [file for file in plan.files if file.key not in there]
             bar.add(plan.nbytes - sum(file.nbytes for file in missing))
-            for batch in _batches(missing):
+            for batch in batches(missing, _TOGETHER, _FILES):
                 fill([_begun(root, file) for file in batch], run, bar.add)
                 for file in batch:
                     os.replace(root / f"{file.key}{PART}", root / file.key)
             if verify:
-                for batch in _batches(plan.files):
+                for batch in batches(plan.files, _TOGETHER, _FILES):
                     compare([_written(root, file) for file in batch], run, bar.add)
         for key, text in plan.texts.items():
             folder.put(key, [text])
@@ -106,19 +106,6 @@ def check_folder(
             raise DestinationError(f"{dest} is not empty, and no {plan.kind}: choose another folder")
         if not overwrite:
             raise DestinationError(f"{dest} exists already: remove it, choose another place, or pass overwrite=True")
-
-
-def _batches(files: Sequence[File]) -> Iterator[list[File]]:
-    batch: list[File] = []
-    size = 0
-    for file in files:
-        batch.append(file)
-        size += file.nbytes
-        if size >= _TOGETHER or len(batch) >= _FILES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _begun(root: Path, file: File) -> Layout:

@@ -18,7 +18,7 @@ from concurrent.futures import (
     ThreadPoolExecutor,
     wait,
 )
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 from uuid import uuid4
 
 from ..errors import DataError, LazyckptError, WorkerError
@@ -41,6 +41,12 @@ class Task(NamedTuple):
     do: Callable[[], Any]
 
 
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+Sized = TypeVar("Sized", bound=_Sized)
 Done: TypeAlias = Callable[[Task, Any], None]
 Run: TypeAlias = Callable[[Iterable[Task], Done], None]
 
@@ -71,7 +77,7 @@ def run(tasks: Iterable[Task], done: Done, executor: Executor | None = None, mem
                 done(task, result)
 
     try:
-        for batch in _batches(tasks, _NEAR if near else _FAR):
+        for batch in batches(tasks, _NEAR if near else _FAR, _TOGETHER):
             while pending and (held + _memory(batch) > limit or len(pending) >= _MOST):
                 collect()
             pending[_submit(workers, batch, near)] = batch
@@ -89,13 +95,14 @@ def shares_memory(executor: Executor | None) -> bool:
     return executor is None or isinstance(executor, ThreadPoolExecutor)
 
 
-def _batches(tasks: Iterable[Task], nbytes: int) -> Iterator[list[Task]]:
-    batch: list[Task] = []
+def batches(items: Iterable[Sized], nbytes: int, count: int) -> Iterator[list[Sized]]:
+    """Items in their order, together until they move so many bytes or are so many."""
+    batch: list[Sized] = []
     size = 0
-    for task in tasks:
-        batch.append(task)
-        size += task.nbytes
-        if size >= nbytes or len(batch) >= _TOGETHER:
+    for item in items:
+        batch.append(item)
+        size += item.nbytes
+        if size >= nbytes or len(batch) >= count:
             yield batch
             batch, size = [], 0
     if batch:

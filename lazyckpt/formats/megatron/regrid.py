@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, overload
 
 from ...core.box import Box, Shape
 from ...core.index import Fragment, Part, TensorSpec
-from ...core.plan import Selection, fragments_near
+from ...core.plan import OnDemand, Selection, fragments_near
 from ...errors import CorruptError
 
 
@@ -34,7 +33,7 @@ def regridded(spec: TensorSpec, shape: Shape | None) -> TensorSpec:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Regridded(Sequence[Fragment]):
+class Regridded(OnDemand):
     """``fragments`` of the grid; each is one flat interval of one block."""
 
     fragments: Sequence[Fragment]
@@ -64,10 +63,3 @@ class Regridded(Sequence[Fragment]):
 
     def __len__(self) -> int:
         return len(self.fragments)
-
-    @overload
-    def __getitem__(self, n: int) -> Fragment: ...
-    @overload
-    def __getitem__(self, n: slice) -> list[Fragment]: ...
-    def __getitem__(self, n: Any) -> Any:
-        return list(self)[n]

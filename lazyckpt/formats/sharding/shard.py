@@ -22,7 +22,7 @@ from ...core.compose import Piece, compose, whole_of
 from ...core.flat import interval, joined
 from ...core.index import Chunk, Fragment, Index, Layout, Mesh, Part, Placed, Rank, TensorSpec, renamed
 from ...core.names import matcher
-from ...errors import DataError, FormatError, MeshError
+from ...errors import FormatError, MeshError
 from ..merge import Rule
 from ..paths import some
 from .cuts import Cut, cut, everything
@@ -44,8 +44,6 @@ def sharded(
     """What a rank of a mesh has of the tensors of these names, state by state. Raises SelectionError (no such rank),
     MeshError (degrees that do not divide a tensor, its experts or the layers), FormatError (rules; a tensor that no
     rule is known of)."""
-    if index.format == "run":
-        raise DataError("these tensors are stacked over the steps of a run: shard one checkpoint, run.at(step)")
     place, old = rank_of(mesh, rank), index.layout
     if old is None:
         return _Sharding(index, mesh, place, rules).index({state: set(listed) for state, listed in names.items()})

@@ -54,7 +54,7 @@ class Zip:
         file = StoreFile(store, path, tail=1 << 16)
         self.documents = {path: file.info}
         self._base = ""
-        try:
+        try:  # zipfile has no error of its own for all damage; NotImplementedError: a zip of a later version
             self._zip = zipfile.ZipFile(file)
         except (zipfile.BadZipFile, ValueError, NotImplementedError) as e:
             raise CorruptError(f"{store.root}/{path} is no zip that can be read ({e}): truncated, or damaged") from None
@@ -85,7 +85,7 @@ class Zip:
         info = self._entries.get(path)
         if info is None:
             return None
-        try:
+        try:  # of zipfile, NotImplementedError is a compression that it lacks, RuntimeError an encrypted record
             with self._zip.open(info) as stream:
                 data = stream.read(_MAX_DOCUMENT + 1)
         except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError) as e:
