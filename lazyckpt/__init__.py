@@ -8,6 +8,7 @@ view.states["exp_avg"]["layers.3.mlp.up.weight"][:8]
 from types import ModuleType as _ModuleType
 
 from . import deepspeed as deepspeed  # the module is public, too
+from .comparing import diff
 from .core.index import Mesh
 from .errors import (
     ChangedFileError,
@@ -22,6 +23,7 @@ from .errors import (
     TensorNotFoundError,
     WorkerError,
 )
+from .inspect.diff import Diff, Difference
 from .io.records import Opaque
 from .retention import Pruned, prune
 from .run import RunView
@@ -38,6 +40,8 @@ __all__ = [
     "CorruptError",
     "DataError",
     "DestinationError",
+    "Diff",
+    "Difference",
     "FormatError",
     "LazyTensor",
     "LazyckptError",
@@ -50,6 +54,7 @@ __all__ = [
     "SelectionError",
     "TensorNotFoundError",
     "WorkerError",
+    "diff",
     "open",
     "open_run",
     "prune",
