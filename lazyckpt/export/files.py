@@ -70,6 +70,8 @@ def export(
         shards = [tensors]
         paths = [place]
     else:
+        if place.is_symlink() and not place.exists():  # a folder cannot be renamed onto a link
+            place = Path(os.path.realpath(place))
         shards = split(tensors, None if max_shard_size is None else size_in_bytes(max_shard_size))
         paths = [place / name for name in file_names(form.stem, form.suffix, len(shards))]
     of_shard = [{a: o for a, o in aliases.items() if o in shard} for shard in shards]

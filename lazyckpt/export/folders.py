@@ -36,7 +36,7 @@ def write_folder(
     run: Run,
 ) -> None:
     """Write the folder ``place``; ``tensors`` are read for it. Raises as `output.write`."""
-    if place.is_symlink() and place.exists():  # a folder cannot be renamed onto a link
+    if place.is_symlink():  # a folder cannot be renamed onto a link
         place = Path(os.path.realpath(place))
     sources = source_files(tensors)
     write(

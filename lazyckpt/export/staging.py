@@ -49,8 +49,6 @@ def staging_path(dest: Path) -> Path:
 
 def check_replaceable(dest: Path) -> None:
     """Raise DestinationError if no folder can be given the name ``dest``."""
-    if dest.is_symlink() and not dest.exists():
-        raise DestinationError(f"{dest} is a link to nothing: remove it or choose another place")
     if dest.is_dir() and staging_path(dest).parent == Path(os.path.realpath(dest)):
         raise DestinationError(
             f"{dest} is a mounted volume, or in a folder without the right to write, and cannot be replaced by the new "
