@@ -26,9 +26,10 @@ from safetensors.torch import load_file, save_file
 import lazyckpt
 from lazyckpt.core.dtypes import TO_SAFETENSORS
 from lazyckpt.errors import DataError, DestinationError, MissingFileError
-from lazyckpt.export import destination, files, safetensors, stream
+from lazyckpt.export import destination, files, output, safetensors, stream
 from lazyckpt.export.crc import combined
 from lazyckpt.export.shards import file_names, size_in_bytes, split
+from lazyckpt.export.staging import discard
 from lazyckpt.io import pool
 
 from . import counting, handmade
@@ -358,14 +359,17 @@ def test_a_missing_file_is_told_before_anything_is_written(zero_cases: dict[str,
     assert not (tmp_path / "out").exists()
 
 
-def test_two_exports_to_one_folder_do_not_mix(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+def test_what_comes_there_meanwhile_is_not_mixed_in(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
     """What was free at first is looked at again before the files appear."""
     view = lazyckpt.open(saved[0])
     out = tmp_path / "out"
 
-    class Other:  # another export comes first, while this one writes
+    class Other:  # somebody puts other weights there, while this one writes
         def __init__(self, *_: Any) -> None:
-            view.to_safetensors(out, max_shard_size="5KB")
+            view.to_safetensors(tmp_path / "other", max_shard_size="5KB")
+            os.rename(tmp_path / "other", out)
 
         add = __exit__ = lambda *_: None
 
@@ -374,26 +378,51 @@ def test_two_exports_to_one_folder_do_not_mix(saved: tuple[Path, dict[str, torch
 
     for overwrite in (False, True):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(DestinationError, match="holds other weights"):
-            patch.setattr(files, "Bar", lambda *args: patch.undo() or Other(*args))
+            patch.setattr(output, "Bar", lambda *args: patch.undo() or Other(*args))
             view.to_safetensors(out, overwrite=overwrite)
         assert lazyckpt.open(out).keys() == saved[1].keys() and "model.safetensors" not in _left(out)
         shutil.rmtree(out)
 
 
-def test_what_is_written_is_told_if_the_rest_cannot_be(
+@pytest.mark.parametrize("to", ["to_safetensors", "to_torch", "to_dcp", "to_universal"])
+def test_two_exports_at_once(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, to: str) -> None:
+    view = lazyckpt.open(saved[0])
+    real = output.fill
+
+    def fill(*args: Any) -> Any:
+        for again in (getattr(view, to), lambda dest: discard(dest)):
+            with pytest.raises(DestinationError, match="another export is writing there"):
+                again(tmp_path / "out")
+        return real(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(output, "fill", fill)
+        getattr(view, to)(tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+
+
+def test_if_the_rest_cannot_be_moved_it_goes_on(
     saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.replace
 
     def replace(part: Path, path: Path) -> None:
-        if "00002-of" in path.name:
+        if "00002-of" in str(path):
             raise PermissionError(errno.EACCES, "Permission denied")
         real(part, path)
 
-    monkeypatch.setattr(destination.os, "replace", replace)
-    with pytest.raises(DestinationError, match=r"denied\. Only model-00001-of-\d+\.safetensors is written"):
-        lazyckpt.open(saved[0]).to_safetensors(tmp_path / "out", max_shard_size="5KB")
-    assert len(_left(tmp_path / "out")) == 1
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").write_text("{}")
+    with monkeypatch.context() as patch, pytest.raises(DestinationError, match=r"denied\. What is finished is kept in"):
+        patch.setattr(files.os, "replace", replace)
+        lazyckpt.open(saved[0]).to_safetensors(out, max_shard_size="5KB")
+    assert len(_left(out)) == 2
+    written = lazyckpt.open(saved[0]).to_safetensors(out, max_shard_size="5KB")
+    assert sorted(map(str, written)) == sorted(str(out / name) for name in _left(out) if name != "config.json")
+    assert lazyckpt.open(out).keys() == saved[1].keys() and sorted(os.listdir(tmp_path)) == ["in", "out"]
+    with pytest.raises(DestinationError, match="exists already"):
+        lazyckpt.open(saved[0]).to_safetensors(out, max_shard_size="5KB")
 
 
 def test_a_second_interrupt_waits_for_what_still_writes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 import lazyckpt
 from lazyckpt.errors import CorruptError, DestinationError
 from lazyckpt.export import dcp as written
-from lazyckpt.export import saved
+from lazyckpt.export import saved, stream
+from lazyckpt.export.staging import unfinished
 
 from .conftest import ZERO_CROSS, need, once
 from .writers import Case, bit_equal, ranks, to_dcp_checks
@@ -172,7 +173,7 @@ def test_every_class_is_torchs(training: Path, tmp_path: Path) -> None:
 def test_it_goes_on_and_appears_at_the_end(training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(written, "CHUNK", 200)
     monkeypatch.setattr(written, "FILE", 4000)
-    monkeypatch.setattr("lazyckpt.export.folders._TOGETHER", 1)
+    monkeypatch.setattr("lazyckpt.export.job._TOGETHER", 1)
     real, calls = saved._finish, []
 
     def finish(*args: Any) -> None:
@@ -186,10 +187,14 @@ def test_it_goes_on_and_appears_at_the_end(training: Path, tmp_path: Path, monke
     with pytest.raises(DestinationError, match=r"No space left.*call again"):
         lazyckpt.open(training).to_dcp(out)
     assert not out.exists()
-    kept = {path.name: path.stat().st_mtime_ns for path in staging.glob("*.distcp")}
-    assert len(kept) == 2
+    kept = unfinished(out)
+    assert kept
+    moved, move = [], stream._move
+    monkeypatch.setattr(stream, "_move", lambda path, tensor, *args: moved.append(tensor) or move(path, tensor, *args))
     lazyckpt.open(training).to_dcp(out, verify=True)
-    assert kept.items() <= {path.name: path.stat().st_mtime_ns for path in out.iterdir()}.items()
+    again = sum(tensor.nbytes for tensor in moved)
+    lazyckpt.open(training).to_dcp(tmp_path / "other")
+    assert again + kept == sum(tensor.nbytes for tensor in moved) - again, "what is finished is not written again"
     assert not staging.exists() and not list(out.glob(".lazyckpt*"))
     same(lazyckpt.open(out), lazyckpt.open(training))
 

@@ -14,6 +14,8 @@ import torch
 
 import lazyckpt
 from lazyckpt.errors import DataError, DestinationError
+from lazyckpt.export import saved
+from lazyckpt.export.staging import unfinished
 
 from .conftest import need, once
 from .writers import bit_equal
@@ -140,22 +142,19 @@ def test_it_goes_on_and_where_it_may_not_be_written(
     resumed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     view = lazyckpt.open(resumed / "torch" / "ckpt" / "training.pt")
-    monkeypatch.setattr("lazyckpt.export.folders._FILES", 10)
-    from lazyckpt.export import folders
+    monkeypatch.setattr("lazyckpt.export.job._TOGETHER", 1)
+    real, calls = saved.write_at, []
 
-    real, calls = folders.fill, []
-
-    def fill(*args: Any) -> None:
+    def finish(*args: Any) -> None:
         calls.append(args)
-        if len(calls) == 3:
+        if len(calls) == 20:
             raise OSError(5, "Input/output error")
         real(*args)
 
-    monkeypatch.setattr(folders, "fill", fill)
+    monkeypatch.setattr(saved, "write_at", finish)
     with pytest.raises(DestinationError, match="call again"):
         view.to_universal(tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    assert len(list((tmp_path / ".out.incomplete").glob("zero/*/*.pt"))) == 20
+    assert not (tmp_path / "out").exists() and unfinished(tmp_path / "out")
     view.to_universal(tmp_path / "out", verify=True)
     first, second = (
         {p.relative_to(root): p.stat().st_size for p in root.rglob("*") if p.is_file()}

@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
 from ..errors import DataError, FormatError, MissingFileError
-from ..export.torch import layout_of, leaves
+from ..export.staging import fingerprint
+from ..export.torch import layout_of, leaves, replaced
 from ..formats.dcp.objects import Meta
 from ..formats.nested import put
 from ..io.plain import TensorRef
@@ -53,10 +55,10 @@ def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_pat
                 f"{view.root}: {key!r} cannot be read, nothing was written: {'; '.join(view.problems[:4])}"
             )
     tensors = list(leaves(whole))
-    for tensor in tensors:
-        tensor.check()
     nbytes = sum(t.nbytes + 512 for t in tensors)
-    return replace_file(torch_save_path, nbytes, tensors, lambda new: layout_of(new, whole))
+    skeleton = pickle.dumps(replaced(whole, lambda t: t.name))
+    same = fingerprint([(t, str(t.dtype)) for t in tensors], [skeleton])
+    return replace_file(torch_save_path, nbytes, tensors, lambda new: layout_of(new, whole), same)
 
 
 def dcp_to_safetensors(dcp_checkpoint_dir: str | os.PathLike[str], path: str | os.PathLike[str]) -> Path:

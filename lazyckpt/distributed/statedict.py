@@ -8,7 +8,7 @@ The jobs of the helpers that trainers carry with them (VeOmni, MindSpeed: ``get_
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,13 +16,15 @@ import torch
 
 from ..core.dtypes import FROM_NAME, FROM_SAFETENSORS
 from ..errors import DataError
-from ..export.destination import appearing, check_paths, local_path, source_files
+from ..export.destination import check_paths, local_path, source_files
 from ..export.files import FileFormat, check_names
 from ..export.held import held
 from ..export.job import run
+from ..export.output import Plan, write
 from ..export.safetensors import SAFETENSORS
 from ..export.shards import file_names, size_in_bytes, split
-from ..export.stream import Layout, fill
+from ..export.staging import fingerprint, once
+from ..export.stream import File, Layout
 from ..export.torch import TORCH
 from ..tensor import LazyTensor
 from ..view import CheckpointView
@@ -121,27 +123,38 @@ def save_state_dict(state_dict: StateDict, path: str | os.PathLike[str], safe_se
         value = state_dict[name]
         tensors[name] = value if isinstance(value, LazyTensor) else held(value, name)
     lazy = [t for t in tensors.values() if isinstance(t, LazyTensor)]
-    for tensor in lazy:
-        tensor.check()
     aliases = {name: owner for name, owner in owners.items() if name != owner}
     form: FileFormat = SAFETENSORS if safe_serialization else TORCH
     nbytes = form.size(tensors, aliases)
-    return replace_file(path, nbytes, lazy, lambda new: form.layout(new, tensors, aliases))
+    # what is in memory may be anything the next time
+    told = [(t, (name, str(t.dtype))) for name, t in tensors.items() if isinstance(t, LazyTensor)]
+    same = fingerprint(told, [repr(aliases).encode(), form.stem.encode()]) if len(told) == len(tensors) else once()
+    return replace_file(path, nbytes, lazy, lambda new: form.layout(new, tensors, aliases), same)
 
 
 def replace_file(
-    path: str | os.PathLike[str], nbytes: int, lazy: list[LazyTensor], begin: Callable[[Path], Layout]
+    path: str | os.PathLike[str],
+    nbytes: int,
+    lazy: Sequence[LazyTensor],
+    begin: Callable[[Path], Layout],
+    same: str,
 ) -> Path:
-    """A file of about ``nbytes`` bytes that appears when it is complete; ``begin`` makes it, under another name. Raises
-    DestinationError, also for a file that ``lazy`` tensors are read from."""
+    """A file of about ``nbytes`` bytes that appears when it is complete; ``begin`` makes it, under another name. What
+    an interrupted call finished is used by one of the ``same`` fingerprint. Raises DestinationError, also for a file
+    that ``lazy`` tensors are read from."""
     place = local_path(path)
     sources = source_files(lazy)
-
-    def check() -> None:
-        check_paths([place], sources, overwrite=True)
-
-    with appearing({place: nbytes}, check) as temporary:
-        fill([begin(temporary[place])], run, lambda _: None)
+    plan = Plan(files=[File(place.name, nbytes, begin)], texts={}, fingerprint=same, around=0)
+    write(
+        plan,
+        place,
+        lazy,
+        check=lambda _: check_paths([place], sources, overwrite=True),
+        reveal=lambda content: os.replace(content / place.name, place),
+        verify=False,
+        progress=False,
+        run=run,
+    )
     return place
 
 

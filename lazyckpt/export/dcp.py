@@ -27,13 +27,15 @@ from ..io.plain import TensorRef
 from ..tensor import LazyTensor
 from .destination import local_path
 from .files import check_names
-from .folders import File, FolderPlan, write_folder
+from .folders import Kind, write_folder
 from .groups import Training, param_groups, step_of
 from .held import Held, Writable
 from .job import Run
 from .objects import Lost, restored
+from .output import Plan
 from .saved import Item, row
 from .staging import fingerprint
+from .stream import File
 
 CHUNK = 32 << 20  # bytes of a chunk, at most, unless a row has more
 FILE = 1 << 30  # the same of a file
@@ -104,15 +106,14 @@ def export_dcp(
     lazy = [t for t in state.tensors.values() if isinstance(t, LazyTensor)]
     told = [(t, (key, str(t.dtype), tuple(t.shape))) for key, t in state.tensors.items() if isinstance(t, LazyTensor)]
     around = 2048 * max((len(chunks) for _, chunks in rows), default=1)
-    plan = FolderPlan(
-        kind="distributed checkpoint",
-        marker=".metadata",
+    plan = Plan(
         files=files,
         texts={**texts, ".metadata": metadata},  # last: without it the others are a save that was not finished
         fingerprint=fingerprint(told, [objects, metadata]),
         around=around,
     )
-    write_folder(plan, place, lazy, overwrite=overwrite, verify=verify, progress=progress, run=run)
+    kind = Kind("distributed checkpoint", ".metadata")
+    write_folder(kind, plan, place, lazy, overwrite=overwrite, verify=verify, progress=progress, run=run)
     return lost
 
 

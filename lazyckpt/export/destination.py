@@ -14,8 +14,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
-from ..errors import DestinationError, LazyckptError
+from ..errors import ChangedFileError, DestinationError, LazyckptError
 from ..formats.zarr.tree import ROOTS
+from ..io.pool import each
 from ..io.remote import is_url
 from ..io.store import Store
 from ..tensor import LazyTensor
@@ -56,6 +57,40 @@ def check_apart(dest: Path, tensors: Iterable[LazyTensor]) -> None:
             raise DestinationError(f"{dest} is inside of the checkpoint that is read, {root}: choose another place")
 
 
+def check_inside(dest: Path, tensors: Iterable[LazyTensor]) -> None:
+    """Raise DestinationError if a folder of files that are read has ``dest`` in it, itself or further below; unless
+    only one file of it is read: that may lie in a folder with anything."""
+    real = Path(os.path.realpath(dest))
+    for store in {id(t.store): t.store for t in tensors}.values():
+        if len(store.pins) < 2 or is_url(store.root):
+            continue
+        sources = _files(store)
+        inside = {source.parent for source in sources} & set(real.parents)
+        if inside and real not in sources:
+            raise DestinationError(
+                f"{dest} is inside of the checkpoint that is read, {inside.pop()}: choose another place"
+            )
+
+
+def check_unchanged(tensors: Iterable[LazyTensor]) -> None:
+    """Raise ChangedFileError or MissingFileError if a file that the tensors are read from is not what it was when it
+    was opened. (Reading finds that too, but not if it happens after the last read.)"""
+    files: dict[tuple[int, str], Store] = {}
+    for tensor in tensors:
+        for path in {fragment.extent.path for fragment in tensor.held.fragments}:
+            files[id(tensor.store), path] = tensor.store
+
+    def check(item: tuple[tuple[int, str], Store]) -> None:
+        (_, path), store = item
+        if path in store.pins and store.stat(path) != store.pins[path]:
+            raise ChangedFileError(
+                f"{store.root}/{path} was written to while it was read: what was made of it is not kept. Open the "
+                "checkpoint again when nobody writes to it"
+            )
+
+    each(check, list(files.items()))
+
+
 def check_paths(paths: Iterable[Path], sources: set[Path], overwrite: bool) -> None:
     """Raise DestinationError for a path that is a source's or a folder, or that is taken (unless ``overwrite``)."""
     for path in paths:
@@ -87,7 +122,7 @@ def appearing(sizes: Mapping[Path, int], check: Callable[[], None]) -> Iterator[
         for path in sizes:
             temporary[path] = path.parent / f".{path.name}.{uuid4().hex[:8]}.incomplete"
         yield temporary
-        with _alone(folder):
+        with alone(folder):
             check()
             for path, part in temporary.items():
                 os.replace(part, path)
@@ -127,7 +162,7 @@ def folder_appearing(place: Path, check: Callable[[], None]) -> Iterator[Path]:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def alone(folder: Path) -> Iterator[None]:
     """While files are renamed in a folder, no other export does: shards of two would be mixed."""
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,12 +11,13 @@ import torch
 
 from ..errors import DataError, DestinationError
 from ..tensor import LazyTensor
-from .destination import appearing, check_paths, local_path, source_files
+from .destination import alone, check_inside, check_paths, local_path, source_files
 from .held import Writable
 from .job import Run, run
-from .progress import Bar
+from .output import Plan, write
 from .shards import file_names, index_text, is_of_family, size_in_bytes, split
-from .stream import Layout, compare, fill
+from .staging import fingerprint
+from .stream import File, Layout
 
 Tensors = Mapping[str, Writable]
 Aliases = Mapping[str, str]  # further names -> the name of the same tensor
@@ -28,8 +29,8 @@ class FileFormat:
 
     ``stem`` and ``suffix`` name its files in a folder, as Hugging Face's tools do; ``endings`` are those of a path that
     is one file. ``lists_aliases``: whether the index lists them. ``size``: bytes that a file is going to have, at most;
-    it raises DataError for what the format cannot hold. ``layout``: make a new file, with all that stands in it but the
-    tensors' elements.
+    it raises DataError for what the format cannot hold. ``layout``: make a file, with all that stands in it but the
+    tensors' elements; those that are there already stay.
     """
 
     stem: str
@@ -69,6 +70,8 @@ def export(
         shards = [tensors]
         paths = [place]
     else:
+        if place.is_symlink() and not place.exists():  # a folder cannot be renamed onto a link
+            place = Path(os.path.realpath(place))
         shards = split(tensors, None if max_shard_size is None else size_in_bytes(max_shard_size))
         paths = [place / name for name in file_names(form.stem, form.suffix, len(shards))]
     of_shard = [{a: o for a, o in aliases.items() if o in shard} for shard in shards]
@@ -81,25 +84,44 @@ def export(
         index[place / f"{form.stem}{form.suffix}.index.json"] = index_text(listed, total)
         sizes |= {path: len(text.encode()) for path, text in index.items()}
 
-    sources = source_files(tensors.values())
+    files = [_file(form, *begun) for begun in zip(paths, shards, of_shard, strict=True)]
+    lazy = list(tensors.values())
+    told = [
+        (t, (path.name, n, str(t.dtype))) for path, shard in zip(paths, shards, strict=True) for n, t in shard.items()
+    ]
+    texts = {path.name: text.encode() for path, text in index.items()}
+    plan = Plan(
+        files=files,
+        texts=texts,
+        fingerprint=fingerprint(told, [form.stem.encode(), repr(dict(aliases)).encode(), *texts.values()]),
+        around=max(sizes[path] - file.nbytes for path, file in zip(paths, files, strict=True)),
+    )
+    sources = source_files(lazy)
 
-    def check() -> None:
+    def check(there: Set[str]) -> None:
+        check_inside(place, lazy)
         if place not in paths:
             _check_folder(place, form, set(sizes), sources)
-        check_paths(sizes, sources, overwrite)
+        check_paths([path for path in sizes if path.name not in there], sources, overwrite)
 
-    check()
-    for tensor in tensors.values():
-        tensor.check()
-    with appearing(sizes, check) as temporary, Bar(total * (1 + verify), place.name, progress) as bar:
-        begun = zip(paths, shards, of_shard, strict=True)
-        layouts = [form.layout(temporary[path], shard, also) for path, shard, also in begun]
-        fill(layouts, run, bar.add)
-        if verify:
-            compare(layouts, run, bar.add)
-        for path, text in index.items():
-            temporary[path].write_text(text, encoding="utf-8")
+    def reveal(content: Path) -> None:
+        if place not in paths and not place.exists():
+            os.rename(content, place)
+            return
+        with alone(paths[0].parent):
+            *_, last = sizes
+            if last in index and (content / last.name).exists():
+                last.unlink(missing_ok=True)  # an old index must not speak of new files
+            for path in sizes:
+                if (content / path.name).exists():
+                    os.replace(content / path.name, path)
+
+    write(plan, place, lazy, check=check, reveal=reveal, verify=verify, progress=progress, run=run)
     return list(sizes)
+
+
+def _file(form: FileFormat, path: Path, shard: Tensors, aliases: Aliases) -> File:
+    return File(path.name, sum(t.nbytes for t in shard.values()), lambda at: form.layout(at, shard, aliases))
 
 
 def check_names(names: Iterable[str]) -> None:

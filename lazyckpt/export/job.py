@@ -58,7 +58,8 @@ def run(tasks: Iterable[Task], done: Done, executor: Executor | None = None, mem
     the tasks in flight may hold together (1 GiB); one that holds more by itself runs alone. The tasks are asked for as
     their turn comes.
 
-    The first error is raised when what has not started is cancelled and what has is over. Raises WorkerError if the
+    The first error is raised when what has not started is cancelled and what has is over, of which ``done`` still hears
+    if it went well. Raises WorkerError if the
     executor lost its workers, DataError if a task cannot be sent to them.
     """
     near = shares_memory(executor)
@@ -84,10 +85,15 @@ def run(tasks: Iterable[Task], done: Done, executor: Executor | None = None, mem
             held += _memory(batch)
         while pending:
             collect()
-    finally:  # nothing to do unless something failed
+    except BaseException:
         for future in pending:
             future.cancel()
         stopped(list(pending))
+        for future, batch in pending.items():  # what is done is done
+            if not future.cancelled() and future.exception() is None:
+                for task, result in zip(batch, future.result(), strict=True):
+                    done(task, result)
+        raise
 
 
 def shares_memory(executor: Executor | None) -> bool:

@@ -57,7 +57,7 @@ def _layout(path: Path, tensors: Tensors, aliases: Aliases) -> Layout:
     for name in _order(tensors):
         placed.append(Placed(at, tensors[name]))
         at += tensors[name].nbytes
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         write_at(fd, header, 0)
         os.ftruncate(fd, at)

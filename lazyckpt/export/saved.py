@@ -57,9 +57,9 @@ class Item(NamedTuple):
 
 
 def row(items: Sequence[Item], path: Path) -> Layout:
-    """Make a file of such files, in which everything stands but the tensors' bytes."""
+    """Make a file of such files, in which everything stands but the tensors' bytes (those that are there stay)."""
     placed: list[Placed] = []
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         for item in items:
             around = item.around

@@ -2,8 +2,10 @@
 
 Files are made in a hidden folder beside the destination, whose name follows from the destination's: a second call finds
 what the first one finished, if both are the same job (its fingerprint stands there). While somebody works there, the
-file with the fingerprint is locked. On object stores, which cannot rename, the fingerprint is a marker in the prefix,
-and what tells a reader that there is something is written last.
+file with the fingerprint is locked. Of files that are there whole or not, being there tells that they are finished; of
+others a ledger tells, and they are in a folder of this job alone, where no worker of an earlier one can still write.
+On object stores, which cannot rename, the fingerprint is a marker in the prefix, and what tells a reader that there is
+something is written last.
 """
 
 from __future__ import annotations
@@ -14,24 +16,97 @@ import hashlib
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from uuid import uuid4
 
-from ..errors import CorruptError, DestinationError, LazyckptError, WorkerError
+import torch
+
+from ..errors import CorruptError, DestinationError, LazyckptError, MissingFileError, WorkerError
 from ..formats.zarr.documents import JOB  # holds the fingerprint
 from ..io.store import Store
 from ..tensor import LazyTensor
-from .destination import make_folder
+from .destination import local_path, make_folder
+from .ledger import told
 from .places import PART, Bucket, Folder
 
+LEDGER = ".lazyckpt-ledger"
+_ONCE = "once-"
 _lock = threading.Lock()
 _working: set[str] = set()
 Finished = dict[str, int]  # key of what is there -> its bytes
 
 
 def staging_path(dest: Path) -> Path:
-    return dest.parent / f".{dest.name}.incomplete"
+    """Where what is to be at ``dest`` is made: beside it, or in it if it is a folder that has to stay where it is (a
+    mounted volume) or that nothing can be put beside."""
+    real = Path(os.path.realpath(dest) if os.path.isdir(dest) else os.path.abspath(dest))
+    name = f".{real.name}.incomplete"
+    fixed = real.is_dir() and (os.path.ismount(real) or not os.access(real.parent, os.W_OK | os.X_OK))
+    return (real if fixed else real.parent) / name
+
+
+def check_replaceable(dest: Path) -> None:
+    """Raise DestinationError if no folder can be given the name ``dest``."""
+    if dest.is_dir() and staging_path(dest).parent == Path(os.path.realpath(dest)):
+        raise DestinationError(
+            f"{dest} is a mounted volume, or in a folder without the right to write, and cannot be replaced by the new "
+            "folder: name one inside of it"
+        )
+
+
+def unfinished(dest: str | os.PathLike[str]) -> int | None:
+    """The bytes that an interrupted export (or one that runs) to this local destination has finished; None if there is
+    none. Calling it again with the same arguments goes on there."""
+    staging = staging_path(_local(dest))
+    return _nbytes(staging) if staging.is_dir() else None
+
+
+def discard(dest: str | os.PathLike[str]) -> None:
+    """Remove what an interrupted export to this local destination has left, if there is something: the next one starts
+    afresh. What is at ``dest`` itself stays. Raises DestinationError if an export is writing there."""
+    staging = staging_path(_local(dest))
+    if not staging.is_dir():
+        return
+    with _of_this_process(staging):
+        try:
+            fd = _locked(staging)
+            try:
+                shutil.rmtree(staging)
+            finally:
+                os.close(fd)
+        except OSError as e:
+            if isinstance(e, LazyckptError):
+                raise
+            raise DestinationError(f"{e.filename or staging}: {e.strerror or e}. It cannot be removed") from e
+
+
+def _local(dest: str | os.PathLike[str]) -> Path:
+    return local_path(os.fspath(dest).removeprefix("file://"))
+
+
+def ledger_path(staging: Folder) -> Path:
+    return Path(staging.root) / LEDGER
+
+
+def content_path(staging: Folder | Path, fingerprint: str) -> Path:
+    """The folder for the files of a job of which the ledger tells."""
+    return Path(str(staging)) / fingerprint[:16]
+
+
+def moved(dest: Path, fingerprint: str, keys: Sequence[str], verified: bool) -> set[str]:
+    """Which files of the folder ``dest`` an earlier call of the same job has put there, if it was killed before it had
+    all of them there; ``verified``: after it had verified them."""
+    staging = staging_path(dest)
+    ours = staging / JOB
+    if not ours.is_file() or ours.read_bytes() != fingerprint.encode():
+        return set()
+    state = told(staging / LEDGER).moving
+    if state is None or state < verified:
+        return set()
+    gone = {key for key in keys if not (content_path(staging, fingerprint) / key).exists()}
+    return gone if len(gone) < len(keys) and all((dest / key).exists() for key in gone) else set()
 
 
 @contextmanager
@@ -52,6 +127,7 @@ def _staged(dest: Path, folder: Path, fingerprint: str) -> Iterator[tuple[Folder
     try:
         made = make_folder(folder)
         fd = _locked(folder)
+        _put_back(dest)
     except BaseException as e:
         _unmake(made)
         if isinstance(e, OSError) and not isinstance(e, LazyckptError):
@@ -64,7 +140,7 @@ def _staged(dest: Path, folder: Path, fingerprint: str) -> Iterator[tuple[Folder
             os.pwrite(fd, fingerprint.encode(), 0)
         yield Folder(str(folder)), finished(folder)
     except BaseException as e:
-        kept = _goes_on(e) and any(finished(folder))
+        kept = _goes_on(e) and not fingerprint.startswith(_ONCE) and bool(_nbytes(folder))
         if not kept:
             shutil.rmtree(folder, ignore_errors=True)
             _unmake(made[:-1] if made and made[-1] == folder else made)
@@ -81,9 +157,9 @@ def _staged(dest: Path, folder: Path, fingerprint: str) -> Iterator[tuple[Folder
 
 
 def reveal(folder: Folder, dest: Path) -> None:
-    """Rename a staging folder to its destination; a folder that is there already is replaced."""
-    source, old = Path(folder.root), dest.parent / f".{dest.name}.replaced"
-    (source / JOB).unlink()
+    """Rename a folder with all that is to be there to its destination; one that is there already is replaced."""
+    source, old = Path(folder.root), _replaced(dest)
+    (source / JOB).unlink(missing_ok=True)
     if dest.exists() and any(dest.iterdir()):
         shutil.rmtree(old, ignore_errors=True)
         os.rename(dest, old)
@@ -95,6 +171,19 @@ def reveal(folder: Folder, dest: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
     else:
         os.rename(source, dest)
+
+
+def _replaced(dest: Path) -> Path:
+    return dest.parent / f".{dest.name}.replaced"
+
+
+def _put_back(dest: Path) -> None:
+    """A process was killed while it replaced a folder: give the old one its name again, or let it go."""
+    old = _replaced(dest)
+    if old.is_dir() and not os.path.lexists(dest):
+        os.rename(old, dest)
+    elif old.is_dir():
+        shutil.rmtree(old)
 
 
 @contextmanager
@@ -134,19 +223,25 @@ def uploaded(bucket: Bucket, fingerprint: str, overwrite: bool) -> Iterator[tupl
 def fingerprint(tensors: Iterable[tuple[LazyTensor, object]], texts: Iterable[bytes]) -> str:
     """What two calls have in common that may go on with each other's files: the source's files, the tensors, each with
     what is said of where and how it is written, and what is written besides."""
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(torch.__version__.encode())  # which decides where in a file of torch.save a tensor begins
     stores: dict[int, Store] = {}
     for tensor, where in tensors:
         stores[id(tensor.store)] = tensor.store
         spec = tensor.spec
-        told = spec.name, spec.stored_as, spec.rule, spec.combine, where, len(spec.fragments)
+        about = spec.name, spec.stored_as, spec.rule, spec.combine, where, len(spec.fragments)
         ends = (spec.fragments[0], spec.fragments[-1]) if spec.fragments else ()
-        digest.update(repr((told, ends)).encode("utf-8", "surrogatepass"))
+        wanted = [a if isinstance(a, range) else a.tobytes() for a in tensor.selection.axes], tensor.selection.dims
+        digest.update(repr((about, ends, wanted)).encode("utf-8", "surrogatepass"))
     for store in stores.values():
         digest.update(repr((store.root, sorted(store.pins.items()))).encode("utf-8", "surrogatepass"))
     for text in texts:
         digest.update(text)
     return digest.hexdigest()
+
+
+def once() -> str:
+    """The fingerprint of a job that no other call can go on with."""
+    return f"{_ONCE}{uuid4().hex}"
 
 
 def _busy(folder: Path) -> DestinationError:
@@ -159,7 +254,7 @@ def _said(folder: Path) -> str:
 
 def _goes_on(e: BaseException) -> bool:
     """Whether the same call may succeed later."""
-    return not isinstance(e, LazyckptError) or isinstance(e, WorkerError | DestinationError)
+    return not isinstance(e, LazyckptError) or isinstance(e, WorkerError | DestinationError | MissingFileError)
 
 
 @contextmanager
@@ -199,14 +294,30 @@ def _locked(folder: Path) -> int:
 def finished(folder: Path) -> Finished:
     """What is complete there. Removes what is not: killed workers leave it behind."""
     found: Finished = {}
+    for path in _files(folder):
+        if path.endswith(PART):
+            os.unlink(path)
+        elif os.path.basename(path) not in (JOB, LEDGER):
+            found[os.path.relpath(path, folder)] = os.path.getsize(path)
+    return found
+
+
+def _files(folder: Path) -> Iterator[str]:
     for where, _, files in os.walk(folder):
         for name in files:
-            path = os.path.join(where, name)
-            if name.endswith(PART):
-                os.unlink(path)
-            elif name != JOB:
-                found[os.path.relpath(path, folder)] = os.path.getsize(path)
-    return found
+            yield os.path.join(where, name)
+
+
+def _nbytes(folder: Path) -> int:
+    """Bytes that are finished there."""
+    if (folder / LEDGER).exists():
+        return told(folder / LEDGER).nbytes
+    total = 0
+    for path in _files(folder):
+        if not path.endswith(PART) and os.path.basename(path) != JOB:
+            with suppress(FileNotFoundError):  # an export that is writing there has finished
+                total += os.path.getsize(path)
+    return total
 
 
 def _empty(folder: Path) -> None:

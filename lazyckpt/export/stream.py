@@ -9,10 +9,13 @@ from __future__ import annotations
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ..errors import CorruptError
@@ -20,6 +23,7 @@ from ..io.memory import as_bytes
 from .crc import combined
 from .held import Writable
 from .job import OVERHEAD, Run, Task
+from .ledger import Ledger
 
 PIECE = 4 << 20  # bytes; a buffer of this size stays in the processor's cache between read and write
 RUN = 16 << 20  # bytes that a task moves, at most
@@ -42,30 +46,80 @@ class Layout(NamedTuple):
     finish: Callable[[list[int]], None] | None = None
 
 
-def fill(layouts: Sequence[Layout], run: Run, moved: Callable[[int], None]) -> None:
-    """Write the elements of all tensors. ``moved`` is called with the bytes that each task has moved.
+class File(NamedTuple):
+    """A file that tensors go into. ``key``: where it stands in the folder. ``nbytes``: of its tensors. ``layout``:
+    makes it at a path, without their elements; a file of the same call that is there keeps what it has of them."""
+
+    key: str
+    nbytes: int
+    layout: Callable[[Path], Layout]
+
+
+@dataclass(slots=True)
+class _Filling:
+    """A file that is being filled. ``left``: tasks that are not done, and one more until all are given out. ``found``:
+    tensor -> (byte, CRC-32, bytes) of its runs, if somebody asks."""
+
+    number: int
+    layout: Layout
+    left: int = 1
+    found: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
+
+    def add(self, n: int, offset: int, checksum: int, nbytes: int) -> None:
+        if self.layout.finish is not None:
+            self.found.setdefault(n, []).append((offset, checksum, nbytes))
+
+    def one_less(self) -> None:
+        self.left -= 1
+        if not self.left and self.layout.finish is not None:
+            runs = (sorted(self.found.get(n, [])) for n in range(len(self.layout.placed)))
+            self.layout.finish([combined((crc, nbytes) for _, crc, nbytes in of_one) for of_one in runs])
+            self.found.clear()
+
+
+def fill(files: Iterable[File], folder: Path, ledger: Ledger, run: Run, moved: Callable[[int], None]) -> list[Layout]:
+    """Write files, but for what the ledger knows to be there. Each is begun when its turn comes. ``moved`` is called
+    with the bytes that each task has moved, and with those that are there.
 
     Raises what reading raises, and OSError of the files.
     """
-    found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}  # (file, tensor) -> (byte, CRC-32, bytes) of each run
+    filling: dict[int, _Filling] = {}
+    layouts: list[Layout] = []
 
     def tasks() -> Iterator[Task]:
-        for f, layout in enumerate(layouts):
+        for key, _, begin in files:
+            path = folder / key
+            there = ledger.runs(key, path)
+            if not there:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            layout = begin(path)
+            layouts.append(layout)
+            file = _Filling(ledger.begin(key, path.stat().st_size), layout)
+            filling[file.number] = file
             for n, offset, part in _runs(layout):
-                do = partial(_move, layout.path, offset, part, (f, n) if layout.finish else None)
+                known = there.get(offset)
+                if known is not None and known.nbytes != part.nbytes:
+                    known = None
+                if known is not None and known.sure:
+                    file.add(n, offset, known.checksum, part.nbytes)
+                    moved(part.nbytes)
+                    continue
+                file.left += 1
+                about = _Run(file.number, n, offset, layout.finish is not None)
+                do = partial(_move, layout.path, part, about, None if known is None else known.checksum)
                 yield Task(part.nbytes, PIECE + OVERHEAD, do)
+            file.one_less()
 
-    def done(task: Task, result: Any) -> None:
-        if result is not None:
-            key, offset, crc = result
-            found.setdefault(key, []).append((offset, crc, task.nbytes))
+    def done(task: Task, result: tuple[_Run, int]) -> None:
+        (number, n, offset, _), checksum = result
+        ledger.add(number, offset, task.nbytes, checksum)
         moved(task.nbytes)
+        file = filling[number]
+        file.add(n, offset, checksum, task.nbytes)
+        file.one_less()
 
     run(tasks(), done)
-    for f, layout in enumerate(layouts):
-        if layout.finish is not None:
-            runs = (sorted(found.get((f, n), [])) for n in range(len(layout.placed)))
-            layout.finish([combined((crc, nbytes) for _, crc, nbytes in of_one) for of_one in runs])
+    return layouts
 
 
 def compare(layouts: Sequence[Layout], run: Run, moved: Callable[[int], None]) -> None:
@@ -83,25 +137,56 @@ def compare(layouts: Sequence[Layout], run: Run, moved: Callable[[int], None]) -
 
 
 def _runs(layout: Layout) -> Iterator[tuple[int, int, Any]]:
-    """(which tensor, byte of the file, a run of its elements) of all."""
+    """(which tensor, byte of the file, a run of its elements) of all that have any."""
     for n, (offset, tensor) in enumerate(layout.placed):
-        for ahead, part in tensor.pieces(max(RUN, PIECE)):
-            yield n, offset + ahead * tensor.itemsize, part
+        if tensor.nbytes:
+            for ahead, part in tensor.pieces(max(RUN, PIECE)):
+                yield n, offset + ahead * tensor.itemsize, part
 
 
-def _move(path: str, offset: int, tensor: Any, key: tuple[int, int] | None) -> tuple[tuple[int, int], int, int] | None:
-    """One run, into a file that is there. Returns its key, offset and CRC-32, if it has a key."""
-    crc = 0
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+class _Run(NamedTuple):
+    """Which file, which tensor of it, where in the file; whether the checksum is a CRC-32, which costs more."""
+
+    file: int
+    tensor: int
+    offset: int
+    crc: bool
+
+
+def _move(path: str, tensor: Any, about: _Run, expected: int | None) -> tuple[_Run, int]:
+    """One run, into a file that is there. Returns it and its checksum. ``expected``: the checksum of what should be
+    there already."""
+    fd = os.open(path, (os.O_WRONLY if expected is None else os.O_RDWR) | os.O_CLOEXEC)
     try:
+        if expected is not None and _written(fd, tensor, about) == expected:
+            return about, expected
+        checksum = 0
         for ahead, piece in tensor.pieces(PIECE):
             memory = read_piece(piece)
-            write_at(fd, memory, offset + ahead * tensor.itemsize)
-            if key is not None:
-                crc = zlib.crc32(memory, crc)
+            write_at(fd, memory, about.offset + ahead * tensor.itemsize)
+            checksum = _checksum(memory, checksum, about.crc)
     finally:
         os.close(fd)
-    return None if key is None else (key, offset, crc)
+    return about, checksum
+
+
+def _written(fd: int, tensor: Any, about: _Run) -> int:
+    """The checksum of what stands in the file."""
+    checksum = 0
+    for ahead, piece in tensor.pieces(PIECE):
+        there = os.pread(fd, piece.nbytes, about.offset + ahead * tensor.itemsize)
+        checksum = _checksum(memoryview(there), checksum, about.crc)
+    return checksum
+
+
+def _checksum(memory: memoryview, before: int, crc: bool) -> int:
+    """Of pieces that follow each other. What is no CRC-32 is their sum in words of 8 bytes: it finds pages that are
+    missing, at a fraction of the cost."""
+    if crc:
+        return zlib.crc32(memory, before)
+    whole = len(memory) // 8 * 8
+    words = np.frombuffer(memory[:whole], np.uint64).sum(dtype=np.uint64)
+    return (before + int(words) + int.from_bytes(memory[whole:], "little")) % (1 << 64)
 
 
 def _compare(path: str, offset: int, tensor: Any) -> None:

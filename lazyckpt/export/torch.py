@@ -39,14 +39,14 @@ def _layout(path: Path, tensors: Tensors, aliases: Aliases) -> Layout:
 
 
 def layout_of(path: Path, value: Any) -> Layout:
-    """Begin a new file of torch.save of any object; in its dicts, lists and tuples, nested, `Writable`s stand where
-    tensors are to be, the same one twice for a tied tensor.
+    """Begin a file of torch.save of any object; in its dicts, lists and tuples, nested, `Writable`s stand where tensors
+    are to be, the same one twice for a tied tensor. Data of theirs that is there already stays.
 
     Raises DataError where a tensor of torch's is left in it: its data would not be written.
     """
     tensors = list({id(t): t for t in leaves(value)}.values())
     shown = dict(zip(map(id, tensors), placeholders(tensors), strict=True))
-    with path.open("xb") as file, skip_data():
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "wb") as file, skip_data():
         torch.save(replaced(value, lambda t: shown[id(t)]), file)
     with zipfile.ZipFile(path) as archive:
         directory = archive.start_dir

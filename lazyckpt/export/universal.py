@@ -24,13 +24,15 @@ from ..tensor import LazyTensor
 from .dcp import View
 from .destination import local_path
 from .files import check_names
-from .folders import File, FolderPlan, write_folder
+from .folders import Kind, write_folder
 from .groups import param_groups, step_of, unnamed
 from .held import Held, Writable
 from .job import Run
 from .objects import Lost, restored
+from .output import Plan
 from .saved import Item, row
 from .staging import fingerprint
+from .stream import File
 from .torch import layout_of
 
 _WEIGHTS = ("weights", "fp32")
@@ -92,15 +94,18 @@ def export_universal(
     texts["zero_pp_rank_0_mp_rank_00_model_states.pt"] = _saved(_with_tensors({**model, "module": empty}))
     texts["zero/optimizer_state.pt"] = _saved(_optimizer_state(view, groups, steps, lost))
     texts["latest_universal"] = b"."
-    plan = FolderPlan(
-        kind="universal checkpoint",
-        marker="zero",
-        files=files,
-        texts=texts,
-        fingerprint=fingerprint(told, texts.values()),
-    )
+    plan = Plan(files=files, texts=texts, fingerprint=fingerprint(told, texts.values()))
     lazy = [*(t for t, _ in told)]
-    write_folder(plan, place, lazy, overwrite=overwrite, verify=verify, progress=progress, run=run)
+    write_folder(
+        Kind("universal checkpoint", "zero"),
+        plan,
+        place,
+        lazy,
+        overwrite=overwrite,
+        verify=verify,
+        progress=progress,
+        run=run,
+    )
     return lost
 
 

@@ -28,12 +28,12 @@ from . import chunks
 from .chunks import Cut
 from .codecs import Codec, Encoding, encoding
 from .codecs import check as check_codec
-from .destination import appearing, check_apart, check_room, local_path
+from .destination import check_apart, check_room, check_unchanged, local_path
 from .job import Done, Task, run, shares_memory
-from .places import Bucket, Place
+from .places import PART, Bucket, Place
 from .progress import Bar
 from .shards import size_in_bytes
-from .staging import Finished, fingerprint, finished, reveal, staged, uploaded
+from .staging import Finished, check_replaceable, fingerprint, finished, reveal, staged, uploaded
 
 CHUNK = 64 << 20  # bytes of a chunk, at most
 IN_SHARD = 4 << 20  # the same for chunks that are many in a file
@@ -117,6 +117,7 @@ def export_zarr(
                 where.put(key, [text])
             if verify:
                 run(_tasks(plan, where, chunks.check, {}, bar), moved, executor, limit)
+        check_unchanged(item.tensor for item in plan.items)
 
     last, text = list(plan.documents.items())[-1]  # the root: without it there is no hierarchy
     if remote:
@@ -220,6 +221,8 @@ def _is_zip(dest: Path) -> bool:
 def _check_local(dest: Path, plan: Plan, overwrite: bool) -> None:
     """Raises DestinationError if the hierarchy must not appear there."""
     check_apart(dest, (item.tensor for item in plan.items))
+    if not _is_zip(dest):
+        check_replaceable(dest)
     if not dest.exists():
         return
     if _is_zip(dest):
@@ -239,11 +242,12 @@ def _check_local(dest: Path, plan: Plan, overwrite: bool) -> None:
 
 def _pack(complete: Finished, folder: Path, dest: Path) -> None:
     """A zip file of what is in the folder, not compressed, as zarr's ZipStore reads it."""
-    size = sum(complete.values())
-    with appearing({dest: size}, lambda: None) as new, zipfile.ZipFile(new[dest], "x", zipfile.ZIP_STORED) as archive:
+    packed = folder / f"packed{PART}"
+    with zipfile.ZipFile(packed, "x", zipfile.ZIP_STORED) as archive:
         for key in sorted(complete):
             info = zipfile.ZipInfo(key.replace(os.sep, "/"), (1980, 1, 1, 0, 0, 0))
             info.external_attr = 0o644 << 16
             info.file_size = complete[key]  # decides whether it needs zip64
             with (folder / key).open("rb") as source, archive.open(info, "w") as target:
                 shutil.copyfileobj(source, target, _PIECE)
+    os.replace(packed, dest)

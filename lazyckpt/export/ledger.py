@@ -1,0 +1,162 @@
+"""What an export has finished within its files: a text with a line for each run of bytes, which only ever grows.
+
+Who gives out the tasks adds a line when a run stands in its file. Lines are held back for a moment: a process that is
+killed loses so much work. A line that was cut off is none, and what follows it does not count.
+
+What was written on another machine, or on this one before it was started again, may have been lost with a cache: such
+runs are not sure, and are believed when their bytes have the checksum that stands here.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_HELD = 0.5  # seconds that lines wait for each other
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # of Linux: another one after each start
+
+
+class Done(NamedTuple):
+    """A run that was written: its bytes, their checksum, and whether they are there for sure."""
+
+    nbytes: int
+    checksum: int
+    sure: bool
+
+
+@dataclass(slots=True)
+class _File:
+    """``size``: bytes of the whole file. ``runs``: byte where one begins -> the run."""
+
+    number: int
+    size: int
+    runs: dict[int, Done] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Told:
+    """What stands in a ledger. ``files``: by key. ``moving``: whether the files were complete, and on their way to
+    where they belong; whether they had been verified; None if not. ``length``: bytes of the lines that count."""
+
+    files: dict[str, _File] = field(default_factory=dict)
+    count: int = 0
+    moving: bool | None = None
+    length: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all runs."""
+        return sum(run.nbytes for file in self.files.values() for run in file.runs.values())
+
+
+def told(path: Path) -> Told:
+    """Read a ledger; nothing if there is none."""
+    found, by_number, boot, now = Told(), dict[int, _File](), "", _boot()
+    with suppress(FileNotFoundError):
+        for line in path.read_bytes().splitlines(keepends=True):
+            match _parsed(line):
+                case ["boot", str(boot)]:
+                    pass
+                case ["file", int(number), str(key), int(size)]:
+                    found.files[key] = by_number[number] = _File(number, size)
+                    found.count = max(found.count, number + 1)
+                case [int(number), int(offset), int(nbytes), int(checksum)] if number in by_number:
+                    by_number[number].runs[offset] = Done(nbytes, checksum, bool(now) and boot == now)
+                case ["moving", bool(verified)]:
+                    found.moving = verified
+                case _:
+                    break
+            found.length += len(line)
+    return found
+
+
+def _parsed(line: bytes) -> Any:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):  # a cache that was lost leaves anything
+        return None
+
+
+def _boot() -> str:
+    """What differs if the machine was started again; "" where the system does not tell."""
+    try:
+        return _BOOT.read_text().strip()
+    except OSError:
+        return ""
+
+
+class Ledger:
+    """A ledger that is written to. For one thread."""
+
+    def __init__(self, path: Path) -> None:
+        self._told = told(path)
+        self._file = path.open("ab", buffering=0)
+        self._file.truncate(self._told.length)
+        self._lines: list[str] = []
+        self._since = time.monotonic()
+        self._add("boot", _boot())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all runs that it tells of."""
+        return self._told.nbytes
+
+    @property
+    def moving(self) -> bool | None:
+        return self._told.moving
+
+    def runs(self, key: str, path: Path) -> dict[int, Done]:
+        """What is there of a file: byte where a run begins -> the run. A file of another size than it had is removed:
+        it is none of those that were written."""
+        file = self._told.files.get(key)
+        size = path.stat().st_size if path.exists() else None
+        if file is not None and file.size == size:
+            return file.runs
+        self._told.files.pop(key, None)
+        if size is not None:
+            path.unlink()
+        return {}
+
+    def begin(self, key: str, size: int) -> int:
+        """The number of a file, of which all but the runs stands there."""
+        file = self._told.files.get(key)
+        if file is None:
+            file = self._told.files[key] = _File(self._told.count, size)
+            self._told.count += 1
+            self._add("file", file.number, key, size)
+        return file.number
+
+    def add(self, number: int, offset: int, nbytes: int, checksum: int) -> None:
+        """A run stands in its file."""
+        self._add(number, offset, nbytes, checksum)
+
+    def move(self, verified: bool) -> None:
+        """All files are complete and are going to where they belong."""
+        self._add("moving", verified)
+        self.flush()
+
+    def flush(self) -> None:
+        data = memoryview("".join(self._lines).encode("utf-8", "surrogatepass"))
+        self._lines.clear()
+        self._since = time.monotonic()
+        while data:
+            data = data[self._file.write(data) or 0 :]
+
+    def _add(self, *values: object) -> None:
+        self._lines.append(f"{json.dumps(values)}\n")
+        if time.monotonic() - self._since >= _HELD:
+            self.flush()
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):  # a full disk: what it would tell of is done again
+            self.flush()
+        self._file.close()
