@@ -20,6 +20,7 @@ def write_text(text: str) -> None:
 
 @cache
 def console(err: bool = False) -> Console:
+    """Where lines go: stdout, or stderr."""
     return Console(stderr=err, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
@@ -31,3 +32,8 @@ def write_line(*pieces: tuple[str, str], err: bool = False, strip: bool = False)
     if strip:
         line.rstrip()
     console(err).print(line)
+
+
+def write_error(text: str) -> None:
+    """One line on stderr."""
+    write_line(("error: ", "bold red"), (" ".join(text.split()), ""), err=True)

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from ..errors import LazyckptError
-from .console import write_line
+from .console import write_error
 
 
 class _Group(TyperGroup):
@@ -28,8 +28,11 @@ class _Group(TyperGroup):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(1) from None
         except (LazyckptError, OSError) as e:
-            write_line(("error: ", "bold red"), (" ".join(str(e).split()), ""), err=True)
+            write_error(str(e))
             raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            write_error("interrupted")
+            raise typer.Exit(130) from None
 
 
 app = typer.Typer(

@@ -22,7 +22,7 @@ from ..errors import CorruptError, DestinationError, LazyckptError, WorkerError
 from ..formats.zarr.documents import JOB  # holds the fingerprint
 from ..io.store import Store
 from ..tensor import LazyTensor
-from .destination import make_folder
+from .destination import local_path, make_folder
 from .places import PART, Bucket, Folder
 
 _lock = threading.Lock()
@@ -32,6 +32,30 @@ Finished = dict[str, int]  # key of what is there -> its bytes
 
 def staging_path(dest: Path) -> Path:
     return dest.parent / f".{dest.name}.incomplete"
+
+
+def unfinished(dest: str | os.PathLike[str]) -> int | None:
+    """The bytes that an interrupted export to this local destination has finished; None if there is none."""
+    staging = staging_path(local_path(dest))
+    return sum(finished_sizes(staging)) if staging.is_dir() else None
+
+
+def discard(dest: str | os.PathLike[str]) -> None:
+    """Remove what an interrupted export to this local destination has left. Raises DestinationError if an export is
+    writing there."""
+    staging = staging_path(local_path(dest))
+    if staging.is_dir():
+        with _of_this_process(staging):
+            fd = _locked(staging)
+            try:
+                shutil.rmtree(staging)
+            finally:
+                os.close(fd)
+
+
+def finished_sizes(staging: Path) -> Iterator[int]:
+    for where, _, files in os.walk(staging):
+        yield from (os.path.getsize(os.path.join(where, n)) for n in files if not n.endswith(PART) and n != JOB)
 
 
 @contextmanager
