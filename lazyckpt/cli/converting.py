@@ -72,7 +72,7 @@ def convert(
     """Write a checkpoint in another layout: prints a plan, then works in bounded memory. Nothing is visible at DST
     before all of it is complete.
 
-    --to safetensors, torch, megatron and --state write one state; dcp, universal and zarr all states.
+    safetensors and torch get one state (--state), the others all that they can hold.
 
     Exit codes: 0 done; 2 an error, nothing was written and the same call would not help; 3 stopped half way (no space,
     dead workers): what is finished is kept and the same call goes on; 130 the same after Ctrl-C. After a kill the same
@@ -84,7 +84,7 @@ def convert(
     check(kind, dst, wanted)
     job = planned(src, open_view(src, state, stored, tag, format, rules), kind, dst, wanted, memory)
     if not quiet and not as_json:
-        _print_plan(job)
+        _print_plan(job, resume)
     if dry_run:
         check_files(job)
         if as_json:
@@ -123,7 +123,7 @@ def _finished(nbytes: int) -> str:
     return f"{human_bytes(nbytes)} are finished and kept: the same command goes on, --no-resume begins anew"
 
 
-def _print_plan(job: Job) -> None:
+def _print_plan(job: Job, resume: bool) -> None:
     source, told = job.source, job.forecast
     degrees = " ".join(f"{k}={v}" for k, v in _degrees(job) if v > 1)
     _print("source", f"{job.src}: {source.format}{f' ({degrees})' if degrees else ''}, {_files(len(source.files))}")
@@ -135,7 +135,8 @@ def _print_plan(job: Job) -> None:
     needed = "as much as compresses" if told.room is None else f"{human_bytes(told.room)} needed"
     _print("space", needed + (f", {human_bytes(job.free)} free" if job.free is not None else ""))
     if job.kept is not None:
-        _print("resume", f"{human_bytes(job.kept)} of an interrupted conversion are there: used as far as they are its")
+        what = "used, if that was the same one" if resume else "thrown away"
+        _print("resume", f"{human_bytes(job.kept)} of an interrupted conversion are there: {what}")
     if job.exists:
         _print("there", f"{job.dest} exists already: only --overwrite replaces it")
     lines = [*job.view.problems, *(f"left out: {name}: {why}" for name, why in job.view.unreadable.items())]

@@ -33,7 +33,10 @@ _SHARD = "5GB"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """``src``: what was opened, as it was called; ``view``: what is written, of all ranks; ``ranks``: folder -> the view of each rank, if each gets one."""
+    """``src``: what was opened, as it was called; ``view``: what of it is written, of all ranks; ``ranks``: folder ->
+    the view of each rank, if each gets one; ``free``: bytes at the target, None if that cannot be known; ``kept``:
+    bytes that an interrupted conversion has finished, None if there is none; ``exists``: whether something has to be
+    replaced."""
 
     src: str
     source: CheckpointView
@@ -92,7 +95,7 @@ def planned(src: str, source: CheckpointView, to: str, dest: str, wanted: Wanted
     elif to == "zarr":
         told = forecast.of_zarr(shown, dest, wanted.codec, None if memory is None else limit)
     else:
-        told = {"dcp": forecast.of_dcp, "universal": forecast.of_universal, "megatron": forecast.of_megatron}[to](shown)
+        told = forecast.of_universal(shown) if to == "universal" else forecast.of_dcp(shown)
     there = _exists(to, dest, bool(ranks))
     return Job(src, source, view, ranks, to, dest, wanted, limit, told, forecast.free_at(dest), kept(dest), there)
 

@@ -93,7 +93,7 @@ def of_zarr(view: View, dest: str, codec: str | None, memory: int | None) -> For
 
 
 def of_dcp(view: View) -> Forecast:
-    """Of a folder of torch.distributed.checkpoint."""
+    """Of a folder of torch.distributed.checkpoint, or of Megatron's rank files: what all ranks have counts once."""
     states: dict[str, Amount] = {}
     if view.state in _WEIGHTS:
         states[view.state] = _amount(view.once()[0].values())
@@ -116,11 +116,6 @@ def of_universal(view: View) -> Forecast:
     if view.state == "weights":
         states = {"weights": _amount(weights.values()), **states}
     return _folder(states)
-
-
-def of_megatron(view: View) -> Forecast:
-    """Of Megatron's rank files; what all tensor-parallel ranks have is counted once."""
-    return _folder({view.state: _amount(view.once()[0].values())})
 
 
 def free_at(dest: str) -> int | None:

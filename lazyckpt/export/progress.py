@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from typing import Any
 
 _EVERY = 10.0  # seconds between two lines of a log, or ...
 _SHARE = 0.1  # ... so much of the whole, ...
 _LEAST = 1.0  # ... but no more than a line in so many seconds
-_LINE = "{desc}: {percentage:.0f}% {n_fmt}B of {total_fmt}B, {elapsed}, {rate_fmt}, {remaining} left"
-_DONE = "{desc}: {n_fmt}B in {elapsed}, {rate_fmt}"
 
 
 class Bar:
@@ -54,18 +53,24 @@ class _Lines:
         waited = time.monotonic() - self._said_at
         much = self._done - self._said >= _SHARE * self._total
         if self._done < self._total and (waited >= _EVERY or (much and waited >= _LEAST)):
-            self._say(_LINE)
+            self._say()
 
     def close(self) -> None:
         if self._done >= self._total:
-            self._say(_DONE)
+            self._say()
 
-    def _say(self, form: str) -> None:
+    def _say(self) -> None:
         from tqdm import tqdm
 
         self._said, self._said_at = self._done, time.monotonic()
-        text = tqdm.format_meter(
-            self._done, self._total, self._said_at - self._begun, prefix=self._label, unit="B", unit_scale=True,
-            unit_divisor=1024, bar_format=form,
-        )  # fmt: skip
-        print(text, file=sys.stderr, flush=True)
+        passed = self._said_at - self._begun
+        rate = self._done / passed if passed > 0 else 0.0
+        size = partial(tqdm.format_sizeof, suffix="B", divisor=1024)
+        spent = f"{tqdm.format_interval(passed)}, {size(rate)}/s"
+        left = self._total - self._done
+        if left > 0:
+            share, rest = self._done / self._total, tqdm.format_interval(left / rate) if rate else "?"
+            text = f"{share:.0%}, {size(self._done)} of {size(self._total)} in {spent}, {rest} left"
+        else:
+            text = f"{size(self._done)} in {spent}"
+        print(f"{self._label}: {text}", file=sys.stderr, flush=True)
