@@ -13,7 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
+
+import torch
 
 from .core.index import Index, TensorSpec
 from .core.names import natural
@@ -183,6 +185,11 @@ class RunView(CheckpointView):
     def _shown(self, what: str) -> dict[str, dict[str, TensorSpec]]:
         """What cuts tensors would cut their steps."""
         raise DataError(f"these tensors are stacked over the steps of a run: {what} one checkpoint, run.at(step)")
+
+    def astype(self, dtype: torch.dtype) -> NoReturn:
+        """Refused: `at` one step converts."""
+        self._shown("convert")
+        raise AssertionError  # that raises
 
     def __repr__(self) -> str:
         steps = self.steps

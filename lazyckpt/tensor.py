@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from .core.box import Box, Shape, c_strides, is_run, tiles
-from .core.dtypes import short_name, to_numpy
+from .core.dtypes import check_converts, short_name, to_numpy
 from .core.index import Extent, Fragment, Hole, Packed, TensorSpec
 from .core.plan import fragments_in, plan
 from .core.select import Selection
@@ -220,10 +220,7 @@ class LazyTensor:
         """The same tensor, converted to ``dtype`` when it is read. Raises DataError if torch cannot convert it."""
         if dtype == self.dtype:
             return self
-        try:
-            torch.empty(1, dtype=self.dtype).to(dtype)
-        except (NotImplementedError, RuntimeError) as e:  # torch's two ways to say that it has no such conversion
-            raise DataError(f"{self.name!r} is {self.dtype}, torch does not convert that to {dtype}: {e}") from None
+        check_converts(self.name, self.dtype, dtype)
         return type(self)(self._store, replace(self.spec, dtype=dtype), self._selection)
 
     def contiguous(self) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 
-from .core.index import FileInfo, Index, Mesh, TensorSpec
+from .core.index import FileInfo, Index, Mesh, TensorSpec, converted
 from .core.names import Names, Pattern, matcher
 from .errors import DataError, MissingFileError, TensorNotFoundError
 from .formats.cache import cached_index
@@ -262,6 +262,25 @@ class CheckpointView(Writing):
         such table, or a line that cannot be), DataError (of a part of a checkpoint below a prefix: rename first).
         """
         return _restore(self._store, renamed_index(self._index, self._shown("rename"), names, reverse), self._state, ())
+
+    def astype(self, dtype: torch.dtype) -> CheckpointView:
+        """The same view with the floating-point tensors that it reads converted to ``dtype`` when they are read.
+        Integers, bools and complex numbers stay what they are, and so do the other states: of a training checkpoint the
+        weights are converted, masters and moments are not.
+
+        Raises DataError for a dtype that is no floating-point one, or that torch cannot convert a tensor to.
+        """
+        if not dtype.is_floating_point:
+            raise DataError(f"floating-point tensors are not converted to {dtype}: name a floating-point dtype")
+
+        def of(index: Index) -> Index:
+            if self._state == _STORED:
+                return replace(index, stored=converted(self.specs, dtype))
+            layout = index.layout and replace(index.layout, source=of(index.layout.source))
+            states = {**index.states, self._state: converted(index.states[self._state], dtype)}
+            return replace(index, states=states, layout=layout)
+
+        return _restore(self._store, of(self._index), self._state, self._steps)
 
     def shard(
         self,

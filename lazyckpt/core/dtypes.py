@@ -73,6 +73,34 @@ FROM_SAFETENSORS = {row.safetensors: row.torch for row in _ROWS if row.safetenso
 TO_SAFETENSORS = {row.torch: row.safetensors for row in reversed(_ROWS) if row.safetensors}
 FROM_STORAGE = {row.storage: row.torch for row in _ROWS if row.storage}
 FROM_NAME = {name: d for name, d in vars(torch).items() if isinstance(d, torch.dtype)}
+_FLOATS = {name: d for name, d in FROM_NAME.items() if name.startswith("float") and name != "float"}
+_WRITTEN = (  # lower case: torch's names, those shown to people, and float written as f or fp
+    {start + name.removeprefix("float"): d for name, d in _FLOATS.items() for start in ("f", "fp")}
+    | {start + row.short[1:]: row.torch for row in _ROWS if row.short[0] == "f" for start in ("f", "fp", "float")}
+    | {row.short: row.torch for row in _ROWS}
+    | FROM_NAME
+)
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype that a person means. Raises DataError.
+
+    >>> dtype_named("bf16"), dtype_named("FP16"), dtype_named("torch.float32"), dtype_named("fp8_e4m3")
+    (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
+    """
+    found = _WRITTEN.get(name.lower().removeprefix("torch."))
+    if found is None:
+        usual = "fp32, bf16, fp16, fp64, fp8_e4m3, fp8_e5m2"
+        raise DataError(f"{name!r} is no dtype: write for instance {usual}, or a name of torch's")
+    return found
+
+
+def check_converts(name: str, source: torch.dtype, to: torch.dtype) -> None:
+    """Raise DataError if torch cannot convert elements of the tensor ``name`` from one dtype to the other."""
+    try:
+        torch.empty(1, dtype=source).to(to)
+    except (NotImplementedError, RuntimeError) as e:  # torch's two ways to say that it has no such conversion
+        raise DataError(f"{name!r} is {source}, torch does not convert that to {to}: {e}") from None
 
 
 def short_name(dtype: torch.dtype) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from .box import Box, Shape, c_strides
+from .dtypes import check_converts
 
 
 class Rank(NamedTuple):
@@ -291,6 +292,14 @@ class Layout:
 def renamed(spec: TensorSpec, name: str) -> TensorSpec:
     """The same tensor under another name; the first it had is kept in ``stored_as``."""
     return spec if name == spec.name else replace(spec, name=name, stored_as=spec.stored_as or spec.name)
+
+
+def converted(specs: Mapping[str, TensorSpec], dtype: torch.dtype) -> dict[str, TensorSpec]:
+    """The same tensors, those of floating-point dtypes in ``dtype`` once they are read. Raises DataError if torch
+    cannot convert one."""
+    for kind, name in {s.dtype: name for name, s in specs.items() if s.dtype.is_floating_point}.items():
+        check_converts(name, kind, dtype)
+    return {name: replace(s, dtype=dtype) if s.dtype.is_floating_point else s for name, s in specs.items()}
 
 
 def relocated(spec: TensorSpec, folder: str) -> TensorSpec:

@@ -1,22 +1,31 @@
-"""A bar for what takes long: tqdm's, where somebody is looking."""
+"""What is said of what takes long: tqdm's bar where somebody is looking, lines now and then in a log."""
 
 from __future__ import annotations
 
 import sys
+import time
+from functools import partial
 from typing import Any
+
+_EVERY = 10.0  # seconds between two lines of a log, or ...
+_SHARE = 0.1  # ... so much of the whole, ...
+_LEAST = 1.0  # ... but no more than a line in so many seconds
 
 
 class Bar:
-    """Bytes done of ``total``. ``show``: None for only on a terminal or in a notebook."""
+    """Bytes done of ``total``. ``show``: True for a bar, or lines where stderr is no terminal; None for a bar on a
+    terminal or in a notebook only."""
 
     def __init__(self, total: int, label: str, show: bool | None) -> None:
-        if show is None:
-            show = sys.stderr.isatty() or "ipykernel" in sys.modules
+        looked_at = sys.stderr.isatty() or "ipykernel" in sys.modules
         self._bar: Any = None
-        if show:
-            from tqdm.auto import tqdm
+        if show or (show is None and looked_at):
+            if looked_at:
+                from tqdm.auto import tqdm
 
-            self._bar = tqdm(total=total, desc=label, unit="B", unit_scale=True, unit_divisor=1024)
+                self._bar = tqdm(total=total, desc=label, unit="B", unit_scale=True, unit_divisor=1024)
+            else:
+                self._bar = _Lines(total, label)
 
     def add(self, nbytes: int) -> None:
         """So many more bytes are done."""
@@ -29,3 +38,39 @@ class Bar:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+class _Lines:
+    """As much of a tqdm bar as `Bar` uses, as lines of text."""
+
+    def __init__(self, total: int, label: str) -> None:
+        self._total, self._label, self._done = total, label, 0
+        self._begun = self._said_at = time.monotonic()
+        self._said = 0
+
+    def update(self, nbytes: int) -> None:
+        self._done += nbytes
+        waited = time.monotonic() - self._said_at
+        much = self._done - self._said >= _SHARE * self._total
+        if self._done < self._total and (waited >= _EVERY or (much and waited >= _LEAST)):
+            self._say()
+
+    def close(self) -> None:
+        if self._done >= self._total:
+            self._say()
+
+    def _say(self) -> None:
+        from tqdm import tqdm
+
+        self._said, self._said_at = self._done, time.monotonic()
+        passed = self._said_at - self._begun
+        rate = self._done / passed if passed > 0 else 0.0
+        size = partial(tqdm.format_sizeof, suffix="B", divisor=1024)
+        spent = f"{tqdm.format_interval(passed)}, {size(rate)}/s"
+        left = self._total - self._done
+        if left > 0:
+            share, rest = self._done / self._total, tqdm.format_interval(left / rate) if rate else "?"
+            text = f"{share:.0%}, {size(self._done)} of {size(self._total)} in {spent}, {rest} left"
+        else:
+            text = f"{size(self._done)} in {spent}"
+        print(f"{self._label}: {text}", file=sys.stderr, flush=True)

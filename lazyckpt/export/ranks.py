@@ -1,0 +1,73 @@
+"""A folder for each rank of a parallel layout, in one that appears when all of them are complete.
+
+They are called as Megatron calls its ranks' folders. Source: megatron/training/checkpointing.py `get_checkpoint_name`:
+``mp_rank_TT``, ``_PPP`` behind it with pipeline parallelism, ``_EEE`` with expert parallelism.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import product
+from pathlib import Path
+
+from ..errors import DestinationError
+from ..tensor import LazyTensor
+from .destination import check_apart, local_path
+from .staging import fingerprint, reveal, staged
+
+_NAME = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
+_DONE = ".rank-done"  # a file in the folder of a rank of which all is written
+
+
+def rank_folders(tp: int, pp: int, ep: int) -> Iterator[tuple[str, dict[str, int]]]:
+    """
+    >>> [name for name, rank in rank_folders(2, 1, 1)], next(rank_folders(2, 2, 2))
+    (['mp_rank_00', 'mp_rank_01'], ('mp_rank_00_000_000', {'tp': 0, 'pp': 0, 'ep': 0}))
+    """
+    for p, e, t in product(range(pp), range(ep), range(tp)):
+        name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "") + (f"_{e:03d}" if ep > 1 else "")
+        yield name, {"tp": t, "pp": p, "ep": e}
+
+
+def export_ranks(
+    writers: Mapping[str, Callable[[Path], object]],
+    dest: str | os.PathLike[str],
+    tensors: Iterable[LazyTensor],
+    about: str,
+    overwrite: bool,
+) -> list[Path]:
+    """Have each writer write the folder of its name below ``dest``, and return their paths. ``tensors``: what is read;
+    ``about``: what besides them tells this job from others. The same call goes on with what an interrupted one
+    finished: ranks, and within one whatever its writer goes on with.
+
+    Raises DestinationError, and what the writers raise.
+    """
+    place = local_path(dest)
+    read = list(tensors)
+
+    def check() -> None:
+        check_apart(place, read)
+        if place.exists() and not place.is_dir():
+            raise DestinationError(f"{place} is a file: name a folder")
+        there = sorted(os.listdir(place)) if place.is_dir() else []
+        other = next((name for name in there if not _NAME.fullmatch(name)), None)
+        if other is not None:
+            raise DestinationError(f"{place} is not empty, {other} is no rank's folder: choose another folder")
+        if there and not overwrite:
+            raise DestinationError(f"{place} exists already: remove it, choose another place, or pass overwrite=True")
+
+    check()
+    job = fingerprint([(t, ()) for t in read], ["\0".join([about, *writers]).encode()])
+    with staged(place, job) as (folder, _):
+        root = Path(folder.root)
+        for name, write in writers.items():
+            if not (root / name / _DONE).exists():
+                write(root / name)
+                folder.put(f"{name}/{_DONE}", [b""])
+        check()  # somebody may have written there meanwhile
+        for name in writers:
+            (root / name / _DONE).unlink()
+        reveal(folder, place)
+    return [place / name for name in writers]
