@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,11 +16,12 @@ import torch
 
 from ..errors import CorruptError
 from ..io.memory import as_bytes
-from .crc import combined
+from .crc import combined, crc32
 from .held import Writable
 from .job import OVERHEAD, Run, Task
 
 PIECE = 4 << 20  # bytes; a buffer of this size stays in the processor's cache between read and write
+_NEAR = 1 << 20  # the same for what is only copied, if its store has no price for a request: fits a core's own cache
 RUN = 16 << 20  # bytes that a task moves, at most
 _own = threading.local()
 
@@ -94,14 +94,36 @@ def _move(path: str, offset: int, tensor: Any, key: tuple[int, int] | None) -> t
     crc = 0
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
-        for ahead, piece in tensor.pieces(PIECE):
-            memory = read_piece(piece)
-            write_at(fd, memory, offset + ahead * tensor.itemsize)
+        for at, memory in _contents(tensor):
+            write_at(fd, memory, offset + at)
             if key is not None:
-                crc = zlib.crc32(memory, crc)
+                crc = crc32(memory, crc)
     finally:
         os.close(fd)
     return None if key is None else (key, offset, crc)
+
+
+def _contents(tensor: Any) -> Iterator[tuple[int, memoryview]]:
+    """(byte of the tensor, the bytes from there on), in order, in memory of this thread's until the next are asked
+    for."""
+    runs = tensor.runs()
+    if runs is None:
+        for ahead, piece in tensor.pieces(PIECE):
+            yield ahead * tensor.itemsize, read_piece(piece)
+        return
+    store = tensor.store
+    memory = as_bytes(scratch(PIECE if store.gap else _NEAR))
+    at = filled = 0
+    for path, offset, nbytes in runs:
+        while nbytes:
+            part = memory[filled : filled + nbytes]
+            store.read_into(path, offset, part)
+            filled, offset, nbytes = filled + len(part), offset + len(part), nbytes - len(part)
+            if filled == len(memory):
+                yield at, memory
+                at, filled = at + filled, 0
+    if filled:
+        yield at, memory[:filled]
 
 
 def _compare(path: str, offset: int, tensor: Any) -> None:
