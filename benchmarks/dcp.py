@@ -62,6 +62,14 @@ def convert(source, out):
 
 
 def main(folder: Path) -> list[Row]:
+    source = checkpoint(folder)
+    rows = [*_one(source), *_row(source), *_convert(source, folder / "converted")]
+    report("distributed checkpoints", rows)
+    return rows
+
+
+def checkpoint(folder: Path) -> Path:
+    """The checkpoint, written if it is not there yet."""
     source = folder / "dcp-1g"
     if not (source / ".metadata").exists():
         shutil.rmtree(source, ignore_errors=True)
@@ -69,9 +77,7 @@ def main(folder: Path) -> list[Row]:
         script = folder / "write_dcp.py"
         script.write_text(_WRITE)
         subprocess.run([sys.executable, script, source], check=True)
-    rows = [*_one(source), *_row(source), *_convert(source, folder / "converted")]
-    report("distributed checkpoints", rows)
-    return rows
+    return source
 
 
 def _load(source: Path) -> torch.Tensor:

@@ -97,7 +97,9 @@ before, start = now(), time.perf_counter()
 taken = time.perf_counter() - start
 print(taken, peak() - before)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    # modules that are loaded on first use are compiled once, as after an installation, not in every run
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=env)
     if done.returncode:
         raise RuntimeError(done.stderr)
     seconds, grown = done.stdout.split()[-2:]

@@ -1,6 +1,6 @@
 """Run the benchmarks: python benchmarks/run.py [--folder DIR] [NAME ...]
 
-They need lazyckpt with its test extras, about 31 GiB of disk in the folder (kept between runs), and an idle machine.
+They need lazyckpt with its test extras, about 34 GiB of disk in the folder (kept between runs), and an idle machine.
 Every figure is a ratio against a named peer, measured in turn in the same run. Exit code 1 if one is missed.
 """
 
@@ -25,6 +25,7 @@ NAMES = (
     "zarr_export",
     "zarr_read",
     "to_universal",
+    "convert_out",
 )
 
 

@@ -5,6 +5,7 @@ The checkpoint is of real DeepSpeed: bf16, ZeRO-2 on two ranks, more than 1 GiB 
 
 from __future__ import annotations
 
+import os
 import shutil
 import statistics
 import subprocess
@@ -40,7 +41,9 @@ def main(folder: Path) -> list[Row]:
     for _ in range(RUNS):
         for (setup, work), found in zip(programs[::-1], (theirs, ours), strict=True):
             shutil.rmtree(out, ignore_errors=True)
+            os.sync()  # what the one before wrote is not this one's to wait for
             found.append(run_fresh(setup, work))
+        os.sync()
         start = time.perf_counter()
         subprocess.run(["cp", "-r", out, f"{out}-copy"], check=True)
         copies.append(time.perf_counter() - start)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -27,7 +28,7 @@ from .core.plan import fragments_in, plan
 from .core.select import Selection
 from .errors import DataError
 from .io.archives import locate
-from .io.gather import agree, ranges, read, run_tasks, tasks
+from .io.gather import Run, agree, ranges, read, run_tasks, runs, tasks
 from .io.memory import empty
 from .io.pool import Task, run
 from .io.store import Buffer, Store, narrow
@@ -215,6 +216,18 @@ class LazyTensor:
         for box in tiles(self.shape, nbytes // self.dtype.itemsize):
             ahead = sum(a * s for a, s in zip(box.start, strides, strict=True))
             yield ahead, (self if box.shape == self.shape else self.lazy[box.slices])
+
+    def runs(self) -> list[Run] | None:
+        """The bytes of all elements in C order, as they stand in files; None if they have to be gathered, converted or
+        unpacked. Reads no elements; errors as reading."""
+        extent = self._plain
+        if extent is not None:
+            return [Run(extent.path, extent.offset, self.nbytes)]
+        reads = self._sel.reads()
+        blocks = list(islice(reads.blocks(), 2))
+        if len(blocks) != 1 or reads.flips or reads.orders:
+            return None
+        return runs(self._store, self.spec, blocks[0][1])
 
     def astype(self, dtype: torch.dtype) -> LazyTensor:
         """The same tensor, converted to ``dtype`` when it is read. Raises DataError if torch cannot convert it."""

@@ -1,9 +1,20 @@
-"""CRC-32 of a whole from the CRC-32s of its pieces, as zlib's C function crc32_combine does, which Python's lacks."""
+"""CRC-32: by the processor's own instructions, and of a whole from the CRC-32s of its pieces.
+
+Measured: zlib 1.2.13 takes 0.5 s for a GiB, as much as reading and writing it; zlib-ng 0.06 s. Combining is what zlib's
+C function crc32_combine does, which Python's zlib lacks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
+
+try:
+    from zlib_ng.zlib_ng import crc32
+except ImportError:  # a platform that it has no wheel for
+    from zlib import crc32
+
+__all__ = ["combined", "crc32"]
 
 _POLYNOMIAL = 0xEDB88320  # of zip and zlib, lowest bit first
 
@@ -20,7 +31,10 @@ def combined(pieces: Iterable[tuple[int, int]]) -> int:
     """
     total = 0
     for crc, nbytes in pieces:
-        total = _apply(_zeros(nbytes), total) ^ crc
+        for n in range((8 * nbytes).bit_length()):
+            if 8 * nbytes >> n & 1:
+                total = _apply(_zeros(n), total)
+        total ^= crc
     return total
 
 
@@ -33,15 +47,10 @@ def _apply(matrix: Matrix, vector: int) -> int:
     return result
 
 
-@lru_cache(maxsize=64)
-def _zeros(nbytes: int) -> Matrix:
-    """What appending so many zero bytes does to a CRC: the map of one zero bit to the power of 8 * nbytes."""
-    power: Matrix = (_POLYNOMIAL, *(1 << n for n in range(31)))
-    result: Matrix = tuple(1 << n for n in range(32))
-    bits = 8 * nbytes
-    while bits:
-        if bits & 1:
-            result = tuple(_apply(power, row) for row in result)
-        bits >>= 1
-        power = tuple(_apply(power, row) for row in power)
-    return result
+@lru_cache
+def _zeros(n: int) -> Matrix:
+    """What appending 2**n zero bits does to a CRC."""
+    if n == 0:
+        return (_POLYNOMIAL, *(1 << k for k in range(31)))
+    half = _zeros(n - 1)
+    return tuple(_apply(half, row) for row in half)

@@ -26,6 +26,7 @@ class Writable(Protocol):
     def itemsize(self) -> int: ...
     def numel(self) -> int: ...
     def pieces(self, nbytes: int) -> Iterator[tuple[int, Any]]: ...
+    def runs(self) -> Any: ...
 
 
 class Held:
@@ -59,6 +60,9 @@ class Held:
         for box in tiles(self.shape, nbytes // self.itemsize):
             ahead = sum(a * s for a, s in zip(box.start, strides, strict=True))
             yield ahead, Held(self.tensor[box.slices])
+
+    def runs(self) -> None:
+        """It stands in no file."""
 
     def read_into(self, out: torch.Tensor) -> torch.Tensor:
         """Copy the elements to a contiguous CPU tensor of the same shape and dtype."""

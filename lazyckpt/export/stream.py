@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import os
 import threading
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from ..errors import CorruptError
 from ..io.memory import as_bytes
-from .crc import combined
+from .crc import combined, crc32
 from .held import Writable
 from .job import OVERHEAD, Run, Task
 from .ledger import Ledger
 
 PIECE = 4 << 20  # bytes; a buffer of this size stays in the processor's cache between read and write
+_NEAR = 1 << 20  # the same for what is only copied, if its store has no price for a request: fits a core's own cache
 RUN = 16 << 20  # bytes that a task moves, at most
 _own = threading.local()
 
@@ -105,13 +104,13 @@ def fill(files: Iterable[File], folder: Path, ledger: Ledger, run: Run, moved: C
                     moved(part.nbytes)
                     continue
                 file.left += 1
-                about = _Run(file.number, n, offset, layout.finish is not None)
+                about = _Run(file.number, n, offset)
                 do = partial(_move, layout.path, part, about, None if known is None else known.checksum)
                 yield Task(part.nbytes, PIECE + OVERHEAD, do)
             file.one_less()
 
     def done(task: Task, result: tuple[_Run, int]) -> None:
-        (number, n, offset, _), checksum = result
+        (number, n, offset), checksum = result
         ledger.add(number, offset, task.nbytes, checksum)
         moved(task.nbytes)
         file = filling[number]
@@ -145,48 +144,58 @@ def _runs(layout: Layout) -> Iterator[tuple[int, int, Any]]:
 
 
 class _Run(NamedTuple):
-    """Which file, which tensor of it, where in the file; whether the checksum is a CRC-32, which costs more."""
+    """Which file, which tensor of it, where in the file."""
 
     file: int
     tensor: int
     offset: int
-    crc: bool
 
 
 def _move(path: str, tensor: Any, about: _Run, expected: int | None) -> tuple[_Run, int]:
-    """One run, into a file that is there. Returns it and its checksum. ``expected``: the checksum of what should be
-    there already."""
+    """One run, into a file that is there. Returns it and its CRC-32. ``expected``: that of what should be there
+    already."""
     fd = os.open(path, (os.O_WRONLY if expected is None else os.O_RDWR) | os.O_CLOEXEC)
     try:
-        if expected is not None and _written(fd, tensor, about) == expected:
+        if expected is not None and _written(fd, about.offset, tensor.nbytes) == expected:
             return about, expected
-        checksum = 0
-        for ahead, piece in tensor.pieces(PIECE):
-            memory = read_piece(piece)
-            write_at(fd, memory, about.offset + ahead * tensor.itemsize)
-            checksum = _checksum(memory, checksum, about.crc)
+        crc = 0
+        for at, memory in _contents(tensor):
+            write_at(fd, memory, about.offset + at)
+            crc = crc32(memory, crc)
     finally:
         os.close(fd)
-    return about, checksum
+    return about, crc
 
 
-def _written(fd: int, tensor: Any, about: _Run) -> int:
-    """The checksum of what stands in the file."""
-    checksum = 0
-    for ahead, piece in tensor.pieces(PIECE):
-        there = os.pread(fd, piece.nbytes, about.offset + ahead * tensor.itemsize)
-        checksum = _checksum(memoryview(there), checksum, about.crc)
-    return checksum
+def _written(fd: int, offset: int, nbytes: int) -> int:
+    """The CRC-32 of what stands in the file."""
+    crc = 0
+    for at in range(offset, offset + nbytes, PIECE):
+        crc = crc32(os.pread(fd, min(PIECE, offset + nbytes - at), at), crc)
+    return crc
 
 
-def _checksum(memory: memoryview, before: int, crc: bool) -> int:
-    """Of pieces that follow each other. What is no CRC-32 is their sum in words of 8 bytes: it finds pages that are
-    missing, at a fraction of the cost."""
-    if crc:
-        return zlib.crc32(memory, before)
-    whole = len(memory) // 8 * 8
-    words = np.frombuffer(memory[:whole], np.uint64).sum(dtype=np.uint64)
-    return (before + int(words) + int.from_bytes(memory[whole:], "little")) % (1 << 64)
+def _contents(tensor: Any) -> Iterator[tuple[int, memoryview]]:
+    """(byte of the tensor, the bytes from there on), in order, in memory of this thread's until the next are asked
+    for."""
+    runs = tensor.runs()
+    if runs is None:
+        for ahead, piece in tensor.pieces(PIECE):
+            yield ahead * tensor.itemsize, read_piece(piece)
+        return
+    store = tensor.store
+    memory = as_bytes(scratch(PIECE if store.gap else _NEAR))
+    at = filled = 0
+    for path, offset, nbytes in runs:
+        while nbytes:
+            part = memory[filled : filled + nbytes]
+            store.read_into(path, offset, part)
+            filled, offset, nbytes = filled + len(part), offset + len(part), nbytes - len(part)
+            if filled == len(memory):
+                yield at, memory
+                at, filled = at + filled, 0
+    if filled:
+        yield at, memory[:filled]
 
 
 def _compare(path: str, offset: int, tensor: Any) -> None:

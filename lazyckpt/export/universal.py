@@ -90,7 +90,8 @@ def export_universal(
     files.append(File("mp_rank_00_model_states.pt", sum(t.nbytes for t in kept), partial(layout_of, value=whole)))
     # the same for an engine of ZeRO-3, which has no parameters in its file
     empty = dict.fromkeys(whole["module"], Held(torch.empty(0)))
-    texts = {f"zero/{name}/step.pt": _saved(step) for name, step in steps.items()}
+    counts = {id(step): _saved(step) for step in {id(step): step for step in steps.values()}.values()}  # mostly one
+    texts = {f"zero/{name}/step.pt": counts[id(step)] for name, step in steps.items()}
     texts["zero_pp_rank_0_mp_rank_00_model_states.pt"] = _saved(_with_tensors({**model, "module": empty}))
     texts["zero/optimizer_state.pt"] = _saved(_optimizer_state(view, groups, steps, lost))
     texts["latest_universal"] = b"."

@@ -12,10 +12,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
+from typing import NamedTuple
 
 import torch
 
-from ..core.box import Box, hull, is_run
+from ..core.box import Box, c_strides, hull, is_run
 from ..core.dtypes import BITS
 from ..core.index import Extent, Packed, TensorSpec
 from ..core.plan import Copy, Selection, overlaps, plan
@@ -28,6 +30,14 @@ from .store import Store
 BLOCK = 8 << 20  # bytes that one read asks for at most, and that a buffer holds
 _RUN = 32 << 10  # runs this long are worth a read of their own
 _own = threading.local()
+
+
+class Run(NamedTuple):
+    """Bytes of a file that follow each other."""
+
+    path: str
+    offset: int
+    nbytes: int
 
 
 def read(store: Store, spec: TensorSpec, reads: Reads) -> torch.Tensor:
@@ -85,6 +95,22 @@ def planned(store: Store, spec: TensorSpec, want: Selection) -> list[Copy]:
         return copies
     locate_all(store, unknown)
     return plan(spec, want, lambda archive: locate(store, archive, spec.name))
+
+
+def runs(store: Store, spec: TensorSpec, want: Selection) -> list[Run] | None:
+    """The bytes of the selection in C order, as they stand in files; None if they do not, or not in such an order."""
+    if spec.combine == "mean":
+        return None
+    strides = c_strides([len(r) for r in want])
+    found: list[tuple[int, Run]] = []
+    for copy in planned(store, spec, want):
+        extent, size = copy.extent, copy.extent.dtype.itemsize
+        as_they_are = extent.raw and extent.dtype == spec.dtype
+        if not (as_they_are and is_run(copy.shape, copy.strides) and is_run(copy.shape, strides)):
+            return None
+        at = sum(a * s for a, s in zip(copy.at, strides, strict=True))
+        found.append((at, Run(extent.path, extent.offset + copy.start * size, prod(copy.shape) * size)))
+    return [run for _, run in sorted(found)]
 
 
 def _mean(store: Store, copies: list[Copy], out: torch.Tensor) -> None:
