@@ -81,6 +81,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("view",),
     ("stacking",),
     ("deepspeed", "distributed", "engine", "run", "retention"),
+    ("recipes",),
     ("",),  # lazyckpt/__init__.py
     ("demo",),
     ("cli",),
