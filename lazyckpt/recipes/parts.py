@@ -64,7 +64,7 @@ def adapters(
 ) -> list[Path]:
     """Write what was trained of a PEFT model (LoRA and its kin, IA3, LoHa, LoKr, OFT, BOFT; ``modules_to_save``) as
     the folder that ``PeftModel.from_pretrained(base, dst)`` loads: adapter_model.safetensors with PEFT's names. From
-    any checkpoint of the whole model; nothing of the base model is read. Returns the paths.
+    any checkpoint of the whole model, of which nothing else is read, or of adapters. Returns the paths.
 
     ``adapter``: its name, where the model has several. ``config``: the folder of adapter_config.json (and a tokenizer),
     which come along; by default the checkpoint's. Without one the tensors alone are written: what scales them
@@ -84,7 +84,10 @@ def adapters(
             f"{beside} has an {_CONFIG} with bias={bias!r}: biases of the base model belong to that adapter, which are "
             "not told apart here. lazyckpt.open(src).select(...).to_safetensors(dst, names=...) writes what you choose"
         )
-    keys = {name: key for name in view if (key := _key(name, adapter)) is not None}
+    if any(file.rpartition("/")[2].startswith("adapter_model.") for file in view.files):  # nothing else is in it
+        keys = {name: _OUTER + name.removeprefix(_OUTER) for name in view}
+    else:
+        keys = {name: key for name in view if (key := _key(name, adapter)) is not None}
     if not keys:
         others = sorted({word for name in view if (word := _adapter_of(name)) is not None})
         raise TensorNotFoundError(
