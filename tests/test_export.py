@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 import lazyckpt
 from lazyckpt.core.dtypes import TO_SAFETENSORS
-from lazyckpt.errors import DataError, DestinationError, MissingFileError, TensorNotFoundError
+from lazyckpt.errors import DataError, DestinationError, MissingFileError
 from lazyckpt.export import destination, files, safetensors, stream
 from lazyckpt.export.crc import combined
 from lazyckpt.export.shards import file_names, size_in_bytes, split
@@ -153,50 +153,6 @@ def test_a_part_has_its_own_names(tmp_path: Path) -> None:
     assert load_file(tmp_path / "part.safetensors").keys() == {"w", "b"}
     view.select("head").to_safetensors(tmp_path / "alias.safetensors")  # the name that owns it is not in the part
     assert bit_equal(load_file(tmp_path / "alias.safetensors")["head"], w)
-
-
-# -- other names
-
-
-@pytest.mark.parametrize("form", ["safetensors", "torch"])
-def test_other_names(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, form: str) -> None:
-    path, state = saved
-    view = lazyckpt.open(path)
-
-    def written(names: Any) -> lazyckpt.CheckpointView:
-        out = tmp_path / str(len(list(tmp_path.iterdir())))
-        getattr(view, f"to_{form}")(out, names=names, max_shard_size="5KB")
-        return lazyckpt.open(out)
-
-    found = written({"f16": "half", "deep.er.name": "deeper", "i64": None})
-    assert found.keys() == state.keys() - {"f16", "deep.er.name", "i64"} | {"half", "deeper"}
-    assert bit_equal(found["half"][...], state["f16"]) and bit_equal(found["deeper"][...], state["deep.er.name"])
-    assert bit_equal(found["tied"][...], state["f32"])
-    found = written(lambda name: f"model.{name}" if name.startswith(("f", "t")) else None)
-    assert found.keys() == {f"model.{name}" for name in state if name.startswith(("f", "t"))}
-    found = written({"f32": None})  # its other name is the tensor's, then
-    assert found.keys() == state.keys() - {"f32"} and bit_equal(found["tied"][...], state["f32"])
-    found = written({"tied": "f32", "f32": "tied"})
-    assert bit_equal(found["tied"][...], state["f32"]) and bit_equal(found["f32"][...], state["f32"])
-    found = written({"tied": "f32"})  # one tensor, twice the same name
-    assert found.keys() == state.keys() - {"tied"}
-
-
-def test_names_that_cannot_be(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
-    view = lazyckpt.open(saved[0])
-    with pytest.raises(DataError, match=r"'bf16' and 'f16' the same name, 'f16'|'f16' and 'bf16' the same name, 'f16'"):
-        view.to_safetensors(tmp_path / "out", names={"bf16": "f16"})
-    with pytest.raises(DataError, match="'tied' the same name, 'f16'"):
-        view.to_torch(tmp_path / "out", names={"tied": "f16"})
-    with pytest.raises(DataError, match="the same name, 'x'"):
-        view.to_safetensors(tmp_path / "out", names=lambda name: "x")
-    with pytest.raises(DataError, match="gives 'f32' a int"):
-        view.to_safetensors(tmp_path / "out", names=len)  # type: ignore[arg-type]
-    with pytest.raises(TensorNotFoundError, match=r"tells of 'f31'.*Did you mean 'f32'"):
-        view.to_safetensors(tmp_path / "out", names={"f31": "g"})
-    with pytest.raises(TensorNotFoundError, match="tells of 'f32'"):
-        view.select("b*").to_safetensors(tmp_path / "out", names={"f32": "g"})
-    assert not (tmp_path / "out").exists()
 
 
 # -- shards

@@ -129,12 +129,24 @@ def test_tags_and_what_is_none(models: Path, tmp_path: Path) -> None:
         recipes.zero3_to_hf(models / "dcp" / "ckpt", tmp_path / "no")
     with pytest.raises(FormatError, match="not 'megatron'"):
         recipes.torch_dist_to_hf(src, tmp_path / "no")
+    with pytest.raises(DestinationError, match="wants a folder"):
+        recipes.to_hf(src, tmp_path / "no.safetensors")
     with pytest.raises(MissingFileError, match=r"no config\.json"):
         recipes.to_hf(src, tmp_path / "no", config=tmp_path)
     torch.save({"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"params": [0]}]}, tmp_path / "o.pt")
     with pytest.raises(FormatError, match="holds no weights"):
         recipes.to_hf(tmp_path / "o.pt", tmp_path / "no")
     assert not (tmp_path / "no").exists()
+
+
+def test_a_lost_shard(huggingface_cases: dict[str, Case], tmp_path: Path) -> None:
+    """What cannot even be described would be missing from the folder without a word."""
+    for path in huggingface_cases["llama_sharded"].path.iterdir():
+        if "00002-of" not in path.name:
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(MissingFileError, match="00002-of"):
+        recipes.to_hf(tmp_path, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
 
 
 def test_tied_names_that_differ(models: Path, tmp_path: Path) -> None:

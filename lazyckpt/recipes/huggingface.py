@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import DataError, FormatError, MissingFileError
+from ..errors import DataError, DestinationError, FormatError, MissingFileError
 from ..export.stream import PIECE
 from ..formats.huggingface import ties_of
 from ..tensor import LazyTensor
@@ -44,6 +44,8 @@ def to_hf(
     >>> to_hf("runs/fsdp/step_90", "hf", config="base-model", dtype=torch.bfloat16)  # doctest: +SKIP
     >>> transformers.AutoModelForCausalLM.from_pretrained("hf")  # doctest: +SKIP
     """
+    if Path(dst).suffix == ".safetensors":
+        raise DestinationError(f"{os.fspath(dst)} names a file: transformers wants a folder")
     view = CheckpointView(src)
     beside = folder_of(src, view.root, config)
     told = config_in(beside) if beside is not None else {}
