@@ -63,9 +63,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _ModuleType:
-    """``lazyckpt.distributed`` and ``lazyckpt.interop`` are imported when they are first asked for: torch's distributed
-    packages and zarr take a while."""
-    if name in ("distributed", "interop"):
+    """``lazyckpt.distributed``, ``lazyckpt.interop`` and ``lazyckpt.recipes`` are imported when they are first asked
+    for: torch's distributed packages and zarr take a while."""
+    if name in ("distributed", "interop", "recipes"):
         from importlib import import_module
 
         return import_module(f".{name}", __name__)

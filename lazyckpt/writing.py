@@ -14,6 +14,7 @@ import torch
 
 from .export.files import FileFormat, export
 from .export.job import Run, run
+from .export.names import NewNames, under
 from .export.safetensors import SAFETENSORS
 from .export.shards import size_in_bytes
 from .export.torch import TORCH
@@ -43,6 +44,7 @@ class Writing(Mapping[str, LazyTensor]):
         *,
         dtype: torch.dtype | None = None,
         max_shard_size: int | str | None = "5GB",
+        names: NewNames | None = None,
         overwrite: bool = False,
         progress: bool | None = None,
         executor: Executor | None = None,
@@ -54,7 +56,11 @@ class Writing(Mapping[str, LazyTensor]):
         ``dest``: a folder, which gets ``model.safetensors`` or, above ``max_shard_size`` (bytes, or text such as
         "5GB"; None for one file), numbered shards and their index, as Hugging Face names them; or a file that ends
         with ``.safetensors``. A tied tensor is stored once; its other names stand in the header's metadata. ``dtype``
-        converts floating-point tensors. ``progress``: a bar; None for one on a terminal or in a notebook.
+        converts floating-point tensors. ``names``: other names, as {old: new} or a function of the name; None for a new
+        name leaves the tensor out. ``progress``: a bar; None for one on a terminal or in a notebook.
+
+        Only tensors are written: what transformers wants beside them (config.json, a tokenizer) `lazyckpt.recipes`
+        brings along.
 
         ``executor``: who does the work, any of concurrent.futures: threads of this process by default, processes, or a
         Dask cluster's ``client.get_executor()``; workers read the source and write the files themselves, so both have
@@ -62,11 +68,12 @@ class Writing(Mapping[str, LazyTensor]):
         default. ``verify``: read everything again and compare it with the source before the files appear.
 
         The files appear when all are complete. Raises DestinationError (something is there already and not
-        ``overwrite``, no room, no right to write), DataError (a dtype that the format lacks), WorkerError
-        (workers died), CorruptError (``verify``: what was written differs), and what reading raises.
+        ``overwrite``, no room, no right to write), DataError (a dtype that the format lacks, one name for two
+        tensors), TensorNotFoundError (``names`` tells of one that is not there), WorkerError (workers died),
+        CorruptError (``verify``: what was written differs), and what reading raises.
         """
         return self._export(
-            SAFETENSORS, dest, dtype, max_shard_size, overwrite, progress, _runner(executor, memory), verify
+            SAFETENSORS, dest, dtype, max_shard_size, names, overwrite, progress, _runner(executor, memory), verify
         )
 
     def to_torch(
@@ -75,6 +82,7 @@ class Writing(Mapping[str, LazyTensor]):
         *,
         dtype: torch.dtype | None = None,
         max_shard_size: int | str | None = "5GB",
+        names: NewNames | None = None,
         overwrite: bool = False,
         progress: bool | None = None,
         executor: Executor | None = None,
@@ -84,7 +92,9 @@ class Writing(Mapping[str, LazyTensor]):
         """Write the view as state dicts that `torch.load` reads, tied names on the same storage; otherwise as
         `to_safetensors`. ``dest``: a file that ends with .pt, .pth, .bin or .ckpt, or a folder, which gets
         ``pytorch_model.bin`` or numbered shards and their index."""
-        return self._export(TORCH, dest, dtype, max_shard_size, overwrite, progress, _runner(executor, memory), verify)
+        return self._export(
+            TORCH, dest, dtype, max_shard_size, names, overwrite, progress, _runner(executor, memory), verify
+        )
 
     def to_zarr(
         self,
@@ -268,12 +278,13 @@ class Writing(Mapping[str, LazyTensor]):
         dest: str | os.PathLike[str],
         dtype: torch.dtype | None,
         max_shard_size: int | str | None,
+        names: NewNames | None,
         overwrite: bool,
         progress: bool | None,
         run: Run,
         verify: bool,
     ) -> list[Path]:
-        tensors, aliases = self.once()
+        tensors, aliases = under(names, *self.once())
         return export(
             form,
             tensors,

@@ -82,6 +82,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("view",),
     ("stacking",),
     ("deepspeed", "distributed", "engine", "run", "retention", "comparing"),
+    ("recipes",),
     ("",),  # lazyckpt/__init__.py
     ("demo",),
     ("cli",),

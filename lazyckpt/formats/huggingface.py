@@ -10,7 +10,7 @@ import functools
 import json
 import posixpath
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ _MAX_JSON = 256 << 20  # bytes of an index file
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLES = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
 _CUT_BIN = re.compile(r"(?:ft-)?model-\d+-of-\d+\.bin")  # torchtune's, which have no index where it does not convert
+_HEAD = "lm_head.weight"
 _JSON = ("config.json", "generation_config.json", "adapter_config.json", "trainer_state.json", "params.json")
 
 
@@ -187,36 +188,67 @@ def _ties() -> dict[str, Any]:
 
 def tied_names(config: Any, weights: Mapping[str, TensorSpec], problems: list[str]) -> dict[str, str]:
     """Names that the model has and the files leave out because another name owns the tensor: alias -> owner."""
-    if not isinstance(config, dict) or not config:
+    if not _ties_names(config):
         return {}
-    table = _ties()
-    named = config.get("architectures")
-    names = [a for a in named if isinstance(a, str)] if isinstance(named, list) else []
-    known = [a for a in names if a in table["architectures"]]
-    default = table["architectures"][known[0]][1] if known else False
-    inner = config.get("text_config")
-    if not config.get(
-        "tie_word_embeddings", inner.get("tie_word_embeddings", default) if isinstance(inner, dict) else default
-    ):
-        return {}
+    pairs, known = _pairs(config)
     if known:
-        pairs = table["maps"][table["architectures"][known[0]][0]]
         aliases = {a: o for a, o in pairs.items() if a not in weights and o in weights}
         if aliases or any(a in weights for a in pairs):
             return aliases
+    names = _architectures(config)
     if names and not any(re.search("LM|Generation", name) for name in names):
         return {}  # a model without a language model's head: nothing to tie
-    head = "lm_head.weight"
-    embeddings = [
-        n for n in weights if re.search(r"(^|\.)(embed_tokens|wte|word_embeddings|tok_embeddings)\.weight$", n)
-    ]
-    if head in weights or len(embeddings) != 1:
+    embeddings = _embeddings(weights)
+    if _HEAD in weights or len(embeddings) != 1:
         return {}
     problems.append(
-        f"{head!r} is not stored and config.json ties the word embeddings: taken to be {embeddings[0]!r}, "
-        f"without knowing the architecture ({named})"
+        f"{_HEAD!r} is not stored and config.json ties the word embeddings: taken to be {embeddings[0]!r}, "
+        f"without knowing the architecture ({config.get('architectures')})"
     )
-    return {head: embeddings[0]}
+    return {_HEAD: embeddings[0]}
+
+
+def ties_of(config: Any, weights: Collection[str]) -> dict[str, str]:
+    """Of the names that are there, those that a model of this config.json ties to another one, and its files leave out:
+    alias -> owner."""
+    if not _ties_names(config):
+        return {}
+    pairs, known = _pairs(config)
+    if not known:
+        embeddings = _embeddings(weights)
+        pairs = {_HEAD: embeddings[0]} if len(embeddings) == 1 else {}
+    return {a: o for a, o in pairs.items() if a in weights and o in weights}
+
+
+def _architectures(config: Mapping[str, Any]) -> list[str]:
+    named = config.get("architectures")
+    return [a for a in named if isinstance(a, str)] if isinstance(named, list) else []
+
+
+def _known(config: Mapping[str, Any]) -> list[Any] | None:
+    """What the table says of the architecture: [which map of names, whether it ties by default]."""
+    table = _ties()["architectures"]
+    return next((table[a] for a in _architectures(config) if a in table), None)
+
+
+def _ties_names(config: Any) -> bool:
+    if not isinstance(config, dict) or not config:
+        return False
+    known = _known(config)
+    default = known[1] if known else False
+    inner = config.get("text_config")
+    default = inner.get("tie_word_embeddings", default) if isinstance(inner, dict) else default
+    return bool(config.get("tie_word_embeddings", default))
+
+
+def _pairs(config: Mapping[str, Any]) -> tuple[Mapping[str, str], bool]:
+    """-> (alias -> owner, whether the architecture is known)."""
+    known = _known(config)
+    return (_ties()["maps"][known[0]], True) if known else ({}, False)
+
+
+def _embeddings(names: Iterable[str]) -> list[str]:
+    return [n for n in names if re.search(r"(^|\.)(embed_tokens|wte|word_embeddings|tok_embeddings)\.weight$", n)]
 
 
 def _find(source: Source) -> str:

@@ -23,6 +23,7 @@ from ...io.store import Entry, Store
 from .. import torchsave
 from ..dcp import reader as dcp
 from ..members import Member, together
+from ..merge import decide, user_rules
 from ..paths import some
 from ..reader import Source
 from . import zarrs
@@ -52,12 +53,29 @@ def is_dist(source: Source) -> bool:
 
 
 def read_dist(source: Source) -> Index:
-    """Index the folder, or its iteration. Raises what `read` does."""
+    """Index the folder, or its iteration. Raises what `read` does, and FormatError for rules that cannot be."""
     if _is_here(source.store, "", source.entries):
-        return read(source.store)
+        return _without_padding(read(source.store), source.rules)
     folder = find_iteration(source) or ""
-    index = read(source.store, folder)
+    index = _without_padding(read(source.store, folder), source.rules)
     return replace(index, problems=(*unfinished(source, folder), *index.problems))
+
+
+def _without_padding(index: Index, rules: Mapping[str, Any]) -> Index:
+    """The tensors are whole, so of the user's rules only "rows" says something of them. Raises FormatError for a rule
+    that is not understood."""
+    if not rules:
+        return index
+    users = [user_rules(rules)]
+
+    def cut(name: str, spec: TensorSpec) -> TensorSpec:
+        merged = decide(name, [spec.shape], users)
+        if merged.shape == spec.shape:
+            return spec
+        return replace(spec, shape=merged.shape, rule="; ".join(filter(None, (spec.rule, merged.rule))))
+
+    states = {state: {name: cut(name, spec) for name, spec in table.items()} for state, table in index.states.items()}
+    return replace(index, states=states)
 
 
 def _is_here(store: Store, folder: str, entries: Mapping[str, Entry]) -> bool:

@@ -1,0 +1,23 @@
+"""What people ask for most, each as one function on top of the public API: look at its lines and change them at will.
+
+Weights for transformers (`to_hf`, `zero3_to_hf`, `torch_dist_to_hf`, and torch's name `dcp_to_safetensors`), one file
+out of many (`fsdp_ranks_to_file`), a part of a checkpoint (`one_layer`, `adapters`), training on elsewhere
+(`resume_zero`), and the optimizer's moments over the steps of a run (`moments_over_time`).
+"""
+
+from ..distributed.convert import dcp_to_safetensors
+from .huggingface import to_hf, torch_dist_to_hf, zero3_to_hf
+from .parts import adapters, one_layer
+from .training import fsdp_ranks_to_file, moments_over_time, resume_zero
+
+__all__ = [
+    "adapters",
+    "dcp_to_safetensors",
+    "fsdp_ranks_to_file",
+    "moments_over_time",
+    "one_layer",
+    "resume_zero",
+    "to_hf",
+    "torch_dist_to_hf",
+    "zero3_to_hf",
+]

@@ -1,0 +1,156 @@
+"""Any checkpoint as a folder that `transformers.AutoModel...from_pretrained` loads."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import DataError, DestinationError, FormatError, MissingFileError
+from ..export.stream import PIECE
+from ..formats.huggingface import ties_of
+from ..tensor import LazyTensor
+from ..view import CheckpointView
+from .beside import MODEL, check_room_for, config_in, copy, folder_of, wanted_format
+
+_EMBEDDINGS = ("embedding.word_embeddings.weight", "output_layer.weight")  # Megatron's, whose rows are padded
+
+
+def to_hf(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    config: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str | None = "5GB",
+    overwrite: bool = False,
+) -> list[Path]:
+    """Write the weights of any checkpoint as a folder for transformers: safetensors, and beside them config.json, the
+    generation's and the tokenizer's files. In bounded memory, without the model's class or a GPU. Returns the paths.
+
+    ``config``: a folder with config.json, such as the base model's; by default the checkpoint's own, or the folder
+    ``huggingface`` in it. Without one, weights alone are written. ``dtype`` converts floating-point tensors; by default
+    they stay as they are (of ZeRO-3 float32), and config.json gets the dtype that is written.
+
+    Names of megatron-core become Hugging Face's, and the rows that pad its vocabulary are left out where config.json
+    tells its size. A name that config.json ties to another is left out, as transformers does it: of two that are both
+    there it would tie neither.
+
+    Raises FormatError (no weights, or some of Megatron's that have no name at Hugging Face), DataError (config.json
+    ties tensors that differ), MissingFileError, DestinationError, and what `lazyckpt.open` and `to_safetensors` raise.
+
+    >>> to_hf("runs/fsdp/step_90", "hf", config="base-model", dtype=torch.bfloat16)  # doctest: +SKIP
+    >>> transformers.AutoModelForCausalLM.from_pretrained("hf")  # doctest: +SKIP
+    """
+    if Path(dst).suffix == ".safetensors":
+        raise DestinationError(f"{os.fspath(dst)} names a file: transformers wants a folder")
+    view = CheckpointView(src)
+    beside = folder_of(src, view.root, config)
+    told = config_in(beside) if beside is not None else {}
+    if view.format.startswith("megatron"):
+        view = _from_megatron(src, view, told)
+    if view.unreadable:
+        raise MissingFileError(f"{os.fspath(src)}: {next(iter(view.unreadable.values()))}")
+    if not len(view) or view.state not in ("weights", "fp32"):
+        raise FormatError(f"{os.fspath(src)} ({view.format}) holds no weights, only {', '.join(view.states)}")
+    tied = _tied(view, told)
+    part = view.select(lambda name: name not in tied) if tied else view
+    dtypes = {dtype or t.dtype for t in part.values() if t.dtype.is_floating_point}
+    check_room_for(beside, MODEL, Path(dst), overwrite)
+    written = part.to_safetensors(dst, dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite)
+    changed = {"config.json": _with_dtype(told, dtypes.pop())} if len(dtypes) == 1 else {}
+    return written + copy(beside, MODEL, Path(dst), changed)
+
+
+def zero3_to_hf(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    config: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str | None = "5GB",
+    overwrite: bool = False,
+) -> list[Path]:
+    """A ZeRO checkpoint of DeepSpeed as a folder for transformers: `to_hf`. Of ZeRO-3 the fp32 master weights, which
+    ``dtype=torch.bfloat16`` makes 16-bit ones; ZeRO-1 and 2 have 16-bit weights of their own.
+
+    ``src``: the folder with ``latest`` (the Trainer's ``checkpoint-N``, whose config.json comes along), or a tag's.
+
+    >>> zero3_to_hf("out/checkpoint-500", "hf", dtype=torch.bfloat16)  # doctest: +SKIP
+    """
+    wanted_format(CheckpointView(src).format, "deepspeed", src, "to_hf takes any checkpoint")
+    return to_hf(src, dst, config=config, dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite)
+
+
+def torch_dist_to_hf(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    config: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str | None = "5GB",
+    overwrite: bool = False,
+) -> list[Path]:
+    """A checkpoint of megatron-core (torch_dist, or the legacy format) as a folder for transformers, without megatron,
+    a GPU or the model's class: `to_hf`, for the families of `CheckpointView.rename`.
+
+    ``config``: a folder with the config.json of the same architecture; Megatron's args are not translated into one.
+
+    >>> torch_dist_to_hf("runs/iter_0000500", "hf", config="llama-base", dtype=torch.bfloat16)  # doctest: +SKIP
+    """
+    wanted_format(CheckpointView(src).format, "megatron", src, "to_hf takes any checkpoint")
+    return to_hf(src, dst, config=config, dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite)
+
+
+def _from_megatron(src: str | os.PathLike[str], view: CheckpointView, config: dict[str, Any]) -> CheckpointView:
+    """Under Hugging Face's names, with as many rows of the vocabulary as config.json says.
+
+    Raises FormatError for what has no name there, or would mean something else: a model that loads and is wrong.
+    """
+    inner = config.get("text_config")
+    rows = config.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
+    padded = [name for name in _EMBEDDINGS if name in view and type(rows) is int and view[name].shape[0] > rows > 0]
+    if padded:
+        view = CheckpointView(src, rules={name: {"cat": 0, "rows": rows} for name in padded})
+    renamed = view.rename("hf")
+    odd = [line for line in renamed.problems if line not in view.problems]
+    if odd:
+        raise FormatError(
+            f"{os.fspath(src)} does not go under Hugging Face's names as a whole: {'; '.join(odd[:3])}. "
+            "lazyckpt.open(src).rename({...}) takes a table of your own, and to_safetensors writes it"
+        )
+    return renamed
+
+
+def _tied(view: CheckpointView, config: dict[str, Any]) -> set[str]:
+    """The names that transformers leaves out, of a model with this config.json. Raises DataError if they are no second
+    names of others."""
+    found = set()
+    for alias, owner in ties_of(config, view).items():
+        if view.owner(alias) != view.owner(owner) and not _same(view[alias], view[owner]):
+            raise DataError(
+                f"config.json ties {alias!r} to {owner!r}, but the checkpoint holds two different tensors: set "
+                '"tie_word_embeddings": false in the config.json that is passed as config='
+            )
+        found.add(alias)
+    return found
+
+
+def _same(a: LazyTensor, b: LazyTensor) -> bool:
+    """Bit for bit, a piece after the other."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    pieces = zip(a.pieces(PIECE), b.pieces(PIECE), strict=True)
+    return all(torch.equal(_bits(x), _bits(y)) for (_, x), (_, y) in pieces)
+
+
+def _bits(t: LazyTensor) -> torch.Tensor:
+    return t[...].reshape(-1).view(torch.uint8)
+
+
+def _with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """As `save_pretrained` does it; before transformers 5 the key was torch_dtype."""
+    key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+    return config | {key: str(dtype).removeprefix("torch.")}

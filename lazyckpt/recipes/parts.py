@@ -1,0 +1,137 @@
+"""A part of a checkpoint, of which the bytes are read and no others: a layer, or what was trained beside a base model.
+
+Names of adapters: peft/utils/save_and_load.py `get_peft_model_state_dict`, and each method's own,
+peft/tuners/tuners_utils.py `_remove_adapter_name_from_key` and tuners/lora/model.py `_get_adapter_state_dict`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import torch
+
+from ..core.names import natural
+from ..errors import DataError, TensorNotFoundError
+from ..view import CheckpointView
+from .beside import ADAPTER, check_room_for, config_in, copy, folder_of
+
+_CONFIG = "adapter_config.json"
+_OUTER = "base_model.model."  # the modules of a PeftModel around the model
+_METHODS = ("lora_", "ia3_", "hada_", "lokr_", "oft_", "boft_", "trainable_tokens_")  # as their parameters begin
+_WHOLE = "modules_to_save"  # modules that are trained beside the adapter
+
+
+def one_layer(src: str | os.PathLike[str], layer: int) -> CheckpointView:
+    """One layer of a checkpoint, however large that is and in whatever pieces it lies: a view with names relative to
+    the layer. Nothing is read but what is asked of it; `to`, `load_into` and `to_safetensors` read the layer's bytes.
+
+    The layers are those of the list that the names have under ``layers``, ``layer``, ``h``, ``blocks`` or ``block``.
+    Raises TensorNotFoundError (there is no such layer, or several lists have one: their prefixes are told, and
+    ``lazyckpt.open(src)[prefix]`` is each).
+
+    >>> one_layer("llama-405b", 77).to_safetensors("layer77.safetensors")  # doctest: +SKIP
+    """
+    view = CheckpointView(src)
+    pattern = re.compile(r"(?:^|.*?\.)(?:layers?|blocks?|h)\.(\d+)(?=\.)")
+    lists: dict[str, int] = {}
+    for name in view:
+        match = pattern.match(name)
+        if match is not None:
+            lists.setdefault(match[0], int(match[1]))
+    found = [prefix for prefix, number in lists.items() if number == layer]
+    if len(found) != 1:
+        numbers = sorted({prefix.rpartition(".")[0] for prefix in lists}, key=natural)
+        raise TensorNotFoundError(
+            f"{view.root} has several layers {layer}: {', '.join(found)}. lazyckpt.open(src)[...] takes one of these"
+            if found
+            else f"{view.root} has no layer {layer}; "
+            + (f"there are {len(lists)}, under {', '.join(numbers[:4])}" if lists else "no name has a list of layers")
+        )
+    part: CheckpointView = view[found[0]]
+    return part
+
+
+def adapters(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    adapter: str = "default",
+    config: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+) -> list[Path]:
+    """Write what was trained of a PEFT model (LoRA and its kin, IA3, LoHa, LoKr, OFT, BOFT; ``modules_to_save``) as
+    the folder that ``PeftModel.from_pretrained(base, dst)`` loads: adapter_model.safetensors with PEFT's names. From
+    any checkpoint of the whole model, of which nothing else is read, or of adapters. Returns the paths.
+
+    ``adapter``: its name, where the model has several. ``config``: the folder of adapter_config.json (and a tokenizer),
+    which come along; by default the checkpoint's. Without one the tensors alone are written: what scales them
+    (``lora_alpha``) stands nowhere else.
+
+    Raises TensorNotFoundError (there is no such adapter), DataError (the config has ``bias``: then biases of the base
+    model belong to the adapter, which this does not write), and what `to_safetensors` raises.
+
+    >>> adapters("out/checkpoint-500", "adapter", config="adapter-at-start")  # doctest: +SKIP
+    >>> peft.PeftModel.from_pretrained(base, "adapter")  # doctest: +SKIP
+    """
+    view = CheckpointView(src)
+    beside = folder_of(src, view.root, config, _CONFIG)
+    bias = config_in(beside, _CONFIG).get("bias", "none") if beside is not None else "none"
+    if bias != "none":
+        raise DataError(
+            f"{beside} has an {_CONFIG} with bias={bias!r}: biases of the base model belong to that adapter, which are "
+            "not told apart here. lazyckpt.open(src).select(...).to_safetensors(dst, names=...) writes what you choose"
+        )
+    if any(file.rpartition("/")[2].startswith("adapter_model.") for file in view.files):  # nothing else is in it
+        keys = {name: _OUTER + name.removeprefix(_OUTER) for name in view}
+    else:
+        keys = {name: key for name in view if (key := _key(name, adapter)) is not None}
+    if not keys:
+        others = sorted({word for name in view if (word := _adapter_of(name)) is not None})
+        raise TensorNotFoundError(
+            f"{view.root} has no adapter {adapter!r}"
+            + (f"; there is: {', '.join(others)}" if others else ": no name is one of PEFT's")
+        )
+    check_room_for(beside, ADAPTER, Path(dst), overwrite)
+    written = view.select(keys.__contains__).to_safetensors(
+        Path(dst) / "adapter_model.safetensors", names=keys, dtype=dtype, overwrite=overwrite
+    )
+    return written + copy(beside, ADAPTER, Path(dst), {})
+
+
+def _key(name: str, adapter: str) -> str | None:
+    """The name in an adapter's file; None for what does not belong to the adapter.
+
+    >>> _key("model.layers.0.q_proj.lora_A.default.weight", "default")
+    'base_model.model.model.layers.0.q_proj.lora_A.weight'
+    >>> _key("score.modules_to_save.default.weight", "default")
+    'base_model.model.score.weight'
+    >>> _key("model.layers.0.q_proj.base_layer.weight", "default")
+    """
+    parts = name.removeprefix(_OUTER).split(".")
+    at = _place(parts)
+    if at is None:
+        return None
+    head, rest = parts[: at + 1], parts[at + 1 :]
+    if rest[:1] == [adapter]:
+        rest = rest[1:]
+    elif head[-1] == _WHOLE or rest not in ([], ["weight"], ["bias"]):  # of another adapter
+        return None
+    if head[-1] == _WHOLE:
+        head = head[:-1]
+    elif head[-1] == "lora_magnitude_vector":  # DoRA's is a module in memory, a tensor in the file
+        rest = []
+    return _OUTER + ".".join([*head, *rest])
+
+
+def _adapter_of(name: str) -> str | None:
+    parts = name.split(".")
+    at = _place(parts)
+    return parts[at + 1] if at is not None and len(parts) > at + 1 and parts[at + 1] != "weight" else None
+
+
+def _place(parts: list[str]) -> int | None:
+    """Where a name goes from the model's own modules to those of an adapter."""
+    return next((n for n, part in enumerate(parts) if part == _WHOLE or part.startswith(_METHODS)), None)
