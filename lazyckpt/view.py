@@ -261,7 +261,11 @@ class CheckpointView(Writing):
         What no line is about, or cannot be cut, keeps its name, with a line in ``problems``. Raises FormatError (no
         such table, or a line that cannot be), DataError (of a part of a checkpoint below a prefix: rename first).
         """
-        return _restore(self._store, renamed_index(self._index, self._shown("rename"), names, reverse), self._state, ())
+        shown, index = self._shown("rename"), self._index
+        if self._steps:  # a tied name that is not selected must not come back with its owner
+            listed = {name for view in self.states.values() for name in view._listed}
+            index = replace(index, aliases={a: owner for a, owner in index.aliases.items() if a in listed})
+        return _restore(self._store, renamed_index(index, shown, names, reverse), self._state, ())
 
     def astype(self, dtype: torch.dtype) -> CheckpointView:
         """The same view with the floating-point tensors that it reads converted to ``dtype`` when they are read.

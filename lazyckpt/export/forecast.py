@@ -28,6 +28,7 @@ from .zarr import planned
 
 FILES: Mapping[str, FileFormat] = {"safetensors": SAFETENSORS, "torch": TORCH}
 _WEIGHTS = ("weights", "fp32")
+_AROUND = 2048  # bytes of a file of torch.save besides its tensor, about
 _OPTION = "step"  # a count, which is written in another way or not at all
 
 
@@ -129,7 +130,7 @@ def free_at(dest: str) -> int | None:
 
 
 def _folder(states: Mapping[str, Amount]) -> Forecast:
-    return Forecast(states, None, sum(amount.nbytes for amount in states.values()))
+    return Forecast(states, None, sum(amount.nbytes + _AROUND * amount.tensors for amount in states.values()))
 
 
 def _amount(tensors: Iterable[LazyTensor], dtype: torch.dtype | None = None) -> Amount:
