@@ -67,10 +67,12 @@ class Writing(Mapping[str, LazyTensor]):
         to be where they can reach them. ``memory``: bytes (or "2GB") that the work in flight may hold, 1 GiB by
         default. ``verify``: read everything again and compare it with the source before the files appear.
 
-        The files appear when all are complete. Raises DestinationError (something is there already and not
-        ``overwrite``, no room, no right to write), DataError (a dtype that the format lacks, one name for two
-        tensors), TensorNotFoundError (``names`` tells of one that is not there), WorkerError (workers died),
-        CorruptError (``verify``: what was written differs), and what reading raises.
+        The files appear when all are complete. If it is interrupted, the same call goes on where it was, also within a
+        file: what is finished is kept in a hidden folder beside ``dest``. Raises DestinationError (something is there
+        already and not ``overwrite``, no room, no right to write), DataError (a dtype that the format lacks, one name
+        for two tensors), TensorNotFoundError (``names`` tells of one that is not there), WorkerError (workers died),
+        CorruptError (``verify``: what was written differs), ChangedFileError (a source was written to meanwhile), and
+        what reading raises.
         """
         return self._export(
             SAFETENSORS, dest, dtype, max_shard_size, names, overwrite, progress, _runner(executor, memory), verify

@@ -203,6 +203,7 @@ def test_sizes_that_are_none(text: str | int, tmp_path: Path) -> None:
         size_in_bytes(text)
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(max_size=40), max_size=6))
 def test_checksums_of_pieces_combine(pieces: list[bytes]) -> None:
     assert combined((zlib.crc32(p), len(p)) for p in pieces) == zlib.crc32(b"".join(pieces))

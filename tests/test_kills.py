@@ -256,7 +256,7 @@ def test_a_full_disk(training: Path, tmp_path: Path, name: str, monkeypatch: pyt
     def pwrite(fd: int, data: Any, offset: int) -> int:
         nonlocal written
         written += len(data)
-        if written > 250_000:
+        if written > 400_000:
             raise OSError(28, "No space left on device")
         return real(fd, data, offset)
 
@@ -365,7 +365,7 @@ def test_a_file_that_comes_back(training: Path, tmp_path: Path, monkeypatch: pyt
     os.rename(tmp_path / "away.pt", source)
     moved = after(-1, int, monkeypatch)
     lazyckpt.open(source).to_torch(dest, verify=True)
-    assert kept and sum(moved) == lazyckpt.open(source).nbytes - lazyckpt.open(source)["tied"].nbytes - kept
+    assert kept and sum(moved) == lazyckpt.open(source).nbytes - kept
 
 
 # -- what is believed
