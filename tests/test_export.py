@@ -27,7 +27,7 @@ import lazyckpt
 from lazyckpt.core.dtypes import TO_SAFETENSORS
 from lazyckpt.errors import DataError, DestinationError, MissingFileError
 from lazyckpt.export import destination, files, output, safetensors, stream
-from lazyckpt.export.crc import combined
+from lazyckpt.export.crc import combined, crc32
 from lazyckpt.export.shards import file_names, size_in_bytes, split
 from lazyckpt.export.staging import discard
 from lazyckpt.io import pool
@@ -73,6 +73,7 @@ def saved(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
 def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param:
         monkeypatch.setattr(stream, "PIECE", request.param)
+        monkeypatch.setattr(stream, "_NEAR", request.param)
 
 
 @pytest.mark.usefixtures("piece")
@@ -206,7 +207,14 @@ def test_sizes_that_are_none(text: str | int, tmp_path: Path) -> None:
 @settings(deadline=None)
 @given(st.lists(st.binary(max_size=40), max_size=6))
 def test_checksums_of_pieces_combine(pieces: list[bytes]) -> None:
-    assert combined((zlib.crc32(p), len(p)) for p in pieces) == zlib.crc32(b"".join(pieces))
+    assert combined((crc32(p), len(p)) for p in pieces) == zlib.crc32(b"".join(pieces))
+
+
+@pytest.mark.parametrize("nbytes", [1, (1 << 20) - 1, 16 << 20])
+def test_checksums_of_long_pieces_combine(nbytes: int) -> None:
+    text = bytes(range(251)) * (3 * nbytes // 251 + 1)
+    pieces = [text[:nbytes], text[nbytes : 2 * nbytes], text[2 * nbytes : 3 * nbytes]]
+    assert combined((crc32(p), len(p)) for p in pieces) == zlib.crc32(text[: 3 * nbytes])
 
 
 # -- what it costs

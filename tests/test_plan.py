@@ -99,6 +99,22 @@ def test_deferred_slices(data: st.DataObject, case: Placed) -> None:
 
 @property_test
 @given(st.data(), placed())
+def test_runs_are_the_bytes_in_their_order(data: st.DataObject, case: Placed) -> None:
+    """Of any block, if there are runs; of a plain tensor there are."""
+    block = tuple(slice(*sorted(data.draw(st.integers(0, n)) for _ in "ab")) for n in case.truth.shape)
+    with files(case) as folder:
+        tensor = LazyTensor(LocalStore(folder), case.spec)
+        for part, expected in ((tensor, case.truth), (tensor.lazy[block], case.truth[block])):
+            runs = part.runs()
+            event("runs" if runs is not None else "none")
+            if runs is not None:
+                found = b"".join(case.files[r.path][r.offset : r.offset + r.nbytes] for r in runs)
+                assert found == np.ascontiguousarray(expected).tobytes()
+        assert tensor._plain is None or tensor.runs() is not None
+
+
+@property_test
+@given(st.data(), placed())
 def test_what_is_read_is_the_callers_own(data: st.DataObject, case: Placed) -> None:
     with files(case) as folder:
         for store in stores(folder).values():
