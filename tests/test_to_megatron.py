@@ -248,7 +248,8 @@ def test_megatron_core_goes_on(
     for state in ("exp_avg", "exp_avg_sq"):
         for key, wanted in same["stepped"][state].items():
             size = max(float(wanted.abs().max()), 1e-6)
-            assert (found["stepped"][state][key] - wanted).abs().max() <= tolerance * size, (state, key)
+            off = (found["stepped"][state][key] - wanted).abs().max()
+            assert off <= (1e-1 if spec.bf16 else 1e-4) * size, (state, key)
     for key, wanted in same["stepped"]["weights"].items():
         moved = (wanted - same["loaded"]["weights"][key]).abs()
         seen = same["stepped"]["exp_avg_sq"][key] > 1e-12 if key in same["stepped"]["exp_avg_sq"] else moved > 0
@@ -369,7 +370,12 @@ def test_what_cannot_be_written(megatron_cases: dict[str, Case], tmp_path: Path)
         view.rename("hf").to_megatron(tmp_path / "out")
     with pytest.raises(DataError, match="a view of 'exp_avg'"):
         view.states["exp_avg"].to_megatron(tmp_path / "out")
-    for degrees, words in (({"pp": 3}, "evenly"), ({"tp": 3}, "heads"), ({"ep": 2}, "no experts"), ({"tp": 0}, "tp=0")):
+    for degrees, words in (
+        ({"pp": 3}, "evenly"),
+        ({"tp": 4}, "groups of heads"),
+        ({"ep": 2}, "no experts"),
+        ({"tp": 0}, "tp=0"),
+    ):
         with pytest.raises(MeshError, match=words):
             view.to_megatron(tmp_path / "out", **degrees)
     assert not (tmp_path / "out").exists()

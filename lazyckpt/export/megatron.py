@@ -185,8 +185,10 @@ def _check(view: View, tensors: Mapping[str, LazyTensor], mesh: Mesh) -> None:
     strange = [name for name in tensors if _NAME.match(name) is None]
     if strange or not tensors:
         raise DataError(
-            f"megatron-core's models have no {some(strange) or 'model without tensors'} (but embedding., decoder.layers.N., "
-            "..., output_layer.): take view.rename('megatron') first, or a table of your own, and select what they have"
+            f"megatron-core's models have no {some(strange)}: take view.rename('megatron') first, or a table of your "
+            "own, and select what they have (embedding., decoder.layers.N., decoder.final_layernorm., output_layer.)"
+            if strange
+            else "there is no tensor in this view"
         )
     if mesh.pp > 1 and any(name.startswith("mtp.") for name in tensors):
         raise MeshError(f"pp={mesh.pp}: layers that predict further tokens (mtp.) can be written for one stage only")

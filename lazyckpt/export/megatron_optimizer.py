@@ -113,7 +113,7 @@ def optimizer_of(
     kinds = [kind for kind in kinds if kind in _TRAINED]
     if not kinds:
         return None
-    if half and any(spec.dtype == torch.float32 for n, spec in states["weights"].items() if n in shapes):
+    if len({states["weights"][name].dtype == torch.float32 for name in shapes}) > 1:
         lost["optimizer"] = f"some weights are float32 and others are not: {NO_OPTIM}"
         return None
     for kind in (*(["fp32"] if half else []), *kinds):
