@@ -16,7 +16,7 @@ import os
 import re
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
@@ -25,7 +25,6 @@ import torch
 
 from ..core.box import Box
 from ..core.compose import Piece, compose
-from ..core.flat import interval, joined
 from ..core.index import Index, Mesh, Rank, TensorSpec, renamed
 from ..errors import DataError, MeshError
 from ..formats.megatron.names import is_buffer, is_expert, stack_of
@@ -41,6 +40,7 @@ from .dcp import View
 from .destination import local_path
 from .folders import File, FolderPlan, write_folder
 from .groups import step_of
+from .held import Held, Viewed, Writable
 from .job import Run
 from .megatron_args import EMBEDDING, complete, of_rank_files, source_args, true_vocabulary
 from .megatron_optimizer import NO_OPTIM, Optimizer, optimizer_of
@@ -80,12 +80,9 @@ class _Plan:
         names = {state: tuple(specs) for state, specs in self.index.states.items()}
         here = sharded(self.index, names, self.mesh, rank, {}).states
         tensors = {
-            state: {name: LazyTensor(self.store, _as_in_file(spec)) for name, spec in specs.items()}
-            for state, specs in here.items()
+            state: {name: self._in_file(state, spec) for name, spec in specs.items()} for state, specs in here.items()
         }
         weights = tensors["weights"]
-        if self.dtype is not None:
-            weights = {name: t.astype(self.dtype) if t.dtype.is_floating_point else t for name, t in weights.items()}
         order = sorted(weights, key=lambda name: _place(name) or _BEHIND)
         head = [_HEAD_MODULE] if _HEAD not in weights and rank.pp == self.mesh.pp - 1 else []
         whole: dict[str, Any] = {"args": self.args, "checkpoint_version": _VERSION, **self.around}
@@ -94,6 +91,19 @@ class _Plan:
             shapes = {name: tuple(weights[name].shape) for name in order}
             whole["optimizer"] = self.optimizer.of_rank(order, shapes, tensors)
         return whole
+
+    def _in_file(self, state: str, spec: TensorSpec) -> Writable:
+        """A tensor as the file has it. All experts of a rank in one, GroupedMLP's, of [experts, hidden, width] as
+        [hidden, experts * width], the other as [experts * width, hidden], of the same bytes (transformer/moe/experts.py
+        `GroupedMLP.forward`: ``view`` of the parameter)."""
+        tensor = LazyTensor(self.store, spec)
+        if self.dtype is not None and state == "weights" and spec.dtype.is_floating_point:
+            tensor = tensor.astype(self.dtype)
+        which = stack_of(spec.name)
+        if which is None or len(spec.shape) != 3:
+            return tensor
+        experts, inner, outer = spec.shape
+        return Viewed(tensor, (inner, experts * outer) if which == 1 else (experts * inner, outer))
 
 
 def export_megatron(
@@ -122,7 +132,10 @@ def export_megatron(
         key = f"{folder}/{name}/model_optim_rng.pt"
         whole = plan.file(rank)
         held = list(leaves(whole))
-        told += [(t, (key, n, str(t.dtype))) for n, t in enumerate(held) if isinstance(t, LazyTensor)]
+        for n, t in enumerate(held):
+            if not isinstance(t, Held):
+                lazy = t.tensor if isinstance(t, Viewed) else t
+                told.append((lazy, (key, n, str(t.dtype), tuple(t.shape))))
         bare.append(_saved(replaced(whole, lambda t: None)))
         files.append(File(key, sum(t.nbytes for t in held), partial(layout_of, value=whole)))
     write_folder(
@@ -248,17 +261,6 @@ def _cropped(spec: TensorSpec, wanted: int, rows: int) -> TensorSpec:
     return compose(spec.name, shape, [Piece(spec, Box((0, *rest), shape), (0, *rest))], rule, spec.stored_as)
 
 
-def _as_in_file(spec: TensorSpec) -> TensorSpec:
-    """All experts of a rank as GroupedMLP has them: [experts, hidden, width] as [hidden, experts * width], the other
-    as [experts * width, hidden], of the same bytes (transformer/moe/experts.py, ``view`` of the parameter)."""
-    which = stack_of(spec.name)
-    if which is None or len(spec.shape) != 3:
-        return spec
-    experts, inner, outer = spec.shape
-    shape = (inner, experts * outer) if which == 1 else (experts * inner, outer)
-    return replace(joined(spec, shape, [(0, interval(spec, 0, spec.numel))]), name=spec.name)
-
-
 def _place(name: str) -> tuple[int, ...] | None:
     """What sorts names as the model has its parameters; None if the place of one is not known."""
     which = stack_of(name)
@@ -278,7 +280,7 @@ def _extra(view: View, weights: Mapping[str, TensorSpec]) -> frozenset[str]:
     return frozenset(_NUMBER.sub("0", f"{module}.") for module in found | linear | {_HEAD_MODULE})
 
 
-def _with_extra(model: Mapping[str, LazyTensor], extra: frozenset[str], more: list[str]) -> OrderedDict[str, Any]:
+def _with_extra(model: Mapping[str, Writable], extra: frozenset[str], more: list[str]) -> OrderedDict[str, Any]:
     """The model's state dict: behind the parameters of each such module, also of those that have none here (``more``),
     its ``_extra_state``."""
     made: OrderedDict[str, Any] = OrderedDict()

@@ -22,10 +22,9 @@ from ..core.box import Shape
 from ..core.index import TensorSpec
 from ..formats.megatron.names import is_buffer, is_expert
 from ..formats.paths import some
-from ..tensor import LazyTensor
 from .dcp import View
 from .groups import below, step_of
-from .held import Held
+from .held import Held, Writable
 from .objects import Lost, restored
 
 _FULL = ("weights", "fp32")
@@ -63,7 +62,7 @@ class Optimizer:
     scaler: Any
 
     def of_rank(
-        self, names: Iterable[str], shapes: Mapping[str, Shape], tensors: Mapping[str, Mapping[str, LazyTensor]]
+        self, names: Iterable[str], shapes: Mapping[str, Shape], tensors: Mapping[str, Mapping[str, Writable]]
     ) -> Any:
         """The optimizer of a rank with these parameters, in the model's order. ``shapes``: as the file has them."""
         made = []
@@ -82,7 +81,7 @@ class Optimizer:
         self,
         groups: Mapping[Group, Mapping[str, Any]],
         members: Mapping[Group, Sequence[str]],
-        tensors: Mapping[str, Mapping[str, LazyTensor]],
+        tensors: Mapping[str, Mapping[str, Writable]],
     ) -> dict[str, Any]:
         state: dict[int, dict[str, Any]] = {}
         listed = []
