@@ -229,6 +229,63 @@ class Writing(Mapping[str, LazyTensor]):
             run=_runner(executor, memory),
         )
 
+    def to_megatron(
+        self,
+        dest: str | os.PathLike[str],
+        *,
+        tp: int = 1,
+        pp: int = 1,
+        ep: int = 1,
+        overwrite: bool = False,
+        progress: bool | None = None,
+        executor: Executor | None = None,
+        memory: int | str | None = None,
+        verify: bool = False,
+    ) -> dict[str, str]:
+        """Write the view as Megatron-LM's checkpoint of rank files (``--ckpt-format torch``), which its own loader
+        takes with these tensor-, pipeline- and expert-parallel degrees: ``iter_0000003/mp_rank_TT[_PPP][_EEE]/
+        model_optim_rng.pt`` and ``latest_checkpointed_iteration.txt``. Names have to be megatron-core's: other
+        checkpoints' after ``view.rename("megatron")``. What a rank has is what `CheckpointView.shard` gives it:
+        layers are dealt evenly, experts cut as all else is (expert-tensor-parallel degree = tp).
+
+        The vocabulary is padded with zeros to a multiple of make_vocab_size_divisible_by * tp where the arguments of
+        the source tell that, else of tp; rows of padding that fewer ranks lack go where the arguments tell them from
+        tokens. The last of several stages has its copy of a tied embedding. ``args`` is the source's, with the degrees
+        made right, or what names, shapes and a config.json tell. Weights of a view of fp32 copies get the dtype
+        that the arguments name.
+
+        The optimizer is written as Megatron has it without ``--use-distributed-optimizer``, if the view has Adam's or
+        SGD's states of all parameters and, of weights of 16 bits, their fp32 copies: groups and options are the
+        source's. Adam's count of steps stands where a source of Megatron's has it (with each parameter: torch's AdamW;
+        in the groups: FusedAdam of Transformer Engine or apex), of other sources in the groups. Without a known
+        iteration the checkpoint is a "release", of which Megatron loads the weights alone. States of generators are not
+        written: load with ``--no-load-rng``.
+
+        Experts stay in the form that they have names of: SequentialMLP (``local_experts.N``), TEGroupedMLP
+        (``linear_fc1.weightN``), GroupedMLP (``weight1``). So do norms: models of Transformer Engine's layers call
+        theirs ``linear_qkv.layer_norm_weight`` and ``mlp.linear_fc1.layer_norm_weight`` (``view.rename`` with a table
+        of your own), those of ``--transformer-impl local`` ``input_layernorm.weight`` and ``pre_mlp_layernorm.weight``.
+
+        Options are those of `to_safetensors`; as with `to_zarr`, the folder appears when it is complete, and the same
+        call goes on with what an interrupted one finished. Returns what is left out: dotted path -> reason. Raises as
+        `to_safetensors` does; DataError also for names that are not megatron-core's and for a view of another state
+        than "weights" or "fp32", MeshError for degrees that do not divide the layers, heads, experts or tensors.
+        """
+        from .export.dcp import View
+        from .export.megatron import export_megatron
+
+        return export_megatron(
+            cast(View, self),
+            dest,
+            tp=tp,
+            pp=pp,
+            ep=ep,
+            overwrite=overwrite,
+            verify=verify,
+            progress=progress,
+            run=_runner(executor, memory),
+        )
+
     def to_xarray(self, *, chunks: Mapping[str, Any] | None = None) -> xr.DataTree:
         """The view as an `xarray.DataTree`: groups are the dotted names, variables the tensors, dimensions are named by
         their size ("d4096"). Reads nothing; a variable reads what is indexed of it.

@@ -83,7 +83,7 @@ def step_of(view: Training) -> Steps | None:
             step = group.get("step")
             if isinstance(step, int | float):
                 return Steps(float(step), option=True)
-    for state in _below(view.meta, "state", 0):
+    for state in below(view.meta, "state", 0):
         for entry in state.values() if isinstance(state, Mapping) else ():
             step = entry.get("step") if isinstance(entry, Mapping) else None
             if isinstance(step, int | float):
@@ -94,12 +94,12 @@ def step_of(view: Training) -> Steps | None:
 
 def _found(value: Any, depth: int) -> Iterator[list[dict[str, Any]]]:
     """Every list of groups in nested dicts and lists, the outer ones first."""
-    for groups in _below(value, "param_groups", depth):
+    for groups in below(value, "param_groups", depth):
         if isinstance(groups, list) and groups and all(isinstance(g, dict) and _listed(g) for g in groups):
             yield groups
 
 
-def _below(value: Any, key: str, depth: int) -> Iterator[Any]:
+def below(value: Any, key: str, depth: int) -> Iterator[Any]:
     """What stands under a key in nested dicts and lists, the outer ones first."""
     inner: Iterable[Any] = ()
     if isinstance(value, Mapping):
@@ -110,7 +110,7 @@ def _below(value: Any, key: str, depth: int) -> Iterator[Any]:
         inner = value[:8]
     if depth < _DEPTH:
         for part in inner:
-            yield from _below(part, key, depth + 1)
+            yield from below(part, key, depth + 1)
 
 
 def _listed(group: Mapping[str, Any]) -> bool:

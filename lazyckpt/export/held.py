@@ -8,9 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..core.box import c_strides, tiles
+from ..core.box import Shape, c_strides, tiles
 from ..core.dtypes import BITS
 from ..errors import DataError
+from ..tensor import LazyTensor
 
 
 class Writable(Protocol):
@@ -70,6 +71,33 @@ class Held:
         bits = BITS[self.itemsize]  # not every dtype can be copied with strides
         out.view(bits).copy_(source.view(bits))
         return out
+
+
+class Viewed:
+    """A lazy tensor's elements, in C order, under another shape of as many."""
+
+    def __init__(self, tensor: LazyTensor, shape: Shape) -> None:
+        self.tensor = tensor
+        self.shape = torch.Size(shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    @property
+    def itemsize(self) -> int:
+        return self.tensor.itemsize
+
+    def numel(self) -> int:
+        return self.tensor.numel()
+
+    def pieces(self, nbytes: int) -> Iterator[tuple[int, Any]]:
+        """As `LazyTensor.pieces`."""
+        return self.tensor.pieces(nbytes)
 
 
 def held(tensor: torch.Tensor, name: str) -> Held:

@@ -22,7 +22,7 @@ from ..core.dtypes import BITS
 from ..errors import DataError
 from ..tensor import LazyTensor
 from .files import Aliases, FileFormat, Tensors
-from .held import Held, Writable
+from .held import Held, Viewed, Writable
 from .stream import Layout, Placed, write_at
 
 _DESCRIPTOR = b"PK\x07\x08"  # stands behind a record's data, followed by the checksum
@@ -78,13 +78,13 @@ def leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, dict | list | tuple):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from leaves(inner)
-    elif isinstance(value, LazyTensor | Held):
+    elif isinstance(value, LazyTensor | Held | Viewed):
         yield value
 
 
 def replaced(value: Any, leaf: Callable[[Any], Any]) -> Any:
     """A copy of the object with something else for each `Writable`; dicts keep their class and attributes."""
-    if isinstance(value, LazyTensor | Held):
+    if isinstance(value, LazyTensor | Held | Viewed):
         return leaf(value)
     if isinstance(value, dict):
         made = copy(value)

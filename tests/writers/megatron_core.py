@@ -288,8 +288,8 @@ def forward(model: Any, tokens: torch.Tensor, labels: torch.Tensor | None) -> to
     return out
 
 
-def train(spec: MegatronSpec, chunks: list[Any]) -> tuple[Any, Any, Any]:
-    """Train some steps: (the wrapped chunks, optimizer, scheduler)."""
+def prepare(spec: MegatronSpec, chunks: list[Any]) -> tuple[Any, Any, Any]:
+    """What trains: (the wrapped chunks, optimizer, scheduler)."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -335,22 +335,30 @@ def train(spec: MegatronSpec, chunks: list[Any]) -> tuple[Any, Any, Any]:
     config.grad_scale_func = optimizer.scale_loss
     for chunk in wrapped:
         chunk.config = config
-    for step in range(STEPS):
-        for chunk in wrapped:
-            chunk.zero_grad_buffer()
-        optimizer.zero_grad()
-        run_schedule(spec, wrapped, step)
-        optimizer.step()
-        scheduler.step(increment=1)
     return wrapped, optimizer, scheduler
 
 
-def run_schedule(spec: MegatronSpec, chunks: list[Any], step: int, only_forward: bool = False) -> Any:
+def train(
+    spec: MegatronSpec, wrapped: list[Any], optimizer: Any, scheduler: Any, steps: int = STEPS, alike: bool = False
+) -> None:
+    """Train some steps. ``alike``: with the same data on all data-parallel ranks."""
+    for step in range(steps):
+        for chunk in wrapped:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        run_schedule(spec, wrapped, step, alike=alike)
+        optimizer.step()
+        scheduler.step(increment=1)
+
+
+def run_schedule(
+    spec: MegatronSpec, chunks: list[Any], step: int, only_forward: bool = False, alike: bool = False
+) -> Any:
     """One pass of the pipeline's schedule; only forward: the logits of the last stage."""
     from megatron.core import mpu
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    seed = 100 if only_forward else 1000 * step + mpu.get_data_parallel_rank()
+    seed = 100 if only_forward else 1000 * step + (0 if alike else mpu.get_data_parallel_rank())
 
     def take(output: torch.Tensor, non_loss_data: bool = False) -> Any:
         if non_loss_data:
@@ -396,7 +404,8 @@ def _case(spec: MegatronSpec, rank: int, out: Path) -> None:
     from . import megatron_save, megatron_truth
 
     start(spec)
-    chunks, optimizer, scheduler = train(spec, build(spec))
+    chunks, optimizer, scheduler = prepare(spec, build(spec))
+    train(spec, chunks, optimizer, scheduler)
     truth = megatron_truth.gather(spec, chunks, optimizer)
     megatron_save.save_legacy(spec, out / "legacy", chunks, optimizer, scheduler)
     megatron_save.save_dist(spec, out / "dist", chunks, optimizer, scheduler)

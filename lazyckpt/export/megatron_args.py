@@ -1,0 +1,193 @@
+"""The arguments of the run that a Megatron checkpoint has in every file: the source's, made right; else what is known.
+
+Source: megatron/training/checkpointing.py `load_checkpoint` -> `check_checkpoint_args` (compares num_layers,
+hidden_size, num_attention_heads and the degrees with those of the run, and stops where one is missing),
+`load_args_from_checkpoint` (what --use-checkpoint-args takes). The names are those of megatron/training/arguments.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..core.index import Mesh, TensorSpec
+from ..formats.megatron.degrees import number
+from ..formats.megatron.order import LAYER
+from ..formats.megatron.rules import is_gated
+from ..formats.renaming.apply import heads_of
+from ..formats.sharding.names import expert_of
+from .objects import Lost, restored
+
+EMBEDDING = "embedding.word_embeddings.weight"
+_COMPARED = ("num_layers", "hidden_size", "num_attention_heads")
+# how the source's layers were dealt over its stages: here they are dealt evenly, without chunks
+_DEALT = (
+    "virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "pipeline_model_parallel_layout",
+    "num_layers_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+)  # fmt: skip
+_SWITCHED_OFF = (
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "use_distributed_optimizer",
+    "use_legacy_models", "use_dist_ckpt",
+)  # fmt: skip
+# Hugging Face's config -> Megatron's argument
+_CONFIG = {
+    "max_position_embeddings": "max_position_embeddings",
+    "n_positions": "max_position_embeddings",
+    "rope_theta": "rotary_base",
+    "rms_norm_eps": "norm_epsilon",
+    "layer_norm_eps": "norm_epsilon",
+    "layer_norm_epsilon": "norm_epsilon",
+    "intermediate_size": "ffn_hidden_size",
+    "num_experts_per_tok": "moe_router_topk",
+}
+
+
+def source_args(meta: Mapping[str, Any], lost: Lost) -> argparse.Namespace:
+    """A copy of the arguments in the source, without what cannot be written; an empty one if it has none."""
+    args = meta.get("args")
+    if not isinstance(args, argparse.Namespace) or not hasattr(args, "num_layers"):
+        return argparse.Namespace()
+    found = restored(args, "args", lambda name: None, lost)
+    return found if isinstance(found, argparse.Namespace) else argparse.Namespace()
+
+
+def complete(
+    args: argparse.Namespace,
+    weights: Mapping[str, TensorSpec],
+    meta: Mapping[str, Any],
+    tied: bool,
+    dtype: torch.dtype,
+) -> None:
+    """Add what the arguments do not say, but names, shapes and Hugging Face's config do."""
+    gated = is_gated(args)
+    for name, value in (*_in_shapes(weights), *_in_config(meta), *_in_dtype(dtype)):
+        if getattr(args, name, None) is None and (name != "gated_linear_unit" or gated is None):
+            setattr(args, name, value)
+    args.untie_embeddings_and_output_weights = not tied
+
+
+def of_rank_files(
+    args: argparse.Namespace, weights: Mapping[str, TensorSpec], mesh: Mesh, iteration: int, lost: Lost
+) -> None:
+    """Make the arguments those of the files that are written."""
+    for name in (*_DEALT, *_SWITCHED_OFF):
+        if hasattr(args, name):
+            setattr(args, name, None if name in _DEALT else False)
+    args.tensor_model_parallel_size = mesh.tp
+    args.pipeline_model_parallel_size = mesh.pp
+    args.expert_model_parallel_size = mesh.ep
+    args.expert_tensor_parallel_size = mesh.tp
+    args.context_parallel_size = 1
+    args.data_parallel_size = mesh.ep  # experts are dealt over data-parallel ranks
+    args.world_size = mesh.tp * mesh.pp * mesh.ep
+    args.ckpt_format = "torch"
+    args.iteration = iteration
+    if EMBEDDING in weights:
+        step = mesh.tp * (number(args, "make_vocab_size_divisible_by") or 1)
+        args.padded_vocab_size = -(-weights[EMBEDDING].shape[0] // step) * step
+    text = "\n".join(weights)
+    if ".experts." in text:
+        args.moe_use_legacy_grouped_gemm = ".experts.weight1" in text
+        args.moe_grouped_gemm = ".local_experts." not in text
+    for name in _COMPARED:
+        if getattr(args, name, None) is None:
+            lost[f"args.{name}"] = "nothing tells it, and Megatron's loader stops without it unless it has --finetune"
+
+
+def true_vocabulary(args: argparse.Namespace, rows: int) -> int | None:
+    """How many rows of the embedding are tokens, if the arguments tell; the others are padding. (tokenizer.py
+    `_vocab_size_with_padding`; --vocab-size is that before the end-of-document token, and of NullTokenizer alone.)"""
+    said, multiple = number(args, "vocab_size"), number(args, "make_vocab_size_divisible_by")
+    tp, kind = number(args, "tensor_model_parallel_size"), getattr(args, "tokenizer_type", None)
+    if said is None or multiple is None or tp is None or kind not in (None, "NullTokenizer"):
+        return None
+    step = multiple * tp
+    return said + 1 if -(-(said + 1) // step) * step == rows else None
+
+
+def _in_shapes(weights: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Any]]:
+    layers = {int(match[1]) for name in weights if (match := LAYER.match(name)) is not None}
+    if layers:
+        yield "num_layers", max(layers) + 1
+    if EMBEDDING in weights:
+        yield "hidden_size", weights[EMBEDDING].shape[1]
+    first, second = (_ending(weights, f".mlp.linear_fc{n}.weight") for n in (1, 2))
+    if second is not None:
+        yield "ffn_hidden_size", second.shape[1]
+    experts = {name: spec for name, spec in weights.items() if ".experts." in name}
+    if experts:
+        yield from _in_experts(weights, experts, max(layers, default=0) + 1)
+        first = first or _like(experts, "linear_fc1.weight")
+        second = second or _like(experts, "linear_fc2.weight")
+    if first is not None and second is not None:
+        yield "gated_linear_unit", first.shape[0] == 2 * second.shape[1]
+    yield "add_bias_linear", any(name.endswith(("linear_proj.bias", "linear_fc2.bias")) for name in weights)
+    yield "add_qkv_bias", any(name.endswith("linear_qkv.bias") for name in weights)
+    yield "qk_layernorm", any(".q_layernorm." in name for name in weights)
+    if any("layernorm.bias" in name or "layer_norm_bias" in name for name in weights):
+        yield "normalization", "LayerNorm"
+    if "embedding.position_embeddings.weight" in weights:
+        yield "position_embedding_type", "learned_absolute"
+    fused = any(".linear_qkv.layer_norm_" in name for name in weights)
+    yield "transformer_impl", "transformer_engine" if fused else "local"
+
+
+def _in_experts(
+    weights: Mapping[str, TensorSpec], experts: Mapping[str, TensorSpec], layers: int
+) -> Iterator[tuple[str, Any]]:
+    stack = _like(experts, ".weight2")
+    if stack is not None and len(stack.shape) == 3:
+        yield "num_experts", stack.shape[0]
+        yield "moe_ffn_hidden_size", stack.shape[1]
+    else:
+        found = [one.number for one in map(expert_of, experts) if one is not None]
+        yield "num_experts", max(found, default=0) + 1
+        second = _like(experts, "linear_fc2.weight")
+        if second is not None:
+            yield "moe_ffn_hidden_size", second.shape[1]
+    shared = _ending(weights, ".mlp.shared_experts.linear_fc2.weight")
+    if shared is not None:
+        yield "moe_shared_expert_intermediate_size", shared.shape[1]
+    there = {int(match[1]) for name in experts if (match := LAYER.match(name)) is not None}
+    yield "moe_layer_freq", 1 if len(there) == layers else [int(n in there) for n in range(layers)]
+
+
+def _in_config(meta: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    heads = heads_of(meta)
+    if heads is not None:
+        yield "num_attention_heads", heads.queries
+        yield "kv_channels", heads.dim
+        yield "group_query_attention", heads.groups != heads.queries
+        yield "num_query_groups", heads.groups
+    config = meta.get("config")
+    config = config.get("text_config", config) if isinstance(config, dict) else {}
+    turning = config.get("rope_parameters")  # since transformers 5
+    config = {**(turning if isinstance(turning, dict) else {}), **config}
+    for name, argument in _CONFIG.items():
+        if type(config.get(name)) in (int, float):
+            yield argument, config[name]
+    if "rms_norm_eps" in config:
+        yield "normalization", "RMSNorm"
+    if "rope_theta" in config:
+        yield "position_embedding_type", "rope"
+    activation = config.get("hidden_act", config.get("activation_function"))
+    if isinstance(activation, str):
+        yield "swiglu", activation in ("silu", "swish")
+        yield "squared_relu", activation == "relu2"
+
+
+def _in_dtype(dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
+    yield "params_dtype", dtype
+    yield "bf16", dtype == torch.bfloat16
+    yield "fp16", dtype == torch.float16
+
+
+def _ending(weights: Mapping[str, TensorSpec], tail: str) -> TensorSpec | None:
+    return next((spec for name, spec in weights.items() if name.endswith(tail)), None)
+
+
+def _like(experts: Mapping[str, TensorSpec], part: str) -> TensorSpec | None:
+    return next((spec for name, spec in experts.items() if part in name), None)

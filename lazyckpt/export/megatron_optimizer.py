@@ -1,0 +1,228 @@
+"""An optimizer as Megatron-LM saves it in a rank's file, without the distributed one: numbered states, fp32 copies.
+
+Source: megatron/core/optimizer/__init__.py `_get_param_groups` (groups: no weight decay for biases and 1-d parameters;
+within one, the order of the model's parameters), optimizer.py `Float16OptimizerWithFloat16Params.state_dict`,
+`FP32Optimizer.state_dict`, `ChainedOptimizer.state_dict` (with expert parallelism a list: dense parameters, experts),
+`_filter_and_reorder_param_groups` (wd_mult, lr_mult, is_expert_parallel, is_decoupled_lr tell groups apart; the n-th
+group's parameters are those of the n-th group of the run).
+
+A count of steps stands with each parameter's states (torch's AdamW) or in the groups (FusedAdam of Transformer Engine
+and apex, whose `load_state_dict` takes no other states than its own): neither loads the other's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ..core.box import Shape
+from ..core.index import TensorSpec
+from ..formats.megatron.names import is_buffer, is_expert
+from ..formats.paths import some
+from .dcp import View
+from .groups import below, step_of
+from .held import Held, Writable
+from .objects import Lost, restored
+
+_FULL = ("weights", "fp32")
+_TRAINED = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # the states that Megatron's optimizers have
+_DECOUPLED = ("word_embeddings", "output_layer")
+_OPTIONS = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+NO_OPTIM = "load with --no-load-optim"
+
+
+class Group(NamedTuple):
+    """A group of parameters, by what Megatron tells groups apart."""
+
+    decays: bool
+    decoupled: bool
+    expert: bool
+
+
+class Steps(NamedTuple):
+    """The count of steps, by where it is written: in the groups; with each parameter; neither: it is a state."""
+
+    in_groups: int | None = None
+    each: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """What is alike on all ranks. ``chain``: the groups of each optimizer, and their options; ``states``: those that
+    each parameter has, and ``each`` as their count of steps, if that is none of them; ``half``: whether the weights are
+    trained in 16 bits, with fp32 copies; ``scaler``: of fp16's loss."""
+
+    chain: Sequence[Mapping[Group, Mapping[str, Any]]]
+    states: Sequence[str]
+    each: float | None
+    half: bool
+    scaler: Any
+
+    def of_rank(
+        self, names: Iterable[str], shapes: Mapping[str, Shape], tensors: Mapping[str, Mapping[str, Writable]]
+    ) -> Any:
+        """The optimizer of a rank with these parameters, in the model's order. ``shapes``: as the file has them."""
+        made = []
+        trained = [name for name in names if not is_buffer(name)]
+        for groups in self.chain:
+            decoupled = any(g.decoupled for g in groups)
+            members: dict[Group, list[str]] = {group: [] for group in groups}
+            for name in trained:
+                group = _group(name, shapes[name], decoupled, len(self.chain) > 1)
+                if group in members:
+                    members[group].append(name)
+            made.append(self._one(groups, members, tensors))
+        return made if len(made) > 1 else made[0]
+
+    def _one(
+        self,
+        groups: Mapping[Group, Mapping[str, Any]],
+        members: Mapping[Group, Sequence[str]],
+        tensors: Mapping[str, Mapping[str, Writable]],
+    ) -> dict[str, Any]:
+        state: dict[int, dict[str, Any]] = {}
+        listed = []
+        for group, options in groups.items():
+            numbers = range(len(state), len(state) + len(members[group]))
+            for n, name in zip(numbers, members[group], strict=True):
+                counted = {} if self.each is None else {"step": Held(torch.tensor(self.each, dtype=torch.float32))}
+                state[n] = {**counted, **{kind: tensors[kind][name] for kind in self.states}}
+            listed.append({**options, "params": list(numbers)})
+        inner = {"state": state, "param_groups": listed}
+        if not self.half:
+            return inner
+        masters = [[tensors["fp32"][name] for name in members[group]] for group in groups]
+        scaler = {} if self.scaler is None else {"grad_scaler": self.scaler}
+        return {"optimizer": inner, **scaler, "fp32_from_fp16_params": masters}
+
+
+def optimizer_of(
+    view: View, states: Mapping[str, Mapping[str, TensorSpec]], half: bool, ep: int, lost: Lost
+) -> Optimizer | None:
+    """What of the view's optimizer is written; None if there is none, or (why: in ``lost``) not for all parameters.
+    ``states``: the view's, by the names in the model."""
+    shapes = {name: spec.shape for name, spec in states["weights"].items() if not is_buffer(name)}
+    kinds = [kind for kind in states if kind not in (*_FULL, "step")]
+    for kind in kinds:
+        if kind not in _TRAINED:
+            lost[kind] = "none of the states that Megatron's optimizers have"
+    kinds = [kind for kind in kinds if kind in _TRAINED]
+    if not kinds:
+        return None
+    if len({states["weights"][name].dtype == torch.float32 for name in shapes}) > 1:
+        lost["optimizer"] = f"some weights are float32 and others are not: {NO_OPTIM}"
+        return None
+    for kind in (*(["fp32"] if half else []), *kinds):
+        found = states.get(kind, {})
+        missing = [name for name, shape in shapes.items() if name not in found or found[name].shape != shape]
+        if missing:
+            lost["optimizer"] = f"there is no {kind} of {some(missing)}: {NO_OPTIM}"
+            return None
+    groups = _source_groups(view)
+    steps = _steps(view, groups, states.get("step", {}), shapes, lost) if "exp_avg" in kinds else Steps(each=None)
+    if steps is None:
+        return None
+    options = restored(groups, "optimizer.param_groups", lambda name: None, lost) or []
+    known = {key for group in options for key in group}
+    for key in ("betas", "eps"):  # (the others are the schedule's)
+        if "exp_avg" in kinds and key not in known:
+            lost[f"optimizer.param_groups.{key}"] = f"nothing tells it, {_OPTIONS[key]} is written"
+    counted = ["step"] if "exp_avg" in kinds and steps == Steps() else []
+    chain = _chain(shapes, options, ep, steps.in_groups)
+    return Optimizer(chain, [*counted, *kinds], steps.each, half, _scaler(view, lost) if half else None)
+
+
+def _group(name: str, shape: Shape, decoupled: bool, chained: bool) -> Group:
+    own = decoupled and any(part in name for part in _DECOUPLED)
+    return Group(len(shape) > 1 and not name.endswith(".bias"), own, chained and is_expert(name))
+
+
+def _chain(
+    shapes: Mapping[str, Shape], options: Sequence[Mapping[str, Any]], ep: int, step: int | None
+) -> list[dict[Group, dict[str, Any]]]:
+    """The groups of each optimizer: the source's in its order, then others with the options of the nearest one."""
+    theirs = [(_of(group), group) for group in options]
+    decoupled = any(group.decoupled for group, _ in theirs)
+    wanted = {_group(name, shape, decoupled, ep > 1) for name, shape in shapes.items()}
+    places = {group: n for n, (group, _) in reversed(list(enumerate(theirs)))}
+    order = sorted(wanted, key=lambda g: (places.get(g, places.get(g._replace(expert=False), len(theirs))), not g[0]))
+    chain: list[dict[Group, dict[str, Any]]] = [{} for _ in range(2 if ep > 1 else 1)]
+    for group in order:
+        found = max(theirs, key=lambda one: _nearness(one[0], group), default=(group, {}))
+        chain[group.expert][group] = _options(group, *found, step)
+    return chain
+
+
+def _nearness(theirs: Group, ours: Group) -> tuple[bool, ...]:
+    return tuple(a == b for a, b in zip(theirs, ours, strict=True))
+
+
+def _options(group: Group, of: Group, theirs: Mapping[str, Any], step: int | None) -> dict[str, Any]:
+    """The options of a group, by those of one of the source."""
+    kept = {k: v for k, v in theirs.items() if k not in ("params", "param_names", "step")}
+    decay = kept.get("weight_decay", 0.0) if group.decays else 0.0
+    return {
+        **({} if "wd_mult" in theirs else {**_OPTIONS, "bias_correction": True}),
+        "lr_mult": 1.0,
+        **kept,
+        "is_expert_parallel": group.expert,
+        "is_decoupled_lr": group.decoupled,
+        "wd_mult": kept.get("wd_mult", 1.0) if group.decays == of.decays and "wd_mult" in kept else float(group.decays),
+        "weight_decay": decay,
+        **({} if step is None else {"step": step}),
+    }
+
+
+def _of(group: Mapping[str, Any]) -> Group:
+    """Which group it is, of Megatron's or by its weight decay."""
+    decays = group.get("wd_mult", group.get("weight_decay", 0.0)) != 0.0
+    return Group(decays, group.get("is_decoupled_lr") is True, group.get("is_expert_parallel") is True)
+
+
+def _source_groups(view: View) -> list[dict[str, Any]]:
+    """Those of the source's optimizers: Megatron's if there are any, else the first ones."""
+    found = [
+        [group for group in groups if isinstance(group, dict)]
+        for groups in below(view.meta, "param_groups", 0)
+        if isinstance(groups, list)
+    ]
+    megatrons = [group for groups in found for group in groups if "wd_mult" in group]
+    return megatrons or next((groups for groups in found if groups), [])
+
+
+def _steps(
+    view: View,
+    groups: Sequence[Mapping[str, Any]],
+    counts: Mapping[str, TensorSpec],
+    shapes: Mapping[str, Shape],
+    lost: Lost,
+) -> Steps | None:
+    """As a source of Megatron's has it; of others, in the groups. None, and why in ``lost``, if it is not known."""
+    stated = shapes.keys() <= counts.keys()
+    if any("wd_mult" in group for group in groups):
+        told = [group["step"] for group in groups if type(group.get("step")) in (int, float)]
+        if told:  # a float: torch's Adam has it with the parameters, and the distributed optimizer moved it to here
+            return Steps(max(told)) if type(max(told)) is int else Steps(each=max(told))
+        if stated:
+            return Steps()
+    if stated:
+        done = {float(view.states["step"][name][...].max()) for name in shapes}
+        if len(done) == 1:
+            return Steps(int(done.pop()))
+        lost["optimizer"] = f"its parameters have done {min(done):g} to {max(done):g} steps, Megatron's all the same"
+    else:
+        step = step_of(view)
+        if step is not None:
+            return Steps(int(step.done))
+        lost["optimizer"] = "how many steps it has done is not known"
+    lost["optimizer"] += f": {NO_OPTIM}"
+    return None
+
+
+def _scaler(view: View, lost: Lost) -> Any:
+    stored = view.stored
+    found: Iterator[Any] = below(view.meta.get("optimizer"), "grad_scaler", 0)
+    return restored(next(found, None), "optimizer.grad_scaler", stored.get, lost)

@@ -1,0 +1,418 @@
+"""`to_megatron`: the files that Megatron's ranks would write, which megatron-core goes on from on other ranks."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lazyckpt
+from lazyckpt.errors import DataError, DestinationError, MeshError
+
+from .conftest import need, once
+from .writers import Case, bit_equal
+from .writers.megatron_core import CASES, MegatronSpec, tokens_of
+from .writers.megatron_resume import resume
+
+FILE = "model_optim_rng.pt"
+TRACKER = "latest_checkpointed_iteration.txt"
+EMBEDDING = "embedding.word_embeddings.weight"
+# (objects of classes of Megatron's and Python's own, which are not imported)
+CLASSES = {"args.model_type", "args.attention_backend", "args.exit_signal"}
+TOKENS = 61  # rows behind them are padding
+
+
+def even(spec: MegatronSpec) -> bool:
+    """Whether its layers are dealt evenly, its experts cut as all else is."""
+    return spec.vpp is None and spec.first is None and spec.etp in (None, spec.tp)
+
+
+EVEN = [name for name, spec in CASES.items() if even(spec)]
+
+
+def files(root: Path) -> dict[str, dict[str, Any]]:
+    """The rank files, by path."""
+    found = {path.relative_to(root).as_posix(): path for path in root.glob(f"*/*/{FILE}")}
+    return {key: torch.load(path, weights_only=False) for key, path in sorted(found.items())}
+
+
+def flat(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if isinstance(value, dict | list) and value:
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from flat(part, (*path, key))
+    else:
+        yield path, value
+
+
+def check_same(found: Any, wanted: Any, where: str) -> None:
+    a, b = dict(flat(found)), dict(flat(wanted))
+    assert set(a) == set(b), where
+    for path, value in b.items():
+        if isinstance(value, torch.Tensor):
+            assert bit_equal(a[path], value.detach()), (where, path)
+        else:
+            assert a[path] == value and type(a[path]) is type(value), (where, path)
+
+
+def check_whole(found: lazyckpt.CheckpointView, wanted: lazyckpt.CheckpointView, states: tuple[str, ...] = ()) -> None:
+    """It is read back, whole, with every value equal."""
+    assert found.format == "megatron" and not found.problems
+    for state in states or wanted.states:
+        assert set(found.states[state]) == set(wanted.states[state]), state
+        for name, tensor in wanted.states[state].items():
+            assert bit_equal(found.states[state][name][...], tensor[...]), (state, name)
+
+
+# -- the files
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*((name, "legacy") for name in EVEN), *((n, "dist") for n in ("tp2_pp2_bf16", "tp2_dp2_ep2_etp2", "tp2_mla"))],
+)
+def test_as_megatrons_ranks_wrote_them(
+    megatron_folder: Path, megatron_cases: dict[str, Case], tmp_path: Path, name: str, kind: str
+) -> None:
+    spec, genuine = CASES[name], megatron_cases[name].path
+    view = lazyckpt.open(megatron_folder / name / kind)
+    lost = view.to_megatron(tmp_path / "out", tp=spec.tp, pp=spec.pp, ep=spec.ep, verify=name == "ep2")
+    assert set(lost) == {"rng_state", *CLASSES}
+    assert (tmp_path / "out" / TRACKER).read_text() == (genuine / TRACKER).read_text()
+    ours, theirs = files(tmp_path / "out"), files(genuine)
+    assert set(ours) == set(theirs)
+    for key, wanted in theirs.items():
+        found = ours[key]
+        assert list(found["model"]) == list(wanted["model"]), "in the model's order"
+        del wanted["rng_state"]
+        if spec.distributed:  # here it is another optimizer's
+            del found["optimizer"], wanted["optimizer"]
+        args, theirs_args = vars(found.pop("args")), vars(wanted.pop("args"))
+        changed = {"rank", "data_parallel_size", "world_size", "use_distributed_optimizer", "gated_linear_unit"}
+        told = {key for key, value in theirs_args.items() if args.get(key) != value}
+        assert told - changed == {"model_type", "attention_backend", "exit_signal"}
+        check_same(found, wanted, key)
+    fp32 = ("fp32",) if spec.bf16 else ()  # (the distributed optimizer has copies of float32 weights, too)
+    states = ("weights", *fp32, "exp_avg", "exp_avg_sq")
+    check_whole(lazyckpt.open(tmp_path / "out"), view, states)
+
+
+@pytest.mark.parametrize(
+    ("name", "degrees"),
+    [
+        ("pp2_vpp2", {"pp": 4}),
+        ("pp2_uneven", {"tp": 2}),
+        ("tp2_ep2_etp1", {"tp": 2, "ep": 4}),
+        ("tp2_pp2_vpp2_tied", {"tp": 4, "pp": 4}),
+        ("ep2_grouped", {"tp": 2, "ep": 3}),
+        ("tp2_mla", {"tp": 1, "pp": 2}),
+        ("tp2_dp2_ep2_etp1_distopt", {"pp": 3}),
+    ],
+)
+def test_other_degrees_are_read_back(
+    megatron_cases: dict[str, Case], tmp_path: Path, name: str, degrees: dict[str, int]
+) -> None:
+    view = lazyckpt.open(megatron_cases[name].path)
+    view.to_megatron(tmp_path / "out", **degrees)
+    found = lazyckpt.open(tmp_path / "out")
+    states = tuple(s for s in view.states if s != "fp32" or CASES[name].bf16)
+    check_whole(found, view, states)
+    assert all(getattr(found.mesh, axis) == degree for axis, degree in degrees.items())
+    assert dict(found.aliases) == dict(view.aliases)
+
+
+def test_fp32_copies_alone(megatron_cases: dict[str, Case], tmp_path: Path) -> None:
+    """A view of them gives weights of the dtype that the run had."""
+    genuine = megatron_cases["tp2_pp2_bf16"].path
+    lazyckpt.open(genuine).states["fp32"].to_megatron(tmp_path / "out", tp=2, pp=2)
+    for key, wanted in files(genuine).items():
+        found = torch.load(tmp_path / "out" / key, weights_only=False)
+        check_same([found["model"], found["optimizer"]], [wanted["model"], wanted["optimizer"]], key)
+
+
+def test_by_way_of_other_formats(megatron_cases: dict[str, Case], tmp_path: Path) -> None:
+    view = lazyckpt.open(megatron_cases["tp2_pp2_bf16"].path)
+    view.to_dcp(tmp_path / "dcp")
+    lost = lazyckpt.open(tmp_path / "dcp").to_megatron(tmp_path / "of_dcp", tp=2, pp=2)
+    assert set(lost) == {"rng_state"}
+    for key, wanted in files(megatron_cases["tp2_pp2_bf16"].path).items():
+        found = torch.load(tmp_path / "of_dcp" / key, weights_only=False)
+        check_same([found["model"], found["optimizer"]], [wanted["model"], wanted["optimizer"]], key)
+
+    view = lazyckpt.open(megatron_cases["ep2"].path)
+    view.to_universal(tmp_path / "universal")
+    universal = lazyckpt.open(tmp_path / "universal")
+    lost = universal.to_megatron(tmp_path / "of_universal", ep=2)
+    assert {"args.num_attention_heads", "opt_param_scheduler", "optimizer.param_groups.betas"} <= set(lost)
+    check_whole(lazyckpt.open(tmp_path / "of_universal"), view, ("weights", "exp_avg", "exp_avg_sq"))
+    for file in files(tmp_path / "of_universal").values():
+        for part in file["optimizer"]:  # no optimizer of Megatron's: as FusedAdam has it
+            assert all(group["step"] == 3 and group["bias_correction"] for group in part["param_groups"])
+            assert all(set(state) == {"exp_avg", "exp_avg_sq"} for state in part["state"].values())
+        assert file["optimizer"][1]["param_groups"][0]["is_expert_parallel"]
+    with pytest.raises(DataError, match="how many heads"):
+        universal.to_megatron(tmp_path / "none", tp=2)
+
+
+# -- megatron-core goes on
+
+RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gelu_tied_tp2_to_pp2": ("tp2_gelu_tied", "legacy", {"tp": 1, "pp": 2}),
+    "bf16_tied_pp2_to_tp2": ("pp2_tied_bf16", "legacy", {"tp": 2, "pp": 1}),
+    "tp2_pp2_to_1": ("tp2_pp2_bf16", "dist", {"tp": 1, "pp": 1}),
+    "1_to_tp2_pp2": ("single", "legacy", {"tp": 2, "pp": 2}),
+    "ep2_to_1": ("ep2", "legacy", {"ep": 1, "dp": 1}),
+    "experts_tp2_to_ep2": ("tp2_mixed", "dist", {"tp": 1, "ep": 2, "dp": 2}),
+    "grouped_ep2_to_1": ("ep2_grouped", "legacy", {"ep": 1, "dp": 1}),
+    "distributed_to_pp2": ("tp2_dp2_distopt", "legacy", {"tp": 1, "pp": 2, "dp": 1, "distributed": False}),
+}
+HUGGING_FACE = {
+    "llama_tp2": (False, MegatronSpec(tp=2, groups=2, vocab=62, divisible=1)),
+    "llama_tied_pp2": (True, MegatronSpec(pp=2, groups=2, vocab=62, divisible=1, tied=True)),
+}
+
+
+@pytest.fixture(scope="session")
+def resumed(session_folder: Path, megatron_folder: Path) -> dict[str, dict[str, Any]]:
+    need("transformers")
+
+    def write(folder: Path) -> dict[str, dict[str, Any]]:
+        jobs = {}
+        for name, (source, kind, changes) in RUNS.items():
+            spec = replace(CASES[source], **changes)
+            view = lazyckpt.open(megatron_folder / source / kind)
+            view.to_megatron(folder / name, tp=spec.tp, pp=spec.pp, ep=spec.ep)
+            jobs[name] = (folder / name, spec)
+            if not CASES[source].distributed:
+                jobs[f"as {source}"] = (megatron_folder / source / "legacy", CASES[source])
+        expected = {}
+        for name, (tied, spec) in HUGGING_FACE.items():
+            expected[name] = _llama(folder / f"{name}.hf", tied, spec)
+            lost = (
+                lazyckpt.open(folder / f"{name}.hf")
+                .rename("megatron")
+                .to_megatron(folder / name, tp=spec.tp, pp=spec.pp)
+            )
+            assert lost == {}
+            jobs[name] = (folder / name, spec)
+        found = resume(folder / "runs", jobs)
+        return {name: one | {"expected": expected.get(name)} for name, one in found.items()}
+
+    return once(session_folder, "to_megatron", write)
+
+
+def _llama(folder: Path, tied: bool, spec: MegatronSpec) -> torch.Tensor:
+    """A tiny model, saved by transformers: its logits."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        hidden_size=spec.hidden,
+        intermediate_size=spec.ffn,
+        num_hidden_layers=spec.layers,
+        num_attention_heads=spec.heads,
+        num_key_value_heads=spec.groups,
+        vocab_size=spec.vocab,
+        max_position_embeddings=32,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=tied,
+        initializer_range=0.3,
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    with torch.no_grad():
+        logits: torch.Tensor = model(tokens_of(spec, 100)).logits
+    return logits
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_megatron_core_goes_on(
+    resumed: dict[str, dict[str, Any]], megatron_folder: Path, megatron_cases: dict[str, Case], name: str
+) -> None:
+    source, _, _ = RUNS[name]
+    spec, found = CASES[source], resumed[name]
+    assert found["iteration"] == 3
+    for state, truth in megatron_cases[source].truth.items():
+        for key, whole in truth.items():
+            assert bit_equal(found["loaded"][state][key], whole), (state, key)
+    logits = torch.load(megatron_folder / source / "logits.pt")["logits"][..., :TOKENS]
+    tolerance = 2e-2 if spec.bf16 else 1e-5
+    assert (found["logits"][..., :TOKENS] - logits).abs().max() <= tolerance * logits.abs().max()
+    if spec.distributed:
+        return
+    same = resumed[f"as {source}"]  # from its own files, on ranks as before
+    for state in ("exp_avg", "exp_avg_sq"):
+        for key, wanted in same["stepped"][state].items():
+            size = max(float(wanted.abs().max()), 1e-6)
+            off = (found["stepped"][state][key] - wanted).abs().max()
+            assert off <= (1e-1 if spec.bf16 else 1e-4) * size, (state, key)
+    for key, wanted in same["stepped"]["weights"].items():
+        moved = (wanted - same["loaded"]["weights"][key]).abs()
+        seen = same["stepped"]["exp_avg_sq"][key] > 1e-12 if key in same["stepped"]["exp_avg_sq"] else moved > 0
+        off = (found["stepped"]["weights"][key] - wanted).abs()[seen]
+        assert off.numel() == 0 or off.max() <= (1e-2 if spec.bf16 else 1e-5), key
+        assert not moved.any() or moved.max() > 1e-3, "it trains"
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_hugging_faces_llama_computes_the_same(resumed: dict[str, dict[str, Any]], name: str) -> None:
+    found = resumed[name]
+    assert found["iteration"] == 0, "released weights"
+    torch.testing.assert_close(found["logits"], found["expected"], rtol=0, atol=2e-5)
+
+
+# -- what is told apart
+
+
+def edited(source: Path, dest: Path, edit: Any) -> lazyckpt.CheckpointView:
+    """A checkpoint with something changed in its files."""
+    shutil.copytree(source, dest)
+    for path in dest.glob(f"*/*/{FILE}"):
+        root = torch.load(path, weights_only=False)
+        edit(root)
+        torch.save(root, path)
+    return lazyckpt.open(dest)
+
+
+def test_the_vocabulary_is_padded_for_its_ranks(megatron_cases: dict[str, Case], tmp_path: Path) -> None:
+    def of_41_tokens(root: dict[str, Any]) -> None:
+        root["args"].vocab_size, root["args"].make_vocab_size_divisible_by = 40, 16
+
+    view = edited(megatron_cases["tp2_gelu_tied"].path, tmp_path / "tp2", of_41_tokens)
+    whole = view[EMBEDDING][...]
+    assert whole.shape[0] == 64
+    lost = view.to_megatron(tmp_path / "fewer", verify=True)
+    assert "rows 48 to 64" in lost[EMBEDDING]
+    found = lazyckpt.open(tmp_path / "fewer")
+    assert bit_equal(found[EMBEDDING][...], whole[:48])
+    assert bit_equal(found.states["exp_avg"][EMBEDDING][...], view.states["exp_avg"][EMBEDDING][:48])
+    assert found.meta["args"].padded_vocab_size == 48
+    assert EMBEDDING not in view.to_megatron(tmp_path / "more", tp=4, pp=2, verify=True)
+    found = lazyckpt.open(tmp_path / "more")
+    assert found.meta["args"].padded_vocab_size == found[EMBEDDING].shape[0] == 64
+
+    view = lazyckpt.open(tmp_path / "fewer")
+    view.to_megatron(tmp_path / "again", tp=4, verify=True)
+    found = lazyckpt.open(tmp_path / "again")
+    assert bit_equal(found[EMBEDDING][:48], whole[:48]) and found[EMBEDDING].shape[0] == 64
+    assert not found[EMBEDDING][48:].any() and not found.states["exp_avg"][EMBEDDING][48:].any()
+
+    def of_another_tokenizer(root: dict[str, Any]) -> None:
+        of_41_tokens(root)
+        root["args"].tokenizer_type = "HuggingFaceTokenizer"
+
+    view = edited(megatron_cases["tp2_gelu_tied"].path, tmp_path / "unknown", of_another_tokenizer)
+    assert EMBEDDING not in view.to_megatron(tmp_path / "kept")
+    assert lazyckpt.open(tmp_path / "kept")[EMBEDDING].shape[0] == 64
+
+
+def test_steps_in_the_groups(megatron_cases: dict[str, Case], tmp_path: Path) -> None:
+    """As FusedAdam of Transformer Engine and apex has them."""
+
+    def fused(root: dict[str, Any]) -> None:
+        for group in root["optimizer"]["param_groups"]:
+            group["step"] = 3
+        for state in root["optimizer"]["state"].values():
+            del state["step"]
+
+    view = edited(megatron_cases["single"].path, tmp_path / "fused", fused)
+    view.to_megatron(tmp_path / "out")
+    (found,) = files(tmp_path / "out").values()
+    (wanted,) = files(tmp_path / "fused").values()
+    check_same(found["optimizer"], wanted["optimizer"], "as it was")
+
+
+def test_an_optimizer_that_is_not_whole(megatron_cases: dict[str, Case], tmp_path: Path) -> None:
+    def torn(root: dict[str, Any]) -> None:
+        del root["optimizer"]["state"][3]
+
+    view = edited(megatron_cases["single"].path, tmp_path / "torn", torn)
+    lost = view.to_megatron(tmp_path / "out")
+    assert "no exp_avg of decoder.layers.0.mlp.linear_fc1.weight" in lost["optimizer"]
+    assert "--no-load-optim" in lost["optimizer"] and "--no-load-rng" in lost["rng_state"]
+    (found,) = files(tmp_path / "out").values()
+    assert "optimizer" not in found and found["iteration"] == 3
+
+
+def test_names_of_transformer_engines_layers(tmp_path: Path, megatron_cases: dict[str, Case]) -> None:
+    table = {
+        "decoder.layers.{l}.input_layernorm.{p}": "decoder.layers.{l}.self_attention.linear_qkv.layer_norm_{p}",
+        "decoder.layers.{l}.pre_mlp_layernorm.{p}": "decoder.layers.{l}.mlp.linear_fc1.layer_norm_{p}",
+    }
+    view = lazyckpt.open(megatron_cases["single"].path).rename(table)
+    lost = view.to_megatron(tmp_path / "out", pp=2)
+    assert "optimizer" not in lost
+    found = files(tmp_path / "out")["iter_0000003/mp_rank_00_001/" + FILE]
+    assert list(found["model"]) == [
+        "decoder.layers.0.self_attention.linear_proj.weight",
+        "decoder.layers.0.self_attention.linear_proj._extra_state",
+        "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
+        "decoder.layers.0.self_attention.linear_qkv.weight",
+        "decoder.layers.0.self_attention.linear_qkv._extra_state",
+        "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
+        "decoder.layers.0.mlp.linear_fc1.weight",
+        "decoder.layers.0.mlp.linear_fc1._extra_state",
+        "decoder.layers.0.mlp.linear_fc2.weight",
+        "decoder.layers.0.mlp.linear_fc2._extra_state",
+        "decoder.final_layernorm.weight",
+        "output_layer.weight",
+        "output_layer._extra_state",
+    ]
+
+
+def test_what_cannot_be_written(megatron_cases: dict[str, Case], tmp_path: Path) -> None:
+    view = lazyckpt.open(megatron_cases["single"].path)
+    with pytest.raises(DataError, match=r"rename\('megatron'\)"):
+        view.rename("hf").to_megatron(tmp_path / "out")
+    with pytest.raises(DataError, match="a view of 'exp_avg'"):
+        view.states["exp_avg"].to_megatron(tmp_path / "out")
+    for degrees, words in (
+        ({"pp": 3}, "evenly"),
+        ({"tp": 4}, "groups of heads"),
+        ({"ep": 2}, "no experts"),
+        ({"tp": 0}, "tp=0"),
+    ):
+        with pytest.raises(MeshError, match=words):
+            view.to_megatron(tmp_path / "out", **degrees)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(DestinationError, match="no checkpoint of Megatron"):
+        view.to_megatron(tmp_path / "out", overwrite=True)
+    (tmp_path / "out" / "notes.txt").unlink()
+    view.to_megatron(tmp_path / "out")
+    with pytest.raises(DestinationError, match="exists already"):
+        view.to_megatron(tmp_path / "out", tp=2)
+    view.to_megatron(tmp_path / "out", tp=2, overwrite=True)
+    assert lazyckpt.open(tmp_path / "out").mesh.tp == 2
+
+
+def test_it_goes_on_where_it_was_stopped(
+    megatron_cases: dict[str, Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lazyckpt.export import folders
+
+    view = lazyckpt.open(megatron_cases["single"].path)
+    real, calls = folders.fill, []
+
+    def fill(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 3:
+            raise OSError(5, "Input/output error")
+        real(*args)
+
+    monkeypatch.setattr("lazyckpt.export.folders._FILES", 1)
+    monkeypatch.setattr(folders, "fill", fill)
+    with pytest.raises(DestinationError, match="call again"):
+        view.to_megatron(tmp_path / "out", tp=2, pp=2)
+    assert not (tmp_path / "out").exists()
+    assert len(list((tmp_path / ".out.incomplete").glob(f"*/*/{FILE}"))) == 2
+    calls.clear()
+    monkeypatch.setattr(folders, "fill", lambda *args: (calls.append(args), real(*args)))
+    view.to_megatron(tmp_path / "out", tp=2, pp=2, verify=True)
+    assert len(calls) == 2, "the other two"
+    check_whole(lazyckpt.open(tmp_path / "out"), view)

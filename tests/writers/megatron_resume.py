@@ -1,0 +1,152 @@
+"""megatron-core goes on from checkpoints of rank files: what its ranks hold then, and after one more step.
+
+``python -m tests.writers.megatron_resume FOLDER`` reads ``FOLDER/jobs.json``, name -> {"load": path, "spec": of the
+run}, and writes ``FOLDER/NAME.pt``: ``loaded`` and ``stepped`` (as :mod:`.megatron_truth` gathers them), ``logits`` and
+the ``iteration``. No package has megatron.training; its steps are followed here, each with the name of the function.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import warnings
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .megatron_core import MegatronSpec, _run, build, prepare, run_schedule, start, train
+
+Jobs = Mapping[str, tuple[Path, MegatronSpec]]
+
+
+def resume(folder: Path, jobs: Jobs) -> dict[str, dict[str, Any]]:
+    """Run the jobs, in child processes: what each of them wrote."""
+    folder.mkdir(parents=True, exist_ok=True)
+    listed = {name: {"load": str(path), "spec": asdict(spec)} for name, (path, spec) in jobs.items()}
+    (folder / "jobs.json").write_text(json.dumps(listed))
+    _run("megatron_resume", str(folder))
+    return {name: torch.load(folder / f"{name}.pt") for name in jobs}
+
+
+# -- in the child
+
+
+def checkpoint_name(root: Path) -> tuple[Path, bool]:
+    """``read_metadata`` and ``get_checkpoint_name``: this rank's file, and whether it is a release."""
+    from megatron.core import mpu
+
+    text = (root / "latest_checkpointed_iteration.txt").read_text().strip()
+    release = text == "release"
+    if not release and int(text) <= 0:
+        raise RuntimeError(f"error parsing metadata file: {text}")
+    name = f"mp_rank_{mpu.get_tensor_model_parallel_rank():02d}"
+    if mpu.get_pipeline_model_parallel_world_size() > 1:
+        name += f"_{mpu.get_pipeline_model_parallel_rank():03d}"
+    if mpu.get_expert_model_parallel_world_size() > 1:
+        name += f"_{mpu.get_expert_model_parallel_rank():03d}"
+    return root / ("release" if release else f"iter_{int(text):07d}") / name / "model_optim_rng.pt", release
+
+
+def check_checkpoint_args(args: Any, spec: MegatronSpec) -> None:
+    """The function of that name: what the run's arguments are compared with has to be there."""
+    wanted = {
+        "num_layers": spec.layers,
+        "hidden_size": spec.hidden,
+        "num_attention_heads": spec.heads,
+        "tensor_model_parallel_size": spec.tp,
+        "pipeline_model_parallel_size": spec.pp,
+        "padded_vocab_size": spec.padded_vocab,
+    }
+    for name, value in wanted.items():
+        if getattr(args, name) != value:
+            raise RuntimeError(f"{name} value from checkpoint ({getattr(args, name)}) is not {value}")
+
+
+def load_checkpoint(root: Path, spec: MegatronSpec, chunks: list[Any], optimizer: Any, scheduler: Any) -> int:
+    """``_load_base_checkpoint`` and ``load_checkpoint`` of --ckpt-format torch: the iteration. --no-load-rng."""
+    from megatron.core.safe_globals import register_safe_globals
+
+    register_safe_globals()
+    path, release = checkpoint_name(root)
+    state = torch.load(path, map_location="cpu", weights_only=True)  # as torch does by default
+    if state.get("checkpoint_version", 0) != 3.0:
+        raise RuntimeError("rows of q, k and v would be put in another order")
+    if not isinstance(state["args"], Namespace):
+        raise RuntimeError(f"args: {state['args']}")
+    check_checkpoint_args(state["args"], spec)
+    chunks[0].load_state_dict(state["model"], strict=True)
+    if release:
+        return 0
+    optimizer.load_state_dict(state["optimizer"])
+    scheduler.load_state_dict(state["opt_param_scheduler"])
+    return int(state["iteration"])
+
+
+def _job(root: Path, spec: MegatronSpec, rank: int, out: Path) -> None:
+    from . import megatron_truth
+
+    start(spec)
+    chunks, optimizer, scheduler = prepare(spec, build(spec))
+    iteration = load_checkpoint(root, spec, chunks, optimizer, scheduler)
+    found: dict[str, Any] = {"iteration": iteration}
+    for chunk in chunks:
+        chunk.eval()
+    with torch.no_grad():
+        outputs = run_schedule(spec, chunks, 0, only_forward=True)
+    found["logits"] = megatron_truth.gather_logits(outputs)
+    if iteration:  # else the optimizer has no states yet
+        found["loaded"] = megatron_truth.gather(spec, chunks, optimizer)
+        for chunk in chunks:
+            chunk.train()
+        train(spec, chunks, optimizer, scheduler, steps=1, alike=True)
+        found["stepped"] = megatron_truth.gather(spec, chunks, optimizer)
+    if rank == 0:
+        torch.save(found, out)
+
+
+def _rank(rank: int, world: int, folder: Path, rendezvous: Path, jobs: dict[str, tuple[Path, MegatronSpec]]) -> None:
+    from .megatron_cpu import OnCPU
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=120))
+    for name, (root, spec) in jobs.items():
+        if rank == 0:
+            print(f"=== {name}", flush=True)
+        with warnings.catch_warnings(), OnCPU():
+            warnings.simplefilter("ignore")
+            _job(root, spec, rank, folder / f"{name}.pt")
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(folder: Path) -> None:
+    # by their own name: what a rank pickles must not be a class of __main__
+    from tests.writers import megatron_resume as named
+
+    from .megatron_cpu import patch
+
+    patch()
+    listed = json.loads((folder / "jobs.json").read_text())
+    jobs = {name: (Path(job["load"]), MegatronSpec(**_tuples(job["spec"]))) for name, job in listed.items()}
+    with tempfile.TemporaryDirectory() as scratch:
+        for world in sorted({spec.world for _, spec in jobs.values()}):
+            mine = {name: job for name, job in jobs.items() if job[1].world == world}
+            args = (world, folder, Path(scratch) / f"store{world}", mine)
+            torch.multiprocessing.start_processes(named._rank, args=args, nprocs=world, start_method="fork")  # type: ignore[no-untyped-call]
+
+
+def _tuples(spec: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in spec.items()}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
