@@ -99,6 +99,10 @@ class Viewed:
         """As `LazyTensor.pieces`."""
         return self.tensor.pieces(nbytes)
 
+    def runs(self) -> Any:
+        """As `LazyTensor.runs`."""
+        return self.tensor.runs()
+
 
 def held(tensor: torch.Tensor, name: str) -> Held:
     """Raises DataError for a tensor that is not one dense array with its data on this rank.

@@ -38,14 +38,16 @@ from ..io.store import Store
 from ..tensor import LazyTensor
 from .dcp import View
 from .destination import local_path
-from .folders import File, FolderPlan, write_folder
+from .folders import Kind, write_folder
 from .groups import step_of
 from .held import Held, Viewed, Writable
 from .job import Run
 from .megatron_args import EMBEDDING, complete, of_rank_files, source_args, true_vocabulary
 from .megatron_optimizer import NO_OPTIM, Optimizer, optimizer_of
 from .objects import Lost, restored
+from .output import Plan
 from .staging import fingerprint
+from .stream import File
 from .torch import layout_of, leaves, replaced
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -138,22 +140,15 @@ def export_megatron(
                 told.append((lazy, (key, n, str(t.dtype), tuple(t.shape))))
         bare.append(_saved(replaced(whole, lambda t: None)))
         files.append(File(key, sum(t.nbytes for t in held), partial(layout_of, value=whole)))
-    write_folder(
-        FolderPlan(
-            kind="checkpoint of Megatron",
-            marker=TRACKER,
-            files=files,
-            texts={TRACKER: str(iteration or "release").encode()},
-            fingerprint=fingerprint(told, bare),
-            around=max(map(len, bare)) + _PER_TENSOR * -(-len(told) // len(files)),
-        ),
-        place,
-        [t for t, _ in told],
-        overwrite=overwrite,
-        verify=verify,
-        progress=progress,
-        run=run,
+    written = Plan(
+        files=files,
+        texts={TRACKER: str(iteration or "release").encode()},
+        fingerprint=fingerprint(told, bare),
+        around=max(map(len, bare)) + _PER_TENSOR * -(-len(told) // len(files)),
     )
+    kind = Kind("checkpoint of Megatron", TRACKER)
+    lazy = [t for t, _ in told]
+    write_folder(kind, written, place, lazy, overwrite=overwrite, verify=verify, progress=progress, run=run)
     return lost
 
 
