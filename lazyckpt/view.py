@@ -124,15 +124,19 @@ class CheckpointView(Writing):
             names = {name: name for name in self.specs}
             if self._state in _FULL_STATES:
                 names.update((a, a) for a, owner in self._index.aliases.items() if owner in self.specs)
-            for kind, what in self._steps:
-                if kind == "below":
-                    start = f"{what}."
-                    names = {n.removeprefix(start): full for n, full in names.items() if n.startswith(start)}
-                else:
-                    keep = what.__contains__ if isinstance(what, frozenset) else matcher(what)
-                    names = {n: full for n, full in names.items() if keep(n)}
-            self._full = names
+            self._full = self._shown_of(names)
         return self._full
+
+    def _shown_of(self, names: dict[str, str]) -> dict[str, str]:
+        """Of full names, those that this view shows: the name here -> the full one."""
+        for kind, what in self._steps:
+            if kind == "below":
+                start = f"{what}."
+                names = {n.removeprefix(start): full for n, full in names.items() if n.startswith(start)}
+            else:
+                keep = what.__contains__ if isinstance(what, frozenset) else matcher(what)
+                names = {n: full for n, full in names.items() if keep(n)}
+        return names
 
     @property
     def names(self) -> Names:
@@ -393,8 +397,9 @@ class CheckpointView(Writing):
 
     @property
     def unreadable(self) -> Mapping[str, str]:
-        """Names that the checkpoint lists but that cannot even be described, as their file is gone -> the reason."""
-        return self._index.unreadable
+        """Names that belong to this view but that cannot even be described, as their file is gone -> the reason."""
+        lost = self._index.unreadable
+        return {name: lost[full] for name, full in self._shown_of({name: name for name in lost}).items()}
 
     @property
     def numel(self) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from .errors import MissingFileError
 from .export.files import FileFormat, export
 from .export.job import Run, run
 from .export.names import NewNames, under
@@ -19,6 +20,7 @@ from .export.safetensors import SAFETENSORS
 from .export.shards import size_in_bytes
 from .export.torch import TORCH
 from .formats.zarr.contents import Part, contents
+from .show.text import plural
 from .tensor import LazyTensor
 
 if TYPE_CHECKING:
@@ -33,6 +35,11 @@ class Writing(Mapping[str, LazyTensor]):
     @abstractmethod
     def owner(self, name: str) -> str:
         """The full name that owns the tensor of this name of the view."""
+
+    @property
+    @abstractmethod
+    def unreadable(self) -> Mapping[str, str]:
+        """Names that cannot even be described -> the reason."""
 
     @abstractmethod
     def full_name(self, name: str) -> str:
@@ -139,6 +146,7 @@ class Writing(Mapping[str, LazyTensor]):
         """
         from .export.zarr import export_zarr
 
+        check_whole(self)
         export_zarr(
             contents(cast("Part[LazyTensor]", self), states),  # all that write are views
             dest,
@@ -181,6 +189,7 @@ class Writing(Mapping[str, LazyTensor]):
         """
         from .export.dcp import View, export_dcp
 
+        check_whole(self)
         return export_dcp(
             cast(View, self),
             dest,
@@ -220,6 +229,7 @@ class Writing(Mapping[str, LazyTensor]):
         from .export.dcp import View
         from .export.universal import export_universal
 
+        check_whole(self)
         return export_universal(
             cast(View, self),
             dest,
@@ -274,6 +284,7 @@ class Writing(Mapping[str, LazyTensor]):
         from .export.dcp import View
         from .export.megatron import export_megatron
 
+        check_whole(self)
         return export_megatron(
             cast(View, self),
             dest,
@@ -343,6 +354,7 @@ class Writing(Mapping[str, LazyTensor]):
         run: Run,
         verify: bool,
     ) -> list[Path]:
+        check_whole(self)
         tensors, aliases = under(names, *self.once())
         return export(
             form,
@@ -355,6 +367,15 @@ class Writing(Mapping[str, LazyTensor]):
             progress=progress,
             run=run,
             verify=verify,
+        )
+
+
+def check_whole(view: Writing) -> None:
+    """Raises MissingFileError for a view that lacks tensors of which nothing is known but the name."""
+    for name, why in view.unreadable.items():
+        raise MissingFileError(
+            f"{plural(len(view.unreadable), 'tensor')} would be missing in what is written: {name}: {why}. Without "
+            f"{'it' if len(view.unreadable) == 1 else 'them'}: view.select(lambda name: name not in view.unreadable)"
         )
 
 

@@ -368,6 +368,30 @@ def test_a_missing_file_is_told_before_anything_is_written(zero_cases: dict[str,
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("to", ["to_safetensors", "to_torch", "to_zarr", "to_dcp", "to_universal", "to_megatron"])
+def test_nothing_is_left_out_in_silence(tmp_path: Path, to: str) -> None:
+    """Of a folder that lost a shard, only the index tells the names of what was in it."""
+    names = {"x": "model-00001-of-00002.safetensors", "y.w": "model-00002-of-00002.safetensors"}
+    (tmp_path / "hf").mkdir()
+    save_file({"x": torch.ones(2)}, tmp_path / "hf" / names["x"])
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    view = lazyckpt.open(tmp_path / "hf")
+    with pytest.raises(MissingFileError, match=r"1 tensor would be missing.*y\.w.*00002.*view\.select"):
+        getattr(view, to)(tmp_path / "out")
+    assert os.listdir(tmp_path) == ["hf"]
+    assert list(view.unreadable) == ["y.w"] and not view.select("x").unreadable
+
+
+def test_what_is_readable_is_written_if_asked(tmp_path: Path) -> None:
+    names = {"x": "model-00001-of-00002.safetensors", "y.w": "model-00002-of-00002.safetensors"}
+    (tmp_path / "hf").mkdir()
+    save_file({"x": torch.ones(2)}, tmp_path / "hf" / names["x"])
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    view = lazyckpt.open(tmp_path / "hf")
+    view.select(lambda name: name not in view.unreadable).to_torch(tmp_path / "out.pt")
+    assert torch.load(tmp_path / "out.pt")["x"].tolist() == [1, 1]
+
+
 def test_what_comes_there_meanwhile_is_not_mixed_in(
     saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:

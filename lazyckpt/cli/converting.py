@@ -139,7 +139,7 @@ def _print_plan(job: Job, resume: bool) -> None:
         _print("resume", f"{human_bytes(job.kept)} of an interrupted conversion are there: {what}")
     if job.exists:
         _print("there", f"{job.dest} exists already: only --overwrite replaces it")
-    lines = [*job.view.problems, *(f"left out: {name}: {why}" for name, why in job.view.unreadable.items())]
+    lines = [*job.view.problems, *(f"cannot be read: {name}: {why}" for name, why in job.view.unreadable.items())]
     for line in lines[:_PROBLEMS]:
         _print("problem", line, "yellow")
     if len(lines) > _PROBLEMS:

@@ -26,6 +26,7 @@ from ..export.staging import discard, unfinished
 from ..formats.zarr.documents import JOB
 from ..io.remote import is_url
 from ..view import CheckpointView
+from ..writing import check_whole
 from .targets import Wanted, prepared
 
 _SHARD = "5GB"
@@ -102,6 +103,7 @@ def planned(src: str, source: CheckpointView, to: str, dest: str, wanted: Wanted
 
 def check_files(job: Job) -> None:
     """Raise the error that reading would raise because a file is missing."""
+    check_whole(job.view)
     for state in job.view.states.values() if job.to not in FILES else [job.view]:
         for name in sorted(state, key=natural):
             state[name].check()
