@@ -11,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from typer.testing import CliRunner, Result
 
 import lazyckpt
+from lazyckpt import cli
 from lazyckpt.errors import DataError, TensorNotFoundError
 from lazyckpt.inspect import diff as module
 
@@ -150,3 +152,31 @@ def test_any_tensor_cut_anywhere(
     assert row.at == (tuple(wrong[0].tolist()) if len(wrong) else None)
     assert row.max_abs == (1 if len(wrong) else None)
     assert (row.status == "equal") == (not len(wrong))
+
+
+# -- from the shell
+
+
+def shell(*args: object) -> Result:
+    return CliRunner().invoke(cli.app, ["diff", *map(str, args)])
+
+
+def test_shell(pair: tuple[Path, Path]) -> None:
+    result = shell(*pair)
+    assert result.exit_code == 1
+    assert "values: 2 elements differ, the first at [5, 7], by 2 at most\n" in result.stdout
+    assert result.stdout.endswith("2 of 8 tensors are equal\n")
+    assert "same: equal" not in result.stdout and "same: equal\n" in shell(*pair, "--all").stdout
+    told = json.loads(shell(*pair, "--json").stdout)
+    assert told["equal"] is False and {row["name"] for row in told["tensors"]} >= {"same", "values"}
+    some = shell(*pair, "--select", "same")
+    assert (some.exit_code, some.stdout) == (0, "1 of 1 tensors are equal\n")
+    missing = shell(pair[0], "nowhere")
+    assert missing.exit_code == 2 and missing.stderr.startswith("error: ")
+    assert shell(*pair, "--all-states", "--state", "weights").exit_code == 2
+
+
+def test_names_are_literal_in_the_shell(tmp_path: Path) -> None:
+    for name, value in (("a", 0), ("b", 1)):
+        torch.save({"[bold]x\x1b[31m": torch.full((2,), value)}, tmp_path / f"{name}.pt")
+    assert shell(tmp_path / "a.pt", tmp_path / "b.pt").stdout.startswith("[bold]x\\x1b[31m: 2 elements differ")

@@ -50,8 +50,12 @@ class Difference:
     state: str | None = None
 
     def __str__(self) -> str:
-        name = self.name if self.state is None else f"{self.state}: {self.name}"
-        return f"{name}: {_told(self)}"
+        return f"{self.label}: {_told(self)}"
+
+    @property
+    def label(self) -> str:
+        """The name, behind the state where several were compared."""
+        return self.name if self.state is None else f"{self.state}: {self.name}"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
