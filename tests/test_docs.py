@@ -1,4 +1,4 @@
-"""The documentation: its examples run, its links lead somewhere, and the reference is what the package says of itself."""
+"""The documentation: examples run, links lead somewhere, and the reference is what the package says of itself."""
 
 from __future__ import annotations
 
@@ -98,6 +98,13 @@ def test_every_page_is_reached() -> None:
         listed = (folder / "README.md").read_text("utf-8")
         for page in folder.glob("*.md"):
             assert page.name == "README.md" or f"]({page.name}" in listed, name_of(page)
+
+
+def test_the_picture_is_light() -> None:
+    """tools/make_picture.py draws it; the README shows it 800 pixels wide."""
+    data = (DOCS / "picture.png").read_bytes()
+    assert data.startswith(b"\x89PNG")
+    assert len(data) < 300_000
 
 
 # -- formats

@@ -47,7 +47,7 @@ def pages() -> dict[str, str]:
     tables = {
         "view.md": (
             "CheckpointView",
-            "`lazyckpt.open(path, ...)` is `lazyckpt.CheckpointView(path, ...)`: a mapping from names to lazy tensors.\n\n"
+            "`lazyckpt.open(path, ...)` is `lazyckpt.CheckpointView(path, ...)`: a mapping from names to tensors.\n\n"
             + class_(view, 2),
         ),
         "tensor.md": ("LazyTensor", text_of(module_of(tensor)) + "\n\n" + class_(tensor, 2)),

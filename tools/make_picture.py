@@ -17,17 +17,13 @@ from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
-
-mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.patches import ConnectionPatch, Rectangle
-
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
 
 import lazyckpt
 from lazyckpt.core.plan import fragment_boxes, plan
 
+ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "docs" / "picture.png"
 NAME = "model.layers.0.mlp.down_proj.weight"
 KEY = (slice(8, 12), slice(20, 30))
@@ -57,6 +53,7 @@ class File(NamedTuple):
 
 def checkpoint(folder: Path) -> Path:
     """A checkpoint that DeepSpeed writes: AutoTP on two ranks, ZeRO-2 on two."""
+    sys.path.insert(0, str(ROOT))
     from tests.writers.deepspeed_more import write_autotp
 
     sizes = {"heads": 4, "kv_heads": 2, "head_size": 8, "mlp": 48, "vocab": 64, "layers": 2}
@@ -97,6 +94,7 @@ def draw(view: lazyckpt.CheckpointView, target: Path) -> None:
     state = view.states["fp32"]
     t = state[NAME]
     files = files_of(view, t)
+    plt.switch_backend("Agg")
     plt.rcParams.update({"font.family": "DejaVu Sans", "text.color": INK})
     figure = plt.figure(figsize=(16, 7.6), dpi=100, facecolor="white")
     left = figure.add_axes((0.015, 0.1, 0.345, 0.68))
