@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import doctest
+import importlib
 import importlib.util
 import inspect
 import re
@@ -74,7 +75,18 @@ def test_python_in_pages_is_python(path: Path) -> None:
         compile(code, name_of(path), "exec")
 
 
-# -- links, words
+def test_every_example_in_a_docstring_is_found() -> None:
+    """Those of nested functions, for one, doctest would pass over."""
+    package = ROOT / "lazyckpt"
+    for path in sorted(package.rglob("*.py")):
+        prompts = len(re.findall(r"^\s*>>> ", path.read_text("utf-8"), re.MULTILINE))
+        if prompts:
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            found = doctest.DocTestFinder().find(importlib.import_module(name))
+            assert sum(len(test.examples) for test in found) == prompts, path
+
+
+# -- links
 
 
 @pytest.mark.parametrize("path", LINKED, ids=name_of)
