@@ -32,9 +32,6 @@ FOLDER = Path(__file__).parents[1] / "docs" / "api"
 _WIDTH = 100  # columns of a signature on one line
 _OPERATORS = ("__getitem__", "__iter__", "__array__")  # those that are worth a heading, where they have a docstring
 _HEAD = "<!-- Written by tools/make_api.py from the docstrings: edit those, and run it. -->\n\n"
-_WRITING = (
-    "to_safetensors", "to_torch", "to_zarr", "to_dcp", "to_universal", "to_xarray", "to_virtual", "once",
-)  # fmt: skip
 
 
 def pages() -> dict[str, str]:
@@ -164,9 +161,9 @@ def _told(cls: type, name: str, value: Any) -> str:
 
 
 def _mro(cls: type) -> dict[str, Any]:
-    """What lazyckpt's own classes define, the most general first."""
-    own = [c for c in reversed(cls.__mro__) if c.__module__.split(".")[0] == "lazyckpt"]
-    return {name: value for c in own for name, value in vars(c).items()}
+    """What lazyckpt's own classes define: the class's members first, then those that it inherits."""
+    own = [vars(c) for c in cls.__mro__ if c.__module__.split(".")[0] == "lazyckpt"]
+    return {name: next(table[name] for table in own if name in table) for table in own for name in table}
 
 
 def _members(cls: type) -> dict[str, Any]:
@@ -178,8 +175,7 @@ def _members(cls: type) -> dict[str, Any]:
         described = callable(value) or isinstance(value, property | cached_property | classmethod | staticmethod)
         if public and described and not isinstance(value, MemberDescriptorType) and id(value) not in skip:
             found[name] = value
-    last = [name for name in _WRITING if name in found]  # what it is comes before what it can be written as
-    return {n: v for n, v in found.items() if n not in last} | {n: found[n] for n in last}
+    return found
 
 
 def _all(cls: type) -> Iterator[Any]:
