@@ -129,6 +129,12 @@ def test_every_reader_is_described() -> None:
         assert f"`{reader.name}`" in text, reader.name
 
 
+def test_readers_are_listed_in_their_order() -> None:
+    text = (DOCS / "formats" / "README.md").read_text("utf-8").partition("| reader |")[2]
+    listed = re.findall(r"^\| `([\w-]+)` \|", text, re.MULTILINE)
+    assert listed == [reader.name for reader in builtin()]
+
+
 def test_every_format_is_described() -> None:
     """By what `view.format` calls it."""
     text = "\n".join(path.read_text("utf-8") for path in FORMATS)
