@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 NAMES = (
+    "import_time",
     "foundation",
     "deepspeed_convert",
     "deepspeed_open",

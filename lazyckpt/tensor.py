@@ -41,7 +41,11 @@ _ATOMS = {int, slice, type(None), type(Ellipsis)}
 
 
 class LazyTensor:
-    """One tensor of a checkpoint. See the module's docstring for what holds of it."""
+    """One tensor of a checkpoint, or a part of one: `name`, `shape`, `dtype`, and its elements when they are asked for.
+
+    A view makes them (``view["layers.3.up.weight"]``); ``store`` and ``spec`` are where its bytes come from and which
+    they are, ``selection`` the part, for readers of other formats and for tests.
+    """
 
     __slots__ = ("__weakref__", "_selection", "_store", "_window", "spec")
 
@@ -172,7 +176,7 @@ class LazyTensor:
         """Whether all copies that the checkpoint has of the same elements are the same, byte for byte.
 
         Norms are on every tensor-parallel rank, dense parameters in the file of every expert-parallel one, and so on;
-        reading takes the first. This reads them all, some megabytes at a time, and nothing of which there is one copy
+        reading takes the first. This reads them all, 4 MiB at a time, and nothing of which there is one copy
         only (then they agree). Copies in missing files are passed over. Of an averaged tensor it tells whether there
         was something to average.
         """
@@ -184,7 +188,13 @@ class LazyTensor:
     # -- reading
 
     def __getitem__(self, key: Any) -> torch.Tensor:
-        """Read: ints, slices (steps may be negative), Ellipsis, None, one 1-d list of ints, one 1-d mask."""
+        """Read: ints, slices (steps may be negative), Ellipsis, None, one 1-d list of ints, one 1-d mask.
+
+        The result has `dtype`, lies on the CPU, and is the caller's own. Raises SelectionError for a key that does not
+        fit the shape, MissingFileError where wanted elements lie in a file that is gone (slices that miss it read),
+        ChangedFileError if a file is not the one that was opened, CorruptError where something packed cannot be
+        unpacked, DataError for a tensor that has no data or whose shards no rule puts together.
+        """
         if key is Ellipsis:
             return self._whole()
         kind = type(key)
@@ -210,8 +220,8 @@ class LazyTensor:
         return ready()
 
     def pieces(self, nbytes: int) -> Iterator[tuple[int, LazyTensor]]:
-        """Cut the tensor into runs of its C order of at most ``nbytes`` bytes (or one element), not read yet: (elements
-        in front of it, the piece)."""
+        """Cut the tensor into runs of its C order of at most ``nbytes`` bytes (or one element), not read yet: (how many
+        elements are in front of it, the piece)."""
         strides = c_strides(self.shape)
         for box in tiles(self.shape, nbytes // self.dtype.itemsize):
             ahead = sum(a * s for a, s in zip(box.start, strides, strict=True))
@@ -242,7 +252,7 @@ class LazyTensor:
 
     @property
     def lazy(self) -> _Deferred:
-        """``t.lazy[key]``: the same indexing, as a LazyTensor that has read nothing yet."""
+        """``t.lazy[key]``: the same indexing, as a LazyTensor that has read nothing yet. Raises SelectionError."""
         return _Deferred(self)
 
     def to(
@@ -251,7 +261,7 @@ class LazyTensor:
         dtype: torch.dtype | None = None,
         copy: bool = True,
     ) -> torch.Tensor:
-        """Read the whole to a device, in ``dtype`` if given.
+        """Read the whole to a device, in ``dtype`` if given. ``t.to(torch.float32)`` converts on the CPU.
 
         To an accelerator it goes through pinned memory in pieces of 32 MiB. ``copy=False``: on the CPU, a tensor that
         is one contiguous run of one file stays mapped (privately: writing to it changes memory only) instead of being
@@ -369,7 +379,7 @@ class LazyTensor:
         return self[...]
 
     def item(self) -> int | float | bool | complex:
-        """The only element, as a Python number."""
+        """The only element, as a Python number. Raises RuntimeError, as torch does, if there are more."""
         return self[...].item()
 
     def tolist(self) -> Any:

@@ -41,10 +41,11 @@ class CheckpointView(Writing):
 
     ``path``: a file or a folder, or the URL of one. ``format``: the reader to use (by default the first that recognises
     the path). ``tag``: which of several checkpoints in the folder (by default what ``latest`` names, or the newest
-    complete one). ``rules``: how to
-    merge tensors that the checkpoint does not tell it of. ``cache``: keep what opening found out for the next time this
-    process opens the same, unchanged files. ``storage_options``: what fsspec's file system of a URL takes (credentials,
-    endpoints).
+    complete one). ``rules``: glob of a name -> how the shards of tensor-parallel ranks form the whole, where the
+    checkpoint does not tell: "column" (cut along dimension 0), "row" (along 1), "replicated", "average", "swiglu", or a
+    table such as {"cat": 0, "parts": [4096, 1024, 1024]}; of FSDP1's flat parameters {"flat": {"up.weight": [64, 32]}}.
+    ``cache``: keep what opening found out for the next time this process opens the same, unchanged files.
+    ``storage_options``: what fsspec's file system of a URL takes (credentials, endpoints).
 
     Raises MissingFileError, FormatError (no reader, or a layout that is refused by name), CorruptError.
     """
@@ -165,6 +166,9 @@ class CheckpointView(Writing):
         that occurs at one place inside the names resolves to that. Of a whole checkpoint, the names that tensors are
         stored under (`stored`) are found as well, where that takes no more reading.
 
+        Which of the two it is depends on the checkpoint, so it is typed Any: say what you expect (``w: LazyTensor =
+        view["up.weight"]``), and a type checker knows the rest. What `items` and `values` give are LazyTensors.
+
         Raises TensorNotFoundError (several places, or none: the nearest names are listed), MissingFileError for a
         name whose file is gone.
         """
@@ -249,7 +253,7 @@ class CheckpointView(Writing):
 
     def select(self, pattern: Pattern) -> CheckpointView:
         """The tensors whose names match: a glob (``*`` also crosses dots), a compiled regex (searched), or a function
-        of the name. Names stay as they are in this view."""
+        of the name. Names stay as they are in this view; if none matches, the view is empty."""
         return self._other(steps=(*self._steps, ("select", pattern)))
 
     def rename(self, names: str | Mapping[str, Any], *, reverse: bool = False) -> CheckpointView:
@@ -372,7 +376,7 @@ class CheckpointView(Writing):
 
     @property
     def meta(self) -> Mapping[str, Any]:
-        """Everything that is not a tensor, as plain objects and inert records."""
+        """Everything that is not a tensor, as plain objects and inert records (`Opaque`)."""
         return self._index.meta
 
     @property
@@ -449,7 +453,7 @@ class CheckpointView(Writing):
 
         ``dtype`` converts floating-point (and complex) tensors, as `nn.Module.to` does. ``copy=False``: on the CPU,
         tensors that are one contiguous run of a file stay mapped instead of being read (privately: writing to one
-        changes memory only, but truncating the file breaks it).
+        changes memory only, but truncating the file breaks it). Raises what reading a `LazyTensor` raises.
         """
         owners = {name: self.owner(name) for name in self._listed}
         done = read_all({owner: self[name] for name, owner in owners.items()}, torch.device(device), dtype, copy)

@@ -75,7 +75,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     *,
     progress: bool | None = None,
 ) -> list[Path]:
-    """`convert_zero_checkpoint_to_state_dict` in fp32."""
+    """Write the fp32 master weights as files; parameters, result and errors are those of
+    `convert_zero_checkpoint_to_state_dict`."""
     return convert_zero_checkpoint_to_state_dict(
         checkpoint_dir,
         output_dir,
@@ -106,7 +107,7 @@ def convert_zero_checkpoint_to_state_dict(
     4 MiB a thread, whatever the size of the model; files of the same names are replaced when the new ones are
     complete. An ``output_dir`` that ends with .bin, .pt or .safetensors is the file to write, as in older releases.
 
-    Raises DestinationError, and as `get_fp32_state_dict_from_zero_checkpoint`.
+    Raises DataError (another ``dtype``), DestinationError, and as `get_fp32_state_dict_from_zero_checkpoint`.
     """
     wanted = _DTYPES.get(dtype.removeprefix("torch.").lower()) if isinstance(dtype, str) else dtype
     if wanted not in _DTYPES.values():

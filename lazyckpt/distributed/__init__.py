@@ -14,6 +14,8 @@
 It is not imported by ``import lazyckpt``: torch's distributed packages take a while.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

@@ -116,7 +116,7 @@ def restore_ep_dims(
 ) -> dict[str, Any]:
     """A state dict with `restore_ep_dim` done to what is spread over the experts' mesh; nested as for `drop_ep_dims`.
     All EP ranks have to call it. Or the views of all EP ranks, in order, as one mapping of lazy tensors; what is not
-    spread is taken from the first."""
+    spread is taken from the first. Raises MeshError (views with different names) and as `restore_ep_dim`."""
     if not isinstance(state_dict, Mapping):
         first, *others = state_dict
         for n, other in enumerate(others, 1):

@@ -102,7 +102,9 @@ def variable(
     ``d4096_2``). Reads nothing.
 
     ``chunks``: None for xarray's own lazy arrays; a mapping for Dask arrays on the tensor's chunks ({}), or on those
-    that it gives for a dimension. Raises DataError where numpy has no such dtype.
+    that it gives for a dimension ({"d4096": 512}, in elements). ``attributes``: of the variable, besides ``name`` and
+    where it tells them ``stored_as`` and ``rule``. Raises DataError where numpy has no such dtype, TypeError for other
+    ``chunks``.
     """
     dims = dimension_names(tuple(tensor.shape)) if dims is None else dims
     spec = tensor.spec

@@ -1,0 +1,194 @@
+"""The documentation: examples run, links lead somewhere, and the reference is what the package says of itself."""
+
+from __future__ import annotations
+
+import builtins
+import doctest
+import importlib
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import lazyckpt
+from lazyckpt import demo, errors
+from lazyckpt.formats.reader import builtin
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+# (the README's tour is run by test_package; what stands in docs/api is the docstrings', which pytest runs itself)
+PAGES = sorted(path for path in DOCS.rglob("*.md") if path.parent.name != "api")
+FORMATS = sorted((DOCS / "formats").glob("*.md"))
+LINKED = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def make_api() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_api", ROOT / "tools" / "make_api.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def api() -> ModuleType:
+    pytest.importorskip("dask")  # the reference has what needs it, too
+    return make_api()
+
+
+# -- examples
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_examples_are_true(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a page's, one after the other, where the demo's files are in ``demo``."""
+    blocks = re.findall(r"^```pycon\n(.*?)^```", path.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    if not blocks:
+        pytest.skip("it has none")
+    monkeypatch.chdir(tmp_path)
+    demo.write(tmp_path / "demo")
+    test = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, path.name, str(path), 0)
+    report: list[str] = []
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    failed, _ = doctest.DocTestRunner(optionflags=flags).run(test, out=report.append)
+    assert not failed, "".join(report)
+
+
+def test_every_example_is_in_a_block_that_runs() -> None:
+    """Prompts outside of ```pycon would never be run."""
+    for path in [*PAGES, ROOT / "README.md"]:
+        rest = re.sub(r"^```pycon\n.*?^```", "", path.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+        assert not re.search(r"^\s*>>> ", rest, re.MULTILINE), path
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_python_in_pages_is_python(path: Path) -> None:
+    for code in re.findall(r"^```python\n(.*?)^```", path.read_text("utf-8"), re.DOTALL | re.MULTILINE):
+        compile(code, name_of(path), "exec")
+
+
+def test_every_example_in_a_docstring_is_found() -> None:
+    """Those of nested functions, for one, doctest would pass over."""
+    package = ROOT / "lazyckpt"
+    for path in sorted(package.rglob("*.py")):
+        prompts = len(re.findall(r"^\s*>>> ", path.read_text("utf-8"), re.MULTILINE))
+        if prompts:
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            found = doctest.DocTestFinder().find(importlib.import_module(name))
+            assert sum(len(test.examples) for test in found) == prompts, path
+
+
+# -- links
+
+
+@pytest.mark.parametrize("path", LINKED, ids=name_of)
+def test_links_lead_somewhere(path: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        there = (path.parent / file).resolve() if file else path
+        assert there.exists(), f"{name_of(path)}: {target}"
+        if anchor and there.suffix == ".md":
+            headings = re.findall(r"^#+ (.+)$", there.read_text("utf-8"), re.MULTILINE)
+            known = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+            assert anchor in known, f"{name_of(path)}: {target}"
+
+
+def test_every_page_is_reached() -> None:
+    """From the README of docs/, or of a folder in it."""
+    for folder in (DOCS, *(p for p in DOCS.iterdir() if p.is_dir())):
+        listed = (folder / "README.md").read_text("utf-8")
+        for page in folder.glob("*.md"):
+            assert page.name == "README.md" or f"]({page.name}" in listed, name_of(page)
+
+
+def test_the_picture_is_light() -> None:
+    """tools/make_picture.py draws it; the README shows it 800 pixels wide."""
+    data = (DOCS / "picture.png").read_bytes()
+    assert data.startswith(b"\x89PNG")
+    assert len(data) < 300_000
+
+
+# -- formats
+
+
+def test_every_reader_is_described() -> None:
+    """By the name that `open(format=...)` knows it by."""
+    text = "\n".join(path.read_text("utf-8") for path in FORMATS)
+    for reader in builtin():
+        assert f"`{reader.name}`" in text, reader.name
+
+
+def test_readers_are_listed_in_their_order() -> None:
+    text = (DOCS / "formats" / "README.md").read_text("utf-8").partition("| reader |")[2]
+    listed = re.findall(r"^\| `([\w-]+)` \|", text, re.MULTILINE)
+    assert listed == [reader.name for reader in builtin()]
+
+
+def test_every_format_is_described() -> None:
+    """By what `view.format` calls it."""
+    text = "\n".join(path.read_text("utf-8") for path in FORMATS)
+    found: set[str] = set()
+    for path in (ROOT / "lazyckpt" / "formats").rglob("*.py"):
+        code = path.read_text("utf-8")
+        found |= set(re.findall(r'\bformat="([a-z][a-z0-9-]+)"', code))
+    assert len(found) > 8
+    for name in found:
+        assert f"`{name}`" in text, name
+
+
+@pytest.mark.parametrize("path", FORMATS, ids=name_of)
+def test_sources_of_lazyckpt_are_there(path: Path) -> None:
+    """A page names the modules that read and write what it describes."""
+    text = path.read_text("utf-8")
+    named = re.findall(r"`(lazyckpt/[\w/]+(?:\.py|/))`", text)
+    assert named or path.name == "README.md"
+    for name in named:
+        assert (ROOT / name).exists(), f"{name_of(path)}: {name}"
+
+
+# -- the reference
+
+
+def test_the_reference_is_up_to_date(api: ModuleType) -> None:
+    pages = api.pages()
+    assert {path.name for path in api.FOLDER.glob("*.md")} == set(pages)
+    for name, text in pages.items():
+        assert (api.FOLDER / name).read_text("utf-8") == text, f"docs/api/{name}: run tools/make_api.py"
+
+
+def test_the_reference_has_everything_public(api: ModuleType) -> None:
+    pages = "\n".join(api.pages().values())
+    for name in lazyckpt.__all__:
+        assert re.search(rf"^## {name}$", pages, re.MULTILINE) or f"lazyckpt.{name}(" in pages, name
+
+
+def test_public_functions_are_described() -> None:
+    from lazyckpt import deepspeed, distributed, interop
+
+    modules = [deepspeed, distributed, *(getattr(interop, door) for door in interop._DOORS if door != "dask")]
+    for module in modules:
+        names = getattr(module, "__all__", None) or [
+            n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__
+        ]
+        for name in names:
+            value = getattr(module, name)
+            if callable(value) and not name.startswith("_"):
+                assert inspect.getdoc(value), f"{module.__name__}.{name}"
+
+
+def test_errors_that_are_named_exist(api: ModuleType) -> None:
+    """A docstring that promises an error which there is not would send its reader the wrong way."""
+    known = {*errors.__all__, *(n for n in dir(builtins) if n.endswith("Error"))}
+    for page, text in api.pages().items():
+        assert set(re.findall(r"\b[A-Z]\w+Error\b", text)) <= known, page

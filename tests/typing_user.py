@@ -1,0 +1,114 @@
+"""The public API as a user types it. tests/test_typing.py has mypy check it; nothing here is ever run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, assert_type
+
+import numpy as np
+import torch
+
+import lazyckpt
+from lazyckpt import CheckpointView, LazyTensor, Mesh, Pruned, RunView
+from lazyckpt.core.index import FileInfo, Fragment
+from lazyckpt.deepspeed import RankFile, get_fp32_state_dict_from_zero_checkpoint, parse_ckpt_name
+from lazyckpt.distributed import LazyReader, get_shard_info
+from lazyckpt.interop.zarr_store import ViewStore
+
+
+def names_and_sides(path: Path) -> None:
+    view = lazyckpt.open(path, tag="global_step9", rules={"*.o_proj.weight": "row"})
+    assert_type(view, CheckpointView)
+    assert_type(list(view), list[str])
+    assert_type(len(view), int)
+    assert_type(view.states, Mapping[str, CheckpointView])
+    assert_type(view.states["exp_avg"], CheckpointView)
+    assert_type(view.stored, CheckpointView)
+    assert_type(view.select("*.weight"), CheckpointView)
+    assert_type(view.select(lambda name: name.endswith("bias")), CheckpointView)
+    assert_type(view.rename("hf"), CheckpointView)
+    assert_type(view.shard(tp=2, rank={"tp": 1}), CheckpointView)
+    assert_type(lazyckpt.unshard([view.shard(tp=2, rank=n) for n in range(2)]), CheckpointView)
+    assert_type(view.meta, Mapping[str, Any])
+    assert_type(view.mesh, Mesh)
+    assert_type(view.files, Mapping[str, FileInfo])
+    assert_type(view.aliases, Mapping[str, str])
+    assert_type(view.problems, tuple[str, ...])
+    assert_type((view.numel, view.nbytes, view.format), tuple[int, int, str])
+    assert_type(view.tree(2) + view.explain(), str)
+
+
+def items(view: CheckpointView) -> None:
+    """What a name stands for depends on the checkpoint: Any, which a user narrows by saying what is expected."""
+    assert_type(view["layers.3.mlp"], Any)
+    part: CheckpointView = view["layers.3.mlp"]
+    tensor: LazyTensor = view["layers.3.mlp.up.weight"]
+    assert_type(part.to("cpu"), dict[str, torch.Tensor])
+    assert_type(tensor[:8], torch.Tensor)
+    for name, t in view.items():
+        assert_type((name, t), tuple[str, LazyTensor])
+    for t in view.values():
+        assert_type(t, LazyTensor)
+    assert_type(view.get("up.weight"), LazyTensor | None)
+
+
+def tensors(t: LazyTensor) -> None:
+    assert_type(t.name, str)
+    assert_type(t.shape, torch.Size)
+    assert_type(t.dtype, torch.dtype)
+    assert_type((t.ndim, t.numel(), t.nbytes), tuple[int, int, int])
+    assert_type(t[1:5, ::2], torch.Tensor)
+    assert_type(t[..., 0], torch.Tensor)
+    assert_type(t[[3, 1]], torch.Tensor)
+    assert_type(t.lazy[1:5], LazyTensor)
+    assert_type(t.lazy[1:5][0], torch.Tensor)
+    assert_type(t.to("cuda", torch.float32), torch.Tensor)
+    assert_type(t.astype(torch.float32), LazyTensor)
+    assert_type(t.numpy(), np.ndarray[Any, Any])
+    assert_type(t.fragments, Sequence[Fragment])
+    assert_type(t.explain(slice(0, 2)), str)
+    for row in t:
+        assert_type(row, torch.Tensor)
+
+
+def out(view: CheckpointView, module: torch.nn.Module) -> None:
+    assert_type(view.to("cuda", dtype=torch.bfloat16, copy=False), dict[str, torch.Tensor])
+    assert_type(view.to_safetensors("folder", max_shard_size="5GB"), list[Path])
+    assert_type(view.to_torch("x.pt", dtype=torch.float32), list[Path])
+    assert_type(view.to_dcp("dcp"), dict[str, str])
+    assert_type(view.to_universal("universal"), dict[str, str])
+    assert_type(view.to_virtual("references.json"), dict[str, str])
+    view.to_zarr("x.zarr", codec="blosc", memory="2GB")
+    view.load_into(module, strict=False)
+    ViewStore(view)
+
+
+def runs(folder: Path) -> None:
+    run = lazyckpt.open_run(folder, steps={"export": 5000})
+    assert_type(run, RunView)
+    assert_type(run.steps, tuple[int, ...])
+    assert_type(run.paths, Mapping[int, str])
+    assert_type(run.at(1000), CheckpointView)
+    done = lazyckpt.prune(folder, 2)
+    assert_type(done, Pruned)
+    assert_type(done.nbytes, int)
+
+
+def errors(path: Path) -> torch.Tensor | None:
+    try:
+        tensor: LazyTensor = lazyckpt.open(path)["lm_head.weight"]
+        return tensor[...]
+    except lazyckpt.TensorNotFoundError:
+        return None
+    except lazyckpt.LazyckptError as e:
+        raise SystemExit(str(e)) from e
+
+
+def others(path: Path) -> None:
+    assert_type(parse_ckpt_name("mp_rank_00_model_states.pt"), RankFile | None)
+    weights = get_fp32_state_dict_from_zero_checkpoint(str(path))
+    assert_type(weights, dict[str, Any])  # lazy tensors with lazy_mode=True
+    reader = LazyReader(path, tag="global_step9")
+    assert_type(reader.checkpoint_id, str)
+    assert_type(get_shard_info(lazyckpt.open(path), "bfloat16").is_sharded, bool)
