@@ -6,16 +6,14 @@ import os
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from .export.files import FileFormat, export
-from .export.job import Run, run
+from .export.job import Run, runner
 from .export.safetensors import SAFETENSORS
-from .export.shards import size_in_bytes
 from .export.torch import TORCH
 from .formats.zarr.contents import Part, contents
 from .tensor import LazyTensor
@@ -66,7 +64,7 @@ class Writing(Mapping[str, LazyTensor]):
         (workers died), CorruptError (``verify``: what was written differs), and what reading raises.
         """
         return self._export(
-            SAFETENSORS, dest, dtype, max_shard_size, overwrite, progress, _runner(executor, memory), verify
+            SAFETENSORS, dest, dtype, max_shard_size, overwrite, progress, runner(executor, memory), verify
         )
 
     def to_torch(
@@ -84,7 +82,7 @@ class Writing(Mapping[str, LazyTensor]):
         """Write the view as state dicts that `torch.load` reads, tied names on the same storage; otherwise as
         `to_safetensors`. ``dest``: a file that ends with .pt, .pth, .bin or .ckpt, or a folder, which gets
         ``pytorch_model.bin`` or numbered shards and their index."""
-        return self._export(TORCH, dest, dtype, max_shard_size, overwrite, progress, _runner(executor, memory), verify)
+        return self._export(TORCH, dest, dtype, max_shard_size, overwrite, progress, runner(executor, memory), verify)
 
     def to_zarr(
         self,
@@ -175,7 +173,7 @@ class Writing(Mapping[str, LazyTensor]):
             overwrite=overwrite,
             verify=verify,
             progress=progress,
-            run=_runner(executor, memory),
+            run=runner(executor, memory),
         )
 
     def to_universal(
@@ -214,7 +212,7 @@ class Writing(Mapping[str, LazyTensor]):
             overwrite=overwrite,
             verify=verify,
             progress=progress,
-            run=_runner(executor, memory),
+            run=runner(executor, memory),
         )
 
     def to_xarray(self, *, chunks: Mapping[str, Any] | None = None) -> xr.DataTree:
@@ -286,7 +284,3 @@ class Writing(Mapping[str, LazyTensor]):
             run=run,
             verify=verify,
         )
-
-
-def _runner(executor: Executor | None, memory: int | str | None) -> Run:
-    return partial(run, executor=executor, memory=None if memory is None else size_in_bytes(memory))
