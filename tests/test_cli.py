@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import lazyckpt
 from lazyckpt import cli, demo
-from lazyckpt.cli import parse_index
+from lazyckpt.cli import opening, parse_index
 
 from .counting import Counts, opened
 from .writers import Case
@@ -186,7 +186,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
         total.log = counts.log
         return view
 
-    monkeypatch.setattr(cli, "open_checkpoint", counting)
+    monkeypatch.setattr(opening, "open_checkpoint", counting)
     return total
 
 

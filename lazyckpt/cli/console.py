@@ -1,0 +1,33 @@
+"""Printing: lines for people, literally, and text for machines."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+
+from rich.console import Console
+from rich.text import Text
+
+from ..show.text import printable
+
+
+def write_text(text: str) -> None:
+    """Text for machines, in pieces: an unbuffered stdout would not notice that the reader left in the middle of one."""
+    for at in range(0, len(text), 1 << 14):
+        sys.stdout.write(text[at : at + (1 << 14)])
+    sys.stdout.write("\n")
+
+
+@cache
+def console(err: bool = False) -> Console:
+    return Console(stderr=err, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def write_line(*pieces: tuple[str, str], err: bool = False, strip: bool = False) -> None:
+    """One line of (text, style) pieces, literally."""
+    line = Text()
+    for text, style in pieces:
+        line.append(printable(text), style)
+    if strip:
+        line.rstrip()
+    console(err).print(line)

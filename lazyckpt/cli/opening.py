@@ -1,0 +1,82 @@
+"""The options that say what to open, and what they stand for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from .. import open as open_checkpoint
+from ..errors import LazyckptError, TensorNotFoundError
+from ..formats.rulesfile import read_rules
+from ..tensor import LazyTensor
+from ..view import CheckpointView
+from .indices import parse_index
+
+PathArg = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint: a file or a folder.", show_default=False)]
+StateOption = Annotated[str | None, typer.Option(metavar="NAME", help="weights, fp32, exp_avg, ... (view.states)")]
+StoredOption = Annotated[bool, typer.Option("--stored", help="Every tensor as it is stored (view.stored).")]
+TagOption = Annotated[str | None, typer.Option(metavar="TAG", help="Which of several checkpoints in the folder.")]
+FormatOption = Annotated[
+    str | None, typer.Option(metavar="NAME", help="The reader to use, where it is not to be guessed.")
+]
+RulesOption = Annotated[str | None, typer.Option(metavar="FILE", help="Merge rules: a TOML file with a table [rules].")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Everything as JSON.")]
+
+
+def open_view(
+    path: str, state: str | None, stored: bool, tag: str | None, format: str | None, rules: str | None
+) -> CheckpointView:
+    """The view that the options name. Raises what opening raises, TensorNotFoundError (no such state)."""
+    if stored and state is not None:
+        raise TensorNotFoundError("--stored lists the tensors of all states under their raw names: leave out --state")
+    view = open_checkpoint(path, tag=tag, format=format, rules=None if rules is None else read_rules(rules))
+    if stored:
+        return view.stored
+    if state is None:
+        return view
+    if state not in view.states:
+        raise TensorNotFoundError(f"{path} has no state {state!r}; it has: {', '.join(view.states)}")
+    return view.states[state]
+
+
+def part_of(view: CheckpointView, prefix: str) -> CheckpointView:
+    """The part of a view that a prefix, or the name of one tensor, stands for."""
+    if not prefix:
+        return view
+    found = view[prefix]
+    if isinstance(found, CheckpointView):
+        return found
+    # a state of the optimizer lists the owner of a tied name only
+    listed = set(view)
+    name = next(n for n in (prefix, found.name, view.owner(prefix)) if n in listed)
+    return view.select(lambda n: n == name)
+
+
+def find(view: CheckpointView, text: str) -> tuple[LazyTensor, Any, str | None]:
+    """(the tensor, the key, the key as it was written) of ``NAME[INDEX]``. A name may hold brackets of its own, so the
+    longest name that there is wins."""
+    splits = [len(text)]
+    if text.endswith("]"):
+        splits += [n for n in range(len(text) - 1, -1, -1) if text[n] == "["]
+    for n in splits:
+        if text[:n] in view:
+            return _indexed(view[text[:n]], text, n)
+    # no exact name: an inner path, or else the error that says what is near
+    error: LazyckptError | None = None
+    for n in splits:
+        try:
+            found = view[text[:n]]
+        except TensorNotFoundError as e:
+            error = e
+            continue
+        if isinstance(found, LazyTensor):
+            return _indexed(found, text, n)
+        raise TensorNotFoundError(f"{text[:n]!r} is no tensor, {len(found):,} tensors are below it: use ls to see them")
+    assert error is not None  # every way to split the text raised one
+    raise error
+
+
+def _indexed(t: LazyTensor, text: str, n: int) -> tuple[LazyTensor, Any, str | None]:
+    index = text[n + 1 : -1] if n < len(text) else None
+    return t, None if index is None else parse_index(index), index

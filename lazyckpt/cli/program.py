@@ -1,0 +1,59 @@
+"""What the commands hang on: how they end, and the options of the program itself."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from .. import __version__
+from ..errors import LazyckptError
+from .console import write_line
+
+
+class _Group(TyperGroup):
+    """Commands whose expected errors are one line, and that end quietly when the reader of a pipe has seen enough."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except BrokenPipeError:
+            # the interpreter flushes stdout once more at its end: into nothing
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(1) from None
+        except (LazyckptError, OSError) as e:
+            write_line(("error: ", "bold red"), (" ".join(str(e).split()), ""), err=True)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(
+    cls=_Group, no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+)
+
+def main() -> None:
+    """The console script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names may hold what the terminal's encoding lacks
+            stream.reconfigure(errors="backslashreplace")
+    app(prog_name="lazyckpt")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lazyckpt {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Open huge model checkpoints as one namespace of lazy tensors."""

@@ -1,0 +1,42 @@
+"""`lazyckpt demo`: a walk through what lazyckpt does, on checkpoints that it writes."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..demo import walk
+from ..errors import LazyckptError
+from .console import write_line
+
+
+def demo(
+    keep: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write the files there, and keep them (default: a temporary folder)."),
+    ] = None,
+) -> None:
+    """Write small real checkpoints and walk through what lazyckpt does with them."""
+    if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+        raise LazyckptError(f"{keep} is not an empty folder: the demo would overwrite what is there")
+    folder = keep or Path(tempfile.mkdtemp(prefix="lazyckpt-demo-"))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for step in walk(folder):
+            if step.code:
+                write_line((">>> ", "green"), (step.code, "bold"))
+            for line in step.text.splitlines():
+                write_line((line, "" if step.code else "cyan"))
+            if not step.code or step.text:
+                write_line()
+    finally:
+        if keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    if keep is not None:
+        write_line((f"The files are in {keep}. Try: lazyckpt ls {keep / 'model'}", "cyan"))
+    else:
+        write_line(("The files are gone again; `lazyckpt demo --keep DIR` keeps them.", "cyan"))
