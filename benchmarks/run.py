@@ -25,6 +25,7 @@ NAMES = (
     "zarr_export",
     "zarr_read",
     "to_universal",
+    "stats",
 )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
+import re
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -19,8 +21,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 import lazyckpt
+from lazyckpt import cli
 from lazyckpt.core.dtypes import to_numpy
 from lazyckpt.errors import DataError, MissingFileError
 from lazyckpt.inspect import moments, stats
@@ -425,3 +429,67 @@ def test_polars(odd_table: Table) -> None:
     frame = pl.DataFrame(odd_table)
     assert frame.columns == list(Stats.__dataclass_fields__)
     assert frame["zeros"].to_list() == [0, 1, 0] and frame["mean"].dtype == pl.Float64
+
+
+# -- from the shell
+
+
+def shell(*args: str | Path) -> str:
+    result = CliRunner().invoke(cli.app, ["stats", *map(str, args)])
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    assert "\x1b" not in result.stdout
+    return result.stdout
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    a = torch.tensor([1.0, math.nan, math.inf, -math.inf])
+    tensors = {"a.w": a, "a.b": torch.arange(2000), "c": torch.full((4, 5), -3.0), "x\x1b[31m": torch.ones(1)}
+    saved(tmp_path, tensors | {"tied": a})
+    return tmp_path / "model.pt"
+
+
+def test_shell_table(model: Path) -> None:
+    view = lazyckpt.open(model)
+    assert shell(model) == f"{view.stats()}\n"
+    assert shell(model, "a") == f"{view['a'].stats()}\n"
+    assert shell(model, "a.w", "--bins", "4") == f"{view.select('a.w').stats(bins=4)}\n"
+    assert [line.split()[0] for line in shell(model, "*.?").splitlines()] == ["name", "a.w", "a.b", "total"]
+    assert shell(model, "nothing*") == "(no tensors)\n"
+
+
+def test_shell_sorted(model: Path) -> None:
+    def names(*args: str) -> list[str]:
+        return [line.split()[0] for line in shell(model, "[ac]*", *args).splitlines()[1:-1]]
+
+    assert names() == ["a.w", "a.b", "c"]
+    assert names("--sort", "mean") == ["a.b", "a.w", "c"]
+    assert names("--sort", "name") == ["a.b", "a.w", "c"]
+    assert names("--sort", "nan")[0] == "a.w"
+    result = CliRunner().invoke(cli.app, ["stats", str(model), "--sort", "size"])
+    assert result.exit_code == 2 and "no column 'size'" in result.stderr
+
+
+def test_shell_json_and_csv(model: Path) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    view = lazyckpt.open(model)
+    found = json.loads(shell(model, "--json", "--bins", "3"), parse_constant=refuse)
+    table = view.stats(bins=3)
+    assert found["tensors"] == table.as_dicts() and found["total"]["nan"] == 1
+    torch.save({"w": torch.tensor([math.nan]), "v": torch.tensor([1e200, 1e200], dtype=torch.float64)}, model)
+    nothing, large = json.loads(shell(model, "--json"), parse_constant=refuse)["tensors"]
+    assert nothing["mean"] is None and large["l2"] == "Infinity"
+    lines = shell(model, "--csv").splitlines()
+    assert lines[0].split(",")[:4] == ["name", "dtype", "shape", "count"]
+    assert lines[2].startswith("v,float64,2,2,0,0,0,0,1e+200,")
+
+
+def test_shell_colours(model: Path) -> None:
+    command = [sys.executable, "-m", "lazyckpt", "stats", str(model)]
+    env = {k: v for k, v in os.environ.items() if k not in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "COLUMNS")}
+    done = subprocess.run(command, capture_output=True, text=True, env=env | {"FORCE_COLOR": "1"}, check=True)
+    assert "\x1b[1;31m" in done.stdout  # NaN and Inf
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
+    assert plain == shell(model)
