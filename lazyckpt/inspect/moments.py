@@ -44,13 +44,11 @@ class Moments:
 
     def __add__(self, other: Moments) -> Moments:
         """Those of the elements of both."""
-        finite = self.finite + other.finite
-        mean, m2 = self.mean, self.m2
-        if other.finite:
-            delta, share = other.mean - self.mean, other.finite / finite
-            # the mean of one of two alike is the mean, to the last digit
-            mean = mean + delta * share if self.finite else other.mean
-            m2 = self.m2 + other.m2 + delta * delta * self.finite * share
+        mean, m2 = (self.mean, self.m2) if self.finite else (other.mean, other.m2)
+        if self.finite and other.finite:
+            delta, share = other.mean - self.mean, other.finite / (self.finite + other.finite)
+            mean += delta * share
+            m2 += other.m2 + delta * delta * self.finite * share
         return Moments(
             self.count + other.count,
             self.nan + other.nan,
