@@ -1,4 +1,4 @@
-"""The doors from a view to what looks at its elements: statistics."""
+"""The doors from a view to what looks at its elements: statistics, plots."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from .writing import Writing
 
 if TYPE_CHECKING:
     from .inspect.table import Table
+    from .show.plot import ViewPlots
 
 
 class Inspecting(Writing):
@@ -38,3 +39,11 @@ class Inspecting(Writing):
         from .inspect.stats import stats_of_all
 
         return stats_of_all(self.once()[0], bins, executor, memory, progress)
+
+    @property
+    def plot(self) -> ViewPlots:
+        """Plots, with matplotlib: ``view.plot.norms()``, ``view.plot.hist(name)``, ``view.plot.layout(name)``,
+        ``view.plot.singular_values(name)``."""
+        from .show.plot import ViewPlots
+
+        return ViewPlots(self)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from .inspect.table import Stats
+    from .show.plot import TensorPlots
 
 _SMALL = 64 << 10  # bytes that are worth a few page faults, wherever they are
 _REPLICAS = 4 << 20  # bytes of a tensor whose copies are compared at a time
@@ -397,6 +398,12 @@ class LazyTensor:
         are none.
         """
         found: Stats = _door("inspect.stats").stats_of(self, bins, executor, memory, progress)
+        return found
+
+    @property
+    def plot(self) -> TensorPlots:
+        """Plots, with matplotlib: ``t.plot.hist()``, ``t.plot.singular_values()``, ``t.plot.layout()``."""
+        found: TensorPlots = _door("show.plot").TensorPlots(self)
         return found
 
     def to_dask(self, chunks: Any = None) -> Any:

@@ -36,6 +36,7 @@ app = typer.Typer(
     cls=_Group, no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
 )
 
+
 def main() -> None:
     """The console script."""
     for stream in (sys.stdout, sys.stderr):
