@@ -27,6 +27,7 @@ NAMES = (
     "zarr_read",
     "to_universal",
     "convert_out",
+    "stats",
 )
 
 

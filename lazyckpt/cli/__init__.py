@@ -11,9 +11,10 @@ from .indices import parse_index
 from .looking import ls, show
 from .program import app, main
 from .pruning import prune
+from .stats import stats
 from .walking import demo
 
 __all__ = ["app", "main", "parse_index"]
 
-for _command in (ls, show, diff, convert, prune, demo):  # in the order in which --help lists them
+for _command in (ls, show, stats, diff, convert, prune, demo):  # in the order in which --help lists them
     app.command()(_command)

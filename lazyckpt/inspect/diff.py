@@ -16,9 +16,8 @@ import torch
 
 from ..core.dtypes import BITS, short_name
 from ..errors import LazyckptError
-from ..export.job import OVERHEAD, Task, run
+from ..export.job import OVERHEAD, Task, runner
 from ..export.progress import Bar
-from ..export.shards import size_in_bytes
 from ..tensor import LazyTensor
 
 Status: TypeAlias = Literal["equal", "values", "dtype", "shape", "only in a", "only in b", "unreadable"]
@@ -157,7 +156,7 @@ def diff(
 
     total = sum(t.nbytes for n in compared for t in pairs[n][1:] if t is not None)
     with Bar(total, "diff", progress) as bar:
-        run(tasks(), done, executor, None if memory is None else size_in_bytes(memory))
+        runner(executor, memory)(tasks(), done)
     return Diff(tuple(_row(*pair, found.get(n)) for n, pair in enumerate(pairs)))
 
 
