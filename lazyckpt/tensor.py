@@ -114,6 +114,19 @@ class LazyTensor:
         sizes = "x".join(map(str, self.shape)) or "scalar"
         return f"{type(self).__name__}({self.name!r}, {sizes}, {short_name(self.dtype)})"
 
+    def _repr_html_(self) -> str:
+        """For Jupyter: which file holds which block of it. Reads no tensor data."""
+        html: str = _door("show.html").tensor_html(self)
+        return html
+
+    def show(self, histogram: bool = False) -> Any:
+        """What a notebook shows of it (and a terminal, as text): what it is and which file holds which block of it.
+
+        ``histogram``: and one of its elements, for which some 4 MiB are read, from 64 places over all of it; of a
+        smaller tensor all. It says how many. Raises what reading raises (MissingFileError where a file is lost).
+        """
+        return _door("show.html").shown(self, histogram)
+
     @property
     def store(self) -> Store:
         """Where its bytes come from."""
@@ -379,10 +392,10 @@ class LazyTensor:
         ``chunks``: as dask takes them; by default 8 to 64 MiB that follow the fragments where these form a grid.
         Raises DataError where numpy has no such dtype.
         """
-        return _interop("dask").to_dask(self, chunks)
+        return _door("interop.dask").to_dask(self, chunks)
 
     def __dask_tokenize__(self) -> object:
-        return _interop("dask").token(self)
+        return _door("interop.dask").token(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         spec = self.held
@@ -471,9 +484,10 @@ class _Deferred:
         return type(t)(t._store, t.spec, t._sel[key])
 
 
-def _interop(module: str) -> Any:
-    """A door upwards: what knows other libraries stands above tensors, and is imported when it is asked for."""
-    return import_module(f".interop.{module}", __package__)
+def _door(module: str) -> Any:
+    """A door upwards: what draws tensors, or knows other libraries, stands above them, and is imported when it is asked
+    for."""
+    return import_module(f".{module}", __package__)
 
 
 def _moved(result: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
