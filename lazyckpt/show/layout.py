@@ -66,7 +66,8 @@ def _fragments(t: LazyTensor) -> list[Fragment]:
     hull = t.selection.hull
     if hull == Box.of(t.spec.shape):
         return list(t.spec.fragments)
-    return list(fragments_near(t.spec.fragments, tuple(range(a, b) for a, b in zip(hull.start, hull.stop, strict=True))))
+    want = tuple(range(a, b) for a, b in zip(hull.start, hull.stop, strict=True))
+    return list(fragments_near(t.spec.fragments, want))
 
 
 def _holders(fragments: Sequence[Fragment]) -> list[Holder]:

@@ -19,9 +19,9 @@ _BINS = 48
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """``read``, ``nbytes``: elements and bytes that were read; ``total``: elements that there are. ``nan``, ``inf``: how
-    many of those read are NaN, or infinite. Of the finite ones: smallest, largest, mean, standard deviation (all 0 if
-    there are none), and how many of them fall between one of ``edges`` and the next."""
+    """``read``, ``nbytes``: elements and bytes that were read; ``total``: elements that there are. ``nan``, ``inf``:
+    how many of those read are NaN, or infinite. Of the finite ones: smallest, largest, mean, standard deviation (all 0
+    if there are none), and how many of them fall between one of ``edges`` and the next."""
 
     read: int
     nbytes: int

@@ -1,5 +1,6 @@
-// Gives every output that has none yet its search box. A row's labels are what a query's parts, split at dots, are found
-// in, one after the other; "0-125" and "0-126/2" (every second) stand for the numbers in them.
+// Gives every output that has none yet its search box. A query is found anywhere in a label; with dots, the end of one
+// label, whole labels, and the beginning of one, as they follow each other. "0-125" and "0-126/2" (every second) stand
+// for the numbers in them.
 for (const root of document.querySelectorAll(".lazyckpt:not([data-on])")) {
   root.dataset.on = "1";
   const tree = root.querySelector(".tree");
@@ -15,12 +16,16 @@ for (const root of document.querySelectorAll(".lazyckpt:not([data-on])")) {
   tree.before(input, note);
   const items = [...tree.querySelectorAll("li")];
   const folds = [...tree.querySelectorAll("details")];
-  const within = (label, part) => {
+  const within = (label, part, first, last) => {
     const run = /^(\d+)-(\d+)(?:\/(\d+))?$/.exec(label.range || "");
-    if (!run) return label.text.includes(part);
-    if (!/^\d*$/.test(part)) return false;
-    const n = Number(part), step = Number(run[3] || 1);
-    return part === "" || (n >= run[1] && n <= run[2] && (n - run[1]) % step === 0);
+    if (run) {
+      if (!/^\d*$/.test(part)) return false;
+      const n = Number(part), step = Number(run[3] || 1);
+      return part === "" || (n >= run[1] && n <= run[2] && (n - run[1]) % step === 0);
+    }
+    if (first && last) return label.text.includes(part);
+    if (last) return label.text.startsWith(part);
+    return label.text === part || (first && !/^\d+$/.test(part) && label.text.endsWith(part));
   };
   const labels = (item) => {
     const found = [];
@@ -50,7 +55,7 @@ for (const root of document.querySelectorAll(".lazyckpt:not([data-on])")) {
     let count = 0;
     leaves.forEach((leaf, n) => {
       const path = paths[n];
-      const fits = (at) => parts.every((part, k) => within(path[at + k], part));
+      const fits = (at) => parts.every((part, k) => within(path[at + k], part, k === 0, k === parts.length - 1));
       let found = false;
       for (let at = 0; at + parts.length <= path.length && !found; at++) found = fits(at);
       if (!found) return;
