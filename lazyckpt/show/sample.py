@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..tensor import LazyTensor
-from .text import human_bytes
+from .text import human_bytes, plural
 from .values import as_numbers
 
 _BYTES = 4 << 20  # that are read of a tensor
@@ -38,8 +38,8 @@ class Sample:
     @property
     def lines(self) -> tuple[str, str]:
         """What was read, and what there is in it."""
-        part = f"all {self.total:,}" if self.read == self.total else f"{self.read:,} of {self.total:,}"
-        told = f"histogram of {part} elements ({human_bytes(self.nbytes)} read)"
+        part = "all of" if self.read == self.total else f"{self.read:,} of"
+        told = f"histogram of {part} {plural(self.total, 'element')} ({human_bytes(self.nbytes)} read)"
         stats = f"min {self.low:.4g}, max {self.high:.4g}, mean {self.mean:.4g}, std {self.std:.4g}"
         odd = [f"{n:,} {what}" for n, what in ((self.nan, "NaN"), (self.inf, "infinite")) if n]
         return told, "; ".join([stats, *odd])

@@ -51,7 +51,7 @@ def _problems(problems: tuple[str, ...]) -> str:
 
 def tensor_html(t: LazyTensor, more: str = "") -> str:
     """A tensor: what it is, which file holds which block of it, and ``more`` (HTML). Reads no tensor data."""
-    size = f"{human_bytes(t.nbytes)} · {human_count(t.numel())} elements"
+    size = f"{human_bytes(t.nbytes)} · {human_count(t.numel())} element{'s' * (t.numel() != 1)}"
     head = f"{tag('b', tag('code', safe(t.name, 400)))} · {kind_html(t)} · {size}"
     notes = []
     if tuple(t.shape) != t.spec.shape:

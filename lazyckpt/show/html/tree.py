@@ -72,29 +72,28 @@ def _item(row: Row, levels: int, held: dict[int, tuple[Holder, ...]], colours: C
     spacer = tag("span", "", "strip") if held else ""
     if row.left_out:
         text = f"… and {row.left_out:,} more ({plural(row.tensors, 'tensor')})"
-        cells = (tag("span", text, "name dim"), tag("span", size, "size"), tag("span", count, "count"), spacer)
+        cells = [tag("span", text, "name dim"), tag("span", size, "size"), tag("span", count, "count"), spacer]
         return tag("li", tag("div", " ".join(cells), "row leaf"), data_more=str(row.left_out))
     label = _label(row)
     where = {"data_range": row.alike} if row.alike else {"data_name": row.label}
     if row.leaf:
         tensor = row.node.tensor
         assert tensor is not None  # a leaf has one
-        cells = (
+        cells = [
             label,
             tag("span", kind_html(tensor), "kind"),
             tag("span", size if row.node.counted else "", "size"),
             tag("span", count if row.node.counted else "", "count"),
             _strip(held[id(row.node)], colours) if id(row.node) in held else spacer,
-        )
+        ]
         return tag("li", tag("div", " ".join(cells), "row leaf"), **where)
-    counts = plural(row.tensors, "tensor")
-    cells = (
+    cells = [
         label,
-        tag("span", counts, "kind"),
+        tag("span", plural(row.tensors, "tensor"), "kind"),
         tag("span", size, "size"),
         tag("span", count, "count"),
         spacer,
-    )
+    ]
     below = tag("ul", _items(row.below, levels - 1, held, colours))
     start = "<details open>" if levels > 0 else "<details>"
     fold = f"{start}{tag('summary', ' '.join(cells), 'row')}\n{below}</details>"
@@ -140,7 +139,7 @@ def _legend(listed: Sequence[Holder], colours: Colours, most: int = 24) -> str:
         owned.setdefault(owner(holder), []).append(holder)
     lines = []
     for held in list(owned.values())[:most]:
-        label = max((h.label for h in held), key=len)
+        label = max((h.label for h in held), key=lambda label: (label != "rank 0", len(label)))
         paths = {h.path: h.missing for h in held}
         told = plural(len(paths), "file") if len(paths) > 1 else held[0].path if held[0].path != label else ""
         lost = sum(map(bool, paths.values()))
