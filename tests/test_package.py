@@ -250,6 +250,7 @@ def test_the_wheel_is_whole(tmp_path: Path) -> None:
     assert wheel.name == f"lazyckpt-{lazyckpt.__version__}-py3-none-any.whl"
     names = set(zipfile.ZipFile(wheel).namelist())
     wanted = {str(p.relative_to(ROOT)) for p in MODULES} | {"lazyckpt/py.typed", "lazyckpt/formats/hf_ties.json"}
+    wanted |= {f"lazyckpt/show/html/{name}" for name in ("style.css", "dark.css", "search.js")}
     assert wanted <= names
     assert all(name.startswith(("lazyckpt/", "lazyckpt-")) for name in names)
     info = f"lazyckpt-{lazyckpt.__version__}.dist-info"
