@@ -1,1 +1,1 @@
-"""What people see: text, HTML, what is drawn of a tensor. Nothing here reads tensor data unless it is asked for values."""
+"""What people see: text, HTML, what is drawn of a tensor. Tensor data is read only for values and samples of them."""
