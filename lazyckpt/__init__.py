@@ -27,11 +27,13 @@ from .inspect.diff import Diff, Difference
 from .io.records import Opaque
 from .retention import Pruned, prune
 from .run import RunView
+from .show.states import completable as _completable
 from .tensor import LazyTensor
 from .view import CheckpointView, unshard
 
 open = CheckpointView
 open_run = RunView
+_completable(CheckpointView, RunView)
 
 __version__ = "0.1.0"
 __all__ = [

@@ -25,6 +25,7 @@ from .formats.steps import OPENERS, Found, find, told_step, unfinished
 from .io.local import split
 from .io.remote import is_url, split_url
 from .io.store import Store
+from .show.html import view_html
 from .show.text import plural
 from .stacking import Checkpoint, Stacks, at, listed, stacked
 from .tensor import LazyTensor
@@ -207,10 +208,17 @@ class RunView(CheckpointView):
         self._shown("convert")
         raise AssertionError  # that raises
 
-    def __repr__(self) -> str:
+    @property
+    def _head(self) -> str:
         steps = self.steps
-        head = f"run of {plural(len(steps), 'step')}" + (f": {listed(steps)}" if steps else "")
-        return f"{head}\n{super().__repr__()}"
+        return f"run of {plural(len(steps), 'step')}" + (f": {listed(steps)}" if steps else "")
+
+    def __repr__(self) -> str:
+        return f"{self._head}\n{super().__repr__()}"
+
+    def _repr_html_(self) -> str:
+        """For Jupyter: the steps, and a tree that opens and closes. Reads no tensor data."""
+        return view_html(self, self._head)
 
 
 class Line:

@@ -125,6 +125,19 @@ class LazyTensor:
         sizes = "x".join(map(str, self.shape)) or "scalar"
         return f"{type(self).__name__}({self.name!r}, {sizes}, {short_name(self.dtype)})"
 
+    def _repr_html_(self) -> str:
+        """For Jupyter: which file holds which block of it. Reads no tensor data."""
+        html: str = _door("show.html").tensor_html(self)
+        return html
+
+    def show(self, histogram: bool = False) -> Any:
+        """What a notebook shows of it (and a terminal, as text): what it is and which file holds which block of it.
+
+        ``histogram``: and one of its elements, for which some 4 MiB are read, from 64 places over all of it; of a
+        smaller tensor all. It says how many. Raises what reading raises (MissingFileError where a file is lost).
+        """
+        return _door("show.html").shown(self, histogram)
+
     @property
     def store(self) -> Store:
         """Where its bytes come from."""

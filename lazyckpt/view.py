@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -26,6 +25,8 @@ from .io.local import split
 from .io.remote import is_url, split_url
 from .io.store import Store
 from .loading import load_into, read_all
+from .show.html import view_html
+from .show.states import States
 from .show.text import explain, summary, tree
 from .tensor import LazyTensor
 
@@ -240,14 +241,9 @@ class CheckpointView(Inspecting):
         return f"there is no tensor or prefix {path!r} among the {len(self):,} names of {self._state!r}. {hint}"
 
     def _ipython_key_completions_(self) -> list[str]:
-        """Names and prefixes; of a very large view only the first levels."""
-        depth = 100 if len(self) <= 20_000 else 3
-        found: dict[str, None] = {}
-        for name in self._listed:
-            parts = name.split(".")
-            for d in range(1, min(depth, len(parts)) + 1):
-                found[".".join(parts[:d])] = None
-        return list(found)
+        """What ``view["<Tab>`` offers: prefixes and names; of a very large view the first levels; of a small one also
+        the paths inside names that occur once."""
+        return self.names.paths()
 
     # -- parts and other sides of it
 
@@ -335,7 +331,7 @@ class CheckpointView(Inspecting):
     def states(self) -> Mapping[str, CheckpointView]:
         """The same part of every state: "weights", "fp32", then the optimizer's own ("exp_avg", ...), as far as the
         checkpoint holds them. The first is the one that this view reads by default."""
-        return MappingProxyType({state: self._side(state) for state in self._index.states})
+        return States({state: self._side(state) for state in self._index.states})
 
     @property
     def stored(self) -> CheckpointView:
@@ -443,6 +439,10 @@ class CheckpointView(Inspecting):
 
     def __repr__(self) -> str:
         return summary(self) + "\n" + tree(self, None, limit=40)
+
+    def _repr_html_(self) -> str:
+        """For Jupyter: a tree that opens and closes. Reads no tensor data."""
+        return view_html(self)
 
     # -- reading
 

@@ -157,7 +157,7 @@ def looking_reads_nothing(case: Case) -> None:
     view, counts = opened(case.path, **case.info.get("open", {}))
     counts.clear()
     for part in (view, *view.states.values(), view.select("*e*"), view.select(re.compile("."))):
-        assert repr(part) and str(part) and part.explain()
+        assert repr(part) and str(part) and part.explain() and part._repr_html_()
         assert part.tree() == part.tree(depth=None)
         assert len(part.tree(1).splitlines()) <= len(part.tree().splitlines())
         assert part.numel >= 0 and part.nbytes >= 0 and part.files is not None
@@ -166,12 +166,12 @@ def looking_reads_nothing(case: Case) -> None:
         pickle.dumps(part)
     assert view.format and view.mesh and isinstance(view.problems, tuple) and view.meta is not None
     for state, name, t, whole in each(view, case):
-        assert repr(t) and t.explain() and t.fragments is not None
+        assert repr(t) and t.explain() and t.fragments is not None and t._repr_html_() and t.show()
         assert name.rsplit(".", 1)[-1] in repr(t)
         for key in some_keys(t.shape, f"{state} {name}", 3):
             part_of = t.lazy[key]
             assert (part_of.shape, part_of.dtype) == (indexed(whole, key).shape, whole.dtype), (name, key)
-            assert repr(part_of) and part_of.explain() and t.explain(key)
+            assert repr(part_of) and part_of._repr_html_() and part_of.explain() and t.explain(key)
             assert part_of.nbytes == part_of.numel() * whole.element_size()
         pickle.dumps(t)
     assert counts.requests == 0, f"looking has read: {counts}"

@@ -253,7 +253,8 @@ def test_the_wheel_is_whole(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name == f"lazyckpt-{lazyckpt.__version__}-py3-none-any.whl"
     names = set(zipfile.ZipFile(wheel).namelist())
-    data = {str(p.relative_to(ROOT)) for p in PACKAGE.rglob("*") if p.suffix in (".json", ".toml", ".typed")}
+    kinds = (".css", ".js", ".json", ".toml", ".typed")
+    data = {str(p.relative_to(ROOT)) for p in PACKAGE.rglob("*") if p.suffix in kinds}
     assert data >= {"lazyckpt/py.typed", "lazyckpt/formats/hf_ties.json", "lazyckpt/formats/renaming/tables.toml"}
     assert {str(p.relative_to(ROOT)) for p in MODULES} | data <= names
     assert all(name.startswith(("lazyckpt/", "lazyckpt-")) for name in names)

@@ -52,6 +52,10 @@ def matcher(pattern: Pattern) -> Callable[[str], bool]:
     return pattern
 
 
+_OFFERED = 20_000  # paths that are completed
+_INNER = 2_000  # names of which paths inside are, too
+
+
 class Names:
     """An ordered set of dotted names that finds prefixes and inner paths fast."""
 
@@ -84,6 +88,30 @@ class Names:
                     found[name[:end]] = None
                 at = name.find(inner, at + 1)
         return list(found)
+
+    def paths(self) -> list[str]:
+        """What one may want to complete: all prefixes and names or, if these are too many, those of as many levels as
+        there is room for; of few names also the paths behind their first component that occur nowhere else.
+
+        >>> Names(["model.up.weight"]).paths()
+        ['model', 'model.up', 'model.up.weight', 'up', 'up.weight']
+        """
+        split = [name.split(".") for name in self.order]
+        found: dict[str, None] = {}
+        for depth in range(1, max(map(len, split), default=0) + 1):
+            level = dict.fromkeys(".".join(parts[:depth]) for parts in split if len(parts) >= depth)
+            if found and len(found) + len(level) > _OFFERED:
+                break
+            found |= level
+        if len(split) > _INNER or any(len(parts) > 20 for parts in split):
+            return list(found)
+        places: dict[str, set[str]] = {}
+        for parts in split:
+            for start in range(1, len(parts)):
+                for stop in range(start + 1, len(parts) + 1):
+                    places.setdefault(".".join(parts[start:stop]), set()).add(".".join(parts[:stop]))
+        behind = dict.fromkeys(".".join(parts[1:stop]) for parts in split for stop in range(2, len(parts) + 1))
+        return list(found) + [path for path in behind if len(places[path]) == 1 and path not in found]
 
     def near(self, wrong: str, count: int = 3) -> list[str]:
         """The names (or prefixes of names) most like a wrong one."""

@@ -1,1 +1,1 @@
-"""What people see: text now, HTML and plots later. Nothing here reads tensor data."""
+"""What people see: text, HTML, what is drawn of a tensor. Tensor data is read only for values and samples of them."""

@@ -48,15 +48,26 @@ def boxes(t: LazyTensor) -> Iterator[Block]:
     [Block(box=Box(start=(0, 0), stop=(512, 128)), holder=Holder(label='model.safetensors', ...), stored='block')]
     """
     hull = t.selection.hull
-    whole = hull == Box.of(t.spec.shape)
-    want = tuple(range(a, b) for a, b in zip(hull.start, hull.stop, strict=True))
-    fragments = list(t.spec.fragments if whole else fragments_near(t.spec.fragments, want))
+    fragments = _fragments(t)
     for fragment, holder in zip(fragments, _holders(fragments), strict=True):
         stored = "block" if fragment.span is None else "span"
         for _, globe in fragment_boxes(fragment):
             box = globe & hull
             if box:
                 yield Block(box, holder, stored)
+
+
+def holders(t: LazyTensor) -> tuple[Holder, ...]:
+    """What holds elements of what ``t`` selects of its tensor, or may: each once, in the order of the fragments."""
+    return tuple(dict.fromkeys(_holders(_fragments(t))))
+
+
+def _fragments(t: LazyTensor) -> list[Fragment]:
+    hull = t.selection.hull
+    if hull == Box.of(t.spec.shape):
+        return list(t.spec.fragments)
+    want = tuple(range(a, b) for a, b in zip(hull.start, hull.stop, strict=True))
+    return list(fragments_near(t.spec.fragments, want))
 
 
 def _holders(fragments: Sequence[Fragment]) -> list[Holder]:

@@ -1,0 +1,152 @@
+"""The rows of a view as nested lists that open and close."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import ceil
+
+from ...core.dtypes import short_name
+from ...tensor import LazyTensor
+from ..layout import Holder, holders
+from ..text import human_bytes, human_count, plural
+from .parts import Colours, dtype_class, owner, safe, tag, title
+from .rows import Row
+
+_OPEN = 40  # rows that are seen before anything is opened
+_BOXES = 12  # of a strip
+_LOOKED_AT = 40_000  # fragments, for the strips of one tree
+
+
+def tree_html(rows: Sequence[Row]) -> str:
+    """The rows, and below them which colour is whose."""
+    if not rows:
+        return tag("p", "(no tensors)", "dim")
+    held = _held(rows)
+    colours = Colours()
+    listed = {holder: None for each in held.values() for holder in each}
+    if len(set(map(owner, listed))) < 2:
+        held = {}
+    body = tag("ul", _items(rows, _levels(rows), held, colours), "tree")
+    return body + (_legend(tuple(listed), colours) if held else "")
+
+
+def _levels(rows: Sequence[Row]) -> int:
+    """How many levels are open at first."""
+    levels, seen, level = 0, len(rows), list(rows)
+    while level:
+        level = [child for row in level for child in row.below]
+        seen += len(level)
+        if seen > _OPEN or not level:
+            break
+        levels += 1
+    return levels
+
+
+def _held(rows: Sequence[Row]) -> dict[int, tuple[Holder, ...]]:
+    """What holds each row's tensor, by the node's id; of very many fragments the first rows' only."""
+    found: dict[int, tuple[Holder, ...]] = {}
+    left = _LOOKED_AT
+    for row in _leaves(rows):
+        tensor = row.node.tensor
+        assert tensor is not None  # a leaf has one
+        found[id(row.node)] = held = holders(tensor)
+        left -= len(held)
+        if left < 0:
+            break
+    return found
+
+
+def _leaves(rows: Sequence[Row]) -> Iterator[Row]:
+    for row in rows:
+        if row.leaf:
+            yield row
+        yield from _leaves(row.below)
+
+
+def _items(rows: Sequence[Row], levels: int, held: dict[int, tuple[Holder, ...]], colours: Colours) -> str:
+    return "\n".join(_item(row, levels, held, colours) for row in rows)
+
+
+def _item(row: Row, levels: int, held: dict[int, tuple[Holder, ...]], colours: Colours) -> str:
+    size, count = human_bytes(row.nbytes), human_count(row.numel)
+    spacer = tag("span", "", "strip") if held else ""
+    if row.left_out:
+        text = f"… and {row.left_out:,} more ({plural(row.tensors, 'tensor')})"
+        cells = [tag("span", text, "name dim"), tag("span", size, "size"), tag("span", count, "count"), spacer]
+        return tag("li", tag("div", " ".join(cells), "row leaf"), data_more=str(row.left_out))
+    label = _label(row)
+    where = {"data_range": row.alike} if row.alike else {"data_name": row.label}
+    if row.leaf:
+        tensor = row.node.tensor
+        assert tensor is not None  # a leaf has one
+        cells = [
+            label,
+            tag("span", kind_html(tensor), "kind"),
+            tag("span", size if row.node.counted else "", "size"),
+            tag("span", count if row.node.counted else "", "count"),
+            _strip(held[id(row.node)], colours) if id(row.node) in held else spacer,
+        ]
+        return tag("li", tag("div", " ".join(cells), "row leaf"), **where)
+    cells = [
+        label,
+        tag("span", plural(row.tensors, "tensor"), "kind"),
+        tag("span", size, "size"),
+        tag("span", count, "count"),
+        spacer,
+    ]
+    below = tag("ul", _items(row.below, levels - 1, held, colours))
+    start = "<details open>" if levels > 0 else "<details>"
+    fold = f"{start}{tag('summary', ' '.join(cells), 'row')}\n{below}</details>"
+    return tag("li", fold, **where)
+
+
+def _label(row: Row) -> str:
+    name = tag("code", safe(row.label) or "&#x27;&#x27;")
+    if row.alike:
+        first, _, rest = row.alike.partition("-")
+        last, _, step = rest.partition("/")
+        middle = f", {int(first) + int(step)}, … " if step else " … "
+        name = tag("code", f"{first}{middle}{last}")
+        name += " " + tag("span", f"({row.times:,} alike; {first} is shown)", "dim")
+    if row.leaf and row.node.tied:
+        name += " " + tag("span", f"= {tag('code', safe(row.node.tied))}", "dim")
+    return tag("span", name, "name")
+
+
+def kind_html(t: LazyTensor) -> str:
+    """Its dtype, coloured, and its shape."""
+    shape = f"[{', '.join(map(str, t.shape))}]"
+    return f"{tag('b', short_name(t.dtype), dtype_class(t.dtype))} {safe(shape)}"
+
+
+def _strip(held: Sequence[Holder], colours: Colours) -> str:
+    """A box for everyone who holds some of a tensor; of very many, several share a box."""
+    size = ceil(len(held) / _BOXES)
+    groups = [held[n : n + size] for n in range(0, len(held), size)] if held else []
+    return tag("span", "".join(tag("span", "", colours.of(g), title=_title(g)) for g in groups), "strip")
+
+
+def _title(held: Sequence[Holder]) -> str:
+    """What a box says, short enough to stand there a thousand times: the end of it tells files apart."""
+    text = title(held)
+    return text if len(text) <= 100 else "…" + text[-99:]
+
+
+def _legend(listed: Sequence[Holder], colours: Colours, most: int = 24) -> str:
+    """Which colour is whose: a line for every rank or, where no rank is known, every file."""
+    owned: dict[object, list[Holder]] = {}
+    for holder in listed:
+        owned.setdefault(owner(holder), []).append(holder)
+    lines = []
+    for held in list(owned.values())[:most]:
+        label = max((h.label for h in held), key=lambda label: (label != "rank 0", len(label)))
+        paths = {h.path: h.missing for h in held}
+        told = plural(len(paths), "file") if len(paths) > 1 else held[0].path if held[0].path != label else ""
+        lost = sum(map(bool, paths.values()))
+        told += " (missing)" if lost == len(paths) else f" ({lost:,} missing)" if lost else ""
+        swatch = tag("span", "", f"swatch {colours.of(held)}")
+        lines.append(tag("li", f"{swatch} {safe(label)} {tag('span', safe(told), 'dim')}"))
+    if len(owned) > most:
+        lines.append(tag("li", f"… and {len(owned) - most:,} more", "dim"))
+    head = tag("summary", f"which of {len(owned):,} {'ranks' if listed[0].rank else 'files'} has which colour", "dim")
+    return tag("details", head + tag("ul", "\n".join(lines)), "legend")

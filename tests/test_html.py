@@ -1,0 +1,310 @@
+"""Views and tensors as HTML: whole documents that say what there is, of any names, and stay small."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+import lazyckpt
+from lazyckpt.core.box import c_strides
+from lazyckpt.core.index import Extent, Fragment, Index, Rank, TensorSpec, whole
+from lazyckpt.io.local import LocalStore
+from lazyckpt.show.html.rows import ROWS, Row, plan
+from lazyckpt.show.sample import sample, text_histogram
+from lazyckpt.show.text import build
+from lazyckpt.view import CheckpointView
+
+from .contract import open_case
+from .counting import opened
+from .writers import Case
+
+VOID = {"input", "br", "hr", "img", "meta"}
+ALLOWED = {"div", "span", "ul", "li", "details", "summary", "code", "b", "p", "style", "script"}
+NASTY = [
+    "<img src=x onerror=alert(1)>.weight",
+    "</script><script>alert(1)</script>.weight",
+    "\"' onmouseover=alert(1) x='.weight",
+    "&lt;b&gt;.weight",
+    "\u202egnp.exe.weight",
+    "\x1b[31mred\x00.weight",
+    "$x^2$.weight",
+    "a" * 5000 + ".weight",
+    ".".join("deep" for _ in range(150)),
+    "..",
+    "",
+]
+
+
+class Document(HTMLParser):
+    """An output, parsed: its elements balance, its text is what a reader sees without style and script."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: dict[str, int] = {}
+        self.attributes: list[tuple[str, str]] = []
+        self.words: list[str] = []
+        self.feed(html)
+        self.close()
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] = self.tags.get(tag, 0) + 1
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not {"style", "script"} & set(self.open):
+            self.words += data.split()
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.words)
+
+
+def checked(html: str) -> Document:
+    document = Document(html)
+    assert set(document.tags) <= ALLOWED
+    for name, value in document.attributes:
+        assert name in {"class", "style", "title", "open", "aria-hidden"} or name.startswith("data-"), name
+        if name == "style":
+            assert re.fullmatch(r"[a-z:;.%0-9e-]*(px)?", value), value
+    assert not re.search(r"https?:|url\(|@import", html), "nothing is fetched"
+    return document
+
+
+def saved(folder: Path, tensors: Mapping[str, torch.Tensor]) -> CheckpointView:
+    torch.save(dict(tensors), folder / "model.pt")
+    return lazyckpt.open(folder / "model.pt")
+
+
+def made(specs: Mapping[str, TensorSpec], problems: tuple[str, ...] = ()) -> CheckpointView:
+    """A view of tensors that no file holds."""
+    index = Index(format="torch", states={"weights": specs}, files={}, problems=problems)
+    return lazyckpt.view._restore(LocalStore("/"), index, "weights", ())
+
+
+def one(name: str, shape: tuple[int, ...] = (4, 4), path: str = "a.pt") -> TensorSpec:
+    return whole(name, Extent(path, 0, torch.bfloat16, shape, c_strides(shape)))
+
+
+def test_a_view_says_what_there_is(case: Case) -> None:
+    view = open_case(case)
+    for part in (view, view.stored, *view.states.values()):
+        document = checked(part._repr_html_())
+        assert part.format in document.text
+        assert "<script>" in part._repr_html_() and part._repr_html_() == part._repr_html_()
+        for problem in part.problems:
+            assert " ".join(problem.split())[:100] in document.text
+        told = {value for name, value in document.attributes if name == "data-name"}
+        for name in part:
+            assert any(name.endswith(end) for end in told), name
+        for alias, owner in part.aliases.items():
+            if alias in list(part):
+                assert f"= {owner}" in document.text
+
+
+def test_counts_and_bytes_at_every_node(tmp_path: Path) -> None:
+    tied = torch.zeros(10, 10)
+    view = saved(
+        tmp_path,
+        {"a.x.w": tied, "a.x.b": torch.zeros(3), "a.y": torch.zeros(2, dtype=torch.int64), "head.w": tied},
+    )
+    text = checked(view._repr_html_()).text
+    assert "a 3 tensors 428 B 105" in text
+    assert "x 2 tensors 412 B 103" in text
+    assert "y i64 [2] 16 B 2" in text
+    assert "head.w = a.x.w f32 [10, 10]" in text
+
+
+def test_a_tensor_says_who_holds_it(case: Case) -> None:
+    view = open_case(case)
+    for name, t in view.items():
+        document = checked(t._repr_html_())
+        assert " ".join(name.split()) in document.text
+        paths = {f.extent.path for f in t.fragments}
+        for path in paths if len(paths) <= 16 else ():
+            assert path in document.text or path.rsplit("/", 1)[-1] in document.text
+        if t.ndim and t.shape[0] > 2:
+            part = checked(t.lazy[1:2]._repr_html_())
+            assert f"of a tensor of shape {list(t.shape)}" in part.text
+
+
+def test_lost_files_are_told(dcp_hole: tuple[CheckpointView, Case]) -> None:
+    view, case = dcp_hole
+    document = checked(view._repr_html_())
+    assert any("problem" in word for word in document.words)
+    assert any("lost" in value.split() for name, value in document.attributes if name == "class")
+    t = max((view[name] for name in case.truth["weights"]), key=lambda t: len(t.fragments))
+    assert "cannot be read : __1_0.distcp is missing" in checked(t._repr_html_()).text
+    with pytest.raises(lazyckpt.MissingFileError):
+        t.show(histogram=True)
+
+
+def test_names_stay_text() -> None:
+    view = made({name: one(name, path=f"{name}.pt") for name in NASTY}, problems=tuple(NASTY))
+    document = checked(view._repr_html_())
+    assert document.tags["script"] == 1
+    assert "\x1b" not in view._repr_html_() and "\u202e" not in view._repr_html_()
+    assert r"\u202egnp" in document.text and "<img src=x onerror=alert(1)>" in document.text
+    assert "&lt;b&gt;" in document.text
+    assert len(view._repr_html_()) < 100_000
+    for t in view.values():
+        assert "script" not in checked(t._repr_html_()).tags
+
+
+def test_states(tmp_path: Path) -> None:
+    p = torch.nn.Parameter(torch.zeros(4, 4))
+    optimizer = torch.optim.Adam([p])
+    p.sum().backward()
+    optimizer.step()
+    torch.save({"model": {"w": p.detach()}, "optimizer": optimizer.state_dict()}, tmp_path / "ckpt.pt")
+    states = lazyckpt.open(tmp_path / "ckpt.pt").states
+    assert repr(states).splitlines()[1].split() == ["exp_avg", "1", "tensor,", "64", "B"]
+    assert "exp_avg 1 tensor, 64 B" in checked(states._repr_html_()).text  # type: ignore[attr-defined]
+    assert states._ipython_key_completions_() == list(states)  # type: ignore[attr-defined]
+    with pytest.raises(TypeError):
+        states["new"] = states["weights"]  # type: ignore[index]
+
+
+def test_a_run_says_its_steps(tmp_path: Path) -> None:
+    for step in (100, 200):
+        torch.save({"model": {"w": torch.ones(4)}}, tmp_path / f"step_{step}.pt")
+    run = lazyckpt.open_run(tmp_path)
+    assert "run of 2 steps: 100, 200" in checked(run._repr_html_()).text
+    assert "w f32 [2, 4]" in checked(run._repr_html_()).text
+    assert "2 blocks in 2 files" in checked(run["w"]._repr_html_()).text
+
+
+# -- views that are huge
+
+
+def rows_of(view: CheckpointView) -> list[Row]:
+    def flat(rows: list[Row]) -> list[Row]:
+        return [each for row in rows for each in (row, *flat(row.below))]
+
+    return flat(plan(build(view)))
+
+
+def huge() -> dict[str, dict[str, TensorSpec]]:
+    layers = {
+        f"model.layers.{n}.mlp.{part}": one(f"model.layers.{n}.mlp.{part}", (n % 2 + 1, 4))
+        for n in range(126)
+        for part in (*(f"experts.{e}.{w}.weight" for e in range(40) for w in ("up", "down")), "norm.weight")
+    }
+    return {
+        "layers": layers,
+        "flat": {f"t{n}": one(f"t{n}") for n in range(10_000)},
+        "odd": {f"a{n % 7}.b{n % 1001}.c{n}": one(f"a{n % 7}.b{n % 1001}.c{n}", (n % 5,)) for n in range(10_000)},
+    }
+
+
+@pytest.mark.parametrize("kind", ["layers", "flat", "odd"])
+def test_huge_views_are_few_rows(kind: str) -> None:
+    specs = huge()[kind]
+    view = made(specs)
+    rows = rows_of(view)
+    assert 0 < len(rows) <= ROWS
+    top = plan(build(view))
+    assert sum(row.tensors for row in top) == len(specs)
+    assert sum(row.nbytes for row in top) == view.nbytes and sum(row.numel for row in top) == view.numel
+    html = view._repr_html_()
+    assert len(html) < 1 << 20
+    checked(html)
+
+
+def test_layers_that_are_alike_are_one_row() -> None:
+    view = made(huge()["layers"])
+    told = [(row.alike, row.times) for row in rows_of(view) if row.alike]
+    assert told == [("0-124/2", 63), ("0-39", 40), ("1-125/2", 63), ("0-39", 40)]
+    text = checked(view._repr_html_()).text
+    assert "0, 2, … 124 (63 alike; 0 is shown)" in text and "0 … 39 (40 alike; 0 is shown)" in text
+    few = view.select(lambda name: name.split(".")[2] in {"3", "4"})
+    assert not any(row.alike for row in rows_of(few)), "what fits is shown as it is"
+
+
+def test_a_thousand_ranks() -> None:
+    shape, ranks = (4096, 512), 1024
+    each = 4096 * 512 // ranks - 7
+    fragments = [
+        Fragment(Extent(f"rank_{n}.pt", 0, torch.float32, (each,), (1,)), shape, span=(n * each, (n + 1) * each),
+                 rank=Rank(dp=n))
+        for n in range(ranks)
+    ]  # fmt: skip
+    view = made({f"layers.{n}.w": TensorSpec(f"layers.{n}.w", shape, torch.float32, fragments) for n in range(60)})
+    assert len(view._repr_html_()) < 200_000
+    html = view["layers.0.w"]._repr_html_()
+    assert len(html) < 100_000
+    text = checked(html).text
+    assert "in 1,024 files" in text and "neighbours are drawn together" in text and "and 1,008 more" in text
+
+
+# -- histograms
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64, torch.uint8,
+              torch.float8_e4m3fn]
+)  # fmt: skip
+def test_histogram_of_every_kind(tmp_path: Path, dtype: torch.dtype) -> None:
+    whole = (torch.randn(50, 20) * 10).to(dtype)
+    t = saved(tmp_path, {"w": whole})["w"]
+    found = sample(t)
+    values = (whole.abs() if dtype.is_complex else whole).double()
+    assert (found.read, found.total, found.nbytes) == (1000, 1000, whole.nbytes)
+    assert found.low == pytest.approx(values.min().item()) and found.high == pytest.approx(values.max().item())
+    assert found.mean == pytest.approx(values.mean().item()) and sum(found.counts) == 1000
+    assert len(text_histogram(found)) == len(found.counts)
+    checked(t.show(histogram=True).html)
+
+
+def test_a_sample_is_bounded(tmp_path: Path) -> None:
+    torch.save({f"w{n}": torch.randn(shape) for n, shape in enumerate(SHAPES)}, tmp_path / "w.pt")
+    view, counts = opened(tmp_path / "w.pt")
+    for name, t in view.items():
+        counts.clear()
+        found = sample(t, 100_000)
+        assert counts.bytes == found.nbytes == found.read * 4
+        assert 50_000 <= found.nbytes <= 150_000, (name, t.shape)
+        assert found.mean == pytest.approx(0, abs=0.05) and found.std == pytest.approx(1, abs=0.05)
+        assert f"{found.read:,} of {t.numel():,} elements" in t.show(histogram=True).text or t.nbytes < 4 << 20
+
+
+SHAPES = [(300_000,), (1000, 300), (7, 41, 1000), (3, 100_000), (300_000, 1), (64, 8, 8, 64)]
+
+
+def test_odd_values(tmp_path: Path) -> None:
+    inf, nan = float("inf"), float("nan")
+    view = saved(
+        tmp_path,
+        {
+            "odd": torch.tensor([nan, inf, -inf, 1.0, 3.0]),
+            "none": torch.zeros(0, 4),
+            "nan": torch.full((3,), nan),
+            "wide": torch.tensor([1.7e308, -1.7e308, 0.0], dtype=torch.float64),
+            "scalar": torch.tensor(5),
+        },
+    )
+    odd = sample(view["odd"])
+    assert (odd.nan, odd.inf, odd.low, odd.high, sum(odd.counts)) == (1, 2, 1.0, 3.0, 2)
+    assert "1 NaN; 2 infinite" in view["odd"].show(histogram=True).text
+    assert sample(view["none"]).read == 0 and sample(view["nan"]).counts == ()
+    assert sum(sample(view["wide"]).counts) == 3
+    for t in view.values():
+        checked(t.show(histogram=True).html)
+        assert t.show().text == repr(t)
+
+
+def test_a_part_of_a_tensor(tmp_path: Path) -> None:
+    t = saved(tmp_path, {"w": torch.arange(100.0).view(10, 10)})["w"]
+    found = sample(t.lazy[2:4])
+    assert (found.low, found.high, found.total) == (20, 39, 20)
