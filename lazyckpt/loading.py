@@ -22,12 +22,14 @@ from .formats.wrappers import own_names
 from .io.archives import locate_all
 from .io.memory import empty
 from .io.pool import Task, run
+from .io.progress import Bar
 from .io.store import Store
 from .io.transfer import Ring
 from .tensor import LazyTensor
 
 _GROUP = 256 << 20  # bytes that are read at once before their dtype is converted
 _LOOKED_UP = 64  # archives that are looked up at once
+_LONG = 1 << 30  # bytes to read, from which on a bar is shown where somebody looks
 T = TypeVar("T")
 
 
@@ -38,12 +40,21 @@ def read_all(
     done: dict[str, torch.Tensor] = {}
     if place.type == "meta":
         return {name: t.to("meta", _target_dtype(t.dtype, dtype)) for name, t in lazy.items()}
-    if place.type != "cpu":
-        ring = Ring(place)
-        for name, t in lazy.items():
-            done[name] = t.read_through(ring, _target_dtype(t.dtype, dtype))
-        ring.finish()
-        return done
+    with _bar(lazy.values()) as bar:
+        if place.type == "cpu":
+            _read_to_cpu(lazy, dtype, copy, done, bar)
+        else:
+            ring = Ring(place)
+            for name, t in lazy.items():
+                done[name] = t.read_through(ring, _target_dtype(t.dtype, dtype))
+                bar.add(t.nbytes)
+            ring.finish()
+    return done
+
+
+def _read_to_cpu(
+    lazy: Mapping[str, LazyTensor], dtype: torch.dtype | None, copy: bool, done: dict[str, torch.Tensor], bar: Bar
+) -> None:
     maps: dict[str, Any] = {}
     reading: list[str] = []
     for name, t in lazy.items():
@@ -52,11 +63,16 @@ def read_all(
             reading.append(name)
         else:
             done[name] = mapped
+            bar.add(t.nbytes)
     while reading:
         group = _first_bytes(reading, lazy, _GROUP) if dtype is not None else reading
-        done.update(_read_together(group, lazy, dtype))
+        done.update(_read_together(group, lazy, dtype, bar))
         reading = reading[len(group) :]
-    return done
+
+
+def _bar(tensors: Iterable[LazyTensor]) -> Bar:
+    total = sum(t.nbytes for t in tensors)
+    return Bar(total, "read", None if total >= _LONG else False)
 
 
 def _first_bytes(names: list[str], lazy: Mapping[str, LazyTensor], limit: int) -> list[str]:
@@ -70,7 +86,7 @@ def _first_bytes(names: list[str], lazy: Mapping[str, LazyTensor], limit: int) -
 
 
 def _read_together(
-    names: list[str], lazy: Mapping[str, LazyTensor], dtype: torch.dtype | None
+    names: list[str], lazy: Mapping[str, LazyTensor], dtype: torch.dtype | None, bar: Bar
 ) -> dict[str, torch.Tensor]:
     ready: dict[str, Callable[[], torch.Tensor]] = {}
 
@@ -78,6 +94,7 @@ def _read_together(
         for name in _looked_up(names, lazy.__getitem__):
             more, ready[name] = lazy[name].start()
             yield from more
+            bar.add(lazy[name].nbytes)  # its last tasks are on their way
 
     run(tasks())
     return {name: _converted(ready[name](), dtype) for name in names}
@@ -113,8 +130,9 @@ def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return tensor if wanted is None else tensor.to(wanted)
 
 
-def fill(pairs: Iterable[tuple[LazyTensor, torch.Tensor]]) -> None:
+def fill(pairs: Iterable[tuple[LazyTensor, torch.Tensor]], bar: Bar | None = None) -> None:
     """Read each tensor into the one beside it: of the same shape, on any device, with any dtype and strides."""
+    bar = bar or Bar(0, "", False)
     rings: dict[torch.device, Ring] = {}
     group: list[tuple[LazyTensor, torch.Tensor]] = []
     size = 0
@@ -124,13 +142,14 @@ def fill(pairs: Iterable[tuple[LazyTensor, torch.Tensor]]) -> None:
             if target.device not in rings:
                 rings[target.device] = Ring(target.device)
             lazy.read_through(rings[target.device], out=target)
+            bar.add(lazy.nbytes)
             continue
         group.append((lazy, target))
         size += 0 if _direct(lazy, target) else lazy.nbytes
         if size > _GROUP:
-            _fill_together(group)
+            _fill_together(group, bar)
             group, size = [], 0
-    _fill_together(group)
+    _fill_together(group, bar)
     for ring in rings.values():
         ring.finish()
 
@@ -141,7 +160,7 @@ def _direct(lazy: LazyTensor, target: torch.Tensor) -> bool:
     return same and not (target.is_conj() or target.is_neg())
 
 
-def _fill_together(pairs: list[tuple[LazyTensor, torch.Tensor]]) -> None:
+def _fill_together(pairs: list[tuple[LazyTensor, torch.Tensor]], bar: Bar) -> None:
     ready: list[tuple[Callable[[], torch.Tensor], torch.Tensor | None]] = []
 
     def tasks() -> Iterator[Task]:
@@ -150,6 +169,7 @@ def _fill_together(pairs: list[tuple[LazyTensor, torch.Tensor]]) -> None:
             more, done = lazy.start(target if direct else None)
             ready.append((done, None if direct else target))
             yield from more
+            bar.add(lazy.nbytes)
 
     run(tasks())
     for done, target in ready:
@@ -205,7 +225,9 @@ def load_into(view: Mapping[str, LazyTensor], module: torch.nn.Module, strict: b
             if not known:
                 yield tensor, _local(filled[id(target)])
 
-    fill(pairs())
+    once = {id(getattr(*wanted[name])): tensor for name, tensor in found.items()}
+    with _bar(once.values()) as bar:
+        fill(pairs(), bar)
     for owner, attribute, tensor in made:
         _set(owner, attribute, tensor)
     return _IncompatibleKeys(missing, unexpected)

@@ -29,7 +29,8 @@ from lazyckpt import cli, demo
 from lazyckpt.cli import jobs
 from lazyckpt.core.dtypes import dtype_named
 from lazyckpt.errors import DataError
-from lazyckpt.export import destination, places, progress
+from lazyckpt.export import destination, places
+from lazyckpt.io import progress
 
 from .conftest import complete
 from .writers import Case, bit_equal

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 
 import lazyckpt
-from lazyckpt import CheckpointView
+from lazyckpt import CheckpointView, loading
 from lazyckpt.io.transfer import Ring
 
 from .counting import opened
@@ -270,3 +270,41 @@ def test_through_a_ring_into_any_memory(saved: tuple[Path, dict[str, torch.Tenso
             assert lazy.read_through(ring, out=out) is out
             ring.finish()
             same(out, want.to(out.dtype), "through a ring")
+
+
+class Counted:
+    """Stands for a bar."""
+
+    bars: ClassVar[list[Counted]] = []
+
+    def __init__(self, total: int, label: str, show: bool | None) -> None:
+        self.total, self.show, self.done = total, show, 0
+        self.bars.append(self)
+
+    def add(self, nbytes: int) -> None:
+        self.done += nbytes
+
+    def __enter__(self) -> Counted:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("how", ["to", "dtype", "mapped", "load_into"])
+@pytest.mark.parametrize("long", [True, False])
+def test_what_takes_long_has_a_bar(
+    saved: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch, how: str, long: bool
+) -> None:
+    monkeypatch.setattr(loading, "Bar", Counted)
+    monkeypatch.setattr(Counted, "bars", [])
+    if long:
+        monkeypatch.setattr(loading, "_LONG", 1)
+    view = lazyckpt.open(saved[0])
+    if how == "load_into":
+        view.load_into(Tied())
+    else:
+        view.to(dtype=torch.float64 if how == "dtype" else None, copy=how != "mapped")
+    (bar,) = Counted.bars
+    assert bar.done == bar.total == view.nbytes
+    assert bar.show is (None if long else False)

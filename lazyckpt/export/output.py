@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..io.progress import Bar
 from ..tensor import LazyTensor
 from .destination import check_room, check_unchanged
 from .job import Run
 from .ledger import Ledger
 from .places import Folder
-from .progress import Bar
 from .staging import content_path, ledger_path, moved, staged
 from .stream import File, compare, fill
 

@@ -22,6 +22,7 @@ from ..core.chunking import chunk_shape, grid_of
 from ..errors import DataError, DestinationError
 from ..formats.zarr.contents import Contents
 from ..formats.zarr.documents import array, hierarchy
+from ..io.progress import Bar
 from ..io.remote import is_url
 from ..tensor import LazyTensor
 from . import chunks
@@ -31,7 +32,6 @@ from .codecs import check as check_codec
 from .destination import check_apart, check_room, check_unchanged, local_path
 from .job import Done, Task, run, shares_memory
 from .places import PART, Bucket, Place
-from .progress import Bar
 from .shards import size_in_bytes
 from .staging import Finished, check_replaceable, fingerprint, finished, reveal, staged, uploaded
 

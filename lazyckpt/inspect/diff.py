@@ -17,7 +17,7 @@ import torch
 from ..core.dtypes import BITS, short_name
 from ..errors import LazyckptError
 from ..export.job import OVERHEAD, Task, runner
-from ..export.progress import Bar
+from ..io.progress import Bar
 from ..tensor import LazyTensor
 
 Status: TypeAlias = Literal["equal", "values", "dtype", "shape", "only in a", "only in b", "unreadable"]

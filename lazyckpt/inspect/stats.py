@@ -19,8 +19,8 @@ import torch
 
 from ..errors import DataError, LazyckptError
 from ..export.job import OVERHEAD, Run, Task, runner
-from ..export.progress import Bar
 from ..export.stream import PIECE, RUN, scratch
+from ..io.progress import Bar
 from ..tensor import LazyTensor
 from .counting import Patterns, count, sparse, values
 from .moments import BLOCK, Array, Moments, merged, of_counts, of_numbers, real
