@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -454,6 +455,95 @@ def test_after_a_restart_of_the_machine_what_its_cache_lost_is_done_again(
             opened.write(bytes(50))
     monkeypatch.setattr(ledger, "_BOOT", tmp_path / "boot")
     assert gone_on(training, dest, monkeypatch) == nbytes - kept + sum(file.runs[offset].nbytes for offset in lost)
+
+
+def stopped(patch: pytest.MonkeyPatch, where: Any, attribute: str, calls: int, write: Callable[[], Any]) -> None:
+    """Such a call of a function ends an export, which keeps what it has."""
+    with patch.context() as p:
+        real, left = getattr(where, attribute), [calls]
+
+        def call(*args: Any, **options: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+            return real(*args, **options)
+
+        p.setattr(where, attribute, call)
+        with pytest.raises(KeyboardInterrupt):
+            write()
+
+
+REPLACING: dict[str, Callable[[Any, Path], Any]] = {
+    "safetensors": lambda v, dest: v.to_safetensors(dest, max_shard_size="60KB", overwrite=True),
+    "torch": lambda v, dest: v.to_torch(dest, max_shard_size="60KB", overwrite=True),
+    "dcp": lambda v, dest: v.to_dcp(dest, overwrite=True),
+    "universal": lambda v, dest: v.to_universal(dest, overwrite=True),
+}
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("name", REPLACING)
+def test_written_again_after_all_was_in_place(
+    training: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view, dest = lazyckpt.open(training), tmp_path / "x"
+    write = partial(REPLACING[name], view, dest)
+    write()
+    whole = content(dest)
+    # killed when everything had its name, before the folder that it was made in was gone
+    with monkeypatch.context() as patch:
+        patch.setattr(staging.shutil, "rmtree", lambda *_, **__: None)
+        write()
+    assert unfinished(dest) and content(dest) == whole
+    stopped(monkeypatch, stream, "_move", 40, write)
+    assert content(dest) == whole
+    write()
+    assert content(dest) == whole
+    assert os.listdir(tmp_path) == ["x"]
+
+
+@pytest.mark.usefixtures("small")
+def test_stopped_while_it_removes_what_another_job_has_left(
+    training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view, dest = lazyckpt.open(training), tmp_path / "x"
+    REPLACING["safetensors"](view, dest)
+    other = tmp_path / "other.pt"
+    torch.save({name: tensor + 1 for name, tensor in torch.load(training)["model"].items()}, other)
+    write = partial(REPLACING["safetensors"], lazyckpt.open(other), dest)
+    stopped(monkeypatch, os, "replace", 2, write)  # complete, and the first file is about to get its name
+
+    def half(folder: Path) -> None:
+        next(folder.glob("*/model-00001-of-*")).unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(staging, "_empty", half)
+        REPLACING["safetensors"](view, dest)
+    write()
+    truth = torch.load(other)
+    found = lazyckpt.open(dest)
+    assert all(bit_equal(found[key][...], truth[key]) for key in truth)
+
+
+@pytest.mark.usefixtures("small")
+def test_files_that_were_about_to_appear_when_the_machine_was_restarted(
+    training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view, dest = lazyckpt.open(training), tmp_path / "x"
+    write = partial(REPLACING["safetensors"], view, dest)
+    write()
+    whole = content(dest)
+    stopped(monkeypatch, os, "replace", 3, write)  # the index, and the first file
+    left = sorted(staging.staging_path(dest).glob("*/*.safetensors"))
+    assert len(left) == len(whole) - 2
+    with left[0].open("r+b") as opened:
+        opened.seek(-100, os.SEEK_END)
+        opened.write(bytes(50))
+    (tmp_path / "boot").write_text("another")
+    monkeypatch.setattr(ledger, "_BOOT", tmp_path / "boot")
+    write()
+    assert content(dest) == whole
 
 
 # -- what is left behind
