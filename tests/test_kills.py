@@ -643,3 +643,35 @@ def test_a_link_stays_one(training: Path, tmp_path: Path, to: str) -> None:
         getattr(lazyckpt.open(training), to)(tmp_path / "link", overwrite=overwrite)
         assert sorted(os.listdir(tmp_path)) == ["link", "nowhere"] and (tmp_path / "link").is_symlink()
         assert "b" in lazyckpt.open(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("to", ["to_safetensors", "to_torch", "to_dcp", "to_universal", "to_zarr"])
+def test_paths_that_are_none(training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
+    write = getattr(lazyckpt.open(training), to)
+    monkeypatch.chdir(tmp_path)
+    os.symlink("loop", "loop")
+    for dest, why in [
+        ("", "empty text"),
+        ("loop", "Too many levels"),
+        ("loop/x", "Too many levels"),
+        ("x" * 250, "too long"),
+        ("x" * 300, "too long"),
+    ]:
+        with pytest.raises(DestinationError, match=why):
+            write(dest)
+        assert os.listdir() == ["loop"]
+
+
+@pytest.mark.parametrize("to", ["to_safetensors", "to_torch", "to_dcp", "to_universal", "to_zarr"])
+def test_paths_with_parents(training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
+    write = getattr(lazyckpt.open(training), to)
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "c").mkdir()
+    os.symlink(tmp_path / "a" / "b", tmp_path / "c" / "link")
+    monkeypatch.chdir(tmp_path / "c")
+    write("nothing/../x")
+    write("link/../y")
+    assert sorted(os.listdir()) == ["link", "x"], "as the system would have it"
+    assert sorted(os.listdir(tmp_path / "a")) == ["b", "y"]
+    for dest in ("x", "../a/y"):
+        assert lazyckpt.open(dest)["b"].shape == (1001,)
