@@ -39,8 +39,8 @@ class _File:
 
 @dataclass(slots=True)
 class Told:
-    """What stands in a ledger. ``files``: by key. ``moving``: whether the files were complete for sure, and on their way
-    to where they belong; whether they had been verified; None if not. ``length``: bytes of the lines that count."""
+    """What stands in a ledger. ``files``: by key. ``moving``: whether the files were complete, for sure, and on their
+    way to where they belong; whether they had been verified; None if not. ``length``: bytes of the lines that count."""
 
     files: dict[str, _File] = field(default_factory=dict)
     count: int = 0
