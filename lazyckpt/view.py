@@ -337,11 +337,12 @@ class CheckpointView(Writing):
         if heirs and index.layout is not None:
             owner, alias = next(iter(heirs.items()))
             raise DataError(f"{alias!r} is a tied name of {owner!r} in this shard: select that to {what} it")
-        states = {state: dict(specs) for state, specs in index.states.items()} if heirs else index.states
+        states = dict(index.states)
         for state, side in sides.items():
-            for owner, heir in heirs.items():
-                if heir in side._listed and owner in side.specs:
-                    states[state][heir] = shown[state][heir] = renamed(side.specs[owner], heir)
+            own = {o: heir for o, heir in heirs.items() if heir in side._listed and o in side.specs}
+            added = {heir: renamed(side.specs[owner], heir) for owner, heir in own.items()}
+            states[state] = {**states[state], **added}
+            shown[state] |= added
         return replace(index, states=states, aliases=aliases), shown
 
     @property

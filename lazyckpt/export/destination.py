@@ -23,7 +23,7 @@ from ..tensor import LazyTensor
 
 
 def local_path(dest: str | os.PathLike[str]) -> Path:
-    """A path of the user's, without ``..``, which behind a link, or a folder that is not there, is no plain text. Raises
+    """A path of the user's, without ``..``, which means something else behind a link than it says. Raises
     DestinationError for a URL, for what no path can be, and for what the system does not look up."""
     text = os.fspath(dest)
     if not text:
