@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 
-from .core.index import FileInfo, Index, Mesh, TensorSpec, converted
+from .core.index import FileInfo, Index, Mesh, TensorSpec, converted, renamed
 from .core.names import Names, Pattern, matcher
 from .errors import DataError, MissingFileError, TensorNotFoundError
 from .formats.cache import cached_index
@@ -265,10 +265,7 @@ class CheckpointView(Inspecting):
         What no line is about, or cannot be cut, keeps its name, with a line in ``problems``. Raises FormatError (no
         such table, or a line that cannot be), DataError (of a part of a checkpoint below a prefix: rename first).
         """
-        shown, index = self._shown("rename"), self._index
-        if self._steps:  # a tied name that is not selected must not come back with its owner
-            listed = {name for view in self.states.values() for name in view._listed}
-            index = replace(index, aliases={a: owner for a, owner in index.aliases.items() if a in listed})
+        index, shown = self._shown("rename")
         return _restore(self._store, renamed_index(index, shown, names, reverse), self._state, ())
 
     def astype(self, dtype: torch.dtype) -> CheckpointView:
@@ -313,19 +310,40 @@ class CheckpointView(Inspecting):
         Raises MeshError (a degree that does not divide), FormatError (a tensor that no rule is known of, or rules that
         are not understood), SelectionError (no such rank), DataError (of a part below a prefix).
         """
-        index = sharded(self._index, self._shown("shard"), mesh_of(tp, pp, dp, ep), rank, rules or {})
-        return _restore(self._store, index, self._state, ())
+        index, shown = self._shown("shard")
+        return _restore(self._store, sharded(index, shown, mesh_of(tp, pp, dp, ep), rank, rules or {}), self._state, ())
 
-    def _shown(self, what: str) -> dict[str, dict[str, TensorSpec]]:
-        """What this view shows of every state, by full names."""
+    def _shown(self, what: str) -> tuple[Index, dict[str, dict[str, TensorSpec]]]:
+        """The index, and what this view shows of every state, by full names. The index ties no name that is not shown;
+        of a tensor whose own name is not, the first tied one that is owns it."""
         if any(kind == "below" for kind, _ in self._steps):
             raise DataError(
                 f"the names of this view are relative to a prefix: {what} the whole view, then take the part"
             )
-        return {
-            state: {name: view.specs[name] for name in view._listed if name in view.specs}
-            for state, view in self.states.items()
+        index, sides = self._index, self.states
+        shown = {
+            state: {name: side.specs[name] for name in side._listed if name in side.specs}
+            for state, side in sides.items()
         }
+        if not self._steps:
+            return index, shown
+        listed = {name for side in sides.values() for name in side._listed}
+        aliases: dict[str, str] = {}
+        heirs: dict[str, str] = {}
+        for alias, owner in index.aliases.items():
+            if alias in listed:
+                new = owner if owner in listed else heirs.setdefault(owner, alias)
+                aliases |= {alias: new} if new != alias else {}
+        if heirs and index.layout is not None:
+            owner, alias = next(iter(heirs.items()))
+            raise DataError(f"{alias!r} is a tied name of {owner!r} in this shard: select that to {what} it")
+        states = dict(index.states)
+        for state, side in sides.items():
+            own = {o: heir for o, heir in heirs.items() if heir in side._listed and o in side.specs}
+            added = {heir: renamed(side.specs[owner], heir) for owner, heir in own.items()}
+            states[state] = {**states[state], **added}
+            shown[state] |= added
+        return replace(index, states=states, aliases=aliases), shown
 
     @property
     def states(self) -> Mapping[str, CheckpointView]:

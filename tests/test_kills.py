@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def prepared(folder: Path, name: str) -> Path:
 # -- kill -9
 
 _KILLED = """
-import json, os, random, signal, sys
+import itertools, json, os, random, signal, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)  # the children are forked
@@ -96,14 +97,14 @@ def die():
 
 def counted(module, attribute, calls, log=None):
     # the process dies in the middle of such a call
-    real, left = getattr(module, attribute), [calls]
+    real, turns = getattr(module, attribute), itertools.count(1)
 
     def call(*args):
-        left[0] -= 1
+        turn = next(turns)  # at once, whatever other threads do
         if log is not None:
             path = os.readlink(f"/proc/self/fd/{args[0]}")
             os.write(log, (json.dumps([path, args[2], len(args[1])]) + "\\n").encode())
-        if left[0] == 0:
+        if turn == calls:
             if attribute == "write_at":
                 real(args[0], args[1][: len(args[1]) // 2], args[2])
             die()
@@ -456,6 +457,95 @@ def test_after_a_restart_of_the_machine_what_its_cache_lost_is_done_again(
     assert gone_on(training, dest, monkeypatch) == nbytes - kept + sum(file.runs[offset].nbytes for offset in lost)
 
 
+def stopped(patch: pytest.MonkeyPatch, where: Any, attribute: str, calls: int, write: Callable[[], Any]) -> None:
+    """Such a call of a function ends an export, which keeps what it has."""
+    with patch.context() as p:
+        real, left = getattr(where, attribute), [calls]
+
+        def call(*args: Any, **options: Any) -> Any:
+            left[0] -= 1
+            if turn == calls:
+                raise KeyboardInterrupt
+            return real(*args, **options)
+
+        p.setattr(where, attribute, call)
+        with pytest.raises(KeyboardInterrupt):
+            write()
+
+
+REPLACING: dict[str, Callable[[Any, Path], Any]] = {
+    "safetensors": lambda v, dest: v.to_safetensors(dest, max_shard_size="60KB", overwrite=True),
+    "torch": lambda v, dest: v.to_torch(dest, max_shard_size="60KB", overwrite=True),
+    "dcp": lambda v, dest: v.to_dcp(dest, overwrite=True),
+    "universal": lambda v, dest: v.to_universal(dest, overwrite=True),
+}
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("name", REPLACING)
+def test_written_again_after_all_was_in_place(
+    training: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view, dest = lazyckpt.open(training), tmp_path / "x"
+    write = partial(REPLACING[name], view, dest)
+    write()
+    whole = content(dest)
+    # killed when everything had its name, before the folder that it was made in was gone
+    with monkeypatch.context() as patch:
+        patch.setattr(staging.shutil, "rmtree", lambda *_, **__: None)
+        write()
+    assert unfinished(dest) and content(dest) == whole
+    stopped(monkeypatch, stream, "_move", 40, write)
+    assert content(dest) == whole
+    write()
+    assert content(dest) == whole
+    assert os.listdir(tmp_path) == ["x"]
+
+
+@pytest.mark.usefixtures("small")
+def test_stopped_while_it_removes_what_another_job_has_left(
+    training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view, dest = lazyckpt.open(training), tmp_path / "x"
+    REPLACING["safetensors"](view, dest)
+    other = tmp_path / "other.pt"
+    torch.save({name: tensor + 1 for name, tensor in torch.load(training)["model"].items()}, other)
+    write = partial(REPLACING["safetensors"], lazyckpt.open(other), dest)
+    stopped(monkeypatch, os, "replace", 2, write)  # complete, and the first file is about to get its name
+
+    def half(folder: Path) -> None:
+        next(folder.glob("*/model-00001-of-*")).unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(staging, "_empty", half)
+        REPLACING["safetensors"](view, dest)
+    write()
+    truth = torch.load(other)
+    found = lazyckpt.open(dest)
+    assert all(bit_equal(found[key][...], truth[key]) for key in truth)
+
+
+@pytest.mark.usefixtures("small")
+def test_files_that_were_about_to_appear_when_the_machine_was_restarted(
+    training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view, dest = lazyckpt.open(training), tmp_path / "x"
+    write = partial(REPLACING["safetensors"], view, dest)
+    write()
+    whole = content(dest)
+    stopped(monkeypatch, os, "replace", 3, write)  # the index, and the first file
+    left = sorted(staging.staging_path(dest).glob("*/*.safetensors"))
+    assert len(left) == len(whole) - 2
+    with left[0].open("r+b") as opened:
+        opened.seek(-100, os.SEEK_END)
+        opened.write(bytes(50))
+    (tmp_path / "boot").write_text("another")
+    monkeypatch.setattr(ledger, "_BOOT", tmp_path / "boot")
+    write()
+    assert content(dest) == whole
+
+
 # -- what is left behind
 
 
@@ -553,3 +643,35 @@ def test_a_link_stays_one(training: Path, tmp_path: Path, to: str) -> None:
         getattr(lazyckpt.open(training), to)(tmp_path / "link", overwrite=overwrite)
         assert sorted(os.listdir(tmp_path)) == ["link", "nowhere"] and (tmp_path / "link").is_symlink()
         assert "b" in lazyckpt.open(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("to", ["to_safetensors", "to_torch", "to_dcp", "to_universal", "to_zarr"])
+def test_paths_that_are_none(training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
+    write = getattr(lazyckpt.open(training), to)
+    monkeypatch.chdir(tmp_path)
+    os.symlink("loop", "loop")
+    for dest, why in [
+        ("", "empty text"),
+        ("loop", "Too many levels"),
+        ("loop/x", "Too many levels"),
+        ("x" * 250, "too long"),
+        ("x" * 300, "too long"),
+    ]:
+        with pytest.raises(DestinationError, match=why):
+            write(dest)
+        assert os.listdir() == ["loop"]
+
+
+@pytest.mark.parametrize("to", ["to_safetensors", "to_torch", "to_dcp", "to_universal", "to_zarr"])
+def test_paths_with_parents(training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
+    write = getattr(lazyckpt.open(training), to)
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "c").mkdir()
+    os.symlink(tmp_path / "a" / "b", tmp_path / "c" / "link")
+    monkeypatch.chdir(tmp_path / "c")
+    write("nothing/../x")
+    write("link/../y")
+    assert sorted(os.listdir()) == ["link", "x"], "as the system would have it"
+    assert sorted(os.listdir(tmp_path / "a")) == ["b", "y"]
+    for dest in ("x", "../a/y"):
+        assert lazyckpt.open(dest)["b"].shape == (1001,)

@@ -206,8 +206,9 @@ def test_the_tour_of_the_readme_is_true(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_commands_of_the_readme_exist() -> None:
     text = (ROOT / "README.md").read_text("utf-8")
     commands = {c.name or c.callback.__name__ for c in cli.app.registered_commands if c.callback}
-    for name in re.findall(r"^\$? ?lazyckpt (\w+)", text, re.MULTILINE):
-        assert name in commands
+    named = [name for block in readme_blocks("sh") for name in re.findall(r"^lazyckpt (\w+)", block, re.MULTILINE)]
+    assert named
+    assert set(named) <= commands
     for name in re.findall(r"\./run (\w+)", text):
         assert re.search(rf"^    {name}\)", (ROOT / "run").read_text("utf-8"), re.MULTILINE), name
     for path in re.findall(r"\]\(([\w./-]+)\)", text):

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 import lazyckpt
-from lazyckpt.errors import DataError, FormatError, MissingFileError, TensorNotFoundError
+from lazyckpt.errors import DataError, DestinationError, FormatError, MissingFileError, TensorNotFoundError
 from lazyckpt.formats.steps import find
 from lazyckpt.io.local import LocalStore, split
 from lazyckpt.run import StepTensor
@@ -147,8 +147,12 @@ def test_a_run_pickles(tmp_path: Path) -> None:
 
 
 def test_a_run_can_be_written(tmp_path: Path) -> None:
-    truth = saved(tmp_path)
-    lazyckpt.open_run(tmp_path)["layers"].to_safetensors(tmp_path / "out")
+    (tmp_path / "run").mkdir()
+    truth = saved(tmp_path / "run")
+    run = lazyckpt.open_run(tmp_path / "run")
+    with pytest.raises(DestinationError, match="inside of the checkpoint that is read"):
+        run["layers"].to_safetensors(tmp_path / "run" / "out")
+    run["layers"].to_safetensors(tmp_path / "out")
     view = lazyckpt.open(tmp_path / "out")
     assert equal(view["0.up.bias"], [truth[s]["layers.0.up.bias"] for s in (1, 2, 10)])
 

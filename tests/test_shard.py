@@ -546,3 +546,24 @@ def test_only_all_ranks_of_one_mesh_go_together(tmp_path: Path) -> None:
         lazyckpt.unshard([two[0].select("*"), two[1]])
     with pytest.raises(DataError, match="shard the whole view"):
         view["model.layers.0"].shard(tp=2, rank=0)
+
+
+def test_tied_names_of_a_part(tmp_path: Path) -> None:
+    weight = torch.randn(8, 4)
+    path = tmp_path / "x.pt"
+    torch.save({"a.weight": weight, "b.weight": weight, "c.weight": weight, "d.weight": torch.randn(8, 4)}, path)
+    view = lazyckpt.open(path)
+    rules = {"*": "column"}
+    table = {"b.{p}": "e.{p}"}
+    for names, tied in [("bd", ""), ("bcd", "c"), ("cd", ""), ("ad", ""), ("acd", "c")]:
+        part = view.select(lambda name, names=names: name[0] in names)
+        for made in (part.shard(tp=2, rank=1, rules=rules), part.rename(table)):
+            new = names if made.mesh.tp == 2 else names.replace("b", "e")
+            assert {name[0] for name in made} == set(new), (names, list(made))
+            assert {alias[0] for alias in made.aliases} == set(tied)
+            for name in made:
+                wanted = part[name.replace("e.", "b.")][...]
+                assert torch.equal(made[name][...], wanted[4:] if made.mesh.tp == 2 else wanted)
+    shard = view.shard(tp=2, rank=0, rules=rules)
+    with pytest.raises(DataError, match=r"'b.weight' is a tied name of 'a.weight'"):
+        shard.select("b.*").shard(tp=2, rank=0)

@@ -23,13 +23,27 @@ from ..tensor import LazyTensor
 
 
 def local_path(dest: str | os.PathLike[str]) -> Path:
-    """A path of the user's. Raises DestinationError for a URL, and for what no path can be."""
+    """A path of the user's, without ``..``, which means something else behind a link than it says. Raises
+    DestinationError for a URL, for what no path can be, and for what the system does not look up."""
     text = os.fspath(dest)
+    if not text:
+        raise DestinationError("the destination is an empty text: name a file or a folder ('.' is the current one)")
     if is_url(text):
         raise DestinationError(f"{text}: writing to a URL is not supported: write to a local path and upload that")
     if "\0" in text:
         raise DestinationError(f"{text!r} is no path: it has a null character in it")
-    return Path(os.path.expanduser(text))
+    path = Path(os.path.expanduser(text))
+    if path.name == "..":
+        path = Path(os.path.realpath(path))
+    elif ".." in path.parts:
+        path = Path(os.path.realpath(path.parent), path.name)
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # it is to be made
+    except OSError as e:  # a name too long, links in a circle, a folder without the right to look into it
+        raise DestinationError(f"{text}: {e.strerror or e}. Nothing was written") from e
+    return path
 
 
 def source_files(tensors: Iterable[LazyTensor]) -> set[Path]:

@@ -39,8 +39,8 @@ class _File:
 
 @dataclass(slots=True)
 class Told:
-    """What stands in a ledger. ``files``: by key. ``moving``: whether the files were complete, and on their way to
-    where they belong; whether they had been verified; None if not. ``length``: bytes of the lines that count."""
+    """What stands in a ledger. ``files``: by key. ``moving``: whether the files were complete, for sure, and on their
+    way to where they belong; whether they had been verified; None if not. ``length``: bytes of the lines that count."""
 
     files: dict[str, _File] = field(default_factory=dict)
     count: int = 0
@@ -67,7 +67,9 @@ def told(path: Path) -> Told:
                 case [int(number), int(offset), int(nbytes), int(checksum)] if number in by_number:
                     by_number[number].runs[offset] = Done(nbytes, checksum, bool(now) and boot == now)
                 case ["moving", bool(verified)]:
-                    found.moving = verified
+                    found.moving = verified if now and boot == now else None
+                case ["anew"]:
+                    found.moving = None
                 case _:
                     break
             found.length += len(line)
@@ -107,10 +109,6 @@ class Ledger:
         """Bytes of all runs that it tells of."""
         return self._told.nbytes
 
-    @property
-    def moving(self) -> bool | None:
-        return self._told.moving
-
     def runs(self, key: str, path: Path) -> dict[int, Done]:
         """What is there of a file: byte where a run begins -> the run. A file of another size than it had is removed:
         it is none of those that were written."""
@@ -135,6 +133,12 @@ class Ledger:
     def add(self, number: int, offset: int, nbytes: int, checksum: int) -> None:
         """A run stands in its file."""
         self._add(number, offset, nbytes, checksum)
+
+    def anew(self) -> None:
+        """Files are written (again): before the first of them, because they are not complete any more."""
+        if self._told.moving is not None:
+            self._add("anew")
+            self.flush()
 
     def move(self, verified: bool) -> None:
         """All files are complete and are going to where they belong."""

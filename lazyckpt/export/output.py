@@ -71,6 +71,7 @@ def write(
         content = content_path(staging, plan.fingerprint)
         there = moved(place, plan.fingerprint, plan.keys, verify)
         if not there:
+            ledger.anew()
             content.mkdir(exist_ok=True)
             check_room(content, max(0, plan.room - ledger.nbytes))
             with Bar(plan.nbytes * (1 + verify), place.name, progress) as bar:

@@ -60,19 +60,20 @@ def unfinished(dest: str | os.PathLike[str]) -> int | None:
     """The bytes that an interrupted export (or one that runs) to this local destination has finished; None if there is
     none. Calling it again with the same arguments goes on there."""
     staging = staging_path(_local(dest))
-    return _nbytes(staging) if staging.is_dir() else None
+    return _nbytes(staging) if os.path.isdir(staging) else None
 
 
 def discard(dest: str | os.PathLike[str]) -> None:
     """Remove what an interrupted export to this local destination has left, if there is something: the next one starts
     afresh. What is at ``dest`` itself stays. Raises DestinationError if an export is writing there."""
     staging = staging_path(_local(dest))
-    if not staging.is_dir():
+    if not os.path.isdir(staging):
         return
     with _of_this_process(staging):
         try:
             fd = _locked(staging)
             try:
+                os.ftruncate(fd, 0)
                 shutil.rmtree(staging)
             finally:
                 os.close(fd)
@@ -100,7 +101,7 @@ def moved(dest: Path, fingerprint: str, keys: Sequence[str], verified: bool) -> 
     all of them there; ``verified``: after it had verified them."""
     staging = staging_path(dest)
     ours = staging / JOB
-    if not ours.is_file() or ours.read_bytes() != fingerprint.encode():
+    if not os.path.isfile(ours) or ours.read_bytes() != fingerprint.encode():
         return set()
     state = told(staging / LEDGER).moving
     if state is None or state < verified:
@@ -135,13 +136,14 @@ def _staged(dest: Path, folder: Path, fingerprint: str) -> Iterator[tuple[Folder
         raise
     try:
         if os.pread(fd, 4096, 0) != fingerprint.encode():
+            os.ftruncate(fd, 0)  # first: what is half removed is no job's to go on with
             _empty(folder)
-            os.ftruncate(fd, 0)
             os.pwrite(fd, fingerprint.encode(), 0)
         yield Folder(str(folder)), finished(folder)
     except BaseException as e:
         kept = _goes_on(e) and not fingerprint.startswith(_ONCE) and bool(_nbytes(folder))
         if not kept:
+            os.ftruncate(fd, 0)
             shutil.rmtree(folder, ignore_errors=True)
             _unmake(made[:-1] if made and made[-1] == folder else made)
         if isinstance(e, WorkerError) and kept:
