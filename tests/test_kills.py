@@ -464,7 +464,7 @@ def stopped(patch: pytest.MonkeyPatch, where: Any, attribute: str, calls: int, w
 
         def call(*args: Any, **options: Any) -> Any:
             left[0] -= 1
-            if turn == calls:
+            if left[0] == 0:
                 raise KeyboardInterrupt
             return real(*args, **options)
 
