@@ -26,6 +26,7 @@ NAMES = (
     "zarr_read",
     "to_universal",
     "convert_out",
+    "stats",
 )
 
 

@@ -33,6 +33,8 @@ from .view import CheckpointView
 if TYPE_CHECKING:
     import xarray as xr
 
+    from .show.plot import RunPlots, StepPlots
+
 
 class StepTensor(LazyTensor):
     """A tensor over the steps of a run, of shape (steps, ...). Everything else is as of a `LazyTensor`; iterating gives
@@ -46,6 +48,13 @@ class StepTensor(LazyTensor):
         fragments = self.spec.fragments
         steps = fragments.steps if isinstance(fragments, StackedFragments) else ()
         return steps if self._selection is None else tuple(steps[int(n)] for n in self._selection.axes[0])
+
+    @property
+    def plot(self) -> StepPlots:
+        """Plots, as of any tensor, and ``t.plot.steps()``: a quantity over the steps."""
+        from .show.plot import StepPlots
+
+        return StepPlots(self)
 
     @property
     def _plain(self) -> None:
@@ -181,6 +190,13 @@ class RunView(CheckpointView):
         from .interop.steps import Run, tree
 
         return tree(cast(Run, self), chunks)
+
+    @property
+    def plot(self) -> RunPlots:
+        """Plots, as of any view, and ``run.plot.steps(name)``: a quantity over the steps."""
+        from .show.plot import RunPlots
+
+        return RunPlots(self)
 
     def _shown(self, what: str) -> dict[str, dict[str, TensorSpec]]:
         """What cuts tensors would cut their steps."""

@@ -16,7 +16,7 @@ from dataclasses import replace
 from importlib import import_module
 from itertools import islice
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,6 +33,12 @@ from .io.memory import empty
 from .io.pool import Task, run
 from .io.store import Buffer, Store, narrow
 from .io.transfer import Ring, read_to
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+    from .inspect.table import Stats
+    from .show.plot import TensorPlots
 
 _SMALL = 64 << 10  # bytes that are worth a few page faults, wherever they are
 _REPLICAS = 4 << 20  # bytes of a tensor whose copies are compared at a time
@@ -382,6 +388,34 @@ class LazyTensor:
     def __bool__(self) -> bool:
         return bool(self[...])
 
+    def stats(
+        self,
+        *,
+        bins: int | Sequence[float] | None = None,
+        executor: Executor | None = None,
+        memory: int | str | None = None,
+        progress: bool | None = None,
+    ) -> Stats:
+        """Count, mean, standard deviation, least, largest, norms, zeros, NaN and infinities of the elements, whatever
+        the tensor's size: it is read once, in pieces, on several threads.
+
+        NaN and infinities are counted and left out of the rest, which is in float64; `lazyckpt.inspect.table.Stats`
+        says what each number is. ``bins``: a histogram as well, of so many bins of equal width from the least finite
+        element to the largest (elements of more than 16 bits are read twice then), or with these edges. ``executor``,
+        ``memory``, ``progress``: as for `CheckpointView.to_safetensors`.
+
+        Raises what reading raises; DataError for packed elements that are no numbers (4-bit floats), or for bins that
+        are none.
+        """
+        found: Stats = _door("inspect.stats").stats_of(self, bins, executor, memory, progress)
+        return found
+
+    @property
+    def plot(self) -> TensorPlots:
+        """Plots, with matplotlib: ``t.plot.hist()``, ``t.plot.singular_values()``, ``t.plot.layout()``."""
+        found: TensorPlots = _door("show.plot").TensorPlots(self)
+        return found
+
     def to_dask(self, chunks: Any = None) -> Any:
         """A `dask.array.Array` of this tensor; bf16 and fp8 have the dtypes of ml_dtypes. Reads nothing: its tasks
         carry this description, and read where they run.
@@ -389,10 +423,10 @@ class LazyTensor:
         ``chunks``: as dask takes them; by default 8 to 64 MiB that follow the fragments where these form a grid.
         Raises DataError where numpy has no such dtype.
         """
-        return _interop("dask").to_dask(self, chunks)
+        return _door("interop.dask").to_dask(self, chunks)
 
     def __dask_tokenize__(self) -> object:
-        return _interop("dask").token(self)
+        return _door("interop.dask").token(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         spec = self.held
@@ -481,9 +515,9 @@ class _Deferred:
         return type(t)(t._store, t.spec, t._sel[key])
 
 
-def _interop(module: str) -> Any:
-    """A door upwards: what knows other libraries stands above tensors, and is imported when it is asked for."""
-    return import_module(f".interop.{module}", __package__)
+def _door(module: str) -> Any:
+    """A door upwards: what is done with tensors stands above them, and is imported when it is asked for."""
+    return import_module(f".{module}", __package__)
 
 
 def _moved(result: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -21,13 +21,13 @@ from .formats.sharding.ranks import mesh_of
 from .formats.sharding.shard import sharded, unsharded
 from .formats.stored import stored_specs
 from .formats.wrappers import without_wrappers
+from .inspecting import Inspecting
 from .io.local import split
 from .io.remote import is_url, split_url
 from .io.store import Store
 from .loading import load_into, read_all
 from .show.text import explain, summary, tree
 from .tensor import LazyTensor
-from .writing import Writing
 
 # A state that is a whole state dict lists tied names too; a moment is listed under the name that owns it.
 _FULL_STATES = ("weights", "fp32")
@@ -36,7 +36,7 @@ _STORED = "stored"
 _Step = tuple[Literal["below"], str] | tuple[Literal["select"], Pattern | frozenset[str]]
 
 
-class CheckpointView(Writing):
+class CheckpointView(Inspecting):
     """A checkpoint, or a part of it, as a mapping from dotted names to lazy tensors. Opening reads no tensor data.
 
     ``path``: a file or a folder, or the URL of one. ``format``: the reader to use (by default the first that recognises

@@ -6,7 +6,6 @@ import os
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,10 +13,9 @@ import torch
 
 from .errors import MissingFileError
 from .export.files import FileFormat, export
-from .export.job import Run, run
+from .export.job import Run, runner
 from .export.names import NewNames, under
 from .export.safetensors import SAFETENSORS
-from .export.shards import size_in_bytes
 from .export.torch import TORCH
 from .formats.zarr.contents import Part, contents
 from .show.text import plural
@@ -82,7 +80,7 @@ class Writing(Mapping[str, LazyTensor]):
         what reading raises.
         """
         return self._export(
-            SAFETENSORS, dest, dtype, max_shard_size, names, overwrite, progress, _runner(executor, memory), verify
+            SAFETENSORS, dest, dtype, max_shard_size, names, overwrite, progress, runner(executor, memory), verify
         )
 
     def to_torch(
@@ -102,7 +100,7 @@ class Writing(Mapping[str, LazyTensor]):
         `to_safetensors`. ``dest``: a file that ends with .pt, .pth, .bin or .ckpt, or a folder, which gets
         ``pytorch_model.bin`` or numbered shards and their index."""
         return self._export(
-            TORCH, dest, dtype, max_shard_size, names, overwrite, progress, _runner(executor, memory), verify
+            TORCH, dest, dtype, max_shard_size, names, overwrite, progress, runner(executor, memory), verify
         )
 
     def to_zarr(
@@ -196,7 +194,7 @@ class Writing(Mapping[str, LazyTensor]):
             overwrite=overwrite,
             verify=verify,
             progress=progress,
-            run=_runner(executor, memory),
+            run=runner(executor, memory),
         )
 
     def to_universal(
@@ -236,7 +234,7 @@ class Writing(Mapping[str, LazyTensor]):
             overwrite=overwrite,
             verify=verify,
             progress=progress,
-            run=_runner(executor, memory),
+            run=runner(executor, memory),
         )
 
     def to_megatron(
@@ -294,7 +292,7 @@ class Writing(Mapping[str, LazyTensor]):
             overwrite=overwrite,
             verify=verify,
             progress=progress,
-            run=_runner(executor, memory),
+            run=runner(executor, memory),
         )
 
     def to_xarray(self, *, chunks: Mapping[str, Any] | None = None) -> xr.DataTree:
@@ -377,7 +375,3 @@ def check_whole(view: Writing) -> None:
             f"{plural(len(view.unreadable), 'tensor')} would be missing in what is written: {name}: {why}. Without "
             f"{'it' if len(view.unreadable) == 1 else 'them'}: view.select(lambda name: name not in view.unreadable)"
         )
-
-
-def _runner(executor: Executor | None, memory: int | str | None) -> Run:
-    return partial(run, executor=executor, memory=None if memory is None else size_in_bytes(memory))

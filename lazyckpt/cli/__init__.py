@@ -1,4 +1,5 @@
-"""The command line: `lazyckpt ls`, `lazyckpt show`, `lazyckpt convert`, `lazyckpt prune`, `lazyckpt demo`.
+"""The command line: `lazyckpt ls`, `lazyckpt show`, `lazyckpt stats`, `lazyckpt convert`, `lazyckpt prune`,
+`lazyckpt demo`.
 
 Coloured on a terminal, plain text elsewhere. What a checkpoint brings (names, paths, problems) is printed literally: no
 markup, no escape codes. Errors are one line on stderr, with exit code 2. `program` is what all commands have in common,
@@ -10,9 +11,10 @@ from .indices import parse_index
 from .looking import ls, show
 from .program import app, main
 from .pruning import prune
+from .stats import stats
 from .walking import demo
 
 __all__ = ["app", "main", "parse_index"]
 
-for _command in (ls, show, convert, prune, demo):  # in the order in which --help lists them
+for _command in (ls, show, stats, convert, prune, demo):  # in the order in which --help lists them
     app.command()(_command)

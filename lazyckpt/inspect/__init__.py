@@ -1,1 +1,5 @@
-"""What lazy tensors hold, read once and in bounded memory: their statistics, and what differs between two of them."""
+"""What the elements of tensors are like, found by going through them piece by piece: statistics, and what differs
+between two tensors.
+
+Nothing here knows of views or formats: it takes mappings of lazy tensors, as the writers do.
+"""

@@ -1,0 +1,138 @@
+"""`lazyckpt stats`: what the elements of tensors are like."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import DataError
+from ..inspect.table import ODD, Stats, Table
+from ..show.text import printable
+from .console import write_line, write_text
+from .opening import (
+    FormatOption,
+    JsonOption,
+    PathArg,
+    RulesOption,
+    StateOption,
+    StoredOption,
+    TagOption,
+    open_view,
+    part_of,
+)
+
+_COLUMNS = (
+    "name",
+    "dtype",
+    "count",
+    "nan",
+    "posinf",
+    "neginf",
+    "zeros",
+    "mean",
+    "std",
+    "min",
+    "max",
+    "absmax",
+    "l1",
+    "l2",
+)
+
+
+def stats(
+    path: PathArg,
+    names: Annotated[
+        str, typer.Argument(metavar="NAMES", help="A part: layers.3.mlp, '*.norm.weight'", show_default=False)
+    ] = "",
+    sort: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="Numbers from the largest on: std, absmax, nan, l2, zeros, ...")
+    ] = None,
+    bins: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Histograms as well; reads elements above 16 bits twice.")
+    ] = None,
+    state: StateOption = None,
+    stored: StoredOption = False,
+    tag: TagOption = None,
+    format: FormatOption = None,
+    rules: RulesOption = None,
+    as_json: JsonOption = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="The table as CSV, without histograms.")] = False,
+) -> None:
+    """Mean, standard deviation, range, norms, zeros, NaN and infinities of every tensor. Reads everything once.
+
+    NaN and infinities are counted and left out of the rest. A tensor that cannot be read is a row that says why.
+    """
+    if sort is not None and sort not in _COLUMNS:  # before everything is read
+        raise DataError(f"there is no column {sort!r} to sort by; there are: {', '.join(_COLUMNS)}")
+    view = open_view(path, state, stored, tag, format, rules)
+    chosen = view.select(names) if set(names) & set("*?[") and names not in view else part_of(view, names)
+    table = _ordered(chosen.stats(bins=bins), sort)
+    if as_json or as_csv:
+        write_text(_json(table) if as_json else _csv(table))
+    elif len(table):
+        _print(table)
+    else:
+        write_line(("(no tensors)", "dim"))
+
+
+def _ordered(table: Table, column: str | None) -> Table:
+    """By a column: texts ascending, numbers from the largest to the least; then those that have no number. None: as it
+    is."""
+    if column is None:
+        return table
+
+    def key(row: Stats) -> tuple[bool, Any]:
+        value = getattr(row, column)
+        if isinstance(value, str):
+            return False, value
+        none = value is None or math.isnan(value)
+        return none, 0 if none else -value
+
+    return Table(sorted(table, key=key))
+
+
+def _print(table: Table) -> None:
+    head, *lines = table.lines()
+    write_line(*((f"{cell}  ", "bold") for cell in head), strip=True)
+    total = len(lines) - 1 if len(table) > 1 else None
+    for n, line in enumerate(lines):
+        error = len(line) < len(head)
+        pieces = []
+        for c, cell in enumerate(line):
+            odd = (c in ODD and cell.strip() not in ("", "0")) or (error and c == 3)
+            style = "bold red" if odd else "bold" if n == total else "cyan" if c in (1, 2) else ""
+            pieces.append((f"{cell}  ", style))
+        write_line(*pieces, strip=True)
+
+
+def _json(table: Table) -> str:
+    """Rows and total. JSON has no NaN and no infinity: null, and the texts "Infinity" and "-Infinity"."""
+    found = {"tensors": table.as_dicts(), "total": table.total.as_dict()}
+    return json.dumps(_plain(found), indent=2, allow_nan=False)
+
+
+def _csv(table: Table) -> str:
+    """A line for every tensor, with a header; shapes as "4x5", no histograms."""
+    out = io.StringIO()
+    names = [name for name in Stats.__dataclass_fields__ if name != "histogram"]
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(names)
+    for row in table:
+        cells = {name: getattr(row, name) for name in names} | {"shape": "x".join(map(str, row.shape))}
+        writer.writerow([printable(x) if isinstance(x, str) else x for x in cells.values()])
+    return out.getvalue().removesuffix("\n")
+
+
+def _plain(what: Any) -> Any:
+    if isinstance(what, dict):
+        return {key: _plain(value) for key, value in what.items()}
+    if isinstance(what, list):
+        return [_plain(value) for value in what]
+    if isinstance(what, float) and not math.isfinite(what):
+        return None if math.isnan(what) else "Infinity" if what > 0 else "-Infinity"
+    return what

@@ -1,0 +1,300 @@
+"""Plots, with matplotlib: imported when the first is drawn.
+
+Each draws into ``ax`` or, without one, into a new figure, and returns the Axes. None shows the figure or changes
+matplotlib's settings. What is drawn is read in pieces, in bounded memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..core.dtypes import short_name
+from ..core.names import natural
+from ..errors import DataError
+from ..inspect.spectrum import ACCURACY, singular_values
+from ..inspect.stats import Bins, stats_of, stats_of_all
+from ..inspect.table import Stats, Table
+from ..tensor import LazyTensor
+from .layout import Cell, drawing
+from .text import printable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_TICKS = 40  # labels along an axis
+_LABEL = 40  # characters of a label
+_LEGEND = 16  # entries of a legend, and colours that are told apart
+_TEXTS = 80  # cells that have their label written on them
+_QUANTITIES = ("mean", "std", "min", "max", "absmax", "l1", "l2", "zeros", "nan", "posinf", "neginf")
+
+
+class TensorPlots:
+    """Plots of one tensor: ``t.plot``."""
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: LazyTensor) -> None:
+        self._tensor = tensor
+
+    def hist(self, bins: Bins = 100, *, ax: Axes | None = None) -> Axes:
+        """A histogram of the finite elements, of so many bins or between these edges. Reads the tensor once; twice
+        where elements are wider than 16 bits and ``bins`` is a number.
+
+        Raises what `LazyTensor.stats` raises.
+        """
+        import_matplotlib()
+        found = stats_of(self._tensor, bins)
+        assert found.histogram is not None  # it was asked for
+        ax = _axes() if ax is None else ax
+        ax.stairs(found.histogram.counts, found.histogram.edges, fill=True)
+        lines = [_title(self._tensor)]
+        odd = {"NaN": found.nan, "+Inf": found.posinf, "-Inf": found.neginf}
+        if any(odd.values()):
+            lines.append("not drawn: " + ", ".join(f"{n:,} {what}" for what, n in odd.items() if n))
+        ax.set(title="\n".join(lines), xlabel="value", ylabel="elements in a bin")
+        return ax
+
+    def singular_values(self, *, ax: Axes | None = None) -> Axes:
+        """The singular values of a matrix, largest first, on a logarithmic axis; those below the dotted line are noise
+        (`lazyckpt.inspect.spectrum.singular_values` tells of accuracy, memory, and the largest matrix)."""
+        import_matplotlib()
+        values = singular_values(self._tensor)
+        ax = _axes() if ax is None else ax
+        ax.plot(range(1, len(values) + 1), values.tolist())
+        largest = float(values[0]) if len(values) else 0.0
+        if largest > 0:
+            ax.set_yscale("log", nonpositive="mask")
+            if float(values[-1]) < ACCURACY * largest:
+                ax.axhline(ACCURACY * largest, color="gray", linestyle=":", label="accuracy")
+                ax.set_ylim(bottom=ACCURACY * largest / 10)
+                ax.legend()
+        ax.set(title=_title(self._tensor), xlabel="number, largest first", ylabel="singular value")
+        return ax
+
+    def layout(self, *, ax: Axes | None = None) -> Axes:
+        """Which rank holds what of the tensor: its fragments as boxes, coloured by rank, along the two dimensions that
+        it is cut along (or its longest ones). What cannot be read is hatched. Reads no data."""
+        import_matplotlib()
+        from matplotlib.patches import Patch, Rectangle
+
+        drawn = drawing(self._tensor)
+        ax = _axes() if ax is None else ax
+        labels = sorted({h.label for h in drawn.holders}, key=natural)
+        colours = _colours(labels)
+        (top, bottom), (left, right) = drawn.rows, drawn.cols
+        for cell in drawn.cells:
+            (r0, r1), (c0, c1) = cell.rows, cell.cols
+            box = Rectangle((c0, r0), c1 - c0, r1 - r0, facecolor=colours[cell.holders[0].label])
+            box.set(hatch="///" if cell.missing else None, edgecolor="red" if cell.missing else "white")
+            ax.add_patch(box)
+            if len(drawn.cells) <= _TEXTS and _roomy(cell, drawn.rows, drawn.cols):
+                ax.text((c0 + c1) / 2, (r0 + r1) / 2, _holder_text(cell), ha="center", va="center", fontsize="small")
+        ax.set(xlim=(left, right or 1), ylim=(bottom or 1, top), title=_title(self._tensor))
+        ax.set_xlabel("" if drawn.col_dim is None else f"dimension {drawn.col_dim} (elements)")
+        ax.set_ylabel("" if drawn.row_dim is None else f"dimension {drawn.row_dim} (elements)")
+        ax.locator_params(integer=True)
+        if drawn.row_dim is None:
+            ax.set_yticks([])
+        if 1 < len(labels) <= _LEGEND:
+            patches = [Patch(color=colours[label], label=_short(printable(label))) for label in labels]
+            ax.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
+        notes = []
+        if len(labels) > _LEGEND:
+            notes.append(f"{len(labels):,} ranks, from {labels[0]} to {labels[-1]}")
+        if any(cell.missing for cell in drawn.cells):
+            notes.append("hatched: its file is missing")
+        if drawn.merged:
+            notes.append(f"{drawn.blocks:,} blocks, neighbours drawn together")
+        if drawn.undrawn:
+            notes.append(f"also cut along dimension {', '.join(map(str, drawn.undrawn))}")
+        if notes:
+            ax.set_title(_title(self._tensor) + "\n" + "; ".join(notes))
+        return ax
+
+
+class StepPlots(TensorPlots):
+    """Plots of a tensor of a run."""
+
+    __slots__ = ()
+
+    def steps(self, quantity: str | Callable[[torch.Tensor], Any] = "norm", *, ax: Axes | None = None) -> Axes:
+        """A quantity of the tensor over the steps of the run: "norm" (L2), a column of `LazyTensor.stats` ("std",
+        "absmax", "zeros", ...), or a function of the tensor at a step, which gives a number. Reads one step after the
+        other, for a function as a whole tensor.
+
+        Raises DataError for a quantity that there is not, and what reading raises.
+        """
+        column = "l2" if quantity == "norm" else quantity
+        if not callable(quantity) and column not in _QUANTITIES:
+            listed = ", ".join(("norm", *_QUANTITIES))
+            raise DataError(f"there is no quantity {quantity!r}: it is one of {listed}, or a function of a tensor")
+        import_matplotlib()
+        steps: tuple[int, ...] = getattr(self._tensor, "steps", ())
+        if self._tensor.shape[:1] != (len(steps),):
+            raise DataError(
+                f"this part of {self._tensor.name!r} has no dimension of steps: take t.lazy[:, ...] instead"
+            )
+        values = []
+        for n in range(len(steps)):
+            one = self._tensor.lazy[n]
+            values.append(float(quantity(one[...])) if callable(quantity) else getattr(stats_of(one), str(column)))
+        ax = _axes() if ax is None else ax
+        ax.plot(steps, values, marker="o", label=printable(self._tensor.name))
+        what = getattr(quantity, "__name__", "quantity") if callable(quantity) else _QUANTITY.get(quantity, quantity)
+        ax.set(title=_short(printable(self._tensor.name)), xlabel="step", ylabel=what)
+        return ax
+
+
+class ViewPlots:
+    """Plots of a view: ``view.plot``."""
+
+    __slots__ = ("_view",)
+
+    def __init__(self, view: Any) -> None:
+        self._view = view
+
+    def hist(self, name: str, bins: Bins = 100, *, ax: Axes | None = None) -> Axes:
+        """`TensorPlots.hist` of a tensor of the view."""
+        return TensorPlots(_one(self._view, name)).hist(bins, ax=ax)
+
+    def singular_values(self, name: str, *, ax: Axes | None = None) -> Axes:
+        """`TensorPlots.singular_values` of a tensor of the view."""
+        return TensorPlots(_one(self._view, name)).singular_values(ax=ax)
+
+    def layout(self, name: str, *, ax: Axes | None = None) -> Axes:
+        """`TensorPlots.layout` of a tensor of the view."""
+        return TensorPlots(_one(self._view, name)).layout(ax=ax)
+
+    def norms(self, *, ax: Axes | None = None) -> Axes:
+        """L2 norms of all tensors as a heat map: a row for each layer (the first number between dots of a full name), a
+        column for each kind of parameter (the name with "*" for every such number); tensors of one layer and kind
+        (experts) together. Names without a number are in a row of their own, "-". A cell is marked "!" where there
+        are NaN or infinities (the norm is that of the rest), "?" where a tensor cannot be read. Reads the view once.
+        """
+        import_matplotlib()
+        from matplotlib.colors import LogNorm
+
+        rows, kinds, cells = _grid({self._view.full_name(one.name): one for one in stats_of_all(self._view.once()[0])})
+        if not cells:
+            raise DataError("there are no tensors in this view: there are no norms to draw")
+        norms = torch.full((len(rows), len(kinds)), torch.nan, dtype=torch.float64)
+        marks: list[tuple[int, int, str]] = []
+        for (row, kind), found in cells.items():
+            at = rows.index(row), kinds.index(kind)
+            good = [s for s in found if s.error is None]
+            if good:
+                norms[at] = Table(good).total.l2 or 0.0
+            mark = "?" if len(good) < len(found) else "!" if any(s.finite < s.count for s in good) else ""
+            if mark:
+                marks.append((*at, mark))
+        size = (2.5 + 0.45 * min(len(kinds), _TICKS), 3 + 0.2 * min(len(rows), _TICKS))
+        ax = _axes(size) if ax is None else ax
+        positive = norms[norms > 0]
+        scale = LogNorm(float(positive.min()), float(positive.max())) if len(positive) else None
+        image = ax.imshow(norms.numpy(), aspect="auto", interpolation="nearest", norm=scale)
+        for r, k, mark in marks:
+            ax.text(k, r, mark, ha="center", va="center", color="white", backgroundcolor="red", fontsize="x-small")
+        _ticks(ax.set_yticks, [str(row) if row is not None else "-" for row in rows], {})
+        _ticks(ax.set_xticks, _kind_labels(kinds), {"rotation": 45, "ha": "right", "rotation_mode": "anchor"})
+        ax.set(title="L2 norms", ylabel="layer")
+        bar = ax.figure.colorbar(image, ax=ax)
+        bar.set_label("L2 norm")
+        return ax
+
+
+class RunPlots(ViewPlots):
+    """Plots of a run: ``run.plot``."""
+
+    __slots__ = ()
+
+    def steps(
+        self, name: str, quantity: str | Callable[[torch.Tensor], Any] = "norm", *, ax: Axes | None = None
+    ) -> Axes:
+        """`StepPlots.steps` of a tensor of the run."""
+        return StepPlots(_one(self._view, name)).steps(quantity, ax=ax)
+
+
+_QUANTITY = {"norm": "L2 norm", "l2": "L2 norm", "l1": "L1 norm", "std": "standard deviation", "absmax": "largest |x|"}
+
+
+def import_matplotlib() -> Any:
+    """matplotlib.pyplot. Raises DataError, which says what to install."""
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as e:
+        raise DataError(f"plots need matplotlib: pip install 'lazyckpt[plot]' ({e})") from None
+    return plt
+
+
+def _axes(size: tuple[float, float] | None = None) -> Any:
+    """Of a new figure, whose labels have the room that they need."""
+    return import_matplotlib().subplots(figsize=size, layout="constrained")[1]
+
+
+def _one(view: Mapping[str, LazyTensor], name: str) -> LazyTensor:
+    found: Any = view[name]
+    if not isinstance(found, LazyTensor):
+        raise DataError(f"{name!r} is no tensor, {len(found):,} tensors are below it: name one of them")
+    return found
+
+
+def _grid(
+    found: Mapping[str, Stats],
+) -> tuple[list[int | None], list[str], dict[tuple[int | None, str], list[Stats]]]:
+    """-> (layers, kinds in their order, the statistics of each)."""
+    cells: dict[tuple[int | None, str], list[Stats]] = {}
+    for name, one in found.items():
+        parts = name.split(".")
+        layer = next((int(part) for part in parts if _is_number(part)), None)
+        kind = ".".join("*" if _is_number(part) else part for part in parts)
+        cells.setdefault((layer, kind), []).append(one)
+    rows = sorted({row for row, _ in cells}, key=lambda row: -1 if row is None else row)
+    return rows, list(dict.fromkeys(kind for _, kind in cells)), cells
+
+
+def _is_number(part: str) -> bool:
+    return part.isascii() and part.isdigit() and len(part) < 10
+
+
+def _kind_labels(kinds: list[str]) -> list[str]:
+    """What comes after the number of the layer, where that is enough to tell one kind from all others."""
+    tails = [kind.partition("*")[2].lstrip(".") or kind for kind in kinds]
+    return [_short(printable(t if tails.count(t) == 1 else k)) for t, k in zip(tails, kinds)]
+
+
+def _ticks(place: Callable[..., Any], labels: list[str], style: dict[str, Any]) -> None:
+    """As many of the labels as can be read."""
+    step = -(-len(labels) // _TICKS) or 1
+    place(range(0, len(labels), step), labels=labels[::step], **style)
+
+
+def _colours(labels: list[str]) -> dict[str, Any]:
+    """Colours that can be told apart, of more labels than there are such: along a scale."""
+    colours = import_matplotlib().get_cmap("tab20" if len(labels) <= _LEGEND else "viridis")
+    if len(labels) <= _LEGEND:
+        return {label: colours((2 * n + 1) % 20 if n < 10 else 2 * n % 20) for n, label in enumerate(labels)}
+    return {label: colours(n / (len(labels) - 1)) for n, label in enumerate(labels)}
+
+
+def _roomy(cell: Cell, rows: tuple[int, int], cols: tuple[int, int]) -> bool:
+    """Whether a label fits into a cell, about."""
+    high = (cell.rows[1] - cell.rows[0]) / max(1, rows[1] - rows[0])
+    wide = (cell.cols[1] - cell.cols[0]) / max(1, cols[1] - cols[0])
+    return high >= 0.05 and wide >= 0.015 * len(_holder_text(cell))
+
+
+def _holder_text(cell: Cell) -> str:
+    more = f" +{len(cell.holders) - 1} more" if len(cell.holders) > 1 else ""
+    return _short(printable(cell.holders[0].label)) + more
+
+
+def _title(t: LazyTensor) -> str:
+    return f"{_short(printable(t.name))}  {short_name(t.dtype)} [{', '.join(map(str, t.shape))}]"
+
+
+def _short(text: str) -> str:
+    """Its end, which tells more than its beginning."""
+    return text if len(text) <= _LABEL else "\N{HORIZONTAL ELLIPSIS}" + text[1 - _LABEL :]

@@ -1,0 +1,263 @@
+"""Plots: what is drawn is what the tensors hold. Nothing is shown, no setting changes."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import lazyckpt
+from lazyckpt.errors import DataError
+from lazyckpt.inspect import spectrum
+from lazyckpt.inspect.spectrum import singular_values
+from lazyckpt.show import plot
+from lazyckpt.show.layout import drawing
+
+from .counting import opened
+from .writers import Case
+
+matplotlib = pytest.importorskip("matplotlib")
+matplotlib.use("Agg")
+
+
+@pytest.fixture(autouse=True)
+def nothing_else_changes() -> Iterator[None]:
+    import matplotlib.pyplot as plt
+
+    before = dict(matplotlib.rcParams)
+    yield
+    assert dict(matplotlib.rcParams) == before
+    for number in plt.get_fignums():
+        plt.figure(number).canvas.draw()  # all of it can be drawn
+    plt.close("all")
+
+
+def saved(folder: Path, tensors: dict[str, torch.Tensor]) -> lazyckpt.CheckpointView:
+    torch.save(tensors, folder / "model.pt")
+    return lazyckpt.open(folder / "model.pt", cache=False)
+
+
+def overlapping(ax: Any) -> int:
+    """Labels of the vertical axis that are drawn over the one before."""
+    ax.figure.canvas.draw()
+    boxes = [label.get_window_extent() for label in ax.get_yticklabels() if label.get_text()]
+    return sum(bool(one.overlaps(two)) for one, two in pairwise(boxes))
+
+
+# -- histogram
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_hist(tmp_path: Path, dtype: torch.dtype) -> None:
+    w = torch.randn(300, 50).to(dtype)
+    w[0, :3] = torch.tensor([math.nan, math.inf, -math.inf])
+    view = saved(tmp_path, {"a.w": w})
+    ax = view["a.w"].plot.hist(bins=20)
+    x = w.double().numpy()
+    counts, edges = np.histogram(x[np.isfinite(x)], 20)
+    drawn = ax.patches[0].get_data()
+    assert drawn.values.tolist() == counts.tolist() and drawn.edges.tolist() == edges.tolist()
+    assert ax.get_title() == f"a.w  {'f32' if dtype == torch.float32 else 'bf16'} [300, 50]\n" + (
+        "not drawn: 1 NaN, 1 +Inf, 1 -Inf"
+    )
+    assert ax.get_xlabel() and ax.get_ylabel()
+    again = view.plot.hist("a.w", [-1, 0, 1], ax=ax)
+    assert again is ax and ax.patches[1].get_data().edges.tolist() == [-1, 0, 1]
+    with pytest.raises(DataError, match="is no tensor"):
+        view.plot.hist("a")
+
+
+# -- norms
+
+
+def test_norms(tmp_path: Path) -> None:
+    g = torch.Generator().manual_seed(0)
+    layers, experts = 60, 3
+    tensors = {"embed.weight": torch.randn(9, 4, generator=g)}
+    for n in range(layers):
+        tensors[f"layers.{n}.w1.weight"] = torch.randn(4, 4, generator=g) * (n + 1)
+        for e in range(experts):
+            tensors[f"layers.{n}.experts.{e}.up"] = torch.randn(4, generator=g)
+    tensors["layers.7.extra"] = torch.ones(4)
+    tensors["layers.3.w1.weight"][0, 0] = math.nan
+    tensors["layers.4.w1.weight"] = torch.zeros(8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    view = saved(tmp_path, tensors)
+    ax = view.plot.norms()
+    (image,) = ax.images
+    norms = np.ma.filled(image.get_array(), np.nan)
+    assert norms.shape == (layers + 1, 4)  # a row for what is in no layer
+    assert norms[0, 0] == pytest.approx(float(tensors["embed.weight"].norm()))
+    assert np.isnan(norms[0, 1:]).all() and np.isnan(norms[1:, 0]).all()
+    assert norms[8, 3] == 2 and np.isnan(norms[9, 3])
+    for n in range(layers):
+        if n not in (3, 4):
+            assert norms[n + 1, 1] == pytest.approx(float(tensors[f"layers.{n}.w1.weight"].norm()))
+        together = torch.cat([tensors[f"layers.{n}.experts.{e}.up"] for e in range(experts)])
+        assert norms[n + 1, 2] == pytest.approx(float(together.norm()))
+    assert [(t.get_text(), t.get_position()) for t in ax.texts] == [("!", (1, 4)), ("?", (1, 5))]
+    assert [t.get_text() for t in ax.get_xticklabels()] == ["embed.weight", "w1.weight", "experts.*.up", "extra"]
+    rows = [t.get_text() for t in ax.get_yticklabels()]
+    assert rows[:3] == ["-", "1", "3"] and len(rows) <= 40  # every other one
+    assert overlapping(ax) == 0
+    part = view["layers.5"].plot.norms()
+    assert [t.get_text() for t in part.get_yticklabels()] == ["5"]
+    with pytest.raises(DataError, match="no tensors"):
+        view.select("nothing").plot.norms()
+
+
+def test_norms_of_zeros(tmp_path: Path) -> None:
+    ax = saved(tmp_path, {"a.0": torch.zeros(3), "a.1": torch.empty(0)}).plot.norms()
+    assert ax.images[0].get_array().shape == (2, 1)
+
+
+# -- singular values
+
+
+@pytest.mark.parametrize("shape", [(300, 40), (40, 300), (64, 64), (1, 7), (7, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_singular_values(
+    tmp_path: Path, shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spectrum, "_PIECE", 40 * 16 * 7)  # many blocks, the last one smaller
+    w = torch.randn(shape, dtype=torch.complex64 if dtype.is_complex else torch.float64).to(dtype)
+    saved(tmp_path, {"w": w})
+    view, counts = opened(tmp_path / "model.pt")
+    counts.clear()
+    found = singular_values(view["w"])
+    assert counts.bytes == w.nbytes
+    wide = w.to(torch.complex128 if dtype.is_complex else torch.float64)
+    torch.testing.assert_close(found, torch.linalg.svdvals(wide), rtol=1e-9, atol=1e-9)
+    ax = view["w"].plot.singular_values()
+    assert ax.lines[0].get_ydata().tolist() == found.tolist()
+    assert list(ax.lines[0].get_xdata()) == list(range(1, min(shape) + 1))
+    assert ax.get_yscale() == "log"
+
+
+def test_singular_values_are_as_accurate_as_is_said(tmp_path: Path) -> None:
+    g = torch.Generator().manual_seed(0)
+    u = torch.linalg.qr(torch.randn(200, 50, generator=g, dtype=torch.float64))[0]
+    v = torch.linalg.qr(torch.randn(50, 50, generator=g, dtype=torch.float64))[0]
+    true = torch.logspace(0, -12, 50, dtype=torch.float64)
+    view = saved(tmp_path, {"w": u @ torch.diag(true) @ v.T})
+    found = singular_values(view["w"])
+    assert float((found - true).abs().max()) <= spectrum.ACCURACY * 2
+    assert float(((found - true) / true)[true > 1e-5].abs().max()) < 1e-5
+    ax = view["w"].plot.singular_values()
+    assert ax.lines[1].get_ydata()[0] == pytest.approx(spectrum.ACCURACY * float(found[0]))
+
+
+def test_what_has_no_singular_values(tmp_path: Path) -> None:
+    tensors = {"cube": torch.ones(2, 3, 4), "large": torch.ones(1, 1).expand(9000, 9000), "odd": torch.ones(3, 3)}
+    tensors["odd"][1, 1] = math.nan
+    tensors["packed"] = torch.zeros(4, 4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    tensors["zero"] = torch.zeros(3, 2)
+    view = saved(tmp_path, tensors)
+    for name, message in {
+        "cube": "3 dimensions",
+        "large": "at most 8,192",
+        "odd": "NaN",
+        "packed": "no numbers",
+    }.items():
+        with pytest.raises(DataError, match=message):
+            view.plot.singular_values(name)
+    assert view.plot.singular_values("zero").lines[0].get_ydata().tolist() == [0, 0]
+
+
+# -- steps
+
+
+def test_steps(tmp_path: Path) -> None:
+    tensors = {step: torch.randn(6, 5) * step for step in (10, 20, 40)}
+    for step, w in tensors.items():
+        torch.save({"a.w": w, "b": torch.ones(2)}, tmp_path / f"step_{step}.pt")
+    run = lazyckpt.open_run(tmp_path)
+    for quantity, want, label in (
+        ("norm", lambda w: w.norm(), "L2 norm"),
+        ("std", lambda w: w.std(correction=0), "standard deviation"),
+        ("max", torch.max, "max"),
+        (torch.trace, torch.trace, "trace"),
+    ):
+        ax = run.plot.steps("a.w", quantity)
+        (line,) = ax.lines
+        assert list(line.get_xdata()) == [10, 20, 40]
+        assert list(line.get_ydata()) == pytest.approx([float(want(w)) for w in tensors.values()], rel=1e-5)
+        assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_title()) == ("step", label, "a.w")
+    assert list(run["a.w"].lazy[1:].plot.steps().lines[0].get_xdata()) == [20, 40]
+    assert run["a.w"].plot.hist().patches
+    with pytest.raises(DataError, match="no quantity 'size'"):
+        run.plot.steps("a.w", "size")
+    with pytest.raises(DataError, match="no dimension of steps"):
+        run["a.w"].lazy[0].plot.steps()
+    assert not hasattr(run.at(10).plot, "steps")
+
+
+# -- layout
+
+
+def test_layout_reads_nothing(case: Case) -> None:
+    view, counts = opened(case.path, **case.info.get("open", {}))
+    some = sorted(view.values(), key=lambda t: len(t.fragments))[-2:]
+    for t in some:
+        drawn = drawing(t)
+        counts.clear()
+        ax = t.plot.layout()
+        ax.figure.canvas.draw()
+        assert counts.bytes == 0
+        boxes = {(p.get_y(), p.get_y() + p.get_height(), p.get_x(), p.get_x() + p.get_width()) for p in ax.patches}
+        assert boxes == {(*c.rows, *c.cols) for c in drawn.cells}
+        holders = {h.label for h in drawn.holders}
+        assert len({p.get_facecolor() for p in ax.patches}) <= len(holders)
+        legend = ax.get_legend()
+        if legend is not None:
+            assert {text.get_text() for text in legend.get_texts()} == {plot._short(label) for label in holders}
+
+
+def test_layout_of_a_lost_file(dcp_hole: tuple[lazyckpt.CheckpointView, Case]) -> None:
+    view, _ = dcp_hole
+    t = max((t for t in view.values() if any(c.missing for c in drawing(t).cells)), key=lambda t: t.numel())
+    ax = view.plot.layout(t.name)
+    assert [bool(p.get_hatch()) for p in ax.patches] == [c.missing for c in drawing(t).cells]
+    assert "its file is missing" in ax.get_title()
+
+
+def test_colours_tell_ranks_apart() -> None:
+    for n in (1, 2, 16, 17, 300):
+        colours = plot._colours([f"dp {k}" for k in range(n)])
+        assert len(set(colours.values())) == (n if n <= 256 else 256)
+
+
+# -- without matplotlib
+
+
+def test_without_matplotlib(tmp_path: Path) -> None:
+    saved(tmp_path, {"w": torch.ones(3, 3)})
+    program = f"""
+import sys
+sys.modules["matplotlib"] = None
+import lazyckpt
+view = lazyckpt.open({str(tmp_path / "model.pt")!r})
+for draw in (view["w"].plot.hist, view["w"].plot.singular_values, view["w"].plot.layout, view.plot.norms):
+    try:
+        draw()
+    except lazyckpt.DataError as e:
+        assert "pip install 'lazyckpt[plot]'" in str(e), e
+    else:
+        raise AssertionError("no error")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_looking_at_plots_loads_nothing(tmp_path: Path) -> None:
+    saved(tmp_path, {"w": torch.ones(3)})
+    program = f"import sys, lazyckpt; v = lazyckpt.open({str(tmp_path / 'model.pt')!r}); v.plot, v['w'].plot.hist; "
+    program += "assert 'matplotlib' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
