@@ -67,7 +67,9 @@ def convert(
     tag: TagOption = None,
     format: FormatOption = None,
     rules: RulesOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Plan and result as one JSON object; errors ahead of it on stderr.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Plan and result as one JSON object; errors ahead of it on stderr.")
+    ] = False,
 ) -> None:
     """Write a checkpoint in another layout: prints a plan, then works in bounded memory. Nothing is visible at DST
     before all of it is complete.
