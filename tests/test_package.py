@@ -33,7 +33,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 HEAVY = (
     "zarr", "xarray", "numcodecs", "dask", "matplotlib", "obstore", "fsspec", "aiohttp", "typer", "rich", "click",
-    "deepspeed", "transformers", "megatron", "accelerate", "lightning", "pandas", "safetensors",
+    "deepspeed", "transformers", "megatron", "accelerate", "lightning", "pandas", "safetensors", "textual",
 )  # fmt: skip
 
 
@@ -84,7 +84,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("deepspeed", "distributed", "engine", "run", "retention", "comparing"),
     ("recipes",),
     ("",),  # lazyckpt/__init__.py
-    ("demo",),
+    ("demo", "browse"),
     ("cli",),
     ("__main__",),
 )

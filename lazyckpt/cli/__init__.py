@@ -1,12 +1,13 @@
-"""The command line: `lazyckpt ls`, `lazyckpt show`, `lazyckpt convert`, `lazyckpt prune`, `lazyckpt demo`.
+"""The command line: `lazyckpt ls`, `show`, `browse`, `convert`, `prune`, `demo`.
 
 Coloured on a terminal, plain text elsewhere. What a checkpoint brings (names, paths, problems) is printed literally: no
 markup, no escape codes. Errors are one line on stderr, with exit code 2. `program` is what all commands have in common,
 `console` how they print, `opening` how they open; a module for each group of commands.
 """
 
+from ..core.indices import parse_index
+from .browsing import browse
 from .converting import convert
-from .indices import parse_index
 from .looking import ls, show
 from .program import app, main
 from .pruning import prune
@@ -14,5 +15,5 @@ from .walking import demo
 
 __all__ = ["app", "main", "parse_index"]
 
-for _command in (ls, show, convert, prune, demo):  # in the order in which --help lists them
+for _command in (ls, show, browse, convert, prune, demo):  # in the order in which --help lists them
     app.command()(_command)

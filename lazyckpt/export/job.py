@@ -18,11 +18,13 @@ from concurrent.futures import (
     ThreadPoolExecutor,
     wait,
 )
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 from uuid import uuid4
 
 from ..errors import DataError, LazyckptError, WorkerError
 from ..io.pool import stopped, threads
+from .shards import size_in_bytes
 
 MEMORY = 1 << 30  # bytes that running tasks hold together, if nothing else is said
 OVERHEAD = 12 << 20  # bytes that a task takes to read, besides what it reads into
@@ -94,6 +96,11 @@ def run(tasks: Iterable[Task], done: Done, executor: Executor | None = None, mem
                 for task, result in zip(batch, future.result(), strict=True):
                     done(task, result)
         raise
+
+
+def runner(executor: Executor | None, memory: int | str | None) -> Run:
+    """`run` there, with so many bytes, or text such as "2GB". Raises DataError for a size that is none."""
+    return partial(run, executor=executor, memory=None if memory is None else size_in_bytes(memory))
 
 
 def shares_memory(executor: Executor | None) -> bool:

@@ -79,41 +79,64 @@ class Node:
 def build(view: CheckpointView) -> Node:
     """The names of a view as nodes, children in natural order."""
     root = Node("")
+    nodes: dict[str | None, Node] = {None: root}
+
+    def node(path: str | None) -> Node:
+        found = nodes.get(path)
+        if found is None:
+            assert path is not None  # the root is there
+            above, dot, label = path.rpartition(".")
+            found = nodes[path] = Node(label)
+            node(above if dot else None).children[label] = found
+        return found
+
     seen: set[str] = set()
     for name in view:
+        if name.count(".") > _LEVELS:
+            *above, label = name.split(".", _LEVELS)
+            leaf = node(".".join(above)).children.setdefault(label, Node(label))
+        else:
+            leaf = node(name)
         owner = view.owner(name)
-        tensor = view[name]
-        first = owner not in seen
+        leaf.tensor = view[name]
+        leaf.tied = owner if owner != leaf.tensor.name else ""
+        leaf.counted = owner not in seen
         seen.add(owner)
-        path = [root]
-        for part in name.split(".", _LEVELS):
-            path.append(path[-1].children.setdefault(part, Node(part)))
-        path[-1].tensor = tensor
-        path[-1].tied = owner if owner != tensor.name else ""
-        path[-1].counted = first
-        for node in path:
-            node.tensors += 1
-            if first:
-                node.numel += tensor.spec.numel
-                node.nbytes += tensor.spec.nbytes
-    _sort(root)
+    _finish(root, {})
     return root
 
 
-def _sort(node: Node) -> None:
-    node.children = dict(sorted(node.children.items(), key=lambda item: natural(item[0])))
+def _finish(node: Node, keys: dict[str, list[tuple[int, int, str]]]) -> None:
+    """Sort the children and add them up. ``keys``: what labels, which recur in all layers, are sorted by."""
+    if node.tensor is not None:
+        node.tensors = 1
+        if node.counted:
+            node.numel, node.nbytes = node.tensor.spec.numel, node.tensor.spec.nbytes
+    if len(node.children) > 1:
+        for label in node.children:
+            if label not in keys:
+                keys[label] = natural(label)
+        node.children = {label: node.children[label] for label in sorted(node.children, key=keys.__getitem__)}
     for child in node.children.values():
-        _sort(child)
+        _finish(child, keys)
+        node.tensors += child.tensors
+        node.numel += child.numel
+        node.nbytes += child.nbytes
 
 
 def summary(view: CheckpointView) -> str:
     """Format, mesh, size and counts on one line."""
+    return " | ".join(facts(view, view.numel, view.nbytes))
+
+
+def facts(view: CheckpointView, numel: int, nbytes: int) -> list[str]:
+    """What `summary` says, one thing after the other; ``numel``, ``nbytes``: the view's."""
     m = view.mesh
     degrees = " ".join(f"{k}={v}" for k, v in (("tp", m.tp), ("pp", m.pp), ("dp", m.dp), ("ep", m.ep)) if v > 1)
     files = len(view.files)
     parts = [
         view.format + (f" ({degrees})" if degrees else ""),
-        f"{human_count(view.numel)} elements, {human_bytes(view.nbytes)} in {plural(len(view), 'tensor')}",
+        f"{human_count(numel)} elements, {human_bytes(nbytes)} in {plural(len(view), 'tensor')}",
         plural(files, "file"),
     ]
     states = [printable(s) for s in view.states]
@@ -124,7 +147,7 @@ def summary(view: CheckpointView) -> str:
         parts.append(f"state {printable(view.state)}" + (f" (also {', '.join(others)})" if others else ""))
     if view.problems:
         parts.append(plural(len(view.problems), "problem"))
-    return " | ".join(parts)
+    return parts
 
 
 class Row(NamedTuple):

@@ -20,7 +20,7 @@ JSON_LIMIT = 1_000_000  # elements that are given as JSON
 def values(t: LazyTensor, width: int = 100) -> str:
     """All elements of a small tensor, the first and last few along every dimension of a large one."""
     if t.numel() <= LIMIT:
-        return _text(_array(t[...]), width, sys.maxsize, 3)
+        return _text(as_numbers(t[...]), width, sys.maxsize, 3)
     rest = t.shape
     while prod(min(n, 2) for n in rest) > LIMIT:  # more dimensions than have corners to show
         rest = rest[1:]
@@ -32,7 +32,7 @@ def values(t: LazyTensor, width: int = 100) -> str:
     for d in cut:
         ends = [*range(edge), *range(-edge, 0)]
         t = t.lazy[(slice(None),) * d + (ends,)]
-    array = _array(t[...])
+    array = as_numbers(t[...])
     for d in cut:  # numpy prints "..." for the middle of what is longer than two edges
         array = np.insert(array, edge, array.take(0, axis=d), axis=d)
     return _text(array, width, 0, edge)
@@ -47,7 +47,7 @@ def json_values(t: LazyTensor) -> Any:
             f"{t.name!r}: {t.numel():,} elements are too many for JSON (the limit is {JSON_LIMIT:,}): ask for a part, "
             f"as in {t.name + '[:4]'!r}"
         )
-    array = _array(t[...])
+    array = as_numbers(t[...])
     if array.dtype.kind == "c":
         array = np.stack([array.real, array.imag], axis=-1)
     if array.dtype.kind == "f" and not np.isfinite(array).all():
@@ -61,7 +61,7 @@ def json_values(t: LazyTensor) -> Any:
 _ODD = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
-def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+def as_numbers(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """As numbers that numpy prints: small floats become float32, which holds them exactly; what has no numbers (packed
     4-bit floats, raw bits) its bytes."""
     if tensor.dtype == torch.complex32:

@@ -1,0 +1,231 @@
+"""Statistics of tensors: tasks that each look at a run of one, in pieces that stay in the processor's cache.
+
+Memory is bounded by the tasks in flight, whatever the size of a tensor. What a task finds is a few numbers (of 8- and
+16-bit elements: how often each bit pattern occurs), which are put together in the order of the elements: the same
+tensor gives the same digits, on however many threads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import DataError, LazyckptError
+from ..export.job import OVERHEAD, Run, Task, runner
+from ..export.progress import Bar
+from ..export.stream import PIECE, RUN, scratch
+from ..tensor import LazyTensor
+from .counting import Patterns, count, sparse, values
+from .moments import BLOCK, Array, Moments, merged, of_counts, of_numbers, real
+from .table import Histogram, Stats, Table, row
+
+Bins = int | Sequence[float]
+
+_SORTED = 1 << 16  # elements of wide types that a histogram sorts at a time
+
+
+def stats_of(
+    tensor: LazyTensor,
+    bins: Bins | None = None,
+    executor: Executor | None = None,
+    memory: int | str | None = None,
+    progress: bool | None = None,
+) -> Stats:
+    """The statistics of one tensor; see `LazyTensor.stats`. Raises what reading raises, DataError for elements that
+    are no numbers."""
+    (one,) = _collect({tensor.name: tensor}, bins, runner(executor, memory), progress)
+    if one.error is not None:
+        raise one.error
+    return one.row
+
+
+def stats_of_all(
+    tensors: Mapping[str, LazyTensor],
+    bins: Bins | None = None,
+    executor: Executor | None = None,
+    memory: int | str | None = None,
+    progress: bool | None = None,
+) -> Table:
+    """The statistics of each, in order; see `CheckpointView.stats`. What cannot be read is a row that says why."""
+    return Table(one.row for one in _collect(tensors, bins, runner(executor, memory), progress))
+
+
+@dataclass(slots=True)
+class _Found:
+    """What is found out of a tensor. ``moments`` are kept by the elements in front of each run, to be merged in their
+    order; counts are sums, which have none. Once all runs are there, only ``whole`` and ``histogram`` are left."""
+
+    name: str
+    tensor: LazyTensor
+    bins: int | None
+    edges: Array | None
+    seen: int = 0
+    counts: Array | None = None  # of bit patterns
+    moments: dict[int, Moments] = field(default_factory=dict)
+    binned: Array | None = None  # of bins
+    whole: Moments = field(default_factory=Moments)
+    error: Exception | None = None
+    errs_at: int = -1
+
+    @property
+    def narrow(self) -> bool:
+        return self.tensor.itemsize <= 2
+
+    def add(self, ahead: int, numel: int, results: Sequence[Any]) -> None:
+        for what in results:
+            if isinstance(what, Exception):
+                self.fail(ahead, what)
+            elif isinstance(what, Patterns):
+                if self.counts is None:
+                    self.counts = np.zeros(1 << 8 * self.tensor.itemsize, np.int64)
+                self.counts[what.patterns] += what.counts
+            elif isinstance(what, Moments):
+                self.moments[ahead] = what
+            else:
+                self.binned = what if self.binned is None else self.binned + what
+        self.seen += numel
+        if self.seen == self.tensor.numel() and self.error is None:
+            self._finish()
+
+    def fail(self, ahead: int, error: Exception) -> None:
+        """The first in the order of elements is told."""
+        if self.error is None or ahead < self.errs_at:
+            self.error, self.errs_at = error, ahead
+
+    def _finish(self) -> None:
+        if self.counts is not None:
+            found = sparse(self.counts)
+            numbers = values(self.tensor.dtype)[found.patterns]
+            self.whole = of_counts(numbers, found.counts)
+            self.set_range()
+            if self.edges is not None:
+                self.binned = np.histogram(numbers, self.edges, weights=found.counts)[0]
+        elif self.moments:  # not the second time, which counts only
+            self.whole = merged(self.moments[ahead] for ahead in sorted(self.moments))
+        self.counts, self.moments = None, {}
+
+    def set_range(self) -> None:
+        """The edges of ``bins``, now that least and largest are known."""
+        if self.bins is not None and self.edges is None:
+            self.edges = _edges(self.whole, self.bins)
+
+    @property
+    def row(self) -> Stats:
+        if self.error is not None:
+            return row(self.name, self.tensor, None, None, " ".join(str(self.error).split()))
+        self.set_range()  # of an empty tensor
+        histogram = None
+        if self.edges is not None:
+            binned = np.zeros(len(self.edges) - 1, np.int64) if self.binned is None else self.binned
+            histogram = Histogram(tuple(self.edges.tolist()), tuple(map(int, binned)))
+        return row(self.name, self.tensor, self.whole, histogram)
+
+
+def _collect(tensors: Mapping[str, LazyTensor], bins: Bins | None, run: Run, progress: bool | None) -> list[_Found]:
+    """Go through all tensors; again through those whose histogram has to know their range first."""
+    number = int(bins) if isinstance(bins, int | np.integer) else None
+    if number is not None and number < 1:
+        raise DataError(f"bins={bins!r}: a histogram has one bin at least, or edges: bins=[-1, 0, 1]")
+    edges = None if bins is None or isinstance(bins, int | np.integer) else _checked(bins)
+    found = [_Found(name, t, number, edges) for name, t in tensors.items()]
+    wide = [one for one in found if not one.narrow] if number is not None else []
+    with Bar(sum(one.tensor.nbytes for one in [*found, *wide]), "stats", progress) as bar:
+        _go(found, run, bar, lambda one: partial(_measure, edges=edges))
+        for one in wide:
+            one.seen = 0
+            one.set_range()
+        _go(wide, run, bar, lambda one: partial(_bin, edges=one.edges))
+    return found
+
+
+def _go(found: Sequence[_Found], run: Run, bar: Bar, look: Callable[[_Found], Callable[[LazyTensor], Any]]) -> None:
+    """Do what ``look`` gives, with all runs of all tensors."""
+
+    def tasks() -> Iterator[Task]:
+        for n, one in enumerate(found):
+            try:
+                if one.narrow:
+                    values(one.tensor.dtype)
+                one.tensor.check()
+            except (LazyckptError, OSError) as e:
+                one.fail(-1, e.with_traceback(None))
+            for ahead, part in one.tensor.pieces(RUN):
+                if one.error is not None:  # reading the rest would be of no use
+                    break
+                yield Task(part.nbytes, PIECE + OVERHEAD, partial(_tried, look(one), n, ahead, part))
+
+    def done(task: Task, result: Any) -> None:
+        n, ahead, numel, what = result
+        found[n].add(ahead, numel, what)
+        bar.add(task.nbytes)
+
+    run(tasks(), done)
+
+
+def _tried(
+    do: Callable[[LazyTensor], Sequence[Any]], n: int, ahead: int, part: LazyTensor
+) -> tuple[int, int, int, Sequence[Any]]:
+    """What a run of a tensor gives, or the error of reading it."""
+    try:
+        found = do(part)
+    except (LazyckptError, OSError) as e:
+        found = (e.with_traceback(None),)
+    return n, ahead, part.numel(), found
+
+
+def _measure(part: LazyTensor, edges: Array | None) -> Sequence[Any]:
+    """-> the bit patterns of a run; of wide types its moments and, if there are edges, counts between them."""
+    pieces = (_read(piece) for _, piece in part.pieces(PIECE))
+    if part.itemsize <= 2:
+        return (sparse(sum(map(count, pieces), np.zeros(1 << 8 * part.itemsize, np.int64))),)
+    moments, binned = Moments(), []
+    for numbers in pieces:
+        moments += of_numbers(numbers)
+        if edges is not None:
+            binned.append(_binned(numbers, edges))
+    return (moments, sum(binned)) if binned else (moments,)
+
+
+def _bin(part: LazyTensor, edges: Array | None) -> Sequence[Any]:
+    assert edges is not None  # asked only of those that have a range
+    return (sum(_binned(_read(piece), edges) for _, piece in part.pieces(PIECE)),)
+
+
+def _read(piece: LazyTensor) -> torch.Tensor:
+    return piece.read_into(scratch(piece.nbytes).view(piece.dtype).view(piece.shape))
+
+
+def _binned(numbers: torch.Tensor, edges: Array) -> Array:
+    """How many are between one edge and the next; the last bin has its end as well, as numpy's have."""
+    flat = numbers.view(-1)
+    counts = np.zeros(len(edges) - 1, np.int64)
+    size = BLOCK if numbers.is_complex() else _SORTED
+    for at in range(0, flat.numel(), size):
+        counts += np.histogram(real(flat[at : at + size]), edges)[0]
+    return counts
+
+
+def _edges(moments: Moments, bins: int) -> Array:
+    """So many bins of equal width from the least finite element to the largest, as numpy makes them; fewer where
+    float64 has not so many numbers between the two."""
+    low, high = (moments.low, moments.high) if moments.finite else (0.0, 1.0)
+    if low == high:
+        margin = max(0.5, math.ulp(low))
+        low, high = low - margin, high + margin
+    halves = np.linspace(low / 2, high / 2, bins + 1) if math.isinf(high - low) else None
+    found: Array = np.unique(np.linspace(low, high, bins + 1) if halves is None else 2 * halves)
+    return found
+
+
+def _checked(bins: Sequence[float]) -> Array:
+    edges = np.asarray(bins, np.float64)
+    if edges.ndim != 1 or edges.size < 2 or not (np.diff(edges) > 0).all() or not all(map(math.isfinite, edges)):
+        raise DataError(f"bins={bins!r}: edges of a histogram are two or more finite numbers, ascending")
+    return edges

@@ -1,0 +1,290 @@
+"""Statistics as a table: rows for people, and for pandas, polars, JSON and CSV."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from html import escape
+from typing import Any, overload
+
+import torch
+
+from ..core.dtypes import short_name
+from ..tensor import LazyTensor
+from .moments import Moments, merged
+
+_ROWS = 40  # that a repr prints
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """``counts[i]`` elements are at least ``edges[i]`` and less than ``edges[i + 1]``; in the last bin, also those that
+    equal its end. NaN, infinities and what is outside the edges are not counted."""
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+
+    @property
+    def bars(self) -> str:
+        """A character for each bin, as high as its count; one that is not empty is seen.
+
+        >>> Histogram((0.0, 1.0, 2.0, 3.0, 4.0), (0, 1, 100, 50)).bars
+        ' ▁█▄'
+        """
+        most = max(self.counts, default=0) or 1
+        return "".join(_BLOCKS[-(-8 * n // most)] if n * 8 < most else _BLOCKS[8 * n // most] for n in self.counts)
+
+    def __str__(self) -> str:
+        return f"{_number(self.edges[0])} |{self.bars}| {_number(self.edges[-1])}"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Stats:
+    """The statistics of one tensor, a row of a table.
+
+    ``count``: its elements. ``nan``, ``posinf``, ``neginf``, ``zeros``: how many of them are NaN, +Inf, -Inf, 0. The
+    rest is of the finite elements, computed in float64 (NaN if there are none): ``mean``, ``std`` (the population's: of
+    deviations squared, divided by their number, the root), ``min``, ``max``, ``absmax`` (largest absolute value),
+    ``l1`` (sum of absolute values), ``l2`` (root of the sum of squares). Of complex tensors, all are those of the
+    absolute values. Of 64-bit integers, values above 2**53 are rounded to float64.
+
+    ``histogram``: if one was asked for. ``error``: why the tensor cannot be read; then all numbers but ``count`` are
+    None. ``dtype`` as torch names it ("bfloat16"); "" for a total of several.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    count: int
+    nan: int | None = None
+    posinf: int | None = None
+    neginf: int | None = None
+    zeros: int | None = None
+    mean: float | None = None
+    std: float | None = None
+    min: float | None = None
+    max: float | None = None
+    absmax: float | None = None
+    l1: float | None = None
+    l2: float | None = None
+    histogram: Histogram | None = None
+    error: str | None = None
+
+    @property
+    def finite(self) -> int:
+        """Elements that are neither NaN nor infinite; 0 if it cannot be read."""
+        return 0 if self.error is not None else self._moments.finite
+
+    def as_dict(self) -> dict[str, Any]:
+        """The columns as plain objects; the histogram, if there is one, as {"edges": [...], "counts": [...]}."""
+        found = {f.name: getattr(self, f.name) for f in fields(self)} | {"shape": list(self.shape)}
+        if self.histogram is None:
+            del found["histogram"]
+        else:
+            found["histogram"] = {"edges": list(self.histogram.edges), "counts": list(self.histogram.counts)}
+        return found
+
+    @property
+    def _moments(self) -> Moments:
+        tallies = (self.count, self.nan or 0, self.posinf or 0, self.neginf or 0, self.zeros or 0)
+        whole = Moments(*tallies)
+        if not whole.finite or self.mean is None or self.std is None:
+            return whole
+        m2 = self.std * self.std * whole.finite
+        return Moments(*tallies, self.mean, m2, self.l1 or 0.0, _plain(self.min), _plain(self.max))
+
+    def __repr__(self) -> str:
+        kind = f" {_short(self.dtype)}" if self.dtype else ""
+        head = f"{_name(self.name)}:{kind} {list(self.shape)}, {self.count:,} elements"
+        if self.error is not None:
+            return f"{head}\n  cannot be read: {self.error}"
+        lines = [
+            f"mean {_number(self.mean)}, std {_number(self.std)}",
+            f"min {_number(self.min)}, max {_number(self.max)}, absmax {_number(self.absmax)}",
+            f"L1 norm {_number(self.l1)}, L2 norm {_number(self.l2)}",
+            f"{self.zeros:,} zeros, {self.nan:,} NaN, {self.posinf:,} +Inf, {self.neginf:,} -Inf",
+        ]
+        if self.histogram is not None:
+            lines.append(str(self.histogram))
+        return "\n  ".join([head, *lines])
+
+
+def row(
+    name: str, tensor: LazyTensor, m: Moments | None, histogram: Histogram | None, error: str | None = None
+) -> Stats:
+    """The row of a tensor; ``m`` is None if it cannot be read."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return _filled(name, dtype, tuple(tensor.shape), tensor.numel(), m, histogram, error)
+
+
+def _filled(
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    count: int,
+    m: Moments | None,
+    histogram: Histogram | None,
+    error: str | None,
+) -> Stats:
+    if m is None:
+        return Stats(name, dtype, shape, count, histogram=histogram, error=error)
+    n = m.finite
+    return Stats(
+        name,
+        dtype,
+        shape,
+        count,
+        m.nan,
+        m.posinf,
+        m.neginf,
+        m.zeros,
+        m.mean if n else math.nan,
+        math.sqrt(m.m2 / n) if n else math.nan,
+        m.low if n else math.nan,
+        m.high if n else math.nan,
+        max(abs(m.low), abs(m.high)) if n else math.nan,
+        m.l1,
+        math.sqrt(m.m2 + n * m.mean * m.mean),
+        histogram,
+        error,
+    )
+
+
+class Table(Sequence[Stats]):
+    """Statistics of several tensors, a row each. ``pandas.DataFrame(table)`` and ``polars.DataFrame(table)`` have the
+    columns of `Stats`. Indexing with a slice gives a table, with a name the row of that name."""
+
+    __slots__ = ("_rows",)
+
+    def __init__(self, rows: Iterable[Stats]) -> None:
+        self._rows = tuple(rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Stats]:
+        return iter(self._rows)
+
+    @overload
+    def __getitem__(self, key: int | str) -> Stats: ...
+    @overload
+    def __getitem__(self, key: slice) -> Table: ...
+    def __getitem__(self, key: int | str | slice) -> Stats | Table:
+        if isinstance(key, str):
+            for one in self._rows:
+                if one.name == key:
+                    return one
+            raise KeyError(f"there is no row {key!r} among {len(self)}")
+        return Table(self._rows[key]) if isinstance(key, slice) else self._rows[key]
+
+    def __eq__(self, other: object) -> bool:
+        return self._rows == other._rows if isinstance(other, Table) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._rows)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Table, (self._rows,)
+
+    @property
+    def total(self) -> Stats:
+        """A row over the elements of all tensors that could be read, named "total"; ``shape`` is (count,). Its
+        histogram is the sum, if all have the same edges. ``error`` says how many could not be read, if there are any;
+        they are not in ``count``."""
+        good = [one for one in self._rows if one.error is None]
+        m = merged(one._moments for one in good)
+        histograms = [one.histogram for one in good]
+        edges = {h.edges for h in histograms if h is not None}
+        histogram = None
+        if len(edges) == 1 and None not in histograms:
+            histogram = Histogram(edges.pop(), tuple(map(sum, zip(*(h.counts for h in histograms if h is not None)))))
+        bad = len(self) - len(good)
+        error = f"{bad:,} of {len(self):,} tensors could not be read" if bad else None
+        return _filled("total", "", (m.count,), m.count, m, histogram, error)
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        """The rows as plain objects (`Stats.as_dict`)."""
+        return [one.as_dict() for one in self._rows]
+
+    def __str__(self) -> str:
+        return self._text(None)
+
+    def __repr__(self) -> str:
+        return self._text(_ROWS)
+
+    def lines(self, limit: int | None = None) -> list[tuple[str, ...]]:
+        """Header, rows and total as text, padded to columns; of more than ``limit`` rows the first and the last. Where
+        a tensor cannot be read, the fourth column is the last, and says why. Only in the rows themselves: largest
+        absolute values and L1 norms."""
+        drawn = any(one.histogram for one in self._rows)
+        shown = [_cells(one, drawn) for one in self._rows]
+        if limit is not None and len(shown) > limit:
+            half = limit // 2
+            shown[half:-half] = [(f"... {len(shown) - 2 * half:,} more", "", "", "")]
+        table = [(*_HEAD, "histogram") if drawn else _HEAD, *shown]
+        if len(self) > 1:
+            table.append(_cells(self.total, drawn))
+        full = [line for line in table if len(line) > 4]
+        widths = [max(len(line[c]) for line in (full if c > 2 else table)) for c in range(len(table[0]))]
+        return [
+            tuple(
+                cell if c == 3 and len(line) == 4 else cell.ljust(widths[c]) if c in _LEFT else cell.rjust(widths[c])
+                for c, cell in enumerate(line)
+            )
+            for line in table
+        ]
+
+    def _text(self, limit: int | None) -> str:
+        return "\n".join("  ".join(cells).rstrip() for cells in self.lines(limit))
+
+    def _repr_html_(self) -> str:
+        head, *lines = self.lines(_ROWS)
+        titles = "".join(f"<th style='{_style(c, '')}'>{escape(cell.strip())}</th>" for c, cell in enumerate(head))
+        shown = "".join(f"<tr>{''.join(_html(c, line, len(head)) for c in range(len(line)))}</tr>" for line in lines)
+        return f"<table><thead><tr>{titles}</tr></thead><tbody>{shown}</tbody></table>"
+
+
+_HEAD = ("name", "dtype", "shape", "mean", "std", "min", "max", "L2 norm", "zeros", "NaN", "Inf")
+_LEFT = {0, 1, 2, 11}
+ODD = (9, 10)  # the columns of NaN and Inf
+
+
+def _cells(one: Stats, drawn: bool) -> tuple[str, ...]:
+    kind = (_name(one.name), _short(one.dtype), str(list(one.shape)) if one.dtype else "")
+    if one.mean is None:
+        return (*kind, f"cannot be read: {one.error}")
+    if one.error is not None:  # of the total
+        kind = (f"{kind[0]} ({one.error})", *kind[1:])
+    numbers = (one.mean, one.std, one.min, one.max, one.l2)
+    tallies = (one.zeros or 0, one.nan or 0, (one.posinf or 0) + (one.neginf or 0))
+    cells = (*kind, *map(_number, numbers), *(f"{n:,}" for n in tallies))
+    return (*cells, str(one.histogram or "")) if drawn else cells
+
+
+def _html(c: int, line: tuple[str, ...], columns: int) -> str:
+    if c == 3 and len(line) == 4:
+        return f"<td colspan='{columns - 3}' style='text-align:left'>{escape(line[c])}</td>"
+    return f"<td style='{_style(c, line[c])}'>{escape(line[c].strip())}</td>"
+
+
+def _style(column: int, cell: str) -> str:
+    odd = column in ODD and cell.strip() not in ("", "0")
+    return f"text-align:{'left' if column in _LEFT else 'right'};" + ("color:#d33;font-weight:bold;" if odd else "")
+
+
+def _number(x: float | None) -> str:
+    return "" if x is None else f"{x:.4g}"
+
+
+def _plain(x: float | None) -> float:
+    return math.nan if x is None else x
+
+
+def _name(name: str) -> str:
+    return name if name.isprintable() else repr(name)
+
+
+def _short(dtype: str) -> str:
+    return short_name(getattr(torch, dtype)) if dtype else ""
