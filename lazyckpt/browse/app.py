@@ -17,7 +17,7 @@ from ..core.indices import parse_index
 from ..inspect.stats import stats_of
 from ..show.layout import Drawing, drawing
 from ..show.sample import sample
-from ..show.text import human_bytes, kind, plural, printable, summary
+from ..show.text import facts, human_bytes, kind, plural, printable
 from ..tensor import LazyTensor
 from ..view import CheckpointView
 from . import bars, code, detail, fragments, screens
@@ -39,7 +39,7 @@ class Browser(App[Exception]):
     CSS_PATH = "app.tcss"
     TITLE = "lazyckpt"
     ENABLE_COMMAND_PALETTE = False
-    HORIZONTAL_BREAKPOINTS: ClassVar = [(0, "-narrow"), (72, "-normal"), (110, "-wide")]
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (72, "-normal"), (110, "-wide")]  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("slash", "filter", "Filter", key_display="/"),
         Binding("s", "state", "State"),
@@ -54,7 +54,7 @@ class Browser(App[Exception]):
         Binding("t", "theme", "Light/dark", show=False),
         Binding("question_mark", "keys", "Help", key_display="?"),
         Binding("q", "quit", "Quit"),
-        Binding("escape", "back", "Back", show=False),
+        Binding("escape", "leave", "Back", show=False),
     ]
 
     def __init__(
@@ -67,11 +67,13 @@ class Browser(App[Exception]):
         self._open = open_views
         self._opened = code.opening(path, options)
         self._path = path
-        self._facts = Content(f"opening {printable(path)}")
+        self._facts = Content("opening")  # the second line
         self.base: CheckpointView | None = None  # of the default state
         self.view: CheckpointView | None = None  # of the chosen one
         self.entry: Entry | None = None
         self._levels: Levels | None = None
+        self._at = ""  # its name or prefix, also while there is none
+        self._filtered = ""  # what the names that are shown, or looked for, are filtered by
         self._index: str | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._map: Drawing | None = None
@@ -91,7 +93,8 @@ class Browser(App[Exception]):
     @property
     def busy(self) -> bool:
         """Whether something is being found out, or read."""
-        return any(b.busy for b in (self._names, self._about, self._values, self._bars))
+        threads = (self._names, self._about, self._values, self._bars)
+        return self.filter.value != self._filtered or any(b.busy for b in threads)
 
     @property
     def tensor(self) -> LazyTensor | None:
@@ -134,17 +137,18 @@ class Browser(App[Exception]):
     def _indicate(self) -> None:
         """What is on top, and whether something is being read."""
         mark = Content.styled(" reading… ", "reverse") if self.busy else Content("")
-        self.head.update(Content.assemble(self._facts, "  ", mark))
+        self.head.update(Content.assemble((printable(self._path), "bold"), "\n", mark, self._facts))
 
     # -- opening, states, filters
 
     def _work_open(self) -> tuple[CheckpointView, CheckpointView, Levels, str]:
         base, view = self._open()
-        return base, view, Levels(view), summary(view)
+        return base, view, Levels(view), _told(view)
 
     def _have_view(self, found: tuple[CheckpointView, CheckpointView, Levels, str]) -> None:
-        self.base, self.view, levels, facts = found
-        self._facts = Content.assemble((printable(self._path), "bold"), "  ", facts)
+        self.base, self.view, levels, text = found
+        self.entry = None  # the one that the cursor comes to is looked at, be it of the same name
+        self._facts = Content.assemble((printable(self.view.state), "bold"), " | ", text)
         problems = self.view.problems
         lines = [printable(p) for p in problems[:_PROBLEMS]]
         if len(problems) > _PROBLEMS:
@@ -156,8 +160,7 @@ class Browser(App[Exception]):
 
     def _have_levels(self, levels: Levels) -> None:
         self._levels = levels
-        name = self.entry.start if self.entry is not None else ""
-        self.names.show(levels, name)
+        self.names.show(levels, self._at)
         if not levels.whole.tensors:
             self._look(levels.whole)
 
@@ -173,8 +176,9 @@ class Browser(App[Exception]):
 
         def work() -> tuple[CheckpointView, CheckpointView, Levels, str]:
             view = _state(base, state)
-            return base, view, Levels(chosen(view, text)), summary(view)
+            return base, view, Levels(chosen(view, text)), _told(view)
 
+        self._filtered = text
         self._names.ask(work, self._have_view, self._name_error)
 
     def action_filter(self) -> None:
@@ -187,12 +191,13 @@ class Browser(App[Exception]):
     def _filter(self, text: str) -> None:
         view = self.view
         if view is not None and text == self.filter.value:  # nothing was typed since
+            self._filtered = text
             self._names.ask(lambda: Levels(chosen(view, text)), self._have_levels, self._name_error)
 
     def _name_error(self, error: Exception) -> None:
         self.notify(printable(told(error)), severity="error", markup=False)
 
-    def action_back(self) -> None:
+    def action_leave(self) -> None:
         """Out of what one is in, one thing at a time."""
         box = self.filter
         if self._executor is not None:
@@ -208,8 +213,10 @@ class Browser(App[Exception]):
     # -- what is looked at
 
     def on_tree_node_highlighted(self, event: NameTree.NodeHighlighted[Row]) -> None:
-        if isinstance(event.node.data, Entry) and event.node.data != self.entry:
-            self._look(event.node.data)
+        entry = event.node.data
+        late = self.names.moving or event.node is not self.names.cursor_node
+        if isinstance(entry, Entry) and entry != self.entry and not late:
+            self._look(entry)
 
     def on_tree_node_selected(self, event: NameTree.NodeSelected[Row]) -> None:
         if isinstance(event.node.data, Entry) and event.node.data.leaf:
@@ -217,7 +224,7 @@ class Browser(App[Exception]):
 
     def _look(self, entry: Entry) -> None:
         """Tell of a tensor, or of a level, what is known without reading."""
-        self.entry, self._index, self._map = entry, None, None
+        self.entry, self._at, self._index, self._map = entry, entry.start, None, None
         self._stop()
         self._values.drop()
         view, levels, t = self.view, self._levels, self.tensor
@@ -244,10 +251,14 @@ class Browser(App[Exception]):
         self.about.update(about)
         self._draw_map()
 
+    @property
+    def _width(self) -> int:
+        """Columns of a drawing: those on the right, less padding and a scroll bar."""
+        return self.tabs.size.width - 4
+
     def _draw_map(self) -> None:
         if self._map is not None:
-            width = self.tabs.size.width - 4  # less its padding and a scroll bar
-            self.fragments.update(fragments.drawn(self._map, width))
+            self.fragments.update(fragments.drawn(self._map, self._width))
         elif self.tensor is not None:
             self.fragments.update("it has no elements")
 
@@ -330,10 +341,12 @@ class Browser(App[Exception]):
         executor = self._executor = ThreadPoolExecutor(thread_name_prefix="lazyckpt-browse") if whole else None
         self.bars.update(f"reading {'all elements ' + _size(t) + '; Esc stops' if whole else 'a sample'}…")
 
+        width = self._width
+
         def work() -> Content:
             if executor is None:
-                return bars.of_sample(sample(t))
-            return bars.of_stats(stats_of(t, bars.BINS, executor, _MEMORY, progress=False), t.nbytes)
+                return bars.of_sample(sample(t), width)
+            return bars.of_stats(stats_of(t, bars.BINS, executor, _MEMORY, progress=False), t.nbytes, width)
 
         def done(found: Content) -> None:
             self._stop()
@@ -395,6 +408,11 @@ def _state(base: CheckpointView, state: str) -> CheckpointView:
     if state == base.state:
         return base
     return base.stored if state == _STORED else base.states[state]
+
+
+def _told(view: CheckpointView) -> str:
+    """Format, mesh and counts: what else a summary says is on the screen anyway."""
+    return " | ".join(facts(view, view.numel, view.nbytes)[:3])
 
 
 def _size(t: LazyTensor) -> str:

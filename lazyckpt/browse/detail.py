@@ -51,7 +51,7 @@ def of_prefix(view: CheckpointView, entry: Entry, names: list[str]) -> Detail:
     found = [("prefix", entry.start[:-1])] if entry.start else []
     found += [
         ("tensors", f"{entry.tensors:,}"),
-        ("elements", f"{entry.numel:,} ({human_count(entry.numel)})"),
+        ("elements", f"{entry.numel:,}" + (f" ({human_count(entry.numel)})" if entry.numel >= 10_000 else "")),
         ("size", f"{entry.nbytes:,} bytes ({human_bytes(entry.nbytes)})"),
     ]
     if len(names) <= _COUNTED:
@@ -69,5 +69,6 @@ def drawn(detail: Detail) -> Content:
             lines.append(Content.styled(f"cannot be read: {printable(text)}", "$text-error"))
         else:
             style = "bold" if what in ("name", "prefix") else ""
-            lines.append(Content.assemble((f"{what:<{width}}  ", "$text-accent"), (printable(text), style)))
+            head = f"{what:<{width}}  " if what else "  "
+            lines.append(Content.assemble((head, "$text-accent"), (printable(text), style)))
     return Content("\n").join(lines)

@@ -36,7 +36,7 @@ def cell_width(t: LazyTensor) -> int:
     if t.dtype.is_complex:
         return 23
     if t.dtype.is_floating_point:
-        return 11
+        return 10
     return {1: 5, 2: 6, 4: 11}.get(t.itemsize, 20)
 
 
@@ -97,4 +97,4 @@ def _lead(t: LazyTensor, row: int) -> tuple[Sequence[int], int]:
 def _text(value: Any) -> str:
     if isinstance(value, np.complexfloating):
         return f"{value.real:.4g}{value.imag:+.4g}j"
-    return f"{value:.5g}" if isinstance(value, np.floating) else str(value)
+    return f"{value:.4g}" if isinstance(value, np.floating) else str(value)

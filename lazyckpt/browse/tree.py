@@ -27,10 +27,11 @@ class NameTree(Tree[Row]):
         self.show_root = False
         self.guide_depth = 2
         self.levels: Levels | None = None
+        self.moving = False  # other names are being shown: where the cursor is meanwhile means nothing
 
     def show(self, levels: Levels, name: str = "") -> None:
         """Show other names; the cursor goes to this one, as far as it is there."""
-        self.levels = levels
+        self.levels, self.moving = levels, True
         self.clear()
         self.root.data = levels.whole
         self._fill(self.root)
@@ -45,7 +46,13 @@ class NameTree(Tree[Row]):
                 self._fill(node)
                 node.expand()
         # the cursor is set when the lines are known
-        self.call_after_refresh(self.move_cursor, self._reveal(name))
+        self.call_after_refresh(self._go_to, self._reveal(name))
+
+    def _go_to(self, node: Node | None) -> None:
+        self.moving = False
+        self.move_cursor(node)
+        if node is not None:  # a cursor that stays in its line tells nobody that another node is there now
+            self.post_message(self.NodeHighlighted(node))
 
     def _reveal(self, name: str) -> Node | None:
         """The node of a name, opened down to it, or the nearest above it; the first row if it is nowhere."""
@@ -71,10 +78,11 @@ class NameTree(Tree[Row]):
         node = event.node
         if isinstance(node.data, list) and node.parent is not None:
             event.stop()
-            parent, rest, line = node.parent, node.data, node.line
+            parent, rest = node.parent, node.data
             node.remove()
+            first = len(parent.children)
             self._add(parent, rest)
-            self.call_after_refresh(setattr, self, "cursor_line", line)
+            self.call_after_refresh(self._go_to, parent.children[first])
 
     def _fill(self, node: Node) -> None:
         if self.levels is not None and not node.children and isinstance(node.data, Entry) and not node.data.leaf:
