@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -340,6 +341,8 @@ def test_a_slow_read_blocks_nothing(files: Path, monkeypatch: pytest.MonkeyPatch
 
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
         await go_to(app, pilot, "model.norm.weight")
+        app.filter.value = ""
+        await settle(app, pilot)
         for _ in range(2):
             asked.clear()
             await pilot.press("a")
@@ -436,7 +439,8 @@ def test_many_names_open_at_once(tmp_path: Path) -> None:
         assert app.names.last_line == 1001
         assert app.entry is not None and app.entry.start == "layers.500."
         await press(app, pilot, "enter")
-        assert shown(app, "b  f32 [1]")
+        await press(app, pilot, "down", "down")
+        assert app.entry.start == "layers.500.b"
 
     drive(tmp_path / "big.safetensors", do)
 
@@ -500,6 +504,7 @@ def test_the_screen_is_as_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         name = f"screen-{size[0]}x{size[1]}"
         await go_to(app, pilot, "layers.1.up")
         await press(app, pilot, "escape", "v")
+        assert app.grid.window is not None  # the filter has gone, the values stay
         keep(app, name)
         assert screen(app) == (ROOT / "tests" / "screens" / f"browse-{name}.txt").read_text("utf-8").splitlines()
 
@@ -542,6 +547,37 @@ def test_the_command_needs_a_terminal_and_textual(files: Path) -> None:
     )
     done = process("browse", str(files / "model"), code=hidden)
     assert (done.returncode, done.stderr) == (2, "error: browse needs Textual: pip install 'lazyckpt[browse]'\n")
+
+
+@pytest.mark.parametrize("colour", [True, False])
+def test_the_command_in_a_terminal(files: Path, colour: bool) -> None:
+    """A pseudo-terminal stands for ssh: no mouse, the line goes to the clipboard by OSC 52; NO_COLOR is heard."""
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLORTERM")}
+    env |= {"TERM": "xterm-256color", "COLORTERM": "truecolor", "COLUMNS": "80", "LINES": "24"}
+    env |= {} if colour else {"NO_COLOR": "1"}
+    command = [sys.executable, "-m", "lazyckpt", "browse", str(files / "training.pt"), "--state", "exp_avg"]
+    with subprocess.Popen(command, cwd=ROOT, env=env, stdin=theirs, stdout=theirs, stderr=theirs) as running:
+        os.close(theirs)
+        seen = b""
+
+        def until(what: bytes) -> None:
+            nonlocal seen
+            while what not in seen:
+                seen += os.read(ours, 1 << 16)
+
+        until(b"4 tensors")
+        os.write(ours, b"c")
+        until(b"\x1b]52;c;")
+        os.write(ours, b"q")
+        with suppress(OSError):  # of the end
+            while more := os.read(ours, 1 << 16):
+                seen += more
+        assert running.wait(60) == 0
+    os.close(ours)
+    coloured = [c for c in re.findall(rb"[34]8;2;(\d+);(\d+);(\d+)", seen) if len(set(c)) > 1]
+    assert bool(coloured) == colour
 
 
 def test_other_commands_import_no_textual(files: Path) -> None:
