@@ -489,6 +489,11 @@ def test_demo_keeps_its_files(tmp_path: Path) -> None:
     assert len(lazyckpt.open(tmp_path / "new" / "folder" / "model")) == 39
 
 
+def test_demo_json() -> None:
+    steps = load("demo")
+    assert {"code": '(folder / "it_ran").exists()', "text": "False\n"} in steps
+
+
 def test_the_demo_model_is_one_that_transformers_loads(files: Path) -> None:
     transformers = pytest.importorskip("transformers")
     model = transformers.LlamaForCausalLM.from_pretrained(files / "model", dtype=torch.bfloat16)

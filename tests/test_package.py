@@ -33,7 +33,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 HEAVY = (
     "zarr", "xarray", "numcodecs", "dask", "matplotlib", "obstore", "fsspec", "aiohttp", "typer", "rich", "click",
-    "deepspeed", "transformers", "megatron", "accelerate", "lightning", "pandas", "safetensors",
+    "deepspeed", "transformers", "megatron", "accelerate", "lightning", "pandas", "safetensors", "textual",
 )  # fmt: skip
 
 
@@ -86,7 +86,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("deepspeed", "distributed", "engine", "run", "retention", "comparing"),
     ("recipes",),
     ("",),  # lazyckpt/__init__.py
-    ("demo",),
+    ("demo", "browse"),
     ("cli",),
     ("__main__",),
 )
@@ -254,7 +254,7 @@ def test_the_wheel_is_whole(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name == f"lazyckpt-{lazyckpt.__version__}-py3-none-any.whl"
     names = set(zipfile.ZipFile(wheel).namelist())
-    kinds = (".css", ".js", ".json", ".toml", ".typed")
+    kinds = (".css", ".js", ".json", ".tcss", ".toml", ".typed")
     data = {str(p.relative_to(ROOT)) for p in PACKAGE.rglob("*") if p.suffix in kinds}
     assert data >= {"lazyckpt/py.typed", "lazyckpt/formats/hf_ties.json", "lazyckpt/formats/renaming/tables.toml"}
     assert {str(p.relative_to(ROOT)) for p in MODULES} | data <= names

@@ -5,9 +5,10 @@ markup, no escape codes. Errors are one line on stderr, with exit code 2. `progr
 `console` how they print, `opening` how they open; a module for each group of commands.
 """
 
+from ..core.indices import parse_index
+from .browsing import browse
 from .converting import convert
 from .differing import diff
-from .indices import parse_index
 from .looking import ls, show
 from .program import app, main
 from .pruning import prune
@@ -16,5 +17,5 @@ from .walking import demo
 
 __all__ = ["app", "main", "parse_index"]
 
-for _command in (ls, show, stats, diff, convert, prune, demo):  # in the order in which --help lists them
+for _command in (ls, show, browse, stats, diff, convert, prune, demo):  # in the order in which --help lists them
     app.command()(_command)

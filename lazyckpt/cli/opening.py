@@ -7,11 +7,11 @@ from typing import Annotated, Any
 import typer
 
 from .. import open as open_checkpoint
+from ..core.indices import parse_index
 from ..errors import LazyckptError, TensorNotFoundError
 from ..formats.rulesfile import read_rules
 from ..tensor import LazyTensor
 from ..view import CheckpointView
-from .indices import parse_index
 
 PathArg = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint: a file or a folder.", show_default=False)]
 StateOption = Annotated[str | None, typer.Option(metavar="NAME", help="weights, fp32, exp_avg, ... (view.states)")]
@@ -28,9 +28,14 @@ def open_view(
     path: str, state: str | None, stored: bool, tag: str | None, format: str | None, rules: str | None
 ) -> CheckpointView:
     """The view that the options name. Raises what opening raises, TensorNotFoundError (no such state)."""
+    view = open_checkpoint(path, tag=tag, format=format, rules=None if rules is None else read_rules(rules))
+    return state_of(view, path, state, stored)
+
+
+def state_of(view: CheckpointView, path: str, state: str | None, stored: bool) -> CheckpointView:
+    """That state of what was opened at the path. Raises TensorNotFoundError if there is none."""
     if stored and state is not None:
         raise TensorNotFoundError("--stored lists the tensors of all states under their raw names: leave out --state")
-    view = open_checkpoint(path, tag=tag, format=format, rules=None if rules is None else read_rules(rules))
     if stored:
         return view.stored
     if state is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -11,7 +12,8 @@ import typer
 
 from ..demo import walk
 from ..errors import LazyckptError
-from .console import write_line
+from .console import write_line, write_text
+from .opening import JsonOption
 
 
 def demo(
@@ -19,6 +21,7 @@ def demo(
         Path | None,
         typer.Option(metavar="DIR", help="Write the files there, and keep them (default: a temporary folder)."),
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Write small real checkpoints and walk through what lazyckpt does with them."""
     if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
@@ -26,6 +29,9 @@ def demo(
     folder = keep or Path(tempfile.mkdtemp(prefix="lazyckpt-demo-"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if as_json:
+            write_text(json.dumps([step._asdict() for step in walk(folder)], indent=2))
+            return
         for step in walk(folder):
             if step.code:
                 write_line((">>> ", "green"), (step.code, "bold"))

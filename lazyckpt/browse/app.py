@@ -1,0 +1,425 @@
+"""The browser: one screen, and what its keys do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, ClassVar
+
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.content import Content
+from textual.widgets import Footer, Input, Static, TabbedContent, TabPane
+
+from ..core.indices import parse_index
+from ..inspect.stats import stats_of
+from ..show.layout import Drawing, drawing
+from ..show.sample import sample
+from ..show.text import facts, human_bytes, kind, plural, printable
+from ..tensor import LazyTensor
+from ..view import CheckpointView
+from . import bars, code, detail, fragments, screens
+from .background import Background, told
+from .grid import Grid
+from .levels import Entry, Levels, chosen
+from .tree import NameTree, Row
+
+_PROBLEMS = 2  # lines of problems on top
+_PAUSE = 0.15  # seconds after the last key of a filter
+_MEMORY = 256 << 20  # bytes that reading all elements for a histogram holds
+_STORED = "stored"
+
+
+class Browser(App[Exception]):
+    """``open_views``: opens what is to be shown: (the state that is read by default, the one to show at first).
+    ``path``, ``options``: of `lazyckpt.open`, for the lines of Python. Ends with the error of opening, or None."""
+
+    CSS_PATH = "app.tcss"
+    TITLE = "lazyckpt"
+    ENABLE_COMMAND_PALETTE = False
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (72, "-normal"), (110, "-wide")]  # noqa: RUF012
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("slash", "filter", "Filter", key_display="/"),
+        Binding("s", "state", "State"),
+        Binding("d", "tab('tensor')", "Tensor", show=False),
+        Binding("m", "tab('map')", "Map"),
+        Binding("v", "values", "Values"),
+        Binding("i", "index", "Index", show=False),
+        Binding("h", "histogram", "Histogram"),
+        Binding("a", "all", "All elements", show=False),
+        Binding("c", "copy", "Copy line"),
+        Binding("p", "problems", "Problems", show=False),
+        Binding("t", "theme", "Light/dark", show=False),
+        Binding("question_mark", "keys", "Help", key_display="?"),
+        Binding("q", "quit", "Quit"),
+        Binding("escape", "leave", "Back", show=False),
+    ]
+
+    def __init__(
+        self,
+        open_views: Callable[[], tuple[CheckpointView, CheckpointView]],
+        path: str,
+        options: Mapping[str, Any],
+    ) -> None:
+        super().__init__()
+        self._open = open_views
+        self._opened = code.opening(path, options)
+        self._path = path
+        self._facts = Content("opening")  # the second line
+        self.base: CheckpointView | None = None  # of the default state
+        self.view: CheckpointView | None = None  # of the chosen one
+        self.entry: Entry | None = None
+        self._levels: Levels | None = None
+        self._at = ""  # its name or prefix, also while there is none
+        self._filtered = ""  # what the names that are shown, or looked for, are filtered by
+        self._index: str | None = None
+        self._executor: ThreadPoolExecutor | None = None
+        self._map: Drawing | None = None
+        self.head, self.problems = Static(id="head", markup=False), Static(id="problems", markup=False)
+        self.filter = Input(placeholder="/ filters: part of a name, or a glob", id="filter")
+        self.names = NameTree()
+        self.tabs = TabbedContent(id="right")
+        self.about, self.fragments = Static(markup=False), Static(markup=False)
+        self.index = Input(placeholder="i: an index, as 0:8, ::64", id="index")
+        self.told, self.grid = Static(id="told", markup=False), Grid()
+        self.bars, self.code = Static(markup=False), Static(id="code", markup=False)
+        self._names = Background(self, self._indicate)  # opening, states, filters
+        self._about = Background(self, self._indicate)
+        self._values = Background(self, self._indicate)
+        self._bars = Background(self, self._indicate)
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is being found out, or read."""
+        threads = (self._names, self._about, self._values, self._bars)
+        return self.filter.value != self._filtered or any(b.busy for b in threads)
+
+    @property
+    def tensor(self) -> LazyTensor | None:
+        """The one that is looked at."""
+        if self.view is None or self.entry is None or not self.entry.leaf:
+            return None
+        found: LazyTensor = self.view[self.entry.start]
+        return found
+
+    # -- the screen
+
+    def compose(self) -> ComposeResult:
+        yield self.head
+        yield self.problems
+        with Horizontal(id="body"):
+            with Vertical(id="left"):
+                yield self.filter
+                yield self.names
+            with self.tabs:
+                with TabPane("Tensor", id="tensor"), VerticalScroll():
+                    yield self.about
+                with TabPane("Map", id="map"), VerticalScroll():
+                    yield self.fragments
+                with TabPane("Values", id="values"):
+                    yield self.index
+                    yield self.told
+                    yield self.grid
+                with TabPane("Histogram", id="histogram"), VerticalScroll():
+                    yield self.bars
+        yield self.code
+        yield Footer()
+
+    def on_mount(self) -> None:
+        self.names.focus()
+        self._names.ask(self._work_open, self._have_view, self.exit)
+
+    def on_unmount(self) -> None:
+        self._stop()
+
+    def _indicate(self) -> None:
+        """What is on top, and whether something is being read."""
+        mark = Content.styled(" reading… ", "reverse") if self.busy else Content("")
+        self.head.update(Content.assemble((printable(self._path), "bold"), "\n", mark, self._facts))
+
+    # -- opening, states, filters
+
+    def _work_open(self) -> tuple[CheckpointView, CheckpointView, Levels, str]:
+        base, view = self._open()
+        return base, view, Levels(view), _told(view)
+
+    def _have_view(self, found: tuple[CheckpointView, CheckpointView, Levels, str]) -> None:
+        self.base, self.view, levels, text = found
+        self.entry = None  # the one that the cursor comes to is looked at, be it of the same name
+        self._facts = Content.assemble((printable(self.view.state), "bold"), " | ", text)
+        problems = self.view.problems
+        lines = [printable(p) for p in problems[:_PROBLEMS]]
+        if len(problems) > _PROBLEMS:
+            lines.append(f"... and {len(problems) - _PROBLEMS:,} more problems (p shows them all)")
+        self.problems.set_class(bool(lines), "some")
+        self.problems.update(Content("\n".join(lines)))
+        self._indicate()
+        self._have_levels(levels)
+
+    def _have_levels(self, levels: Levels) -> None:
+        self._levels = levels
+        self.names.show(levels, self._at)
+        if not levels.whole.tensors:
+            self._look(levels.whole)
+
+    def action_state(self) -> None:
+        if self.base is not None and self.view is not None:
+            states = [*self.base.states, _STORED]
+            self.push_screen(screens.States(states, self.view.state), self._choose)
+
+    def _choose(self, state: str | None) -> None:
+        base, text = self.base, self.filter.value
+        if state is None or base is None:
+            return
+
+        def work() -> tuple[CheckpointView, CheckpointView, Levels, str]:
+            view = _state(base, state)
+            return base, view, Levels(chosen(view, text)), _told(view)
+
+        self._filtered = text
+        self._names.ask(work, self._have_view, self._name_error)
+
+    def action_filter(self) -> None:
+        self.filter.focus()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        if event.input.id == "filter":
+            self.set_timer(_PAUSE, partial(self._filter, event.value))
+
+    def _filter(self, text: str) -> None:
+        view = self.view
+        if view is not None and text == self.filter.value:  # nothing was typed since
+            self._filtered = text
+            self._names.ask(lambda: Levels(chosen(view, text)), self._have_levels, self._name_error)
+
+    def _name_error(self, error: Exception) -> None:
+        self.notify(printable(told(error)), severity="error", markup=False)
+
+    def action_leave(self) -> None:
+        """Out of what one is in, one thing at a time."""
+        box = self.filter
+        if self._executor is not None:
+            self._stop()
+            self.bars.update("stopped; h: a sample, a: all elements")
+        elif self.focused is self.index:
+            self.grid.focus()
+        else:
+            if self.focused is box or self.focused is self.names:
+                box.value = ""
+            self.names.focus()
+
+    # -- what is looked at
+
+    def on_tree_node_highlighted(self, event: NameTree.NodeHighlighted[Row]) -> None:
+        entry = event.node.data
+        late = self.names.moving or event.node is not self.names.cursor_node
+        # a filter changes labels: what is shown of a tensor stays
+        new = isinstance(entry, Entry) and (self.entry is None or entry[1:] != self.entry[1:])
+        if isinstance(entry, Entry) and new and not late:
+            self._look(entry)
+
+    def on_tree_node_selected(self, event: NameTree.NodeSelected[Row]) -> None:
+        if isinstance(event.node.data, Entry) and event.node.data.leaf:
+            self.action_values()
+
+    def _look(self, entry: Entry) -> None:
+        """Tell of a tensor, or of a level, what is known without reading."""
+        self.entry, self._at, self._index, self._map = entry, entry.start, None, None
+        self._stop()
+        self._values.drop()
+        view, levels, t = self.view, self._levels, self.tensor
+        assert view is not None and levels is not None  # entries are of levels
+        self.index.value = ""
+        self.grid.show(None)
+        hint = "" if t is None else f"v reads values of {kind(t)}"
+        self._tell(hint or "choose a tensor")
+        self.bars.update("choose a tensor" if t is None else "h: a sample, a: all elements " + _size(t))
+        self.fragments.update("choose a tensor" if t is None else "")
+        self._show_code()
+
+        def work() -> tuple[Content, Drawing | None]:
+            if t is None:
+                shown = levels.view
+                names = list(shown.names.below(entry.start[:-1]) if entry.start else shown)
+                return detail.drawn(detail.of_prefix(shown, entry, names)), None
+            return detail.drawn(detail.of_tensor(view, entry.start)), drawing(t) if t.numel() else None
+
+        self._about.ask(work, self._have_about, lambda e: self.about.update(_wrong(e)))
+
+    def _have_about(self, found: tuple[Content, Drawing | None]) -> None:
+        about, self._map = found
+        self.about.update(about)
+        self._draw_map()
+
+    @property
+    def _width(self) -> int:
+        """Columns of a drawing: those on the right, less padding and a scroll bar."""
+        return self.tabs.size.width - 4
+
+    def _draw_map(self) -> None:
+        if self._map is not None:
+            self.fragments.update(fragments.drawn(self._map, self._width))
+        elif self.tensor is not None:
+            self.fragments.update("it has no elements")
+
+    def on_resize(self) -> None:
+        if self._map is not None:
+            self.call_after_refresh(self._draw_map)
+
+    def action_tab(self, tab: str) -> None:
+        self.tabs.active = tab
+
+    def on_tabbed_content_tab_activated(self, event: TabbedContent.TabActivated) -> None:
+        self._show_code()
+
+    # -- values
+
+    def action_values(self) -> None:
+        self.action_tab("values")
+        if self.tensor is not None:
+            self._read()
+
+    def action_index(self) -> None:
+        self.action_tab("values")
+        self.index.focus()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        if event.input.id == "filter":
+            self.names.focus()
+        elif self.tensor is not None:
+            self._read()
+
+    def _read(self) -> None:
+        """Show the values that the index selects, from the first on."""
+        t, grid = self.tensor, self.grid
+        assert t is not None  # asked only of tensors
+        text = self.index.value.strip()
+        try:
+            part = t.lazy[parse_index(text)] if text else t
+        except Exception as e:
+            self._tell(told(e), wrong=True)
+            return
+        self._index = text or None
+        self._tell(f"{kind(part)}" + (f" of {kind(t)}" if text else ""))
+        grid.focus()
+        grid.show(part)
+
+    def on_grid_wanted(self) -> None:
+        grid = self.grid
+        if grid.tensor is not None and grid.size.height:
+            self._values.ask(grid.read, self._have_values, self._values_error)
+
+    def _have_values(self, found: Any) -> None:
+        grid = self.grid
+        grid.window = found
+        grid.refresh()
+        self._show_code()
+
+    def _values_error(self, error: Exception) -> None:
+        self.grid.show(None)
+        self._tell(told(error), wrong=True)
+
+    def _tell(self, text: str, wrong: bool = False) -> None:
+        self.told.set_class(wrong, "wrong")
+        self.told.update(Content(printable(text)))
+
+    # -- histogram
+
+    def action_histogram(self) -> None:
+        self._histogram(whole=False)
+
+    def action_all(self) -> None:
+        self._histogram(whole=True)
+
+    def _histogram(self, whole: bool) -> None:
+        t = self.tensor
+        self.action_tab("histogram")
+        if t is None:
+            return
+        self._stop()
+        self.names.focus()
+        executor = self._executor = ThreadPoolExecutor(thread_name_prefix="lazyckpt-browse") if whole else None
+        self.bars.update(f"reading {'all elements ' + _size(t) + '; Esc stops' if whole else 'a sample'}…")
+
+        width = self._width
+
+        def work() -> Content:
+            if executor is None:
+                return bars.of_sample(sample(t), width)
+            return bars.of_stats(stats_of(t, bars.BINS, executor, _MEMORY, progress=False), t.nbytes, width)
+
+        def done(found: Content) -> None:
+            self._stop()
+            self.bars.update(found)
+
+        def failed(error: Exception) -> None:
+            self._stop()
+            self.bars.update(_wrong(error))
+
+        self._bars.ask(work, done, failed)
+
+    def _stop(self) -> None:
+        """Read no more for a histogram: an executor that takes no work ends what gives it some."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+            self._executor = None
+        self._bars.drop()
+
+    # -- the line of Python, and the rest
+
+    @property
+    def line(self) -> str:
+        """The Python that reads what is shown."""
+        base, view, entry = self.base, self.view, self.entry
+        if base is None or view is None or entry is None:
+            return self._opened
+        found = code.of_state(self._opened, None if view.state == base.state else view.state)
+        if not entry.start:
+            return found
+        grid = self.grid
+        if self.tensor is None:
+            return f'{found}[{code.quoted(entry.start[:-1])}].to("cpu")'
+        found += f"[{code.quoted(entry.start)}]"
+        if self.tabs.active != "values" or grid.tensor is None or grid.window is None:
+            return f"{found}[...]"
+        shown = grid.window
+        shape = grid.tensor.shape if shown.cells else ()
+        return found + code.of_window(self._index, shape, shown.first, shown.last)
+
+    def _show_code(self) -> None:
+        self.code.update(Content(self.line))
+
+    def action_copy(self) -> None:
+        self.copy_to_clipboard(self.line)
+        self.notify("copied (if the terminal takes it: OSC 52); the line is above the keys", markup=False)
+
+    def action_problems(self) -> None:
+        if self.view is not None:
+            self.push_screen(screens.problems(self.view.problems))
+
+    def action_keys(self) -> None:
+        self.push_screen(screens.keys())
+
+    def action_theme(self) -> None:
+        self.theme = "textual-light" if self.current_theme.dark else "textual-dark"
+
+
+def _state(base: CheckpointView, state: str) -> CheckpointView:
+    if state == base.state:
+        return base
+    return base.stored if state == _STORED else base.states[state]
+
+
+def _told(view: CheckpointView) -> str:
+    """Format, mesh and counts: what else a summary says is on the screen anyway."""
+    return " | ".join(facts(view, view.numel, view.nbytes)[:3])
+
+
+def _size(t: LazyTensor) -> str:
+    return f"({plural(t.numel(), 'element')}, {human_bytes(t.nbytes)})"
+
+
+def _wrong(error: Exception) -> Content:
+    return Content.styled(f"cannot be read: {printable(told(error))}", "$text-error")

@@ -1,0 +1,100 @@
+"""Which file holds which block of a tensor, drawn with letters: colour is not needed to tell them apart."""
+
+from __future__ import annotations
+
+from textual.content import Content
+
+from ..show.layout import Cell, Drawing, Holder, ranges
+from ..show.text import plural, printable
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_COLOURS = ("primary", "success", "warning", "accent", "secondary")  # of the theme
+_MISSING = "!"
+_HEIGHT = 10  # lines of a map of two dimensions
+_LISTED = 52  # holders below a map
+
+
+def drawn(d: Drawing, width: int) -> Content:
+    """A map of so many columns, to scale, and whose the letters are."""
+    if not d.blocks:
+        return Content("no file holds elements of it")
+    number = {holder: n for n, holder in enumerate(d.holders)}
+    height = 2 if d.row_dim is None else min(_HEIGHT, max(2, d.rows[1] - d.rows[0]))
+    grid = _grid(d, max(8, width), height)
+    lines = [_line(row, number) for row in grid]
+    notes = [_axes(d), *_notes(d)]
+    return Content("\n").join([*(Content.styled(n, "$text-muted") for n in notes if n), *lines, *_legend(d, number)])
+
+
+def _grid(d: Drawing, width: int, height: int) -> list[list[Cell | None]]:
+    """The cell at each place of the screen; the larger are drawn first."""
+    grid: list[list[Cell | None]] = [[None] * width for _ in range(height)]
+    for cell in d.cells:
+        top, bottom = _places(cell.rows, d.rows, height)
+        left, right = _places(cell.cols, d.cols, width)
+        for y in range(top, bottom):
+            grid[y][left:right] = [cell] * (right - left)
+    return grid
+
+
+def _places(part: tuple[int, int], whole: tuple[int, int], size: int) -> tuple[int, int]:
+    """Where a part is, of ``size`` places; it has one at least."""
+    length = whole[1] - whole[0]
+    first = min(size - 1, (part[0] - whole[0]) * size // length)
+    return first, max(first + 1, (part[1] - whole[0]) * size // length)
+
+
+def _line(row: list[Cell | None], number: dict[Holder, int]) -> Content:
+    """Neighbours of one holder are one piece of text."""
+    pieces: list[tuple[str, str]] = []
+    for cell in row:
+        mark, style = (" ", "") if cell is None else _mark(number[cell.holders[0]], cell.missing)
+        if pieces and pieces[-1][1] == style and pieces[-1][0][0] == mark:
+            pieces[-1] = pieces[-1][0] + mark, style
+        else:
+            pieces.append((mark, style))
+    return Content.assemble(*pieces)
+
+
+def _mark(n: int, missing: bool) -> tuple[str, str]:
+    if missing:
+        return _MISSING, "$text-error on $error-muted"
+    colour = _COLOURS[n % len(_COLOURS)]
+    return _LETTERS[n % len(_LETTERS)], f"$text-{colour} on ${colour}-muted"
+
+
+def _axes(d: Drawing) -> str:
+    named = ((d.row_dim, d.rows, "down"), (d.col_dim, d.cols, "across"))
+    axes = [f"{way} dimension {dim}: {a:,} to {b:,}" for dim, (a, b), way in named if dim is not None]
+    return ", ".join(axes)
+
+
+def _notes(d: Drawing) -> list[str]:
+    paths = len({h.path for h in d.holders})
+    notes = [f"{'' if d.complete else 'more than '}{plural(d.blocks, 'block')} in {plural(paths, 'file')}"]
+    if d.merged:
+        notes.append("neighbours are drawn together")
+    if d.undrawn:
+        notes.append(f"also cut along dimension {', '.join(map(str, d.undrawn))}")
+    most = max(len(c.holders) for c in d.cells)
+    if most > 1 and not d.merged and not d.undrawn:
+        notes.append(f"held {most:,} times: the first that is read is drawn")
+    return ["; ".join(notes), ""]
+
+
+def _legend(d: Drawing, number: dict[Holder, int]) -> list[Content]:
+    lines = [Content("")]
+    for h in d.holders[:_LISTED]:
+        mark, style = _mark(number[h], bool(h.missing))
+        told = f"cannot be read: {h.missing}" if h.missing else "" if h.path == h.label else h.path
+        lines.append(
+            Content.assemble(
+                (f" {mark} ", style),
+                f" {printable(h.label)}  ",
+                (printable(told), "$text-error" if h.missing else "$text-muted"),
+            )
+        )
+    if len(d.holders) > _LISTED:
+        rest = ranges(d.holders[_LISTED:], 4)
+        lines.append(Content.styled(f"and {len(d.holders) - _LISTED:,} more: {printable(rest)}", "$text-muted"))
+    return lines

@@ -1,0 +1,111 @@
+"""The tree of names. A level's rows are made when it is opened, some hundred at a time."""
+
+from __future__ import annotations
+
+from rich.text import Text
+from textual.widgets import Tree
+from textual.widgets.tree import TreeNode
+
+from ..show.text import human_bytes, kind, plural, printable
+from .levels import Entry, Levels
+
+_ROWS = 500  # of a level that are made at a time
+_OPENED = 40  # rows up to which levels are opened at first
+
+Row = Entry | list[Entry]  # a list: the rest of a level, which has not been made yet
+Node = TreeNode[Row]
+
+
+class NameTree(Tree[Row]):
+    """Shows `Levels`; a node's ``data`` is its entry."""
+
+    ICON_NODE = "▸ "
+    ICON_NODE_EXPANDED = "▾ "
+
+    def __init__(self) -> None:
+        super().__init__("", id="names")
+        self.show_root = False
+        self.guide_depth = 2
+        self.levels: Levels | None = None
+        self.moving = False  # other names are being shown: where the cursor is meanwhile means nothing
+
+    def show(self, levels: Levels, name: str = "") -> None:
+        """Show other names; the cursor goes to this one, as far as it is there."""
+        self.levels, self.moving = levels, True
+        self.clear()
+        self.root.data = levels.whole
+        self._fill(self.root)
+        self.root.expand()
+        level, rows = [self.root], len(self.root.children)
+        while True:
+            level = [child for node in level for child in node.children if child.allow_expand]
+            rows += sum(len(levels.below(n.data.start)) for n in level[:_OPENED] if isinstance(n.data, Entry))
+            if not level or len(level) > _OPENED or rows > _OPENED:
+                break
+            for node in level:
+                self._fill(node)
+                node.expand()
+        # the cursor is set when the lines are known
+        self.call_after_refresh(self._go_to, self._reveal(name))
+
+    def _go_to(self, node: Node | None) -> None:
+        self.moving = False
+        self.move_cursor(node)
+        if node is not None:  # a cursor that stays in its line tells nobody that another node is there now
+            self.post_message(self.NodeHighlighted(node))
+
+    def _reveal(self, name: str) -> Node | None:
+        """The node of a name, opened down to it, or the nearest above it; the first row if it is nowhere."""
+        node = self.root
+        while True:
+            self._fill(node)
+            inner = next((c for c in node.children if _leads_to(c, name)), None)
+            if inner is None:
+                break
+            if node is not self.root:
+                node.expand()
+            node = inner
+            if not node.allow_expand:
+                break
+        if node is not self.root:
+            return node
+        return node.children[0] if node.children else None
+
+    def on_tree_node_expanded(self, event: Tree.NodeExpanded[Row]) -> None:
+        self._fill(event.node)
+
+    def on_tree_node_selected(self, event: Tree.NodeSelected[Row]) -> None:
+        node = event.node
+        if isinstance(node.data, list) and node.parent is not None:
+            event.stop()
+            parent, rest = node.parent, node.data
+            node.remove()
+            first = len(parent.children)
+            self._add(parent, rest)
+            self.call_after_refresh(self._go_to, parent.children[first])
+
+    def _fill(self, node: Node) -> None:
+        if self.levels is not None and not node.children and isinstance(node.data, Entry) and not node.data.leaf:
+            self._add(node, self.levels.below(node.data.start))
+
+    def _add(self, node: Node, entries: list[Entry]) -> None:
+        for entry in entries[:_ROWS]:
+            node.add(self._label(entry), entry, allow_expand=not entry.leaf)
+        rest = entries[_ROWS:]
+        if rest:
+            node.add_leaf(Text(f"… {len(rest):,} more (Enter)", "dim"), rest)
+
+    def _label(self, entry: Entry) -> Text:
+        assert self.levels is not None  # entries are of levels
+        label = printable(entry.label) or "''"
+        if entry.leaf:
+            tied = "" if entry.numel or not self.levels.view[entry.start].numel() else "  tied"
+            return Text.assemble(label, (f"  {kind(self.levels.view[entry.start])}{tied}", "dim"))
+        counts = f"  {plural(entry.tensors, 'tensor')}, {human_bytes(entry.nbytes)}"
+        return Text.assemble((label, "bold"), (counts, "dim"))
+
+
+def _leads_to(node: Node, name: str) -> bool:
+    if not isinstance(node.data, Entry):
+        return False
+    return node.data.start == name or (not node.data.leaf and name.startswith(node.data.start))

@@ -1,0 +1,44 @@
+"""`lazyckpt browse`: a checkpoint in the terminal, to move around in."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+
+import typer
+
+from ..errors import LazyckptError
+from ..formats.rulesfile import read_rules
+from ..io.remote import is_url
+from ..view import CheckpointView
+from .opening import FormatOption, PathArg, RulesOption, StateOption, StoredOption, TagOption, open_view, state_of
+
+
+def browse(
+    path: PathArg,
+    state: StateOption = None,
+    stored: StoredOption = False,
+    tag: TagOption = None,
+    format: FormatOption = None,
+    rules: RulesOption = None,
+) -> None:
+    """Move around in a checkpoint: names, details, which file holds what, values, histograms. Needs a terminal (over
+    ssh, too), and Textual: pip install 'lazyckpt[browse]'. Reads what it shows; ? lists the keys."""
+    if find_spec("textual") is None:
+        raise LazyckptError("browse needs Textual: pip install 'lazyckpt[browse]'")
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise LazyckptError("browse needs a terminal: ls and show print, also into pipes")
+    from ..browse.app import Browser
+
+    def both() -> tuple[CheckpointView, CheckpointView]:
+        base = open_view(path, None, False, tag, format, rules)
+        return base, state_of(base, path, state, stored)
+
+    options = {"tag": tag, "format": format, "rules": None if rules is None else read_rules(rules)}
+    browser = Browser(both, path if is_url(path) else os.path.abspath(path), options)
+    error = browser.run()
+    if error is not None:
+        raise error
+    if browser.return_code:  # it has said why
+        raise typer.Exit(browser.return_code)
