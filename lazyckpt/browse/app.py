@@ -215,10 +215,10 @@ class Browser(App[Exception]):
     def on_tree_node_highlighted(self, event: NameTree.NodeHighlighted[Row]) -> None:
         entry = event.node.data
         late = self.names.moving or event.node is not self.names.cursor_node
-        if isinstance(entry, Entry) and not late:
-            # a filter changes labels: what is shown of a tensor stays
-            if self.entry is None or entry[1:] != self.entry[1:]:
-                self._look(entry)
+        if not isinstance(entry, Entry) or late:
+            return
+        if self.entry is None or entry[1:] != self.entry[1:]:  # a filter changes labels only: what is shown stays
+            self._look(entry)
 
     def on_tree_node_selected(self, event: NameTree.NodeSelected[Row]) -> None:
         if isinstance(event.node.data, Entry) and event.node.data.leaf:
