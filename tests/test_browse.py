@@ -320,7 +320,7 @@ def test_histograms(files: Path) -> None:
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
         await go_to(app, pilot, "model.norm.weight")
         await press(app, pilot, "h")
-        assert shown(app, "histogram of all 128 elements (256 B read)") and shown(app, "█")
+        assert shown(app, "histogram of all of 128 elements (256 B read)") and shown(app, "█")
         await press(app, pilot, "a")
         assert shown(app, "histogram of all 128 elements (256 B)") and shown(app, "0 zeros, 0 NaN")
         keep(app, "histogram")
@@ -431,7 +431,6 @@ def test_many_names_open_at_once(tmp_path: Path) -> None:
 
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
         assert shown(app, "2,400 tensors, 9.4 KiB")
-        await press(app, pilot, "enter")
         assert app.names.last_line == 501
         await press(app, pilot, "end")
         assert shown(app, "… 700 more (Enter)")
@@ -443,6 +442,28 @@ def test_many_names_open_at_once(tmp_path: Path) -> None:
         assert app.entry.start == "layers.500.b"
 
     drive(tmp_path / "big.safetensors", do)
+
+
+def test_a_url() -> None:
+    fs = pytest.importorskip("fsspec").filesystem("memory")
+    with fs.open("/browse/model.pt", "wb") as f:
+        torch.save({"a.weight": torch.arange(600.0).reshape(60, 10), "b": torch.arange(7)}, f)
+
+    async def do(app: Browser, pilot: Pilot[Any]) -> None:
+        await go_to(app, pilot, "a.weight")
+        await press(app, pilot, "v", "pagedown")
+        assert app.grid.window is not None and app.line.startswith(
+            'lazyckpt.open("memory://browse/model.pt")["a.weight"]['
+        )
+        read = eval(app.line, {"lazyckpt": lazyckpt})
+        assert [[float(c) for c in row] for row in app.grid.window.cells] == read.tolist()
+        fs.rm("/browse", recursive=True)
+        await press(app, pilot, "home")
+        assert app.told.has_class("wrong") and "model.pt" in " ".join(screen(app))
+        await press(app, pilot, "h")
+        assert shown(app, "cannot be read")
+
+    drive("memory://browse/model.pt", do)
 
 
 def test_a_lost_file(zero_cases: Any, tmp_path: Path) -> None:

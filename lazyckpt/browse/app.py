@@ -215,9 +215,9 @@ class Browser(App[Exception]):
     def on_tree_node_highlighted(self, event: NameTree.NodeHighlighted[Row]) -> None:
         entry = event.node.data
         late = self.names.moving or event.node is not self.names.cursor_node
-        # a filter changes labels: what is shown of a tensor stays
-        new = isinstance(entry, Entry) and (self.entry is None or entry[1:] != self.entry[1:])
-        if isinstance(entry, Entry) and new and not late:
+        if not isinstance(entry, Entry) or late:
+            return
+        if self.entry is None or entry[1:] != self.entry[1:]:  # a filter changes labels only: what is shown stays
             self._look(entry)
 
     def on_tree_node_selected(self, event: NameTree.NodeSelected[Row]) -> None:

@@ -40,7 +40,7 @@ class NameTree(Tree[Row]):
         while True:
             level = [child for node in level for child in node.children if child.allow_expand]
             rows += sum(len(levels.below(n.data.start)) for n in level[:_OPENED] if isinstance(n.data, Entry))
-            if not level or len(level) > _OPENED or rows > _OPENED:
+            if not level or (len(level) > 1 and rows > _OPENED):  # one row alone has nothing to choose from
                 break
             for node in level:
                 self._fill(node)

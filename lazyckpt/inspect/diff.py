@@ -112,7 +112,8 @@ def _told(row: Difference) -> str:
         return f"cannot be read: {row.error}"
     pieces = [] if row.a == row.b else [f"{row.a} and {row.b}"]
     if row.count:
-        pieces.append(f"{row.count:,} elements differ, the first at {list(row.at or ())}")
+        differ = f"{row.count:,} elements differ, the first" if row.count > 1 else "1 element differs,"
+        pieces.append(f"{differ} at {list(row.at or ())}")
         if row.max_abs is not None:
             pieces.append(f"by {row.max_abs:.3g} at most")
     elif row.count == 0:

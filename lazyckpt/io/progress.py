@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from functools import partial
 from typing import Any
 
@@ -21,8 +22,7 @@ class Bar:
         self._bar: Any = None
         if show or (show is None and looked_at):
             if looked_at:
-                from tqdm.auto import tqdm
-
+                tqdm = _tqdm()
                 self._bar = tqdm(total=total, desc=label, unit="B", unit_scale=True, unit_divisor=1024)
             else:
                 self._bar = _Lines(total, label)
@@ -38,6 +38,14 @@ class Bar:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def _tqdm() -> Any:
+    """tqdm's choice for where it runs. In a notebook without ipywidgets it would only warn: then a bar of text."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from tqdm.auto import tqdm
+    return tqdm
 
 
 class _Lines:
