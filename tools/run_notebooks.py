@@ -34,7 +34,9 @@ _MEASURED = re.compile(r"[\d.]+ \w+(?= free\b)|(?<= in )[\d.:]+(?: s)?, [\d.]+ ?
 _PROGRESS = re.compile(r"^\S+: \d+%, .* left\n", re.MULTILINE)
 _ADDRESS = re.compile(r"(?<= at )0x[0-9a-f]{6,}")
 _UUID = re.compile(r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
-_ABSOLUTE = re.compile(r"(?<![\w.:/<-])/(?:tmp|home|root|usr|opt|var|work|mnt|Users|private)/|lazyckpt-notebook-")
+_ABSOLUTE = re.compile(
+    r"(?:(?<![\w.:/<-])|(?<=file://))/(?:tmp|home|root|usr|opt|var|work|mnt|Users|private)/|lazyckpt-notebook-"
+)
 
 
 class _ThisPython(KernelSpecManager):
@@ -60,6 +62,7 @@ def execute(path: Path, timeout: float = 600) -> Any:
             "TQDM_DISABLE": "1",
             "IPYTHONDIR": scratch,
             "TMPDIR": str(temporary),
+            "TORCHINDUCTOR_CACHE_DIR": scratch,  # a folder that torch makes when transformers' models are imported
             "MPLBACKEND": "module://matplotlib_inline.backend_inline",
             "CUDA_VISIBLE_DEVICES": "",  # the same outputs everywhere
         }
