@@ -30,7 +30,9 @@ state = {f"layers.{n}.weight": torch.randn(4096, 4096) for n in range(16)}
 if sys.argv[1] == "torch":
     torch.save(state, sys.argv[2])
 else:
+    import os
     from huggingface_hub import save_torch_state_dict
+    os.makedirs(sys.argv[2], exist_ok=True)
     save_torch_state_dict(state, sys.argv[2], max_shard_size="300MB")
 """
 _OURS = """

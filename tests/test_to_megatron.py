@@ -13,6 +13,8 @@ import torch
 
 import lazyckpt
 from lazyckpt.errors import DataError, DestinationError, MeshError
+from lazyckpt.export import job, stream
+from lazyckpt.export.staging import unfinished
 
 from .conftest import need, once
 from .writers import Case, bit_equal
@@ -394,25 +396,27 @@ def test_what_cannot_be_written(megatron_cases: dict[str, Case], tmp_path: Path)
 def test_it_goes_on_where_it_was_stopped(
     megatron_cases: dict[str, Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lazyckpt.export import folders
-
     view = lazyckpt.open(megatron_cases["single"].path)
-    real, calls = folders.fill, []
+    real, calls = stream.write_at, []
 
-    def fill(*args: Any) -> None:
+    def write_at(*args: Any) -> None:
         calls.append(args)
-        if len(calls) == 3:
+        if len(calls) == 30:
             raise OSError(5, "Input/output error")
         real(*args)
 
-    monkeypatch.setattr("lazyckpt.export.folders._FILES", 1)
-    monkeypatch.setattr(folders, "fill", fill)
-    with pytest.raises(DestinationError, match="call again"):
-        view.to_megatron(tmp_path / "out", tp=2, pp=2)
+    monkeypatch.setattr(job, "_TOGETHER", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "write_at", write_at)
+        with pytest.raises(DestinationError, match="call again"):
+            view.to_megatron(tmp_path / "out", tp=2, pp=2)
     assert not (tmp_path / "out").exists()
-    assert len(list((tmp_path / ".out.incomplete").glob(f"*/*/{FILE}"))) == 2
-    calls.clear()
-    monkeypatch.setattr(folders, "fill", lambda *args: (calls.append(args), real(*args)))
+    finished = unfinished(tmp_path / "out")
+    assert finished
+    written = []
+    monkeypatch.setattr(stream, "write_at", lambda *args: (written.append(len(args[1])), real(*args)))
     view.to_megatron(tmp_path / "out", tp=2, pp=2, verify=True)
-    assert len(calls) == 2, "the other two"
+    files = [lazyckpt.open(path).stored for path in (tmp_path / "out").glob(f"*/*/{FILE}")]
+    assert len(files) == 4
+    assert sum(written) == sum(t.nbytes for stored in files for t in stored.values()) - finished
     check_whole(lazyckpt.open(tmp_path / "out"), view)

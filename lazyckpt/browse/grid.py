@@ -40,7 +40,7 @@ class Grid(Widget, can_focus=True):
 
     def show(self, t: LazyTensor | None) -> None:
         """Of another tensor, from its first element on; None: of none."""
-        self.tensor, self.window, self.row, self.col = t, None, 0, 0
+        self.tensor, self.window, self.row, self.col, self.at_end = t, None, 0, 0, False
         self.refresh()
         if t is not None:
             self.post_message(self.Wanted())
@@ -74,6 +74,7 @@ class Grid(Widget, can_focus=True):
             return
         height, width = self.room
         rows, cols = extent(self.tensor, width)
+        self.at_end = row >= rows - height > 0
         row, col = max(0, min(row, rows - height)), max(0, min(col, cols - width))
         if (row, col) != (self.row, self.col):
             self.row, self.col = row, col
@@ -81,6 +82,8 @@ class Grid(Widget, can_focus=True):
 
     def on_resize(self) -> None:
         if self.tensor is not None:
+            if self.at_end:  # the last row stays in sight
+                self._go(1 << 62, self.col)
             self.post_message(self.Wanted())
 
     def render(self) -> Content:

@@ -18,7 +18,7 @@ class Bar:
     terminal or in a notebook only."""
 
     def __init__(self, total: int, label: str, show: bool | None) -> None:
-        looked_at = sys.stderr.isatty() or "ipykernel" in sys.modules
+        looked_at = sys.stderr.isatty() or _in_notebook()
         self._bar: Any = None
         if show or (show is None and looked_at):
             if looked_at:
@@ -38,6 +38,13 @@ class Bar:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def _in_notebook() -> bool:
+    """Whether this is a kernel of Jupyter: that its packages are imported does not tell."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return hasattr(shell, "kernel")
 
 
 def _tqdm() -> Any:
