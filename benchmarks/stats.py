@@ -50,7 +50,7 @@ def _theirs(path: Path) -> dict[str, dict[str, float]]:
 def _numbers(t: torch.Tensor) -> dict[str, float]:
     finite = torch.isfinite(t)
     if not finite.all():
-        raise NotImplementedError("the benchmark's weights are finite")
+        raise ValueError("the benchmark's weights are finite")
     x = t.double()
     low, high = torch.aminmax(t)
     mean = x.mean()

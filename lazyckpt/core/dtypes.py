@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -97,10 +98,18 @@ def dtype_named(name: str) -> torch.dtype:
 
 def check_converts(name: str, source: torch.dtype, to: torch.dtype) -> None:
     """Raise DataError if torch cannot convert elements of the tensor ``name`` from one dtype to the other."""
+    if not converts(source, to):
+        raise DataError(f"{name!r} is {source}, torch does not convert that to {to}")
+
+
+@cache
+def converts(source: torch.dtype, to: torch.dtype) -> bool:
+    """Whether torch converts elements of one dtype to the other: of packed bits it does not."""
     try:
         torch.empty(1, dtype=source).to(to)
-    except (NotImplementedError, RuntimeError) as e:  # torch's two ways to say that it has no such conversion
-        raise DataError(f"{name!r} is {source}, torch does not convert that to {to}: {e}") from None
+    except (NotImplementedError, RuntimeError):  # torch's two ways to say that it has no such conversion
+        return False
+    return True
 
 
 def short_name(dtype: torch.dtype) -> str:

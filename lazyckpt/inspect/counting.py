@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..core.dtypes import converts
 from ..errors import DataError
 from .moments import Array
 
@@ -46,10 +47,9 @@ def values(dtype: torch.dtype) -> Array:
     size = 1 << 8 * dtype.itemsize
     plain = torch.uint8 if dtype.itemsize == 1 else torch.uint16
     patterns = torch.arange(size, dtype=torch.int32).to(plain)
-    try:
-        found: Array = patterns.view(dtype).to(torch.float64).numpy()
-    except (NotImplementedError, RuntimeError):  # torch's two ways to say that it has no such conversion
-        raise DataError(f"elements of {dtype} are packed bits, no numbers: there are no statistics of them") from None
+    if not converts(dtype, torch.float64):
+        raise DataError(f"elements of {dtype} are packed bits, no numbers: there are no statistics of them")
+    found: Array = patterns.view(dtype).to(torch.float64).numpy()
     return found
 
 

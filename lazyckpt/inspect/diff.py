@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 import torch
 
-from ..core.dtypes import BITS, short_name
+from ..core.dtypes import BITS, converts, short_name
 from ..errors import LazyckptError
 from ..export.job import OVERHEAD, Task, runner
 from ..io.progress import Bar
@@ -236,7 +236,7 @@ def _differing(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
             x, y = (t.view(torch.int64).view(-1, 2) for t in (x, y))
             return None if torch.equal(x, y) else (x != y).any(1)
         return None if torch.equal(x, y) else x != y
-    if not (_convertible(x.dtype) and _convertible(y.dtype)):
+    if not all(converts(t.dtype, _wide(t)) for t in (x, y)):
         return None
     x, y = _same_numbers(x, y)
     return (x != y) & ~((x != x) & (y != y))  # a NaN of another dtype has other bits
@@ -254,20 +254,13 @@ def _same_numbers(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch
 
 def _apart(x: torch.Tensor, y: torch.Tensor) -> float | None:
     """The largest absolute difference of elements that are finite; None also where torch cannot tell (bits)."""
-    if not all(_convertible(t.dtype) for t in (x, y)):
+    if not all(converts(t.dtype, _wide(t)) for t in (x, y)):
         return None
-    x, y = (t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (x, y))
+    x, y = x.to(_wide(x)), y.to(_wide(y))
     apart = (x - y).abs()
     apart = apart[apart.isfinite()]
     return float(apart.max()) if len(apart) else None
 
 
-
-
-@cache
-def _convertible(dtype: torch.dtype) -> bool:
-    try:
-        torch.empty(1, dtype=dtype).to(torch.complex128 if dtype.is_complex else torch.float64)
-    except (NotImplementedError, RuntimeError):  # torch's two ways to say that it has no such conversion
-        return False
-    return True
+def _wide(t: torch.Tensor) -> torch.dtype:
+    return torch.complex128 if t.is_complex() else torch.float64

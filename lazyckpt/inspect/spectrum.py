@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..core.dtypes import converts
 from ..errors import DataError
 from ..tensor import LazyTensor
 
@@ -35,15 +36,14 @@ def singular_values(tensor: LazyTensor) -> torch.Tensor:
             f"as in t.lazy[:, :{LIMIT}], or read it: torch.linalg.svdvals(t[...].float())"
         )
     dtype = torch.complex128 if tensor.dtype.is_complex else torch.float64
+    if not converts(tensor.dtype, dtype):
+        raise DataError(f"{tensor.name!r}: elements of {tensor.dtype} are no numbers")
     gram = torch.zeros(side, side, dtype=dtype)
     step = max(1, _PIECE // (max(1, side) * dtype.itemsize))
     for at in range(0, other, step):
         key = slice(at, at + step)
         block = (tensor.lazy[key] if rows >= columns else tensor.lazy[:, key])[...]
-        try:
-            numbers = block.to(dtype)
-        except (NotImplementedError, RuntimeError):  # torch's two ways to say that it has no such conversion
-            raise DataError(f"{tensor.name!r}: elements of {tensor.dtype} are no numbers") from None
+        numbers = block.to(dtype)
         gram += numbers.mH @ numbers if rows >= columns else numbers @ numbers.mH
     if not bool(torch.isfinite(gram.diagonal().real).all()):
         raise DataError(f"{tensor.name!r} has NaN or infinities, or is too large for float64: t.stats() counts them")
