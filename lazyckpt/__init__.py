@@ -25,11 +25,12 @@ from .errors import (
 )
 from .inspect.diff import Diff, Difference
 from .io.records import Opaque
+from .reshaping import unshard
 from .retention import Pruned, prune
 from .run import RunView
 from .show.states import completable as _completable
 from .tensor import LazyTensor
-from .view import CheckpointView, unshard
+from .view import CheckpointView
 
 open = CheckpointView
 open_run = RunView

@@ -18,11 +18,10 @@ from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from .core.box import Box, Shape, c_strides, is_run, tiles
-from .core.dtypes import check_converts, short_name, to_numpy
+from .core.dtypes import check_converts, short_name
 from .core.index import Extent, Fragment, Hole, Packed, TensorSpec
 from .core.plan import fragments_in, plan
 from .core.select import Selection
@@ -33,6 +32,7 @@ from .io.memory import empty
 from .io.pool import Task, run
 from .io.store import Buffer, Store, narrow
 from .io.transfer import Ring, read_to
+from .likeness import Likeness
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -46,7 +46,7 @@ _LARGE = 32 << 20  # bytes above which reads on several threads win over a mappi
 _ATOMS = {int, slice, type(None), type(Ellipsis)}
 
 
-class LazyTensor:
+class LazyTensor(Likeness):
     """One tensor of a checkpoint, or a part of one: `name`, `shape`, `dtype`, and its elements when they are asked for.
 
     A view makes them (``view["layers.3.up.weight"]``); ``store`` and ``spec`` are where its bytes come from and which
@@ -77,49 +77,9 @@ class LazyTensor:
         return self.spec.dtype
 
     @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    def dim(self) -> int:
-        return self.ndim
-
-    def size(self, dim: int | None = None) -> torch.Size | int:
-        return self.shape if dim is None else self.shape[dim]
-
-    def numel(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the elements (what a dense copy takes), not of the file."""
-        return self.numel() * self.dtype.itemsize
-
-    @property
-    def itemsize(self) -> int:
-        return self.dtype.itemsize
-
-    @property
-    def device(self) -> torch.device:
-        """The CPU: where reading without `to` puts it."""
-        return torch.device("cpu")
-
-    # torch asks these of what it takes for a tensor (nn.Module.load_state_dict does)
-    is_meta = False
-    is_sparse = False
-    is_quantized = False
-    is_nested = False
-    requires_grad = False
-    layout = torch.strided
-
-    @property
     def fragments(self) -> Sequence[Fragment]:
         """What each file contributes, as data."""
         return self.spec.fragments
-
-    def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError("len() of a 0-d tensor")
-        return self.shape[0]
 
     def __repr__(self) -> str:
         sizes = "x".join(map(str, self.shape)) or "scalar"
@@ -265,10 +225,6 @@ class LazyTensor:
         check_converts(self.name, self.dtype, dtype)
         return type(self)(self._store, replace(self.spec, dtype=dtype), self._selection)
 
-    def contiguous(self) -> torch.Tensor:
-        """Read the whole, as a tensor of torch's: what DeepSpeed's lazy state dicts are asked."""
-        return self[...]
-
     @property
     def lazy(self) -> _Deferred:
         """``t.lazy[key]``: the same indexing, as a LazyTensor that has read nothing yet. Raises SelectionError."""
@@ -365,51 +321,6 @@ class LazyTensor:
             return None
         flat = torch.frombuffer(buffer, dtype=extent.dtype, count=self.numel(), offset=extent.offset)
         return flat.view(self.spec.shape)
-
-    def numpy(self) -> np.ndarray[Any, Any]:
-        """Read the whole as a numpy array; bf16 and fp8 have the dtypes of ml_dtypes. Raises DataError where numpy has
-        no such dtype."""
-        return to_numpy(self[...])
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        if copy is False:
-            raise ValueError("a lazy tensor has no memory to share: np.asarray(t, copy=False) cannot be done")
-        array = self.numpy()
-        return array if dtype is None else array.astype(dtype, copy=False)
-
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        return self[...].__dlpack__(**kwargs)
-
-    def __dlpack_device__(self) -> tuple[Any, int]:
-        return torch.empty(0).__dlpack_device__()
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Torch functions take a lazy tensor for the tensor it reads as."""
-        return func(*(_real(a) for a in args), **{k: _real(v) for k, v in (kwargs or {}).items()})
-
-    def detach(self) -> torch.Tensor:
-        return self[...]
-
-    def item(self) -> int | float | bool | complex:
-        """The only element, as a Python number. Raises RuntimeError, as torch does, if there are more."""
-        return self[...].item()
-
-    def tolist(self) -> Any:
-        return self[...].tolist()
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        for n in range(len(self)):
-            yield self[n]
-
-    def __bool__(self) -> bool:
-        return bool(self[...])
 
     def stats(
         self,
@@ -545,11 +456,3 @@ def _door(module: str) -> Any:
 
 def _moved(result: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return out if result.data_ptr() == out.data_ptr() else out.copy_(result)
-
-
-def _real(value: Any) -> Any:
-    if isinstance(value, LazyTensor):
-        return value[...]
-    if isinstance(value, list | tuple) and any(isinstance(v, LazyTensor) for v in value):
-        return type(value)(_real(v) for v in value)
-    return value

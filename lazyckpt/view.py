@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
-from .core.index import FileInfo, Index, Mesh, TensorSpec, converted, renamed
+from .core.index import FileInfo, Index, Mesh, TensorSpec
 from .core.names import Names, Pattern, matcher
-from .errors import DataError, MissingFileError, TensorNotFoundError
-from .formats.cache import cached_index
-from .formats.reader import Source, read_index
-from .formats.renaming.apply import renamed_index
-from .formats.runs import read_one
-from .formats.sharding.ranks import mesh_of
-from .formats.sharding.shard import sharded, unsharded
+from .errors import MissingFileError, TensorNotFoundError
+from .formats.opening import opened
 from .formats.stored import stored_specs
 from .formats.wrappers import without_wrappers
-from .inspecting import Inspecting
-from .io.local import split
-from .io.remote import is_url, split_url
 from .io.store import Store
 from .loading import load_into, read_all
+from .reshaping import STORED, Reshaping, Step
 from .show.html import view_html
 from .show.states import States
 from .show.text import explain, summary, tree
@@ -32,12 +25,9 @@ from .tensor import LazyTensor
 
 # A state that is a whole state dict lists tied names too; a moment is listed under the name that owns it.
 _FULL_STATES = ("weights", "fp32")
-_STORED = "stored"
-
-_Step = tuple[Literal["below"], str] | tuple[Literal["select"], Pattern | frozenset[str]]
 
 
-class CheckpointView(Inspecting):
+class CheckpointView(Reshaping):
     """A checkpoint, or a part of it, as a mapping from dotted names to lazy tensors. Opening reads no tensor data.
 
     ``path``: a file or a folder, or the URL of one. ``format``: the reader to use (by default the first that recognises
@@ -69,7 +59,7 @@ class CheckpointView(Inspecting):
     _store: Store
     _index: Index
     _state: str
-    _steps: tuple[_Step, ...]
+    _steps: tuple[Step, ...]
 
     def __init__(
         self,
@@ -81,10 +71,10 @@ class CheckpointView(Inspecting):
         cache: bool = True,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        store, index = _indexed(path, format, tag, rules, cache, storage_options)
+        store, index = opened(path, format, tag, rules, cache, storage_options)
         self._init(store, without_wrappers(index), next(iter(index.states)), ())
 
-    def _init(self, store: Store, index: Index, state: str, steps: tuple[_Step, ...]) -> None:
+    def _init(self, store: Store, index: Index, state: str, steps: tuple[Step, ...]) -> None:
         self._store = store
         self._index = index
         self._state = state
@@ -100,7 +90,10 @@ class CheckpointView(Inspecting):
         self._by_stored: dict[str, TensorSpec] | None = None
         self._sides: dict[str, CheckpointView] = {}  # state -> this view of it, so that asking in a loop is cheap
 
-    def _other(self, state: str | None = None, steps: tuple[_Step, ...] | None = None) -> Self:
+    def _of(self, index: Index, steps: tuple[Step, ...] = ()) -> CheckpointView:
+        return _restore(self._store, index, self._state, steps)
+
+    def _other(self, state: str | None = None, steps: tuple[Step, ...] | None = None) -> Self:
         view = object.__new__(type(self))
         view._init(self._store, self._index, state or self._state, self._steps if steps is None else steps)
         return view
@@ -111,7 +104,7 @@ class CheckpointView(Inspecting):
     def specs(self) -> Mapping[str, TensorSpec]:
         """The tensors of this state as data, by full name, whatever part of it this view shows."""
         if self._specs is None:
-            if self._state != _STORED:
+            if self._state != STORED:
                 self._specs = self._index.states[self._state]
             elif self._index.stored is not None:
                 self._specs = self._index.stored
@@ -225,7 +218,7 @@ class CheckpointView(Inspecting):
 
     def _alias(self, name: str) -> str | None:
         """The full name of a tied alias that this state does not list."""
-        if self._state in _FULL_STATES or self._state == _STORED:
+        if self._state in _FULL_STATES or self._state == STORED:
             return None
         full = name
         for kind, what in reversed(self._steps):
@@ -252,99 +245,6 @@ class CheckpointView(Inspecting):
         of the name. Names stay as they are in this view; if none matches, the view is empty."""
         return self._other(steps=(*self._steps, ("select", pattern)))
 
-    def rename(self, names: str | Mapping[str, Any], *, reverse: bool = False) -> CheckpointView:
-        """The same tensors under other names, lazily; those that the other side has in pieces (q, k and v; gate and up)
-        are cut or joined by placement, nothing is copied.
-
-        ``names``: "hf" for Hugging Face's names of a model in megatron-core's, "megatron" for the way back, one of
-        the tables of `lazyckpt.formats.renaming` ("llama", "mixtral", "qwen_moe", "gpt2", "gpt_neox", "nemotron"), or
-        one of your own:
-        {"decoder.layers.{l}.mlp.linear_fc2.{p}": "model.layers.{l}.mlp.down_proj.{p}", ...}, as tables.toml there
-        explains; {"extends": "llama", ...} adds to one. ``reverse`` reads the table from right to left.
-
-        What no line is about, or cannot be cut, keeps its name, with a line in ``problems``. Raises FormatError (no
-        such table, or a line that cannot be), DataError (of a part of a checkpoint below a prefix: rename first).
-        """
-        index, shown = self._shown("rename")
-        return _restore(self._store, renamed_index(index, shown, names, reverse), self._state, ())
-
-    def astype(self, dtype: torch.dtype) -> CheckpointView:
-        """The same view with the floating-point tensors that it reads converted to ``dtype`` when they are read.
-        Integers, bools and complex numbers stay what they are, and so do the other states: of a training checkpoint the
-        weights are converted, masters and moments are not.
-
-        Raises DataError for a dtype that is no floating-point one, or that torch cannot convert a tensor to.
-        """
-        if not dtype.is_floating_point:
-            raise DataError(f"floating-point tensors are not converted to {dtype}: name a floating-point dtype")
-
-        def of(index: Index) -> Index:
-            if self._state == _STORED:
-                return replace(index, stored=converted(self.specs, dtype))
-            layout = index.layout and replace(index.layout, source=of(index.layout.source))
-            states = {**index.states, self._state: converted(index.states[self._state], dtype)}
-            return replace(index, states=states, layout=layout)
-
-        return _restore(self._store, of(self._index), self._state, self._steps)
-
-    def shard(
-        self,
-        tp: int = 1,
-        pp: int = 1,
-        dp: int = 1,
-        ep: int = 1,
-        *,
-        rank: int | tuple[int, ...] | Mapping[str, int],
-        rules: Mapping[str, Any] | None = None,
-    ) -> CheckpointView:
-        """What one rank of another parallel layout has, in all states, lazily: blocks of the tensors, by the merge
-        rules run backwards. Nothing is read; a slice of a shard reads its own bytes.
-
-        ``tp`` cuts tensors (gate and up each; whole groups of heads), the rows of a vocabulary padded with zeros where
-        they do not divide. ``pp`` deals layers to stages: Megatron's names count them from 0 on each, others keep
-        their numbers. ``ep`` deals experts. ``dp`` above 1: of each tensor the rank's flat partition, as ZeRO-3 keeps
-        weights and moments; shape (ceil(n / dp),). ``rank``: a global number (tp fastest, then ep, dp, pp), (tp, pp,
-        dp, ep), or {"tp": 1, ...}. ``rules``: as of `lazyckpt.open`, for tensors that nothing else tells of.
-
-        A shard of a shard is that of the degrees multiplied; `lazyckpt.unshard` puts the shards of all ranks together.
-        Raises MeshError (a degree that does not divide), FormatError (a tensor that no rule is known of, or rules that
-        are not understood), SelectionError (no such rank), DataError (of a part below a prefix).
-        """
-        index, shown = self._shown("shard")
-        return _restore(self._store, sharded(index, shown, mesh_of(tp, pp, dp, ep), rank, rules or {}), self._state, ())
-
-    def _shown(self, what: str) -> tuple[Index, dict[str, dict[str, TensorSpec]]]:
-        """The index, and what this view shows of every state, by full names. The index ties no name that is not shown;
-        of a tensor whose own name is not, the first tied one that is owns it."""
-        if any(kind == "below" for kind, _ in self._steps):
-            raise DataError(
-                f"the names of this view are relative to a prefix: {what} the whole view, then take the part"
-            )
-        index, sides = self._index, self.states
-        shown = {
-            state: {name: side.specs[name] for name in side._listed if name in side.specs}
-            for state, side in sides.items()
-        }
-        if not self._steps:
-            return index, shown
-        listed = {name for side in sides.values() for name in side._listed}
-        aliases: dict[str, str] = {}
-        heirs: dict[str, str] = {}
-        for alias, owner in index.aliases.items():
-            if alias in listed:
-                new = owner if owner in listed else heirs.setdefault(owner, alias)
-                aliases |= {alias: new} if new != alias else {}
-        if heirs and index.layout is not None:
-            owner, alias = next(iter(heirs.items()))
-            raise DataError(f"{alias!r} is a tied name of {owner!r} in this shard: select that to {what} it")
-        states = dict(index.states)
-        for state, side in sides.items():
-            own = {o: heir for o, heir in heirs.items() if heir in side._listed and o in side.specs}
-            added = {heir: renamed(side.specs[owner], heir) for owner, heir in own.items()}
-            states[state] = {**states[state], **added}
-            shown[state] |= added
-        return replace(index, states=states, aliases=aliases), shown
-
     @property
     def states(self) -> Mapping[str, CheckpointView]:
         """The same part of every state: "weights", "fp32", then the optimizer's own ("exp_avg", ...), as far as the
@@ -354,9 +254,9 @@ class CheckpointView(Inspecting):
     @property
     def stored(self) -> CheckpointView:
         """Every tensor as it is stored, under its raw name; nothing merged or hidden. Of the whole checkpoint."""
-        return self._side(_STORED, ())
+        return self._side(STORED, ())
 
-    def _side(self, state: str, steps: tuple[_Step, ...] | None = None) -> CheckpointView:
+    def _side(self, state: str, steps: tuple[Step, ...] | None = None) -> CheckpointView:
         if state not in self._sides:
             self._sides[state] = self._other(state=state, steps=steps)
         return self._sides[state]
@@ -495,51 +395,20 @@ class CheckpointView(Inspecting):
         steps = []
         view = self._other(steps=())
         for kind, what in self._steps:
-            step: _Step = (kind, what)  # type: ignore[assignment]
+            step: Step = (kind, what)  # type: ignore[assignment]
             view = view._other(steps=(*view._steps, step))
             # a function may not pickle, what it has selected does
             steps.append((kind, frozenset(view)) if kind == "select" and callable(what) else step)
         return tuple(steps)
 
 
-def _indexed(
-    path: str | os.PathLike[str],
-    format: str | None,
-    tag: str | None = None,
-    rules: Mapping[str, Any] | None = None,
-    cache: bool = True,
-    storage_options: Mapping[str, Any] | None = None,
-) -> tuple[Store, Index]:
-    store: Store
-    url = os.fspath(path)
-    store, name = split_url(url, storage_options) if is_url(url) else split(path)
-
-    def read(source: Source) -> Index:
-        return cached_index(source, format) if cache else read_index(source, format)
-
-    source, index = read_one(Source(store, name, tag, rules), read)
-    return source.store.pinned(index.pins), index
-
-
 def with_wrappers(path: str | os.PathLike[str], format: str, tag: str | None = None) -> CheckpointView:
     """A checkpoint under the names that its writer gives, with those of the modules that wrap the model."""
-    store, index = _indexed(path, format, tag)
+    store, index = opened(path, format, tag)
     return _restore(store, index, next(iter(index.states)), ())
 
 
-def unshard(views: Iterable[CheckpointView]) -> CheckpointView:
-    """The view that `CheckpointView.shard` cut, from the shards of all its ranks, in any order: all states, lazily.
-
-    Raises MeshError if they are not of one checkpoint on one mesh, or a rank is missing; DataError for parts of shards.
-    """
-    shards = list(views)
-    if any(view._steps for view in shards):
-        raise DataError("these views are parts of shards: put the whole shards together, then take the part")
-    index = unsharded([view._index for view in shards])
-    return _restore(shards[0]._store, index, shards[0]._state, ())
-
-
-def _restore(store: Store, index: Index, state: str, steps: tuple[_Step, ...]) -> CheckpointView:
+def _restore(store: Store, index: Index, state: str, steps: tuple[Step, ...]) -> CheckpointView:
     view = object.__new__(CheckpointView)
     view._init(store, index, state, steps)
     return view
