@@ -23,6 +23,7 @@ from .writers import Case, bit_equal
 pytest.importorskip("deepspeed", reason="its own tools are compared")
 from .test_deepspeed_kinds import NAMES as KINDS
 from .test_deepspeed_kinds import kinds  # noqa: F401 - a fixture
+from .writers.deepspeed_more import TOOLS
 from .writers.deepspeed_outcomes import fp32_of, outcomes
 
 MORE = {f"kind-{n}": n for n in KINDS if not n.endswith(".universal")}  # (both families have a zero3_fp32_dp3)
@@ -122,7 +123,12 @@ def tools(
     """All cases; what became of the tools on each; where that lies."""
     cases = zero_cases | {name: kinds[n] for name, n in MORE.items()}
     paths = {name: cases[name].path for name in NAMES}
-    found = once(session_folder, "deepspeed_outcomes", lambda folder: outcomes(folder, paths))
+    converted = {
+        name: kinds[f"{n}.universal"].path / kinds[f"{n}.universal"].info["tag"]
+        for name, n in MORE.items()
+        if "universal" in TOOLS.get(n, ())
+    }
+    found = once(session_folder, "deepspeed_outcomes", lambda folder: outcomes(folder, paths, converted))
     return cases, found, session_folder / "deepspeed_outcomes"
 
 

@@ -294,7 +294,7 @@ def test_hostile_json_is_one_clear_error(told: Any) -> None:
         decode(told)
 
 
-def test_deep_and_huge_objects_are_refused() -> None:
+def test_deep_and_huge_objects_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     deep: Any = []
     told: Any = {}
     for _ in range(100_000):
@@ -306,6 +306,7 @@ def test_deep_and_huge_objects_are_refused() -> None:
     laughs: Any = "ha"
     for _ in range(40):
         laughs = [laughs, laughs]
+    monkeypatch.setattr("lazyckpt.io.plainjson._LIMIT", 1 << 16)
     with pytest.raises(lazyckpt.DataError, match="too much"):
         encode(laughs)
     with pytest.raises(lazyckpt.DataError, match=r"meta\.a\[1\] is a builtins\.object"):

@@ -30,6 +30,20 @@ from deepspeed.accelerator import get_accelerator
 
 from .deepspeed_launch import Spec
 
+# What DeepSpeed would import at the first initialize, in every fork: seconds' worth of torch.compile, above all.
+_LATE = (
+    "torch._dynamo",
+    "torch._subclasses.schema_check_mode",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.serialization.config",
+    "numpy.ctypeslib",
+    "deepspeed.comm.mori",
+    "deepspeed.module_inject.auto_ep_config",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+)
+
 
 def run_rank(rank: int, out: Path, spec: Spec, store: Path) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(spec.world)}
@@ -61,9 +75,8 @@ def _module(name: str) -> Any:
 
 def main(job: Path) -> None:
     start = time.monotonic()
-    # DeepSpeed would import these two, two seconds' worth of torch.compile, at the first initialize: in every fork.
-    importlib.import_module("torch._dynamo")
-    importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    for name in _LATE:
+        importlib.import_module(name)
     out_dir, specs, tools, scratch = pickle.loads(job.read_bytes())
     for writer in {spec.writer for spec in specs.values()}:
         _module(writer)

@@ -1,6 +1,7 @@
 """What DeepSpeed's own tools make of checkpoints: both are run on each, in one child process, whatever comes of it.
 
-``python -m``, with a file of JSON: {"cases": {name: folder of the checkpoint}, "out": folder}.
+``python -m``, with a file of JSON: {"cases": {name: folder of the checkpoint}, "converted": {name: its universal
+checkpoint}, "out": folder}.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ from . import TruthFiles
 TOOLS = ("zero_to_fp32", "universal")
 
 
-def outcomes(folder: Path, cases: Mapping[str, Path]) -> dict[str, dict[str, str]]:
-    """Case -> tool -> the error it ended with, "" if none. What they wrote: `fp32_of` and ``NAME/universal``."""
+def outcomes(folder: Path, cases: Mapping[str, Path], converted: Mapping[str, Path]) -> dict[str, dict[str, str]]:
+    """Case -> tool -> the error it ended with, "" if none. What they wrote: `fp32_of` and ``NAME/universal``.
+
+    ``converted``: what ds_to_universal has already made of some cases, without an error.
+    """
     job = folder / "job.json"
-    job.write_text(json.dumps({"cases": {n: str(p) for n, p in cases.items()}, "out": str(folder)}))
+    paths = {kind: {n: str(p) for n, p in them.items()} for kind, them in (("cases", cases), ("converted", converted))}
+    job.write_text(json.dumps({**paths, "out": str(folder)}))
     package = __package__ or ""
     root = Path(__file__).resolve().parents[package.count(".") + 1]
     env = os.environ | {
@@ -96,8 +101,10 @@ def main(job: Path) -> None:
         print(f"=== {name}", flush=True)
         found[name] = {
             "zero_to_fp32": _outcome(_zero_to_fp32, Path(folder), out),
-            "universal": _outcome(_universal, Path(folder), out),
+            "universal": "" if name in asked["converted"] else _outcome(_universal, Path(folder), out),
         }
+        if name in asked["converted"]:
+            (out / "universal").symlink_to(asked["converted"][name])
     (Path(asked["out"]) / "outcomes.json").write_text(json.dumps(found))
 
 
