@@ -119,9 +119,11 @@ def test_norms_of_zeros(tmp_path: Path) -> None:
 
 
 def test_norms_beyond_float64(tmp_path: Path) -> None:
-    ax = saved(tmp_path, {"a.0": torch.full((2,), 1e300, dtype=torch.float64), "a.1": torch.ones(4)}).plot.norms()
-    assert np.ma.filled(ax.images[0].get_array(), np.nan).tolist() == [[math.inf], [2]]
-    assert ax.images[0].norm.vmax == 2
+    tensors = {"a.0": torch.full((2,), 1e300, dtype=torch.float64), "a.1": torch.ones(4), "a.2": torch.ones(16)}
+    ax = saved(tmp_path, tensors).plot.norms()
+    assert ax.images[0].get_array().mask.tolist() == [[True], [False], [False]]
+    assert (ax.images[0].norm.vmin, ax.images[0].norm.vmax) == (2, 4)
+    assert [(t.get_text(), t.get_position()) for t in ax.texts] == [("!", (0, 0))]
 
 
 def test_names_are_no_mathematics(tmp_path: Path) -> None:

@@ -405,8 +405,8 @@ def test_as_html(odd_table: Table) -> None:
 def test_bars_as_html_keep_their_gaps(tmp_path: Path) -> None:
     """HTML shows one of several spaces, and breaks lines at them; notebooks typeset what is between two "$"."""
     text = saved(tmp_path, {"a$b$": torch.tensor([0.0, 10.0])}).stats(bins=6)._repr_html_()
-    assert f">0&nbsp;|█{'&nbsp;' * 4}█|&nbsp;10</td>" in text
-    assert text.count("white-space:pre") == text.count("<td") + text.count("<th ")
+    assert f">0&nbsp;|█{'&nbsp;' * 4}█|&nbsp;10</code></td>" in text
+    assert text.count("white-space:pre;") == text.count("<td") + text.count("<th ")
     assert "tex2jax_ignore" in text.partition("a$b$")[0]
 
 

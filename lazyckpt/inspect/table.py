@@ -269,8 +269,8 @@ def _html(c: int, line: tuple[str, ...], columns: int) -> str:
     if c == 3 and len(line) == 4:
         return f"<td colspan='{columns - 3}' style='text-align:left'>{escape(line[c])}</td>"
     text = escape(line[c].strip())
-    if c == _HISTOGRAM:  # its empty bins are spaces, of which HTML shows one only, where styles are taken out
-        text = text.replace(" ", "&nbsp;")
+    if c == _HISTOGRAM:  # empty bins are spaces, as wide as bars in a <code>; of several, HTML would show one
+        text = f"<code style='background:none;white-space:pre'>{text.replace(' ', '&nbsp;')}</code>"
     return f"<td style='{_style(c, line[c])}'>{text}</td>"
 
 

@@ -125,7 +125,7 @@ class StepPlots(TensorPlots):
         "absmax", "zeros", ...), or a function of the tensor at a step, which gives a number. Reads one step after the
         other, for a function as a whole tensor.
 
-        Raises DataError for a quantity that there is not, and what reading raises.
+        Raises DataError for a quantity that there is not, or a function that gives no number; and what reading raises.
         """
         column = "l2" if quantity == "norm" else quantity
         if not callable(quantity) and column not in _QUANTITIES:
@@ -172,7 +172,8 @@ class ViewPlots:
         """L2 norms of all tensors as a heat map: a row for each layer (the first number between dots of a full name), a
         column for each kind of parameter (the name with "*" for every such number); tensors of one layer and kind
         (experts) together. Names without a number are in a row of their own, "-". A cell is marked "!" where there
-        are NaN or infinities (the norm is that of the rest), "?" where a tensor cannot be read. Reads the view once.
+        are NaN or infinities (the norm is that of the rest) or the squares are beyond float64, "?" where a tensor
+        cannot be read. Reads the view once.
         """
         import_matplotlib()
         from matplotlib.colors import LogNorm
@@ -187,12 +188,13 @@ class ViewPlots:
             good = [s for s in found if s.error is None]
             if good:
                 norms[at] = Table(good).total.l2 or 0.0
-            mark = "?" if len(good) < len(found) else "!" if any(s.finite < s.count for s in good) else ""
+            odd = bool(norms[at].isinf()) or any(s.finite < s.count for s in good)
+            mark = "?" if len(good) < len(found) else "!" if odd else ""
             if mark:
                 marks.append((*at, mark))
         size = (2.5 + 0.45 * min(len(kinds), _TICKS), 3 + 0.2 * min(len(rows), _TICKS))
         ax = _axes(size) if ax is None else ax
-        positive = norms[(norms > 0) & norms.isfinite()]  # a sum of squares may be beyond float64
+        positive = norms[(norms > 0) & norms.isfinite()]
         scale = LogNorm(float(positive.min()), float(positive.max())) if len(positive) else None
         image = ax.imshow(norms.numpy(), aspect="auto", interpolation="nearest", norm=scale)
         for r, k, mark in marks:
