@@ -146,6 +146,9 @@ def test_lost_files_are_told(dcp_hole: tuple[CheckpointView, Case]) -> None:
     assert any("lost" in value.split() for name, value in document.attributes if name == "class")
     t = max((view[name] for name in case.truth["weights"]), key=lambda t: len(t.fragments))
     assert "cannot be read : __1_0.distcp is missing" in checked(t._repr_html_()).text
+    alone = next(n for n, t in view.items() if {f.extent.path for f in t.fragments} == {"__1_0.distcp"})
+    part = checked(view.select(alone)._repr_html_())  # nothing of it can be read, and no other file is there
+    assert ("class", "lost") in part.attributes and "__1_0.distcp (missing)" in part.text
     with pytest.raises(lazyckpt.MissingFileError):
         t.show(histogram=True)
 
