@@ -88,6 +88,12 @@ def test_everything_offered_leads_somewhere(path: Path) -> None:
         _ = view[name]
 
 
+def test_numbers_are_offered_where_they_stand_first() -> None:
+    """What is offered is sorted: of "blocks.0.up" there would be "0" and "0.up" on top."""
+    assert Names(["blocks.0.up", "head"]).paths() == ["blocks", "head", "blocks.0", "blocks.0.up"]
+    assert Names(["0.up"]).paths() == ["0", "0.up", "up"]
+
+
 def test_what_is_offered_is_bounded() -> None:
     names = [f"model.layers.{n}.mlp.experts.{e}.{w}.weight" for n in range(126) for e in range(264) for w in "gud"]
     offered = Names(names).paths()

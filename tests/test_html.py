@@ -146,6 +146,9 @@ def test_lost_files_are_told(dcp_hole: tuple[CheckpointView, Case]) -> None:
     assert any("lost" in value.split() for name, value in document.attributes if name == "class")
     t = max((view[name] for name in case.truth["weights"]), key=lambda t: len(t.fragments))
     assert "cannot be read : __1_0.distcp is missing" in checked(t._repr_html_()).text
+    alone = next(n for n, t in view.items() if {f.extent.path for f in t.fragments} == {"__1_0.distcp"})
+    part = checked(view.select(alone)._repr_html_())  # nothing of it can be read, and no other file is there
+    assert ("class", "lost") in part.attributes and "__1_0.distcp (missing)" in part.text
     with pytest.raises(lazyckpt.MissingFileError):
         t.show(histogram=True)
 
@@ -264,7 +267,8 @@ def test_histogram_of_every_kind(tmp_path: Path, dtype: torch.dtype) -> None:
     assert found.low == pytest.approx(values.min().item()) and found.high == pytest.approx(values.max().item())
     assert found.mean == pytest.approx(values.mean().item()) and sum(found.counts) == 1000
     assert len(text_histogram(found)) == len(found.counts)
-    checked(t.show(histogram=True).html)
+    labels = {value for name, value in checked(t.show(histogram=True).html).attributes if name == "data-l"}
+    assert {f"{found.low:.4g}", f"{found.high:.4g}"} <= labels
 
 
 def test_a_sample_is_bounded(tmp_path: Path) -> None:

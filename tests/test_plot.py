@@ -118,6 +118,24 @@ def test_norms_of_zeros(tmp_path: Path) -> None:
     assert ax.images[0].get_array().shape == (2, 1)
 
 
+def test_norms_beyond_float64(tmp_path: Path) -> None:
+    tensors = {"a.0": torch.full((2,), 1e300, dtype=torch.float64), "a.1": torch.ones(4), "a.2": torch.ones(16)}
+    ax = saved(tmp_path, tensors).plot.norms()
+    assert ax.images[0].get_array().mask.tolist() == [[True], [False], [False]]
+    assert (ax.images[0].norm.vmin, ax.images[0].norm.vmax) == (2, 4)
+    assert [(t.get_text(), t.get_position()) for t in ax.texts] == [("!", (0, 0))]
+
+
+def test_names_are_no_mathematics(tmp_path: Path) -> None:
+    name = r"a.0.$\bad{$"
+    view = saved(tmp_path, {name: torch.eye(4), "a.0.b$": torch.ones(2)})
+    for ax in (view.plot.hist(name), view.plot.layout(name), view.plot.singular_values(name), view.plot.norms()):
+        ax.figure.canvas.draw()  # raises ValueError for what is no formula
+    torch.save({name: torch.ones(2)}, tmp_path / "step_1.pt")
+    ax = lazyckpt.open_run(tmp_path).plot.steps(name)
+    ax.legend()
+
+
 # -- singular values
 
 
@@ -194,6 +212,9 @@ def test_steps(tmp_path: Path) -> None:
     assert run["a.w"].plot.hist().patches
     with pytest.raises(DataError, match="no quantity 'size'"):
         run.plot.steps("a.w", "size")
+    for function in (torch.square, str):
+        with pytest.raises(DataError, match="a number at every step"):
+            run.plot.steps("a.w", function)
     with pytest.raises(DataError, match="no dimension of steps"):
         run["a.w"].lazy[0].plot.steps()
     assert not hasattr(run.at(10).plot, "steps")

@@ -352,7 +352,10 @@ def test_packed_elements_have_no_statistics(tmp_path: Path) -> None:
     assert "packed bits" in str(packed.error) and plain.mean == 1
 
 
-@pytest.mark.parametrize("bins", [0, -3, [], [1.0], [1.0, 1.0], [2.0, 1.0], [0.0, math.nan], [0.0, math.inf], [[1, 2]]])
+@pytest.mark.parametrize(
+    "bins",
+    [0, -3, 10**9, [], [1.0], [1.0, 1.0], [2.0, 1.0], [0.0, math.nan], [0.0, math.inf], [[1, 2]], "ab", [0, 1j]],
+)
 def test_bins_that_are_none(tmp_path: Path, bins: Any) -> None:
     view = saved(tmp_path, {"w": torch.ones(3)})
     with pytest.raises(DataError, match="bins="):
@@ -397,6 +400,14 @@ def test_as_html(odd_table: Table) -> None:
     assert "<b>" not in text and "&lt;b&gt;w&lt;/b&gt;" in text
     assert text.count("font-weight:bold") == 4  # NaN and Inf, of the row and of the total
     assert text.count("<tr>") == 5
+
+
+def test_bars_as_html_keep_their_gaps(tmp_path: Path) -> None:
+    """HTML shows one of several spaces, and breaks lines at them; notebooks typeset what is between two "$"."""
+    text = saved(tmp_path, {"a$b$": torch.tensor([0.0, 10.0])}).stats(bins=6)._repr_html_()
+    assert f">0&nbsp;|█{'&nbsp;' * 4}█|&nbsp;10</code></td>" in text
+    assert text.count("white-space:pre;") == text.count("<td") + text.count("<th ")
+    assert "tex2jax_ignore" in text.partition("a$b$")[0]
 
 
 def test_one_as_text(tmp_path: Path) -> None:

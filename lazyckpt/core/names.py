@@ -91,7 +91,8 @@ class Names:
 
     def paths(self) -> list[str]:
         """What one may want to complete: all prefixes and names or, if these are too many, those of as many levels as
-        there is room for; of few names also the paths behind their first component that occur nowhere else.
+        there is room for; of few names also the paths behind their first component that occur nowhere else (but those
+        that begin with a number: what is offered is sorted, and they would come first).
 
         >>> Names(["model.up.weight"]).paths()
         ['model', 'model.up', 'model.up.weight', 'up', 'up.weight']
@@ -111,7 +112,9 @@ class Names:
                 for stop in range(start + 1, len(parts) + 1):
                     places.setdefault(".".join(parts[start:stop]), set()).add(".".join(parts[:stop]))
         behind = dict.fromkeys(".".join(parts[1:stop]) for parts in split for stop in range(2, len(parts) + 1))
-        return list(found) + [path for path in behind if len(places[path]) == 1 and path not in found]
+        return list(found) + [
+            path for path in behind if len(places[path]) == 1 and path not in found and not path[:1].isdigit()
+        ]
 
     def near(self, wrong: str, count: int = 3) -> list[str]:
         """The names (or prefixes of names) most like a wrong one."""

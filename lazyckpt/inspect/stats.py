@@ -28,6 +28,7 @@ from .table import Histogram, Stats, Table, row
 
 Bins = int | Sequence[float]
 
+_BINS = 1_000_000  # that every task in flight has counts of
 _SORTED = 1 << 16  # elements of wide types that a histogram sorts at a time
 
 
@@ -131,8 +132,8 @@ class _Found:
 def _collect(tensors: Mapping[str, LazyTensor], bins: Bins | None, run: Run, progress: bool | None) -> list[_Found]:
     """Go through all tensors; again through those whose histogram has to know their range first."""
     number = int(bins) if isinstance(bins, int | np.integer) else None
-    if number is not None and number < 1:
-        raise DataError(f"bins={bins!r}: a histogram has one bin at least, or edges: bins=[-1, 0, 1]")
+    if number is not None and not 1 <= number <= _BINS:
+        raise DataError(f"bins={bins!r}: a histogram has 1 to {_BINS:,} bins, or edges: bins=[-1, 0, 1]")
     edges = None if bins is None or isinstance(bins, int | np.integer) else _checked(bins)
     found = [_Found(name, t, number, edges) for name, t in tensors.items()]
     wide = [one for one in found if not one.narrow] if number is not None else []
@@ -225,7 +226,10 @@ def _edges(moments: Moments, bins: int) -> Array:
 
 
 def _checked(bins: Sequence[float]) -> Array:
-    edges = np.asarray(bins, np.float64)
+    try:
+        edges = np.asarray(bins, np.float64)
+    except (TypeError, ValueError):
+        edges = np.empty(0)
     if edges.ndim != 1 or edges.size < 2 or not (np.diff(edges) > 0).all() or not all(map(math.isfinite, edges)):
         raise DataError(f"bins={bins!r}: edges of a histogram are two or more finite numbers, ascending")
     return edges

@@ -243,11 +243,13 @@ class Table(Sequence[Stats]):
         head, *lines = self.lines(_ROWS)
         titles = "".join(f"<th style='{_style(c, '')}'>{escape(cell.strip())}</th>" for c, cell in enumerate(head))
         shown = "".join(f"<tr>{''.join(_html(c, line, len(head)) for c in range(len(line)))}</tr>" for line in lines)
-        return f"<table><thead><tr>{titles}</tr></thead><tbody>{shown}</tbody></table>"
+        table = f"<table><thead><tr>{titles}</tr></thead><tbody>{shown}</tbody></table>"
+        return f"<div class='tex2jax_ignore mathjax_ignore'>{table}</div>"  # "$" in names is no mathematics
 
 
 _HEAD = ("name", "dtype", "shape", "mean", "std", "min", "max", "L2 norm", "zeros", "NaN", "Inf")
-_LEFT = {0, 1, 2, 11}
+_HISTOGRAM = 11
+_LEFT = {0, 1, 2, _HISTOGRAM}
 ODD = (9, 10)  # the columns of NaN and Inf
 
 
@@ -266,12 +268,16 @@ def _cells(one: Stats, drawn: bool) -> tuple[str, ...]:
 def _html(c: int, line: tuple[str, ...], columns: int) -> str:
     if c == 3 and len(line) == 4:
         return f"<td colspan='{columns - 3}' style='text-align:left'>{escape(line[c])}</td>"
-    return f"<td style='{_style(c, line[c])}'>{escape(line[c].strip())}</td>"
+    text = escape(line[c].strip())
+    if c == _HISTOGRAM:  # empty bins are spaces, as wide as bars in a <code>; of several, HTML would show one
+        text = f"<code style='background:none;white-space:pre'>{text.replace(' ', '&nbsp;')}</code>"
+    return f"<td style='{_style(c, line[c])}'>{text}</td>"
 
 
 def _style(column: int, cell: str) -> str:
     odd = column in ODD and cell.strip() not in ("", "0")
-    return f"text-align:{'left' if column in _LEFT else 'right'};" + ("color:#d33;font-weight:bold;" if odd else "")
+    aligned = f"text-align:{'left' if column in _LEFT else 'right'};white-space:pre;"
+    return aligned + ("color:#d33;font-weight:bold;" if odd else "")
 
 
 def _number(x: float | None) -> str:

@@ -99,11 +99,11 @@ class TensorPlots:
         if drawn.row_dim is None:
             ax.set_yticks([])
         if 1 < len(labels) <= _LEGEND:
-            patches = [Patch(color=colours[label], label=_short(printable(label))) for label in labels]
+            patches = [Patch(color=colours[label], label=_short(label)) for label in labels]
             ax.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
         notes = []
         if len(labels) > _LEGEND:
-            notes.append(f"{len(labels):,} ranks, from {labels[0]} to {labels[-1]}")
+            notes.append(f"{len(labels):,} ranks, from {_short(labels[0])} to {_short(labels[-1])}")
         if any(cell.missing for cell in drawn.cells):
             notes.append("hatched: its file is missing")
         if drawn.merged:
@@ -125,7 +125,7 @@ class StepPlots(TensorPlots):
         "absmax", "zeros", ...), or a function of the tensor at a step, which gives a number. Reads one step after the
         other, for a function as a whole tensor.
 
-        Raises DataError for a quantity that there is not, and what reading raises.
+        Raises DataError for a quantity that there is not, or a function that gives no number; and what reading raises.
         """
         column = "l2" if quantity == "norm" else quantity
         if not callable(quantity) and column not in _QUANTITIES:
@@ -140,11 +140,11 @@ class StepPlots(TensorPlots):
         values = []
         for n in range(len(steps)):
             one = self._tensor.lazy[n]
-            values.append(float(quantity(one[...])) if callable(quantity) else getattr(stats_of(one), str(column)))
+            values.append(_value(quantity(one[...])) if callable(quantity) else getattr(stats_of(one), str(column)))
         ax = _axes() if ax is None else ax
-        ax.plot(steps, values, marker="o", label=printable(self._tensor.name))
+        ax.plot(steps, values, marker="o", label=_plain(printable(self._tensor.name)))
         what = getattr(quantity, "__name__", "quantity") if callable(quantity) else _QUANTITY.get(quantity, quantity)
-        ax.set(title=_short(printable(self._tensor.name)), xlabel="step", ylabel=what)
+        ax.set(title=_short(self._tensor.name), xlabel="step", ylabel=what)
         return ax
 
 
@@ -172,7 +172,8 @@ class ViewPlots:
         """L2 norms of all tensors as a heat map: a row for each layer (the first number between dots of a full name), a
         column for each kind of parameter (the name with "*" for every such number); tensors of one layer and kind
         (experts) together. Names without a number are in a row of their own, "-". A cell is marked "!" where there
-        are NaN or infinities (the norm is that of the rest), "?" where a tensor cannot be read. Reads the view once.
+        are NaN or infinities (the norm is that of the rest) or the squares are beyond float64, "?" where a tensor
+        cannot be read. Reads the view once.
         """
         import_matplotlib()
         from matplotlib.colors import LogNorm
@@ -187,12 +188,13 @@ class ViewPlots:
             good = [s for s in found if s.error is None]
             if good:
                 norms[at] = Table(good).total.l2 or 0.0
-            mark = "?" if len(good) < len(found) else "!" if any(s.finite < s.count for s in good) else ""
+            odd = bool(norms[at].isinf()) or any(s.finite < s.count for s in good)
+            mark = "?" if len(good) < len(found) else "!" if odd else ""
             if mark:
                 marks.append((*at, mark))
         size = (2.5 + 0.45 * min(len(kinds), _TICKS), 3 + 0.2 * min(len(rows), _TICKS))
         ax = _axes(size) if ax is None else ax
-        positive = norms[norms > 0]
+        positive = norms[(norms > 0) & norms.isfinite()]
         scale = LogNorm(float(positive.min()), float(positive.max())) if len(positive) else None
         image = ax.imshow(norms.numpy(), aspect="auto", interpolation="nearest", norm=scale)
         for r, k, mark in marks:
@@ -215,6 +217,14 @@ class RunPlots(ViewPlots):
     ) -> Axes:
         """`StepPlots.steps` of a tensor of the run."""
         return StepPlots(_one(self._view, name)).steps(quantity, ax=ax)
+
+
+def _value(found: Any) -> float:
+    """What a function gives of a tensor, as a number."""
+    try:
+        return float(found)
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise DataError(f"a quantity is a number at every step; the function gives {type(found).__name__}: {e}") from e
 
 
 _QUANTITY = {"norm": "L2 norm", "l2": "L2 norm", "l1": "L1 norm", "std": "standard deviation", "absmax": "largest |x|"}
@@ -262,7 +272,7 @@ def _is_number(part: str) -> bool:
 def _kind_labels(kinds: list[str]) -> list[str]:
     """What comes after the number of the layer, where that is enough to tell one kind from all others."""
     tails = [kind.partition("*")[2].lstrip(".") or kind for kind in kinds]
-    return [_short(printable(t if tails.count(t) == 1 else k)) for t, k in zip(tails, kinds)]
+    return [_short(t if tails.count(t) == 1 else k) for t, k in zip(tails, kinds)]
 
 
 def _ticks(place: Callable[..., Any], labels: list[str], style: dict[str, Any]) -> None:
@@ -288,13 +298,19 @@ def _roomy(cell: Cell, rows: tuple[int, int], cols: tuple[int, int]) -> bool:
 
 def _holder_text(cell: Cell) -> str:
     more = f" +{len(cell.holders) - 1} more" if len(cell.holders) > 1 else ""
-    return _short(printable(cell.holders[0].label)) + more
+    return _short(cell.holders[0].label) + more
 
 
 def _title(t: LazyTensor) -> str:
-    return f"{_short(printable(t.name))}  {short_name(t.dtype)} [{', '.join(map(str, t.shape))}]"
+    return f"{_short(t.name)}  {short_name(t.dtype)} [{', '.join(map(str, t.shape))}]"
 
 
 def _short(text: str) -> str:
     """Its end, which tells more than its beginning."""
-    return text if len(text) <= _LABEL else "\N{HORIZONTAL ELLIPSIS}" + text[1 - _LABEL :]
+    text = printable(text)
+    return _plain(text if len(text) <= _LABEL else "\N{HORIZONTAL ELLIPSIS}" + text[1 - _LABEL :])
+
+
+def _plain(text: str) -> str:
+    """Text that matplotlib takes for no mathematics."""
+    return text.replace("$", r"\$")

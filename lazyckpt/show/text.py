@@ -79,27 +79,31 @@ class Node:
 def build(view: CheckpointView) -> Node:
     """The names of a view as nodes, children in natural order."""
     root = Node("")
-    nodes: dict[str | None, Node] = {None: root}
+    nodes: dict[str, Node] = {}  # what has been walked through, by its path
 
-    def node(path: str | None) -> Node:
+    def at(path: str) -> Node:
         found = nodes.get(path)
         if found is None:
-            assert path is not None  # the root is there
             above, dot, label = path.rpartition(".")
-            found = nodes[path] = Node(label)
-            node(above if dot else None).children[label] = found
+            found = nodes[path] = child(at(above) if dot else root, label)
+        return found
+
+    def child(parent: Node, label: str) -> Node:
+        found = parent.children.get(label)
+        if found is None:
+            found = parent.children[label] = Node(label)
         return found
 
     seen: set[str] = set()
     for name in view:
-        if name.count(".") > _LEVELS:
-            *above, label = name.split(".", _LEVELS)
-            leaf = node(".".join(above)).children.setdefault(label, Node(label))
-        else:
-            leaf = node(name)
+        above, dot, label = name.rpartition(".")
+        if above.count(".") >= _LEVELS:
+            *parts, label = name.split(".", _LEVELS)
+            above = ".".join(parts)
+        leaf = child(at(above) if dot else root, label)
         owner = view.owner(name)
-        leaf.tensor = view[name]
-        leaf.tied = owner if owner != leaf.tensor.name else ""
+        leaf.tensor = tensor = view[name]
+        leaf.tied = owner if owner != tensor.name else ""
         leaf.counted = owner not in seen
         seen.add(owner)
     _finish(root, {})

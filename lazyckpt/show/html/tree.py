@@ -24,8 +24,8 @@ def tree_html(rows: Sequence[Row]) -> str:
     held = _held(rows)
     colours = Colours()
     listed = {holder: None for each in held.values() for holder in each}
-    if len(set(map(owner, listed))) < 2:
-        held = {}
+    if len(set(map(owner, listed))) < 2 and not any(holder.missing for holder in listed):
+        held = {}  # of one file, which is there, strips tell nothing
     body = tag("ul", _items(rows, _levels(rows), held, colours), "tree")
     return body + (_legend(tuple(listed), colours) if held else "")
 
@@ -148,5 +148,7 @@ def _legend(listed: Sequence[Holder], colours: Colours, most: int = 24) -> str:
         lines.append(tag("li", f"{swatch} {safe(label)} {tag('span', safe(told), 'dim')}"))
     if len(owned) > most:
         lines.append(tag("li", f"… and {len(owned) - most:,} more", "dim"))
-    head = tag("summary", f"which of {len(owned):,} {'ranks' if listed[0].rank else 'files'} has which colour", "dim")
+    kinds = "ranks" if listed[0].rank else "files"
+    which = f"which of {len(owned):,} {kinds} has which colour" if len(owned) > 1 else "where they lie"
+    head = tag("summary", which, "dim")
     return tag("details", head + tag("ul", "\n".join(lines)), "legend")
