@@ -13,15 +13,17 @@ import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 import lazyckpt
-from lazyckpt import demo
+from lazyckpt import cli, demo
 from lazyckpt.browse import bars, code, fragments, sheet
 from lazyckpt.browse.levels import Levels, chosen
 from lazyckpt.show.layout import drawing
@@ -563,6 +565,16 @@ def test_the_command_needs_a_terminal_and_textual(files: Path) -> None:
     done = process("browse", str(files / "model"))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: browse needs a terminal: ls and show print, also into pipes\n"
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs) as terminal:
+        said = CliRunner(env={"TERM": "dumb"})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("lazyckpt.cli.browsing.sys", SimpleNamespace(stdin=terminal, stdout=terminal))
+            result = said.invoke(cli.app, ["browse", str(files / "model")])
+    os.close(ours)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: browse needs a terminal with a cursor to place")
     hidden = (
         "import importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *a: None if n == 'textual' else f(n, *a)"
     )

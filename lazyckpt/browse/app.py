@@ -17,7 +17,7 @@ from ..core.indices import parse_index
 from ..inspect.stats import stats_of
 from ..show.layout import Drawing, drawing
 from ..show.sample import sample
-from ..show.text import facts, human_bytes, kind, plural, printable
+from ..show.text import facts, human_bytes, kind, oddities, plural, printable
 from ..tensor import LazyTensor
 from ..view import CheckpointView
 from . import bars, code, detail, fragments, screens
@@ -149,7 +149,7 @@ class Browser(App[Exception]):
         self.base, self.view, levels, text = found
         self.entry = None  # the one that the cursor comes to is looked at, be it of the same name
         self._facts = Content.assemble((printable(self.view.state), "bold"), " | ", text)
-        problems = self.view.problems
+        problems = oddities(self.view)
         lines = [printable(p) for p in problems[:_PROBLEMS]]
         if len(problems) > _PROBLEMS:
             lines.append(f"... and {len(problems) - _PROBLEMS:,} more problems (p shows them all)")
@@ -397,7 +397,7 @@ class Browser(App[Exception]):
 
     def action_problems(self) -> None:
         if self.view is not None:
-            self.push_screen(screens.problems(self.view.problems))
+            self.push_screen(screens.problems(oddities(self.view)))
 
     def action_keys(self) -> None:
         self.push_screen(screens.keys())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from typing import Any
 
@@ -160,13 +160,12 @@ def _check_served(store: RemoteStore, info: Mapping[str, Any]) -> None:
         )
     if size == 0:
         return
-    served = size is not None and info.get("partial") is not False
-    if served:
+    served = False
+    if size is not None and info.get("partial") is not False:
         with asking(url), store._fs.open(store._base, "rb", size=size, cache_type="none") as file:
             file.seek(size - 1)
-            try:
+            with suppress(ValueError):  # fsspec's: the answer is not the range
                 file.read(1)
-            except ValueError:  # fsspec's: the answer is not the range
-                served = False
+                served = True
     if not served:
         raise FormatError(f"{url}: the server does not serve parts of files (ranges): download it, and open that")
