@@ -338,8 +338,8 @@ def test_a_slow_read_blocks_nothing(files: Path, monkeypatch: pytest.MonkeyPatch
         assert go_on.wait(60)
         raise OSError("the connection was lost")
 
-    monkeypatch.setattr("lazyckpt.browse.app.stats_of", slow)
-    monkeypatch.setattr("lazyckpt.browse.app.sample", slow)
+    monkeypatch.setattr("lazyckpt.browse.histogram.stats_of", slow)
+    monkeypatch.setattr("lazyckpt.browse.histogram.sample", slow)
 
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
         await go_to(app, pilot, "model.norm.weight")
@@ -425,6 +425,18 @@ def test_names_are_printed_literally(tmp_path: Path) -> None:
         keep(app, "odd-names")
 
     drive(tmp_path / "odd.safetensors", do)
+
+
+def test_a_file_that_is_one_tensor(tmp_path: Path) -> None:
+    """Its name is the empty text."""
+    torch.save(torch.arange(12.0).view(3, 4), tmp_path / "one.pt")
+
+    async def do(app: Browser, pilot: Pilot[Any]) -> None:
+        for key in ("d", "v"):
+            await press(app, pilot, key)
+            assert torch.equal(eval(app.line, {"lazyckpt": lazyckpt}), torch.arange(12.0).view(3, 4))
+
+    drive(tmp_path / "one.pt", do)
 
 
 def test_many_names_open_at_once(tmp_path: Path) -> None:
@@ -514,6 +526,16 @@ def test_small_terminals(files: Path, size: tuple[int, int]) -> None:
         keep(app, f"small-{size[0]}")
 
     drive(files / "model", do, size)
+
+
+def test_ten_lines_are_enough_to_see_values(files: Path) -> None:
+    async def do(app: Browser, pilot: Pilot[Any]) -> None:
+        await press(app, pilot, "down", "v")
+        first = lazyckpt.open(files / "training.pt")["0.bias"][0].item()
+        assert shown(app, "bias  f32 [64]") and shown(app, f"{np.float32(first):.4g}") and shown(app, "lazyckpt.open(")
+        keep(app, "short")
+
+    drive(files / "training.pt", do, (40, 10))
 
 
 @pytest.mark.parametrize("size", SIZES)
