@@ -33,6 +33,7 @@ from .formats.megatron.files import TRACKER, tracked
 from .formats.reader import Source, recognising
 from .formats.steps import OPENERS, Found, find, told_step, unfinished
 from .io.local import LocalStore
+from .io.remote import is_url
 from .view import CheckpointView
 
 _HIDDEN = re.compile(r"\..+\.[0-9a-f]{8}\.pruned")
@@ -104,6 +105,8 @@ def prune(path: str | os.PathLike[str], keep: int, *, delete: bool = False, inco
     """
     if keep < 1:
         raise DestinationError(f"keep={keep}: at least one checkpoint has to stay (remove the folder itself otherwise)")
+    if is_url(os.fspath(path)):
+        raise DestinationError(f"{os.fspath(path)}: only folders of this machine are pruned, not what is behind a URL")
     root = Path(os.path.abspath(local_path(path)))
     if not root.is_dir():
         raise MissingFileError(f"{root}: no such folder")

@@ -13,15 +13,17 @@ import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 import lazyckpt
-from lazyckpt import demo
+from lazyckpt import cli, demo
 from lazyckpt.browse import bars, code, fragments, sheet
 from lazyckpt.browse.levels import Levels, chosen
 from lazyckpt.show.layout import drawing
@@ -336,8 +338,8 @@ def test_a_slow_read_blocks_nothing(files: Path, monkeypatch: pytest.MonkeyPatch
         assert go_on.wait(60)
         raise OSError("the connection was lost")
 
-    monkeypatch.setattr("lazyckpt.browse.app.stats_of", slow)
-    monkeypatch.setattr("lazyckpt.browse.app.sample", slow)
+    monkeypatch.setattr("lazyckpt.browse.histogram.stats_of", slow)
+    monkeypatch.setattr("lazyckpt.browse.histogram.sample", slow)
 
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
         await go_to(app, pilot, "model.norm.weight")
@@ -423,6 +425,18 @@ def test_names_are_printed_literally(tmp_path: Path) -> None:
         keep(app, "odd-names")
 
     drive(tmp_path / "odd.safetensors", do)
+
+
+def test_a_file_that_is_one_tensor(tmp_path: Path) -> None:
+    """Its name is the empty text."""
+    torch.save(torch.arange(12.0).view(3, 4), tmp_path / "one.pt")
+
+    async def do(app: Browser, pilot: Pilot[Any]) -> None:
+        for key in ("d", "v"):
+            await press(app, pilot, key)
+            assert torch.equal(eval(app.line, {"lazyckpt": lazyckpt}), torch.arange(12.0).view(3, 4))
+
+    drive(tmp_path / "one.pt", do)
 
 
 def test_many_names_open_at_once(tmp_path: Path) -> None:
@@ -514,6 +528,16 @@ def test_small_terminals(files: Path, size: tuple[int, int]) -> None:
     drive(files / "model", do, size)
 
 
+def test_ten_lines_are_enough_to_see_values(files: Path) -> None:
+    async def do(app: Browser, pilot: Pilot[Any]) -> None:
+        await press(app, pilot, "down", "v")
+        first = lazyckpt.open(files / "training.pt")["0.bias"][0].item()
+        assert shown(app, "bias  f32 [64]") and shown(app, f"{np.float32(first):.4g}") and shown(app, "lazyckpt.open(")
+        keep(app, "short")
+
+    drive(files / "training.pt", do, (40, 10))
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_the_screen_is_as_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]) -> None:
     """To renew: run with LAZYCKPT_SCREENSHOTS=folder, look at the pictures, copy the .txt files to tests/screens."""
@@ -563,6 +587,16 @@ def test_the_command_needs_a_terminal_and_textual(files: Path) -> None:
     done = process("browse", str(files / "model"))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: browse needs a terminal: ls and show print, also into pipes\n"
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs) as terminal:
+        said = CliRunner(env={"TERM": "dumb"})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("lazyckpt.cli.browsing.sys", SimpleNamespace(stdin=terminal, stdout=terminal))
+            result = said.invoke(cli.app, ["browse", str(files / "model")])
+    os.close(ours)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: browse needs a terminal with a cursor to place")
     hidden = (
         "import importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *a: None if n == 'textual' else f(n, *a)"
     )

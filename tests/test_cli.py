@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -121,6 +122,20 @@ def test_ls_shows_problems(files: Path) -> None:
     assert "| 1 problem\nproblem: bomb.pt: its pickle names posix.system" in text
     assert "posix.system" in load("ls", files / "bomb.pt")["problems"][0]
     assert not (files / "it_ran").exists()
+
+
+def test_names_that_nothing_describes_are_told(files: Path, tmp_path: Path) -> None:
+    shutil.copytree(files / "model", tmp_path / "model")
+    (tmp_path / "model" / "model-00002-of-00003.safetensors").unlink()
+    view = lazyckpt.open(tmp_path / "model")
+    assert view.unreadable
+    found = load("ls", tmp_path / "model")
+    assert (found["unreadable"], found["problems"]) == (dict(view.unreadable), list(view.problems))
+    text = out("ls", tmp_path / "model")
+    lines = [f"problem: cannot be read: {name}: {why}" for name, why in view.unreadable.items()]
+    assert set(lines) <= set(text.splitlines())
+    assert not set(view.unreadable) & {t["name"] for t in found["tensors"]}
+    assert lines[0] in view.explain().splitlines()
 
 
 def test_ls_of_states_mesh_and_raw_names(zero_cases: dict[str, Case]) -> None:
@@ -517,7 +532,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path, args: list[st
         p.stdout.readline()
         p.stdout.close()
         assert p.stderr.read() == ""
-        assert p.wait(timeout=60) == 1
+        assert p.wait(timeout=60) == 128 + 13
 
 
 def test_version() -> None:

@@ -361,6 +361,9 @@ def test_a_dry_run_reads_nothing_but_tells_what_is_missing(
     result = run(dcp_hole[0].root, tmp_path / "out", "--to", "dcp", "--dry-run")
     assert result.exit_code == 2 and "__1_0.distcp" in result.stderr
     assert "problem" in result.stdout and "__1_0.distcp" in result.stdout
+    told = json.loads(run(dcp_hole[0].root, tmp_path / "out", "--to", "dcp", "--dry-run", "--json").stdout)
+    assert (told["exit_code"], told["result"], told["plan"]["to"]) == (2, None, "dcp")
+    assert "__1_0.distcp" in told["error"]
 
 
 def test_piped_it_is_plain(model: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:

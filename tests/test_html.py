@@ -296,6 +296,8 @@ def test_odd_values(tmp_path: Path) -> None:
             "nan": torch.full((3,), nan),
             "wide": torch.tensor([1.7e308, -1.7e308, 0.0], dtype=torch.float64),
             "scalar": torch.tensor(5),
+            "far": torch.full((5,), 1e20),
+            "farther": torch.tensor([2**63, 2**63 + 2048], dtype=torch.uint64),
         },
     )
     odd = sample(view["odd"])
@@ -303,6 +305,7 @@ def test_odd_values(tmp_path: Path) -> None:
     assert "1 NaN; 2 infinite" in view["odd"].show(histogram=True).text
     assert sample(view["none"]).read == 0 and sample(view["nan"]).counts == ()
     assert sum(sample(view["wide"]).counts) == 3
+    assert (sum(sample(view["far"]).counts), sum(sample(view["farther"]).counts)) == (5, 2)
     for t in view.values():
         checked(t.show(histogram=True).html)
         assert t.show().text == repr(t)

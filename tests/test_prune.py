@@ -176,7 +176,7 @@ def test_nothing_to_prune(tmp_path: Path) -> None:
         lazyckpt.prune(tmp_path, 1, delete=True)
     with pytest.raises(MissingFileError):
         lazyckpt.prune(tmp_path / "nowhere", 1)
-    with pytest.raises(DestinationError, match="URL"):
+    with pytest.raises(DestinationError, match="only folders of this machine are pruned"):
         lazyckpt.prune("s3://bucket/run", 1)
 
 

@@ -6,14 +6,20 @@ import pickle
 import re
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import suppress
+from functools import partial
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from typer.testing import CliRunner
 
 import lazyckpt
+from lazyckpt import cli
 from lazyckpt.io.remote import GAP, RemoteStore
 
 TENSORS = {"a.weight": torch.arange(600_000, dtype=torch.float32).reshape(600, 1000), "b": torch.arange(7)}
@@ -118,3 +124,58 @@ def test_a_truncated_answer_is_an_error(memory: str) -> None:
     store = RemoteStore(memory)
     with pytest.raises(lazyckpt.CorruptError, match=re.escape("model.pt")):
         store.read("model.pt", store.stat("model.pt").size - 10, 20)
+
+
+class Refusing(MemoryFileSystem):
+    """Has errors of its own, as the packages of object stores do."""
+
+    protocol = "refusing"
+
+    def _refuse(self, *_: object, **__: object) -> None:
+        raise RuntimeError("Unable to locate\ncredentials")
+
+    info = ls = find = _refuse
+
+
+@pytest.mark.parametrize("command", [["ls", "{}"], ["convert", "memory://conv/model.pt", "{}.zarr"]])
+def test_errors_of_a_file_system_are_told_with_the_url(command: list[str]) -> None:
+    fsspec.register_implementation("refusing", Refusing, clobber=True)
+    with fsspec.filesystem("memory").open("/conv/model.pt", "wb") as f:
+        torch.save(TENSORS, f)
+    url = "refusing://bucket/model"
+    done = CliRunner().invoke(cli.app, [part.format(url) for part in command])
+    asked = command[-1].format(url)
+    assert (done.exit_code, done.stderr) == (2, f"error: {asked}: Unable to locate credentials\n")
+    with pytest.raises(OSError, match=re.escape(asked)) as caught:
+        lazyckpt.open(asked)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_a_server_without_ranges_is_told_before_it_sends_all(tmp_path: Path) -> None:
+    """As `python -m http.server`. A folder there is a page that lists it."""
+    pytest.importorskip("aiohttp", reason="fsspec's http file system needs aiohttp")
+    sent: list[int] = []
+
+    class Whole(SimpleHTTPRequestHandler):
+        def copyfile(self, source: Any, outputfile: Any) -> None:
+            with suppress(OSError):  # the reader hung up
+                while piece := source.read(1 << 16):
+                    outputfile.write(piece)
+                    sent.append(len(piece))
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    (tmp_path / "folder").mkdir()
+    with (tmp_path / "model.safetensors").open("wb") as f:
+        f.truncate(1 << 30)
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), partial(Whole, directory=str(tmp_path)))
+    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{httpd.server_address[1]}"
+    with pytest.raises(lazyckpt.FormatError, match=r"model.safetensors: the server does not serve parts of files"):
+        lazyckpt.open(f"{url}/model.safetensors")
+    with pytest.raises(lazyckpt.FormatError, match=r"folder: the server has a page there .* name a file"):
+        lazyckpt.open(f"{url}/folder")
+    httpd.shutdown()
+    httpd.server_close()
+    assert sum(sent) < 1 << 27

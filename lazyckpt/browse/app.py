@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ClassVar
 
@@ -14,21 +13,19 @@ from textual.content import Content
 from textual.widgets import Footer, Input, Static, TabbedContent, TabPane
 
 from ..core.indices import parse_index
-from ..inspect.stats import stats_of
 from ..show.layout import Drawing, drawing
-from ..show.sample import sample
-from ..show.text import facts, human_bytes, kind, plural, printable
+from ..show.text import facts, kind, oddities, printable
 from ..tensor import LazyTensor
 from ..view import CheckpointView
-from . import bars, code, detail, fragments, screens
-from .background import Background, told
+from . import code, detail, fragments, screens
+from .background import Background, told, wrong
 from .grid import Grid
+from .histogram import Histogram
 from .levels import Entry, Levels, chosen
 from .tree import NameTree, Row
 
 _PROBLEMS = 2  # lines of problems on top
 _PAUSE = 0.15  # seconds after the last key of a filter
-_MEMORY = 256 << 20  # bytes that reading all elements for a histogram holds
 _STORED = "stored"
 
 
@@ -40,6 +37,7 @@ class Browser(App[Exception]):
     TITLE = "lazyckpt"
     ENABLE_COMMAND_PALETTE = False
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (72, "-normal"), (110, "-wide")]  # noqa: RUF012
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (16, "-high")]  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("slash", "filter", "Filter", key_display="/"),
         Binding("s", "state", "State"),
@@ -75,7 +73,6 @@ class Browser(App[Exception]):
         self._at = ""  # its name or prefix, also while there is none
         self._filtered = ""  # what the names that are shown, or looked for, are filtered by
         self._index: str | None = None
-        self._executor: ThreadPoolExecutor | None = None
         self._map: Drawing | None = None
         self.head, self.problems = Static(id="head", markup=False), Static(id="problems", markup=False)
         self.filter = Input(placeholder="/ filters: part of a name, or a glob", id="filter")
@@ -84,16 +81,15 @@ class Browser(App[Exception]):
         self.about, self.fragments = Static(markup=False), Static(markup=False)
         self.index = Input(placeholder="i: an index, as 0:8, ::64", id="index")
         self.told, self.grid = Static(id="told", markup=False), Grid()
-        self.bars, self.code = Static(markup=False), Static(id="code", markup=False)
+        self.bars, self.code = Histogram(self, self._indicate), Static(id="code", markup=False)
         self._names = Background(self, self._indicate)  # opening, states, filters
         self._about = Background(self, self._indicate)
         self._values = Background(self, self._indicate)
-        self._bars = Background(self, self._indicate)
 
     @property
     def busy(self) -> bool:
         """Whether something is being found out, or read."""
-        threads = (self._names, self._about, self._values, self._bars)
+        threads = (self._names, self._about, self._values, self.bars)
         return self.filter.value != self._filtered or any(b.busy for b in threads)
 
     @property
@@ -132,12 +128,12 @@ class Browser(App[Exception]):
         self._names.ask(self._work_open, self._have_view, self.exit)
 
     def on_unmount(self) -> None:
-        self._stop()
+        self.bars.drop()
 
     def _indicate(self) -> None:
         """What is on top, and whether something is being read."""
         mark = Content.styled(" reading… ", "reverse") if self.busy else Content("")
-        self.head.update(Content.assemble((printable(self._path), "bold"), "\n", mark, self._facts))
+        self.head.update(Content.assemble(mark, (printable(self._path), "bold"), "\n", self._facts))
 
     # -- opening, states, filters
 
@@ -149,7 +145,7 @@ class Browser(App[Exception]):
         self.base, self.view, levels, text = found
         self.entry = None  # the one that the cursor comes to is looked at, be it of the same name
         self._facts = Content.assemble((printable(self.view.state), "bold"), " | ", text)
-        problems = self.view.problems
+        problems = oddities(self.view)
         lines = [printable(p) for p in problems[:_PROBLEMS]]
         if len(problems) > _PROBLEMS:
             lines.append(f"... and {len(problems) - _PROBLEMS:,} more problems (p shows them all)")
@@ -200,10 +196,9 @@ class Browser(App[Exception]):
     def action_leave(self) -> None:
         """Out of what one is in, one thing at a time."""
         box = self.filter
-        if self._executor is not None:
-            self._stop()
-            self.bars.update("stopped; h: a sample, a: all elements")
-        elif self.focused is self.index:
+        if self.bars.stop():
+            return
+        if self.focused is self.index:
             self.grid.focus()
         else:
             if self.focused is box or self.focused is self.names:
@@ -227,7 +222,6 @@ class Browser(App[Exception]):
     def _look(self, entry: Entry) -> None:
         """Tell of a tensor, or of a level, what is known without reading."""
         self.entry, self._at, self._index, self._map = entry, entry.start, None, None
-        self._stop()
         self._values.drop()
         view, levels, t = self.view, self._levels, self.tensor
         assert view is not None and levels is not None  # entries are of levels
@@ -235,7 +229,7 @@ class Browser(App[Exception]):
         self.grid.show(None)
         hint = "" if t is None else f"v reads values of {kind(t)}"
         self._tell(hint or "choose a tensor")
-        self.bars.update("choose a tensor" if t is None else "h: a sample, a: all elements " + _size(t))
+        self.bars.show(t)
         self.fragments.update("choose a tensor" if t is None else "")
         self._show_code()
 
@@ -246,7 +240,7 @@ class Browser(App[Exception]):
                 return detail.drawn(detail.of_prefix(shown, entry, names)), None
             return detail.drawn(detail.of_tensor(view, entry.start)), drawing(t) if t.numel() else None
 
-        self._about.ask(work, self._have_about, lambda e: self.about.update(_wrong(e)))
+        self._about.ask(work, self._have_about, lambda e: self.about.update(wrong(e)))
 
     def _have_about(self, found: tuple[Content, Drawing | None]) -> None:
         about, self._map = found
@@ -336,36 +330,9 @@ class Browser(App[Exception]):
     def _histogram(self, whole: bool) -> None:
         t = self.tensor
         self.action_tab("histogram")
-        if t is None:
-            return
-        self._stop()
-        self.names.focus()
-        executor = self._executor = ThreadPoolExecutor(thread_name_prefix="lazyckpt-browse") if whole else None
-        self.bars.update(f"reading {'all elements ' + _size(t) + '; Esc stops' if whole else 'a sample'}…")
-
-        width = self._width
-
-        def work() -> Content:
-            if executor is None:
-                return bars.of_sample(sample(t), width)
-            return bars.of_stats(stats_of(t, bars.BINS, executor, _MEMORY, progress=False), t.nbytes, width)
-
-        def done(found: Content) -> None:
-            self._stop()
-            self.bars.update(found)
-
-        def failed(error: Exception) -> None:
-            self._stop()
-            self.bars.update(_wrong(error))
-
-        self._bars.ask(work, done, failed)
-
-    def _stop(self) -> None:
-        """Read no more for a histogram: an executor that takes no work ends what gives it some."""
-        if self._executor is not None:
-            self._executor.shutdown(wait=False, cancel_futures=True)
-            self._executor = None
-        self._bars.drop()
+        if t is not None:
+            self.names.focus()
+            self.bars.read(t, whole, self._width)
 
     # -- the line of Python, and the rest
 
@@ -376,7 +343,7 @@ class Browser(App[Exception]):
         if base is None or view is None or entry is None:
             return self._opened
         found = code.of_state(self._opened, None if view.state == base.state else view.state)
-        if not entry.start:
+        if not entry.start and not entry.leaf:
             return found
         grid = self.grid
         if self.tensor is None:
@@ -397,7 +364,7 @@ class Browser(App[Exception]):
 
     def action_problems(self) -> None:
         if self.view is not None:
-            self.push_screen(screens.problems(self.view.problems))
+            self.push_screen(screens.problems(oddities(self.view)))
 
     def action_keys(self) -> None:
         self.push_screen(screens.keys())
@@ -415,11 +382,3 @@ def _state(base: CheckpointView, state: str) -> CheckpointView:
 def _told(view: CheckpointView) -> str:
     """Format, mesh and counts: what else a summary says is on the screen anyway."""
     return " | ".join(facts(view, view.numel, view.nbytes)[:3])
-
-
-def _size(t: LazyTensor) -> str:
-    return f"({plural(t.numel(), 'element')}, {human_bytes(t.nbytes)})"
-
-
-def _wrong(error: Exception) -> Content:
-    return Content.styled(f"cannot be read: {printable(told(error))}", "$text-error")

@@ -10,8 +10,10 @@ from threading import Thread
 from typing import Any, NamedTuple
 
 from textual.app import App
+from textual.content import Content
 
 from ..errors import LazyckptError
+from ..show.text import printable
 
 
 class _Job(NamedTuple):
@@ -84,3 +86,8 @@ def told(error: Exception) -> str:
     """An error as one line; one that is not among those that reading is known for says what it is."""
     text = " ".join(str(error).split())
     return text if text and isinstance(error, LazyckptError | OSError) else f"{type(error).__name__}: {text}"
+
+
+def wrong(error: Exception) -> Content:
+    """An error where what could not be read would be."""
+    return Content.styled(f"cannot be read: {printable(told(error))}", "$text-error")

@@ -1,8 +1,9 @@
 """The command line: `lazyckpt ls`, `lazyckpt show`, `lazyckpt convert` and so on.
 
 Coloured on a terminal, plain text elsewhere. What a checkpoint brings (names, paths, problems) is printed literally: no
-markup, no escape codes. Errors are one line on stderr, with exit code 2. `program` is what all commands have in common,
-`console` how they print, `opening` how they open; a module for each group of commands.
+markup, no escape codes. Errors are one line on stderr, with exit code 2; 130 is Ctrl-C, 141 a pipe whose reader has
+seen enough. `program` is what all commands have in common, `console` how they print, `opening` how they open; a module
+for each group of commands.
 """
 
 from ..core.indices import parse_index

@@ -23,12 +23,19 @@ def browse(
     format: FormatOption = None,
     rules: RulesOption = None,
 ) -> None:
-    """Move around in a checkpoint: names, details, which file holds what, values, histograms. Needs a terminal (over
-    ssh, too), and Textual: pip install 'lazyckpt[browse]'. Reads what it shows; ? lists the keys."""
+    """Move around in a checkpoint.
+
+    Names, details, which file holds what, values, histograms. Reads what it shows; ? lists the keys. Needs a terminal
+    (over ssh, too), and Textual: pip install 'lazyckpt[browse]'.
+    """
     if find_spec("textual") is None:
         raise LazyckptError("browse needs Textual: pip install 'lazyckpt[browse]'")
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise LazyckptError("browse needs a terminal: ls and show print, also into pipes")
+    if os.environ.get("TERM") in ("dumb", "unknown"):
+        raise LazyckptError(
+            "browse needs a terminal with a cursor to place, TERM says that this is none: use ls and show"
+        )
     from ..browse.app import Browser
 
     def both() -> tuple[CheckpointView, CheckpointView]:

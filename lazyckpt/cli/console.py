@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import cache
+from typing import NoReturn
 
 from rich.console import Console
 from rich.text import Text
@@ -18,10 +19,17 @@ def write_text(text: str) -> None:
     sys.stdout.write("\n")
 
 
+class _Console(Console):
+    """Leaves a pipe that nobody reads to `program`, as all that is written is."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        raise BrokenPipeError
+
+
 @cache
 def console(err: bool = False) -> Console:
     """Where lines go: stdout, or stderr."""
-    return Console(stderr=err, markup=False, highlight=False, emoji=False, soft_wrap=True)
+    return _Console(stderr=err, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 def write_line(*pieces: tuple[str, str], err: bool = False, strip: bool = False) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import LazyckptError
-from ..show.text import human_bytes, plural
+from ..show.text import human_bytes, oddities, plural
 from .console import write_error, write_line, write_text
 from .jobs import Job, carried_out, check_files, goes_on, kept, planned, throw_away
 from .opening import FormatOption, PathArg, RulesOption, StateOption, StoredOption, TagOption, open_view
@@ -68,11 +68,12 @@ def convert(
     format: FormatOption = None,
     rules: RulesOption = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Plan and result as one JSON object; errors ahead of it on stderr.")
+        bool, typer.Option("--json", help="Plan, result and error as one JSON object, once there is a plan.")
     ] = False,
 ) -> None:
-    """Write a checkpoint in another layout: prints a plan, then works in bounded memory. Nothing is visible at DST
-    before all of it is complete.
+    """Write a checkpoint in another layout.
+
+    Prints a plan, then works in bounded memory. Nothing is visible at DST before all of it is complete.
 
     safetensors and torch get one state (--state), the others all that they can hold.
 
@@ -87,26 +88,24 @@ def convert(
     job = planned(src, open_view(src, state, stored, tag, format, rules), kind, dst, wanted, memory)
     if not quiet and not as_json:
         _print_plan(job, resume)
-    if dry_run:
-        check_files(job)
-        if as_json:
-            _print_json(job, None, None, 0)
-        return
-    if not resume:
-        throw_away(dst)
     begun = time.monotonic()
     result: dict[str, Any] | None = None
     error, code = None, 0
     try:
-        result = carried_out(
-            job, memory=memory, overwrite=overwrite, verify=verify, progress=not quiet, workers=workers
-        )
-        result["seconds"] = time.monotonic() - begun
+        if dry_run:
+            check_files(job)
+        else:
+            if not resume:
+                throw_away(dst)
+            result = carried_out(
+                job, memory=memory, overwrite=overwrite, verify=verify, progress=not quiet, workers=workers
+            )
+            result["seconds"] = time.monotonic() - begun
     except KeyboardInterrupt:
-        left = kept(dst)
+        left = None if dry_run else kept(dst)
         code, error = INTERRUPTED, "interrupted" + (f"; {_finished(left)}" if left is not None else "")
     except (LazyckptError, OSError) as e:
-        left = kept(dst)
+        left = None if dry_run else kept(dst)
         if left is not None and goes_on(job, e, left):
             code, error = AGAIN, f"{e} ({_finished(left)})"
         else:
@@ -141,7 +140,7 @@ def _print_plan(job: Job, resume: bool) -> None:
         _print("resume", f"{human_bytes(job.kept)} of an interrupted conversion are there: {what}")
     if job.exists:
         _print("there", f"{job.dest} exists already: only --overwrite replaces it")
-    lines = [*job.view.problems, *(f"cannot be read: {name}: {why}" for name, why in job.view.unreadable.items())]
+    lines = oddities(job.view)
     for line in lines[:_PROBLEMS]:
         _print("problem", line, "yellow")
     if len(lines) > _PROBLEMS:

@@ -15,7 +15,7 @@ _STYLES = {"equal": "dim", "values": "red", "unreadable": "bold red"}  # the oth
 
 
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint: a file or a folder.", show_default=False)],
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint: a file, a folder, a URL.", show_default=False)],
     b: Annotated[str, typer.Argument(metavar="B", help="The other.", show_default=False)],
     select: Annotated[
         str | None, typer.Option(metavar="GLOB", help="Only names that match: '*.norm.weight'", show_default=False)
@@ -28,10 +28,10 @@ def diff(
     rules: RulesOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare two checkpoints of any formats, tensor by tensor, in bounded memory.
+    """Compare two checkpoints of any formats, tensor by tensor.
 
-    Tensors of one dtype are compared bit by bit, others by their numbers. Exit codes: 0 all tensors are equal, 1
-    something differs, 2 an error.
+    Works in bounded memory. Tensors of one dtype are compared bit by bit, others by their numbers. Exit codes: 0 all
+    tensors are equal, 1 something differs, 2 an error.
     """
     if all_states and state is not None:
         raise typer.BadParameter("--all-states compares every state: leave out --state")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..show.text import human_bytes, kind, rows, rows_of, summary
+from ..show.text import human_bytes, kind, oddities, rows, rows_of, summary
 from ..show.values import LIMIT, json_values, values
 from ..view import CheckpointView
 from .console import console, write_line, write_text
@@ -39,17 +39,21 @@ def ls(
     rules: RulesOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the tensors of a checkpoint as a tree: names, dtypes, shapes, sizes, parameter counts. Reads no data."""
+    """List the tensors of a checkpoint as a tree.
+
+    Names, dtypes, shapes, sizes, parameter counts. Reads no data.
+    """
     view = open_view(path, state, stored, tag, format, rules)
     part = part_of(view, prefix)
     if as_json:
         write_text(json.dumps(_described(part), indent=2))
         return
     write_line((summary(part), "bold"))
-    for problem in view.problems[:_PROBLEMS]:
-        write_line(("problem: ", "yellow"), (problem, ""))
-    if len(view.problems) > _PROBLEMS:
-        write_line((f"... and {len(view.problems) - _PROBLEMS:,} more problems (--json has them all)", "yellow"))
+    lines = oddities(view)
+    for line in lines[:_PROBLEMS]:
+        write_line(("problem: ", "yellow"), (line, ""))
+    if len(lines) > _PROBLEMS:
+        write_line((f"... and {len(lines) - _PROBLEMS:,} more problems (--json has them all)", "yellow"))
     table = rows(part, depth)
     for leaf, (name, shape, size, note) in table:
         cells = ((name, "" if leaf else "bold"), (shape, "cyan" if leaf else "dim"), (size, ""), (note, "dim"))
@@ -71,7 +75,11 @@ def show(
     rules: RulesOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print a tensor or, as in Python, a part of it: ints, slices, ..., None, a list of ints. Reads what it prints."""
+    """Print a tensor or, as in Python, a part of it.
+
+    The index may have ints, slices, ..., None, a list of ints. Reads what it prints; of a large tensor that is its
+    edges.
+    """
     view = open_view(path, state, stored, tag, format, rules)
     whole, key, text = find(view, name)
     t = whole if text is None else whole.lazy[key]
@@ -112,5 +120,6 @@ def _described(view: CheckpointView) -> dict[str, Any]:
         "nbytes": view.nbytes,
         "files": {path: info.size for path, info in view.files.items()},
         "problems": list(view.problems),
+        "unreadable": dict(view.unreadable),
         "tensors": rows_of(view),
     }

@@ -13,7 +13,9 @@ from ..formats.rulesfile import read_rules
 from ..tensor import LazyTensor
 from ..view import CheckpointView
 
-PathArg = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint: a file or a folder.", show_default=False)]
+PathArg = Annotated[
+    str, typer.Argument(metavar="PATH", help="A checkpoint: a file, a folder, a URL.", show_default=False)
+]
 StateOption = Annotated[str | None, typer.Option(metavar="NAME", help="weights, fp32, exp_avg, ... (view.states)")]
 StoredOption = Annotated[bool, typer.Option("--stored", help="Every tensor as it is stored (view.stored).")]
 TagOption = Annotated[str | None, typer.Option(metavar="TAG", help="Which of several checkpoints in the folder.")]

@@ -14,19 +14,27 @@ from .. import __version__
 from ..errors import LazyckptError
 from .console import write_error
 
+_PIPE = 128 + 13  # what a shell tells of a program that SIGPIPE ends
+
 
 class _Group(TyperGroup):
     """Commands whose expected errors are one line, and that end quietly when the reader of a pipe has seen enough."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
+            return self._told(ctx)
+        except BrokenPipeError:
+            # the interpreter flushes stdout once more at its end: into nothing
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(_PIPE) from None
+
+    def _told(self, ctx: Any) -> Any:
+        try:
             result = super().invoke(ctx)
             sys.stdout.flush()
             return result
         except BrokenPipeError:
-            # the interpreter flushes stdout once more at its end: into nothing
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(1) from None
+            raise
         except (LazyckptError, OSError) as e:
             write_error(str(e))
             raise typer.Exit(2) from None
@@ -38,6 +46,7 @@ class _Group(TyperGroup):
 app = typer.Typer(
     cls=_Group, no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
 )
+
 
 def main() -> None:
     """The console script."""

@@ -6,13 +6,14 @@ A place pickles to its path or URL, so that workers write to it by themselves.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from uuid import uuid4
 
 from ..errors import DestinationError
+from ..io.remote import asking
 from .stream import PIECE, forget
 
 PART = ".part"  # ends the name of a file that is being written
@@ -116,54 +117,58 @@ class Bucket:
         return self.url
 
     def put(self, key: str, content: Iterable[bytes | memoryview]) -> None:
-        fs, base = self._fs()
-        path, whole = f"{base}/{key}", bytearray()
+        whole = bytearray()
         for piece in content:  # good until the next is asked for
             whole += piece
         data = bytes(whole)
         del whole
-        try:
-            fs.pipe_file(path, data)
-        except FileNotFoundError:  # one that has folders
-            fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-            fs.pipe_file(path, data)
+        with self._fs() as (fs, base):
+            path = f"{base}/{key}"
+            try:
+                fs.pipe_file(path, data)
+            except FileNotFoundError:  # one that has folders
+                fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+                fs.pipe_file(path, data)
 
     def get(self, key: str, offset: int, length: int) -> bytes:
-        fs, base = self._fs()
-        data: bytes = fs.cat_file(f"{base}/{key}", start=offset, end=offset + length) if length else b""
+        with self._fs() as (fs, base):
+            data: bytes = fs.cat_file(f"{base}/{key}", start=offset, end=offset + length) if length else b""
         return data
 
     def forget(self, key: str) -> int:
-        fs, base = self._fs()
-        fs.invalidate_cache(f"{base}/{key}")
-        return int(fs.info(f"{base}/{key}")["size"])
+        with self._fs() as (fs, base):
+            fs.invalidate_cache(f"{base}/{key}")
+            return int(fs.info(f"{base}/{key}")["size"])
 
     def remove(self, key: str) -> None:
-        fs, base = self._fs()
-        fs.rm_file(f"{base}/{key}")
+        with self._fs() as (fs, base):
+            fs.rm_file(f"{base}/{key}")
 
     def remove_all(self) -> None:
-        fs, base = self._fs()
-        fs.rm(base, recursive=True)
+        with self._fs() as (fs, base):
+            fs.rm(base, recursive=True)
 
     def find(self) -> dict[str, int]:
         """The keys of all that is there, and its bytes."""
-        fs, base = self._fs()
-        fs.invalidate_cache(base)
-        try:
-            found = fs.find(base, detail=True)
-        except FileNotFoundError:
-            return {}
+        with self._fs() as (fs, base):
+            fs.invalidate_cache(base)
+            try:
+                found = fs.find(base, detail=True)
+            except FileNotFoundError:
+                return {}
         return {str(path).removeprefix(base).lstrip("/"): int(info["size"] or 0) for path, info in found.items()}
 
-    def _fs(self) -> tuple[Any, str]:
+    @contextmanager
+    def _fs(self) -> Iterator[tuple[Any, str]]:
+        """The file system, and the prefix there. What it raises becomes an OSError, see `asking`."""
         import fsspec  # which keeps its file systems
 
         try:
             fs, base = fsspec.core.url_to_fs(self.url, **self.options)
         except (ImportError, ValueError) as e:  # the protocol's package is not installed, or there is no such protocol
             raise DestinationError(f"{self.url}: {e}") from None
-        return fs, str(base).rstrip("/")
+        with asking(self.url):
+            yield fs, str(base).rstrip("/")
 
 
 def _write(fd: int, data: bytes | memoryview) -> None:

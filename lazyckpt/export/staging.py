@@ -216,9 +216,10 @@ def uploaded(bucket: Bucket, fingerprint: str, overwrite: bool) -> Iterator[tupl
     except OSError as e:
         if isinstance(e, LazyckptError):
             raise
+        what = (e.strerror or str(e)).removeprefix(f"{bucket}: ").removesuffix(".")
         raise DestinationError(
-            f"{bucket}: {e.strerror or e}. What is finished is kept there (no reader takes it for a hierarchy): call "
-            "again to go on"
+            f"{bucket}: {what}. What is finished is kept there (no reader takes it for a hierarchy): call again to "
+            "go on"
         ) from e
 
 

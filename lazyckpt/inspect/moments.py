@@ -139,3 +139,14 @@ def _of_finite(block: Array, low: float, high: float) -> Moments:
 def _doubles(block: Array) -> torch.Tensor:
     """The numbers as float64, in memory of their own."""
     return torch.from_numpy(block).to(torch.float64, copy=True)
+
+
+def even_edges(low: float, high: float, bins: int) -> Array:
+    """So many bins of equal width from one number to another, as numpy makes them; fewer where float64 has not so many
+    numbers between the two."""
+    if low == high:
+        margin = max(0.5, math.ulp(low))
+        low, high = low - margin, high + margin
+    halves = np.linspace(low / 2, high / 2, bins + 1) if math.isinf(high - low) else None
+    found: Array = np.unique(np.linspace(low, high, bins + 1) if halves is None else 2 * halves)
+    return found

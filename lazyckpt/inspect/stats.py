@@ -23,7 +23,7 @@ from ..export.stream import PIECE, RUN, scratch
 from ..io.progress import Bar
 from ..tensor import LazyTensor
 from .counting import Patterns, count, sparse, values
-from .moments import BLOCK, Array, Moments, merged, of_counts, of_numbers, real
+from .moments import BLOCK, Array, Moments, even_edges, merged, of_counts, of_numbers, real
 from .table import Histogram, Stats, Table, row
 
 Bins = int | Sequence[float]
@@ -115,7 +115,8 @@ class _Found:
     def set_range(self) -> None:
         """The edges of ``bins``, now that least and largest are known."""
         if self.bins is not None and self.edges is None:
-            self.edges = _edges(self.whole, self.bins)
+            low, high = (self.whole.low, self.whole.high) if self.whole.finite else (0.0, 1.0)
+            self.edges = even_edges(low, high, self.bins)
 
     @property
     def row(self) -> Stats:
@@ -211,18 +212,6 @@ def _binned(numbers: torch.Tensor, edges: Array) -> Array:
     for at in range(0, flat.numel(), size):
         counts += np.histogram(real(flat[at : at + size]), edges)[0]
     return counts
-
-
-def _edges(moments: Moments, bins: int) -> Array:
-    """So many bins of equal width from the least finite element to the largest, as numpy makes them; fewer where
-    float64 has not so many numbers between the two."""
-    low, high = (moments.low, moments.high) if moments.finite else (0.0, 1.0)
-    if low == high:
-        margin = max(0.5, math.ulp(low))
-        low, high = low - margin, high + margin
-    halves = np.linspace(low / 2, high / 2, bins + 1) if math.isinf(high - low) else None
-    found: Array = np.unique(np.linspace(low, high, bins + 1) if halves is None else 2 * halves)
-    return found
 
 
 def _checked(bins: Sequence[float]) -> Array:

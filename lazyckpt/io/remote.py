@@ -7,12 +7,13 @@ them: `gap` says how much.
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from typing import Any
 
 from ..core.index import FileInfo
-from ..errors import CorruptError, FormatError, MissingFileError
+from ..errors import CorruptError, FormatError, LazyckptError, MissingFileError
 from .store import CannotMap, Entry
 
 GAP = 256 << 10  # bytes; about what 5 ms of waiting transfer at 50 MB/s
@@ -21,6 +22,18 @@ GAP = 256 << 10  # bytes; about what 5 ms of waiting transfer at 50 MB/s
 def is_url(path: str) -> bool:
     """Whether a path of the user names a protocol (a Windows drive does not)."""
     return "://" in path
+
+
+@contextmanager
+def asking(url: str) -> Iterator[None]:
+    """What a file system raises besides "not found" (no credentials, no connection, a refused request; each package has
+    errors of its own) becomes an OSError that names the URL."""
+    try:
+        yield
+    except (LazyckptError, FileNotFoundError, NotADirectoryError):
+        raise
+    except Exception as e:
+        raise OSError(f"{url}: {' '.join(str(e).split()) or type(e).__name__}") from e
 
 
 class RemoteStore(CannotMap):
@@ -62,7 +75,8 @@ class RemoteStore(CannotMap):
 
     def list(self, folder: str = "") -> Mapping[str, Entry]:
         try:
-            entries = self._fs.ls(self._full(folder), detail=True)
+            with asking(f"{self._url}/{folder}".rstrip("/")):
+                entries = self._fs.ls(self._full(folder), detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return {}
         found = {}
@@ -83,7 +97,8 @@ class RemoteStore(CannotMap):
         if length == 0:
             return b""
         try:
-            data: bytes = self._fs.cat_file(self._full(path), start=offset, end=offset + length)
+            with asking(f"{self._url}/{path}"):
+                data: bytes = self._fs.cat_file(self._full(path), start=offset, end=offset + length)
         except FileNotFoundError:
             raise MissingFileError(f"{self._url}/{path}: not found. Is the whole checkpoint there?") from None
         if len(data) != length:
@@ -119,12 +134,38 @@ def split_url(url: str, options: Mapping[str, Any] | None) -> tuple[RemoteStore,
     url = _folder(url)
     parent, _, name = url.rpartition("/")
     store = RemoteStore(url, options)
+    info: Mapping[str, Any] = {}
     try:
-        kind = store._fs.info(store._base)["type"]
-    except (OSError, KeyError):
+        with asking(url):
+            info = store._fs.info(store._base)
+        kind = info["type"]
+    except (FileNotFoundError, NotADirectoryError, KeyError):
         kind = "directory" if store.list() else "nothing"
     if kind == "directory":
         return store, ""
     if kind == "nothing":
         raise MissingFileError(f"{url}: no such file or folder")
+    if url.startswith(("http://", "https://")):
+        _check_served(store, info)
     return RemoteStore(parent, options), name
+
+
+def _check_served(store: RemoteStore, info: Mapping[str, Any]) -> None:
+    """Raise FormatError for what a web server has under the URL of ``store`` but cannot be read in parts. A server that
+    ignores ranges would send all of a file each time: it is asked for the last byte, and hung up on if more comes."""
+    url, size = store.root, info.get("size")
+    if info.get("mimetype") == "text/html":
+        raise FormatError(
+            f"{url}: the server has a page there (text/html). Over http folders cannot be opened: name a file"
+        )
+    if size == 0:
+        return
+    served = False
+    if size is not None and info.get("partial") is not False:
+        with asking(url), store._fs.open(store._base, "rb", size=size, cache_type="none") as file:
+            file.seek(size - 1)
+            with suppress(ValueError):  # fsspec's: the answer is not the range
+                file.read(1)
+                served = True
+    if not served:
+        raise FormatError(f"{url}: the server does not serve parts of files (ranges): download it, and open that")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..inspect.moments import even_edges
 from ..tensor import LazyTensor
 from .text import human_bytes, plural
 from .values import as_numbers
@@ -63,9 +64,7 @@ def sample(t: LazyTensor, nbytes: int = _BYTES) -> Sample:
         with np.errstate(over="ignore", invalid="ignore"):  # of numbers near the largest: then it says inf
             told = {"mean": float(finite.mean()), "std": float(finite.std())}
             told |= {"low": float(finite.min()), "high": float(finite.max())}
-            scale = 1.0 if np.isfinite(told["high"] - told["low"]) else 0.5
-            counts, edges = np.histogram(finite * scale, bins=_BINS)
-            edges = edges / scale
+            counts, edges = np.histogram(finite, even_edges(told["low"], told["high"], _BINS))
     return Sample(
         read=sum(piece.numel() for piece in pieces),
         nbytes=sum(piece.nbytes for piece in pieces),

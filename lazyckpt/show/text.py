@@ -215,6 +215,11 @@ def kind(t: LazyTensor) -> str:
     return f"{short_name(t.dtype)} [{', '.join(map(str, t.shape))}]"
 
 
+def oddities(view: CheckpointView) -> list[str]:
+    """Its problems, and the names that cannot even be described, as lines."""
+    return [*view.problems, *(f"cannot be read: {name}: {why}" for name, why in view.unreadable.items())]
+
+
 def explain(view: CheckpointView) -> str:
     """What a view stands on and what reading it all would cost."""
     per_file: dict[str, int] = {}
@@ -224,7 +229,7 @@ def explain(view: CheckpointView) -> str:
     lines = [summary(view), f"root: {view.root}"]
     sizes = {printable(state): (plural(len(v), "tensor"), human_bytes(v.nbytes)) for state, v in view.states.items()}
     lines += [f"state {state}: {count}, {size}" for state, (count, size) in sizes.items()]
-    lines += [f"problem: {printable(p)}" for p in view.problems]
+    lines += [f"problem: {printable(p)}" for p in oddities(view)]
     lines.append(f"reading this view takes {human_bytes(view.nbytes)} from {plural(len(per_file), 'file')}:")
     infos = view.files
     for path, count in sorted(per_file.items(), key=lambda item: natural(item[0]))[:50]:
