@@ -45,7 +45,7 @@ class Readable:
 
 
 def import_dask() -> Any:
-    """dask, with its arrays. Raises DataError, which says what to install. (xarray without chunks does without, and uses
+    """dask, with its arrays. Raises DataError, which says what to install. (xarray without chunks needs none, and uses
     the rest of this module.)"""
     try:
         import dask.array
