@@ -105,6 +105,21 @@ def test_what_cannot_be_read_is_a_row(tmp_path: Path) -> None:
     assert "model-00002-of-00002" in str(y)
 
 
+def test_an_error_of_the_system_is_a_row(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that fails at one place, or a server."""
+    read = lazyckpt.LazyTensor.__getitem__
+
+    def failing(t: lazyckpt.LazyTensor, key: object) -> torch.Tensor:
+        if t.name == "values":
+            raise OSError(5, "Input/output error")
+        return read(t, key)
+
+    monkeypatch.setattr(lazyckpt.LazyTensor, "__getitem__", failing)
+    rows = {row.name: row for row in lazyckpt.diff(*pair)}
+    assert (rows["values"].status, rows["same"].status) == ("unreadable", "equal")
+    assert "Input/output error" in str(rows["values"])
+
+
 def test_names_of_a_lost_file_are_told(tmp_path: Path) -> None:
     """They are no names of the view: without a row of their own, two halves of a checkpoint would be proven equal."""
     folder = tmp_path / "hf"

@@ -220,7 +220,7 @@ def _compared(n: int, ahead: int, a: LazyTensor, b: LazyTensor) -> tuple[int, _R
     try:
         pieces = zip(a.pieces(_PIECE * a.itemsize), b.pieces(_PIECE * b.itemsize), strict=True)
         found = [_of_piece(ahead + at, p[...].reshape(-1), q[...].reshape(-1)) for (at, p), (_, q) in pieces]
-    except LazyckptError as e:
+    except (LazyckptError, OSError) as e:
         return n, _Run(error=" ".join(str(e).split()))
     return n, _together(found)
 
