@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Literal
 
 from .errors import TensorNotFoundError
-from .inspect.diff import Diff
+from .inspect.diff import Diff, Difference
 from .inspect.diff import diff as diff_tensors
 from .tensor import LazyTensor
 from .view import CheckpointView
@@ -29,22 +29,44 @@ def diff(
 
     ``a``, ``b``: views, or paths to open. ``states``: None compares what both views read (the weights or, where there
     are none, fp32); a list, or "all", the states of these names. Tensors of one dtype are compared bit by bit, others
-    by their numbers; what cannot be read is told, and the rest compared. ``executor``, ``memory``, ``progress``: as of
-    `CheckpointView.to_safetensors`.
+    by their numbers; what cannot be read, or not even be described as its file is gone, is told, and the rest compared.
+    ``executor``, ``memory``, ``progress``: as of `CheckpointView.to_safetensors`.
 
     Raises TensorNotFoundError (a state that neither has), DataError (a size that is not understood), WorkerError, and
     what opening raises.
     """
     one, other = (view if isinstance(view, CheckpointView) else CheckpointView(view) for view in (a, b))
     if states is None:
-        return diff_tensors(one, other, executor=executor, memory=memory, progress=progress)
+        found = diff_tensors(one, other, executor=executor, memory=memory, progress=progress)
+        return Diff(_with_lost(found.rows, one, other))
     there = list(dict.fromkeys([*one.states, *other.states]))
     wanted = there if states == "all" else [states] if isinstance(states, str) else list(states)
-    rows = []
+    rows: list[Difference] = []
     for state in wanted:
         if state not in there:
             raise TensorNotFoundError(f"neither checkpoint has a state {state!r}; they have: {', '.join(there)}")
         sides: list[Mapping[str, LazyTensor]] = [view.states.get(state, {}) for view in (one, other)]
         found = diff_tensors(*sides, executor=executor, memory=memory, progress=progress)
-        rows += [replace(row, state=state) for row in found]
+        of_state = tuple(replace(row, state=state) for row in found)
+        # which states lost names belonged to, nothing tells: they are told once
+        rows += _with_lost(of_state, one, other, state) if state == wanted[0] else of_state
     return Diff(tuple(rows))
+
+
+def _with_lost(
+    rows: tuple[Difference, ...], a: CheckpointView, b: CheckpointView, state: str | None = None
+) -> tuple[Difference, ...]:
+    """With the names that a side cannot even describe, as their file is gone: they are none of its tensors'."""
+    lost = {**b.unreadable, **a.unreadable}
+    if not lost:
+        return rows
+
+    def told(row: Difference) -> Difference:
+        alone = row.status in ("only in a", "only in b") and row.name in lost
+        return replace(row, status="unreadable", error=lost[row.name]) if alone else row
+
+    names = {row.name for row in rows}
+    rest = (
+        Difference(n, "unreadable", None, None, error=why, state=state) for n, why in lost.items() if n not in names
+    )
+    return (*map(told, rows), *rest)

@@ -128,12 +128,13 @@ class LazyTensor(Likeness):
         lines: list[str] = []
         total = 0
         for _, want in selection.reads().blocks():
-            for copy, (path, start, length, count) in ranges(plan(self.spec, want)):
-                total += length * count
+            for copy, (path, start, length, count, in_all) in ranges(self._store, plan(self.spec, want)):
+                total += in_all
                 if copy.extent.within is not None:
                     lines.append(f"  {path}: {length * count:,} bytes within {copy.extent.within}")
                     continue
                 times = f" and {count - 1:,} more runs of that length" if count > 1 else ""
+                times += ", with what lies between" if in_all > length * count else ""
                 lines.append(f"  {path}: bytes {start:,} to {start + length:,} ({length:,}){times}")
         sizes = "x".join(map(str, selection.shape)) or "scalar"
         nbytes = prod(selection.shape) * self.dtype.itemsize
@@ -355,7 +356,7 @@ class LazyTensor(Likeness):
         carry this description, and read where they run.
 
         ``chunks``: as dask takes them; by default 8 to 64 MiB that follow the fragments where these form a grid.
-        Raises DataError where numpy has no such dtype.
+        Raises DataError where numpy has no such dtype, and where dask is not installed.
         """
         return _door("interop.dask").to_dask(self, chunks)
 

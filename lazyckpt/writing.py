@@ -302,6 +302,9 @@ class Writing(Mapping[str, LazyTensor]):
         ``chunks``: None for xarray's own lazy arrays; {} for Dask arrays, in chunks of 8 to 64 MiB that follow the
         fragments where these form a grid; {"d4096": 512} for other chunks along a dimension. bf16 and fp8 keep their
         values (dtypes of ml_dtypes); `lazyckpt.interop.xarray.to_f32` converts them lazily, for reductions.
+
+        Tensors whose dtype numpy lacks are left out, and named in ``attrs["left_out"]``. Raises DataError for
+        ``chunks`` where dask is not installed, TypeError for ``chunks`` that are neither None nor a mapping.
         """
         from .interop.xarray import View, tree
 

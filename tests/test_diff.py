@@ -105,6 +105,40 @@ def test_what_cannot_be_read_is_a_row(tmp_path: Path) -> None:
     assert "model-00002-of-00002" in str(y)
 
 
+def test_an_error_of_the_system_is_a_row(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that fails at one place, or a server."""
+    read = lazyckpt.LazyTensor.__getitem__
+
+    def failing(t: lazyckpt.LazyTensor, key: object) -> torch.Tensor:
+        if t.name == "values":
+            raise OSError(5, "Input/output error")
+        return read(t, key)
+
+    monkeypatch.setattr(lazyckpt.LazyTensor, "__getitem__", failing)
+    rows = {row.name: row for row in lazyckpt.diff(*pair)}
+    assert (rows["values"].status, rows["same"].status) == ("unreadable", "equal")
+    assert "Input/output error" in str(rows["values"])
+
+
+def test_names_of_a_lost_file_are_told(tmp_path: Path) -> None:
+    """They are no names of the view: without a row of their own, two halves of a checkpoint would be proven equal."""
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    for n, name in ((1, "x"), (2, "y")):
+        save_file({name: torch.ones(4)}, folder / f"model-0000{n}-of-00002.safetensors")
+    weight_map = {"x": "model-00001-of-00002.safetensors", "y": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    lazyckpt.open(folder).to_torch(tmp_path / "full.pt")
+    torch.save({"x": torch.ones(4)}, tmp_path / "half.pt")
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    view = lazyckpt.open(folder)
+    for other in (view, tmp_path / "full.pt", tmp_path / "half.pt"):
+        for found in (lazyckpt.diff(view, other), lazyckpt.diff(other, view), lazyckpt.diff(view, other, states="all")):
+            assert [(row.name, row.status) for row in found] == [("x", "equal"), ("y", "unreadable")]
+            assert not found.equal and "model-00002-of-00002" in str(found[1])
+    assert lazyckpt.diff(view.select("x"), tmp_path / "half.pt").equal
+
+
 def test_states(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.Adam(model.parameters())
@@ -126,6 +160,68 @@ def test_states(tmp_path: Path) -> None:
 def test_memory_that_is_no_size(pair: tuple[Path, Path]) -> None:
     with pytest.raises(DataError, match="not understood"):
         lazyckpt.diff(*pair, memory="much")
+
+
+def told(tmp_path: Path, x: torch.Tensor, y: torch.Tensor) -> lazyckpt.Difference:
+    torch.save({"w": x}, tmp_path / "a.pt")
+    torch.save({"w": y}, tmp_path / "b.pt")
+    (row,) = lazyckpt.diff(tmp_path / "a.pt", tmp_path / "b.pt")
+    return row
+
+
+NUMBERS = [0, 1, -1, 255, 2**24 + 1, 2**53, 2**53 + 1, -(2**53) - 1, 2**62 + 1, -(2**63), 2**63 - 1, 2**63, 2**64 - 1]
+FRACTIONS = [*map(float, NUMBERS), 0.5, -1e-300, 1e300, float("inf"), float("-inf"), float("nan")]
+
+
+def exact(x: int | float, y: int | float) -> bool:
+    """Python compares numbers of any kind as they are."""
+    return x == y or (x != x and y != y)
+
+
+def test_numbers_of_two_dtypes_are_compared_exactly(tmp_path: Path) -> None:
+    """float64 holds no integer of 64 bits, and none of 64 bits holds both a sign and 2**64 - 1."""
+    signed = torch.tensor([n for n in NUMBERS if n < 2**63])
+    unsigned = torch.tensor([n for n in NUMBERS if n >= 0], dtype=torch.uint64)
+    fractions = torch.tensor(FRACTIONS, dtype=torch.float64)
+    for one, other in ((signed, unsigned), (unsigned, fractions), (signed, fractions), (signed, fractions.float())):
+        x, y = one[:, None].expand(-1, len(other)).contiguous(), other.expand(len(one), -1).contiguous()
+        wrong = [[i, j] for i, a in enumerate(one.tolist()) for j, b in enumerate(other.tolist()) if not exact(a, b)]
+        for row in (told(tmp_path, x, y), told(tmp_path, y, x)):
+            assert (row.status, row.count, row.at) == ("dtype", len(wrong), tuple(wrong[0]))
+    for n in NUMBERS:
+        same = told(tmp_path, torch.tensor([n], dtype=torch.uint64 if n >= 2**63 else torch.int64), fractions[:1] + n)
+        assert same.count == (0 if exact(n, float(n)) else 1)
+
+
+def test_parts_of_complex_numbers_are_compared_each(tmp_path: Path) -> None:
+    nan = float("nan")
+    x = torch.tensor([complex(1, nan), complex(nan, 0), 2 + 0j], dtype=torch.complex64)
+    y = torch.tensor([complex(2, nan), complex(nan, 0), 2 + 0j], dtype=torch.complex128)
+    row = told(tmp_path, x, y)
+    assert (row.count, row.at) == (1, (0,))
+    assert told(tmp_path, x[2:], torch.tensor([2])).count == 0
+    assert told(tmp_path, x[2:] + 1j, torch.tensor([2])).count == 1
+
+
+def test_the_largest_difference_is_not_rounded_away(tmp_path: Path) -> None:
+    assert told(tmp_path, torch.tensor([2**60, 5]), torch.tensor([2**60 + 1, 5])).max_abs == 1
+    unsigned = torch.tensor([2**64 - 1], dtype=torch.uint64)
+    assert told(tmp_path, unsigned, torch.tensor([2**64 - 2], dtype=torch.uint64)).max_abs == 1
+    huge = torch.tensor([1e308, 1], dtype=torch.float64)
+    assert told(tmp_path, huge, -huge).max_abs == torch.finfo(torch.float64).max
+    inf = torch.tensor([float("inf"), 1.0])
+    assert told(tmp_path, inf, torch.tensor([1.0, 3.0])).max_abs == 2
+
+
+def test_packed_bits(tmp_path: Path) -> None:
+    """Two 4-bit floats in a byte: torch knows no element of them, and indexes none."""
+    packed = torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8)
+    other = torch.tensor([[1, 2], [3, 5]], dtype=torch.uint8)
+    row = told(tmp_path, packed.view(torch.float4_e2m1fn_x2), other.view(torch.float4_e2m1fn_x2))
+    assert (row.status, row.count, row.at, row.max_abs) == ("values", 1, (1, 1), None)
+    row = told(tmp_path, packed.view(torch.float4_e2m1fn_x2), packed)
+    assert (row.status, row.count, row.at, row.max_abs) == ("dtype", None, None, None)
+    assert str(row) == "w: f4x2[2, 2] and u8[2, 2], not compared, as packed bits are no numbers"
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool, torch.complex64)
@@ -171,6 +267,9 @@ def test_shell(pair: tuple[Path, Path]) -> None:
     assert told["equal"] is False and {row["name"] for row in told["tensors"]} >= {"same", "values"}
     some = shell(*pair, "--select", "same")
     assert (some.exit_code, some.stdout) == (0, "1 of 1 tensors are equal\n")
+    none = shell(*pair, "--select", "sam")
+    assert (none.exit_code, none.stdout) == (2, "")
+    assert "'sam' matches no name of either" in none.stderr
     missing = shell(pair[0], "nowhere")
     assert missing.exit_code == 2 and missing.stderr.startswith("error: ")
     assert shell(*pair, "--all-states", "--state", "weights").exit_code == 2

@@ -8,14 +8,19 @@ import importlib
 import importlib.util
 import inspect
 import re
+import shlex
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import typer
 
 import lazyckpt
-from lazyckpt import demo, errors
+from lazyckpt import cli, demo, errors, recipes
 from lazyckpt.formats.reader import builtin
+from lazyckpt.inspect import table as inspect_table
+from lazyckpt.show import plot
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -171,6 +176,31 @@ def test_the_reference_has_everything_public(api: ModuleType) -> None:
     pages = "\n".join(api.pages().values())
     for name in lazyckpt.__all__:
         assert re.search(rf"^## {name}$", pages, re.MULTILINE) or f"lazyckpt.{name}(" in pages, name
+
+
+def test_what_public_functions_return_is_in_the_reference(api: ModuleType) -> None:
+    """What `stats()`, `plot` and `diff` give is where a user looks for units and errors."""
+    pages = "\n".join(api.pages().values())
+    headings = set(re.findall(r"^##+ (\w+)$", pages, re.MULTILINE))
+    returned = {word for kind in re.findall(r"-> (.+)$", pages, re.MULTILINE) for word in re.findall(r"[A-Z]\w+", kind)}
+    doors = set(re.findall(r"^plot: (\w+)$", pages, re.MULTILINE))
+    assert {"Stats", "Table", "Diff"} <= returned
+    assert {"TensorPlots", "ViewPlots", "StepPlots", "RunPlots"} <= doors
+    given = [getattr(m, name, None) for m in (inspect_table, plot, lazyckpt) for name in returned | doors]
+    own = {value.__name__ for value in given if getattr(value, "__module__", "").startswith("lazyckpt")}
+    assert own <= headings, own - headings
+    assert set(recipes.__all__) <= headings
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", *PAGES], ids=name_of)
+def test_commands_are_understood(path: Path) -> None:
+    """Every `lazyckpt ...` in a page parses: the command is there, and so are its options."""
+    group: Any = typer.main.get_command(cli.app)
+    for block in re.findall(r"^```sh\n(.*?)^```", path.read_text("utf-8"), re.DOTALL | re.MULTILINE):
+        for line in block.splitlines():
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["lazyckpt"]:
+                group.commands[words[1]].make_context(words[1], words[2:])
 
 
 def test_public_functions_are_described() -> None:

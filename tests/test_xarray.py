@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import pickle
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -303,3 +305,26 @@ def test_zarr_takes_it(tmp_path: Path) -> None:
     again = xr.open_datatree(tmp_path / "copy", engine="zarr")
     assert again["l/0/w"].values.tolist() == tree["l/0/w"].values.tolist()
     assert again["l/0/w"].attrs["name"] == "l.0.w"
+
+
+def test_without_dask(tmp_path: Path) -> None:
+    """xarray needs it for chunks only, and so do we."""
+    save_file({"l.w": torch.arange(12.0).view(3, 4)}, tmp_path / "m.safetensors")
+    program = f"""
+import sys
+sys.modules["dask"] = None
+import lazyckpt, xarray as xr
+from lazyckpt.engine import LazyckptBackend
+view = lazyckpt.open({str(tmp_path / "m.safetensors")!r})
+for tree in (view.to_xarray(), xr.open_datatree({str(tmp_path / "m.safetensors")!r}, engine=LazyckptBackend)):
+    assert tree["l/w"][1, 2].item() == 6
+for make in (lambda: view.to_xarray(chunks={{}}), view["l.w"].to_dask):
+    try:
+        make()
+    except lazyckpt.DataError as e:
+        assert "pip install 'lazyckpt[dask]'" in str(e), e
+    else:
+        raise AssertionError("no error")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

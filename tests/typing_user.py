@@ -8,13 +8,16 @@ from typing import Any, assert_type
 
 import numpy as np
 import torch
+from matplotlib.axes import Axes
 
 import lazyckpt
-from lazyckpt import CheckpointView, LazyTensor, Mesh, Pruned, RunView
+from lazyckpt import CheckpointView, Diff, Difference, LazyTensor, Mesh, Pruned, RunView, recipes
 from lazyckpt.core.index import FileInfo, Fragment
 from lazyckpt.deepspeed import RankFile, get_fp32_state_dict_from_zero_checkpoint, parse_ckpt_name
 from lazyckpt.distributed import LazyReader, get_shard_info
+from lazyckpt.inspect.table import Histogram, Stats, Table
 from lazyckpt.interop.zarr_store import ViewStore
+from lazyckpt.run import StepTensor
 
 
 def names_and_sides(path: Path) -> None:
@@ -84,12 +87,43 @@ def out(view: CheckpointView, module: torch.nn.Module) -> None:
     ViewStore(view)
 
 
+def looked_at(view: CheckpointView, t: LazyTensor) -> None:
+    row = t.stats(bins=20)
+    assert_type(row, Stats)
+    assert_type((row.count, row.mean, row.histogram), tuple[int, float | None, Histogram | None])
+    table = view.stats(memory="2GB")
+    assert_type(table, Table)
+    assert_type((table[0], table["up.weight"], table[1:], table.total), tuple[Stats, Stats, Table, Stats])
+    assert_type(t.plot.hist(50), Axes)
+    assert_type(t.plot.layout(ax=t.plot.singular_values()), Axes)
+    assert_type(view.plot.norms(), Axes)
+    t.show(histogram=True)
+
+
+def compared(a: CheckpointView, b: Path) -> None:
+    found = lazyckpt.diff(a, b, states="all", memory="2GB")
+    assert_type(found, Diff)
+    assert_type((found.equal, found[0], found[:2]), tuple[bool, Difference, tuple[Difference, ...]])
+    for row in found.differing:
+        assert_type(row, Difference)
+        assert_type((row.count, row.max_abs, row.at), tuple[int | None, float | None, tuple[int, ...] | None])
+
+
+def asked_for(folder: Path) -> None:
+    assert_type(recipes.one_layer(folder, 77), CheckpointView)
+    recipes.to_hf(folder, "hf", config="base", dtype=torch.bfloat16)
+
+
 def runs(folder: Path) -> None:
     run = lazyckpt.open_run(folder, steps={"export": 5000})
     assert_type(run, RunView)
     assert_type(run.steps, tuple[int, ...])
     assert_type(run.paths, Mapping[int, str])
     assert_type(run.at(1000), CheckpointView)
+    assert_type(run.plot.steps("up.weight", "absmax"), Axes)
+    w: StepTensor = run["up.weight"]
+    assert_type(w.steps, tuple[int, ...])
+    assert_type(w.plot.steps(lambda t: t.norm()), Axes)
     done = lazyckpt.prune(folder, 2)
     assert_type(done, Pruned)
     assert_type(done.nbytes, int)

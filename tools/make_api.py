@@ -23,10 +23,12 @@ from typing import Any
 import typer
 
 import lazyckpt
-from lazyckpt import cli, deepspeed, distributed, errors, interop
+from lazyckpt import cli, deepspeed, distributed, errors, interop, recipes
 from lazyckpt.core import box, index
 from lazyckpt.deepspeed import constants
 from lazyckpt.formats import reader
+from lazyckpt.inspect import table
+from lazyckpt.show import plot
 
 FOLDER = Path(__file__).parents[1] / "docs" / "api"
 _WIDTH = 100  # columns of a signature on one line
@@ -54,6 +56,17 @@ def pages() -> dict[str, str]:
             "first dimension of steps.\n\n" + class_(run, 2) + "\n" + class_(stepped, 2),
         ),
         "lazyckpt.md": ("lazyckpt", "\n".join(member(name, getattr(lazyckpt, name), 2) for name in alone)),
+        "stats.md": (
+            "Statistics",
+            "What `t.stats()`, `view.stats()` and `run.stats()` return.\n\n"
+            + "\n".join(class_(o, 2) for o in (table.Stats, table.Table, table.Histogram)),
+        ),
+        "plots.md": (
+            "Plots",
+            f"What `t.plot`, `view.plot` and `run.plot` have. {text_of(plot)}\n\n"
+            + "\n".join(class_(o, 2) for o in (plot.TensorPlots, plot.ViewPlots, plot.StepPlots, plot.RunPlots)),
+        ),
+        "recipes.md": ("lazyckpt.recipes", module(recipes)),
         "errors.md": ("Errors", text_of(errors) + "\n\n" + "\n".join(error(name) for name in errors.__all__)),
         "deepspeed.md": ("lazyckpt.deepspeed", module(deepspeed, set(constants.__all__)) + _constants()),
         "distributed.md": ("lazyckpt.distributed", module(distributed)),
@@ -280,7 +293,8 @@ def markdown(text: str) -> str:
     parts = []
     for paragraph in re.split(r"\n\s*\n", text):
         if paragraph.startswith(">>> "):
-            parts.append(f"```pycon\n{paragraph}\n```")
+            shown = re.sub(r" *# doctest: .+$", "", paragraph, flags=re.MULTILINE)
+            parts.append(f"```pycon\n{shown}\n```")
         elif paragraph and all(line.startswith("    ") for line in paragraph.splitlines()):
             parts.append(f"```\n{inspect.cleandoc(paragraph)}\n```")
         else:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .. import diff as diff_views
+from ..errors import TensorNotFoundError
 from .console import write_line, write_text
 from .opening import FormatOption, JsonOption, RulesOption, StateOption, open_view
 
@@ -37,7 +38,10 @@ def diff(
         raise typer.BadParameter("--all-states compares every state: leave out --state")
     views = [open_view(path, state, False, None, format, rules) for path in (a, b)]
     if select is not None:
-        views = [view.select(select) for view in views]
+        parts = [view.select(select) for view in views]
+        if not any(parts):
+            raise TensorNotFoundError(f"--select {select!r} matches no name of either: lazyckpt ls shows them")
+        views = parts
     found = diff_views(*views, states="all" if all_states else None, memory=memory)
     if as_json:
         write_text(json.dumps({"equal": found.equal, "tensors": found.as_dicts()}, indent=2))

@@ -28,9 +28,11 @@ def read_one(source: Source, read: Callable[[Source], Index]) -> tuple[Source, I
     """The index of a source, or of the checkpoint in it that was meant: what ``tag`` names, else, if the folder is no
     checkpoint itself, the newest that was saved completely. -> (the source that was read, its index).
 
-    Raises MissingFileError if there is no such tag, and what ``read`` raises.
+    Raises MissingFileError if there is no such tag (a single checkpoint has none), and what ``read`` raises.
     """
     if source.path:
+        if source.tag is not None:
+            raise MissingFileError(f"{source.where} is a file and has no {source.tag!r} in it: open it without a tag")
         return source, read(source)
     reader = recognising(source) if source.tag is not None else None
     if reader is not None and reader.tags:
@@ -43,6 +45,10 @@ def read_one(source: Source, read: Callable[[Source], Index]) -> tuple[Source, I
             return sub, read(sub)
         if steps:
             raise MissingFileError(f"{source.where} has no checkpoint {source.tag!r}; there are: {', '.join(steps)}")
+        if reader is not None:
+            raise MissingFileError(
+                f"{source.where} is one checkpoint ({reader.name}) and has no {source.tag!r} in it: open it without a tag"
+            )
         return source, read(source)
     known = recognising(source) if steps else None
     if not steps or (known is not None and known.name != "zarr-arrays"):  # which takes any hierarchies

@@ -1,11 +1,12 @@
 """What differs between two checkpoints, tensor by tensor, run by run: neither side is ever held as a whole.
 
 Equal means: bit by bit, where both have the same dtype (-0.0 is not 0.0, and each NaN only itself); where they have
-not, the same numbers.
+not, the same numbers exactly (2**53 + 1 as int64 is not 2.0**53, although that is what float64 makes of it).
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
@@ -22,7 +23,7 @@ from ..tensor import LazyTensor
 
 Status: TypeAlias = Literal["equal", "values", "dtype", "shape", "only in a", "only in b", "unreadable"]
 _Pair: TypeAlias = tuple[str, LazyTensor | None, LazyTensor | None]
-_PIECE = 1 << 20  # elements compared at a time
+_PIECE = 1 << 18  # elements compared at a time: what is made of them stays in a processor's cache
 _RUN = 4 << 20  # elements of a task
 _LINES = 20  # rows that a diff shows as text
 
@@ -32,10 +33,10 @@ class Difference:
     """A tensor of two checkpoints.
 
     ``status``: "equal"; "values": some elements differ; "dtype": the dtypes do (``count`` then tells whether the
-    numbers do); "shape"; "only in a", "only in b"; "unreadable": ``error`` says why. ``a``, ``b``: dtype and shape as
-    text, "bf16[4096, 64]". Where elements were compared: ``count`` of those that differ, ``max_abs`` the largest
-    difference of two that are finite (None if there is none), ``at`` the first index that differs, in C order.
-    ``state``: of the checkpoint, where several were compared.
+    numbers do; None where one of them is packed bits, which are no numbers); "shape"; "only in a", "only in b";
+    "unreadable": ``error`` says why. ``a``, ``b``: dtype and shape as text, "bf16[4096, 64]". Where elements were
+    compared: ``count`` of those that differ, ``max_abs`` the largest difference of two that are finite (None if there
+    is none), ``at`` the first index that differs, in C order. ``state``: of the checkpoint, where several are compared.
     """
 
     name: str
@@ -118,6 +119,8 @@ def _told(row: Difference) -> str:
             pieces.append(f"by {row.max_abs:.3g} at most")
     elif row.count == 0:
         pieces.append("the same numbers")
+    elif row.status == "dtype":
+        pieces.append("not compared, as packed bits are no numbers")
     return ", ".join(pieces)
 
 
@@ -146,8 +149,7 @@ def diff(
             assert x is not None and y is not None  # `compared` are those
             size = x.itemsize + y.itemsize
             for (ahead, p), (_, q) in zip(x.pieces(_RUN * x.itemsize), y.pieces(_RUN * y.itemsize), strict=True):
-                # both sides, their bits apart or as the wider of two dtypes, and the mask
-                held = _PIECE * (2 * size + 24) + 2 * OVERHEAD
+                held = _PIECE * (2 * size + 64) + 2 * OVERHEAD  # both sides, as wider numbers, and masks
                 yield Task(p.nbytes + q.nbytes, held, partial(_compared, n, ahead, p, q))
 
     def done(task: Task, result: tuple[int, _Run]) -> None:
@@ -167,9 +169,10 @@ def _named(tensors: Mapping[str, LazyTensor], name: str) -> LazyTensor | None:
 
 
 class _Run(NamedTuple):
-    """What a run of two tensors has shown. ``first``: the first element that differs, counted from the tensor's."""
+    """What a run of two tensors has shown. ``differing``: how many elements do, None if they cannot be compared.
+    ``first``: the first of them, counted from the tensor's."""
 
-    differing: int = 0
+    differing: int | None = 0
     max_abs: float | None = None
     first: int | None = None
     error: str | None = None
@@ -181,14 +184,21 @@ def _row(name: str, a: LazyTensor | None, b: LazyTensor | None, runs: list[_Run]
         return Difference(name, "only in a" if b is None else "only in b", *texts)
     if runs is None:
         return Difference(name, "shape", *texts)
-    errors = [r.error for r in runs if r.error is not None]
-    if errors:
-        return Difference(name, "unreadable", *texts, error=errors[0])
-    count = sum(r.differing for r in runs)
+    count, largest, first, error = _together(runs)
+    if error is not None:
+        return Difference(name, "unreadable", *texts, error=error)
     status: Status = "dtype" if a.dtype != b.dtype else "values" if count else "equal"
-    largest = max((r.max_abs for r in runs if r.max_abs is not None), default=None)
-    first = min((r.first for r in runs if r.first is not None), default=None)
     return Difference(name, status, *texts, count, largest, None if first is None else _index(first, a.shape))
+
+
+def _together(runs: list[_Run]) -> _Run:
+    counts = [r.differing for r in runs if r.differing is not None]
+    return _Run(
+        sum(counts) if len(counts) == len(runs) else None,
+        max((r.max_abs for r in runs if r.max_abs is not None), default=None),
+        min((r.first for r in runs if r.first is not None), default=None),
+        next((r.error for r in runs if r.error is not None), None),
+    )
 
 
 def _text(t: LazyTensor | None) -> str | None:
@@ -205,62 +215,90 @@ def _index(flat: int, shape: torch.Size) -> tuple[int, ...]:
 
 def _compared(n: int, ahead: int, a: LazyTensor, b: LazyTensor) -> tuple[int, _Run]:
     """Compare a run of both tensors, whose first element is the tensors' element ``ahead``."""
-    count, largest, first = 0, None, None
+    if a.dtype != b.dtype and not (_numbers(a.dtype) and _numbers(b.dtype)):
+        return n, _Run(None)
     try:
         pieces = zip(a.pieces(_PIECE * a.itemsize), b.pieces(_PIECE * b.itemsize), strict=True)
-        for (at, p), (_, q) in pieces:
-            x, y = p[...].reshape(-1), q[...].reshape(-1)
-            differ = _differing(x, y)
-            if differ is None:
-                continue
-            where = differ.nonzero().reshape(-1)
-            if not len(where):
-                continue
-            count += len(where)
-            if first is None:
-                first = ahead + at + int(where[0])
-            apart = _apart(x[where], y[where])
-            if apart is not None:
-                largest = apart if largest is None else max(largest, apart)
-    except LazyckptError as e:
+        found = [_of_piece(ahead + at, p[...].reshape(-1), q[...].reshape(-1)) for (at, p), (_, q) in pieces]
+    except (LazyckptError, OSError) as e:
         return n, _Run(error=" ".join(str(e).split()))
-    return n, _Run(count, largest, first)
+    return n, _together(found)
+
+
+def _of_piece(ahead: int, x: torch.Tensor, y: torch.Tensor) -> _Run:
+    differ = _differing(x, y)
+    count = 0 if differ is None else int(differ.count_nonzero())
+    if differ is None or not count:
+        return _Run()
+    first = ahead + int(differ.view(torch.uint8).argmax())  # the first of those that are 1
+    if not _numbers(x.dtype):
+        return _Run(count, None, first)
+    apart = _apart(x, y).nan_to_num_(nan=-1, posinf=-1).masked_fill_(~differ, -1)
+    largest = min(2 * float(apart.max()), sys.float_info.max)  # JSON has no infinity
+    return _Run(count, largest if largest >= 0 else None, first)
+
+
+def _numbers(dtype: torch.dtype) -> bool:
+    """Whether elements are numbers to torch: packed bits are none."""
+    return converts(dtype, torch.complex128 if dtype.is_complex else torch.float64)
 
 
 def _differing(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
-    """A mask of the elements that differ; None if none does, or torch cannot tell (bits against numbers)."""
-    if x.dtype == y.dtype:
-        bits = BITS[x.dtype.itemsize]
-        x, y = x.view(bits), y.view(bits)
-        if x.dtype == torch.complex128:  # 16 bytes: no integer is as wide, and NaNs are to equal themselves
-            x, y = (t.view(torch.int64).view(-1, 2) for t in (x, y))
-            return None if torch.equal(x, y) else (x != y).any(1)
-        return None if torch.equal(x, y) else x != y
-    if not all(converts(t.dtype, _wide(t)) for t in (x, y)):
-        return None
-    x, y = _same_numbers(x, y)
-    return (x != y) & ~((x != x) & (y != y))  # a NaN of another dtype has other bits
+    """A mask of the elements that differ, in their bits or, of two dtypes, as numbers; None if none does."""
+    if x.dtype != y.dtype:
+        return _unequal(x, y)
+    if x.dtype == torch.complex128:  # no integer is as wide
+        x, y = (t.view(torch.int64).view(-1, 2) for t in (x, y))
+        return None if torch.equal(x, y) else (x != y).any(1)
+    bits = BITS[x.dtype.itemsize]
+    x, y = x.view(bits), y.view(bits)
+    return None if torch.equal(x, y) else x != y
 
 
-def _same_numbers(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both in a dtype that holds the numbers of both, as far as there is one."""
-    complex_ = x.is_complex() or y.is_complex()
-    if x.is_floating_point() or y.is_floating_point() or complex_:
-        wide = torch.complex128 if complex_ else torch.float64
-    else:
-        wide = torch.int64  # of unsigned ones of 64 bits: their bits
-    return x.to(wide), y.to(wide)
+def _unequal(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A mask of the elements that are not the same number, of whatever dtypes; NaN is NaN."""
+    if x.is_complex() or y.is_complex():
+        (a, b), (c, d) = _plane(x), _plane(y)
+        return _unequal(a, c) | _unequal(b, d)
+    if _long(x) or _long(y):  # of which at most one is of floats: there is no NaN on the other side
+        (a, b), (c, d) = _halves(x), _halves(y)
+        return (a != c) | (b != d)
+    x, y = x.to(torch.float64), y.to(torch.float64)
+    return (x != y) & ~((x != x) & (y != y))
 
 
-def _apart(x: torch.Tensor, y: torch.Tensor) -> float | None:
-    """The largest absolute difference of elements that are finite; None also where torch cannot tell (bits)."""
-    if not all(converts(t.dtype, _wide(t)) for t in (x, y)):
-        return None
-    x, y = x.to(_wide(x)), y.to(_wide(y))
-    apart = (x - y).abs()
-    apart = apart[apart.isfinite()]
-    return float(apart.max()) if len(apart) else None
+def _apart(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Half of the absolute differences, which does not overflow; of what is not finite inf or NaN."""
+    if x.is_complex() or y.is_complex():
+        return x.to(torch.complex128).mul(0.5).sub_(y.to(torch.complex128), alpha=0.5).abs()
+    if _long(x) or _long(y):
+        (a, b), (c, d) = _halves(x), _halves(y)
+        return a.sub_(c).mul_(2.0**32).add_(b.sub_(d)).mul_(0.5).abs_()
+    return x.to(torch.float64).mul(0.5).sub_(y.to(torch.float64), alpha=0.5).abs_()
 
 
-def _wide(t: torch.Tensor) -> torch.dtype:
-    return torch.complex128 if t.is_complex() else torch.float64
+def _long(x: torch.Tensor) -> bool:
+    """Whether float64 does not hold all of its numbers."""
+    return x.dtype in (torch.int64, torch.uint64)
+
+
+def _plane(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The real and the imaginary parts."""
+    if not x.is_complex():
+        return x, torch.zeros(x.shape, dtype=torch.float32)
+    if x.dtype == torch.complex32:
+        x = x.to(torch.complex64)
+    return x.real, x.imag
+
+
+def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers as high * 2**32 + low, where float64 holds both: integers of 64 bits would be rounded in one."""
+    if x.is_floating_point():
+        x = x.to(torch.float64)
+        high = (x * 2.0**-32).floor()
+        return high, x - high * 2.0**32
+    bits = x.view(torch.int64) if _long(x) else x.to(torch.int64)
+    high = bits >> 32
+    return (high & 0xFFFFFFFF if x.dtype == torch.uint64 else high).to(torch.float64), (bits & 0xFFFFFFFF).to(
+        torch.float64
+    )

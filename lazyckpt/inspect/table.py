@@ -11,6 +11,7 @@ from typing import Any, overload
 import torch
 
 from ..core.dtypes import short_name
+from ..errors import TensorNotFoundError
 from ..tensor import LazyTensor
 from .moments import Moments, merged
 
@@ -154,7 +155,8 @@ def _filled(
 
 class Table(Sequence[Stats]):
     """Statistics of several tensors, a row each. ``pandas.DataFrame(table)`` and ``polars.DataFrame(table)`` have the
-    columns of `Stats`. Indexing with a slice gives a table, with a name the row of that name."""
+    columns of `Stats`. Indexing with a slice gives a table, with a name the row of that name (TensorNotFoundError, a
+    KeyError, if there is none)."""
 
     __slots__ = ("_rows",)
 
@@ -176,7 +178,7 @@ class Table(Sequence[Stats]):
             for one in self._rows:
                 if one.name == key:
                     return one
-            raise KeyError(f"there is no row {key!r} among {len(self)}")
+            raise TensorNotFoundError(f"there is no row {key!r} among {len(self):,}")
         return Table(self._rows[key]) if isinstance(key, slice) else self._rows[key]
 
     def __eq__(self, other: object) -> bool:

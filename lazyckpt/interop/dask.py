@@ -11,14 +11,13 @@ from hashlib import blake2b
 from itertools import pairwise
 from typing import Any
 
-import dask.array
 import numpy as np
-from dask.base import tokenize
 
 from ..core.box import Shape
 from ..core.chunking import chunk_shape
 from ..core.dtypes import numpy_dtype, to_numpy
 from ..core.index import TensorSpec
+from ..errors import DataError
 from ..tensor import LazyTensor
 
 LEAST, MOST = 8 << 20, 64 << 20  # bytes of a chunk: many smaller ones keep the scheduler busy, larger ones the memory
@@ -45,14 +44,25 @@ class Readable:
         return token(self.tensor)
 
 
+def import_dask() -> Any:
+    """dask, with its arrays. Raises DataError, which says what to install. (xarray without chunks needs none, and uses
+    the rest of this module.)"""
+    try:
+        import dask.array
+    except ImportError as e:
+        raise DataError(f"Dask arrays need dask: pip install 'lazyckpt[dask]' ({e})") from None
+    return dask
+
+
 def to_dask(tensor: LazyTensor, chunks: Any = None) -> Any:
     """A `dask.array.Array`; see `LazyTensor.to_dask`."""
+    dask = import_dask()
     array = Readable(tensor)
     grid = dask.array.core.normalize_chunks(
         chunks_of(tensor) if chunks is None else chunks, array.shape, dtype=array.dtype
     )
     meta = np.empty((0,) * array.ndim, array.dtype)  # else dask would slice the tensor to find out
-    return dask.array.from_array(array, grid, name=f"lazyckpt-{tokenize(array, grid)}", meta=meta)
+    return dask.array.from_array(array, grid, name=f"lazyckpt-{dask.base.tokenize(array, grid)}", meta=meta)
 
 
 def chunks_of(tensor: LazyTensor) -> tuple[tuple[int, ...], ...]:

@@ -11,6 +11,7 @@ import xarray as xr
 from ..errors import DataError
 from ..formats.zarr.documents import groups_of
 from ..formats.zarr.nodes import dimension_names
+from .dask import import_dask
 from .xarray import Chunks, View, nodes, variable
 
 
@@ -24,6 +25,8 @@ class Run(View, Protocol):
 def tree(run: Run, chunks: Chunks = None) -> xr.DataTree:
     """See `RunView.to_xarray`."""
     found = nodes(run)
+    if chunks is not None:
+        import_dask()
     held: dict[str, dict[str, xr.Variable]] = {f"/{group}": {} for group in ("", *sorted(groups_of(found)))}
     dims: dict[tuple[int, ...], str] = {run.steps: "step"}
     left_out: dict[str, str] = {}

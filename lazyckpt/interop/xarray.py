@@ -23,7 +23,7 @@ from ..errors import DataError
 from ..formats.zarr.documents import groups_of
 from ..formats.zarr.nodes import dimension_names, paths
 from ..tensor import LazyTensor
-from .dask import chunks_of, to_dask, token
+from .dask import chunks_of, import_dask, to_dask, token
 
 T = TypeVar("T", xr.Variable, xr.DataArray, xr.Dataset, xr.DataTree)
 Chunks = Mapping[str, Any] | None
@@ -166,6 +166,8 @@ def _variables(
     """-> (path -> variable, what the root's attributes say)."""
     held: dict[str, xr.Variable] = {}
     left_out: dict[str, str] = {}
+    if chunks is not None:
+        import_dask()
     for path, name in found.items():
         tensor = view[name]
         if tensor.name in drop or tensor.name.rpartition(".")[2] in drop:

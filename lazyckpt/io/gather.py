@@ -263,14 +263,29 @@ def _largest_gap(copy: Copy) -> int:
     return gap
 
 
-def ranges(copies: Sequence[Copy]) -> Iterator[tuple[Copy, tuple[str, int, int, int]]]:
-    """Where copies read: the copy, and (path, first byte, bytes of a run, number of runs); what touches is told as
-    one."""
+class Range(NamedTuple):
+    """Where a copy reads: ``count`` runs of ``nbytes`` bytes, the first at ``start``; ``read``: bytes in all, with what
+    lies between runs so near to each other that the store reads them as one."""
+
+    path: str
+    start: int
+    nbytes: int
+    count: int
+    read: int
+
+
+def ranges(store: Store, copies: Sequence[Copy]) -> Iterator[tuple[Copy, Range]]:
+    """Where copies read; what touches is told as one."""
     for copy in copies:
         size = copy.extent.dtype.itemsize
         length = _inner_run(copy)
-        count = 1
-        for n, s in zip(copy.shape, copy.strides, strict=True):
+        count, pieces, span = 1, 1, 1
+        for n, s in sorted(zip(copy.shape, copy.strides, strict=True), key=lambda ns: ns[1]):
             if n > 1 and s >= length:
                 count *= n
-        yield copy, (copy.extent.path, copy.extent.offset + copy.start * size, length * size, count)
+            if pieces == 1 and (s - span) * size <= store.gap:
+                span += (n - 1) * s
+            else:
+                pieces *= n
+        start = copy.extent.offset + copy.start * size
+        yield copy, Range(copy.extent.path, start, length * size, count, span * pieces * size)

@@ -1,7 +1,7 @@
 """Plots, with matplotlib: imported when the first is drawn.
 
 Each draws into ``ax`` or, without one, into a new figure, and returns the Axes. None shows the figure or changes
-matplotlib's settings. What is drawn is read in pieces, in bounded memory.
+matplotlib's settings. What is drawn is read in pieces, in bounded memory. Without matplotlib they raise DataError.
 """
 
 from __future__ import annotations
@@ -59,7 +59,11 @@ class TensorPlots:
 
     def singular_values(self, *, ax: Axes | None = None) -> Axes:
         """The singular values of a matrix, largest first, on a logarithmic axis; those below the dotted line are noise
-        (`lazyckpt.inspect.spectrum.singular_values` tells of accuracy, memory, and the largest matrix)."""
+        (`lazyckpt.inspect.spectrum.singular_values` tells of accuracy, memory, and the largest matrix). Reads it once.
+
+        Raises DataError (it is no matrix, too large, of packed bits, or has NaN or infinities), and what reading
+        raises.
+        """
         import_matplotlib()
         values = singular_values(self._tensor)
         ax = _axes() if ax is None else ax
@@ -174,6 +178,8 @@ class ViewPlots:
         (experts) together. Names without a number are in a row of their own, "-". A cell is marked "!" where there
         are NaN or infinities (the norm is that of the rest) or the squares are beyond float64, "?" where a tensor
         cannot be read. Reads the view once.
+
+        Raises DataError if the view has no tensors.
         """
         import_matplotlib()
         from matplotlib.colors import LogNorm
