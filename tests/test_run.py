@@ -403,3 +403,11 @@ def test_the_trainer(trainer_cases: dict[str, Case]) -> None:
             assert equal(t, [older[state][name], case.truth[state][name]])
     assert run.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
     assert equal(run["lm_head.weight"], [older["weights"]["lm_head.weight"], case.truth["weights"]["lm_head.weight"]])
+
+
+@pytest.mark.parametrize("path", ["", "model.safetensors"])
+def test_a_tag_where_there_are_none_is_an_error(tmp_path: Path, path: str) -> None:
+    """Else one would take what is read for another step."""
+    save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(MissingFileError, match="there is no '5' in it: open it without tag="):
+        lazyckpt.open(tmp_path / path, tag="5")

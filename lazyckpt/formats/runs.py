@@ -32,7 +32,7 @@ def read_one(source: Source, read: Callable[[Source], Index]) -> tuple[Source, I
     """
     if source.path:
         if source.tag is not None:
-            raise MissingFileError(f"{source.where} is a file and has no {source.tag!r} in it: open it without a tag")
+            raise MissingFileError(f"{source.where} is a file, there is no {source.tag!r} in it: open it without tag=")
         return source, read(source)
     reader = recognising(source) if source.tag is not None else None
     if reader is not None and reader.tags:
@@ -47,7 +47,7 @@ def read_one(source: Source, read: Callable[[Source], Index]) -> tuple[Source, I
             raise MissingFileError(f"{source.where} has no checkpoint {source.tag!r}; there are: {', '.join(steps)}")
         if reader is not None:
             raise MissingFileError(
-                f"{source.where} is one checkpoint ({reader.name}) and has no {source.tag!r} in it: open it without a tag"
+                f"{source.where} is one checkpoint ({reader.name}), there is no {source.tag!r} in it: open it without tag="
             )
         return source, read(source)
     known = recognising(source) if steps else None

@@ -264,14 +264,14 @@ def _largest_gap(copy: Copy) -> int:
 
 
 class Range(NamedTuple):
-    """Where a copy reads: ``count`` runs of ``nbytes`` bytes, the first at ``start``; ``read``: bytes in all, with what
+    """Where a copy reads: ``times`` runs of ``nbytes`` bytes, the first at ``start``; ``in_all``: bytes, with what
     lies between runs so near to each other that the store reads them as one."""
 
     path: str
     start: int
     nbytes: int
-    count: int
-    read: int
+    times: int
+    in_all: int
 
 
 def ranges(store: Store, copies: Sequence[Copy]) -> Iterator[tuple[Copy, Range]]:
