@@ -124,6 +124,6 @@ def opened(path: str | os.PathLike[str], *, gap: int = 0, **options: Any) -> tup
         store, name = split(where)
         return CountingStore(store, counts, gap), name
 
-    with mock.patch("lazyckpt.view.split", counted):
+    with mock.patch("lazyckpt.formats.opening.split", counted):
         view = lazyckpt.open(path, **{"cache": False, **options})
     return view, counts

@@ -65,7 +65,7 @@ def meter(monkeypatch: pytest.MonkeyPatch) -> Meter:
         store, name = split(path)
         return SlowStore(store, meter), name
 
-    monkeypatch.setattr("lazyckpt.view.split", slow)
+    monkeypatch.setattr("lazyckpt.formats.opening.split", slow)
     return meter
 
 
