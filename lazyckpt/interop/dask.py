@@ -11,14 +11,13 @@ from hashlib import blake2b
 from itertools import pairwise
 from typing import Any
 
-import dask.array
 import numpy as np
-from dask.base import tokenize
 
 from ..core.box import Shape
 from ..core.chunking import chunk_shape
 from ..core.dtypes import numpy_dtype, to_numpy
 from ..core.index import TensorSpec
+from ..errors import LazyckptError
 from ..tensor import LazyTensor
 
 LEAST, MOST = 8 << 20, 64 << 20  # bytes of a chunk: many smaller ones keep the scheduler busy, larger ones the memory
@@ -46,7 +45,12 @@ class Readable:
 
 
 def to_dask(tensor: LazyTensor, chunks: Any = None) -> Any:
-    """A `dask.array.Array`; see `LazyTensor.to_dask`."""
+    """A `dask.array.Array`; see `LazyTensor.to_dask`. Without Dask raises LazyckptError, which says what to install."""
+    try:  # here: xarray needs this module for what it does without Dask
+        import dask.array
+        from dask.base import tokenize
+    except ImportError as e:
+        raise LazyckptError(f"Dask arrays need dask: pip install 'lazyckpt[dask]' ({e})") from None
     array = Readable(tensor)
     grid = dask.array.core.normalize_chunks(
         chunks_of(tensor) if chunks is None else chunks, array.shape, dtype=array.dtype

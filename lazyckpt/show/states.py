@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from ..errors import TensorNotFoundError
 from .html.parts import page, safe, tag
 from .text import human_bytes, plural, printable
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class States(Mapping[str, "CheckpointView"]):
-    """State name -> view; cannot be written to."""
+    """State name -> view; cannot be written to. A name that it lacks raises TensorNotFoundError (a KeyError)."""
 
     __slots__ = ("_views",)
 
@@ -24,6 +25,8 @@ class States(Mapping[str, "CheckpointView"]):
         self._views = dict(views)
 
     def __getitem__(self, state: str) -> CheckpointView:
+        if state not in self._views:
+            raise TensorNotFoundError(f"there is no state {state!r}; there are: {', '.join(self._views) or 'none'}")
         return self._views[state]
 
     def __iter__(self) -> Iterator[str]:
