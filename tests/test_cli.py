@@ -536,3 +536,9 @@ def test_version() -> None:
 @pytest.mark.parametrize("args", [[], ["ls"], ["show"], ["demo"]])
 def test_help(args: list[str]) -> None:
     assert "Usage:" in out(*args, "--help")
+
+
+def test_each_command_fits_its_line_of_help() -> None:
+    lines = out("--help").partition("Commands:")[2].strip().splitlines()
+    assert len(lines) == len(cli.app.registered_commands)
+    assert not [line for line in lines if line.endswith("...")]

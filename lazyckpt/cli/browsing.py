@@ -23,8 +23,8 @@ def browse(
     format: FormatOption = None,
     rules: RulesOption = None,
 ) -> None:
-    """Move around in a checkpoint: names, details, which file holds what, values, histograms. Needs a terminal (over
-    ssh, too), and Textual: pip install 'lazyckpt[browse]'. Reads what it shows; ? lists the keys."""
+    """Move around in a checkpoint, in a terminal. Names, details, which file holds what, values, histograms, over
+    ssh, too. Needs Textual: pip install 'lazyckpt[browse]'. Reads what it shows; ? lists the keys."""
     if find_spec("textual") is None:
         raise LazyckptError("browse needs Textual: pip install 'lazyckpt[browse]'")
     if not (sys.stdin.isatty() and sys.stdout.isatty()):

@@ -71,7 +71,7 @@ def convert(
         bool, typer.Option("--json", help="Plan and result as one JSON object; errors ahead of it on stderr.")
     ] = False,
 ) -> None:
-    """Write a checkpoint in another layout: prints a plan, then works in bounded memory. Nothing is visible at DST
+    """Write a checkpoint in another layout. Prints a plan, then works in bounded memory. Nothing is visible at DST
     before all of it is complete.
 
     safetensors and torch get one state (--state), the others all that they can hold.

@@ -28,7 +28,7 @@ def diff(
     rules: RulesOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare two checkpoints of any formats, tensor by tensor, in bounded memory.
+    """Compare two checkpoints of any formats, tensor by tensor.
 
     Tensors of one dtype are compared bit by bit, others by their numbers. Exit codes: 0 all tensors are equal, 1
     something differs, 2 an error.

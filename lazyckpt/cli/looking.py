@@ -39,7 +39,7 @@ def ls(
     rules: RulesOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the tensors of a checkpoint as a tree: names, dtypes, shapes, sizes, parameter counts. Reads no data."""
+    """List the tensors as a tree: dtypes, shapes, sizes, counts. Reads no data."""
     view = open_view(path, state, stored, tag, format, rules)
     part = part_of(view, prefix)
     if as_json:
@@ -71,7 +71,10 @@ def show(
     rules: RulesOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print a tensor or, as in Python, a part of it: ints, slices, ..., None, a list of ints. Reads what it prints."""
+    """Print a tensor or, as in Python, a part of it. Reads what it prints.
+
+    INDEX: ints, slices, ..., None, a list of ints.
+    """
     view = open_view(path, state, stored, tag, format, rules)
     whole, key, text = find(view, name)
     t = whole if text is None else whole.lazy[key]

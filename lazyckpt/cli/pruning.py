@@ -22,7 +22,7 @@ def prune(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove the older checkpoints of a run: not the newest N complete ones, nor what `latest` and the like name.
+    """Remove the older checkpoints of a run. It keeps the newest N complete ones, and what `latest` and the like name.
 
     Exit codes: 0 done (or nothing to do), 1 something could not be removed, 2 an error, and nothing was.
     """

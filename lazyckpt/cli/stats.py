@@ -64,7 +64,7 @@ def stats(
     as_json: JsonOption = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="The table as CSV, without histograms.")] = False,
 ) -> None:
-    """Mean, standard deviation, range, norms, zeros, NaN and infinities of every tensor. Reads everything once.
+    """What the values are like: mean, range, norms, NaN. Reads everything once.
 
     NaN and infinities are counted and left out of the rest. A tensor that cannot be read is a row that says why.
     """

@@ -24,7 +24,7 @@ def demo(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write small real checkpoints and walk through what lazyckpt does with them."""
+    """A walk through what lazyckpt does, on checkpoints that it writes."""
     if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise LazyckptError(f"{keep} is not an empty folder: the demo would overwrite what is there")
     folder = keep or Path(tempfile.mkdtemp(prefix="lazyckpt-demo-"))
