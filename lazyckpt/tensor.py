@@ -355,7 +355,7 @@ class LazyTensor(Likeness):
         carry this description, and read where they run.
 
         ``chunks``: as dask takes them; by default 8 to 64 MiB that follow the fragments where these form a grid.
-        Raises DataError where numpy has no such dtype.
+        Raises DataError where numpy has no such dtype, LazyckptError without Dask.
         """
         return _door("interop.dask").to_dask(self, chunks)
 
