@@ -73,3 +73,8 @@ def __getattr__(name: str) -> _ModuleType:
 
         return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """What is public: what Tab should offer."""
+    return sorted((*__all__, "__doc__", "__version__", "deepspeed", "distributed", "interop", "recipes"))

@@ -227,11 +227,19 @@ class CheckpointView(Reshaping):
 
     def _unknown(self, path: str) -> str:
         near = self.names.near(path)
-        hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else "view.tree(2) shows what there is."
+        if near:
+            hint = f"Did you mean {' or '.join(map(repr, near))}?"
+        else:
+            tops = list(dict.fromkeys(name.partition(".")[0] for name in self))
+            more = f" and {len(tops) - 5:,} more" if len(tops) > 5 else ""
+            hint = f"At the top there is: {', '.join(map(repr, tops[:5]))}{more}." if tops else ""
+        if set(path) & set("*?"):
+            hint = f"Patterns go to select. {hint}"
         others = [s for s, specs in self._index.states.items() if s != self._state and path in specs]
         if others:
             hint = f"It is in view.states[{others[0]!r}]."
-        return f"there is no tensor or prefix {path!r} among the {len(self):,} names of {self._state!r}. {hint}"
+        said = f"there is no tensor or prefix {path!r} among the {len(self):,} names of {self._state!r}."
+        return f"{said} {hint}".rstrip()
 
     def _ipython_key_completions_(self) -> list[str]:
         """What ``view["<Tab>`` offers: prefixes and names; of a very large view the first levels; of a small one also

@@ -390,7 +390,13 @@ def test_rules_that_cannot_be_read(cut_in_two: Path, command: list[str], text: s
     ("args", "says"),
     [
         (["ls", "{}/nowhere"], "nowhere: no such file or folder"),
-        (["ls", "{}"], "is no checkpoint that lazyckpt knows"),
+        (["ls", "{}"], "is no checkpoint itself. Open one of those in it: model"),
+        (["ls", "{}/model", "layers.*.mlp"], "Patterns go to select"),
+        (["show", "{}/model", "up_prj"], "Did you mean 'up_proj'"),
+        (["show", "{}/model", "nothing"], "At the top there is: 'model'"),
+        (["show", "{}/model", "lm_head.weight[0"], "has a bracket that is not closed"),
+        (["show", "{}/model", "model.norm"], "'model.norm' is no tensor, 1 tensor is below it"),
+        (["stats", "{}/model", "layers.0.*"], "NAMES 'layers.0.*' matches none of 39 names"),
         (["ls", "{}/model", "layer.1"], "there is no tensor or prefix 'layer.1'"),
         (["ls", "{}/model", "--state", "exp_avg"], "has no state 'exp_avg'; it has: weights"),
         (["ls", "{}/model", "--stored", "--state", "weights"], "leave out --state"),
@@ -500,6 +506,9 @@ def test_demo_in_a_process(tmp_path: Path) -> None:
 def test_demo_keeps_its_files(tmp_path: Path) -> None:
     text = out("demo", "--keep", tmp_path / "new" / "folder")
     assert "The files are in" in text
+    command = text.splitlines()[-1].split()
+    done = subprocess.run(command, capture_output=True, text=True, check=True)  # what it says to try works here
+    assert done.stdout.startswith("huggingface | ")
     assert sorted(p.name for p in (tmp_path / "new" / "folder").iterdir()) == ["bomb.pt", "model", "training.pt"]
     assert len(lazyckpt.open(tmp_path / "new" / "folder" / "model")) == 39
 
@@ -542,3 +551,9 @@ def test_version() -> None:
 @pytest.mark.parametrize("args", [[], ["ls"], ["show"], ["demo"]])
 def test_help(args: list[str]) -> None:
     assert "Usage:" in out(*args, "--help")
+
+
+def test_each_command_fits_its_line_of_help() -> None:
+    lines = out("--help").partition("Commands:")[2].strip().splitlines()
+    assert len(lines) == len(cli.app.registered_commands)
+    assert not [line for line in lines if line.endswith("...")]

@@ -45,6 +45,37 @@ def loaded_by(code: str) -> set[str]:
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
+_WITHOUT_DASK = """
+import sys, warnings
+sys.modules["dask"] = None  # as if it were not installed
+warnings.simplefilter("error")  # xarray warns of an engine that cannot be imported
+import torch, xarray
+import lazyckpt
+torch.save({"w": torch.arange(6.0)}, sys.argv[1])
+view = lazyckpt.open(sys.argv[1])
+assert xarray.open_datatree(sys.argv[1], engine="lazyckpt")["w"].values.sum() == 15
+assert view.to_xarray()["w"].values.sum() == 15
+for call in (view["w"].to_dask, lambda: view.to_xarray(chunks={})):
+    try:
+        call()
+    except lazyckpt.LazyckptError as e:
+        print(e)
+"""
+
+
+def test_without_dask_xarray_works_and_the_rest_says_what_to_install(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _WITHOUT_DASK, str(tmp_path / "x.pt")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("pip install 'lazyckpt[dask]'") == 2
+
+
+def test_what_tab_offers_is_public() -> None:
+    public = {name for name in dir(lazyckpt) if not name.startswith("_")}
+    assert public - set(lazyckpt.__all__) == {"deepspeed", "distributed", "interop", "recipes"}
+    assert all(getattr(lazyckpt, name) is not None for name in public)
+
+
 def test_importing_is_light() -> None:
     extra = loaded_by("import lazyckpt") - loaded_by("import torch, numpy, ml_dtypes")
     assert extra & set(HEAVY) == set()

@@ -282,3 +282,10 @@ def test_looking_at_plots_loads_nothing(tmp_path: Path) -> None:
     program = f"import sys, lazyckpt; v = lazyckpt.open({str(tmp_path / 'model.pt')!r}); v.plot, v['w'].plot.hist; "
     program += "assert 'matplotlib' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_plot_says_what_there_is_to_call(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
+    view = lazyckpt.open(tmp_path / "x.pt")
+    assert repr(view.plot) == "<plots of 1 tensor: .hist(), .layout(), .norms(), .singular_values()>"
+    assert repr(view["w"].plot) == "<plots of 'w': .hist(), .layout(), .singular_values()>"

@@ -135,3 +135,23 @@ def test_one_error_tree() -> None:
     for kind, builtin in kinds.items():
         assert issubclass(kind, lazyckpt.LazyckptError) and issubclass(kind, builtin)
         assert str(kind("a sentence")) == "a sentence"
+
+
+def test_a_folder_one_level_too_high_names_what_can_be_opened(tmp_path: Path) -> None:
+    for folder in ("model", "run/checkpoint-5", "notes"):
+        (tmp_path / folder).mkdir(parents=True)
+    for folder in ("model", "run/checkpoint-5"):
+        save_file({"w": torch.ones(2)}, tmp_path / folder / "model.safetensors")
+    (tmp_path / "notes" / "todo.txt").write_text("nothing")
+    with pytest.raises(lazyckpt.FormatError) as e:
+        lazyckpt.open(tmp_path)
+    assert str(e.value) == f"{tmp_path} is no checkpoint itself. Open one of those in it: model, run"
+    for folder in ("model", "run"):
+        assert list(lazyckpt.open(tmp_path / folder)) == ["w"]
+    with pytest.raises(lazyckpt.FormatError, match=r"knows: it has todo.txt. It reads: "):
+        lazyckpt.open(tmp_path / "notes")
+
+
+def test_a_tag_is_text(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="tag=5: the name of a checkpoint is due"):
+        lazyckpt.open(tmp_path, tag=5)  # type: ignore[arg-type]

@@ -301,3 +301,12 @@ def test_states_are_renamed_and_told_of_once(tmp_path: Path) -> None:
     assert [line for line in there.problems if line not in view.problems] == [
         "the table has no entry for 1 name (decoder.layers.0.own.gain): as they were"
     ]
+
+
+def test_names_that_are_those_already_are_nothing_to_tell(tmp_path: Path) -> None:
+    names = ("model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight", "model.norm.weight")
+    torch.save({name: torch.ones(4, 4) for name in names} | {"something.else": torch.ones(1)}, tmp_path / "x.pt")
+    view = lazyckpt.open(tmp_path / "x.pt").rename("hf")
+    assert set(view) == {*names, "something.else"}
+    (line,) = view.problems
+    assert line == "the table has no entry for 1 name (something.else): as they were"

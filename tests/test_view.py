@@ -233,6 +233,9 @@ def test_states_of_a_part(zero_cases: dict[str, Case]) -> None:
     chosen = view.select("*.ln.*").states["exp_avg"]
     assert set(chosen) == {n for n in case.truth["exp_avg"] if ".ln." in n}
     assert set(view.states["exp_avg"].states["fp32"]) == set(view.states["fp32"]), "from one state to another"
+    assert view.states.get("nothing") is None and "nothing" not in view.states
+    with pytest.raises(lazyckpt.TensorNotFoundError, match=r"no state 'exp_av'; there are: .*exp_avg"):
+        view.states["exp_av"]
     assert set(part.states["exp_avg"].select("fc*").states["weights"]) == {"fc1.weight", "fc1.bias", "fc2.weight"}
     with pytest.raises(lazyckpt.TensorNotFoundError, match=r"no state 'no such state'; there are: weights, fp32, "):
         _ = view.states["no such state"]

@@ -8,8 +8,9 @@ import typer
 
 from .. import open as open_checkpoint
 from ..core.indices import parse_index
-from ..errors import LazyckptError, TensorNotFoundError
+from ..errors import LazyckptError, SelectionError, TensorNotFoundError
 from ..formats.rulesfile import read_rules
+from ..show.text import plural
 from ..tensor import LazyTensor
 from ..view import CheckpointView
 
@@ -60,6 +61,17 @@ def part_of(view: CheckpointView, prefix: str) -> CheckpointView:
     return view.select(lambda n: n == name)
 
 
+def matching(view: CheckpointView, pattern: str, option: str) -> CheckpointView:
+    """What a glob selects. Raises TensorNotFoundError if that is nothing."""
+    part = view.select(pattern)
+    if not part:
+        raise TensorNotFoundError(
+            f"{option} {pattern!r} matches none of {len(view):,} names, which are compared whole ('*.mlp.*'): "
+            "lazyckpt ls shows them"
+        )
+    return part
+
+
 def find(view: CheckpointView, text: str) -> tuple[LazyTensor, Any, str | None]:
     """(the tensor, the key, the key as it was written) of ``NAME[INDEX]``. A name may hold brackets of its own, so the
     longest name that there is wins."""
@@ -79,7 +91,10 @@ def find(view: CheckpointView, text: str) -> tuple[LazyTensor, Any, str | None]:
             continue
         if isinstance(found, LazyTensor):
             return _indexed(found, text, n)
-        raise TensorNotFoundError(f"{text[:n]!r} is no tensor, {len(found):,} tensors are below it: use ls to see them")
+        below = f"{plural(len(found), 'tensor')} {'is' if len(found) == 1 else 'are'} below it"
+        raise TensorNotFoundError(f"{text[:n]!r} is no tensor, {below}: use ls")
+    if text.count("[") > text.count("]"):
+        raise SelectionError(f"{text!r} has a bracket that is not closed: NAME[INDEX] is due")
     assert error is not None  # every way to split the text raised one
     raise error
 

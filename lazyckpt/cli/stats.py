@@ -22,6 +22,7 @@ from .opening import (
     StateOption,
     StoredOption,
     TagOption,
+    matching,
     open_view,
     part_of,
 )
@@ -72,7 +73,7 @@ def stats(
     if sort is not None and sort not in _COLUMNS:  # before everything is read
         raise DataError(f"there is no column {sort!r} to sort by; there are: {', '.join(_COLUMNS)}")
     view = open_view(path, state, stored, tag, format, rules)
-    chosen = view.select(names) if set(names) & set("*?[") and names not in view else part_of(view, names)
+    chosen = matching(view, names, "NAMES") if set(names) & set("*?[") and names not in view else part_of(view, names)
     table = _ordered(chosen.stats(bins=bins), sort)
     if as_json or as_csv:
         write_text(_json(table) if as_json else _csv(table))

@@ -6,11 +6,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..core.dtypes import dtype_named
-from ..errors import DataError, FormatError, TensorNotFoundError
+from ..errors import DataError, FormatError
 from ..export.forecast import FILES
 from ..formats.renaming.file import ENDINGS, read_table
 from ..io.remote import is_url
 from ..view import CheckpointView
+from .opening import matching
 
 TARGETS = {
     "safetensors": "the layout of Hugging Face",
@@ -87,12 +88,7 @@ def prepared(view: CheckpointView, wanted: Wanted) -> CheckpointView:
     """The part of the view that was asked for, as it was. Raises TensorNotFoundError if nothing is selected, and what
     renaming and converting raise."""
     if wanted.select is not None:
-        part = view.select(wanted.select)
-        if not part:
-            raise TensorNotFoundError(
-                f"--select {wanted.select!r} matches none of {len(view):,} names: lazyckpt ls shows them"
-            )
-        view = part
+        view = matching(view, wanted.select, "--select")
     if wanted.rename is not None:
         view = view.rename(read_table(wanted.rename) if wanted.rename.endswith(ENDINGS) else wanted.rename)
     return view if wanted.dtype is None else view.astype(dtype_named(wanted.dtype))

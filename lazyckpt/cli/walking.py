@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -43,6 +44,8 @@ def demo(
         if keep is None:
             shutil.rmtree(folder, ignore_errors=True)
     if keep is not None:
-        write_line((f"The files are in {keep}. Try: lazyckpt ls {keep / 'model'}", "cyan"))
+        command = "lazyckpt" if shutil.which("lazyckpt") else f"{sys.executable} -m lazyckpt"
+        write_line((f"The files are in {keep}. Try, with these or with a checkpoint of your own:", "cyan"))
+        write_line((f"  {command} ls {keep / 'model'}", "cyan"))
     else:
         write_line(("The files are gone again; `lazyckpt demo --keep DIR` keeps them.", "cyan"))

@@ -117,11 +117,23 @@ class Names:
         ]
 
     def near(self, wrong: str, count: int = 3) -> list[str]:
-        """The names (or prefixes of names) most like a wrong one."""
+        """The names (or prefixes of names) most like a wrong one, else the paths inside names that are.
+
+        >>> Names(["model.0.q_proj.weight", "model.0.k_proj.weight"]).near("q_prj", 1)
+        ['q_proj']
+        """
         depth = wrong.count(".")
         stems = dict.fromkeys(
             ".".join(parts[: d + 1])
             for parts in (name.split(".") for name in self.order[:20_000])
             for d in (len(parts) - 1, min(depth, len(parts) - 1))
         )
-        return difflib.get_close_matches(wrong, list(stems), n=count, cutoff=0.5)
+        found = difflib.get_close_matches(wrong, list(stems), n=count, cutoff=0.5)
+        if found:
+            return found
+        inner = dict.fromkeys(
+            ".".join(parts[start : start + depth + 1])
+            for parts in (name.split(".") for name in self.order[:_INNER])
+            for start in range(1, len(parts) - depth)
+        )
+        return difflib.get_close_matches(wrong, list(inner), n=count, cutoff=0.6)

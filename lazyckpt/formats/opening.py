@@ -24,6 +24,8 @@ def opened(
     storage_options: Mapping[str, Any] | None = None,
 ) -> tuple[Store, Index]:
     """What `lazyckpt.open` makes a view of; of a run's folder, its newest complete checkpoint or ``tag``."""
+    if not (tag is None or isinstance(tag, str)):
+        raise TypeError(f"tag={tag!r}: the name of a checkpoint is due, a text such as 'checkpoint-500'")
     store: Store
     url = os.fspath(path)
     store, name = split_url(url, storage_options) if is_url(url) else split(path)

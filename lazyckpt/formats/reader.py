@@ -15,13 +15,14 @@ from typing import Any
 
 from ..core.index import Index
 from ..core.names import matcher
-from ..errors import FormatError
+from ..errors import FormatError, LazyckptError
 from ..io.store import Entry, Store
 
 GROUP = "lazyckpt.readers"
 # What a folder that is no checkpoint itself may hold, for the message that says so.
 _FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _FOLDERS = ("checkpoint-", "global_step", "step")
+_LOOKED = 32  # folders in it that are looked into
 
 
 class Source:
@@ -146,16 +147,33 @@ def _installed() -> tuple[Reader, ...]:
     return tuple(point.load() for point in entry_points(group=GROUP))
 
 
+def _inside(source: Source) -> list[str]:
+    """Folders in a folder that can be opened, for the message that it itself cannot: checkpoints, or those of a run."""
+    found = []
+    for name in sorted(name for name, entry in source.entries.items() if entry.is_dir)[:_LOOKED]:
+        try:
+            sub = Source(source.store.below(name))
+            reader = recognising(sub)
+            if any(n.startswith(_FOLDERS) for n in sub.entries) if reader is None else reader.name != "zarr-arrays":
+                found.append(name)
+        except (LazyckptError, OSError):  # it cannot be looked into: nothing to offer
+            continue
+    return found
+
+
 def _unknown(source: Source, readers: tuple[Reader, ...]) -> str:
     if source.path:
         found = f"it begins with {source.head[:8]!r}" if source.size else "it is empty (0 bytes)"
     elif source.entries:
         names = sorted(source.entries)
         found = f"it has {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
+        if known := _inside(source):
+            more = f" and {len(known) - 5} more" if len(known) > 5 else ""
+            return f"{source.where} is no checkpoint itself. Open one of those in it: {', '.join(known[:5])}{more}"
         inside = [n for n, e in source.entries.items() if n.endswith(_FILES) or (e.is_dir and n.startswith(_FOLDERS))]
         if inside:
             found += f" (open {source.where}/{min(inside)}?)"
     else:
         found = "it is an empty folder"
-    known = "; ".join(r.what for r in readers)
-    return f"{source.where} is no checkpoint that lazyckpt knows: {found}. It reads: {known}."
+    listed = "; ".join(r.what for r in readers)
+    return f"{source.where} is no checkpoint that lazyckpt knows: {found}. It reads: {listed}."

@@ -47,7 +47,8 @@ def read_one(source: Source, read: Callable[[Source], Index]) -> tuple[Source, I
             raise MissingFileError(f"{source.where} has no checkpoint {source.tag!r}; there are: {', '.join(steps)}")
         if reader is not None:
             raise MissingFileError(
-                f"{source.where} is one checkpoint ({reader.name}), there is no {source.tag!r} in it: open it without tag="
+                f"{source.where} is one checkpoint ({reader.name}), "
+                f"there is no {source.tag!r} in it: open it without tag="
             )
         return source, read(source)
     known = recognising(source) if steps else None

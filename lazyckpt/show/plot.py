@@ -19,7 +19,7 @@ from ..inspect.stats import Bins, stats_of, stats_of_all
 from ..inspect.table import Stats, Table
 from ..tensor import LazyTensor
 from .layout import Cell, drawing
-from .text import printable
+from .text import plural, printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,6 +38,9 @@ class TensorPlots:
 
     def __init__(self, tensor: LazyTensor) -> None:
         self._tensor = tensor
+
+    def __repr__(self) -> str:
+        return f"<plots of {self._tensor.name!r}: {_kinds(self)}>"
 
     def hist(self, bins: Bins = 100, *, ax: Axes | None = None) -> Axes:
         """A histogram of the finite elements, of so many bins or between these edges. Reads the tensor once; twice
@@ -160,6 +163,9 @@ class ViewPlots:
     def __init__(self, view: Any) -> None:
         self._view = view
 
+    def __repr__(self) -> str:
+        return f"<plots of {plural(len(self._view), 'tensor')}: {_kinds(self)}>"
+
     def hist(self, name: str, bins: Bins = 100, *, ax: Axes | None = None) -> Axes:
         """`TensorPlots.hist` of a tensor of the view."""
         return TensorPlots(_one(self._view, name)).hist(bins, ax=ax)
@@ -234,6 +240,11 @@ def _value(found: Any) -> float:
 
 
 _QUANTITY = {"norm": "L2 norm", "l2": "L2 norm", "l1": "L1 norm", "std": "standard deviation", "absmax": "largest |x|"}
+
+
+def _kinds(plots: object) -> str:
+    """What there is to call, which is what one who prints `plot` looks for."""
+    return ", ".join(f".{name}()" for name in dir(plots) if not name.startswith("_"))
 
 
 def import_matplotlib() -> Any:

@@ -60,7 +60,7 @@ def rename(
         if name not in renaming.used and not (
             renaming.joined(name, entries) if back else any(renaming.cut(name, entry) for entry in entries)
         ):
-            renaming.keep(name)
+            renaming.keep(name, told=not _is_there(name, entries, back))
     return renaming.found
 
 
@@ -75,6 +75,11 @@ def new_names(name: str, entries: Sequence[Entry], back: bool) -> list[str]:
     return [name]
 
 
+def _is_there(name: str, entries: Sequence[Entry], back: bool) -> bool:
+    """Whether it has a name of the other side already: then there is nothing to do, and nothing to tell."""
+    return any(pattern(one).fullmatch(name) for e in entries for one in ((e.left,) if back else e.right))
+
+
 class _Renaming:
     def __init__(
         self, specs: Mapping[str, TensorSpec], heads: Heads | None, told: Told, stacked: bool, gated: bool | None
@@ -87,8 +92,9 @@ class _Renaming:
         self.found: dict[str, TensorSpec] = {}
         self.used: set[str] = set()
 
-    def keep(self, name: str) -> None:
-        self.told.kept[name] = None
+    def keep(self, name: str, told: bool) -> None:
+        if told:
+            self.told.kept[name] = None
         self._add(self.specs[name], name)
 
     def cut(self, name: str, entry: Entry) -> bool:

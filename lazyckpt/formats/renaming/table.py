@@ -36,7 +36,7 @@ def table(which: str | Mapping[str, Any]) -> list[Entry]:
         if which not in tables:
             near = Names(tables).near(which)
             raise FormatError(
-                f"there is no table of names {which!r}; there are {', '.join(tables)}"
+                f"there is no table of names {which!r}; there are {', '.join(('hf', 'megatron', *tables))}"
                 + (f": did you mean {near[0]!r}?" if near else "")
             )
         return table(dict(tables[which]))
