@@ -466,7 +466,8 @@ def test_shell_table(model: Path) -> None:
     assert shell(model, "a") == f"{view['a'].stats()}\n"
     assert shell(model, "a.w", "--bins", "4") == f"{view.select('a.w').stats(bins=4)}\n"
     assert [line.split()[0] for line in shell(model, "*.?").splitlines()] == ["name", "a.w", "a.b", "total"]
-    assert shell(model, "nothing*") == "(no tensors)\n"
+    result = CliRunner().invoke(cli.app, ["stats", str(model), "nothing*"])
+    assert result.exit_code == 2 and "matches none of 5 names" in result.stderr
 
 
 def test_shell_sorted(model: Path) -> None:
