@@ -323,14 +323,15 @@ def pickling(case: Case) -> None:
     some = next(iter(view))
     parts = [view, view.stored, *view.states.values()]
     parts += [part[prefix] for part in parts for prefix in _prefixes(part)[:2]]
-    parts += [select for part in parts[:4] for select in _selections(part, some)]
+    parts += [select for part in parts[:3] for select in _selections(part, some)]
     for part in parts:
         again = pickle.loads(pickle.dumps(part))
         assert isinstance(again, CheckpointView)
         assert (list(again), again.state, again.format) == (list(part), part.state, part.format)
         assert (again.problems, again.aliases, again.files) == (part.problems, part.aliases, part.files)
-        for name, tensor in part.to().items():
-            same(again[name][...], tensor, (part.state, name))
+        names = list(part)
+        for name in random.Random(len(names)).sample(names, min(20, len(names))):  # (each of them was read above)
+            same(again[name][...], part[name][...], (part.state, name))
 
 
 def _prefixes(view: CheckpointView) -> list[str]:
@@ -350,7 +351,7 @@ def several_threads(case: Case) -> None:
     ready = threading.Barrier(count)
 
     def read(number: int) -> int:
-        mine = random.Random(number).sample(work, len(work))[:150]
+        mine = random.Random(number).sample(work, min(40, len(work)))  # others in every thread
         ready.wait(60)
         for state, name in mine:
             t, whole = view.states[state][name], truth[state][name]

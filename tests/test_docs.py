@@ -124,6 +124,14 @@ def test_the_picture_is_light() -> None:
     assert len(data) < 300_000
 
 
+def test_figures_of_the_readme_are_those_measured() -> None:
+    def figures(page: str) -> set[str]:
+        table = (ROOT / page).read_text("utf-8").partition("| what | lazyckpt | peer | ratio |")[2].partition("\n\n")[0]
+        return {row.partition(" | ")[2] for row in table.splitlines()}
+
+    assert len(figures("README.md")) > 5 and figures("README.md") <= figures("docs/measured.md")
+
+
 # -- formats
 
 

@@ -13,6 +13,8 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from queue import Queue
 from types import ModuleType
 from typing import Any
 
@@ -53,6 +55,7 @@ def patch() -> None:
     sys.modules["grouped_gemm"] = _grouped_gemm()
 
     from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.distributed import param_and_grad_buffer as buffers
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
@@ -87,6 +90,8 @@ def patch() -> None:
     buffers.dist_reduce_scatter_func = reduce_scatter
     buffers.dist_all_gather_func = all_gather
     parallel_state.get_nccl_options = lambda *_: None
+    # a queue for what saves in the background tell; nothing is saved there, and its process would import torch again
+    filesystem_async._get_write_results_queue = cache(Queue)
 
 
 def _complete_local_modules() -> None:
