@@ -22,6 +22,8 @@ import lazyckpt
 from lazyckpt import cli
 from lazyckpt.io.remote import GAP, RemoteStore
 
+from .counting import opened
+
 TENSORS = {"a.weight": torch.arange(600_000, dtype=torch.float32).reshape(600, 1000), "b": torch.arange(7)}
 
 
@@ -179,3 +181,13 @@ def test_a_server_without_ranges_is_told_before_it_sends_all(tmp_path: Path) -> 
     httpd.shutdown()
     httpd.server_close()
     assert sum(sent) < 1 << 27
+
+
+@pytest.mark.parametrize("gap", [0, 64, 1 << 20])
+@pytest.mark.parametrize("key", [(slice(0, 2), slice(None, None, 8)), (slice(None), 3), (slice(2, 5),)])
+def test_explain_counts_what_is_read_between_runs(tmp_path: Path, gap: int, key: Any) -> None:
+    torch.save({"w": torch.randn(20, 40)}, tmp_path / "x.pt")
+    view, counts = opened(tmp_path / "x.pt", gap=gap)
+    told = int(re.search(r"\(([\d,]+) bytes read\)", view["w"].explain(key))[1].replace(",", ""))  # type: ignore[index]
+    counts.clear()
+    assert view["w"][key].numel() and counts.bytes == told
