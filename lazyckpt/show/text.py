@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..core.dtypes import short_name
+from ..core.index import TensorSpec
 from ..core.names import natural
-from ..tensor import LazyTensor
 
 if TYPE_CHECKING:
+    from ..tensor import LazyTensor
     from ..view import CheckpointView
 
 _LEVELS = 100  # of the tree, which is walked by recursion; what lies deeper is one label
@@ -63,11 +64,13 @@ def printable(text: str) -> str:
 
 @dataclass(slots=True)
 class Node:
-    """A level of the tree: totals count each tied tensor once. ``tied``: the name that owns the tensor, if it is not
-    this one; ``counted``: whether the tensor is in the totals under this name."""
+    """A level of the tree: totals count each tied tensor once. A leaf has the ``spec`` of its tensor, and the ``name``
+    that this has in the view. ``tied``: the name that owns the tensor, if it is not this one; ``counted``: whether the
+    tensor is in the totals under this name."""
 
     label: str
-    tensor: LazyTensor | None = None
+    name: str = ""
+    spec: TensorSpec | None = None
     tied: str = ""
     counted: bool = True
     numel: int = 0
@@ -94,16 +97,17 @@ def build(view: CheckpointView) -> Node:
             found = parent.children[label] = Node(label)
         return found
 
-    seen: set[str] = set()
+    specs, seen = view.specs, set[str]()
     for name in view:
         above, dot, label = name.rpartition(".")
         if above.count(".") >= _LEVELS:
             *parts, label = name.split(".", _LEVELS)
             above = ".".join(parts)
         leaf = child(at(above) if dot else root, label)
-        owner = view.owner(name)
-        leaf.tensor = tensor = view[name]
-        leaf.tied = owner if owner != tensor.name else ""
+        full = view.full_name(name)
+        owner = full if full in specs else view.owner(name)
+        leaf.name, leaf.spec = name, specs[owner]
+        leaf.tied = owner if owner != full else ""
         leaf.counted = owner not in seen
         seen.add(owner)
     _finish(root, {})
@@ -112,10 +116,10 @@ def build(view: CheckpointView) -> Node:
 
 def _finish(node: Node, keys: dict[str, list[tuple[int, int, str]]]) -> None:
     """Sort the children and add them up. ``keys``: what labels, which recur in all layers, are sorted by."""
-    if node.tensor is not None:
+    if node.spec is not None:
         node.tensors = 1
         if node.counted:
-            node.numel, node.nbytes = node.tensor.spec.numel, node.tensor.spec.nbytes
+            node.numel, node.nbytes = node.spec.numel, node.spec.nbytes
     if len(node.children) > 1:
         for label in node.children:
             if label not in keys:
@@ -189,14 +193,14 @@ def _rows(node: Node, depth: int | None, level: int = 0) -> Iterator[Row]:
     for child in node.children.values():
         label, end = child.label or "''", child
         # a chain of single children is one line: it has nothing to choose from
-        while end.tensor is None and len(end.children) == 1:
+        while end.spec is None and len(end.children) == 1:
             (end,) = end.children.values()
             label += "." + end.label
         name = "  " * level + printable(label)
-        if end.tensor is not None:
+        if end.spec is not None:
             yield Row(True, (name, *_leaf(end)))
         if end.children:
-            if end.tensor is None:
+            if end.spec is None:
                 counts = plural(end.tensors, "tensor"), human_bytes(end.nbytes), human_count(end.numel)
                 yield Row(False, (name, *counts))
             if depth is None or level + 1 < depth:
@@ -204,13 +208,13 @@ def _rows(node: Node, depth: int | None, level: int = 0) -> Iterator[Row]:
 
 
 def _leaf(node: Node) -> tuple[str, str, str]:
-    t = node.tensor
-    assert t is not None  # asked only of leaves
-    size = human_bytes(t.nbytes) if node.counted else ""
-    return kind(t), size, f"= {printable(node.tied)}" if node.tied else human_count(t.numel())
+    spec = node.spec
+    assert spec is not None  # asked only of leaves
+    size = human_bytes(spec.nbytes) if node.counted else ""
+    return kind(spec), size, f"= {printable(node.tied)}" if node.tied else human_count(spec.numel)
 
 
-def kind(t: LazyTensor) -> str:
+def kind(t: LazyTensor | TensorSpec) -> str:
     """``bf16 [64, 64]``"""
     return f"{short_name(t.dtype)} [{', '.join(map(str, t.shape))}]"
 

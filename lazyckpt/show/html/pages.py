@@ -32,7 +32,7 @@ def view_html(view: CheckpointView, head: str = "") -> str:
             tag("div", safe(head, 400), "head") if head else "",
             tag("div", line, "head"),
             _problems(view.problems),
-            tree_html(plan(root)),
+            tree_html(view, plan(root)),
         ],
         searched=True,
     )

@@ -60,10 +60,9 @@ class _Room:
 
 def _kind(node: Node, known: dict[object, int], kinds: dict[int, int]) -> int:
     """A number for what a node looks like from its label on: its tensor's shape and dtype, and what is below."""
-    t = node.tensor
     own: tuple[tuple[int, ...], torch.dtype, bool] | None = None
-    if t is not None:
-        own = (t.spec.shape, t.spec.dtype, node.counted)
+    if node.spec is not None:
+        own = (node.spec.shape, node.spec.dtype, node.counted)
     below = tuple((label, _kind(child, known, kinds)) for label, child in node.children.items())
     kinds[id(node)] = number = known.setdefault((own, below), len(known))
     return number
@@ -84,13 +83,13 @@ def _rows(node: Node, kinds: dict[int, int] | None, most: int, room: _Room) -> l
             return rows
         end = members[0]
         label = end.label
-        while not alike and end.tensor is None and len(end.children) == 1:  # nothing to choose from: one row
+        while not alike and end.spec is None and len(end.children) == 1:  # nothing to choose from: one row
             ((_, child),) = end.children.items()
             end = child
             label += "." + end.label
         sums = _sums(members)
-        if end.tensor is not None:
-            own = (end.tensor.spec.numel, end.tensor.spec.nbytes) if end.counted else (0, 0)
+        if end.spec is not None:
+            own = (end.spec.numel, end.spec.nbytes) if end.counted else (0, 0)
             times = len(members)
             rows.append(Row(label, end, True, alike, times, 0, times, own[0] * times, own[1] * times))
         if end.children:

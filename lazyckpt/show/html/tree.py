@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import ceil
+from typing import TYPE_CHECKING
 
 from ...core.dtypes import short_name
-from ...tensor import LazyTensor
+from ...core.index import TensorSpec
 from ..layout import Holder, holders
 from ..text import human_bytes, human_count, plural
 from .parts import Colours, dtype_class, owner, safe, tag, title
 from .rows import Row
+
+if TYPE_CHECKING:
+    from ...tensor import LazyTensor
+    from ...view import CheckpointView
 
 _OPEN = 40  # rows that are seen before anything is opened
 _BOXES = 12  # of a strip
 _LOOKED_AT = 40_000  # fragments, for the strips of one tree
 
 
-def tree_html(rows: Sequence[Row]) -> str:
-    """The rows, and below them which colour is whose."""
+def tree_html(view: CheckpointView, rows: Sequence[Row]) -> str:
+    """The rows, which are of this view, and below them which colour is whose."""
     if not rows:
         return tag("p", "(no tensors)", "dim")
-    held = _held(rows)
+    held = _held(view, rows)
     colours = Colours()
     listed = {holder: None for each in held.values() for holder in each}
     if len(set(map(owner, listed))) < 2 and not any(holder.missing for holder in listed):
@@ -42,14 +47,12 @@ def _levels(rows: Sequence[Row]) -> int:
     return levels
 
 
-def _held(rows: Sequence[Row]) -> dict[int, tuple[Holder, ...]]:
+def _held(view: CheckpointView, rows: Sequence[Row]) -> dict[int, tuple[Holder, ...]]:
     """What holds each row's tensor, by the node's id; of very many fragments the first rows' only."""
     found: dict[int, tuple[Holder, ...]] = {}
     left = _LOOKED_AT
     for row in _leaves(rows):
-        tensor = row.node.tensor
-        assert tensor is not None  # a leaf has one
-        found[id(row.node)] = held = holders(tensor)
+        found[id(row.node)] = held = holders(view[row.node.name])
         left -= len(held)
         if left < 0:
             break
@@ -77,11 +80,10 @@ def _item(row: Row, levels: int, held: dict[int, tuple[Holder, ...]], colours: C
     label = _label(row)
     where = {"data_range": row.alike} if row.alike else {"data_name": row.label}
     if row.leaf:
-        tensor = row.node.tensor
-        assert tensor is not None  # a leaf has one
+        assert row.node.spec is not None  # a leaf has one
         cells = [
             label,
-            tag("span", kind_html(tensor), "kind"),
+            tag("span", kind_html(row.node.spec), "kind"),
             tag("span", size if row.node.counted else "", "size"),
             tag("span", count if row.node.counted else "", "count"),
             _strip(held[id(row.node)], colours) if id(row.node) in held else spacer,
@@ -113,7 +115,7 @@ def _label(row: Row) -> str:
     return tag("span", name, "name")
 
 
-def kind_html(t: LazyTensor) -> str:
+def kind_html(t: LazyTensor | TensorSpec) -> str:
     """Its dtype, coloured, and its shape."""
     shape = f"[{', '.join(map(str, t.shape))}]"
     return f"{tag('b', short_name(t.dtype), dtype_class(t.dtype))} {safe(shape)}"
