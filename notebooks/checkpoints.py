@@ -168,10 +168,13 @@ def run_rank(rank: int, job: dict[str, Any]) -> None:
 def main(job: dict[str, Any]) -> None:
     import torch.multiprocessing as mp
 
-    if job["kind"] == "deepspeed":  # once, not in every rank
-        importlib.import_module("deepspeed")
-        importlib.import_module("torch._dynamo")
-    importlib.import_module("transformers.models.llama.modeling_llama")
+    # once, not in every rank
+    late = {
+        "deepspeed": ("deepspeed", "torch._inductor.compile_fx"),
+        "fsdp2": ("torch.distributed.checkpoint.state_dict",),
+    }
+    for module in (*late.get(job["kind"], ()), "transformers.models.llama.modeling_llama"):
+        importlib.import_module(module)
     mp.start_processes(run_rank, (job,), nprocs=job["ranks"], start_method="fork")
 
 

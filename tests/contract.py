@@ -330,7 +330,7 @@ def pickling(case: Case) -> None:
         assert (list(again), again.state, again.format) == (list(part), part.state, part.format)
         assert (again.problems, again.aliases, again.files) == (part.problems, part.aliases, part.files)
         names = list(part)
-        for name in random.Random(len(names)).sample(names, min(20, len(names))):  # (each of them was read above)
+        for name in random.Random(len(names)).sample(names, min(6, len(names))):  # (each of them was read above)
             same(again[name][...], part[name][...], (part.state, name))
 
 
@@ -351,7 +351,7 @@ def several_threads(case: Case) -> None:
     ready = threading.Barrier(count)
 
     def read(number: int) -> int:
-        mine = random.Random(number).sample(work, min(40, len(work)))  # others in every thread
+        mine = random.Random(number).sample(work, min(15, len(work)))  # others in every thread
         ready.wait(60)
         for state, name in mine:
             t, whole = view.states[state][name], truth[state][name]

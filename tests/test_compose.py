@@ -23,7 +23,7 @@ from .algebra import Array, index, keys
 from .placements import Placed, placed
 from .test_plan import same
 
-property_test = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+property_test = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def reads(case: Placed, spec: TensorSpec, expected: Array, data: st.DataObject) -> None:

@@ -85,7 +85,7 @@ values: st.SearchStrategy[Any] = st.deferred(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(values, st.sampled_from(PROTOCOLS))
 def test_plain_values_come_back(value: Any, protocol: int) -> None:
     for data in all_pickles(value, protocol):

@@ -28,7 +28,7 @@ from lazyckpt.tensor import LazyTensor
 from .algebra import Array, index, keys, shapes
 from .placements import FLOATS, NUMPY, UNSET, Disk, Placed, PlainStore, fill, placed
 
-property_test = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+property_test = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 BIG, SMALL, TINY = (8 << 20, 32 << 10), (96, 48), (16, 8)  # BLOCK and _RUN
 
 

@@ -66,7 +66,8 @@ def universal(out: Path, strict: bool = True) -> None:
     ds_to_universal.main(args)
 
     truth = {path.stem: load_file(path) for path in (out / "truth" / "states").glob("*.safetensors")}
-    found = {path.stem: _stored(folder / "zero", path.name) for path in folder.glob("zero/*/*.pt")}
+    files = {path.name for path in folder.glob("zero/*/*.pt")}
+    found = {file.removesuffix(".pt"): _stored(folder / "zero", file) for file in sorted(files)}
     found.pop("step", None)
     module_only = sorted(found["fp32"].keys() - truth["fp32"].keys())
     for name in module_only:
@@ -94,11 +95,7 @@ def _same(found: Tensor | None, truth: Tensor) -> bool:
     return (
         found is not None
         and bit_equal(found.flatten(), truth.flatten())
-        and found.shape
-        in (
-            truth.shape,
-            truth.flatten().shape,
-        )
+        and found.shape in (truth.shape, truth.flatten().shape)
     )
 
 
