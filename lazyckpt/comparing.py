@@ -8,9 +8,10 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Literal
 
-from .errors import TensorNotFoundError
+from .errors import SelectionError, TensorNotFoundError
 from .inspect.diff import Diff, Difference
 from .inspect.diff import diff as diff_tensors
+from .run import RunView
 from .tensor import LazyTensor
 from .view import CheckpointView
 
@@ -32,10 +33,15 @@ def diff(
     by their numbers; what cannot be read, or not even be described as its file is gone, is told, and the rest compared.
     ``executor``, ``memory``, ``progress``: as of `CheckpointView.to_safetensors`.
 
-    Raises TensorNotFoundError (a state that neither has), DataError (a size that is not understood), WorkerError, and
-    what opening raises.
+    Raises TensorNotFoundError (a state that neither has), SelectionError (two runs with other steps), DataError (a size
+    that is not understood), WorkerError, and what opening raises.
     """
     one, other = (view if isinstance(view, CheckpointView) else CheckpointView(view) for view in (a, b))
+    if isinstance(one, RunView) and isinstance(other, RunView) and one.steps != other.steps:
+        raise SelectionError(
+            f"the runs have other steps: {_listed(one.steps)}; and {_listed(other.steps)}. "
+            "Compare a step that both have: diff(a.at(step), b.at(step))"
+        )
     if states is None:
         found = diff_tensors(one, other, executor=executor, memory=memory, progress=progress)
         return Diff(_with_lost(found.rows, one, other))
@@ -51,6 +57,10 @@ def diff(
         # which states lost names belonged to, nothing tells: they are told once
         rows += _with_lost(of_state, one, other, state) if state == wanted[0] else of_state
     return Diff(tuple(rows))
+
+
+def _listed(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, steps[:6])) + (f" and {len(steps) - 6} more" if len(steps) > 6 else "")
 
 
 def _with_lost(

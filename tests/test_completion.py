@@ -24,7 +24,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     p.sum().backward()
     optimizer.step()
     weights = {f"model.layers.{n}.mlp.{w}": torch.zeros(2) for n in (0, 1, 10) for w in ("up", "down")}
-    weights |= {"model.embed": p.detach(), "head": p.detach(), "it's.\"odd\"": torch.zeros(1)}
+    weights |= {"model.embed": p.detach(), "head": p.detach(), 'it\'s."odd"': torch.zeros(1)}
     path = tmp_path_factory.mktemp("completion") / "ckpt.pt"
     torch.save({"model": weights, "optimizer": optimizer.state_dict(), "epoch": 3}, path)
     return path

@@ -279,3 +279,17 @@ def test_names_are_literal_in_the_shell(tmp_path: Path) -> None:
     for name, value in (("a", 0), ("b", 1)):
         torch.save({"[bold]x\x1b[31m": torch.full((2,), value)}, tmp_path / f"{name}.pt")
     assert shell(tmp_path / "a.pt", tmp_path / "b.pt").stdout.startswith("[bold]x\\x1b[31m: 2 elements differ")
+
+
+def test_runs_are_compared_step_by_step(tmp_path: Path) -> None:
+    for name, steps in (("a", (1, 2)), ("b", (1, 2)), ("c", (1, 3)), ("d", range(20))):
+        (tmp_path / name).mkdir()
+        for step in steps:
+            torch.save({"w": torch.full((4,), float(step))}, tmp_path / name / f"step_{step}.pt")
+    a, b, c, d = (lazyckpt.open_run(tmp_path / name) for name in "abcd")
+    assert lazyckpt.diff(a, b).equal
+    with pytest.raises(lazyckpt.SelectionError, match=r"other steps: 1, 2; and 1, 3\. Compare a step that both have"):
+        lazyckpt.diff(a, c)
+    with pytest.raises(lazyckpt.SelectionError, match=r"0, 1, 2, 3, 4, 5 and 14 more"):
+        lazyckpt.diff(a, d)
+    assert lazyckpt.diff(a.at(1), c.at(1)).equal

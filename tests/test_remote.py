@@ -191,3 +191,31 @@ def test_explain_counts_what_is_read_between_runs(tmp_path: Path, gap: int, key:
     told = int(re.search(r"\(([\d,]+) bytes read\)", view["w"].explain(key))[1].replace(",", ""))  # type: ignore[index]
     counts.clear()
     assert view["w"][key].numel() and counts.bytes == told
+
+
+def test_options_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the shell, storage options are fsspec's own variables."""
+    pytest.importorskip("aiohttp", reason="fsspec's http file system needs aiohttp")
+    torch.save(TENSORS, tmp_path / "model.pt")
+
+    class Guarded(Ranges):
+        folder, asked = tmp_path, []
+
+        def _answer(self, body: bool) -> None:
+            if self.headers.get("X-Key") == "abc":
+                super()._answer(body)
+            else:
+                self.send_error(403)
+
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Guarded)
+    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{httpd.server_address[1]}/model.pt"
+    refused = CliRunner().invoke(cli.app, ["ls", url])
+    assert refused.exit_code == 2 and "403" in refused.stderr and refused.stderr.count("\n") == 1
+    conf: dict[str, dict[str, object]] = {}
+    fsspec.config.set_conf_env(conf, {"FSSPEC_HTTP": '{"client_kwargs": {"headers": {"X-Key": "abc"}}}'})
+    monkeypatch.setitem(fsspec.config.conf, "http", conf["http"])
+    let_in = CliRunner().invoke(cli.app, ["ls", url])
+    httpd.shutdown()
+    assert let_in.exit_code == 0, let_in.output
+    assert all(name in let_in.stdout for name in TENSORS)

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..core.index import Index
+from ..errors import LazyckptError
 from ..io.local import split
 from ..io.remote import is_url, split_url
 from ..io.store import Store
 from .cache import cached_index
-from .reader import Source, read_index
+from .reader import Source, read_index, recognising
 from .runs import read_one
+
+# Names of files that hold a part: a rank's (DeepSpeed, Megatron, FSDP, Meta's Llama), a shard, an optimizer.
+_PART = re.compile(
+    r".*rank_?\d+.*|.*-\d{5}-of-\d{5}\..*|consolidated\.\d+\.pth|(optimizer|distrib_optim)(_\d+)?\.(pt|bin)"
+)
 
 
 def opened(
@@ -34,4 +42,21 @@ def opened(
         return cached_index(source, format) if cache else read_index(source, format)
 
     source, index = read_one(Source(store, name, tag, rules), read)
+    if not is_url(url):  # listing what lies behind one is dear, or cannot be done
+        index = _one_of_many(source, index)
     return source.store.pinned(index.pins), index
+
+
+def _one_of_many(source: Source, index: Index) -> Index:
+    """With a line that a file is only a part, if its folder, with others, is the checkpoint, and no line names it."""
+    if not _PART.fullmatch(source.path) or any(source.store.root in line for line in index.problems):
+        return index
+    folder = Source(source.store)
+    try:
+        reader = recognising(folder) if len(folder.entries) > 1 else None
+    except (LazyckptError, OSError):  # a folder that cannot be looked into tells nothing; the file has been read
+        return index
+    if reader is None:
+        return index
+    line = f"{source.path} is one file of a checkpoint ({reader.name}): open its folder, {folder.where}, for all of it"
+    return replace(index, problems=(*index.problems, line))

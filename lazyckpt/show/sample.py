@@ -95,4 +95,3 @@ def text_histogram(found: Sample) -> str:
     """
     top = max(found.counts, default=0)
     return "".join(" ▁▂▃▄▅▆▇█"[-(-8 * n // top) if top else 0] for n in found.counts)
-

@@ -28,7 +28,7 @@ def read_table(path: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as e:  # no such syntax, or no UTF-8
         raise FormatError(f"{path} is no {kind}: {e}") from None
     if not isinstance(found, dict) or not found:
-        raise FormatError(f"{path} holds no table of names: NAME = \"OTHER NAME\"")
+        raise FormatError(f'{path} holds no table of names: NAME = "OTHER NAME"')
     try:
         table(found)
     except FormatError as e:
