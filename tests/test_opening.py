@@ -38,7 +38,7 @@ def test_a_shard_alone(huggingface_cases: dict[str, Case]) -> None:
 
 def test_an_optimizer_alone(trainer_cases: dict[str, Case]) -> None:
     need("transformers")
-    folder = trainer_cases["trainer_llama"].path
+    folder = trainer_cases["trainer_llama"].path / "checkpoint-4"
     assert len(told(folder / "optimizer.pt")) == 1
     assert told(folder / "model.safetensors") == []
 

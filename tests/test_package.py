@@ -116,7 +116,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("reshaping",),
     ("view",),
     ("stacking",),
-    ("deepspeed", "distributed", "engine", "run", "retention", "comparing"),
+    ("deepspeed", "distributed", "engine", "run", "retention"),
+    ("comparing",),
     ("recipes",),
     ("",),  # lazyckpt/__init__.py
     ("demo", "browse"),
