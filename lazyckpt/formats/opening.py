@@ -17,10 +17,8 @@ from .cache import cached_index
 from .reader import Source, read_index, recognising
 from .runs import read_one
 
-# Names of files that hold a part: a rank's (DeepSpeed, Megatron, FSDP, Meta's Llama), a shard, an optimizer.
-_PART = re.compile(
-    r".*rank_?\d+.*|.*-\d{5}-of-\d{5}\..*|consolidated\.\d+\.pth|(optimizer|distrib_optim)(_\d+)?\.(pt|bin)"
-)
+# Names of files that hold a part: a rank's (DeepSpeed, FSDP, Meta's Llama), a shard, an optimizer.
+_PART = re.compile(r".*rank_?\d+.*|.*-\d{5}-of-\d{5}\..*|consolidated\.\d+\.pth|optimizer(_\d+)?\.(pt|bin)")
 
 
 def opened(
