@@ -1,0 +1,73 @@
+"""The resource policy: what parsing a file may cost, as a function of the file's size.
+
+Every parser of checkpoint files (pickles, JSON, zip directories, Zarr documents, indexes) takes a `Budget` for the
+file it parses and charges what it makes to it. A hostile file of a few kilobytes can describe gigabytes; honest files
+stay far below these limits. The constants are here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import time
+
+from ..errors import CorruptError
+
+OBJECTS, OBJECTS_PER_BYTE = 1 << 18, 0.25  # containers and records that a file may make
+CHARACTERS, CHARACTERS_PER_BYTE = 1 << 24, 16  # characters of names and texts that are built from a file's content
+INFLATED, INFLATED_PER_BYTE = 64 << 20, 32  # bytes that a compressed document may unpack to
+SECONDS, SECONDS_PER_BYTE = 60.0, 20e-6  # of parsing; the other limits are reached first unless a parser is at fault
+
+
+class Budget:
+    """What is left of the cost that parsing one file may cause.
+
+    Parameters
+    ----------
+    where
+        The file, as messages name it.
+    size
+        The file's size in bytes.
+    """
+
+    __slots__ = ("_characters", "_deadline", "_inflated", "_objects", "size", "where")
+
+    def __init__(self, where: str, size: int) -> None:
+        self.where = where
+        self.size = size
+        self._objects = OBJECTS + int(size * OBJECTS_PER_BYTE)
+        self._characters = CHARACTERS + size * CHARACTERS_PER_BYTE
+        self._inflated = INFLATED + size * INFLATED_PER_BYTE
+        self._deadline = time.monotonic() + SECONDS + size * SECONDS_PER_BYTE
+
+    def objects(self, count: int = 1) -> None:
+        """Charge ``count`` containers or records. Raises CorruptError past the limit."""
+        self._objects -= count
+        if self._objects < 0:
+            raise self._refused("objects")
+
+    def characters(self, count: int) -> None:
+        """Charge ``count`` characters of text that is built, not merely read. Raises CorruptError past the limit."""
+        self._characters -= count
+        if self._characters < 0:
+            raise self._refused("characters of text")
+
+    def inflated(self, nbytes: int) -> None:
+        """Charge ``nbytes`` bytes of unpacked data. Raises CorruptError past the limit."""
+        self._inflated -= nbytes
+        if self._inflated < 0:
+            raise self._refused("unpacked bytes")
+
+    @property
+    def inflated_left(self) -> int:
+        """Bytes that may still be unpacked."""
+        return self._inflated
+
+    def time(self) -> None:
+        """Raise CorruptError if parsing has taken longer than a file of this size can need."""
+        if time.monotonic() > self._deadline:
+            raise self._refused("seconds")
+
+    def _refused(self, what: str) -> CorruptError:
+        return CorruptError(
+            f"{self.where}: its {self.size:,} bytes describe more {what} than any honest file of that size: "
+            "it is damaged or hostile. Copy it again from its source, or do not trust it."
+        )
