@@ -77,3 +77,7 @@ class WorkerError(LazyckptError, RuntimeError):
 
 class DestinationError(LazyckptError, OSError):
     """Nothing was written: something is there already, there is no room, or no right to write."""
+
+
+class CredentialsWarning(UserWarning):
+    """A pickle holds storage options that are secrets (keys, tokens, passwords, headers) in the open."""

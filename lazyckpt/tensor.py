@@ -18,6 +18,7 @@ from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from .core.box import Box, Shape, c_strides, is_run, tiles
@@ -29,7 +30,7 @@ from .errors import DataError
 from .io.archives import locate
 from .io.gather import Run, agree, ranges, read, run_tasks, runs, tasks
 from .io.memory import empty
-from .io.pool import Task, run
+from .io.pool import Task, run, run_here
 from .io.store import Buffer, Store, narrow
 from .io.transfer import Ring, read_to
 from .likeness import Likeness
@@ -59,7 +60,7 @@ class LazyTensor(Likeness):
         self.spec = spec
         self._store = store
         self._selection = selection  # None: the whole
-        self._window: tuple[str, int, torch.dtype, Shape] | tuple[()] | None = None
+        self._window: tuple[str, int, torch.Tensor] | tuple[()] | None = None
 
     # -- what it is
 
@@ -195,8 +196,7 @@ class LazyTensor(Likeness):
                 f"not {tuple(out.shape)} and {out.dtype} on {out.device}"
             )
         work, ready = self.start(out)
-        for _, do in work:
-            do()
+        run_here(work)
         return ready()
 
     def pieces(self, nbytes: int) -> Iterator[tuple[int, LazyTensor]]:
@@ -402,35 +402,44 @@ class LazyTensor(Likeness):
         return extent if extent.raw and is_run(extent.shape, extent.strides) else None
 
     def _quick(self, key: Any) -> torch.Tensor | None:
-        """The same as the planned read, for a small or resident slice of a plain tensor: torch indexes the mapping."""
+        """The same as the planned read, for a small or resident slice of a plain tensor: torch says where it lies."""
         window = self._window
         if window is None:
             window = self._window = self._find_window()
         if not window:
             return None
-        path, offset, dtype, shape = window
-        mapped = self._store.map(path)  # also checks that the file is still the same
-        if mapped is None:
-            return None
+        path, offset, shadow = window
         try:
-            view = mapped.array(offset, dtype, shape)[key]
+            view = shadow[key]
         except (IndexError, ValueError, TypeError):  # the planned path can do it, or words the error
             return None
         nbytes = view.nbytes
-        if not view.is_contiguous():
-            return view.contiguous() if nbytes <= _SMALL else None
-        if nbytes > _SMALL and (nbytes > _LARGE or not self._store.resident(view)):
+        if not 0 < nbytes <= _LARGE:
             return None
-        return view.clone()
+        contiguous = view.is_contiguous()
+        if nbytes > _SMALL and not contiguous:
+            return None
+        if contiguous and nbytes <= _SMALL:
+            memory = np.empty(nbytes, np.uint8)
+            self._store.read_into(path, offset + view.storage_offset() * view.itemsize, memory.data)
+            return torch.from_numpy(memory).view(view.dtype).view(view.shape)
+        mapped = self._store.map(path)
+        if mapped is None:
+            return None
+        with mapped:
+            view = mapped.array(offset, shadow.dtype, self.spec.shape)[key]
+            if not contiguous:
+                return view.contiguous()
+            return view.clone() if self._store.resident(view) else None
 
-    def _find_window(self) -> tuple[str, int, torch.dtype, Shape] | tuple[()]:
+    def _find_window(self) -> tuple[str, int, torch.Tensor] | tuple[()]:
         """Where a plain tensor lies, if torch can index and clone it there; () if not."""
         extent = self._plain
         if extent is None or not self.numel() or extent.dtype not in _CLONABLE:
             return ()
         if extent.offset % extent.dtype.itemsize:
             return ()
-        return extent.path, extent.offset, extent.dtype, self.spec.shape
+        return extent.path, extent.offset, torch.empty(self.spec.shape, dtype=extent.dtype, device="meta")
 
 
 _CLONABLE = {

@@ -6,7 +6,6 @@ It is asked after the built-in ones, or by name (``open(path, format="its name")
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,6 +15,7 @@ from typing import Any
 from ..core.index import Index
 from ..core.names import matcher
 from ..errors import FormatError, LazyckptError
+from ..io.collecting import many_objects
 from ..io.store import Entry, Store
 
 GROUP = "lazyckpt.readers"
@@ -121,14 +121,8 @@ def recognising(source: Source) -> Reader | None:
 
 
 def _read(reader: Reader, source: Source) -> Index:
-    # An index is tens of thousands of small objects that all stay: looking for cycles among them doubles the time.
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
+    with many_objects():
         return _with_unused(reader.read(source), source.rules)
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _with_unused(index: Index, rules: Mapping[str, Any]) -> Index:

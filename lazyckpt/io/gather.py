@@ -15,6 +15,7 @@ from functools import partial
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ..core.box import Box, c_strides, hull, is_run
@@ -24,7 +25,7 @@ from ..core.plan import Copy, Selection, overlaps, plan
 from ..core.select import Reads
 from .archives import locate, locate_all, located, unpacked, unpacked_into
 from .memory import as_bytes, empty
-from .pool import Task, run
+from .pool import Task, run, run_here
 from .store import Store
 
 BLOCK = 8 << 20  # bytes that one read asks for at most, and that a buffer holds
@@ -66,8 +67,7 @@ def agree(store: Store, spec: TensorSpec, want: Selection) -> bool:
 def _alone(store: Store, copy: Copy) -> torch.Tensor:
     """The elements of one copy, as bytes."""
     out = empty(copy.shape, copy.extent.dtype)
-    for _, do in _copy_tasks(store, copy, out):
-        do()
+    run_here(_copy_tasks(store, copy, out))
     return out.view(-1).view(torch.uint8)
 
 
@@ -121,8 +121,7 @@ def _mean(store: Store, copies: list[Copy], out: torch.Tensor) -> None:
     count = torch.zeros(out.shape, dtype=wide)
     for copy in copies:
         one = torch.empty(copy.shape, dtype=copy.extent.dtype)
-        for _, do in _copy_tasks(store, copy, one):
-            do()
+        run_here(_copy_tasks(store, copy, one))
         total[copy.slices] += one
         count[copy.slices] += 1
     out.copy_((total / count).to(own))
@@ -144,8 +143,7 @@ def _unpack(store: Store, archive: Packed, copy: Copy, target: torch.Tensor) -> 
     as_it_lies = as_it_lies and copy.start == copy.extent.offset == 0 and target.is_contiguous()
     if as_it_lies and unpacked_into(store, archive, as_bytes(target)):
         return
-    for _, do in _copy_tasks(unpacked(store, archive), plain, target):
-        do()
+    run_here(_copy_tasks(unpacked(store, archive), plain, target))
 
 
 def _cut(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype) -> Iterator[Task]:
@@ -164,13 +162,12 @@ def _cut(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype) -> 
         else:
             yield from _split(store, copy, target, dtype, BLOCK)
         return
-    mapped = store.map(extent.path) if plain and _inner_run(copy) * size < _RUN else None
-    if mapped is None or extent.offset + copy.start * size + span > len(mapped.buffer):  # reading tells of truncation
+    if store.gap or not plain or _inner_run(copy) * size >= _RUN:
         yield from _split(store, copy, target, dtype, 0)
     elif span > 4 * BLOCK:
         yield from _split(store, copy, target, dtype, 4 * BLOCK)
     else:
-        yield span, partial(_through_mapping, mapped.buffer, copy, span, target)
+        yield span, partial(_sparse, store, copy, span, target)
 
 
 def _split(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype, limit: int) -> Iterator[Task]:
@@ -211,6 +208,37 @@ def _scratch(nbytes: int) -> torch.Tensor:
     if buffer is None or buffer.numel() < nbytes:
         buffer = _own.buffer = torch.empty(max(nbytes, _RUN), dtype=torch.uint8)
     return buffer[:nbytes]
+
+
+def _sparse(store: Store, copy: Copy, span: int, target: torch.Tensor) -> None:
+    """Short runs far from each other, of the file's own bytes: from its mapping, or each with a read of its own."""
+    start = copy.extent.offset + copy.start * target.itemsize
+    mapped = store.map(copy.extent.path)
+    if mapped is not None:
+        with mapped:
+            if start + span <= len(mapped.buffer):
+                _through_mapping(mapped.buffer, copy, span, target)
+                return
+    _each_run(store, copy, start, target)
+
+
+def _each_run(store: Store, copy: Copy, start: int, target: torch.Tensor) -> None:
+    """Read the runs of a copy one by one; the first element is at byte ``start``."""
+    run = _inner_run(copy)
+    rising = sorted(range(len(copy.shape)), key=lambda d: copy.strides[d])
+    firsts, reach = np.zeros(1, np.int64), 1
+    for d in rising:
+        if reach < run:
+            reach *= copy.shape[d]
+        else:
+            firsts = np.add.outer(np.arange(copy.shape[d]) * copy.strides[d], firsts).reshape(-1)
+    packed = torch.empty(target.numel(), dtype=target.dtype)
+    memory, size = as_bytes(packed), run * target.itemsize
+    for n, first in enumerate((firsts * target.itemsize + start).tolist()):
+        store.read_into(copy.extent.path, first, memory[n * size : (n + 1) * size])
+    falling = rising[::-1]
+    there = packed.view([copy.shape[d] for d in falling])
+    target.copy_(there.permute([falling.index(d) for d in range(len(falling))]))
 
 
 def _through_mapping(mapped: mmap.mmap, copy: Copy, span: int, target: torch.Tensor) -> None:
