@@ -18,10 +18,9 @@ from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from .core.box import Box, Shape, c_strides, is_run, tiles
+from .core.box import Box, c_strides, is_run, tiles
 from .core.dtypes import check_converts, short_name
 from .core.index import Extent, Fragment, Hole, Packed, TensorSpec
 from .core.plan import fragments_in, plan
@@ -29,7 +28,7 @@ from .core.select import Selection
 from .errors import DataError
 from .io.archives import locate
 from .io.gather import Run, agree, ranges, read, run_tasks, runs, tasks
-from .io.memory import empty
+from .io.memory import as_bytes, empty
 from .io.pool import Task, run, run_here
 from .io.store import Buffer, Store, narrow
 from .io.transfer import Ring, read_to
@@ -41,9 +40,9 @@ if TYPE_CHECKING:
     from .inspect.table import Stats
     from .show.plot import TensorPlots
 
-_SMALL = 64 << 10  # bytes that are worth a few page faults, wherever they are
+_SMALL = 64 << 10  # bytes that are cleared sooner than torch makes a tensor
 _REPLICAS = 4 << 20  # bytes of a tensor whose copies are compared at a time
-_LARGE = 32 << 20  # bytes above which reads on several threads win over a mapping
+_LARGE = 4 << 20  # bytes above which reads on several threads win
 _ATOMS = {int, slice, type(None), type(Ellipsis)}
 
 
@@ -316,7 +315,7 @@ class LazyTensor(Likeness):
         if extent is None or extent.offset % extent.dtype.itemsize:  # torch's kernels rely on alignment
             return None
         if extent.path not in maps:
-            maps[extent.path] = self._store.private(extent.path)
+            maps[extent.path] = self._store.map(extent.path)
         buffer = maps[extent.path]
         if buffer is None or not self.numel() or extent.offset + self.nbytes > len(buffer):
             return None
@@ -402,7 +401,7 @@ class LazyTensor(Likeness):
         return extent if extent.raw and is_run(extent.shape, extent.strides) else None
 
     def _quick(self, key: Any) -> torch.Tensor | None:
-        """The same as the planned read, for a small or resident slice of a plain tensor: torch says where it lies."""
+        """The same as the planned read, for one run of a plain tensor: torch says where it lies."""
         window = self._window
         if window is None:
             window = self._window = self._find_window()
@@ -416,21 +415,16 @@ class LazyTensor(Likeness):
         nbytes = view.nbytes
         if not 0 < nbytes <= _LARGE:
             return None
-        contiguous = view.is_contiguous()
-        if nbytes > _SMALL and not contiguous:
+        if not view.is_contiguous():
             return None
-        if contiguous and nbytes <= _SMALL:
-            memory = np.empty(nbytes, np.uint8)
-            self._store.read_into(path, offset + view.storage_offset() * view.itemsize, memory.data)
-            return torch.from_numpy(memory).view(view.dtype).view(view.shape)
-        mapped = self._store.map(path)
-        if mapped is None:
-            return None
-        with mapped:
-            view = mapped.array(offset, shadow.dtype, self.spec.shape)[key]
-            if not contiguous:
-                return view.contiguous()
-            return view.clone() if self._store.resident(view) else None
+        start = offset + int(view.storage_offset()) * view.itemsize
+        if nbytes <= _SMALL:
+            memory = bytearray(nbytes)
+            self._store.read_into(path, start, memoryview(memory))
+            return torch.frombuffer(memory, dtype=view.dtype).view(view.shape)
+        out = empty(view.shape, view.dtype)
+        self._store.read_into(path, start, as_bytes(out))
+        return out
 
     def _find_window(self) -> tuple[str, int, torch.Tensor] | tuple[()]:
         """Where a plain tensor lies, if torch can index and clone it there; () if not."""

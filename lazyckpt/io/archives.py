@@ -223,4 +223,4 @@ class Memory(Store):
 
     def _fetch(self, path: str, offset: int, target: memoryview) -> Fetched:
         target[:] = self.read(path, offset, len(target))
-        return Fetched(len(target), self._stat(path))
+        return len(target), self._stat(path)

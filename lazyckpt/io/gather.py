@@ -1,8 +1,8 @@
 """Runs a plan: fills an output array with the bytes that its copies name, and reads no others.
 
 A copy whose elements are one run in the file and in the output is read straight into place. Everything else goes
-through a window of the file: a dense one is read into a small buffer, a sparse one is touched through a mapping; where
-a store cannot map, it is split until what lies between two wanted runs is at most the store's gap.
+through a window of the file: a dense one is read into a small buffer, a sparse one run by run; what has a gap is split
+until what lies between two wanted runs is at most that.
 """
 
 from __future__ import annotations
@@ -146,8 +146,9 @@ def _unpack(store: Store, archive: Packed, copy: Copy, target: torch.Tensor) -> 
     run_here(_copy_tasks(unpacked(store, archive), plain, target))
 
 
-def _cut(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype) -> Iterator[Task]:
-    """The tasks of a copy whose elements are taken from the file as ``dtype``, cut until each is one read."""
+def _cut(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype, gap: int | None = None) -> Iterator[Task]:
+    """The tasks of a copy whose elements are taken from the file as ``dtype``, cut until each is one read. ``gap``:
+    unwanted bytes that are read rather than split; by default those of the store."""
     extent, size = copy.extent, dtype.itemsize
     plain = extent.raw and dtype == target.dtype
     if plain and is_run(copy.shape, copy.strides) and target.is_contiguous():
@@ -156,21 +157,26 @@ def _cut(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype) -> 
 
     span = hull(copy.shape, copy.strides) * size
     wanted = target.numel() * size
-    if span <= wanted or _largest_gap(copy) * size <= store.gap:
+    if span <= wanted or _largest_gap(copy) * size <= (store.gap if gap is None else gap):
         if span <= BLOCK:
             yield span, partial(_through_buffer, store, copy, span, target, dtype)
         else:
-            yield from _split(store, copy, target, dtype, BLOCK)
+            yield from _split(store, copy, target, dtype, BLOCK, gap)
         return
-    if store.gap or not plain or _inner_run(copy) * size >= _RUN:
-        yield from _split(store, copy, target, dtype, 0)
-    elif span > 4 * BLOCK:
-        yield from _split(store, copy, target, dtype, 4 * BLOCK)
-    else:
-        yield span, partial(_sparse, store, copy, span, target)
+    if plain and isinstance(store, Store) and not store.gap and _inner_run(copy) * size < _RUN:
+        if _largest_gap(copy) * size < mmap.PAGESIZE:  # every page is wanted
+            yield from _split(store, copy, target, dtype, BLOCK, mmap.PAGESIZE)
+        elif span > 4 * BLOCK:
+            yield from _split(store, copy, target, dtype, 4 * BLOCK)
+        else:
+            yield span, partial(_each_run, store, copy, target)
+        return
+    yield from _split(store, copy, target, dtype, 0)
 
 
-def _split(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype, limit: int) -> Iterator[Task]:
+def _split(
+    store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype, limit: int, gap: int | None = None
+) -> Iterator[Task]:
     """Cut along the dimension with the largest stride, into pieces that span at most ``limit`` bytes."""
     d = max(range(len(copy.shape)), key=lambda d: (copy.shape[d] > 1, copy.strides[d]))
     stride, length = copy.strides[d], copy.shape[d]
@@ -180,7 +186,7 @@ def _split(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype, l
         n = min(many, length - at)
         shape = (*copy.shape[:d], n, *copy.shape[d + 1 :])
         piece = copy._replace(start=copy.start + at * stride, shape=shape)
-        yield from _cut(store, piece, target.narrow(d, at, n), dtype)
+        yield from _cut(store, piece, target.narrow(d, at, n), dtype, gap)
 
 
 def run_tasks(store: Store, path: str, offset: int, target: torch.Tensor) -> Iterator[Task]:
@@ -210,20 +216,8 @@ def _scratch(nbytes: int) -> torch.Tensor:
     return buffer[:nbytes]
 
 
-def _sparse(store: Store, copy: Copy, span: int, target: torch.Tensor) -> None:
-    """Short runs far from each other, of the file's own bytes: from its mapping, or each with a read of its own."""
-    start = copy.extent.offset + copy.start * target.itemsize
-    mapped = store.map(copy.extent.path)
-    if mapped is not None:
-        with mapped:
-            if start + span <= len(mapped.buffer):
-                _through_mapping(mapped.buffer, copy, span, target)
-                return
-    _each_run(store, copy, start, target)
-
-
-def _each_run(store: Store, copy: Copy, start: int, target: torch.Tensor) -> None:
-    """Read the runs of a copy one by one; the first element is at byte ``start``."""
+def _each_run(store: Store, copy: Copy, target: torch.Tensor) -> None:
+    """Read short runs that are far from each other, of the file's own bytes."""
     run = _inner_run(copy)
     rising = sorted(range(len(copy.shape)), key=lambda d: copy.strides[d])
     firsts, reach = np.zeros(1, np.int64), 1
@@ -234,33 +228,11 @@ def _each_run(store: Store, copy: Copy, start: int, target: torch.Tensor) -> Non
             firsts = np.add.outer(np.arange(copy.shape[d]) * copy.strides[d], firsts).reshape(-1)
     packed = torch.empty(target.numel(), dtype=target.dtype)
     memory, size = as_bytes(packed), run * target.itemsize
-    for n, first in enumerate((firsts * target.itemsize + start).tolist()):
-        store.read_into(copy.extent.path, first, memory[n * size : (n + 1) * size])
+    offsets = (firsts * target.itemsize + copy.extent.offset + copy.start * target.itemsize).tolist()
+    store.read_runs(copy.extent.path, offsets, size, memory)
     falling = rising[::-1]
     there = packed.view([copy.shape[d] for d in falling])
     target.copy_(there.permute([falling.index(d) for d in range(len(falling))]))
-
-
-def _through_mapping(mapped: mmap.mmap, copy: Copy, span: int, target: torch.Tensor) -> None:
-    size = target.itemsize
-    offset = copy.extent.offset + copy.start * size
-    if offset % size == 0:
-        source = torch.frombuffer(mapped, dtype=target.dtype, count=span // size, offset=offset)
-        target.copy_(source.as_strided(copy.shape, copy.strides))
-    else:  # vectorised kernels may rely on alignment: move bytes
-        source = torch.frombuffer(mapped, dtype=torch.uint8, count=span, offset=offset)
-        _as_byte_array(target).copy_(source.as_strided((*copy.shape, size), (*(s * size for s in copy.strides), 1)))
-    if span > BLOCK:  # the pages stay in the system's cache, but count no longer as this process's memory
-        start = offset // mmap.PAGESIZE * mmap.PAGESIZE
-        mapped.madvise(mmap.MADV_DONTNEED, start, offset + span - start)
-
-
-def _as_byte_array(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory with one more dimension, of bytes, whatever the strides."""
-    size = tensor.itemsize
-    flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-    strides = (*(s * size for s in tensor.stride()), 1)
-    return flat.as_strided((*tensor.shape, size), strides, tensor.storage_offset() * size)
 
 
 def _resolved(extent: Extent, source: torch.Tensor) -> torch.Tensor:

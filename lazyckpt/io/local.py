@@ -1,29 +1,20 @@
-"""Files on this machine: positioned reads, and a mapping for what is sparse, or of medium size and already in memory.
+"""Files on this machine, with positioned reads.
 
-Touching a mapping of a file that is truncated meanwhile kills the process (SIGBUS). So a mapping is touched only under
-a lease (fcntl(2), F_SETLEASE): the kernel lets whoever wants to write to the file, or truncate it, wait until the
-lease is given back, which is after a copy of microseconds to a few milliseconds. Where no lease is given (another
-user's file, a network file system, a file that is open for writing) positioned reads do the same, more slowly.
-
-Measured (warm, 2 cores): up to 64 KiB a positioned read costs no more than mapping; a slice of 256 KiB to 16 MiB
-copies about twice as fast from a mapping, a column a hundred times; above that, reads on several threads win, and they
-do not fill the process with file pages. Cold, a positioned read fetches exactly its pages, while a mapping faults them
-one by one: so a mapping is touched only where it is resident or where few pages are wanted. No read-ahead is asked
-for: a slice must not cost its neighbours.
+Nothing is read through a mapping: touching one of a file that is truncated meanwhile kills the process (SIGBUS), and
+no check beforehand prevents that. A positioned read comes back with fewer bytes, or an error. Cold, it fetches exactly
+its pages. No read-ahead is asked for: a slice must not cost its neighbours.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from signal import SIGURG
 from stat import S_ISDIR, S_ISREG
 from typing import Any, TypeVar
 
@@ -31,25 +22,18 @@ import torch
 
 from ..core.index import FileInfo
 from ..errors import ChangedFileError, CorruptError, DataError, MissingFileError
-from .store import Entry, Fetched, Mapped, Store
-
-if sys.platform == "linux":
-    from fcntl import F_RDLCK, F_SETLEASE, F_SETSIG, F_UNLCK, fcntl
+from .scatter import read_scattered
+from .store import Entry, Fetched, Store
 
 _OPEN_FILES = 128  # well under the usual limit of 1,024 descriptors
-_MAPPINGS = 128  # each keeps one, too
+_MANY = 16  # runs that are worth a mapping
 _RETRIES = 5  # of opening while other threads take the descriptors that were freed
-_PAGE = mmap.PAGESIZE
 # File systems (statfs(2)) whose files only this machine's processes change: ext, XFS, Btrfs, tmpfs, overlay, F2FS, ZFS,
 # bcachefs, ramfs, SquashFS.
 _OWN = {
     0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0x794C7630, 0xF2F52010, 0x2FC12FC1, 0xCA451A4E, 0x858458F6, 0x73717368,
 }  # fmt: skip
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-if _libc is not None:
-    _state = ctypes.create_string_buffer(1)
-    _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
-
 
 _stores: weakref.WeakSet[LocalStore] = weakref.WeakSet()
 _stores_lock = threading.Lock()
@@ -61,53 +45,12 @@ class _File:
 
     def __init__(self, full: str) -> None:
         self.fd = os.open(full, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not keep us waiting
-        self._leased = threading.Lock()  # a descriptor has one lease
-        self._leasable = sys.platform == "linux"
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
-
-    def lease(self) -> bool:
-        """Keep the file from being written to or truncated until `unlease`; False if that cannot be had at once."""
-        if not self._leasable or not self._leased.acquire(blocking=False):
-            return False
-        try:
-            fcntl(self.fd, F_SETSIG, SIGURG)  # who waits for the lease is told to us by a signal: one that does nothing
-            fcntl(self.fd, F_SETLEASE, F_RDLCK)
-        except OSError as e:
-            self._leasable = e.errno == errno.EAGAIN  # open for writing now; anything else stays so
-            self._leased.release()
-            return False
-        except BaseException:
-            self._leased.release()
-            raise
-        return True
-
-    def unlease(self) -> None:
-        try:
-            fcntl(self.fd, F_SETLEASE, F_UNLCK)
-        finally:
-            self._leased.release()
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at the interpreter's end `os` may be gone
         if hasattr(self, "fd"):
             close(self.fd)
-
-
-class _Mapped(Mapped):
-    """A mapping that is touched under the lease of its file."""
-
-    __slots__ = ("_file",)
-
-    def __init__(self, buffer: mmap.mmap, file: _File) -> None:
-        super().__init__(buffer)
-        self._file = file
-
-    @property
-    def file(self) -> _File:
-        return self._file
-
-    def release(self) -> None:
-        self._file.unlease()
 
 
 class LocalStore(Store):
@@ -134,7 +77,7 @@ class LocalStore(Store):
 
     @property
     def gap(self) -> int:
-        return 0  # a system call is cheap, and what is sparse is read through a mapping
+        return 0  # a system call is cheap
 
     def below(self, folder: str) -> LocalStore:
         return LocalStore(os.path.join(self._root, folder))
@@ -154,13 +97,6 @@ class LocalStore(Store):
         except OSError as e:
             raise self._missing(folder or ".", e) from None
         return found
-
-    def resident(self, view: torch.Tensor) -> bool:
-        if _libc is None or view.numel() == 0:
-            return view.numel() == 0
-        start = view.data_ptr()
-        # A sample, both ends: a wrong guess costs time, never correctness (so threads may share the answer's byte).
-        return _page_resident(start + view.nbytes - 1) and _page_resident(start)
 
     def _with(self, pins: Mapping[str, FileInfo]) -> LocalStore:
         store = LocalStore(self._root, pins)
@@ -187,36 +123,24 @@ class LocalStore(Store):
             if got == 0:
                 break
             done += got
-        return Fetched(done, self._info(path, file))
+        return done, self._info(path, file)
 
-    def _map(self, path: str) -> tuple[Mapped, FileInfo] | None:
-        file = self._open(path)
-        mapped = self._maps.get(path)
-        if mapped is None:
-            try:
-                buffer = _again_if_full(lambda: _mapping(file))
-            except OSError:  # no descriptor or no address space is left: reading needs neither
-                return None
-            if buffer is None:
-                return None
-            buffer.madvise(mmap.MADV_RANDOM)
-            with self._lock:
-                mapped = self._maps.setdefault(path, _Mapped(buffer, file))
-                while len(self._maps) > _MAPPINGS:
-                    self._maps.pop(next(iter(self._maps)))
-        if not mapped.file.lease():
-            return None
+    def _fetch_runs(self, path: str, offsets: Sequence[int], size: int, target: memoryview) -> Fetched:
+        file, done = self._open(path), 0
+        fd, preadv = file.fd, os.preadv
+        if len(offsets) >= _MANY and read_scattered(fd, offsets, size, target):
+            return len(target), self._info(path, file)
         try:
-            info = self._info(path, mapped.file)
-        except BaseException:
-            mapped.release()
-            raise
-        if info.size < len(mapped.buffer):
-            mapped.release()
-            return None
-        return mapped, info
+            for offset in offsets:
+                got = preadv(fd, [target[done : done + size]], offset)
+                done += got
+                if got != size:
+                    break
+        except OSError as e:
+            raise self._missing(path, e) from None
+        return done, self._info(path, file)
 
-    def _private(self, path: str) -> memoryview | None:
+    def _map(self, path: str) -> memoryview | None:
         file = self._open(path)
         size = self._info(path, file).size
         if size == 0 or not _stays(file.fd):
@@ -257,28 +181,28 @@ class LocalStore(Store):
         return file
 
     def _info(self, path: str, file: _File) -> FileInfo:
-        """What the open file is now. Raises ChangedFileError if it was written to and its modification time set back."""
+        """What the open file is now. Raises ChangedFileError if it was written to and its time set back."""
         s = os.fstat(file.fd)
-        if self.pins and path not in self.pins:
-            return FileInfo(s.st_size, s.st_mtime_ns)
+        info = FileInfo(s.st_size, s.st_mtime_ns)
+        pin = self.pins.get(path)
+        if pin is None and self.pins:
+            return info
         change = (s.st_ctime_ns, s.st_nlink)
         first = self._changes.setdefault(path, change)
         # a link more or less (another name, or this one given to a new file) changes the time, too, but no bytes
         if first[0] != change[0] and first[1] == change[1]:
-            pin = self.pins.get(path)
-            if pin is not None and (s.st_size, s.st_mtime_ns) == pin[:2]:
+            if info == pin:
                 raise ChangedFileError(
-                    f"{self._full(path)} is not the file that was opened: it, or its rights, changed since, though size "
-                    "and modification time are the same. Open the checkpoint again."
+                    f"{self._full(path)} is not the file that was opened: it, or its rights, changed since, though "
+                    "size and modification time are the same. Open the checkpoint again."
                 )
             self._changes[path] = change
-        return FileInfo(s.st_size, s.st_mtime_ns)
+        return info
 
     def _forget(self) -> None:
-        """Let go of all descriptors and mappings; what uses one now keeps it as long as it needs it."""
+        """Let go of all descriptors; what uses one now keeps it as long as it needs it."""
         self._lock = threading.Lock()
         self._files: dict[str, _File] = {}
-        self._maps: dict[str, _Mapped] = {}
 
 
 def _all_stores() -> list[LocalStore]:
@@ -296,12 +220,12 @@ def _again_if_full(make: Callable[[], T]) -> T:
                 raise
         for store in _all_stores():
             with store._lock:
-                store._files, store._maps = {}, {}
+                store._files = {}
     return make()
 
 
 def _after_fork() -> None:
-    """A forked child shares descriptors, and so leases, with its parent, whose threads may hold any of the locks."""
+    """A thread of a forked child's parent may hold any of the locks."""
     global _stores_lock
     _stores_lock = threading.Lock()
     for store in _all_stores():
@@ -317,20 +241,9 @@ def _stays(fd: int) -> bool:
     if _libc is None:
         return False
     told = ctypes.create_string_buffer(256)
-    return _libc.fstatfs(fd, told) == 0 and int.from_bytes(told[: ctypes.sizeof(ctypes.c_long)], sys.byteorder) in _OWN
-
-
-def _page_resident(address: int) -> bool:
-    return _libc is not None and _libc.mincore(address & -_PAGE, 1, _state) == 0 and bool(_state.raw[0] & 1)
-
-
-def _mapping(file: _File) -> mmap.mmap | None:
-    size = os.fstat(file.fd).st_size
-    if size == 0:
-        return None
-    # Without MAP_NORESERVE a private mapping of a file larger than memory may be refused.
-    flags = mmap.MAP_PRIVATE | (getattr(mmap, "MAP_NORESERVE", 0x4000) if sys.platform == "linux" else 0)
-    return mmap.mmap(file.fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    return (
+        _libc.fstatfs(fd, told) == 0 and int.from_bytes(told.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder) in _OWN
+    )
 
 
 def split(path: str | os.PathLike[str]) -> tuple[LocalStore, str]:
@@ -345,4 +258,3 @@ def split(path: str | os.PathLike[str]) -> tuple[LocalStore, str]:
         what = "no such file or folder" if isinstance(e, FileNotFoundError) else getattr(e, "strerror", None) or e
         raise MissingFileError(f"{str(full)[:300]}: {what}") from None
     return (LocalStore(full), "") if S_ISDIR(mode) else (LocalStore(full.parent), full.name)
-

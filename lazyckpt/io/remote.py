@@ -31,7 +31,9 @@ GAP = 256 << 10  # bytes; about what 5 ms of waiting transfer at 50 MB/s
 _TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created", "Last-Modified")
 # An ETag first: listings and answers about one object both have it, the version id of S3 not.
 _VERSIONS = ("ETag", "etag", "generation", "VersionId", "version_id", "blob_id")
-_SECRET = re.compile(r"(?i)key|secret|token|passw|credential|auth|cookie|header|sas|signature|account|connection_string")
+_SECRET = re.compile(
+    r"(?i)key|secret|token|passw|credential|auth|cookie|header|sas|signature|account|connection_string"
+)
 
 
 def is_url(path: str) -> bool:
@@ -168,7 +170,7 @@ class RemoteStore(Store):
                 "server does not serve ranges"
             )
         target[: len(data)] = data
-        return Fetched(len(data), info)
+        return len(data), info
 
     def _get(self, url: str, start: int, stop: int) -> tuple[bytes, FileInfo | None]:
         """A range of a file of a web server, and what the answer says of the file (fsspec gives the bytes alone)."""
@@ -179,7 +181,11 @@ class RemoteStore(Store):
         async def get() -> tuple[bytes, FileInfo | None]:
             session = await fs.set_session()
             options = dict(fs.kwargs)
-            headers = {**options.pop("headers", {}), "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+            headers = {
+                **options.pop("headers", {}),
+                "Range": f"bytes={start}-{stop - 1}",
+                "Accept-Encoding": "identity",
+            }
             async with session.get(fs.encode_url(url), headers=headers, **options) as answer:
                 total = re.fullmatch(r"bytes (?:\d+-\d+|\*)/(\d+)", answer.headers.get("Content-Range", ""))
                 told = {name: answer.headers.get(name) for name in ("ETag", "Last-Modified")}

@@ -11,21 +11,15 @@ from __future__ import annotations
 
 import errno
 import io
-import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from math import prod
-from types import TracebackType
-from typing import NamedTuple, Self
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-import torch
-
-from ..core.box import Shape
 from ..core.index import FileInfo
 from ..errors import ChangedFileError, CorruptError, MissingFileError
 from .batch import verify_later
 
-Buffer = bytes | memoryview | mmap.mmap
+Buffer = bytes | memoryview
 _SEEN = 1 << 16  # files whose first state a store without pins remembers
 
 
@@ -36,42 +30,8 @@ class Entry(NamedTuple):
     is_dir: bool
 
 
-class Fetched(NamedTuple):
-    """What a raw read delivered: the number of bytes, and what the file was then; None if the answer does not say."""
-
-    count: int
-    info: FileInfo | None
-
-
-class Mapped(ABC):
-    """A mapped file that cannot be truncated while the context lasts, and the arrays over it that were asked for."""
-
-    __slots__ = ("_arrays", "buffer")
-
-    def __init__(self, buffer: mmap.mmap) -> None:
-        self.buffer = buffer
-        self._arrays: dict[tuple[int, torch.dtype, Shape], torch.Tensor] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-    @abstractmethod
-    def release(self) -> None:
-        """Let the file be truncated again; the mapping must not be touched any more."""
-
-    def array(self, offset: int, dtype: torch.dtype, shape: Shape) -> torch.Tensor:
-        """The bytes from ``offset`` on (a multiple of the item size) as a C-order array that is not empty."""
-        key = (offset, dtype, shape)
-        array = self._arrays.get(key)
-        if array is None:
-            flat = torch.frombuffer(self.buffer, dtype=dtype, count=prod(shape), offset=offset)
-            array = self._arrays[key] = flat.view(shape)
-        return array
+# What a raw read delivered: the number of bytes, and what the file was then; None if the answer does not say.
+Fetched = tuple[int, FileInfo | None]
 
 
 class Store(ABC):
@@ -119,12 +79,18 @@ class Store(ABC):
     def _fetch(self, path: str, offset: int, target: memoryview) -> Fetched:
         """Fill ``target``, which is not empty, as far as the file goes, from ``offset`` on."""
 
-    def _map(self, path: str) -> tuple[Mapped, FileInfo] | None:
-        """See `map`; not checked yet, but with what the mapped file is now."""
-        return None
+    def _fetch_runs(self, path: str, offsets: Sequence[int], size: int, target: memoryview) -> Fetched:
+        """The same of many runs of ``size`` bytes, one behind the other in ``target``."""
+        done, info = 0, None
+        for offset in offsets:
+            count, info = self._fetch(path, offset, target[done : done + size])
+            done += count
+            if count != size:
+                break
+        return done, info
 
-    def _private(self, path: str) -> Buffer | None:
-        """See `private`; what it gives is not checked yet."""
+    def _map(self, path: str) -> Buffer | None:
+        """See `map`; what it gives is not checked yet."""
         return None
 
     # -- what is asked of a store
@@ -166,25 +132,40 @@ class Store(ABC):
         """Fill ``target`` from ``offset`` on; errors as `read`."""
         if not len(target):
             return
-        pin = self.pins.get(path)
-        if pin is None and not self.pins and path not in self._seen and not self._tells:
-            self._remember(path, self._stat(path))
+        self._look_first(path)
         count, info = self._fetch(path, offset, target)
-        if info is None:
-            if pin is not None and count == len(target):
-                verify_later(self, path)
-            elif pin is not None:
-                self.verify(path)
-        elif pin is not None:
-            if not info.may_be(pin):
-                raise self._changed(path, pin, info)
-        elif not self.pins:
+        if info is None or info != self.pins.get(path) or count != len(target):
+            self._judge(path, offset, len(target), count, info)
+
+    def read_runs(self, path: str, offsets: Sequence[int], size: int, target: memoryview) -> None:
+        """Fill ``target`` with the runs of ``size`` bytes that begin at ``offsets``; errors as `read`."""
+        self._look_first(path)
+        count, info = self._fetch_runs(path, offsets, size, target)
+        if info is None or info != self.pins.get(path) or count != len(target):
+            self._judge(path, offsets[min(count // size, len(offsets) - 1)], len(target), count, info)
+
+    def _look_first(self, path: str) -> None:
+        """What a file is before its first bytes come, where it is not pinned and answers do not say."""
+        if not self._tells and not self.pins and path not in self._seen:
+            self._remember(path, self._stat(path))
+
+    def _judge(self, path: str, offset: int, wanted: int, count: int, info: FileInfo | None) -> None:
+        """Raise what is wrong with ``count`` bytes that a file of this state delivered, if anything is."""
+        pin = self.pins.get(path)
+        if pin is not None and info is not None and not info.may_be(pin):
+            raise self._changed(path, pin, info)
+        if info is not None and not self.pins:
             self._remember(path, info)
-        if count != len(target):
-            raise CorruptError(
-                f"{self.root}/{path}: bytes {offset:,} to {offset + len(target):,} are wanted, the file ends at "
-                f"{offset + count:,}: truncated? Copy it again from its source."
-            )
+        if count == wanted:
+            if pin is not None and info is None:
+                verify_later(self, path)
+            return
+        if info is None:
+            self.verify(path)
+        raise CorruptError(
+            f"{self.root}/{path}: {wanted:,} bytes from {offset:,} on are wanted, {count:,} came: truncated? Copy it "
+            "again from its source."
+        )
 
     def verify(self, path: str) -> None:
         """Ask what a file is now. Raises ChangedFileError if that is not what is pinned, MissingFileError."""
@@ -194,29 +175,13 @@ class Store(ABC):
             if not info.may_be(pin):
                 raise self._changed(path, pin, info)
 
-    def map(self, path: str) -> Mapped | None:
-        """The whole file as memory whose pages are read when touched, as a context: touch it inside only. None if that
-        cannot be done safely now; `read_into` always can."""
-        found = self._map(path)
-        if found is None:
-            return None
-        mapped, info = found
-        pin = self.pins.get(path)
-        if pin is not None and not info.may_be(pin):
-            mapped.release()
-            raise self._changed(path, pin, info)
-        return mapped
-
-    def private(self, path: str) -> Buffer | None:
+    def map(self, path: str) -> Buffer | None:
         """A mapping of the caller's own, which may be written to (the file never is); None if the store cannot, or the
         file is empty. Whoever truncates the file later breaks it."""
-        buffer = self._private(path)
-        self.verify(path)
+        buffer = self._map(path)
+        if buffer is not None:
+            self.verify(path)
         return buffer
-
-    def resident(self, view: torch.Tensor) -> bool:
-        """Whether a contiguous view into a mapped file is likely in memory already: touching it costs no I/O."""
-        return False
 
     # -- how
 
