@@ -239,8 +239,9 @@ class LazyTensor(Likeness):
         """Read the whole to a device, in ``dtype`` if given. ``t.to(torch.float32)`` converts on the CPU.
 
         To an accelerator it goes through pinned memory in pieces of 32 MiB. ``copy=False``: on the CPU, a tensor that
-        is one contiguous run of one file stays mapped (privately: writing to it changes memory only) instead of being
-        read; it is then only as durable as the file.
+        is one contiguous run of one local file stays mapped (privately: writing to it changes memory only) instead of
+        being read. Only for files that nobody writes to: rewriting the file changes the tensor, and touching it after
+        the file was truncated ends the process (SIGBUS).
         """
         if isinstance(device, torch.dtype):
             device, dtype = None, device
