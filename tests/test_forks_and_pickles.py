@@ -53,11 +53,14 @@ def test_a_child_that_is_forked_while_threads_open_and_read(tmp_path: Path) -> N
         thread.start()
     try:
         for _ in range(10):
-            assert 0 == _child(
-                lambda: all(
-                    lazyckpt.open(tmp_path / f"x{n}.pt")["w"][3].tolist() == [n] * 40 and views[n]["w"][7, 1] == n
-                    for n in range(8)
+            assert (
+                _child(
+                    lambda: all(
+                        lazyckpt.open(tmp_path / f"x{n}.pt")["w"][3].tolist() == [n] * 40 and views[n]["w"][7, 1] == n
+                        for n in range(8)
+                    )
                 )
+                == 0
             )
     finally:
         stop.set()
