@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .core.box import Box, c_strides, is_run, tiles
+from .core.box import Box, Shape, c_strides, is_run, tiles
 from .core.dtypes import check_converts, short_name
 from .core.index import Extent, Fragment, Hole, Packed, TensorSpec
 from .core.plan import fragments_in, plan
@@ -28,7 +28,7 @@ from .core.select import Selection
 from .errors import DataError
 from .io.archives import locate
 from .io.gather import Run, agree, ranges, read, run_tasks, runs, tasks
-from .io.memory import as_bytes, empty
+from .io.memory import empty
 from .io.pool import Task, run, run_here
 from .io.store import Buffer, Store, narrow
 from .io.transfer import Ring, read_to
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from .inspect.table import Stats
     from .show.plot import TensorPlots
 
-_SMALL = 64 << 10  # bytes that are cleared sooner than torch makes a tensor
+_SMALL = 64 << 10  # bytes that are worth a few page faults, wherever they are
 _REPLICAS = 4 << 20  # bytes of a tensor whose copies are compared at a time
-_LARGE = 4 << 20  # bytes above which reads on several threads win
+_LARGE = 32 << 20  # bytes above which reads on several threads win over a mapping
 _ATOMS = {int, slice, type(None), type(Ellipsis)}
 
 
@@ -59,7 +59,7 @@ class LazyTensor(Likeness):
         self.spec = spec
         self._store = store
         self._selection = selection  # None: the whole
-        self._window: tuple[str, int, torch.Tensor] | tuple[()] | None = None
+        self._window: tuple[str, int, torch.dtype, Shape] | tuple[()] | None = None
 
     # -- what it is
 
@@ -240,8 +240,9 @@ class LazyTensor(Likeness):
 
         To an accelerator it goes through pinned memory in pieces of 32 MiB. ``copy=False``: on the CPU, a tensor that
         is one contiguous run of one local file stays mapped (privately: writing to it changes memory only) instead of
-        being read. Only for files that nobody writes to: rewriting the file changes the tensor, and touching it after
-        the file was truncated ends the process (SIGBUS).
+        being read. Only for files that nobody writes to: rewriting the file changes the tensor. Touching it after the
+        file was truncated raises ChangedFileError in the thread that does, once it is back in Python: the elements that
+        are gone are zeros.
         """
         if isinstance(device, torch.dtype):
             device, dtype = None, device
@@ -316,7 +317,7 @@ class LazyTensor(Likeness):
         if extent is None or extent.offset % extent.dtype.itemsize:  # torch's kernels rely on alignment
             return None
         if extent.path not in maps:
-            maps[extent.path] = self._store.map(extent.path)
+            maps[extent.path] = self._store.private(extent.path)
         buffer = maps[extent.path]
         if buffer is None or not self.numel() or extent.offset + self.nbytes > len(buffer):
             return None
@@ -402,39 +403,35 @@ class LazyTensor(Likeness):
         return extent if extent.raw and is_run(extent.shape, extent.strides) else None
 
     def _quick(self, key: Any) -> torch.Tensor | None:
-        """The same as the planned read, for one run of a plain tensor: torch says where it lies."""
+        """The same as the planned read, for a small or resident slice of a plain tensor: torch indexes the mapping."""
         window = self._window
         if window is None:
             window = self._window = self._find_window()
         if not window:
             return None
-        path, offset, shadow = window
+        path, offset, dtype, shape = window
+        mapped = self._store.map(path)
+        if mapped is None:
+            return None
         try:
-            view = shadow[key]
+            view = mapped.array(offset, dtype, shape)[key]
         except (IndexError, ValueError, TypeError):  # the planned path can do it, or words the error
             return None
         nbytes = view.nbytes
-        if not 0 < nbytes <= _LARGE:
+        if nbytes > _SMALL and (nbytes > _LARGE or not view.is_contiguous() or not self._store.resident(view)):
             return None
-        if not view.is_contiguous():
-            return None
-        start = offset + int(view.storage_offset()) * view.itemsize
-        if nbytes <= _SMALL:
-            memory = bytearray(nbytes)
-            self._store.read_into(path, start, memoryview(memory))
-            return torch.frombuffer(memory, dtype=view.dtype).view(view.shape)
-        out = empty(view.shape, view.dtype)
-        self._store.read_into(path, start, as_bytes(out))
-        return out
+        copied = view.clone(memory_format=torch.contiguous_format)
+        self._store.confirm(path, mapped)
+        return copied
 
-    def _find_window(self) -> tuple[str, int, torch.Tensor] | tuple[()]:
+    def _find_window(self) -> tuple[str, int, torch.dtype, Shape] | tuple[()]:
         """Where a plain tensor lies, if torch can index and clone it there; () if not."""
         extent = self._plain
         if extent is None or not self.numel() or extent.dtype not in _CLONABLE:
             return ()
         if extent.offset % extent.dtype.itemsize:
             return ()
-        return extent.path, extent.offset, torch.empty(self.spec.shape, dtype=extent.dtype, device="meta")
+        return extent.path, extent.offset, extent.dtype, self.spec.shape
 
 
 _CLONABLE = {

@@ -1,13 +1,12 @@
 """Runs a plan: fills an output array with the bytes that its copies name, and reads no others.
 
 A copy whose elements are one run in the file and in the output is read straight into place. Everything else goes
-through a window of the file: a dense one is read into a small buffer, a sparse one run by run; what has a gap is split
-until what lies between two wanted runs is at most that.
+through a window of the file: a dense one is read into a small buffer, a sparse one is touched through a mapping; where
+a store cannot map, it is split until what lies between two wanted runs is at most the store's gap.
 """
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,7 +14,6 @@ from functools import partial
 from math import prod
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from ..core.box import Box, c_strides, hull, is_run
@@ -24,6 +22,7 @@ from ..core.index import Extent, Packed, TensorSpec
 from ..core.plan import Copy, Selection, overlaps, plan
 from ..core.select import Reads
 from .archives import locate, locate_all, located, unpacked, unpacked_into
+from .mapping import Mapped
 from .memory import as_bytes, empty
 from .pool import Task, run, run_here
 from .store import Store
@@ -146,9 +145,8 @@ def _unpack(store: Store, archive: Packed, copy: Copy, target: torch.Tensor) -> 
     run_here(_copy_tasks(unpacked(store, archive), plain, target))
 
 
-def _cut(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype, gap: int | None = None) -> Iterator[Task]:
-    """The tasks of a copy whose elements are taken from the file as ``dtype``, cut until each is one read. ``gap``:
-    unwanted bytes that are read rather than split; by default those of the store."""
+def _cut(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype) -> Iterator[Task]:
+    """The tasks of a copy whose elements are taken from the file as ``dtype``, cut until each is one read."""
     extent, size = copy.extent, dtype.itemsize
     plain = extent.raw and dtype == target.dtype
     if plain and is_run(copy.shape, copy.strides) and target.is_contiguous():
@@ -157,26 +155,22 @@ def _cut(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype, gap
 
     span = hull(copy.shape, copy.strides) * size
     wanted = target.numel() * size
-    if span <= wanted or _largest_gap(copy) * size <= (store.gap if gap is None else gap):
+    if span <= wanted or _largest_gap(copy) * size <= store.gap:
         if span <= BLOCK:
             yield span, partial(_through_buffer, store, copy, span, target, dtype)
         else:
-            yield from _split(store, copy, target, dtype, BLOCK, gap)
+            yield from _split(store, copy, target, dtype, BLOCK)
         return
-    if plain and isinstance(store, Store) and not store.gap and _inner_run(copy) * size < _RUN:
-        if _largest_gap(copy) * size < mmap.PAGESIZE:  # every page is wanted
-            yield from _split(store, copy, target, dtype, BLOCK, mmap.PAGESIZE)
-        elif span > 4 * BLOCK:
-            yield from _split(store, copy, target, dtype, 4 * BLOCK)
-        else:
-            yield span, partial(_each_run, store, copy, target)
-        return
-    yield from _split(store, copy, target, dtype, 0)
+    mapped = store.map(extent.path) if plain and _inner_run(copy) * size < _RUN else None
+    if mapped is None or extent.offset + copy.start * size + span > len(mapped.buffer):  # reading tells of truncation
+        yield from _split(store, copy, target, dtype, 0)
+    elif span > 4 * BLOCK:
+        yield from _split(store, copy, target, dtype, 4 * BLOCK)
+    else:
+        yield span, partial(_through_mapping, store, mapped, copy, span, target)
 
 
-def _split(
-    store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype, limit: int, gap: int | None = None
-) -> Iterator[Task]:
+def _split(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype, limit: int) -> Iterator[Task]:
     """Cut along the dimension with the largest stride, into pieces that span at most ``limit`` bytes."""
     d = max(range(len(copy.shape)), key=lambda d: (copy.shape[d] > 1, copy.strides[d]))
     stride, length = copy.strides[d], copy.shape[d]
@@ -186,7 +180,7 @@ def _split(
         n = min(many, length - at)
         shape = (*copy.shape[:d], n, *copy.shape[d + 1 :])
         piece = copy._replace(start=copy.start + at * stride, shape=shape)
-        yield from _cut(store, piece, target.narrow(d, at, n), dtype, gap)
+        yield from _cut(store, piece, target.narrow(d, at, n), dtype)
 
 
 def run_tasks(store: Store, path: str, offset: int, target: torch.Tensor) -> Iterator[Task]:
@@ -216,23 +210,26 @@ def _scratch(nbytes: int) -> torch.Tensor:
     return buffer[:nbytes]
 
 
-def _each_run(store: Store, copy: Copy, target: torch.Tensor) -> None:
-    """Read short runs that are far from each other, of the file's own bytes."""
-    run = _inner_run(copy)
-    rising = sorted(range(len(copy.shape)), key=lambda d: copy.strides[d])
-    firsts, reach = np.zeros(1, np.int64), 1
-    for d in rising:
-        if reach < run:
-            reach *= copy.shape[d]
-        else:
-            firsts = np.add.outer(np.arange(copy.shape[d]) * copy.strides[d], firsts).reshape(-1)
-    packed = torch.empty(target.numel(), dtype=target.dtype)
-    memory, size = as_bytes(packed), run * target.itemsize
-    offsets = (firsts * target.itemsize + copy.extent.offset + copy.start * target.itemsize).tolist()
-    store.read_runs(copy.extent.path, offsets, size, memory)
-    falling = rising[::-1]
-    there = packed.view([copy.shape[d] for d in falling])
-    target.copy_(there.permute([falling.index(d) for d in range(len(falling))]))
+def _through_mapping(store: Store, mapped: Mapped, copy: Copy, span: int, target: torch.Tensor) -> None:
+    size = target.itemsize
+    offset = copy.extent.offset + copy.start * size
+    if offset % size == 0:
+        source = torch.frombuffer(mapped.buffer, dtype=target.dtype, count=span // size, offset=offset)
+        target.copy_(source.as_strided(copy.shape, copy.strides))
+    else:  # vectorised kernels may rely on alignment: move bytes
+        source = torch.frombuffer(mapped.buffer, dtype=torch.uint8, count=span, offset=offset)
+        _as_byte_array(target).copy_(source.as_strided((*copy.shape, size), (*(s * size for s in copy.strides), 1)))
+    if span > BLOCK:
+        mapped.let_go(offset, offset + span)
+    store.confirm(copy.extent.path, mapped)
+
+
+def _as_byte_array(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory with one more dimension, of bytes, whatever the strides."""
+    size = tensor.itemsize
+    flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    strides = (*(s * size for s in tensor.stride()), 1)
+    return flat.as_strided((*tensor.shape, size), strides, tensor.storage_offset() * size)
 
 
 def _resolved(extent: Extent, source: torch.Tensor) -> torch.Tensor:

@@ -1,19 +1,20 @@
-"""Files on this machine, with positioned reads.
+"""Files on this machine: positioned reads, and a mapping for what is sparse, or small and already in memory.
 
-Nothing is read through a mapping: touching one of a file that is truncated meanwhile kills the process (SIGBUS), and
-no check beforehand prevents that. A positioned read comes back with fewer bytes, or an error. Cold, it fetches exactly
-its pages. No read-ahead is asked for: a slice must not cost its neighbours.
+Measured (warm, 2 cores): a mapped slice of 64 KiB to 16 MiB copies about twice as fast as a positioned read of it;
+above that, reads on several threads win, and they do not fill the process with file pages. Cold, a positioned read
+fetches exactly its pages, while a mapping faults them one by one: so a mapping is touched only where it is resident
+or where few pages are wanted. No read-ahead is asked for: a slice must not cost its neighbours.
+
+A file is checked after its bytes were copied, not before: who writes to it meanwhile is noticed, too.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import Any, TypeVar
@@ -22,18 +23,16 @@ import torch
 
 from ..core.index import FileInfo
 from ..errors import ChangedFileError, CorruptError, DataError, MissingFileError
-from .scatter import read_scattered
+from .mapping import Mapped, map_file, resident
 from .store import Entry, Fetched, Store
 
 _OPEN_FILES = 128  # well under the usual limit of 1,024 descriptors
-_MANY = 16  # runs that are worth a mapping
+_MAPPINGS = 128  # each keeps one, too
 _RETRIES = 5  # of opening while other threads take the descriptors that were freed
-# File systems (statfs(2)) whose files only this machine's processes change: ext, XFS, Btrfs, tmpfs, overlay, F2FS, ZFS,
-# bcachefs, ramfs, SquashFS.
-_OWN = {
-    0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0x794C7630, 0xF2F52010, 0x2FC12FC1, 0xCA451A4E, 0x858458F6, 0x73717368,
-}  # fmt: skip
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+_GONE = (
+    "{}: bytes that are touched through a mapping are gone: the file was truncated, or its disk failed. Open the "
+    "checkpoint again."
+)
 
 _stores: weakref.WeakSet[LocalStore] = weakref.WeakSet()
 _stores_lock = threading.Lock()
@@ -123,33 +122,40 @@ class LocalStore(Store):
             if got == 0:
                 break
             done += got
-        return done, self._info(path, file)
+        return done, self._info(path, os.fstat(file.fd))
 
-    def _fetch_runs(self, path: str, offsets: Sequence[int], size: int, target: memoryview) -> Fetched:
-        file, done = self._open(path), 0
-        fd, preadv = file.fd, os.preadv
-        if len(offsets) >= _MANY and read_scattered(fd, offsets, size, target):
-            return len(target), self._info(path, file)
-        try:
-            for offset in offsets:
-                got = preadv(fd, [target[done : done + size]], offset)
-                done += got
-                if got != size:
-                    break
-        except OSError as e:
-            raise self._missing(path, e) from None
-        return done, self._info(path, file)
+    def map(self, path: str) -> Mapped | None:
+        mapped = self._maps.get(path)
+        if mapped is None:
+            file = self._open(path)
+            mapped = map_file(file.fd, os.fstat(file.fd).st_size, file)
+            if mapped is None:
+                return None
+            with self._lock:
+                mapped = self._maps.setdefault(path, mapped)
+                while len(self._maps) > _MAPPINGS:
+                    self._maps.pop(next(iter(self._maps)))
+        return mapped
 
-    def _map(self, path: str) -> memoryview | None:
+    def confirm(self, path: str, mapped: Mapped) -> None:
+        s = os.fstat(mapped.owner.fd)
+        if s.st_ctime_ns == mapped.state and not mapped.broken:  # nothing at all happened to the file
+            return
+        self._judge(path, 0, 0, 0, self._info(path, s))
+        if mapped.broken:
+            self._maps.pop(path, None)
+            raise ChangedFileError(_GONE.format(self._full(path)))
+        mapped.state = s.st_ctime_ns
+
+    def private(self, path: str) -> memoryview | None:
         file = self._open(path)
-        size = self._info(path, file).size
-        if size == 0 or not _stays(file.fd):
-            return None
-        try:  # torch's mapping keeps no descriptor, which a view of a thousand files would run out of
-            array = torch.from_file(self._full(path), shared=False, size=size, dtype=torch.uint8).numpy()
-        except RuntimeError:  # larger than the system lets a private mapping be
-            return None
-        return array.data
+        s = os.fstat(file.fd)
+        self._judge(path, 0, 0, 0, self._info(path, s))
+        mapped = map_file(file.fd, s.st_size, told=_GONE.format(self._full(path)))
+        return None if mapped is None else mapped.buffer
+
+    def resident(self, view: torch.Tensor) -> bool:
+        return resident(view)
 
     def _full(self, path: str) -> str:
         return os.path.join(self._root, path)
@@ -180,9 +186,8 @@ class LocalStore(Store):
                     self._files.pop(next(iter(self._files)))
         return file
 
-    def _info(self, path: str, file: _File) -> FileInfo:
-        """What the open file is now. Raises ChangedFileError if it was written to and its time set back."""
-        s = os.fstat(file.fd)
+    def _info(self, path: str, s: os.stat_result) -> FileInfo:
+        """What an open file is now. Raises ChangedFileError if it was written to and its time set back."""
         info = FileInfo(s.st_size, s.st_mtime_ns)
         pin = self.pins.get(path)
         if pin is None and self.pins:
@@ -203,6 +208,7 @@ class LocalStore(Store):
         """Let go of all descriptors; what uses one now keeps it as long as it needs it."""
         self._lock = threading.Lock()
         self._files: dict[str, _File] = {}
+        self._maps: dict[str, Mapped] = {}
 
 
 def _all_stores() -> list[LocalStore]:
@@ -220,7 +226,7 @@ def _again_if_full(make: Callable[[], T]) -> T:
                 raise
         for store in _all_stores():
             with store._lock:
-                store._files = {}
+                store._files, store._maps = {}, {}
     return make()
 
 
@@ -234,16 +240,6 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
-
-
-def _stays(fd: int) -> bool:
-    """Whether the file can be changed by processes of this machine only, and not vanish with a connection."""
-    if _libc is None:
-        return False
-    told = ctypes.create_string_buffer(256)
-    return (
-        _libc.fstatfs(fd, told) == 0 and int.from_bytes(told.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder) in _OWN
-    )
 
 
 def split(path: str | os.PathLike[str]) -> tuple[LocalStore, str]:

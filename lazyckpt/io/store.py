@@ -12,12 +12,15 @@ from __future__ import annotations
 import errno
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
+
+import torch
 
 from ..core.index import FileInfo
 from ..errors import ChangedFileError, CorruptError, MissingFileError
 from .batch import verify_later
+from .mapping import Mapped
 
 Buffer = bytes | memoryview
 _SEEN = 1 << 16  # files whose first state a store without pins remembers
@@ -79,20 +82,6 @@ class Store(ABC):
     def _fetch(self, path: str, offset: int, target: memoryview) -> Fetched:
         """Fill ``target``, which is not empty, as far as the file goes, from ``offset`` on."""
 
-    def _fetch_runs(self, path: str, offsets: Sequence[int], size: int, target: memoryview) -> Fetched:
-        """The same of many runs of ``size`` bytes, one behind the other in ``target``."""
-        done, info = 0, None
-        for offset in offsets:
-            count, info = self._fetch(path, offset, target[done : done + size])
-            done += count
-            if count != size:
-                break
-        return done, info
-
-    def _map(self, path: str) -> Buffer | None:
-        """See `map`; what it gives is not checked yet."""
-        return None
-
     # -- what is asked of a store
 
     @property
@@ -137,13 +126,6 @@ class Store(ABC):
         if info is None or info != self.pins.get(path) or count != len(target):
             self._judge(path, offset, len(target), count, info)
 
-    def read_runs(self, path: str, offsets: Sequence[int], size: int, target: memoryview) -> None:
-        """Fill ``target`` with the runs of ``size`` bytes that begin at ``offsets``; errors as `read`."""
-        self._look_first(path)
-        count, info = self._fetch_runs(path, offsets, size, target)
-        if info is None or info != self.pins.get(path) or count != len(target):
-            self._judge(path, offsets[min(count // size, len(offsets) - 1)], len(target), count, info)
-
     def _look_first(self, path: str) -> None:
         """What a file is before its first bytes come, where it is not pinned and answers do not say."""
         if not self._tells and not self.pins and path not in self._seen:
@@ -175,13 +157,24 @@ class Store(ABC):
             if not info.may_be(pin):
                 raise self._changed(path, pin, info)
 
-    def map(self, path: str) -> Buffer | None:
-        """A mapping of the caller's own, which may be written to (the file never is); None if the store cannot, or the
-        file is empty. Whoever truncates the file later breaks it."""
-        buffer = self._map(path)
-        if buffer is not None:
-            self.verify(path)
-        return buffer
+    def map(self, path: str) -> Mapped | None:
+        """The whole file as memory whose pages are read when touched; None if this store cannot, or the file is empty.
+        For reading only, and not to be kept: the store keeps it as long as it has room. What was copied from it is
+        right if `confirm` says so afterwards."""
+        return None
+
+    def confirm(self, path: str, mapped: Mapped) -> None:
+        """Check that what was copied from a mapping are the bytes of the pinned file. Raises ChangedFileError."""
+        self.verify(path)
+
+    def resident(self, view: torch.Tensor) -> bool:
+        """Whether a contiguous view into a mapped file is likely in memory already: touching it costs no I/O."""
+        return False
+
+    def private(self, path: str) -> Buffer | None:
+        """A mapping of the caller's own, which may be written to (the file never is); None as for `map`. Who touches it
+        after the file was truncated gets ChangedFileError."""
+        return None
 
     # -- how
 
