@@ -418,9 +418,14 @@ class LazyTensor(Likeness):
         except (IndexError, ValueError, TypeError):  # the planned path can do it, or words the error
             return None
         nbytes = view.nbytes
-        if nbytes > _SMALL and (nbytes > _LARGE or not view.is_contiguous() or not self._store.resident(view)):
+        if not view.is_contiguous():
+            if nbytes > _SMALL:
+                return None
+            copied = view.contiguous()
+        elif nbytes > _SMALL and (nbytes > _LARGE or not self._store.resident(view)):
             return None
-        copied = view.clone(memory_format=torch.contiguous_format)
+        else:
+            copied = view.clone()
         self._store.confirm(path, mapped)
         return copied
 

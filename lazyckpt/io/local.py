@@ -139,10 +139,10 @@ class LocalStore(Store):
 
     def confirm(self, path: str, mapped: Mapped) -> None:
         s = os.fstat(mapped.owner.fd)
-        if s.st_ctime_ns == mapped.state and not mapped.broken:  # nothing at all happened to the file
+        if s.st_ctime_ns == mapped.state and not mapped.addresses.broken:  # nothing at all happened to the file
             return
         self._judge(path, 0, 0, 0, self._info(path, s))
-        if mapped.broken:
+        if mapped.addresses.broken:
             self._maps.pop(path, None)
             raise ChangedFileError(_GONE.format(self._full(path)))
         mapped.state = s.st_ctime_ns

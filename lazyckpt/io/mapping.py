@@ -61,15 +61,17 @@ _raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
 _raise_in.argtypes = (ctypes.c_ulong, ctypes.py_object)
 
 _lock = threading.Lock()
-_ranges: dict[int, _Range] = {}  # by the first address; the handler reads it without the lock, which it may interrupt
+_ranges: dict[
+    int, Addresses
+] = {}  # by the first address; the handler reads it without the lock, which it may interrupt
 _previous = _Action()
 _empty = -1  # a file without bytes
 _passing_on = False
 
 
-class _Range:
+class Addresses:
     """The addresses of a mapping. ``told``: the message of the error that a thread gets that touches what is gone; none
-    if it is empty."""
+    if it is empty. ``broken``: zeros came in place of bytes that the file no longer has, or that could not be read."""
 
     __slots__ = ("broken", "end", "start", "told")
 
@@ -95,19 +97,14 @@ class Mapped:
     ``buffer`` keeps the mapping alive. ``owner``: kept alive with it, for whoever maps. ``state``: for whoever checks.
     """
 
-    __slots__ = ("_arrays", "_range", "buffer", "owner", "state")
+    __slots__ = ("_arrays", "addresses", "buffer", "owner", "state")
 
-    def __init__(self, addresses: _Range, owner: Any) -> None:
-        self._range, self.owner, self.state = addresses, owner, 0
+    def __init__(self, addresses: Addresses, owner: Any) -> None:
+        self.addresses, self.owner, self.state = addresses, owner, 0
         memory = (ctypes.c_char * (addresses.end - addresses.start)).from_address(addresses.start)
         weakref.finalize(memory, _unmap, addresses).atexit = False
         self.buffer = memoryview(memory).cast("B")
         self._arrays: dict[tuple[int, torch.dtype, Shape], torch.Tensor] = {}
-
-    @property
-    def broken(self) -> bool:
-        """Whether zeros came in place of bytes that the file no longer has, or that could not be read."""
-        return self._range.broken
 
     def array(self, offset: int, dtype: torch.dtype, shape: Shape) -> torch.Tensor:
         """The bytes from ``offset`` on (a multiple of the item size) as a C-order array that is not empty."""
@@ -123,14 +120,14 @@ class Mapped:
         nobody writes to.)"""
         assert _libc is not None
         start = start // _PAGE * _PAGE
-        _libc.madvise(self._range.start + start, stop - start, mmap.MADV_DONTNEED)
+        _libc.madvise(self.addresses.start + start, stop - start, mmap.MADV_DONTNEED)
 
 
 def map_file(fd: int, size: int, owner: Any = None, *, told: str = "") -> Mapped | None:
     """The first ``size`` bytes of a file as memory whose pages are read when touched; None if that cannot be done here.
 
     ``told``: a message; then ChangedFileError with it is raised in a thread (the main thread, if it is not one of
-    Python's) that touches what the file no longer has. Without it, `Mapped.broken` has to be looked at.
+    Python's) that touches what the file no longer has. Without it, `Addresses.broken` has to be looked at.
     """
     if _libc is None or size <= 0:
         return None
@@ -142,7 +139,7 @@ def map_file(fd: int, size: int, owner: Any = None, *, told: str = "") -> Mapped
         start = _map(None, size, flags, fd)
         if start is None:  # no address space is left, or the file system cannot map
             return None
-        addresses = _ranges[start] = _Range(start, size, told)
+        addresses = _ranges[start] = Addresses(start, size, told)
     if not told:
         _libc.madvise(start, size, mmap.MADV_RANDOM)
     return Mapped(addresses, owner)
@@ -168,7 +165,7 @@ def _map(start: int | None, size: int, flags: int, fd: int) -> int | None:
     return None if address == _FAILED else address
 
 
-def _unmap(addresses: _Range) -> None:
+def _unmap(addresses: Addresses) -> None:
     assert _libc is not None
     _ranges.pop(addresses.start, None)  # before somebody else can have the addresses
     _libc.munmap(addresses.start, addresses.end - addresses.start)
