@@ -133,9 +133,10 @@ def _entries(file: StoreFile, data: bytes, count: int) -> Iterator[Entry]:
     for _ in range(count):
         if at + _ENTRY.size > size:
             raise _refused(file, f"its directory ends before its {count:,} entries do")
-        fields = _ENTRY.unpack_from(data, at)
-        magic, flags, method, crc, stored, nbytes = fields[0], fields[3], fields[4], *fields[7:10]
-        n_name, n_extra, n_comment, disk, _, attributes, header = fields[10:]
+        (
+            magic, _, _, flags, method, _, _, crc, stored, nbytes,
+            n_name, n_extra, n_comment, disk, _, attributes, header,
+        ) = _ENTRY.unpack_from(data, at)  # fmt: skip
         name_at = at + _ENTRY.size
         extra_at = name_at + n_name
         end = extra_at + n_extra + n_comment
@@ -148,7 +149,7 @@ def _entries(file: StoreFile, data: bytes, count: int) -> Iterator[Entry]:
             raise _refused(file, f"the sizes of the record {short(name)} are missing")
         if method == STORED and stored != nbytes:
             raise _refused(file, f"the record {short(name)} has two sizes")
-        is_folder = name.endswith("/")
+        is_folder = name[-1:] == "/"
         if disk or (is_folder and nbytes) or (attributes & _FOLDER and not is_folder):
             raise _refused(file, f"the record {short(name)} is a folder to some readers")
         yield Entry(name, header, nbytes, stored, crc, method, flags, at)
@@ -212,10 +213,8 @@ def data_offsets(file: StoreFile, start: int, entries: Sequence[Entry]) -> list[
     CorruptError unless it repeats what the directory, which begins at ``start``, says.
     """
     found: list[int] = []
-    spans = [
-        (max(0, e.header - _LONGEST), min(start, e.header + _HEADER.size + len(e.name.encode()) + _EXTRA))
-        for e in entries
-    ]
+    room = _HEADER.size + _EXTRA
+    spans = [(max(0, e.header - _LONGEST), min(start, e.header + room + len(e.name.encode()))) for e in entries]
     last: Entry | None = None
     end = 0  # of the record before
     for entry, (base, data) in zip(entries, _windows(file, spans), strict=True):
