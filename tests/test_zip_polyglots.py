@@ -19,6 +19,7 @@ from lazyckpt import CorruptError
 from lazyckpt.io.local import LocalStore
 from lazyckpt.io.torchfile import Pickles, read_torch_file
 
+from .counting import opened
 from .handmade import dict_of, program, storage, tensor, text
 from .hostility import KINDS, Entry, attempt, raw_zip, tree, write_real
 
@@ -380,3 +381,11 @@ def test_zarr_in_a_zip_that_is_ambiguous_is_refused(change: str, tmp_path: Path)
     (tmp_path / "x.zip").write_bytes(data)
     with pytest.raises(CorruptError, match=r"x\.zip"):
         lazyckpt.open(tmp_path / "x.zip", format="zarr")
+
+
+def test_headers_of_neighbours_are_read_together_over_a_network(tmp_path: Path) -> None:
+    torch.save({f"w{n}": torch.full((100,), float(n)) for n in range(300)}, tmp_path / "model.pt")
+    view, counts = opened(tmp_path / "model.pt", gap=256 << 10)
+    assert counts.requests < 12
+    counts.clear()
+    assert view["w7"][...].tolist() == [7.0] * 100 and counts.bytes == 400
