@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -63,17 +65,25 @@ def run_file(file: Path, folder: Path, report: Path | None, options: list[str], 
     results.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={results}"]
     command += [*options, str(file)]
-    child = subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    pipe = subprocess.PIPE
+    child = subprocess.Popen(
+        command, cwd=folder, env=env, stdout=pipe, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    note = ""
     try:
         output, _ = child.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        child.kill()
+        note = f"\nstopped after {seconds:.0f} s"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)  # with the ranks that it spawned
+    if note:
         output, _ = child.communicate()
-        output += f"\nstopped after {seconds:.0f} s"
+    said = output.decode(errors="replace").rstrip() + note
     if not results.exists():
-        print(output[-2000:])
+        print(said[-2000:])
         return {str(file): "did not finish"}
-    print(output.rstrip().rpartition("\n")[2])
+    print(said.rpartition("\n")[2])
     outcomes = outcomes_of(results)
     results.unlink()
     return outcomes
