@@ -120,6 +120,7 @@ class RunView(CheckpointView):
         self._line = line
         self._asked = state  # None: the default one, which only the checkpoints tell
         self._steps = steps
+        self._of_all = False
         self._forget()
 
     def _other(self, state: str | None = None, steps: tuple[Any, ...] | None = None) -> Self:

@@ -11,7 +11,7 @@ The contract, which one suite of tests checks on every format (tests/contract.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from itertools import islice
@@ -448,6 +448,14 @@ class _Deferred:
     def __getitem__(self, key: Any) -> LazyTensor:
         t = self._tensor
         return type(t)(t._store, t.spec, t._sel[key])
+
+
+def named(tensors: Mapping[str, LazyTensor], name: str) -> LazyTensor | None:
+    """The tensor of exactly this name; None if there is none. (`CheckpointView.get` also takes prefixes, and paths
+    inside names.)"""
+    exact = getattr(tensors, "exact", tensors.get)
+    found: LazyTensor | None = exact(name)
+    return found
 
 
 def _door(module: str) -> Any:
