@@ -351,14 +351,18 @@ class LazyTensor(Likeness):
         found: TensorPlots = _door("show.plot").TensorPlots(self)
         return found
 
-    def to_dask(self, chunks: Any = None) -> Any:
-        """A `dask.array.Array` of this tensor; bf16 and fp8 have the dtypes of ml_dtypes. Reads nothing: its tasks
-        carry this description, and read where they run.
+    def to_dask(self, chunks: Any = None, *, widen: bool = True) -> Any:
+        """A `dask.array.Array` of this tensor. Reads nothing: its tasks carry this description, and read where they
+        run.
 
         ``chunks``: as dask takes them; by default 8 to 64 MiB that follow the fragments where these form a grid.
+        ``widen``: floats of 8 and 16 bits become float32 when they are read, which Dask computes with correctly.
+        False keeps the dtype and the bits, for arrays that are only stored: in bf16, fp8 (the dtypes of ml_dtypes) and
+        fp16 sums and means are wrong.
+
         Raises DataError where numpy has no such dtype, and where dask is not installed.
         """
-        return _door("interop.dask").to_dask(self, chunks)
+        return _door("interop.dask").to_dask(self, chunks, widen)
 
     def __dask_tokenize__(self) -> object:
         return _door("interop.dask").token(self)

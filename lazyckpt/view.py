@@ -100,6 +100,18 @@ class CheckpointView(Reshaping):
         view._init(self._store, self._index, state or self._state, self._steps if steps is None else steps, False)
         return view
 
+    def close(self) -> None:
+        """Let go of open files and mappings. Reading from this view, its parts and states, and their tensors raises
+        DataError from then on; names, shapes and dtypes stay. Closing twice is fine; other views of the same path, and
+        tensors that have been read, are not affected. ``with lazyckpt.open(path) as view:`` closes at the end."""
+        self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     # -- the namespace
 
     @property

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..core.box import Shape
 from ..core.chunking import chunk_shape
-from ..core.dtypes import numpy_dtype, to_numpy
+from ..core.dtypes import numpy_dtype, to_numpy, widened
 from ..core.index import TensorSpec
 from ..errors import DataError
 from ..tensor import LazyTensor
@@ -54,9 +54,11 @@ def import_dask() -> Any:
     return dask
 
 
-def to_dask(tensor: LazyTensor, chunks: Any = None) -> Any:
+def to_dask(tensor: LazyTensor, chunks: Any = None, widen: bool = True) -> Any:
     """A `dask.array.Array`; see `LazyTensor.to_dask`."""
     dask = import_dask()
+    if widen:
+        tensor = tensor.astype(widened(tensor.dtype))
     array = Readable(tensor)
     grid = dask.array.core.normalize_chunks(
         chunks_of(tensor) if chunks is None else chunks, array.shape, dtype=array.dtype
@@ -68,6 +70,8 @@ def to_dask(tensor: LazyTensor, chunks: Any = None) -> Any:
 def chunks_of(tensor: LazyTensor) -> tuple[tuple[int, ...], ...]:
     """The lengths of the chunks in every dimension, 8 to 64 MiB each. Those of a block of a tensor are cut where the
     tensor's own are; what else was selected (steps, lists) is cut into rows."""
+    if not tensor.numel():  # its other dimensions may be of any length
+        return tuple((n,) for n in tensor.shape)
     block, spec = tensor.block, tensor.spec
     if block is None:
         spec = TensorSpec(tensor.name, tuple(tensor.shape), tensor.dtype, ())
