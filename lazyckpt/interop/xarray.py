@@ -18,13 +18,12 @@ import xarray as xr
 from xarray.backends import BackendArray
 from xarray.core import indexing
 
-from ..core.dtypes import numpy_dtype, to_numpy, widened
 from ..core.index import Mesh
 from ..errors import DataError
 from ..formats.zarr.documents import groups_of
 from ..formats.zarr.nodes import dimension_names, paths
 from ..tensor import LazyTensor
-from .dask import chunks_of, import_dask, to_dask, token
+from .dask import Readable, chunks_of, import_dask, to_dask
 
 T = TypeVar("T", xr.Variable, xr.DataArray, xr.Dataset, xr.DataTree)
 Chunks = Mapping[str, Any] | None
@@ -54,34 +53,33 @@ class TensorArray(BackendArray):
     """A lazy tensor as xarray's backend array. Indexing reads; two lists in one index read the rows of one of them,
     from the first to the last that the other names."""
 
-    __slots__ = ("dtype", "shape", "tensor")
+    __slots__ = ("array", "dtype", "shape")
 
-    def __init__(self, tensor: LazyTensor) -> None:
-        self.tensor = tensor
-        self.shape = tuple(tensor.shape)
-        self.dtype = numpy_dtype(tensor.dtype)
+    def __init__(self, array: Readable) -> None:
+        self.array = array
+        self.shape, self.dtype = array.shape, array.dtype
 
     def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:
         return indexing.explicit_indexing_adapter(
-            key, self.shape, indexing.IndexingSupport.OUTER_1VECTOR, lambda k: to_numpy(self.tensor[k])
+            key, self.shape, indexing.IndexingSupport.OUTER_1VECTOR, self.array.__getitem__
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TensorArray, (self.tensor,)
+        return TensorArray, (self.array,)
 
     def __dask_tokenize__(self) -> object:
-        return token(self.tensor)
+        return self.array.__dask_tokenize__()
 
 
 class _Preferred(Mapping[str, int | tuple[int, ...]]):
     """A tensor's chunks by dimension, found out when xarray asks: that takes a look at every fragment."""
 
-    def __init__(self, tensor: LazyTensor, dims: list[str]) -> None:
-        self._tensor, self._dims = tensor, dims
+    def __init__(self, array: Readable, dims: list[str]) -> None:
+        self._array, self._dims = array, dims
 
     @cached_property
     def _chunks(self) -> dict[str, tuple[int, ...]]:
-        return dict(zip(self._dims, chunks_of(self._tensor), strict=True))
+        return dict(zip(self._dims, chunks_of(self._array.tensor, self._array.kind), strict=True))
 
     def __getitem__(self, dim: str) -> tuple[int, ...]:
         return self._chunks[dim]
@@ -93,7 +91,7 @@ class _Preferred(Mapping[str, int | tuple[int, ...]]):
         return len(self._dims)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Preferred, (self._tensor, self._dims)
+        return _Preferred, (self._array, self._dims)
 
 
 def variable(
@@ -117,18 +115,16 @@ def variable(
     spec = tensor.spec
     attributes = {"name": spec.name, **attributes}
     attributes |= {key: value for key, value in (("stored_as", spec.stored_as), ("rule", spec.rule)) if value}
-    if widen and widened(tensor.dtype) != tensor.dtype:
-        numpy_dtype(tensor.dtype)  # what numpy lacks is left out whether it is widened or not
+    array = Readable(tensor, widen)
+    if array.kind != tensor.dtype:
         attributes["stored_dtype"] = str(tensor.dtype).removeprefix("torch.")
-        tensor = tensor.astype(widened(tensor.dtype))
     if chunks is not None:
         if not isinstance(chunks, Mapping):
             raise TypeError(f"chunks={chunks!r}: None, {{}} or a table such as {{'d4096': 512}} is due")
-        own = dict(zip(dims, chunks_of(tensor), strict=True))
-        array = to_dask(tensor, tuple(chunks.get(d, own[d]) for d in dims), widen=False)
-        return xr.Variable(dims, array, attributes)
-    encoding = {"preferred_chunks": _Preferred(tensor, dims)}
-    return xr.Variable(dims, _lazy(TensorArray(tensor)), attributes, encoding, fastpath=True)
+        own = dict(zip(dims, chunks_of(tensor, array.kind), strict=True))
+        return xr.Variable(dims, to_dask(tensor, tuple(chunks.get(d, own[d]) for d in dims), widen), attributes)
+    encoding = {"preferred_chunks": _Preferred(array, dims)}
+    return xr.Variable(dims, _lazy(TensorArray(array)), attributes, encoding, fastpath=True)
 
 
 def _lazy(array: BackendArray) -> Any:

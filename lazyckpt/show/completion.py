@@ -1,8 +1,8 @@
 """What IPython may look at while it completes, once a user has asked for it (``%load_ext lazyckpt``).
 
-By its policy IPython calls no ``__getitem__`` and no property of classes that it does not know, as they might do anything
-(IPython/core/guarded_eval.py `SelectivePolicy`). Without the extension ``view["<Tab>`` completes all the same; what comes
-behind a further step (``view.states["``, ``view["layers.0"]["``) does not.
+By its policy IPython calls no ``__getitem__`` and no property of classes that it does not know, as they might do
+anything (IPython/core/guarded_eval.py `SelectivePolicy`). Without the extension ``view["<Tab>`` completes all the same;
+what comes behind a further step (``view.states["``, ``view["layers.0"]["``) does not.
 """
 
 from __future__ import annotations
