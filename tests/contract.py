@@ -146,7 +146,7 @@ def stored(case: Case) -> None:
     if case.stored:
         assert set(raw) == set(case.stored)
         for name, truth in case.stored.items():
-            if name or name in view:  # the empty name is the whole view, if no tensor has it
+            if name or name in list(view):  # the empty name is the whole view, if no tensor has it
                 same(view[name][...], truth, (name, "a name that it is stored under finds it, too"))
     part = view.select(lambda name: False)
     assert len(part) == 0

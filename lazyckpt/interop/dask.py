@@ -74,8 +74,7 @@ def to_dask(tensor: LazyTensor, chunks: Any = None, widen: bool = True) -> Any:
 
 def chunks_of(tensor: LazyTensor, dtype: torch.dtype) -> tuple[tuple[int, ...], ...]:
     """The lengths of the chunks in every dimension, 8 to 64 MiB each in ``dtype``. Those of a block of a tensor are cut
-    where the
-    tensor's own are; what else was selected (steps, lists) is cut into rows."""
+    where the tensor's own are; what else was selected (steps, lists) is cut into rows."""
     if not tensor.numel():  # its other dimensions may be of any length
         return tuple((n,) for n in tensor.shape)
     block, spec = tensor.block, replace(tensor.spec, dtype=dtype)
