@@ -17,6 +17,9 @@ A message says what is wrong, in which file, and what to do.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 __all__ = [
     "ChangedFileError",
     "CorruptError",
@@ -53,10 +56,30 @@ class ChangedFileError(LazyckptError, OSError):
 
 
 class TensorNotFoundError(LazyckptError, KeyError):
-    """No tensor and no prefix of that name; the message names near misses."""
+    """No tensor and no prefix of that name; the message names near misses.
+
+    Parameters
+    ----------
+    message
+        What was not found.
+    hint
+        Called when the message is first shown; its result is appended. Near names are searched for there, so that
+        ``name in view`` and ``view.get(name)`` do not pay for a message that nobody sees.
+    """
+
+    def __init__(self, message: str = "", hint: Callable[[], str] | None = None) -> None:
+        super().__init__(message)
+        self._hint = hint
 
     def __str__(self) -> str:  # KeyError would show the repr of the message
+        hint = self._hint
+        if hint is not None:
+            self.args = (f"{self.args[0]} {hint()}".rstrip(),)
+            self._hint = None
         return str(self.args[0]) if self.args else ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self),)
 
 
 class SelectionError(LazyckptError, IndexError):

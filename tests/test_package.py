@@ -106,6 +106,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("core",),
     ("io",),
     ("formats",),
+    ("numpylike",),
     ("likeness",),
     ("tensor",),
     ("export", "interop", "loading"),

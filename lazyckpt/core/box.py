@@ -162,6 +162,8 @@ def tiles(shape: Sequence[int], count: int) -> Iterator[Box]:
     >>> [(b.start, b.stop) for b in tiles((3, 4), 8)]
     [((0, 0), (2, 4)), ((2, 0), (3, 4))]
     """
+    if 0 in shape:  # its other dimensions may be of any length, which `product` would list
+        return
     sizes, left = [], max(1, count)
     for n in reversed(shape):
         sizes.append(max(1, min(n, left)))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from heapq import nlargest
 
 Pattern = str | re.Pattern[str] | Callable[[str], bool]
 
@@ -144,21 +145,66 @@ class Names:
     def near(self, wrong: str, count: int = 3) -> list[str]:
         """The names (or prefixes of names) most like a wrong one, else the paths inside names that are.
 
+        The time is bounded, however many names there are and however long they are: of a long name both ends are
+        compared, and of very many or very long names the first ones.
+
         >>> Names(["model.0.q_proj.weight", "model.0.k_proj.weight"]).near("q_prj", 1)
         ['q_proj']
         """
+        wrong = _ends(wrong)
         depth = wrong.count(".")
-        stems = dict.fromkeys(
-            ".".join(parts[: d + 1])
-            for parts in (name.split(".") for name in self.order[:20_000])
-            for d in (len(parts) - 1, min(depth, len(parts) - 1))
-        )
-        found = difflib.get_close_matches(wrong, list(stems), n=count, cutoff=0.5)
+        names = list(_within(self.order[:_SEARCHED], _CHARACTERS))
+        starts = (".".join(name.split(".", depth + 1)[: depth + 1]) for name in names)
+        stems = dict.fromkeys(stem for both in zip(names, starts, strict=True) for stem in both)
+        found = _alike(wrong, stems, count, 0.6)
         if found:
             return found
         inner = dict.fromkeys(
             ".".join(parts[start : start + depth + 1])
-            for parts in (name.split(".") for name in self.order[:_INNER])
+            for parts in (name.split(".") for name in names[:_INNER] if len(name) <= _COMPARED)
             for start in range(1, len(parts) - depth)
         )
-        return difflib.get_close_matches(wrong, list(inner), n=count, cutoff=0.6)
+        return _alike(wrong, inner, count, 0.65)
+
+
+_SEARCHED = 20_000  # names
+_CHARACTERS = 2_000_000  # of all names that are searched
+_COMPARED = 200  # characters of one name
+_RANKED = 64  # names that share most pairs of characters with the wrong one, which are compared in full
+
+
+def _within(names: Iterable[str], characters: int) -> Iterator[str]:
+    """The first names that have so many characters together."""
+    for name in names:
+        characters -= len(name)
+        if characters < 0:
+            return
+        yield name
+
+
+def _ends(name: str) -> str:
+    """A name, or both ends of a long one."""
+    return name if len(name) <= _COMPARED else name[: _COMPARED // 2] + name[-_COMPARED // 2 :]
+
+
+def _alike(wrong: str, names: Iterable[str], count: int, least: float) -> list[str]:
+    """The names most like the wrong one, best first, whose likeness is at least ``least``."""
+    pairs = {wrong[n : n + 2] for n in range(len(wrong) - 1)} or {wrong}
+    shortened = ((name, _ends(name)) for name in names if name)
+    candidates = nlargest(
+        _RANKED, shortened, lambda pair: sum(map(pair[1].__contains__, pairs)) - abs(len(pair[1]) - len(wrong)) / 2
+    )
+    mine = _grams(wrong)
+    scored = [(_likeness(mine, _grams(short)), name) for name, short in candidates]
+    return [name for score, name in nlargest(count, scored, lambda pair: pair[0]) if score >= least]
+
+
+def _grams(text: str) -> Counter[str]:
+    """Characters and pairs of neighbours, with how often each occurs."""
+    framed = f"\0{text}\0"
+    return Counter(text) + Counter(framed[n : n + 2] for n in range(len(framed) - 1))
+
+
+def _likeness(a: Counter[str], b: Counter[str]) -> float:
+    """The share of what two texts are made of that they have in common (Dice's coefficient), from 0 to 1."""
+    return 2 * (a & b).total() / (a.total() + b.total())

@@ -35,7 +35,7 @@ from ..formats.renaming.apply import heads_of
 from ..formats.sharding.ranks import mesh_of
 from ..formats.sharding.shard import sharded
 from ..io.store import Store
-from ..tensor import LazyTensor
+from ..tensor import LazyTensor, named
 from .dcp import View
 from .destination import local_path
 from .folders import Kind, write_folder
@@ -317,7 +317,7 @@ def _around(view: View, optimizer: Optimizer | None, args: argparse.Namespace, l
     if iteration:
         lost["rng_state"] = "generators' states are of the source's ranks: load with --no-load-rng"
     for key in ("opt_param_scheduler", "num_floating_point_operations_so_far"):
-        made = restored(meta.get(key), key, view.stored.get, lost)
+        made = restored(meta.get(key), key, partial(named, view.stored), lost)
         if made is not None:
             around[key] = made
     if optimizer is not None and "opt_param_scheduler" not in around:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from ..core.box import Shape
 from ..core.index import TensorSpec
 from ..formats.megatron.names import is_buffer, is_expert
 from ..formats.paths import some
+from ..tensor import named
 from .dcp import View
 from .groups import below, step_of
 from .held import Held, Writable
@@ -225,6 +227,5 @@ def _steps(
 
 
 def _scaler(view: View, lost: Lost) -> Any:
-    stored = view.stored
     found: Iterator[Any] = below(view.meta.get("optimizer"), "grad_scaler", 0)
-    return restored(next(found, None), "optimizer.grad_scaler", stored.get, lost)
+    return restored(next(found, None), "optimizer.grad_scaler", partial(named, view.stored), lost)

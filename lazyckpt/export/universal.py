@@ -20,7 +20,7 @@ import torch
 
 from ..errors import DataError
 from ..formats.deepspeed.ucp import cut_of
-from ..tensor import LazyTensor
+from ..tensor import LazyTensor, named
 from .dcp import View
 from .destination import local_path
 from .files import check_names
@@ -197,8 +197,8 @@ def _model_states(
     """All of the model states but the module: what DeepSpeed's engine asks for, then what the source has besides."""
 
     def tensor(name: str) -> Any:
-        stored = view.stored
-        return stored[name][...] if name in stored else None
+        found = named(view.stored, name)
+        return None if found is None else found[...]
 
     theirs: dict[str, Any] = {}
     if view.format.startswith("deepspeed"):

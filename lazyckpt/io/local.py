@@ -24,7 +24,7 @@ import torch
 
 from ..core.index import FileInfo
 from ..errors import ChangedFileError, CorruptError, DataError, MissingFileError
-from .store import Entry, Mapped, Store
+from .store import Entry, Mapped, Store, closed_error
 
 _OPEN_FILES = 128  # well under the usual limit of 1,024 descriptors
 _MAPPINGS = 128  # each keeps one, too
@@ -65,7 +65,14 @@ class LocalStore:
         self._lock = threading.Lock()
         self._files: dict[str, _File] = {}
         self._maps: dict[str, Mapped] = {}
+        self._closed = False
         _stores.add(self)
+
+    def close(self) -> None:
+        self._closed = True
+        with self._lock:
+            self._files.clear()
+            self._maps.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LocalStore, (self._root, dict(self.pins))
@@ -179,6 +186,8 @@ class LocalStore:
 
     def _open(self, path: str) -> _File:
         """The open file, checked against its pin."""
+        if self._closed:
+            raise closed_error(self._root)
         file = self._files.get(path)
         if file is None:
             self.stat(path)  # only a regular file is opened

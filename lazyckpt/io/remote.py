@@ -14,7 +14,7 @@ from typing import Any
 
 from ..core.index import FileInfo
 from ..errors import CorruptError, FormatError, LazyckptError, MissingFileError
-from .store import CannotMap, Entry
+from .store import CannotMap, Entry, closed_error
 
 GAP = 256 << 10  # bytes; about what 5 ms of waiting transfer at 50 MB/s
 
@@ -94,6 +94,8 @@ class RemoteStore(CannotMap):
             raise error from None
 
     def read(self, path: str, offset: int, length: int) -> bytes:
+        if self.closed:
+            raise closed_error(self._url)
         if length == 0:
             return b""
         try:

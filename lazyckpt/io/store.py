@@ -17,7 +17,7 @@ import torch
 
 from ..core.box import Shape
 from ..core.index import FileInfo
-from ..errors import CorruptError, MissingFileError
+from ..errors import CorruptError, DataError, MissingFileError
 
 Buffer = bytes | memoryview | mmap.mmap
 
@@ -94,9 +94,18 @@ class Store(Protocol):
     def gap(self) -> int:
         """Unwanted bytes between two wanted runs that are worth reading to save a request."""
 
+    def close(self) -> None:
+        """Let go of files and connections of its own; reading raises DataError from then on. Closing twice is fine, and
+        other stores of the same folder stay as they are."""
+
 
 class CannotMap:
     """What a store says whose files are not memory: everything is read."""
+
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
 
     def map(self, path: str) -> None:
         return None
@@ -106,6 +115,11 @@ class CannotMap:
 
     def resident(self, view: torch.Tensor) -> bool:
         return False
+
+
+def closed_error(root: str) -> DataError:
+    """What reading from a closed store raises."""
+    return DataError(f"{root} is closed: its view was closed, or its with-statement has ended. Open it again to read.")
 
 
 def present(store: Store, path: str) -> FileInfo | None:

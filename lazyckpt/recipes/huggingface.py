@@ -111,7 +111,8 @@ def _from_megatron(src: str | os.PathLike[str], view: CheckpointView, config: di
     """
     inner = config.get("text_config")
     rows = config.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
-    padded = [name for name in _EMBEDDINGS if name in view and type(rows) is int and view[name].shape[0] > rows > 0]
+    embeddings = {name: t for name in _EMBEDDINGS if (t := view.exact(name)) is not None}
+    padded = [name for name, t in embeddings.items() if type(rows) is int and t.shape[0] > rows > 0]
     if padded:
         view = CheckpointView(src, rules={name: {"cat": 0, "rows": rows} for name in padded})
     renamed = view.rename("hf")

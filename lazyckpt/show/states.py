@@ -1,10 +1,7 @@
-"""The states of a checkpoint as a mapping that says what it holds, and what IPython's completion may look at."""
+"""The states of a checkpoint as a mapping that says what it holds."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -54,20 +51,3 @@ class States(Mapping[str, "CheckpointView"]):
 
     def _ipython_key_completions_(self) -> list[str]:
         return list(self)
-
-
-def completable(*views: type) -> None:
-    """Tell a running IPython that it may look into views when one presses Tab: `view.states["`, `view["layers.0"]["`.
-
-    Without that it completes ``view["`` only: by its policy it calls no ``__getitem__`` and no property of classes that
-    it does not know, as they might do anything (IPython/core/guarded_eval.py `SelectivePolicy`). Those of views read
-    no tensor data.
-    """
-    module = "IPython.core.guarded_eval"
-    if "IPython" not in sys.modules or importlib.util.find_spec(module) is None:
-        return  # no IPython runs here, or one that asks nobody
-    policies = getattr(importlib.import_module(module), "EVALUATION_POLICIES", {})
-    for name in ("allowed_getitem", "allowed_getattr"):
-        allowed = getattr(policies.get("limited"), name, None)
-        if isinstance(allowed, set):
-            allowed.update((*views, States))
