@@ -1,10 +1,11 @@
-"""Models, and the ways in which people hand their parameters to an optimizer, for tests of names that follow from order.
+"""Models, and the ways in which people hand parameters to an optimizer, for tests of names that follow from order.
 
 No model is trained: each parameter's moments are filled with a number of its own, so that a wrong name shows.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -67,7 +68,7 @@ def _yolo() -> nn.Module:
     """Convolutions with norms, the widths telling."""
     widths = [3, 4, 6, 5, 7, 7]
     parts: list[nn.Module] = []
-    for n, (a, b) in enumerate(zip(widths, widths[1:], strict=False)):
+    for n, (a, b) in enumerate(itertools.pairwise(widths)):
         parts.append(nn.Sequential(nn.Conv2d(a, b, 1, bias=n == 4), nn.BatchNorm2d(b)))
     return nn.ModuleDict({"model": nn.Sequential(*parts)})
 
@@ -88,7 +89,7 @@ def _frozen() -> nn.Module:
 
 def _mlp() -> nn.Module:
     widths = [5, 7, 6, 8, 3]
-    return nn.Sequential(*(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)))
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
 
 
 def _equal(count: int, bias: bool = True) -> list[nn.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 import lazyckpt
 
+from .counting import opened
 from .groupings import GROUPINGS, MODELS, optimizer_of, wrong_names
 
 
@@ -32,8 +34,8 @@ def zero0(folder: Path, model: nn.Module, optimizer: Any, dtype: torch.dtype = t
     tag = folder / "zero" / "global_step1"
     tag.mkdir(parents=True)
     weights = {n: t.to(dtype) if t.is_floating_point() else t for n, t in model.state_dict().items()}
-    names = {id(t): n for n, t in model.state_dict(keep_vars=True).items()}
-    shared = {n: names[id(p)] for n, p in model.named_parameters(remove_duplicate=False) if names[id(p)] != n}
+    first = {id(p): n for n, p in model.named_parameters()}
+    shared = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False) if first[id(p)] != n}
     root = {
         "module": weights,
         "buffer_names": [n for n, _ in model.named_buffers()],
@@ -82,3 +84,91 @@ def test_no_order_of_groups_gives_a_wrong_name(tmp_path: Path, writer: str, mode
         if wrong or told != (named < len(truth)):
             found[grouping] = len(wrong), named, len(truth), told
     assert not found, "grouping -> wrong names, names, parameters, whether a problem tells of numbers"
+
+
+# -- fp32 copies that tell (DeepSpeed without ZeRO, 16 bit)
+
+
+def with_copies(folder: Path, model: nn.Module, grouping: str, dtype: torch.dtype) -> tuple[Path, dict[str, float]]:
+    """runtime/fp16/unfused_optimizer.py `state_dict`: fp32 copies in a list for each group; weights are their values,
+    rounded."""
+    groups = [group for group in GROUPINGS[grouping](model) if group]
+    optimizer, truth = optimizer_of(groups)
+    copies = [[p.detach().clone() for _, p in group] for group in groups]
+    wrapped = {
+        "dynamic_loss_scale": False,
+        "cur_scale": 1.0,
+        "cur_iter": 3,
+        "optimizer_state_dict": optimizer.state_dict(),
+        "fp32_groups": copies,
+    }
+    return zero0(folder, model, wrapped, dtype), truth
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("grouping", ["decay", "sorted, decay", "reversed, decay", "one by one", "shuffled, decay"])
+@pytest.mark.parametrize("name", ["12 equal layers", "10 equal layers of Llama", "a tied head"])
+def test_fp32_copies_tell_what_the_order_does_not(tmp_path: Path, name: str, grouping: str, dtype: torch.dtype) -> None:
+    model = MODELS[name]()
+    for p in model.parameters():
+        nn.init.normal_(p)
+    path, truth = with_copies(tmp_path, model, grouping, dtype)
+    view, counts = opened(path)
+    counts.clear()
+    assert repr(view) and counts.requests == 0
+    before = view.problems
+    assert wrong_names(view.states["exp_avg"], truth) == ([], len(truth))
+    masters = view.states["fp32"]
+    for key, p in model.named_parameters():
+        assert torch.equal(masters[key][...], p)
+    assert view.problems == ()
+    if before:
+        assert "fp32 copies" in before[0]
+        assert any("fp32 copy" in t.explain() for t in view.states["exp_avg"].values())
+        assert counts.bytes > 0
+    again = pickle.loads(pickle.dumps(lazyckpt.open(path)))
+    assert wrong_names(again.states["exp_avg"], truth) == ([], len(truth))
+
+
+def test_equal_fp32_copies_tell_by_the_order_that_the_others_fit(tmp_path: Path) -> None:
+    """Biases that are all zeros round to each other; the weights show that names were sorted."""
+    model = MODELS["12 equal layers"]()
+    for key, p in model.named_parameters():
+        nn.init.zeros_(p) if key.endswith("bias") else nn.init.normal_(p)
+    path, truth = with_copies(tmp_path, model, "sorted, decay", torch.bfloat16)
+    view = lazyckpt.open(path)
+    assert wrong_names(view.states["exp_avg"], truth) == ([], 24)
+    assert view.problems == ()
+
+
+def test_equal_fp32_copies_in_no_usual_order_stay_under_their_numbers(tmp_path: Path) -> None:
+    model = MODELS["12 equal layers"]()
+    for key, p in model.named_parameters():
+        nn.init.ones_(p) if key.endswith("bias") else nn.init.normal_(p)
+    path, truth = with_copies(tmp_path, model, "shuffled, decay", torch.float16)
+    view = lazyckpt.open(path)
+    assert wrong_names(view.states["exp_avg"], truth) == ([], 12)
+    assert any("under their numbers" in line for line in view.problems)
+    assert "layers.0.bias" not in view.states["fp32"], "its weight is none of the copies for certain"
+    assert set(view.states["fp32"]) == set(view.states["exp_avg"])
+
+
+def test_fp32_copies_of_other_weights_tell_nothing(tmp_path: Path) -> None:
+    model = MODELS["12 equal layers"]()
+    path, truth = with_copies(tmp_path, model, "decay", torch.float16)
+    file = next(path.rglob("*.pt"))
+    root = torch.load(file, weights_only=False)
+    root["module"] = {n: t + 1 for n, t in root["module"].items()}
+    torch.save(root, file)
+    view = lazyckpt.open(path)
+    assert wrong_names(view.states["exp_avg"], truth) == ([], 0)
+    assert any("under their numbers" in line for line in view.problems)
+
+
+def test_what_is_read_of_fp32_copies_is_little(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    path, truth = with_copies(tmp_path, model, "decay", torch.bfloat16)
+    view, counts = opened(path)
+    counts.clear()
+    assert set(view.states["exp_avg"]) == set(truth)
+    assert counts.bytes < 100_000, f"of {view.nbytes:,} bytes of weights: {counts}"

@@ -52,8 +52,8 @@ class Known(NamedTuple):
 
 Names = dict[tuple[Path, str], Known]  # (optimizer, number) -> name
 
-# "order": weights stand in the order of the modules; "modules": so do the optimizer's parameters, as the code that wrote
-# them says; "shape": weights stand in another order; "nothing": they are no longer what the optimizer had
+# "order": weights stand in the order of the modules; "modules": so do the optimizer's parameters, by the code of what
+# wrote them; "shape": weights stand in another order; "nothing": they are no longer what the optimizer had
 By = Literal["order", "modules", "shape", "nothing"]
 _WHY = {
     "modules": "order and shapes leave more than one way to name them, or none",

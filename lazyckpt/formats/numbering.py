@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from ..core.box import Shape
@@ -110,8 +109,11 @@ def _head_first(names: Sequence[Named]) -> list[Named]:
     >>> _head_first([("m.up.w", (2,)), ("m.up.b", (2,)), ("m.head.w", (2,))])
     [('m.head.w', (2,)), ('m.up.w', (2,)), ('m.up.b', (2,))]
     """
-    shared = len(commonprefix([name.split(".")[:-1] for name, _ in names]))
-    tops = [name.split(".")[shared] for name, _ in names]
+    parts = [name.split(".") for name, _ in names]
+    shared = 0
+    while parts and all(len(p) > shared + 1 and p[shared] == parts[0][shared] for p in parts):
+        shared += 1
+    tops = [p[shared] for p in parts]
     if not tops or not _HEADS.fullmatch(tops[-1]):
         return list(names)
     return [item for own in (True, False) for item, top in zip(names, tops, strict=True) if (top == tops[-1]) is own]
@@ -137,11 +139,12 @@ def _by_shape(key: Callable[[Shape], Any]) -> list[Convention]:
     return [made(before, down) for down in (False, True) for before in (list, _sorted, _reversed)]
 
 
-# The order of the modules, dealt to groups in any way: one for all; with and without weight decay; head and body; one for
-# each layer, in either direction; biases, weights of norms and other weights (ultralytics, yolov5); one for each shape.
+# The order of the modules, dealt to groups in any way: one for all; with and without weight decay; head and body; one
+# for each layer, in either direction; biases, weights of norms and other weights (ultralytics, yolov5); one for each
+# shape. Who makes one group of all parameters gives model.parameters().
 MODULES = Convention("the order of the modules", list)
 _HEAD_FIRST = Convention("the order of the modules, the head first", _head_first)
-# The others may stand in one group or be dealt, too. Sorted: karpathy/minGPT `configure_optimizers`, and what copied it.
+# The others may stand in one group or be dealt, too. karpathy/minGPT `configure_optimizers` sorts names.
 CONVENTIONS = (
     MODULES,
     Convention("sorted names", _sorted),
@@ -158,14 +161,18 @@ _RARE = (
 _IN_ONE_GROUP = tuple(_by_shape(len))
 
 
+Deal = Callable[[Sequence[Named], Sequence[Sequence[Wanted]], Effort], Assignment | None]
+
+
 def agreed(
     names: Sequence[Named],
     groups: Sequence[Sequence[Wanted]],
     conventions: Sequence[Convention] = CONVENTIONS,
-    tries: int = _TRIES,
+    effort: Effort | None = None,
+    deal: Deal = assign,
 ) -> Assignment | None:
     """The names that every convention gives that fits all groups; ``names`` are in the order of the modules. None if
-    none fits, or if there are too many ways to look at.
+    none fits, or if there are too many ways to look at (``effort``: what all conventions may take together).
 
     >>> names = [("up.w", (2, 3)), ("up.b", (2,)), ("out.w", (5, 2)), ("out.b", (5,))]
     >>> agreed(names, [[{(2, 3)}, {(2,)}, {(5, 2)}, {(5,)}]])
@@ -176,7 +183,7 @@ def agreed(
     >>> agreed(layers, [[{(2, 2)}] * 12]).names[0][:2]
     [None, None]
     """
-    found = fitting(names, groups, conventions, tries)
+    found = fitting(names, groups, conventions, effort, deal)
     return common(found, groups) if found else None
 
 
@@ -184,38 +191,37 @@ def fitting(
     names: Sequence[Named],
     groups: Sequence[Sequence[Wanted]],
     conventions: Sequence[Convention] = CONVENTIONS,
-    tries: int = _TRIES,
+    effort: Effort | None = None,
+    deal: Deal = assign,
 ) -> list[Assignment]:
     """What each convention gives that fits; nothing if there are too many ways to look at. That of the modules may
     leave any parameters out (frozen ones, buffers), the others only those whose shapes no group has: an order that is
-    found by trying has to be that of everything."""
+    found by trying has to be that of everything. ``deal``: finds the ways in one order."""
     found: list[Assignment] = []
     tried: list[list[Named]] = []
-    if MODULES in conventions:
-        effort = Effort(tries)
-        one = assign(names, groups, effort)
-        if effort.left < 0:
-            return []
-        found += [] if one is None else [one._replace(by=MODULES.name)]
-        tried.append(list(names))
+
+    def attempt(convention: Convention) -> bool:
+        """Whether there are not too many ways."""
+        ordered = convention.order(names)
+        if ordered not in tried:
+            tried.append(ordered)
+            left = effort or Effort()
+            one = deal(ordered, groups, left)
+            if left.left < 0:
+                return False
+            found.extend([] if one is None else [one._replace(by=convention.name)])
+        return True
+
+    if MODULES in conventions and not attempt(MODULES):
+        return []
+    others = [c for c in conventions if c is not MODULES and not (c is _HEAD_FIRST and found and len(groups) > 1)]
     if not found:
         names = _wanted(names, groups)
         if len(names) != sum(map(len, groups)):
             return []
-    others = [c for c in conventions if not (c is _HEAD_FIRST and found and len(groups) > 1)]
-    if not found and len(conventions) > 1:
-        others += (*_RARE, *(_IN_ONE_GROUP if len(groups) == 1 else ()))
-    for convention in others:
-        ordered = convention.order(names)
-        if ordered in tried:
-            continue
-        tried.append(ordered)
-        effort = Effort(tries)
-        one = assign(ordered, groups, effort)
-        if effort.left < 0:
-            return []
-        found += [] if one is None else [one._replace(by=convention.name)]
-    return found
+        rare = (*_RARE, *(_IN_ONE_GROUP if len(groups) == 1 else ()))
+        others = [*conventions, *(rare if len(conventions) > 1 else ())]
+    return found if all(map(attempt, others)) else []
 
 
 def common(found: Sequence[Assignment], groups: Sequence[Sequence[Wanted]]) -> Assignment:
