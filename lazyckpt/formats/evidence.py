@@ -25,7 +25,7 @@ from ..io.store import Store
 
 _SAMPLE = 256  # elements of each row that is looked at
 _BLOCK = 1 << 20  # elements that are read at once, where rows do not tell
-_ROUNDS = "named by its fp32 copy, which rounds to this weight and to no other"
+_ROUNDS = "named by the fp32 copy, which rounds to this weight and to no other of its shape"
 _FITS = "named by the one order of the parameters that the fp32 copies fit"
 
 

@@ -199,13 +199,13 @@ def fitting(
     found by trying has to be that of everything. ``deal``: finds the ways in one order."""
     found: list[Assignment] = []
     tried: list[list[Named]] = []
+    left = effort or Effort()
 
     def attempt(convention: Convention) -> bool:
         """Whether there are not too many ways."""
         ordered = convention.order(names)
         if ordered not in tried:
             tried.append(ordered)
-            left = effort or Effort()
             one = deal(ordered, groups, left)
             if left.left < 0:
                 return False
@@ -214,6 +214,7 @@ def fitting(
 
     if MODULES in conventions and not attempt(MODULES):
         return []
+    left = effort or Effort()
     others = [c for c in conventions if c is not MODULES and not (c is _HEAD_FIRST and found and len(groups) > 1)]
     if not found:
         names = _wanted(names, groups)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -82,6 +82,7 @@ class Building:
     unreadable: dict[str, str] = field(default_factory=dict)
     states: dict[str, dict[str, TensorSpec]] = field(default_factory=dict)
     unnamed: list[Unnamed] = field(default_factory=list)
+    named: dict[str, str] = field(default_factory=dict)  # parameter that has a number in a file -> how that is known
     weight_shapes: dict[str, dict[int, Shape]] = field(default_factory=dict)  # name -> tensor-parallel rank -> shape
     _read: dict[str, TorchFile | LazyckptError] = field(default_factory=dict)
     _pickles: Pickles = field(default_factory=Pickles)
@@ -119,7 +120,9 @@ class Building:
             specs = self.states.setdefault(state, {})
             for name, by_rank in names.items():
                 if name not in specs:
-                    specs[name] = self._merged(state, name, by_rank)
+                    spec = self._merged(state, name, by_rank)
+                    rule = self.named.get(name, "") if state != "weights" else ""
+                    specs[name] = replace(spec, rule=rule) if rule and not spec.rule else spec
                 else:  # shared modules: they can differ, not every attribute of them is kept in step
                     self.tell(
                         f"several pipeline stages hold {name!r}: the first stage's is read (the others: view.stored)"

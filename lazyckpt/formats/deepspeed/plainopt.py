@@ -189,6 +189,8 @@ def optimizer_shards(
                 values["fp32"] = masters[i]
             name = known or f"{where}.{i}"
             count += bool(values)
+            if known is not None:
+                b.named.setdefault(known, f"number {i} of the {where}; named by {found.by}")
             if values and known is None:
                 unnamed[name] = g, n
             for key, value in values.items():

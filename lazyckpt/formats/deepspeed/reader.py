@@ -136,7 +136,7 @@ def read(source: Source) -> Index:
         mesh=Mesh(b.tp, b.ranks // b.tp, degree, _expert_parallel(optims, files, b)),
         problems=tuple(b.problems),
         unreadable=b.unreadable,
-        open_problems=undecided and undecided.problems,
+        open_problems=undecided.problems if undecided else None,
     )
 
 
