@@ -15,7 +15,7 @@ from torch import nn
 import lazyckpt
 
 from .counting import opened
-from .groupings import GROUPINGS, MODELS, optimizer_of, wrong_names
+from .groupings import GROUPINGS, MODELS, Stack, optimizer_of, wrong_names
 
 
 def by_torch(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
@@ -143,6 +143,44 @@ def test_what_fits_one_order_has_names_and_says_by_which(
     assert view.problems == ()
     for name in truth:
         assert known in view.states["exp_avg"][name].explain()
+
+
+def test_a_frozen_parameter_does_not_hide_another_order(tmp_path: Path) -> None:
+    """The order of the modules fits with the embedding left out, and so do sorted names."""
+    model = Stack([nn.Linear(4, 4, bias=False) for _ in range(12)], 4, 9, 9)
+    model.embed.requires_grad_(False)
+    layers = sorted((n, p) for n, p in model.named_parameters() if n.startswith("layers"))
+    rest = [(n, p) for n, p in model.named_parameters() if n.startswith(("norm", "head"))]
+    optimizer, truth = optimizer_of([layers, rest])
+    view = lazyckpt.open(by_torch(tmp_path, model, optimizer))
+    wrong, _ = wrong_names(view.states["exp_avg"], truth)
+    assert wrong == [] and any("under their numbers" in line for line in view.problems)
+
+
+class Arguments:
+    """In place of transformers.TrainingArguments."""
+
+    def __init__(self, **options: float) -> None:
+        self.__dict__.update(options)
+
+
+@pytest.mark.parametrize(("rate", "grouping", "named"), [(0.1, "decay", 24), (0.2, "sorted, decay", 0)])
+def test_the_trainers_own_groups_are_in_the_order_of_the_modules(
+    tmp_path: Path, rate: float, grouping: str, named: int
+) -> None:
+    """A Trainer that was given an optimizer has other arguments than that."""
+    model = MODELS["12 equal layers"]()
+    optimizer, truth = optimizer_of(GROUPINGS[grouping](model))
+    for group in optimizer.param_groups:
+        group["initial_lr"] = 0.1
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    torch.save(Arguments(learning_rate=rate, weight_decay=0.1), tmp_path / "training_args.bin")
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 1}')
+    view = lazyckpt.open(tmp_path)
+    assert view.format == "hf-trainer"
+    assert wrong_names(view.states["exp_avg"], truth) == ([], named)
+    assert any("numbers its parameters" in line for line in view.problems) == (not named)
 
 
 # -- fp32 copies that tell (DeepSpeed without ZeRO, 16 bit)
