@@ -127,16 +127,16 @@ def _reversed(names: Sequence[Named]) -> list[Named]:
     return list(names)[::-1]
 
 
-def _by_shape(key: Callable[[Shape], Any]) -> list[Convention]:
-    """Sorted by size, by shape, or by the number of dimensions; what is equal stands in one of the other orders."""
+def _by_shape(key: Callable[[Shape], Any], *before: Callable[[Sequence[Named]], list[Named]]) -> tuple[Convention, ...]:
+    """Sorted by ``key`` of the shape, either way; what is equal stands in one of the orders ``before``."""
 
-    def made(before: Callable[[Sequence[Named]], list[Named]], down: bool) -> Convention:
+    def made(first: Callable[[Sequence[Named]], list[Named]], down: bool) -> Convention:
         def order(names: Sequence[Named]) -> list[Named]:
-            return sorted(before(names), key=lambda item: key(item[1]), reverse=down)
+            return sorted(first(names), key=lambda item: key(item[1]), reverse=down)
 
         return Convention("the order of their shapes", order)
 
-    return [made(before, down) for down in (False, True) for before in (list, _sorted, _reversed)]
+    return tuple(made(first, down) for down in (False, True) for first in before)
 
 
 # The order of the modules, dealt to groups in any way: one for all; with and without weight decay; head and body; one
@@ -151,14 +151,16 @@ CONVENTIONS = (
     Convention("the reversed order of the modules", _reversed),
     _HEAD_FIRST,
 )
-# Those that are looked at only where the order of the modules does not fit; where it does, they are the same, or fit
-# only where the reversed order does. KellerJordan/Muon `MuonWithAuxAdam` sorts each group by shape.
+# Those that are looked at only where the order of the modules does not fit. KellerJordan/Muon `MuonWithAuxAdam` sorts
+# each group by shape.
 _RARE = (
     Convention("sorted names, reversed", lambda names: _sorted(names)[::-1]),
-    *_by_shape(prod),
-    *_by_shape(tuple),
+    *_by_shape(prod, list, _sorted, _reversed),
+    *_by_shape(tuple, list, _sorted, _reversed),
 )
-_IN_ONE_GROUP = tuple(_by_shape(len))
+_IN_ONE_GROUP = _by_shape(len, list, _sorted, _reversed)
+# And of one group, although the order of the modules fits: by shape and name.
+_BY_SHAPE_AND_NAME = tuple(convention for key in (prod, tuple, len) for convention in _by_shape(key, _sorted))
 
 
 Deal = Callable[[Sequence[Named], Sequence[Sequence[Wanted]], Effort], Assignment | None]
@@ -215,8 +217,12 @@ def fitting(
     if MODULES in conventions and not attempt(MODULES):
         return []
     left = effort or Effort()
-    others = [c for c in conventions if c is not MODULES and not (c is _HEAD_FIRST and found and len(groups) > 1)]
-    if not found:
+    others = [c for c in conventions if c is not MODULES]
+    if found and len(groups) > 1:
+        others = [c for c in others if c is not _HEAD_FIRST]
+    elif found:
+        others += _BY_SHAPE_AND_NAME if others else ()
+    else:
         names = _wanted(names, groups)
         if len(names) != sum(map(len, groups)):
             return []
