@@ -196,9 +196,9 @@ def fitting(
     effort: Effort | None = None,
     deal: Deal = assign,
 ) -> list[Assignment]:
-    """What each convention gives that fits; nothing if there are too many ways to look at. That of the modules may
-    leave any parameters out (frozen ones, buffers), the others only those whose shapes no group has: an order that is
-    found by trying has to be that of everything. ``deal``: finds the ways in one order."""
+    """What each convention gives that fits; nothing if there are too many ways to look at. ``deal``: finds the ways in
+    one order. Any parameters may be left out (frozen ones, buffers) where the order of the modules fits; where it does
+    not, only those whose shapes no group has: an order that is found by trying has to be that of everything."""
     found: list[Assignment] = []
     tried: list[list[Named]] = []
     left = effort or Effort()
