@@ -89,7 +89,7 @@ class Likeness:
         return self[...].__dlpack__(**kwargs)
 
     def __dlpack_device__(self) -> tuple[Any, int]:
-        return torch.empty(0).__dlpack_device__()
+        return torch.empty(0, device="cpu").__dlpack_device__()
 
     @classmethod
     def __torch_function__(

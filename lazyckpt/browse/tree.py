@@ -6,6 +6,7 @@ from rich.text import Text
 from textual.widgets import Tree
 from textual.widgets.tree import TreeNode
 
+from ..core.names import shortened
 from ..show.text import human_bytes, kind, plural, printable
 from .levels import Entry, Levels
 
@@ -97,7 +98,7 @@ class NameTree(Tree[Row]):
 
     def _label(self, entry: Entry) -> Text:
         assert self.levels is not None  # entries are of levels
-        label = printable(entry.label) or "''"
+        label = printable(shortened(entry.label)) or "''"
         if entry.leaf:
             tied = "" if entry.numel or not self.levels.view[entry.start].numel() else "  tied"
             return Text.assemble(label, (f"  {kind(self.levels.view[entry.start])}{tied}", "dim"))

@@ -106,7 +106,7 @@ def check_converts(name: str, source: torch.dtype, to: torch.dtype) -> None:
 def converts(source: torch.dtype, to: torch.dtype) -> bool:
     """Whether torch converts elements of one dtype to the other: of packed bits it does not."""
     try:
-        torch.empty(1, dtype=source).to(to)
+        torch.empty(1, dtype=source, device="cpu").to(to)
     except (NotImplementedError, RuntimeError):  # torch's two ways to say that it has no such conversion
         return False
     return True

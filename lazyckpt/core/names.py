@@ -38,6 +38,17 @@ def natural(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(s), s) if s.isdecimal() and s.isascii() and len(s) < 19 else (1, 0, s) for s in parts if s]
 
 
+def shortened(text: str, limit: int = 120) -> str:
+    """The text with its middle left out if it is longer than ``limit`` characters.
+
+    >>> shortened("a.very.long.name", 9)
+    'a.ve…name'
+    """
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 2]}…{text[len(text) - (limit - 1) // 2 :]}"
+
+
 def matcher(pattern: Pattern) -> Callable[[str], bool]:
     """A test for names: a glob (``*`` also crosses dots), a compiled regex (searched), or the callable itself.
 
@@ -54,6 +65,8 @@ def matcher(pattern: Pattern) -> Callable[[str], bool]:
 
 _OFFERED = 20_000  # paths that are completed
 _INNER = 2_000  # names of which paths inside are, too
+_DEEP = 20  # levels; of names with more, paths inside are not completed
+_LETTERS = 1 << 23  # characters of all paths that are completed
 
 
 class Names:
@@ -97,24 +110,36 @@ class Names:
         >>> Names(["model.up.weight"]).paths()
         ['model', 'model.up', 'model.up.weight', 'up', 'up.weight']
         """
+        found = self._prefixes()
+        if len(self.order) > _INNER or any(name.count(".") >= _DEEP for name in self.order):
+            return found
+        if sum(len(name) * name.count(".") ** 2 for name in self.order) > _LETTERS:
+            return found
         split = [name.split(".") for name in self.order]
-        found: dict[str, None] = {}
-        for depth in range(1, max(map(len, split), default=0) + 1):
-            level = dict.fromkeys(".".join(parts[:depth]) for parts in split if len(parts) >= depth)
-            if found and len(found) + len(level) > _OFFERED:
-                break
-            found |= level
-        if len(split) > _INNER or any(len(parts) > 20 for parts in split):
-            return list(found)
         places: dict[str, set[str]] = {}
         for parts in split:
             for start in range(1, len(parts)):
                 for stop in range(start + 1, len(parts) + 1):
                     places.setdefault(".".join(parts[start:stop]), set()).add(".".join(parts[:stop]))
         behind = dict.fromkeys(".".join(parts[1:stop]) for parts in split for stop in range(2, len(parts) + 1))
-        return list(found) + [
-            path for path in behind if len(places[path]) == 1 and path not in found and not path[:1].isdigit()
+        known = set(found)
+        return found + [
+            path for path in behind if len(places[path]) == 1 and path not in known and not path[:1].isdigit()
         ]
+
+    def _prefixes(self) -> list[str]:
+        """All prefixes and names, by level, of as many levels as there is room for; at least of the first."""
+        found: dict[str, None] = {}
+        letters = 0
+        rest = [(name, name.find(".")) for name in self.order]  # where the level ends; -1: with the name
+        while rest:
+            level = dict.fromkeys(name if end < 0 else name[:end] for name, end in rest)
+            letters += sum(map(len, level))
+            if found and (len(found) + len(level) > _OFFERED or letters > _LETTERS):
+                break
+            found |= level
+            rest = [(name, name.find(".", end + 1)) for name, end in rest if end >= 0]
+        return list(found)
 
     def near(self, wrong: str, count: int = 3) -> list[str]:
         """The names (or prefixes of names) most like a wrong one, else the paths inside names that are.

@@ -164,7 +164,7 @@ def _fill(tensor: LazyTensor, tile: Box, out: torch.Tensor) -> torch.Tensor:
     bits = out.view(BITS[out.itemsize])
     bits.zero_()
     if inner:
-        part = tensor.lazy[inner.slices].read_into(torch.empty(inner.shape, dtype=tensor.dtype))
+        part = tensor.lazy[inner.slices].read_into(torch.empty(inner.shape, dtype=tensor.dtype, device="cpu"))
         bits[tuple(slice(a - t, b - t) for a, b, t in zip(inner.start, inner.stop, tile.start, strict=True))] = (
             part.view(bits.dtype)
         )

@@ -144,7 +144,7 @@ def _state_dict(view: View, lost: Lost) -> _State:
         if "exp_avg" in states and "step" not in states:
             steps = step_of(view)
             if steps is not None:
-                count = torch.tensor(steps.done, dtype=torch.float32)
+                count = torch.tensor(steps.done, dtype=torch.float32, device="cpu")
                 for name in states["exp_avg"]:
                     state.add(("optim", "state", name, "step"), Held(count))
         _add_meta(state, view, lost)

@@ -88,7 +88,9 @@ class Optimizer:
         for group, options in groups.items():
             numbers = range(len(state), len(state) + len(members[group]))
             for n, name in zip(numbers, members[group], strict=True):
-                counted = {} if self.each is None else {"step": Held(torch.tensor(self.each, dtype=torch.float32))}
+                counted = {}
+                if self.each is not None:
+                    counted = {"step": Held(torch.tensor(self.each, dtype=torch.float32, device="cpu"))}
                 state[n] = {**counted, **{kind: tensors[kind][name] for kind in self.states}}
             listed.append({**options, "params": list(numbers)})
         inner = {"state": state, "param_groups": listed}

@@ -108,7 +108,7 @@ class _Around(io.RawIOBase):
 @lru_cache(maxsize=1 << 12)
 def _saved(dtype: torch.dtype, shape: Shape, about: About | None) -> Saved:
     # (a tensor of this shape that takes no memory)
-    (shown,) = placeholders([Held(torch.empty((), dtype=dtype).expand(shape))])
+    (shown,) = placeholders([Held(torch.empty((), dtype=dtype, device="cpu").expand(shape))])
     around = _Around()
     with skip_data():
         torch.save(shown if about is None else {"param": shown, **dict(about)}, around)  # type: ignore[arg-type]

@@ -224,7 +224,7 @@ def scratch(nbytes: int) -> torch.Tensor:
     """Bytes of this thread's, until it asks again."""
     buffer: torch.Tensor | None = getattr(_own, "buffer", None)
     if buffer is None or buffer.numel() < nbytes:
-        buffer = _own.buffer = torch.empty(max(nbytes, PIECE), dtype=torch.uint8)
+        buffer = _own.buffer = torch.empty(max(nbytes, PIECE), dtype=torch.uint8, device="cpu")
     return buffer[:nbytes]
 
 

@@ -116,7 +116,7 @@ def placeholders(tensors: Sequence[Writable]) -> list[torch.Tensor]:
             bits = torch.frombuffer(memory, dtype=BITS[t.itemsize], count=t.numel(), offset=64 * n)
             found.append(bits.view(t.dtype).view(t.shape))
         else:
-            found.append(torch.empty(t.shape, dtype=t.dtype))
+            found.append(torch.empty(t.shape, dtype=t.dtype, device="cpu"))
     return found
 
 

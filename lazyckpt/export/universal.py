@@ -68,7 +68,7 @@ def export_universal(
         kinds = dict.fromkeys(state for of_one in states.values() for state in of_one)
         count = next(iter(steps.values()), None)
         for name in _without_states(view, masters, states, groups):
-            zero = Held(torch.zeros(()).expand(masters[name].shape))  # takes no memory
+            zero = Held(torch.zeros((), device="cpu").expand(masters[name].shape))  # takes no memory
             states[name] = dict.fromkeys(kinds, zero)
             if count is not None:
                 steps[name] = count
@@ -89,7 +89,7 @@ def export_universal(
     whole = {"module": {**module, **{a: module[o] for a, o in aliases.items() if o in module}}, **model}
     files.append(File("mp_rank_00_model_states.pt", sum(t.nbytes for t in kept), partial(layout_of, value=whole)))
     # the same for an engine of ZeRO-3, which has no parameters in its file
-    empty = dict.fromkeys(whole["module"], Held(torch.empty(0)))
+    empty = dict.fromkeys(whole["module"], Held(torch.empty(0, device="cpu")))
     counts = {id(step): _saved(step) for step in {id(step): step for step in steps.values()}.values()}  # mostly one
     texts = {f"zero/{name}/step.pt": counts[id(step)] for name, step in steps.items()}
     texts["zero_pp_rank_0_mp_rank_00_model_states.pt"] = _saved(_with_tensors({**model, "module": empty}))
@@ -171,7 +171,7 @@ def _steps(view: View, masters: Mapping[str, LazyTensor]) -> dict[str, Any]:
     step = step_of(view)
     if step is None or step.option or "exp_avg" not in view.states:
         return {}
-    value = int(step.done) if step.whole else torch.tensor(step.done, dtype=torch.float32)
+    value = int(step.done) if step.whole else torch.tensor(step.done, dtype=torch.float32, device="cpu")
     return {name: value for name in view.states["exp_avg"] if name in masters}
 
 
@@ -182,7 +182,7 @@ def _module(view: View, masters: Mapping[str, LazyTensor]) -> dict[str, Writable
     """The weights as they were trained; without them, what ZeRO-3 writes: no parameters, but what else there is."""
     if view.state == "weights":
         return dict(view.once()[0])
-    return {n: Held(torch.empty(0)) if t.dtype.is_floating_point else t for n, t in masters.items()}
+    return {n: Held(torch.empty(0, device="cpu")) if t.dtype.is_floating_point else t for n, t in masters.items()}
 
 
 def _model_states(
@@ -247,7 +247,7 @@ def _optimizer_state(view: View, groups: list[dict[str, Any]], steps: Mapping[st
     step = next(iter(steps.values()), None)
     if step is None:
         known = step_of(view)
-        step = torch.tensor(known.done if known is not None else 0.0, dtype=torch.float32)
+        step = torch.tensor(known.done if known is not None else 0.0, dtype=torch.float32, device="cpu")
     return {
         "ds_version": view.meta.get("ds_version") or _DEEPSPEED,
         **theirs,

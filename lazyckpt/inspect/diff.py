@@ -285,7 +285,7 @@ def _long(x: torch.Tensor) -> bool:
 def _plane(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The real and the imaginary parts."""
     if not x.is_complex():
-        return x, torch.zeros(x.shape, dtype=torch.float32)
+        return x, torch.zeros(x.shape, dtype=torch.float32, device="cpu")
     if x.dtype == torch.complex32:
         x = x.to(torch.complex64)
     return x.real, x.imag

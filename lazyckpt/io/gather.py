@@ -117,10 +117,10 @@ def _mean(store: Store, copies: list[Copy], out: torch.Tensor) -> None:
     """Every element is the mean of the copies that hold it, summed in float32 (float64 for float64)."""
     own = copies[0].extent.dtype if copies else out.dtype  # what it is read as, whatever it is converted to then
     wide = torch.float64 if own == torch.float64 else torch.float32
-    total = torch.zeros(out.shape, dtype=wide)
-    count = torch.zeros(out.shape, dtype=wide)
+    total = torch.zeros(out.shape, dtype=wide, device="cpu")
+    count = torch.zeros(out.shape, dtype=wide, device="cpu")
     for copy in copies:
-        one = torch.empty(copy.shape, dtype=copy.extent.dtype)
+        one = torch.empty(copy.shape, dtype=copy.extent.dtype, device="cpu")
         for _, do in _copy_tasks(store, copy, one):
             do()
         total[copy.slices] += one
@@ -209,7 +209,7 @@ def _scratch(nbytes: int) -> torch.Tensor:
     library keeps up to 64 MiB of it for every thread.)"""
     buffer: torch.Tensor | None = getattr(_own, "buffer", None)
     if buffer is None or buffer.numel() < nbytes:
-        buffer = _own.buffer = torch.empty(max(nbytes, _RUN), dtype=torch.uint8)
+        buffer = _own.buffer = torch.empty(max(nbytes, _RUN), dtype=torch.uint8, device="cpu")
     return buffer[:nbytes]
 
 
@@ -230,7 +230,7 @@ def _through_mapping(mapped: mmap.mmap, copy: Copy, span: int, target: torch.Ten
 def _as_byte_array(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory with one more dimension, of bytes, whatever the strides."""
     size = tensor.itemsize
-    flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
     strides = (*(s * size for s in tensor.stride()), 1)
     return flat.as_strided((*tensor.shape, size), strides, tensor.storage_offset() * size)
 

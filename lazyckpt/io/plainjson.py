@@ -184,7 +184,7 @@ def _np_objects(told: Any) -> np.ndarray[Any, Any]:
 def _tensor(about: Any) -> torch.Tensor:
     dtype = _torch_dtype(about["dtype"])
     data = bytearray(_bytes(about["data"]))
-    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
     return flat.view(about["shape"])
 
 

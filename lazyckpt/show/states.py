@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from ..core.names import shortened
 from ..errors import TensorNotFoundError
 from .html.parts import page, safe, tag
 from .text import human_bytes, plural, printable
@@ -38,12 +39,14 @@ class States(Mapping[str, "CheckpointView"]):
 
     def _lines(self) -> list[tuple[str, str]]:
         return [
-            (state, f"{plural(len(view), 'tensor')}, {human_bytes(view.nbytes)}") for state, view in self._views.items()
+            (shortened(state), f"{plural(len(view), 'tensor')}, {human_bytes(view.nbytes)}")
+            for state, view in self._views.items()
         ]
 
     def __repr__(self) -> str:
-        width = max((len(printable(state)) for state in self._views), default=0)
-        return "\n".join(f"{printable(state):<{width}}  {told}" for state, told in self._lines()) or "(no states)"
+        lines = [(printable(state), told) for state, told in self._lines()]
+        width = max((len(state) for state, _ in lines), default=0)
+        return "\n".join(f"{state:<{width}}  {told}" for state, told in lines) or "(no states)"
 
     def _repr_html_(self) -> str:
         lines = (tag("li", f"{tag('code', safe(state))} {tag('span', told, 'dim')}") for state, told in self._lines())

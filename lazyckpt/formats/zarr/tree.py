@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from ...core.index import FileInfo
 from ...errors import CorruptError, FormatError
 from ...io.store import Store, StoreFile, present
+from ...io.zips import read_zip
 from .grid import Place
 
 _MAX_DOCUMENT = 1 << 30  # bytes
@@ -54,6 +55,7 @@ class Zip:
         file = StoreFile(store, path, tail=1 << 16)
         self.documents = {path: file.info}
         self._base = ""
+        read_zip(file)  # refuses what other readers could see otherwise
         try:  # zipfile has no error of its own for all damage; NotImplementedError: a zip of a later version
             self._zip = zipfile.ZipFile(file)
         except (zipfile.BadZipFile, ValueError, NotImplementedError) as e:
