@@ -356,8 +356,10 @@ class CheckpointView(Reshaping):
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What is missing or odd, a readable line each."""
-        return self._index.problems
+        """What is missing or odd, a readable line each. Names of an optimizer's states that values have to tell are
+        looked for when they are first listed or looked up; the line that says so is gone then, if they were found."""
+        later = self._index.open_problems
+        return self._index.problems if later is None else (*self._index.problems, *later())
 
     @property
     def unreadable(self) -> Mapping[str, str]:

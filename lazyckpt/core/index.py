@@ -5,7 +5,7 @@ Everything here is picklable, holds no handle and does no I/O. A reader makes an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -240,7 +240,8 @@ class Index:
     lists but that cannot even be described (their file is gone), with the reason. ``ruled``: names that the user's
     rules are for and that are no tensors here any more (flat parameters that were taken apart). ``watched``: the files
     that were looked at, if ``files`` has more (chunks by the thousand, which are looked at when they are read).
-    ``layout``: whose part of which checkpoint it is, if it is one rank's under another layout.
+    ``layout``: whose part of which checkpoint it is, if it is one rank's under another layout. ``open_problems``: gives
+    the lines on what is decided when it is first looked at; they change then.
     """
 
     format: str
@@ -255,6 +256,7 @@ class Index:
     ruled: tuple[str, ...] = ()
     watched: Mapping[str, FileInfo] | None = None
     layout: Layout | None = None
+    open_problems: Callable[[], tuple[str, ...]] | None = None
 
     @property
     def pins(self) -> Mapping[str, FileInfo]:
