@@ -60,7 +60,7 @@ def export_ranks(
 
     check()
     job = fingerprint([(t, ()) for t in read], ["\0".join([about, *writers]).encode()])
-    with staged(place, job) as (folder, _):
+    with staged(place, job) as folder:
         root = Path(folder.root)
         for name, write in writers.items():
             if not (root / name / _DONE).exists():
