@@ -74,6 +74,7 @@ def write(
         if not there:
             ledger.anew()
             where.make()
+            where.tidy(set(plan.keys).__contains__)
             check_room(Path(staging.root), max(0, plan.room - ledger.nbytes))
         with Bar(sum(file.nbytes for file in files) * (1 + verify), place.name, progress) as bar:
             layouts = fill(files, where, ledger, run, bar.add)

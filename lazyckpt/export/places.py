@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -150,14 +150,21 @@ class Folder:
             os.rename(name, to, src_dir_fd=at)
 
     def find(self) -> dict[str, int]:
-        """The keys of all files in it, and their bytes."""
+        """The keys of all files in it, and their bytes; -1 for what is no regular file."""
         found: dict[str, int] = {}
         with entered(self.root, self.owner, self._parts(())) as top:
             for where, _, files, at in os.fwalk(".", dir_fd=top):
                 for name in files:
                     info = os.stat(name, dir_fd=at, follow_symlinks=False)
-                    found[os.path.normpath(os.path.join(where, name))] = info.st_size
+                    size = info.st_size if stat.S_ISREG(info.st_mode) else -1
+                    found[os.path.normpath(os.path.join(where, name))] = size
         return found
+
+    def tidy(self, keep: Callable[[str], bool]) -> None:
+        """Remove all files but those whose keys are to be kept."""
+        for key in self.find():
+            if not keep(key):
+                self.remove(key)
 
     def verified(self) -> dict[str, int]:
         """The keys of the files that hold what `put` wrote, and their bytes. All others are removed: they are not
@@ -167,7 +174,8 @@ class Folder:
         good: dict[str, int] = {}
 
         def check(key: str) -> None:
-            if key in listed and listed[key] == (there[key], self._checksum(key)):
+            size, checksum = listed.get(key, (-2, 0))
+            if size == there[key] and checksum == self._checksum(key):
                 good[key] = there[key]
             else:
                 self.remove(key)
@@ -181,7 +189,7 @@ class Folder:
     def _list(self, key: str, size: int, checksum: int) -> None:
         fd = replace(self, inside="").open(SUMS, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
-            _write(fd, f"{json.dumps([key, size, checksum])}\n".encode("utf-8", "surrogatepass"))
+            os.write(fd, f"{json.dumps([key, size, checksum])}\n".encode("utf-8", "surrogatepass"))  # whole or not
         finally:
             os.close(fd)
 
