@@ -27,13 +27,12 @@ Json = dict[str, Any]
 class Nodes:
     """``root``: the root's document and attributes, as v3 has them; {} if there is none. ``arrays``: path -> (version,
     document, attributes, the document's path). ``attributes``: path of a group -> its attributes. ``damaged``: path of
-    a node whose document cannot be read -> why. ``problems``: what else is to be said."""
+    a node that cannot be read -> why."""
 
     root: Json = field(default_factory=dict)
     arrays: dict[str, tuple[int, Json, Json, str]] = field(default_factory=dict)
     attributes: dict[str, Json] = field(default_factory=dict)
     damaged: dict[str, str] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
 
 
 def nodes(tree: Tree) -> Nodes:
@@ -106,9 +105,10 @@ def _visit(tree: Tree, folder: str, found: Nodes) -> list[str]:
         found.attributes[folder] = _attributes(tree, folder, names)
     inside = [posixpath.join(folder, name) for name, is_folder in sorted(names.items()) if is_folder]
     circles = [path for path in inside if tree.is_circle(path)]
-    found.problems += [
-        f"{tree.where(path)} is a link to a folder that it is in: it is not followed" for path in circles
-    ]
+    for path in circles:
+        found.damaged[path] = (
+            f"{tree.where(path)} is a link to a folder that it is in, which is no hierarchy: remove it"
+        )
     return [path for path in inside if path not in circles]
 
 

@@ -54,9 +54,11 @@ def _read(source: Source) -> Index:
         )
     if own and found.damaged:
         raise CorruptError(next(iter(found.damaged.values())))
-    problems = list(found.problems)
+    problems: list[str] = []
     unreadable = {_name(path): why for path, why in found.damaged.items()}
     arrays = _arrays(tree, found, problems, None if own else unreadable)
+    if unreadable and not arrays:
+        raise CorruptError(next(iter(unreadable.values())))
     places: Mapping[str, Mapping[str, Place]] = tree.places(arrays) if isinstance(tree, Zip) else {}
     fragments = {
         path: GridFragments(array, path, own, tree.path, places.get(path))
