@@ -80,6 +80,11 @@ def is_own(path: Path) -> bool:
     return stat.S_ISDIR(info.st_mode) and (info.st_uid == os.geteuid() or info.st_uid == _usual(path.parent).st_uid)
 
 
+def ignores_case(folder: str, name: str) -> bool:
+    """Whether a file of that name, which is there, is found under its name in upper case, too."""
+    return os.path.exists(os.path.join(folder, name.upper()))
+
+
 def usual_mode(path: Path) -> int:
     """The mode that a new folder gets in this one."""
     return stat.S_IMODE(_usual(path, 0o777).st_mode)

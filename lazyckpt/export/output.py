@@ -73,6 +73,7 @@ def write(
         files = [file for file in plan.files if file.key not in there]
         if not there:
             ledger.anew()
+            staging.check_distinct(plan.keys)
             where.make()
             where.tidy(set(plan.keys).__contains__)
             check_room(Path(staging.root), max(0, plan.room - ledger.nbytes))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from ..formats.zarr.documents import JOB
 from ..io.pool import each
 from ..io.remote import asking
 from .crc import crc32
-from .guard import Owner, entered
+from .guard import Owner, entered, ignores_case
 
 PART = ".part"  # ends the name of a file that is being written
 SUMS = f".sums{JOB}"  # lists the checksums of the files of an export that is not finished
@@ -159,6 +160,18 @@ class Folder:
                     size = info.st_size if stat.S_ISREG(info.st_mode) else -1
                     found[os.path.normpath(os.path.join(where, name))] = size
         return found
+
+    def check_distinct(self, keys: Iterable[str]) -> None:
+        """Raise DestinationError for two keys that are one file here: file systems that do not tell upper from lower
+        case, or composed from decomposed characters, would keep the last of them."""
+        known: dict[str, str] = {}
+        for key in keys:
+            first = known.setdefault(unicodedata.normalize("NFC", key).casefold(), key)
+            if first != key and ignores_case(self.root, JOB):
+                raise DestinationError(
+                    f"{first!r:.200} and {key!r:.200} would be the same file: {self.root} is on a file system that "
+                    "does not tell upper from lower case. Write to another one, or rename tensors (view.rename)"
+                )
 
     def tidy(self, keep: Callable[[str], bool]) -> None:
         """Remove all files but those whose keys are to be kept."""

@@ -127,6 +127,7 @@ def export_zarr(
         return
     with staged(place, plan.fingerprint) as staging:
         folder = replace(staging, sums=True)
+        folder.check_distinct(plan.documents)
         there = folder.verified()
         check_room(Path(folder.root), max(0, plan.room() * (1 + _is_zip(place)) - sum(there.values())))
         do(folder, there, place.name)
