@@ -61,10 +61,8 @@ def own_folder(path: Path) -> tuple[int, Owner]:
 def entered(root: str, owner: Owner | None, below: Sequence[str] = (), make: bool = False) -> Iterator[int]:
     """The descriptor of a folder below ``root``, which has to be ``owner``'s; ``make``: folders below the root that
     are missing are made. Raises DestinationError, OSError."""
-    at = _open(Path(root)) if owner is not None else os.open(root, _FOLDER & ~os.O_NOFOLLOW)
+    at = opened(root, owner)
     try:
-        if owner is not None and not owner.accepts(os.fstat(at)):
-            raise _refused(Path(root), "it is not the folder that the export began with")
         for name in below:
             inner = _inner(name, at, make)
             os.close(at)
@@ -72,6 +70,17 @@ def entered(root: str, owner: Owner | None, below: Sequence[str] = (), make: boo
         yield at
     finally:
         os.close(at)
+
+
+def opened(root: str, owner: Owner | None) -> int:
+    """The descriptor of a folder, which has to be ``owner``'s. Raises DestinationError, OSError."""
+    if owner is None:
+        return os.open(root, _FOLDER & ~os.O_NOFOLLOW)
+    fd = _open(Path(root))
+    if not owner.accepts(os.fstat(fd)):
+        os.close(fd)
+        raise _refused(Path(root), "it is not the folder that the export began with")
+    return fd
 
 
 def is_own(path: Path) -> bool:

@@ -21,7 +21,7 @@ from ..formats.zarr.documents import JOB
 from ..io.pool import each
 from ..io.remote import asking
 from .crc import crc32
-from .guard import Owner, entered, ignores_case
+from .guard import Owner, entered, ignores_case, opened
 
 PART = ".part"  # ends the name of a file that is being written
 SUMS = f".sums{JOB}"  # lists the checksums of the files of an export that is not finished
@@ -70,9 +70,18 @@ class Folder:
 
     def open(self, key: str, flags: int) -> int:
         """The descriptor of a file; the folders that it is in are made if it is. Links are not followed."""
+        flags |= os.O_NOFOLLOW | os.O_CLOEXEC
+        root = opened(self.root, self.owner)
+        try:  # nobody else can have made a folder below the root a link
+            return os.open(f"{self.inside}/{key}" if self.inside else key, flags, 0o666, dir_fd=root)
+        except FileNotFoundError:
+            if not flags & os.O_CREAT:
+                raise
+        finally:
+            os.close(root)
         *folders, name = key.split("/")
-        with entered(self.root, self.owner, self._parts(folders), make=bool(flags & os.O_CREAT)) as at:
-            return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=at)
+        with entered(self.root, self.owner, self._parts(folders), make=True) as at:
+            return os.open(name, flags, 0o666, dir_fd=at)
 
     def put(self, key: str, content: Iterable[bytes | memoryview]) -> None:
         *folders, name = key.split("/")

@@ -21,6 +21,7 @@ from ...core.index import Chunk, Codec, Extent, FileInfo, Fragment, Part, Shard,
 from ...core.plan import Selection
 from ...errors import CorruptError
 from ...io.store import Store, present
+from .keys import Keys
 
 _FEW = 1024  # chunks that are looked up one by one; where there are more, the folder is listed
 _DIGITS = 20  # of a number in the key of a chunk, more than there can be
@@ -89,35 +90,6 @@ class Array:
         place = tuple(map(int, parts))
         inside = len(place) == len(grid) and all(n < count for n, count in zip(place, grid, strict=True))
         return place if inside and self.key(place) == key else None
-
-
-class Keys:
-    """The names below the folder of an array, as deep as the keys of its chunks are. They are listed once, when they
-    are first asked for."""
-
-    def __init__(self, store: Store, folder: str, array: Array) -> None:
-        self._store = store
-        self._folder = folder
-        self._prefix = array.prefix
-        self._levels = len(array.shape) + bool(array.prefix) if array.separator == "/" else 1
-        self._found: list[str] | None = None
-
-    def __iter__(self) -> Iterator[str]:
-        if self._found is None:
-            self._found = list(self._below("", self._levels))
-        return iter(self._found)
-
-    def _below(self, folder: str, levels: int) -> Iterator[str]:
-        at = "/".join(filter(None, (self._folder, folder)))
-        for name, entry in self._store.list(at).items():
-            key = f"{folder}/{name}" if folder else name
-            if levels == 1:
-                yield key
-            elif entry.is_dir and (name.isdecimal() or name == self._prefix):
-                yield from self._below(key, levels - 1)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_found": None}
 
 
 class Place(NamedTuple):

@@ -14,11 +14,13 @@ from typing import Any
 from ...core.index import FileInfo, Index, Mesh, TensorSpec
 from ...errors import CorruptError, FormatError, MissingFileError
 from ...io.plainjson import decode
+from ...io.store import Store
 from ..paths import some
 from ..reader import Reader, Source
 from .discover import Nodes, nodes
 from .documents import ATTRIBUTE, JOB, LAYOUT
-from .grid import Array, ChunkFiles, GridFragments, Keys, Place, spec_of
+from .grid import Array, ChunkFiles, GridFragments, Place, spec_of
+from .keys import Keys
 from .metadata import NoTensorError, array_v2, array_v3
 from .nodes import component, dimension_names
 from .packing import unknown_codecs
@@ -63,7 +65,7 @@ def _read(source: Source) -> Index:
     fragments = {
         path: GridFragments(array, path, own, tree.path, places.get(path))
         if isinstance(tree, Zip)
-        else GridFragments(array, path, own, keys=Keys(source.store, path, array))
+        else GridFragments(array, path, own, keys=_keys(source.store, path, array))
         for path, array in arrays.items()
     }
     files: Mapping[str, FileInfo] = tree.documents
@@ -75,6 +77,10 @@ def _read(source: Source) -> Index:
             _check_shape(array, found.arrays[path][1].get("dimension_names"), f"{where}: {path!r:.80}")
         return _own_index(about, fragments, files, tree, problems)
     return _index(fragments, found, files, tree, problems, unreadable)
+
+
+def _keys(store: Store, path: str, array: Array) -> Keys:
+    return Keys(store, path, array.prefix, array.separator, len(array.shape))
 
 
 def _name(path: str) -> str:
