@@ -350,7 +350,7 @@ def test_what_zarr_asks_of_a_store(view: lazyckpt.CheckpointView) -> None:
         wanted = {key[len(start) :].split("/")[0] for key in keys if key.startswith(start)}
         found = listed(store.list_dir(folder))
         assert set(found) == wanted and len(found) == len(wanted), folder
-    with pytest.raises(ValueError, match="reading only"):
+    with pytest.raises(ValueError, match="read-only"):
         store.with_read_only(False)
     with store:
         assert asyncio.run(store.is_empty("nothing")) and not asyncio.run(store.is_empty(""))
