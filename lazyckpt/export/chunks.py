@@ -23,8 +23,8 @@ from ..io.memory import as_bytes, empty
 from ..tensor import LazyTensor
 from .codecs import Encoding
 from .job import OVERHEAD
-from .places import Place
-from .stream import PIECE, differs, scratch
+from .places import PIECE, Place
+from .stream import differs, scratch
 
 _ABSENT = (1 << 64) - 1  # offset and bytes of an inner chunk that is not there
 INDEX_CODECS = (*RAW, {"name": "crc32c"})

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from math import prod
 from typing import Any
@@ -36,6 +36,7 @@ from .stream import File
 from .torch import layout_of
 
 _WEIGHTS = ("weights", "fp32")
+_OF_STAGE_3 = ("exp_avg", "exp_avg_sq")  # the states that an engine of ZeRO-3 loads
 _VERSION = "0.4"  # deepspeed/checkpoint/constants.py UNIVERSAL_CHECKPOINT_VERSION_VALUE
 _NO_GROUPS = 1024  # an engine takes no more groups than are listed, and states of these only
 # of a source's model states, what is made anew or is none of theirs
@@ -66,6 +67,7 @@ def export_universal(
     groups = param_groups(view, complete=False)
     if states:
         kinds = dict.fromkeys(state for of_one in states.values() for state in of_one)
+        lost |= _not_for_stage_3(kinds)
         count = next(iter(steps.values()), None)
         for name in _without_states(view, masters, states, groups):
             zero = Held(torch.zeros((), device="cpu").expand(masters[name].shape))  # takes no memory
@@ -128,7 +130,7 @@ def _check(names: Mapping[str, object]) -> None:
     for name in names:
         if name in ("", ".", "..") or "/" in name or "\0" in name or len(os.fsencode(name)) > 255:
             raise DataError(
-                f"{name!r} cannot be the name of a folder, which a universal checkpoint has for a parameter"
+                f"{name!r:.80} cannot be the name of a folder, which a universal checkpoint has for a parameter"
             )
 
 
@@ -149,6 +151,16 @@ def _states(view: View, masters: Mapping[str, LazyTensor], lost: Lost) -> dict[s
             else:
                 found.setdefault(name, {})[state] = tensor
     return found
+
+
+def _not_for_stage_3(states: Iterable[str]) -> Lost:
+    """What has to be said of states that are written, and that not every engine loads."""
+    there = list(states)
+    if not all(state in there for state in _OF_STAGE_3):
+        why = f"written; ZeRO-1 and 2 load it, ZeRO-3 loads no optimizer without {' and '.join(_OF_STAGE_3)}"
+    else:
+        why = f"written; ZeRO-1 and 2 load it, ZeRO-3 loads {' and '.join(_OF_STAGE_3)} alone"
+    return {state: why for state in there if state not in _OF_STAGE_3}
 
 
 def _without_states(

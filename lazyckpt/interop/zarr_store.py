@@ -160,8 +160,8 @@ class ViewStore(Store):
 
     def _document(self, key: str) -> bytes | None:
         """The bytes of a node's document, None if the key is none's."""
-        path, _, name = key.rpartition("/")
-        if name != _DOCUMENT:
+        path, slash, name = key.rpartition("/")
+        if name != _DOCUMENT or (slash and not path):  # "/zarr.json" is no key
             return None
         data = self._documents.get(path)
         if data is None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import DataError, DestinationError, FormatError, MissingFileError
-from ..export.stream import PIECE
+from ..export.places import PIECE
 from ..formats.huggingface import ties_of
 from ..tensor import LazyTensor
 from ..view import CheckpointView
