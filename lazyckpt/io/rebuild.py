@@ -20,7 +20,7 @@ import torch
 from ..core.box import Shape, fits
 from ..core.dtypes import FROM_NAME, FROM_STORAGE
 from ..errors import CorruptError
-from .pickles import check_key
+from .keys import check_key, check_keys
 from .records import Attributed, Opaque, short
 
 _MAX_DIMS = 64
