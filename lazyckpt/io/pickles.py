@@ -71,7 +71,7 @@ class Pickle:
             raise CorruptError(f"{where}: {e}" if where not in str(e) else str(e)) from None
         except _DAMAGE as e:
             raise CorruptError(
-                f"{where}: not a valid pickle near byte {machine.end:,} ({type(e).__name__}: {str(e):.200}). "
+                f"{where}: not a valid pickle near byte {machine.end:,} ({type(e).__name__}: {e!s:.200}). "
                 "The file is damaged, or it is no torch file: copy it again from its source."
             ) from e
         self.end, self.globals = machine.end, machine.globals
@@ -80,7 +80,9 @@ class Pickle:
 class _Machine:
     """The state of one run: what is named, how far it is, what it may still cost."""
 
-    __slots__ = ("_budget", "_data", "_equal", "_known", "_persistent", "_rebuild", "_taken", "end", "framed", "globals")
+    __slots__ = (
+        "_budget", "_data", "_equal", "_known", "_persistent", "_rebuild", "_taken", "end", "framed", "globals"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -369,7 +371,7 @@ class _Machine:
                     stack = marks.pop()
                     push = stack.append
                     push(self._made(cls, tuple(rest)))
-                elif op in (0x82, 0x83, 0x84):  # EXT1, EXT2, EXT4: numbers from a registry that no checkpoint may rely on
+                elif op in (0x82, 0x83, 0x84):  # EXT1, EXT2, EXT4: numbers from a registry of the process
                     width = {0x82: 1, 0x83: 2, 0x84: 4}[op]
                     push(Opaque("copyreg", f"extension {int_from(_exactly(data, i, width), 'little')}"))
                     i += width
@@ -505,7 +507,7 @@ def _float(line: bytes) -> float:
 def _quoted(line: bytes) -> str:
     if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
         raise CorruptError("a string without its quotes")
-    raw: bytes = codecs.escape_decode(line[1:-1])[0]  # type: ignore[attr-defined]
+    raw: bytes = codecs.escape_decode(line[1:-1])[0]
     return raw.decode("latin1")
 
 
