@@ -17,7 +17,21 @@ from lazyckpt.io.local import LocalStore
 from lazyckpt.io.plain import Plain
 from lazyckpt.io.torchfile import Pickles, read_torch_file
 
-from .handmade import call, dict_of, get, list_of, named, number, program, put, storage, tensor, text, torch_zip, tuple_of
+from .handmade import (
+    call,
+    dict_of,
+    get,
+    list_of,
+    named,
+    number,
+    program,
+    put,
+    storage,
+    tensor,
+    text,
+    torch_zip,
+    tuple_of,
+)
 
 FILLER = text("x" * 5000)  # makes an item long enough to be shared
 ORDERED = named("collections", "OrderedDict")

@@ -485,11 +485,17 @@ def _exactly(data: bytes, at: int, n: int) -> bytes:
 
 
 def _decimal(line: bytes) -> Any:
-    if line in (b"00", b"01"):  # protocol 0 spells booleans so
-        return line == b"01"
+    return line == b"01" if line in (b"00", b"01") else _integer(line)  # protocol 0 spells booleans so
+
+
+def _long(line: bytes) -> int:
+    return _integer(line.removesuffix(b"L"))
+
+
+def _integer(line: bytes) -> int:
     if not _INTEGER.fullmatch(line):  # Python's unpicklers differ on 010 and 0x10
         raise CorruptError(f"{line[:40]!r} is not a number as picklers write it")
-    return int(line.removesuffix(b"L"))
+    return int(line)
 
 
 def _place(line: bytes) -> int:
@@ -511,7 +517,7 @@ def _quoted(line: bytes) -> str:
     return raw.decode("latin1")
 
 
-_INTEGER = re.compile(rb"-?(0|[1-9][0-9]*)L?")
+_INTEGER = re.compile(rb"-?(0|[1-9][0-9]*)")
 # opcode -> (bytes of the length, what the counted bytes are)
 _COUNTED = {
     0x54: (4, "latin1"),  # BINSTRING
@@ -534,7 +540,7 @@ _LINES: dict[int, Callable[[bytes], Any]] = {
     0x67: _place,  # GET
     0x50: bytes,  # PERSID
     0x49: _decimal,  # INT
-    0x4C: _decimal,  # LONG
+    0x4C: _long,  # LONG
     0x46: _float,  # FLOAT
     0x53: _quoted,  # STRING
     0x56: lambda line: line.decode("raw-unicode-escape"),  # UNICODE

@@ -38,7 +38,7 @@ class StorageType(NamedTuple):
 class StoredStorage(NamedTuple):
     """A storage that a file holds: ``key`` names its record, ``numel`` counts elements of ``dtype`` (bytes if None).
 
-    ``start``: the element of the record that it begins at (before torch 0.4 a storage could be a view of another).
+    ``start``: the element of the record that it begins at (None: it is all of it, and no view of another).
     ``data``: the bytes themselves, where they are in the pickle and not in a record.
     """
 
@@ -46,7 +46,7 @@ class StoredStorage(NamedTuple):
     dtype: torch.dtype | None
     numel: int
     location: str
-    start: int = 0
+    start: int | None = None
     data: bytes | None = None
 
     @property
@@ -56,7 +56,7 @@ class StoredStorage(NamedTuple):
     @property
     def reach(self) -> int:
         """Bytes of the record up to its end."""
-        return (self.start + self.numel) * (self.dtype.itemsize if self.dtype else 1)
+        return ((self.start or 0) + self.numel) * (self.dtype.itemsize if self.dtype else 1)
 
 
 class StoredTensor:
@@ -86,7 +86,7 @@ class StoredTensor:
                 )
         if not fits(shape, dtype.itemsize):
             raise CorruptError(f"a tensor of shape {short(shape)}: more bytes than there can be")
-        if storage is not None and storage.start:
+        if storage is not None and storage.start is not None:
             if 0 not in shape and offset + hull(shape, strides) > storage.numel:
                 raise CorruptError(f"a tensor of shape {short(shape)} past the end of its view of {storage.numel:,}")
             offset += storage.start

@@ -19,6 +19,7 @@ from ..core.index import Extent, FileInfo, Inline
 from ..errors import CorruptError, FormatError
 from .pickles import Pickle
 from .rebuild import REBUILD, StoredStorage, StoredTensor, persistent_storage, viewed_storage
+from .records import short
 from .repeats import Items
 from .store import Store, StoreFile
 from .zipdirectory import ZIP_MAGIC, Directories, Record
@@ -211,6 +212,7 @@ def _read_legacy(file: StoreFile) -> TorchFile:
 def _legacy_pickles(data: bytes, where: str) -> tuple[list[Pickle], dict[str, StoredStorage]]:
     """The five pickles at the start: magic number, protocol, system, the object, the order of the storages."""
     storages: dict[str, StoredStorage] = {}
+    views: dict[Any, StoredStorage] = {}
 
     def persistent(pid: Any) -> Any:
         storage = viewed_storage(pid)
@@ -218,6 +220,8 @@ def _legacy_pickles(data: bytes, where: str) -> tuple[list[Pickle], dict[str, St
             first = storages.setdefault(storage.key, storage)
             if first.dtype != storage.dtype:  # torch takes the dtype that it meets first
                 raise CorruptError(f"the storage {storage.key!r} is described as {first.dtype} and as {storage.dtype}")
+            if storage.start is not None and views.setdefault(pid[5][0], storage) != storage:
+                raise CorruptError(f"the view {short(pid[5][0])} of a storage is described in two ways")
         return storage
 
     pickles: list[Pickle] = []
