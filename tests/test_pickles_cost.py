@@ -94,8 +94,9 @@ FAMILIES: dict[str, Callable[[int], bytes]] = {
         text("x/" * (size // 4)), short_get(2) + short_get(1) + b"\x85R", size
     ),
     "references to an array": lambda size: shared(
-        numpy_array(tuple_of(number(size // 2)), call(DTYPE, text("u1"), b"\x89", b"\x88"), raw_bytes(bytes(size // 2))),
-        short_get(1), size
+        numpy_array(
+            tuple_of(number(size // 2)), call(DTYPE, text("u1"), b"\x89", b"\x88"), raw_bytes(bytes(size // 2))
+        ), short_get(1), size
     ),
     "arrays of shared bytes": lambda size: raw_bytes(bytes(size // 2)) + put(900) + b"0" + list_of(
         *[numpy_array(tuple_of(number(size // 2)), call(DTYPE, text("u1"), b"\x89", b"\x88"), get(900))]

@@ -21,7 +21,7 @@ import torch
 from ..core.box import Shape, c_strides, fits, hull
 from ..core.dtypes import FROM_NAME, FROM_STORAGE
 from ..errors import CorruptError
-from .keys import check_key
+from .keys import check_keys
 from .records import Attributed, Opaque, short
 
 _MAX_DIMS = 64
@@ -449,8 +449,7 @@ def _listed(*args: Any) -> Sequence[Any]:
 def _keys(*args: Any) -> Sequence[Any]:
     """Elements that will be hashed."""
     values = _listed(*args)
-    for value in values:
-        check_key(value)
+    check_keys(values)
     return values
 
 
@@ -461,7 +460,7 @@ def _attributed(*args: Any) -> Attributed:
     for pair in () if isinstance(values, dict) else values:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise TypeError("not pairs")
-        check_key(pair[0])
+    check_keys(values if isinstance(values, dict) else (pair[0] for pair in values))
     return Attributed(values)
 
 
