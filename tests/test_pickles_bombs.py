@@ -105,6 +105,7 @@ CLAIMS: dict[str, bytes] = {
     "FRAME": b"\x95" + U64(1 << 62),
 }
 REFUSED: dict[str, Bomb] = {
+    "dtype laughs": lambda: dtype_laughs(40),
     "a million marks": lambda: b"(" * 1_000_000 + b"t",
     "a million frames": lambda: b"".join(b"\x95" + U64(9 * (1_000_000 - n - 1)) for n in range(1_000_000)) + b"N",
     "nested frozensets": lambda: nested(1_000_000, "frozenset"),
@@ -213,7 +214,6 @@ HARMLESS: dict[str, Bomb] = {
                           list_of(get(1))) + b"b",
     "a tensor with itself as an attribute": lambda: tensor() + put(1) + dict_of(text("a"), get(1)) + b"b",
     "a dtype of itself": dtype_of_itself,
-    "dtype laughs": lambda: dtype_laughs(40),
     "an object array of a range": lambda: numpy_array(
         tuple_of(number(1)), call(DTYPE, text("O8"), b"\x89", b"\x88"), range_of(2 * 10**8)
     ),
