@@ -199,7 +199,8 @@ def test_a_class_that_is_a_key_is_one_key_wherever_it_is_named(tmp_path: Path) -
 
 PIECES = [
     b"N", number(7), text("k"), TENSOR, OTHER, dict_of(text("w"), TENSOR), list_of(number(1)), b"]", b"}",
-    call(ORDERED), call(RECORD), RECORD, b"\x8f", tuple_of(text("a"), number(1)), FILLER, call(named("argparse", "Namespace")),
+    call(ORDERED), call(RECORD), RECORD, b"\x8f", tuple_of(text("a"), number(1)), FILLER,
+    call(named("argparse", "Namespace")),
     *(get(n) for n in range(4)), get(0) + b"2",
 ]  # fmt: skip
 EDITS = [
