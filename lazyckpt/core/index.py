@@ -53,7 +53,7 @@ class Extent:
     conj: bool = False
     neg: bool = False
     swapped: bool = False
-    within: Packed | None = None
+    within: Packed | Inline | None = None
 
     @property
     def raw(self) -> bool:
@@ -153,6 +153,17 @@ class Chunk:
     def __str__(self) -> str:
         packed = f" packed with {', '.join(codec.name for codec in self.codecs)}" if self.codecs else ""
         return f"a chunk{packed}" + (f", number {self.shards[-1].number:,} of its shard" if self.shards else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Inline:
+    """Bytes that a file holds in an encoding of its own (numpy arrays in a pickle), decoded when it was indexed."""
+
+    path: str
+    data: bytes
+
+    def __str__(self) -> str:
+        return f"{len(self.data):,} bytes that are text in a pickle"
 
 
 Packed = Archive | Chunk

@@ -6,7 +6,7 @@ import fnmatch
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from heapq import nlargest
 
 Pattern = str | re.Pattern[str] | Callable[[str], bool]
@@ -27,6 +27,23 @@ def unwrapped(name: str) -> str:
     if not any(word in name for word in _WRAPPERS):
         return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS) or name
+
+
+def free(name: str, taken: Container[str]) -> str:
+    """The name if it is free, else the same with a number behind it. It takes few look-ups, however many are taken.
+
+    >>> free("a", {"a", "a#2"}), free("b", {"a"})
+    ('a#3', 'b')
+    """
+    if name not in taken:
+        return name
+    low, high = 1, 2  # numbers of which the first is taken, the second free in the end
+    while f"{name}#{high}" in taken:
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if f"{name}#{middle}" in taken else (low, middle)
+    return f"{name}#{high}"
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:

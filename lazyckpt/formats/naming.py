@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..core.box import Shape
 from ..core.index import TensorSpec, renamed
+from ..core.names import free
 from ..io.plain import Path
 from .numbering import (
     CONVENTIONS,
@@ -116,12 +117,13 @@ def sort(
             if below is None:
                 found.rest.append(key)
                 continue
-            name = _free(".".join(map(str, below)), weights)
+            name = free(".".join(map(str, below)), weights)
             weights[name] = renamed(spec, name)
             if key in tied:
                 doubled.add(name)
+    lengths = sorted({len(name) for name in weights}) if flat else []
     for root, text, spec in flat:
-        name, state = _split(text, weights)
+        name, state = _split(text, weights, lengths)
         if not name:  # of the optimizer as a whole (Megatron's common_step)
             found.rest.append(spec.name)
             continue
@@ -190,7 +192,7 @@ def _copies(
         if len(path) > skip + 1:
             below = skip + (2 if path[skip + 1] in MODELS and len(path) > skip + 2 else 1)
             table = groups.setdefault(str(path[skip]), {})
-            table[_free(".".join(map(str, path[below:])), table)] = spec
+            table[free(".".join(map(str, path[below:])), table)] = spec
     copies = {
         top: {name: renamed(spec, name) for name, spec in table.items()}
         for top, table in groups.items()
@@ -198,14 +200,6 @@ def _copies(
     }
     found.rest = [key for key in found.rest if str(tensors[key][0][skip]) not in copies or len(tensors[key][0]) == 1]
     return copies
-
-
-def _free(name: str, taken: Mapping[str, TensorSpec]) -> str:
-    """The name, or the next like it: two paths may give the same dotted name."""
-    found, number = name, 2
-    while found in taken:
-        found, number = f"{name}#{number}", number + 1
-    return found
 
 
 def _wrapper(paths: Sequence[Path], objects: Sequence[Path]) -> int:
@@ -236,13 +230,12 @@ def _optimizer(path: Path, skip: int, grouped: set[Path]) -> Path | None:
     return None
 
 
-def _split(text: str, weights: Mapping[str, TensorSpec]) -> tuple[str, str]:
-    """``layers.0.weight.exp_avg`` -> the parameter and the state; the names of states may have dots too."""
-    at = text.find(".")
-    while at >= 0:
-        if text[:at] in weights:
-            return text[:at], text[at + 1 :]
-        at = text.find(".", at + 1)
+def _split(text: str, weights: Mapping[str, TensorSpec], lengths: Sequence[int]) -> tuple[str, str]:
+    """``layers.0.weight.exp_avg`` -> the parameter and the state; the names of states may have dots too. ``lengths``:
+    of the weights' names, each once, the shortest first."""
+    for length in lengths:
+        if text[length : length + 1] == "." and text[:length] in weights:
+            return text[:length], text[length + 1 :]
     if text.split(".")[0].isdecimal():
         name, _, state = text.partition(".")
         return name, state
@@ -268,7 +261,7 @@ def _others(
         path, spec = tensors[key]
         if len(path) > skip + 1:
             table = found.setdefault(str(path[skip]), {})
-            table[_free(".".join(map(str, path[skip:])), table)] = spec
+            table[free(".".join(map(str, path[skip:])), table)] = spec
     return found
 
 

@@ -19,7 +19,7 @@ import torch
 
 from ..core.box import Box, c_strides, hull, is_run
 from ..core.dtypes import BITS
-from ..core.index import Extent, Packed, TensorSpec
+from ..core.index import Extent, Inline, Packed, TensorSpec
 from ..core.plan import Copy, Selection, overlaps, plan
 from ..core.select import Reads
 from .archives import locate, locate_all, located, unpacked, unpacked_into
@@ -138,7 +138,7 @@ def _copy_tasks(store: Store, copy: Copy, target: torch.Tensor) -> Iterator[Task
     return _cut(store, copy, target, extent.dtype)
 
 
-def _unpack(store: Store, archive: Packed, copy: Copy, target: torch.Tensor) -> None:
+def _unpack(store: Store, archive: Packed | Inline, copy: Copy, target: torch.Tensor) -> None:
     plain = copy._replace(extent=replace(copy.extent, within=None))
     as_it_lies = plain.extent.raw and copy.extent.dtype == target.dtype and is_run(copy.shape, copy.strides)
     as_it_lies = as_it_lies and copy.start == copy.extent.offset == 0 and target.is_contiguous()

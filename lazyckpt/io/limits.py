@@ -14,6 +14,7 @@ from ..errors import CorruptError
 OBJECTS, OBJECTS_PER_BYTE = 1 << 18, 0.25  # containers and records that a file may make
 CHARACTERS, CHARACTERS_PER_BYTE = 1 << 24, 16  # characters of names and texts that are built from a file's content
 INFLATED, INFLATED_PER_BYTE = 64 << 20, 32  # bytes that a compressed document may unpack to
+STEPS, STEPS_PER_BYTE = 1 << 22, 8  # elements that are copied or hashed again because something refers to them
 SECONDS, SECONDS_PER_BYTE = 60.0, 20e-6  # of parsing; the other limits are reached first unless a parser is at fault
 
 
@@ -28,7 +29,7 @@ class Budget:
         The file's size in bytes.
     """
 
-    __slots__ = ("_characters", "_deadline", "_inflated", "_objects", "size", "where")
+    __slots__ = ("_characters", "_deadline", "_inflated", "_objects", "_steps", "size", "where")
 
     def __init__(self, where: str, size: int) -> None:
         self.where = where
@@ -36,6 +37,7 @@ class Budget:
         self._objects = OBJECTS + int(size * OBJECTS_PER_BYTE)
         self._characters = CHARACTERS + size * CHARACTERS_PER_BYTE
         self._inflated = INFLATED + size * INFLATED_PER_BYTE
+        self._steps = STEPS + size * STEPS_PER_BYTE
         self._deadline = time.monotonic() + SECONDS + size * SECONDS_PER_BYTE
 
     def objects(self, count: int = 1) -> None:
@@ -55,6 +57,18 @@ class Budget:
         self._inflated -= nbytes
         if self._inflated < 0:
             raise self._refused("unpacked bytes")
+
+    def steps(self, count: int) -> None:
+        """Charge ``count`` elements that are copied, hashed or looked at because a reference leads to them. Raises
+        CorruptError past the limit."""
+        self._steps -= count
+        if self._steps < 0:
+            raise self._refused("references to follow")
+
+    @property
+    def spent(self) -> int:
+        """Containers and records that were charged."""
+        return OBJECTS + int(self.size * OBJECTS_PER_BYTE) - self._objects
 
     @property
     def inflated_left(self) -> int:
