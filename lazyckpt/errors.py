@@ -12,10 +12,13 @@
     ├── WorkerError (RuntimeError)           the workers of a job died; what they finished is kept where that can be
     └── DestinationError (OSError)           nothing was written: something is there already, no room, no right to
 
-A message says what is wrong, in which file, and what to do.
+A message says what is wrong, in which file, and what to do. Names in it come from files: as text (``str(error)``) it
+is one paragraph without control characters.
 """
 
 from __future__ import annotations
+
+from .printing import printable
 
 __all__ = [
     "ChangedFileError",
@@ -34,6 +37,9 @@ __all__ = [
 
 class LazyckptError(Exception):
     """Base of all errors that lazyckpt raises on purpose."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class FormatError(LazyckptError, ValueError):
@@ -56,7 +62,7 @@ class TensorNotFoundError(LazyckptError, KeyError):
     """No tensor and no prefix of that name; the message names near misses."""
 
     def __str__(self) -> str:  # KeyError would show the repr of the message
-        return str(self.args[0]) if self.args else ""
+        return printable(str(self.args[0])) if self.args else ""
 
 
 class SelectionError(LazyckptError, IndexError):

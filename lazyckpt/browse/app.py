@@ -13,8 +13,9 @@ from textual.content import Content
 from textual.widgets import Footer, Input, Static, TabbedContent, TabPane
 
 from ..core.indices import parse_index
+from ..printing import printable
 from ..show.layout import Drawing, drawing
-from ..show.text import facts, kind, oddities, printable
+from ..show.text import facts, kind, oddities
 from ..tensor import LazyTensor
 from ..view import CheckpointView
 from . import code, detail, fragments, screens

@@ -9,7 +9,7 @@ from typing import NoReturn
 from rich.console import Console
 from rich.text import Text
 
-from ..show.text import printable
+from ..printing import printable
 
 
 def write_text(text: str) -> None:
