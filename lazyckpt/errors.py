@@ -18,6 +18,9 @@ is one paragraph without control characters.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from .printing import printable
 
 __all__ = [
@@ -83,3 +86,29 @@ class WorkerError(LazyckptError, RuntimeError):
 
 class DestinationError(LazyckptError, OSError):
     """Nothing was written: something is there already, there is no room, or no right to write."""
+
+
+@contextmanager
+def decoding(where: str, what: str) -> Iterator[None]:
+    """Turn whatever a parser raises into CorruptError, with its cause.
+
+    Errors of lazyckpt and of the file system pass as they are, as do KeyboardInterrupt and SystemExit.
+
+    Parameters
+    ----------
+    where
+        The file or folder that is read.
+    what
+        The part of lazyckpt, or of another package, that reads it.
+    """
+    try:
+        yield
+    except LazyckptError:
+        raise
+    except Exception as e:
+        if isinstance(e, OSError) and (e.errno is not None or type(e) is not OSError):
+            raise  # bz2 raises OSError without a number
+        cause = " ".join(f"{type(e).__name__}: {e}"[:160].split())
+        raise CorruptError(
+            f"{where}: {what} failed ({cause}): it is damaged, or of a kind that lazyckpt does not know"
+        ) from e
