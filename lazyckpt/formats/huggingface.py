@@ -12,6 +12,7 @@ import posixpath
 import re
 from collections.abc import Collection, Iterable, Mapping
 from importlib import resources
+from itertools import islice
 from typing import Any, NamedTuple
 
 from ..core.index import FileInfo, Index, TensorSpec, whole
@@ -26,6 +27,7 @@ from .reader import Reader, Source, unknown
 from .torchsave import specs_of, ties, warnings
 
 _MAX_JSON = 256 << 20  # bytes of an index file
+_BROKEN = 100  # files that get a line of their own if they cannot be read
 # in the order in which transformers prefers them
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLES = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
@@ -108,9 +110,16 @@ def read(source: Source) -> Index:
             f"{source.where}: {clashes[0]!r} is in {owners[clashes[0]]} and another file, and no index says which is "
             "meant: open one of the files"
         )
-    for path, error in broken.items():
-        lost = [n for n, p in (weight_map or {}).items() if p == path]
+    listed: dict[str, list[str]] = {}
+    for name, path in (weight_map or {}).items():
+        if path in broken:
+            listed.setdefault(path, []).append(name)
+    for path, error in islice(broken.items(), _BROKEN):
+        lost = listed.get(path, [])
         problems.append(f"{path} cannot be read, nor its {len(lost):,} tensors ({some(lost)}): {error}")
+    if len(broken) > _BROKEN:
+        more = list(broken)[_BROKEN:]
+        problems.append(f"{len(more):,} more files cannot be read, nor their tensors: {some(more)}")
     if weight_map is not None:
         extra = [n for n in stored if n not in weight_map]
         if extra:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import entry_points
@@ -22,7 +23,9 @@ GROUP = "lazyckpt.readers"
 _FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _FOLDERS = ("checkpoint-", "global_step", "step")  # how the names of checkpoints in a run's folder begin
 _LOOKED = 32  # folders in a folder that are looked into
+_BELOW = 100  # folders in those: looking into more stops (a link to "." would be looked into again and again)
 _LISTED = 5  # names in a message
+_RUN = "run"
 
 
 class Source:
@@ -175,30 +178,37 @@ def checkpoints_in(source: Source) -> list[str]:
     files = sorted(
         (n for n, e in source.entries.items() if not e.is_dir and is_checkpoint_file(n) and n[0] != "."), key=natural
     )
-    return files + [name for name, reader in _folders(source) if reader is None or reader.name != "zarr-arrays"]
+    return files + [name for name, kind in _folders(source).items() if kind not in ("", "zarr-arrays")]
 
 
 def only_checkpoint(source: Source) -> str | None:
     """The name in a folder that can be opened, if there is just one."""
-    if sum(entry.is_dir for entry in source.entries.values()) > _LOOKED:
-        return None
     found = checkpoints_in(source)
-    if len(found) != 1 or (source.entries[found[0]].is_dir and dict(_folders(source))[found[0]] is None):
+    folders = _folders(source)
+    if len(found) != 1 or len(folders) < sum(entry.is_dir for entry in source.entries.values()):
         return None
-    return found[0]
+    return found[0] if found[0] not in folders or folders[found[0]] != _RUN else None
 
 
-def _folders(source: Source) -> list[tuple[str, Reader | None]]:
-    """The folders in a folder that are checkpoints, with the reader, or (None) that have checkpoints in them."""
-    found: list[tuple[str, Reader | None]] = []
-    for name in sorted((n for n, e in source.entries.items() if e.is_dir and n[0] != "."), key=natural)[:_LOOKED]:
-        try:
+def _folders(source: Source) -> dict[str, str]:
+    """Folders in a folder -> the name of the reader that recognises it, `_RUN` if it has checkpoints in it, else "". Of
+    many folders the first ones only."""
+    found: dict[str, str] = {}
+    below = 0
+    for name in sorted((n for n, e in source.entries.items() if e.is_dir), key=natural)[:_LOOKED]:
+        if below > _BELOW:
+            break
+        found[name] = ""
+        with suppress(LazyckptError, OSError):  # it cannot be looked into: nothing to offer
             sub = Source(source.store.below(name))
+            if sub.entries == source.entries:  # a link to the folder itself
+                continue
+            below += sum(entry.is_dir for entry in sub.entries.values())
             reader = recognising(sub)
-            if reader is not None or any(n.startswith(_FOLDERS) or is_checkpoint_file(n) for n in sub.entries):
-                found.append((name, reader))
-        except (LazyckptError, OSError):  # it cannot be looked into: nothing to offer
-            continue
+            if reader is not None:
+                found[name] = reader.name
+            elif any(n.startswith(_FOLDERS) or is_checkpoint_file(n) for n in sub.entries):
+                found[name] = _RUN
     return found
 
 

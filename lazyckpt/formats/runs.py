@@ -26,6 +26,7 @@ _COUNT = re.compile(
     r"[-_=]?(?P<number>\d{1,18})(?!\d)",
     re.IGNORECASE,
 )
+_TRIED = 16  # checkpoints that are tried, from the newest on
 _KINDS = ("step", "epoch", "save")  # the first of them that all names have orders them
 _VERSION = re.compile(r"-v(\d{1,18})$")  # what Lightning adds where the name is taken
 _ENDING = re.compile(r"\.[A-Za-z]+$")
@@ -98,12 +99,13 @@ def _tagged(source: Source, tag: str, read: Callable[[Source], Index]) -> tuple[
 
 
 def _newest(source: Source, saves: list[Save], read: Callable[[Source], Index]) -> tuple[Source, Index]:
-    """The newest that can be read, with a line for each that is newer."""
+    """The newest that can be read, with a line for each that is newer. Raises the error of the newest if none of the
+    first `_TRIED` can be read."""
     names = [save.name for save in saves]
     finished, others = _finished(source, names)
     notes = {name: f"{name} was not finished (other checkpoints here have {last})" for name, last in others.items()}
     first: LazyckptError | None = None
-    for name in (*finished, *others):
+    for name in (*finished, *others)[:_TRIED]:
         sub = _sub(source, name, source.entries[name].is_dir)
         try:
             index = read(sub)
