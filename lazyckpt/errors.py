@@ -90,9 +90,7 @@ class DestinationError(LazyckptError, OSError):
 
 @contextmanager
 def decoding(where: str, what: str) -> Iterator[None]:
-    """Turn whatever a parser raises into CorruptError, with its cause.
-
-    Errors of lazyckpt and of the file system pass as they are, as do KeyboardInterrupt and SystemExit.
+    """Turn whatever a parser raises into CorruptError, with its cause (see `foreign`).
 
     Parameters
     ----------
@@ -103,12 +101,20 @@ def decoding(where: str, what: str) -> Iterator[None]:
     """
     try:
         yield
-    except LazyckptError:
-        raise
     except Exception as e:
-        if isinstance(e, OSError) and (e.errno is not None or type(e) is not OSError):
-            raise  # bz2 raises OSError without a number
-        cause = " ".join(f"{type(e).__name__}: {e}"[:160].split())
-        raise CorruptError(
-            f"{where}: {what} failed ({cause}): it is damaged, or of a kind that lazyckpt does not know"
-        ) from e
+        if not foreign(e):
+            raise
+        raise undecodable(where, what, e) from e
+
+
+def foreign(error: Exception) -> bool:
+    """Whether an error is neither of lazyckpt nor of the file system, and so not one that reading documents."""
+    if isinstance(error, OSError):
+        return type(error) is OSError and error.errno is None  # as bz2 raises for damage
+    return not isinstance(error, LazyckptError)
+
+
+def undecodable(where: str, what: str, error: Exception) -> CorruptError:
+    """The error for bytes that made a parser raise another one, which is its cause."""
+    cause = " ".join(f"{type(error).__name__}: {error}"[:160].split())
+    return CorruptError(f"{where}: {what} failed ({cause}): it is damaged, or of a kind that lazyckpt does not know")

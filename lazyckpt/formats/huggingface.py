@@ -56,7 +56,7 @@ def read_shard(store: Store, path: str) -> Shard:
     named = path.lower().endswith(".safetensors")
     try:
         return _read_shard(store, path, named)
-    except CorruptError:
+    except (CorruptError, FormatError):
         source = Source(store, path)
         found = not is_torch_file(source.head) and is_safetensors(source.head, source.size)
         if found == named or not (found or is_torch_file(source.head)):
