@@ -106,8 +106,6 @@ BOMBS: dict[str, Callable[[Path], None]] = {
     "links to itself": _links("l{}", 100),
     "checkpoints that are links to the folder": _links("checkpoint-{}", 30),
     "a run with links to itself": _linked_run,
-        0
-    ],
     "two thousand checkpoints that are none": _steps,
 }
 
