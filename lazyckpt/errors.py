@@ -12,13 +12,17 @@
     ├── WorkerError (RuntimeError)           the workers of a job died; what they finished is kept where that can be
     └── DestinationError (OSError)           nothing was written: something is there already, no room, no right to
 
-A message says what is wrong, in which file, and what to do.
+A message says what is wrong, in which file, and what to do. Names in it come from files: as text (``str(error)``) it
+is one paragraph without control characters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from .printing import printable
 
 __all__ = [
     "ChangedFileError",
@@ -37,6 +41,9 @@ __all__ = [
 
 class LazyckptError(Exception):
     """Base of all errors that lazyckpt raises on purpose."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class FormatError(LazyckptError, ValueError):
@@ -76,7 +83,7 @@ class TensorNotFoundError(LazyckptError, KeyError):
         if hint is not None:
             self.args = (f"{self.args[0]} {hint()}".rstrip(),)
             self._hint = None
-        return str(self.args[0]) if self.args else ""
+        return printable(str(self.args[0])) if self.args else ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self),)
@@ -100,3 +107,35 @@ class WorkerError(LazyckptError, RuntimeError):
 
 class DestinationError(LazyckptError, OSError):
     """Nothing was written: something is there already, there is no room, or no right to write."""
+
+
+@contextmanager
+def decoding(where: str, what: str) -> Iterator[None]:
+    """Turn whatever a parser raises into CorruptError, with its cause (see `foreign`).
+
+    Parameters
+    ----------
+    where
+        The file or folder that is read.
+    what
+        The part of lazyckpt, or of another package, that reads it.
+    """
+    try:
+        yield
+    except Exception as e:
+        if not foreign(e):
+            raise
+        raise undecodable(where, what, e) from e
+
+
+def foreign(error: Exception) -> bool:
+    """Whether an error is neither of lazyckpt nor of the file system, and so not one that reading documents."""
+    if isinstance(error, OSError):
+        return type(error) is OSError and error.errno is None  # as bz2 raises for damage
+    return not isinstance(error, LazyckptError)
+
+
+def undecodable(where: str, what: str, error: Exception) -> CorruptError:
+    """The error for bytes that made a parser raise another one, which is its cause."""
+    cause = " ".join(f"{type(error).__name__}: {error}"[:160].split())
+    return CorruptError(f"{where}: {what} failed ({cause}): it is damaged, or of a kind that lazyckpt does not know")

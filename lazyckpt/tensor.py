@@ -33,6 +33,7 @@ from .io.pool import Task, run
 from .io.store import Buffer, Store, narrow
 from .io.transfer import Ring, read_to
 from .likeness import Likeness
+from .printing import printable
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -150,7 +151,7 @@ class LazyTensor(Likeness):
             head.append(f"  stored as {self.spec.stored_as!r}")
         if self.spec.rule:
             head.append(f"  {self.spec.rule}")
-        return "\n".join(head + lines)
+        return "\n".join(map(printable, head + lines))
 
     def replicas_agree(self) -> bool:
         """Whether all copies that the checkpoint has of the same elements are the same, byte for byte.

@@ -7,7 +7,8 @@ from textual.widgets import Tree
 from textual.widgets.tree import TreeNode
 
 from ..core.names import shortened
-from ..show.text import human_bytes, kind, plural, printable
+from ..printing import printable
+from ..show.text import human_bytes, kind, plural
 from .levels import Entry, Levels
 
 _ROWS = 500  # of a level that are made at a time

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any
 
 import typer
@@ -48,8 +49,17 @@ def state_of(view: CheckpointView, path: str, state: str | None, stored: bool) -
     return view.states[state]
 
 
+def typed(name: str) -> str:
+    """A name of the command line as text: it is UTF-8, also where the locale says otherwise."""
+    try:
+        return os.fsencode(name).decode("utf-8")
+    except UnicodeError:
+        return name
+
+
 def part_of(view: CheckpointView, prefix: str) -> CheckpointView:
     """The part of a view that a prefix, or the name of one tensor, stands for."""
+    prefix = typed(prefix)
     if not prefix:
         return view
     found = view[prefix]
@@ -63,7 +73,7 @@ def part_of(view: CheckpointView, prefix: str) -> CheckpointView:
 
 def matching(view: CheckpointView, pattern: str, option: str) -> CheckpointView:
     """What a glob selects. Raises TensorNotFoundError if that is nothing."""
-    part = view.select(pattern)
+    part = view.select(typed(pattern))
     if not part:
         raise TensorNotFoundError(
             f"{option} {pattern!r} matches none of {len(view):,} names, which are compared whole ('*.mlp.*'): "
@@ -74,7 +84,8 @@ def matching(view: CheckpointView, pattern: str, option: str) -> CheckpointView:
 
 def find(view: CheckpointView, text: str) -> tuple[LazyTensor, Any, str | None]:
     """(the tensor, the key, the key as it was written) of ``NAME[INDEX]``. A name may hold brackets of its own, so the
-    longest name that there is wins."""
+    longest name that there is wins. No name stands for the only tensor."""
+    text = typed(text)
     splits = [len(text)]
     if text.endswith("]"):
         splits += [n for n in range(len(text) - 1, -1, -1) if text[n] == "["]
@@ -88,6 +99,10 @@ def find(view: CheckpointView, text: str) -> tuple[LazyTensor, Any, str | None]:
             continue
         if isinstance(found, LazyTensor):
             return _indexed(found, text, n)
+        if not text[:n]:
+            if len(view) == 1:
+                return _indexed(next(iter(view.values())), text, n)
+            raise TensorNotFoundError(f"there are {len(view):,} tensors: say the name of one; ls lists them")
         prefix = prefix or text[:n]
     if prefix is not None:
         below = len(view[prefix])

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from ..printing import printable
 from .box import Box, Shape, c_strides
 from .dtypes import check_converts
 
@@ -268,6 +269,10 @@ class Index:
     watched: Mapping[str, FileInfo] | None = None
     layout: Layout | None = None
     open_problems: Callable[[], tuple[str, ...]] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "problems", tuple(map(printable, self.problems)))
+        object.__setattr__(self, "unreadable", {name: printable(why) for name, why in self.unreadable.items()})
 
     @property
     def pins(self) -> Mapping[str, FileInfo]:

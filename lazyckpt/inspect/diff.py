@@ -19,6 +19,7 @@ from ..core.dtypes import BITS, converts, short_name
 from ..errors import LazyckptError
 from ..export.job import OVERHEAD, Task, runner
 from ..io.progress import Bar
+from ..printing import printable
 from ..tensor import LazyTensor, named
 
 Status: TypeAlias = Literal["equal", "values", "dtype", "shape", "only in a", "only in b", "unreadable"]
@@ -50,7 +51,7 @@ class Difference:
     state: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.label}: {_told(self)}"
+        return printable(f"{self.label}: {_told(self)}")
 
     @property
     def label(self) -> str:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec
 
 import torch
 
@@ -22,6 +22,7 @@ from ..core.dtypes import BITS
 from ..core.index import Extent, Inline, Packed, TensorSpec
 from ..core.plan import Copy, Selection, overlaps, plan
 from ..core.select import Reads
+from ..errors import decoding, foreign, undecodable
 from .archives import locate, locate_all, located, unpacked, unpacked_into
 from .memory import as_bytes, empty
 from .pool import Task, run
@@ -30,6 +31,23 @@ from .store import Store
 BLOCK = 8 << 20  # bytes that one read asks for at most, and that a buffer holds
 _RUN = 32 << 10  # runs this long are worth a read of their own
 _own = threading.local()
+P = ParamSpec("P")
+
+
+def _decodes(read: Callable[P, None]) -> Callable[P, None]:
+    """What reads a copy, raising CorruptError for elements that cannot be what the file says that they are."""
+
+    @wraps(read)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            read(*args, **kwargs)
+        except Exception as e:
+            if not foreign(e):
+                raise
+            copy = next((arg for arg in args if isinstance(arg, Copy)), None)
+            raise undecodable(copy.extent.path if copy else "the file", "reading its elements", e) from e
+
+    return guarded
 
 
 class Run(NamedTuple):
@@ -93,7 +111,8 @@ def planned(store: Store, spec: TensorSpec, want: Selection) -> list[Copy]:
     copies = plan(spec, want, find)
     if not unknown:
         return copies
-    locate_all(store, unknown)
+    with decoding(store.root, f"looking for {spec.name!r:.80}"):
+        locate_all(store, unknown)
     return plan(spec, want, lambda archive: locate(store, archive, spec.name))
 
 
@@ -138,6 +157,7 @@ def _copy_tasks(store: Store, copy: Copy, target: torch.Tensor) -> Iterator[Task
     return _cut(store, copy, target, extent.dtype)
 
 
+@_decodes
 def _unpack(store: Store, archive: Packed | Inline, copy: Copy, target: torch.Tensor) -> None:
     plain = copy._replace(extent=replace(copy.extent, within=None))
     as_it_lies = plain.extent.raw and copy.extent.dtype == target.dtype and is_run(copy.shape, copy.strides)
@@ -194,6 +214,7 @@ def run_tasks(store: Store, path: str, offset: int, target: torch.Tensor) -> Ite
         yield len(piece), partial(store.read_into, path, offset + at, piece)
 
 
+@_decodes
 def _through_buffer(store: Store, copy: Copy, span: int, target: torch.Tensor, dtype: torch.dtype) -> None:
     extent = copy.extent
     buffer = _scratch(span)
@@ -213,6 +234,7 @@ def _scratch(nbytes: int) -> torch.Tensor:
     return buffer[:nbytes]
 
 
+@_decodes
 def _through_mapping(mapped: mmap.mmap, copy: Copy, span: int, target: torch.Tensor) -> None:
     size = target.itemsize
     offset = copy.extent.offset + copy.start * size

@@ -16,6 +16,21 @@ CHARACTERS, CHARACTERS_PER_BYTE = 1 << 24, 16  # characters of names and texts t
 INFLATED, INFLATED_PER_BYTE = 64 << 20, 32  # bytes that a compressed document may unpack to
 STEPS, STEPS_PER_BYTE = 1 << 22, 8  # elements that are copied or hashed again because something refers to them
 SECONDS, SECONDS_PER_BYTE = 60.0, 20e-6  # of parsing; the other limits are reached first unless a parser is at fault
+RANKS, RANKS_PER_FILE = 4096, 64  # ranks that names or records may count, however few files there are; and for each
+
+
+def check_ranks(where: str, count: int, files: int) -> None:
+    """Raise CorruptError if ``count`` ranks are said to have taken part, and hardly any of their files are there."""
+    if count > max(RANKS, RANKS_PER_FILE * files):
+        raise CorruptError(
+            f"{where}: {short_number(count)} ranks are claimed, {files:,} files are here: most of the checkpoint is "
+            "missing, or the number is wrong"
+        )
+
+
+def short_number(n: int) -> str:
+    """A number for a message, also one of thousands of digits."""
+    return f"{n:,}" if n < 10**18 else "more than 10**18"
 
 
 class Budget:

@@ -247,6 +247,8 @@ def split(path: str | os.PathLike[str]) -> tuple[LocalStore, str]:
 
     Raises MissingFileError if there is nothing.
     """
+    if not os.fspath(path):
+        raise MissingFileError("the path is empty: name a file or folder ('.' is the current folder)")
     full = Path(os.path.expanduser(os.fspath(path)))
     try:
         mode = full.stat().st_mode

@@ -221,5 +221,6 @@ def _refuse_relatives(where: str, members: set[str]) -> None:
             f"{where} is a torch.package archive: it holds code. Load it where you trust it, save the state dict"
         )
     if "data.pkl" not in members:
-        names = ", ".join(list(members)[:3])
-        raise FormatError(f"{where} is a zip, but not one of torch.save: it has no data.pkl (it has {names}, ...)")
+        names = ", ".join(name[:40] for name in list(members)[:3] if name)
+        found = f" (it has {names}, ...)" if names else ""
+        raise FormatError(f"{where} is a zip, but not one of torch.save: it has no data.pkl{found}")

@@ -17,9 +17,10 @@ from ..errors import DataError
 from ..inspect.spectrum import ACCURACY, singular_values
 from ..inspect.stats import Bins, stats_of, stats_of_all
 from ..inspect.table import Stats, Table
+from ..printing import printable
 from ..tensor import LazyTensor
 from .layout import Cell, drawing
-from .text import plural, printable
+from .text import plural
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from ..core.names import shortened
 from ..errors import TensorNotFoundError
+from ..printing import printable
 from .html.parts import page, safe, tag
-from .text import human_bytes, plural, printable
+from .text import human_bytes, plural
 
 if TYPE_CHECKING:
     from ..view import CheckpointView

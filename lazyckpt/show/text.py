@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..core.dtypes import short_name
 from ..core.index import TensorSpec
 from ..core.names import natural, shortened
+from ..printing import printable
 
 if TYPE_CHECKING:
     from ..tensor import LazyTensor
@@ -50,16 +51,6 @@ def plural(n: int, what: str) -> str:
     '1,000 tensors'
     """
     return f"{n:,} {what}{'s' * (n != 1)}"
-
-
-def printable(text: str) -> str:
-    """
-    >>> print(printable("red\\x1b[31m"))
-    red\\x1b[31m
-    """
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 @dataclass(slots=True)
@@ -229,7 +220,7 @@ def explain(view: CheckpointView) -> str:
     for name in {view.owner(n): n for n in view}.values():
         for fragment in view[name].fragments:
             per_file[fragment.extent.path] = per_file.get(fragment.extent.path, 0) + 1
-    lines = [summary(view), f"root: {view.root}"]
+    lines = [summary(view), f"root: {printable(view.root)}"]
     sizes = {printable(state): (plural(len(v), "tensor"), human_bytes(v.nbytes)) for state, v in view.states.items()}
     lines += [f"state {state}: {count}, {size}" for state, (count, size) in sizes.items()]
     lines += [f"problem: {printable(p)}" for p in oddities(view)]
