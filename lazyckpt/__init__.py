@@ -28,13 +28,11 @@ from .io.records import Opaque
 from .reshaping import unshard
 from .retention import Pruned, prune
 from .run import RunView
-from .show.states import completable as _completable
 from .tensor import LazyTensor
 from .view import CheckpointView
 
 open = CheckpointView
 open_run = RunView
-_completable(CheckpointView, RunView)
 
 __version__ = "0.1.0"
 __all__ = [
@@ -63,6 +61,24 @@ __all__ = [
     "prune",
     "unshard",
 ]
+
+
+def load_ipython_extension(shell: object) -> None:
+    """``%load_ext lazyckpt``: let IPython complete keys behind views, too (``view.states["``, ``view["layers.0"]["``).
+
+    IPython calls no ``__getitem__`` and no property of classes that it does not know while it completes; this allows it
+    those of views, in this process. They read no tensor data.
+    """
+    from .show.completion import allow
+
+    allow(CheckpointView, RunView)
+
+
+def unload_ipython_extension(shell: object) -> None:
+    """``%unload_ext lazyckpt``: take back what `load_ipython_extension` has allowed."""
+    from .show.completion import forbid
+
+    forbid(CheckpointView, RunView)
 
 
 def __getattr__(name: str) -> _ModuleType:

@@ -32,6 +32,7 @@ class LazyckptBackend(BackendEntrypoint):
 
     ``group``: the part to open, as a path ("layers/3/mlp") or as a view takes it (also one that occurs at one place
     inside the names). ``state``: "exp_avg", ...; by default the weights or, where there are none, the fp32 ones.
+    ``widen``: floats of 8 and 16 bits are read as float32; False keeps their dtypes (see `CheckpointView.to_xarray`).
     ``format``, ``tag``, ``rules`` and ``storage_options`` are those of `lazyckpt.open`. ``drop_variables`` takes last
     names ("bias") and full ones ("layers.3.mlp.up.bias").
 
@@ -40,7 +41,7 @@ class LazyckptBackend(BackendEntrypoint):
 
     description: ClassVar[str] = "Open checkpoints of deep-learning models with lazyckpt"
     open_dataset_parameters: ClassVar[tuple[str, ...] | None] = (
-        "filename_or_obj", "drop_variables", "group", "state", "format", "tag", "rules", "storage_options",
+        "filename_or_obj", "drop_variables", "group", "state", "widen", "format", "tag", "rules", "storage_options",
     )  # fmt: skip
     supports_groups: ClassVar[bool] = True
 
@@ -64,11 +65,12 @@ class LazyckptBackend(BackendEntrypoint):
         drop_variables: str | Iterable[str] | None = None,
         group: str | None = None,
         state: str | None = None,
+        widen: bool = True,
         **options: Any,
     ) -> xr.Dataset:
         """All tensors below a group, under their names relative to it ("up.weight"), as a view has them."""
         view, found = _opened(filename_or_obj, group, state, options)
-        return dataset(found, view, _dropped(drop_variables))
+        return dataset(found, view, _dropped(drop_variables), widen=widen)
 
     def open_groups_as_dict(
         self,
@@ -77,11 +79,12 @@ class LazyckptBackend(BackendEntrypoint):
         drop_variables: str | Iterable[str] | None = None,
         group: str | None = None,
         state: str | None = None,
+        widen: bool = True,
         **options: Any,
     ) -> dict[str, xr.Dataset]:
         """The path of every group -> its tensors; of those below ``group``, relative to it."""
         view, found = _opened(filename_or_obj, group, state, options)
-        return datasets(found, view, drop=_dropped(drop_variables))
+        return datasets(found, view, drop=_dropped(drop_variables), widen=widen)
 
     def open_datatree(
         self, filename_or_obj: Any, *, drop_variables: str | Iterable[str] | None = None, **options: Any

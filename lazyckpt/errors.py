@@ -12,10 +12,17 @@
     ├── WorkerError (RuntimeError)           the workers of a job died; what they finished is kept where that can be
     └── DestinationError (OSError)           nothing was written: something is there already, no room, no right to
 
-A message says what is wrong, in which file, and what to do.
+A message says what is wrong, in which file, and what to do. Names in it come from files: as text (``str(error)``) it
+is one paragraph without control characters.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from .printing import printable
 
 __all__ = [
     "ChangedFileError",
@@ -35,6 +42,9 @@ __all__ = [
 class LazyckptError(Exception):
     """Base of all errors that lazyckpt raises on purpose."""
 
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
 
 class FormatError(LazyckptError, ValueError):
     """No reader knows this layout, or it is one that is refused by name."""
@@ -53,10 +63,30 @@ class ChangedFileError(LazyckptError, OSError):
 
 
 class TensorNotFoundError(LazyckptError, KeyError):
-    """No tensor and no prefix of that name; the message names near misses."""
+    """No tensor and no prefix of that name; the message names near misses.
+
+    Parameters
+    ----------
+    message
+        What was not found.
+    hint
+        Called when the message is first shown; its result is appended. Near names are searched for there, so that
+        ``name in view`` and ``view.get(name)`` do not pay for a message that nobody sees.
+    """
+
+    def __init__(self, message: str = "", hint: Callable[[], str] | None = None) -> None:
+        super().__init__(message)
+        self._hint = hint
 
     def __str__(self) -> str:  # KeyError would show the repr of the message
-        return str(self.args[0]) if self.args else ""
+        hint = self._hint
+        if hint is not None:
+            self.args = (f"{self.args[0]} {hint()}".rstrip(),)
+            self._hint = None
+        return printable(str(self.args[0])) if self.args else ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self),)
 
 
 class SelectionError(LazyckptError, IndexError):
@@ -81,3 +111,35 @@ class DestinationError(LazyckptError, OSError):
 
 class CredentialsWarning(UserWarning):
     """A pickle holds storage options that are secrets (keys, tokens, passwords, headers) in the open."""
+
+
+@contextmanager
+def decoding(where: str, what: str) -> Iterator[None]:
+    """Turn whatever a parser raises into CorruptError, with its cause (see `foreign`).
+
+    Parameters
+    ----------
+    where
+        The file or folder that is read.
+    what
+        The part of lazyckpt, or of another package, that reads it.
+    """
+    try:
+        yield
+    except Exception as e:
+        if not foreign(e):
+            raise
+        raise undecodable(where, what, e) from e
+
+
+def foreign(error: Exception) -> bool:
+    """Whether an error is neither of lazyckpt nor of the file system, and so not one that reading documents."""
+    if isinstance(error, OSError):
+        return type(error) is OSError and error.errno is None  # as bz2 raises for damage
+    return not isinstance(error, LazyckptError)
+
+
+def undecodable(where: str, what: str, error: Exception) -> CorruptError:
+    """The error for bytes that made a parser raise another one, which is its cause."""
+    cause = " ".join(f"{type(error).__name__}: {error}"[:160].split())
+    return CorruptError(f"{where}: {what} failed ({cause}): it is damaged, or of a kind that lazyckpt does not know")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
@@ -10,7 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from .core.dtypes import to_numpy
+from .core.dtypes import to_numpy, widened
+from .errors import DataError
+from .numpylike import array_function, array_ufunc, replaced
 
 
 class Likeness:
@@ -75,9 +78,25 @@ class Likeness:
         return self[...]
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """Read the whole as a numpy array; bf16 and fp8 have the dtypes of ml_dtypes. Raises DataError where numpy has
-        no such dtype."""
+        """Read the whole as a numpy array, bit for bit; bf16 and fp8 have the dtypes of ml_dtypes.
+
+        Do not compute with arrays of these dtypes: numpy rounds every step of a sum to them, so that ``mean`` and
+        ``std`` are wrong, and a sum of float16 overflows at 65,504. ``t.to(torch.float32).numpy()`` is right, and so is
+        numpy on the tensor itself (``np.std(t)``), which computes in float32.
+
+        Raises DataError where numpy has no such dtype, or no array of that shape.
+        """
         return to_numpy(self[...])
+
+    def __array_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """numpy's functions take a lazy tensor for an array; those that compute get floats of 8 and 16 bits as
+        float32."""
+        return array_function(Likeness, _whole, func, args, kwargs)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        return array_ufunc(Likeness, _whole, ufunc, method, inputs, kwargs)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if copy is False:
@@ -89,7 +108,7 @@ class Likeness:
         return self[...].__dlpack__(**kwargs)
 
     def __dlpack_device__(self) -> tuple[Any, int]:
-        return torch.empty(0).__dlpack_device__()
+        return torch.empty(0, device="cpu").__dlpack_device__()
 
     @classmethod
     def __torch_function__(
@@ -100,13 +119,19 @@ class Likeness:
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Torch functions take a lazy tensor for the tensor it reads as."""
-        return func(*(_real(a) for a in args), **{k: _real(v) for k, v in (kwargs or {}).items()})
+        return func(
+            *(replaced(a, Likeness, _whole) for a in args),
+            **{k: replaced(v, Likeness, _whole) for k, v in (kwargs or {}).items()},
+        )
 
     def detach(self) -> torch.Tensor:
         return self[...]
 
     def item(self) -> int | float | bool | complex:
-        """The only element, as a Python number. Raises RuntimeError, as torch does, if there are more."""
+        """The only element, as a Python number. Raises DataError (a RuntimeError, as torch's), and reads nothing, if
+        there is not exactly one."""
+        if self.numel() != 1:
+            raise DataError(f"{self!r} has {self.numel():,} elements: item() takes one, such as t[0, 0].item()")
         return self[...].item()
 
     def tolist(self) -> Any:
@@ -116,13 +141,63 @@ class Likeness:
         for n in range(len(self)):
             yield self[n]
 
+    def __contains__(self, element: Any) -> bool:
+        return element in self[...]
+
     def __bool__(self) -> bool:
+        """Of the only element. Raises DataError (a RuntimeError, as torch's), and reads nothing, if there is not
+        exactly one."""
+        if self.numel() != 1:
+            raise DataError(
+                f"{self!r} has {self.numel():,} elements, and is neither true nor false as a whole: "
+                "t[...].any() and t[...].all() are, and `t is None` asks for the object"
+            )
         return bool(self[...])
 
+    # Comparisons are torch's: they read the whole, and compare element by element. A tensor is found in a dict, a set
+    # or a list as the object that it is: Python looks whether it is the same one before it compares.
 
-def _real(value: Any) -> Any:
-    if isinstance(value, Likeness):
-        return value[...]
-    if isinstance(value, list | tuple) and any(isinstance(v, Likeness) for v in value):
-        return type(value)(_real(v) for v in value)
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> Any:
+        return self._compared(operator.eq, other)
+
+    def __ne__(self, other: object) -> Any:
+        return self._compared(operator.ne, other)
+
+    def __lt__(self, other: object) -> Any:
+        return self._compared(operator.lt, other)
+
+    def __le__(self, other: object) -> Any:
+        return self._compared(operator.le, other)
+
+    def __gt__(self, other: object) -> Any:
+        return self._compared(operator.gt, other)
+
+    def __ge__(self, other: object) -> Any:
+        return self._compared(operator.ge, other)
+
+    def _compared(self, compare: Callable[[Any, Any], Any], other: Any) -> Any:
+        """Element by element with numbers, arrays, tensors and lists of numbers; not implemented for anything else."""
+        if isinstance(other, list | tuple | np.ndarray | np.generic):
+            array = np.asarray(other)
+            other = torch.from_numpy(np.array(array, array.dtype if array.dtype.isbuiltin == 1 else np.float32))
+        elif not isinstance(other, bool | int | float | complex | torch.Tensor | Likeness):
+            return NotImplemented
+        shape = tuple(getattr(other, "shape", ()))
+        try:
+            np.broadcast_shapes(self.shape, shape)
+        except ValueError:
+            raise DataError(f"{self!r} is not compared with elements of shape {shape}") from None
+        return compare(_comparable(self[...]), _comparable(_whole(other)))
+
+
+def _whole(value: Any) -> Any:
+    return value[...] if isinstance(value, Likeness) else value
+
+
+def _comparable(value: Any) -> Any:
+    """torch compares no floats of 8 bits."""
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.itemsize == 1:
+        return value.to(widened(value.dtype))
     return value

@@ -25,7 +25,7 @@ from .io.pool import Task, run
 from .io.progress import Bar
 from .io.store import Store
 from .io.transfer import Ring
-from .tensor import LazyTensor
+from .tensor import LazyTensor, named
 
 _GROUP = 256 << 20  # bytes that are read at once before their dtype is converted
 _LOOKED_UP = 64  # archives that are looked up at once
@@ -184,9 +184,11 @@ def load_into(view: Mapping[str, LazyTensor], module: torch.nn.Module, strict: b
     slots = _slots(module)
     own_name = own_names(slots)
     wanted = {
-        next((n for n in (name, own_name[name]) if n in view), unwrapped(name)): slot for name, slot in slots.items()
+        next((n for n in (name, own_name[name]) if named(view, n) is not None), unwrapped(name)): slot
+        for name, slot in slots.items()
     }
-    missing = [name for name in wanted if name not in view]
+    there = {name: lazy for name in wanted if (lazy := named(view, name)) is not None}
+    missing = [name for name in wanted if name not in there]
     unexpected = [name for name in view if name not in wanted]
     problems = []
     if strict and missing:
@@ -194,16 +196,14 @@ def load_into(view: Mapping[str, LazyTensor], module: torch.nn.Module, strict: b
     if strict and unexpected:
         problems.append(f"the module lacks {_listed(unexpected)}")
     found: dict[str, LazyTensor] = {}  # of a tensor that lies on several ranks, what this one holds
-    for name in wanted:
-        if name not in view:
-            continue
+    for name, lazy in there.items():
         owner, attribute = wanted[name]
         target = getattr(owner, attribute)
         shape = tuple(target.shape)
-        if shape != tuple(view[name].shape):
-            problems.append(f"{name!r} is {tuple(view[name].shape)} in the checkpoint and {shape} in the module")
+        if shape != tuple(lazy.shape):
+            problems.append(f"{name!r} is {tuple(lazy.shape)} in the checkpoint and {shape} in the module")
             continue
-        own = _own(view[name], target)
+        own = _own(lazy, target)
         if own is not None:
             own.check()  # a missing file is told before anything is written
             found[name] = own

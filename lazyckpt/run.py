@@ -24,7 +24,7 @@ from .errors import DataError, FormatError, LazyckptError, MissingFileError, Ten
 from .formats.steps import OPENERS, Found, find, told_step, unfinished
 from .io.local import split
 from .io.remote import is_url, split_url
-from .io.store import Store
+from .io.store import Store, closed_error
 from .show.html import view_html
 from .show.text import plural
 from .stacking import Checkpoint, Stacks, at, listed, stacked
@@ -120,6 +120,7 @@ class RunView(CheckpointView):
         self._line = line
         self._asked = state  # None: the default one, which only the checkpoints tell
         self._steps = steps
+        self._of_all = False
         self._forget()
 
     def _other(self, state: str | None = None, steps: tuple[Any, ...] | None = None) -> Self:
@@ -141,6 +142,10 @@ class RunView(CheckpointView):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (self._line, self._asked, self._pickled_steps())
+
+    def close(self) -> None:
+        """As `CheckpointView.close`; the views of single steps (`at`) are closed, too."""
+        self._line.close()
 
     # -- the steps
 
@@ -185,12 +190,12 @@ class RunView(CheckpointView):
             raise TensorNotFoundError(f"step {step} has no tensors of this part of the run")
         return part
 
-    def to_xarray(self, *, chunks: Mapping[str, Any] | None = None) -> xr.DataTree:
+    def to_xarray(self, *, chunks: Mapping[str, Any] | None = None, widen: bool = True) -> xr.DataTree:
         """As `CheckpointView.to_xarray`; the first dimension of every variable is "step", whose coordinates are the
         steps. Variables that are not there at all of them have dimensions of their own ("step_2", ...)."""
         from .interop.steps import Run, tree
 
-        return tree(cast(Run, self), chunks)
+        return tree(cast(Run, self), chunks, widen=widen)
 
     @property
     def plot(self) -> RunPlots:
@@ -228,11 +233,23 @@ class Line:
     ) -> None:
         self.store, self.found, self.told, self.options = store, found, told, options
         self._opened: dict[str, CheckpointView | LazyckptError] = {}
+        self.closed = False
 
     def path(self, found: Found) -> str:
         return f"{self.store.root}/{found.name}" if found.name else self.store.root
 
+    def close(self) -> None:
+        self.closed = True
+        self.store.close()
+        if "pinned" in self.__dict__:
+            self.pinned.close()
+        for view in self._opened.values():
+            if isinstance(view, CheckpointView):
+                view.close()
+
     def open(self, found: Found) -> CheckpointView:
+        if self.closed:
+            raise closed_error(self.store.root)
         view = self._opened.get(found.name)
         if view is None:
             try:

@@ -11,7 +11,7 @@ The contract, which one suite of tests checks on every format (tests/contract.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from itertools import islice
@@ -33,6 +33,7 @@ from .io.pool import Task, run, run_here
 from .io.store import Buffer, Store, narrow
 from .io.transfer import Ring, read_to
 from .likeness import Likeness
+from .printing import printable
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -150,7 +151,7 @@ class LazyTensor(Likeness):
             head.append(f"  stored as {self.spec.stored_as!r}")
         if self.spec.rule:
             head.append(f"  {self.spec.rule}")
-        return "\n".join(head + lines)
+        return "\n".join(map(printable, head + lines))
 
     def replicas_agree(self) -> bool:
         """Whether all copies that the checkpoint has of the same elements are the same, byte for byte.
@@ -352,14 +353,18 @@ class LazyTensor(Likeness):
         found: TensorPlots = _door("show.plot").TensorPlots(self)
         return found
 
-    def to_dask(self, chunks: Any = None) -> Any:
-        """A `dask.array.Array` of this tensor; bf16 and fp8 have the dtypes of ml_dtypes. Reads nothing: its tasks
-        carry this description, and read where they run.
+    def to_dask(self, chunks: Any = None, *, widen: bool = True) -> Any:
+        """A `dask.array.Array` of this tensor. Reads nothing: its tasks carry this description, and read where they
+        run.
 
         ``chunks``: as dask takes them; by default 8 to 64 MiB that follow the fragments where these form a grid.
+        ``widen``: floats of 8 and 16 bits become float32 when they are read, which Dask computes with correctly.
+        False keeps the dtype and the bits, for arrays that are only stored: in bf16, fp8 (the dtypes of ml_dtypes) and
+        fp16 sums and means are wrong.
+
         Raises DataError where numpy has no such dtype, and where dask is not installed.
         """
-        return _door("interop.dask").to_dask(self, chunks)
+        return _door("interop.dask").to_dask(self, chunks, widen)
 
     def __dask_tokenize__(self) -> object:
         return _door("interop.dask").token(self)
@@ -454,6 +459,14 @@ class _Deferred:
     def __getitem__(self, key: Any) -> LazyTensor:
         t = self._tensor
         return type(t)(t._store, t.spec, t._sel[key])
+
+
+def named(tensors: Mapping[str, LazyTensor], name: str) -> LazyTensor | None:
+    """The tensor of exactly this name; None if there is none. (`CheckpointView.get` also takes prefixes, and paths
+    inside names.)"""
+    exact = getattr(tensors, "exact", tensors.get)
+    found: LazyTensor | None = exact(name)
+    return found
 
 
 def _door(module: str) -> Any:

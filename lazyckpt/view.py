@@ -46,6 +46,7 @@ class CheckpointView(Reshaping):
         "_full",
         "_index",
         "_names",
+        "_of_all",
         "_sides",
         "_specs",
         "_state",
@@ -72,13 +73,14 @@ class CheckpointView(Reshaping):
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         store, index = opened(path, format, tag, rules, cache, storage_options)
-        self._init(store, without_wrappers(index), next(iter(index.states)), ())
+        self._init(store, without_wrappers(index), next(iter(index.states)), (), True)
 
-    def _init(self, store: Store, index: Index, state: str, steps: tuple[Step, ...]) -> None:
+    def _init(self, store: Store, index: Index, state: str, steps: tuple[Step, ...], of_all: bool) -> None:
         self._store = store
         self._index = index
         self._state = state
         self._steps = steps
+        self._of_all = of_all and not steps  # whether the stored names of all states are found
         self._forget()
 
     def _forget(self) -> None:
@@ -91,12 +93,24 @@ class CheckpointView(Reshaping):
         self._sides: dict[str, CheckpointView] = {}  # state -> this view of it, so that asking in a loop is cheap
 
     def _of(self, index: Index, steps: tuple[Step, ...] = ()) -> CheckpointView:
-        return _restore(self._store, index, self._state, steps)
+        return _restore(self._store, index, self._state, steps, self._of_all)
 
     def _other(self, state: str | None = None, steps: tuple[Step, ...] | None = None) -> Self:
         view = object.__new__(type(self))
-        view._init(self._store, self._index, state or self._state, self._steps if steps is None else steps)
+        view._init(self._store, self._index, state or self._state, self._steps if steps is None else steps, False)
         return view
+
+    def close(self) -> None:
+        """Let go of open files and mappings. Reading from this view, its parts and states, and their tensors raises
+        DataError from then on; names, shapes and dtypes stay. Closing twice is fine; other views of the same path, and
+        tensors that have been read, are not affected. ``with lazyckpt.open(path) as view:`` closes at the end."""
+        self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     # -- the namespace
 
@@ -147,7 +161,23 @@ class CheckpointView(Reshaping):
         return len(self._listed)
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and self._spec(name) is not None
+        """Whether ``view[name]`` gives something: a full name, a tied one, a prefix, a unique inner path."""
+        if isinstance(name, str) and self._spec(name) is not None:
+            return True
+        try:
+            self[name]  # type: ignore[index]  # of another type it is not found
+        except TensorNotFoundError:
+            return False
+        except MissingFileError:  # the name is there, its file is gone
+            return True
+        return True
+
+    def exact(self, name: str) -> LazyTensor | None:
+        """The tensor of this full name or tied alias of the view; None if there is none, whatever else is called so."""
+        found = self._tensors.get(name)
+        if found is None and (spec := self._spec(name)) is not None:
+            found = self._tensors[name] = self._tensor(self._store, spec)
+        return found
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -157,24 +187,22 @@ class CheckpointView(Reshaping):
 
     def __getitem__(self, path: str) -> Any:
         """A full name or tied alias gives a LazyTensor, a prefix a CheckpointView with names relative to it. A path
-        that occurs at one place inside the names resolves to that. Of a whole checkpoint, the names that tensors are
-        stored under (`stored`) are found as well, where that takes no more reading.
+        that occurs at one place inside the names resolves to that. A state answers with its own tensors only; the
+        names that they are stored under (`stored`) find them, too. The view of the whole checkpoint, as it was opened,
+        finds the stored names of all states, where that takes no more reading.
 
         Which of the two it is depends on the checkpoint, so it is typed Any: say what you expect (``w: LazyTensor =
         view["up.weight"]``), and a type checker knows the rest. What `items` and `values` give are LazyTensors.
+        ``name in view`` is True, and `get` gives what this gives, wherever this does not raise TensorNotFoundError.
 
         Raises TensorNotFoundError (several places, or none: the nearest names are listed), MissingFileError for a
         name whose file is gone.
         """
         if not isinstance(path, str):
             raise TensorNotFoundError(f"tensors are looked up by name, not by {type(path).__name__}")
-        found = self._tensors.get(path)
+        found = self.exact(path)
         if found is not None:
             return found
-        spec = self._spec(path)
-        if spec is not None:
-            tensor = self._tensors[path] = self._tensor(self._store, spec)
-            return tensor
         if path in ("", "."):
             return self
         path = path.removesuffix(".")
@@ -183,16 +211,19 @@ class CheckpointView(Reshaping):
         if path in self._index.unreadable and not self._steps:
             raise MissingFileError(self._index.unreadable[path])
         if not self._steps and path in self._stored_names:
-            return LazyTensor(self._store, self._stored_names[path])
+            return self._tensor(self._store, self._stored_names[path])
         places = self.names.inside(path)
         if len(places) == 1:
             return self[places[0]]
         if places:
-            listed = ", ".join(map(repr, places[:6])) + (f" and {len(places) - 6} more" if len(places) > 6 else "")
-            raise TensorNotFoundError(f"{path!r} occurs at {len(places)} places: {listed}. Say which.")
-        if not self._steps and self._stored_names and self.stored.names.below(path):
+            listed = ", ".join(map(_quoted, places[:6])) + (f" and {len(places) - 6} more" if len(places) > 6 else "")
+            raise TensorNotFoundError(f"{_quoted(path)} occurs at {len(places)} places: {listed}. Say which.")
+        if self._of_all and type(self._index.stored) is dict and self.stored.names.below(path):
             return self.stored[path]
-        raise TensorNotFoundError(self._unknown(path))
+        raise TensorNotFoundError(
+            f"there is no tensor or prefix {_quoted(path)} among the {len(self):,} names of {self._state!r}.",
+            lambda: self._hint(path),
+        )
 
     def _spec(self, name: str) -> TensorSpec | None:
         """The spec of an exact name of this view; a tied name gets its owner's, under its own name."""
@@ -209,10 +240,11 @@ class CheckpointView(Reshaping):
 
     @property
     def _stored_names(self) -> Mapping[str, TensorSpec]:
-        """What can be looked up besides the names of this state: the names that its tensors are stored under, and the
-        raw namespace where that is known already."""
+        """What can be looked up besides the names of this state: the names that its tensors are stored under, and in
+        the view that was opened the raw namespace where that is known already."""
         if self._by_stored is None:
-            self._by_stored = {**(self._index.stored or {})} if type(self._index.stored) is dict else {}
+            stored = self._index.stored
+            self._by_stored = {**stored} if self._of_all and type(stored) is dict else {}
             self._by_stored |= {s.stored_as: s for s in self.specs.values() if s.stored_as}
         return self._by_stored
 
@@ -220,26 +252,32 @@ class CheckpointView(Reshaping):
         """The full name of a tied alias that this state does not list."""
         if self._state in _FULL_STATES or self._state == STORED:
             return None
-        full = name
-        for kind, what in reversed(self._steps):
-            full = f"{what}.{full}" if kind == "below" else full
-        return full if self._index.aliases.get(full) in self.specs else None
+        full = self._below(name)
+        if self._index.aliases.get(full) not in self.specs:
+            return None
+        return self._shown_of({full: full}).get(name)
 
-    def _unknown(self, path: str) -> str:
+    def _below(self, name: str) -> str:
+        """The name behind the prefixes that this view is below."""
+        for kind, what in reversed(self._steps):
+            name = f"{what}.{name}" if kind == "below" else name
+        return name
+
+    def _hint(self, path: str) -> str:
+        """Where a name may be found that is not in this view, for a message."""
+        full = self._below(path)
+        for state in self._index.states:
+            other = self._other(state=state, steps=())
+            if state != self._state and (other.exact(full) is not None or other.names.below(full)):
+                return f"It is in view.states[{state!r}]."
         near = self.names.near(path)
         if near:
-            hint = f"Did you mean {' or '.join(map(repr, near))}?"
+            hint = f"Did you mean {' or '.join(map(_quoted, near))}?"
         else:
             tops = list(dict.fromkeys(name.partition(".")[0] for name in self))
             more = f" and {len(tops) - 5:,} more" if len(tops) > 5 else ""
-            hint = f"At the top there is: {', '.join(map(repr, tops[:5]))}{more}." if tops else ""
-        if set(path) & set("*?"):
-            hint = f"Patterns go to select. {hint}"
-        others = [s for s, specs in self._index.states.items() if s != self._state and path in specs]
-        if others:
-            hint = f"It is in view.states[{others[0]!r}]."
-        said = f"there is no tensor or prefix {path!r} among the {len(self):,} names of {self._state!r}."
-        return f"{said} {hint}".rstrip()
+            hint = f"At the top there is: {', '.join(map(_quoted, tops[:5]))}{more}." if tops else ""
+        return f"Patterns go to select. {hint}" if set(path) & set("*?") else hint
 
     def _ipython_key_completions_(self) -> list[str]:
         """What ``view["<Tab>`` offers: prefixes and names; of a very large view the first levels; of a small one also
@@ -318,8 +356,10 @@ class CheckpointView(Reshaping):
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What is missing or odd, a readable line each."""
-        return self._index.problems
+        """What is missing or odd, a readable line each. Names of an optimizer's states that values have to tell are
+        looked for when they are first listed or looked up; the line that says so is gone then, if they were found."""
+        later = self._index.open_problems
+        return self._index.problems if later is None else (*self._index.problems, *later())
 
     @property
     def unreadable(self) -> Mapping[str, str]:
@@ -397,7 +437,7 @@ class CheckpointView(Reshaping):
         return load_into(self, module, strict)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (self._store, self._index, self._state, self._pickled_steps())
+        return _restore, (self._store, self._index, self._state, self._pickled_steps(), self._of_all)
 
     def _pickled_steps(self) -> tuple[Any, ...]:
         steps = []
@@ -410,13 +450,18 @@ class CheckpointView(Reshaping):
         return tuple(steps)
 
 
+def _quoted(name: str) -> str:
+    """A name for a message; of a very long one both ends."""
+    return repr(name if len(name) <= 200 else f"{name[:100]}...{name[-90:]}")
+
+
 def with_wrappers(path: str | os.PathLike[str], format: str, tag: str | None = None) -> CheckpointView:
     """A checkpoint under the names that its writer gives, with those of the modules that wrap the model."""
     store, index = opened(path, format, tag)
-    return _restore(store, index, next(iter(index.states)), ())
+    return _restore(store, index, next(iter(index.states)), (), True)
 
 
-def _restore(store: Store, index: Index, state: str, steps: tuple[Step, ...]) -> CheckpointView:
+def _restore(store: Store, index: Index, state: str, steps: tuple[Step, ...], of_all: bool = False) -> CheckpointView:
     view = object.__new__(CheckpointView)
-    view._init(store, index, state, steps)
+    view._init(store, index, state, steps, of_all)
     return view

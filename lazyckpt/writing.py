@@ -295,20 +295,22 @@ class Writing(Mapping[str, LazyTensor]):
             run=runner(executor, memory),
         )
 
-    def to_xarray(self, *, chunks: Mapping[str, Any] | None = None) -> xr.DataTree:
+    def to_xarray(self, *, chunks: Mapping[str, Any] | None = None, widen: bool = True) -> xr.DataTree:
         """The view as an `xarray.DataTree`: groups are the dotted names, variables the tensors, dimensions are named by
         their size ("d4096"). Reads nothing; a variable reads what is indexed of it.
 
         ``chunks``: None for xarray's own lazy arrays; {} for Dask arrays, in chunks of 8 to 64 MiB that follow the
-        fragments where these form a grid; {"d4096": 512} for other chunks along a dimension. bf16 and fp8 keep their
-        values (dtypes of ml_dtypes); `lazyckpt.interop.xarray.to_f32` converts them lazily, for reductions.
+        fragments where these form a grid; {"d4096": 512} for other chunks along a dimension. ``widen``: floats of 8
+        and 16 bits become float32 when they are read, which xarray computes with correctly (the attribute
+        ``stored_dtype`` names their own). False keeps dtypes and bits; reduce what
+        `lazyckpt.interop.xarray.to_f32` makes of them, as sums in bf16, fp8 and fp16 are wrong.
 
         Tensors whose dtype numpy lacks are left out, and named in ``attrs["left_out"]``. Raises DataError for
         ``chunks`` where dask is not installed, TypeError for ``chunks`` that are neither None nor a mapping.
         """
         from .interop.xarray import View, tree
 
-        return tree(cast(View, self), chunks)
+        return tree(cast(View, self), chunks, widen=widen)
 
     def to_virtual(
         self, dest: str | os.PathLike[str] | Any, *, format: str | None = None, bits: bool = False

@@ -146,7 +146,7 @@ def stored(case: Case) -> None:
     if case.stored:
         assert set(raw) == set(case.stored)
         for name, truth in case.stored.items():
-            if name or name in view:  # the empty name is the whole view, if no tensor has it
+            if name or name in list(view):  # the empty name is the whole view, if no tensor has it
                 same(view[name][...], truth, (name, "a name that it is stored under finds it, too"))
     part = view.select(lambda name: False)
     assert len(part) == 0
@@ -379,6 +379,64 @@ def mapping(case: Case) -> None:
     assert {name: tuple(t.shape) for name, t in view.items()} == {name: tuple(t.shape) for name, t in truth.items()}
 
 
+def lookups_agree(case: Case) -> None:
+    """``in``, ``get`` and ``[]`` agree on every path: names, prefixes, paths inside names, stored names, wrong ones."""
+    view = open_case(case)
+    for part in (view, *view.states.values(), view.stored, *(view[prefix] for prefix in _prefixes(view)[:2])):
+        listed = list(part)
+        assert listed == list(part.keys()) and len(set(listed)) == len(listed) == len(part)
+        for name in listed:
+            found = part[name]
+            assert isinstance(found, LazyTensor)
+            assert name in part and part.get(name) is part[name] is found
+        for path in _paths(view, part):
+            try:
+                wanted: Any = part[path]
+            except lazyckpt.TensorNotFoundError as e:
+                assert path not in part and part.get(path) is None and part.get(path, 7) == 7, (path, e)  # type: ignore
+                continue
+            got: Any = part.get(path)
+            assert path in part and type(got) is type(wanted), path
+            if isinstance(wanted, LazyTensor):
+                assert got.name == wanted.name, path
+            else:
+                assert list(got) == list(wanted) and len(wanted), path
+    states = view.states
+    for state in (*case.truth, "no such state", "stored"):
+        assert (state in states) == (state in list(states)) == (states.get(state) is not None)
+
+
+def states_keep_to_their_own(case: Case) -> None:
+    """No look-up in a state gives a tensor of another one, whatever it is called there or in the files."""
+    view, tied = open_case(case), case.info.get("tied", {})
+    for state, truth in case.truth.items():
+        part = view.states[state]
+        own = {*truth, *(alias for alias, owner in tied.items() if owner in truth)}
+        elsewhere = {name for other in case.truth.values() for name in other} - own
+        assert all(name not in part or not isinstance(part[name], LazyTensor) for name in elsewhere), state
+        for path in (*_paths(view, part), *elsewhere):
+            found: Any = part.get(path)
+            if found is None:
+                continue
+            assert found is part or found.state == state if isinstance(found, CheckpointView) else found.name in own
+            for one in found.values() if isinstance(found, CheckpointView) else [found]:
+                assert part.owner(one.name) in truth, (state, path)
+                assert one.spec.fragments == part[one.name].spec.fragments, (state, path)
+
+
+def _paths(view: CheckpointView, part: CheckpointView) -> list[str]:
+    """Paths to try on a part of the view."""
+    names = [*part, *view, *(name for state in view.states.values() for name in state)]
+    names += [*view.aliases, *view.stored, *(t.spec.stored_as or "" for t in part.values())]
+    rng = random.Random(len(names))
+    names = rng.sample(names, min(60, len(names)))
+    cut = [name.split(".") for name in names]
+    found = {".".join(parts[:n]) for parts in cut for n in range(1, len(parts))}
+    found |= {".".join(parts[n:]) for parts in cut for n in range(1, len(parts))}
+    found |= {f"{name}x" for name in names[:5]} | {name[1:] for name in names[:5]}
+    return sorted({*names, *found} - {"", "."})
+
+
 CHECKS: tuple[Check, ...] = (
     names_shapes_dtypes,
     sizes_count_each_tensor_once,
@@ -396,4 +454,6 @@ CHECKS: tuple[Check, ...] = (
     pickling,
     several_threads,
     mapping,
+    lookups_agree,
+    states_keep_to_their_own,
 )

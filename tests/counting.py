@@ -105,6 +105,9 @@ class CountingStore:
     def resident(self, view: torch.Tensor) -> bool:
         return False
 
+    def close(self) -> None:
+        self.inner.close()
+
     def __reduce__(self) -> tuple[Any, ...]:
         return CountingStore, (self.inner, None, self._gap)
 

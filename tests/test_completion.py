@@ -10,7 +10,6 @@ import torch
 
 import lazyckpt
 from lazyckpt.core.names import Names
-from lazyckpt.show.states import completable
 
 from .counting import opened
 
@@ -35,10 +34,10 @@ def complete(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Complete:
     interactive = pytest.importorskip("IPython.core.interactiveshell", reason="IPython is not installed")
     from traitlets.config import Config
 
-    completable(lazyckpt.CheckpointView, lazyckpt.RunView)  # as importing lazyckpt in a running IPython does
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))
         shell = interactive.InteractiveShell(config=Config({"HistoryManager": {"enabled": False}}))
+    shell.run_line_magic("load_ext", "lazyckpt")
     shell.user_ns["view"] = lazyckpt.open(path)
 
     def found(line: str) -> list[str]:

@@ -27,9 +27,8 @@ from .writers.deepspeed_zero import TagsSpec
 NAMES = sorted(name for name, spec in SPECS.items() if not isinstance(spec, TagsSpec))
 NAMES += sorted(f"{name}.universal" for name, tools in TOOLS.items() if any(t.startswith("universal") for t in tools))
 # A plain optimizer numbers its parameters. Order and shapes leave one choice here: a group holds one bias only, and
-# `between.bias` and `frozen.bias` are of one shape (the fp32 copies would tell, but opening reads no data).
-EITHER = {"between.bias", "frozen.bias"}
-UNDETERMINED = {"moe_zero0_fp32": EITHER, "moe_zero0_fp16_ep1": EITHER}
+# `between.bias` and `frozen.bias` are of one shape. (In 16 bit, as moe_zero0_fp16_ep1, the fp32 copies tell.)
+UNDETERMINED = {"moe_zero0_fp32": {"between.bias", "frozen.bias"}}
 # No file of a pipeline with a plain optimizer has the KEY in the name of a shared module, `tied_modules.KEY`: its
 # names begin with the number of its layer.
 WITHOUT_KEY = {"pipe_zero0_fp32", "pipe_zero0_fp16", "pipe_zero0_sgd_dp2"}

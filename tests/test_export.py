@@ -439,10 +439,10 @@ def test_if_the_rest_cannot_be_moved_it_goes_on(
 ) -> None:
     real = os.replace
 
-    def replace(part: Path, path: Path) -> None:
+    def replace(part: Any, path: Path, **options: Any) -> None:
         if "00002-of" in str(path):
             raise PermissionError(errno.EACCES, "Permission denied")
-        real(part, path)
+        real(part, path, **options)
 
     out = tmp_path / "out"
     out.mkdir()

@@ -7,6 +7,7 @@ import pickle
 import struct
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -180,15 +181,24 @@ def test_what_can_be_read_in_two_ways(name: str, tmp_path: Path) -> None:
     agrees_with_torch(path)
 
 
+_SUMS = zlib.crc32(DATA), len(DATA), len(DATA)
+DESCRIPTORS = {
+    12: struct.pack("<3I", *_SUMS),
+    16: b"PK\7\x08" + struct.pack("<3I", *_SUMS),
+    20: struct.pack("<I2Q", *_SUMS),
+    24: b"PK\7\x08" + struct.pack("<I2Q", *_SUMS),
+}
+
+
 @pytest.mark.parametrize("flags", [0x0008, 0x0808])
-@pytest.mark.parametrize("descriptor", [12, 16, 24])
+@pytest.mark.parametrize("descriptor", DESCRIPTORS)
 @pytest.mark.parametrize("extra", [0, 9, 20, 40])
 def test_where_data_begins_is_not_guessed(flags: int, descriptor: int, extra: int, tmp_path: Path) -> None:
-    """Streaming zip writers leave sizes to descriptors of 12, 16 or 24 bytes, and align nothing: read at any place."""
+    """Streaming zip writers leave sizes to descriptors of 12 to 24 bytes, and align nothing: read at any place."""
     path = tmp_path / "model.pt"
     found = 0
     for pad in range(64):
-        entry = Entry(b"archive/data/0", DATA, flags=flags, descriptor=bytes(descriptor))
+        entry = Entry(b"archive/data/0", DATA, flags=flags, descriptor=DESCRIPTORS[descriptor])
         entry.extra = struct.pack("<2H", 0x5455, extra - 4) + bytes(extra - 4) if extra else b""
         path.write_bytes(raw_zip([*members(data=entry), Entry(b"archive/z", b"")], start=b""))
         path.write_bytes(raw_zip([Entry(b"archive/" + b"p" * (pad + 1), b""), *members(data=entry)]))

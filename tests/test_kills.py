@@ -99,7 +99,7 @@ def counted(module, attribute, calls, log=None):
     # the process dies in the middle of such a call
     real, turns = getattr(module, attribute), itertools.count(1)
 
-    def call(*args):
+    def call(*args, **options):
         turn = next(turns)  # at once, whatever other threads do
         if log is not None:
             path = os.readlink(f"/proc/self/fd/{args[0]}")
@@ -108,7 +108,7 @@ def counted(module, attribute, calls, log=None):
             if attribute == "write_at":
                 real(args[0], args[1][: len(args[1]) // 2], args[2])
             die()
-        return real(*args)
+        return real(*args, **options)
 
     setattr(module, attribute, call)
 

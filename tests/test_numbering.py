@@ -82,8 +82,9 @@ def test_names_that_the_groups_list_are_taken() -> None:
     found = match(names, listed)
     assert found is not None and found.names == [["b", "a"]]
     for wrong in (["b"], ["b", "b"], ["b", "x"], ["b", 3], ["b", "frozen"]):
-        found = match({"a": (2,), "b": (2,)}, numbered_groups(_optimizer([(2,), (2,)], param_names=wrong)))
-        assert found is not None and found.names == [["a", "b"]], wrong  # by order
+        names = {"a": (2,), "b": (2,), "c": (3,)}
+        found = match(names, numbered_groups(_optimizer([(2,), (2,), (3,)], param_names=wrong)))
+        assert found is not None and found.names == [["a", "b", "c"]], wrong  # by order
 
 
 def test_groups_of_experts_have_experts_only() -> None:

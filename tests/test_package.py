@@ -102,10 +102,12 @@ for name in ("model", "training.pt", "bomb.pt"):
 # -- the layer rule: imports point down
 
 LAYERS: tuple[tuple[str, ...], ...] = (
+    ("printing",),
     ("errors",),
     ("core",),
     ("io",),
     ("formats",),
+    ("numpylike",),
     ("likeness",),
     ("tensor",),
     ("export", "interop", "loading"),

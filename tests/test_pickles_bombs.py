@@ -105,6 +105,9 @@ CLAIMS: dict[str, bytes] = {
     "FRAME": b"\x95" + U64(1 << 62),
 }
 REFUSED: dict[str, Bomb] = {
+    "dtype laughs": lambda: dtype_laughs(40),
+    "a million marks": lambda: b"(" * 1_000_000 + b"t",
+    "a million frames": lambda: b"".join(b"\x95" + U64(9 * (1_000_000 - n - 1)) for n in range(1_000_000)) + b"N",
     "nested frozensets": lambda: nested(1_000_000, "frozenset"),
     "nested rebuilds": lambda: named("torch._tensor", "_rebuild_from_type_v2") + put(1) + b"0" + get(1)
                                + (b"(" + get(1) + b"N") * 3000 + b")" + b"Nt" * 3000 + b"R",
@@ -171,13 +174,11 @@ REFUSED: dict[str, Bomb] = {
     "a list that is its own key": lambda: b"]" + put(1) + b"0}" + get(1) + b"Ns",
 }  # fmt: skip
 HARMLESS: dict[str, Bomb] = {
-    "a million marks": lambda: b"(" * 1_000_000 + b"t",
     "memo index 2**31": lambda: b"N" + put(1 << 31) + b"0" + get(1 << 31),
     "memo index 2**32-1": lambda: b"N" + put((1 << 32) - 1),
     "memo index of 4,000 digits": lambda: b"Np" + b"9" * 4000 + b"\n",
     "one memo entry a million times": lambda: (b"]" + put(1) + b"0") * 1_000_000 + get(1),
     "a million memo entries": lambda: b"N\x94" * 1_000_000,
-    "a million frames": lambda: b"".join(b"\x95" + U64(9 * (1_000_000 - n - 1)) for n in range(1_000_000)) + b"N",
     "300,000 globals": lambda: b"".join(b"ca\nb%d\n0" % n for n in range(300_000)) + b"N",
     "100,000 dangerous globals": lambda: b"".join(b"cos\nb%d\n0" % n for n in range(100_000)) + b"N",
     "100,000 records": lambda: b"](" + (RECORD + b")R") * 100_000 + b"e",
@@ -213,7 +214,6 @@ HARMLESS: dict[str, Bomb] = {
                           list_of(get(1))) + b"b",
     "a tensor with itself as an attribute": lambda: tensor() + put(1) + dict_of(text("a"), get(1)) + b"b",
     "a dtype of itself": dtype_of_itself,
-    "dtype laughs": lambda: dtype_laughs(40),
     "an object array of a range": lambda: numpy_array(
         tuple_of(number(1)), call(DTYPE, text("O8"), b"\x89", b"\x88"), range_of(2 * 10**8)
     ),

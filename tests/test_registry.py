@@ -64,7 +64,7 @@ def test_without_it_the_file_is_unknown(tmp_path: Path) -> None:
     (tmp_path / "weights.acme").write_bytes(b"ACME" + bytes(20))
     with pytest.raises(lazyckpt.FormatError) as error:
         lazyckpt.open(tmp_path / "weights.acme")
-    assert "weights.acme" in str(error.value) and "ACME" in str(error.value) and "safetensors" in str(error.value)
+    assert "weights.acme" in str(error.value) and "ACME" in str(error.value) and len(str(error.value)) < 300
 
 
 def test_built_in_readers_come_first(acme: Path, tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_folder_one_level_too_high_names_what_can_be_opened(tmp_path: Path) ->
     assert str(e.value) == f"{tmp_path} is no checkpoint itself. Open one of those in it: model, run"
     for folder in ("model", "run"):
         assert list(lazyckpt.open(tmp_path / folder)) == ["w"]
-    with pytest.raises(lazyckpt.FormatError, match=r"knows: it has todo.txt. It reads: "):
+    with pytest.raises(lazyckpt.FormatError, match=r"knows: it has todo.txt\. "):
         lazyckpt.open(tmp_path / "notes")
 
 

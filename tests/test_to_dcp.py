@@ -204,7 +204,7 @@ def test_damage_on_the_way_is_found(training: Path, tmp_path: Path, monkeypatch:
 
     def finish(path: Path, *args: Any) -> None:
         real(path, *args)
-        with path.open("r+b") as file:
+        with Path(path).open("r+b") as file:
             file.seek(750)
             file.write(b"\x55")
 

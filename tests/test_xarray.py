@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import lazyckpt
-from lazyckpt.core.dtypes import to_numpy
+from lazyckpt.core.dtypes import to_numpy, widened
 from lazyckpt.engine import LazyckptBackend
 from lazyckpt.interop.xarray import to_f32
 
@@ -38,7 +38,8 @@ def variables(tree: xr.DataTree) -> Iterator[tuple[str, xr.DataArray]]:
 
 
 def equal(got: Any, want: Tensor, what: object = "") -> None:
-    wanted = to_numpy(want.contiguous())
+    """Bit for bit, in the dtype that numpy computes with."""
+    wanted = to_numpy(want.contiguous().to(widened(want.dtype)))
     assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape), what
     assert np.asarray(got).tobytes() == wanted.tobytes(), what
 
@@ -55,7 +56,8 @@ def test_a_tree_of_every_state(case: Case) -> None:
         found = dict(variables(tree))
         assert set(found) == set(truth)
         assert tree.attrs["format"] == view.format and tree.attrs["state"] == (state or view.state)
-        assert tree.attrs["states"] == list(view.states) and tree.attrs["problems"] == list(view.problems)
+        assert tree.attrs["states"].splitlines() == list(view.states)
+        assert tree.attrs.get("problems", "") == "\n".join(view.problems)
         for name, array in found.items():
             assert array.attrs["state"] == (state or view.state)
             assert tree[name.replace(".", "/")].dims == array.dims
@@ -148,7 +150,7 @@ def test_opening_reads_nothing_and_a_slice_its_fragments(dcp_cases: dict[str, Ca
 def test_indexing_is_numpys(case: Case) -> None:
     view, rng = lazyckpt.open(case.path), np.random.default_rng(3)
     for name, array in variables(view.to_xarray()):
-        whole = to_numpy(case.truth[view.state][name].contiguous())
+        whole = to_numpy(case.truth[view.state][name].contiguous().to(widened(view[name].dtype)))
         lists = [rng.integers(-n, n, 4) if n else np.array([], int) for n in whole.shape]
         keys: list[Any] = [(), ..., (slice(None, None, -1),) * whole.ndim, (slice(1, None, 2),) * whole.ndim]
         keys += [(lists[0],), (-1,), (slice(None, None, -2), *lists[1:2])] if whole.ndim and whole.size else []
@@ -191,7 +193,7 @@ def test_a_hole_is_an_error_of_the_slices_that_touch_it(dcp_hole: tuple[lazyckpt
         equal(array[:rows].values, whole[:rows])
         with pytest.raises(lazyckpt.MissingFileError, match="__1_0"):
             _ = array.values
-        assert any("__1_0" in line for line in tree.attrs["problems"])
+        assert "__1_0" in tree.attrs["problems"]
 
 
 # -- Dask
@@ -245,7 +247,7 @@ def test_names_and_dtypes(odd: tuple[Path, dict[str, Tensor]]) -> None:
     for name, whole in held.items():
         equal(found[name].values, whole, name)
     assert tree["square"].dims == ("d5", "d5_2") and tree["tied/weight/scale"].dims == ("d4",)
-    assert "numpy has no" in tree.attrs["left_out"]["c32"]
+    assert "c32: numpy has no" in tree.attrs["left_out"]
     flat = xr.open_dataset(path, engine=ENGINE)
     assert {array.attrs["name"]: name for name, array in flat.data_vars.items()} == {
         **{name: name for name in held},
@@ -261,7 +263,8 @@ def test_names_and_dtypes(odd: tuple[Path, dict[str, Tensor]]) -> None:
 @pytest.mark.parametrize("chunks", [None, {}])
 def test_to_f32(odd: tuple[Path, dict[str, Tensor]], chunks: dict[str, int] | None) -> None:
     path, held = odd
-    tree = xr.open_datatree(path, engine=ENGINE, chunks=chunks)
+    tree = xr.open_datatree(path, engine=ENGINE, chunks=chunks, widen=False)
+    assert tree["square"].dtype == ml_dtypes.bfloat16 and tree["square"].values.tobytes() == bits(held["square"])
     wide = to_f32(tree)
     for name, array in variables(wide):
         whole = held[name]
@@ -275,6 +278,10 @@ def test_to_f32(odd: tuple[Path, dict[str, Tensor]], chunks: dict[str, int] | No
     equal(array[::-2, [3, 1]].values, held["square"].float().flip(0)[::2][:, [3, 1]])
     assert to_f32(tree["ints"]).dtype == np.int16
     assert float(to_f32(tree["square"].variable).mean()) == 12
+
+
+def bits(tensor: Tensor) -> bytes:
+    return to_numpy(tensor.contiguous()).tobytes()
 
 
 def test_to_f32_of_memory() -> None:

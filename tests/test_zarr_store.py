@@ -326,3 +326,31 @@ def test_one_element_of_many() -> None:
     for dtype in (torch.bfloat16, torch.float8_e5m2):
         for part in (torch.ones(3, 4).to(dtype)[1::2, :1], torch.ones(2).to(dtype)[1::2]):
             assert to_numpy(part).shape == tuple(part.shape)
+
+
+def test_no_key_begins_with_a_slash(view: lazyckpt.CheckpointView) -> None:
+    store = ViewStore(view)
+    for key in ("/zarr.json", "//zarr.json", "/weights/zarr.json", "/weights/a/c/0/c", "weights//zarr.json"):
+        assert get(store, key) is None and not asyncio.run(store.exists(key)), key
+        with pytest.raises(FileNotFoundError):
+            asyncio.run(store.getsize(key))
+
+
+def test_what_zarr_asks_of_a_store(view: lazyckpt.CheckpointView) -> None:
+    store = ViewStore(view)
+    again = pickle.loads(pickle.dumps(store))
+    assert store == again and store.read_only and not store.supports_writes and not store.supports_deletes
+    keys = listed(store.list())
+    assert not any(key.startswith("/") for key in keys) and len(set(keys)) == len(keys)
+    assert set(keys) == set(listed(store.list_prefix("")))
+    for prefix in ("weights/", "weights/a", "weights/up/weight", "none/"):
+        assert set(listed(store.list_prefix(prefix))) == {key for key in keys if key.startswith(prefix)}, prefix
+    for folder in ("", "weights", "weights/", "weights/up"):
+        start = f"{folder.strip('/')}/" if folder else ""
+        wanted = {key[len(start) :].split("/")[0] for key in keys if key.startswith(start)}
+        found = listed(store.list_dir(folder))
+        assert set(found) == wanted and len(found) == len(wanted), folder
+    with pytest.raises(ValueError, match="read-only"):
+        store.with_read_only(False)
+    with store:
+        assert asyncio.run(store.is_empty("nothing")) and not asyncio.run(store.is_empty(""))

@@ -13,8 +13,9 @@ from textual.content import Content
 from textual.widgets import Footer, Input, Static, TabbedContent, TabPane
 
 from ..core.indices import parse_index
+from ..printing import printable
 from ..show.layout import Drawing, drawing
-from ..show.text import facts, kind, oddities, printable
+from ..show.text import facts, kind, oddities
 from ..tensor import LazyTensor
 from ..view import CheckpointView
 from . import code, detail, fragments, screens
@@ -36,6 +37,7 @@ class Browser(App[Exception]):
     CSS_PATH = "app.tcss"
     TITLE = "lazyckpt"
     ENABLE_COMMAND_PALETTE = False
+    AUTO_FOCUS = "#names"  # not the filter, which is first: keys that are typed while it starts are no text
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (72, "-normal"), (110, "-wide")]  # noqa: RUF012
     VERTICAL_BREAKPOINTS = [(0, "-short"), (16, "-high")]  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [

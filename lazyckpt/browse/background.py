@@ -13,7 +13,7 @@ from textual.app import App
 from textual.content import Content
 
 from ..errors import LazyckptError
-from ..show.text import printable
+from ..printing import printable
 
 
 class _Job(NamedTuple):

@@ -8,7 +8,8 @@ from textual.content import Content
 
 from ..core.dtypes import short_name
 from ..errors import LazyckptError
-from ..show.text import human_bytes, human_count, kind, plural, printable
+from ..printing import printable
+from ..show.text import human_bytes, human_count, kind, plural
 from ..view import CheckpointView
 from .levels import Entry
 

@@ -13,7 +13,7 @@ from textual.screen import ModalScreen
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
-from ..show.text import printable
+from ..printing import printable
 
 KEYS = (
     ("↑ ↓", "move; Enter or Space opens and closes a level"),

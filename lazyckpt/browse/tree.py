@@ -6,7 +6,9 @@ from rich.text import Text
 from textual.widgets import Tree
 from textual.widgets.tree import TreeNode
 
-from ..show.text import human_bytes, kind, plural, printable
+from ..core.names import shortened
+from ..printing import printable
+from ..show.text import human_bytes, kind, plural
 from .levels import Entry, Levels
 
 _ROWS = 500  # of a level that are made at a time
@@ -97,7 +99,7 @@ class NameTree(Tree[Row]):
 
     def _label(self, entry: Entry) -> Text:
         assert self.levels is not None  # entries are of levels
-        label = printable(entry.label) or "''"
+        label = printable(shortened(entry.label)) or "''"
         if entry.leaf:
             tied = "" if entry.numel or not self.levels.view[entry.start].numel() else "  tied"
             return Text.assemble(label, (f"  {kind(self.levels.view[entry.start])}{tied}", "dim"))

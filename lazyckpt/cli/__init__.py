@@ -13,10 +13,21 @@ from .differing import diff
 from .looking import ls, show
 from .program import app, main
 from .pruning import prune
+from .reading import formats
 from .stats import stats
 from .walking import demo
 
 __all__ = ["app", "main", "parse_index"]
 
-for _command in (ls, show, browse, stats, diff, convert, prune, demo):  # in the order in which --help lists them
+for _command in (
+    ls,
+    show,
+    browse,
+    stats,
+    diff,
+    convert,
+    prune,
+    formats,
+    demo,
+):  # in the order in which --help lists them
     app.command()(_command)

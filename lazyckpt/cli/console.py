@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import re
 import sys
 from functools import cache
 from typing import NoReturn
@@ -9,7 +11,42 @@ from typing import NoReturn
 from rich.console import Console
 from rich.text import Text
 
-from ..show.text import printable
+from ..printing import printable
+
+# Arguments of Python that commands have as options.
+_ARGUMENT = re.compile(
+    r"(?<![\w./=-])(overwrite|tag|rules|format|memory|resume|verify|max_shard_size|codec|state|dtype|bins|keep|delete"
+    r"|incomplete)=(True\b|False\b|\.\.\.|'[^']*'|[\w-]+(?:,\d{3})*|(?!\{))"
+)
+# What lazyckpt itself prints beyond ASCII, for terminals that cannot.
+_ASCII = str.maketrans({**dict(zip("▁▂▃▄▅▆▇█", "_.-=+*%#", strict=True)), "…": "...", "─": "-", "│": "|"})
+
+
+def in_ascii(error: UnicodeError) -> tuple[str, int]:
+    """An error handler of codecs: bars and lines as ASCII, all else that cannot be encoded escaped."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lost = error.object[error.start : error.end].translate(_ASCII)
+    return lost.encode("ascii", "backslashreplace").decode("ascii"), error.end
+
+
+codecs.register_error("lazyckpt", in_ascii)
+
+
+def as_options(text: str) -> str:
+    """An error message with the command's options where it names arguments of Python.
+
+    >>> as_options("is there already: overwrite=True replaces it, tag='step-5' opens another")
+    'is there already: --overwrite replaces it, --tag step-5 opens another'
+    """
+
+    def option(match: re.Match[str]) -> str:
+        name, value = match[1].replace("_", "-"), match[2].strip("'")
+        if value == "False":
+            return f"--no-{name}"
+        return f"--{name}" if value in ("True", "...", "") else f"--{name} {value}"
+
+    return _ARGUMENT.sub(option, text)
 
 
 def write_text(text: str) -> None:
@@ -44,4 +81,4 @@ def write_line(*pieces: tuple[str, str], err: bool = False, strip: bool = False)
 
 def write_error(text: str) -> None:
     """One line on stderr."""
-    write_line(("error: ", "bold red"), (" ".join(text.split()), ""), err=True)
+    write_line(("error: ", "bold red"), (as_options(" ".join(text.split())), ""), err=True)

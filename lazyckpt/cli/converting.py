@@ -14,7 +14,7 @@ import typer
 
 from ..errors import LazyckptError
 from ..show.text import human_bytes, oddities, plural
-from .console import write_error, write_line, write_text
+from .console import as_options, write_error, write_line, write_text
 from .jobs import Job, carried_out, check_files, goes_on, kept, planned, throw_away
 from .opening import FormatOption, PathArg, RulesOption, StateOption, StoredOption, TagOption, open_view
 from .targets import TARGETS, Wanted, check, target_of
@@ -107,9 +107,9 @@ def convert(
     except (LazyckptError, OSError) as e:
         left = None if dry_run else kept(dst)
         if left is not None and goes_on(job, e, left):
-            code, error = AGAIN, f"{e} ({_finished(left)})"
+            code, error = AGAIN, as_options(f"{e} ({_finished(left)})")
         else:
-            code, error = 2, str(e)
+            code, error = 2, as_options(str(e))
     if error is not None:
         write_error(error)
     if as_json:

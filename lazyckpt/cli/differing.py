@@ -9,6 +9,7 @@ import typer
 
 from .. import diff as diff_views
 from ..errors import TensorNotFoundError
+from ..printing import printable
 from .console import write_line, write_text
 from .opening import FormatOption, JsonOption, RulesOption, StateOption, open_view
 
@@ -47,7 +48,9 @@ def diff(
         write_text(json.dumps({"equal": found.equal, "tensors": found.as_dicts()}, indent=2))
     else:
         for row in found if every else found.differing:
-            write_line((row.label, _STYLES.get(row.status, "yellow")), (str(row).removeprefix(row.label), ""))
+            write_line(
+                (row.label, _STYLES.get(row.status, "yellow")), (str(row).removeprefix(printable(row.label)), "")
+            )
         equal = sum(row.status == "equal" for row in found)
         write_line((f"{equal:,} of {len(found):,} tensors are equal", "bold"))
     if not found.equal:

@@ -64,7 +64,14 @@ def ls(
 
 def show(
     path: PathArg,
-    name: Annotated[str, typer.Argument(metavar="NAME[INDEX]", help="'layers.3.mlp.up.weight[0:4, ::8]'")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME[INDEX]",
+            help="'layers.3.mlp.up.weight[0:4, ::8]'; not needed where there is one tensor only",
+            show_default=False,
+        ),
+    ] = "",
     explain: Annotated[
         bool, typer.Option("--explain", help="Which bytes of which files it takes; reads none.")
     ] = False,
@@ -100,7 +107,7 @@ def show(
         notes.append(f"of {kind(whole)}")
     if t.numel() > LIMIT:
         notes.append("the edges of it")
-    label = whole.name + (f"[{text}]" if text is not None else "")
+    label = (whole.name or "''") + (f"[{text}]" if text is not None else "")
     write_line((label, "bold"), ("  ", ""), (kind(t), "cyan"), ("  " + ", ".join(notes), "dim"))
     if whole.spec.rule:
         write_line((whole.spec.rule, "dim"))

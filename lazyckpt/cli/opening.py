@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any
 
 import typer
 
 from .. import open as open_checkpoint
 from ..core.indices import parse_index
-from ..errors import LazyckptError, SelectionError, TensorNotFoundError
+from ..errors import SelectionError, TensorNotFoundError
 from ..formats.rulesfile import read_rules
 from ..show.text import plural
 from ..tensor import LazyTensor
@@ -48,22 +49,31 @@ def state_of(view: CheckpointView, path: str, state: str | None, stored: bool) -
     return view.states[state]
 
 
+def typed(name: str) -> str:
+    """A name of the command line as text: it is UTF-8, also where the locale says otherwise."""
+    try:
+        return os.fsencode(name).decode("utf-8")
+    except UnicodeError:
+        return name
+
+
 def part_of(view: CheckpointView, prefix: str) -> CheckpointView:
     """The part of a view that a prefix, or the name of one tensor, stands for."""
+    prefix = typed(prefix)
     if not prefix:
         return view
     found = view[prefix]
     if isinstance(found, CheckpointView):
         return found
-    # a state of the optimizer lists the owner of a tied name only
+    # a state of the optimizer lists the owner of a tied name only; what is found by its stored name may be unlisted
     listed = set(view)
-    name = next(n for n in (prefix, found.name, view.owner(prefix)) if n in listed)
-    return view.select(lambda n: n == name)
+    name = next((n for n in (prefix, found.name, view.owner(prefix)) if n in listed), None)
+    return view.stored.select({found.name}.__contains__) if name is None else view.select({name}.__contains__)
 
 
 def matching(view: CheckpointView, pattern: str, option: str) -> CheckpointView:
     """What a glob selects. Raises TensorNotFoundError if that is nothing."""
-    part = view.select(pattern)
+    part = view.select(typed(pattern))
     if not part:
         raise TensorNotFoundError(
             f"{option} {pattern!r} matches none of {len(view):,} names, which are compared whole ('*.mlp.*'): "
@@ -74,15 +84,13 @@ def matching(view: CheckpointView, pattern: str, option: str) -> CheckpointView:
 
 def find(view: CheckpointView, text: str) -> tuple[LazyTensor, Any, str | None]:
     """(the tensor, the key, the key as it was written) of ``NAME[INDEX]``. A name may hold brackets of its own, so the
-    longest name that there is wins."""
+    longest name that there is wins. No name stands for the only tensor."""
+    text = typed(text)
     splits = [len(text)]
     if text.endswith("]"):
         splits += [n for n in range(len(text) - 1, -1, -1) if text[n] == "["]
-    for n in splits:
-        if text[:n] in view:
-            return _indexed(view[text[:n]], text, n)
-    # no exact name: an inner path, or else the error that says what is near
-    error: LazyckptError | None = None
+    error: TensorNotFoundError | None = None
+    prefix: str | None = None
     for n in splits:
         try:
             found = view[text[:n]]
@@ -91,8 +99,16 @@ def find(view: CheckpointView, text: str) -> tuple[LazyTensor, Any, str | None]:
             continue
         if isinstance(found, LazyTensor):
             return _indexed(found, text, n)
-        below = f"{plural(len(found), 'tensor')} {'is' if len(found) == 1 else 'are'} below it"
-        raise TensorNotFoundError(f"{text[:n]!r} is no tensor, {below}: use ls")
+        if not text[:n]:
+            if len(view) == 1:
+                return _indexed(next(iter(view.values())), text, n)
+            raise TensorNotFoundError(f"there are {len(view):,} tensors: say the name of one; ls lists them")
+        prefix = prefix or text[:n]
+    if prefix is not None:
+        below = len(view[prefix])
+        raise TensorNotFoundError(
+            f"{prefix!r} is no tensor, {plural(below, 'tensor')} {'is' if below == 1 else 'are'} below it: use ls"
+        )
     if text.count("[") > text.count("]"):
         raise SelectionError(f"{text!r} has a bracket that is not closed: NAME[INDEX] is due")
     assert error is not None  # every way to split the text raised one

@@ -52,7 +52,7 @@ def main() -> None:
     """The console script."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names may hold what the terminal's encoding lacks
-            stream.reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors="lazyckpt")
     app(prog_name="lazyckpt")
 
 

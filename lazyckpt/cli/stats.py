@@ -12,7 +12,7 @@ import typer
 
 from ..errors import DataError
 from ..inspect.table import ODD, Stats, Table
-from ..show.text import printable
+from ..printing import printable
 from .console import write_line, write_text
 from .opening import (
     FormatOption,

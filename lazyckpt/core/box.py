@@ -8,6 +8,7 @@ from itertools import pairwise, product
 from math import prod
 
 Shape = tuple[int, ...]
+_FEW = 8  # boxes that are taken away one after the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,45 @@ class Box:
             start[d], stop[d] = inner.start[d], inner.stop[d]
 
 
+_Half = tuple[Box, list[Box]]
+
+
+def remainder(box: Box, taken: Sequence[Box]) -> list[Box]:
+    """What is left of a box without others, which lie in it and do not overlap each other, as disjoint boxes.
+
+    >>> remainder(Box((0,), (9,)), [Box((0,), (2,)), Box((5,), (9,))])
+    [Box(start=(2,), stop=(5,))]
+    """
+    if not taken:
+        return [box]
+    if sum(one.numel for one in taken) == box.numel:
+        return []
+    if len(taken) <= _FEW:
+        rest = [box]
+        for one in taken:
+            rest = [left for part in rest for left in part.minus(one)]
+        return rest
+    first, second = min((two for d in range(len(box.start)) for two in _halves(box, taken, d)), key=_larger)
+    return [*remainder(*first), *remainder(*second)]
+
+
+def _halves(box: Box, taken: Sequence[Box], d: int) -> Iterator[tuple[_Half, _Half]]:
+    """The box cut in two along a dimension, with what lies in each half: at the middle of the places where others
+    begin; nothing if all of these begin where the box does."""
+    edges = sorted(one.start[d] for one in taken if one.start[d] > box.start[d])
+    if not edges:
+        return
+    cut = edges[max(0, len(edges) - len(taken) // 2 - 1)]
+    low = Box(box.start, (*box.stop[:d], cut, *box.stop[d + 1 :]))
+    high = Box((*box.start[:d], cut, *box.start[d + 1 :]), box.stop)
+    below = [one & low for one in taken if one.start[d] < cut]
+    yield (low, below), (high, [one & high for one in taken if one.stop[d] > cut])
+
+
+def _larger(two: tuple[_Half, _Half]) -> int:
+    return max(len(two[0][1]), len(two[1][1]))
+
+
 def c_strides(shape: Sequence[int]) -> Shape:
     """Strides, in elements, of a C-order array of this shape.
 
@@ -122,6 +162,8 @@ def tiles(shape: Sequence[int], count: int) -> Iterator[Box]:
     >>> [(b.start, b.stop) for b in tiles((3, 4), 8)]
     [((0, 0), (2, 4)), ((2, 0), (3, 4))]
     """
+    if 0 in shape:  # its other dimensions may be of any length, which `product` would list
+        return
     sizes, left = [], max(1, count)
     for n in reversed(shape):
         sizes.append(max(1, min(n, left)))

@@ -22,6 +22,9 @@ def fragment_grid(spec: TensorSpec) -> Shape | None:
     whole = Box.of(spec.shape)
     if not whole:
         return None
+    regular: Shape | None = getattr(spec.fragments, "cell", None)  # a grid that makes its fragments on demand
+    if regular is not None:
+        return tuple(map(min, regular, spec.shape))
     cell = list(spec.shape)
     boxes: set[Box] = set()
     # all that end before the tensor does are equally long: of a thousand ranks' flat spans the first few tell
@@ -34,12 +37,12 @@ def fragment_grid(spec: TensorSpec) -> Shape | None:
                 cell[d] = b - a
             elif b < n and cell[d] != b - a:
                 return None
-    regular = len(boxes) == prod(grid_of(spec.shape, cell)) and all(
+    is_regular = len(boxes) == prod(grid_of(spec.shape, cell)) and all(
         a % c == 0 and b == min(a + c, n)
         for box in boxes
         for a, b, c, n in zip(box.start, box.stop, cell, spec.shape, strict=True)
     )
-    return tuple(cell) if regular else None
+    return tuple(cell) if is_regular else None
 
 
 def chunk_shape(spec: TensorSpec, least: int, most: int, pieces: int = 1) -> Shape:

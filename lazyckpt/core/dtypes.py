@@ -106,7 +106,7 @@ def check_converts(name: str, source: torch.dtype, to: torch.dtype) -> None:
 def converts(source: torch.dtype, to: torch.dtype) -> bool:
     """Whether torch converts elements of one dtype to the other: of packed bits it does not."""
     try:
-        torch.empty(1, dtype=source).to(to)
+        torch.empty(1, dtype=source, device="cpu").to(to)
     except (NotImplementedError, RuntimeError):  # torch's two ways to say that it has no such conversion
         return False
     return True
@@ -135,13 +135,30 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     return found
 
 
+@cache
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that numpy, Dask and xarray compute with: float32 for floating-point numbers of 8 and 16 bits, whose
+    sums numpy would round at every step (or overflow); any other as it is.
+
+    >>> widened(torch.bfloat16), widened(torch.float64), widened(torch.int8)
+    (torch.float32, torch.float64, torch.int8)
+    """
+    narrow = dtype.is_floating_point and dtype.itemsize <= 2 and converts(dtype, torch.float32)
+    return torch.float32 if narrow else dtype
+
+
 def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A CPU tensor as a numpy array over the same memory; bf16 and fp8 with the dtypes of ml_dtypes."""
+    """A CPU tensor as a numpy array over the same memory; bf16 and fp8 with the dtypes of ml_dtypes.
+
+    Raises DataError if numpy has no such dtype, or no array of that shape.
+    """
     dtype = numpy_dtype(tensor.dtype)
     tensor = tensor.detach().resolve_conj().resolve_neg()
     try:
-        return tensor.numpy()
-    except TypeError:  # a dtype of ml_dtypes: the same bytes under another name
+        if dtype.isbuiltin == 1:  # numpy's own, not ml_dtypes'
+            return tensor.numpy()
         raw: np.ndarray[Any, Any] = tensor.contiguous().view(BITS[tensor.itemsize]).numpy()
         named: np.ndarray[Any, Any] = raw.view(dtype)
         return named.reshape(tuple(tensor.shape))
+    except ValueError as e:  # an empty tensor with dimensions that are too long
+        raise DataError(f"numpy has no array of shape {tuple(tensor.shape)}: {e}") from None

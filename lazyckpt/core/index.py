@@ -5,13 +5,14 @@ Everything here is picklable, holds no handle and does no I/O. A reader makes an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal, NamedTuple
 
 import torch
 
+from ..printing import printable
 from .box import Box, Shape, c_strides
 from .dtypes import check_converts
 
@@ -53,7 +54,7 @@ class Extent:
     conj: bool = False
     neg: bool = False
     swapped: bool = False
-    within: Packed | None = None
+    within: Packed | Inline | None = None
 
     @property
     def raw(self) -> bool:
@@ -155,6 +156,17 @@ class Chunk:
         return f"a chunk{packed}" + (f", number {self.shards[-1].number:,} of its shard" if self.shards else "")
 
 
+@dataclass(frozen=True, slots=True)
+class Inline:
+    """Bytes that a file holds in an encoding of its own (numpy arrays in a pickle), decoded when it was indexed."""
+
+    path: str
+    data: bytes
+
+    def __str__(self) -> str:
+        return f"{len(self.data):,} bytes that are text in a pickle"
+
+
 Packed = Archive | Chunk
 
 
@@ -251,7 +263,8 @@ class Index:
     lists but that cannot even be described (their file is gone), with the reason. ``ruled``: names that the user's
     rules are for and that are no tensors here any more (flat parameters that were taken apart). ``watched``: the files
     that were looked at, if ``files`` has more (chunks by the thousand, which are looked at when they are read).
-    ``layout``: whose part of which checkpoint it is, if it is one rank's under another layout.
+    ``layout``: whose part of which checkpoint it is, if it is one rank's under another layout. ``open_problems``: gives
+    the lines on what is decided when it is first looked at; they change then.
     """
 
     format: str
@@ -266,6 +279,11 @@ class Index:
     ruled: tuple[str, ...] = ()
     watched: Mapping[str, FileInfo] | None = None
     layout: Layout | None = None
+    open_problems: Callable[[], tuple[str, ...]] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "problems", tuple(map(printable, self.problems)))
+        object.__setattr__(self, "unreadable", {name: printable(why) for name, why in self.unreadable.items()})
 
     @property
     def pins(self) -> Mapping[str, FileInfo]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from typing import Any, NamedTuple, overload
 
 from ..errors import DataError, MissingFileError
-from .box import Box, Shape, c_strides, span_boxes
+from .box import Box, Shape, c_strides, remainder, span_boxes
 from .index import Extent, Fragment, Hole, Packed, TensorSpec
+from .overlapping import earlier_overlaps
 
 Selection = tuple[range, ...]
 Find = Callable[[Packed], Extent]
@@ -47,9 +49,10 @@ def plan(spec: TensorSpec, want: Selection, find: Find | None = None) -> list[Co
     if not whole:
         return []
     pieces = [p for f in fragments_near(spec.fragments, want) for p in _pieces(f, want, find)]
-    copies, todo = _cover(whole, pieces)
-    if todo:
-        raise _uncovered(spec, todo, [(target, piece) for target, piece in pieces if isinstance(piece, Hole)])
+    copies = _cover(whole, [(target, piece) for target, piece in pieces if isinstance(piece, Copy)])
+    left = whole.numel - sum(prod(copy.shape) for copy in copies)
+    if left:
+        raise _uncovered(spec, left, pieces)
     if spec.combine == "mean":
         return [piece for _, piece in pieces if isinstance(piece, Copy)]
     return copies
@@ -58,20 +61,18 @@ def plan(spec: TensorSpec, want: Selection, find: Find | None = None) -> list[Co
 def overlaps(spec: TensorSpec, want: Selection, find: Find | None = None) -> Iterator[tuple[Copy, Copy]]:
     """The elements of the selection that several fragments hold: pairs of copies that fill the same block of the
     output, from the first fragment that holds it and from each of the others. What is missing is passed over."""
-    owners: list[tuple[Box, Copy]] = []
-    for fragment in fragments_near(spec.fragments, want):
-        fresh: list[tuple[Box, Copy]] = []
-        for target, piece in _pieces(fragment, want, find):
-            if isinstance(piece, Hole):
-                continue
-            todo = [target]
-            for box, owner in owners:
-                inner = box & target
-                if inner:
-                    yield _crop(owner, box, inner), _crop(piece, target, inner)
-                    todo = [rest for left in todo for rest in left.minus(inner)]
-            fresh += [(box, _crop(piece, target, box)) for box in todo]
-        owners += fresh
+    pieces = [
+        (number, target, piece)
+        for number, fragment in enumerate(fragments_near(spec.fragments, want))
+        for target, piece in _pieces(fragment, want, find)
+        if isinstance(piece, Copy)
+    ]
+    held = _held_first([target for _, target, _ in pieces])
+    for (number, target, piece), (_, shared) in zip(pieces, held, strict=True):
+        for m, inner in shared:
+            owner, whole, copy = pieces[m]
+            if owner != number:
+                yield _crop(copy, whole, inner), _crop(piece, target, inner)
 
 
 class OnDemand(Sequence[Fragment]):
@@ -168,26 +169,36 @@ def _pieces(fragment: Fragment, want: Selection, find: Find | None) -> Iterator[
             yield target, Copy(extent, start, target.shape, steps, target.start)
 
 
-def _cover(whole: Box, pieces: list[tuple[Box, Copy | Hole]]) -> tuple[list[Copy], list[Box]]:
-    """Cover the output with the first pieces that do: (copies, what no piece covers). A hole covers nothing: a replica
-    behind it may."""
-    todo = [whole]
-    copies: list[Copy] = []
+def _cover(whole: Box, pieces: list[tuple[Box, Copy]]) -> list[Copy]:
+    """Cover as much of the output as the pieces do, each element by the first piece that has it."""
+    if pieces and pieces[0][0] == whole:
+        return [pieces[0][1]]
+    known: dict[Box, Copy] = {}
     for target, piece in pieces:
-        if not todo:
-            break
-        if isinstance(piece, Hole):
-            continue
-        rest: list[Box] = []
-        for box in todo:
-            inner = box & target
-            if inner:
-                copies.append(_crop(piece, target, inner))
-                rest.extend(box.minus(target))
-            else:
-                rest.append(box)
-        todo = rest
-    return copies, todo
+        known.setdefault(target, piece)
+    first = list(known.items())
+    total, enough = 0, 0
+    while enough < len(first) and total < whole.numel:
+        total += first[enough][0].numel
+        enough += 1
+    copies = _of_first_holders(first[:enough])
+    if enough == len(first) or sum(prod(copy.shape) for copy in copies) == whole.numel:
+        return copies
+    return _of_first_holders(first)
+
+
+def _of_first_holders(pieces: list[tuple[Box, Copy]]) -> list[Copy]:
+    held = _held_first([target for target, _ in pieces])
+    return [_crop(piece, target, box) for (target, piece), (own, _) in zip(pieces, held, strict=True) for box in own]
+
+
+def _held_first(targets: Sequence[Box]) -> Iterator[tuple[list[Box], list[tuple[int, Box]]]]:
+    """Of each block: (what no block before it has, in boxes; what some have: the number of the first and a box)."""
+    held: list[list[Box]] = []
+    for target, before in zip(targets, earlier_overlaps(targets), strict=True):
+        shared = [(m, inner) for m in before for box in held[m] if (inner := box & target)]
+        held.append(remainder(target, [inner for _, inner in shared]))
+        yield held[-1], shared
 
 
 def _crop(copy: Copy, target: Box, inner: Box) -> Copy:
@@ -197,12 +208,23 @@ def _crop(copy: Copy, target: Box, inner: Box) -> Copy:
     return copy._replace(start=copy.start + ahead, shape=inner.shape, at=inner.start)
 
 
-def _uncovered(spec: TensorSpec, todo: list[Box], holes: list[tuple[Box, Hole]]) -> MissingFileError | DataError:
-    what = f"{spec.name!r}: {sum(box.numel for box in todo):,} of the wanted elements cannot be read"
-    reasons = dict.fromkeys(hole.reason for target, hole in holes if any(target & box for box in todo))
+def _uncovered(spec: TensorSpec, left: int, pieces: list[tuple[Box, Copy | Hole]]) -> MissingFileError | DataError:
+    what = f"{spec.name!r}: {left:,} of the wanted elements cannot be read"
+    reasons = dict.fromkeys(_reasons(pieces))
     if reasons:
         shown = "; ".join(list(reasons)[:8]) + (f"; and {len(reasons) - 8} more" if len(reasons) > 8 else "")
         return MissingFileError(f"{what}: {shown}. Slices that do not touch them still read.")
     if not spec.fragments:
         return DataError(f"{spec.name!r}: {spec.rule or 'it has no data in the checkpoint'}")
     return DataError(f"{what}: no file of the checkpoint holds them.")
+
+
+def _reasons(pieces: list[tuple[Box, Copy | Hole]]) -> Iterator[str]:
+    """Why elements that no copy holds cannot be read: of each hole that has some."""
+    copies = [target for target, piece in pieces if isinstance(piece, Copy)]
+    holes = [(target, piece) for target, piece in pieces if isinstance(piece, Hole)]
+    own = [boxes for boxes, _ in _held_first(copies)]
+    before = earlier_overlaps([*copies, *(target for target, _ in holes)])[len(copies) :]
+    for (target, hole), near in zip(holes, before, strict=True):
+        if remainder(target, [inner for m in near if m < len(own) for box in own[m] if (inner := box & target)]):
+            yield hole.reason

@@ -66,7 +66,8 @@ class Selection:
         axes = self.axes[: self.rank]
         if any(not len(a) for a in axes):
             return Box((0,) * self.rank, (0,) * self.rank)
-        return Box(tuple(int(min(a)) for a in axes), tuple(int(max(a)) + 1 for a in axes))
+        ends = [(min(a[0], a[-1]), max(a[0], a[-1])) if isinstance(a, range) else (a.min(), a.max()) for a in axes]
+        return Box(tuple(int(low) for low, _ in ends), tuple(int(high) + 1 for _, high in ends))
 
     def __getitem__(self, key: Any) -> Selection:
         """The selection of ``key`` within this one. Raises SelectionError if it does not fit.

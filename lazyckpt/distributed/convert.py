@@ -20,7 +20,7 @@ from ..formats.dcp.objects import Meta
 from ..formats.nested import put
 from ..io.plain import TensorRef
 from ..io.records import Opaque
-from ..tensor import LazyTensor
+from ..tensor import LazyTensor, named
 from ..view import CheckpointView
 from .statedict import replace_file
 
@@ -48,8 +48,8 @@ def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_pat
     for key, path in meta.paths.items():
         if key in meta.objects:
             put(whole, path, _restored(meta.object(key), key, stored))
-        elif key in stored:
-            put(whole, path, stored[key])
+        elif (tensor := named(stored, key)) is not None:
+            put(whole, path, tensor)
         else:
             raise MissingFileError(
                 f"{view.root}: {key!r} cannot be read, nothing was written: {'; '.join(view.problems[:4])}"

@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import TensorNotFoundError
 from ..formats.dcp.objects import Meta
 from ..io.plain import Path, TensorRef
-from ..tensor import LazyTensor
+from ..tensor import LazyTensor, named
 from ..view import CheckpointView
 
 _WEIGHT = re.compile(r"(?:app\.)?(?:model|module|state_dict)\.(.+)")
@@ -97,7 +97,7 @@ class Keys:
                 yield f"optim.param_groups.{n}.{option}", ("optim", "param_groups", n, option), _value(value)
         for where, value in _leaves(self.meta, ()):
             key = ".".join(where)
-            if where[0] not in taken and key not in self.view:
+            if where[0] not in taken and named(self.view, key) is None:
                 yield key, where, _value(value)
 
     def check(self, key: str) -> None:
@@ -117,25 +117,23 @@ class Keys:
         if match and match[1] == "state":
             for state, tensors in self.states.items():
                 name = match[2].removesuffix(f".{state}")
-                if name != match[2] and name in tensors:
-                    found: LazyTensor = tensors[name]
+                found = named(tensors, name) if name != match[2] else None
+                if found is not None:
                     return found
         elif match:
             return self._option(match[2])
-        return _at(self.meta, key.split(".")) or self._stored.get(key)
+        return _at(self.meta, key.split(".")) or named(self._stored, key)
 
     def _weight(self, key: str) -> LazyTensor | None:
         match = _WEIGHT.fullmatch(key)
-        names = [name for name in (key, match[1] if match else key) if name in self.view]
-        if not names:
-            return None
-        first, last = self.view[names[0]], self.view[names[-1]]
-        if first.spec.name != last.spec.name:
+        found = {name: named(self.view, name) for name in (key, match[1] if match else key)}
+        there = {name: tensor for name, tensor in found.items() if tensor is not None}
+        if len({tensor.spec.name for tensor in there.values()}) > 1:
             raise TensorNotFoundError(
-                f"{key!r} may be {names[0]!r} or {names[-1]!r} of the checkpoint: load from the part of the view that "
-                "is meant, or from a selection"
+                f"{key!r} may be {' or '.join(map(repr, there))} of the checkpoint: load from the part of the view "
+                "that is meant, or from a selection"
             )
-        return first
+        return next(iter(there.values()), None)
 
     def _option(self, rest: str) -> Found:
         """``0.lr``, or ``FQN.lr`` as flattened optimizers have it."""

@@ -90,7 +90,7 @@ def init_ep_mesh(ep_size: int, *, device_type: str | None = None, ep_outside: bo
     if device_type is None:
         backend = dist.get_backend()
         device_type = "cpu" if backend == "gloo" else get_device_type()
-    ranks = torch.arange(world, dtype=torch.int)
+    ranks = torch.arange(world, dtype=torch.int, device="cpu")
     ranks = ranks.view(ep_size, -1) if ep_outside else ranks.view(-1, ep_size).t().contiguous()
     return DeviceMesh(device_type, ranks, mesh_dim_names=NAMES)
 

@@ -21,6 +21,7 @@ from ..export.files import FileFormat, check_names
 from ..export.held import held
 from ..export.job import run
 from ..export.output import Plan, write
+from ..export.places import Target
 from ..export.safetensors import SAFETENSORS
 from ..export.shards import file_names, size_in_bytes, split
 from ..export.staging import fingerprint, once
@@ -136,7 +137,7 @@ def replace_file(
     path: str | os.PathLike[str],
     nbytes: int,
     lazy: Sequence[LazyTensor],
-    begin: Callable[[Path], Layout],
+    begin: Callable[[Target], Layout],
     same: str,
 ) -> Path:
     """A file of about ``nbytes`` bytes that appears when it is complete; ``begin`` makes it, under another name. What
@@ -150,7 +151,7 @@ def replace_file(
         place,
         lazy,
         check=lambda _: check_paths([place], sources, overwrite=True),
-        reveal=lambda content: os.replace(content / place.name, place),
+        reveal=lambda content: content.move(place.name, place),
         verify=False,
         progress=False,
         run=run,

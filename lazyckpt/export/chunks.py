@@ -23,8 +23,8 @@ from ..io.memory import as_bytes, empty
 from ..tensor import LazyTensor
 from .codecs import Encoding
 from .job import OVERHEAD
-from .places import Place
-from .stream import PIECE, differs, scratch
+from .places import PIECE, Place
+from .stream import differs, scratch
 
 _ABSENT = (1 << 64) - 1  # offset and bytes of an inner chunk that is not there
 INDEX_CODECS = (*RAW, {"name": "crc32c"})
@@ -164,7 +164,7 @@ def _fill(tensor: LazyTensor, tile: Box, out: torch.Tensor) -> torch.Tensor:
     bits = out.view(BITS[out.itemsize])
     bits.zero_()
     if inner:
-        part = tensor.lazy[inner.slices].read_into(torch.empty(inner.shape, dtype=tensor.dtype))
+        part = tensor.lazy[inner.slices].read_into(torch.empty(inner.shape, dtype=tensor.dtype, device="cpu"))
         bits[tuple(slice(a - t, b - t) for a, b, t in zip(inner.start, inner.stop, tile.start, strict=True))] = (
             part.view(bits.dtype)
         )

@@ -54,7 +54,7 @@ class Encoding:
         if self.config is None:
             return data
         if self.kind == "filter":
-            example = to_numpy(torch.zeros(shape, dtype=dtype))
+            example = to_numpy(torch.zeros(shape, dtype=dtype, device="cpu"))
             like = np.asarray(_codec(self.config).encode(example))
             found = _codec(self.config).decode(np.frombuffer(data, like.dtype).reshape(like.shape))
             if found.dtype != example.dtype:  # readers of zarr would convert the numbers
@@ -99,7 +99,8 @@ def check(of: Encoding, dtype: torch.dtype, name: str, nbytes: int) -> None:
         raise DataError(f"a chunk of {name!r} has {nbytes:,} bytes, a codec takes 2 GiB at most: pass chunk='512MiB'")
     codec = of.json[0]["name"] if of.kind != "bytes" else of.json[-1]["name"]
     generator = torch.Generator().manual_seed(0)
-    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (256 * dtype.itemsize,), generator=generator)
+    high = 2 if dtype == torch.bool else 256
+    raw = torch.randint(0, high, (256 * dtype.itemsize,), generator=generator, device="cpu")
     sample = raw.to(torch.uint8).view(dtype)
     try:
         back = of.decode(of.encode(sample), tuple(sample.shape), dtype)

@@ -24,7 +24,7 @@ import torch
 from ..core.box import Shape
 from ..errors import DataError
 from ..io.plain import TensorRef
-from ..tensor import LazyTensor
+from ..tensor import LazyTensor, named
 from .destination import local_path
 from .files import check_names
 from .folders import Kind, write_folder
@@ -144,7 +144,7 @@ def _state_dict(view: View, lost: Lost) -> _State:
         if "exp_avg" in states and "step" not in states:
             steps = step_of(view)
             if steps is not None:
-                count = torch.tensor(steps.done, dtype=torch.float32)
+                count = torch.tensor(steps.done, dtype=torch.float32, device="cpu")
                 for name in states["exp_avg"]:
                     state.add(("optim", "state", name, "step"), Held(count))
         _add_meta(state, view, lost)
@@ -155,7 +155,7 @@ def _add_meta(state: _State, view: View, lost: Lost) -> None:
     stored = view.stored
 
     def tensor(name: str) -> Any:
-        return stored.get(name)
+        return named(stored, name)
 
     known = {t.spec.stored_as or key for key, t in state.tensors.items() if isinstance(t, LazyTensor)}
     groups = [] if not any(k.startswith("optim.state.") for k in state.paths) else param_groups(view)

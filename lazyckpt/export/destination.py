@@ -6,6 +6,7 @@ not asked to flush its cache to the disk.)
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -134,7 +135,7 @@ def appearing(sizes: Mapping[Path, int], check: Callable[[], None]) -> Iterator[
         made = make_folder(folder)
         check_room(folder, sum(sizes.values()))
         for path in sizes:
-            temporary[path] = path.parent / f".{path.name}.{uuid4().hex[:8]}.incomplete"
+            temporary[path] = path.parent / f".{path.name}.{uuid4().hex}.incomplete"
         yield temporary
         with alone(folder):
             check()
@@ -157,18 +158,19 @@ def appearing(sizes: Mapping[Path, int], check: Callable[[], None]) -> Iterator[
 @contextmanager
 def folder_appearing(place: Path, check: Callable[[], None]) -> Iterator[Path]:
     """A folder to write in, which gets its name at the end of the block; otherwise as `appearing`."""
-    part = place.parent / f".{place.name}.{uuid4().hex[:8]}.incomplete"
+    part = place.parent / f".{place.name}.{uuid4().hex}.incomplete"
     made: list[Path] = []
     try:
         check()
-        made = make_folder(part)
+        made = make_folder(part.parent)
+        part.mkdir()
         yield part
         check()
         os.rename(part, place)
     except BaseException as e:
         shutil.rmtree(part, ignore_errors=True)
         for path in reversed(made):
-            with suppress(OSError):  # it is gone, or somebody put a file there meanwhile
+            with suppress(OSError):  # somebody put a file there meanwhile
                 path.rmdir()
         if isinstance(e, OSError) and not isinstance(e, LazyckptError):
             raise DestinationError(f"{e.filename or place}: {e.strerror or e}. Nothing was written") from e
@@ -194,6 +196,8 @@ def make_folder(folder: Path) -> list[Path]:
     while not at.exists():
         missing.append(at)
         at = at.parent
+    if not at.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(at))
     folder.mkdir(parents=True, exist_ok=True)
     return missing[::-1]
 

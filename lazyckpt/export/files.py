@@ -15,6 +15,7 @@ from .destination import alone, check_inside, check_paths, local_path, source_fi
 from .held import Writable
 from .job import Run, run
 from .output import Plan, write
+from .places import Folder, Target
 from .shards import file_names, index_text, is_of_family, size_in_bytes, split
 from .staging import fingerprint
 from .stream import File, Layout
@@ -38,7 +39,7 @@ class FileFormat:
     endings: tuple[str, ...]
     lists_aliases: bool
     size: Callable[[Tensors, Aliases], int]
-    layout: Callable[[Path, Tensors, Aliases], Layout]
+    layout: Callable[[Target, Tensors, Aliases], Layout]
 
 
 def export(
@@ -104,17 +105,17 @@ def export(
             _check_folder(place, form, set(sizes), sources)
         check_paths([path for path in sizes if path.name not in there], sources, overwrite)
 
-    def reveal(content: Path) -> None:
+    def reveal(content: Folder) -> None:
         if place not in paths and not place.exists():
-            os.rename(content, place)
+            content.become(place)
             return
         with alone(paths[0].parent):
             *_, last = sizes
-            if last in index and (content / last.name).exists():
+            if last in index and content.size(last.name) is not None:
                 last.unlink(missing_ok=True)  # an old index must not speak of new files
             for path in sizes:
-                if (content / path.name).exists():
-                    os.replace(content / path.name, path)
+                if content.size(path.name) is not None:
+                    content.move(path.name, path)
 
     write(plan, place, lazy, check=check, reveal=reveal, verify=verify, progress=progress, run=run)
     return list(sizes)

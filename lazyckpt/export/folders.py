@@ -13,7 +13,6 @@ from ..tensor import LazyTensor
 from .destination import source_files
 from .job import Run
 from .output import Plan, write
-from .places import Folder
 from .staging import check_replaceable, reveal
 
 
@@ -44,7 +43,7 @@ def write_folder(
         place,
         tensors,
         check=lambda _: check_folder(place, kind, tensors, sources, overwrite),
-        reveal=lambda content: reveal(Folder(str(content)), place),
+        reveal=lambda content: reveal(content, place),
         verify=verify,
         progress=progress,
         run=run,

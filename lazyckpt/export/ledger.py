@@ -3,29 +3,34 @@
 Who gives out the tasks adds a line when a run stands in its file. Lines are held back for a moment: a process that is
 killed loses so much work. A line that was cut off is none, and what follows it does not count.
 
-What was written on another machine, or on this one before it was started again, may have been lost with a cache: such
-runs are not sure, and are believed when their bytes have the checksum that stands here.
+The next call reads the runs again and believes those whose bytes have the checksum that stands here: a disk may have
+damaged them, or a cache lost them with the machine. That all files were complete is believed only until the machine is
+started again.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import stat
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
+from .places import Folder, Target
+
+LEDGER = ".lazyckpt-ledger"
 _HELD = 0.5  # seconds that lines wait for each other
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # of Linux: another one after each start
 
 
 class Done(NamedTuple):
-    """A run that was written: its bytes, their checksum, and whether they are there for sure."""
+    """A run that was written: its bytes and their CRC-32."""
 
     nbytes: int
     checksum: int
-    sure: bool
 
 
 @dataclass(slots=True)
@@ -55,9 +60,18 @@ class Told:
 
 def told(path: Path) -> Told:
     """Read a ledger; nothing if there is none."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return Told()
+    with os.fdopen(fd, "rb") as file:
+        return _read(file)
+
+
+def _read(file: IO[bytes]) -> Told:
     found, by_number, boot, now = Told(), dict[int, _File](), "", _boot()
-    with suppress(FileNotFoundError):
-        for line in path.read_bytes().splitlines(keepends=True):
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        for line in file:
             match _parsed(line):
                 case ["boot", str(boot)]:
                     pass
@@ -65,7 +79,7 @@ def told(path: Path) -> Told:
                     found.files[key] = by_number[number] = _File(number, size)
                     found.count = max(found.count, number + 1)
                 case [int(number), int(offset), int(nbytes), int(checksum)] if number in by_number:
-                    by_number[number].runs[offset] = Done(nbytes, checksum, bool(now) and boot == now)
+                    by_number[number].runs[offset] = Done(nbytes, checksum)
                 case ["moving", bool(verified)]:
                     found.moving = verified if now and boot == now else None
                 case ["anew"]:
@@ -96,9 +110,10 @@ def _boot() -> str:
 class Ledger:
     """A ledger that is written to. For one thread."""
 
-    def __init__(self, path: Path) -> None:
-        self._told = told(path)
-        self._file = path.open("ab", buffering=0)
+    def __init__(self, folder: Folder) -> None:
+        self._file = os.fdopen(folder.open(LEDGER, os.O_RDWR | os.O_CREAT | os.O_APPEND), "rb+", buffering=0)
+        with os.fdopen(os.dup(self._file.fileno()), "rb") as file:
+            self._told = _read(file)
         self._file.truncate(self._told.length)
         self._lines: list[str] = []
         self._since = time.monotonic()
@@ -109,17 +124,19 @@ class Ledger:
         """Bytes of all runs that it tells of."""
         return self._told.nbytes
 
-    def runs(self, key: str, path: Path) -> dict[int, Done]:
+    def runs(self, key: str, target: Target) -> dict[int, Done]:
         """What is there of a file: byte where a run begins -> the run. A file of another size than it had is removed:
         it is none of those that were written."""
         file = self._told.files.get(key)
-        size = path.stat().st_size if path.exists() else None
-        if file is not None and file.size == size:
+        if file is not None and file.size == target.size:
             return file.runs
         self._told.files.pop(key, None)
-        if size is not None:
-            path.unlink()
+        target.folder.remove(key)
         return {}
+
+    def strike(self, key: str, offset: int) -> None:
+        """The bytes of a run are not what was written: it is to be written again."""
+        del self._told.files[key].runs[offset]
 
     def begin(self, key: str, size: int) -> int:
         """The number of a file, of which all but the runs stands there."""

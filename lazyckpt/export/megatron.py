@@ -35,7 +35,7 @@ from ..formats.renaming.apply import heads_of
 from ..formats.sharding.ranks import mesh_of
 from ..formats.sharding.shard import sharded
 from ..io.store import Store
-from ..tensor import LazyTensor
+from ..tensor import LazyTensor, named
 from .dcp import View
 from .destination import local_path
 from .folders import Kind, write_folder
@@ -191,12 +191,17 @@ def _plan(view: View, mesh: Mesh, lost: Lost) -> _Plan:
 
 def _check(view: View, tensors: Mapping[str, LazyTensor], mesh: Mesh) -> None:
     strange = [name for name in tensors if _NAME.match(name) is None]
-    if strange or not tensors:
+    if not tensors:
+        raise DataError("there is no tensor in this view")
+    if len(strange) == len(tensors):
         raise DataError(
-            f"megatron-core's models have no {some(strange)}: take view.rename('megatron') first, or a table of your "
-            "own, and select what they have (embedding., decoder.layers.N., decoder.final_layernorm., output_layer.)"
-            if strange
-            else "there is no tensor in this view"
+            f"{some(strange)} are no names of megatron-core's models: take view.rename('megatron') first, or a table "
+            "of your own (names begin with embedding., decoder.layers.N., decoder.final_layernorm. or output_layer.)"
+        )
+    if strange:
+        raise DataError(
+            f"megatron-core's models have no {some(strange)}, so their loader would refuse the checkpoint. Leave it "
+            "out: view.select(lambda name: name not in [...]), or give it one of their names with view.rename({...})"
         )
     if mesh.pp > 1 and any(name.startswith("mtp.") for name in tensors):
         raise MeshError(f"pp={mesh.pp}: layers that predict further tokens (mtp.) can be written for one stage only")
@@ -317,7 +322,7 @@ def _around(view: View, optimizer: Optimizer | None, args: argparse.Namespace, l
     if iteration:
         lost["rng_state"] = "generators' states are of the source's ranks: load with --no-load-rng"
     for key in ("opt_param_scheduler", "num_floating_point_operations_so_far"):
-        made = restored(meta.get(key), key, view.stored.get, lost)
+        made = restored(meta.get(key), key, partial(named, view.stored), lost)
         if made is not None:
             around[key] = made
     if optimizer is not None and "opt_param_scheduler" not in around:

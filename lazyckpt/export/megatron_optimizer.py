@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from ..core.box import Shape
 from ..core.index import TensorSpec
 from ..formats.megatron.names import is_buffer, is_expert
 from ..formats.paths import some
+from ..tensor import named
 from .dcp import View
 from .groups import below, step_of
 from .held import Held, Writable
@@ -88,7 +90,9 @@ class Optimizer:
         for group, options in groups.items():
             numbers = range(len(state), len(state) + len(members[group]))
             for n, name in zip(numbers, members[group], strict=True):
-                counted = {} if self.each is None else {"step": Held(torch.tensor(self.each, dtype=torch.float32))}
+                counted = {}
+                if self.each is not None:
+                    counted = {"step": Held(torch.tensor(self.each, dtype=torch.float32, device="cpu"))}
                 state[n] = {**counted, **{kind: tensors[kind][name] for kind in self.states}}
             listed.append({**options, "params": list(numbers)})
         inner = {"state": state, "param_groups": listed}
@@ -223,6 +227,5 @@ def _steps(
 
 
 def _scaler(view: View, lost: Lost) -> Any:
-    stored = view.stored
     found: Iterator[Any] = below(view.meta.get("optimizer"), "grad_scaler", 0)
-    return restored(next(found, None), "optimizer.grad_scaler", stored.get, lost)
+    return restored(next(found, None), "optimizer.grad_scaler", partial(named, view.stored), lost)

@@ -16,7 +16,7 @@ from .destination import check_room, check_unchanged
 from .job import Run
 from .ledger import Ledger
 from .places import Folder
-from .staging import content_path, ledger_path, moved, staged
+from .staging import content, moved, staged
 from .stream import File, compare, fill
 
 Check = Callable[[Set[str]], None]
@@ -51,7 +51,7 @@ def write(
     tensors: Sequence[LazyTensor],
     *,
     check: Check,
-    reveal: Callable[[Path], None],
+    reveal: Callable[[Folder], None],
     verify: bool,
     progress: bool | None,
     run: Run,
@@ -67,20 +67,24 @@ def write(
     check(moved(place, plan.fingerprint, plan.keys, verify))
     for tensor in tensors:
         tensor.check()
-    with staged(place, plan.fingerprint) as (staging, _), Ledger(ledger_path(staging)) as ledger:
-        content = content_path(staging, plan.fingerprint)
+    with staged(place, plan.fingerprint) as staging, Ledger(staging) as ledger:
         there = moved(place, plan.fingerprint, plan.keys, verify)
+        where = content(staging, plan.fingerprint)
+        files = [file for file in plan.files if file.key not in there]
         if not there:
             ledger.anew()
-            content.mkdir(exist_ok=True)
-            check_room(content, max(0, plan.room - ledger.nbytes))
-            with Bar(plan.nbytes * (1 + verify), place.name, progress) as bar:
-                layouts = fill(plan.files, content, ledger, run, bar.add)
-                if verify:
-                    compare(layouts, run, bar.add)
-            for key, text in plan.texts.items():
-                Folder(str(content)).put(key, [text])
-            check_unchanged(tensors)
-            ledger.move(verify)
+            staging.check_distinct(plan.keys)
+            where.make()
+            where.tidy(set(plan.keys).__contains__)
+            check_room(Path(staging.root), max(0, plan.room - ledger.nbytes))
+        with Bar(sum(file.nbytes for file in files) * (1 + verify), place.name, progress) as bar:
+            layouts = fill(files, where, ledger, run, bar.add)
+            if verify:
+                compare(layouts, run, bar.add)
+        for key, text in plan.texts.items():
+            if key not in there:
+                where.put(key, [text])
+        check_unchanged(tensors)
+        ledger.move(verify)
         check(there)
-        reveal(content)
+        reveal(where)

@@ -5,18 +5,28 @@ A place pickles to its path or URL, so that workers write to it by themselves.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable, Iterator
+import stat
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
 
 from ..errors import DestinationError
+from ..formats.zarr.documents import JOB
+from ..io.pool import each
 from ..io.remote import asking
-from .stream import PIECE, forget
+from .crc import crc32
+from .guard import Owner, entered, ignores_case, opened
 
 PART = ".part"  # ends the name of a file that is being written
+SUMS = f".sums{JOB}"  # lists the checksums of the files of an export that is not finished
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+PIECE = 4 << 20  # bytes; a buffer of this size stays in the processor's cache between read and write
 
 
 class Place(Protocol):
@@ -38,33 +48,65 @@ class Place(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder of the local file system. It has to be there: what is below it is made."""
+    """A folder of the local file system. It has to be there: what is below it is made.
+
+    ``owner``: who has to own ``root``, see `guard`. ``inside``: the folder below the root that keys are relative to.
+    ``sums``: whether the checksums of what `put` writes are listed in the root, for `verified`.
+    """
 
     root: str
+    owner: Owner | None = None
+    inside: str = ""
+    sums: bool = False
 
     buffers = False
 
     def __str__(self) -> str:
-        return self.root
+        return os.path.join(self.root, self.inside) if self.inside else self.root
+
+    def below(self, folder: str) -> Folder:
+        """A folder of this one."""
+        return replace(self, inside=f"{self.inside}/{folder}" if self.inside else folder)
+
+    def open(self, key: str, flags: int) -> int:
+        """The descriptor of a file; the folders that it is in are made if it is. Links are not followed."""
+        flags |= os.O_NOFOLLOW | os.O_CLOEXEC
+        root = opened(self.root, self.owner)
+        try:  # nobody else can have made a folder below the root a link
+            return os.open(f"{self.inside}/{key}" if self.inside else key, flags, 0o666, dir_fd=root)
+        except FileNotFoundError:
+            if not flags & os.O_CREAT:
+                raise
+        finally:
+            os.close(root)
+        *folders, name = key.split("/")
+        with entered(self.root, self.owner, self._parts(folders), make=True) as at:
+            return os.open(name, flags, 0o666, dir_fd=at)
 
     def put(self, key: str, content: Iterable[bytes | memoryview]) -> None:
-        path = os.path.join(self.root, key)
-        part = f"{path}.{uuid4().hex[:8]}{PART}"
-        try:
-            fd = self._new(part)
+        *folders, name = key.split("/")
+        part = f"{name}.{uuid4().hex[:8]}{PART}"
+        size = checksum = 0
+        with entered(self.root, self.owner, self._parts(folders), make=True) as at:
             try:
-                for piece in content:
-                    _write(fd, piece)
-            finally:
-                os.close(fd)
-            os.replace(part, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(part)
-            raise
+                fd = os.open(part, _NEW, 0o666, dir_fd=at)
+                try:
+                    for piece in content:
+                        _write(fd, piece)
+                        if self.sums:
+                            size, checksum = size + len(piece), crc32(piece, checksum)
+                finally:
+                    os.close(fd)
+                if self.sums:
+                    self._list(key, size, checksum)  # first: what has its name has its checksum
+                os.replace(part, name, src_dir_fd=at, dst_dir_fd=at)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(part, dir_fd=at)
+                raise
 
     def get(self, key: str, offset: int, length: int) -> bytes:
-        fd = os.open(os.path.join(self.root, key), os.O_RDONLY | os.O_CLOEXEC)
+        fd = self.open(key, os.O_RDONLY)
         try:
             data = bytearray()
             while len(data) < length and (more := os.pread(fd, min(length - len(data), PIECE), offset + len(data))):
@@ -74,33 +116,150 @@ class Folder:
             os.close(fd)
 
     def forget(self, key: str) -> int:
-        fd = os.open(os.path.join(self.root, key), os.O_RDONLY | os.O_CLOEXEC)
+        fd = self.open(key, os.O_RDONLY)
         try:
             forget(fd)
             return os.fstat(fd).st_size
         finally:
             os.close(fd)
 
-    def _new(self, path: str) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        with suppress(FileNotFoundError):
-            return os.open(path, flags, 0o666)
-        self._make(os.path.dirname(path))
-        return os.open(path, flags, 0o666)
-
-    def _make(self, folder: str) -> None:
-        """A folder below the root, and those above it as far as they are missing. Not the root: a straggler must not
-        make it again."""
-        if len(folder) <= len(self.root):
-            return
+    def size(self, key: str) -> int | None:
+        """The bytes of a file; None if there is none of that name."""
+        *folders, name = key.split("/")
         try:
-            os.mkdir(folder)
+            with entered(self.root, self.owner, self._parts(folders)) as at:
+                info = os.stat(name, dir_fd=at, follow_symlinks=False)
         except FileNotFoundError:
-            self._make(os.path.dirname(folder))
-            with suppress(FileExistsError):
-                os.mkdir(folder)
-        except FileExistsError:
+            return None
+        return info.st_size if stat.S_ISREG(info.st_mode) else None
+
+    def remove(self, key: str) -> None:
+        """Remove a file, if it is there."""
+        *folders, name = key.split("/")
+        with suppress(FileNotFoundError), entered(self.root, self.owner, self._parts(folders)) as at:
+            os.unlink(name, dir_fd=at)
+
+    def make(self) -> None:
+        """Make the folder itself, below its root."""
+        with entered(self.root, self.owner, self._parts(()), make=True):
             pass
+
+    def move(self, key: str, to: Path) -> None:
+        """Give a file another name, in any folder of the same file system; one that has it is replaced."""
+        *folders, name = key.split("/")
+        with entered(self.root, self.owner, self._parts(folders)) as at:
+            os.replace(name, to, src_dir_fd=at)
+
+    def become(self, to: Path) -> None:
+        """Give the folder itself another name."""
+        *folders, name = self._parts(()) or [""]
+        if not name:
+            os.rename(self.root, to)
+            return
+        with entered(self.root, self.owner, folders) as at:
+            os.rename(name, to, src_dir_fd=at)
+
+    def find(self) -> dict[str, int]:
+        """The keys of all files in it, and their bytes; -1 for what is no regular file."""
+        found: dict[str, int] = {}
+        with entered(self.root, self.owner, self._parts(())) as top:
+            for where, _, files, at in os.fwalk(".", dir_fd=top):
+                for name in files:
+                    info = os.stat(name, dir_fd=at, follow_symlinks=False)
+                    size = info.st_size if stat.S_ISREG(info.st_mode) else -1
+                    found[os.path.normpath(os.path.join(where, name))] = size
+        return found
+
+    def check_distinct(self, keys: Iterable[str]) -> None:
+        """Raise DestinationError for two keys that are one file here: file systems that do not tell upper from lower
+        case, or composed from decomposed characters, would keep the last of them."""
+        known: dict[str, str] = {}
+        for key in keys:
+            first = known.setdefault(unicodedata.normalize("NFC", key).casefold(), key)
+            if first != key and ignores_case(self.root, JOB):
+                raise DestinationError(
+                    f"{first!r:.200} and {key!r:.200} would be the same file: {self.root} is on a file system that "
+                    "does not tell upper from lower case. Write to another one, or rename tensors (view.rename)"
+                )
+
+    def tidy(self, keep: Callable[[str], bool]) -> None:
+        """Remove all files but those whose keys are to be kept."""
+        for key in self.find():
+            if not keep(key):
+                self.remove(key)
+
+    def verified(self) -> dict[str, int]:
+        """The keys of the files that hold what `put` wrote, and their bytes. All others are removed: they are not
+        complete, damaged, or somebody else's."""
+        listed = self._listed()
+        there = self.find()
+        good: dict[str, int] = {}
+
+        def check(key: str) -> None:
+            size, checksum = listed.get(key, (-2, 0))
+            if size == there[key] and checksum == self._checksum(key):
+                good[key] = there[key]
+            else:
+                self.remove(key)
+
+        each(check, [key for key in there if not key.endswith(JOB)])
+        return {key: good[key] for key in there if key in good}
+
+    def _parts(self, folders: Iterable[str]) -> list[str]:
+        return [*filter(None, self.inside.split("/")), *folders]
+
+    def _list(self, key: str, size: int, checksum: int) -> None:
+        fd = replace(self, inside="").open(SUMS, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        try:
+            os.write(fd, f"{json.dumps([key, size, checksum])}\n".encode("utf-8", "surrogatepass"))  # whole or not
+        finally:
+            os.close(fd)
+
+    def _listed(self) -> dict[str, tuple[int, int]]:
+        found: dict[str, tuple[int, int]] = {}
+        try:
+            fd = self.open(SUMS, os.O_RDONLY)
+        except FileNotFoundError:
+            return found
+        with os.fdopen(fd, "rb") as file:
+            for line in file:
+                with suppress(ValueError, RecursionError):  # cut off
+                    match json.loads(line):
+                        case [str(key), int(size), int(checksum)]:
+                            found[key] = size, checksum
+        return found
+
+    def _checksum(self, key: str) -> int:
+        fd = self.open(key, os.O_RDONLY)
+        try:
+            checksum, at = 0, 0
+            while data := os.pread(fd, PIECE, at):
+                checksum, at = crc32(data, checksum), at + len(data)
+            return checksum
+        finally:
+            os.close(fd)
+
+
+class Target(NamedTuple):
+    """A file in a folder."""
+
+    folder: Folder
+    key: str
+
+    def __fspath__(self) -> str:
+        return os.path.join(str(self.folder), self.key)
+
+    def __str__(self) -> str:
+        return os.fspath(self)
+
+    def descriptor(self, flags: int) -> int:
+        """The file, opened; it is made with O_CREAT, and so are the folders that it is in."""
+        return self.folder.open(self.key, flags)
+
+    @property
+    def size(self) -> int | None:
+        """Its bytes; None if it is not there."""
+        return self.folder.size(self.key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,3 +334,10 @@ def _write(fd: int, data: bytes | memoryview) -> None:
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(fd, rest) :]
+
+
+def forget(fd: int) -> None:
+    """Bring a file to the disk and out of the system's cache, so that what is read next is what stands there."""
+    os.fsync(fd)
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

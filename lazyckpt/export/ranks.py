@@ -15,6 +15,7 @@ from pathlib import Path
 from ..errors import DestinationError
 from ..tensor import LazyTensor
 from .destination import check_apart, local_path
+from .places import PART
 from .staging import fingerprint, reveal, staged
 
 _NAME = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
@@ -60,7 +61,8 @@ def export_ranks(
 
     check()
     job = fingerprint([(t, ()) for t in read], ["\0".join([about, *writers]).encode()])
-    with staged(place, job) as (folder, _):
+    with staged(place, job) as folder:
+        folder.tidy(lambda key: not key.endswith(PART))
         root = Path(folder.root)
         for name, write in writers.items():
             if not (root / name / _DONE).exists():

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 
 from ..core.dtypes import TO_SAFETENSORS
 from ..errors import DataError
 from .files import Aliases, FileFormat, Tensors
+from .places import Target
 from .stream import Layout, Placed, write_at
 
 _LONGEST = 100_000_000  # bytes of a header that readers take (safetensors/src/tensor.rs MAX_HEADER_SIZE)
@@ -51,19 +51,19 @@ def _size(tensors: Tensors, aliases: Aliases) -> int:
     return len(_header(tensors, aliases)) + sum(t.nbytes for t in tensors.values())
 
 
-def _layout(path: Path, tensors: Tensors, aliases: Aliases) -> Layout:
+def _layout(target: Target, tensors: Tensors, aliases: Aliases) -> Layout:
     header = _header(tensors, aliases)
     placed, at = [], len(header)
     for name in _order(tensors):
         placed.append(Placed(at, tensors[name]))
         at += tensors[name].nbytes
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    fd = target.descriptor(os.O_WRONLY | os.O_CREAT)
     try:
         write_at(fd, header, 0)
         os.ftruncate(fd, at)
     finally:
         os.close(fd)
-    return Layout(str(path), placed)
+    return Layout(target, placed)
 
 
 SAFETENSORS = FileFormat("model", ".safetensors", (".safetensors",), False, _size, _layout)

@@ -10,7 +10,6 @@ import io
 import os
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from torch.serialization import skip_data
 from ..core.box import Shape
 from ..errors import DataError
 from .held import Held, Writable
+from .places import Target
 from .stream import Layout, Placed, write_at
 from .torch import placeholders
 
@@ -56,10 +56,10 @@ class Item(NamedTuple):
         return len(around.head) + self.tensor.nbytes + len(around.tail)
 
 
-def row(items: Sequence[Item], path: Path) -> Layout:
+def row(items: Sequence[Item], target: Target) -> Layout:
     """Make a file of such files, in which everything stands but the tensors' bytes (those that are there stay)."""
     placed: list[Placed] = []
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    fd = target.descriptor(os.O_WRONLY | os.O_CREAT)
     try:
         for item in items:
             around = item.around
@@ -69,11 +69,11 @@ def row(items: Sequence[Item], path: Path) -> Layout:
             placed.append(Placed(at, item.tensor))
     finally:
         os.close(fd)
-    return Layout(str(path), placed, partial(_finish, path, items))
+    return Layout(target, placed, partial(_finish, target, items))
 
 
-def _finish(path: Path, items: Sequence[Item], checksums: list[int]) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+def _finish(target: Target, items: Sequence[Item], checksums: list[int]) -> None:
+    fd = target.descriptor(os.O_WRONLY)
     try:
         for item, checksum in zip(items, checksums, strict=True):
             around = item.around
@@ -108,7 +108,7 @@ class _Around(io.RawIOBase):
 @lru_cache(maxsize=1 << 12)
 def _saved(dtype: torch.dtype, shape: Shape, about: About | None) -> Saved:
     # (a tensor of this shape that takes no memory)
-    (shown,) = placeholders([Held(torch.empty((), dtype=dtype).expand(shape))])
+    (shown,) = placeholders([Held(torch.empty((), dtype=dtype, device="cpu").expand(shape))])
     around = _Around()
     with skip_data():
         torch.save(shown if about is None else {"param": shown, **dict(about)}, around)  # type: ignore[arg-type]

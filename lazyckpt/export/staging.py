@@ -1,9 +1,10 @@
 """Folders that appear when they are complete, and exports that go on where they were stopped.
 
 Files are made in a hidden folder beside the destination, whose name follows from the destination's: a second call finds
-what the first one finished, if both are the same job (its fingerprint stands there). While somebody works there, the
-file with the fingerprint is locked. Of files that are there whole or not, being there tells that they are finished; of
-others a ledger tells, and they are in a folder of this job alone, where no worker of an earlier one can still write.
+what the first one finished, if both are the same job (its fingerprint stands there). Nobody else may write to that
+folder (`guard`). While somebody works there, the file with the fingerprint is locked. What is finished is listed with
+checksums: of files that are there whole or not by `places.Folder`, of runs within files by a `ledger`; these files are
+in a folder of this job alone, where no worker of an earlier one can still write.
 On object stores, which cannot rename, the fingerprint is a marker in the prefix, and what tells a reader that there is
 something is written last.
 """
@@ -28,10 +29,10 @@ from ..formats.zarr.documents import JOB  # holds the fingerprint
 from ..io.store import Store
 from ..tensor import LazyTensor
 from .destination import local_path, make_folder
-from .ledger import told
-from .places import PART, Bucket, Folder
+from .guard import Owner, is_own, own_folder, usual_mode
+from .ledger import LEDGER, told
+from .places import PART, SUMS, Bucket, Folder
 
-LEDGER = ".lazyckpt-ledger"
 _ONCE = "once-"
 _lock = threading.Lock()
 _working: set[str] = set()
@@ -65,13 +66,14 @@ def unfinished(dest: str | os.PathLike[str]) -> int | None:
 
 def discard(dest: str | os.PathLike[str]) -> None:
     """Remove what an interrupted export to this local destination has left, if there is something: the next one starts
-    afresh. What is at ``dest`` itself stays. Raises DestinationError if an export is writing there."""
+    afresh. What is at ``dest`` itself stays. Raises DestinationError if an export is writing there, or if somebody else
+    may have written what is there."""
     staging = staging_path(_local(dest))
     if not os.path.isdir(staging):
         return
     with _of_this_process(staging):
         try:
-            fd = _locked(staging)
+            fd, _ = _locked(staging)
             try:
                 os.ftruncate(fd, 0)
                 shutil.rmtree(staging)
@@ -87,33 +89,36 @@ def _local(dest: str | os.PathLike[str]) -> Path:
     return local_path(os.fspath(dest).removeprefix("file://"))
 
 
-def ledger_path(staging: Folder) -> Path:
-    return Path(staging.root) / LEDGER
-
-
-def content_path(staging: Folder | Path, fingerprint: str) -> Path:
-    """The folder for the files of a job of which the ledger tells."""
-    return Path(str(staging)) / fingerprint[:16]
+def content(staging: Folder, fingerprint: str) -> Folder:
+    """The folder for the files of a job whose runs a ledger lists."""
+    return staging.below(_content_name(fingerprint))
 
 
 def moved(dest: Path, fingerprint: str, keys: Sequence[str], verified: bool) -> set[str]:
     """Which files of the folder ``dest`` an earlier call of the same job has put there, if it was killed before it had
     all of them there; ``verified``: after it had verified them."""
     staging = staging_path(dest)
-    ours = staging / JOB
-    if not os.path.isfile(ours) or ours.read_bytes() != fingerprint.encode():
+    try:
+        with open(staging / JOB, "rb") as ours:
+            if ours.read(4096) != fingerprint.encode():
+                return set()
+    except OSError:
         return set()
     state = told(staging / LEDGER).moving
     if state is None or state < verified:
         return set()
-    gone = {key for key in keys if not (content_path(staging, fingerprint) / key).exists()}
+    gone = {key for key in keys if not (staging / _content_name(fingerprint) / key).exists()}
     return gone if len(gone) < len(keys) and all((dest / key).exists() for key in gone) else set()
 
 
+def _content_name(fingerprint: str) -> str:
+    return fingerprint[:16]
+
+
 @contextmanager
-def staged(dest: Path, fingerprint: str) -> Iterator[tuple[Folder, Finished]]:
-    """A folder to write into, and what is in it already; gone at the end of the block, by which it should have been
-    renamed or packed.
+def staged(dest: Path, fingerprint: str) -> Iterator[Folder]:
+    """A folder to write into, with what an earlier call of this job has left there; gone at the end of the block, by
+    which it should have been renamed or packed.
 
     If the block fails, what is finished is kept for the next call, unless that would fail too (the source is damaged);
     OSErrors become DestinationErrors and say so.
@@ -123,14 +128,16 @@ def staged(dest: Path, fingerprint: str) -> Iterator[tuple[Folder, Finished]]:
         yield from _staged(dest, folder, fingerprint)
 
 
-def _staged(dest: Path, folder: Path, fingerprint: str) -> Iterator[tuple[Folder, Finished]]:
+def _staged(dest: Path, folder: Path, fingerprint: str) -> Iterator[Folder]:
     made: list[Path] = []
+    new = not os.path.lexists(folder)
     try:
-        made = make_folder(folder)
-        fd = _locked(folder)
+        made = make_folder(folder.parent)
+        fd, owner = _locked(folder)
         _put_back(dest)
     except BaseException as e:
-        _unmake(made)
+        if new:
+            _unmake([*made, folder])
         if isinstance(e, OSError) and not isinstance(e, LazyckptError):
             raise DestinationError(f"{e.filename or dest}: {e.strerror or e}. Nothing was written") from e
         raise
@@ -139,13 +146,13 @@ def _staged(dest: Path, folder: Path, fingerprint: str) -> Iterator[tuple[Folder
             os.ftruncate(fd, 0)  # first: what is half removed is no job's to go on with
             _empty(folder)
             os.pwrite(fd, fingerprint.encode(), 0)
-        yield Folder(str(folder)), finished(folder)
+        yield Folder(str(folder), owner)
     except BaseException as e:
         kept = _goes_on(e) and not fingerprint.startswith(_ONCE) and bool(_nbytes(folder))
         if not kept:
             os.ftruncate(fd, 0)
             shutil.rmtree(folder, ignore_errors=True)
-            _unmake(made[:-1] if made and made[-1] == folder else made)
+            _unmake(made)
         if isinstance(e, WorkerError) and kept:
             raise WorkerError(f"{e}. {_said(folder)}") from e
         if isinstance(e, OSError) and not isinstance(e, LazyckptError):
@@ -160,19 +167,21 @@ def _staged(dest: Path, folder: Path, fingerprint: str) -> Iterator[tuple[Folder
 
 def reveal(folder: Folder, dest: Path) -> None:
     """Rename a folder with all that is to be there to its destination; one that is there already is replaced."""
-    source, old = Path(folder.root), _replaced(dest)
-    (source / JOB).unlink(missing_ok=True)
+    if not folder.inside:  # the staging folder itself
+        folder.remove(JOB)
+        folder.remove(SUMS)
+        os.chmod(folder.root, usual_mode(Path(folder.root)))
     if dest.exists() and any(dest.iterdir()):
-        shutil.rmtree(old, ignore_errors=True)
+        old = _replaced(dest)
         os.rename(dest, old)
         try:
-            os.rename(source, dest)
+            folder.become(dest)
         except BaseException:
             os.rename(old, dest)
             raise
         shutil.rmtree(old, ignore_errors=True)
     else:
-        os.rename(source, dest)
+        folder.become(dest)
 
 
 def _replaced(dest: Path) -> Path:
@@ -182,10 +191,17 @@ def _replaced(dest: Path) -> Path:
 def _put_back(dest: Path) -> None:
     """A process was killed while it replaced a folder: give the old one its name again, or let it go."""
     old = _replaced(dest)
-    if old.is_dir() and not os.path.lexists(dest):
-        os.rename(old, dest)
-    elif old.is_dir():
+    if not os.path.lexists(old):
+        return
+    if not is_own(old):
+        raise DestinationError(
+            f"{old}: an export that replaces {dest} keeps the old folder under this name, and what is there belongs to "
+            "another user or is no folder. Nothing was written. Rename or remove it, or choose another destination"
+        )
+    if os.path.lexists(dest):
         shutil.rmtree(old)
+    else:
+        os.rename(old, dest)
 
 
 @contextmanager
@@ -274,12 +290,19 @@ def _of_this_process(folder: Path) -> Iterator[None]:
         _working.discard(name)
 
 
-def _locked(folder: Path) -> int:
+def _locked(folder: Path) -> tuple[int, Owner]:
     """The open file with the fingerprint, locked for this process (its forked workers may outlive it, and must not keep
-    the lock). Raises DestinationError if another process has it."""
+    the lock), and the owner of the folder, which is made if it is not there. Raises DestinationError if another process
+    has the lock, or if the folder is not ours."""
     path = folder / JOB
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        above, owner = own_folder(folder)
+        try:
+            fd = os.open(JOB, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=above)
+        except FileNotFoundError:  # the folder was removed
+            continue
+        finally:
+            os.close(above)
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
@@ -288,21 +311,9 @@ def _locked(folder: Path) -> int:
                 raise _busy(folder) from None
             # else a file system without locks: then two exports at once are the user's to avoid
         with suppress(OSError):
-            if os.fstat(fd).st_ino == os.stat(path).st_ino:
-                return fd
+            if os.fstat(fd).st_ino == os.stat(path, follow_symlinks=False).st_ino:
+                return fd, owner
         os.close(fd)  # the one who had it has finished, and removed or renamed it
-        folder.mkdir(parents=True, exist_ok=True)
-
-
-def finished(folder: Path) -> Finished:
-    """What is complete there. Removes what is not: killed workers leave it behind."""
-    found: Finished = {}
-    for path in _files(folder):
-        if path.endswith(PART):
-            os.unlink(path)
-        elif os.path.basename(path) not in (JOB, LEDGER):
-            found[os.path.relpath(path, folder)] = os.path.getsize(path)
-    return found
 
 
 def _files(folder: Path) -> Iterator[str]:
@@ -317,16 +328,21 @@ def _nbytes(folder: Path) -> int:
         return told(folder / LEDGER).nbytes
     total = 0
     for path in _files(folder):
-        if not path.endswith(PART) and os.path.basename(path) != JOB:
+        if not path.endswith((PART, JOB)):
             with suppress(FileNotFoundError):  # an export that is writing there has finished
                 total += os.path.getsize(path)
     return total
 
 
 def _empty(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.name != JOB:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        with os.scandir(at) as entries:
+            found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries if entry.name != JOB]
+        for name, is_folder in found:
+            shutil.rmtree(name, dir_fd=at) if is_folder else os.unlink(name, dir_fd=at)
+    finally:
+        os.close(at)
 
 
 def _unmake(made: list[Path]) -> None:

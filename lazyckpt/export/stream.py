@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +20,9 @@ from ..io.memory import as_bytes
 from .crc import combined, crc32
 from .held import Writable
 from .job import OVERHEAD, Run, Task
-from .ledger import Ledger
+from .ledger import Done, Ledger
+from .places import PIECE, Folder, Target
 
-PIECE = 4 << 20  # bytes; a buffer of this size stays in the processor's cache between read and write
 _NEAR = 1 << 20  # the same for what is only copied, if its store has no price for a request: fits a core's own cache
 RUN = 16 << 20  # bytes that a task moves, at most
 _own = threading.local()
@@ -40,7 +39,7 @@ class Layout(NamedTuple):
     """A file in which everything stands but the tensors' elements. ``finish``: what is to be done with the CRC-32s of
     all tensors' bytes when they stand there; None if nobody asks for them."""
 
-    path: str
+    file: Target
     placed: Sequence[Placed]
     finish: Callable[[list[int]], None] | None = None
 
@@ -51,7 +50,7 @@ class File(NamedTuple):
 
     key: str
     nbytes: int
-    layout: Callable[[Path], Layout]
+    layout: Callable[[Target], Layout]
 
 
 @dataclass(slots=True)
@@ -76,37 +75,34 @@ class _Filling:
             self.found.clear()
 
 
-def fill(files: Iterable[File], folder: Path, ledger: Ledger, run: Run, moved: Callable[[int], None]) -> list[Layout]:
-    """Write files, but for what the ledger knows to be there. Each is begun when its turn comes. ``moved`` is called
-    with the bytes that each task has moved, and with those that are there.
+def fill(files: Sequence[File], folder: Folder, ledger: Ledger, run: Run, moved: Callable[[int], None]) -> list[Layout]:
+    """Write files, but for runs that are there: the ledger lists them, and their bytes have the checksums that it has.
+    Each file is begun when its turn comes. ``moved`` is called with the bytes that each task has moved, and with those
+    that are there.
 
     Raises what reading raises, and OSError of the files.
     """
     filling: dict[int, _Filling] = {}
     layouts: list[Layout] = []
+    _keep_intact(files, folder, ledger, run)
 
     def tasks() -> Iterator[Task]:
         for key, _, begin in files:
-            path = folder / key
-            there = ledger.runs(key, path)
-            if not there:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            layout = begin(path)
+            target = Target(folder, key)
+            there = ledger.runs(key, target)
+            layout = begin(target)
             layouts.append(layout)
-            file = _Filling(ledger.begin(key, path.stat().st_size), layout)
+            file = _Filling(ledger.begin(key, target.size or 0), layout)
             filling[file.number] = file
             for n, offset, part in _runs(layout):
                 known = there.get(offset)
-                if known is not None and known.nbytes != part.nbytes:
-                    known = None
-                if known is not None and known.sure:
+                if known is not None and known.nbytes == part.nbytes:
                     file.add(n, offset, known.checksum, part.nbytes)
                     moved(part.nbytes)
                     continue
                 file.left += 1
                 about = _Run(file.number, n, offset)
-                do = partial(_move, layout.path, part, about, None if known is None else known.checksum)
-                yield Task(part.nbytes, PIECE + OVERHEAD, do)
+                yield Task(part.nbytes, PIECE + OVERHEAD, partial(_move, layout.file, part, about))
             file.one_less()
 
     def done(task: Task, result: tuple[_Run, int]) -> None:
@@ -121,16 +117,32 @@ def fill(files: Iterable[File], folder: Path, ledger: Ledger, run: Run, moved: C
     return layouts
 
 
+def _keep_intact(files: Sequence[File], folder: Folder, ledger: Ledger, run: Run) -> None:
+    """Strike the runs from the ledger whose bytes are not what was written."""
+
+    def tasks() -> Iterator[Task]:
+        for key, _, _ in files:
+            target = Target(folder, key)
+            for offset, known in list(ledger.runs(key, target).items()):
+                yield Task(known.nbytes, PIECE + OVERHEAD, partial(_stands, target, offset, known))
+
+    def done(_: Task, result: tuple[Target, int, bool]) -> None:
+        target, offset, stands = result
+        if not stands:
+            ledger.strike(target.key, offset)
+
+    run(tasks(), done)
+
+
 def compare(layouts: Sequence[Layout], run: Run, moved: Callable[[int], None]) -> None:
     """Read what `fill` has written, from the disk, and the source again. Raises CorruptError if they differ."""
     for layout in layouts:
-        with open(layout.path, "rb") as file:
-            forget(file.fileno())
+        layout.file.folder.forget(layout.file.key)
 
     def tasks() -> Iterator[Task]:
         for layout in layouts:
             for _, offset, part in _runs(layout):
-                yield Task(part.nbytes, 2 * PIECE + OVERHEAD, partial(_compare, layout.path, offset, part))
+                yield Task(part.nbytes, 2 * PIECE + OVERHEAD, partial(_compare, layout.file, offset, part))
 
     run(tasks(), lambda task, _: moved(task.nbytes))
 
@@ -151,13 +163,10 @@ class _Run(NamedTuple):
     offset: int
 
 
-def _move(path: str, tensor: Any, about: _Run, expected: int | None) -> tuple[_Run, int]:
-    """One run, into a file that is there. Returns it and its CRC-32. ``expected``: that of what should be there
-    already."""
-    fd = os.open(path, (os.O_WRONLY if expected is None else os.O_RDWR) | os.O_CLOEXEC)
+def _move(target: Target, tensor: Any, about: _Run) -> tuple[_Run, int]:
+    """One run, into a file that is there. Returns it and its CRC-32."""
+    fd = target.descriptor(os.O_WRONLY)
     try:
-        if expected is not None and _written(fd, about.offset, tensor.nbytes) == expected:
-            return about, expected
         crc = 0
         for at, memory in _contents(tensor):
             write_at(fd, memory, about.offset + at)
@@ -167,12 +176,16 @@ def _move(path: str, tensor: Any, about: _Run, expected: int | None) -> tuple[_R
     return about, crc
 
 
-def _written(fd: int, offset: int, nbytes: int) -> int:
-    """The CRC-32 of what stands in the file."""
-    crc = 0
-    for at in range(offset, offset + nbytes, PIECE):
-        crc = crc32(os.pread(fd, min(PIECE, offset + nbytes - at), at), crc)
-    return crc
+def _stands(target: Target, offset: int, known: Done) -> tuple[Target, int, bool]:
+    """Whether the bytes of a run have the checksum that they had when they were written."""
+    crc, end = 0, offset + known.nbytes
+    fd = target.descriptor(os.O_RDONLY)
+    try:
+        for at in range(offset, end, PIECE):
+            crc = crc32(os.pread(fd, min(PIECE, end - at), at), crc)
+    finally:
+        os.close(fd)
+    return target, offset, crc == known.checksum
 
 
 def _contents(tensor: Any) -> Iterator[tuple[int, memoryview]]:
@@ -198,13 +211,16 @@ def _contents(tensor: Any) -> Iterator[tuple[int, memoryview]]:
         yield at, memory[:filled]
 
 
-def _compare(path: str, offset: int, tensor: Any) -> None:
-    with open(path, "rb", buffering=0) as file:
+def _compare(target: Target, offset: int, tensor: Any) -> None:
+    fd = target.descriptor(os.O_RDONLY)
+    try:
         for ahead, piece in tensor.pieces(PIECE):
             at = offset + ahead * tensor.itemsize
-            written = os.pread(file.fileno(), piece.nbytes, at)
+            written = os.pread(fd, piece.nbytes, at)
             if written != bytes(read_piece(piece)):
-                raise differs(path, f"bytes {at:,} to {at + piece.nbytes:,}")
+                raise differs(str(target), f"bytes {at:,} to {at + piece.nbytes:,}")
+    finally:
+        os.close(fd)
 
 
 def differs(path: str, where: str) -> CorruptError:
@@ -224,7 +240,7 @@ def scratch(nbytes: int) -> torch.Tensor:
     """Bytes of this thread's, until it asks again."""
     buffer: torch.Tensor | None = getattr(_own, "buffer", None)
     if buffer is None or buffer.numel() < nbytes:
-        buffer = _own.buffer = torch.empty(max(nbytes, PIECE), dtype=torch.uint8)
+        buffer = _own.buffer = torch.empty(max(nbytes, PIECE), dtype=torch.uint8, device="cpu")
     return buffer[:nbytes]
 
 
@@ -234,10 +250,3 @@ def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
     while rest:
         count = os.pwrite(fd, rest, offset)
         rest, offset = rest[count:], offset + count
-
-
-def forget(fd: int) -> None:
-    """Bring a file to the disk and out of the system's cache, so that what is read next is what stands there."""
-    os.fsync(fd)
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -12,7 +12,6 @@ import struct
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from ..errors import DataError
 from ..tensor import LazyTensor
 from .files import Aliases, FileFormat, Tensors
 from .held import Held, Viewed, Writable
+from .places import Target
 from .stream import Layout, Placed, write_at
 
 _DESCRIPTOR = b"PK\x07\x08"  # stands behind a record's data, followed by the checksum
@@ -34,11 +34,11 @@ def _size(tensors: Tensors, aliases: Aliases) -> int:
     return sum(t.nbytes for t in tensors.values()) + names + 4096
 
 
-def _layout(path: Path, tensors: Tensors, aliases: Aliases) -> Layout:
-    return layout_of(path, {**tensors, **{alias: tensors[name] for alias, name in aliases.items()}})
+def _layout(target: Target, tensors: Tensors, aliases: Aliases) -> Layout:
+    return layout_of(target, {**tensors, **{alias: tensors[name] for alias, name in aliases.items()}})
 
 
-def layout_of(path: Path, value: Any) -> Layout:
+def layout_of(target: Target, value: Any) -> Layout:
     """Begin a file of torch.save of any object; in its dicts, lists and tuples, nested, `Writable`s stand where tensors
     are to be, the same one twice for a tied tensor. Data of theirs that is there already stays.
 
@@ -46,12 +46,11 @@ def layout_of(path: Path, value: Any) -> Layout:
     """
     tensors = list({id(t): t for t in leaves(value)}.values())
     shown = dict(zip(map(id, tensors), placeholders(tensors), strict=True))
-    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "wb") as file, skip_data():
+    with open(target.descriptor(os.O_RDWR | os.O_CREAT), "wb") as file, skip_data():
         torch.save(replaced(value, lambda t: shown[id(t)]), file)
-    with zipfile.ZipFile(path) as archive:
+    with open(target.descriptor(os.O_RDONLY), "rb") as made, zipfile.ZipFile(made) as archive:
         directory = archive.start_dir
         infos = archive.infolist()
-    with path.open("rb") as made:
         records = {info.filename.split("/", 1)[1]: info for info in infos}
         if f"data/{len(tensors)}" in records:
             raise DataError("an object that is to be saved has tensors in its attributes, which cannot be written")
@@ -61,16 +60,18 @@ def layout_of(path: Path, value: Any) -> Layout:
 
     def finish(found: list[int]) -> None:
         checksums = dict(zip((info.filename for info in held), found, strict=True))
-        with path.open("r+b") as opened:
-            fd = opened.fileno()
+        fd = target.descriptor(os.O_RDWR)
+        try:
             for at, info in zip(begins, held, strict=True):
                 end = at + info.file_size
                 if os.pread(fd, 4, end) == _DESCRIPTOR:
                     write_at(fd, struct.pack("<I", checksums[info.filename]), end + 4)
             _patch_directory(fd, directory, infos, checksums)
+        finally:
+            os.close(fd)
 
     placed = [Placed(at, tensor) for at, tensor in zip(begins, tensors, strict=True)]
-    return Layout(str(path), placed, finish)
+    return Layout(target, placed, finish)
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -116,7 +117,7 @@ def placeholders(tensors: Sequence[Writable]) -> list[torch.Tensor]:
             bits = torch.frombuffer(memory, dtype=BITS[t.itemsize], count=t.numel(), offset=64 * n)
             found.append(bits.view(t.dtype).view(t.shape))
         else:
-            found.append(torch.empty(t.shape, dtype=t.dtype))
+            found.append(torch.empty(t.shape, dtype=t.dtype, device="cpu"))
     return found
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from math import prod
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 
 from ..errors import DataError
 from ..formats.deepspeed.ucp import cut_of
-from ..tensor import LazyTensor
+from ..tensor import LazyTensor, named
 from .dcp import View
 from .destination import local_path
 from .files import check_names
@@ -36,6 +36,7 @@ from .stream import File
 from .torch import layout_of
 
 _WEIGHTS = ("weights", "fp32")
+_OF_STAGE_3 = ("exp_avg", "exp_avg_sq")  # the states that an engine of ZeRO-3 loads
 _VERSION = "0.4"  # deepspeed/checkpoint/constants.py UNIVERSAL_CHECKPOINT_VERSION_VALUE
 _NO_GROUPS = 1024  # an engine takes no more groups than are listed, and states of these only
 # of a source's model states, what is made anew or is none of theirs
@@ -66,9 +67,10 @@ def export_universal(
     groups = param_groups(view, complete=False)
     if states:
         kinds = dict.fromkeys(state for of_one in states.values() for state in of_one)
+        lost |= _not_for_stage_3(kinds)
         count = next(iter(steps.values()), None)
         for name in _without_states(view, masters, states, groups):
-            zero = Held(torch.zeros(()).expand(masters[name].shape))  # takes no memory
+            zero = Held(torch.zeros((), device="cpu").expand(masters[name].shape))  # takes no memory
             states[name] = dict.fromkeys(kinds, zero)
             if count is not None:
                 steps[name] = count
@@ -89,7 +91,7 @@ def export_universal(
     whole = {"module": {**module, **{a: module[o] for a, o in aliases.items() if o in module}}, **model}
     files.append(File("mp_rank_00_model_states.pt", sum(t.nbytes for t in kept), partial(layout_of, value=whole)))
     # the same for an engine of ZeRO-3, which has no parameters in its file
-    empty = dict.fromkeys(whole["module"], Held(torch.empty(0)))
+    empty = dict.fromkeys(whole["module"], Held(torch.empty(0, device="cpu")))
     counts = {id(step): _saved(step) for step in {id(step): step for step in steps.values()}.values()}  # mostly one
     texts = {f"zero/{name}/step.pt": counts[id(step)] for name, step in steps.items()}
     texts["zero_pp_rank_0_mp_rank_00_model_states.pt"] = _saved(_with_tensors({**model, "module": empty}))
@@ -128,7 +130,7 @@ def _check(names: Mapping[str, object]) -> None:
     for name in names:
         if name in ("", ".", "..") or "/" in name or "\0" in name or len(os.fsencode(name)) > 255:
             raise DataError(
-                f"{name!r} cannot be the name of a folder, which a universal checkpoint has for a parameter"
+                f"{name!r:.80} cannot be the name of a folder, which a universal checkpoint has for a parameter"
             )
 
 
@@ -151,6 +153,16 @@ def _states(view: View, masters: Mapping[str, LazyTensor], lost: Lost) -> dict[s
     return found
 
 
+def _not_for_stage_3(states: Iterable[str]) -> Lost:
+    """What has to be said of states that are written, and that not every engine loads."""
+    there = list(states)
+    if not all(state in there for state in _OF_STAGE_3):
+        why = f"written; ZeRO-1 and 2 load it, ZeRO-3 loads no optimizer without {' and '.join(_OF_STAGE_3)}"
+    else:
+        why = f"written; ZeRO-1 and 2 load it, ZeRO-3 loads {' and '.join(_OF_STAGE_3)} alone"
+    return {state: why for state in there if state not in _OF_STAGE_3}
+
+
 def _without_states(
     view: View, masters: Mapping[str, LazyTensor], states: Mapping[str, object], groups: list[dict[str, Any]]
 ) -> list[str]:
@@ -171,7 +183,7 @@ def _steps(view: View, masters: Mapping[str, LazyTensor]) -> dict[str, Any]:
     step = step_of(view)
     if step is None or step.option or "exp_avg" not in view.states:
         return {}
-    value = int(step.done) if step.whole else torch.tensor(step.done, dtype=torch.float32)
+    value = int(step.done) if step.whole else torch.tensor(step.done, dtype=torch.float32, device="cpu")
     return {name: value for name in view.states["exp_avg"] if name in masters}
 
 
@@ -182,7 +194,7 @@ def _module(view: View, masters: Mapping[str, LazyTensor]) -> dict[str, Writable
     """The weights as they were trained; without them, what ZeRO-3 writes: no parameters, but what else there is."""
     if view.state == "weights":
         return dict(view.once()[0])
-    return {n: Held(torch.empty(0)) if t.dtype.is_floating_point else t for n, t in masters.items()}
+    return {n: Held(torch.empty(0, device="cpu")) if t.dtype.is_floating_point else t for n, t in masters.items()}
 
 
 def _model_states(
@@ -197,8 +209,8 @@ def _model_states(
     """All of the model states but the module: what DeepSpeed's engine asks for, then what the source has besides."""
 
     def tensor(name: str) -> Any:
-        stored = view.stored
-        return stored[name][...] if name in stored else None
+        found = named(view.stored, name)
+        return None if found is None else found[...]
 
     theirs: dict[str, Any] = {}
     if view.format.startswith("deepspeed"):
@@ -247,7 +259,7 @@ def _optimizer_state(view: View, groups: list[dict[str, Any]], steps: Mapping[st
     step = next(iter(steps.values()), None)
     if step is None:
         known = step_of(view)
-        step = torch.tensor(known.done if known is not None else 0.0, dtype=torch.float32)
+        step = torch.tensor(known.done if known is not None else 0.0, dtype=torch.float32, device="cpu")
     return {
         "ds_version": view.meta.get("ds_version") or _DEEPSPEED,
         **theirs,

@@ -129,7 +129,7 @@ def _write_json(what: Contents[LazyTensor], referred: Mapping[str, _Referred], d
 
     with (
         appearing({place: 0}, lambda: _check(place, what)) as temporary,
-        temporary[place].open("w", encoding="utf-8") as file,
+        temporary[place].open("x", encoding="utf-8") as file,
     ):
         file.write('{"version": 1, "refs": {')
         for n, (key, value) in enumerate(items()):

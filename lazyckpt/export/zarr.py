@@ -11,7 +11,7 @@ import shutil
 import zipfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -21,7 +21,7 @@ from ..core.box import Shape
 from ..core.chunking import chunk_shape, grid_of
 from ..errors import DataError, DestinationError
 from ..formats.zarr.contents import Contents
-from ..formats.zarr.documents import array, hierarchy
+from ..formats.zarr.documents import JOB, array, hierarchy
 from ..io.progress import Bar
 from ..io.remote import is_url
 from ..tensor import LazyTensor
@@ -31,9 +31,9 @@ from .codecs import Codec, Encoding, encoding
 from .codecs import check as check_codec
 from .destination import check_apart, check_room, check_unchanged, local_path
 from .job import Done, Task, run, shares_memory
-from .places import PART, Bucket, Place
+from .places import PART, Bucket, Folder, Place
 from .shards import size_in_bytes
-from .staging import Finished, check_replaceable, fingerprint, finished, reveal, staged, uploaded
+from .staging import Finished, check_replaceable, fingerprint, reveal, staged, uploaded
 
 CHUNK = 64 << 20  # bytes of a chunk, at most
 IN_SHARD = 4 << 20  # the same for chunks that are many in a file
@@ -125,14 +125,16 @@ def export_zarr(
             do(bucket, there, url.rpartition("/")[2])
             bucket.put(last, [text])
         return
-    with staged(place, plan.fingerprint) as (folder, there):
+    with staged(place, plan.fingerprint) as staging:
+        folder = replace(staging, sums=True)
+        folder.check_distinct(plan.documents)
+        there = folder.verified()
         check_room(Path(folder.root), max(0, plan.room() * (1 + _is_zip(place)) - sum(there.values())))
         do(folder, there, place.name)
         folder.put(last, [text])
         _check_local(place, plan, overwrite)  # somebody may have written there meanwhile
-        complete = finished(Path(folder.root))
         if _is_zip(place):
-            _pack(complete, Path(folder.root), place)
+            _pack(folder, place)
         else:
             reveal(folder, place)
 
@@ -240,14 +242,18 @@ def _check_local(dest: Path, plan: Plan, overwrite: bool) -> None:
             raise DestinationError(f"{dest} exists already: remove it, choose another place, or pass overwrite=True")
 
 
-def _pack(complete: Finished, folder: Path, dest: Path) -> None:
+def _pack(folder: Folder, dest: Path) -> None:
     """A zip file of what is in the folder, not compressed, as zarr's ZipStore reads it."""
-    packed = folder / f"packed{PART}"
-    with zipfile.ZipFile(packed, "x", zipfile.ZIP_STORED) as archive:
+    complete = {key: size for key, size in folder.find().items() if not key.endswith(JOB)}
+    packed = f"packed{PART}"
+    with (
+        open(folder.open(packed, os.O_RDWR | os.O_CREAT | os.O_EXCL), "w+b") as file,
+        zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
+    ):
         for key in sorted(complete):
-            info = zipfile.ZipInfo(key.replace(os.sep, "/"), (1980, 1, 1, 0, 0, 0))
+            info = zipfile.ZipInfo(key, (1980, 1, 1, 0, 0, 0))
             info.external_attr = 0o644 << 16
             info.file_size = complete[key]  # decides whether it needs zip64
-            with (folder / key).open("rb") as source, archive.open(info, "w") as target:
+            with open(folder.open(key, os.O_RDONLY), "rb") as source, archive.open(info, "w") as target:
                 shutil.copyfileobj(source, target, _PIECE)
-    os.replace(packed, dest)
+    folder.move(packed, dest)

@@ -12,24 +12,30 @@ import posixpath
 import re
 from collections.abc import Collection, Iterable, Mapping
 from importlib import resources
+from itertools import islice
 from typing import Any, NamedTuple
 
 from ..core.index import FileInfo, Index, TensorSpec, whole
 from ..core.names import natural
 from ..errors import CorruptError, FormatError, LazyckptError
 from ..io.plain import Plain
-from ..io.safetensors import read_safetensors
+from ..io.safetensors import is_safetensors, read_safetensors
 from ..io.store import Store
-from ..io.torchfile import read_torch_file
+from ..io.torchfile import is_torch_file, read_torch_file
 from .paths import inside, some
-from .reader import Reader, Source
+from .reader import Reader, Source, unknown
 from .torchsave import specs_of, ties, warnings
 
 _MAX_JSON = 256 << 20  # bytes of an index file
+_BROKEN = 100  # files that get a line of their own if they cannot be read
 # in the order in which transformers prefers them
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLES = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
 _CUT_BIN = re.compile(r"(?:ft-)?model-\d+-of-\d+\.bin")  # torchtune's, which have no index where it does not convert
+# A shard of one model: its number of how many, or its rank.
+_SHARD = re.compile(
+    r"(?P<before>.*?)(?:\d{1,6}(?P<behind>-of-(?P<of>\d{1,6})\..*)|(?<![A-Za-z])rank[-_.]?\d{1,7}(?P<rest>\D*))"
+)
 _HEAD = "lm_head.weight"
 _JSON = ("config.json", "generation_config.json", "adapter_config.json", "trainer_state.json", "params.json")
 
@@ -45,8 +51,24 @@ class Shard(NamedTuple):
 
 
 def read_shard(store: Store, path: str) -> Shard:
-    """Index one shard. Raises the errors of its kind."""
-    if path.endswith(".safetensors"):
+    """Index one shard, of the kind that its name says or, where that is damaged, that its first bytes say. Raises the
+    errors of its kind."""
+    named = path.lower().endswith(".safetensors")
+    try:
+        return _read_shard(store, path, named)
+    except (CorruptError, FormatError):
+        source = Source(store, path)
+        found = not is_torch_file(source.head) and is_safetensors(source.head, source.size)
+        if found == named or not (found or is_torch_file(source.head)):
+            raise
+        shard = _read_shard(store, path, found)
+        kinds = ("a safetensors file", "a file of torch.save")
+        shard.problems.append(f"{path} is {kinds[named]}, not {kinds[not named]} as its name says")
+        return shard
+
+
+def _read_shard(store: Store, path: str, is_safe: bool) -> Shard:
+    if is_safe:
         file = read_safetensors(store, path)
         specs = {name: whole(name, extent) for name, extent in file.extents.items()}
         return Shard(file.info, specs, file.aliases, dict(file.metadata), [f"{path}: {note}" for note in file.notes])
@@ -73,8 +95,9 @@ def read(source: Source) -> Index:
         paths = sorted(set(weight_map.values()), key=natural)  # shards are cut in the order of the state dict
     else:
         paths = [index_path] if index_path else _loose(source)
-        if len(paths) > 1:
-            problems.append(f"{len(paths)} files without an index: taken as the shards of one model")
+        if not paths:
+            raise FormatError(unknown(source))
+        problems += _without_index(paths)
 
     shards, broken = _shards(store, paths)
     if not shards:
@@ -87,9 +110,16 @@ def read(source: Source) -> Index:
             f"{source.where}: {clashes[0]!r} is in {owners[clashes[0]]} and another file, and no index says which is "
             "meant: open one of the files"
         )
-    for path, error in broken.items():
-        lost = [n for n, p in (weight_map or {}).items() if p == path]
+    listed: dict[str, list[str]] = {}
+    for name, path in (weight_map or {}).items():
+        if path in broken:
+            listed.setdefault(path, []).append(name)
+    for path, error in islice(broken.items(), _BROKEN):
+        lost = listed.get(path, [])
         problems.append(f"{path} cannot be read, nor its {len(lost):,} tensors ({some(lost)}): {error}")
+    if len(broken) > _BROKEN:
+        more = list(broken)[_BROKEN:]
+        problems.append(f"{len(more):,} more files cannot be read, nor their tensors: {some(more)}")
     if weight_map is not None:
         extra = [n for n in stored if n not in weight_map]
         if extra:
@@ -264,9 +294,32 @@ def _find(source: Source) -> str:
 
 
 def _loose(source: Source) -> list[str]:
+    """Files of weights without an index: one file alone, or what their names say are the shards of one model."""
     files = [n for n, e in source.entries.items() if not e.is_dir]
-    found = sorted(n for n in files if n.endswith(".safetensors"))
-    return found or sorted(filter(_CUT_BIN.fullmatch, files))
+    found = [n for n in files if n.lower().endswith(".safetensors")] or list(filter(_CUT_BIN.fullmatch, files))
+    if len(found) > 1 and len({_series(name) for name in found}) > 1:
+        return []
+    return sorted(found, key=natural) if len(found) < 2 or _series(found[0]) else []
+
+
+def _series(name: str) -> tuple[str, str] | None:
+    """What the names of all shards of one model have in common; None if the name is not one of a shard."""
+    match = _SHARD.fullmatch(name)
+    return (match["before"], match["behind"] or match["rest"]) if match else None
+
+
+def _without_index(paths: list[str]) -> list[str]:
+    """Lines about files without an index."""
+    lines = []
+    if len(paths) > 1:
+        lines.append(f"{len(paths):,} files without an index: taken as the shards of one model, as their names say")
+    match = _SHARD.fullmatch(paths[0])
+    lost = int(match["of"]) - len(paths) if match and match["of"] else 0
+    if lost > 0:
+        lines.append(
+            f"{lost:,} of the {lost + len(paths):,} files that the names count are not here: tensors are missing"
+        )
+    return lines
 
 
 def load_json(store: Store, path: str) -> dict[str, Any]:

@@ -10,13 +10,23 @@ A name alone does not tell (names have dots): where it stood in the state dict d
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from ..core.box import Shape
 from ..core.index import TensorSpec, renamed
+from ..core.names import free
 from ..io.plain import Path
-from .numbering import Wanted, assign, assign_by_shape, possible_shapes
+from .numbering import (
+    CONVENTIONS,
+    MODULES,
+    Assignment,
+    Convention,
+    Wanted,
+    agreed,
+    assign_by_shape,
+    possible_shapes,
+)
 from .owners import by_names, label, owner
 
 MODELS = ("model", "state_dict", "module", "model_state_dict", "model_state")
@@ -34,10 +44,20 @@ class Numbered(NamedTuple):
     names: list[str] | None
 
 
-# "order": weights stand in the order of the modules; "shape": they do not; "nothing": they are no longer what the
-# optimizer had
-By = Literal["order", "shape", "nothing"]
+class Known(NamedTuple):
+    """The name of a numbered parameter, and how it is known."""
+
+    name: str
+    by: str
+
+
+Names = dict[tuple[Path, str], Known]  # (optimizer, number) -> name
+
+# "order": weights stand in the order of the modules; "modules": so do the optimizer's parameters, by the code of what
+# wrote them; "shape": weights stand in another order; "nothing": they are no longer what the optimizer had
+By = Literal["order", "modules", "shape", "nothing"]
 _WHY = {
+    "modules": "order and shapes leave more than one way to name them, or none",
     "order": "order and shapes leave more than one way to name them, or none",
     "shape": "shapes leave more than one way to name them (the weights' file does not keep their order)",
     "nothing": "no way is known to name them (the weights were converted when they were saved)",
@@ -97,12 +117,13 @@ def sort(
             if below is None:
                 found.rest.append(key)
                 continue
-            name = _free(".".join(map(str, below)), weights)
+            name = free(".".join(map(str, below)), weights)
             weights[name] = renamed(spec, name)
             if key in tied:
                 doubled.add(name)
+    lengths = sorted({len(name) for name in weights}) if flat else []
     for root, text, spec in flat:
-        name, state = _split(text, weights)
+        name, state = _split(text, weights, lengths)
         if not name:  # of the optimizer as a whole (Megatron's common_step)
             found.rest.append(spec.name)
             continue
@@ -119,18 +140,21 @@ def sort(
     for top, table in others.items():
         trainable = [(n, s.shape) for n, s in table.items() if _trainable(n, table)]
         names |= _numbers({root: slots[root] for root in slots if owners[root] == top}, trainable, numbered, by)
-    names |= _lost(names, numbered, weights, by, found.problems)
+    lost = _lost(names, numbered, weights, by, found.problems)
     for root, parameters in slots.items():
         of = owners[root]
         for parameter, states in parameters.items():
             named = _in_model(parameter, root, weights, models) if of is None else f"{of}.{parameter}"
-            name = names.get((root, parameter), named)
+            known = names.get((root, parameter))
+            name = known.name if known else lost.get((root, parameter), named)
+            rule = f"number {parameter} of the optimizer; named by {known.by}" if known else ""
             for state, spec in states.items():
                 table = found.states.setdefault(state if state != "weights" else "state.weights", {})
                 if name in table:
                     found.problems.append(f"{spec.name!r} is a second {state} of {name!r}: it is in view.stored only")
                 else:
-                    table[name] = renamed(spec, name)
+                    spec = renamed(spec, name)
+                    table[name] = replace(spec, rule=rule) if rule and not spec.rule else spec
     found.states |= _copies(tensors, skip, weights, found)
     whole = {state: any(s.shape for s in table.values()) for state, table in found.states.items()}
     found.states = dict(sorted(found.states.items(), key=lambda item: item[0] != "weights" and not whole[item[0]]))
@@ -168,7 +192,7 @@ def _copies(
         if len(path) > skip + 1:
             below = skip + (2 if path[skip + 1] in MODELS and len(path) > skip + 2 else 1)
             table = groups.setdefault(str(path[skip]), {})
-            table[_free(".".join(map(str, path[below:])), table)] = spec
+            table[free(".".join(map(str, path[below:])), table)] = spec
     copies = {
         top: {name: renamed(spec, name) for name, spec in table.items()}
         for top, table in groups.items()
@@ -176,14 +200,6 @@ def _copies(
     }
     found.rest = [key for key in found.rest if str(tensors[key][0][skip]) not in copies or len(tensors[key][0]) == 1]
     return copies
-
-
-def _free(name: str, taken: Mapping[str, TensorSpec]) -> str:
-    """The name, or the next like it: two paths may give the same dotted name."""
-    found, number = name, 2
-    while found in taken:
-        found, number = f"{name}#{number}", number + 1
-    return found
 
 
 def _wrapper(paths: Sequence[Path], objects: Sequence[Path]) -> int:
@@ -214,13 +230,12 @@ def _optimizer(path: Path, skip: int, grouped: set[Path]) -> Path | None:
     return None
 
 
-def _split(text: str, weights: Mapping[str, TensorSpec]) -> tuple[str, str]:
-    """``layers.0.weight.exp_avg`` -> the parameter and the state; the names of states may have dots too."""
-    at = text.find(".")
-    while at >= 0:
-        if text[:at] in weights:
-            return text[:at], text[at + 1 :]
-        at = text.find(".", at + 1)
+def _split(text: str, weights: Mapping[str, TensorSpec], lengths: Sequence[int]) -> tuple[str, str]:
+    """``layers.0.weight.exp_avg`` -> the parameter and the state; the names of states may have dots too. ``lengths``:
+    of the weights' names, each once, the shortest first."""
+    for length in lengths:
+        if text[length : length + 1] == "." and text[:length] in weights:
+            return text[:length], text[length + 1 :]
     if text.split(".")[0].isdecimal():
         name, _, state = text.partition(".")
         return name, state
@@ -246,7 +261,7 @@ def _others(
         path, spec = tensors[key]
         if len(path) > skip + 1:
             table = found.setdefault(str(path[skip]), {})
-            table[_free(".".join(map(str, path[skip:])), table)] = spec
+            table[free(".".join(map(str, path[skip:])), table)] = spec
     return found
 
 
@@ -255,10 +270,9 @@ def _numbers(
     candidates: Sequence[tuple[str, Shape]],
     numbered: Mapping[Path, Numbered],
     by: By,
-) -> dict[tuple[Path, str], str]:
-    """(optimizer, number) -> name among the candidates, for optimizers that number their parameters, as far as it is
-    determined."""
-    names: dict[tuple[Path, str], str] = {}
+) -> Names:
+    """Names among the candidates, for optimizers that number their parameters, as far as these are determined."""
+    names: Names = {}
     wanted: dict[Path, list[list[Wanted]]] = {}
     shapes = dict(candidates)
     for root, parameters in slots.items():
@@ -271,12 +285,12 @@ def _numbers(
         if listed is not None:  # an optimizer that was given named parameters
             flat = [i for m in ids for i in m]
             given = by_names(listed, [w for m in shown for w in m], shapes, root)
-            names |= {(root, i): n for i, n in zip(flat, given or (), strict=False)}
+            names |= {(root, i): Known(n, "param_names") for i, n in zip(flat, given or (), strict=False)}
         elif by != "nothing":
             wanted[root] = shown
     for root, assigned in _assigned(candidates, wanted, by).items():
-        for m, group in zip(numbered[root].ids, assigned, strict=True):
-            names |= {(root, i): name for i, name in zip(m, group, strict=True) if name is not None}
+        for m, group in zip(numbered[root].ids, assigned.names, strict=True):
+            names |= {(root, i): Known(n, assigned.by) for i, n in zip(m, group, strict=True) if n is not None}
     return names
 
 
@@ -304,7 +318,7 @@ def _numbered(
 
 
 def _lost(
-    names: Mapping[tuple[Path, str], str],
+    names: Names,
     numbered: Mapping[Path, Numbered],
     weights: Container[str],
     by: By,
@@ -327,42 +341,47 @@ def _lost(
     }
 
 
-def _without_disputed(names: Mapping[tuple[Path, str], str]) -> dict[tuple[Path, str], str]:
+def _without_disputed(names: Names) -> Names:
     """Without the names that optimizers share with others: of these at most one is the model's, that which has no name
     of its own ("optimizer" beside "teacher_optimizer")."""
     claims: dict[str, set[Path]] = {}
-    for (root, _), name in names.items():
-        claims.setdefault(name, set()).add(root)
+    for (root, _), known in names.items():
+        claims.setdefault(known.name, set()).add(root)
     losing: set[Path] = set()
     for roots in claims.values():
         if len(roots) > 1:
             plain = [root for root in roots if not any(label(part) for part in root)]
             losing |= roots - (set(plain) if len(plain) == 1 else set())
-    return {(root, i): name for (root, i), name in names.items() if root not in losing}
+    return {(root, i): known for (root, i), known in names.items() if root not in losing}
 
 
 def _assigned(
     candidates: Sequence[tuple[str, Shape]], wanted: Mapping[Path, list[list[Wanted]]], by: By
-) -> dict[Path, list[list[str | None]]]:
+) -> dict[Path, Assignment]:
     """Optimizer -> names of the parameters of its groups, as far as they are determined."""
     groups = [group for table in wanted.values() for group in table]
+    conventions = (MODULES,) if by == "modules" else CONVENTIONS
     together = None
-    if by == "order" and len(wanted) > 1 and sum(map(len, groups)) == len(candidates):
-        # several optimizers of one model that leave no parameter out: none stands in two
-        together = assign(candidates, groups)
-        together = together if together is not None and together.complete else None
     if by == "shape":
         together = assign_by_shape(candidates, groups)
+    elif len(wanted) > 1 and sum(map(len, groups)) == len(candidates):
+        # several optimizers of one model that leave no parameter out: none stands in two
+        together = agreed(candidates, groups, conventions)
+        together = together if together is not None and together.complete else None
     if together is not None:
         rows = iter(together.names)
-        return {root: [next(rows) for _ in table] for root, table in wanted.items()}
-    return {root: _in_order(candidates, table) for root, table in wanted.items()} if by == "order" else {}
+        return {root: Assignment([next(rows) for _ in table], together.by) for root, table in wanted.items()}
+    if by == "shape":
+        return {}
+    return {root: _in_order(candidates, table, conventions) for root, table in wanted.items()}
 
 
-def _in_order(candidates: Sequence[tuple[str, Shape]], table: Sequence[Sequence[Wanted]]) -> list[list[str | None]]:
-    """By the order of the parameters; in another order by their shapes, if the optimizer has as many as there are (of
+def _in_order(
+    candidates: Sequence[tuple[str, Shape]], table: Sequence[Sequence[Wanted]], conventions: Sequence[Convention]
+) -> Assignment:
+    """By the order of the parameters; in no known order by their shapes, if the optimizer has as many as there are (of
     fewer, one may be of another model that was not saved)."""
-    found = assign(candidates, table)
+    found = agreed(candidates, table, conventions)
     if found is None and sum(map(len, table)) == len(candidates):
         found = assign_by_shape(candidates, table)
-    return [[None] * len(group) for group in table] if found is None else found.names
+    return Assignment([[None] * len(group) for group in table]) if found is None else found

@@ -32,6 +32,8 @@ def opened(
     """What `lazyckpt.open` makes a view of; of a run's folder, its newest complete checkpoint or ``tag``."""
     if not (tag is None or isinstance(tag, str)):
         raise TypeError(f"tag={tag!r}: the name of a checkpoint is due, a text such as 'checkpoint-500'")
+    if not (rules is None or (isinstance(rules, Mapping) and all(isinstance(glob, str) for glob in rules))):
+        raise TypeError("rules: a table of globs and merge rules is needed")
     store: Store
     url = os.fspath(path)
     store, name = split_url(url, storage_options) if is_url(url) else split(path)

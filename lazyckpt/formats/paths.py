@@ -5,6 +5,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 
@@ -20,10 +21,18 @@ def inside(path: Any) -> bool:
     return not posixpath.isabs(path) and normal != "." and normal.split("/")[0] != ".."
 
 
-def some(names: Iterable[str]) -> str:
-    """The first three of them, for a message."""
-    listed = list(names)
-    return ", ".join(listed[:3]) + (", ..." if len(listed) > 3 else "")
+_LONG = 80  # characters of a name in a message
+
+
+def some(names: Iterable[str], count: int = 3) -> str:
+    """The first of them, for a message.
+
+    >>> some("abcd"), some("abc")
+    ('a, b, c, ...', 'a, b, c')
+    """
+    first = list(islice(names, count + 1))
+    shown = [name if len(name) <= _LONG else f"{name[:_LONG]}..." for name in first]
+    return ", ".join(shown[:count]) + (", ..." if len(first) > count else "")
 
 
 def told_together(reasons: Mapping[str, str], what: str) -> list[str]:

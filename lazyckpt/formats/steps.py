@@ -63,7 +63,7 @@ class Found(NamedTuple):
 
 def find(store: Store) -> list[Found]:
     """The checkpoints in a folder and in the folders in it, as far as names and first bytes tell."""
-    return list(_find(store, "", store.list(), _DEEP))
+    return list(_find(store, "", (store.list(),)))
 
 
 def told_step(meta: Mapping[str, Any]) -> int | None:
@@ -101,7 +101,9 @@ def unfinished(store: Store, found: Sequence[Found]) -> dict[str, str]:
     return lines
 
 
-def _find(store: Store, folder: str, entries: Mapping[str, Entry], deep: int) -> Iterator[Found]:
+def _find(store: Store, folder: str, listings: tuple[Mapping[str, Entry], ...]) -> Iterator[Found]:
+    """``listings``: of the run's folder, and so on down to this one."""
+    entries = listings[-1]
     here = any(name in entries for name in _WEIGHTS)
     groups = any(name in entries for name in ROOTS)  # of a zarr hierarchy: no checkpoints, unless they are called so
     candidates = [name for name, entry in entries.items() if not entry.is_dir and name.endswith(_FILES)]
@@ -115,8 +117,8 @@ def _find(store: Store, folder: str, entries: Mapping[str, Entry], deep: int) ->
         if entry.is_dir:
             if _FOLDER.fullmatch(name):
                 yield _found(path, name, True)
-            elif deep and not groups:
-                yield from _inside(store, path, name, deep)
+            elif len(listings) <= _DEEP and not groups:
+                yield from _inside(store, path, name, listings)
         elif single and name in candidates and not _SHARD.fullmatch(name) and entry.info.size:
             if name.endswith(_ZIP) and _recognised(Source(store, path)) is None:
                 continue  # any zip
@@ -125,17 +127,19 @@ def _find(store: Store, folder: str, entries: Mapping[str, Entry], deep: int) ->
                 yield found
 
 
-def _inside(store: Store, path: str, name: str, deep: int) -> Iterator[Found]:
+def _inside(store: Store, path: str, name: str, above: tuple[Mapping[str, Entry], ...]) -> Iterator[Found]:
     """A folder that may be a checkpoint, or a folder of checkpoints."""
     entries = store.list(path)
+    if entries in above:  # a link back to a folder that this one lies in
+        return
     if any(e.is_dir and _FOLDER.fullmatch(n) for n, e in entries.items()):
-        yield from _find(store, path, entries, deep - 1)
+        yield from _find(store, path, (*above, entries))
         return
     if _recognised(Source(store.below(path))) is not None:
         yield _found(path, name, True)
         return
     # of what lies deeper only names that leave no doubt: there are folders of all kinds beside checkpoints
-    yield from (f for f in _find(store, path, entries, deep - 1) if f.sure)
+    yield from (f for f in _find(store, path, (*above, entries)) if f.sure)
 
 
 def _is_one(store: Store, folder: str) -> bool:

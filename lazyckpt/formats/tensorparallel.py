@@ -18,6 +18,7 @@ from ..core.box import Box, Shape
 from ..core.index import FileInfo, Fragment, Hole, Index, Mesh, Part, Rank, TensorSpec
 from ..core.names import natural
 from ..errors import LazyckptError
+from ..io.limits import check_ranks
 from ..io.store import Store
 from .flatrules import is_flat_rule
 from .huggingface import load_json, read_shard
@@ -28,7 +29,7 @@ from .paths import some, told_together
 from .reader import Reader, Source
 from .torchsave import member
 
-_LLAMA = re.compile(r"consolidated\.(\d+)\.pth")
+_LLAMA = re.compile(r"consolidated\.(\d{1,18})\.pth")
 _KINDS = (".pt", ".pth", ".bin", ".safetensors")
 _COLUMN = re.compile(r"(^|.*\.)(w1|w3|wq|wk|wv|output)\.(weight|bias)")
 _ROW = re.compile(r"(^|.*\.)(w2|wo)\.weight")
@@ -39,6 +40,7 @@ _PARAMS = "params.json"
 def _read_llama(source: Source) -> Index:
     store, listed = source.store, source.entries or source.store.list()
     ranks = {int(m[1]): n for n in listed if (m := _LLAMA.fullmatch(n))}
+    check_ranks(source.where, max(ranks) + 1, len(ranks))
     params: dict[str, Any] = {}
     problems = []
     if _PARAMS in listed:

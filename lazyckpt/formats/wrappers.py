@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from ..core.index import Index, TensorSpec, renamed
 from ..core.names import unwrapped
+from .evidence import UndecidedTable
 
 _LEADING = ("_forward_module.", "base_model.model.", "module.")
 
@@ -21,7 +22,7 @@ def without_wrappers(index: Index) -> Index:
     the model, in a zarr hierarchy, or if two tensors would get one name (that is told)."""
     if index.format == "zarr":  # an export has the names of the view that it was; others are no modules
         return index
-    names = {name for state in index.states.values() for name in state}
+    names = {n for table in index.states.values() if not isinstance(table, UndecidedTable) for n in table}
     first = next(iter(index.states.values()), {})
     # deepspeed takes its own wrapper off before it saves: there the word is the model's
     own = "module." if index.format.startswith("deepspeed") else ""
@@ -29,8 +30,11 @@ def without_wrappers(index: Index) -> Index:
     bare = {name: new for name in (*names, *index.aliases, *index.unreadable) if (new := _bare(name, leading)) != name}
     if not bare:
         return index
-    states: dict[str, dict[str, TensorSpec]] = {}
+    states: dict[str, Mapping[str, TensorSpec]] = {}
     for state, table in index.states.items():
+        if isinstance(table, UndecidedTable):  # it has names of weights, or numbers
+            states[state] = table.renamed(bare)
+            continue
         states[state] = {bare.get(name, name): renamed(spec, bare.get(name, name)) for name, spec in table.items()}
         if len(states[state]) < len(table):
             line = f"two tensors of {state!r} have one name but for what wraps their module: names stay as stored"

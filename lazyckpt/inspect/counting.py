@@ -46,7 +46,7 @@ def values(dtype: torch.dtype) -> Array:
     """What each bit pattern of a dtype is, as float64. Raises DataError for what is no number."""
     size = 1 << 8 * dtype.itemsize
     plain = torch.uint8 if dtype.itemsize == 1 else torch.uint16
-    patterns = torch.arange(size, dtype=torch.int32).to(plain)
+    patterns = torch.arange(size, dtype=torch.int32, device="cpu").to(plain)
     if not converts(dtype, torch.float64):
         raise DataError(f"elements of {dtype} are packed bits, no numbers: there are no statistics of them")
     found: Array = patterns.view(dtype).to(torch.float64).numpy()

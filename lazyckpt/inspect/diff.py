@@ -19,7 +19,8 @@ from ..core.dtypes import BITS, converts, short_name
 from ..errors import LazyckptError
 from ..export.job import OVERHEAD, Task, runner
 from ..io.progress import Bar
-from ..tensor import LazyTensor
+from ..printing import printable
+from ..tensor import LazyTensor, named
 
 Status: TypeAlias = Literal["equal", "values", "dtype", "shape", "only in a", "only in b", "unreadable"]
 _Pair: TypeAlias = tuple[str, LazyTensor | None, LazyTensor | None]
@@ -50,7 +51,7 @@ class Difference:
     state: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.label}: {_told(self)}"
+        return printable(f"{self.label}: {_told(self)}")
 
     @property
     def label(self) -> str:
@@ -137,9 +138,9 @@ def diff(
     ``executor``, ``memory``, ``progress``: as of `to_safetensors`. Raises DataError (a size that is not understood),
     WorkerError (workers died).
     """
-    pairs: list[_Pair] = [(name, t, _named(b, name)) for name, t in a.items()]
+    pairs: list[_Pair] = [(name, t, named(b, name)) for name, t in a.items()]
     listed = set(a)  # a tied name of one may be a tensor of its own in the other
-    pairs += [(name, _named(a, name), t) for name, t in b.items() if name not in listed]
+    pairs += [(name, named(a, name), t) for name, t in b.items() if name not in listed]
     compared = [n for n, (_, x, y) in enumerate(pairs) if x is not None and y is not None and x.shape == y.shape]
     found: dict[int, list[_Run]] = {n: [] for n in compared}
 
@@ -161,11 +162,6 @@ def diff(
     with Bar(total, "diff", progress) as bar:
         runner(executor, memory)(tasks(), done)
     return Diff(tuple(_row(*pair, found.get(n)) for n, pair in enumerate(pairs)))
-
-
-def _named(tensors: Mapping[str, LazyTensor], name: str) -> LazyTensor | None:
-    """Views take inner paths for names, too; those are not asked for here."""
-    return tensors[name] if name in tensors else None  # noqa: SIM401
 
 
 class _Run(NamedTuple):
@@ -285,7 +281,7 @@ def _long(x: torch.Tensor) -> bool:
 def _plane(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The real and the imaginary parts."""
     if not x.is_complex():
-        return x, torch.zeros(x.shape, dtype=torch.float32)
+        return x, torch.zeros(x.shape, dtype=torch.float32, device="cpu")
     if x.dtype == torch.complex32:
         x = x.to(torch.complex64)
     return x.real, x.imag

@@ -38,7 +38,7 @@ def singular_values(tensor: LazyTensor) -> torch.Tensor:
     dtype = torch.complex128 if tensor.dtype.is_complex else torch.float64
     if not converts(tensor.dtype, dtype):
         raise DataError(f"{tensor.name!r}: elements of {tensor.dtype} are no numbers")
-    gram = torch.zeros(side, side, dtype=dtype)
+    gram = torch.zeros(side, side, dtype=dtype, device="cpu")
     step = max(1, _PIECE // (max(1, side) * dtype.itemsize))
     for at in range(0, other, step):
         key = slice(at, at + step)

@@ -19,7 +19,8 @@ import torch
 
 from ..errors import DataError, LazyckptError
 from ..export.job import OVERHEAD, Run, Task, runner
-from ..export.stream import PIECE, RUN, scratch
+from ..export.places import PIECE
+from ..export.stream import RUN, scratch
 from ..io.progress import Bar
 from ..tensor import LazyTensor
 from .counting import Patterns, count, sparse, values

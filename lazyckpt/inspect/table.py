@@ -11,6 +11,7 @@ from typing import Any, overload
 import torch
 
 from ..core.dtypes import short_name
+from ..core.names import shortened
 from ..errors import TensorNotFoundError
 from ..tensor import LazyTensor
 from .moments import Moments, merged
@@ -256,7 +257,7 @@ ODD = (9, 10)  # the columns of NaN and Inf
 
 
 def _cells(one: Stats, drawn: bool) -> tuple[str, ...]:
-    kind = (_name(one.name), _short(one.dtype), str(list(one.shape)) if one.dtype else "")
+    kind = (_name(one.name), _short(one.dtype), shortened(str(list(one.shape))) if one.dtype else "")
     if one.mean is None:
         return (*kind, f"cannot be read: {one.error}")
     if one.error is not None:  # of the total
@@ -291,6 +292,7 @@ def _plain(x: float | None) -> float:
 
 
 def _name(name: str) -> str:
+    name = shortened(name)
     return name if name.isprintable() else repr(name)
 
 

@@ -7,15 +7,17 @@ client, and dask's own optimization turns a slice of the array into a slice of t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..core.box import Shape
 from ..core.chunking import chunk_shape
-from ..core.dtypes import numpy_dtype, to_numpy
+from ..core.dtypes import numpy_dtype, to_numpy, widened
 from ..core.index import TensorSpec
 from ..errors import DataError
 from ..tensor import LazyTensor
@@ -24,24 +26,29 @@ LEAST, MOST = 8 << 20, 64 << 20  # bytes of a chunk: many smaller ones keep the 
 
 
 class Readable:
-    """A lazy tensor as numpy's kind of array: its dtype, and what slicing it returns. Reads when it is sliced."""
+    """A lazy tensor as numpy's kind of array: its dtype, and what slicing it returns. Reads when it is sliced.
 
-    __slots__ = ("dtype", "ndim", "shape", "tensor")
+    ``widen``: floats of 8 and 16 bits are given as float32.
+    """
 
-    def __init__(self, tensor: LazyTensor) -> None:
+    __slots__ = ("dtype", "kind", "ndim", "shape", "tensor")
+
+    def __init__(self, tensor: LazyTensor, widen: bool) -> None:
         self.tensor = tensor
         self.shape: Shape = tuple(tensor.shape)
         self.ndim = tensor.ndim
-        self.dtype: np.dtype[Any] = numpy_dtype(tensor.dtype)
+        numpy_dtype(tensor.dtype)  # raises DataError for what numpy lacks
+        self.kind = widened(tensor.dtype) if widen else tensor.dtype
+        self.dtype: np.dtype[Any] = numpy_dtype(self.kind)
 
     def __getitem__(self, key: Any) -> np.ndarray[Any, Any]:
-        return to_numpy(self.tensor[key])
+        return to_numpy(self.tensor[key].to(self.kind))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Readable, (self.tensor,)
+        return Readable, (self.tensor, self.kind != self.tensor.dtype)
 
     def __dask_tokenize__(self) -> object:
-        return token(self.tensor)
+        return token(self.tensor), str(self.kind)
 
 
 def import_dask() -> Any:
@@ -54,23 +61,25 @@ def import_dask() -> Any:
     return dask
 
 
-def to_dask(tensor: LazyTensor, chunks: Any = None) -> Any:
+def to_dask(tensor: LazyTensor, chunks: Any = None, widen: bool = True) -> Any:
     """A `dask.array.Array`; see `LazyTensor.to_dask`."""
     dask = import_dask()
-    array = Readable(tensor)
+    array = Readable(tensor, widen)
     grid = dask.array.core.normalize_chunks(
-        chunks_of(tensor) if chunks is None else chunks, array.shape, dtype=array.dtype
+        chunks_of(tensor, array.kind) if chunks is None else chunks, array.shape, dtype=array.dtype
     )
     meta = np.empty((0,) * array.ndim, array.dtype)  # else dask would slice the tensor to find out
     return dask.array.from_array(array, grid, name=f"lazyckpt-{dask.base.tokenize(array, grid)}", meta=meta)
 
 
-def chunks_of(tensor: LazyTensor) -> tuple[tuple[int, ...], ...]:
-    """The lengths of the chunks in every dimension, 8 to 64 MiB each. Those of a block of a tensor are cut where the
-    tensor's own are; what else was selected (steps, lists) is cut into rows."""
-    block, spec = tensor.block, tensor.spec
+def chunks_of(tensor: LazyTensor, dtype: torch.dtype) -> tuple[tuple[int, ...], ...]:
+    """The lengths of the chunks in every dimension, 8 to 64 MiB each in ``dtype``. Those of a block of a tensor are cut
+    where the tensor's own are; what else was selected (steps, lists) is cut into rows."""
+    if not tensor.numel():  # its other dimensions may be of any length
+        return tuple((n,) for n in tensor.shape)
+    block, spec = tensor.block, replace(tensor.spec, dtype=dtype)
     if block is None:
-        spec = TensorSpec(tensor.name, tuple(tensor.shape), tensor.dtype, ())
+        spec = TensorSpec(tensor.name, tuple(tensor.shape), dtype, ())
         return tuple(map(_cut, spec.shape, chunk_shape(spec, LEAST, MOST), (0,) * tensor.ndim))
     return tuple(map(_cut, block.shape, chunk_shape(spec, LEAST, MOST), block.start))
 

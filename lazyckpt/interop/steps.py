@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,7 +11,7 @@ from ..errors import DataError
 from ..formats.zarr.documents import groups_of
 from ..formats.zarr.nodes import dimension_names
 from .dask import import_dask
-from .xarray import Chunks, View, nodes, variable
+from .xarray import Chunks, View, about, nodes, variable
 
 
 class Run(View, Protocol):
@@ -22,7 +21,7 @@ class Run(View, Protocol):
     def steps(self) -> tuple[int, ...]: ...
 
 
-def tree(run: Run, chunks: Chunks = None) -> xr.DataTree:
+def tree(run: Run, chunks: Chunks = None, *, widen: bool = True) -> xr.DataTree:
     """See `RunView.to_xarray`."""
     found = nodes(run)
     if chunks is not None:
@@ -35,22 +34,17 @@ def tree(run: Run, chunks: Chunks = None) -> xr.DataTree:
         tensor: Any = run[name]
         dim = dims.setdefault(tensor.steps, f"step_{len(dims) + 1}")
         try:
-            made = variable(tensor, chunks, [dim, *dimension_names(tuple(tensor.shape[1:]))], state=run.state)
+            names = [dim, *dimension_names(tuple(tensor.shape[1:]))]
+            made = variable(tensor, chunks, names, widen=widen, state=run.state)
         except DataError as e:  # numpy has no such dtype
             left_out[tensor.name] = str(e)
             continue
         held[f"/{group}"] |= {last: made, dim: xr.Variable((dim,), np.array(tensor.steps, np.int64))}
-    about: Mapping[str, Any] = {
-        "format": run.format,
-        "state": run.state,
-        "states": list(run.states),
-        "problems": list(run.problems),
-        **({"left_out": left_out} if left_out else {}),
-    }
+    attributes = about(run, left_out)
     coordinates = set(dims.values())
     groups = {}
     for path, table in held.items():
         data = {name: v for name, v in table.items() if name not in coordinates}
         coords = {name: v for name, v in table.items() if name in coordinates}
-        groups[path] = xr.Dataset(data, coords, about if path == "/" else None)
+        groups[path] = xr.Dataset(data, coords, attributes if path == "/" else None)
     return xr.DataTree.from_dict(groups)

@@ -2,7 +2,8 @@
 
 A tensor is a variable over a backend array that reads what is indexed; groups follow the dotted names (as
 formats/zarr/nodes.py writes them), and dimensions are named by their size, so that those of different tensors line up.
-bf16 and fp8 have the dtypes of ml_dtypes, which numpy cannot sum: `to_f32` first.
+Floats of 8 and 16 bits are float32, which numpy computes with correctly; with ``widen=False`` they have their own
+dtypes (those of ml_dtypes, and float16), which numpy cannot sum: `to_f32` first.
 """
 
 from __future__ import annotations
@@ -17,13 +18,12 @@ import xarray as xr
 from xarray.backends import BackendArray
 from xarray.core import indexing
 
-from ..core.dtypes import numpy_dtype, to_numpy
 from ..core.index import Mesh
 from ..errors import DataError
 from ..formats.zarr.documents import groups_of
 from ..formats.zarr.nodes import dimension_names, paths
 from ..tensor import LazyTensor
-from .dask import chunks_of, import_dask, to_dask, token
+from .dask import Readable, chunks_of, import_dask, to_dask
 
 T = TypeVar("T", xr.Variable, xr.DataArray, xr.Dataset, xr.DataTree)
 Chunks = Mapping[str, Any] | None
@@ -53,34 +53,33 @@ class TensorArray(BackendArray):
     """A lazy tensor as xarray's backend array. Indexing reads; two lists in one index read the rows of one of them,
     from the first to the last that the other names."""
 
-    __slots__ = ("dtype", "shape", "tensor")
+    __slots__ = ("array", "dtype", "shape")
 
-    def __init__(self, tensor: LazyTensor) -> None:
-        self.tensor = tensor
-        self.shape = tuple(tensor.shape)
-        self.dtype = numpy_dtype(tensor.dtype)
+    def __init__(self, array: Readable) -> None:
+        self.array = array
+        self.shape, self.dtype = array.shape, array.dtype
 
     def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:
         return indexing.explicit_indexing_adapter(
-            key, self.shape, indexing.IndexingSupport.OUTER_1VECTOR, lambda k: to_numpy(self.tensor[k])
+            key, self.shape, indexing.IndexingSupport.OUTER_1VECTOR, self.array.__getitem__
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TensorArray, (self.tensor,)
+        return TensorArray, (self.array,)
 
     def __dask_tokenize__(self) -> object:
-        return token(self.tensor)
+        return self.array.__dask_tokenize__()
 
 
 class _Preferred(Mapping[str, int | tuple[int, ...]]):
     """A tensor's chunks by dimension, found out when xarray asks: that takes a look at every fragment."""
 
-    def __init__(self, tensor: LazyTensor, dims: list[str]) -> None:
-        self._tensor, self._dims = tensor, dims
+    def __init__(self, array: Readable, dims: list[str]) -> None:
+        self._array, self._dims = array, dims
 
     @cached_property
     def _chunks(self) -> dict[str, tuple[int, ...]]:
-        return dict(zip(self._dims, chunks_of(self._tensor), strict=True))
+        return dict(zip(self._dims, chunks_of(self._array.tensor, self._array.kind), strict=True))
 
     def __getitem__(self, dim: str) -> tuple[int, ...]:
         return self._chunks[dim]
@@ -92,31 +91,40 @@ class _Preferred(Mapping[str, int | tuple[int, ...]]):
         return len(self._dims)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Preferred, (self._tensor, self._dims)
+        return _Preferred, (self._array, self._dims)
 
 
 def variable(
-    tensor: LazyTensor, chunks: Chunks = None, dims: list[str] | None = None, **attributes: Any
+    tensor: LazyTensor,
+    chunks: Chunks = None,
+    dims: list[str] | None = None,
+    *,
+    widen: bool = True,
+    **attributes: Any,
 ) -> xr.Variable:
     """A tensor as a variable, its dimensions named by ``dims``, else by their size (``d4096``,
     ``d4096_2``). Reads nothing.
 
     ``chunks``: None for xarray's own lazy arrays; a mapping for Dask arrays on the tensor's chunks ({}), or on those
-    that it gives for a dimension ({"d4096": 512}, in elements). ``attributes``: of the variable, besides ``name`` and
-    where it tells them ``stored_as`` and ``rule``. Raises DataError where numpy has no such dtype, TypeError for other
+    that it gives for a dimension ({"d4096": 512}, in elements). ``widen``: floats of 8 and 16 bits become float32 when
+    they are read, and ``stored_dtype`` names their own. ``attributes``: of the variable, besides ``name`` and where it
+    tells them ``stored_as`` and ``rule``. Raises DataError where numpy has no such dtype, TypeError for other
     ``chunks``.
     """
     dims = dimension_names(tuple(tensor.shape)) if dims is None else dims
     spec = tensor.spec
     attributes = {"name": spec.name, **attributes}
     attributes |= {key: value for key, value in (("stored_as", spec.stored_as), ("rule", spec.rule)) if value}
+    array = Readable(tensor, widen)
+    if array.kind != tensor.dtype:
+        attributes["stored_dtype"] = str(tensor.dtype).removeprefix("torch.")
     if chunks is not None:
         if not isinstance(chunks, Mapping):
             raise TypeError(f"chunks={chunks!r}: None, {{}} or a table such as {{'d4096': 512}} is due")
-        own = dict(zip(dims, chunks_of(tensor), strict=True))
-        return xr.Variable(dims, to_dask(tensor, tuple(chunks.get(d, own[d]) for d in dims)), attributes)
-    encoding = {"preferred_chunks": _Preferred(tensor, dims)}
-    return xr.Variable(dims, _lazy(TensorArray(tensor)), attributes, encoding, fastpath=True)
+        own = dict(zip(dims, chunks_of(tensor, array.kind), strict=True))
+        return xr.Variable(dims, to_dask(tensor, tuple(chunks.get(d, own[d]) for d in dims), widen), attributes)
+    encoding = {"preferred_chunks": _Preferred(array, dims)}
+    return xr.Variable(dims, _lazy(TensorArray(array)), attributes, encoding, fastpath=True)
 
 
 def _lazy(array: BackendArray) -> Any:
@@ -128,9 +136,9 @@ def _lazy(array: BackendArray) -> Any:
 # -- many of them
 
 
-def tree(view: View, chunks: Chunks = None) -> xr.DataTree:
+def tree(view: View, chunks: Chunks = None, *, widen: bool = True) -> xr.DataTree:
     """A view as a tree; see `CheckpointView.to_xarray`."""
-    return xr.DataTree.from_dict(datasets(nodes(view), view, chunks))
+    return xr.DataTree.from_dict(datasets(nodes(view), view, chunks, widen=widen))
 
 
 def nodes(view: View) -> dict[str, str]:
@@ -139,31 +147,32 @@ def nodes(view: View) -> dict[str, str]:
 
 
 def datasets(
-    found: Mapping[str, str], view: View, chunks: Chunks = None, drop: Collection[str] = ()
+    found: Mapping[str, str], view: View, chunks: Chunks = None, drop: Collection[str] = (), *, widen: bool = True
 ) -> dict[str, xr.Dataset]:
     """The path of a group -> its own variables; the root ("/") comes first, and says what the checkpoint is. ``found``:
     as `nodes` gives it; ``drop``: variables to leave out, by their last or their full name. Reads nothing.
 
     What numpy has no dtype for is left out, with the reason in the root's attribute "left_out".
     """
-    held, about = _variables(found, view, chunks, drop)
+    held, attributes = _variables(found, view, chunks, drop, widen)
     groups: dict[str, dict[str, xr.Variable]] = {f"/{group}": {} for group in ("", *sorted(groups_of(found)))}
     for path, made in held.items():
         group, _, last = path.rpartition("/")
         groups[f"/{group}"][last] = made
-    return {path: xr.Dataset(made, attrs=about if path == "/" else None) for path, made in groups.items()}
+    return {path: xr.Dataset(made, attrs=attributes if path == "/" else None) for path, made in groups.items()}
 
 
-def dataset(found: Mapping[str, str], view: View, drop: Collection[str] = ()) -> xr.Dataset:
+def dataset(found: Mapping[str, str], view: View, drop: Collection[str] = (), *, widen: bool = True) -> xr.Dataset:
     """All variables of all groups as one dataset, under dotted names; otherwise as `datasets`."""
-    held, about = _variables(found, view, None, drop)
-    return xr.Dataset({path.replace("/", ".").removesuffix(".%"): made for path, made in held.items()}, attrs=about)
+    held, attributes = _variables(found, view, None, drop, widen)
+    variables = {path.replace("/", ".").removesuffix(".%"): made for path, made in held.items()}
+    return xr.Dataset(variables, attrs=attributes)
 
 
 def _variables(
-    found: Mapping[str, str], view: View, chunks: Chunks, drop: Collection[str]
-) -> tuple[dict[str, xr.Variable], dict[str, Any]]:
-    """-> (path -> variable, what the root's attributes say)."""
+    found: Mapping[str, str], view: View, chunks: Chunks, drop: Collection[str], widen: bool
+) -> tuple[dict[str, xr.Variable], dict[str, str]]:
+    """-> (path -> variable, the root's attributes)."""
     held: dict[str, xr.Variable] = {}
     left_out: dict[str, str] = {}
     if chunks is not None:
@@ -173,17 +182,24 @@ def _variables(
         if tensor.name in drop or tensor.name.rpartition(".")[2] in drop:
             continue
         try:
-            held[path] = variable(tensor, chunks, state=view.state)
+            held[path] = variable(tensor, chunks, widen=widen, state=view.state)
         except DataError as e:
             left_out[tensor.name] = str(e)
-    about = {
+    degrees = " ".join(f"{axis}={getattr(view.mesh, axis)}" for axis in ("tp", "pp", "dp", "ep"))
+    return held, about(view, left_out) | {"mesh": degrees}
+
+
+def about(view: View, left_out: Mapping[str, str]) -> dict[str, str]:
+    """The attributes of the root. All are texts, which every format takes that xarray writes (netCDF has no mappings,
+    and no lists of texts in its old form); of several things a line each."""
+    found = {
         "format": view.format,
-        "mesh": {axis: getattr(view.mesh, axis) for axis in ("tp", "pp", "dp", "ep")},
         "state": view.state,
-        "states": list(view.states),
-        "problems": list(view.problems),
+        "states": "\n".join(view.states),
+        "problems": "\n".join(view.problems),
+        "left_out": "\n".join(f"{name}: {why}" for name, why in left_out.items()),
     }
-    return held, about | ({"left_out": left_out} if left_out else {})
+    return {name: text for name, text in found.items() if text}
 
 
 # -- conversion

@@ -160,8 +160,8 @@ class ViewStore(Store):
 
     def _document(self, key: str) -> bytes | None:
         """The bytes of a node's document, None if the key is none's."""
-        path, _, name = key.rpartition("/")
-        if name != _DOCUMENT:
+        path, slash, name = key.rpartition("/")
+        if name != _DOCUMENT or (slash and not path):  # "/zarr.json" is no key
             return None
         data = self._documents.get(path)
         if data is None:
@@ -269,7 +269,7 @@ def _read_chunk(tensor: LazyTensor, place: Shape, chunk: Shape) -> memoryview:
     data = tensor[box.slices if place else ...]
     bits = data.contiguous().view(BITS[tensor.itemsize])
     if box.shape != chunk:
-        full = torch.zeros(chunk, dtype=bits.dtype)
+        full = torch.zeros(chunk, dtype=bits.dtype, device="cpu")
         full[tuple(slice(0, n) for n in box.shape)] = bits
         bits = full
     return memoryview(bits.numpy().reshape(-1).view("u1").data)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any
 
-from ..core.index import Archive, Chunk, Extent, FileInfo, Packed
+from ..core.index import Archive, Chunk, Extent, FileInfo, Inline, Packed
 from ..errors import ChangedFileError, CorruptError, DataError, LazyckptError, MissingFileError
 from .batch import checked
 from .chunks import Tables, place, unpack_chunk
@@ -139,9 +139,11 @@ def _look(store: Store, archive: Archive, name: str, known: _Known) -> Extent:
     )  # fmt: skip
 
 
-def unpacked(store: Store, archive: Packed, limit: int | None = None) -> Memory:
+def unpacked(store: Store, archive: Packed | Inline, limit: int | None = None) -> Memory:
     """What an archive or a chunk (one that `locate` gave) unpacks to, as a store of one file. ``limit``: bytes that it
     may take at most; by default what the tensor needs. Raises DataError for a codec that is not known, CorruptError."""
+    if isinstance(archive, Inline):
+        return Memory(store, archive.path, archive.data)
     known = _known(store)
     key = archive.key
     data = known.unpacked.get(key)
@@ -156,7 +158,7 @@ def unpacked(store: Store, archive: Packed, limit: int | None = None) -> Memory:
     return Memory(store, archive.path, data)
 
 
-def unpacked_into(store: Store, packed: Packed, target: memoryview) -> bool:
+def unpacked_into(store: Store, packed: Packed | Inline, target: memoryview) -> bool:
     """Unpack straight into place what is wanted as a whole, and keep nothing: whether that was done. It is not if it is
     small, unpacks to something else in size, or is kept already. Errors as `unpacked`."""
     if not isinstance(packed, Chunk) or not _SMALL <= len(target) == packed.nbytes:

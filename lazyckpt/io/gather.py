@@ -8,19 +8,20 @@ a store cannot map, it is split until what lies between two wanted runs is at mo
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec
 
 import torch
 
 from ..core.box import Box, c_strides, hull, is_run
 from ..core.dtypes import BITS
-from ..core.index import Extent, Packed, TensorSpec
+from ..core.index import Extent, Inline, Packed, TensorSpec
 from ..core.plan import Copy, Selection, overlaps, plan
 from ..core.select import Reads
+from ..errors import decoding, foreign, undecodable
 from .archives import locate, locate_all, located, unpacked, unpacked_into
 from .mapping import Mapped
 from .memory import as_bytes, empty
@@ -30,6 +31,23 @@ from .store import Store
 BLOCK = 8 << 20  # bytes that one read asks for at most, and that a buffer holds
 _RUN = 32 << 10  # runs this long are worth a read of their own
 _own = threading.local()
+P = ParamSpec("P")
+
+
+def _decodes(read: Callable[P, None]) -> Callable[P, None]:
+    """What reads a copy, raising CorruptError for elements that cannot be what the file says that they are."""
+
+    @wraps(read)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            read(*args, **kwargs)
+        except Exception as e:
+            if not foreign(e):
+                raise
+            copy = next((arg for arg in args if isinstance(arg, Copy)), None)
+            raise undecodable(copy.extent.path if copy else "the file", "reading its elements", e) from e
+
+    return guarded
 
 
 class Run(NamedTuple):
@@ -92,7 +110,8 @@ def planned(store: Store, spec: TensorSpec, want: Selection) -> list[Copy]:
     copies = plan(spec, want, find)
     if not unknown:
         return copies
-    locate_all(store, unknown)
+    with decoding(store.root, f"looking for {spec.name!r:.80}"):
+        locate_all(store, unknown)
     return plan(spec, want, lambda archive: locate(store, archive, spec.name))
 
 
@@ -116,10 +135,10 @@ def _mean(store: Store, copies: list[Copy], out: torch.Tensor) -> None:
     """Every element is the mean of the copies that hold it, summed in float32 (float64 for float64)."""
     own = copies[0].extent.dtype if copies else out.dtype  # what it is read as, whatever it is converted to then
     wide = torch.float64 if own == torch.float64 else torch.float32
-    total = torch.zeros(out.shape, dtype=wide)
-    count = torch.zeros(out.shape, dtype=wide)
+    total = torch.zeros(out.shape, dtype=wide, device="cpu")
+    count = torch.zeros(out.shape, dtype=wide, device="cpu")
     for copy in copies:
-        one = torch.empty(copy.shape, dtype=copy.extent.dtype)
+        one = torch.empty(copy.shape, dtype=copy.extent.dtype, device="cpu")
         run_here(_copy_tasks(store, copy, one))
         total[copy.slices] += one
         count[copy.slices] += 1
@@ -136,7 +155,8 @@ def _copy_tasks(store: Store, copy: Copy, target: torch.Tensor) -> Iterator[Task
     return _cut(store, copy, target, extent.dtype)
 
 
-def _unpack(store: Store, archive: Packed, copy: Copy, target: torch.Tensor) -> None:
+@_decodes
+def _unpack(store: Store, archive: Packed | Inline, copy: Copy, target: torch.Tensor) -> None:
     plain = copy._replace(extent=replace(copy.extent, within=None))
     as_it_lies = plain.extent.raw and copy.extent.dtype == target.dtype and is_run(copy.shape, copy.strides)
     as_it_lies = as_it_lies and copy.start == copy.extent.offset == 0 and target.is_contiguous()
@@ -191,6 +211,7 @@ def run_tasks(store: Store, path: str, offset: int, target: torch.Tensor) -> Ite
         yield len(piece), partial(store.read_into, path, offset + at, piece)
 
 
+@_decodes
 def _through_buffer(store: Store, copy: Copy, span: int, target: torch.Tensor, dtype: torch.dtype) -> None:
     extent = copy.extent
     buffer = _scratch(span)
@@ -206,10 +227,11 @@ def _scratch(nbytes: int) -> torch.Tensor:
     library keeps up to 64 MiB of it for every thread.)"""
     buffer: torch.Tensor | None = getattr(_own, "buffer", None)
     if buffer is None or buffer.numel() < nbytes:
-        buffer = _own.buffer = torch.empty(max(nbytes, _RUN), dtype=torch.uint8)
+        buffer = _own.buffer = torch.empty(max(nbytes, _RUN), dtype=torch.uint8, device="cpu")
     return buffer[:nbytes]
 
 
+@_decodes
 def _through_mapping(store: Store, mapped: Mapped, copy: Copy, span: int, target: torch.Tensor) -> None:
     size = target.itemsize
     offset = copy.extent.offset + copy.start * size
@@ -227,7 +249,7 @@ def _through_mapping(store: Store, mapped: Mapped, copy: Copy, span: int, target
 def _as_byte_array(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory with one more dimension, of bytes, whatever the strides."""
     size = tensor.itemsize
-    flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
     strides = (*(s * size for s in tensor.stride()), 1)
     return flat.as_strided((*tensor.shape, size), strides, tensor.storage_offset() * size)
 

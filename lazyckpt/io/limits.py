@@ -14,7 +14,23 @@ from ..errors import CorruptError
 OBJECTS, OBJECTS_PER_BYTE = 1 << 18, 0.25  # containers and records that a file may make
 CHARACTERS, CHARACTERS_PER_BYTE = 1 << 24, 16  # characters of names and texts that are built from a file's content
 INFLATED, INFLATED_PER_BYTE = 64 << 20, 32  # bytes that a compressed document may unpack to
+STEPS, STEPS_PER_BYTE = 1 << 22, 8  # elements that are copied or hashed again because something refers to them
 SECONDS, SECONDS_PER_BYTE = 60.0, 20e-6  # of parsing; the other limits are reached first unless a parser is at fault
+RANKS, RANKS_PER_FILE = 4096, 64  # ranks that names or records may count, however few files there are; and for each
+
+
+def check_ranks(where: str, count: int, files: int) -> None:
+    """Raise CorruptError if ``count`` ranks are said to have taken part, and hardly any of their files are there."""
+    if count > max(RANKS, RANKS_PER_FILE * files):
+        raise CorruptError(
+            f"{where}: {short_number(count)} ranks are claimed, {files:,} files are here: most of the checkpoint is "
+            "missing, or the number is wrong"
+        )
+
+
+def short_number(n: int) -> str:
+    """A number for a message, also one of thousands of digits."""
+    return f"{n:,}" if n < 10**18 else "more than 10**18"
 
 
 class Budget:
@@ -28,7 +44,7 @@ class Budget:
         The file's size in bytes.
     """
 
-    __slots__ = ("_characters", "_deadline", "_inflated", "_objects", "size", "where")
+    __slots__ = ("_characters", "_deadline", "_inflated", "_objects", "_steps", "size", "where")
 
     def __init__(self, where: str, size: int) -> None:
         self.where = where
@@ -36,6 +52,7 @@ class Budget:
         self._objects = OBJECTS + int(size * OBJECTS_PER_BYTE)
         self._characters = CHARACTERS + size * CHARACTERS_PER_BYTE
         self._inflated = INFLATED + size * INFLATED_PER_BYTE
+        self._steps = STEPS + size * STEPS_PER_BYTE
         self._deadline = time.monotonic() + SECONDS + size * SECONDS_PER_BYTE
 
     def objects(self, count: int = 1) -> None:
@@ -55,6 +72,18 @@ class Budget:
         self._inflated -= nbytes
         if self._inflated < 0:
             raise self._refused("unpacked bytes")
+
+    def steps(self, count: int) -> None:
+        """Charge ``count`` elements that are copied, hashed or looked at because a reference leads to them. Raises
+        CorruptError past the limit."""
+        self._steps -= count
+        if self._steps < 0:
+            raise self._refused("references to follow")
+
+    @property
+    def spent(self) -> int:
+        """Containers and records that were charged."""
+        return OBJECTS + int(self.size * OBJECTS_PER_BYTE) - self._objects
 
     @property
     def inflated_left(self) -> int:

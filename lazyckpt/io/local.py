@@ -24,7 +24,7 @@ import torch
 from ..core.index import FileInfo
 from ..errors import ChangedFileError, CorruptError, DataError, MissingFileError
 from .mapping import Mapped, map_file, resident
-from .store import Entry, Fetched, Store
+from .store import Entry, Fetched, Store, closed_error
 
 _OPEN_FILES = 128  # well under the usual limit of 1,024 descriptors
 _MAPPINGS = 128  # each keeps one, too
@@ -63,6 +63,12 @@ class LocalStore(Store):
         self._forget()
         with _stores_lock:
             _stores.add(self)
+
+    def close(self) -> None:
+        super().close()
+        with self._lock:
+            self._files.clear()
+            self._maps.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LocalStore, (self._root, dict(self.pins))
@@ -168,6 +174,8 @@ class LocalStore(Store):
         return error
 
     def _open(self, path: str) -> _File:
+        if self.closed:
+            raise closed_error(self._root)
         file = self._files.get(path)
         if file is None:
             self._stat(path)  # only a regular file is opened
@@ -247,6 +255,8 @@ def split(path: str | os.PathLike[str]) -> tuple[LocalStore, str]:
 
     Raises MissingFileError if there is nothing.
     """
+    if not os.fspath(path):
+        raise MissingFileError("the path is empty: name a file or folder ('.' is the current folder)")
     full = Path(os.path.expanduser(os.fspath(path)))
     try:
         mode = full.stat().st_mode

@@ -23,7 +23,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     pages 2.4 ms, the copy itself 2 ms), so the kernel is asked for huge pages. It is free to say no.
     """
     try:
-        tensor = torch.empty(tuple(shape), dtype=dtype)
+        tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
     except RuntimeError as e:  # torch's way to say that there is not so much memory
         nbytes = prod(shape) * dtype.itemsize
         raise DataError(

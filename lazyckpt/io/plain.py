@@ -9,12 +9,26 @@ from __future__ import annotations
 import argparse
 from collections import deque
 from collections.abc import Callable
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from ..core.names import free
 from ..errors import CorruptError
-from .rebuild import Composite, Deque, Namespace, StoredStorage, StoredTensor, TensorSubclass, plain_numpy
+from .limits import Budget
+from .rebuild import (
+    Composite,
+    Deque,
+    Namespace,
+    NumpyArray,
+    NumpyDtype,
+    StoredStorage,
+    StoredTensor,
+    TensorSubclass,
+    plain_numpy,
+)  # fmt: skip
 from .records import Attributed, Opaque, short
 
 Path = tuple[str | int, ...]  # keys as text, places in lists as numbers
@@ -57,8 +71,8 @@ class Plain:
         self.notes: list[str] = []
         self.subclasses: dict[str, list[str]] = {}
         self._where = where
-        self._left = 10_000 + 2 * size  # objects; then characters of tensor names
-        self._letters = 1_000_000 + 64 * size
+        self._budget = Budget(where, size)
+        self._arrays: dict[int, Any] = {}  # by the id of their record: one that is referred to twice is made once
         self._open: set[int] = set()
         self._prefix = prefix
         self._keep = keep
@@ -77,23 +91,22 @@ class Plain:
     def _walk(self, value: Any, path: Path, depth: int) -> Any:
         kind = type(value)
         if kind in _LEAVES:
+            if kind in _TEXTS:
+                self._budget.characters(len(value))
             return value
         if kind is StoredTensor:
             return self._tensor(value, path)
         if kind is StoredStorage:
             return self._tensor(StoredTensor(value, value.dtype or torch.uint8, 0, (value.numel,), (1,)), path)
-        self._left -= 1 + (len(value) if isinstance(value, dict | list | tuple) else 0)
-        if self._left < 0:
-            raise CorruptError(
-                f"{self._where}: its references expand to far more objects than it has bytes: "
-                "the file is hostile or damaged"
-            )
+        self._budget.objects()
+        if isinstance(value, dict | list | tuple):
+            self._budget.steps(len(value))
         if depth > _MAX_DEPTH:
             raise CorruptError(
                 f"{self._where}: objects are nested deeper than {_MAX_DEPTH} levels: the file is hostile or damaged"
             )
         if id(value) in self._open:
-            return f"<the same object as further up, seen again at {_dotted(path)!r}>"
+            return f"<the same object as further up, seen again at {self._name(path)!r}>"
         self._open.add(id(value))
         try:
             return self._container(value, path, depth + 1)
@@ -112,16 +125,19 @@ class Plain:
             return plain
         if isinstance(value, Composite):
             self.notes.append(
-                f"{_dotted(path)!r} is a {value.kind} tensor: its parts are tensors of their own, under its name"
+                f"{self._name(path)!r} is a {value.kind} tensor: its parts are tensors of their own, under its name"
             )
             return self._dict(value.parts, path, depth)
         if isinstance(value, list | tuple):
-            if _LEAVES.issuperset(map(type, value)):  # long lists of numbers are common
+            kinds = set(map(type, value))
+            if _LEAVES.issuperset(kinds):  # long lists of numbers are common
+                if not _TEXTS.isdisjoint(kinds):
+                    self._budget.characters(sum(len(v) for v in value if type(v) in _TEXTS))
                 return _plain_list(value, list(value))
-            items = [v if type(v) in _LEAVES else self._walk(v, (*path, n), depth) for n, v in enumerate(value)]
+            items = [self._walk(v, (*path, n), depth) for n, v in enumerate(value)]
             if items and all(v is _GONE for v in items):
                 return _GONE
-            items = [TensorRef(self._prefix + _dotted((*path, n))) if v is _GONE else v for n, v in enumerate(items)]
+            items = [TensorRef(self._prefix + self._name((*path, n))) if v is _GONE else v for n, v in enumerate(items)]
             return _plain_list(value, items)
         if isinstance(value, Namespace):
             inner = self._dict(vars(value), path, depth)
@@ -131,12 +147,40 @@ class Plain:
                 self.taken[self._key(path)] = value
                 return _GONE
             return self._opaque(value, path, depth)
-        return plain_numpy(value)
+        if isinstance(value, NumpyArray | NumpyDtype):
+            return self._numpy(value, path, depth)
+        self._budget.characters(weight(value))
+        return value
+
+    def _numpy(self, value: NumpyArray | NumpyDtype, path: Path, depth: int) -> Any:
+        found = self._arrays.get(id(value))
+        if found is None:
+            found = plain_numpy(value)
+            if isinstance(found, Opaque):  # it contradicts itself
+                found = self._opaque(found, path, depth)
+            elif isinstance(found, np.ndarray):
+                self._budget.inflated(found.nbytes)
+                if found.dtype.hasobject:
+                    found = self._objects(found, path, depth)
+            self._arrays[id(value)] = found
+        if isinstance(found, np.ndarray):
+            self._budget.characters(12 * min(found.size, 1000))  # as many as numpy prints
+        return found
+
+    def _objects(self, array: np.ndarray[Any, Any], path: Path, depth: int) -> np.ndarray[Any, Any]:
+        """The same array of objects, taken apart like a list."""
+        self._budget.steps(array.size)
+        plain = np.empty(array.size, object)
+        for n, value in enumerate(array.reshape(-1)):
+            plain[n] = self._named(value, (*path, n), depth)
+        return plain.reshape(array.shape)
 
     def _dict(self, value: dict[Any, Any], path: Path, depth: int) -> Any:
         plain = {}
         for k, v in value.items():
-            item = v if type(v) in _LEAVES else self._walk(v, (*path, text(k)), depth)
+            if type(k) is not str:
+                self._budget.characters(weight(k))
+            item = v if type(v) in _NUMBERS else self._walk(v, (*path, text(k)), depth)
             if item is not _GONE:
                 plain[k if type(k) in _LEAVES or type(k) is tuple else plain_numpy(k)] = item
         return plain if plain or not value else _GONE
@@ -144,7 +188,7 @@ class Plain:
     def _opaque(self, value: Opaque, path: Path, depth: int) -> Opaque:
         """A copy of a record in which tensors are only named, so that it can be kept without the file."""
         if isinstance(value, TensorSubclass):
-            self.subclasses.setdefault(f"{value.module}.{value.name}", []).append(_dotted(path))
+            self.subclasses.setdefault(f"{value.module}.{value.name}", []).append(self._name(path))
         record = Opaque(value.module, value.name)
         if value.args:
             record.args = tuple(self._named(v, (*path, n), depth) for n, v in enumerate(value.args))
@@ -156,60 +200,84 @@ class Plain:
             record.state = tuple(self._attributes(s, path, depth) for s in state)
         else:
             record.state = self._attributes(state, path, depth)
+        self._budget.steps(len(value._items or ()) + len(value._entries or ()) + len(value.args or ()))
         record.items = [self._named(v, (*path, n), depth) for n, v in enumerate(value._items or ())]
-        record.entries = {k: self._named(v, (*path, text(k)), depth) for k, v in (value._entries or {}).items()}
+        record.entries = self._attributes(value._entries or {}, path, depth)
         return record
 
     def _attributes(self, state: Any, path: Path, depth: int) -> Any:
         if isinstance(state, dict):
+            self._budget.steps(len(state))
+            self._budget.characters(sum(weight(k) for k in state if type(k) is not str))
             return {k: self._named(v, (*path, text(k)), depth) for k, v in state.items()}
         return self._named(state, path, depth)
 
     def _named(self, value: Any, path: Path, depth: int) -> Any:
         item = self._walk(value, path, depth)
-        return TensorRef(self._prefix + _dotted(path)) if item is _GONE else item
+        return TensorRef(self._prefix + self._name(path)) if item is _GONE else item
 
     def _tensor(self, tensor: StoredTensor, path: Path) -> Any:
         key = self._key(path)
         self.tensors[key] = tensor
         if tensor.note:
+            self._budget.characters(len(key) + len(tensor.note))
             self.notes.append(f"{key!r} {tensor.note}")
         return _GONE if self._keep is None else self._keep(key, tensor)
 
     def _key(self, path: Path) -> str:
         """The name of a tensor that stands there; it is no other's."""
-        key = _dotted(path)
-        self._left -= 1
-        self._letters -= len(key)
-        if self._left < 0 or self._letters < 0:
-            raise CorruptError(
-                f"{self._where}: its references expand to far more tensors than it has bytes: "
-                "the file is hostile or damaged"
-            )
+        key = self._name(path)
+        self._budget.objects(_TENSOR)
         if key in self.paths:
-            number = 2
-            while f"{key}#{number}" in self.paths:
-                number += 1
-            self.notes.append(f"two tensors have the dotted name {key!r}: the second is {key + '#' + str(number)!r}")
-            key = f"{key}#{number}"
+            self._budget.characters(3 * len(key))
+            other = free(key, self.paths)
+            self.notes.append(f"two tensors have the dotted name {key!r}: the second is {other!r}")
+            key = other
         self.paths[key] = path
         return key
 
+    def _name(self, path: Path) -> str:
+        """The dotted name of a place, charged to the budget."""
+        name = ".".join(map(str, path))
+        self._budget.characters(len(name) + 1)
+        return name
 
-_LEAVES = {type(None), bool, int, float, complex, str, bytes, bytearray, range, slice}
+
+_NUMBERS = frozenset({type(None), bool, int, float, complex, range, slice})
+_TEXTS = frozenset({str, bytes, bytearray})
+_LEAVES = _NUMBERS | _TEXTS
+_TENSOR = 8  # objects that a tensor is worth: what becomes of it takes about a kilobyte
+_LONG = 1000  # characters of a name that a key other than a text gets
 
 
 def text(key: Any) -> str:
     """A key of a dict as a part of a dotted name."""
     if type(key) is str:
         return key
-    if isinstance(key, int) and key.bit_length() > 4096:  # Python refuses to print it
+    if weight(key) > _LONG:  # (and Python refuses to print ints of thousands of digits)
         return short(key)
     return str(key)
 
 
-def _dotted(path: Path) -> str:
-    return ".".join(map(str, path))
+def weight(value: Any) -> int:
+    """About as many characters as it takes to write a key or an element of a set, with all that it refers to."""
+    total, left = 0, [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str | bytes | bytearray):
+            total += len(one)
+        elif isinstance(one, tuple | frozenset | set):
+            left.extend(one)
+        elif isinstance(one, int):
+            total += one.bit_length() // 3
+        elif isinstance(one, range):
+            left.extend((one.start, one.stop, one.step))
+        elif isinstance(one, PurePath):
+            total += len(str(one))
+        elif isinstance(one, Opaque):
+            total += 200
+        total += 2
+    return total
 
 
 def _plain_list(original: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:

@@ -27,7 +27,7 @@ from .records import Opaque, short
 
 _LIMIT = 1 << 23  # objects, and 64 characters or bytes each
 _EXACT = 1 << 63  # integers beyond it are text: other readers of JSON take 64 bits
-_FIELDS = ("args", "kwargs", "state", "items", "entries")
+_FIELDS = {"args": tuple, "kwargs": object, "state": object, "items": list, "entries": dict}
 
 
 def encode(value: Any, where: str = "meta") -> Any:
@@ -112,7 +112,10 @@ def _decode(value: Any) -> Any:
         return read(inner)
     except (CorruptError, RecursionError):
         raise
-    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, ArithmeticError) as e:
+    except (
+        TypeError, ValueError, LookupError, AttributeError, RuntimeError, ArithmeticError, MemoryError,
+        SyntaxError,  # numpy, of the text of a dtype
+    ) as e:  # fmt: skip
         raise CorruptError(f"{tag!r} in the attributes: {inner!r:.80} cannot be read ({e!r:.80})") from None
 
 
@@ -184,8 +187,15 @@ def _np_objects(told: Any) -> np.ndarray[Any, Any]:
 def _tensor(about: Any) -> torch.Tensor:
     dtype = _torch_dtype(about["dtype"])
     data = bytearray(_bytes(about["data"]))
-    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
     return flat.view(about["shape"])
+
+
+def _string(value: Any) -> str:
+    text = decode(value)
+    if not isinstance(text, str):
+        raise TypeError("a name that is no text")
+    return text
 
 
 def _torch_dtype(text: str) -> torch.dtype:
@@ -196,10 +206,13 @@ def _torch_dtype(text: str) -> torch.dtype:
 
 
 def _opaque(about: Any) -> Opaque:
-    record = Opaque(decode(about["module"]), decode(about["name"]))
-    for name in _FIELDS:
+    record = Opaque(_string(about["module"]), _string(about["name"]))
+    for name, kind in _FIELDS.items():
         if name in about:
-            setattr(record, name, decode(about[name]))
+            value = decode(about[name])
+            if not isinstance(value, kind):
+                raise TypeError(f"{name} of a record that are {type(value).__name__}")
+            setattr(record, name, value)
     return record
 
 
@@ -227,7 +240,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "$surrogates": lambda v: _bytes(v).decode("utf-8", "surrogatepass"),
     "$dict": lambda v: {decode(k): decode(x) for k, x in v},
     "$namespace": lambda v: argparse.Namespace(**{decode(k): decode(x) for k, x in v}),
-    "$tensor": lambda v: TensorRef(decode(v)),
+    "$tensor": lambda v: TensorRef(_string(v)),
     "$opaque": _opaque,
     "$size": torch.Size,
     "$tuple": lambda v: tuple(map(decode, v)),

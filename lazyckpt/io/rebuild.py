@@ -12,18 +12,21 @@ import datetime
 import decimal
 import pathlib
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from ..core.box import Shape, fits
+from ..core.box import Shape, c_strides, fits, hull
 from ..core.dtypes import FROM_NAME, FROM_STORAGE
 from ..errors import CorruptError
-from .pickles import check_key
+from .keys import check_keys
 from .records import Attributed, Opaque, short
 
 _MAX_DIMS = 64
+_MAX_FIELDS = 256  # of a numpy dtype, over all levels
+_PATH = 1 << 15  # characters of a path
 
 
 class StorageType(NamedTuple):
@@ -33,16 +36,27 @@ class StorageType(NamedTuple):
 
 
 class StoredStorage(NamedTuple):
-    """A storage that a file holds: ``key`` names its record, ``numel`` counts elements of ``dtype`` (bytes if None)."""
+    """A storage that a file holds: ``key`` names its record, ``numel`` counts elements of ``dtype`` (bytes if None).
+
+    ``start``: the element of the record that it begins at (None: it is all of it, and no view of another).
+    ``data``: the bytes themselves, where they are in the pickle and not in a record.
+    """
 
     key: str
     dtype: torch.dtype | None
     numel: int
     location: str
+    start: int | None = None
+    data: bytes | None = None
 
     @property
     def nbytes(self) -> int:
         return self.numel * (self.dtype.itemsize if self.dtype else 1)
+
+    @property
+    def reach(self) -> int:
+        """Bytes of the record up to its end."""
+        return ((self.start or 0) + self.numel) * (self.dtype.itemsize if self.dtype else 1)
 
 
 class StoredTensor:
@@ -72,22 +86,57 @@ class StoredTensor:
                 )
         if not fits(shape, dtype.itemsize):
             raise CorruptError(f"a tensor of shape {short(shape)}: more bytes than there can be")
+        if storage is not None and storage.start is not None:
+            if 0 not in shape and offset + hull(shape, strides) > storage.numel:
+                raise CorruptError(f"a tensor of shape {short(shape)} past the end of its view of {storage.numel:,}")
+            offset += storage.start
+        self.conj, self.neg = _bits(metadata, dtype)
+        if self.neg and not _negates(dtype):
+            storage, note = None, f"has torch's neg bit, but torch negates no {dtype}: it cannot be read"
         self.storage = storage
         self.dtype = dtype
         self.offset = offset
         self.shape = shape
         self.strides = strides
         self.requires_grad = requires_grad
-        self.conj = bool(metadata.get("conj")) if isinstance(metadata, dict) else False
-        self.neg = bool(metadata.get("neg")) if isinstance(metadata, dict) else False
         self.note = note
         self.state: Any = None
 
     def set_state(self, state: Any) -> None:
-        self.state = state
+        """What torch.Tensor.__setstate__ takes, but nothing that says where the tensor lies (of 4 or 5 elements)."""
+        if not isinstance(state, dict | tuple) or len(state) in (4, 5):
+            raise CorruptError(f"a tensor whose place is given by a state ({short(state)}), not where it is rebuilt")
+
+    def having(self, **attributes: Any) -> StoredTensor:
+        """The same tensor with other attributes."""
+        other: StoredTensor = object.__new__(StoredTensor)
+        for slot in self.__slots__:
+            setattr(other, slot, attributes[slot] if slot in attributes else getattr(self, slot))
+        return other
 
     def __repr__(self) -> str:
         return f"StoredTensor({'x'.join(map(str, self.shape)) or 'scalar'}, {self.dtype})"
+
+
+def _bits(metadata: Any, dtype: torch.dtype) -> tuple[bool, bool]:
+    """Whether a tensor has the bits conj and neg: the keys alone set them, whatever their values
+    (torch/csrc/jit/serialization/pickler.h `setTensorMetadata`)."""
+    if not metadata:
+        return False, False
+    if not isinstance(metadata, dict) or not all(type(k) is str for k in metadata):
+        raise CorruptError(f"a tensor whose metadata are {short(metadata)}")
+    if "conj" in metadata and not dtype.is_complex:
+        raise CorruptError(f"a tensor of {dtype} that has torch's conj bit, which complex numbers only may have")
+    return "conj" in metadata, "neg" in metadata
+
+
+@cache
+def _negates(dtype: torch.dtype) -> bool:
+    try:
+        torch._neg_view(torch.zeros(1, dtype=torch.uint8).expand(16).contiguous().view(dtype)).clone()
+    except RuntimeError:  # torch's way to say that it does not
+        return False
+    return True
 
 
 class TensorSubclass(Opaque):
@@ -104,27 +153,43 @@ class Composite(NamedTuple):
 
 
 def persistent_storage(pid: Any) -> Any:
-    """A persistent id of torch.save: ``("storage", class, key, location, numel[, view])``, or a module's class."""
+    """A persistent id of torch.save: ``("storage", class, key, location, numel)``, or a module's class."""
     if isinstance(pid, tuple) and len(pid) >= 5 and pid[0] == "storage":
         kind, key, location, numel = pid[1:5]
         if isinstance(kind, Opaque):  # a storage class of an extension: its elements are unknown, its bytes are not
             kind = StorageType(None)
-        if not isinstance(kind, StorageType) or type(numel) is not int or not 0 <= numel < 1 << 62:
+        if not isinstance(kind, StorageType) or not _counts(numel):
             raise CorruptError(f"a storage that is described as {short(pid)}")
         if type(key) not in (str, int) or type(location) is not str:
             raise CorruptError(f"a storage whose key is {short(key)}, on the device {short(location)}")
-        storage = StoredStorage(str(key), kind.dtype, numel, location)
-        if len(pid) > 5 and isinstance(pid[5], tuple):  # before torch 1.6: a storage that views another
-            raise CorruptError("a storage that views another one, as torch before 0.4 wrote it: load and save it again")
-        return storage
-    if isinstance(pid, tuple) and pid and pid[0] == "module":  # legacy files of whole modules: (class, file, source)
-        return pid[1]
+        if len(pid) > 5 and pid[5] is not None:
+            raise CorruptError(f"a storage that views another one ({short(pid[5])}), which legacy files only may have")
+        return StoredStorage(str(key), kind.dtype, numel, location)
+    if isinstance(pid, tuple) and len(pid) > 1 and pid[0] == "module" and isinstance(pid[1], Opaque):
+        return pid[1]  # legacy files of whole modules: (class, file, source)
     return Opaque("persistent id", short(pid))
+
+
+def viewed_storage(pid: Any) -> Any:
+    """The same of a legacy file, where a storage may be a part of another: ``(..., numel, (key, start, numel))``
+    (torch/serialization.py `_legacy_load`; torch before 0.4 wrote them)."""
+    if not (isinstance(pid, tuple) and len(pid) == 6 and pid[0] == "storage" and isinstance(pid[5], tuple)):
+        return persistent_storage(pid)
+    whole, view = persistent_storage(pid[:5]), pid[5]
+    if len(view) != 3 or not _counts(view[1]) or not _counts(view[2]) or view[1] + view[2] > whole.numel:
+        raise CorruptError(f"a storage that views another one as {short(view)}, of {whole.numel:,} elements")
+    return whole._replace(start=view[1], numel=view[2])
+
+
+def _counts(n: Any) -> bool:
+    return type(n) is int and 0 <= n < 1 << 62
 
 
 def _ints(values: Any) -> Shape:
     if not isinstance(values, tuple | list):
         raise CorruptError(f"sizes that are {type(values).__name__}")
+    if len(values) > _MAX_DIMS:
+        raise CorruptError(f"a tensor of {len(values):,} dimensions")
     return tuple(values)
 
 
@@ -162,9 +227,7 @@ def _tensor_v3(
 
 def _parameter(data: Any, requires_grad: Any = True, hooks: Any = None, state: Any = None) -> Any:
     if isinstance(data, StoredTensor):
-        data.requires_grad = requires_grad is True
-        if state is not None:
-            data.state = state
+        return data.having(requires_grad=requires_grad is True, state=data.state if state is None else state)
     return data
 
 
@@ -173,11 +236,9 @@ def _from_type_v2(func: Any, kind: Any, args: Any, state: Any) -> Any:
     name = f"{kind.module}.{kind.name}" if isinstance(kind, Opaque) else ""
     if callable(func) and isinstance(args, tuple):
         made = func(*args)
-        if isinstance(made, StoredTensor):
-            made.state = state
-            if name not in _PLAIN_TENSORS:
-                made.note = f"is a {name}: read as the plain tensor it holds"
-            return made
+        if isinstance(made, StoredTensor) and (made.storage is not None or name in _PLAIN_TENSORS):
+            note = made.note if name in _PLAIN_TENSORS else f"is a {name}: read as the plain tensor it holds"
+            return made.having(state=state, note=note)
         if isinstance(made, Composite):
             return made
     record = TensorSubclass(*(name.rsplit(".", 1) if "." in name else ("torch", name or "Tensor")))
@@ -215,9 +276,27 @@ def _meta(dtype: Any, size: Any, stride: Any, requires_grad: Any = False) -> Sto
     )
 
 
-def _first(data: Any, *rest: Any) -> Any:
-    """A tensor of another device that was pickled as a CPU tensor or numpy array."""
-    return data
+def _jagged(parts: Any) -> Composite:
+    if not isinstance(parts, dict) or not all(type(k) is str for k in parts):
+        raise TypeError("not the parts of a nested tensor")
+    return Composite("nested", parts)
+
+
+def _from_cpu(data: Any, dtype: Any, device: Any, requires_grad: Any) -> StoredTensor:
+    """A tensor of another device that was pickled as a CPU tensor."""
+    if not isinstance(data, StoredTensor) or data.dtype != dtype:
+        raise TypeError("not a tensor of this dtype")
+    return data.having(requires_grad=requires_grad is True)
+
+
+def _from_numpy(data: Any, dtype: Any, device: Any, requires_grad: Any) -> StoredTensor:
+    """A tensor of another device that was pickled as a numpy array (torch_xla, before torch 2.4): its bytes are in the
+    pickle. numpy has no bfloat16, so the array may be of another dtype."""
+    if not isinstance(data, NumpyArray) or not isinstance(dtype, torch.dtype):
+        raise TypeError("not an array that is a tensor")
+    shape, raw = data.held(dtype)
+    storage = StoredStorage(f"array {id(raw)}", dtype, len(raw) // dtype.itemsize, short(device), data=raw)
+    return StoredTensor(storage, dtype, 0, shape, c_strides(shape), requires_grad is True)
 
 
 # -- numpy
@@ -228,13 +307,31 @@ class NumpyDtype:
 
     def __init__(self, code: Any, align: Any = False, copy: Any = True) -> None:
         self.code, self.state = code, ()
+        self._real: np.dtype[Any] | ValueError | None = None
+        self._fields = 0
 
     def set_state(self, state: Any) -> None:
-        self.state = state
+        self.state, self._real = state, None
 
     def real(self, budget: list[int] | None = None) -> np.dtype[Any]:
         """The dtype. ``budget``: how many more fields it may have, over all levels. Raises ValueError."""
-        budget = [256] if budget is None else budget
+        budget = [_MAX_FIELDS] if budget is None else budget
+        if self._real is None:
+            before = budget[0]
+            try:
+                self._real = self._made(budget)
+                self._fields = before - budget[0]
+            except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as e:
+                self._real = ValueError(f"a numpy dtype that contradicts itself: {e!s:.100}")
+        else:
+            budget[0] -= self._fields
+            if budget[0] < 0:
+                raise ValueError("a numpy dtype of hundreds of fields")
+        if isinstance(self._real, ValueError):
+            raise self._real
+        return self._real
+
+    def _made(self, budget: list[int]) -> np.dtype[Any]:
         budget[0] -= 1
         if budget[0] < 0:
             raise ValueError("a numpy dtype of hundreds of fields")
@@ -269,12 +366,28 @@ class NumpyArray:
     def __init__(self, *args: Any) -> None:
         self.state: Any = None
         self.axes: Any = None  # of numpy 2: how to turn what is in C order into an array that was in none
+        self._real: Any = None
+        self._held: dict[torch.dtype, tuple[Shape, bytes]] = {}
 
     def set_state(self, state: Any) -> None:
-        self.state = state
+        self.state, self._real, self._held = state, None, {}
+
+    def held(self, dtype: torch.dtype) -> tuple[Shape, bytes]:
+        """Its shape, and its elements as bytes of a tensor of this dtype, in C order. Raises ValueError, TypeError."""
+        if dtype not in self._held:
+            array = np.ascontiguousarray(self.real())
+            tensor = torch.from_numpy(array.astype(array.dtype.newbyteorder("=")).reshape(self.real().shape)).to(dtype)
+            self._held[dtype] = tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        return self._held[dtype]
 
     def real(self) -> Any:
-        """The array; an array of objects keeps what the pickle lists. Raises ValueError if it contradicts itself."""
+        """The array, made once; an array of objects keeps what the pickle lists. Raises ValueError if it contradicts
+        itself."""
+        if self._real is None:
+            self._real = self._made()
+        return self._real
+
+    def _made(self) -> Any:
         _, shape, dtype, fortran, raw = self.state
         kind = dtype.real()
         if not isinstance(raw, list | tuple if kind.hasobject else str | bytes | bytearray):
@@ -336,8 +449,7 @@ def _listed(*args: Any) -> Sequence[Any]:
 def _keys(*args: Any) -> Sequence[Any]:
     """Elements that will be hashed."""
     values = _listed(*args)
-    for value in values:
-        check_key(value)
+    check_keys(values)
     return values
 
 
@@ -348,7 +460,7 @@ def _attributed(*args: Any) -> Attributed:
     for pair in () if isinstance(values, dict) else values:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise TypeError("not pairs")
-        check_key(pair[0])
+    check_keys(values if isinstance(values, dict) else (pair[0] for pair in values))
     return Attributed(values)
 
 
@@ -396,9 +508,9 @@ def _reconstructor(cls: Any, base: Any, state: Any) -> Opaque:
         raise TypeError("not an object of a named class")
     record = Opaque(cls.module, cls.name, ())
     if isinstance(state, dict):
-        record.entries = state
+        record.entries = dict(state)
     elif isinstance(state, list):
-        record.items = state
+        record.items = list(state)
     elif state is not None:
         record.args = (state,)
     return record
@@ -406,6 +518,20 @@ def _reconstructor(cls: Any, base: Any, state: Any) -> Opaque:
 
 class Deque(list[Any]):
     """A collections.deque: a list until its depth is known (freeing nested deques recurses in C)."""
+
+
+def _posix_path(*args: Any) -> pathlib.PurePosixPath:
+    return pathlib.PurePosixPath(*_segments(args))
+
+
+def _windows_path(*args: Any) -> pathlib.PureWindowsPath:
+    return pathlib.PureWindowsPath(*_segments(args))
+
+
+def _segments(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    if sum(len(a) if isinstance(a, str) else 256 for a in args) > _PATH:
+        raise TypeError("not a path")
+    return args
 
 
 def _encode(text: str, encoding: str = "utf-8") -> bytes:
@@ -441,9 +567,10 @@ def _table() -> dict[tuple[str, str], Any]:
         ("torch._utils", "_rebuild_sparse_tensor"): _sparse,
         ("torch._utils", "_rebuild_nested_tensor"): _nested,
         ("torch._utils", "_rebuild_meta_tensor_no_storage"): _meta,
-        ("torch._utils", "_rebuild_device_tensor_from_numpy"): _first,
-        ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): _first,
-        ("torch._utils", "_rebuild_xla_tensor"): _first,
+        ("torch._utils", "_rebuild_device_tensor_from_numpy"): _from_numpy,
+        ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): _from_cpu,
+        ("torch._utils", "_rebuild_xla_tensor"): _from_numpy,
+        ("torch.nested._internal.nested_tensor", "_rebuild_njt"): _jagged,
         ("torch.serialization", "_get_layout"): _text,
         ("torch", "Size"): _size,
         ("torch", "device"): torch.device,
@@ -481,8 +608,8 @@ def _table() -> dict[tuple[str, str], Any]:
         table[root, "getattr"] = _getattr
     for module in ("pathlib", "pathlib._local"):
         for name in ("PosixPath", "PurePosixPath", "Path", "PurePath"):
-            table[module, name] = pathlib.PurePosixPath
-        table[module, "WindowsPath"] = table[module, "PureWindowsPath"] = pathlib.PureWindowsPath
+            table[module, name] = _posix_path
+        table[module, "WindowsPath"] = table[module, "PureWindowsPath"] = _windows_path
     for name, dtype in FROM_NAME.items():
         table["torch", name] = dtype
     for storage, dtype in FROM_STORAGE.items():

@@ -79,7 +79,7 @@ class Opaque:
         for label, value in (("state", self.state), ("items", self._items), ("entries", self._entries)):
             if value:
                 parts.append(f"{label}={short(value)}")
-        return f"<{self.module}.{self.name}{' ' if parts else ''}{', '.join(parts)}>"
+        return f"<{_word(self.module)}.{_word(self.name)}{' ' if parts else ''}{', '.join(parts)}>"
 
 
 class Attributed(dict[Any, Any]):
@@ -99,9 +99,14 @@ def short(value: Any) -> str:
     return _leaf(value)
 
 
+def _word(name: str) -> str:
+    """A name that a pickle gives, as one short word without control characters."""
+    return repr(name[:100])[1:-1] + ("..." if len(name) > 100 else "")
+
+
 def _leaf(value: Any) -> str:
     if isinstance(value, Opaque):
-        return f"<{_leaf(value.module)[1:-1]}.{_leaf(value.name)[1:-1]}>"
+        return f"<{_word(value.module)}.{_word(value.name)}>"
     if isinstance(value, int) and value.bit_length() > 256:  # printing a huge int takes quadratic time
         return f"int of {value.bit_length()} bits"
     if isinstance(value, str | bytes | bytearray):

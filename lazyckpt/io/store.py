@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from ..core.index import FileInfo
-from ..errors import ChangedFileError, CorruptError, MissingFileError
+from ..errors import ChangedFileError, CorruptError, DataError, MissingFileError
 from .batch import verify_later
 from .mapping import Mapped
 
@@ -49,6 +49,7 @@ class Store(ABC):
     def __init__(self, pins: Mapping[str, FileInfo] | None = None) -> None:
         self.pins: Mapping[str, FileInfo] = {} if pins is None else pins
         self._seen: dict[str, FileInfo] = {}
+        self.closed = False
 
     # -- what a store implements
 
@@ -119,6 +120,8 @@ class Store(ABC):
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
         """Fill ``target`` from ``offset`` on; errors as `read`."""
+        if self.closed:
+            raise closed_error(self.root)
         if not len(target):
             return
         self._look_first(path)
@@ -176,6 +179,11 @@ class Store(ABC):
         after the file was truncated gets ChangedFileError."""
         return None
 
+    def close(self) -> None:
+        """Let go of files and connections of its own; reading raises DataError from then on. Closing twice is fine, and
+        other stores of the same folder stay as they are."""
+        self.closed = True
+
     # -- how
 
     _tells = True  # whether every answer says what the file was; if not, it has to be asked for
@@ -192,6 +200,11 @@ class Store(ABC):
             f"{self.root}/{path} is not the file that was opened: it had {pin.size:,} bytes, now it has "
             f"{now.size:,}, or it was written to since. Open the checkpoint again."
         )
+
+
+def closed_error(root: str) -> DataError:
+    """What reading from a closed store raises."""
+    return DataError(f"{root} is closed: its view was closed, or its with-statement has ended. Open it again to read.")
 
 
 def present(store: Store, path: str) -> FileInfo | None:

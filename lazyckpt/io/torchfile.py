@@ -9,14 +9,17 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from ..core.box import hull
-from ..core.index import Extent, FileInfo
+from ..core.index import Extent, FileInfo, Inline
 from ..errors import CorruptError, FormatError
 from .pickles import Pickle
-from .rebuild import REBUILD, StoredStorage, StoredTensor, persistent_storage
+from .rebuild import REBUILD, StoredStorage, StoredTensor, persistent_storage, viewed_storage
+from .records import short
 from .repeats import Items
 from .store import Store, StoreFile
 from .zipdirectory import ZIP_MAGIC, Directories, Record
@@ -40,20 +43,29 @@ class TorchFile:
     globals: dict[tuple[str, str], bool]
     swapped: bool
     pickle_size: int
+    _dtypes: dict[str, torch.dtype | None] = field(default_factory=dict)
 
     def extent(self, tensor: StoredTensor, name: str) -> Extent:
         """Where a tensor of this file lies. Raises CorruptError if the file cannot hold it."""
         storage = tensor.storage
         if storage is None:
             raise CorruptError(f"{self.path}: {name!r} has no storage")
+        if storage.data is not None:
+            held = Inline(self.path, storage.data)
+            return Extent(self.path, 0, tensor.dtype, tensor.shape, tensor.strides, within=held)
+        if storage.numel and self._dtypes.setdefault(storage.key, storage.dtype) != storage.dtype:
+            raise CorruptError(
+                f"{self.path}: the storage {storage.key!r} of {name!r} is described as {self._dtypes[storage.key]} and "
+                f"as {storage.dtype}, and torch would take the first for both: the file is damaged"
+            )
         record = self.records.get(storage.key)
         if record is None:
             raise CorruptError(f"{self.path}: the storage {storage.key!r} of {name!r} is not in the file: truncated?")
         size = tensor.dtype.itemsize
         reach = (tensor.offset + hull(tensor.shape, tensor.strides)) * size if 0 not in tensor.shape else 0
-        if reach > record.nbytes or storage.nbytes > record.nbytes:
+        if reach > record.nbytes or storage.reach > record.nbytes:
             raise CorruptError(
-                f"{self.path}: {name!r} needs {max(reach, storage.nbytes):,} bytes of the storage {storage.key!r}, "
+                f"{self.path}: {name!r} needs {max(reach, storage.reach):,} bytes of the storage {storage.key!r}, "
                 f"which has {record.nbytes:,}: the file is damaged"
             )
         return Extent(
@@ -155,6 +167,11 @@ def _read_zip(file: StoreFile, pickles: Pickles) -> TorchFile:
     if order not in (b"little", b"big"):
         raise CorruptError(f"{where}: its byteorder record says {order[:20]!r}")
     pickle = pickles.read(data, f"{where} (data.pkl)")
+    if pickle.end != len(data):
+        raise CorruptError(
+            f"{where}: data.pkl goes on for {len(data) - pickle.end:,} bytes behind the end of its pickle, which torch "
+            "does not read: the file is damaged, or hides something. Save it again from where you trust it."
+        )
     return TorchFile(file.path, file.info, pickle.value, storages, pickle.globals, order == b"big", len(data))
 
 
@@ -195,11 +212,16 @@ def _read_legacy(file: StoreFile) -> TorchFile:
 def _legacy_pickles(data: bytes, where: str) -> tuple[list[Pickle], dict[str, StoredStorage]]:
     """The five pickles at the start: magic number, protocol, system, the object, the order of the storages."""
     storages: dict[str, StoredStorage] = {}
+    views: dict[Any, StoredStorage] = {}
 
     def persistent(pid: Any) -> Any:
-        storage = persistent_storage(pid)
+        storage = viewed_storage(pid)
         if isinstance(storage, StoredStorage):
-            storages[storage.key] = storage
+            first = storages.setdefault(storage.key, storage)
+            if first.dtype != storage.dtype:  # torch takes the dtype that it meets first
+                raise CorruptError(f"the storage {storage.key!r} is described as {first.dtype} and as {storage.dtype}")
+            if storage.start is not None and views.setdefault(pid[5][0], storage) != storage:
+                raise CorruptError(f"the view {short(pid[5][0])} of a storage is described in two ways")
         return storage
 
     pickles: list[Pickle] = []

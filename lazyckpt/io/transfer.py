@@ -28,7 +28,7 @@ class Ring:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         pin = device.type == "cuda" and torch.cuda.is_available()
-        self._buffers = [torch.empty(PIECE, dtype=torch.uint8, pin_memory=pin) for _ in range(_BUFFERS)]
+        self._buffers = [torch.empty(PIECE, dtype=torch.uint8, pin_memory=pin, device="cpu") for _ in range(_BUFFERS)]
         self._passed: list[Callable[[], Any] | None] = [None] * _BUFFERS
         self._turn = 0
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DestinationError, FormatError, MissingFileError
+from ..export.destination import appearing
 from ..formats.huggingface import load_json
 from ..io.local import split
 
@@ -65,10 +66,13 @@ def copy(folder: Path | None, names: Iterable[str], dst: Path, changed: Mapping[
         if folder is None or not (folder / name).is_file():
             continue
         try:
-            if name in changed:
-                (dst / name).write_text(json.dumps(changed[name], indent=2, sort_keys=True) + "\n", encoding="utf-8")
-            else:
-                shutil.copyfile(folder / name, dst / name)
+            with appearing({dst / name: 0}, lambda: None) as temporary:  # replaces a link, and does not follow it
+                part = temporary[dst / name]
+                if name in changed:
+                    text = json.dumps(changed[name], indent=2, sort_keys=True) + "\n"
+                    part.write_text(text, encoding="utf-8")
+                else:
+                    shutil.copyfile(folder / name, part)
         except OSError as e:
             raise DestinationError(f"{dst / name} cannot be written ({e}); the weights are") from e
         written.append(dst / name)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import DataError, DestinationError, FormatError, MissingFileError
-from ..export.stream import PIECE
+from ..export.places import PIECE
 from ..formats.huggingface import ties_of
 from ..tensor import LazyTensor
 from ..view import CheckpointView
@@ -111,7 +111,8 @@ def _from_megatron(src: str | os.PathLike[str], view: CheckpointView, config: di
     """
     inner = config.get("text_config")
     rows = config.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
-    padded = [name for name in _EMBEDDINGS if name in view and type(rows) is int and view[name].shape[0] > rows > 0]
+    embeddings = {name: t for name in _EMBEDDINGS if (t := view.exact(name)) is not None}
+    padded = [name for name, t in embeddings.items() if type(rows) is int and t.shape[0] > rows > 0]
     if padded:
         view = CheckpointView(src, rules={name: {"cat": 0, "rows": rows} for name in padded})
     renamed = view.rename("hf")

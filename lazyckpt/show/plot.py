@@ -17,9 +17,10 @@ from ..errors import DataError
 from ..inspect.spectrum import ACCURACY, singular_values
 from ..inspect.stats import Bins, stats_of, stats_of_all
 from ..inspect.table import Stats, Table
+from ..printing import printable
 from ..tensor import LazyTensor
 from .layout import Cell, drawing
-from .text import plural, printable
+from .text import plural
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -193,7 +194,7 @@ class ViewPlots:
         rows, kinds, cells = _grid({self._view.full_name(one.name): one for one in stats_of_all(self._view.once()[0])})
         if not cells:
             raise DataError("there are no tensors in this view: there are no norms to draw")
-        norms = torch.full((len(rows), len(kinds)), torch.nan, dtype=torch.float64)
+        norms = torch.full((len(rows), len(kinds)), torch.nan, dtype=torch.float64, device="cpu")
         marks: list[tuple[int, int, str]] = []
         for (row, kind), found in cells.items():
             at = rows.index(row), kinds.index(kind)

@@ -1,16 +1,15 @@
-"""The states of a checkpoint as a mapping that says what it holds, and what IPython's completion may look at."""
+"""The states of a checkpoint as a mapping that says what it holds."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from ..core.names import shortened
 from ..errors import TensorNotFoundError
+from ..printing import printable
 from .html.parts import page, safe, tag
-from .text import human_bytes, plural, printable
+from .text import human_bytes, plural
 
 if TYPE_CHECKING:
     from ..view import CheckpointView
@@ -38,12 +37,14 @@ class States(Mapping[str, "CheckpointView"]):
 
     def _lines(self) -> list[tuple[str, str]]:
         return [
-            (state, f"{plural(len(view), 'tensor')}, {human_bytes(view.nbytes)}") for state, view in self._views.items()
+            (shortened(state), f"{plural(len(view), 'tensor')}, {human_bytes(view.nbytes)}")
+            for state, view in self._views.items()
         ]
 
     def __repr__(self) -> str:
-        width = max((len(printable(state)) for state in self._views), default=0)
-        return "\n".join(f"{printable(state):<{width}}  {told}" for state, told in self._lines()) or "(no states)"
+        lines = [(printable(state), told) for state, told in self._lines()]
+        width = max((len(state) for state, _ in lines), default=0)
+        return "\n".join(f"{state:<{width}}  {told}" for state, told in lines) or "(no states)"
 
     def _repr_html_(self) -> str:
         lines = (tag("li", f"{tag('code', safe(state))} {tag('span', told, 'dim')}") for state, told in self._lines())
@@ -51,20 +52,3 @@ class States(Mapping[str, "CheckpointView"]):
 
     def _ipython_key_completions_(self) -> list[str]:
         return list(self)
-
-
-def completable(*views: type) -> None:
-    """Tell a running IPython that it may look into views when one presses Tab: `view.states["`, `view["layers.0"]["`.
-
-    Without that it completes ``view["`` only: by its policy it calls no ``__getitem__`` and no property of classes that
-    it does not know, as they might do anything (IPython/core/guarded_eval.py `SelectivePolicy`). Those of views read
-    no tensor data.
-    """
-    module = "IPython.core.guarded_eval"
-    if "IPython" not in sys.modules or importlib.util.find_spec(module) is None:
-        return  # no IPython runs here, or one that asks nobody
-    policies = getattr(importlib.import_module(module), "EVALUATION_POLICIES", {})
-    for name in ("allowed_getitem", "allowed_getattr"):
-        allowed = getattr(policies.get("limited"), name, None)
-        if isinstance(allowed, set):
-            allowed.update((*views, States))

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..core.dtypes import short_name
 from ..core.index import TensorSpec
-from ..core.names import natural
+from ..core.names import natural, shortened
+from ..printing import printable
 
 if TYPE_CHECKING:
     from ..tensor import LazyTensor
@@ -52,16 +53,6 @@ def plural(n: int, what: str) -> str:
     return f"{n:,} {what}{'s' * (n != 1)}"
 
 
-def printable(text: str) -> str:
-    """
-    >>> print(printable("red\\x1b[31m"))
-    red\\x1b[31m
-    """
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
 @dataclass(slots=True)
 class Node:
     """A level of the tree: totals count each tied tensor once. A leaf has the ``spec`` of its tensor, and the ``name``
@@ -82,14 +73,6 @@ class Node:
 def build(view: CheckpointView) -> Node:
     """The names of a view as nodes, children in natural order."""
     root = Node("")
-    nodes: dict[str, Node] = {}  # what has been walked through, by its path
-
-    def at(path: str) -> Node:
-        found = nodes.get(path)
-        if found is None:
-            above, dot, label = path.rpartition(".")
-            found = nodes[path] = child(at(above) if dot else root, label)
-        return found
 
     def child(parent: Node, label: str) -> Node:
         found = parent.children.get(label)
@@ -97,13 +80,19 @@ def build(view: CheckpointView) -> Node:
             found = parent.children[label] = Node(label)
         return found
 
+    above, parent = "", root  # of the name before: neighbours mostly have the same
     specs, seen = view.specs, set[str]()
     for name in view:
-        above, dot, label = name.rpartition(".")
-        if above.count(".") >= _LEVELS:
+        front, dot, label = name.rpartition(".")
+        if not dot:
+            above, parent = "", root
+        elif front != above or parent is root:
             *parts, label = name.split(".", _LEVELS)
-            above = ".".join(parts)
-        leaf = child(at(above) if dot else root, label)
+            parent = root
+            for part in parts:
+                parent = child(parent, part)
+            above = front if "." not in label else ""
+        leaf = child(parent, label)
         full = view.full_name(name)
         owner = full if full in specs else view.owner(name)
         leaf.name, leaf.spec = name, specs[owner]
@@ -191,12 +180,13 @@ def rows(view: CheckpointView, depth: int | None = None, limit: int | None = Non
 def _rows(node: Node, depth: int | None, level: int = 0) -> Iterator[Row]:
     """Everything below a node."""
     for child in node.children.values():
-        label, end = child.label or "''", child
+        labels, end = [child.label or "''"], child
         # a chain of single children is one line: it has nothing to choose from
         while end.spec is None and len(end.children) == 1:
             (end,) = end.children.values()
-            label += "." + end.label
-        name = "  " * level + printable(label)
+            labels.append(end.label)
+        label = ".".join(labels)
+        name = "  " * level + printable(shortened(label))
         if end.spec is not None:
             yield Row(True, (name, *_leaf(end)))
         if end.children:
@@ -211,12 +201,12 @@ def _leaf(node: Node) -> tuple[str, str, str]:
     spec = node.spec
     assert spec is not None  # asked only of leaves
     size = human_bytes(spec.nbytes) if node.counted else ""
-    return kind(spec), size, f"= {printable(node.tied)}" if node.tied else human_count(spec.numel)
+    return kind(spec), size, f"= {printable(shortened(node.tied))}" if node.tied else human_count(spec.numel)
 
 
 def kind(t: LazyTensor | TensorSpec) -> str:
     """``bf16 [64, 64]``"""
-    return f"{short_name(t.dtype)} [{', '.join(map(str, t.shape))}]"
+    return f"{short_name(t.dtype)} [{shortened(', '.join(map(str, t.shape)))}]"
 
 
 def oddities(view: CheckpointView) -> list[str]:
@@ -230,7 +220,7 @@ def explain(view: CheckpointView) -> str:
     for name in {view.owner(n): n for n in view}.values():
         for fragment in view[name].fragments:
             per_file[fragment.extent.path] = per_file.get(fragment.extent.path, 0) + 1
-    lines = [summary(view), f"root: {view.root}"]
+    lines = [summary(view), f"root: {printable(view.root)}"]
     sizes = {printable(state): (plural(len(v), "tensor"), human_bytes(v.nbytes)) for state, v in view.states.items()}
     lines += [f"state {state}: {count}, {size}" for state, (count, size) in sizes.items()]
     lines += [f"problem: {printable(p)}" for p in oddities(view)]

@@ -103,6 +103,7 @@ class _Item(_Record):
 
 _CLASSES = REBUILD | {
     (f"{_MODULE}.metadata", "Metadata"): _Metadata,
+    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): _Properties,  # until torch 2.2
     (f"{_MODULE}.metadata", "TensorStorageMetadata"): _Tensor,
     (f"{_MODULE}.metadata", "BytesStorageMetadata"): _Bytes,
     (f"{_MODULE}.metadata", "TensorProperties"): _Properties,

@@ -161,7 +161,11 @@ class _Building:
                 f"{lost:,} elements of {len(self._gaps):,} tensors are in no chunk of any file: {some(self._gaps)}"
             )
         used = self._metadata.files
-        extra = sorted(n for n in listed if n.endswith(".distcp") and posixpath.join(folder, n) not in used)
+        extra = sorted(  # an empty file is of a rank that had nothing to write
+            n
+            for n, entry in listed.items()
+            if n.endswith(".distcp") and entry.info.size and posixpath.join(folder, n) not in used
+        )
         if extra:
             self._problems.append(
                 f"{len(extra):,} files are not part of the checkpoint, left over from another save: {some(extra)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -49,11 +49,24 @@ class Stage(NamedTuple):
     groups: list[Shapes]
 
 
+class Unnamed(NamedTuple):
+    """An optimizer whose fp32 copies may tell what order and shapes do not. ``total``: how many parameters it has;
+    ``numbers``: what stands under a number; ``names``: the weights that these may be (none: any); ``ways``: number ->
+    name, for each order that fits."""
+
+    where: str
+    total: int
+    numbers: list[str]
+    names: list[str]
+    ways: list[dict[str, str]]
+
+
 @dataclass(slots=True)
 class Building:
     """What is found out on the way to an Index. ``ranks``: how many model-parallel ones there are, ``tp`` of them
     tensor-parallel in every stage; ``world``: the ranks over which ZeRO cuts (all data-parallel ones, but for MiCS);
     ``placements``: AutoEP's (see `autoep`); ``sources``: where merge rules come from, the first that knows wins;
+    ``unnamed``: optimizers whose parameters values have to tell;
     ``lost``: mp rank -> its lost model states; ``gone``: flat groups of which no rank's file is there."""
 
     store: Store
@@ -68,6 +81,8 @@ class Building:
     problems: dict[str, None] = field(default_factory=dict)  # in order, each once
     unreadable: dict[str, str] = field(default_factory=dict)
     states: dict[str, dict[str, TensorSpec]] = field(default_factory=dict)
+    unnamed: list[Unnamed] = field(default_factory=list)
+    named: dict[str, str] = field(default_factory=dict)  # parameter that has a number in a file -> how that is known
     weight_shapes: dict[str, dict[int, Shape]] = field(default_factory=dict)  # name -> tensor-parallel rank -> shape
     _read: dict[str, TorchFile | LazyckptError] = field(default_factory=dict)
     _pickles: Pickles = field(default_factory=Pickles)
@@ -105,7 +120,9 @@ class Building:
             specs = self.states.setdefault(state, {})
             for name, by_rank in names.items():
                 if name not in specs:
-                    specs[name] = self._merged(state, name, by_rank)
+                    spec = self._merged(state, name, by_rank)
+                    rule = self.named.get(name, "") if state != "weights" else ""
+                    specs[name] = replace(spec, rule=rule) if rule and not spec.rule else spec
                 else:  # shared modules: they can differ, not every attribute of them is kept in step
                     self.tell(
                         f"several pipeline stages hold {name!r}: the first stage's is read (the others: view.stored)"

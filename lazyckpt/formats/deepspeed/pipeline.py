@@ -18,7 +18,7 @@ from ...core.index import Rank
 from ...errors import LazyckptError
 from ...io.rebuild import StoredTensor
 from ...io.torchfile import TorchFile
-from ..numbering import Effort
+from ..numbering import CONVENTIONS, Convention, Effort
 from ..torchsave import crc_of
 from .building import Building, Local, Shapes, Shards, local, tensors_in
 from .files import RankFiles
@@ -150,8 +150,20 @@ def local_shapes(layers: Layers, idx: int, tp: int, prefix: str, buffers: set[st
 def stage_names(
     optimizers: Sequence[list[Group]], layers: Sequence[Shapes], shared: Shapes, effort: Effort
 ) -> list[Shapes] | None:
-    """Which layers each pipeline stage has: consecutive runs, such that every stage's optimizer fits its run. Only if
-    every way to cut them gives its parameters the same names. ``shared``: what any stage may have besides, first."""
+    """Which layers each pipeline stage has: consecutive runs, such that every stage's optimizer fits its run, all in
+    one order. Only if every way to cut them gives its parameters the same names, and is the same for all orders that
+    fit. ``shared``: what any stage may have besides, first."""
+    cuts = [_cuts(optimizers, layers, shared, effort, convention) for convention in CONVENTIONS]
+    fitting = [found for found in cuts if found]
+    if effort.left < 0 or not fitting or any(len(found) > 1 or found != fitting[0] for found in fitting):
+        return None
+    return fitting[0][0]
+
+
+def _cuts(
+    optimizers: Sequence[list[Group]], layers: Sequence[Shapes], shared: Shapes, effort: Effort, order: Convention
+) -> list[list[Shapes]]:
+    """The ways to cut the layers that give other names, two at most."""
     found: dict[tuple[Any, ...], list[Shapes]] = {}
 
     def extend(at: int, chosen: list[Shapes], named: tuple[Any, ...]) -> None:
@@ -171,11 +183,11 @@ def stage_names(
                 # every layer of a run but its last few has to be needed: a longer run than that fits nothing better
                 if count <= len(names) <= 2 * count + 8:
                     effort.left -= 10 * len(names)
-                    matched = match(names, optimizers[stage], effort=effort)
+                    matched = match(names, optimizers[stage], effort=effort, conventions=(order,))
                     if matched is not None:
                         extend(end, [*chosen, names], (*named, tuple(map(tuple, matched.names))))
             if len(own) > 2 * count + 8:
                 break
 
     extend(0, [], ())
-    return next(iter(found.values())) if len(found) == 1 and effort.left >= 0 else None
+    return list(found.values())

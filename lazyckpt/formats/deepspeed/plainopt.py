@@ -2,14 +2,14 @@
 
 Sources: runtime/engine.py (``optimizer`` in the model states; ``expp_rank_*`` with experts), runtime/fp16/
 unfused_optimizer.py `state_dict`, torch/optim/optimizer.py `state_dict`: an optimizer that was given named parameters
-lists ``param_names`` in its groups; otherwise the names follow from order and shapes (`numbering`), as far as these
-leave no choice. moe/utils.py marks the groups of experts with ``moe``.
+lists ``param_names`` in its groups; otherwise the names follow from shapes and the usual orders (`numbering`), as far
+as these leave no choice. moe/utils.py marks the groups of experts with ``moe``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -19,9 +19,22 @@ from ...core.index import Rank
 from ...io.rebuild import StoredTensor
 from ...io.records import short
 from ...io.torchfile import TorchFile
-from ..numbering import Assignment, Effort, assign, assign_by_shape, possible_shapes
-from .building import ALONE, Building, Shards, local
+from ..numbering import (
+    CONVENTIONS,
+    Assignment,
+    Convention,
+    Effort,
+    Named,
+    Wanted,
+    assign,
+    assign_by_shape,
+    common,
+    fitting,
+    possible_shapes,
+)
+from .building import ALONE, Building, Shards, Unnamed, local
 
+_NUMBERED = re.compile(r"(.*\.deepspeed_experts\.)(\d{1,9})(\..*)")
 _EXPERT = re.compile(r".*(\.deepspeed_experts\..*|\.experts\.w[123])")  # DeepSpeed's own layers, AutoEP's
 
 
@@ -76,26 +89,62 @@ def match(
     groups: list[Group],
     spread: Mapping[str, int] | None = None,
     effort: Effort | None = None,
+    conventions: Sequence[Convention] = CONVENTIONS,
 ) -> Assignment | None:
-    """Names for the parameters of all groups: those listed, else what order and shapes tell (see `assign`). Experts are
-    in groups of their own, and nowhere else, if any group is marked so; in the groups of their ``spread`` if given
+    """Names for the parameters of all groups, as all `matches` give them; None if there are none."""
+    found = matches(names, groups, spread, effort, conventions)
+    return common(found, [group.shapes for group in groups]) if found else None
+
+
+def matches(
+    names: Mapping[str, Shape],
+    groups: list[Group],
+    spread: Mapping[str, int] | None = None,
+    effort: Effort | None = None,
+    conventions: Sequence[Convention] = CONVENTIONS,
+) -> list[Assignment]:
+    """Names for the parameters of all groups: those listed, else what shapes and each usual order tell. Experts are in
+    groups of their own, and nowhere else, if any group is marked so; in the groups of their ``spread`` if given
     (expert -> over how many ranks it and its like are spread)."""
     listed = [_listed(group, names) for group in groups]
     if None not in listed:
-        return Assignment([found for found in listed if found is not None])
+        return [Assignment([found for found in listed if found is not None], "param_names")]
     marked = any(group.experts for group in groups)
-    found: list[list[str | None]] = [[] for _ in groups]
     of_group = [(group.experts if spread else bool(group.experts)) if marked else 0 for group in groups]
-    of_name = {n: (spread or {}).get(n, 1) if marked and _EXPERT.fullmatch(n) else 0 for n in names}
-    for kind in dict.fromkeys(of_group):
-        chosen = [g for g, k in enumerate(of_group) if k == kind]
-        eligible = [(n, s) for n, s in names.items() if of_name[n] == kind]
-        assigned = assign(eligible, [groups[g].shapes for g in chosen], effort)
-        if assigned is None:
-            return None
-        for g, members in zip(chosen, assigned.names, strict=True):
-            found[g] = members
-    return Assignment(found)
+    given = _as_on_the_rank(names)  # by which the rank may have sorted them
+    of_name = {g: (spread or {}).get(n, 1) if marked and _EXPERT.fullmatch(n) else 0 for g, n in given.items()}
+
+    def deal(ordered: Sequence[Named], wanted: Sequence[Sequence[Wanted]], left: Effort) -> Assignment | None:
+        found: list[list[str | None]] = [[] for _ in wanted]
+        for kind in dict.fromkeys(of_group):
+            chosen = [g for g, k in enumerate(of_group) if k == kind]
+            eligible = [item for item in ordered if of_name[item[0]] == kind]
+            assigned = assign(eligible, [wanted[g] for g in chosen], left)
+            if assigned is None:
+                return None
+            for g, members in zip(chosen, assigned.names, strict=True):
+                found[g] = members
+        return Assignment(found)
+
+    own = [(g, names[n]) for g, n in given.items()]
+    return [
+        one._replace(names=[[n and given[n] for n in members] for members in one.names])
+        for one in fitting(own, [group.shapes for group in groups], conventions, effort, deal)
+    ]
+
+
+def _as_on_the_rank(names: Mapping[str, Shape]) -> dict[str, str]:
+    """The names that the rank had -> those of the model: there each layer's experts count from 0.
+
+    >>> _as_on_the_rank({"m.deepspeed_experts.6.w": (2,), "m.deepspeed_experts.7.w": (2,)})
+    {'m.deepspeed_experts.0.w': 'm.deepspeed_experts.6.w', 'm.deepspeed_experts.1.w': 'm.deepspeed_experts.7.w'}
+    """
+    numbers: dict[str, dict[str, None]] = {}
+    parts = {name: match for name in names if (match := _NUMBERED.fullmatch(name))}
+    for match in parts.values():
+        numbers.setdefault(match[1], {})[match[2]] = None
+    local = {layer: {i: n for n, i in enumerate(sorted(ids, key=int))} for layer, ids in numbers.items()}
+    return {(f"{m[1]}{local[m[1]][m[2]]}{m[3]}" if (m := parts.get(name)) else name): name for name in names}
 
 
 def _listed(group: Group, names: Mapping[str, Shape]) -> list[str | None] | None:
@@ -123,11 +172,14 @@ def optimizer_shards(
     groups = numbered_groups(optimizer)
     if not groups:
         return {}
-    found = match(names, groups, spread) or assign_by_shape(list(names.items()), [group.shapes for group in groups])
+    shapes = [group.shapes for group in groups]
+    ways = matches(names, groups, spread)
+    found = common(ways, shapes) if ways else assign_by_shape(list(names.items()), shapes)
     by_id, param_groups = _torch_state(optimizer)
     masters = _masters(optimizer, param_groups)
     shards: Shards = {}
-    unnamed = count = 0
+    unnamed: dict[str, tuple[int, int]] = {}
+    count = 0
     for g, group in enumerate(groups):
         for n, i in enumerate(group.numbers):
             known = found.names[g][n]
@@ -137,15 +189,24 @@ def optimizer_shards(
                 values["fp32"] = masters[i]
             name = known or f"{where}.{i}"
             count += bool(values)
-            unnamed += bool(values) and known is None
+            if known is not None:
+                b.named.setdefault(known, f"number {i} of the {where}; named by {found.by}")
+            if values and known is None:
+                unnamed[name] = g, n
             for key, value in values.items():
                 if isinstance(value, StoredTensor):
                     tensor = local(file, f"{name}: {key}", value, rank)
                     shards.setdefault(state_name(key), {}).setdefault(name, {})[rank.tp if known else ALONE] = tensor
-    if unnamed:
+    if unnamed and masters and b.tp == 1:
+        taken = {name for members in found.names for name in members}
+        left = [name for name in names if name not in taken]
+        said = [{i: way.names[g][n] for i, (g, n) in unnamed.items()} for way in ways]
+        given = [{i: name for i, name in way.items() if name is not None} for way in said]
+        b.unnamed.append(Unnamed(where, count, list(unnamed), left, given))
+    elif unnamed:
         b.tell(
-            f"{where}: the optimizer numbers its parameters; for {unnamed} of {count} order and shapes leave more than "
-            "one way to name them, or none: their states stand under their numbers"
+            f"{where}: the optimizer numbers its parameters; for {len(unnamed)} of {count} order and shapes leave more "
+            "than one way to name them, or none: their states stand under their numbers"
         )
     return shards
 

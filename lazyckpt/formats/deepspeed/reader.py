@@ -35,7 +35,7 @@ from .plainopt import named_shapes, numbered_groups
 from .present import lost_stages, set_aside, with_lost_experts, with_lost_layers, with_lost_states
 from .ucp import universal_rules
 from .weights import copies, expert_shards, module_shards, sharded_rest, tell_of_fused_attention
-from .zero0 import optimizer_states, ties_of_plain_optimizers
+from .zero0 import copies_that_tell, optimizer_states, ties_of_plain_optimizers, with_undecided
 
 _BUFFER = (replicated, "buffer_names: nothing cuts a buffer over ranks")
 
@@ -126,15 +126,17 @@ def read(source: Source) -> Index:
     if b.tp > 1 and hasattr(first.model.get("args"), "num_attention_heads"):
         tell_of_fused_attention(b)
     stage_number = 3 if sharded else _zero_stage(first.model, optims)
+    undecided = copies_that_tell(b) if b.unnamed else None
     return Index(
         format=f"deepspeed-zero{stage_number}",
-        states=found,
+        states=with_undecided(b, found, undecided) if undecided else found,
         files=b.files,
         aliases={a: o for a, o in aliases.items() if a != o},
         meta=_meta(plain, optims, files) | _kinds(stages, bare),
         mesh=Mesh(b.tp, b.ranks // b.tp, degree, _expert_parallel(optims, files, b)),
         problems=tuple(b.problems),
         unreadable=b.unreadable,
+        open_problems=undecided.problems if undecided else None,
     )
 
 

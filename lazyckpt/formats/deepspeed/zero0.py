@@ -10,7 +10,9 @@ from collections.abc import Iterable, Mapping
 from itertools import product
 
 from ...core.box import Shape
+from ...core.index import TensorSpec
 from ...errors import LazyckptError
+from ..evidence import Copies, Undecided, UndecidedTable
 from ..numbering import Effort
 from .autoep import layer_of, stacked
 from .building import Building, Local, Shapes, Shards, Stage, buffer_names, table, tensors_in, update
@@ -49,6 +51,40 @@ def optimizer_states(
                 where = f"optimizer of rank {mp}"
                 update(shards, optimizer_shards(b, stage.file, stage.model.get("optimizer"), names, stage.rank, where))
         b.add(shards)
+
+
+# -- parameters that order and shapes do not tell
+
+
+def copies_that_tell(b: Building) -> Undecided:
+    """The optimizers whose fp32 copies are to tell their parameters (one tensor-parallel rank: weights are whole)."""
+    copies, weights = b.states.get("fp32", {}), b.states.get("weights", {})
+    return Undecided(
+        b.store.pinned(b.files),
+        [
+            Copies(
+                of.where,
+                of.total,
+                {number: copies[number] for number in of.numbers},
+                {name: weights[name] for name in of.names or weights if name in weights},
+                of.ways,
+            )
+            for of in b.unnamed
+        ],
+    )
+
+
+def with_undecided(
+    b: Building, states: Mapping[str, Mapping[str, TensorSpec]], undecided: Undecided
+) -> dict[str, Mapping[str, TensorSpec]]:
+    """The states, those with numbers such that the numbers get their names when they are looked at."""
+    numbers = {number for of in b.unnamed for number in of.numbers}
+    return {
+        state: UndecidedTable(table, undecided, b.states["weights"] if state == "fp32" else {})
+        if numbers & table.keys()
+        else table
+        for state, table in states.items()
+    }
 
 
 # -- pipelines

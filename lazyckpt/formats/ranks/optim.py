@@ -17,7 +17,7 @@ from ...core.box import Shape
 from ...core.index import Extent, Fragment, Hole, Rank, TensorSpec
 from ...io.plain import Path
 from ..deepspeed.flat import FlatFragments, Partition
-from ..numbering import assign
+from ..numbering import agreed
 from ..paths import some
 from ..placements import Cut
 from .collect import Collected, Lost, Meshed, Plains
@@ -111,7 +111,7 @@ def _single(
     listed = [m if isinstance(m := g.get("params"), list) else [] for g in groups]
     members = [[str(n) for n in m if type(n) is int] for m in listed]
     wanted = [[frozenset({(sums[n],)}) if n in sums else None for n in group] for group in members]
-    named = assign([(name, (prod(shape),)) for name, shape in weights], wanted)
+    named = agreed([(name, (prod(shape),)) for name, shape in weights], wanted)
     if named is None:
         return {}
     shapes = dict(weights)

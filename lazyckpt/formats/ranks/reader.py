@@ -14,6 +14,7 @@ from typing import Any
 from ...core.index import FileInfo, Index, Mesh, TensorSpec
 from ...errors import CorruptError, LazyckptError
 from ...io.dangers import dangers
+from ...io.limits import check_ranks
 from ...io.plain import Path, Plain, TensorRef
 from ...io.rebuild import StoredTensor
 from ...io.records import Opaque
@@ -232,6 +233,7 @@ class _Folder:
     def tell_missing(self) -> None:
         """The lines on files that are gone or cannot be read."""
         for series in self.series:
+            check_ranks(self.store.root, series.world or 0, len(series.files))
             count = range(series.world) if series.world is not None else sorted(self.collected.ranks)
             gone = [series.path(rank) for rank in count if rank not in series.files]
             if gone:

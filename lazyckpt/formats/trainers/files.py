@@ -58,6 +58,9 @@ def parts(files: Iterable[str], folders: Iterable[str]) -> list[Part]:
     if any(_RANK.fullmatch(name) for name in files):
         return []
     found = [p for name in files if (p := _part(name, _FILES, False))]
+    later = sorted(int(p.place.rpartition("_")[2]) for p in found if p.kind == "model" and p.place != "model")
+    if later != list(range(1, len(later) + 1)):  # not the models of one state, but saves of several steps
+        found = [p for p in found if p.kind != "model"]
     return found + [p for name in folders if (p := _part(name, _DIRS, True))]
 
 

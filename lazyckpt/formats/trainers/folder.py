@@ -81,6 +81,8 @@ def _read(source: Source) -> Index:
     if isinstance(state, dict) and "global_step" in state:
         members.append(((), _only_meta({"step": state["global_step"]})))
 
+    if by == "order" and _made_by_the_trainer(members):
+        by = "modules"
     models = sorted({"model", *(part.place for part in found if part.kind == "model")}, key=natural)
     name = "hf-trainer" if any(n in source.entries for n in _TRAINER) else "accelerate"
     index = together(name, members, models, by)
@@ -128,6 +130,23 @@ def _member(store: Store, part: Part) -> tuple[Path, Member]:
     if set(held.meta) == {""}:  # no dict, but one object
         return (), replace(held, tensors=_below(held.tensors, part.place), **_object(part.place, held.meta[""]))
     return (part.place,), held
+
+
+def _made_by_the_trainer(members: Sequence[tuple[Path, Member]]) -> bool:
+    """Whether the Trainer made the optimizer: two groups, with the learning rate of the training's arguments, the first
+    with their weight decay, the second with none.
+
+    transformers/trainer.py `create_optimizer` lists the parameters of both in the order of the modules. A Trainer that
+    was given an optimizer saves that one, with whatever groups it has.
+    """
+    groups: Any = next((m.meta.get("param_groups") for base, m in members if base == ("optimizer",)), None)
+    record = next((m.meta["training_args"] for base, m in members if not base and "training_args" in m.meta), None)
+    told = getattr(record, "state", None)
+    if not (isinstance(told, dict) and isinstance(groups, list) and len(groups) == 2):
+        return False
+    rate = told.get("learning_rate")
+    options = [(g.get("weight_decay"), g.get("initial_lr", rate)) for g in groups if isinstance(g, dict)]
+    return options == [(told.get("weight_decay"), rate), (0.0, rate)]
 
 
 def _object(place: str, value: Any) -> dict[str, Any]:

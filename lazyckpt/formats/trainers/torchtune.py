@@ -59,7 +59,8 @@ def _read(source: Source) -> Index:
             problems.append(f"{path} cannot be read: {e}")
     if not members:
         raise broken[0]
-    by: By = "nothing" if any(map(_CONVERTED.search, names)) else "order"
+    # recipes/full_finetune_*.py, lora_finetune_*.py `_setup_optimizer`: the optimizer is given model.parameters()
+    by: By = "nothing" if any(map(_CONVERTED.search, names)) else "modules"
     done = next((m.meta["epochs_run"] for _, m in members if "epochs_run" in m.meta), None)
     models = ["model"]
     if type(done) is int and chosen is not None and done != chosen + 1:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import CorruptError
+from ...io.limits import Budget
 from ...io.pool import each
 from .tree import Tree
 
@@ -25,11 +26,13 @@ Json = dict[str, Any]
 @dataclass(slots=True)
 class Nodes:
     """``root``: the root's document and attributes, as v3 has them; {} if there is none. ``arrays``: path -> (version,
-    document, attributes, the document's path). ``attributes``: path of a group -> its attributes."""
+    document, attributes, the document's path). ``attributes``: path of a group -> its attributes. ``damaged``: path of
+    a node that cannot be read -> why."""
 
     root: Json = field(default_factory=dict)
     arrays: dict[str, tuple[int, Json, Json, str]] = field(default_factory=dict)
     attributes: dict[str, Json] = field(default_factory=dict)
+    damaged: dict[str, str] = field(default_factory=dict)
 
 
 def nodes(tree: Tree) -> Nodes:
@@ -68,7 +71,12 @@ def _walk(tree: Tree, found: Nodes) -> None:
         below: dict[str, list[str]] = {}
 
         def visit(folder: str, below: dict[str, list[str]] = below) -> None:
-            below[folder] = _visit(tree, folder, found)
+            try:
+                below[folder] = _visit(tree, folder, found)
+            except CorruptError as e:
+                if not folder:
+                    raise
+                found.damaged[folder], below[folder] = str(e), []
 
         each(visit, level)
         level = [child for folder in level for child in below[folder]]
@@ -95,7 +103,13 @@ def _visit(tree: Tree, folder: str, found: Nodes) -> list[str]:
         return []
     elif ".zgroup" in names:
         found.attributes[folder] = _attributes(tree, folder, names)
-    return [posixpath.join(folder, name) for name, is_folder in sorted(names.items()) if is_folder]
+    inside = [posixpath.join(folder, name) for name, is_folder in sorted(names.items()) if is_folder]
+    circles = [path for path in inside if tree.is_circle(path)]
+    for path in circles:
+        found.damaged[path] = (
+            f"{tree.where(path)} is a link to a folder that it is in, which is no hierarchy: remove it"
+        )
+    return [path for path in inside if path not in circles]
 
 
 def _attributes(tree: Tree, folder: str, names: Mapping[str, bool]) -> Json:
@@ -135,7 +149,9 @@ def _object(value: Any, where: str) -> Json:
 
 
 def _parsed(data: bytes | None, where: str) -> Json:
+    data = data or b""
+    Budget(where, len(data)).objects(data.count(b"{") + data.count(b"["))
     try:
-        return _object(json.loads(data or b""), where)
+        return _object(json.loads(data), where)
     except (ValueError, RecursionError) as e:
         raise CorruptError(f"{where} is no JSON ({e!s:.80}): truncated or damaged") from None

@@ -36,9 +36,10 @@ def fill_bytes(value: Any, dtype: torch.dtype, where: str) -> bytes:
             raise TypeError(value)
         if dtype.is_floating_point:
             # torch rounds twice by way of float32; every value of a narrower type is one of float32
-            one = torch.tensor(float(value), dtype=torch.float64 if dtype == torch.float64 else torch.float32).to(dtype)
+            wide = torch.float64 if dtype == torch.float64 else torch.float32
+            one = torch.tensor(float(value), dtype=wide, device="cpu").to(dtype)
         elif dtype == torch.bool:
-            one = torch.tensor(bool(value))
+            one = torch.tensor(bool(value), device="cpu")
         else:
             if int(value) != value:
                 raise ValueError(value)

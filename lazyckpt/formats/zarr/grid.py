@@ -21,6 +21,10 @@ from ...core.index import Chunk, Codec, Extent, FileInfo, Fragment, Part, Shard,
 from ...core.plan import Selection
 from ...errors import CorruptError
 from ...io.store import Store, present
+from .keys import Keys
+
+_FEW = 1024  # chunks that are looked up one by one; where there are more, the folder is listed
+_DIGITS = 20  # of a number in the key of a chunk, more than there can be
 
 
 class Level(NamedTuple):
@@ -68,6 +72,25 @@ class Array:
         """
         return self.separator.join([*([self.prefix] if self.prefix else []), *map(str, place)]) or "0"
 
+    def place(self, key: str, grid: Shape) -> Shape | None:
+        """The place in the grid of the chunk with a key; None if it is no chunk's.
+
+        >>> import torch
+        >>> array = Array((9, 9), torch.int8, (4, 4), Packing((0, 1)), b"0", "c", "/")
+        >>> array.place("c/0/2", (3, 3)), array.place("c/0/3", (3, 3)), array.place("zarr.json", (3, 3))
+        ((0, 2), None, None)
+        """
+        parts = key.split(self.separator)
+        if self.prefix:
+            parts = parts[1:]
+        elif not grid:
+            parts = []
+        if not all(part.isdecimal() and len(part) < _DIGITS for part in parts):
+            return None
+        place = tuple(map(int, parts))
+        inside = len(place) == len(grid) and all(n < count for n, count in zip(place, grid, strict=True))
+        return place if inside and self.key(place) == key else None
+
 
 class Place(NamedTuple):
     """Where a chunk's key is in a zip: ``window``, from the header of its entry on; ``packed`` if it is compressed."""
@@ -79,13 +102,15 @@ class Place(NamedTuple):
 @dataclass(frozen=True, slots=True, eq=False)
 class GridFragments(Sequence[Fragment]):
     """One fragment for each cell. ``folder``: of the array, in the store. ``complete``: every chunk has to be there,
-    as lazyckpt writes them. ``zip``: the zip that the array is in; ``places``: where in it the keys are."""
+    as lazyckpt writes them. ``zip``: the zip that the array is in; ``places``: where in it the keys are; ``keys``:
+    which there are in a folder."""
 
     array: Array
     folder: str
     complete: bool = False
     zip: str | None = None
     places: Mapping[str, Place] | None = None
+    keys: Keys | None = None
 
     @property
     def cell(self) -> Shape:
@@ -108,23 +133,76 @@ class GridFragments(Sequence[Fragment]):
         return self.complete and self.zip is None and not packing.codecs and not packing.levels
 
     def near(self, want: Selection) -> list[Fragment]:
-        """The cells that hold wanted elements."""
+        """The cells that hold wanted elements; of many cells, those that are absent as few large blocks."""
+        if self._is_sparse and prod(map(_count, want, self.cell)) > _FEW:
+            return self._sparse(want)
         numbers = [_cells(r, size) for r, size in zip(want, self.cell, strict=True)]
         return [self.at(place) for place in itertools.product(*numbers)]
+
+    @property
+    def _is_sparse(self) -> bool:
+        """Whether chunks may be absent, and it can be told which are there."""
+        return not self.complete and (self.keys is not None or self.places is not None)
+
+    def _there(self) -> Iterable[Shape]:
+        """The places in the grid of the keys that there are."""
+        array = self.array
+        keys = self.places if self.places is not None else self.keys
+        grid = grid_of(array.shape, array.chunk)
+        return filter(None.__ne__, (array.place(key, grid) for key in keys or ()))  # type: ignore[arg-type]
+
+    def _sparse(self, want: Selection) -> list[Fragment]:
+        """The same in time and memory in proportion to the chunks that are there."""
+        if not all(map(len, want)):
+            return []
+        array, cell = self.array, self.cell
+        start = tuple(r[0] // c for r, c in zip(want, array.chunk, strict=True))
+        stop = tuple(r[-1] // c + 1 for r, c in zip(want, array.chunk, strict=True))
+        there = sorted(p for p in self._there() if all(a <= n < b for a, n, b in zip(start, p, stop, strict=True)))
+        found = [self._fill(box) for box in _gaps(there, start, stop)]
+        for place in there:
+            numbers = []
+            for r, n, whole, size in zip(want, place, array.chunk, cell, strict=True):
+                inner = r[
+                    max(0, -(-(n * whole - r.start) // r.step)) : max(0, -(-((n + 1) * whole - r.start) // r.step))
+                ]
+                numbers.append(_cells(inner, size))
+            found += map(self.at, itertools.product(*numbers))
+        return found
+
+    def _fill(self, box: Box) -> Fragment:
+        """A block of chunks that are absent: all its elements are the fill value."""
+        array = self.array
+        start = tuple(a * c for a, c in zip(box.start, array.chunk, strict=True))
+        sizes = tuple(min(b * c, n) - a for a, b, c, n in zip(start, box.stop, array.chunk, array.shape, strict=True))
+        path = self._path(array.key(box.start))
+        absent = Chunk(path, array.dtype, sizes, (0,) * len(sizes), 0, fill=array.fill, present=False)
+        return Fragment(absent, sizes, (Part(Box.of(sizes), start),))
 
     def archives(self) -> list[Chunk]:
         """The chunks that are looked up before they are read."""
         if self._plain:
             return []
-        return [f.extent for f in self if isinstance(f.extent, Chunk)]
+        return [f.extent for f in self.near(tuple(map(range, self.array.shape))) if isinstance(f.extent, Chunk)]
 
     def paths(self) -> Iterator[str]:
         """The files that the chunks are in."""
         if self.zip is not None:
             yield self.zip
             return
-        for place in itertools.product(*map(range, grid_of(self.array.shape, self.array.chunk))):
+        grid = grid_of(self.array.shape, self.array.chunk)
+        places = self._there() if self._is_sparse and prod(grid) > _FEW else itertools.product(*map(range, grid))
+        for place in places:
             yield self._path(self.array.key(place))
+
+    def holds(self, path: str) -> bool:
+        """Whether a file is one that a chunk is in, or would be in."""
+        if self.zip is not None:
+            return path == self.zip
+        if self.folder and not path.startswith(f"{self.folder}/"):
+            return False
+        key = path[len(self.folder) + 1 :] if self.folder else path
+        return self.array.place(key, grid_of(self.array.shape, self.array.chunk)) is not None
 
     def at(self, place: Sequence[int]) -> Fragment:
         """The fragment of the cell at this place of the grid."""
@@ -198,7 +276,8 @@ class ChunkFiles(Mapping[str, FileInfo]):
         self._store = store
         self._documents = dict(documents)
         self._chunks = tuple(chunks)
-        self._known: set[str] | None = None
+        self._single = {chunk for chunk in chunks if isinstance(chunk, str)}
+        self._grids = {chunk.folder: chunk for chunk in chunks if isinstance(chunk, GridFragments)}
 
     def only(self, paths: Iterable[str]) -> ChunkFiles:
         """Those of them."""
@@ -214,9 +293,16 @@ class ChunkFiles(Mapping[str, FileInfo]):
         return present(self._store, path) or FileInfo(0, 0)
 
     def __contains__(self, path: object) -> bool:
-        if self._known is None:
-            self._known = set(self)
-        return path in self._known
+        if not isinstance(path, str):
+            return False
+        if path in self._documents or path in self._single:
+            return True
+        folder = path
+        while folder:
+            folder = folder.rpartition("/")[0]
+            if folder in self._grids:
+                return self._grids[folder].holds(path)
+        return False
 
     def __iter__(self) -> Iterator[str]:
         yield from self._documents
@@ -227,13 +313,7 @@ class ChunkFiles(Mapping[str, FileInfo]):
                 yield from chunk.paths()
 
     def __len__(self) -> int:
-        return len(self._documents) + sum(
-            1 if isinstance(chunk, str) else prod(grid_of(chunk.array.shape, chunk.array.chunk))
-            for chunk in self._chunks
-        )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_known": None}
+        return sum(1 for _ in self)
 
 
 def spec_of(name: str, fragments: GridFragments, rule: str = "") -> TensorSpec:
@@ -245,6 +325,31 @@ def spec_of(name: str, fragments: GridFragments, rule: str = "") -> TensorSpec:
         only = Fragment(fragments.at((0,) * len(array.shape)).extent, array.shape)
         return TensorSpec(name, array.shape, array.dtype, (only,), rule=rule)
     return TensorSpec(name, array.shape, array.dtype, fragments, rule=rule)
+
+
+def _gaps(there: Sequence[Shape], start: Shape, stop: Shape, axis: int = 0) -> Iterator[Box]:
+    """The blocks of a grid between ``start`` and ``stop`` that none of these places is in, which are sorted.
+
+    >>> [(box.start, box.stop) for box in _gaps([(1, 2)], (0, 0), (3, 4))]
+    [((0, 0), (1, 4)), ((1, 0), (2, 2)), ((1, 3), (2, 4)), ((2, 0), (3, 4))]
+    """
+    if axis == len(start):
+        return
+    at = start[axis]
+    for n, group in itertools.groupby(there, lambda place: place[axis]):
+        inner_start, inner_stop = list(start), list(stop)
+        if at < n:
+            inner_start[axis], inner_stop[axis] = at, n
+            yield Box(tuple(inner_start), tuple(inner_stop))
+        inner_start[axis], inner_stop[axis] = n, n + 1
+        yield from _gaps(list(group), tuple(inner_start), tuple(inner_stop), axis + 1)
+        at = n + 1
+    if at < stop[axis]:
+        yield Box((*start[:axis], at, *start[axis + 1 :]), stop)
+
+
+def _count(wanted: range, size: int) -> int:
+    return len(wanted) if not wanted or wanted.step > size else wanted[-1] // size - wanted[0] // size + 1
 
 
 def _cells(wanted: range, size: int) -> Iterable[int]:

@@ -106,7 +106,11 @@ def _shapes(shape: Any, chunk: Any, dtype: torch.dtype, where: str) -> tuple[Sha
     if not isinstance(shape, list) or not isinstance(chunk, list) or len(shape) != len(chunk):
         raise CorruptError(f"{where}: an array of shape {shape!r:.60} in chunks of {chunk!r:.60}")
     sizes = [*shape, *chunk]
-    if any(type(n) is not int or not 0 <= n < 1 << 62 for n in sizes) or 0 in chunk or len(shape) > 32:
+    if any(type(n) is not int or not 0 <= n < 1 << 62 for n in sizes) or len(shape) > 32:
+        raise CorruptError(f"{where}: an array of shape {shape!s:.60} in chunks of {chunk!s:.60}")
+    if 0 in shape:  # it has no chunks, whatever their shape; zarr-python makes it as large as the array
+        chunk = [max(1, n) for n in chunk]
+    if 0 in chunk:
         raise CorruptError(f"{where}: an array of shape {shape!s:.60} in chunks of {chunk!s:.60}")
     if not fits(shape, dtype.itemsize) or not fits(chunk, dtype.itemsize):
         raise CorruptError(f"{where}: an array of shape {shape!s:.60}: more bytes than there can be")

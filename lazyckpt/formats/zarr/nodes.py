@@ -6,6 +6,7 @@ where a group and an array of one name exclude each other, too.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable
 
@@ -13,6 +14,9 @@ from ...core.box import Shape
 
 _EMPTY = "%empty"  # no other component is written so, either
 _SELF = "%"  # the array of a tensor "a" where there are tensors below "a", too: no component is written so
+_CUT = "%~"  # what is left of a long component, then its digest: no component is written so
+_LONGEST = 200  # bytes of a component; file systems take 255
+_LONGEST_START = 100
 _LEGAL = re.compile(r"[^/\\%\x00-\x1f]+")  # zarr-python takes a backslash for a slash
 
 
@@ -29,7 +33,8 @@ def paths(names: Iterable[str]) -> dict[str, str]:
 
 def component(text: str) -> str:
     """A part of a name as the name of a node. Zarr keeps "", ".", "..", names of dots only and those that begin with
-    two underscores for itself; what is no ordinary character is written as in a URL.
+    two underscores for itself; what is no ordinary character is written as in a URL. Of one that is longer than the
+    names of files may be, the beginning and a digest are left.
 
     >>> component("mlp"), component(""), component(".."), component("__x"), component("50%")
     ('mlp', '%empty', '%2E.', '%5F_x', '50%25')
@@ -40,6 +45,9 @@ def component(text: str) -> str:
         text = re.sub(r"[/\\%\x00-\x1f]", _escaped, text)
     if text.startswith("__") or not text.strip(".") or text in ("zarr.json", ".zarray", ".zgroup", ".zattrs"):
         text = _escaped_char(text[0]) + text[1:]
+    if len(data := text.encode("utf-8", "surrogatepass")) > _LONGEST:
+        start = data[:_LONGEST_START].decode("utf-8", "ignore")
+        text = f"{start}{_CUT}{hashlib.sha256(data).hexdigest()[:32]}"
     return text
 
 

@@ -14,11 +14,13 @@ from typing import Any
 from ...core.index import FileInfo, Index, Mesh, TensorSpec
 from ...errors import CorruptError, FormatError, MissingFileError
 from ...io.plainjson import decode
+from ...io.store import Store
 from ..paths import some
 from ..reader import Reader, Source
 from .discover import Nodes, nodes
 from .documents import ATTRIBUTE, JOB, LAYOUT
 from .grid import Array, ChunkFiles, GridFragments, Place, spec_of
+from .keys import Keys
 from .metadata import NoTensorError, array_v2, array_v3
 from .nodes import component, dimension_names
 from .packing import unknown_codecs
@@ -32,6 +34,11 @@ _LOOKED_INTO = 64  # folders without a document of their own that are looked int
 def _read(source: Source) -> Index:
     tree: Tree = Zip(source.store, source.path) if is_zip_of_zarr(source.path, source.head) else Folder(source.store)
     found = nodes(tree)
+    if isinstance(tree, Zip) and not (found.root or found.arrays or found.attributes or found.damaged):
+        raise FormatError(
+            f"{source.where} is a zip file of {_named(tree.names)}, and no Zarr hierarchy. Unpack it, and open the "
+            "checkpoint that is in it"
+        )
     top = found.attributes.get("", {})
     about: dict[str, Any] = top[ATTRIBUTE] if _is_export(top) else {}
     own = bool(about)
@@ -47,11 +54,18 @@ def _read(source: Source) -> Index:
             f"{source.where} is an export of lazyckpt without the root's zarr.json, which is written last: it was not "
             "finished. The same export again goes on where it stopped."
         )
+    if own and found.damaged:
+        raise CorruptError(next(iter(found.damaged.values())))
     problems: list[str] = []
-    arrays = _arrays(tree, found, problems)
+    unreadable = {_name(path): why for path, why in found.damaged.items()}
+    arrays = _arrays(tree, found, problems, None if own else unreadable)
+    if unreadable and not arrays:
+        raise CorruptError(next(iter(unreadable.values())))
     places: Mapping[str, Mapping[str, Place]] = tree.places(arrays) if isinstance(tree, Zip) else {}
     fragments = {
-        path: GridFragments(array, path, own, tree.path if isinstance(tree, Zip) else None, places.get(path))
+        path: GridFragments(array, path, own, tree.path, places.get(path))
+        if isinstance(tree, Zip)
+        else GridFragments(array, path, own, keys=_keys(source.store, path, array))
         for path, array in arrays.items()
     }
     files: Mapping[str, FileInfo] = tree.documents
@@ -62,7 +76,20 @@ def _read(source: Source) -> Index:
         for path, array in arrays.items():
             _check_shape(array, found.arrays[path][1].get("dimension_names"), f"{where}: {path!r:.80}")
         return _own_index(about, fragments, files, tree, problems)
-    return _index(fragments, found, files, tree, problems)
+    return _index(fragments, found, files, tree, problems, unreadable)
+
+
+def _keys(store: Store, path: str, array: Array) -> Keys:
+    return Keys(store, path, array.prefix, array.separator, len(array.shape))
+
+
+def _name(path: str) -> str:
+    return path.replace("/", ".") or _ALONE
+
+
+def _named(names: list[str]) -> str:
+    shown = ", ".join(f"{name:.40}" for name in names[:4])
+    return f"{len(names):,} files ({shown}{', ...' if len(names) > 4 else ''})" if names else "no files"
 
 
 def _is_export(attributes: Mapping[str, Any]) -> bool:
@@ -70,8 +97,9 @@ def _is_export(attributes: Mapping[str, Any]) -> bool:
     return isinstance(told, dict) and "layout" in told
 
 
-def _arrays(tree: Tree, found: Nodes, problems: list[str]) -> dict[str, Array]:
-    """Path -> array, of those that are tensors; the others are told."""
+def _arrays(tree: Tree, found: Nodes, problems: list[str], unreadable: dict[str, str] | None) -> dict[str, Array]:
+    """Path -> array, of those that are tensors; the others are told. ``unreadable`` gets those whose documents are
+    damaged; None: then CorruptError is raised."""
     arrays: dict[str, Array] = {}
     others: dict[str, list[str]] = {}
     for path, (version, about, attributes, document) in found.arrays.items():
@@ -80,6 +108,11 @@ def _arrays(tree: Tree, found: Nodes, problems: list[str]) -> dict[str, Array]:
             array = array_v3(about, where) if version == 3 else array_v2(about, where, attributes)
         except NoTensorError as e:
             others.setdefault(f"not in the view for their {e.kind}", []).append(path)
+            continue
+        except CorruptError as e:
+            if unreadable is None:
+                raise
+            unreadable[_name(path)] = str(e)
             continue
         for codec in unknown_codecs(array.packing):
             others.setdefault(f"cannot be read, for lazyckpt does not know their codec {codec!r:.60}", []).append(path)
@@ -98,11 +131,12 @@ def _index(
     files: Mapping[str, FileInfo],
     tree: Tree,
     problems: list[str],
+    unreadable: Mapping[str, str],
 ) -> Index:
     """The index of a hierarchy that somebody else wrote."""
     tensors: dict[str, TensorSpec] = {}
     for path, grid in fragments.items():
-        name = path.replace("/", ".") or _ALONE
+        name = _name(path)
         if name in tensors:
             problems.append(f"two arrays would be called {name!r}: one is {path!r}")
             name = path
@@ -115,7 +149,8 @@ def _index(
         files=files,
         stored=tensors,
         meta=meta if meta["attributes"] else {},
-        problems=tuple(problems),
+        problems=(*problems, *unreadable.values()),
+        unreadable=unreadable,
         watched=tree.documents,
     )
 
@@ -164,7 +199,10 @@ def _own_index(
     lost = [owner for owner in aliases.values() if not any(owner in table for table in states.values())]
     if lost:
         raise CorruptError(f"{where}: names are tied to {lost[0]!r:.80}, which is no array: damaged")
-    meta = decode(about.get("meta") or {})
+    try:
+        meta = decode(about.get("meta") or {})
+    except Exception as e:  # whatever numpy and others say of texts that they cannot make an object of
+        raise CorruptError(f"{where}: its meta is damaged ({e!s:.120})") from e
     if not isinstance(meta, dict):
         raise CorruptError(f"{where}: its meta is no dict: damaged")
     return Index(

@@ -6,17 +6,20 @@ where they lie.
 
 from __future__ import annotations
 
+import os
 import posixpath
 import zipfile
-import zlib
 from collections.abc import Iterable, Mapping
 
 from ...core.index import FileInfo
-from ...errors import CorruptError, FormatError
+from ...errors import CorruptError, FormatError, LazyckptError
+from ...io.limits import Budget
+from ...io.remote import is_url
 from ...io.store import Store, StoreFile, present
+from ...io.zips import read_zip
 from .grid import Place
 
-_MAX_DOCUMENT = 1 << 30  # bytes
+_MAX_DOCUMENT = 1 << 28  # bytes
 ROOTS = ("zarr.json", ".zmetadata", ".zgroup", ".zarray")
 
 
@@ -33,6 +36,14 @@ class Folder:
     def listed(self, folder: str) -> Mapping[str, bool]:
         """The names directly inside: whether each is a folder."""
         return {name: entry.is_dir for name, entry in self.store.list(folder).items()}
+
+    def is_circle(self, folder: str) -> bool:
+        """Whether a folder is a link to one that it is in."""
+        path = os.path.join(self.store.root, folder)
+        if is_url(self.store.root) or not os.path.islink(path):
+            return False
+        real, above = os.path.realpath(path), os.path.realpath(os.path.dirname(path))
+        return os.path.commonpath([real, above]) == real
 
     def document(self, path: str) -> bytes | None:
         """Its bytes; None if it is not there. Raises CorruptError if it is absurdly large."""
@@ -53,7 +64,9 @@ class Zip:
         self.path = path
         file = StoreFile(store, path, tail=1 << 16)
         self.documents = {path: file.info}
+        self._budget = Budget(f"{store.root}/{path}", file.info.size)
         self._base = ""
+        read_zip(file)  # refuses what other readers could see otherwise
         try:  # zipfile has no error of its own for all damage; NotImplementedError: a zip of a later version
             self._zip = zipfile.ZipFile(file)
         except (zipfile.BadZipFile, ValueError, NotImplementedError) as e:
@@ -80,19 +93,32 @@ class Zip:
         """The names directly inside: whether each is a folder."""
         return self._folders.get(folder, {})
 
+    def is_circle(self, folder: str) -> bool:
+        """A zip has no links that are followed."""
+        return False
+
     def document(self, path: str) -> bytes | None:
         """Its bytes; None if it is not there. Raises CorruptError."""
         info = self._entries.get(path)
         if info is None:
             return None
-        try:  # of zipfile, NotImplementedError is a compression that it lacks, RuntimeError an encrypted record
+        limit = min(_MAX_DOCUMENT, self._budget.inflated_left)
+        try:
             with self._zip.open(info) as stream:
-                data = stream.read(_MAX_DOCUMENT + 1)
-        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError) as e:
+                data = stream.read(limit + 1)
+        except LazyckptError:
+            raise
+        except Exception as e:  # zipfile passes on what zlib, bz2 and lzma raise
             raise CorruptError(f"{self.where(path)} cannot be read ({e}): the zip is damaged, or encrypted") from None
-        if len(data) > _MAX_DOCUMENT:
+        self._budget.inflated(len(data))
+        if len(data) > limit:
             raise CorruptError(f"{self.where(path)} is too large for a document of zarr")
         return data
+
+    @property
+    def names(self) -> list[str]:
+        """The paths of all entries, as they stand in the zip."""
+        return [f"{self._base}{name}" for name in self._entries]
 
     def places(self, folders: Iterable[str]) -> dict[str, dict[str, Place]]:
         """For each of these folders, where the keys below it are. Raises CorruptError, FormatError (a compression that

@@ -10,8 +10,8 @@ from importlib.resources import files
 
 import torch
 
+from ...printing import printable
 from ..layout import Holder, ranges
-from ..text import printable
 
 _COLOURS = 8  # of holders; then they begin anew
 _LONG = 160  # characters of a name that are shown

@@ -5,7 +5,7 @@ A view of a hundred thousand tensors is some hundred rows that way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -82,11 +82,12 @@ def _rows(node: Node, kinds: dict[int, int] | None, most: int, room: _Room) -> l
         if room.left < 0:
             return rows
         end = members[0]
-        label = end.label
+        labels = [end.label]
         while not alike and end.spec is None and len(end.children) == 1:  # nothing to choose from: one row
             ((_, child),) = end.children.items()
             end = child
-            label += "." + end.label
+            labels.append(end.label)
+        label = ".".join(labels)
         sums = _sums(members)
         if end.spec is not None:
             own = (end.spec.numel, end.spec.nbytes) if end.counted else (0, 0)
@@ -113,27 +114,35 @@ def _groups(nodes: list[Node], kinds: dict[int, int] | None) -> list[tuple[str, 
     for node in nodes:
         if node.label.isascii() and node.label.isdigit() and str(int(node.label[:18])) == node.label:
             same.setdefault(kinds[id(node)], []).append(node)
+    runs = {id(run[0]): run for members in same.values() for run in _runs(members) if len(run) >= _ALIKE}
     found: list[tuple[str, list[Node]]] = []
     done: set[int] = set()
     for node in nodes:
-        if id(node) in done:
-            continue
-        group = [n for n in same.get(kinds[id(node)], ()) if id(n) not in done]
-        run = _run(group) if group and group[0] is node else [node]
-        if len(run) < _ALIKE:
-            run = [node]
-        done.update(map(id, run))
-        found.append((_numbers(run) if len(run) > 1 else "", run))
+        run = runs.get(id(node))
+        if run is not None:
+            done.update(map(id, run))
+            found.append((_numbers(run), run))
+        elif id(node) not in done:
+            found.append(("", [node]))
     return found
 
 
-def _run(nodes: list[Node]) -> list[Node]:
-    """The first of them, as far as their numbers are evenly spaced."""
-    numbers = [int(n.label) for n in nodes]
-    end = 1
-    while end < len(numbers) and numbers[end] - numbers[end - 1] == numbers[1] - numbers[0]:
+def _runs(nodes: list[Node]) -> Iterator[list[Node]]:
+    """Cut where the numbers are not evenly spaced any more; what is too short to be a row goes on with its second."""
+    at = 0
+    while at < len(nodes):
+        run = _run(nodes, at)
+        yield run
+        at += len(run) if len(run) >= _ALIKE else 1
+
+
+def _run(nodes: list[Node], start: int) -> list[Node]:
+    """Those from ``start`` on, as far as their numbers are evenly spaced."""
+    numbers = [int(n.label) for n in nodes[start : start + 2]]
+    end = start + 1
+    while end < len(nodes) and int(nodes[end].label) - int(nodes[end - 1].label) == numbers[1] - numbers[0]:
         end += 1
-    return nodes[:end]
+    return nodes[start:end]
 
 
 def _numbers(nodes: Sequence[Node]) -> str:

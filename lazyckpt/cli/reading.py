@@ -1,0 +1,26 @@
+"""`lazyckpt formats`: what lazyckpt reads."""
+
+from __future__ import annotations
+
+import json
+
+from ..formats.reader import builtin, readers
+from .console import write_line, write_text
+from .opening import JsonOption
+
+
+def formats(as_json: JsonOption = False) -> None:
+    """List the formats that are read.
+
+    In the order in which they are tried. The names are those that --format takes. Readers that other packages install
+    are listed, too.
+    """
+    own = {reader.name for reader in builtin()}
+    rows = [{"name": r.name, "reads": r.what, "plugin": r.name not in own} for r in readers()]
+    if as_json:
+        write_text(json.dumps(rows, indent=2))
+        return
+    width = max(len(str(row["name"])) for row in rows)
+    for row in rows:
+        note = " (of another package)" if row["plugin"] else ""
+        write_line((f"{row['name']:<{width}}", "bold"), (f"  {row['reads']}", ""), (note, "dim"))

@@ -1,0 +1,113 @@
+"""The command line as it is used: options in its errors, locales without UTF-8, tensors without a name."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import lazyckpt
+from lazyckpt import cli
+from lazyckpt.formats.reader import Reader
+
+
+def run(*arguments: str, encoding: str = "utf-8") -> subprocess.CompletedProcess[bytes]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG"))}
+    environment |= {"PYTHONIOENCODING": encoding, "PYTHONUTF8": "0", "LC_ALL": "C"}
+    command = [sys.executable, "-m", "lazyckpt", *arguments]
+    return subprocess.run(command, capture_output=True, env=environment, timeout=120, check=False)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_terminals_without_utf_8(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"schicht_\u00e4.w": torch.randn(40, 40), "\u65e5.b": torch.ones(3)}, path)
+    for arguments in (["ls"], ["stats", "--bins", "8"], ["show", "schicht_\u00e4.w"], ["ls", "schicht_\u00e4"]):
+        command, *rest = arguments
+        done = run(command, str(path), *rest, encoding=encoding)
+        assert done.returncode == 0, done.stderr
+        assert b"\\u25" not in done.stdout, "blocks of a histogram are drawn, not escaped"
+        done.stdout.decode(encoding)
+
+
+def test_errors_name_options(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
+    torch.save({"w": torch.ones(2)}, tmp_path / "there.pt")
+    call = ["convert", str(tmp_path / "x.pt"), str(tmp_path / "there.pt"), "--json"]
+    done = CliRunner().invoke(cli.app, call)
+    for text in (done.stderr, json.loads(done.stdout)["error"]):
+        assert "--overwrite" in text and "overwrite=" not in text
+    for name in ("one", "two"):
+        torch.save({"w": torch.ones(2)}, tmp_path / f"{name}.pt")
+    done = CliRunner().invoke(cli.app, ["ls", str(tmp_path)])
+    assert done.exit_code == 2 and "--tag" in done.stderr and "tag=" not in done.stderr
+    assert CliRunner().invoke(cli.app, ["ls", str(tmp_path), "--tag", "one.pt"]).exit_code == 0
+
+
+def test_a_tensor_without_a_name(tmp_path: Path) -> None:
+    path = tmp_path / "bare.pt"
+    torch.save(torch.arange(6.0).view(2, 3), path)
+    assert lazyckpt.open(path)[""][...].tolist() == [[0, 1, 2], [3, 4, 5]]
+    done = CliRunner().invoke(cli.app, ["show", str(path), "--json"])
+    assert json.loads(done.stdout)["values"] == [[0, 1, 2], [3, 4, 5]]
+    done = CliRunner().invoke(cli.app, ["show", str(path), "[1]", "--json"])
+    assert json.loads(done.stdout)["values"] == [3, 4, 5]
+
+
+def test_show_without_a_name(tmp_path: Path) -> None:
+    torch.save({"only": torch.ones(2)}, tmp_path / "one.pt")
+    done = CliRunner().invoke(cli.app, ["show", str(tmp_path / "one.pt"), "--json"])
+    assert json.loads(done.stdout)["name"] == "only"
+    torch.save({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "two.pt")
+    assert CliRunner().invoke(cli.app, ["show", str(tmp_path / "two.pt")]).exit_code == 2
+
+
+class _Plugin:
+    def load(self) -> Reader:
+        return Reader("acme", "files of ACME", lambda source: False, lambda source: None)  # type: ignore[arg-type,return-value]
+
+
+def test_formats_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lazyckpt.formats.reader.entry_points", lambda group: [_Plugin()])
+    rows = json.loads(CliRunner().invoke(cli.app, ["formats", "--json"]).stdout)
+    found = {row["name"]: row for row in rows}
+    assert {"dcp", "deepspeed", "huggingface", "megatron", "safetensors", "torch", "zarr"} <= set(found)
+    assert found["acme"] == {"name": "acme", "reads": "files of ACME", "plugin": True}
+    text = CliRunner().invoke(cli.app, ["formats"]).stdout
+    assert all(name in text for name in found)
+
+
+def test_keys_that_are_typed_while_browse_starts_are_no_filter(tmp_path: Path) -> None:
+    import pty
+    import select
+
+    pytest.importorskip("textual")
+    torch.save({"layer.w": torch.ones(2)}, tmp_path / "x.pt")
+    pid, fd = pty.fork()
+    if pid == 0:  # pragma: no cover - the child
+        os.environ["TERM"] = "xterm-256color"
+        os.execv(sys.executable, [sys.executable, "-m", "lazyckpt", "browse", str(tmp_path / "x.pt")])
+    shown, start = b"", time.monotonic()
+    try:
+        while time.monotonic() - start < 60 and b"layer" not in shown:
+            if select.select([fd], [], [], 0.02)[0]:
+                shown += os.read(fd, 1 << 16)
+            os.write(fd, b"z")
+        end = time.monotonic() + 1
+        while time.monotonic() < end:
+            if select.select([fd], [], [], 0.05)[0]:
+                shown += os.read(fd, 1 << 16)
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+        os.close(fd)
+    _, begun, screen = shown.partition(b"\x1b[?1049h")
+    assert begun and b"layer" in screen
+    assert b"zz" not in screen.split(b"\x1b[?2026$p")[-1]
