@@ -1,6 +1,6 @@
 """Reads a file in every way while it changes. Run as a program, so that a signal that kills is seen:
-``python -m tests.changing_files PATH CHANGE``; exits with 0 if every read gave the old bytes or ChangedFileError. In place of CHANGE: ``touch`` or ``fault``, and
-``faulthandler`` to have that enabled."""
+``python -m tests.changing_files PATH CHANGE``; exits with 0 if every read gave the old bytes or ChangedFileError.
+In place of CHANGE: ``touch`` or ``fault``, and ``faulthandler`` to have that enabled."""
 
 from __future__ import annotations
 
