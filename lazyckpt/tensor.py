@@ -243,9 +243,13 @@ class LazyTensor(Likeness):
         To an accelerator it goes through pinned memory in pieces of 32 MiB. ``copy=False``: on the CPU, a tensor that
         is one contiguous run of one file stays mapped (privately: writing to it changes memory only) instead of being
         read; it is then only as durable as the file.
+
+        Raises DataError, before anything is read, if torch cannot convert the elements to ``dtype``.
         """
         if isinstance(device, torch.dtype):
             device, dtype = None, device
+        if dtype is not None and dtype != self.dtype:
+            check_converts(self.name, self.dtype, dtype)
         place = torch.device("cpu" if device is None else device)
         if place.type == "meta":
             return torch.empty(self.shape, dtype=dtype or self.dtype, device="meta")

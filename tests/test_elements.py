@@ -124,3 +124,36 @@ for t in view.values():
     assert t.stats().count == 0
     with pytest.raises(lazyckpt.LazyckptError):
         t.numpy()
+
+
+def test_dtypes_that_torch_cannot_convert_are_refused_unread(tmp_path: Path) -> None:
+    held = {
+        "bits8": torch.arange(64, dtype=torch.uint8).view(torch.bits8),
+        "bits16": torch.arange(64, dtype=torch.uint8).view(torch.bits16),
+        "c32": torch.ones(4, dtype=torch.complex64).to(torch.complex32) * (1 + 2j),
+        "u16": torch.tensor([1, 60000], dtype=torch.uint16),
+        "u64": torch.tensor([1, 60000], dtype=torch.uint64),
+    }
+    torch.save(held, tmp_path / "x.pt")
+    view, counts = opened(tmp_path / "x.pt")
+    counts.clear()
+    for name in ("bits8", "bits16"):
+        for convert in (
+            lambda t: t.to(torch.float32), lambda t: t.to(dtype=torch.float32), lambda t: t.to("cpu", torch.uint8),
+            lambda t: t.to(torch.float32, copy=False), lambda t: t.astype(torch.float32),
+        ):  # fmt: skip
+            with pytest.raises(lazyckpt.DataError):
+                convert(view[name])
+    assert counts.requests == 0
+    assert view["bits8"].to(torch.bits8).view(torch.uint8).tolist() == list(range(64))
+    with pytest.raises(lazyckpt.DataError) as error:
+        view["c32"].numpy()
+    assert "complex64" in str(error.value) and "float32" not in str(error.value), "float32 has no imaginary part"
+    assert view["c32"].to(torch.complex64).numpy().tolist() == [1 + 2j] * 4
+    with pytest.raises(lazyckpt.DataError) as error:
+        view["bits8"].numpy()
+    assert "float32" not in str(error.value), "that is refused as well"
+    for compare in (lambda: view["bits8"] == 0, lambda: view["c32"] < 1, lambda: view["u64"] < 2):
+        with pytest.raises(lazyckpt.DataError):
+            compare()
+    assert (view["u16"] > 1).tolist() == [False, True] and (view["u64"] == 60000).tolist() == [False, True]
