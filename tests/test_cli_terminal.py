@@ -17,7 +17,6 @@ import lazyckpt
 from lazyckpt import cli
 from lazyckpt.formats.reader import Reader
 
-
 _CHILD = """
 import json, sys
 from lazyckpt import cli
