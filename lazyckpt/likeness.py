@@ -189,7 +189,10 @@ class Likeness:
             np.broadcast_shapes(self.shape, shape)
         except ValueError:
             raise DataError(f"{self!r} is not compared with elements of shape {shape}") from None
-        return compare(_comparable(self[...]), _comparable(_whole(other)))
+        try:
+            return compare(_comparable(self[...]), _comparable(_whole(other)))
+        except NotImplementedError as e:  # torch orders no complex numbers, and compares no packed bits
+            raise DataError(f"torch does not compare {self!r} in this way: {e}") from None
 
 
 def _whole(value: Any) -> Any:
@@ -197,7 +200,9 @@ def _whole(value: Any) -> Any:
 
 
 def _comparable(value: Any) -> Any:
-    """torch compares no floats of 8 bits."""
-    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.itemsize == 1:
+    """torch compares no floats of 8 bits, and orders no unsigned integers of 16 and 32 bits."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.is_floating_point() and value.itemsize == 1:
         return value.to(widened(value.dtype))
-    return value
+    return value.to(torch.int64) if value.dtype in (torch.uint16, torch.uint32) else value

@@ -109,7 +109,8 @@ def prune(path: str | os.PathLike[str], keep: int, *, delete: bool = False, inco
         raise DestinationError(f"{os.fspath(path)}: only folders of this machine are pruned, not what is behind a URL")
     root = Path(os.path.abspath(local_path(path)))
     if not root.is_dir():
-        raise MissingFileError(f"{root}: no such folder")
+        kind = "is a file, not a folder of checkpoints" if root.exists() else "no such folder"
+        raise MissingFileError(f"{root}: {kind}")
     if not delete:
         return _plan(root, keep, incomplete)
     with _alone(root):

@@ -244,9 +244,13 @@ class LazyTensor(Likeness):
         being read. Only for files that nobody writes to: rewriting the file changes the tensor. Touching it after the
         file was truncated raises ChangedFileError in the thread that does, once it is back in Python: the elements that
         are gone are zeros.
+
+        Raises DataError, before anything is read, if torch cannot convert the elements to ``dtype``.
         """
         if isinstance(device, torch.dtype):
             device, dtype = None, device
+        if dtype is not None and dtype != self.dtype:
+            check_converts(self.name, self.dtype, dtype)
         place = torch.device("cpu" if device is None else device)
         if place.type == "meta":
             return torch.empty(self.shape, dtype=dtype or self.dtype, device="meta")

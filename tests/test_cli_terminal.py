@@ -17,24 +17,31 @@ import lazyckpt
 from lazyckpt import cli
 from lazyckpt.formats.reader import Reader
 
-
-def run(*arguments: str, encoding: str = "utf-8") -> subprocess.CompletedProcess[bytes]:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG"))}
-    environment |= {"PYTHONIOENCODING": encoding, "PYTHONUTF8": "0", "LC_ALL": "C"}
-    command = [sys.executable, "-m", "lazyckpt", *arguments]
-    return subprocess.run(command, capture_output=True, env=environment, timeout=120, check=False)
+_CHILD = """
+import json, sys
+from lazyckpt import cli
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = ["lazyckpt", *arguments]
+    try:
+        cli.main()
+    except SystemExit as e:
+        assert not e.code, arguments
+"""
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_terminals_without_utf_8(tmp_path: Path, encoding: str) -> None:
     path = tmp_path / "x.pt"
     torch.save({"schicht_\u00e4.w": torch.randn(40, 40), "\u65e5.b": torch.ones(3)}, path)
-    for arguments in (["ls"], ["stats", "--bins", "8"], ["show", "schicht_\u00e4.w"], ["ls", "schicht_\u00e4"]):
-        command, *rest = arguments
-        done = run(command, str(path), *rest, encoding=encoding)
-        assert done.returncode == 0, done.stderr
-        assert b"\\u25" not in done.stdout, "blocks of a histogram are drawn, not escaped"
-        done.stdout.decode(encoding)
+    commands = [("ls",), ("stats", "--bins", "8"), ("show", "schicht_\u00e4.w"), ("ls", "schicht_\u00e4")]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG"))}
+    environment |= {"PYTHONIOENCODING": encoding, "PYTHONUTF8": "0", "LC_ALL": "C"}
+    asked = json.dumps([[command, str(path), *rest] for command, *rest in commands])
+    command = [sys.executable, "-c", _CHILD, asked]
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert b"\\u25" not in done.stdout, "blocks of a histogram are drawn, not escaped"
+    assert done.stdout.decode(encoding).count("schicht_") == 3, "the last shows what is below it"
 
 
 def test_errors_name_options(tmp_path: Path) -> None:
@@ -49,6 +56,9 @@ def test_errors_name_options(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli.app, ["ls", str(tmp_path)])
     assert done.exit_code == 2 and "--tag" in done.stderr and "tag=" not in done.stderr
     assert CliRunner().invoke(cli.app, ["ls", str(tmp_path), "--tag", "one.pt"]).exit_code == 0
+    call = ["convert", str(tmp_path / "x.pt"), str(tmp_path / "out"), "--to", "megatron"]
+    done = CliRunner().invoke(cli.app, call)
+    assert done.exit_code == 2 and "--rename megatron" in done.stderr and "view." not in done.stderr
 
 
 def test_a_tensor_without_a_name(tmp_path: Path) -> None:

@@ -124,3 +124,61 @@ for t in view.values():
     assert t.stats().count == 0
     with pytest.raises(lazyckpt.LazyckptError):
         t.numpy()
+
+
+def test_dtypes_that_torch_cannot_convert_are_refused_unread(tmp_path: Path) -> None:
+    held = {
+        "bits8": torch.arange(64, dtype=torch.uint8).view(torch.bits8),
+        "bits16": torch.arange(64, dtype=torch.uint8).view(torch.bits16),
+        "c32": torch.ones(4, dtype=torch.complex64).to(torch.complex32) * (1 + 2j),
+        "u16": torch.tensor([1, 60000], dtype=torch.uint16),
+        "u64": torch.tensor([1, 60000], dtype=torch.uint64),
+    }
+    torch.save(held, tmp_path / "x.pt")
+    view, counts = opened(tmp_path / "x.pt")
+    counts.clear()
+    for name in ("bits8", "bits16"):
+        for convert in (
+            lambda t: t.to(torch.float32), lambda t: t.to(dtype=torch.float32), lambda t: t.to("cpu", torch.uint8),
+            lambda t: t.to(torch.float32, copy=False), lambda t: t.astype(torch.float32),
+        ):  # fmt: skip
+            with pytest.raises(lazyckpt.DataError):
+                convert(view[name])
+    assert counts.requests == 0
+    assert view["bits8"].to(torch.bits8).view(torch.uint8).tolist() == list(range(64))
+    with pytest.raises(lazyckpt.DataError) as error:
+        view["c32"].numpy()
+    assert "complex64" in str(error.value) and "float32" not in str(error.value), "float32 has no imaginary part"
+    assert view["c32"].to(torch.complex64).numpy().tolist() == [1 + 2j] * 4
+    with pytest.raises(lazyckpt.DataError) as error:
+        view["bits8"].numpy()
+    assert "float32" not in str(error.value), "that is refused as well"
+    for compare in (lambda: view["bits8"] == 0, lambda: view["c32"] < 1, lambda: view["u64"] < 2):
+        with pytest.raises(lazyckpt.DataError):
+            compare()
+    assert (view["u16"] > 1).tolist() == [False, True] and (view["u64"] == 60000).tolist() == [False, True]
+
+
+def test_a_dtype_is_one_of_torch(held: tuple[lazyckpt.CheckpointView, Counts], tmp_path: Path) -> None:
+    view, counts = held
+    bf16: Any = "bf16"
+    for ask in (
+        lambda: view.to(dtype=bf16), lambda: view["f32"].to(dtype=bf16), lambda: view["f32"].astype(bf16),
+        lambda: view.to_safetensors(tmp_path / "out", dtype=bf16), lambda: view.to_torch(tmp_path / "out", dtype=bf16),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=r"torch\.bfloat16"):
+            ask()
+    assert counts.requests == 0 and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_view_in_another_dtype_keeps_imaginary_parts(tmp_path: Path, device: str) -> None:
+    held = {"w": torch.ones(3), "freqs": torch.full((3,), 1 + 2j, dtype=torch.complex64), "n": torch.arange(3)}
+    torch.save(held, tmp_path / "x.pt")
+    view = lazyckpt.open(tmp_path / "x.pt")
+    got = view.to(device, dtype=torch.bfloat16)
+    kinds = {"w": torch.bfloat16, "freqs": torch.complex64, "n": torch.int64}
+    assert {name: t.dtype for name, t in got.items()} == kinds
+    assert device == "meta" or torch.equal(got["freqs"], held["freqs"])
+    wide = view.to(device, dtype=torch.complex128)
+    assert wide["freqs"].dtype == wide["w"].dtype == torch.complex128 and wide["n"].dtype == torch.int64

@@ -18,6 +18,7 @@ _ARGUMENT = re.compile(
     r"(?<![\w./=-])(overwrite|tag|rules|format|memory|resume|verify|max_shard_size|codec|state|dtype|bins|keep|delete"
     r"|incomplete)=(True\b|False\b|\.\.\.|'[^']*'|[\w-]+(?:,\d{3})*|(?!\{))"
 )
+_RENAME = re.compile(r"view\.rename\('([^']*)'\)")
 # What lazyckpt itself prints beyond ASCII, for terminals that cannot.
 _ASCII = str.maketrans({**dict(zip("▁▂▃▄▅▆▇█", "_.-=+*%#", strict=True)), "…": "...", "─": "-", "│": "|"})
 
@@ -38,6 +39,8 @@ def as_options(text: str) -> str:
 
     >>> as_options("is there already: overwrite=True replaces it, tag='step-5' opens another")
     'is there already: --overwrite replaces it, --tag step-5 opens another'
+    >>> as_options("unknown names: take view.rename('megatron') first")
+    'unknown names: take --rename megatron first'
     """
 
     def option(match: re.Match[str]) -> str:
@@ -46,7 +49,7 @@ def as_options(text: str) -> str:
             return f"--no-{name}"
         return f"--{name}" if value in ("True", "...", "") else f"--{name} {value}"
 
-    return _ARGUMENT.sub(option, text)
+    return _ARGUMENT.sub(option, _RENAME.sub(r"--rename \1", text))
 
 
 def write_text(text: str) -> None:

@@ -110,7 +110,7 @@ def find(view: CheckpointView, text: str) -> tuple[LazyTensor, Any, str | None]:
             f"{prefix!r} is no tensor, {plural(below, 'tensor')} {'is' if below == 1 else 'are'} below it: use ls"
         )
     if text.count("[") > text.count("]"):
-        raise SelectionError(f"{text!r} has a bracket that is not closed: NAME[INDEX] is due")
+        raise SelectionError(f"{text!r} has a bracket that is not closed: write NAME[INDEX]")
     assert error is not None  # every way to split the text raised one
     raise error
 

@@ -96,10 +96,28 @@ def dtype_named(name: str) -> torch.dtype:
     return found
 
 
+def check_dtype(dtype: object) -> None:
+    """Raise TypeError if ``dtype`` is no dtype of torch's, such as a text."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype={dtype!r}: a torch.dtype is needed, such as torch.bfloat16")
+
+
 def check_converts(name: str, source: torch.dtype, to: torch.dtype) -> None:
-    """Raise DataError if torch cannot convert elements of the tensor ``name`` from one dtype to the other."""
-    if not converts(source, to):
-        raise DataError(f"{name!r} is {source}, torch does not convert that to {to}")
+    """Raise DataError if torch cannot convert elements of the tensor ``name`` from one dtype to the other; TypeError if
+    ``to`` is no dtype."""
+    check_dtype(to)
+    if source != to and not converts(source, to):
+        raise DataError(f"{name!r} is {source}, torch does not convert that to {to}{_instead(source)}")
+
+
+def _instead(dtype: torch.dtype) -> str:
+    """The end of a message about a dtype that cannot be used: what to call on the tensor instead."""
+    if dtype.is_complex:
+        return ": convert it first, t.to(torch.complex64)"
+    if converts(dtype, torch.float32):
+        return ": convert it first, t.to(torch.float32)"
+    bits = {1: torch.uint8, 2: torch.uint16}.get(dtype.itemsize)
+    return f": its elements are packed bits, t[...].view({bits}) gives them as integers" if bits else ""
 
 
 @cache
@@ -130,7 +148,7 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     """
     row = _BY_TORCH.get(dtype)
     if row is None or row.numpy is None:
-        raise DataError(f"numpy has no {dtype}: convert first, e.g. t.to(dtype=torch.float32)")
+        raise DataError(f"numpy has no {dtype}{_instead(dtype)}")
     found: np.dtype[Any] = np.dtype(row.numpy)
     return found
 

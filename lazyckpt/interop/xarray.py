@@ -120,7 +120,7 @@ def variable(
         attributes["stored_dtype"] = str(tensor.dtype).removeprefix("torch.")
     if chunks is not None:
         if not isinstance(chunks, Mapping):
-            raise TypeError(f"chunks={chunks!r}: None, {{}} or a table such as {{'d4096': 512}} is due")
+            raise TypeError(f"chunks={chunks!r}: give None, {{}} or a table such as {{'d4096': 512}}")
         own = dict(zip(dims, chunks_of(tensor, array.kind), strict=True))
         return xr.Variable(dims, to_dask(tensor, tuple(chunks.get(d, own[d]) for d in dims), widen), attributes)
     encoding = {"preferred_chunks": _Preferred(array, dims)}
