@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
+from ..core.dtypes import BITS, converts
 from ..core.index import TensorSpec
 from ..core.select import Selection
-from ..errors import LazyckptError
+from ..errors import ChangedFileError, LazyckptError
 from ..io.gather import read
 from ..io.store import Store
 
@@ -134,15 +135,19 @@ class UndecidedTable(Mapping[str, TensorSpec]):
 
 
 def _decided(store: Store, of: Copies) -> dict[str, tuple[str, str]]:
-    """Number -> name, and how it is known."""
+    """Number -> name, and how it is known. Raises ChangedFileError."""
     may_be: dict[str, list[str]] = {number: [] for number in of.copies}
     unread: set[str] = set()
     for shape, dtype in dict.fromkeys((weight.shape, weight.dtype) for weight in of.weights.values()):
+        if not (dtype.is_floating_point and converts(torch.float32, dtype)):  # such a tensor has no fp32 copy
+            continue
         numbers = {i: copy for i, copy in of.copies.items() if copy.shape == shape}
         weights = {n: weight for n, weight in of.weights.items() if (weight.shape, weight.dtype) == (shape, dtype)}
         try:
             for number, names in _alike(store, numbers, weights, dtype).items():
                 may_be[number] += names
+        except ChangedFileError:
+            raise
         except LazyckptError:  # what cannot be read excludes nothing
             for number in numbers:
                 may_be[number] += weights
@@ -215,5 +220,6 @@ def _digest(store: Store, spec: TensorSpec, dtype: torch.dtype) -> bytes:
 
 def _rounded(store: Store, spec: TensorSpec, key: Any, dtype: torch.dtype) -> bytes:
     values = read(store, spec, Selection.all(spec.shape)[key].reads()).reshape(-1).to(dtype)
-    values[values.isnan()] = torch.nan  # of many bits
-    return bytes(values.view(torch.uint8).numpy())
+    bits = values.view(BITS[dtype.itemsize])
+    bits[values.isnan()] = torch.iinfo(bits.dtype).max  # a NaN can have many patterns of bits: all as one of them
+    return bytes(bits.view(torch.uint8).numpy())
