@@ -1,4 +1,4 @@
-"""Names that values tell, where an optimizer's order and shapes do not: whose fp32 copy a number has.
+"""Names of an optimizer's parameters from values, where order and shapes leave a choice: by their fp32 copies.
 
 DeepSpeed's runtime/fp16/unfused_optimizer.py keeps an fp32 copy of every parameter and writes it into the 16-bit weight
 after each step: a copy that does not round to a weight is another's. A few elements exclude all weights of its shape
@@ -34,8 +34,8 @@ _FITS = "named by the one order of the parameters that the fp32 copies fit"
 class Copies:
     """The fp32 copies of an optimizer whose parameters order and shapes do not tell.
 
-    ``total``: how many parameters it has. ``copies``: what a number stands under -> its copy. ``weights``: name -> a
-    weight that may be one of them. ``ways``: what a number stands under -> name, for each usual order that fits.
+    ``total``: how many parameters it has. ``copies``: key of a numbered parameter -> its copy. ``weights``: name ->
+    a weight that may be one of them. ``ways``: key -> name, for each usual order that fits.
     """
 
     where: str
@@ -59,7 +59,7 @@ class Undecided:
 
     @property
     def names(self) -> Mapping[str, tuple[str, str]]:
-        """What a number stands under -> its name, and how it is known. The first time reads some of the weights."""
+        """Key of a numbered parameter -> its name, and how that is known. The first call reads some of the weights."""
         with self._lock:
             if self._names is None:
                 found: dict[str, tuple[str, str]] = {}
@@ -69,7 +69,7 @@ class Undecided:
         return self._names
 
     def problems(self) -> tuple[str, ...]:
-        """A line for each optimizer of which some number has no name, or none yet. Reads nothing."""
+        """A line for each optimizer that has parameters without a name, or without one so far. Reads nothing."""
         with self._lock:
             names = self._names
         lines = []
@@ -80,7 +80,7 @@ class Undecided:
                 how = "their fp32 copies will be compared with the weights when their names are first looked at"
                 lines.append(f"{said} more than one way to name them, or none: {how}")
             elif count:
-                how = "and fp32 copies do not tell: their states stand under their numbers"
+                how = "and fp32 copies do not decide: their states stay under their numbers"
                 lines.append(f"{said} more than one way to name them, or none, {how}")
         return tuple(lines)
 
