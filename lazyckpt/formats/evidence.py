@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,12 +45,12 @@ class Copies:
 
 
 class Undecided:
-    """The names of numbers, which are looked for when the first is asked for. Picklable, for several threads."""
+    """The names of numbers, which are looked for when the first is asked for. Picklable; it has no lock, which a
+    fork could leave locked."""
 
     def __init__(self, store: Store, optimizers: Sequence[Copies]) -> None:
         self._store = store
         self._optimizers = tuple(optimizers)
-        self._lock = threading.Lock()
         self._names: dict[str, tuple[str, str]] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -60,18 +59,16 @@ class Undecided:
     @property
     def names(self) -> Mapping[str, tuple[str, str]]:
         """Key of a numbered parameter -> its name, and how that is known. The first call reads some of the weights."""
-        with self._lock:
-            if self._names is None:
-                found: dict[str, tuple[str, str]] = {}
-                for optimizer in self._optimizers:
-                    found |= _decided(self._store, optimizer)
-                self._names = found
+        if self._names is None:
+            found: dict[str, tuple[str, str]] = {}
+            for optimizer in self._optimizers:
+                found |= _decided(self._store, optimizer)
+            self._names = found  # threads that get here at the same time have found the same
         return self._names
 
     def problems(self) -> tuple[str, ...]:
         """A line for each optimizer that has parameters without a name, or without one so far. Reads nothing."""
-        with self._lock:
-            names = self._names
+        names = self._names
         lines = []
         for of in self._optimizers:
             count = sum(names is None or number not in names for number in of.copies)
