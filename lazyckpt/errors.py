@@ -133,10 +133,11 @@ def decoding(where: str, what: str) -> Iterator[None]:
 
 
 def foreign(error: Exception) -> bool:
-    """Whether an error is neither of lazyckpt nor of the file system, and so not one that reading documents."""
+    """Whether an error says something about the bytes that were parsed: it is neither lazyckpt's own nor about the file
+    system, nor about a package that is not installed."""
     if isinstance(error, OSError):
         return type(error) is OSError and error.errno is None  # as bz2 raises for damage
-    return not isinstance(error, LazyckptError)
+    return not isinstance(error, LazyckptError | ImportError)
 
 
 def undecodable(where: str, what: str, error: Exception) -> CorruptError:

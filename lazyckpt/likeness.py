@@ -154,8 +154,8 @@ class Likeness:
             )
         return bool(self[...])
 
-    # Comparisons are torch's: they read the whole, and compare element by element. A tensor is found in a dict, a set
-    # or a list as the object that it is: Python looks whether it is the same one before it compares.
+    # Comparisons are torch's: they read the whole, and compare element by element. Dicts and sets find a tensor as the
+    # same object, without comparing: they compare by hash and identity first.
 
     __hash__ = object.__hash__
 
@@ -181,7 +181,10 @@ class Likeness:
         """Element by element with numbers, arrays, tensors and lists of numbers; not implemented for anything else."""
         if isinstance(other, list | tuple | np.ndarray | np.generic):
             array = np.asarray(other)
-            other = torch.from_numpy(np.array(array, array.dtype if array.dtype.isbuiltin == 1 else np.float32))
+            narrow = array.dtype.isbuiltin == 2  # of ml_dtypes: bf16, fp8 and the like
+            if not narrow and array.dtype.kind not in "biufc":  # texts, objects, records
+                return NotImplemented
+            other = torch.from_numpy(np.array(array, np.float32 if narrow else array.dtype.newbyteorder("=")))
         elif not isinstance(other, bool | int | float | complex | torch.Tensor | Likeness):
             return NotImplemented
         shape = tuple(getattr(other, "shape", ()))

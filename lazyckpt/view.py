@@ -10,13 +10,14 @@ from typing import Any, ClassVar, Self
 import torch
 
 from .core.index import FileInfo, Index, Mesh, TensorSpec
-from .core.names import Names, Pattern, matcher
+from .core.names import Names, Pattern, matcher, shortened
 from .errors import MissingFileError, TensorNotFoundError
 from .formats.opening import opened
 from .formats.stored import stored_specs
 from .formats.wrappers import without_wrappers
 from .io.store import Store
 from .loading import load_into, read_all
+from .printing import printable
 from .reshaping import STORED, Reshaping, Step
 from .show.html import view_html
 from .show.states import States
@@ -356,10 +357,11 @@ class CheckpointView(Reshaping):
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What is missing or odd, a readable line each. Names of an optimizer's states that values have to tell are
-        looked for when they are first listed or looked up; the line that says so is gone then, if they were found."""
+        """What is missing or odd, a readable line each. Where only values can decide the names of an optimizer's
+        states, they are compared when such a state is first listed or looked up; a line says so until then, and stays
+        if they do not decide."""
         later = self._index.open_problems
-        return self._index.problems if later is None else (*self._index.problems, *later())
+        return self._index.problems if later is None else (*self._index.problems, *map(printable, later()))
 
     @property
     def unreadable(self) -> Mapping[str, str]:
@@ -453,7 +455,7 @@ class CheckpointView(Reshaping):
 
 def _quoted(name: str) -> str:
     """A name for a message; of a very long one both ends."""
-    return repr(name if len(name) <= 200 else f"{name[:100]}...{name[-90:]}")
+    return repr(shortened(name, 200))
 
 
 def with_wrappers(path: str | os.PathLike[str], format: str, tag: str | None = None) -> CheckpointView:

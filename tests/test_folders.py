@@ -70,6 +70,8 @@ def test_the_newest_that_can_be_read(tmp_path: Path) -> None:
     [
         ["checkpoint-500/model.safetensors", "epoch_3/model.safetensors"],  # steps and epochs are not the same count
         ["ckpt_10.pt", "ckpt_10_ema.pt", "ckpt_20.pt"],
+        ["ckpt_9e5.pt", "ckpt_1e6.pt"],
+        ["step-1.5.pt", "step-1.25.pt"],
         ["run_a_step_10.pt", "run_b_step_20.pt"],
     ],
 )
@@ -92,6 +94,7 @@ def test_two_saves_of_one_step_are_told(tmp_path: Path) -> None:
     [
         ["alice.safetensors", "bob.safetensors"],
         ["model_100.safetensors", "model_200.safetensors"],
+        ["model_1.safetensors", "model_2.safetensors"],  # numbered as accelerate does, but no first one
         ["model-00001-of-00002.safetensors", "model-00003-of-00003.safetensors"],
         ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "adapter.safetensors"],
         ["one.pt", "two.pt"],
@@ -243,7 +246,9 @@ def test_what_a_reader_raises_is_a_corrupt_error_with_its_cause(
     assert "x.broken" in str(found.value) and "broken" in str(found.value)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), PermissionError(13, "no"), MissingFileError("gone")])
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), PermissionError(13, "no"), MissingFileError("gone"), ImportError("no package")]
+)
 def test_what_is_no_fault_of_a_parser_passes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:

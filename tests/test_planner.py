@@ -195,3 +195,20 @@ def test_planning_takes_about_as_long_as_there_are_blocks(layout: str) -> None:
     """Four times as many blocks: less than nine times as long."""
     small, large = LAYOUTS[layout](32), LAYOUTS[layout](64)
     assert seconds(large[1], large[0]) < 9 * seconds(small[1], small[0])
+
+
+def test_the_same_block_many_times_takes_no_longer_than_other_blocks() -> None:
+    """Replicas: of each only the first one is looked at again."""
+    count = 3000
+    spec = TensorSpec("w", (8, 8), torch.int8, tuple(_copy_of_all(n) for n in range(count)))
+    want = (range(8), range(8))
+    start = time.process_time()
+    found = list(overlaps(spec, want))
+    assert time.process_time() - start < 1.5
+    assert len(found) == count - 1
+    assert {first.extent.path for first, _ in found} == {"rank0"}
+
+
+def _copy_of_all(rank: int) -> Fragment:
+    extent = Extent(f"rank{rank}", 0, torch.int8, (8, 8), (8, 1))
+    return Fragment(extent, (8, 8), (Part(Box.of((8, 8)), (0, 0)),))

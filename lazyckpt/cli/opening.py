@@ -84,7 +84,7 @@ def matching(view: CheckpointView, pattern: str, option: str) -> CheckpointView:
 
 def find(view: CheckpointView, text: str) -> tuple[LazyTensor, Any, str | None]:
     """(the tensor, the key, the key as it was written) of ``NAME[INDEX]``. A name may hold brackets of its own, so the
-    longest name that there is wins. No name stands for the only tensor."""
+    longest name that there is wins. Without a name, it is the only tensor."""
     text = typed(text)
     splits = [len(text)]
     if text.endswith("]"):

@@ -194,11 +194,21 @@ def _of_first_holders(pieces: list[tuple[Box, Copy]]) -> list[Copy]:
 
 def _held_first(targets: Sequence[Box]) -> Iterator[tuple[list[Box], list[tuple[int, Box]]]]:
     """Of each block: (what no block before it has, in boxes; what some have: the number of the first and a box)."""
-    held: list[list[Box]] = []
-    for target, before in zip(targets, earlier_overlaps(targets), strict=True):
-        shared = [(m, inner) for m in before for box in held[m] if (inner := box & target)]
-        held.append(remainder(target, [inner for _, inner in shared]))
-        yield held[-1], shared
+    first: dict[Box, int] = {}
+    for n, target in enumerate(targets):
+        first.setdefault(target, n)
+    numbers = list(first.values())
+    before = dict(zip(first, earlier_overlaps(list(first)), strict=True))
+    held: dict[Box, list[Box]] = {}
+    shares: dict[Box, list[tuple[int, Box]]] = {}
+    for target in targets:
+        if target in held:  # the same block once more: the first one holds what that held
+            yield [], [*((first[target], box) for box in held[target]), *shares[target]]
+            continue
+        owners = [(numbers[m], held[targets[numbers[m]]]) for m in before[target]]
+        shared = shares[target] = [(n, inner) for n, boxes in owners for box in boxes if (inner := box & target)]
+        held[target] = remainder(target, [inner for _, inner in shared])
+        yield held[target], shared
 
 
 def _crop(copy: Copy, target: Box, inner: Box) -> Copy:

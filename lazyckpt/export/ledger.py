@@ -3,7 +3,7 @@
 Who gives out the tasks adds a line when a run stands in its file. Lines are held back for a moment: a process that is
 killed loses so much work. A line that was cut off is none, and what follows it does not count.
 
-The next call reads the runs again and believes those whose bytes have the checksum that stands here: a disk may have
+The next call reads the runs again and keeps those whose bytes still have the checksum recorded here: a disk may have
 damaged them, or a cache lost them with the machine. That all files were complete is believed only until the machine is
 started again.
 """

@@ -337,7 +337,7 @@ def _write(fd: int, data: bytes | memoryview) -> None:
 
 
 def forget(fd: int) -> None:
-    """Bring a file to the disk and out of the system's cache, so that what is read next is what stands there."""
+    """Bring a file to the disk and out of the system's cache, so that what is read next comes from the disk."""
     os.fsync(fd)
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -124,11 +124,11 @@ def _keep_intact(files: Sequence[File], folder: Folder, ledger: Ledger, run: Run
         for key, _, _ in files:
             target = Target(folder, key)
             for offset, known in list(ledger.runs(key, target).items()):
-                yield Task(known.nbytes, PIECE + OVERHEAD, partial(_stands, target, offset, known))
+                yield Task(known.nbytes, PIECE + OVERHEAD, partial(_intact, target, offset, known))
 
     def done(_: Task, result: tuple[Target, int, bool]) -> None:
-        target, offset, stands = result
-        if not stands:
+        target, offset, intact = result
+        if not intact:
             ledger.strike(target.key, offset)
 
     run(tasks(), done)
@@ -176,7 +176,7 @@ def _move(target: Target, tensor: Any, about: _Run) -> tuple[_Run, int]:
     return about, crc
 
 
-def _stands(target: Target, offset: int, known: Done) -> tuple[Target, int, bool]:
+def _intact(target: Target, offset: int, known: Done) -> tuple[Target, int, bool]:
     """Whether the bytes of a run have the checksum that they had when they were written."""
     crc, end = 0, offset + known.nbytes
     fd = target.descriptor(os.O_RDONLY)

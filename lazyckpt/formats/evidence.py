@@ -1,4 +1,4 @@
-"""Names that values tell, where an optimizer's order and shapes do not: whose fp32 copy a number has.
+"""Names of an optimizer's parameters from values, where order and shapes leave a choice: by their fp32 copies.
 
 DeepSpeed's runtime/fp16/unfused_optimizer.py keeps an fp32 copy of every parameter and writes it into the 16-bit weight
 after each step: a copy that does not round to a weight is another's. A few elements exclude all weights of its shape
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,9 +16,10 @@ from typing import Any
 
 import torch
 
+from ..core.dtypes import BITS, converts
 from ..core.index import TensorSpec
 from ..core.select import Selection
-from ..errors import LazyckptError
+from ..errors import ChangedFileError, LazyckptError
 from ..io.gather import read
 from ..io.store import Store
 
@@ -33,8 +33,8 @@ _FITS = "named by the one order of the parameters that the fp32 copies fit"
 class Copies:
     """The fp32 copies of an optimizer whose parameters order and shapes do not tell.
 
-    ``total``: how many parameters it has. ``copies``: what a number stands under -> its copy. ``weights``: name -> a
-    weight that may be one of them. ``ways``: what a number stands under -> name, for each usual order that fits.
+    ``total``: how many parameters it has. ``copies``: key of a numbered parameter -> its copy. ``weights``: name ->
+    a weight that may be one of them. ``ways``: key -> name, for each usual order that fits.
     """
 
     where: str
@@ -45,12 +45,12 @@ class Copies:
 
 
 class Undecided:
-    """The names of numbers, which are looked for when the first is asked for. Picklable, for several threads."""
+    """The names of numbers, which are looked for when the first is asked for. Picklable; it has no lock, which a
+    fork could leave locked."""
 
     def __init__(self, store: Store, optimizers: Sequence[Copies]) -> None:
         self._store = store
         self._optimizers = tuple(optimizers)
-        self._lock = threading.Lock()
         self._names: dict[str, tuple[str, str]] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -58,19 +58,17 @@ class Undecided:
 
     @property
     def names(self) -> Mapping[str, tuple[str, str]]:
-        """What a number stands under -> its name, and how it is known. The first time reads some of the weights."""
-        with self._lock:
-            if self._names is None:
-                found: dict[str, tuple[str, str]] = {}
-                for optimizer in self._optimizers:
-                    found |= _decided(self._store, optimizer)
-                self._names = found
+        """Key of a numbered parameter -> its name, and how that is known. The first call reads some of the weights."""
+        if self._names is None:
+            found: dict[str, tuple[str, str]] = {}
+            for optimizer in self._optimizers:
+                found |= _decided(self._store, optimizer)
+            self._names = found  # threads that get here at the same time have found the same
         return self._names
 
     def problems(self) -> tuple[str, ...]:
-        """A line for each optimizer of which some number has no name, or none yet. Reads nothing."""
-        with self._lock:
-            names = self._names
+        """A line for each optimizer that has parameters without a name, or without one so far. Reads nothing."""
+        names = self._names
         lines = []
         for of in self._optimizers:
             count = sum(names is None or number not in names for number in of.copies)
@@ -79,7 +77,7 @@ class Undecided:
                 how = "their fp32 copies will be compared with the weights when their names are first looked at"
                 lines.append(f"{said} more than one way to name them, or none: {how}")
             elif count:
-                how = "and fp32 copies do not tell: their states stand under their numbers"
+                how = "and fp32 copies do not decide: their states stay under their numbers"
                 lines.append(f"{said} more than one way to name them, or none, {how}")
         return tuple(lines)
 
@@ -134,15 +132,19 @@ class UndecidedTable(Mapping[str, TensorSpec]):
 
 
 def _decided(store: Store, of: Copies) -> dict[str, tuple[str, str]]:
-    """Number -> name, and how it is known."""
+    """Number -> name, and how it is known. Raises ChangedFileError."""
     may_be: dict[str, list[str]] = {number: [] for number in of.copies}
     unread: set[str] = set()
     for shape, dtype in dict.fromkeys((weight.shape, weight.dtype) for weight in of.weights.values()):
+        if not (dtype.is_floating_point and converts(torch.float32, dtype)):  # such a tensor has no fp32 copy
+            continue
         numbers = {i: copy for i, copy in of.copies.items() if copy.shape == shape}
         weights = {n: weight for n, weight in of.weights.items() if (weight.shape, weight.dtype) == (shape, dtype)}
         try:
             for number, names in _alike(store, numbers, weights, dtype).items():
                 may_be[number] += names
+        except ChangedFileError:
+            raise
         except LazyckptError:  # what cannot be read excludes nothing
             for number in numbers:
                 may_be[number] += weights
@@ -215,5 +217,6 @@ def _digest(store: Store, spec: TensorSpec, dtype: torch.dtype) -> bytes:
 
 def _rounded(store: Store, spec: TensorSpec, key: Any, dtype: torch.dtype) -> bytes:
     values = read(store, spec, Selection.all(spec.shape)[key].reads()).reshape(-1).to(dtype)
-    values[values.isnan()] = torch.nan  # of many bits
-    return bytes(values.view(torch.uint8).numpy())
+    bits = values.view(BITS[dtype.itemsize])
+    bits[values.isnan()] = torch.iinfo(bits.dtype).max  # a NaN can have many patterns of bits: all as one of them
+    return bytes(bits.view(torch.uint8).numpy())

@@ -365,7 +365,7 @@ def _assigned(
     if by == "shape":
         together = assign_by_shape(candidates, groups)
     elif len(wanted) > 1 and sum(map(len, groups)) == len(candidates):
-        # several optimizers of one model that leave no parameter out: none stands in two
+        # several optimizers of one model that leave no parameter out: none is in two of them
         together = agreed(candidates, groups, conventions)
         together = together if together is not None and together.complete else None
     if together is not None:

@@ -104,7 +104,7 @@ class Convention(NamedTuple):
 
 
 def _head_first(names: Sequence[Named]) -> list[Named]:
-    """What the last module at the top has stands before the rest, if that module is called as heads are.
+    """The parameters of the last top-level module come first, if its name is that of a head.
 
     >>> _head_first([("m.up.w", (2,)), ("m.up.b", (2,)), ("m.head.w", (2,))])
     [('m.head.w', (2,)), ('m.up.w', (2,)), ('m.up.b', (2,))]
@@ -128,7 +128,7 @@ def _reversed(names: Sequence[Named]) -> list[Named]:
 
 
 def _by_shape(key: Callable[[Shape], Any], *before: Callable[[Sequence[Named]], list[Named]]) -> tuple[Convention, ...]:
-    """Sorted by ``key`` of the shape, either way; what is equal stands in one of the orders ``before``."""
+    """Sorted by ``key`` of the shape, ascending and descending; equal ones keep one of the orders ``before``."""
 
     def made(first: Callable[[Sequence[Named]], list[Named]], down: bool) -> Convention:
         def order(names: Sequence[Named]) -> list[Named]:

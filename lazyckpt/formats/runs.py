@@ -23,7 +23,7 @@ from .reader import Source, checkpoints_in, is_checkpoint_file, only_checkpoint,
 # A word and the number that it counts.
 _COUNT = re.compile(
     r"(?<![A-Za-z])(?:(?P<step>(?:global_?)?steps?|iter(?:ation)?s?)|(?P<epoch>epochs?)|(?P<save>checkpoint|ckpt))"
-    r"[-_=]?(?P<number>\d{1,18})(?!\d)",
+    r"[-_=]?(?P<number>\d{1,18})(?!\d|[.e]\d)",  # "1.5" and "1e6" are other numbers than 1
     re.IGNORECASE,
 )
 _TRIED = 16  # checkpoints that are tried, from the newest on

@@ -20,7 +20,7 @@ RANKS, RANKS_PER_FILE = 4096, 64  # ranks that names or records may count, howev
 
 
 def check_ranks(where: str, count: int, files: int) -> None:
-    """Raise CorruptError if ``count`` ranks are said to have taken part, and hardly any of their files are there."""
+    """Raise CorruptError if a name or record counts far more ranks (``count``) than there are ``files``."""
     if count > max(RANKS, RANKS_PER_FILE * files):
         raise CorruptError(
             f"{where}: {short_number(count)} ranks are claimed, {files:,} files are here: most of the checkpoint is "

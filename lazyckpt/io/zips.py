@@ -2,9 +2,10 @@
 
 Readers of zips differ in what they trust. miniz, which torch reads with, takes the last end record, believes the zip64
 locator, looks names up without regard to case and takes the lengths in a record's own header; Python's zipfile shifts
-all offsets by what stands in front; Info-ZIP reads on past gaps. A file on which they could disagree is refused: the
-directory must end where the end records begin, the records must follow each other from byte 0 to the directory without
-gap or overlap, and what stands in front of a record's data and behind it must repeat what the directory says.
+all offsets by the number of bytes in front; Info-ZIP reads on past gaps. A file on which they could disagree is
+refused: the directory must end where the end records begin, the records must follow each other from byte 0 to the
+directory without gap or overlap, and the header in front of a record's data and the descriptor behind it must repeat
+what the directory says.
 
 Readers that this follows: third_party/miniz-3.0.2/miniz.c `mz_zip_reader_read_central_dir`, `mz_zip_reader_locate_file`
 and caffe2/serialize/inline_container.cc `getRecordOffset` of torch; Lib/zipfile of Python.
@@ -26,9 +27,9 @@ STORED, DEFLATED = 0, 8
 ENCRYPTED = 0x2041  # flags of an encrypted record or directory
 DESCRIBED = 0x0008  # flag: checksum and sizes stand behind the data
 _UTF8 = 0x0800
-_TOLD = ENCRYPTED | DESCRIBED | _UTF8  # flags that a record's header has to repeat
+_REPEATED = ENCRYPTED | DESCRIBED | _UTF8  # flags that a record's header has to repeat
 _FOLDER = 0x10  # MS-DOS attribute, by which miniz takes a record for a folder and reads nothing
-_MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF  # the number stands in a zip64 field
+_MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF  # the number is in a zip64 field
 
 _END = struct.Struct("<4s4H2IH")  # end of the directory
 _LOCATOR = struct.Struct("<4sIQI")
@@ -78,7 +79,7 @@ def read_zip(file: StoreFile) -> Zip:
         raise _refused(file, "a record is in it twice")
     ordered = sorted(entries, key=lambda e: e.header)
     if ordered and ordered[0].header != 0:
-        raise _refused(file, f"{ordered[0].header:,} bytes stand in front of its first record")
+        raise _refused(file, f"{ordered[0].header:,} bytes come before its first record")
     for entry, after in zip(ordered, [*(e.header for e in ordered[1:]), start], strict=True):
         if entry.header + _HEADER.size + len(entry.name) + entry.stored > after:
             raise _refused(file, f"the record {short(entry.name)} runs into what follows it")
@@ -117,14 +118,14 @@ def _ends(file: StoreFile) -> tuple[int, int, int]:
 def _find_end(file: StoreFile) -> tuple[int, bytes]:
     """Where the end record begins, and the file from there on. It has to be the only one that a reader may choose."""
     tail = file.at(max(0, file.size - _END.size), min(_END.size, file.size))
-    if not (tail.startswith(b"PK\x05\x06") and tail.endswith(b"\0\0")):  # perhaps a comment stands behind it
+    if not (tail.startswith(b"PK\x05\x06") and tail.endswith(b"\0\0")):  # perhaps a comment follows
         tail = file.at(max(0, file.size - _END.size - _MAX16), min(_END.size + _MAX16, file.size))
     found = tail.rfind(b"PK\x05\x06", 0, max(0, len(tail) - _END.size + 4))
     if found < 0:
         raise _refused(file, "the end record of its directory is not there: the file is truncated")
     end = tail[found:]
     if len(end) != _END.size + _END.unpack(end[: _END.size])[-1]:
-        raise _refused(file, "bytes stand behind its end record")
+        raise _refused(file, "there are bytes behind its end record")
     return file.size - len(end), end
 
 
@@ -209,7 +210,7 @@ def _zip64(file: StoreFile, name: str, extra: bytes) -> bytes | None:
 def data_offsets(file: StoreFile, start: int, entries: Sequence[Entry]) -> list[int]:
     """Where the data of these records begin, which are all of a zip, in the order in which they lie in it.
 
-    Reads what stands between the records' data: neighbouring headers at once, others each by itself. Raises
+    Reads what lies between the records' data: neighbouring headers at once, others each by itself. Raises
     CorruptError unless it repeats what the directory, which begins at ``start``, says.
     """
     found: list[int] = []
@@ -239,7 +240,7 @@ def _check_header(file: StoreFile, entry: Entry, data: bytes, at: int) -> int:
         raise _refused(file, f"the header of the record {short(entry.name)} is not where the directory says")
     begins = at + _HEADER.size + n_name
     same = method == entry.method and data[at + _HEADER.size : begins] == entry.name.encode()
-    if not same or (flags ^ entry.flags) & _TOLD:
+    if not same or (flags ^ entry.flags) & _REPEATED:
         raise _refused(file, f"the header of the record {short(entry.name)} contradicts the directory")
     found: int = entry.header + _HEADER.size + n_name + n_extra
     told = (crc, nbytes, stored)
@@ -270,10 +271,10 @@ def _check_behind(file: StoreFile, entry: Entry, data: bytes, length: int) -> No
     elif length in _DESCRIPTORS and len(data) == length and (length in (12, 20) or data.startswith(_SIGNED)):
         if struct.unpack(_DESCRIPTORS[length], data) == (entry.crc, entry.stored, entry.nbytes):
             return
-        raise _refused(file, f"what stands behind the record {short(entry.name)} contradicts the directory")
+        raise _refused(file, f"what follows the record {short(entry.name)} contradicts the directory")
     if length < 0:
         raise _refused(file, f"another record begins before the end of the record {short(entry.name)}")
-    raise _refused(file, f"{length:,} bytes of no record stand behind the record {short(entry.name)}")
+    raise _refused(file, f"{length:,} bytes that belong to no record follow the record {short(entry.name)}")
 
 
 def _windows(file: StoreFile, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, bytes]]:

@@ -50,9 +50,9 @@ class Stage(NamedTuple):
 
 
 class Unnamed(NamedTuple):
-    """An optimizer whose fp32 copies may tell what order and shapes do not. ``total``: how many parameters it has;
-    ``numbers``: what stands under a number; ``names``: the weights that these may be (none: any); ``ways``: number ->
-    name, for each order that fits."""
+    """An optimizer whose fp32 copies may decide what order and shapes do not. ``total``: how many parameters it has;
+    ``numbers``: the keys of those without a name; ``names``: the weights that these may be (empty: any);
+    ``ways``: key -> name, for each order that fits."""
 
     where: str
     total: int
@@ -66,7 +66,7 @@ class Building:
     """What is found out on the way to an Index. ``ranks``: how many model-parallel ones there are, ``tp`` of them
     tensor-parallel in every stage; ``world``: the ranks over which ZeRO cuts (all data-parallel ones, but for MiCS);
     ``placements``: AutoEP's (see `autoep`); ``sources``: where merge rules come from, the first that knows wins;
-    ``unnamed``: optimizers whose parameters values have to tell;
+    ``unnamed``: optimizers whose parameters can only be named by their values;
     ``lost``: mp rank -> its lost model states; ``gone``: flat groups of which no rank's file is there."""
 
     store: Store

@@ -35,6 +35,7 @@ _DIRS = [(re.compile(pattern), kind) for pattern, kind in _FOLDERS.items()]
 _ALWAYS = ("random_states", "rng_state", "custom_checkpoint")
 # these never number the first: a folder with such files is of a file for each rank (torch_checkpointing's)
 _RANK = re.compile(r"(?:model|optimizer|scheduler)_0\.(?:pt|bin|safetensors)")
+_FIRST = re.compile(r"(?:pytorch_)?model\.(?:bin|safetensors)(?:\.index\.json)?")  # the first model, of Hugging Face
 
 
 class Part(NamedTuple):
@@ -51,8 +52,8 @@ def parts(files: Iterable[str], folders: Iterable[str]) -> list[Part]:
 
     >>> [p.place for p in parts(["optimizer_1.bin", "rng_state_0.pth", "notes.txt"], ["pytorch_model_fsdp_0"])]
     ['optimizer_1', 'rng_state_0', 'model']
-    >>> parts(["model_0.safetensors", "model_1.safetensors"], [])
-    []
+    >>> parts(["model_0.safetensors", "model_1.safetensors"], []), parts(["model_1.bin", "model_2.bin"], [])
+    ([], [])
     """
     files = list(files)
     if any(_RANK.fullmatch(name) for name in files):
@@ -61,7 +62,10 @@ def parts(files: Iterable[str], folders: Iterable[str]) -> list[Part]:
     later = sorted(int(p.place.rpartition("_")[2]) for p in found if p.kind == "model" and p.place != "model")
     if later != list(range(1, len(later) + 1)):  # not the models of one state, but saves of several steps
         found = [p for p in found if p.kind != "model"]
-    return found + [p for name in folders if (p := _part(name, _DIRS, True))]
+    found += [p for name in folders if (p := _part(name, _DIRS, True))]
+    if all(p.place.startswith("model_") for p in found) and not any(map(_FIRST.fullmatch, files)):
+        return []  # of a state there would be a first model, or an optimizer: these are models by themselves
+    return found
 
 
 def _part(name: str, table: list[tuple[re.Pattern[str], str]], folder: bool) -> Part | None:

@@ -98,8 +98,8 @@ def _is_export(attributes: Mapping[str, Any]) -> bool:
 
 
 def _arrays(tree: Tree, found: Nodes, problems: list[str], unreadable: dict[str, str] | None) -> dict[str, Array]:
-    """Path -> array, of those that are tensors; the others are told. ``unreadable`` gets those whose documents are
-    damaged; None: then CorruptError is raised."""
+    """Path -> array, of those that are tensors; ``problems`` gets a line on the others. ``unreadable`` gets those whose
+    documents are damaged; None: then CorruptError is raised."""
     arrays: dict[str, Array] = {}
     others: dict[str, list[str]] = {}
     for path, (version, about, attributes, document) in found.arrays.items():

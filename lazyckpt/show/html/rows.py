@@ -128,7 +128,8 @@ def _groups(nodes: list[Node], kinds: dict[int, int] | None) -> list[tuple[str, 
 
 
 def _runs(nodes: list[Node]) -> Iterator[list[Node]]:
-    """Cut where the numbers are not evenly spaced any more; what is too short to be a row goes on with its second."""
+    """Cut where the numbers are no longer evenly spaced. Of a run that is too short for a row, the next begins with its
+    second node."""
     at = 0
     while at < len(nodes):
         run = _run(nodes, at)
