@@ -106,6 +106,8 @@ class StoredTensor:
         """What torch.Tensor.__setstate__ takes, but nothing that says where the tensor lies (of 4 or 5 elements)."""
         if not isinstance(state, dict | tuple) or len(state) in (4, 5):
             raise CorruptError(f"a tensor whose place is given by a state ({short(state)}), not where it is rebuilt")
+        # (three: whether it requires a gradient, nothing, and its hooks)
+        self.state = _joined(self.state, state[2] if isinstance(state, tuple) and len(state) == 3 else state)
 
     def having(self, **attributes: Any) -> StoredTensor:
         """The same tensor with other attributes."""
@@ -146,10 +148,21 @@ class TensorSubclass(Opaque):
 
 
 class Composite(NamedTuple):
-    """A tensor whose data is several plain tensors (sparse, nested): they are found under their own names."""
+    """A tensor whose data is several plain tensors (sparse, nested): they are found under their own names. ``state``:
+    attributes that the pickle gives it."""
 
     kind: str
     parts: dict[str, Any]
+    state: Any = None
+
+
+def _joined(state: Any, more: Any) -> Any:
+    """The attributes of a tensor that is given attributes twice; the later ones replace those of the same name."""
+    if not more or not state:
+        return more or state
+    if isinstance(state, dict) and isinstance(more, dict):
+        return {**state, **more}
+    return (state, more)
 
 
 def persistent_storage(pid: Any) -> Any:
@@ -227,7 +240,13 @@ def _tensor_v3(
 
 def _parameter(data: Any, requires_grad: Any = True, hooks: Any = None, state: Any = None) -> Any:
     if isinstance(data, StoredTensor):
-        return data.having(requires_grad=requires_grad is True, state=data.state if state is None else state)
+        return data.having(requires_grad=requires_grad is True, state=_joined(data.state, state))
+    if state and isinstance(data, Composite):
+        return data._replace(state=_joined(data.state, state))
+    if state and isinstance(data, TensorSubclass):
+        record = TensorSubclass(data.module, data.name, data.args, data.kwargs)
+        record.state = _joined(data.state, state)
+        return record
     return data
 
 
@@ -238,9 +257,9 @@ def _from_type_v2(func: Any, kind: Any, args: Any, state: Any) -> Any:
         made = func(*args)
         if isinstance(made, StoredTensor) and (made.storage is not None or name in _PLAIN_TENSORS):
             note = made.note if name in _PLAIN_TENSORS else f"is a {name}: read as the plain tensor it holds"
-            return made.having(state=state, note=note)
+            return made.having(state=_joined(made.state, state), note=note)
         if isinstance(made, Composite):
-            return made
+            return made._replace(state=_joined(made.state, state))
     record = TensorSubclass(*(name.rsplit(".", 1) if "." in name else ("torch", name or "Tensor")))
     record.args = args if isinstance(args, tuple) else (args,)
     record.state = state
@@ -563,6 +582,8 @@ def _table() -> dict[tuple[str, str], Any]:
         ("torch._utils", "_rebuild_parameter"): _parameter,
         ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
         ("torch._tensor", "_rebuild_from_type_v2"): _from_type_v2,
+        ("torch._tensor", "_rebuild_from_type"): _from_type_v2,
+        ("torch.tensor", "_rebuild_from_type"): _from_type_v2,
         ("torch._utils", "_rebuild_qtensor"): _qtensor,
         ("torch._utils", "_rebuild_sparse_tensor"): _sparse,
         ("torch._utils", "_rebuild_nested_tensor"): _nested,
