@@ -18,18 +18,10 @@ import torch
 from ..core.names import free
 from ..errors import CorruptError
 from .limits import Budget
-from .rebuild import (
-    Composite,
-    Deque,
-    Namespace,
-    NumpyArray,
-    NumpyDtype,
-    StoredStorage,
-    StoredTensor,
-    TensorSubclass,
-    plain_numpy,
-)  # fmt: skip
+from .numpyrecords import NumpyArray, NumpyDtype, plain_numpy
+from .rebuild import Composite, StoredStorage, StoredTensor, TensorSubclass
 from .records import Attributed, Opaque, short
+from .values import Deque, Namespace
 
 Path = tuple[str | int, ...]  # keys as text, places in lists as numbers
 
