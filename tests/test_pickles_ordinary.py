@@ -229,3 +229,9 @@ def test_streams_in_memory_do_no_harm(tmp_path: Path) -> None:
     view = lazyckpt.open(tmp_path / "a.pt")
     assert list(view) == ["w"] and not view.problems
     assert "BytesIO" in repr(view.meta["layer._extra_state"])
+
+
+def test_thousands_of_equal_frozensets_are_ordinary(tmp_path: Path) -> None:
+    path = tmp_path / "sets.pt"
+    torch.save({"seen": [frozenset((1.5, (n % 3, 2))) for n in range(5_000)]}, path, pickle_protocol=4)
+    assert len(lazyckpt.open(path).meta["seen"]) == 5_000

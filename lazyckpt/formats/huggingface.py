@@ -74,7 +74,7 @@ def _read_shard(store: Store, path: str, is_safe: bool) -> Shard:
         return Shard(file.info, specs, file.aliases, dict(file.metadata), [f"{path}: {note}" for note in file.notes])
     torch_file = read_torch_file(store, path)
     plain = Plain(torch_file.root, path, torch_file.pickle_size)
-    meta = plain.rest if isinstance(plain.rest, dict) else {}
+    meta = plain.meta if isinstance(plain.meta, dict) else {}
     meta.pop("_metadata", None)
     return Shard(
         torch_file.info, specs_of(torch_file, plain), ties(plain.tensors), meta, warnings(path, torch_file, plain)

@@ -97,7 +97,8 @@ def member(store: Store, path: str, prefix: str = "") -> Member:
     """What one file holds; ``prefix`` stands before its raw names. Raises as `read_torch_file`."""
     file = read_torch_file(store, path)
     plain = Plain(file.root, f"{store.root}/{path}", file.pickle_size, prefix)
-    meta = plain.rest if isinstance(plain.rest, dict) else {"": plain.rest}
+    rest = plain.rest if isinstance(plain.rest, dict) else {"": plain.rest}
+    meta = plain.meta if plain.attributes else rest
 
     def named(rest: Sequence[tuple[Path, str]]) -> Mapping[str, Any]:
         for place, key in rest:
@@ -105,13 +106,17 @@ def member(store: Store, path: str, prefix: str = "") -> Member:
         return meta
 
     specs = specs_of(file, plain, prefix)
+    inner = {prefix + key for key in plain.inner}
     return Member(
         format="torch",
-        tensors={key: (plain.paths[key.removeprefix(prefix)], spec) for key, spec in specs.items()},
-        objects=list(paths(meta, 4)),
+        tensors={
+            key: (plain.paths[key.removeprefix(prefix)], spec) for key, spec in specs.items() if key not in inner
+        },
+        objects=list(paths(rest, 4)),
         meta=meta,
         named=named,
         files={path: file.info},
+        stored=specs if inner else None,
         aliases={prefix + alias: prefix + owner for alias, owner in ties(plain.tensors).items()},
         problems=warnings(path, file, plain) + shards(store, path, plain),
     )

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..errors import CorruptError
+from .limits import Budget
 
 COMMON = (1 << 61) - 1  # integers below it are their own hashes
 _MOST = 100  # keys of one container that may have the same hash
@@ -49,3 +50,24 @@ def check_keys(keys: Iterable[Any]) -> None:
         found = equal[hash(key)] = equal.get(hash(key), 0) + 1
         if found > _MOST:
             raise CorruptError("hundreds of dictionary keys that have the same hash")
+
+
+class Keys:
+    """Refuses keys of the dicts and sets of one file that are made to take long to hash or to find."""
+
+    __slots__ = ("_budget", "_equal")
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._equal: dict[tuple[int, int], int] = {}  # (a dict or set, a hash) -> keys that have it, where that is rare
+
+    def check(self, target: Any, keys: Iterable[Any]) -> None:
+        """Charge the keys that ``target`` is given. Raises CorruptError past the limit."""
+        for key in keys:
+            kind = type(key)
+            if kind is str or (kind is int and -COMMON < key < COMMON):
+                continue
+            self._budget.steps(check_key(key))
+            place = id(target), hash(key)
+            number = self._equal[place] = self._equal.get(place, 0) + 1
+            self._budget.steps(number)

@@ -12,21 +12,19 @@ the file would have done.
 
 from __future__ import annotations
 
-import codecs
-import re
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import CorruptError
-from .keys import COMMON, check_key
+from .keys import Keys
 from .limits import Budget
-from .records import Attributed, Opaque
+from .opcodes import COUNTED, LINES, exactly, place
+from .records import Opaque, build, extend, through_partial
 from .repeats import FEW, Changes, Item, Items, Memo, Note, refuse_shared
 
 # What rebuilds a value of a known class from the arguments that the pickle gives it; raising means "make it Opaque".
 Rebuild = Mapping[tuple[str, str], Any]
-
 
 _STRIDE = 1 << 16  # bytes between two looks at what was made
 _DEEP = 10_000  # marks that are open at a time; a pickler's own recursion ends at a thousand
@@ -81,7 +79,7 @@ class _Machine:
     """The state of one run: what is named, how far it is, what it may still cost."""
 
     __slots__ = (
-        "_budget", "_data", "_equal", "_known", "_persistent", "_rebuild", "_taken", "end", "framed", "globals"
+        "_budget", "_data", "_keys", "_known", "_persistent", "_rebuild", "_taken", "end", "framed", "globals"
     )  # fmt: skip
 
     def __init__(
@@ -96,7 +94,7 @@ class _Machine:
             data, rebuild, persistent, budget, known
         )  # fmt: skip
         self._taken: list[Item] = []
-        self._equal: dict[tuple[int, int], int] = {}  # (a dict or set, a hash) -> keys that have it, where that is rare
+        self._keys = Keys(budget)
         self.globals: dict[tuple[str, str], bool] = {}
         self.framed = False
         self.end = 0
@@ -167,12 +165,12 @@ class _Machine:
                             continue
                     n = int_from(data[i : i + 4], "little")
                     i += 4
-                    push(_exactly(data, i, n).decode("utf-8", "surrogatepass"))
+                    push(exactly(data, i, n).decode("utf-8", "surrogatepass"))
                     i += n
                 elif op == 0x8C:  # SHORT_BINUNICODE
                     n = data[i]
                     i += 1
-                    push(_exactly(data, i, n).decode("utf-8", "surrogatepass"))
+                    push(exactly(data, i, n).decode("utf-8", "surrogatepass"))
                     i += n
                 elif op == 0x28:  # MARK
                     made += 1
@@ -202,7 +200,7 @@ class _Machine:
                     push(data[i] | data[i + 1] << 8)
                     i += 2
                 elif op == 0x4A:  # BININT
-                    push(int_from(_exactly(data, i, 4), "little", signed=True))
+                    push(int_from(exactly(data, i, 4), "little", signed=True))
                     i += 4
                 elif op == 0x89:  # NEWFALSE
                     push(False)
@@ -244,12 +242,12 @@ class _Machine:
                     push = stack.append
                     if known is not None:
                         refuse_shared(stack[-1], self._taken)
-                    _extend(stack[-1], items)
+                    extend(stack[-1], items)
                 elif op == 0x61:  # APPEND
                     value = stack.pop()
                     if known is not None:
                         refuse_shared(stack[-1], self._taken)
-                    _extend(stack[-1], [value])
+                    extend(stack[-1], [value])
                 elif op == 0x63:  # GLOBAL
                     j = data.index(b"\n", i)
                     k = data.index(b"\n", j + 1)
@@ -265,7 +263,7 @@ class _Machine:
                     state = stack.pop()
                     if known is not None:
                         refuse_shared(stack[-1], self._taken)
-                    _build(stack[-1], state)
+                    build(stack[-1], state)
                 elif op == 0x80:  # PROTO
                     if data[i] > 5:
                         raise CorruptError(f"pickle protocol {data[i]} is not known (0 to 5 are)")
@@ -274,7 +272,7 @@ class _Machine:
                     if frame:
                         raise CorruptError(f"a frame begins at byte {i - 1:,}, within the one that ends at {frame:,}")
                     i += 8
-                    frame = i + int_from(_exactly(data, i - 8, 8), "little")
+                    frame = i + int_from(exactly(data, i - 8, 8), "little")
                     if frame > size:
                         raise CorruptError("a frame is longer than the pickle: truncated?")
                     fence = min(fence, frame)
@@ -295,29 +293,28 @@ class _Machine:
                     stack[-1] = self._made(stack[-1], args, kwargs)
                 elif op == 0x8A or op == 0x8B:  # LONG1, LONG4
                     width = 1 if op == 0x8A else 4
-                    n = int_from(_exactly(data, i, width), "little")
+                    n = int_from(exactly(data, i, width), "little")
                     i += width
-                    push(int_from(_exactly(data, i, n), "little", signed=True))
+                    push(int_from(exactly(data, i, n), "little", signed=True))
                     i += n
-                elif op in _COUNTED:
-                    width, kind = _COUNTED[op]
-                    n = int_from(_exactly(data, i, width), "little")
+                elif op in COUNTED:
+                    width, value_of = COUNTED[op]
+                    n = int_from(exactly(data, i, width), "little")
                     i += width
-                    raw = _exactly(data, i, n)
+                    push(value_of(exactly(data, i, n)))
                     i += n
-                    push(_COUNTED_VALUE[kind](raw))
-                elif op in _LINES:
+                elif op in LINES:
                     j = data.index(b"\n", i)
                     line = data[i:j]
                     i = j + 1
                     if op == 0x70:  # PUT
-                        memo[_place(line)] = stack[-1]
+                        memo[place(line)] = stack[-1]
                     elif op == 0x67:  # GET
-                        push(memo[_place(line)])
+                        push(memo[place(line)])
                     elif op == 0x50:  # PERSID
                         push(persistent(line.decode("ascii")))
                     else:
-                        push(_LINES[op](line))
+                        push(LINES[op](line))
                 elif op == 0x8F:  # EMPTY_SET
                     made += 1
                     push(set())
@@ -327,16 +324,16 @@ class _Machine:
                     push = stack.append
                     if op == 0x91:
                         made += 1
-                        self._check_keys(items, items)
+                        Keys(self._budget).check(items, items)
                         push(frozenset(items))
                     else:
                         if known is not None:
                             refuse_shared(stack[-1], self._taken)
-                        self._check_keys(stack[-1], items)
+                        self._keys.check(stack[-1], items)
                         if isinstance(stack[-1], set):
                             stack[-1].update(items)
                         else:
-                            _extend(stack[-1], items)
+                            extend(stack[-1], items)
                 elif op == 0x6C or op == 0x64:  # LIST, DICT
                     items = stack
                     stack = marks.pop()
@@ -373,7 +370,7 @@ class _Machine:
                     push(self._made(cls, tuple(rest)))
                 elif op in (0x82, 0x83, 0x84):  # EXT1, EXT2, EXT4: numbers from a registry of the process
                     width = {0x82: 1, 0x83: 2, 0x84: 4}[op]
-                    push(Opaque("copyreg", f"extension {int_from(_exactly(data, i, width), 'little')}"))
+                    push(Opaque("copyreg", f"extension {int_from(exactly(data, i, width), 'little')}"))
                     i += width
                 elif op == 0x97:  # NEXT_BUFFER
                     raise CorruptError("it refers to out-of-band buffers, which no file holds")
@@ -424,7 +421,7 @@ class _Machine:
             if what.args is None:
                 self.globals[what.module, what.name] = True
                 return Opaque(what.module, what.name, args, kwargs)
-            made = _through_partial(what)
+            made = through_partial(what)
             return made or Opaque(what.module, f"{what.name:.200}(...)", args, kwargs)  # what a record would return
         if not callable(what):
             raise CorruptError(f"a call of {type(what).__name__}, which is nothing to call")
@@ -450,118 +447,5 @@ class _Machine:
         for n in range(0, len(items), 2):
             key = items[n]
             if type(key) is not str:
-                self._check_keys(entries, (key,))
+                self._keys.check(entries, (key,))
             entries[key] = items[n + 1]
-
-    def _check_keys(self, target: Any, keys: Iterable[Any]) -> None:
-        """Refuse keys that are made to take long to hash or to find."""
-        for key in keys:
-            kind = type(key)
-            if kind is str or (kind is int and -COMMON < key < COMMON):
-                continue
-            self._budget.steps(check_key(key))
-            place = id(target), hash(key)
-            number = self._equal[place] = self._equal.get(place, 0) + 1
-            self._budget.steps(number)
-
-
-def _through_partial(what: Opaque) -> Opaque | None:
-    """How protocols 2 and 3 spell __new__ with keywords: the call of functools.partial(cls.__new__, cls, ...)."""
-    state = what.state
-    if (what.module, what.name) != ("functools", "partial") or not isinstance(state, tuple) or len(state) < 3:
-        return None
-    func, args, kwargs = state[:3]
-    if not isinstance(func, Opaque) or not func.name.endswith("__new__") or not isinstance(args, tuple) or not args:
-        return None
-    cls = args[0]
-    return Opaque(cls.module, cls.name, args[1:], kwargs or None) if isinstance(cls, Opaque) else None
-
-
-def _exactly(data: bytes, at: int, n: int) -> bytes:
-    raw = data[at : at + n]
-    if len(raw) != n:
-        raise CorruptError(f"{n:,} bytes are claimed at byte {at:,}, but the pickle ends at {len(data):,}: truncated?")
-    return raw
-
-
-def _decimal(line: bytes) -> Any:
-    return line == b"01" if line in (b"00", b"01") else _integer(line)  # protocol 0 spells booleans so
-
-
-def _long(line: bytes) -> int:
-    return _integer(line.removesuffix(b"L"))
-
-
-def _integer(line: bytes) -> int:
-    if not _INTEGER.fullmatch(line):  # Python's unpicklers differ on 010 and 0x10
-        raise CorruptError(f"{line[:40]!r} is not a number as picklers write it")
-    return int(line)
-
-
-def _place(line: bytes) -> int:
-    if not line.isdigit():
-        raise CorruptError(f"{line[:40]!r} is not a place in the memo")
-    return int(line)
-
-
-def _float(line: bytes) -> float:
-    if b"_" in line or line.strip() != line:
-        raise CorruptError(f"{line[:40]!r} is not a number as picklers write it")
-    return float(line)
-
-
-def _quoted(line: bytes) -> str:
-    if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
-        raise CorruptError("a string without its quotes")
-    raw: bytes = codecs.escape_decode(line[1:-1])[0]
-    return raw.decode("latin1")
-
-
-_INTEGER = re.compile(rb"-?(0|[1-9][0-9]*)")
-# opcode -> (bytes of the length, what the counted bytes are)
-_COUNTED = {
-    0x54: (4, "latin1"),  # BINSTRING
-    0x55: (1, "latin1"),  # SHORT_BINSTRING
-    0x42: (4, "bytes"),  # BINBYTES
-    0x43: (1, "bytes"),  # SHORT_BINBYTES
-    0x8E: (8, "bytes"),  # BINBYTES8
-    0x8D: (8, "utf8"),  # BINUNICODE8
-    0x96: (8, "bytearray"),  # BYTEARRAY8
-}
-_COUNTED_VALUE: dict[str, Callable[[bytes], Any]] = {
-    "latin1": lambda raw: raw.decode("latin1"),
-    "bytes": bytes,
-    "utf8": lambda raw: raw.decode("utf-8", "surrogatepass"),
-    "bytearray": bytearray,
-}
-# opcodes whose argument is the rest of the line
-_LINES: dict[int, Callable[[bytes], Any]] = {
-    0x70: _place,  # PUT
-    0x67: _place,  # GET
-    0x50: bytes,  # PERSID
-    0x49: _decimal,  # INT
-    0x4C: _long,  # LONG
-    0x46: _float,  # FLOAT
-    0x53: _quoted,  # STRING
-    0x56: lambda line: line.decode("raw-unicode-escape"),  # UNICODE
-}
-
-
-def _extend(target: Any, items: Iterable[Any]) -> None:
-    if isinstance(target, Opaque):
-        target.items.extend(items)
-    elif isinstance(target, list):
-        target.extend(items)
-    else:
-        raise CorruptError(f"items are appended to a {type(target).__name__}")
-
-
-def _build(target: Any, state: Any) -> None:
-    """Give a record its state; our own records of numpy things take it by `set_state`."""
-    if isinstance(target, Opaque | Attributed):
-        target.state = state
-        return
-    take = getattr(target, "set_state", None)
-    if take is None:
-        raise CorruptError(f"a state is given to a {type(target).__name__}")
-    take(state)

@@ -18,21 +18,14 @@ import torch
 from ..core.names import free
 from ..errors import CorruptError
 from .limits import Budget
-from .rebuild import (
-    Composite,
-    Deque,
-    Namespace,
-    NumpyArray,
-    NumpyDtype,
-    StoredStorage,
-    StoredTensor,
-    TensorSubclass,
-    plain_numpy,
-)  # fmt: skip
+from .numpyrecords import NumpyArray, NumpyDtype, plain_numpy
+from .rebuild import Composite, StoredStorage, StoredTensor, TensorSubclass
 from .records import Attributed, Opaque, short
+from .values import Deque, Namespace
 
 Path = tuple[str | int, ...]  # keys as text, places in lists as numbers
 
+ATTRIBUTES = "tensor_attributes"  # the entry of `meta` that holds them
 _MAX_DEPTH = 100  # the walk recurses; honest checkpoints are some ten levels deep
 _GONE = object()  # stands for "there were only tensors here"
 
@@ -49,7 +42,9 @@ class TensorRef(NamedTuple):
 class Plain:
     """``tensors``: dotted name -> record, in the order of the file; ``paths``: dotted name -> where that stood (names,
     places in lists); ``rest``: the object without its tensors; ``notes``: lines about tensors that are not what they
-    seem. ``taken``: dotted name -> the record that stood there, of those that the caller reads itself.
+    seem. ``attributes``: dotted name of a tensor -> the attributes that the file gives it. Tensors among them are in
+    ``tensors`` too, behind all others; they are the ``inner`` ones.
+    ``taken``: dotted name -> the record that stood there, of those that the caller reads itself.
     ``subclasses``: a subclass of Tensor -> names of those that are one."""
 
     def __init__(
@@ -69,6 +64,9 @@ class Plain:
         self.taken: dict[str, Opaque] = {}
         self.paths: dict[str, Path] = {}
         self.notes: list[str] = []
+        self.attributes: dict[str, Any] = {}
+        self._given: list[tuple[str, Path, Any]] = []  # names and paths of tensors with attributes, and these
+        self._having: set[int] = set()  # the ids of the tensors' records
         self.subclasses: dict[str, list[str]] = {}
         self._where = where
         self._budget = Budget(where, size)
@@ -79,6 +77,7 @@ class Plain:
         self._take = take
         try:
             rest = self._walk(value, (), 0)
+            self.inner = self._add_attributes()
         except RecursionError:  # the caller's own stack was deep already
             raise CorruptError(f"{where}: objects are nested too deep: the file is hostile or damaged") from None
         self.rest = {} if rest is _GONE else rest
@@ -87,6 +86,32 @@ class Plain:
             each = f"{some} is a {kind}: the tensors inside it stand under its name"
             many = f"{len(names):,} tensors ({some}) are {kind}: the tensors inside them stand under their names"
             self.notes.append(each if len(names) == 1 else many)
+        if self.inner:
+            some = ", ".join(map(repr, self.inner[:3])) + (", ..." if len(self.inner) > 3 else "")
+            self.notes.append(f"{len(self.inner):,} tensors are attributes of other tensors: {some} (in view.stored)")
+
+    @property
+    def meta(self) -> Any:
+        """``rest``, with the attributes of tensors, if there are any, as a further entry."""
+        if not self.attributes:
+            return self.rest
+        rest = self.rest if isinstance(self.rest, dict) else {"": self.rest}
+        return {**rest, free(ATTRIBUTES, rest): self.attributes}
+
+    def _add_attributes(self) -> list[str]:
+        """Take the attributes of tensors apart, after all that has a name of its own. -> the names of those that are
+        tensors."""
+        before = len(self.tensors)
+        for key, path, state in self._given:  # (it grows: tensors among them may have attributes)
+            self.attributes[free(key, self.attributes)] = self._state(state, path, 0)
+        return list(self.tensors)[before:]
+
+    def _give(self, value: StoredTensor | Composite, key: str, path: Path) -> None:
+        """Note the attributes of a tensor, once for each tensor that has several names."""
+        state = value.state
+        if id(value) not in self._having and not (isinstance(state, tuple) and not any(state)):
+            self._having.add(id(value))
+            self._given.append((key, path, state))
 
     def _walk(self, value: Any, path: Path, depth: int) -> Any:
         kind = type(value)
@@ -127,6 +152,8 @@ class Plain:
             self.notes.append(
                 f"{self._name(path)!r} is a {value.kind} tensor: its parts are tensors of their own, under its name"
             )
+            if value.state:
+                self._give(value, self._name(path), path)
             return self._dict(value.parts, path, depth)
         if isinstance(value, list | tuple):
             kinds = set(map(type, value))
@@ -195,15 +222,16 @@ class Plain:
         else:
             record.args = value.args
         record.kwargs = None if value.kwargs is None else self._named(value.kwargs, path, depth)
-        state = value.state
-        if isinstance(state, tuple) and len(state) == 2 and all(s is None or isinstance(s, dict) for s in state):
-            record.state = tuple(self._attributes(s, path, depth) for s in state)
-        else:
-            record.state = self._attributes(state, path, depth)
+        record.state = self._state(value.state, path, depth)
         self._budget.steps(len(value._items or ()) + len(value._entries or ()) + len(value.args or ()))
         record.items = [self._named(v, (*path, n), depth) for n, v in enumerate(value._items or ())]
         record.entries = self._attributes(value._entries or {}, path, depth)
         return record
+
+    def _state(self, state: Any, path: Path, depth: int) -> Any:
+        if isinstance(state, tuple) and len(state) == 2 and all(s is None or isinstance(s, dict) for s in state):
+            return tuple(self._attributes(s, path, depth) for s in state)  # those in slots are apart
+        return self._attributes(state, path, depth)
 
     def _attributes(self, state: Any, path: Path, depth: int) -> Any:
         if isinstance(state, dict):
@@ -222,6 +250,8 @@ class Plain:
         if tensor.note:
             self._budget.characters(len(key) + len(tensor.note))
             self.notes.append(f"{key!r} {tensor.note}")
+        if tensor.state:
+            self._give(tensor, key, path)
         return _GONE if self._keep is None else self._keep(key, tensor)
 
     def _key(self, path: Path) -> str:

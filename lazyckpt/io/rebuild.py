@@ -1,32 +1,25 @@
 """What the pickles of checkpoints may build: tensors as records of where they lie, and plain values of the standard
-library and numpy. Nothing here is looked up by what a pickle says; it is a closed table.
+library (`values`) and numpy (`numpyrecords`). Nothing here is looked up by what a pickle says; it is a closed table.
 
 Tensors: torch/_utils.py (`_rebuild_*`), torch/_tensor.py (`_rebuild_from_type_v2`), torch/serialization.py (persistent
-ids). numpy: numpy/_core/multiarray (`_reconstruct`, `scalar`), ndarray and dtype `__setstate__`.
+ids).
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import decimal
-import pathlib
-from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from ..core.box import Shape, c_strides, fits, hull
 from ..core.dtypes import FROM_NAME, FROM_STORAGE
 from ..errors import CorruptError
-from .keys import check_keys
-from .records import Attributed, Opaque, short
+from .numpyrecords import NUMPY, NumpyArray
+from .records import Opaque, short
+from .values import VALUES, listed
 
 _MAX_DIMS = 64
-_MAX_FIELDS = 256  # of a numpy dtype, over all levels
-_PATH = 1 << 15  # characters of a path
 
 
 class StorageType(NamedTuple):
@@ -106,6 +99,8 @@ class StoredTensor:
         """What torch.Tensor.__setstate__ takes, but nothing that says where the tensor lies (of 4 or 5 elements)."""
         if not isinstance(state, dict | tuple) or len(state) in (4, 5):
             raise CorruptError(f"a tensor whose place is given by a state ({short(state)}), not where it is rebuilt")
+        # (three: whether it requires a gradient, nothing, and its hooks)
+        self.state = _joined(self.state, state[2] if isinstance(state, tuple) and len(state) == 3 else state)
 
     def having(self, **attributes: Any) -> StoredTensor:
         """The same tensor with other attributes."""
@@ -146,10 +141,21 @@ class TensorSubclass(Opaque):
 
 
 class Composite(NamedTuple):
-    """A tensor whose data is several plain tensors (sparse, nested): they are found under their own names."""
+    """A tensor whose data is several plain tensors (sparse, nested): they are found under their own names. ``state``:
+    attributes that the pickle gives it."""
 
     kind: str
     parts: dict[str, Any]
+    state: Any = None
+
+
+def _joined(state: Any, more: Any) -> Any:
+    """The attributes of a tensor that is given attributes twice; the later ones replace those of the same name."""
+    if not more or not state:
+        return more or state
+    if isinstance(state, dict) and isinstance(more, dict):
+        return {**state, **more}
+    return (state, more)
 
 
 def persistent_storage(pid: Any) -> Any:
@@ -227,7 +233,13 @@ def _tensor_v3(
 
 def _parameter(data: Any, requires_grad: Any = True, hooks: Any = None, state: Any = None) -> Any:
     if isinstance(data, StoredTensor):
-        return data.having(requires_grad=requires_grad is True, state=data.state if state is None else state)
+        return data.having(requires_grad=requires_grad is True, state=_joined(data.state, state))
+    if state and isinstance(data, Composite):
+        return data._replace(state=_joined(data.state, state))
+    if state and isinstance(data, TensorSubclass):
+        record = TensorSubclass(data.module, data.name, data.args, data.kwargs)
+        record.state = _joined(data.state, state)
+        return record
     return data
 
 
@@ -238,9 +250,9 @@ def _from_type_v2(func: Any, kind: Any, args: Any, state: Any) -> Any:
         made = func(*args)
         if isinstance(made, StoredTensor) and (made.storage is not None or name in _PLAIN_TENSORS):
             note = made.note if name in _PLAIN_TENSORS else f"is a {name}: read as the plain tensor it holds"
-            return made.having(state=state, note=note)
+            return made.having(state=_joined(made.state, state), note=note)
         if isinstance(made, Composite):
-            return made
+            return made._replace(state=_joined(made.state, state))
     record = TensorSubclass(*(name.rsplit(".", 1) if "." in name else ("torch", name or "Tensor")))
     record.args = args if isinstance(args, tuple) else (args,)
     record.state = state
@@ -299,173 +311,8 @@ def _from_numpy(data: Any, dtype: Any, device: Any, requires_grad: Any) -> Store
     return StoredTensor(storage, dtype, 0, shape, c_strides(shape), requires_grad is True)
 
 
-# -- numpy
-
-
-class NumpyDtype:
-    """A dtype as numpy pickles it: a code, then a state with byte order and fields."""
-
-    def __init__(self, code: Any, align: Any = False, copy: Any = True) -> None:
-        self.code, self.state = code, ()
-        self._real: np.dtype[Any] | ValueError | None = None
-        self._fields = 0
-
-    def set_state(self, state: Any) -> None:
-        self.state, self._real = state, None
-
-    def real(self, budget: list[int] | None = None) -> np.dtype[Any]:
-        """The dtype. ``budget``: how many more fields it may have, over all levels. Raises ValueError."""
-        budget = [_MAX_FIELDS] if budget is None else budget
-        if self._real is None:
-            before = budget[0]
-            try:
-                self._real = self._made(budget)
-                self._fields = before - budget[0]
-            except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as e:
-                self._real = ValueError(f"a numpy dtype that contradicts itself: {e!s:.100}")
-        else:
-            budget[0] -= self._fields
-            if budget[0] < 0:
-                raise ValueError("a numpy dtype of hundreds of fields")
-        if isinstance(self._real, ValueError):
-            raise self._real
-        return self._real
-
-    def _made(self, budget: list[int]) -> np.dtype[Any]:
-        budget[0] -= 1
-        if budget[0] < 0:
-            raise ValueError("a numpy dtype of hundreds of fields")
-        if (
-            not isinstance(self.code, str)
-            or len(self.code) > 64
-            or self.code.lstrip("<>|=")[:1] not in "?bhilqpBHILQPfdgFDGeSaUVOMmciu"
-        ):
-            raise ValueError(f"a numpy dtype {short(self.code)}")
-        if len(self.state) > 2 and self.state[2]:  # an array in every element: (dtype, shape)
-            base, shape = self.state[2]
-            return np.dtype((base.real(budget), tuple(int(n) for n in shape)))
-        if len(self.state) >= 5 and isinstance(self.state[4], dict) and self.state[3]:
-            fields = {name: self.state[4][name] for name in self.state[3]}
-            formats = [f[0].real(budget) for f in fields.values()]
-            spec = {"names": list(fields), "formats": formats, "offsets": [f[1] for f in fields.values()]}
-            return np.dtype({**spec, "itemsize": self.state[5]})
-        code = self.code
-        if code.lstrip("<>|=")[:1] in "mM" and len(self.state) > 8:  # (metadata, (unit, count, divisor, event))
-            unit, count = self.state[8][1][:2]
-            code = f"{code}[{int(count)}{unit.decode() if isinstance(unit, bytes) else unit}]"
-        dtype = np.dtype(code)
-        order = self.state[1] if len(self.state) > 1 else "|"
-        if order == ">":
-            return dtype.newbyteorder(">")
-        return dtype.newbyteorder("<") if order == "<" else dtype
-
-
-class NumpyArray:
-    """An array as numpy pickles it: empty first, then a state with shape, dtype and bytes."""
-
-    def __init__(self, *args: Any) -> None:
-        self.state: Any = None
-        self.axes: Any = None  # of numpy 2: how to turn what is in C order into an array that was in none
-        self._real: Any = None
-        self._held: dict[torch.dtype, tuple[Shape, bytes]] = {}
-
-    def set_state(self, state: Any) -> None:
-        self.state, self._real, self._held = state, None, {}
-
-    def held(self, dtype: torch.dtype) -> tuple[Shape, bytes]:
-        """Its shape, and its elements as bytes of a tensor of this dtype, in C order. Raises ValueError, TypeError."""
-        if dtype not in self._held:
-            array = np.ascontiguousarray(self.real())
-            tensor = torch.from_numpy(array.astype(array.dtype.newbyteorder("=")).reshape(self.real().shape)).to(dtype)
-            self._held[dtype] = tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-        return self._held[dtype]
-
-    def real(self) -> Any:
-        """The array, made once; an array of objects keeps what the pickle lists. Raises ValueError if it contradicts
-        itself."""
-        if self._real is None:
-            self._real = self._made()
-        return self._real
-
-    def _made(self) -> Any:
-        _, shape, dtype, fortran, raw = self.state
-        kind = dtype.real()
-        if not isinstance(raw, list | tuple if kind.hasobject else str | bytes | bytearray):
-            raise ValueError("a numpy array without its data")
-        if kind.hasobject:
-            array = np.empty(len(raw), dtype=object)
-            array[:] = [None] * len(raw)
-            for n, value in enumerate(raw):
-                array[n] = value
-        else:
-            data: Any = raw.encode("latin1") if isinstance(raw, str) else raw
-            array = np.frombuffer(data, dtype=kind).copy()
-        # (the list of an array of objects is in C order even where the array was not)
-        array = array.reshape(shape, order="F" if fortran and not kind.hasobject else "C")
-        return array if self.axes is None else array.transpose(self.axes)
-
-
-def _frombuffer(buffer: Any, dtype: Any, shape: Any, order: Any, axes: Any = None) -> NumpyArray:
-    array = NumpyArray()
-    if not isinstance(buffer, bytes | bytearray):
-        raise TypeError("not the bytes of an array")
-    array.state = (1, shape, dtype, order == "F", bytes(buffer))
-    array.axes = axes if order == "K" else None
-    return array
-
-
-def _scalar(dtype: Any, raw: Any = None) -> Any:
-    kind = dtype.real()
-    if kind.hasobject:
-        return raw
-    return np.frombuffer(raw.encode("latin1") if isinstance(raw, str) else raw, dtype=kind)[0]
-
-
-def plain_numpy(value: Any) -> Any:
-    """The real dtype or array of a numpy record, an Opaque where it contradicts itself; anything else as it is."""
-    if not isinstance(value, NumpyArray | NumpyDtype):
-        return value
-    try:
-        return value.real()
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError, RuntimeError):
-        record = Opaque("numpy", "ndarray" if isinstance(value, NumpyArray) else "dtype")
-        record.state = value.state
-        return record
-
-
-# -- plain values
-
-
-def _listed(*args: Any) -> Sequence[Any]:
-    """The elements that a container is made of; only what the pickle itself lists, so none can be larger than it."""
-    if not args:
-        return []
-    (values,) = args
-    if not isinstance(values, list | tuple | set | frozenset | dict):
-        raise TypeError("not a listed container")
-    return values  # type: ignore[return-value]
-
-
-def _keys(*args: Any) -> Sequence[Any]:
-    """Elements that will be hashed."""
-    values = _listed(*args)
-    check_keys(values)
-    return values
-
-
-def _attributed(*args: Any) -> Attributed:
-    if not args:  # the hooks of every tensor
-        return Attributed()
-    values = _listed(*args)
-    for pair in () if isinstance(values, dict) else values:
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise TypeError("not pairs")
-    check_keys(values if isinstance(values, dict) else (pair[0] for pair in values))
-    return Attributed(values)
-
-
 def _size(*args: Any) -> torch.Size:
-    sizes = _listed(*args)
+    sizes = listed(*args)
     if not all(type(n) is int and abs(n) < 1 << 63 for n in sizes):
         raise TypeError("not sizes")
     return torch.Size(sizes)
@@ -477,84 +324,6 @@ def _text(text: Any) -> str:
     return text
 
 
-def _decimal(text: Any) -> decimal.Decimal:
-    if type(text) is not str or len(text) > 1000:  # a long one takes quadratic time
-        raise TypeError("not a short text")
-    return decimal.Decimal(text)
-
-
-def _slice(*args: Any) -> slice:
-    if not all(a is None or type(a) is int for a in args):
-        raise TypeError("not a slice of numbers")
-    return slice(*args)
-
-
-def _range(*args: Any) -> range:
-    if not all(type(a) is int for a in args):
-        raise TypeError("not a range of numbers")
-    return range(*args)
-
-
-def _getattr(thing: Any, name: Any, *default: Any) -> Opaque:
-    """How protocols 2 and 3 spell a nested class: getattr(Outer, "Inner")."""
-    if not isinstance(thing, Opaque) or thing.args is not None or type(name) is not str:
-        raise TypeError("not an attribute of a named thing")
-    return Opaque(thing.module, f"{thing.name}.{name}")
-
-
-def _reconstructor(cls: Any, base: Any, state: Any) -> Opaque:
-    """How protocols 0 and 1 spell an object of a plain class."""
-    if not isinstance(cls, Opaque) or cls.args is not None:
-        raise TypeError("not an object of a named class")
-    record = Opaque(cls.module, cls.name, ())
-    if isinstance(state, dict):
-        record.entries = dict(state)
-    elif isinstance(state, list):
-        record.items = list(state)
-    elif state is not None:
-        record.args = (state,)
-    return record
-
-
-class Deque(list[Any]):
-    """A collections.deque: a list until its depth is known (freeing nested deques recurses in C)."""
-
-
-def _posix_path(*args: Any) -> pathlib.PurePosixPath:
-    return pathlib.PurePosixPath(*_segments(args))
-
-
-def _windows_path(*args: Any) -> pathlib.PureWindowsPath:
-    return pathlib.PureWindowsPath(*_segments(args))
-
-
-def _segments(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    if sum(len(a) if isinstance(a, str) else 256 for a in args) > _PATH:
-        raise TypeError("not a path")
-    return args
-
-
-def _encode(text: str, encoding: str = "utf-8") -> bytes:
-    if encoding not in ("latin1", "utf-8", "ascii"):
-        raise ValueError(encoding)
-    return text.encode(encoding)
-
-
-def _bytearray(*args: Any) -> bytearray:
-    # no size and no iterable: a few bytes of pickle must not become gigabytes
-    if args and not (len(args) == 1 and isinstance(args[0], bytes | bytearray)):
-        return bytearray(_encode(*args))
-    return bytearray(*args)
-
-
-class Namespace(argparse.Namespace):
-    """argparse.Namespace that takes its attributes as data."""
-
-    def set_state(self, state: Any) -> None:
-        if isinstance(state, dict):
-            self.__dict__.update({k: v for k, v in state.items() if isinstance(k, str) and k != "set_state"})
-
-
 def _table() -> dict[tuple[str, str], Any]:
     table: dict[tuple[str, str], Any] = {
         ("torch._utils", "_rebuild_tensor"): _tensor_v1,
@@ -563,6 +332,8 @@ def _table() -> dict[tuple[str, str], Any]:
         ("torch._utils", "_rebuild_parameter"): _parameter,
         ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
         ("torch._tensor", "_rebuild_from_type_v2"): _from_type_v2,
+        ("torch._tensor", "_rebuild_from_type"): _from_type_v2,
+        ("torch.tensor", "_rebuild_from_type"): _from_type_v2,
         ("torch._utils", "_rebuild_qtensor"): _qtensor,
         ("torch._utils", "_rebuild_sparse_tensor"): _sparse,
         ("torch._utils", "_rebuild_nested_tensor"): _nested,
@@ -574,42 +345,9 @@ def _table() -> dict[tuple[str, str], Any]:
         ("torch.serialization", "_get_layout"): _text,
         ("torch", "Size"): _size,
         ("torch", "device"): torch.device,
-        ("numpy", "dtype"): NumpyDtype,
-        ("collections", "OrderedDict"): _attributed,
-        ("collections", "defaultdict"): lambda factory=None, *args: _attributed(*args),
-        ("collections", "Counter"): _attributed,
-        ("collections", "deque"): lambda *args: Deque(_listed(*args[:1])),
-        ("argparse", "Namespace"): Namespace,
-        ("_codecs", "encode"): _encode,
-        ("datetime", "datetime"): datetime.datetime,
-        ("datetime", "date"): datetime.date,
-        ("datetime", "timedelta"): datetime.timedelta,
-        ("datetime", "timezone"): datetime.timezone,
-        ("copyreg", "_reconstructor"): _reconstructor,
-        ("copy_reg", "_reconstructor"): _reconstructor,
-        ("decimal", "Decimal"): _decimal,
+        **VALUES,
+        **NUMPY,
     }
-    for root in ("numpy._core", "numpy.core"):
-        table[f"{root}.multiarray", "_reconstruct"] = NumpyArray
-        table[f"{root}.multiarray", "scalar"] = _scalar
-        table[f"{root}.numeric", "_frombuffer"] = _frombuffer
-    for root in ("builtins", "__builtin__"):
-        table[root, "set"] = lambda *args: set(_keys(*args))
-        table[root, "frozenset"] = lambda *args: frozenset(_keys(*args))
-        table[root, "list"] = lambda *args: list(_listed(*args))
-        table[root, "tuple"] = lambda *args: tuple(_listed(*args))
-        table[root, "dict"] = _attributed
-        table[root, "bytearray"] = _bytearray
-        table[root, "bytes"] = lambda *args: bytes(_bytearray(*args))
-        table[root, "complex"] = complex
-        table[root, "slice"] = _slice
-        table[root, "range"] = _range
-        table[root, "xrange"] = _range
-        table[root, "getattr"] = _getattr
-    for module in ("pathlib", "pathlib._local"):
-        for name in ("PosixPath", "PurePosixPath", "Path", "PurePath"):
-            table[module, name] = _posix_path
-        table[module, "WindowsPath"] = table[module, "PureWindowsPath"] = _windows_path
     for name, dtype in FROM_NAME.items():
         table["torch", name] = dtype
     for storage, dtype in FROM_STORAGE.items():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
 import torch
+
+from ..errors import CorruptError
 
 
 class Opaque:
@@ -87,6 +90,38 @@ class Attributed(dict[Any, Any]):
 
     __slots__ = ("state",)
     state: Any
+
+
+def through_partial(what: Opaque) -> Opaque | None:
+    """How protocols 2 and 3 spell __new__ with keywords: the call of functools.partial(cls.__new__, cls, ...)."""
+    state = what.state
+    if (what.module, what.name) != ("functools", "partial") or not isinstance(state, tuple) or len(state) < 3:
+        return None
+    func, args, kwargs = state[:3]
+    if not isinstance(func, Opaque) or not func.name.endswith("__new__") or not isinstance(args, tuple) or not args:
+        return None
+    cls = args[0]
+    return Opaque(cls.module, cls.name, args[1:], kwargs or None) if isinstance(cls, Opaque) else None
+
+
+def extend(target: Any, items: Iterable[Any]) -> None:
+    if isinstance(target, Opaque):
+        target.items.extend(items)
+    elif isinstance(target, list):
+        target.extend(items)
+    else:
+        raise CorruptError(f"items are appended to a {type(target).__name__}")
+
+
+def build(target: Any, state: Any) -> None:
+    """Give a record its state; our own records of numpy things take it by `set_state`."""
+    if isinstance(target, Opaque | Attributed):
+        target.state = state
+        return
+    take = getattr(target, "set_state", None)
+    if take is None:
+        raise CorruptError(f"a state is given to a {type(target).__name__}")
+    take(state)
 
 
 def short(value: Any) -> str:

@@ -91,7 +91,7 @@ class Objects:
             "checkpoint with torch"
             for name in dangers(file.globals)
         ]
-        return Object(plain.rest, tensors, notes + [f"{item.path}: {key!r}: {note}" for note in plain.notes])
+        return Object(plain.meta, tensors, notes + [f"{item.path}: {key!r}: {note}" for note in plain.notes])
 
     def check(self) -> list[str]:
         """Read all of them; what cannot be read is left out from then on, with a line."""
