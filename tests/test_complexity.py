@@ -24,7 +24,7 @@ from lazyckpt.core.names import Names
 from lazyckpt.inspect.table import Table
 from lazyckpt.io.local import LocalStore
 from lazyckpt.io.store import StoreFile
-from lazyckpt.io.zips import data_offsets, read_zip
+from lazyckpt.io.zips import Records, data_offsets, read_zip
 
 from .hostility import Entry, raw_zip
 
@@ -160,7 +160,7 @@ def test_directories_of_zips_are_linear(tmp_path: Path) -> None:
         def parse() -> None:
             file = StoreFile(store, name)
             start, entries = read_zip(file)
-            assert len(data_offsets(file, start, entries)) == count
+            assert len(data_offsets(file, start, Records.of(entries))) == count
 
         return parse
 
