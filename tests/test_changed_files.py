@@ -9,6 +9,7 @@ import hashlib
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -31,12 +32,31 @@ from .changing_files import CHANGES, OLD, READS
 NEW = -OLD
 
 
+def child(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.changing_files", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="POSIX files")
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_local_file_that_changes_is_noticed_and_kills_nothing(tmp_path: Path, change: str) -> None:
-    args = [sys.executable, "-m", "tests.changing_files", str(tmp_path / "x.pt"), change]
-    done = subprocess.run(args, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    done = child(tmp_path / "x.pt", change)
     assert done.returncode == 0, f"{done.returncode}: {done.stderr[-2000:]}"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="SIGBUS")
+@pytest.mark.parametrize("more", [(), ("faulthandler",)], ids=["alone", "faulthandler"])
+def test_touching_a_mapped_tensor_of_a_truncated_file_raises(tmp_path: Path, more: tuple[str, ...]) -> None:
+    done = child(tmp_path / "x.pt", "touch", *more)
+    assert done.returncode == 0, f"{done.returncode}: {done.stderr[-2000:]}"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="SIGBUS")
+@pytest.mark.parametrize("more", [(), ("faulthandler",)], ids=["alone", "faulthandler"])
+def test_faults_of_others_end_the_process_as_ever(tmp_path: Path, more: tuple[str, ...]) -> None:
+    done = child(tmp_path / "x.pt", "fault", *more)
+    assert done.returncode == -signal.SIGBUS
+    assert ("Fatal Python error: Bus error" in done.stderr) == bool(more)
 
 
 class Served:
