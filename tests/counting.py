@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -95,6 +95,10 @@ class CountingStore:
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
         self.counts.add(Request(path, offset, len(target)))
         self.inner.read_into(path, offset, target)
+
+    def read_pieces(self, path: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
+        for offset, target in pieces:
+            self.read_into(path, offset, target)
 
     def map(self, path: str) -> None:
         return None

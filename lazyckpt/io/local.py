@@ -14,7 +14,7 @@ import errno
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import Any, TypeVar
@@ -129,6 +129,17 @@ class LocalStore(Store):
                 break
             done += got
         return done, self._info(path, os.fstat(file.fd))
+
+    def read_pieces(self, path: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
+        file = self._open(path)
+        for offset, target in pieces:
+            try:
+                whole = os.preadv(file.fd, [target], offset) == len(target)
+            except OSError:
+                whole = False
+            if not whole:  # it is truncated, cannot be read, or is read in parts
+                self.read_into(path, offset, target)
+        self._judge(path, 0, 0, 0, self._info(path, os.fstat(file.fd)))
 
     def map(self, path: str) -> Mapped | None:
         mapped = self._maps.get(path)

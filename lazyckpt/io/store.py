@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from ..core.index import FileInfo
 from ..errors import ChangedFileError, CorruptError, DataError, MissingFileError
 from .batch import verify_later
 from .mapping import Mapped
+from .pool import each
 
 Buffer = bytes | memoryview
 _SEEN = 1 << 16  # files whose first state a store without pins remembers
@@ -128,6 +129,10 @@ class Store(ABC):
         count, info = self._fetch(path, offset, target)
         if info is None or info != self.pins.get(path) or count != len(target):
             self._judge(path, offset, len(target), count, info)
+
+    def read_pieces(self, path: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill each target from its offset on, as `read_into` does: many small ones, several at a time."""
+        each(lambda piece: self.read_into(path, *piece), pieces)
 
     def _look_first(self, path: str) -> None:
         """What a file is before its first bytes come, where it is not pinned and answers do not say."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ..errors import CorruptError, FormatError
 from .records import short
 from .store import StoreFile
-from .zips import ENCRYPTED, STORED, ZIP_MAGIC, Entry, data_offsets, read_zip
+from .zips import ENCRYPTED, STORED, ZIP_MAGIC, Entry, Records, data_offsets, read_zip
 
 __all__ = ["ZIP_MAGIC", "Directories", "Record"]
 
@@ -81,8 +81,8 @@ class _Layout:
     """A directory but for its checksums, the length of data.pkl, and where the next record's header is, which comes
     from that: data is aligned, headers are not. ``start``: where it begins; ``rest``: its bytes to the end of the zip,
     zeros for all that may differ: checksums, at ``crcs``, the length, twice, at ``length``, and the place, at ``next``,
-    of the header of the record ``behind``. ``entries``: in the order in which the records lie in the zip, ``order``:
-    the numbers that they have in the directory; ``offsets``: where their data begin."""
+    of the header of the record ``behind``. ``records``: in the order in which they lie in the zip, ``order``: the
+    numbers that they have in the directory; ``offsets``: where their data begin."""
 
     start: int
     rest: NDArray[np.uint8]
@@ -91,9 +91,9 @@ class _Layout:
     next: int
     pickle: int
     behind: int
-    entries: Sequence[Entry]
-    order: Sequence[int]
-    offsets: Sequence[int]
+    records: Records
+    order: NDArray[np.int64]
+    offsets: NDArray[np.int64]
     members: Mapping[str, Place]
     storages: Mapping[str, Place]
 
@@ -111,11 +111,10 @@ class _Layout:
             return None
         if behind - length - self.offsets[self.pickle] not in _DESCRIPTORS:
             return None
-        sums = crcs.tolist()
-        entries = [e._replace(crc=sums[n]) for e, n in zip(self.entries, self.order, strict=True)]
-        entries[self.pickle] = entries[self.pickle]._replace(nbytes=length, stored=length)
-        entries[self.behind] = entries[self.behind]._replace(header=behind)
-        if data_offsets(file, self.start, entries) != self.offsets:
+        header, nbytes, stored = self.records.header.copy(), self.records.nbytes.copy(), self.records.stored.copy()
+        header[self.behind], nbytes[self.pickle], stored[self.pickle] = behind, length, length
+        records = self.records._replace(header=header, nbytes=nbytes, stored=stored, crc=crcs[self.order])
+        if not np.array_equal(data_offsets(file, self.start, records), self.offsets):
             return None
         members = {**self.members, "data.pkl": self.members["data.pkl"]._replace(nbytes=length)}
         return Directory(_Shared(members, crcs, file.start), _Shared(self.storages, crcs, file.start))
@@ -155,13 +154,13 @@ def _read(file: StoreFile) -> tuple[Directory, _Layout | None]:
     for entry in entries:
         _check(where, prefix, entry)
     order = sorted(range(len(entries)), key=lambda n: entries[n].header)
-    ordered = [entries[n] for n in order]
-    offsets = data_offsets(file, start, ordered)
-    begins = dict(zip(order, offsets, strict=True))
+    records = Records.of([entries[n] for n in order])
+    offsets = data_offsets(file, start, records)
+    begins = dict(zip(order, offsets.tolist(), strict=True))
     places = {e.name[len(prefix) :]: Place(begins[n], e.nbytes, n) for n, e in enumerate(entries)}
     found = {name: _record(place, entries[place.entry].crc, file.start) for name, place in places.items()}
     storages = {name[5:]: record for name, record in found.items() if name.startswith("data/")}
-    layout = _layout(file, start, entries, order, offsets, places)
+    layout = _layout(file, start, entries, order, records, offsets, places)
     return Directory(found, storages), layout
 
 
@@ -170,7 +169,8 @@ def _layout(
     start: int,
     entries: Sequence[Entry],
     order: Sequence[int],
-    offsets: Sequence[int],
+    records: Records,
+    offsets: NDArray[np.int64],
     places: Mapping[str, Place],
 ) -> _Layout | None:
     pickle = order.index(places["data.pkl"].entry)
@@ -184,8 +184,8 @@ def _layout(
         rest[a:b] = 0
     rest[crcs] = 0
     storages = {name[5:]: place for name, place in places.items() if name.startswith("data/")}
-    ordered = [entries[n] for n in order]
-    return _Layout(start, rest, crcs, length, after, pickle, behind, ordered, order, offsets, places, storages)
+    numbers = np.array(order)
+    return _Layout(start, rest, crcs, length, after, pickle, behind, records, numbers, offsets, places, storages)
 
 
 def _check(where: str, prefix: str, entry: Entry) -> None:

@@ -14,11 +14,15 @@ and caffe2/serialize/inline_container.cc `getRecordOffset` of torch; Lib/zipfile
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
 from ..errors import CorruptError
-from .pool import each
 from .records import short
 from .store import StoreFile
 
@@ -39,10 +43,20 @@ _HEADER = struct.Struct("<4s5H3I2H")
 _SIGNED = b"PK\x07\x08"
 _DESCRIPTORS = {12: "<3I", 16: "<4x3I", 20: "<I2Q", 24: "<4xI2Q"}  # bytes behind the data -> checksum, two sizes
 _LONGEST = 24
+_USUAL_NAME = 512  # bytes; headers of records with longer names are compared one by one
+_FIELDS = np.dtype(
+    [
+        ("magic", "<u4"), ("version", "<u2"), ("flags", "<u2"), ("method", "<u2"), ("time", "<u2"), ("date", "<u2"),
+        ("crc", "<u4"), ("stored", "<u4"), ("nbytes", "<u4"), ("n_name", "<u2"), ("n_extra", "<u2"),
+    ]
+)  # fmt: skip
+_DESCRIPTOR = np.dtype([("magic", "<u4"), ("crc", "<u4"), ("stored", "<u4"), ("nbytes", "<u4")])
+_DESCRIPTOR64 = np.dtype([("magic", "<u4"), ("crc", "<u4"), ("stored", "<u8"), ("nbytes", "<u8")])
 _EXTRA = 32  # bytes behind a header's name in which its zip64 field ends, if it has one
 _NEAR = 32 << 10  # bytes between two headers that are read with them
-_WINDOW = 1 << 20  # bytes that one read of headers takes at most
-_AT_ONCE = 256  # such reads
+_WINDOW = 1 << 20  # bytes that one read of headers takes at most over a network
+_LOCAL_WINDOW = 128 << 10  # and where a read is cheap: memory that stays in the processor's cache
+_AT_ONCE = 16 << 20  # bytes of such reads that are kept at a time
 
 
 class Entry(NamedTuple):
@@ -207,39 +221,120 @@ def _zip64(file: StoreFile, name: str, extra: bytes) -> bytes | None:
 # -- the records' own headers
 
 
-def data_offsets(file: StoreFile, start: int, entries: Sequence[Entry]) -> list[int]:
+class Records(NamedTuple):
+    """Entries of a zip in the order in which they lie in it, as columns. ``raw``: their names as they are in the file,
+    those that are not too long, filled up with zeros; ``lengths``: of all names."""
+
+    names: Sequence[str]
+    raw: NDArray[np.uint8]
+    lengths: NDArray[np.int64]
+    header: NDArray[np.int64]
+    nbytes: NDArray[np.uint64]
+    stored: NDArray[np.int64]
+    crc: NDArray[np.uint32]
+    method: NDArray[np.uint16]
+    flags: NDArray[np.uint16]
+
+    @classmethod
+    def of(cls, entries: Sequence[Entry]) -> Records:
+        names = [e.name.encode() for e in entries]
+        lengths = np.fromiter(map(len, names), np.int64, len(names))
+        width = min(int(lengths.max(initial=1)), _USUAL_NAME)
+        # text of a fixed width is cut and filled up by numpy
+        raw = np.array(names, f"S{width}").view(np.uint8).reshape(len(names), width)
+        _, header, nbytes, stored, crc, method, flags, _ = zip(*entries, strict=True) if entries else [()] * 8
+        return cls(
+            [e.name for e in entries],
+            raw,
+            lengths,
+            np.array(header, np.int64),
+            np.array(nbytes, np.uint64),
+            np.array(stored, np.int64),
+            np.array(crc, np.uint32),
+            np.array(method, np.uint16),
+            np.array(flags, np.uint16),
+        )
+
+    def entry(self, n: int) -> Entry:
+        columns = (self.header, self.nbytes, self.stored, self.crc, self.method, self.flags)
+        header, nbytes, stored, crc, method, flags = (int(column[n]) for column in columns)
+        return Entry(self.names[n], header, nbytes, stored, crc, method, flags, at=-1)
+
+
+def data_offsets(file: StoreFile, start: int, records: Records) -> NDArray[np.int64]:
     """Where the data of these records begin, which are all of a zip, in the order in which they lie in it.
 
     Reads what lies between the records' data: neighbouring headers at once, others each by itself. Raises
     CorruptError unless it repeats what the directory, which begins at ``start``, says.
     """
-    found: list[int] = []
-    room = _HEADER.size + _EXTRA
-    spans = [(max(0, e.header - _LONGEST), min(start, e.header + room + len(e.name.encode()))) for e in entries]
-    last: Entry | None = None
-    end = 0  # of the record before
-    for entry, (base, data) in zip(entries, _windows(file, spans), strict=True):
-        at = entry.header - base
-        if last is not None:
-            _check_behind(file, last, data[max(0, end - base) : at], entry.header - end)
-        end = _check_header(file, entry, data, at)
-        found.append(end)
-        end += entry.stored
-        last = entry
-    if last is not None:
-        _check_behind(file, last, file.at(max(end, start - _LONGEST), max(0, min(start - end, _LONGEST))), start - end)
+    if not len(records.header):
+        return records.header
+    nexts = np.append(records.header[1:], start)
+    # a row for each header with what stands in front of it, and one for what stands in front of the directory
+    width = _LONGEST + _HEADER.size + records.raw.shape[1] + _EXTRA
+    rows = _rows(file, np.append(records.header, start) - _LONGEST, width)
+    headers, behind = rows[:-1, _LONGEST:], rows[1:, :_LONGEST]
+    fields = np.ascontiguousarray(headers[:, : _HEADER.size]).view(_FIELDS)[:, 0]
+    begins: NDArray[np.int64] = records.header + _HEADER.size + fields["n_name"] + fields["n_extra"]
+    for n in np.flatnonzero(~_repeats(records, headers, fields)).tolist():  # zip64 fields, long names, or a lie
+        entry = records.entry(n)
+        data = headers[n].tobytes()
+        if len(entry.name.encode()) > records.raw.shape[1]:
+            room = _HEADER.size + int(records.lengths[n]) + _EXTRA
+            data = file.at(entry.header, min(room, file.size - entry.header))
+        begins[n] = _check_header(file, entry, data)
+    ends = begins + records.stored
+    for n in np.flatnonzero(~_described(records, behind, nexts - ends)).tolist():
+        length = int(nexts[n] - ends[n])
+        _check_behind(file, records.entry(n), behind[n, max(0, _LONGEST - length) :].tobytes(), length)
+    return begins
+
+
+def _repeats(records: Records, headers: NDArray[np.uint8], fields: NDArray[np.void]) -> NDArray[np.bool_]:
+    """Which headers repeat the directory in the usual way: `_check_header` accepts these, and perhaps others."""
+    name = headers[:, _HEADER.size : _HEADER.size + records.raw.shape[1]]
+    inside = np.arange(records.raw.shape[1]) < records.lengths[:, None]
+    sizes = (fields["crc"], fields["stored"], fields["nbytes"])
+    empty = (sizes[0] == 0) & (sizes[1] == 0) & (sizes[2] == 0) & (fields["flags"] & DESCRIBED != 0)
+    same = (sizes[0] == records.crc) & (sizes[1] == records.stored) & (sizes[2] == records.nbytes)
+    same &= (sizes[1] != _MAX32) & (sizes[2] != _MAX32)
+    found: NDArray[np.bool_] = (
+        (fields["magic"] == int.from_bytes(ZIP_MAGIC, "little"))
+        & (fields["method"] == records.method)
+        & ((fields["flags"] ^ records.flags) & _REPEATED == 0)
+        & (fields["n_name"] == records.lengths)
+        & (records.lengths <= records.raw.shape[1])
+        & ((name == records.raw) | ~inside).all(1)
+        & (empty | same)
+    )
     return found
 
 
-def _check_header(file: StoreFile, entry: Entry, data: bytes, at: int) -> int:
-    """Where the data begin behind the header that is at ``at`` in ``data``."""
-    if at + _HEADER.size > len(data):
-        raise _refused(file, f"the header of the record {short(entry.name)} is not where the directory says")
-    magic, _, flags, method, _, _, crc, stored, nbytes, n_name, n_extra = _HEADER.unpack_from(data, at)
+def _described(records: Records, behind: NDArray[np.uint8], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Behind which records so many bytes are the usual descriptor, or none are where there is none: `_check_behind`
+    accepts these, and perhaps others."""
+    described = records.flags & DESCRIBED != 0
+    found: NDArray[np.bool_] = ~described & (lengths == 0)
+    for kind in (_DESCRIPTOR, _DESCRIPTOR64):
+        data = np.ascontiguousarray(behind[:, _LONGEST - kind.itemsize :]).view(kind)[:, 0]
+        found |= (
+            described
+            & (lengths == kind.itemsize)
+            & (data["magic"] == int.from_bytes(_SIGNED, "little"))
+            & (data["crc"] == records.crc)
+            & (data["stored"] == records.stored)
+            & (data["nbytes"] == records.nbytes)
+        )
+    return found
+
+
+def _check_header(file: StoreFile, entry: Entry, data: bytes) -> int:
+    """Where the record's data begin, behind the header that ``data`` begins with."""
+    magic, _, flags, method, _, _, crc, stored, nbytes, n_name, n_extra = _HEADER.unpack_from(data)
     if magic != ZIP_MAGIC:
         raise _refused(file, f"the header of the record {short(entry.name)} is not where the directory says")
-    begins = at + _HEADER.size + n_name
-    same = method == entry.method and data[at + _HEADER.size : begins] == entry.name.encode()
+    begins = _HEADER.size + n_name
+    same = method == entry.method and data[_HEADER.size : begins] == entry.name.encode()
     if not same or (flags ^ entry.flags) & _REPEATED:
         raise _refused(file, f"the header of the record {short(entry.name)} contradicts the directory")
     found: int = entry.header + _HEADER.size + n_name + n_extra
@@ -277,41 +372,45 @@ def _check_behind(file: StoreFile, entry: Entry, data: bytes, length: int) -> No
     raise _refused(file, f"{length:,} bytes that belong to no record follow the record {short(entry.name)}")
 
 
-def _windows(file: StoreFile, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, bytes]]:
-    """For each span, in ascending order: (where the bytes begin, bytes that hold it). Neighbours are read together."""
-    near = max(_NEAR, file.store.gap) if len(spans) > 1 else 0
-    groups: list[tuple[int, int, int]] = []  # start, stop, how many spans
-    start = stop = count = 0
-    for a, b in spans:
-        if count and a - stop <= near and b - start <= _WINDOW:
-            stop, count = max(stop, b), count + 1
-            continue
-        if count:
-            groups.append((start, stop, count))
-        start, stop, count = a, b, 1
-    if count:
-        groups.append((start, stop, count))
-    for n in range(0, len(groups), _AT_ONCE):
-        some = groups[n : n + _AT_ONCE]
-        read = _at_once(file, some) if file.store.gap else lambda group: file.at(group[0], group[1] - group[0])
-        for group in some:
-            data = read(group)
-            for _ in range(group[2]):
-                yield group[0], data
+def _rows(file: StoreFile, starts: NDArray[np.int64], width: int) -> NDArray[np.uint8]:
+    """The ``width`` bytes from each of the ascending places on; zeros for those that are not in the file. Neighbours
+    are read together."""
+    rows = np.zeros((len(starts), width), np.uint8)
+    near = max(_NEAR, file.store.gap)
+    largest, at_once = (_WINDOW, _AT_ONCE) if file.store.gap else (_LOCAL_WINDOW, 0)
+    cuts = (np.diff(starts) - width > near) | (np.diff(starts // largest) > 0)
+    bounds = [0, *(np.flatnonzero(cuts) + 1).tolist(), len(starts)]
+    places = starts.tolist()
+    flat = rows.reshape(-1).data
+    windows: list[tuple[int, int, NDArray[np.uint8]]] = []
+    pieces: list[tuple[int, memoryview]] = []
+    waiting = 0
 
+    def read() -> None:
+        file.store.read_pieces(file.path, pieces)
+        for first, last, window in windows:
+            rows[first:last] = sliding_window_view(window, width)[starts[first:last] - starts[first]]
+        pieces.clear()
+        windows.clear()
 
-Group = tuple[int, int, int]
-
-
-def _at_once(file: StoreFile, groups: Sequence[Group]) -> Callable[[Group], bytes]:
-    """Over a network, several requests at a time."""
-    found: dict[Group, bytes] = {}
-
-    def read(group: Group) -> None:
-        found[group] = file.at(group[0], group[1] - group[0])
-
-    each(read, groups)
-    return found.__getitem__
+    for first, last in pairwise(bounds):
+        start, stop = places[first], places[last - 1] + width
+        if last - first == 1:
+            target = flat[first * width : last * width]
+        else:
+            window = np.zeros(stop - start, np.uint8)
+            windows.append((first, last, window))
+            target = window.data
+            waiting += stop - start
+        if start < 0 or stop > file.size:
+            target = target[max(0, -start) : min(stop, file.size) - start]
+            start = max(0, start)
+        pieces.append((file.start + start, target))
+        if waiting > at_once:
+            read()
+            waiting = 0
+    read()
+    return rows
 
 
 def _refused(file: StoreFile, what: str) -> CorruptError:
