@@ -297,6 +297,8 @@ class _Machine:
                     width = 1 if op == 0x8A else 4
                     n = int_from(_exactly(data, i, width), "little")
                     i += width
+                    if n > _INTEGER_BYTES:
+                        raise CorruptError(f"an integer of {n:,} bytes")
                     push(int_from(_exactly(data, i, n), "little", signed=True))
                     i += n
                 elif op in _COUNTED:
@@ -517,6 +519,7 @@ def _quoted(line: bytes) -> str:
     return raw.decode("latin1")
 
 
+_INTEGER_BYTES = 1785  # of integers that Python writes as text: more than 4,300 digits it refuses to print
 _INTEGER = re.compile(rb"-?(0|[1-9][0-9]*)")
 # opcode -> (bytes of the length, what the counted bytes are)
 _COUNTED = {
