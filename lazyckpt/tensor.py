@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .show.plot import TensorPlots
 
 _SMALL = 64 << 10  # bytes that are worth a few page faults, wherever they are
+_MOST = 1 << 48  # bytes of a tensor that may be gone through
 _REPLICAS = 4 << 20  # bytes of a tensor whose copies are compared at a time
 _LARGE = 32 << 20  # bytes above which reads on several threads win over a mapping
 _ATOMS = {int, slice, type(None), type(Ellipsis)}
@@ -201,7 +202,9 @@ class LazyTensor(Likeness):
 
     def pieces(self, nbytes: int) -> Iterator[tuple[int, LazyTensor]]:
         """Cut the tensor into runs of its C order of at most ``nbytes`` bytes (or one element), not read yet: (how many
-        elements are in front of it, the piece)."""
+        elements are in front of it, the piece). Raises DataError for more bytes than anybody can go through."""
+        if self.nbytes > _MOST:  # one stored number that is expanded, or a fill value, may have any shape
+            raise DataError(f"{self.name!r} of shape {tuple(self.shape)} is too large to read all of it: read slices")
         strides = c_strides(self.shape)
         for box in tiles(self.shape, nbytes // self.dtype.itemsize):
             ahead = sum(a * s for a, s in zip(box.start, strides, strict=True))

@@ -18,8 +18,10 @@ import lazyckpt
 from lazyckpt.errors import DestinationError
 from lazyckpt.export import stream
 from lazyckpt.export.staging import discard, staging_path, unfinished
+from lazyckpt.formats.zarr.documents import JOB
 from lazyckpt.recipes import to_hf
 
+from .hostility import deadline
 from .writers import bit_equal
 
 WRITERS: dict[str, tuple[str, Callable[[Any, Path], Any]]] = {
@@ -319,3 +321,17 @@ def test_recipes_replace_links_and_do_not_follow_them(tmp_path: Path, victim: Pa
     to_hf(src, dst, overwrite=True)
     assert contents(victim) == before
     assert (dst / "tokenizer.json").read_text() == "{}" and not (dst / "config.json").is_symlink()
+
+
+@every_writer
+def test_a_pipe_where_the_staging_folder_names_its_job_is_refused_at_once(
+    source: Path, tmp_path: Path, name: str
+) -> None:
+    file, write = WRITERS[name]
+    dest = tmp_path / "out" / file
+    staging = staging_path(dest)
+    staging.mkdir(parents=True, mode=0o700)
+    os.mkfifo(staging / JOB)
+    with deadline(20), pytest.raises(DestinationError):
+        write(lazyckpt.open(source), dest)
+    assert not dest.exists()

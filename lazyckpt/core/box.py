@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import pairwise
 from math import prod
 
 Shape = tuple[int, ...]
@@ -169,8 +169,18 @@ def tiles(shape: Sequence[int], count: int) -> Iterator[Box]:
         sizes.append(max(1, min(n, left)))
         left //= max(1, n)
     sizes.reverse()
-    for corner in product(*(range(0, n, size) for n, size in zip(shape, sizes, strict=True))):
+    for corner in _corners([range(0, n, size) for n, size in zip(shape, sizes, strict=True)]):
         yield Box(corner, tuple(min(a + size, n) for a, size, n in zip(corner, sizes, shape, strict=True)))
+
+
+def _corners(axes: Sequence[range]) -> Iterator[Shape]:
+    """As `itertools.product`, which lists each axis first: a tensor of one stored number may have any length."""
+    if not axes:
+        yield ()
+        return
+    for outer in _corners(axes[:-1]):
+        for last in axes[-1]:
+            yield (*outer, last)
 
 
 def span_boxes(shape: Sequence[int], lo: int, hi: int) -> list[Box]:

@@ -16,6 +16,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import stat
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -98,10 +99,13 @@ def moved(dest: Path, fingerprint: str, keys: Sequence[str], verified: bool) -> 
     """Which files of the folder ``dest`` an earlier call of the same job has put there, if it was killed before it had
     all of them there; ``verified``: after it had verified them."""
     staging = staging_path(dest)
-    try:
-        with open(staging / JOB, "rb") as ours:
-            if ours.read(4096) != fingerprint.encode():
+    try:  # anybody may have made that folder, and anything in it: it is not checked yet
+        fd = os.open(staging / JOB, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode) or os.read(fd, 4096) != fingerprint.encode():
                 return set()
+        finally:
+            os.close(fd)
     except OSError:
         return set()
     state = told(staging / LEDGER).moving
@@ -298,11 +302,15 @@ def _locked(folder: Path) -> tuple[int, Owner]:
     while True:
         above, owner = own_folder(folder)
         try:
-            fd = os.open(JOB, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=above)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            fd = os.open(JOB, flags, 0o666, dir_fd=above)
         except FileNotFoundError:  # the folder was removed
             continue
         finally:
             os.close(above)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise DestinationError(f"{path} is no regular file. Nothing was written. Remove {folder}")
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:

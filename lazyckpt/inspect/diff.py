@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, overload
 import torch
 
 from ..core.dtypes import BITS, converts, short_name
-from ..errors import LazyckptError
+from ..errors import DataError, LazyckptError
 from ..export.job import OVERHEAD, Task, runner
 from ..io.progress import Bar
 from ..printing import printable
@@ -149,9 +149,12 @@ def diff(
             x, y = pairs[n][1:]
             assert x is not None and y is not None  # `compared` are those
             size = x.itemsize + y.itemsize
-            for (ahead, p), (_, q) in zip(x.pieces(_RUN * x.itemsize), y.pieces(_RUN * y.itemsize), strict=True):
-                held = _PIECE * (2 * size + 64) + 2 * OVERHEAD  # both sides, as wider numbers, and masks
-                yield Task(p.nbytes + q.nbytes, held, partial(_compared, n, ahead, p, q))
+            try:
+                for (ahead, p), (_, q) in zip(x.pieces(_RUN * x.itemsize), y.pieces(_RUN * y.itemsize), strict=True):
+                    held = _PIECE * (2 * size + 64) + 2 * OVERHEAD  # both sides, as wider numbers, and masks
+                    yield Task(p.nbytes + q.nbytes, held, partial(_compared, n, ahead, p, q))
+            except DataError as e:
+                found[n].append(_Run(None, error=str(e)))
 
     def done(task: Task, result: tuple[int, _Run]) -> None:
         n, of_run = result

@@ -157,12 +157,12 @@ def _go(found: Sequence[_Found], run: Run, bar: Bar, look: Callable[[_Found], Ca
                 if one.narrow:
                     values(one.tensor.dtype)
                 one.tensor.check()
+                for ahead, part in one.tensor.pieces(RUN):
+                    if one.error is not None:  # reading the rest would be of no use
+                        break
+                    yield Task(part.nbytes, PIECE + OVERHEAD, partial(_tried, look(one), n, ahead, part))
             except (LazyckptError, OSError) as e:
                 one.fail(-1, e.with_traceback(None))
-            for ahead, part in one.tensor.pieces(RUN):
-                if one.error is not None:  # reading the rest would be of no use
-                    break
-                yield Task(part.nbytes, PIECE + OVERHEAD, partial(_tried, look(one), n, ahead, part))
 
     def done(task: Task, result: Any) -> None:
         n, ahead, numel, what = result
