@@ -138,7 +138,10 @@ def test_reads_as_a_store_of_zarr(both: tuple[ViewStore, MemoryStore]) -> None:
         for about in ("exists", "getsize"):
             assert answer(getattr(ours, about)(key)) == answer(getattr(theirs, about)(key)), (about, key[:99])
         for wanted in ranges:
-            assert answer(ours.get(key, OF_BUFFERS, wanted)) == answer(theirs.get(key, OF_BUFFERS, wanted)), (key[:99], wanted)
+            assert answer(ours.get(key, OF_BUFFERS, wanted)) == answer(theirs.get(key, OF_BUFFERS, wanted)), (
+                key[:99],
+                wanted,
+            )
     asked = [(key, wanted) for key in (*keys[::3], *missing[:5]) for wanted in ranges[:4]]
     got, expected = (asyncio.run(store.get_partial_values(OF_BUFFERS, asked)) for store in both)
     assert [b and b.to_bytes() for b in got] == [b and b.to_bytes() for b in expected]
