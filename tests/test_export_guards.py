@@ -1,4 +1,4 @@
-"""What an export or a prune finds where it works is not trusted: finished ranks are compared, folders may be replaced."""
+"""What an export or a prune finds is not trusted: finished ranks are compared, and a folder may have been replaced."""
 
 from __future__ import annotations
 
