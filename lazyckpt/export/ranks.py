@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from contextlib import suppress
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 
