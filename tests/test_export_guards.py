@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ def test_a_finished_rank_that_was_damaged_is_written_again(
     real = lazyckpt.CheckpointView.to_safetensors
 
     def write(self: Any, dest: Path, **options: Any) -> list[Path]:
-        if not written.append(dest.name) and len(written) == 2:
+        written.append(dest.name)
+        if len(written) == 2:
             raise OSError(28, "No space left on device")
         return real(self, dest, **options)
 
@@ -86,7 +88,8 @@ def test_finished_ranks_are_not_written_again(tmp_path: Path, monkeypatch: pytes
     real = lazyckpt.CheckpointView.to_torch
 
     def write(self: Any, dest: Path, **options: Any) -> list[Path]:
-        if not written.append(dest.name) and len(written) == 2:
+        written.append(dest.name)
+        if len(written) == 2:
             raise OSError(28, "No space left on device")
         return real(self, dest, **options)
 
@@ -122,7 +125,7 @@ def test_prune_stays_inside_of_the_folder(tmp_path: Path, monkeypatch: pytest.Mo
         for folder in (victim, run):
             (folder / ".checkpoint-1.01234567.pruned" / "model.safetensors").write_bytes(b"x")
     before = names(victim)
-    real_rename, real_rmtree, real_lstat = os.rename, lazyckpt.retention.shutil.rmtree, Path.lstat
+    real_rename, real_rmtree, real_lstat = os.rename, shutil.rmtree, Path.lstat
     swapped: list[int] = []
 
     def swap() -> None:
@@ -148,7 +151,7 @@ def test_prune_stays_inside_of_the_folder(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "rename", rename)
     monkeypatch.setattr(Path, "lstat", lstat)
-    monkeypatch.setattr(lazyckpt.retention.shutil, "rmtree", rmtree)
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
     if when != "removing":
         with pytest.raises(DestinationError, match="replaced"):
             lazyckpt.prune(run, 1, delete=True)
