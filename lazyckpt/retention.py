@@ -113,9 +113,9 @@ def prune(path: str | os.PathLike[str], keep: int, *, delete: bool = False, inco
         raise MissingFileError(f"{root}: {kind}")
     if not delete:
         return _plan(root, keep, incomplete)
-    with _alone(root):
+    with _alone(root) as fd:
         plan = _plan(root, keep, incomplete)
-        return _carry_out(root, plan)
+        return _carry_out(root, fd, plan)
 
 
 def _plan(root: Path, keep: int, incomplete: bool) -> Pruned:
@@ -160,15 +160,17 @@ def _plan(root: Path, keep: int, incomplete: bool) -> Pruned:
     return Pruned(str(root), False, tuple(items[True]), tuple(items[False]), rest)
 
 
-def _carry_out(root: Path, plan: Pruned) -> Pruned:
-    """Hide all that goes, then remove what is hidden."""
+def _carry_out(root: Path, fd: int, plan: Pruned) -> Pruned:
+    """Hide all that goes, then remove what is hidden. ``fd``: the folder's descriptor: nothing outside of it is
+    removed, whatever has its path by now. Raises DestinationError if that is another folder."""
     failed: list[str] = []
     kept: list[Item] = []
-    hidden = [(item.name, root / item.name) for item in plan.leftovers]
+    hidden = [(item.name, item.name) for item in plan.leftovers]
     for item in plan.remove:
-        place = root / f".{item.name[:200]}.{uuid4().hex[:8]}.pruned"
+        place = f".{item.name[:200]}.{uuid4().hex[:8]}.pruned"
+        _check_same(root, fd)
         try:
-            os.rename(root / item.name, place)
+            os.rename(root / item.name, root / place)
         except FileNotFoundError:  # somebody else has removed it: so it is gone
             continue
         except OSError as e:
@@ -178,31 +180,38 @@ def _carry_out(root: Path, plan: Pruned) -> Pruned:
         hidden.append((item.name, place))
     for name, place in hidden:
         try:
-            _remove(place)
+            _remove(place, fd)
         except OSError as e:
-            failed.append(f"{name} (now {place.name}): {e.strerror or e}: {e.filename}")
+            failed.append(f"{name} (now {place}): {e.strerror or e}: {e.filename}")
     gone = tuple(item for item in plan.remove if item.name not in {k.name for k in kept})
     return replace(plan, deleted=True, remove=gone, keep=(*plan.keep, *kept), failed=tuple(failed))
 
 
-def _remove(place: Path) -> None:
+def _check_same(root: Path, fd: int) -> None:
+    with suppress(FileNotFoundError):
+        if os.path.samestat(os.stat(root), os.fstat(fd)):
+            return
+    raise DestinationError(f"{root}: the folder was replaced by another one while it was pruned: prune it again")
+
+
+def _remove(name: str, root: int) -> None:
     """A folder with all that is in it, or a file. Links in it are removed, what they lead to is not."""
     with suppress(FileNotFoundError):
-        if place.is_dir() and not _is_link(place):
-            shutil.rmtree(place)
+        if stat.S_ISDIR(os.stat(name, dir_fd=root, follow_symlinks=False).st_mode):
+            shutil.rmtree(name, dir_fd=root)
         else:
-            place.unlink()
+            os.unlink(name, dir_fd=root)
 
 
 @contextmanager
-def _alone(root: Path) -> Iterator[None]:
+def _alone(root: Path) -> Iterator[int]:
     """Waits until no other prune works in the folder. The lock is on the folder itself and ends with the process: a
     file for it would stand among the checkpoints, which trainers count."""
     fd = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with suppress(OSError):  # a file system without locks: then only renaming tells who removes what
             fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
+        yield fd
     finally:
         os.close(fd)
 

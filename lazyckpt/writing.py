@@ -220,9 +220,10 @@ class Writing(Mapping[str, LazyTensor]):
         own classes (the state of fp16's loss scaler) are left out.
 
         Options are those of `to_safetensors`; as with `to_zarr`, the folder appears when it is complete, and the same
-        call goes on with what an interrupted one finished. Returns what is left out: dotted path -> reason. Raises as
-        `to_safetensors` does; DataError also for a view of another state than "weights" or "fp32", and for a name that
-        no folder can have.
+        call goes on with what an interrupted one finished. Returns what is left out: dotted path -> reason; and the
+        states that are written, but that engines of ZeRO-3 do not load: they take exp_avg and exp_avg_sq alone. Raises
+        as `to_safetensors` does; DataError also for a view of another state than "weights" or "fp32", and for a name
+        that no folder can have.
         """
         from .export.dcp import View
         from .export.universal import export_universal

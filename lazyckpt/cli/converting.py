@@ -150,6 +150,8 @@ def _print_plan(job: Job, resume: bool) -> None:
 def _print_result(job: Job, result: dict[str, Any]) -> None:
     for what, why in result["left_out"].items():
         _print("left out", f"{what}: {why}", "yellow")
+    for what, why in result["not_loaded"].items():
+        _print("note", f"{what}: {why}", "yellow")
     seconds = result["seconds"]
     rate = f", {human_bytes(int(job.forecast.nbytes / seconds))}/s" if seconds > 0 else ""
     _print("done", f"{human_bytes(job.forecast.nbytes)} in {seconds:.1f} s{rate}", "green")

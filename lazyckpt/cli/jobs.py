@@ -19,6 +19,7 @@ from ..export import forecast
 from ..export.destination import local_path
 from ..export.forecast import FILES, Forecast
 from ..export.job import MEMORY
+from ..export.objects import NOT_LOADED
 from ..export.places import Bucket
 from ..export.ranks import export_ranks, rank_folders
 from ..export.shards import is_of_family, size_in_bytes
@@ -112,8 +113,8 @@ def check_files(job: Job) -> None:
 def carried_out(
     job: Job, *, memory: str | None, overwrite: bool, verify: bool, progress: bool | None, workers: int | None
 ) -> dict[str, Any]:
-    """Do it. Returns what there is to tell: ``files`` (paths), ``left_out`` (what -> reason). Raises what the view's
-    `to_...` methods raise."""
+    """Do it. Returns what there is to tell: ``files`` (paths), ``left_out`` and ``not_loaded``, which is written (what
+    -> reason). Raises what the view's `to_...` methods raise."""
     with _executor(workers) as executor:
         options: dict[str, Any] = {"memory": memory, "verify": verify, "progress": progress, "executor": executor}
         if job.to in FILES:
@@ -130,9 +131,11 @@ def carried_out(
             answer: Any = export_ranks(writers, job.dest, tensors, about, overwrite)
         else:
             answer = _write(job.view, job.to, job.dest, options | {"overwrite": overwrite})
+    told = answer if isinstance(answer, dict) else {}
     return {
         "files": [str(path) for path in answer] if isinstance(answer, list) else [],
-        "left_out": dict(answer) if isinstance(answer, dict) else {},
+        "left_out": {what: why for what, why in told.items() if not why.startswith(NOT_LOADED)},
+        "not_loaded": {what: why for what, why in told.items() if why.startswith(NOT_LOADED)},
     }
 
 

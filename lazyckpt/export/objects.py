@@ -20,6 +20,7 @@ from ..io.plain import TensorRef
 from ..io.records import Opaque
 
 Lost = dict[str, str]  # dotted path in the metadata -> why it is not written
+NOT_LOADED = "written, but "  # begins the reason of what is there, and what not every reader takes
 _GONE = object()
 _DEPTH = 100
 

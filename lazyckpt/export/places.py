@@ -205,6 +205,17 @@ class Folder:
         each(check, [key for key in there if not key.endswith(JOB)])
         return {key: good[key] for key in there if key in good}
 
+    def checksums(self) -> dict[str, tuple[int, int]]:
+        """The keys of all files in it; (bytes, CRC-32) of each, (-1, 0) for what is no regular file."""
+        found: dict[str, tuple[int, int]] = {}
+
+        def add(key: str) -> None:
+            found[key] = there[key], self._checksum(key) if there[key] >= 0 else 0
+
+        there = self.find()
+        each(add, list(there))
+        return {key: found[key] for key in there}
+
     def _parts(self, folders: Iterable[str]) -> list[str]:
         return [*filter(None, self.inside.split("/")), *folders]
 

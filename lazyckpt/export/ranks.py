@@ -6,20 +6,22 @@ They are called as Megatron calls its ranks' folders. Source: megatron/training/
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 
 from ..errors import DestinationError
 from ..tensor import LazyTensor
 from .destination import check_apart, local_path
-from .places import PART
+from .places import PART, Folder
 from .staging import fingerprint, reveal, staged
 
 _NAME = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
-_DONE = ".rank-done"  # a file in the folder of a rank of which all is written
+_DONE = ".rank-done"  # a file in the folder of a rank of which all is written: key -> [bytes, CRC-32] of the others
 
 
 def rank_folders(tp: int, pp: int, ep: int) -> Iterator[tuple[str, dict[str, int]]]:
@@ -65,11 +67,26 @@ def export_ranks(
         folder.tidy(lambda key: not key.endswith(PART))
         root = Path(folder.root)
         for name, write in writers.items():
-            if not (root / name / _DONE).exists():
+            rank = folder.below(name)
+            if not _is_done(rank):
+                if rank.size(_DONE) is not None:  # it is damaged
+                    rank.tidy(lambda key: False)
                 write(root / name)
-                folder.put(f"{name}/{_DONE}", [b""])
+                rank.put(_DONE, [json.dumps(rank.checksums()).encode("utf-8", "surrogatepass")])
         check()  # somebody may have written there meanwhile
         for name in writers:
             (root / name / _DONE).unlink()
         reveal(folder, place)
     return [place / name for name in writers]
+
+
+def _is_done(rank: Folder) -> bool:
+    """Whether an earlier call has finished a rank, and its files still hold what it wrote."""
+    size = rank.size(_DONE)
+    if size is None:
+        return False
+    with suppress(ValueError, RecursionError):
+        told = json.loads(rank.get(_DONE, 0, size))
+        found: dict[str, object] = {key: list(sums) for key, sums in rank.checksums().items() if key != _DONE}
+        return bool(found == told)
+    return False

@@ -28,7 +28,7 @@ from .folders import Kind, write_folder
 from .groups import param_groups, step_of, unnamed
 from .held import Held, Writable
 from .job import Run
-from .objects import Lost, restored
+from .objects import NOT_LOADED, Lost, restored
 from .output import Plan
 from .saved import Item, row
 from .staging import fingerprint
@@ -157,10 +157,10 @@ def _not_for_stage_3(states: Iterable[str]) -> Lost:
     """What has to be said of states that are written, and that not every engine loads."""
     there = list(states)
     if not all(state in there for state in _OF_STAGE_3):
-        why = f"written; ZeRO-1 and 2 load it, ZeRO-3 loads no optimizer without {' and '.join(_OF_STAGE_3)}"
+        why = f"an engine of ZeRO-3 loads no optimizer that lacks {' or '.join(_OF_STAGE_3)}"
     else:
-        why = f"written; ZeRO-1 and 2 load it, ZeRO-3 loads {' and '.join(_OF_STAGE_3)} alone"
-    return {state: why for state in there if state not in _OF_STAGE_3}
+        why = "an engine of ZeRO-3 does not load this state"
+    return {state: f"{NOT_LOADED}{why} (ZeRO-1 and 2 do)" for state in there if state not in _OF_STAGE_3}
 
 
 def _without_states(

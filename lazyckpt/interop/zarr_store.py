@@ -38,7 +38,7 @@ _MOST = 4 << 20  # bytes of a chunk
 _PIECES = 64  # chunks of a tensor, at least, where they cannot follow the fragments: each touches few of them
 _DOCUMENT = "zarr.json"
 _known: WeakValueDictionary[str, ViewStore] = WeakValueDictionary()  # by the digest of the pickled view
-_CHUNK = re.compile(r"(.*)/c((?:/(?:0|[1-9][0-9]*))*)", re.DOTALL)
+_CHUNK = re.compile(r"(.*)/c((?:/(?:0|[1-9][0-9]{0,18}))*)", re.DOTALL)
 
 
 class ViewStore(Store):
@@ -250,7 +250,10 @@ class ViewStore(Store):
         self._refuse()
 
     def _refuse(self) -> NoReturn:
-        raise ValueError("a view is for reading only: view.to_zarr(dest) writes a copy")
+        raise ValueError(
+            "a view is for reading only (store was opened in read-only mode and does not support writing): "
+            "view.to_zarr(dest) writes a copy"
+        )
 
 
 def _restored(digest: str, pickled: bytes) -> ViewStore:
@@ -283,5 +286,7 @@ def _slice(wanted: ByteRequest | None, size: int) -> slice:
             return slice(offset, None)
         case SuffixByteRequest(suffix):
             return slice(max(0, size - suffix), None)
-        case _:
+        case None:
             return slice(None)
+        case _:
+            raise TypeError(f"Unexpected byte_range, got {wanted!r}.")  # as zarr's own stores say it
