@@ -109,6 +109,10 @@ class DestinationError(LazyckptError, OSError):
     """Nothing was written: something is there already, there is no room, or no right to write."""
 
 
+class CredentialsWarning(UserWarning):
+    """A pickle holds storage options that are secrets (keys, tokens, passwords, headers) in the open."""
+
+
 @contextmanager
 def decoding(where: str, what: str) -> Iterator[None]:
     """Turn whatever a parser raises into CorruptError, with its cause (see `foreign`).

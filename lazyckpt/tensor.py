@@ -29,7 +29,7 @@ from .errors import DataError
 from .io.archives import locate
 from .io.gather import Run, agree, ranges, read, run_tasks, runs, tasks
 from .io.memory import empty
-from .io.pool import Task, run
+from .io.pool import Task, run, run_here
 from .io.store import Buffer, Store, narrow
 from .io.transfer import Ring, read_to
 from .likeness import Likeness
@@ -196,8 +196,7 @@ class LazyTensor(Likeness):
                 f"not {tuple(out.shape)} and {out.dtype} on {out.device}"
             )
         work, ready = self.start(out)
-        for _, do in work:
-            do()
+        run_here(work)
         return ready()
 
     def pieces(self, nbytes: int) -> Iterator[tuple[int, LazyTensor]]:
@@ -241,8 +240,10 @@ class LazyTensor(Likeness):
         """Read the whole to a device, in ``dtype`` if given. ``t.to(torch.float32)`` converts on the CPU.
 
         To an accelerator it goes through pinned memory in pieces of 32 MiB. ``copy=False``: on the CPU, a tensor that
-        is one contiguous run of one file stays mapped (privately: writing to it changes memory only) instead of being
-        read; it is then only as durable as the file.
+        is one contiguous run of one local file stays mapped (privately: writing to it changes memory only) instead of
+        being read. Only for files that nobody writes to: rewriting the file changes the tensor. Touching it after the
+        file was truncated raises ChangedFileError in the thread that does, once it is back in Python: the elements that
+        are gone are zeros.
         """
         if isinstance(device, torch.dtype):
             device, dtype = None, device
@@ -414,7 +415,7 @@ class LazyTensor(Likeness):
         if not window:
             return None
         path, offset, dtype, shape = window
-        mapped = self._store.map(path)  # also checks that the file is still the same
+        mapped = self._store.map(path)
         if mapped is None:
             return None
         try:
@@ -423,10 +424,15 @@ class LazyTensor(Likeness):
             return None
         nbytes = view.nbytes
         if not view.is_contiguous():
-            return view.contiguous() if nbytes <= _SMALL else None
-        if nbytes > _SMALL and (nbytes > _LARGE or not self._store.resident(view)):
+            if nbytes > _SMALL:
+                return None
+            copied = view.contiguous()
+        elif nbytes > _SMALL and (nbytes > _LARGE or not self._store.resident(view)):
             return None
-        return view.clone()
+        else:
+            copied = view.clone()
+        self._store.confirm(path, mapped)
+        return copied
 
     def _find_window(self) -> tuple[str, int, torch.dtype, Shape] | tuple[()]:
         """Where a plain tensor lies, if torch can index and clone it there; () if not."""

@@ -463,9 +463,7 @@ def with_wrappers(path: str | os.PathLike[str], format: str, tag: str | None = N
     return _restore(store, index, next(iter(index.states)), (), True)
 
 
-def _restore(
-    store: Store, index: Index, state: str, steps: tuple[Step, ...], of_all: bool = False
-) -> CheckpointView:
+def _restore(store: Store, index: Index, state: str, steps: tuple[Step, ...], of_all: bool = False) -> CheckpointView:
     view = object.__new__(CheckpointView)
     view._init(store, index, state, steps, of_all)
     return view

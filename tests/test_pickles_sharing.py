@@ -170,6 +170,7 @@ def test_an_item_that_edits_what_stands_before_it(tmp_path: Path) -> None:
 
 def test_an_item_that_refers_to_what_differs_before_it(tmp_path: Path) -> None:
     """Values that Python calls equal, and are not the same."""
+
     def rank(n: int, value: bytes) -> bytes:
         return program(dict_of(text("a"), value + put(0), text("n"), number(n), text("b"),
                                tuple_of(get(0), FILLER), text("c"), b"N"))  # fmt: skip

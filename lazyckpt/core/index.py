@@ -236,10 +236,21 @@ class TensorSpec:
 
 
 class FileInfo(NamedTuple):
-    """A file as it was when it was indexed: size in bytes, modification time in nanoseconds (0 if unknown)."""
+    """A file as it was when it was indexed: size in bytes, modification time in nanoseconds (0 if unknown), and what
+    the protocol calls its version (an ETag, a generation; empty if it has none: a local file)."""
 
     size: int
     mtime_ns: int
+    version: str = ""
+
+    def may_be(self, other: FileInfo) -> bool:
+        """Whether both describe the same state of a file, as far as both know: a version decides, else the
+        modification time, else the size alone."""
+        if self.size != other.size:
+            return False
+        if self.version and other.version:
+            return self.version == other.version
+        return self.mtime_ns == other.mtime_ns or not (self.mtime_ns and other.mtime_ns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,12 @@ def opened(
     source, index = read_one(Source(store, name, tag, rules), read)
     if not is_url(url):  # listing what lies behind one is dear, or cannot be done
         index = _one_of_many(source, index)
+    elif unknown := [path for path, pin in index.pins.items() if not (pin.version or pin.mtime_ns)]:
+        line = (
+            f"the server gives neither an ETag nor a time of modification for {unknown[0]}: if it is replaced "
+            "by a file of the same size, other numbers are read and nothing tells"
+        )
+        index = replace(index, problems=(*index.problems, line))
     return source.store.pinned(index.pins), index
 
 

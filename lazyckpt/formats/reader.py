@@ -6,7 +6,6 @@ It is asked after the built-in ones, or by name (``open(path, format="its name")
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from typing import Any
 from ..core.index import Index
 from ..core.names import matcher, natural
 from ..errors import FormatError, LazyckptError, decoding
+from ..io.collecting import many_objects
 from ..io.store import Entry, Store
 
 GROUP = "lazyckpt.readers"
@@ -134,15 +134,8 @@ def recognising(source: Source) -> Reader | None:
 
 
 def _read(reader: Reader, source: Source) -> Index:
-    # An index is tens of thousands of small objects that all stay: looking for cycles among them doubles the time.
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        with decoding(source.where, f"reader {reader.name!r}"):
-            return _with_unused(reader.read(source), source.rules)
-    finally:
-        if collecting:
-            gc.enable()
+    with many_objects(), decoding(source.where, f"reader {reader.name!r}"):
+        return _with_unused(reader.read(source), source.rules)
 
 
 def _with_unused(index: Index, rules: Mapping[str, Any]) -> Index:

@@ -162,9 +162,7 @@ def datasets(
     return {path: xr.Dataset(made, attrs=attributes if path == "/" else None) for path, made in groups.items()}
 
 
-def dataset(
-    found: Mapping[str, str], view: View, drop: Collection[str] = (), *, widen: bool = True
-) -> xr.Dataset:
+def dataset(found: Mapping[str, str], view: View, drop: Collection[str] = (), *, widen: bool = True) -> xr.Dataset:
     """All variables of all groups as one dataset, under dotted names; otherwise as `datasets`."""
     held, attributes = _variables(found, view, None, drop, widen)
     variables = {path.replace("/", ".").removesuffix(".%"): made for path, made in held.items()}

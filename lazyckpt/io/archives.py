@@ -6,6 +6,7 @@ contents of the last few that had to be unpacked.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
@@ -14,10 +15,11 @@ from typing import Any
 
 from ..core.index import Archive, Chunk, Extent, FileInfo, Inline, Packed
 from ..errors import ChangedFileError, CorruptError, DataError, LazyckptError, MissingFileError
+from .batch import checked
 from .chunks import Tables, place, unpack_chunk
 from .pool import each
 from .rebuild import StoredTensor
-from .store import Buffer, CannotMap, Entry, Store
+from .store import Buffer, Entry, Fetched, Store
 from .torchfile import Pickles, read_torch_file
 from .zstd import unpack_zstd
 
@@ -43,6 +45,16 @@ _stores: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
+def _forget() -> None:
+    """A forked child looks everything up anew: threads of its parent may hold any of the locks."""
+    global _stores, _lock
+    _stores, _lock = weakref.WeakKeyDictionary(), threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
 def _known(store: Store) -> _Known:
     with _lock:
         known = _stores.get(store)
@@ -61,10 +73,11 @@ def locate(store: Store, archive: Packed, name: str) -> Extent:
     extent = located(store, archive, name)
     if extent is None:
         known = _known(store)
-        if isinstance(archive, Chunk):
-            extent = place(store, archive, known.tables)
-        else:
-            extent = _look(store, archive, name, known)
+        with checked(apart=True):
+            if isinstance(archive, Chunk):
+                extent = place(store, archive, known.tables)
+            else:
+                extent = _look(store, archive, name, known)
         with known.lock:
             known.places[archive.key] = extent
             while len(known.places) > _PLACES:
@@ -135,7 +148,8 @@ def unpacked(store: Store, archive: Packed | Inline, limit: int | None = None) -
     key = archive.key
     data = known.unpacked.get(key)
     if data is None:
-        data = unpack_chunk(store, archive) if isinstance(archive, Chunk) else unpack(store, archive, limit)
+        with checked(apart=True):
+            data = unpack_chunk(store, archive) if isinstance(archive, Chunk) else unpack(store, archive, limit)
         with known.lock:
             known.unpacked[key] = data
             size = sum(map(len, known.unpacked.values()))
@@ -178,16 +192,21 @@ def _where(store: Store, archive: Archive) -> str:
     return f"{store.root}/{archive.path} (at byte {archive.offset:,})"
 
 
-class Memory(CannotMap):
+class Memory(Store):
     """A store of one file that is in memory, for what reads through a store. ``name``: what it is called."""
 
+    gap = 1 << 62  # nothing is saved by reading less
+
     def __init__(self, origin: Store, name: str, data: Buffer) -> None:
-        self.root = origin.root
-        self.pins: Mapping[str, FileInfo] = {}
-        self.gap = 1 << 62  # nothing is saved by reading less
+        super().__init__()
+        self._root = origin.root
         self._name, self._data = name, data
 
-    def pinned(self, pins: Mapping[str, FileInfo]) -> Memory:
+    @property
+    def root(self) -> str:
+        return self._root
+
+    def _with(self, pins: Mapping[str, FileInfo]) -> Memory:
         return self
 
     def below(self, folder: str) -> Memory:
@@ -196,7 +215,7 @@ class Memory(CannotMap):
     def list(self, folder: str = "") -> Mapping[str, Entry]:
         return {self._name: Entry(self.stat(self._name), False)}
 
-    def stat(self, path: str) -> FileInfo:
+    def _stat(self, path: str) -> FileInfo:
         return FileInfo(len(self._data), 0)
 
     def read(self, path: str, offset: int, length: int) -> memoryview:
@@ -204,8 +223,6 @@ class Memory(CannotMap):
             raise CorruptError(f"{self.root}/{path}: bytes past the end of what it unpacks to are wanted: damaged")
         return memoryview(self._data)[offset : offset + length]
 
-    def read_into(self, path: str, offset: int, target: memoryview) -> None:
+    def _fetch(self, path: str, offset: int, target: memoryview) -> Fetched:
         target[:] = self.read(path, offset, len(target))
-
-
-_check: type[Store] = Memory
+        return len(target), self._stat(path)

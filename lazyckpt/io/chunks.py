@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ..core.index import Chunk, Codec, Extent, Shard
 from ..errors import CorruptError, MissingFileError
+from .batch import checked
 from .codecs import decode
 from .store import Buffer, Store, present
 
@@ -45,7 +46,8 @@ class Tables:
             with self._reading[hash(key) % _LOCKS]:
                 table = self._tables.get(key)
                 if table is None:
-                    table = _table(store, path, window, shard)
+                    with checked(apart=True):
+                        table = _table(store, path, window, shard)
                     with self._lock:
                         self._tables[key] = table
                         size = sum(t.nbytes for t in self._tables.values())

@@ -7,7 +7,6 @@ a store cannot map, it is split until what lies between two wanted runs is at mo
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -24,8 +23,9 @@ from ..core.plan import Copy, Selection, overlaps, plan
 from ..core.select import Reads
 from ..errors import decoding, foreign, undecodable
 from .archives import locate, locate_all, located, unpacked, unpacked_into
+from .mapping import Mapped
 from .memory import as_bytes, empty
-from .pool import Task, run
+from .pool import Task, run, run_here
 from .store import Store
 
 BLOCK = 8 << 20  # bytes that one read asks for at most, and that a buffer holds
@@ -84,8 +84,7 @@ def agree(store: Store, spec: TensorSpec, want: Selection) -> bool:
 def _alone(store: Store, copy: Copy) -> torch.Tensor:
     """The elements of one copy, as bytes."""
     out = empty(copy.shape, copy.extent.dtype)
-    for _, do in _copy_tasks(store, copy, out):
-        do()
+    run_here(_copy_tasks(store, copy, out))
     return out.view(-1).view(torch.uint8)
 
 
@@ -140,8 +139,7 @@ def _mean(store: Store, copies: list[Copy], out: torch.Tensor) -> None:
     count = torch.zeros(out.shape, dtype=wide, device="cpu")
     for copy in copies:
         one = torch.empty(copy.shape, dtype=copy.extent.dtype, device="cpu")
-        for _, do in _copy_tasks(store, copy, one):
-            do()
+        run_here(_copy_tasks(store, copy, one))
         total[copy.slices] += one
         count[copy.slices] += 1
     out.copy_((total / count).to(own))
@@ -164,8 +162,7 @@ def _unpack(store: Store, archive: Packed | Inline, copy: Copy, target: torch.Te
     as_it_lies = as_it_lies and copy.start == copy.extent.offset == 0 and target.is_contiguous()
     if as_it_lies and unpacked_into(store, archive, as_bytes(target)):
         return
-    for _, do in _copy_tasks(unpacked(store, archive), plain, target):
-        do()
+    run_here(_copy_tasks(unpacked(store, archive), plain, target))
 
 
 def _cut(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype) -> Iterator[Task]:
@@ -190,7 +187,7 @@ def _cut(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype) -> 
     elif span > 4 * BLOCK:
         yield from _split(store, copy, target, dtype, 4 * BLOCK)
     else:
-        yield span, partial(_through_mapping, mapped.buffer, copy, span, target)
+        yield span, partial(_through_mapping, store, mapped, copy, span, target)
 
 
 def _split(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype, limit: int) -> Iterator[Task]:
@@ -235,18 +232,18 @@ def _scratch(nbytes: int) -> torch.Tensor:
 
 
 @_decodes
-def _through_mapping(mapped: mmap.mmap, copy: Copy, span: int, target: torch.Tensor) -> None:
+def _through_mapping(store: Store, mapped: Mapped, copy: Copy, span: int, target: torch.Tensor) -> None:
     size = target.itemsize
     offset = copy.extent.offset + copy.start * size
     if offset % size == 0:
-        source = torch.frombuffer(mapped, dtype=target.dtype, count=span // size, offset=offset)
+        source = torch.frombuffer(mapped.buffer, dtype=target.dtype, count=span // size, offset=offset)
         target.copy_(source.as_strided(copy.shape, copy.strides))
     else:  # vectorised kernels may rely on alignment: move bytes
-        source = torch.frombuffer(mapped, dtype=torch.uint8, count=span, offset=offset)
+        source = torch.frombuffer(mapped.buffer, dtype=torch.uint8, count=span, offset=offset)
         _as_byte_array(target).copy_(source.as_strided((*copy.shape, size), (*(s * size for s in copy.strides), 1)))
-    if span > BLOCK:  # the pages stay in the system's cache, but count no longer as this process's memory
-        start = offset // mmap.PAGESIZE * mmap.PAGESIZE
-        mapped.madvise(mmap.MADV_DONTNEED, start, offset + span - start)
+    if span > BLOCK:
+        mapped.let_go(offset, offset + span)
+    store.confirm(copy.extent.path, mapped)
 
 
 def _as_byte_array(tensor: torch.Tensor) -> torch.Tensor:

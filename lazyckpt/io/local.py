@@ -4,15 +4,14 @@ Measured (warm, 2 cores): a mapped slice of 64 KiB to 16 MiB copies about twice 
 above that, reads on several threads win, and they do not fill the process with file pages. Cold, a positioned read
 fetches exactly its pages, while a mapping faults them one by one: so a mapping is touched only where it is resident
 or where few pages are wanted. No read-ahead is asked for: a slice must not cost its neighbours.
+
+A file is checked after its bytes were copied, not before: who writes to it meanwhile is noticed, too.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -24,18 +23,19 @@ import torch
 
 from ..core.index import FileInfo
 from ..errors import ChangedFileError, CorruptError, DataError, MissingFileError
-from .store import Entry, Mapped, Store, closed_error
+from .mapping import Mapped, map_file, resident
+from .store import Entry, Fetched, Store, closed_error
 
 _OPEN_FILES = 128  # well under the usual limit of 1,024 descriptors
 _MAPPINGS = 128  # each keeps one, too
-_PAGE = mmap.PAGESIZE
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-if _libc is not None:
-    _state = ctypes.create_string_buffer(1)
-    _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
-
+_RETRIES = 5  # of opening while other threads take the descriptors that were freed
+_GONE = (
+    "{}: bytes that are touched through a mapping are gone: the file was truncated, or its disk failed. Open the "
+    "checkpoint again."
+)
 
 _stores: weakref.WeakSet[LocalStore] = weakref.WeakSet()
+_stores_lock = threading.Lock()
 T = TypeVar("T")
 
 
@@ -47,29 +47,25 @@ class _File:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
 
-    def info(self) -> FileInfo:
-        s = os.fstat(self.fd)
-        return FileInfo(s.st_size, s.st_mtime_ns)
-
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at the interpreter's end `os` may be gone
         if hasattr(self, "fd"):
             close(self.fd)
 
 
-class LocalStore:
+class LocalStore(Store):
     """A folder of the local file system (network file systems count as local if they are mounted)."""
 
     def __init__(self, root: str | os.PathLike[str], pins: Mapping[str, FileInfo] | None = None) -> None:
+        super().__init__(pins)
         self._root = os.path.abspath(os.fspath(root))
-        self.pins: Mapping[str, FileInfo] = pins or {}
-        self._lock = threading.Lock()
-        self._files: dict[str, _File] = {}
-        self._maps: dict[str, Mapped] = {}
-        self._closed = False
-        _stores.add(self)
+        # when the inode of a file last changed, as this process has first seen it: a modification time can be set back
+        self._changes: dict[str, tuple[int, int]] = {}
+        self._forget()
+        with _stores_lock:
+            _stores.add(self)
 
     def close(self) -> None:
-        self._closed = True
+        super().close()
         with self._lock:
             self._files.clear()
             self._maps.clear()
@@ -86,10 +82,7 @@ class LocalStore:
 
     @property
     def gap(self) -> int:
-        return 0  # a system call is cheap, and what is sparse is read through a mapping
-
-    def pinned(self, pins: Mapping[str, FileInfo]) -> LocalStore:
-        return LocalStore(self._root, pins)
+        return 0  # a system call is cheap
 
     def below(self, folder: str) -> LocalStore:
         return LocalStore(os.path.join(self._root, folder))
@@ -110,7 +103,12 @@ class LocalStore:
             raise self._missing(folder or ".", e) from None
         return found
 
-    def stat(self, path: str) -> FileInfo:
+    def _with(self, pins: Mapping[str, FileInfo]) -> LocalStore:
+        store = LocalStore(self._root, pins)
+        store._changes = self._changes
+        return store
+
+    def _stat(self, path: str) -> FileInfo:
         try:
             s = os.stat(self._full(path))
         except (OSError, ValueError) as e:
@@ -119,60 +117,51 @@ class LocalStore:
             raise CorruptError(f"{self._full(path)} is {'a folder' if S_ISDIR(s.st_mode) else 'no regular file'}")
         return FileInfo(s.st_size, s.st_mtime_ns)
 
-    def read(self, path: str, offset: int, length: int) -> bytes:
-        data = bytearray(length)
-        self.read_into(path, offset, memoryview(data))
-        return bytes(data)
-
-    def read_into(self, path: str, offset: int, target: memoryview) -> None:
+    def _fetch(self, path: str, offset: int, target: memoryview) -> Fetched:
         file = self._open(path)
-        done = 0
-        while done < len(target):
+        done, wanted = 0, len(target)
+        while done < wanted:
             try:
-                got = os.preadv(file.fd, [target[done:]], offset + done)
+                got = os.preadv(file.fd, [target[done:] if done else target], offset + done)
             except OSError as e:
                 raise self._missing(path, e) from None
             if got == 0:
-                raise CorruptError(
-                    f"{self._full(path)}: bytes {offset:,} to {offset + len(target):,} are wanted, the file ends at "
-                    f"{offset + done:,}: truncated? Copy it again from its source."
-                )
+                break
             done += got
+        return done, self._info(path, os.fstat(file.fd))
 
     def map(self, path: str) -> Mapped | None:
-        file = self._open(path)
         mapped = self._maps.get(path)
         if mapped is None:
-            try:
-                buffer = _again_if_full(lambda: _mapping(file))
-            except OSError:  # no descriptor or no address space is left: reading needs neither
+            file = self._open(path)
+            mapped = map_file(file.fd, os.fstat(file.fd).st_size, file)
+            if mapped is None:
                 return None
-            if buffer is None:
-                return None
-            buffer.madvise(mmap.MADV_RANDOM)
-            mapped = Mapped(buffer)
             with self._lock:
-                self._maps[path] = mapped
+                mapped = self._maps.setdefault(path, mapped)
                 while len(self._maps) > _MAPPINGS:
                     self._maps.pop(next(iter(self._maps)))
         return mapped
 
+    def confirm(self, path: str, mapped: Mapped) -> None:
+        s = os.fstat(mapped.owner.fd)
+        if s.st_ctime_ns == mapped.state and not mapped.addresses.broken:  # nothing at all happened to the file
+            return
+        self._judge(path, 0, 0, 0, self._info(path, s))
+        if mapped.addresses.broken:
+            self._maps.pop(path, None)
+            raise ChangedFileError(_GONE.format(self._full(path)))
+        mapped.state = s.st_ctime_ns
+
     def private(self, path: str) -> memoryview | None:
-        size = self._open(path).info().size
-        if size == 0:
-            return None
-        try:  # torch's mapping keeps no descriptor, which a view of a thousand files would run out of
-            array = torch.from_file(self._full(path), shared=False, size=size, dtype=torch.uint8).numpy()
-        except RuntimeError:  # larger than the system lets a private mapping be
-            return None
-        return array.data
+        file = self._open(path)
+        s = os.fstat(file.fd)
+        self._judge(path, 0, 0, 0, self._info(path, s))
+        mapped = map_file(file.fd, s.st_size, told=_GONE.format(self._full(path)))
+        return None if mapped is None else mapped.buffer
 
     def resident(self, view: torch.Tensor) -> bool:
-        if _libc is None or view.numel() == 0:
-            return view.numel() == 0
-        start = view.data_ptr()
-        # A sample, both ends: a wrong guess costs time, never correctness (so threads may share the answer's byte).
-        return _page_resident(start + view.nbytes - 1) and _page_resident(start)
+        return resident(view)
 
     def _full(self, path: str) -> str:
         return os.path.join(self._root, path)
@@ -185,12 +174,11 @@ class LocalStore:
         return error
 
     def _open(self, path: str) -> _File:
-        """The open file, checked against its pin."""
-        if self._closed:
+        if self.closed:
             raise closed_error(self._root)
         file = self._files.get(path)
         if file is None:
-            self.stat(path)  # only a regular file is opened
+            self._stat(path)  # only a regular file is opened
             try:
                 file = _again_if_full(lambda: _File(self._full(path)))
             except OSError as e:
@@ -201,45 +189,65 @@ class LocalStore:
                     ) from None
                 raise self._missing(path, e) from None
             with self._lock:
-                self._files[path] = file
+                file = self._files.setdefault(path, file)
                 while len(self._files) > _OPEN_FILES:
                     self._files.pop(next(iter(self._files)))
-        pin = self.pins.get(path)
-        if pin is None:
-            return file
-        now = os.fstat(file.fd)
-        if now.st_size != pin.size or now.st_mtime_ns != pin.mtime_ns:
-            raise ChangedFileError(
-                f"{self._full(path)} is not the file that was opened: it had {pin.size:,} bytes, now it has "
-                f"{now.st_size:,}, or it was written to since. Open the checkpoint again."
-            )
         return file
+
+    def _info(self, path: str, s: os.stat_result) -> FileInfo:
+        """What an open file is now. Raises ChangedFileError if it was written to and its time set back."""
+        info = FileInfo(s.st_size, s.st_mtime_ns)
+        pin = self.pins.get(path)
+        if pin is None and self.pins:
+            return info
+        change = (s.st_ctime_ns, s.st_nlink)
+        first = self._changes.setdefault(path, change)
+        # a link more or less (another name, or this one given to a new file) changes the time, too, but no bytes
+        if first[0] != change[0] and first[1] == change[1]:
+            if info == pin:
+                raise ChangedFileError(
+                    f"{self._full(path)} is not the file that was opened: it, or its rights, changed since, though "
+                    "size and modification time are the same. Open the checkpoint again."
+                )
+            self._changes[path] = change
+        return info
+
+    def _forget(self) -> None:
+        """Let go of all descriptors; what uses one now keeps it as long as it needs it."""
+        self._lock = threading.Lock()
+        self._files: dict[str, _File] = {}
+        self._maps: dict[str, Mapped] = {}
+
+
+def _all_stores() -> list[LocalStore]:
+    with _stores_lock:
+        return list(_stores)
 
 
 def _again_if_full(make: Callable[[], T]) -> T:
-    """What ``make`` gives; if the process is out of descriptors, once more after all stores have let go of theirs."""
-    try:
-        return make()
-    except OSError as e:
-        if e.errno not in (errno.EMFILE, errno.ENFILE):
-            raise
-        for store in list(_stores):
-            store._files.clear()
-            store._maps.clear()
-        return make()
+    """What ``make`` gives; if the process is out of descriptors, again after all stores have let go of theirs."""
+    for _ in range(_RETRIES):
+        try:
+            return make()
+        except OSError as e:
+            if e.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+        for store in _all_stores():
+            with store._lock:
+                store._files, store._maps = {}, {}
+    return make()
 
 
-def _page_resident(address: int) -> bool:
-    return _libc is not None and _libc.mincore(address & -_PAGE, 1, _state) == 0 and bool(_state.raw[0] & 1)
+def _after_fork() -> None:
+    """A thread of a forked child's parent may hold any of the locks."""
+    global _stores_lock
+    _stores_lock = threading.Lock()
+    for store in _all_stores():
+        store._forget()
 
 
-def _mapping(file: _File) -> mmap.mmap | None:
-    size = file.info().size
-    if size == 0:
-        return None
-    # Without MAP_NORESERVE a private mapping of a file larger than memory may be refused.
-    flags = mmap.MAP_PRIVATE | (getattr(mmap, "MAP_NORESERVE", 0x4000) if sys.platform == "linux" else 0)
-    return mmap.mmap(file.fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def split(path: str | os.PathLike[str]) -> tuple[LocalStore, str]:
@@ -256,6 +264,3 @@ def split(path: str | os.PathLike[str]) -> tuple[LocalStore, str]:
         what = "no such file or folder" if isinstance(e, FileNotFoundError) else getattr(e, "strerror", None) or e
         raise MissingFileError(f"{str(full)[:300]}: {what}") from None
     return (LocalStore(full), "") if S_ISDIR(mode) else (LocalStore(full.parent), full.name)
-
-
-_check: type[Store] = LocalStore

@@ -6,7 +6,10 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any, TypeVar
+
+from .batch import Batch, checked
 
 Task = tuple[int, Callable[[], None]]  # (bytes it moves, what to do)
 T = TypeVar("T")
@@ -23,8 +26,21 @@ _lookers: ThreadPoolExecutor | None = None
 def run(tasks: Iterable[Task]) -> None:
     """Do all tasks, on several threads if they move enough bytes. Planning goes on while the first ones read.
 
-    The first error, also one of the iterable itself, is raised when everything that was started has stopped.
+    The first error, also one of the iterable itself, is raised when everything that was started has stopped. What was
+    read is checked together (`io.batch`).
     """
+    with checked() as batch:
+        _run(tasks, batch)
+
+
+def run_here(tasks: Iterable[Task]) -> None:
+    """The same on this thread alone."""
+    with checked():
+        for _, do in tasks:
+            do()
+
+
+def _run(tasks: Iterable[Task], reads: Batch) -> None:
     futures: list[Future[None]] = []
     batch: list[Task] = []
     size, limit = 0, _INLINE
@@ -33,7 +49,7 @@ def run(tasks: Iterable[Task]) -> None:
             batch.append(task)
             size += task[0]
             if size >= limit and (futures or len(batch) > 1):
-                futures.append(threads().submit(_each, batch))
+                futures.append(threads().submit(partial(_each_of, reads, batch)))
                 batch, size, limit = [], 0, _BATCH
         _each(batch)
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
@@ -56,19 +72,22 @@ def each(do: Callable[[T], object], items: Sequence[T]) -> None:
             do(item)
         return
 
-    def some(n: int) -> None:
-        for item in items[n::_LOOKERS]:
-            do(item)
+    with checked() as batch:
 
-    futures = [_look_threads().submit(some, n) for n in range(min(_LOOKERS, len(items)))]
-    try:
-        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in done:
-            future.result()
-    finally:
-        for future in futures:
-            future.cancel()
-        stopped(futures)
+        def some(n: int) -> None:
+            with batch.joined():
+                for item in items[n::_LOOKERS]:
+                    do(item)
+
+        futures = [_look_threads().submit(some, n) for n in range(min(_LOOKERS, len(items)))]
+        try:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+        finally:
+            for future in futures:
+                future.cancel()
+            stopped(futures)
 
 
 def stopped(futures: Sequence[Future[Any]]) -> None:
@@ -80,6 +99,11 @@ def stopped(futures: Sequence[Future[Any]]) -> None:
             return
         except KeyboardInterrupt:  # the first one is on its way up
             continue
+
+
+def _each_of(reads: Batch, batch: list[Task]) -> None:
+    with reads.joined():
+        _each(batch)
 
 
 def _each(batch: list[Task]) -> None:

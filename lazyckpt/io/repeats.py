@@ -116,9 +116,7 @@ class Items:
     known: list[Item] = field(default_factory=list)
     named: dict[tuple[str, str], Any] = field(default_factory=dict)
 
-    def find(
-        self, data: bytes, at: int, memo: Mapping[int, Any], alone: Callable[[Item, Memo], None]
-    ) -> Item | None:
+    def find(self, data: bytes, at: int, memo: Mapping[int, Any], alone: Callable[[Item, Memo], None]) -> Item | None:
         """The item that stands at this byte, if it is known. ``alone``: reads one by itself."""
         count = len(memo)
         for item in self.known:

@@ -2,24 +2,28 @@
 
 Names are relative to the store's root, with "/" between folders. A store does no caching of data and knows no format.
 It pickles to its root and options alone, so that a tensor can travel to another process.
+
+The base class checks what was read: bytes of a file that is not the one that was indexed are never returned. The
+stores of this package implement the raw operations (names with an underscore) and cannot forget the check.
 """
 
 from __future__ import annotations
 
 import errno
 import io
-import mmap
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from math import prod
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
-from ..core.box import Shape
 from ..core.index import FileInfo
-from ..errors import CorruptError, DataError, MissingFileError
+from ..errors import ChangedFileError, CorruptError, DataError, MissingFileError
+from .batch import verify_later
+from .mapping import Mapped
 
-Buffer = bytes | memoryview | mmap.mmap
+Buffer = bytes | memoryview
+_SEEN = 1 << 16  # files whose first state a store without pins remembers
 
 
 class Entry(NamedTuple):
@@ -29,92 +33,173 @@ class Entry(NamedTuple):
     is_dir: bool
 
 
-class Mapped:
-    """A mapped file, and the arrays over it that were asked for."""
-
-    __slots__ = ("_arrays", "buffer")
-
-    def __init__(self, buffer: mmap.mmap) -> None:
-        self.buffer = buffer
-        self._arrays: dict[tuple[int, torch.dtype, Shape], torch.Tensor] = {}
-
-    def array(self, offset: int, dtype: torch.dtype, shape: Shape) -> torch.Tensor:
-        """The bytes from ``offset`` on (a multiple of the item size) as a C-order array that is not empty."""
-        key = (offset, dtype, shape)
-        array = self._arrays.get(key)
-        if array is None:
-            flat = torch.frombuffer(self.buffer, dtype=dtype, count=prod(shape), offset=offset)
-            array = self._arrays[key] = flat.view(shape)
-        return array
+# What a raw read delivered: the number of bytes, and what the file was then; None if the answer does not say.
+Fetched = tuple[int, FileInfo | None]
 
 
-class Store(Protocol):
+class Store(ABC):
     """Where bytes come from. All methods may be called from several threads.
 
     ``pins`` are the files as they were when they were indexed. Reading or mapping a pinned file that is not the same
-    any more (size or modification time) raises ChangedFileError; a file that is gone, MissingFileError.
+    any more (size, version or modification time) raises ChangedFileError; a file that is gone, MissingFileError.
+    A store without pins remembers what the files were when it first read them, and `pinned` compares: an index is
+    never pinned to another state of a file than the one that it was made from.
     """
 
-    pins: Mapping[str, FileInfo]
+    def __init__(self, pins: Mapping[str, FileInfo] | None = None) -> None:
+        self.pins: Mapping[str, FileInfo] = {} if pins is None else pins
+        self._seen: dict[str, FileInfo] = {}
+        self.closed = False
+
+    # -- what a store implements
 
     @property
+    @abstractmethod
     def root(self) -> str:
         """What a user would pass to `lazyckpt.open` for this folder."""
 
-    def pinned(self, pins: Mapping[str, FileInfo]) -> Store:
-        """The same store with other pins."""
+    @property
+    @abstractmethod
+    def gap(self) -> int:
+        """Unwanted bytes between two wanted runs that are worth reading to save a request."""
 
+    @abstractmethod
     def below(self, folder: str) -> Store:
         """A store of its own for a folder of this one."""
 
+    @abstractmethod
     def list(self, folder: str = "") -> Mapping[str, Entry]:
         """The names directly inside a folder; {} if there is no such folder."""
+
+    @abstractmethod
+    def _with(self, pins: Mapping[str, FileInfo]) -> Store:
+        """The same store with other pins."""
+
+    @abstractmethod
+    def _stat(self, path: str) -> FileInfo:
+        """See `stat`; never from a cache."""
+
+    @abstractmethod
+    def _fetch(self, path: str, offset: int, target: memoryview) -> Fetched:
+        """Fill ``target``, which is not empty, as far as the file goes, from ``offset`` on."""
+
+    # -- what is asked of a store
+
+    @property
+    def key(self) -> str:
+        """What tells the store from others of this process: its root, and what it is read with."""
+        return self.root
+
+    @property
+    def listable(self) -> bool:
+        """Whether `list` gives all names, with what tells one state of a file from another."""
+        return True
+
+    def pinned(self, pins: Mapping[str, FileInfo]) -> Store:
+        """The same store with other pins. Raises ChangedFileError if a file was written to since this store, which has
+        no pins, has first looked at it."""
+        for path, first in list(self._seen.items()):
+            pin = pins.get(path)
+            if pin is not None and not first.may_be(pin):
+                raise self._changed(path, first, pin)
+        return self._with(pins)
 
     def stat(self, path: str) -> FileInfo:
         """Size and modification time now. Raises MissingFileError; its ``errno`` is ENOENT or ENOTDIR if there is no
         such file, something else (or None) if it cannot be told."""
+        info = self._stat(path)
+        if not self.pins:
+            self._remember(path, info)
+        return info
 
     def read(self, path: str, offset: int, length: int) -> Buffer:
         """Exactly ``length`` bytes from ``offset`` on. Raises CorruptError past the end of the file."""
+        data = bytearray(length)
+        self.read_into(path, offset, memoryview(data))
+        return bytes(data)
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
         """Fill ``target`` from ``offset`` on; errors as `read`."""
+        if self.closed:
+            raise closed_error(self.root)
+        if not len(target):
+            return
+        self._look_first(path)
+        count, info = self._fetch(path, offset, target)
+        if info is None or info != self.pins.get(path) or count != len(target):
+            self._judge(path, offset, len(target), count, info)
+
+    def _look_first(self, path: str) -> None:
+        """What a file is before its first bytes come, where it is not pinned and answers do not say."""
+        if not self._tells and not self.pins and path not in self._seen:
+            self._remember(path, self._stat(path))
+
+    def _judge(self, path: str, offset: int, wanted: int, count: int, info: FileInfo | None) -> None:
+        """Raise what is wrong with ``count`` bytes that a file of this state delivered, if anything is."""
+        pin = self.pins.get(path)
+        if pin is not None and info is not None and not info.may_be(pin):
+            raise self._changed(path, pin, info)
+        if info is not None and not self.pins:
+            self._remember(path, info)
+        if count == wanted:
+            if pin is not None and info is None:
+                verify_later(self, path)
+            return
+        if info is None:
+            self.verify(path)
+        raise CorruptError(
+            f"{self.root}/{path}: {wanted:,} bytes from {offset:,} on are wanted, {count:,} came: truncated? Copy it "
+            "again from its source."
+        )
+
+    def verify(self, path: str) -> None:
+        """Ask what a file is now. Raises ChangedFileError if that is not what is pinned, MissingFileError."""
+        pin = self.pins.get(path)
+        if pin is not None:
+            info = self._stat(path)
+            if not info.may_be(pin):
+                raise self._changed(path, pin, info)
 
     def map(self, path: str) -> Mapped | None:
         """The whole file as memory whose pages are read when touched; None if this store cannot, or the file is empty.
-        For reading only, and not to be kept: the store keeps it as long as it has room."""
+        For reading only, and not to be kept: the store keeps it as long as it has room. What was copied from it is
+        right if `confirm` says so afterwards."""
+        return None
 
-    def private(self, path: str) -> Buffer | None:
-        """A mapping of the caller's own, which may be written to (the file never is); None as for `map`."""
+    def confirm(self, path: str, mapped: Mapped) -> None:
+        """Check that what was copied from a mapping are the bytes of the pinned file. Raises ChangedFileError."""
+        self.verify(path)
 
     def resident(self, view: torch.Tensor) -> bool:
         """Whether a contiguous view into a mapped file is likely in memory already: touching it costs no I/O."""
+        return False
 
-    @property
-    def gap(self) -> int:
-        """Unwanted bytes between two wanted runs that are worth reading to save a request."""
+    def private(self, path: str) -> Buffer | None:
+        """A mapping of the caller's own, which may be written to (the file never is); None as for `map`. Who touches it
+        after the file was truncated gets ChangedFileError."""
+        return None
 
     def close(self) -> None:
         """Let go of files and connections of its own; reading raises DataError from then on. Closing twice is fine, and
         other stores of the same folder stay as they are."""
-
-
-class CannotMap:
-    """What a store says whose files are not memory: everything is read."""
-
-    closed = False
-
-    def close(self) -> None:
         self.closed = True
 
-    def map(self, path: str) -> None:
-        return None
+    # -- how
 
-    def private(self, path: str) -> None:
-        return None
+    _tells = True  # whether every answer says what the file was; if not, it has to be asked for
 
-    def resident(self, view: torch.Tensor) -> bool:
-        return False
+    def _remember(self, path: str, info: FileInfo) -> None:
+        first = self._seen.setdefault(path, info)
+        if first is not info and not first.may_be(info):
+            raise self._changed(path, first, info)
+        if len(self._seen) > _SEEN:
+            self._seen.pop(next(iter(self._seen)), None)
+
+    def _changed(self, path: str, pin: FileInfo, now: FileInfo) -> ChangedFileError:
+        return ChangedFileError(
+            f"{self.root}/{path} is not the file that was opened: it had {pin.size:,} bytes, now it has "
+            f"{now.size:,}, or it was written to since. Open the checkpoint again."
+        )
 
 
 def closed_error(root: str) -> DataError:
