@@ -209,6 +209,8 @@ class CheckpointView(Reshaping):
         path = path.removesuffix(".")
         if self.names.below(path):
             return self._other(steps=(*self._steps, ("below", path)))
+        if (found := self.exact(path)) is not None:  # the path ended with a dot
+            return found
         if path in self._index.unreadable and not self._steps:
             raise MissingFileError(self._index.unreadable[path])
         if not self._steps and path in self._stored_names:

@@ -97,6 +97,7 @@ def test_no_order_of_groups_gives_a_wrong_name(tmp_path: Path, writer: str, mode
 @pytest.mark.parametrize(
     ("model", "grouping"),
     [
+        ("12 equal layers", "all"),
         ("12 equal layers", "sorted, decay"),
         ("12 equal layers", "reversed, decay"),
         ("12 equal layers", "decay"),
@@ -119,7 +120,6 @@ def test_what_fits_several_orders_stays_under_numbers(tmp_path: Path, writer: st
 @pytest.mark.parametrize(
     ("model", "grouping", "known"),
     [
-        ("12 equal layers", "all", "order of the modules"),
         ("equal layers and an equal head", "all", "order of the modules"),
         ("10 equal layers of Llama", "all", "order of the modules"),
         ("12 layers of Llama", "all", "order of the modules"),

@@ -8,6 +8,7 @@ fit the shapes have in common. What they disagree on stays without a name.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -103,17 +104,22 @@ class Convention(NamedTuple):
     order: Callable[[Sequence[Named]], list[Named]]
 
 
+def _tops(names: Sequence[Named]) -> list[str]:
+    """Of each name the first component that not all names share."""
+    parts = [name.split(".") for name, _ in names]
+    shared = 0
+    while parts and all(len(p) > shared + 1 and p[shared] == parts[0][shared] for p in parts):
+        shared += 1
+    return [p[shared] for p in parts]
+
+
 def _head_first(names: Sequence[Named]) -> list[Named]:
     """The parameters of the last top-level module come first, if its name is that of a head.
 
     >>> _head_first([("m.up.w", (2,)), ("m.up.b", (2,)), ("m.head.w", (2,))])
     [('m.head.w', (2,)), ('m.up.w', (2,)), ('m.up.b', (2,))]
     """
-    parts = [name.split(".") for name, _ in names]
-    shared = 0
-    while parts and all(len(p) > shared + 1 and p[shared] == parts[0][shared] for p in parts):
-        shared += 1
-    tops = [p[shared] for p in parts]
+    tops = _tops(names)
     if not tops or not _HEADS.fullmatch(tops[-1]):
         return list(names)
     return [item for own in (True, False) for item, top in zip(names, tops, strict=True) if (top == tops[-1]) is own]
@@ -125,6 +131,34 @@ def _sorted(names: Sequence[Named]) -> list[Named]:
 
 def _reversed(names: Sequence[Named]) -> list[Named]:
     return list(names)[::-1]
+
+
+def _module(item: Named) -> str:
+    """The module whose own parameter it is."""
+    return item[0].rpartition(".")[0]
+
+
+def _modules_reversed(names: Sequence[Named]) -> list[Named]:
+    """
+    >>> _modules_reversed([("0.w", (2, 2)), ("0.b", (2,)), ("1.w", (2, 2)), ("1.b", (2,))])
+    [('1.w', (2, 2)), ('1.b', (2,)), ('0.w', (2, 2)), ('0.b', (2,))]
+    """
+    return _blocks_reversed(names, _module)
+
+
+def _parts_reversed(names: Sequence[Named]) -> list[Named]:
+    """
+    >>> _parts_reversed([("m.a.0.w", (2,)), ("m.a.1.w", (2,)), ("m.b.w", (2,))])
+    [('m.b.w', (2,)), ('m.a.0.w', (2,)), ('m.a.1.w', (2,))]
+    """
+    tops = dict(zip(names, _tops(names), strict=True))
+    return _blocks_reversed(names, lambda item: tops[item])
+
+
+def _blocks_reversed(names: Sequence[Named], key: Callable[[Named], str]) -> list[Named]:
+    """The last of the neighbours of one key first, these in their order."""
+    blocks = [list(block) for _, block in itertools.groupby(names, key)]
+    return [item for block in blocks[::-1] for item in block]
 
 
 def _by_shape(key: Callable[[Shape], Any], *before: Callable[[Sequence[Named]], list[Named]]) -> tuple[Convention, ...]:
@@ -159,8 +193,15 @@ _RARE = (
     *_by_shape(tuple, list, _sorted, _reversed),
 )
 _IN_ONE_GROUP = _by_shape(len, list, _sorted, _reversed)
-# And of one group, although the order of the modules fits: by shape and name.
-_BY_SHAPE_AND_NAME = tuple(convention for key in (prod, tuple, len) for convention in _by_shape(key, _sorted))
+# And of one group, although the order of the modules fits: by shape and name, and whole modules in another order. A
+# model of equal layers fits all of these.
+_ALSO_IN_ONE_GROUP = (
+    *(convention for key in (prod, tuple, len) for convention in _by_shape(key, _sorted)),
+    Convention("sorted names, reversed", lambda names: _sorted(names)[::-1]),
+    Convention("the reversed order of the modules, of each its parameters in order", _modules_reversed),
+    Convention("the modules sorted by name", lambda names: sorted(names, key=_module)),
+    Convention("the parts of the model, the last first", _parts_reversed),
+)
 
 
 Deal = Callable[[Sequence[Named], Sequence[Sequence[Wanted]], Effort], Assignment | None]
@@ -221,7 +262,7 @@ def fitting(
     if found and len(groups) > 1:
         others = [c for c in others if c is not _HEAD_FIRST]
     elif found:
-        others += _BY_SHAPE_AND_NAME if others else ()
+        others += _ALSO_IN_ONE_GROUP if others else ()
     else:
         names = _wanted(names, groups)
         if len(names) != sum(map(len, groups)):
