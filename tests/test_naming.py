@@ -226,5 +226,5 @@ def test_a_file_of_weights_for_each_rank_is_no_folder_of_models(tmp_path: Path) 
     for rank in range(2):
         save_file({"w": torch.full((2,), float(rank))}, tmp_path / f"model_{rank}.safetensors")
         torch.save({"state": {}, "param_groups": []}, tmp_path / f"optimizer_{rank}.pt")
-    with pytest.raises(FormatError, match="and another file"):
+    with pytest.raises(FormatError):
         lazyckpt.open(tmp_path)

@@ -193,10 +193,9 @@ _RARE = (
     *_by_shape(tuple, list, _sorted, _reversed),
 )
 _IN_ONE_GROUP = _by_shape(len, list, _sorted, _reversed)
-# And of one group, although the order of the modules fits: by shape and name, and whole modules in another order. A
-# model of equal layers fits all of these.
+# And of one group, although the order of the modules fits: whole modules in another order. A model of equal layers fits
+# all of these.
 _ALSO_IN_ONE_GROUP = (
-    *(convention for key in (prod, tuple, len) for convention in _by_shape(key, _sorted)),
     Convention("sorted names, reversed", lambda names: _sorted(names)[::-1]),
     Convention("the reversed order of the modules, of each its parameters in order", _modules_reversed),
     Convention("the modules sorted by name", lambda names: sorted(names, key=_module)),
