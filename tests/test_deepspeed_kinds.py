@@ -51,7 +51,7 @@ def _wrong(case: Case, view: lazyckpt.CheckpointView) -> dict[str, list[str]]:
     for state, tensors in case.truth.items():
         if state == "weights" and "weights" not in view.states:
             continue  # ZeRO-3 stores none
-        found = view.states.get(state, {})
+        found = dict(view.states.get(state, {}))
         for name, truth in tensors.items():
             if name in found and found[name].shape[:1] == (vocab,):
                 truth = truth[:vocab]  # the writer's padding of the vocabulary

@@ -24,7 +24,8 @@ from .mapping import Mapped
 from .pool import each
 
 Buffer = bytes | memoryview
-_SEEN = 1 << 16  # files whose first state a store without pins remembers
+_SEEN = 1 << 16  # files without pins whose first state a store remembers
+_ABSENT = FileInfo(0, 0)
 
 
 class Entry(NamedTuple):
@@ -43,8 +44,8 @@ class Store(ABC):
 
     ``pins`` are the files as they were when they were indexed. Reading or mapping a pinned file that is not the same
     any more (size, version or modification time) raises ChangedFileError; a file that is gone, MissingFileError.
-    A store without pins remembers what the files were when it first read them, and `pinned` compares: an index is
-    never pinned to another state of a file than the one that it was made from.
+    Of files without pins a store remembers what they were when it first looked at them, and `pinned` compares: an
+    index is never pinned to another state of a file than the one that it was made from.
     """
 
     def __init__(self, pins: Mapping[str, FileInfo] | None = None) -> None:
@@ -103,14 +104,27 @@ class Store(ABC):
             pin = pins.get(path)
             if pin is not None and not first.may_be(pin):
                 raise self._changed(path, first, pin)
-        return self._with(pins)
+        store = self._with(pins)
+        store._seen.update((path, first) for path, first in list(self._seen.items()) if path not in pins)
+        return store
 
     def stat(self, path: str) -> FileInfo:
         """Size and modification time now. Raises MissingFileError; its ``errno`` is ENOENT or ENOTDIR if there is no
         such file, something else (or None) if it cannot be told."""
         info = self._stat(path)
-        if not self.pins:
+        if path not in self.pins:
             self._remember(path, info)
+        return info
+
+    def look(self, path: str) -> FileInfo | None:
+        """What a file is that may be absent (None). Raises ChangedFileError if it is not what it was when this store
+        first looked at it: also if it came or went since. Other errors as `stat`."""
+        info = present(self, path)
+        pin = self.pins.get(path)
+        if pin is not None and not pin.may_be(info or _ABSENT):
+            raise self._changed(path, pin, info or _ABSENT)
+        if info is None:
+            self._remember(path, _ABSENT)
         return info
 
     def read(self, path: str, offset: int, length: int) -> Buffer:
@@ -136,7 +150,7 @@ class Store(ABC):
 
     def _look_first(self, path: str) -> None:
         """What a file is before its first bytes come, where it is not pinned and answers do not say."""
-        if not self._tells and not self.pins and path not in self._seen:
+        if not self._tells and path not in self.pins and path not in self._seen:
             self._remember(path, self._stat(path))
 
     def _judge(self, path: str, offset: int, wanted: int, count: int, info: FileInfo | None) -> None:
@@ -144,7 +158,7 @@ class Store(ABC):
         pin = self.pins.get(path)
         if pin is not None and info is not None and not info.may_be(pin):
             raise self._changed(path, pin, info)
-        if info is not None and not self.pins:
+        if info is not None and pin is None:
             self._remember(path, info)
         if count == wanted:
             if pin is not None and info is None:
@@ -223,8 +237,10 @@ def present(store: Store, path: str) -> FileInfo | None:
 
 
 def narrow(store: Store, paths: Iterable[str]) -> Store:
-    """The store with the pins of these files only: what has to travel with one tensor."""
-    return store.pinned({p: store.pins[p] for p in paths if p in store.pins})
+    """The store with the pins of these files only, and what it remembers of those without: what has to travel with one
+    tensor."""
+    known = ((path, store.pins.get(path) or store._seen.get(path)) for path in paths)
+    return store._with({path: info for path, info in known if info is not None})
 
 
 class StoreFile(io.RawIOBase):
@@ -294,3 +310,14 @@ class StoreFile(io.RawIOBase):
             self._tail = self.store.read(self.path, self.start + self._tail_at, self.size - self._tail_at)
         start = offset - self._tail_at
         return bytes(memoryview(self._tail)[start : start + size])
+
+    def read_pieces(self, pieces: Iterable[tuple[int, memoryview]]) -> None:
+        """Fill each target from its offset on. What the head and the tail hold costs no further request."""
+        far = []
+        for offset, target in pieces:
+            if offset + len(target) <= self._head_size or offset >= self._tail_at:
+                target[:] = self.at(offset, len(target))
+            else:
+                far.append((self.start + offset, target))
+        if far:
+            self.store.read_pieces(self.path, far)

@@ -387,7 +387,7 @@ def _rows(file: StoreFile, starts: NDArray[np.int64], width: int) -> NDArray[np.
     waiting = 0
 
     def read() -> None:
-        file.store.read_pieces(file.path, pieces)
+        file.read_pieces(pieces)
         for first, last, window in windows:
             rows[first:last] = sliding_window_view(window, width)[starts[first:last] - starts[first]]
         pieces.clear()
@@ -405,7 +405,7 @@ def _rows(file: StoreFile, starts: NDArray[np.int64], width: int) -> NDArray[np.
         if start < 0 or stop > file.size:
             target = target[max(0, -start) : min(stop, file.size) - start]
             start = max(0, start)
-        pieces.append((file.start + start, target))
+        pieces.append((start, target))
         if waiting > at_once:
             read()
             waiting = 0

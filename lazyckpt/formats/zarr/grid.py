@@ -306,6 +306,10 @@ class ChunkFiles(Mapping[str, FileInfo]):
 
     def __iter__(self) -> Iterator[str]:
         yield from self._documents
+        yield from self.paths()
+
+    def paths(self) -> Iterator[str]:
+        """The files that chunks are in, or would be in."""
         for chunk in self._chunks:
             if isinstance(chunk, str):
                 yield chunk

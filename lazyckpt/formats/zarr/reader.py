@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 from ...core.index import FileInfo, Index, Mesh, TensorSpec
@@ -27,6 +28,7 @@ from .packing import unknown_codecs
 from .tree import ROOTS, Folder, Tree, Zip, is_zip_of_zarr
 
 _ALONE = "array"  # the name of the tensor where the hierarchy is an array itself
+_LOOKED = 256  # chunks of which the store remembers what they were at opening; of others, at the first read
 _DIMENSION = re.compile(r"d\d+(?:_\d+)?")
 _LOOKED_INTO = 64  # folders without a document of their own that are looked into
 
@@ -70,7 +72,10 @@ def _read(source: Source) -> Index:
     }
     files: Mapping[str, FileInfo] = tree.documents
     if isinstance(tree, Folder):
-        files = ChunkFiles(source.store, tree.documents, list(fragments.values()))
+        files = chunks = ChunkFiles(source.store, tree.documents, list(fragments.values()))
+        if not source.store.gap:  # over a network, each look is a request
+            for path in islice(chunks.paths(), _LOOKED):
+                source.store.look(path)
     if own:
         where = tree.where("zarr.json")
         for path, array in arrays.items():

@@ -1,0 +1,81 @@
+"""Chunks of a Zarr hierarchy that change under an open view: old values or an error, never other values."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+
+import lazyckpt
+
+LENGTH = 4  # of a chunk
+
+
+def _hierarchy(folder: Path, chunks: int) -> Path:
+    array = zarr.create_array(
+        str(folder / "z"), shape=(chunks * LENGTH,), chunks=(LENGTH,), dtype="f4", fill_value=7, compressors=None
+    )
+    array[: 10 * LENGTH] = 1.0
+    return folder / "z"
+
+
+def _rewritten(path: Path) -> int:
+    (path / "c/3").write_bytes(np.full(LENGTH, 9, "f4").tobytes())
+    os.utime(path / "c/3", ns=(1, 1))
+    return 3
+
+
+def _removed(path: Path) -> int:
+    (path / "c/3").unlink()
+    return 3
+
+
+def _truncated(path: Path) -> int:
+    os.truncate(path / "c/3", 2)
+    return 3
+
+
+def _added(path: Path) -> int:
+    (path / "c/20").write_bytes(np.full(LENGTH, 9, "f4").tobytes())
+    return 20
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("travels", [False, True])
+@pytest.mark.parametrize("change", [_rewritten, _removed, _truncated, _added])
+def test_chunks_that_change_are_noticed(
+    tmp_path: Path, change: Callable[[Path], int], warm: bool, travels: bool
+) -> None:
+    path = _hierarchy(tmp_path, 100)
+    view = lazyckpt.open(path, cache=False)
+    tensor = next(iter(view.values()))
+    whole = tensor[...] if warm else None
+    place = change(path)
+    if travels:
+        tensor = pickle.loads(pickle.dumps(tensor))
+    old = 1.0 if place < 10 else 7.0
+    for key in (slice(place * LENGTH, (place + 1) * LENGTH), ...):
+        try:
+            found = tensor[key]
+        except (lazyckpt.ChangedFileError, lazyckpt.CorruptError, lazyckpt.MissingFileError):
+            continue
+        assert whole is None or found.tolist() == whole[key].tolist()
+        assert found[place * LENGTH if key is ... else 0].item() == old
+    if change is _added:  # opened again, it is read as it is now
+        assert lazyckpt.open(path)["array"][place * LENGTH].item() == 9.0
+
+
+@pytest.mark.parametrize("change", [_rewritten, _removed, _truncated, _added])
+def test_of_many_chunks_those_that_were_read_are_remembered(tmp_path: Path, change: Callable[[Path], int]) -> None:
+    path = _hierarchy(tmp_path, 2000)
+    tensor = next(iter(lazyckpt.open(path, cache=False).values()))
+    old = tensor[: 30 * LENGTH]
+    change(path)
+    with contextlib.suppress(lazyckpt.ChangedFileError, lazyckpt.CorruptError, lazyckpt.MissingFileError):
+        assert tensor[: 30 * LENGTH].tolist() == old.tolist()
