@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
-from .core.dtypes import check_converts, check_dtype
 from .core.index import Packed
 from .core.names import unwrapped
 from .errors import DataError
@@ -38,10 +37,6 @@ def read_all(
     lazy: Mapping[str, LazyTensor], place: torch.device, dtype: torch.dtype | None, copy: bool
 ) -> dict[str, torch.Tensor]:
     """See `CheckpointView.to`."""
-    if dtype is not None:
-        check_dtype(dtype)
-        for kind, name in {t.dtype: name for name, t in lazy.items()}.items():
-            check_converts(name, kind, _target_dtype(kind, dtype) or kind)
     done: dict[str, torch.Tensor] = {}
     if place.type == "meta":
         return {name: t.to("meta", _target_dtype(t.dtype, dtype)) for name, t in lazy.items()}
@@ -127,11 +122,7 @@ def _look_up(found: list[tuple[Store, Packed, str]]) -> None:
 
 
 def _target_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype | None:
-    """The dtype that a tensor is converted to; None: it keeps its own. A real one would cost complex numbers their
-    imaginary parts, so these keep theirs."""
-    if wanted is None or not (own.is_floating_point or (own.is_complex and wanted.is_complex)):
-        return None
-    return wanted
+    return wanted if own.is_floating_point or own.is_complex else None
 
 
 def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

@@ -421,10 +421,9 @@ class CheckpointView(Reshaping):
     ) -> dict[str, torch.Tensor]:
         """Read all tensors of the view to a device: name -> tensor. Tied names get the same tensor.
 
-        ``dtype`` converts floating-point tensors; complex ones only to another complex dtype, as a real one loses
-        their imaginary parts. ``copy=False``: on the CPU, tensors that are one contiguous run of a file stay mapped
-        instead of being read (privately: writing to one changes memory only, but truncating the file breaks it).
-        Raises what reading a `LazyTensor` raises.
+        ``dtype`` converts floating-point (and complex) tensors, as `nn.Module.to` does. ``copy=False``: on the CPU,
+        tensors that are one contiguous run of a file stay mapped instead of being read (privately: writing to one
+        changes memory only, but truncating the file breaks it). Raises what reading a `LazyTensor` raises.
         """
         owners = {name: self.owner(name) for name in self._listed}
         done = read_all({owner: self[name] for name, owner in owners.items()}, torch.device(device), dtype, copy)

@@ -157,28 +157,3 @@ def test_dtypes_that_torch_cannot_convert_are_refused_unread(tmp_path: Path) -> 
         with pytest.raises(lazyckpt.DataError):
             compare()
     assert (view["u16"] > 1).tolist() == [False, True] and (view["u64"] == 60000).tolist() == [False, True]
-
-
-def test_a_dtype_is_one_of_torch(held: tuple[lazyckpt.CheckpointView, Counts], tmp_path: Path) -> None:
-    view, counts = held
-    bf16: Any = "bf16"
-    for ask in (
-        lambda: view.to(dtype=bf16), lambda: view["f32"].to(dtype=bf16), lambda: view["f32"].astype(bf16),
-        lambda: view.to_safetensors(tmp_path / "out", dtype=bf16), lambda: view.to_torch(tmp_path / "out", dtype=bf16),
-    ):  # fmt: skip
-        with pytest.raises(TypeError, match=r"torch\.bfloat16"):
-            ask()
-    assert counts.requests == 0 and not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_view_in_another_dtype_keeps_imaginary_parts(tmp_path: Path, device: str) -> None:
-    held = {"w": torch.ones(3), "freqs": torch.full((3,), 1 + 2j, dtype=torch.complex64), "n": torch.arange(3)}
-    torch.save(held, tmp_path / "x.pt")
-    view = lazyckpt.open(tmp_path / "x.pt")
-    got = view.to(device, dtype=torch.bfloat16)
-    kinds = {"w": torch.bfloat16, "freqs": torch.complex64, "n": torch.int64}
-    assert {name: t.dtype for name, t in got.items()} == kinds
-    assert device == "meta" or torch.equal(got["freqs"], held["freqs"])
-    wide = view.to(device, dtype=torch.complex128)
-    assert wide["freqs"].dtype == wide["w"].dtype == torch.complex128 and wide["n"].dtype == torch.int64

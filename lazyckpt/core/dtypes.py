@@ -96,17 +96,9 @@ def dtype_named(name: str) -> torch.dtype:
     return found
 
 
-def check_dtype(dtype: object) -> None:
-    """Raise TypeError if ``dtype`` is no dtype of torch's, such as a text."""
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype={dtype!r}: a torch.dtype is needed, such as torch.bfloat16")
-
-
 def check_converts(name: str, source: torch.dtype, to: torch.dtype) -> None:
-    """Raise DataError if torch cannot convert elements of the tensor ``name`` from one dtype to the other; TypeError if
-    ``to`` is no dtype."""
-    check_dtype(to)
-    if source != to and not converts(source, to):
+    """Raise DataError if torch cannot convert elements of the tensor ``name`` from one dtype to the other."""
+    if not converts(source, to):
         raise DataError(f"{name!r} is {source}, torch does not convert that to {to}{_instead(source)}")
 
 

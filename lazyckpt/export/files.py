@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from ..core.dtypes import check_dtype
 from ..errors import DataError, DestinationError
 from ..tensor import LazyTensor
 from .destination import alone, check_inside, check_paths, local_path, source_files
@@ -64,10 +63,8 @@ def export(
     """
     place = local_path(dest)
     check_names([*tensors, *aliases])
-    if dtype is not None:
-        check_dtype(dtype)
-        if not dtype.is_floating_point:
-            raise DataError(f"floating-point tensors are not converted to {dtype}: name a floating-point dtype")
+    if dtype is not None and not dtype.is_floating_point:
+        raise DataError(f"floating-point tensors are not converted to {dtype}: name a floating-point dtype")
     tensors = {name: _converted(t, dtype) for name, t in tensors.items()}
     total = sum(t.nbytes for t in tensors.values())
     if place.suffix in form.endings:
