@@ -162,15 +162,14 @@ class CheckpointView(Reshaping):
         return len(self._listed)
 
     def __contains__(self, name: object) -> bool:
-        """Whether ``view[name]`` gives something: a full name, a tied one, a prefix, a unique inner path."""
+        """Whether ``view[name]`` gives something: a full name, a tied one, a prefix, a unique inner path. Names in
+        `unreadable`, whose file is gone, are not among them: looking one up raises MissingFileError."""
         if isinstance(name, str) and self._spec(name) is not None:
             return True
         try:
             self[name]  # type: ignore[index]  # of another type it is not found
-        except TensorNotFoundError:
+        except (TensorNotFoundError, MissingFileError):
             return False
-        except MissingFileError:  # the name is there, its file is gone
-            return True
         return True
 
     def exact(self, name: str) -> LazyTensor | None:
@@ -194,7 +193,7 @@ class CheckpointView(Reshaping):
 
         Which of the two it is depends on the checkpoint, so it is typed Any: say what you expect (``w: LazyTensor =
         view["up.weight"]``), and a type checker knows the rest. What `items` and `values` give are LazyTensors.
-        ``name in view`` is True, and `get` gives what this gives, wherever this does not raise TensorNotFoundError.
+        ``name in view`` is True, and `get` gives what this gives, wherever this raises nothing.
 
         Raises TensorNotFoundError (several places, or none: the nearest names are listed), MissingFileError for a
         name whose file is gone.

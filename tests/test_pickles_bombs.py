@@ -105,6 +105,10 @@ CLAIMS: dict[str, bytes] = {
     "FRAME": b"\x95" + U64(1 << 62),
 }
 REFUSED: dict[str, Bomb] = {
+    "laughs as a scheme": lambda: call(
+        named("torch._utils", "_rebuild_qtensor"), storage(), number(0), tuple_of(number(4)), tuple_of(number(1)),
+        tuple_of(laughs(20, 10))
+    ),
     "dtype laughs": lambda: dtype_laughs(40),
     "a million marks": lambda: b"(" * 1_000_000 + b"t",
     "a million frames": lambda: b"".join(b"\x95" + U64(9 * (1_000_000 - n - 1)) for n in range(1_000_000)) + b"N",
@@ -228,10 +232,6 @@ HARMLESS: dict[str, Bomb] = {
         tuple_of(number(1)), call(DTYPE, text("U2000000000"), b"\x89", b"\x88"), b"C\x04abcd"
     ),
     "laughs in a persistent id": lambda: tuple_of(laughs(20, 10)) + b"Q",
-    "laughs as a scheme": lambda: call(
-        named("torch._utils", "_rebuild_qtensor"), storage(), number(0), tuple_of(number(4)), tuple_of(number(1)),
-        tuple_of(laughs(20, 10))
-    ),
     "laughs as a sparse layout": lambda: call(
         named("torch._utils", "_rebuild_sparse_tensor"), laughs(20, 10), tuple_of(tensor(), tensor())
     ),

@@ -173,7 +173,7 @@ class Names:
         names = list(_within(self.order[:_SEARCHED], _CHARACTERS))
         starts = (".".join(name.split(".", depth + 1)[: depth + 1]) for name in names)
         stems = dict.fromkeys(stem for both in zip(names, starts, strict=True) for stem in both)
-        found = _alike(wrong, stems, count, 0.6)
+        found = _alike(wrong, stems, count, 0.55)
         if found:
             return found
         inner = dict.fromkeys(

@@ -50,7 +50,6 @@ def _quoted(line: bytes) -> str:
     return raw.decode("latin1")
 
 
-INTEGER_BYTES = 1785  # of integers that Python writes as text: more than 4,300 digits it refuses to print
 _INTEGER = re.compile(rb"-?(0|[1-9][0-9]*)")
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import CorruptError
 from .keys import Keys
 from .limits import Budget
-from .opcodes import COUNTED, INTEGER_BYTES, LINES, exactly, place
+from .opcodes import COUNTED, LINES, exactly, place
 from .records import Opaque, build, extend, through_partial
 from .repeats import FEW, Changes, Item, Items, Memo, Note, refuse_shared
 
@@ -295,8 +295,6 @@ class _Machine:
                     width = 1 if op == 0x8A else 4
                     n = int_from(exactly(data, i, width), "little")
                     i += width
-                    if n > INTEGER_BYTES:
-                        raise CorruptError(f"an integer of {n:,} bytes")
                     push(int_from(exactly(data, i, n), "little", signed=True))
                     i += n
                 elif op in COUNTED:
