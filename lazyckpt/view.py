@@ -94,7 +94,8 @@ class CheckpointView(Reshaping):
         self._sides: dict[str, CheckpointView] = {}  # state -> this view of it, so that asking in a loop is cheap
 
     def _of(self, index: Index, steps: tuple[Step, ...] = ()) -> CheckpointView:
-        return _restore(self._store, index, self._state, steps, self._of_all)
+        # one rank's part of a checkpoint does not answer with what lies on the others
+        return _restore(self._store, index, self._state, steps, self._of_all and index.layout is None)
 
     def _other(self, state: str | None = None, steps: tuple[Step, ...] | None = None) -> Self:
         view = object.__new__(type(self))

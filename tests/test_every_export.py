@@ -240,14 +240,15 @@ FIXTURES = {
 }
 # what a format cannot hold of a fixture, and the word that names it
 REFUSED = {
-    ("flat", "safetensors"): "torch.complex128",
-    ("flat", "universal"): "torch.float4_e2m1fn_x2",
-    ("flat", "zarr"): "torch.float4_e2m1fn_x2",
-    ("flat", "tensorstore"): "torch.float4_e2m1fn_x2",
-    ("legacy", "safetensors"): "torch.complex128",
-    ("big_endian", "safetensors"): "torch.complex128",
-    ("zstd", "safetensors"): "torch.complex128",
-    ("single", "universal"): "''",  # the name of a tensor that is the whole file
+    ("torch_cases-flat", "safetensors"): "torch.complex128",
+    ("torch_cases-flat", "universal"): "torch.float4_e2m1fn_x2",
+    ("torch_cases-flat", "zarr"): "torch.float4_e2m1fn_x2",
+    ("torch_cases-flat", "tensorstore"): "torch.float4_e2m1fn_x2",
+    ("torch_cases-legacy", "safetensors"): "torch.complex128",
+    ("torch_cases-big_endian", "safetensors"): "torch.complex128",
+    ("dcp_cases-zstd", "safetensors"): "torch.complex128",
+    ("dcp_cases-odd", "safetensors"): "torch.complex128",
+    ("torch_cases-single", "universal"): "''",  # the name of a tensor that is the whole file
 }
 
 
@@ -255,7 +256,7 @@ REFUSED = {
 def fixture(request: pytest.FixtureRequest) -> tuple[str, Case]:
     family, _, name = request.param.partition("-")
     found: Case = request.getfixturevalue(family)[name]
-    return name, found
+    return request.param, found
 
 
 @every
