@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -96,10 +96,6 @@ class CountingStore:
         self.counts.add(Request(path, offset, len(target)))
         self.inner.read_into(path, offset, target)
 
-    def read_pieces(self, path: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
-        for offset, target in pieces:
-            self.read_into(path, offset, target)
-
     def map(self, path: str) -> None:
         return None
 
@@ -108,9 +104,6 @@ class CountingStore:
 
     def resident(self, view: torch.Tensor) -> bool:
         return False
-
-    def close(self) -> None:
-        self.inner.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CountingStore, (self.inner, None, self._gap)

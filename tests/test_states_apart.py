@@ -138,7 +138,7 @@ def test_the_error_travels_with_its_message(view: lazyckpt.CheckpointView) -> No
     assert str(pickle.loads(pickle.dumps(lazyckpt.TensorNotFoundError("a"))).args[0]) == "a"
 
 
-def test_a_name_whose_file_is_gone_is_listed_nowhere_but_is_no_wrong_name(dcp_hole: tuple[lazyckpt.CheckpointView, object]) -> None:
+def test_a_name_whose_file_is_gone_is_not_listed(dcp_hole: tuple[lazyckpt.CheckpointView, object]) -> None:
     view, _ = dcp_hole
     for name in view.unreadable:
         assert name not in view and name not in list(view)

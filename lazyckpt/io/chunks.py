@@ -18,7 +18,7 @@ from ..core.index import Chunk, Codec, Extent, Shard
 from ..errors import CorruptError, MissingFileError
 from .batch import checked
 from .codecs import decode
-from .store import Buffer, Store
+from .store import Buffer, Store, look
 
 _FILL = "lazyckpt.fill"  # a codec of our own: the bytes in its configuration, whatever it is given
 _HEADER = 30  # bytes of a local file header of a zip before the name
@@ -102,7 +102,7 @@ def _window(store: Store, chunk: Chunk) -> Window | None:
     if not chunk.present:
         return None
     if chunk.window is None:
-        info = store.look(chunk.path)
+        info = look(store, chunk.path)
         return None if info is None else (0, info.size)
     if not chunk.zipped:
         return chunk.window

@@ -103,7 +103,7 @@ class Store(ABC):
         for path, first in list(self._seen.items()):
             pin = pins.get(path)
             if pin is not None and not first.may_be(pin):
-                raise self._changed(path, first, pin)
+                raise changed(self.root, path, first, pin)
         store = self._with(pins)
         store._seen.update((path, first) for path, first in list(self._seen.items()) if path not in pins)
         return store
@@ -114,17 +114,6 @@ class Store(ABC):
         info = self._stat(path)
         if path not in self.pins:
             self._remember(path, info)
-        return info
-
-    def look(self, path: str) -> FileInfo | None:
-        """What a file is that may be absent (None). Raises ChangedFileError if it is not what it was when this store
-        first looked at it: also if it came or went since. Other errors as `stat`."""
-        info = present(self, path)
-        pin = self.pins.get(path)
-        if pin is not None and not pin.may_be(info or _ABSENT):
-            raise self._changed(path, pin, info or _ABSENT)
-        if info is None:
-            self._remember(path, _ABSENT)
         return info
 
     def read(self, path: str, offset: int, length: int) -> Buffer:
@@ -157,7 +146,7 @@ class Store(ABC):
         """Raise what is wrong with ``count`` bytes that a file of this state delivered, if anything is."""
         pin = self.pins.get(path)
         if pin is not None and info is not None and not info.may_be(pin):
-            raise self._changed(path, pin, info)
+            raise changed(self.root, path, pin, info)
         if info is not None and pin is None:
             self._remember(path, info)
         if count == wanted:
@@ -177,7 +166,7 @@ class Store(ABC):
         if pin is not None:
             info = self._stat(path)
             if not info.may_be(pin):
-                raise self._changed(path, pin, info)
+                raise changed(self.root, path, pin, info)
 
     def map(self, path: str) -> Mapped | None:
         """The whole file as memory whose pages are read when touched; None if this store cannot, or the file is empty.
@@ -210,15 +199,17 @@ class Store(ABC):
     def _remember(self, path: str, info: FileInfo) -> None:
         first = self._seen.setdefault(path, info)
         if first is not info and not first.may_be(info):
-            raise self._changed(path, first, info)
+            raise changed(self.root, path, first, info)
         if len(self._seen) > _SEEN:
             self._seen.pop(next(iter(self._seen)), None)
 
-    def _changed(self, path: str, pin: FileInfo, now: FileInfo) -> ChangedFileError:
-        return ChangedFileError(
-            f"{self.root}/{path} is not the file that was opened: it had {pin.size:,} bytes, now it has "
-            f"{now.size:,}, or it was written to since. Open the checkpoint again."
-        )
+
+def changed(root: str, path: str, pin: FileInfo, now: FileInfo) -> ChangedFileError:
+    """What reading a file raises that is not the pinned one."""
+    return ChangedFileError(
+        f"{root}/{path} is not the file that was opened: it had {pin.size:,} bytes, now it has "
+        f"{now.size:,}, or it was written to since. Open the checkpoint again."
+    )
 
 
 def closed_error(root: str) -> DataError:
@@ -236,11 +227,25 @@ def present(store: Store, path: str) -> FileInfo | None:
         raise
 
 
+def look(store: Store, path: str) -> FileInfo | None:
+    """What a file is that may be absent (None). Raises ChangedFileError if it is not what it was when the store first
+    looked at it: also if it came or went since. Other errors as `Store.stat`."""
+    info = present(store, path)
+    now = _ABSENT if info is None else info
+    pin = store.pins.get(path)
+    if pin is not None and not pin.may_be(now):
+        raise changed(store.root, path, pin, now)
+    if isinstance(store, Store) and info is None:  # a store that wraps another one leaves remembering to it
+        store._remember(path, _ABSENT)
+    return info
+
+
 def narrow(store: Store, paths: Iterable[str]) -> Store:
     """The store with the pins of these files only, and what it remembers of those without: what has to travel with one
     tensor."""
-    known = ((path, store.pins.get(path) or store._seen.get(path)) for path in paths)
-    return store._with({path: info for path, info in known if info is not None})
+    seen = store._seen if isinstance(store, Store) else {}
+    known = ((path, store.pins.get(path) or seen.get(path)) for path in paths)
+    return store.pinned({path: info for path, info in known if info is not None})
 
 
 class StoreFile(io.RawIOBase):
@@ -319,5 +324,7 @@ class StoreFile(io.RawIOBase):
                 target[:] = self.at(offset, len(target))
             else:
                 far.append((self.start + offset, target))
-        if far:
+        if isinstance(self.store, Store):
             self.store.read_pieces(self.path, far)
+        else:  # a store that wraps another one
+            each(lambda piece: self.store.read_into(self.path, *piece), far)

@@ -15,7 +15,7 @@ from typing import Any
 from ...core.index import FileInfo, Index, Mesh, TensorSpec
 from ...errors import CorruptError, FormatError, MissingFileError
 from ...io.plainjson import decode
-from ...io.store import Store
+from ...io.store import Store, look
 from ..paths import some
 from ..reader import Reader, Source
 from .discover import Nodes, nodes
@@ -75,7 +75,7 @@ def _read(source: Source) -> Index:
         files = chunks = ChunkFiles(source.store, tree.documents, list(fragments.values()))
         if not source.store.gap:  # over a network, each look is a request
             for path in islice(chunks.paths(), _LOOKED):
-                source.store.look(path)
+                look(source.store, path)
     if own:
         where = tree.where("zarr.json")
         for path, array in arrays.items():
