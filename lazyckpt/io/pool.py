@@ -21,6 +21,7 @@ _LOOKERS = 8  # these need next to nothing
 _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
 _lookers: ThreadPoolExecutor | None = None
+_looking = threading.local()  # ``here``: whether this thread is one of `each`
 
 
 def run(tasks: Iterable[Task]) -> None:
@@ -63,11 +64,12 @@ def _run(tasks: Iterable[Task], reads: Batch) -> None:
 
 def each(do: Callable[[T], object], items: Sequence[T]) -> None:
     """``do`` each of the items, several at a time: small requests, which wait for a store and not for each other. They
-    have threads of their own, because those of `run` wait for them.
+    have threads of their own, because those of `run` wait for them. On one of these threads, one item after the other:
+    what waits there for another of them may wait for ever.
 
     The first error is raised when everything that was started has stopped.
     """
-    if len(items) < 2:
+    if len(items) < 2 or getattr(_looking, "here", False):
         for item in items:
             do(item)
         return
@@ -75,6 +77,7 @@ def each(do: Callable[[T], object], items: Sequence[T]) -> None:
     with checked() as batch:
 
         def some(n: int) -> None:
+            _looking.here = True
             with batch.joined():
                 for item in items[n::_LOOKERS]:
                     do(item)
