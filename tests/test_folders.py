@@ -272,3 +272,12 @@ def test_elements_that_cannot_be_negated_are_damage(
     for read in (lambda: view["w"][...], lambda: view["w"][0:2], lambda: view.to("cpu"), lambda: view["w"].numpy()):
         with pytest.raises(LazyckptError):
             read()
+
+
+def test_shards_of_torch_files_whose_names_say_so_are_one_model(tmp_path: Path) -> None:
+    for n in (1, 2):
+        torch.save({f"w{n}": torch.full((3,), float(n))}, tmp_path / f"pytorch_model-0000{n}-of-00002.bin")
+    view = lazyckpt.open(tmp_path)
+    assert {name: t[0].item() for name, t in view.items()} == {"w1": 1.0, "w2": 2.0}
+    (tmp_path / "pytorch_model-00001-of-00002.bin").unlink()
+    assert lazyckpt.open(tmp_path).problems  # a shard is lost

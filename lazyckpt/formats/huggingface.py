@@ -31,7 +31,7 @@ _BROKEN = 100  # files that get a line of their own if they cannot be read
 # in the order in which transformers prefers them
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLES = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
-_CUT_BIN = re.compile(r"(?:ft-)?model-\d+-of-\d+\.bin")  # torchtune's, which have no index where it does not convert
+_CUT_BIN = re.compile(r"(?:ft-|pytorch_)?model-\d+-of-\d+\.bin")  # torchtune writes no index where it does not convert
 # A shard of one model: its number of how many, or its rank.
 _SHARD = re.compile(
     r"(?P<before>.*?)(?:\d{1,6}(?P<behind>-of-(?P<of>\d{1,6})\..*)|(?<![A-Za-z])rank[-_.]?\d{1,7}(?P<rest>\D*))"
