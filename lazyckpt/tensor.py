@@ -252,11 +252,11 @@ class LazyTensor(Likeness):
         """
         if isinstance(device, torch.dtype):
             device, dtype = None, device
-        if dtype is not None and dtype != self.dtype:
-            check_converts(self.name, self.dtype, dtype)
         place = torch.device("cpu" if device is None else device)
         if place.type == "meta":
             return torch.empty(self.shape, dtype=dtype or self.dtype, device="meta")
+        if dtype is not None and dtype != self.dtype:
+            check_converts(self.name, self.dtype, dtype)
         if place.type != "cpu":
             ring = Ring(place)
             out = self.read_through(ring, dtype)
