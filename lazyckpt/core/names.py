@@ -37,7 +37,7 @@ def free(name: str, taken: Container[str]) -> str:
     """
     if name not in taken:
         return name
-    low, high = 1, 2  # numbers of which the first is taken, the second free in the end
+    low, high = 1, 2  # in the end, `low` is a taken number and `high` a free one
     while f"{name}#{high}" in taken:
         low, high = high, high * 2
     while high - low > 1:

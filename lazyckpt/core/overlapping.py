@@ -22,7 +22,7 @@ Ints = NDArray[np.int64]
 
 
 def earlier_overlaps(boxes: Sequence[Box]) -> list[list[int]]:
-    """For each box, none of which is empty, the numbers of those before it that share an index with it, ascending.
+    """For each box (no box may be empty), the numbers of those before it that share an index with it, ascending.
 
     >>> earlier_overlaps([Box((0,), (4,)), Box((6,), (9,)), Box((3,), (7,))])
     [[], [], [0, 1]]

@@ -21,7 +21,7 @@ from .places import PART, Folder
 from .staging import fingerprint, reveal, staged
 
 _NAME = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
-_DONE = ".rank-done"  # a file in the folder of a rank of which all is written: key -> [bytes, CRC-32] of the others
+_DONE = ".rank-done"  # marks the folder of a finished rank: key -> [bytes, CRC-32] of the others
 
 
 def rank_folders(tp: int, pp: int, ep: int) -> Iterator[tuple[str, dict[str, int]]]:

@@ -1,7 +1,7 @@
 """Folders that appear when they are complete, and exports that go on where they were stopped.
 
 Files are made in a hidden folder beside the destination, whose name follows from the destination's: a second call finds
-what the first one finished, if both are the same job (its fingerprint stands there). Nobody else may write to that
+what the first one finished, if both are the same job (the folder holds its fingerprint). Nobody else may write to that
 folder (`guard`). While somebody works there, the file with the fingerprint is locked. What is finished is listed with
 checksums: of files that are there whole or not by `places.Folder`, of runs within files by a `ledger`; these files are
 in a folder of this job alone, where no worker of an earlier one can still write.
