@@ -162,6 +162,11 @@ def _by_shape(model: nn.Module) -> Groups:
     return list(parts.values())
 
 
+def _natural(item: tuple[str, nn.Parameter]) -> list[tuple[int, str | int]]:
+    """layers.2 comes before layers.10."""
+    return [(1, int(part)) if part.isdigit() else (0, part) for part in re.split(r"(\d+)", item[0])]
+
+
 def _joined(groups: Groups) -> Groups:
     return [[x for group in groups for x in group]]
 
@@ -179,6 +184,8 @@ GROUPINGS: dict[str, Callable[[nn.Module], Groups]] = {
     "sorted": lambda m: [sorted(_trained(m))],
     "sorted, decay": lambda m: _decaying(sorted(_trained(m))),
     "sorted, no decay first": lambda m: _decaying(sorted(_trained(m)))[::-1],
+    "sorted by value": lambda m: [sorted(_trained(m), key=_natural)],
+    "sorted by value, decay": lambda m: _decaying(sorted(_trained(m), key=_natural)),
     "minGPT": _min_gpt,
     "reversed": lambda m: [_trained(m)[::-1]],
     "reversed, decay": lambda m: _decaying(_trained(m)[::-1]),
@@ -196,6 +203,7 @@ GROUPINGS: dict[str, Callable[[nn.Module], Groups]] = {
     "by size, largest first": lambda m: [sorted(_trained(m), key=lambda x: x[1].numel(), reverse=True)],
     "by size, turned round": lambda m: [sorted(_trained(m), key=lambda x: x[1].numel())[::-1]],
     "by size and name": lambda m: [sorted(_trained(m), key=lambda x: (x[1].numel(), x[0]))],
+    "by dimensions, minGPT": lambda m: [sorted(g, key=lambda x: -x[1].ndim) for g in _min_gpt(m)],
     "by dimensions": lambda m: [sorted(_trained(m), key=lambda x: x[1].ndim)],
     "Muon": lambda m: [sorted(g, key=lambda x: x[1].shape, reverse=True) for g in _decaying(_trained(m))],
     "YOLO": lambda m: _of_yolo(m, (0, 2, 1)),

@@ -227,6 +227,29 @@ def test_damaged_documents_in_zips(tmp_path: Path, packer: int) -> None:
             lazyckpt.open(path, cache=False)["a"]
 
 
+HEADER = {"method": 8, "crc": 14, "size": 22, "length of the name": 26, "length of the extra field": 28, "name": 30}
+
+
+@pytest.mark.parametrize("field", HEADER)
+@pytest.mark.parametrize("name", ["a/c/0", "a/zarr.json"])
+@pytest.mark.parametrize("packer", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_headers_in_zips_that_contradict_the_directory_are_refused(
+    tmp_path: Path, packer: int, name: str, field: str
+) -> None:
+    """Readers that go by an entry's own header would see other bytes."""
+    path = tmp_path / "z.zip"
+    with zarr.storage.ZipStore(path, mode="w", compression=packer) as store:
+        zarr.create_array(store, name="a", data=np.arange(64.0), chunks=(64,), compressors=None)
+    with zipfile.ZipFile(path) as archive:
+        at = archive.getinfo(name).header_offset + HEADER[field]
+    assert torch.equal(lazyckpt.open(path, cache=False)["a"][...], torch.arange(64.0, dtype=torch.float64))
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptError, match=r"z\.zip"):
+        lazyckpt.open(path, cache=False)["a"][...]
+
+
 @pytest.mark.parametrize("codec", ["bz2", "lzma", "zlib", "gzip", "zstd", "blosc", "lz4"])
 def test_damaged_chunks_of_every_codec(tmp_path: Path, codec: str) -> None:
     import numcodecs

@@ -113,13 +113,33 @@ class Shard(NamedTuple):
     swapped: bool = False
 
 
+class ZipEntry(NamedTuple):
+    """A record of a zip as the zip's directory describes it.
+
+    ``header``: where its own header begins; ``nbytes``, ``stored``: its size in bytes, unpacked and in the file;
+    ``method``, ``flags``: as numbers of the format; ``at``: where its entry begins in the directory; ``after``: where
+    the next record's header, or the directory, begins, if that is known.
+    """
+
+    name: str
+    header: int
+    nbytes: int
+    stored: int
+    crc: int
+    method: int
+    flags: int
+    at: int = -1
+    after: int = -1
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """A chunk of a chunked array, which may be absent: then all its elements are ``fill`` (the bytes of one, little-
     endian); None means that it has to be there.
 
     Whether it is there and where is looked up when it is first read (io/chunks.py). ``window``: (offset, length) of its
-    bytes in the file; None for all of the file. ``zipped``: the window is an entry of a zip, from its header on.
+    bytes in the file; None for all of the file. ``zipped``: the entry of a zip that it is; the window begins at the
+    entry's header then, which is compared with the directory when the chunk is looked up.
     ``shards``: the shards it is in, the outermost first. ``codecs``: what its bytes are unpacked with, in this order,
     to ``nbytes`` bytes in the end; there ``shape`` elements lie at ``strides``, big-endian if ``swapped``.
     ``present``: False if it is known already that it is not there.
@@ -135,7 +155,7 @@ class Chunk:
     swapped: bool = False
     shards: tuple[Shard, ...] = ()
     window: tuple[int, int] | None = None
-    zipped: bool = False
+    zipped: ZipEntry | None = None
     present: bool = True
 
     @property

@@ -129,6 +129,14 @@ def _sorted(names: Sequence[Named]) -> list[Named]:
     return sorted(names, key=lambda item: item[0])
 
 
+def _sorted_by_value(names: Sequence[Named]) -> list[Named]:
+    """
+    >>> [name for name, _ in _sorted_by_value([("10.w", (2,)), ("9.w", (2,)), ("9.b", (2,))])]
+    ['9.b', '9.w', '10.w']
+    """
+    return sorted(names, key=lambda item: re.sub(r"\d+", lambda number: number[0].zfill(20), item[0]))
+
+
 def _reversed(names: Sequence[Named]) -> list[Named]:
     return list(names)[::-1]
 
@@ -182,6 +190,7 @@ _HEAD_FIRST = Convention("the order of the modules, the head first", _head_first
 CONVENTIONS = (
     MODULES,
     Convention("sorted names", _sorted),
+    Convention("sorted names, numbers by their value", _sorted_by_value),
     Convention("the reversed order of the modules", _reversed),
     _HEAD_FIRST,
 )
@@ -191,8 +200,8 @@ _RARE = (
     Convention("sorted names, reversed", lambda names: _sorted(names)[::-1]),
     *_by_shape(prod, list, _sorted, _reversed),
     *_by_shape(tuple, list, _sorted, _reversed),
+    *_by_shape(len, list, _sorted, _reversed),
 )
-_IN_ONE_GROUP = _by_shape(len, list, _sorted, _reversed)
 # And of one group, although the order of the modules fits: whole modules in another order. A model of equal layers fits
 # all of these.
 _ALSO_IN_ONE_GROUP = (
@@ -214,7 +223,8 @@ def agreed(
     deal: Deal = assign,
 ) -> Assignment | None:
     """The names that every convention gives that fits all groups; ``names`` are in the order of the modules. None if
-    none fits, or if there are too many ways to look at (``effort``: what all conventions may take together).
+    none fits, or if there are too many ways to look at (``effort``: what all conventions may take together; without it
+    the order of the modules has one of its own, and the others have one together).
 
     >>> names = [("up.w", (2, 3)), ("up.b", (2,)), ("out.w", (5, 2)), ("out.b", (5,))]
     >>> agreed(names, [[{(2, 3)}, {(2,)}, {(5, 2)}, {(5,)}]])
@@ -266,8 +276,7 @@ def fitting(
         names = _wanted(names, groups)
         if len(names) != sum(map(len, groups)):
             return []
-        rare = (*_RARE, *(_IN_ONE_GROUP if len(groups) == 1 else ()))
-        others = [*conventions, *(rare if len(conventions) > 1 else ())]
+        others = [*conventions, *(_RARE if len(conventions) > 1 else ())]
     return found if all(map(attempt, others)) else []
 
 

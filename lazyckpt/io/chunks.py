@@ -2,7 +2,7 @@
 
 A chunk is a file, an entry of a zip, or a part of a shard, whose table says where it is. One that is absent stands for
 the fill value: one element in memory, which all indices show.
-Sources: zarr-specs v3, codecs/sharding-indexed (index format); PKWARE APPNOTE 4.3.7 (local file header).
+Sources: zarr-specs v3, codecs/sharding-indexed (index format).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ..core.index import Chunk, Codec, Extent, Shard
 from ..errors import CorruptError, MissingFileError
 from .batch import checked
 from .codecs import decode
-from .store import Buffer, Store, look
+from .store import Buffer, Store, StoreFile, look
+from .zips import data_offset
 
 _FILL = "lazyckpt.fill"  # a codec of our own: the bytes in its configuration, whatever it is given
-_HEADER = 30  # bytes of a local file header of a zip before the name
 _NOWHERE = (1 << 64) - 1  # offset and length of a chunk that a shard has not
 _KEPT = 64 << 20  # bytes of tables
 _LOCKS = 64
@@ -70,7 +70,7 @@ def place(store: Store, chunk: Chunk, tables: Tables) -> Extent:
         return _filled(store, chunk)
     offset, length = window
     if chunk.codecs:
-        found = replace(chunk, window=window, shards=(), zipped=False)
+        found = replace(chunk, window=window, shards=(), zipped=None)
         return Extent(chunk.path, 0, chunk.dtype, chunk.shape, chunk.strides, swapped=chunk.swapped, within=found)
     if length != chunk.nbytes:
         raise CorruptError(
@@ -104,14 +104,11 @@ def _window(store: Store, chunk: Chunk) -> Window | None:
     if chunk.window is None:
         info = look(store, chunk.path)
         return None if info is None else (0, info.size)
-    if not chunk.zipped:
+    if chunk.zipped is None:
         return chunk.window
-    at, length = chunk.window
-    header = bytes(store.read(chunk.path, at, _HEADER))
-    if header[:4] != b"PK\x03\x04":
-        raise CorruptError(f"{store.root}/{chunk.path}: no entry of the zip begins at byte {at:,}: damaged")
-    name, extra = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
-    return at + _HEADER + name + extra, length
+    pin = store.pins.get(chunk.path)
+    file = StoreFile(store, chunk.path, tail=0, window=None if pin is None else (0, pin.size))
+    return data_offset(file, chunk.zipped), chunk.window[1]
 
 
 def _inside(store: Store, path: str, window: Window, shard: Shard, tables: Tables) -> Window | None:
@@ -145,6 +142,6 @@ def _filled(store: Store, chunk: Chunk) -> Extent:
         raise MissingFileError(f"{store.root}/{chunk.path}: {chunk} is not there. Is the whole checkpoint here?")
     one = replace(
         chunk, shape=(), strides=(), nbytes=len(chunk.fill), codecs=(Codec(_FILL, chunk.fill.hex()),), swapped=False,
-        shards=(), window=(0, 0), zipped=False, present=True,
+        shards=(), window=(0, 0), zipped=None, present=True,
     )  # fmt: skip
     return Extent(chunk.path, 0, chunk.dtype, chunk.shape, (0,) * len(chunk.shape), within=one)

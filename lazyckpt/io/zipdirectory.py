@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core.index import ZipEntry
 from ..errors import CorruptError, FormatError
 from .records import short
 from .store import StoreFile
-from .zips import ENCRYPTED, STORED, ZIP_MAGIC, Entry, Records, data_offsets, read_zip
+from .zips import ENCRYPTED, STORED, ZIP_MAGIC, Records, data_offsets, read_zip
 
 __all__ = ["ZIP_MAGIC", "Directories", "Record"]
 
@@ -167,7 +168,7 @@ def _read(file: StoreFile) -> tuple[Directory, _Layout | None]:
 def _layout(
     file: StoreFile,
     start: int,
-    entries: Sequence[Entry],
+    entries: Sequence[ZipEntry],
     order: Sequence[int],
     records: Records,
     offsets: NDArray[np.int64],
@@ -188,7 +189,7 @@ def _layout(
     return _Layout(start, rest, crcs, length, after, pickle, behind, records, numbers, offsets, places, storages)
 
 
-def _check(where: str, prefix: str, entry: Entry) -> None:
+def _check(where: str, prefix: str, entry: ZipEntry) -> None:
     """Raise FormatError for a record that is packed, CorruptError for one that torch would find under another name: it
     looks into one folder only, and does not tell capital letters from small ones."""
     if entry.method != STORED or entry.flags & ENCRYPTED:

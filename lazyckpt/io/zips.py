@@ -22,6 +22,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from ..core.index import ZipEntry
 from ..errors import CorruptError
 from .records import short
 from .store import StoreFile
@@ -59,25 +60,11 @@ _LOCAL_WINDOW = 128 << 10  # and where a read is cheap: memory that stays in the
 _AT_ONCE = 16 << 20  # bytes of such reads that are kept at a time
 
 
-class Entry(NamedTuple):
-    """A record as the directory describes it. ``header``: where its own header begins; ``nbytes``, ``stored``: its
-    size unpacked, and in the file; ``at``: where its entry begins in the directory."""
-
-    name: str
-    header: int
-    nbytes: int
-    stored: int
-    crc: int
-    method: int
-    flags: int
-    at: int
-
-
 class Zip(NamedTuple):
     """``start``: where the directory begins. ``entries``: in its order."""
 
     start: int
-    entries: list[Entry]
+    entries: list[ZipEntry]
 
 
 def read_zip(file: StoreFile) -> Zip:
@@ -143,7 +130,7 @@ def _find_end(file: StoreFile) -> tuple[int, bytes]:
     return file.size - len(end), end
 
 
-def _entries(file: StoreFile, data: bytes, count: int) -> Iterator[Entry]:
+def _entries(file: StoreFile, data: bytes, count: int) -> Iterator[ZipEntry]:
     at, size = 0, len(data)
     for _ in range(count):
         if at + _ENTRY.size > size:
@@ -167,7 +154,7 @@ def _entries(file: StoreFile, data: bytes, count: int) -> Iterator[Entry]:
         is_folder = name[-1:] == "/"
         if disk or (is_folder and nbytes) or (attributes & _FOLDER and not is_folder):
             raise _refused(file, f"the record {short(name)} is a folder to some readers")
-        yield Entry(name, header, nbytes, stored, crc, method, flags, at)
+        yield ZipEntry(name, header, nbytes, stored, crc, method, flags, at)
         at = end
     if at != size:
         raise _refused(file, f"its directory has more than its {count:,} entries")
@@ -236,13 +223,13 @@ class Records(NamedTuple):
     flags: NDArray[np.uint16]
 
     @classmethod
-    def of(cls, entries: Sequence[Entry]) -> Records:
+    def of(cls, entries: Sequence[ZipEntry]) -> Records:
         names = [e.name.encode() for e in entries]
         lengths = np.fromiter(map(len, names), np.int64, len(names))
         width = min(int(lengths.max(initial=1)), _USUAL_NAME)
         # text of a fixed width is cut and filled up by numpy
         raw = np.array(names, f"S{width}").view(np.uint8).reshape(len(names), width)
-        _, header, nbytes, stored, crc, method, flags, _ = zip(*entries, strict=True) if entries else [()] * 8
+        _, header, nbytes, stored, crc, method, flags, *_ = zip(*entries, strict=True) if entries else [()] * 9
         return cls(
             [e.name for e in entries],
             raw,
@@ -255,10 +242,10 @@ class Records(NamedTuple):
             np.array(flags, np.uint16),
         )
 
-    def entry(self, n: int) -> Entry:
+    def entry(self, n: int) -> ZipEntry:
         columns = (self.header, self.nbytes, self.stored, self.crc, self.method, self.flags)
         header, nbytes, stored, crc, method, flags = (int(column[n]) for column in columns)
-        return Entry(self.names[n], header, nbytes, stored, crc, method, flags, at=-1)
+        return ZipEntry(self.names[n], header, nbytes, stored, crc, method, flags)
 
 
 def data_offsets(file: StoreFile, start: int, records: Records) -> NDArray[np.int64]:
@@ -278,16 +265,30 @@ def data_offsets(file: StoreFile, start: int, records: Records) -> NDArray[np.in
     begins: NDArray[np.int64] = records.header + _HEADER.size + fields["n_name"] + fields["n_extra"]
     for n in np.flatnonzero(~_repeats(records, headers, fields)).tolist():  # zip64 fields, long names, or a lie
         entry = records.entry(n)
-        data = headers[n].tobytes()
-        if len(entry.name.encode()) > records.raw.shape[1]:
-            room = _HEADER.size + int(records.lengths[n]) + _EXTRA
-            data = file.at(entry.header, min(room, file.size - entry.header))
-        begins[n] = _check_header(file, entry, data)
+        if records.lengths[n] > records.raw.shape[1]:
+            begins[n] = data_offset(file, entry)
+        else:
+            begins[n] = _check_header(file, entry, headers[n].tobytes())
     ends = begins + records.stored
     for n in np.flatnonzero(~_described(records, behind, nexts - ends)).tolist():
         length = int(nexts[n] - ends[n])
         _check_behind(file, records.entry(n), behind[n, max(0, _LONGEST - length) :].tobytes(), length)
     return begins
+
+
+def data_offset(file: StoreFile, entry: ZipEntry) -> int:
+    """Where the data of one record begin.
+
+    Reads its header and, if ``after`` is known, the descriptor behind its data, if it has one. Raises CorruptError
+    unless they repeat what the directory says, and the data end where the next record begins.
+    """
+    room = _HEADER.size + len(entry.name.encode()) + _EXTRA
+    found = _check_header(file, entry, file.at(entry.header, max(_HEADER.size, min(room, file.size - entry.header))))
+    if entry.after >= 0:
+        length = entry.after - found - entry.stored
+        behind = file.at(found + entry.stored, length) if length in _DESCRIPTORS else b""
+        _check_behind(file, entry, behind, length)
+    return found
 
 
 def _repeats(records: Records, headers: NDArray[np.uint8], fields: NDArray[np.void]) -> NDArray[np.bool_]:
@@ -328,7 +329,7 @@ def _described(records: Records, behind: NDArray[np.uint8], lengths: NDArray[np.
     return found
 
 
-def _check_header(file: StoreFile, entry: Entry, data: bytes) -> int:
+def _check_header(file: StoreFile, entry: ZipEntry, data: bytes) -> int:
     """Where the record's data begin, behind the header that ``data`` begins with."""
     magic, _, flags, method, _, _, crc, stored, nbytes, n_name, n_extra = _HEADER.unpack_from(data)
     if magic != ZIP_MAGIC:
@@ -358,7 +359,7 @@ def _first64(extra: bytes) -> bytes | None:
     return extra[4:20] if extra[:2] == b"\1\0" and len(extra) >= 20 else None
 
 
-def _check_behind(file: StoreFile, entry: Entry, data: bytes, length: int) -> None:
+def _check_behind(file: StoreFile, entry: ZipEntry, data: bytes, length: int) -> None:
     """Raise CorruptError unless what follows a record's data is its descriptor, or nothing where it has none."""
     if not entry.flags & DESCRIBED:
         if length == 0:

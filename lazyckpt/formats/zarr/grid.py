@@ -17,7 +17,7 @@ import torch
 
 from ...core.box import Box, Shape, c_strides
 from ...core.chunking import grid_of
-from ...core.index import Chunk, Codec, Extent, FileInfo, Fragment, Part, Shard, TensorSpec
+from ...core.index import Chunk, Codec, Extent, FileInfo, Fragment, Part, Shard, TensorSpec, ZipEntry
 from ...core.plan import Selection
 from ...errors import CorruptError
 from ...io.store import Store, present
@@ -93,9 +93,9 @@ class Array:
 
 
 class Place(NamedTuple):
-    """Where a chunk's key is in a zip: ``window``, from the header of its entry on; ``packed`` if it is compressed."""
+    """Where a chunk's key is in a zip; ``packed`` if it is compressed."""
 
-    window: tuple[int, int]
+    entry: ZipEntry
     packed: bool = False
 
 
@@ -218,12 +218,12 @@ class GridFragments(Sequence[Fragment]):
         path = self._path(key)
         if self._plain:
             return Extent(path, 0, array.dtype, sizes, strides, swapped=packing.swapped)
-        codecs, window, there = packing.codecs, None, True
+        codecs, entry, window, there = packing.codecs, None, None, True
         if self.places is not None:
             place = self.places.get(key)
             there = place is not None
             if place is not None:
-                window = place.window
+                entry, window = place.entry, (place.entry.header, place.entry.stored)
                 if place.packed:
                     if packing.levels:
                         raise CorruptError(
@@ -242,7 +242,7 @@ class GridFragments(Sequence[Fragment]):
             packing.swapped,
             _shards(start, array.chunk, packing.levels),
             window,
-            window is not None,
+            entry,
             there,
         )
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import os
 import posixpath
-import zipfile
+import zlib
 from collections.abc import Iterable, Mapping
 
-from ...core.index import FileInfo
-from ...errors import CorruptError, FormatError, LazyckptError
+from ...core.index import FileInfo, ZipEntry
+from ...errors import CorruptError, FormatError
 from ...io.limits import Budget
 from ...io.remote import is_url
 from ...io.store import Store, StoreFile, present
-from ...io.zips import read_zip
+from ...io.zips import DEFLATED, ENCRYPTED, STORED, data_offset, read_zip
 from .grid import Place
 
 _MAX_DOCUMENT = 1 << 28  # bytes
@@ -62,20 +62,18 @@ class Zip:
     def __init__(self, store: Store, path: str) -> None:
         self.store = store
         self.path = path
-        file = StoreFile(store, path, tail=1 << 16)
-        self.documents = {path: file.info}
-        self._budget = Budget(f"{store.root}/{path}", file.info.size)
+        self._file = StoreFile(store, path, tail=1 << 16)
+        self.documents = {path: self._file.info}
+        self._budget = Budget(f"{store.root}/{path}", self._file.info.size)
         self._base = ""
-        read_zip(file)  # refuses what other readers could see otherwise
-        try:  # zipfile has no error of its own for all damage; NotImplementedError: a zip of a later version
-            self._zip = zipfile.ZipFile(file)
-        except (zipfile.BadZipFile, ValueError, NotImplementedError) as e:
-            raise CorruptError(f"{store.root}/{path} is no zip that can be read ({e}): truncated, or damaged") from None
-        self._entries = {info.filename.strip("/"): info for info in self._zip.infolist() if not info.is_dir()}
+        start, entries = read_zip(self._file)  # refuses what other readers could see otherwise
+        ordered = sorted(entries, key=lambda e: e.header)
+        entries = [a._replace(after=b) for a, b in zip(ordered, [*(e.header for e in ordered[1:]), start], strict=True)]
+        self._entries = {entry.name: entry for entry in entries if not entry.name.endswith("/")}
         tops = {name.split("/")[0] for name in self._entries}
         if len(tops) == 1 and not any(root in tops for root in ROOTS):
             self._base = f"{min(tops)}/"
-        self._entries = {name.removeprefix(self._base): info for name, info in self._entries.items()}
+        self._entries = {name.removeprefix(self._base): entry for name, entry in self._entries.items()}
         self._folders: dict[str, dict[str, bool]] = {}
         for name in self._entries:
             parts = name.split("/")
@@ -98,22 +96,32 @@ class Zip:
         return False
 
     def document(self, path: str) -> bytes | None:
-        """Its bytes; None if it is not there. Raises CorruptError."""
-        info = self._entries.get(path)
-        if info is None:
+        """Its bytes; None if it is not there. Raises CorruptError; FormatError if it is encrypted, or not deflated."""
+        entry = self._entries.get(path)
+        if entry is None:
             return None
+        self._check_packing(path, entry)
+        data = self._file.at(data_offset(self._file, entry), entry.stored)
         limit = min(_MAX_DOCUMENT, self._budget.inflated_left)
-        try:
-            with self._zip.open(info) as stream:
-                data = stream.read(limit + 1)
-        except LazyckptError:
-            raise
-        except Exception as e:  # zipfile passes on what zlib, bz2 and lzma raise
-            raise CorruptError(f"{self.where(path)} cannot be read ({e}): the zip is damaged, or encrypted") from None
+        if entry.method == DEFLATED:
+            stream = zlib.decompressobj(-zlib.MAX_WBITS)
+            try:
+                data = stream.decompress(data, limit + 1)
+            except zlib.error as e:
+                raise CorruptError(f"{self.where(path)} cannot be unpacked ({e}): the zip is damaged") from None
         self._budget.inflated(len(data))
         if len(data) > limit:
             raise CorruptError(f"{self.where(path)} is too large for a document of zarr")
+        if len(data) != entry.nbytes or zlib.crc32(data) != entry.crc:
+            raise CorruptError(f"{self.where(path)} fails its checksum in the zip: damaged, copy it again")
         return data
+
+    def _check_packing(self, name: str, entry: ZipEntry) -> None:
+        if entry.method not in (STORED, DEFLATED) or entry.flags & ENCRYPTED:
+            raise FormatError(
+                f"{self.where(name)}: entries of a zip are read that are stored as they are or deflated, this one "
+                f"is encrypted or packed in another way ({entry.method}): write it again with ZIP_STORED"
+            )
 
     @property
     def names(self) -> list[str]:
@@ -124,22 +132,14 @@ class Zip:
         """For each of these folders, where the keys below it are. Raises CorruptError, FormatError (a compression that
         zarr does not use)."""
         found: dict[str, dict[str, Place]] = {folder: {} for folder in folders}
-        size = self.documents[self.path].size
-        for name, info in self._entries.items():
+        for name, entry in self._entries.items():
             folder = posixpath.dirname(name)
             while folder and folder not in found:
                 folder = posixpath.dirname(folder)
             if folder not in found:
                 continue
-            if not 0 <= info.header_offset <= info.header_offset + info.compress_size <= size:
-                raise CorruptError(f"{self.where(name)}: its entry lies outside of the zip: damaged")
-            if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or info.flag_bits & 1:
-                raise FormatError(
-                    f"{self.where(name)}: entries of a zip are read that are stored as they are or deflated, this one "
-                    f"is encrypted or packed in another way ({info.compress_type}): write it again with ZIP_STORED"
-                )
-            place = Place((info.header_offset, info.compress_size), info.compress_type == zipfile.ZIP_DEFLATED)
-            found[folder][name[len(folder) :].lstrip("/")] = place
+            self._check_packing(name, entry)
+            found[folder][name[len(folder) :].lstrip("/")] = Place(entry, entry.method == DEFLATED)
         return found
 
 
