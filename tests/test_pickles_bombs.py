@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import lazyckpt
 
@@ -332,3 +333,24 @@ def test_the_range_sees_what_goes_wrong(tmp_path: Path, bomb_range: tuple[Range,
     assert answer["outcome"] == "view"
     assert answer["memory"] > usual + (50 << 20)
     assert made.explode(tmp_path / "nothing.pt")["outcome"] == "LazyckptError"
+
+
+def test_a_long_key_of_many_dicts_is_refused(tmp_path: Path) -> None:
+    """A hundred kilobytes of key, which a pickle refers to 80,000 times, would be gigabytes of text."""
+    torch.save(
+        {"w": torch.zeros(2), "m": [{"x" * 100_000: 1}] + [{"x" * 100_000: n} for n in range(3)]}, tmp_path / "few.pt"
+    )
+    assert len(repr(lazyckpt.open(tmp_path / "few.pt").meta)) > 400_000
+    key = "x" * 100_000
+    torch.save({"w": torch.zeros(2), "m": [{key: n} for n in range(80_000)]}, tmp_path / "many.pt")
+    with pytest.raises(lazyckpt.CorruptError, match=r"many\.pt"):
+        lazyckpt.open(tmp_path / "many.pt")
+
+
+def test_ints_that_python_does_not_print_are_records(tmp_path: Path) -> None:
+    wide = 9**9999
+    torch.save({"w": torch.zeros(2), "m": [wide, {wide: 5}, 7], "n": wide}, tmp_path / "x.pt")
+    meta = lazyckpt.open(tmp_path / "x.pt").meta
+    assert "builtins.int" in repr(meta) and meta["m"][2] == 7
+    assert int(*meta["n"].args) == int(*meta["m"][0].args) == wide
+    assert meta["m"][1] == {hex(wide): 5}

@@ -116,9 +116,7 @@ class Plain:
     def _walk(self, value: Any, path: Path, depth: int) -> Any:
         kind = type(value)
         if kind in _LEAVES:
-            if kind in _TEXTS:
-                self._budget.characters(len(value))
-            return value
+            return self._leaf(value)
         if kind is StoredTensor:
             return self._tensor(value, path)
         if kind is StoredStorage:
@@ -137,6 +135,16 @@ class Plain:
             return self._container(value, path, depth + 1)
         finally:
             self._open.discard(id(value))
+
+    def _leaf(self, value: Any) -> Any:
+        """A text or number, charged. An int that is too long to be printed becomes a record of how to make it."""
+        if type(value) in _TEXTS:
+            self._budget.characters(len(value))
+        elif type(value) is int and value.bit_length() > _WIDE:
+            self._budget.characters(weight(value))
+            if value.bit_length() > _UNPRINTABLE:
+                return Opaque("builtins", "int", (hex(value), 16))
+        return value
 
     def _container(self, value: Any, path: Path, depth: int) -> Any:
         if isinstance(value, dict):
@@ -160,7 +168,8 @@ class Plain:
             if _LEAVES.issuperset(kinds):  # long lists of numbers are common
                 if not _TEXTS.isdisjoint(kinds):
                     self._budget.characters(sum(len(v) for v in value if type(v) in _TEXTS))
-                return _plain_list(value, list(value))
+                wide = int in kinds and any(v.bit_length() > _WIDE for v in value if type(v) is int)
+                return _plain_list(value, list(map(self._leaf, value) if wide else value))
             items = [self._walk(v, (*path, n), depth) for n, v in enumerate(value)]
             if items and all(v is _GONE for v in items):
                 return _GONE
@@ -204,12 +213,12 @@ class Plain:
 
     def _dict(self, value: dict[Any, Any], path: Path, depth: int) -> Any:
         plain = {}
+        self._budget.characters(sum(len(k) if type(k) is str else weight(k) for k in value))
         for k, v in value.items():
-            if type(k) is not str:
-                self._budget.characters(weight(k))
-            item = v if type(v) in _NUMBERS else self._walk(v, (*path, text(k)), depth)
+            item = self._walk(v, (*path, text(k)), depth)
             if item is not _GONE:
-                plain[k if type(k) in _LEAVES or type(k) is tuple else plain_numpy(k)] = item
+                key = k if type(k) in _LEAVES or type(k) is tuple else plain_numpy(k)
+                plain[hex(k) if type(k) is int and k.bit_length() > _UNPRINTABLE else key] = item
         return plain if plain or not value else _GONE
 
     def _opaque(self, value: Opaque, path: Path, depth: int) -> Opaque:
@@ -236,7 +245,7 @@ class Plain:
     def _attributes(self, state: Any, path: Path, depth: int) -> Any:
         if isinstance(state, dict):
             self._budget.steps(len(state))
-            self._budget.characters(sum(weight(k) for k in state if type(k) is not str))
+            self._budget.characters(sum(len(k) if type(k) is str else weight(k) for k in state))
             return {k: self._named(v, (*path, text(k)), depth) for k, v in state.items()}
         return self._named(state, path, depth)
 
@@ -276,6 +285,8 @@ class Plain:
 _NUMBERS = frozenset({type(None), bool, int, float, complex, range, slice})
 _TEXTS = frozenset({str, bytes, bytearray})
 _LEAVES = _NUMBERS | _TEXTS
+_WIDE = 256  # bits of an int that counts as a text
+_UNPRINTABLE = 10_000  # bits of an int that is kept as a text; Python refuses to print one of more than 14,283
 _TENSOR = 8  # objects that a tensor is worth: what becomes of it takes about a kilobyte
 _LONG = 1000  # characters of a name that a key other than a text gets
 
