@@ -31,7 +31,8 @@ _RUN = "run"
 class Source:
     """What a reader is asked about: a file of a store, or (``path`` empty) the store's folder itself.
 
-    What was sniffed is kept: ``entries``, the folder's listing, and ``head``, the file's first bytes.
+    What was sniffed is kept: ``entries``, the folder's listing, ``head``, the file's first bytes, listings of the
+    folders in it; and in ``known`` what readers found out, so that it is found out once.
     """
 
     def __init__(
@@ -41,6 +42,17 @@ class Source:
         self.path = path
         self.tag = tag
         self.rules = rules or {}
+        self.known: dict[Any, Any] = {}
+
+    def inside(self, folder: str) -> Mapping[str, Entry]:
+        """The listing of a folder in the folder; {} if there is none."""
+        if not folder:
+            return self.entries
+        key = "inside", folder
+        if key not in self.known:
+            self.known[key] = self.store.list(folder)
+        found: Mapping[str, Entry] = self.known[key]
+        return found
 
     @property
     def where(self) -> str:
@@ -122,6 +134,13 @@ def readers() -> tuple[Reader, ...]:
 def recognising(source: Source) -> Reader | None:
     """The first reader that recognises it. Raises CorruptError, with the cause, for whatever a reader raises that is no
     error of lazyckpt or of the file system."""
+    if "reader" not in source.known:
+        source.known["reader"] = _recognising(source)
+    found: Reader | None = source.known["reader"]
+    return found
+
+
+def _recognising(source: Source) -> Reader | None:
     with decoding(source.where, "looking at it"):
         for reader in builtin():
             if reader.recognises(source):

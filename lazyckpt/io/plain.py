@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -168,7 +168,7 @@ class Plain:
             if _LEAVES.issuperset(kinds):  # long lists of numbers are common
                 if not _TEXTS.isdisjoint(kinds):
                     self._budget.characters(sum(len(v) for v in value if type(v) in _TEXTS))
-                wide = int in kinds and any(v.bit_length() > _WIDE for v in value if type(v) is int)
+                wide = int in kinds and _has_large(value, kinds)
                 return _plain_list(value, list(map(self._leaf, value) if wide else value))
             items = [self._walk(v, (*path, n), depth) for n, v in enumerate(value)]
             if items and all(v is _GONE for v in items):
@@ -212,13 +212,29 @@ class Plain:
         return plain.reshape(array.shape)
 
     def _dict(self, value: dict[Any, Any], path: Path, depth: int) -> Any:
-        plain = {}
-        self._budget.characters(sum(len(k) if type(k) is str else weight(k) for k in value))
+        plain: dict[Any, Any] = {}
+        characters = 0
         for k, v in value.items():
-            item = self._walk(v, (*path, text(k)), depth)
-            if item is not _GONE:
-                key = k if type(k) in _LEAVES or type(k) is tuple else plain_numpy(k)
-                plain[hex(k) if type(k) is int and k.bit_length() > _UNPRINTABLE else key] = item
+            key = k
+            if type(k) is str:
+                characters += len(k)
+            else:
+                characters += weight(k)
+                if type(k) is int and k.bit_length() > _UNPRINTABLE:
+                    key = hex(k)
+                elif type(k) not in _LEAVES and type(k) is not tuple:
+                    key = plain_numpy(k)
+            kind = type(v)
+            if kind is str:
+                characters += len(v)
+                plain[key] = v
+            elif kind in _NUMBERS and (kind is not int or -_LARGE < v < _LARGE):
+                plain[key] = v
+            else:
+                item = self._walk(v, (*path, text(k)), depth)
+                if item is not _GONE:
+                    plain[key] = item
+        self._budget.characters(characters)
         return plain if plain or not value else _GONE
 
     def _opaque(self, value: Opaque, path: Path, depth: int) -> Opaque:
@@ -286,9 +302,16 @@ _NUMBERS = frozenset({type(None), bool, int, float, complex, range, slice})
 _TEXTS = frozenset({str, bytes, bytearray})
 _LEAVES = _NUMBERS | _TEXTS
 _WIDE = 256  # bits of an int that counts as a text
+_LARGE = 1 << _WIDE
 _UNPRINTABLE = 10_000  # bits of an int that is kept as a text; Python refuses to print one of more than 14,283
 _TENSOR = 8  # objects that a tensor is worth: what becomes of it takes about a kilobyte
 _LONG = 1000  # characters of a name that a key other than a text gets
+
+
+def _has_large(values: Sequence[Any], kinds: set[type]) -> bool:
+    """Whether one of the ints among them is long to print."""
+    ints = values if kinds == {int} else [v for v in values if type(v) is int]
+    return bool(max(ints) >= _LARGE or min(ints) <= -_LARGE)
 
 
 def text(key: Any) -> str:

@@ -6,6 +6,7 @@ the checksums: such a directory is taken apart once.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,12 +18,14 @@ from ..core.index import ZipEntry
 from ..errors import CorruptError, FormatError
 from .records import short
 from .store import StoreFile
-from .zips import ENCRYPTED, STORED, ZIP_MAGIC, Records, data_offsets, read_zip
+from .zips import ENCRYPTED, ENTRY_SIZE, STORED, ZIP_MAGIC, Records, data_offsets, data_offsets_of_few, read_zip
 
 __all__ = ["ZIP_MAGIC", "Directories", "Record"]
 
 _MOST = 64  # layouts that are kept; ranks' files differ by some bytes in length
+_FEW = 64  # records of a local zip that is taken apart anew each time: that is as quick as comparing it
 _LARGEST = 4 << 20  # bytes of a directory that is kept
+_PLAIN = re.compile(rb"(?!\.{1,2}/)[\w.+=@ -]{1,255}/", re.ASCII)  # the name of a folder that no reader takes for another
 _CRC, _OFFSET = 16, 42  # where an entry has its checksum (two lengths follow), and where its header is
 _DESCRIPTORS = (16, 24)  # bytes behind a record's data
 _KNOWN = {"data.pkl", "byteorder", "version", ".format_version", ".storage_alignment", "constants.pkl"}
@@ -79,15 +82,17 @@ class _Shared(Mapping[str, Record]):
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """A directory but for its checksums, the length of data.pkl, and where the next record's header is, which comes
-    from that: data is aligned, headers are not. ``start``: where it begins; ``rest``: its bytes to the end of the zip,
-    zeros for all that may differ: checksums, at ``crcs``, the length, twice, at ``length``, and the place, at ``next``,
-    of the header of the record ``behind``. ``records``: in the order in which they lie in the zip, ``order``: the
+    """A directory but for its checksums, the name of the folder that all records are in, the length of data.pkl, and
+    where the next record's header is, which comes from that: data is aligned, headers are not. ``start``: where it
+    begins; ``rest``: its bytes to the end of the zip, zeros for all that may differ: checksums, at ``crcs``, the
+    folder, at ``folders`` (a row for each record), the length, twice, at ``length``, and the place, at ``next``, of the
+    header of the record ``behind``. ``records``: in the order in which they lie in the zip, ``order``: the
     numbers that they have in the directory; ``offsets``: where their data begin."""
 
     start: int
     rest: NDArray[np.uint8]
     crcs: NDArray[np.int64]
+    folders: NDArray[np.int64]
     length: int
     next: int
     pickle: int
@@ -104,6 +109,8 @@ class _Layout:
         found = np.frombuffer(file.at(self.start, file.size - self.start), np.uint8).copy()
         crcs = np.ascontiguousarray(found[self.crcs]).view("<u4").reshape(-1)
         found[self.crcs] = 0
+        folders = found[self.folders]
+        found[self.folders] = 0
         length, again = found[self.length : self.length + 8].view("<u4").tolist()
         (behind,) = found[self.next : self.next + 4].view("<u4").tolist()
         found[self.length : self.length + 8] = 0
@@ -112,9 +119,17 @@ class _Layout:
             return None
         if behind - length - self.offsets[self.pickle] not in _DESCRIPTORS:
             return None
+        folder = folders[0].tobytes()
+        if not (folders == folders[0]).all() or not _PLAIN.fullmatch(folder):
+            return None
         header, nbytes, stored = self.records.header.copy(), self.records.nbytes.copy(), self.records.stored.copy()
         header[self.behind], nbytes[self.pickle], stored[self.pickle] = behind, length, length
-        records = self.records._replace(header=header, nbytes=nbytes, stored=stored, crc=crcs[self.order])
+        raw = self.records.raw.copy()
+        raw[:, : len(folder)] = folders[0]
+        names = [folder.decode() + name[len(folder) :] for name in self.records.names]
+        records = self.records._replace(
+            names=names, raw=raw, header=header, nbytes=nbytes, stored=stored, crc=crcs[self.order]
+        )
         if not np.array_equal(data_offsets(file, self.start, records), self.offsets):
             return None
         members = {**self.members, "data.pkl": self.members["data.pkl"]._replace(nbytes=length)}
@@ -155,13 +170,15 @@ def _read(file: StoreFile) -> tuple[Directory, _Layout | None]:
     for entry in entries:
         _check(where, prefix, entry)
     order = sorted(range(len(entries)), key=lambda n: entries[n].header)
-    records = Records.of([entries[n] for n in order])
-    offsets = data_offsets(file, start, records)
-    begins = dict(zip(order, offsets.tolist(), strict=True))
+    ordered = [entries[n] for n in order]
+    few = len(entries) <= _FEW and not file.store.gap
+    records = None if few else Records.of(ordered)
+    offsets = data_offsets_of_few(file, start, ordered) if records is None else data_offsets(file, start, records)
+    begins = dict(zip(order, map(int, offsets), strict=True))
     places = {e.name[len(prefix) :]: Place(begins[n], e.nbytes, n) for n, e in enumerate(entries)}
     found = {name: _record(place, entries[place.entry].crc, file.start) for name, place in places.items()}
     storages = {name[5:]: record for name, record in found.items() if name.startswith("data/")}
-    layout = _layout(file, start, entries, order, records, offsets, places)
+    layout = None if records is None else _layout(file, start, entries, order, records, np.asarray(offsets), places)
     return Directory(found, storages), layout
 
 
@@ -176,7 +193,8 @@ def _layout(
 ) -> _Layout | None:
     pickle = order.index(places["data.pkl"].entry)
     behind = pickle + 1
-    if file.size - start > _LARGEST or behind == len(order):
+    folder = entries[0].name[: entries[0].name.index("/") + 1].encode()
+    if file.size - start > _LARGEST or behind == len(order) or not _PLAIN.fullmatch(folder):
         return None
     rest = np.frombuffer(file.at(start, file.size - start), np.uint8).copy()
     crcs = (np.array([e.at for e in entries], np.int64)[:, None] + np.arange(_CRC, _CRC + 4)).reshape(-1)
@@ -184,9 +202,14 @@ def _layout(
     for a, b in ((length, length + 8), (after, after + 4)):
         rest[a:b] = 0
     rest[crcs] = 0
+    names = np.array([e.at for e in entries], np.int64) + ENTRY_SIZE
+    folders = names[:, None] + np.arange(len(folder))
+    rest[folders] = 0
     storages = {name[5:]: place for name, place in places.items() if name.startswith("data/")}
     numbers = np.array(order)
-    return _Layout(start, rest, crcs, length, after, pickle, behind, records, numbers, offsets, places, storages)
+    return _Layout(
+        start, rest, crcs, folders, length, after, pickle, behind, records, numbers, offsets, places, storages
+    )
 
 
 def _check(where: str, prefix: str, entry: ZipEntry) -> None:

@@ -40,6 +40,7 @@ _END = struct.Struct("<4s4H2IH")  # end of the directory
 _LOCATOR = struct.Struct("<4sIQI")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _ENTRY = struct.Struct("<4s6H3I5H2I")
+ENTRY_SIZE = _ENTRY.size  # bytes of an entry before its name
 _HEADER = struct.Struct("<4s5H3I2H")
 _SIGNED = b"PK\x07\x08"
 _DESCRIPTORS = {12: "<3I", 16: "<4x3I", 20: "<I2Q", 24: "<4xI2Q"}  # bytes behind the data -> checksum, two sizes
@@ -55,8 +56,8 @@ _DESCRIPTOR = np.dtype([("magic", "<u4"), ("crc", "<u4"), ("stored", "<u4"), ("n
 _DESCRIPTOR64 = np.dtype([("magic", "<u4"), ("crc", "<u4"), ("stored", "<u8"), ("nbytes", "<u8")])
 _EXTRA = 32  # bytes behind a header's name in which its zip64 field ends, if it has one
 _NEAR = 32 << 10  # bytes between two headers that are read with them
-_WINDOW = 1 << 20  # bytes that one read of headers takes at most over a network
-_LOCAL_WINDOW = 128 << 10  # and where a read is cheap: memory that stays in the processor's cache
+_WINDOW = 1 << 20  # bytes that one read of headers takes at most
+_SMALL_WINDOW = 128 << 10  # of a few
 _AT_ONCE = 16 << 20  # bytes of such reads that are kept at a time
 
 
@@ -276,6 +277,33 @@ def data_offsets(file: StoreFile, start: int, records: Records) -> NDArray[np.in
     return begins
 
 
+def data_offsets_of_few(file: StoreFile, start: int, entries: Sequence[ZipEntry]) -> list[int]:
+    """The same for entries, of a local file: for some ten of them arrays would take longer."""
+    places = [*(e.header for e in entries), start]
+    lengths = [*(_HEADER.size + len(e.name.encode()) + _EXTRA for e in entries), 0]
+    found: list[int] = []
+    first = 0
+    while first < len(places):
+        last = first
+        while (
+            last + 1 < len(places)
+            and places[last + 1] - places[last] <= _NEAR
+            and places[last + 1] - places[first] <= _SMALL_WINDOW
+        ):
+            last += 1
+        low = max(0, places[first] - _LONGEST)
+        window = file.at(low, min(file.size, places[last] + lengths[last]) - low)
+        for n in range(first, last + 1):
+            at = places[n] - low
+            if n:
+                length = places[n] - found[-1] - entries[n - 1].stored
+                _check_behind(file, entries[n - 1], window[at - length : at] if 0 < length <= at else b"", length)
+            if n < len(entries):
+                found.append(_check_header(file, entries[n], window[at : at + lengths[n]]))
+        first = last + 1
+    return found
+
+
 def data_offset(file: StoreFile, entry: ZipEntry) -> int:
     """Where the data of one record begin.
 
@@ -375,11 +403,14 @@ def _check_behind(file: StoreFile, entry: ZipEntry, data: bytes, length: int) ->
 
 def _rows(file: StoreFile, starts: NDArray[np.int64], width: int) -> NDArray[np.uint8]:
     """The ``width`` bytes from each of the ascending places on; zeros for those that are not in the file. Neighbours
-    are read together."""
+    are read together, or taken from a mapping of the file."""
     rows = np.zeros((len(starts), width), np.uint8)
     near = max(_NEAR, file.store.gap)
-    largest, at_once = (_WINDOW, _AT_ONCE) if file.store.gap else (_LOCAL_WINDOW, 0)
-    cuts = (np.diff(starts) - width > near) | (np.diff(starts // largest) > 0)
+    outside = (starts < 0) | (starts + width > file.size)
+    cuts = (np.diff(starts) - width > near) | outside[1:] | outside[:-1]
+    mapped = None if file.store.gap or cuts.all() else file.store.map(file.path)
+    if mapped is None:
+        cuts |= np.diff(starts // _WINDOW) > 0
     bounds = [0, *(np.flatnonzero(cuts) + 1).tolist(), len(starts)]
     places = starts.tolist()
     flat = rows.reshape(-1).data
@@ -396,6 +427,10 @@ def _rows(file: StoreFile, starts: NDArray[np.int64], width: int) -> NDArray[np.
 
     for first, last in pairwise(bounds):
         start, stop = places[first], places[last - 1] + width
+        if mapped is not None and last - first > 1:
+            window = np.frombuffer(mapped.buffer, np.uint8, stop - start, file.start + start)
+            rows[first:last] = sliding_window_view(window, width)[starts[first:last] - start]
+            continue
         if last - first == 1:
             target = flat[first * width : last * width]
         else:
@@ -407,10 +442,12 @@ def _rows(file: StoreFile, starts: NDArray[np.int64], width: int) -> NDArray[np.
             target = target[max(0, -start) : min(stop, file.size) - start]
             start = max(0, start)
         pieces.append((start, target))
-        if waiting > at_once:
+        if waiting > _AT_ONCE:
             read()
             waiting = 0
     read()
+    if mapped is not None:
+        file.store.confirm(file.path, mapped)
     return rows
 
 

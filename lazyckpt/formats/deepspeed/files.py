@@ -77,18 +77,18 @@ def find_folder(source: Source, strict: bool = True) -> RankFiles | None:
     tag, or several and no word which; without, None means just that it is not DeepSpeed's.
     """
     store = source.store
-    here = _look(store, "", source.entries)
+    here = _look(source, "")
     if here and source.tag is None:
         return here
     latest = _latest(store, source, strict)
     tag = source.tag or latest
-    if tag is not None and _is_folder(store, tag, source.entries):
-        found = _look(store, tag, store.list(tag))
+    if tag is not None and _is_folder(source, tag):
+        found = _look(source, tag)
         if found:
             return found
-    tags = [n for n, e in source.entries.items() if e.is_dir and _look(store, n, store.list(n))]
+    tags = [n for n, e in source.entries.items() if e.is_dir and _look(source, n)]
     if tag is None and len(tags) == 1:
-        return _look(store, tags[0], store.list(tags[0]))
+        return _look(source, tags[0])
     if not tags and latest is None and source.tag is None:
         return None
     if not strict:
@@ -104,23 +104,27 @@ def find_folder(source: Source, strict: bool = True) -> RankFiles | None:
     )
 
 
-def _is_folder(store: Store, tag: str, entries: Mapping[str, Entry]) -> bool:
+def _is_folder(source: Source, tag: str) -> bool:
     """Whether a tag is a folder in here: of one name, or of several (``runs/step5``: nothing forbids a slash)."""
-    inside, path = entries, ""
+    inside, path = source.entries, ""
     for part in tag.split("/"):
         if part in (".", "..") or part not in inside or not inside[part].is_dir:
             return False
         path = f"{path}/{part}" if path else part
-        inside = store.list(path)
+        inside = source.inside(path)
     return True
 
 
-def _look(store: Store, folder: str, names: Mapping[str, Entry]) -> RankFiles:
-    files = rank_files(folder, names)
-    if "zero" in names and not files.optim:
-        inside = store.list(f"{folder}/zero" if folder else "zero")
-        files.universal = any(e.is_dir for e in inside.values())
-    return files
+def _look(source: Source, folder: str) -> RankFiles:
+    key = rank_files, folder
+    if key not in source.known:
+        names = source.inside(folder)
+        files = source.known[key] = rank_files(folder, names)
+        if "zero" in names and not files.optim:
+            inside = source.inside(f"{folder}/zero" if folder else "zero")
+            files.universal = any(e.is_dir for e in inside.values())
+    found: RankFiles = source.known[key]
+    return found
 
 
 def _latest(store: Store, source: Source, strict: bool) -> str | None:
