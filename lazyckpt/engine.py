@@ -14,7 +14,8 @@ import xarray as xr
 from xarray.backends import BackendEntrypoint
 
 from .errors import LazyckptError, TensorNotFoundError
-from .formats.reader import Source, recognising
+from .formats.reader import Source
+from .formats.registry import recognising
 from .interop.xarray import dataset, datasets, nodes
 from .io.local import split
 from .io.remote import is_url

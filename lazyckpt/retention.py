@@ -30,7 +30,8 @@ from .core.stack import readable
 from .errors import DestinationError, FormatError, LazyckptError, MissingFileError
 from .export.destination import local_path
 from .formats.megatron.files import TRACKER, tracked
-from .formats.reader import Source, recognising
+from .formats.reader import Source
+from .formats.registry import recognising
 from .formats.steps import OPENERS, Found, find, told_step, unfinished
 from .io.local import LocalStore
 from .io.remote import is_url

@@ -18,7 +18,7 @@ import typer
 
 import lazyckpt
 from lazyckpt import cli, demo, errors, recipes
-from lazyckpt.formats.reader import builtin
+from lazyckpt.formats.registry import builtin
 from lazyckpt.inspect import table as inspect_table
 from lazyckpt.show import plot
 

@@ -238,7 +238,7 @@ ERRORS = (
 def test_what_a_reader_raises_is_a_corrupt_error_with_its_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    monkeypatch.setattr("lazyckpt.formats.reader.entry_points", lambda group: [_Plugin(error)])
+    monkeypatch.setattr("lazyckpt.formats.registry.entry_points", lambda group: [_Plugin(error)])
     (tmp_path / "x.broken").write_bytes(b"12345678")
     with pytest.raises(CorruptError) as found:
         lazyckpt.open(tmp_path / "x.broken")
@@ -252,7 +252,7 @@ def test_what_a_reader_raises_is_a_corrupt_error_with_its_cause(
 def test_what_is_no_fault_of_a_parser_passes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    monkeypatch.setattr("lazyckpt.formats.reader.entry_points", lambda group: [_Plugin(error)])
+    monkeypatch.setattr("lazyckpt.formats.registry.entry_points", lambda group: [_Plugin(error)])
     (tmp_path / "x.broken").write_bytes(b"12345678")
     with pytest.raises(type(error)) as found:
         lazyckpt.open(tmp_path / "x.broken")

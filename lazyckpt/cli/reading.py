@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from ..formats.reader import builtin, readers
+from ..formats.registry import builtin, readers
 from .console import write_line, write_text
 from .opening import JsonOption
 

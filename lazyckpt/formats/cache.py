@@ -10,7 +10,8 @@ from typing import Any
 
 from ..core.index import Index
 from ..io.store import Entry, Store, present
-from .reader import Source, read_index
+from .reader import Source
+from .registry import read_index
 
 _KEPT = 8  # checkpoints; an index is small beside what it describes, but not nothing
 _lock = threading.Lock()

@@ -23,7 +23,7 @@ from ..io.safetensors import is_safetensors, read_safetensors
 from ..io.store import Store
 from ..io.torchfile import is_torch_file, read_torch_file
 from .paths import inside, some
-from .reader import Reader, Source, unknown
+from .reader import Reader, Source
 from .torchsave import specs_of, ties, warnings
 
 _MAX_JSON = 256 << 20  # bytes of an index file
@@ -96,7 +96,10 @@ def read(source: Source) -> Index:
     else:
         paths = [index_path] if index_path else _loose(source)
         if not paths:
-            raise FormatError(unknown(source))
+            raise FormatError(
+                f"{source.where} has no weights under the names of Hugging Face (model.safetensors, "
+                "pytorch_model.bin, ...), nor an index of them. Open it without format= to let lazyckpt look for others"
+            )
         problems += _without_index(paths)
 
     shards, broken = _shards(store, paths)

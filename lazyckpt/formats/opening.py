@@ -14,7 +14,8 @@ from ..io.local import split
 from ..io.remote import is_url, split_url
 from ..io.store import Store
 from .cache import cached_index
-from .reader import Source, read_index, recognising
+from .reader import Source
+from .registry import read_index, recognising
 from .runs import read_one
 
 # Names of files that hold a part: a rank's (DeepSpeed, FSDP, Meta's Llama), a shard, an optimizer.

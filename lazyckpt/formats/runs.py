@@ -18,7 +18,8 @@ from ..core.names import natural
 from ..errors import FormatError, LazyckptError, MissingFileError
 from ..io.store import Entry, Store
 from .paths import some
-from .reader import Source, checkpoints_in, is_checkpoint_file, only_checkpoint, recognising
+from .reader import Source
+from .registry import checkpoints_in, is_checkpoint_file, only_checkpoint, recognising
 
 # A word and the number that it counts.
 _COUNT = re.compile(

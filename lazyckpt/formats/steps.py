@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 from ..errors import LazyckptError
 from ..io.store import Entry, Store
 from .megatron.files import TRACKER, tracked
-from .reader import Reader, Source, recognising
+from .reader import Reader, Source
+from .registry import recognising
 from .runs import LAST
 from .zarr.tree import ROOTS
 

@@ -109,9 +109,7 @@ def member(store: Store, path: str, prefix: str = "") -> Member:
     inner = {prefix + key for key in plain.inner}
     return Member(
         format="torch",
-        tensors={
-            key: (plain.paths[key.removeprefix(prefix)], spec) for key, spec in specs.items() if key not in inner
-        },
+        tensors={key: (plain.paths[key.removeprefix(prefix)], spec) for key, spec in specs.items() if key not in inner},
         objects=list(paths(rest, 4)),
         meta=meta,
         named=named,

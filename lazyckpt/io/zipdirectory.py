@@ -25,7 +25,9 @@ __all__ = ["ZIP_MAGIC", "Directories", "Record"]
 _MOST = 64  # layouts that are kept; ranks' files differ by some bytes in length
 _FEW = 64  # records of a local zip that is taken apart anew each time: that is as quick as comparing it
 _LARGEST = 4 << 20  # bytes of a directory that is kept
-_PLAIN = re.compile(rb"(?!\.{1,2}/)[\w.+=@ -]{1,255}/", re.ASCII)  # the name of a folder that no reader takes for another
+_PLAIN = re.compile(
+    rb"(?!\.{1,2}/)[\w.+=@ -]{1,255}/", re.ASCII
+)  # the name of a folder that no reader takes for another
 _CRC, _OFFSET = 16, 42  # where an entry has its checksum (two lengths follow), and where its header is
 _DESCRIPTORS = (16, 24)  # bytes behind a record's data
 _KNOWN = {"data.pkl", "byteorder", "version", ".format_version", ".storage_alignment", "constants.pkl"}

@@ -1,0 +1,200 @@
+"""Which reader reads a path: the first that recognises it, of lazyckpt's own in their order, then of other packages.
+
+Every reader of lazyckpt is named here, and its module is imported when it is asked for the first time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+from ..core.index import Index
+from ..core.names import matcher, natural
+from ..errors import FormatError, LazyckptError, decoding
+from ..io.collecting import many_objects
+from .reader import GROUP, Reader, Source
+
+# Module in this package, name of its Reader; in the order in which they are asked. A trainer's folder may hold what
+# other readers recognise too, so the reader that knows more about a folder comes first.
+_BUILTIN = (
+    ("zarr", "READER"),  # no other format has its documents
+    ("deepspeed", "READER"),
+    ("megatron", "READER"),
+    ("megatron", "DIST"),
+    ("trainers.lightning", "READER"),
+    ("trainers.sharding", "READER"),
+    ("trainers.torchtune", "READER"),
+    ("tensorparallel", "LLAMA"),
+    ("tensorparallel", "FILES"),
+    ("ranks", "READER"),
+    ("trainers.folder", "READER"),
+    ("dcp", "READER"),
+    ("dcp", "HUB"),
+    ("huggingface", "READER"),
+    ("safetensors", "READER"),
+    ("torchsave", "READER"),
+    ("zarr", "FOLDER"),
+)
+_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+_FOLDERS = ("checkpoint-", "global_step", "step")  # how the names of checkpoints in a run's folder begin
+_LOOKED = 32  # folders in a folder that are looked into
+_BELOW = 100  # folders in those: looking into more stops (a link to "." would be looked into again and again)
+_LISTED = 5  # names in a message
+_RUN = "run"
+
+
+@cache
+def _reader(module: str, name: str) -> Reader:
+    reader: Reader = getattr(import_module(f".{module}", __package__), name)
+    return reader
+
+
+def builtin() -> Iterator[Reader]:
+    """The readers of lazyckpt, in the order in which they are asked."""
+    return (_reader(module, name) for module, name in _BUILTIN)
+
+
+def read_index(source: Source, format: str | None = None) -> Index:
+    """Index a checkpoint with the first reader that recognises it, or the one of that name.
+
+    Raises FormatError if there is none; the readers' own errors for damage and missing files; CorruptError, with the
+    cause, for whatever else a reader raises.
+    """
+    if format is not None:
+        known = readers()
+        for reader in known:
+            if reader.name == format:
+                return _read(reader, source)
+        raise FormatError(f"no reader is named {format[:40]!r}; there are: {', '.join(r.name for r in known)}")
+    found = recognising(source)
+    if found is None:
+        raise FormatError(unknown(source))
+    return _read(found, source)
+
+
+def readers() -> tuple[Reader, ...]:
+    """All readers in the order in which they are asked: those of lazyckpt, then those of other packages."""
+    return (*builtin(), *_installed())
+
+
+def recognising(source: Source) -> Reader | None:
+    """The first reader that recognises it. Raises CorruptError, with the cause, for whatever a reader raises that is no
+    error of lazyckpt or of the file system."""
+    if "reader" not in source.known:
+        source.known["reader"] = _recognising(source)
+    found: Reader | None = source.known["reader"]
+    return found
+
+
+def _recognising(source: Source) -> Reader | None:
+    with decoding(source.where, "looking at it"):
+        for reader in builtin():
+            if reader.recognises(source):
+                return reader
+    for reader in _installed():  # to find out what is installed takes as long as opening a checkpoint
+        with decoding(source.where, f"reader {reader.name!r}"):
+            if reader.recognises(source):
+                return reader
+    return None
+
+
+def _read(reader: Reader, source: Source) -> Index:
+    with many_objects(), decoding(source.where, f"reader {reader.name!r}"):
+        return _with_unused(reader.read(source), source.rules)
+
+
+def _with_unused(index: Index, rules: Mapping[str, Any]) -> Index:
+    """With a line for every rule of the user that no tensor's name matches: it is a slip, and has no other sign."""
+    names = {*index.ruled, *(name for state in index.states.values() for name in state)} if rules else ()
+    lines = [
+        f"rules[{glob!r}] matches no tensor: it has no effect (it is compared with the full names, as the view lists "
+        "them; a tied tensor's is its owner's)"
+        for glob in rules
+        if not any(map(matcher(glob), names))
+    ]
+    return replace(index, problems=(*index.problems, *lines)) if lines else index
+
+
+def _installed() -> tuple[Reader, ...]:
+    found = []
+    for point in entry_points(group=GROUP):
+        try:
+            found.append(point.load())
+        except Exception as e:
+            raise FormatError(f"the plug-in reader {point.name!r} ({point.value}) cannot be imported: {e}") from e
+    return tuple(found)
+
+
+def is_checkpoint_file(name: str) -> bool:
+    """Whether a file's name ends as checkpoints' names do."""
+    return name.lower().endswith(_FILES)
+
+
+def checkpoints_in(source: Source) -> list[str]:
+    """Names in a folder that can be opened: files by their endings, folders that a reader recognises or that have such
+    folders in them."""
+    files = sorted(
+        (n for n, e in source.entries.items() if not e.is_dir and is_checkpoint_file(n) and n[0] != "."), key=natural
+    )
+    return files + [name for name, kind in _folders(source).items() if kind not in ("", "zarr-arrays")]
+
+
+def only_checkpoint(source: Source) -> str | None:
+    """The name in a folder that can be opened, if there is just one."""
+    found = checkpoints_in(source)
+    folders = _folders(source)
+    if len(found) != 1 or len(folders) < sum(entry.is_dir for entry in source.entries.values()):
+        return None
+    return found[0] if found[0] not in folders or folders[found[0]] != _RUN else None
+
+
+def _folders(source: Source) -> dict[str, str]:
+    """Folders in a folder -> the name of the reader that recognises it, `_RUN` if it has checkpoints in it, else "". Of
+    many folders the first ones only."""
+    found: dict[str, str] = {}
+    below = 0
+    for name in sorted((n for n, e in source.entries.items() if e.is_dir), key=natural)[:_LOOKED]:
+        if below > _BELOW:
+            break
+        found[name] = ""
+        with suppress(LazyckptError, OSError):  # it cannot be looked into: nothing to offer
+            sub = Source(source.store.below(name))
+            if sub.entries == source.entries:  # a link to the folder itself
+                continue
+            below += sum(entry.is_dir for entry in sub.entries.values())
+            reader = recognising(sub)
+            if reader is not None:
+                found[name] = reader.name
+            elif any(n.startswith(_FOLDERS) or is_checkpoint_file(n) for n in sub.entries):
+                found[name] = _RUN
+    return found
+
+
+def unknown(source: Source) -> str:
+    """That no reader knows it, and what there is, for an error."""
+    if source.path:
+        found = f"it begins with {source.head[:8]!r}" if source.size else "it is empty (0 bytes)"
+    elif source.entries:
+        inside = checkpoints_in(source)
+        folders = [name for name in inside if source.entries[name].is_dir]
+        if folders == inside and inside:
+            return f"{source.where} is no checkpoint itself. Open one of those in it: {_listed(inside)}"
+        if inside:
+            return (
+                f"{source.where} has several checkpoints, and nothing says that they belong together: "
+                f"{_listed(inside)}. Open one with tag={inside[0]!r}, or by its own path as the file."
+            )
+        found = f"it has {_listed(sorted(source.entries, key=natural))}"
+    else:
+        found = "it is an empty folder"
+    return f"{source.where} is no checkpoint that lazyckpt knows: {found}. `lazyckpt formats` lists what it reads."
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(name[:60] for name in names[:_LISTED])
+    return f"{shown} and {len(names) - _LISTED:,} more" if len(names) > _LISTED else shown
