@@ -25,7 +25,7 @@ from .io.pool import Task, run
 from .io.progress import Bar
 from .io.store import Store
 from .io.transfer import Ring
-from .tensor import LazyTensor, named
+from .lazy import LazyArray, named
 
 _GROUP = 256 << 20  # bytes that are read at once before their dtype is converted
 _LOOKED_UP = 64  # archives that are looked up at once
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def read_all(
-    lazy: Mapping[str, LazyTensor], place: torch.device, dtype: torch.dtype | None, copy: bool
+    lazy: Mapping[str, LazyArray], place: torch.device, dtype: torch.dtype | None, copy: bool
 ) -> dict[str, torch.Tensor]:
     """See `CheckpointView.to`."""
     done: dict[str, torch.Tensor] = {}
@@ -53,7 +53,7 @@ def read_all(
 
 
 def _read_to_cpu(
-    lazy: Mapping[str, LazyTensor], dtype: torch.dtype | None, copy: bool, done: dict[str, torch.Tensor], bar: Bar
+    lazy: Mapping[str, LazyArray], dtype: torch.dtype | None, copy: bool, done: dict[str, torch.Tensor], bar: Bar
 ) -> None:
     maps: dict[str, Any] = {}
     reading: list[str] = []
@@ -70,12 +70,12 @@ def _read_to_cpu(
         reading = reading[len(group) :]
 
 
-def _bar(tensors: Iterable[LazyTensor]) -> Bar:
+def _bar(tensors: Iterable[LazyArray]) -> Bar:
     total = sum(t.nbytes for t in tensors)
     return Bar(total, "read", None if total >= _LONG else False)
 
 
-def _first_bytes(names: list[str], lazy: Mapping[str, LazyTensor], limit: int) -> list[str]:
+def _first_bytes(names: list[str], lazy: Mapping[str, LazyArray], limit: int) -> list[str]:
     """As many of the first names as hold ``limit`` bytes, at least one."""
     size = 0
     for n, name in enumerate(names):
@@ -86,7 +86,7 @@ def _first_bytes(names: list[str], lazy: Mapping[str, LazyTensor], limit: int) -
 
 
 def _read_together(
-    names: list[str], lazy: Mapping[str, LazyTensor], dtype: torch.dtype | None, bar: Bar
+    names: list[str], lazy: Mapping[str, LazyArray], dtype: torch.dtype | None, bar: Bar
 ) -> dict[str, torch.Tensor]:
     ready: dict[str, Callable[[], torch.Tensor]] = {}
 
@@ -100,7 +100,7 @@ def _read_together(
     return {name: _converted(ready[name](), dtype) for name in names}
 
 
-def _looked_up(items: Iterable[T], lazy: Callable[[T], LazyTensor]) -> Iterator[T]:
+def _looked_up(items: Iterable[T], lazy: Callable[[T], LazyArray]) -> Iterator[T]:
     """The items; the archives of those that come next were looked up together."""
     group: list[T] = []
     found: list[tuple[Store, Packed, str]] = []
@@ -130,11 +130,11 @@ def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return tensor if wanted is None else tensor.to(wanted)
 
 
-def fill(pairs: Iterable[tuple[LazyTensor, torch.Tensor]], bar: Bar | None = None) -> None:
+def fill(pairs: Iterable[tuple[LazyArray, torch.Tensor]], bar: Bar | None = None) -> None:
     """Read each tensor into the one beside it: of the same shape, on any device, with any dtype and strides."""
     bar = bar or Bar(0, "", False)
     rings: dict[torch.device, Ring] = {}
-    group: list[tuple[LazyTensor, torch.Tensor]] = []
+    group: list[tuple[LazyArray, torch.Tensor]] = []
     size = 0
     for lazy, target in pairs:
         target = target.detach()
@@ -154,13 +154,13 @@ def fill(pairs: Iterable[tuple[LazyTensor, torch.Tensor]], bar: Bar | None = Non
         ring.finish()
 
 
-def _direct(lazy: LazyTensor, target: torch.Tensor) -> bool:
+def _direct(lazy: LazyArray, target: torch.Tensor) -> bool:
     """Whether the bytes can be read straight into the target's memory."""
     same = target.dtype == lazy.dtype and target.is_contiguous()
     return same and not (target.is_conj() or target.is_neg())
 
 
-def _fill_together(pairs: list[tuple[LazyTensor, torch.Tensor]], bar: Bar) -> None:
+def _fill_together(pairs: list[tuple[LazyArray, torch.Tensor]], bar: Bar) -> None:
     ready: list[tuple[Callable[[], torch.Tensor], torch.Tensor | None]] = []
 
     def tasks() -> Iterator[Task]:
@@ -178,7 +178,7 @@ def _fill_together(pairs: list[tuple[LazyTensor, torch.Tensor]], bar: Bar) -> No
             target.copy_(read)
 
 
-def load_into(view: Mapping[str, LazyTensor], module: torch.nn.Module, strict: bool) -> Any:
+def load_into(view: Mapping[str, LazyArray], module: torch.nn.Module, strict: bool) -> Any:
     """See `CheckpointView.load_into`."""
     _reshard(module)
     slots = _slots(module)
@@ -195,7 +195,7 @@ def load_into(view: Mapping[str, LazyTensor], module: torch.nn.Module, strict: b
         problems.append(f"the checkpoint lacks {_listed(missing)}")
     if strict and unexpected:
         problems.append(f"the module lacks {_listed(unexpected)}")
-    found: dict[str, LazyTensor] = {}  # of a tensor that lies on several ranks, what this one holds
+    found: dict[str, LazyArray] = {}  # of a tensor that lies on several ranks, what this one holds
     for name, lazy in there.items():
         owner, attribute = wanted[name]
         target = getattr(owner, attribute)
@@ -213,7 +213,7 @@ def load_into(view: Mapping[str, LazyTensor], module: torch.nn.Module, strict: b
     filled: dict[int, torch.Tensor] = {}  # tied parameters of the module are one object: filled once
     made: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
 
-    def pairs() -> Iterator[tuple[LazyTensor, torch.Tensor]]:
+    def pairs() -> Iterator[tuple[LazyArray, torch.Tensor]]:
         for name, tensor in found.items():
             owner, attribute = wanted[name]
             target = getattr(owner, attribute)
@@ -294,7 +294,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
-def _own(tensor: LazyTensor, target: torch.Tensor) -> LazyTensor | None:
+def _own(tensor: LazyArray, target: torch.Tensor) -> LazyArray | None:
     """What this rank holds of the target, as part of the lazy tensor; None if that is nothing. Raises DataError for
     what no tensor can be read into."""
     spread = _dtensor(target)

@@ -1,96 +1,31 @@
-"""A lazy tensor: name, shape and dtype at once, elements when they are asked for.
-
-The contract, which one suite of tests checks on every format (tests/contract.py):
-
-- name, shape, dtype, nbytes, repr, `explain` and `lazy[...]` read no tensor data;
-- ``t[key]`` equals ``whole[key]`` bit for bit, as torch (and for negative steps numpy) would index the whole, and is
-  the caller's own: writing to it never touches a file;
-- it reads the bytes it returns, plus at most the store's stated gap between two runs;
-- a tensor pickles to its description, and any number of threads may read it at the same time.
-"""
+"""A tensor of a checkpoint, as users have it: a lazy array, and the methods that show, summarize and convert it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from importlib import import_module
-from itertools import islice
-from math import prod
+from collections.abc import Sequence
+from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from .core.box import Box, Shape, c_strides, is_run, tiles
-from .core.dtypes import check_converts, short_name
-from .core.index import Extent, Fragment, Hole, Packed, TensorSpec
-from .core.plan import fragments_in, plan
-from .core.select import Selection
-from .errors import DataError
-from .io.archives import locate
-from .io.gather import Run, agree, ranges, read, run_tasks, runs, tasks
-from .io.memory import empty
-from .io.pool import Task, run, run_here
-from .io.store import Buffer, Store, narrow
-from .io.transfer import Ring, read_to
-from .likeness import Likeness
-from .printing import printable
+from .lazy import LazyArray
 
 if TYPE_CHECKING:
-    from concurrent.futures import Executor
-
     from .inspect.table import Stats
     from .show.plot import TensorPlots
 
-_SMALL = 64 << 10  # bytes that are worth a few page faults, wherever they are
-_MOST = 1 << 48  # bytes of a tensor that may be gone through
-_REPLICAS = 4 << 20  # bytes of a tensor whose copies are compared at a time
-_LARGE = 32 << 20  # bytes above which reads on several threads win over a mapping
-_ATOMS = {int, slice, type(None), type(Ellipsis)}
 
-
-class LazyTensor(Likeness):
+class LazyTensor(LazyArray):
     """One tensor of a checkpoint, or a part of one: `name`, `shape`, `dtype`, and its elements when they are asked for.
 
-    A view makes them (``view["layers.3.up.weight"]``); ``store`` and ``spec`` are where its bytes come from and which
-    they are, ``selection`` the part, for readers of other formats and for tests.
+    A view makes them: ``view["layers.3.up.weight"]``.
     """
 
-    __slots__ = ("__weakref__", "_selection", "_store", "_window", "spec")
-
-    def __init__(self, store: Store, spec: TensorSpec, selection: Selection | None = None) -> None:
-        self.spec = spec
-        self._store = store
-        self._selection = selection  # None: the whole
-        self._window: tuple[str, int, torch.dtype, Shape] | tuple[()] | None = None
-
-    # -- what it is
-
-    @property
-    def name(self) -> str:
-        """Its full name in the checkpoint."""
-        return self.spec.name
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self.spec.shape if self._selection is None else self._selection.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.spec.dtype
-
-    @property
-    def fragments(self) -> Sequence[Fragment]:
-        """What each file contributes, as data."""
-        return self.spec.fragments
-
-    def __repr__(self) -> str:
-        sizes = "x".join(map(str, self.shape)) or "scalar"
-        return f"{type(self).__name__}({self.name!r}, {sizes}, {short_name(self.dtype)})"
+    __slots__ = ()
 
     def _repr_html_(self) -> str:
         """For Jupyter: which file holds which block of it. Reads no tensor data."""
-        html: str = _door("show.html").tensor_html(self)
-        return html
+        from .show.html import tensor_html
+
+        return tensor_html(self)
 
     def show(self, histogram: bool = False) -> Any:
         """What a notebook shows of it (and a terminal, as text): what it is and which file holds which block of it.
@@ -98,239 +33,9 @@ class LazyTensor(Likeness):
         ``histogram``: and one of its elements, for which some 4 MiB are read, from 64 places over all of it; of a
         smaller tensor all. It says how many. Raises what reading raises (MissingFileError where a file is lost).
         """
-        return _door("show.html").shown(self, histogram)
+        from .show.html import shown
 
-    @property
-    def store(self) -> Store:
-        """Where its bytes come from."""
-        return self._store
-
-    def check(self) -> None:
-        """Raise the error that reading it would raise because a file is missing. Reads nothing."""
-        if self._plain is not None or getattr(self.spec.fragments, "intact", False):  # nothing to plan
-            return
-        for _, want in self._sel.reads().blocks():
-            plan(self.spec, want)
-
-    @property
-    def archives(self) -> list[Packed]:
-        """The archives and chunks that reading the whole of a stored tensor looks into, so that many can be looked up
-        at once (`locate_all`); none for a part of one."""
-        told = getattr(self.spec.fragments, "archives", None)  # a sequence that makes its fragments on demand
-        if self._selection is not None or (told is None and not isinstance(self.spec.fragments, tuple)):
-            return []
-        return told() if told else [f.extent for f in self.spec.fragments if isinstance(f.extent, Packed)]
-
-    def explain(self, key: Any = ...) -> str:
-        """Where ``t[key]`` comes from: files, byte ranges and their cost, as text. Reads nothing.
-
-        Raises the errors that reading would raise (a missing file, an index that does not fit).
-        """
-        selection = self._sel[key]
-        lines: list[str] = []
-        total = 0
-        for _, want in selection.reads().blocks():
-            for copy, (path, start, length, count, in_all) in ranges(self._store, plan(self.spec, want)):
-                total += in_all
-                if copy.extent.within is not None:
-                    lines.append(f"  {path}: {length * count:,} bytes within {copy.extent.within}")
-                    continue
-                times = f" and {count - 1:,} more runs of that length" if count > 1 else ""
-                times += ", with what lies between" if in_all > length * count else ""
-                lines.append(f"  {path}: bytes {start:,} to {start + length:,} ({length:,}){times}")
-        sizes = "x".join(map(str, selection.shape)) or "scalar"
-        nbytes = prod(selection.shape) * self.dtype.itemsize
-        files = len({line.split(":")[0] for line in lines})
-        plural = "s" if len(lines) != 1 else ""
-        head = [
-            f"{self.name}: {sizes} {short_name(self.dtype)}, {nbytes:,} bytes from {len(lines)} range{plural} "
-            f"in {files} file{'s' if files != 1 else ''} ({total:,} bytes read)"
-        ]
-        if self.spec.combine == "mean":
-            head.append("  the mean of the replicas, taken in float32")
-        if self.spec.stored_as:
-            head.append(f"  stored as {self.spec.stored_as!r}")
-        if self.spec.rule:
-            head.append(f"  {self.spec.rule}")
-        return "\n".join(map(printable, head + lines))
-
-    def replicas_agree(self) -> bool:
-        """Whether all copies that the checkpoint has of the same elements are the same, byte for byte.
-
-        Norms are on every tensor-parallel rank, dense parameters in the file of every expert-parallel one, and so on;
-        reading takes the first. This reads them all, 4 MiB at a time, and nothing of which there is one copy
-        only (then they agree). Copies in missing files are passed over. Of an averaged tensor it tells whether there
-        was something to average.
-        """
-        for box in tiles(self.spec.shape, _REPLICAS // self.dtype.itemsize):
-            if not agree(self._store, self.spec, tuple(map(range, box.start, box.stop))):
-                return False
-        return True
-
-    # -- reading
-
-    def __getitem__(self, key: Any) -> torch.Tensor:
-        """Read: ints, slices (steps may be negative), Ellipsis, None, one 1-d list of ints, one 1-d mask.
-
-        The result has `dtype`, lies on the CPU, and is the caller's own. Raises SelectionError for a key that does not
-        fit the shape, MissingFileError where wanted elements lie in a file that is gone (slices that miss it read),
-        ChangedFileError if a file is not the one that was opened, CorruptError where something packed cannot be
-        unpacked, DataError for a tensor that has no data or whose shards no rule puts together.
-        """
-        if key is Ellipsis:
-            return self._whole()
-        kind = type(key)
-        if kind in _ATOMS or (kind is tuple and all(type(k) in _ATOMS for k in key) and key.count(Ellipsis) < 2):
-            quick = self._quick(key)
-            if quick is not None:
-                return quick
-        return read(self._store, self.spec, self._sel[key].reads())
-
-    def read_into(self, out: torch.Tensor) -> torch.Tensor:
-        """Read the whole into a contiguous CPU tensor of the same shape and dtype, on this thread alone. Returns it.
-
-        Raises DataError if ``out`` is not such a tensor.
-        """
-        if out.shape != self.shape or out.dtype != self.dtype or not out.is_contiguous() or out.device.type != "cpu":
-            raise DataError(
-                f"{self.name!r} is read into a contiguous CPU tensor of shape {tuple(self.shape)} and {self.dtype}, "
-                f"not {tuple(out.shape)} and {out.dtype} on {out.device}"
-            )
-        work, ready = self.start(out)
-        run_here(work)
-        return ready()
-
-    def pieces(self, nbytes: int) -> Iterator[tuple[int, LazyTensor]]:
-        """Cut the tensor into runs of its C order of at most ``nbytes`` bytes (or one element), not read yet: (how many
-        elements are in front of it, the piece). Raises DataError for more bytes than anybody can go through."""
-        if self.nbytes > _MOST:  # one stored number that is expanded, or a fill value, may have any shape
-            raise DataError(f"{self.name!r} of shape {tuple(self.shape)} is too large to read all of it: read slices")
-        strides = c_strides(self.shape)
-        for box in tiles(self.shape, nbytes // self.dtype.itemsize):
-            ahead = sum(a * s for a, s in zip(box.start, strides, strict=True))
-            yield ahead, (self if box.shape == self.shape else self.lazy[box.slices])
-
-    def runs(self) -> list[Run] | None:
-        """The bytes of all elements in C order, as they stand in files; None if they have to be gathered, converted or
-        unpacked. Reads no elements; errors as reading."""
-        extent = self._plain
-        if extent is not None:
-            return [Run(extent.path, extent.offset, self.nbytes)]
-        reads = self._sel.reads()
-        blocks = list(islice(reads.blocks(), 2))
-        if len(blocks) != 1 or reads.flips or reads.orders:
-            return None
-        return runs(self._store, self.spec, blocks[0][1])
-
-    def astype(self, dtype: torch.dtype) -> LazyTensor:
-        """The same tensor, converted to ``dtype`` when it is read. Raises DataError if torch cannot convert it."""
-        if dtype == self.dtype:
-            return self
-        check_converts(self.name, self.dtype, dtype)
-        return type(self)(self._store, replace(self.spec, dtype=dtype), self._selection)
-
-    @property
-    def lazy(self) -> _Deferred:
-        """``t.lazy[key]``: the same indexing, as a LazyTensor that has read nothing yet. Raises SelectionError."""
-        return _Deferred(self)
-
-    def to(
-        self,
-        device: str | torch.device | torch.dtype | None = None,
-        dtype: torch.dtype | None = None,
-        copy: bool = True,
-    ) -> torch.Tensor:
-        """Read the whole to a device, in ``dtype`` if given. ``t.to(torch.float32)`` converts on the CPU.
-
-        To an accelerator it goes through pinned memory in pieces of 32 MiB. ``copy=False``: on the CPU, a tensor that
-        is one contiguous run of one local file stays mapped (privately: writing to it changes memory only) instead of
-        being read. Only for files that nobody writes to: rewriting the file changes the tensor. Touching it after the
-        file was truncated raises ChangedFileError in the thread that does, once it is back in Python: the elements that
-        are gone are zeros.
-
-        Raises DataError, before anything is read, if torch cannot convert the elements to ``dtype``.
-        """
-        if isinstance(device, torch.dtype):
-            device, dtype = None, device
-        place = torch.device("cpu" if device is None else device)
-        if place.type == "meta":
-            return torch.empty(self.shape, dtype=dtype or self.dtype, device="meta")
-        if dtype is not None and dtype != self.dtype:
-            check_converts(self.name, self.dtype, dtype)
-        if place.type != "cpu":
-            ring = Ring(place)
-            out = self.read_through(ring, dtype)
-            ring.finish()
-            return out
-        if not copy and dtype in (None, self.dtype):
-            mapped = self.mapped({})
-            if mapped is not None:
-                return mapped
-        out = self._whole()
-        return out if dtype is None else out.to(dtype)
-
-    def read_through(
-        self, ring: Ring, dtype: torch.dtype | None = None, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Read the whole to the ring's device, into ``out`` (of the same shape; any dtype and strides) if it is given;
-        it has arrived when the ring has finished."""
-        reads = self._sel.reads()
-        if out is not None and reads.in_place:
-            read_to(self._store, self.spec, reads, out, ring)
-            return out
-        array = torch.empty(reads.shape, dtype=dtype or self.dtype, device=ring.device)
-        read_to(self._store, self.spec, reads, array, ring)
-        if out is None:
-            return reads.finish(array)
-        ring.finish()
-        return out.copy_(reads.finish(array))
-
-    def start(self, out: torch.Tensor | None = None) -> tuple[Iterable[Task], Callable[[], torch.Tensor]]:
-        """Reading the whole, as work to do with that of other tensors: (tasks, what to call when they are done). Into
-        ``out``, a contiguous CPU tensor of the same shape and dtype, if it is given."""
-        extent = self._plain
-        if extent is not None:  # nothing to plan
-            whole = empty(self.spec.shape, self.dtype) if out is None else out
-            return run_tasks(self._store, extent.path, extent.offset, whole), lambda: whole
-        reads = self._sel.reads()
-        if out is None:
-            array = empty(reads.shape, self.dtype)
-            return tasks(self._store, self.spec, reads, array), lambda: reads.finish(array)
-        array = out.view(-1)[: prod(reads.shape)].view(reads.shape)  # no larger: an index lists an element once
-        return tasks(self._store, self.spec, reads, array), lambda: _moved(reads.finish(array), out)
-
-    @property
-    def held(self) -> TensorSpec:
-        """``spec`` with those fragments only that hold elements of this part of it."""
-        if self._selection is None:
-            return self.spec
-        return replace(self.spec, fragments=fragments_in(self.spec.fragments, self._selection.hull))
-
-    @property
-    def selection(self) -> Selection:
-        """Which elements of the tensor of ``spec`` this is, in which order."""
-        return self._sel
-
-    @property
-    def block(self) -> Box | None:
-        """The block of the tensor of ``spec`` that this is; None if it is none (steps, indices, other dimensions)."""
-        if self._selection is None:
-            return Box.of(self.spec.shape)
-        return self._selection.block
-
-    def mapped(self, maps: dict[str, Buffer | None]) -> torch.Tensor | None:
-        """The tensor over a private mapping of its file (kept in ``maps``, path -> mapping), or None if it is not one
-        contiguous run of one file."""
-        extent = self._plain
-        if extent is None or extent.offset % extent.dtype.itemsize:  # torch's kernels rely on alignment
-            return None
-        if extent.path not in maps:
-            maps[extent.path] = self._store.private(extent.path)
-        buffer = maps[extent.path]
-        if buffer is None or not self.numel() or extent.offset + self.nbytes > len(buffer):
-            return None
-        flat = torch.frombuffer(buffer, dtype=extent.dtype, count=self.numel(), offset=extent.offset)
-        return flat.view(self.spec.shape)
+        return shown(self, histogram)
 
     def stats(
         self,
@@ -351,14 +56,16 @@ class LazyTensor(Likeness):
         Raises what reading raises; DataError for packed elements that are no numbers (4-bit floats), or for bins that
         are none.
         """
-        found: Stats = _door("inspect.stats").stats_of(self, bins, executor, memory, progress)
-        return found
+        from .inspect.stats import stats_of
+
+        return stats_of(self, bins, executor, memory, progress)
 
     @property
     def plot(self) -> TensorPlots:
         """Plots, with matplotlib: ``t.plot.hist()``, ``t.plot.singular_values()``, ``t.plot.layout()``."""
-        found: TensorPlots = _door("show.plot").TensorPlots(self)
-        return found
+        from .show.plot import TensorPlots
+
+        return TensorPlots(self)
 
     def to_dask(self, chunks: Any = None, *, widen: bool = True) -> Any:
         """A `dask.array.Array` of this tensor. Reads nothing: its tasks carry this description, and read where they
@@ -371,115 +78,11 @@ class LazyTensor(Likeness):
 
         Raises DataError where numpy has no such dtype, and where dask is not installed.
         """
-        return _door("interop.dask").to_dask(self, chunks, widen)
+        from .interop.dask import to_dask
+
+        return to_dask(self, chunks, widen)
 
     def __dask_tokenize__(self) -> object:
-        return _door("interop.dask").token(self)
+        from .interop.dask import token
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        spec = self.held
-        paths = sorted({f.extent.path for f in spec.fragments})  # the same description is the same bytes
-        return type(self), (narrow(self._store, paths), spec, self._selection)
-
-    # -- how
-
-    def _whole(self) -> torch.Tensor:
-        """Read all of it, past any mapping: going through a checkpoint must not fill this process with file pages."""
-        work, ready = self.start()
-        run(work)
-        return ready()
-
-    @property
-    def _sel(self) -> Selection:
-        return Selection.all(self.spec.shape) if self._selection is None else self._selection
-
-    @property
-    def _plain(self) -> Extent | None:
-        """The extent, if the tensor is one contiguous run of raw bytes of one file."""
-        spec = self.spec
-        if self._selection is not None or getattr(spec.fragments, "placed", False) or len(spec.fragments) != 1:
-            return None
-        fragment = spec.fragments[0]
-        extent = fragment.extent
-        if (
-            fragment.parts is not None
-            or fragment.axes is not None
-            or isinstance(extent, Hole)
-            or extent.dtype != spec.dtype
-        ):
-            return None
-        if fragment.span not in (None, (0, spec.numel)) or fragment.local_shape != spec.shape:
-            return None
-        if isinstance(extent, Packed):  # who asks is about to read
-            extent = locate(self._store, extent, spec.name)
-        return extent if extent.raw and is_run(extent.shape, extent.strides) else None
-
-    def _quick(self, key: Any) -> torch.Tensor | None:
-        """The same as the planned read, for a small or resident slice of a plain tensor: torch indexes the mapping."""
-        window = self._window
-        if window is None:
-            window = self._window = self._find_window()
-        if not window:
-            return None
-        path, offset, dtype, shape = window
-        mapped = self._store.map(path)
-        if mapped is None:
-            return None
-        try:
-            view = mapped.array(offset, dtype, shape)[key]
-        except (IndexError, ValueError, TypeError):  # the planned path can do it, or words the error
-            return None
-        nbytes = view.nbytes
-        if not view.is_contiguous():
-            if nbytes > _SMALL:
-                return None
-            copied = view.contiguous()
-        elif nbytes > _SMALL and (nbytes > _LARGE or not self._store.resident(view)):
-            return None
-        else:
-            copied = view.clone()
-        self._store.confirm(path, mapped)
-        return copied
-
-    def _find_window(self) -> tuple[str, int, torch.dtype, Shape] | tuple[()]:
-        """Where a plain tensor lies, if torch can index and clone it there; () if not."""
-        extent = self._plain
-        if extent is None or not self.numel() or extent.dtype not in _CLONABLE:
-            return ()
-        if extent.offset % extent.dtype.itemsize:
-            return ()
-        return extent.path, extent.offset, extent.dtype, self.spec.shape
-
-
-_CLONABLE = {
-    torch.float32, torch.float64, torch.float16, torch.bfloat16,
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-}  # fmt: skip
-
-
-class _Deferred:
-    __slots__ = ("_tensor",)
-
-    def __init__(self, tensor: LazyTensor) -> None:
-        self._tensor = tensor
-
-    def __getitem__(self, key: Any) -> LazyTensor:
-        t = self._tensor
-        return type(t)(t._store, t.spec, t._sel[key])
-
-
-def named(tensors: Mapping[str, LazyTensor], name: str) -> LazyTensor | None:
-    """The tensor of exactly this name; None if there is none. (`CheckpointView.get` also takes prefixes, and paths
-    inside names.)"""
-    exact = getattr(tensors, "exact", tensors.get)
-    found: LazyTensor | None = exact(name)
-    return found
-
-
-def _door(module: str) -> Any:
-    """A door upwards: what is done with tensors stands above them, and is imported when it is asked for."""
-    return import_module(f".{module}", __package__)
-
-
-def _moved(result: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    return out if result.data_ptr() == out.data_ptr() else out.copy_(result)
+        return token(self)

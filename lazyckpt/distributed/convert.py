@@ -20,7 +20,8 @@ from ..formats.dcp.objects import Meta
 from ..formats.nested import put
 from ..io.plain import TensorRef
 from ..io.records import Opaque
-from ..tensor import LazyTensor, named
+from ..lazy import named
+from ..tensor import LazyTensor
 from ..view import CheckpointView
 from .statedict import replace_file
 

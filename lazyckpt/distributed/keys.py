@@ -16,7 +16,8 @@ from typing import Any
 from ..errors import TensorNotFoundError
 from ..formats.dcp.objects import Meta
 from ..io.plain import Path, TensorRef
-from ..tensor import LazyTensor, named
+from ..lazy import named
+from ..tensor import LazyTensor
 from ..view import CheckpointView
 
 _WEIGHT = re.compile(r"(?:app\.)?(?:model|module|state_dict)\.(.+)")

@@ -20,7 +20,7 @@ from ..core.chunking import chunk_box, grid_of
 from ..core.dtypes import BITS
 from ..formats.zarr.documents import RAW, Json
 from ..io.memory import as_bytes, empty
-from ..tensor import LazyTensor
+from ..lazy import LazyArray
 from .codecs import Encoding
 from .job import OVERHEAD
 from .places import PIECE, Place
@@ -73,12 +73,12 @@ class Cut:
         return held + index + OVERHEAD
 
 
-def write(place: Place, key: str, tensor: LazyTensor, cut: Cut) -> None:
+def write(place: Place, key: str, tensor: LazyArray, cut: Cut) -> None:
     """One file, of which the tensor is the block."""
     place.put(key, content(tensor, cut))
 
 
-def content(tensor: LazyTensor, cut: Cut) -> Iterator[memoryview]:
+def content(tensor: LazyArray, cut: Cut) -> Iterator[memoryview]:
     """The bytes of a file, in pieces, each good until the next is asked for."""
     if cut.shard is None:
         yield from _chunk(tensor, cut.chunk, cut.encoding)
@@ -94,7 +94,7 @@ def content(tensor: LazyTensor, cut: Cut) -> Iterator[memoryview]:
     yield _index(index)
 
 
-def check(place: Place, key: str, tensor: LazyTensor, cut: Cut) -> None:
+def check(place: Place, key: str, tensor: LazyArray, cut: Cut) -> None:
     """Read a file again and compare it with the source. Raises CorruptError if they differ."""
     where = f"{place}/{key}"
     size = place.forget(key)
@@ -116,7 +116,7 @@ def check(place: Place, key: str, tensor: LazyTensor, cut: Cut) -> None:
             raise differs(where, f"bytes {offset:,} to {offset + nbytes:,}")
 
 
-def _same(place: Place, key: str, offset: int, nbytes: int, tensor: LazyTensor, cut: Cut) -> bool:
+def _same(place: Place, key: str, offset: int, nbytes: int, tensor: LazyArray, cut: Cut) -> bool:
     if not cut.encoding.raw:
         whole = _whole(tensor, cut.chunk)
         found = cut.encoding.decode(memoryview(place.get(key, offset, nbytes)), cut.chunk, tensor.dtype)
@@ -129,7 +129,7 @@ def _same(place: Place, key: str, offset: int, nbytes: int, tensor: LazyTensor, 
     return offset == end
 
 
-def _inner(tensor: LazyTensor, cut: Cut) -> Iterator[LazyTensor | None]:
+def _inner(tensor: LazyArray, cut: Cut) -> Iterator[LazyArray | None]:
     """What the chunks of a shard hold, in the order of its index; None where one is all beyond the tensor's end."""
     inside = Box.of(tensor.shape)
     for at in product(*map(range, grid_of(cut.file, cut.chunk))):
@@ -137,7 +137,7 @@ def _inner(tensor: LazyTensor, cut: Cut) -> Iterator[LazyTensor | None]:
         yield tensor.lazy[box.slices] if box else None
 
 
-def _chunk(tensor: LazyTensor, chunk: Shape, encoding: Encoding) -> Iterator[memoryview]:
+def _chunk(tensor: LazyArray, chunk: Shape, encoding: Encoding) -> Iterator[memoryview]:
     if encoding.raw:
         for tile in tiles(chunk, PIECE // tensor.itemsize):
             yield as_bytes(_fill(tensor, tile, _as(scratch(tile.numel * tensor.itemsize), tensor.dtype, tile.shape)))
@@ -145,7 +145,7 @@ def _chunk(tensor: LazyTensor, chunk: Shape, encoding: Encoding) -> Iterator[mem
         yield encoding.encode(_whole(tensor, chunk))
 
 
-def _whole(tensor: LazyTensor, chunk: Shape) -> torch.Tensor:
+def _whole(tensor: LazyArray, chunk: Shape) -> torch.Tensor:
     out = empty(chunk, tensor.dtype)
     if tuple(tensor.shape) == chunk:
         return tensor.read_into(out)
@@ -156,7 +156,7 @@ def _whole(tensor: LazyTensor, chunk: Shape) -> torch.Tensor:
     return out
 
 
-def _fill(tensor: LazyTensor, tile: Box, out: torch.Tensor) -> torch.Tensor:
+def _fill(tensor: LazyArray, tile: Box, out: torch.Tensor) -> torch.Tensor:
     """A run of a chunk's C order; zero where the chunk goes beyond the tensor."""
     inner = tile & Box.of(tensor.shape)
     if inner == tile:

@@ -24,7 +24,7 @@ import torch
 from ..core.box import Shape
 from ..errors import DataError
 from ..io.plain import TensorRef
-from ..tensor import LazyTensor, named
+from ..lazy import LazyArray, named
 from .destination import local_path
 from .files import check_names
 from .folders import Kind, write_folder
@@ -51,8 +51,8 @@ class View(Training, Protocol):
     @property
     def format(self) -> str: ...
     @property
-    def stored(self) -> Mapping[str, LazyTensor]: ...
-    def once(self) -> tuple[Mapping[str, LazyTensor], Mapping[str, str]]: ...
+    def stored(self) -> Mapping[str, LazyArray]: ...
+    def once(self) -> tuple[Mapping[str, LazyArray], Mapping[str, str]]: ...
 
 
 class _Chunk(NamedTuple):
@@ -78,7 +78,7 @@ class _State:
         if key in self.paths:
             raise DataError(f"two things would be called {key!r} in the distributed checkpoint: select one of them")
         self.paths[key] = path
-        (self.tensors if isinstance(value, LazyTensor | Held) else self.objects)[key] = value
+        (self.tensors if isinstance(value, LazyArray | Held) else self.objects)[key] = value
 
 
 def export_dcp(
@@ -103,8 +103,8 @@ def export_dcp(
     for name, chunks in rows:
         items = [chunk.item for chunk in chunks]
         files.append(File(name, sum(item.tensor.nbytes for item in items), partial(row, items)))
-    lazy = [t for t in state.tensors.values() if isinstance(t, LazyTensor)]
-    told = [(t, (key, str(t.dtype), tuple(t.shape))) for key, t in state.tensors.items() if isinstance(t, LazyTensor)]
+    lazy = [t for t in state.tensors.values() if isinstance(t, LazyArray)]
+    told = [(t, (key, str(t.dtype), tuple(t.shape))) for key, t in state.tensors.items() if isinstance(t, LazyArray)]
     around = 2048 * max((len(chunks) for _, chunks in rows), default=1)
     plan = Plan(
         files=files,
@@ -157,7 +157,7 @@ def _add_meta(state: _State, view: View, lost: Lost) -> None:
     def tensor(name: str) -> Any:
         return named(stored, name)
 
-    known = {t.spec.stored_as or key for key, t in state.tensors.items() if isinstance(t, LazyTensor)}
+    known = {t.spec.stored_as or key for key, t in state.tensors.items() if isinstance(t, LazyArray)}
     groups = [] if not any(k.startswith("optim.state.") for k in state.paths) else param_groups(view)
     ours = ("optim", "param_groups")
     for n, group in enumerate(restored(groups, "optim.param_groups", tensor, lost)):
@@ -190,19 +190,19 @@ def _leaves(value: Any, path: Key) -> Iterator[tuple[Key, Any]]:
 
 def _terminal(values: list[Any]) -> bool:
     return not any(
-        isinstance(v, dict | LazyTensor | TensorRef) or (isinstance(v, list) and not _terminal(v)) for v in values
+        isinstance(v, dict | LazyArray | TensorRef) or (isinstance(v, list) and not _terminal(v)) for v in values
     )
 
 
 def _whole(value: Any) -> Any:
     """An object with its tensors read: those that stand in tuples are small, a generator's state."""
-    if isinstance(value, LazyTensor | Held):
+    if isinstance(value, LazyArray | Held):
         return value
     return _read(value)
 
 
 def _read(value: Any) -> Any:
-    if isinstance(value, LazyTensor):
+    if isinstance(value, LazyArray):
         return value[...]
     if isinstance(value, dict):
         return {key: _read(part) for key, part in value.items()}
@@ -219,7 +219,7 @@ def _chunks(tensor: Writable) -> Iterator[tuple[Shape, Writable]]:
     shape = tuple(tensor.shape)
     width = prod(shape[1:]) * tensor.itemsize
     rows = max(1, CHUNK // max(width, 1))
-    if not isinstance(tensor, LazyTensor) or not shape or shape[0] <= rows or not width:
+    if not isinstance(tensor, LazyArray) or not shape or shape[0] <= rows or not width:
         yield (0,) * len(shape), tensor
         return
     for at in range(0, shape[0], rows):

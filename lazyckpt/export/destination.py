@@ -20,7 +20,7 @@ from ..formats.zarr.tree import ROOTS
 from ..io.pool import each
 from ..io.remote import is_url
 from ..io.store import Store
-from ..tensor import LazyTensor
+from ..lazy import LazyArray
 
 
 def local_path(dest: str | os.PathLike[str]) -> Path:
@@ -47,7 +47,7 @@ def local_path(dest: str | os.PathLike[str]) -> Path:
     return path
 
 
-def source_files(tensors: Iterable[LazyTensor]) -> set[Path]:
+def source_files(tensors: Iterable[LazyArray]) -> set[Path]:
     """The files that the tensors' checkpoints stand on."""
     return {path for store in {id(t.store): t.store for t in tensors}.values() for path in _files(store)}
 
@@ -56,7 +56,7 @@ def _files(store: Store) -> set[Path]:
     return {Path(os.path.realpath(os.path.join(store.root, path))) for path in store.pins}
 
 
-def check_apart(dest: Path, tensors: Iterable[LazyTensor]) -> None:
+def check_apart(dest: Path, tensors: Iterable[LazyArray]) -> None:
     """Raise DestinationError if what is written there would be in the checkpoint that is read, or in its place."""
     real = Path(os.path.realpath(dest))
     stores = {id(t.store): t.store for t in tensors}.values()
@@ -72,7 +72,7 @@ def check_apart(dest: Path, tensors: Iterable[LazyTensor]) -> None:
             raise DestinationError(f"{dest} is inside of the checkpoint that is read, {root}: choose another place")
 
 
-def check_inside(dest: Path, tensors: Iterable[LazyTensor]) -> None:
+def check_inside(dest: Path, tensors: Iterable[LazyArray]) -> None:
     """Raise DestinationError if a folder of files that are read has ``dest`` in it, itself or further below; unless
     only one file of it is read: that may lie in a folder with anything."""
     real = Path(os.path.realpath(dest))
@@ -87,7 +87,7 @@ def check_inside(dest: Path, tensors: Iterable[LazyTensor]) -> None:
             )
 
 
-def check_unchanged(tensors: Iterable[LazyTensor]) -> None:
+def check_unchanged(tensors: Iterable[LazyArray]) -> None:
     """Raise ChangedFileError or MissingFileError if a file that the tensors are read from is not what it was when it
     was opened. (Reading finds that too, but not if it happens after the last read.)"""
     files: dict[tuple[int, str], Store] = {}

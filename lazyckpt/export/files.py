@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ..errors import DataError, DestinationError
-from ..tensor import LazyTensor
+from ..lazy import LazyArray
 from .destination import alone, check_inside, check_paths, local_path, source_files
 from .held import Writable
 from .job import Run, run
@@ -44,7 +44,7 @@ class FileFormat:
 
 def export(
     form: FileFormat,
-    tensors: Mapping[str, LazyTensor],
+    tensors: Mapping[str, LazyArray],
     aliases: Aliases,
     dest: str | os.PathLike[str],
     *,
@@ -135,7 +135,7 @@ def check_names(names: Iterable[str]) -> None:
                 raise DataError(f"the name {name!r} is no valid text (a lone surrogate): no file can hold it") from None
 
 
-def _converted(tensor: LazyTensor, dtype: torch.dtype | None) -> LazyTensor:
+def _converted(tensor: LazyArray, dtype: torch.dtype | None) -> LazyArray:
     """As `nn.Module.to` does: integers and bools stay what they are."""
     return tensor if dtype is None or not tensor.dtype.is_floating_point else tensor.astype(dtype)
 

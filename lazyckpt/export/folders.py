@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..errors import DestinationError
 from ..io.remote import is_url
-from ..tensor import LazyTensor
+from ..lazy import LazyArray
 from .destination import source_files
 from .job import Run
 from .output import Plan, write
@@ -27,7 +27,7 @@ def write_folder(
     kind: Kind,
     plan: Plan,
     place: Path,
-    tensors: Sequence[LazyTensor],
+    tensors: Sequence[LazyArray],
     *,
     overwrite: bool,
     verify: bool,
@@ -50,7 +50,7 @@ def write_folder(
     )
 
 
-def check_folder(dest: Path, kind: Kind, tensors: Sequence[LazyTensor], sources: set[Path], overwrite: bool) -> None:
+def check_folder(dest: Path, kind: Kind, tensors: Sequence[LazyArray], sources: set[Path], overwrite: bool) -> None:
     """Raises DestinationError if the folder must not appear there."""
     real = Path(os.path.realpath(dest))
     if any(real == source or real in source.parents for source in sources):

@@ -17,7 +17,7 @@ from ..core.dtypes import short_name
 from ..formats.zarr.contents import Part as ZarrPart
 from ..formats.zarr.contents import contents
 from ..io.remote import is_url
-from ..tensor import LazyTensor
+from ..lazy import LazyArray
 from . import dcp
 from .destination import local_path
 from .files import FileFormat
@@ -32,7 +32,7 @@ _AROUND = 2048  # bytes of a file of torch.save besides its tensor, about
 _OPTION = "step"  # a count, which is written in another way or not at all
 
 
-class View(dcp.View, ZarrPart[LazyTensor], Protocol):  # type: ignore[misc]  # the two know the same ``states``
+class View(dcp.View, ZarrPart[LazyArray], Protocol):  # type: ignore[misc]  # the two know the same ``states``
     """What is asked of a view."""
 
 
@@ -68,7 +68,7 @@ def of_files(to: str, views: Sequence[View], dest: str, max_shard_size: int | st
     """Of safetensors or torch files: one view, or those of all ranks, each of which gets a folder."""
     form = FILES[to]
     files = 0
-    tensors: list[LazyTensor] = []
+    tensors: list[LazyArray] = []
     for view in views:
         own = view.once()[0]
         one = Path(dest).suffix in form.endings or max_shard_size is None
@@ -84,7 +84,7 @@ def of_zarr(view: View, dest: str, codec: str | None, memory: int | None) -> For
     found = contents(view)
     plan = planned(found, codec, None, None, memory, is_url(dest))
     groups = dict(zip(found.groups, found.about["states"], strict=True))
-    of_state: dict[str, list[LazyTensor]] = {state: [] for state in found.about["states"]}
+    of_state: dict[str, list[LazyArray]] = {state: [] for state in found.about["states"]}
     for path, tensor in found.arrays.items():
         of_state[groups[path.partition("/")[0]]].append(tensor)
     files = sum(prod(grid_of(tuple(i.tensor.shape), i.cut.file)) for i in plan.items) + len(plan.documents)
@@ -133,7 +133,7 @@ def _folder(states: Mapping[str, Amount]) -> Forecast:
     return Forecast(states, None, sum(amount.nbytes + _AROUND * amount.tensors for amount in states.values()))
 
 
-def _amount(tensors: Iterable[LazyTensor], dtype: torch.dtype | None = None) -> Amount:
+def _amount(tensors: Iterable[LazyArray], dtype: torch.dtype | None = None) -> Amount:
     """``dtype``: that floats get."""
     kinds: dict[str, None] = {}
     count = nbytes = 0

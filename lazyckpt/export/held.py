@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..core.box import Shape, c_strides, tiles
 from ..core.dtypes import BITS
 from ..errors import DataError
-from ..tensor import LazyTensor
+from ..lazy import LazyArray
 
 
 class Writable(Protocol):
-    """Name, shape and dtype at once, the elements in pieces: what a `LazyTensor` is to a writer."""
+    """Name, shape and dtype at once, the elements in pieces: what a `LazyArray` is to a writer."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -56,7 +56,7 @@ class Held:
         return self.tensor.numel()
 
     def pieces(self, nbytes: int) -> Iterator[tuple[int, Held]]:
-        """As `LazyTensor.pieces`."""
+        """As `LazyArray.pieces`."""
         strides = c_strides(self.shape)
         for box in tiles(self.shape, nbytes // self.itemsize):
             ahead = sum(a * s for a, s in zip(box.start, strides, strict=True))
@@ -76,7 +76,7 @@ class Held:
 class Viewed:
     """A lazy tensor's elements, in C order, under another shape of as many."""
 
-    def __init__(self, tensor: LazyTensor, shape: Shape) -> None:
+    def __init__(self, tensor: LazyArray, shape: Shape) -> None:
         self.tensor = tensor
         self.shape = torch.Size(shape)
 
@@ -96,11 +96,11 @@ class Viewed:
         return self.tensor.numel()
 
     def pieces(self, nbytes: int) -> Iterator[tuple[int, Any]]:
-        """As `LazyTensor.pieces`."""
+        """As `LazyArray.pieces`."""
         return self.tensor.pieces(nbytes)
 
     def runs(self) -> Any:
-        """As `LazyTensor.runs`."""
+        """As `LazyArray.runs`."""
         return self.tensor.runs()
 
 

@@ -35,7 +35,7 @@ from ..formats.renaming.apply import heads_of
 from ..formats.sharding.ranks import mesh_of
 from ..formats.sharding.shard import sharded
 from ..io.store import Store
-from ..tensor import LazyTensor, named
+from ..lazy import LazyArray, named
 from .dcp import View
 from .destination import local_path
 from .folders import Kind, write_folder
@@ -98,7 +98,7 @@ class _Plan:
         """A tensor as the file has it. All experts of a rank in one, GroupedMLP's, of [experts, hidden, width] as
         [hidden, experts * width], the other as [experts * width, hidden], of the same bytes (transformer/moe/experts.py
         `GroupedMLP.forward`: ``view`` of the parameter)."""
-        tensor = LazyTensor(self.store, spec)
+        tensor = LazyArray(self.store, spec)
         if self.dtype is not None and state == "weights" and spec.dtype.is_floating_point:
             tensor = tensor.astype(self.dtype)
         which = stack_of(spec.name)
@@ -127,7 +127,7 @@ def export_megatron(
     iteration = plan.around["iteration"]
     folder = f"iter_{iteration:07d}" if iteration else "release"
     files: list[File] = []
-    told: list[tuple[LazyTensor, object]] = []
+    told: list[tuple[LazyArray, object]] = []
     bare: list[bytes] = []
     for rank in (Rank(t, p, 0, e) for p in range(pp) for t in range(tp) for e in range(ep)):
         name = f"mp_rank_{rank.tp:02d}" + (f"_{rank.pp:03d}" if pp > 1 else "") + (f"_{rank.ep:03d}" if ep > 1 else "")
@@ -189,7 +189,7 @@ def _plan(view: View, mesh: Mesh, lost: Lost) -> _Plan:
     return _Plan(store, index, mesh, args, optimizer, around, _extra(view, weights), dtype)
 
 
-def _check(view: View, tensors: Mapping[str, LazyTensor], mesh: Mesh) -> None:
+def _check(view: View, tensors: Mapping[str, LazyArray], mesh: Mesh) -> None:
     strange = [name for name in tensors if _NAME.match(name) is None]
     if not tensors:
         raise DataError("there is no tensor in this view")

@@ -23,7 +23,7 @@ from ..core.box import Shape
 from ..core.index import TensorSpec
 from ..formats.megatron.names import is_buffer, is_expert
 from ..formats.paths import some
-from ..tensor import named
+from ..lazy import named
 from .dcp import View
 from .groups import below, step_of
 from .held import Held, Writable

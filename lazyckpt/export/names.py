@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 
 from ..core.names import Names
 from ..errors import DataError, TensorNotFoundError
-from ..tensor import LazyTensor
+from ..lazy import LazyArray
 
 NewNames = Mapping[str, str | None] | Callable[[str], str | None]
 
 
 def under(
-    names: NewNames | None, tensors: Mapping[str, LazyTensor], aliases: Mapping[str, str]
-) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+    names: NewNames | None, tensors: Mapping[str, LazyArray], aliases: Mapping[str, str]
+) -> tuple[dict[str, LazyArray], dict[str, str]]:
     """The tensors, and the further names of tied ones, under new names: of a mapping, where a name that it lacks stays
     as it is, or of a function. None leaves a name out; a tensor stays if a tied name of it does.
 
@@ -28,7 +28,7 @@ def under(
                 near = Names([*tensors, *aliases]).near(name)
                 hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
                 raise TensorNotFoundError(f"names= tells of {name!r}, which is not among what is written.{hint}")
-    found: dict[str, LazyTensor] = {}
+    found: dict[str, LazyArray] = {}
     tied: dict[str, str] = {}
     was: dict[str, str] = {}  # new name -> the first old name that got it
     kept: dict[str, str] = {}  # the old name of a tensor -> the new one

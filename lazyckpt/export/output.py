@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..io.progress import Bar
-from ..tensor import LazyTensor
+from ..lazy import LazyArray
 from .destination import check_room, check_unchanged
 from .job import Run
 from .ledger import Ledger
@@ -48,7 +48,7 @@ class Plan:
 def write(
     plan: Plan,
     place: Path,
-    tensors: Sequence[LazyTensor],
+    tensors: Sequence[LazyArray],
     *,
     check: Check,
     reveal: Callable[[Folder], None],

@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 
 from ..errors import DestinationError
-from ..tensor import LazyTensor
+from ..lazy import LazyArray
 from .destination import check_apart, local_path
 from .places import PART, Folder
 from .staging import fingerprint, reveal, staged
@@ -37,7 +37,7 @@ def rank_folders(tp: int, pp: int, ep: int) -> Iterator[tuple[str, dict[str, int
 def export_ranks(
     writers: Mapping[str, Callable[[Path], object]],
     dest: str | os.PathLike[str],
-    tensors: Iterable[LazyTensor],
+    tensors: Iterable[LazyArray],
     about: str,
     overwrite: bool,
 ) -> list[Path]:

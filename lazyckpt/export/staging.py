@@ -28,7 +28,7 @@ import torch
 from ..errors import CorruptError, DestinationError, LazyckptError, MissingFileError, WorkerError
 from ..formats.zarr.documents import JOB  # holds the fingerprint
 from ..io.store import Store
-from ..tensor import LazyTensor
+from ..lazy import LazyArray
 from .destination import local_path, make_folder
 from .guard import Owner, is_own, own_folder, usual_mode
 from .ledger import LEDGER, told
@@ -243,7 +243,7 @@ def uploaded(bucket: Bucket, fingerprint: str, overwrite: bool) -> Iterator[tupl
         ) from e
 
 
-def fingerprint(tensors: Iterable[tuple[LazyTensor, object]], texts: Iterable[bytes]) -> str:
+def fingerprint(tensors: Iterable[tuple[LazyArray, object]], texts: Iterable[bytes]) -> str:
     """What two calls have in common that may go on with each other's files: the source's files, the tensors, each with
     what is said of where and how it is written, and what is written besides."""
     digest = hashlib.sha256(torch.__version__.encode())  # which decides where in a file of torch.save a tensor begins

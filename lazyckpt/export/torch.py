@@ -19,7 +19,7 @@ from torch.serialization import skip_data
 
 from ..core.dtypes import BITS
 from ..errors import DataError
-from ..tensor import LazyTensor
+from ..lazy import LazyArray
 from .files import Aliases, FileFormat, Tensors
 from .held import Held, Viewed, Writable
 from .places import Target
@@ -79,13 +79,13 @@ def leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, dict | list | tuple):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from leaves(inner)
-    elif isinstance(value, LazyTensor | Held | Viewed):
+    elif isinstance(value, LazyArray | Held | Viewed):
         yield value
 
 
 def replaced(value: Any, leaf: Callable[[Any], Any]) -> Any:
     """A copy of the object with something else for each `Writable`; dicts keep their class and attributes."""
-    if isinstance(value, LazyTensor | Held | Viewed):
+    if isinstance(value, LazyArray | Held | Viewed):
         return leaf(value)
     if isinstance(value, dict):
         made = copy(value)

@@ -20,7 +20,7 @@ import torch
 
 from ..errors import DataError
 from ..formats.deepspeed.ucp import cut_of
-from ..tensor import LazyTensor, named
+from ..lazy import LazyArray, named
 from .dcp import View
 from .destination import local_path
 from .files import check_names
@@ -76,17 +76,17 @@ def export_universal(
                 steps[name] = count
 
     files: list[File] = []
-    told: list[tuple[LazyTensor, object]] = []
+    told: list[tuple[LazyArray, object]] = []
     for name, tensor in masters.items():
         for state, value in (("fp32", tensor), *states.get(name, {}).items()):
             key = f"zero/{name}/{state}.pt"
-            if isinstance(value, LazyTensor):
+            if isinstance(value, LazyArray):
                 told.append((value, (key, str(value.dtype))))
             item = Item(0, value, tuple(cut_of(info, name).items()))
             files.append(File(key, value.nbytes, partial(row, [item])))
     model = _model_states(view, masters, aliases, groups, states, info, lost)
     module = _module(view, masters)
-    kept = list(dict.fromkeys(t for t in module.values() if isinstance(t, LazyTensor)))
+    kept = list(dict.fromkeys(t for t in module.values() if isinstance(t, LazyArray)))
     told += [(t, ("module", str(t.dtype))) for t in kept]
     whole = {"module": {**module, **{a: module[o] for a, o in aliases.items() if o in module}}, **model}
     files.append(File("mp_rank_00_model_states.pt", sum(t.nbytes for t in kept), partial(layout_of, value=whole)))
@@ -115,7 +115,7 @@ def export_universal(
 # -- the parameters
 
 
-def _masters(view: View) -> tuple[dict[str, LazyTensor], Mapping[str, str]]:
+def _masters(view: View) -> tuple[dict[str, LazyArray], Mapping[str, str]]:
     """The parameters in float32, as optimizers have them; and tied names. What is no float (buffers) stays so."""
     part = view.states.get("fp32", view)
     tensors, aliases = part.once()
@@ -134,7 +134,7 @@ def _check(names: Mapping[str, object]) -> None:
             )
 
 
-def _states(view: View, masters: Mapping[str, LazyTensor], lost: Lost) -> dict[str, dict[str, Writable]]:
+def _states(view: View, masters: Mapping[str, LazyArray], lost: Lost) -> dict[str, dict[str, Writable]]:
     """Parameter -> the states that have its shape."""
     found: dict[str, dict[str, Writable]] = {}
     for state, tensors in view.states.items():
@@ -164,7 +164,7 @@ def _not_for_stage_3(states: Iterable[str]) -> Lost:
 
 
 def _without_states(
-    view: View, masters: Mapping[str, LazyTensor], states: Mapping[str, object], groups: list[dict[str, Any]]
+    view: View, masters: Mapping[str, LazyArray], states: Mapping[str, object], groups: list[dict[str, Any]]
 ) -> list[str]:
     """Parameters that never had a gradient, of which torch's optimizers have no states: DeepSpeed wants all parameters
     of a group to have the same. Where the optimizer has them as mere numbers: all that may be meant."""
@@ -176,7 +176,7 @@ def _without_states(
     return [name for name in masters if name in names and name not in states]
 
 
-def _steps(view: View, masters: Mapping[str, LazyTensor]) -> dict[str, Any]:
+def _steps(view: View, masters: Mapping[str, LazyArray]) -> dict[str, Any]:
     """Parameter -> its count of steps, as the optimizer had it: a tensor, or a number."""
     if "step" in view.states:
         return {name: tensor[...] for name, tensor in view.states["step"].items() if name in masters}
@@ -190,7 +190,7 @@ def _steps(view: View, masters: Mapping[str, LazyTensor]) -> dict[str, Any]:
 # -- what stands around them
 
 
-def _module(view: View, masters: Mapping[str, LazyTensor]) -> dict[str, Writable]:
+def _module(view: View, masters: Mapping[str, LazyArray]) -> dict[str, Writable]:
     """The weights as they were trained; without them, what ZeRO-3 writes: no parameters, but what else there is."""
     if view.state == "weights":
         return dict(view.once()[0])
@@ -199,7 +199,7 @@ def _module(view: View, masters: Mapping[str, LazyTensor]) -> dict[str, Writable
 
 def _model_states(
     view: View,
-    masters: Mapping[str, LazyTensor],
+    masters: Mapping[str, LazyArray],
     aliases: Mapping[str, str],
     groups: list[dict[str, Any]],
     states: Mapping[str, object],

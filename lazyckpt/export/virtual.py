@@ -26,7 +26,7 @@ from ..formats.zarr.contents import Contents, Part, contents
 from ..formats.zarr.dtypes import FOREIGN, NAMES
 from ..io.gather import planned
 from ..io.remote import is_url
-from ..tensor import LazyTensor
+from ..lazy import LazyArray
 from .destination import appearing, check_apart, folder_appearing, local_path
 
 MOST = 64 << 20  # bytes of a chunk
@@ -39,7 +39,7 @@ class _Referred:
     """A tensor that can be told as references: the name that the view has for it, its chunks, where they lie."""
 
     name: str
-    tensor: LazyTensor
+    tensor: LazyArray
     chunk: Shape
     copies: list[Copy]
 
@@ -49,7 +49,7 @@ class _Referred:
             yield reference._replace(path=url_of(self.tensor.store.root, reference.path))
 
 
-def to_virtual(view: Part[LazyTensor], dest: Any, format: str | None, bits: bool) -> dict[str, str]:
+def to_virtual(view: Part[LazyArray], dest: Any, format: str | None, bits: bool) -> dict[str, str]:
     """`CheckpointView.to_virtual`."""
     form = format or _form(dest)
     if form not in _WRITERS:
@@ -75,7 +75,7 @@ def _form(dest: Any) -> str:
     return "json" if Path(os.fspath(dest)).suffix == ".json" else "parquet"
 
 
-def _referred(what: Contents[LazyTensor]) -> tuple[dict[str, _Referred], dict[str, str]]:
+def _referred(what: Contents[LazyArray]) -> tuple[dict[str, _Referred], dict[str, str]]:
     """Path -> a tensor that references can tell; path -> why another one cannot be told."""
     found: dict[str, _Referred] = {}
     left_out: dict[str, str] = {}
@@ -105,7 +105,7 @@ def _array(one: _Referred, bits: bool) -> documents.Json:
     return documents.array(one.name, shape, dtype, one.chunk)
 
 
-def _hierarchy(what: Contents[LazyTensor], referred: Mapping[str, _Referred], bits: bool) -> dict[str, documents.Json]:
+def _hierarchy(what: Contents[LazyArray], referred: Mapping[str, _Referred], bits: bool) -> dict[str, documents.Json]:
     nodes = documents.hierarchy({path: _array(one, bits) for path, one in referred.items()}, what.about, what.groups)
     if any(node.get("data_type") in FOREIGN for node in nodes.values()):
         # a reader that does not know one of them would not even open the others: let it look at each by itself
@@ -116,7 +116,7 @@ def _hierarchy(what: Contents[LazyTensor], referred: Mapping[str, _Referred], bi
 # -- JSON
 
 
-def _write_json(what: Contents[LazyTensor], referred: Mapping[str, _Referred], dest: Any, bits: bool) -> None:
+def _write_json(what: Contents[LazyArray], referred: Mapping[str, _Referred], dest: Any, bits: bool) -> None:
     place = local_path(dest)
     nodes = _hierarchy(what, referred, bits)
 
@@ -137,7 +137,7 @@ def _write_json(what: Contents[LazyTensor], referred: Mapping[str, _Referred], d
         file.write("\n}}\n")
 
 
-def _check(place: Path, what: Contents[LazyTensor]) -> None:
+def _check(place: Path, what: Contents[LazyArray]) -> None:
     check_apart(place, what.arrays.values())
     if os.path.lexists(place):
         raise DestinationError(f"{place} exists already: remove it or choose another place")
@@ -146,7 +146,7 @@ def _check(place: Path, what: Contents[LazyTensor]) -> None:
 # -- parquet
 
 
-def _write_parquet(what: Contents[LazyTensor], referred: Mapping[str, _Referred], dest: Any, bits: bool) -> None:
+def _write_parquet(what: Contents[LazyArray], referred: Mapping[str, _Referred], dest: Any, bits: bool) -> None:
     missing = [name for name in ("kerchunk", "pandas", "pyarrow") if find_spec(name) is None]
     if missing:
         raise FormatError(f"references in parquet need {', '.join(missing)}: install that, or write to a .json")
@@ -211,7 +211,7 @@ _V2 = {
 # -- Icechunk
 
 
-def _write_icechunk(what: Contents[LazyTensor], referred: Mapping[str, _Referred], dest: Any, bits: bool) -> None:
+def _write_icechunk(what: Contents[LazyArray], referred: Mapping[str, _Referred], dest: Any, bits: bool) -> None:
     """Into the store of a session of the caller's, or into a new repository in a local folder."""
     try:
         import icechunk

@@ -24,7 +24,7 @@ from ..formats.zarr.contents import Contents
 from ..formats.zarr.documents import JOB, array, hierarchy
 from ..io.progress import Bar
 from ..io.remote import is_url
-from ..tensor import LazyTensor
+from ..lazy import LazyArray
 from . import chunks
 from .chunks import Cut
 from .codecs import Codec, Encoding, encoding
@@ -46,11 +46,11 @@ _PIECE = 4 << 20
 class Item:
     """An array to write: where, and how it is cut."""
 
-    tensor: LazyTensor
+    tensor: LazyArray
     path: str
     cut: Cut
 
-    def files(self) -> Iterator[tuple[str, LazyTensor]]:
+    def files(self) -> Iterator[tuple[str, LazyArray]]:
         """(key, the block of the tensor) of all files."""
         t = self.tensor
         for key, box in self.cut.files(tuple(t.shape)):
@@ -81,7 +81,7 @@ class Plan:
 
 
 def export_zarr(
-    found: Contents[LazyTensor],
+    found: Contents[LazyArray],
     dest: str | os.PathLike[str],
     *,
     codec: Codec | None,
@@ -140,7 +140,7 @@ def export_zarr(
 
 
 def planned(
-    found: Contents[LazyTensor],
+    found: Contents[LazyArray],
     codec: Codec | None,
     chunk: int | str | None,
     shard: int | str | bool | None,

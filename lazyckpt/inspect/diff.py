@@ -19,11 +19,11 @@ from ..core.dtypes import BITS, converts, short_name
 from ..errors import DataError, LazyckptError
 from ..export.job import OVERHEAD, Task, runner
 from ..io.progress import Bar
+from ..lazy import LazyArray, named
 from ..printing import printable
-from ..tensor import LazyTensor, named
 
 Status: TypeAlias = Literal["equal", "values", "dtype", "shape", "only in a", "only in b", "unreadable"]
-_Pair: TypeAlias = tuple[str, LazyTensor | None, LazyTensor | None]
+_Pair: TypeAlias = tuple[str, LazyArray | None, LazyArray | None]
 _PIECE = 1 << 18  # elements compared at a time: what is made of them stays in a processor's cache
 _RUN = 4 << 20  # elements of a task
 _LINES = 20  # rows that a diff shows as text
@@ -126,8 +126,8 @@ def _told(row: Difference) -> str:
 
 
 def diff(
-    a: Mapping[str, LazyTensor],
-    b: Mapping[str, LazyTensor],
+    a: Mapping[str, LazyArray],
+    b: Mapping[str, LazyArray],
     *,
     executor: Executor | None = None,
     memory: int | str | None = None,
@@ -177,7 +177,7 @@ class _Run(NamedTuple):
     error: str | None = None
 
 
-def _row(name: str, a: LazyTensor | None, b: LazyTensor | None, runs: list[_Run] | None) -> Difference:
+def _row(name: str, a: LazyArray | None, b: LazyArray | None, runs: list[_Run] | None) -> Difference:
     texts = _text(a), _text(b)
     if a is None or b is None:
         return Difference(name, "only in a" if b is None else "only in b", *texts)
@@ -200,7 +200,7 @@ def _together(runs: list[_Run]) -> _Run:
     )
 
 
-def _text(t: LazyTensor | None) -> str | None:
+def _text(t: LazyArray | None) -> str | None:
     return None if t is None else f"{short_name(t.dtype)}{list(t.shape)}"
 
 
@@ -212,7 +212,7 @@ def _index(flat: int, shape: torch.Size) -> tuple[int, ...]:
     return tuple(reversed(where))
 
 
-def _compared(n: int, ahead: int, a: LazyTensor, b: LazyTensor) -> tuple[int, _Run]:
+def _compared(n: int, ahead: int, a: LazyArray, b: LazyArray) -> tuple[int, _Run]:
     """Compare a run of both tensors, whose first element is the tensors' element ``ahead``."""
     if a.dtype != b.dtype and not (_numbers(a.dtype) and _numbers(b.dtype)):
         return n, _Run(None)

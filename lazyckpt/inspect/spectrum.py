@@ -6,14 +6,14 @@ import torch
 
 from ..core.dtypes import converts
 from ..errors import DataError
-from ..tensor import LazyTensor
+from ..lazy import LazyArray
 
 LIMIT = 8192  # rows or columns, whichever are fewer: their Gram matrix takes 512 MiB, its eigenvalues minutes
 ACCURACY = 1.5e-8  # of the largest value: the root of float64's rounding error
 _PIECE = 32 << 20  # bytes of a block of rows, as float64
 
 
-def singular_values(tensor: LazyTensor) -> torch.Tensor:
+def singular_values(tensor: LazyArray) -> torch.Tensor:
     """The singular values of a matrix, largest first: float64, as many as its smaller side is long.
 
     They are the roots of the eigenvalues of the smaller side's Gram matrix, which is added up in float64 from blocks of

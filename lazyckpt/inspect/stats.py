@@ -22,7 +22,7 @@ from ..export.job import OVERHEAD, Run, Task, runner
 from ..export.places import PIECE
 from ..export.stream import RUN, scratch
 from ..io.progress import Bar
-from ..tensor import LazyTensor
+from ..lazy import LazyArray
 from .counting import Patterns, count, sparse, values
 from .moments import BLOCK, Array, Moments, even_edges, merged, of_counts, of_numbers, real
 from .table import Histogram, Stats, Table, row
@@ -34,7 +34,7 @@ _SORTED = 1 << 16  # elements of wide types that a histogram sorts at a time
 
 
 def stats_of(
-    tensor: LazyTensor,
+    tensor: LazyArray,
     bins: Bins | None = None,
     executor: Executor | None = None,
     memory: int | str | None = None,
@@ -49,7 +49,7 @@ def stats_of(
 
 
 def stats_of_all(
-    tensors: Mapping[str, LazyTensor],
+    tensors: Mapping[str, LazyArray],
     bins: Bins | None = None,
     executor: Executor | None = None,
     memory: int | str | None = None,
@@ -65,7 +65,7 @@ class _Found:
     order; counts are sums, which have none. Once all runs are there, only ``whole`` and ``histogram`` are left."""
 
     name: str
-    tensor: LazyTensor
+    tensor: LazyArray
     bins: int | None
     edges: Array | None
     seen: int = 0
@@ -131,7 +131,7 @@ class _Found:
         return row(self.name, self.tensor, self.whole, histogram)
 
 
-def _collect(tensors: Mapping[str, LazyTensor], bins: Bins | None, run: Run, progress: bool | None) -> list[_Found]:
+def _collect(tensors: Mapping[str, LazyArray], bins: Bins | None, run: Run, progress: bool | None) -> list[_Found]:
     """Go through all tensors; again through those whose histogram has to know their range first."""
     number = int(bins) if isinstance(bins, int | np.integer) else None
     if number is not None and not 1 <= number <= _BINS:
@@ -148,7 +148,7 @@ def _collect(tensors: Mapping[str, LazyTensor], bins: Bins | None, run: Run, pro
     return found
 
 
-def _go(found: Sequence[_Found], run: Run, bar: Bar, look: Callable[[_Found], Callable[[LazyTensor], Any]]) -> None:
+def _go(found: Sequence[_Found], run: Run, bar: Bar, look: Callable[[_Found], Callable[[LazyArray], Any]]) -> None:
     """Do what ``look`` gives, with all runs of all tensors."""
 
     def tasks() -> Iterator[Task]:
@@ -173,7 +173,7 @@ def _go(found: Sequence[_Found], run: Run, bar: Bar, look: Callable[[_Found], Ca
 
 
 def _tried(
-    do: Callable[[LazyTensor], Sequence[Any]], n: int, ahead: int, part: LazyTensor
+    do: Callable[[LazyArray], Sequence[Any]], n: int, ahead: int, part: LazyArray
 ) -> tuple[int, int, int, Sequence[Any]]:
     """What a run of a tensor gives, or the error of reading it."""
     try:
@@ -183,7 +183,7 @@ def _tried(
     return n, ahead, part.numel(), found
 
 
-def _measure(part: LazyTensor, edges: Array | None) -> Sequence[Any]:
+def _measure(part: LazyArray, edges: Array | None) -> Sequence[Any]:
     """-> the bit patterns of a run; of wide types its moments and, if there are edges, counts between them."""
     pieces = (_read(piece) for _, piece in part.pieces(PIECE))
     if part.itemsize <= 2:
@@ -196,12 +196,12 @@ def _measure(part: LazyTensor, edges: Array | None) -> Sequence[Any]:
     return (moments, sum(binned)) if binned else (moments,)
 
 
-def _bin(part: LazyTensor, edges: Array | None) -> Sequence[Any]:
+def _bin(part: LazyArray, edges: Array | None) -> Sequence[Any]:
     assert edges is not None  # asked only of those that have a range
     return (sum(_binned(_read(piece), edges) for _, piece in part.pieces(PIECE)),)
 
 
-def _read(piece: LazyTensor) -> torch.Tensor:
+def _read(piece: LazyArray) -> torch.Tensor:
     return piece.read_into(scratch(piece.nbytes).view(piece.dtype).view(piece.shape))
 
 

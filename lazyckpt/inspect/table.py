@@ -13,7 +13,7 @@ import torch
 from ..core.dtypes import short_name
 from ..core.names import shortened
 from ..errors import TensorNotFoundError
-from ..tensor import LazyTensor
+from ..lazy import LazyArray
 from .moments import Moments, merged
 
 _ROWS = 40  # that a repr prints
@@ -114,7 +114,7 @@ class Stats:
 
 
 def row(
-    name: str, tensor: LazyTensor, m: Moments | None, histogram: Histogram | None, error: str | None = None
+    name: str, tensor: LazyArray, m: Moments | None, histogram: Histogram | None, error: str | None = None
 ) -> Stats:
     """The row of a tensor; ``m`` is None if it cannot be read."""
     dtype = str(tensor.dtype).removeprefix("torch.")

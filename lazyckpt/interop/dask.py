@@ -20,7 +20,7 @@ from ..core.chunking import chunk_shape
 from ..core.dtypes import numpy_dtype, to_numpy, widened
 from ..core.index import TensorSpec
 from ..errors import DataError
-from ..tensor import LazyTensor
+from ..lazy import LazyArray
 
 LEAST, MOST = 8 << 20, 64 << 20  # bytes of a chunk: many smaller ones keep the scheduler busy, larger ones the memory
 
@@ -33,7 +33,7 @@ class Readable:
 
     __slots__ = ("dtype", "kind", "ndim", "shape", "tensor")
 
-    def __init__(self, tensor: LazyTensor, widen: bool) -> None:
+    def __init__(self, tensor: LazyArray, widen: bool) -> None:
         self.tensor = tensor
         self.shape: Shape = tuple(tensor.shape)
         self.ndim = tensor.ndim
@@ -61,7 +61,7 @@ def import_dask() -> Any:
     return dask
 
 
-def to_dask(tensor: LazyTensor, chunks: Any = None, widen: bool = True) -> Any:
+def to_dask(tensor: LazyArray, chunks: Any = None, widen: bool = True) -> Any:
     """A `dask.array.Array`; see `LazyTensor.to_dask`."""
     dask = import_dask()
     array = Readable(tensor, widen)
@@ -72,7 +72,7 @@ def to_dask(tensor: LazyTensor, chunks: Any = None, widen: bool = True) -> Any:
     return dask.array.from_array(array, grid, name=f"lazyckpt-{dask.base.tokenize(array, grid)}", meta=meta)
 
 
-def chunks_of(tensor: LazyTensor, dtype: torch.dtype) -> tuple[tuple[int, ...], ...]:
+def chunks_of(tensor: LazyArray, dtype: torch.dtype) -> tuple[tuple[int, ...], ...]:
     """The lengths of the chunks in every dimension, 8 to 64 MiB each in ``dtype``. Those of a block of a tensor are cut
     where the tensor's own are; what else was selected (steps, lists) is cut into rows."""
     if not tensor.numel():  # its other dimensions may be of any length
@@ -84,7 +84,7 @@ def chunks_of(tensor: LazyTensor, dtype: torch.dtype) -> tuple[tuple[int, ...], 
     return tuple(map(_cut, block.shape, chunk_shape(spec, LEAST, MOST), block.start))
 
 
-def token(tensor: LazyTensor) -> str:
+def token(tensor: LazyArray) -> str:
     """The same text for the same part of the same tensor in the same, unchanged files, in every process."""
     spec, store, selection = tensor.held, tensor.store, tensor.selection
     fragments = list(spec.fragments)

@@ -22,7 +22,7 @@ from ..core.index import Mesh
 from ..errors import DataError
 from ..formats.zarr.documents import groups_of
 from ..formats.zarr.nodes import dimension_names, paths
-from ..tensor import LazyTensor
+from ..lazy import LazyArray
 from .dask import Readable, chunks_of, import_dask, to_dask
 
 T = TypeVar("T", xr.Variable, xr.DataArray, xr.Dataset, xr.DataTree)
@@ -95,7 +95,7 @@ class _Preferred(Mapping[str, int | tuple[int, ...]]):
 
 
 def variable(
-    tensor: LazyTensor,
+    tensor: LazyArray,
     chunks: Chunks = None,
     dims: list[str] | None = None,
     *,

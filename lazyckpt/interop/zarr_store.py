@@ -31,7 +31,7 @@ from ..core.dtypes import BITS
 from ..formats.zarr import documents
 from ..formats.zarr.contents import Part, contents
 from ..formats.zarr.dtypes import NAMES
-from ..tensor import LazyTensor
+from ..lazy import LazyArray
 from . import zarr_dtypes as zarr_dtypes  # what bfloat16 is, zarr does not know by itself
 
 _MOST = 4 << 20  # bytes of a chunk
@@ -59,7 +59,7 @@ class ViewStore(Store):
     # every document is at hand already
     supports_consolidated_metadata: ClassVar[bool] = False
 
-    def __init__(self, view: Part[LazyTensor]) -> None:
+    def __init__(self, view: Part[LazyArray]) -> None:
         super().__init__(read_only=True)
         self._view = view
         what = contents(view)
@@ -85,7 +85,7 @@ class ViewStore(Store):
     # -- what it is
 
     @property
-    def view(self) -> Part[LazyTensor]:
+    def view(self) -> Part[LazyArray]:
         """The view that it shows."""
         return self._view
 
@@ -178,7 +178,7 @@ class ViewStore(Store):
             data = self._documents[path] = json.dumps(document).encode()
         return data
 
-    def _chunk(self, key: str) -> tuple[LazyTensor, Shape, Shape] | None:
+    def _chunk(self, key: str) -> tuple[LazyArray, Shape, Shape] | None:
         """(tensor, place in the grid, shape of its chunks), None if the key is no chunk's."""
         match = _CHUNK.fullmatch(key)
         tensor = self._arrays.get(match[1]) if match else None
@@ -266,7 +266,7 @@ def _restored(digest: str, pickled: bytes) -> ViewStore:
     return store
 
 
-def _read_chunk(tensor: LazyTensor, place: Shape, chunk: Shape) -> memoryview:
+def _read_chunk(tensor: LazyArray, place: Shape, chunk: Shape) -> memoryview:
     """The bytes of a chunk, filled up with zeros where the tensor ends before it does."""
     box = chunk_box(place, tensor.shape, chunk)
     data = tensor[box.slices if place else ...]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ..core.box import Box
 from ..core.index import Fragment, Hole, Rank
 from ..core.plan import fragment_boxes, fragments_near
-from ..tensor import LazyTensor
+from ..lazy import LazyArray
 
 _MOST = 20_000  # blocks that a drawing looks at
 _CELLS = 200  # cells of a drawing
@@ -39,7 +39,7 @@ class Block(NamedTuple):
     stored: str
 
 
-def boxes(t: LazyTensor) -> Iterator[Block]:
+def boxes(t: LazyArray) -> Iterator[Block]:
     """The blocks that files hold of what ``t`` selects of its tensor, cut to the hull of that: replicas, too, in the
     order in which reading takes the first. Padding is left out. Reads nothing.
 
@@ -57,12 +57,12 @@ def boxes(t: LazyTensor) -> Iterator[Block]:
                 yield Block(box, holder, stored)
 
 
-def holders(t: LazyTensor) -> tuple[Holder, ...]:
+def holders(t: LazyArray) -> tuple[Holder, ...]:
     """What holds elements of what ``t`` selects of its tensor, or may: each once, in the order of the fragments."""
     return tuple(dict.fromkeys(_holders(_fragments(t))))
 
 
-def _fragments(t: LazyTensor) -> list[Fragment]:
+def _fragments(t: LazyArray) -> list[Fragment]:
     hull = t.selection.hull
     if hull == Box.of(t.spec.shape):
         return list(t.spec.fragments)
@@ -124,7 +124,7 @@ class Drawing(NamedTuple):
     undrawn: tuple[int, ...]
 
 
-def drawing(t: LazyTensor, cells: int = _CELLS) -> Drawing:
+def drawing(t: LazyArray, cells: int = _CELLS) -> Drawing:
     """The blocks of `boxes` on two dimensions, in at most so many cells: those along which the tensor is cut into most
     pieces or, where there are not two, that are longest. Reads nothing."""
     hull = t.selection.hull

@@ -17,8 +17,8 @@ from ..errors import DataError
 from ..inspect.spectrum import ACCURACY, singular_values
 from ..inspect.stats import Bins, stats_of, stats_of_all
 from ..inspect.table import Stats, Table
+from ..lazy import LazyArray
 from ..printing import printable
-from ..tensor import LazyTensor
 from .layout import Cell, drawing
 from .text import plural
 
@@ -37,7 +37,7 @@ class TensorPlots:
 
     __slots__ = ("_tensor",)
 
-    def __init__(self, tensor: LazyTensor) -> None:
+    def __init__(self, tensor: LazyArray) -> None:
         self._tensor = tensor
 
     def __repr__(self) -> str:
@@ -262,9 +262,9 @@ def _axes(size: tuple[float, float] | None = None) -> Any:
     return import_matplotlib().subplots(figsize=size, layout="constrained")[1]
 
 
-def _one(view: Mapping[str, LazyTensor], name: str) -> LazyTensor:
+def _one(view: Mapping[str, LazyArray], name: str) -> LazyArray:
     found: Any = view[name]
-    if not isinstance(found, LazyTensor):
+    if not isinstance(found, LazyArray):
         raise DataError(f"{name!r} is no tensor, {len(found):,} tensors are below it: name one of them")
     return found
 
@@ -319,7 +319,7 @@ def _holder_text(cell: Cell) -> str:
     return _short(cell.holders[0].label) + more
 
 
-def _title(t: LazyTensor) -> str:
+def _title(t: LazyArray) -> str:
     return f"{_short(t.name)}  {short_name(t.dtype)} [{', '.join(map(str, t.shape))}]"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..inspect.moments import even_edges
-from ..tensor import LazyTensor
+from ..lazy import LazyArray
 from .text import human_bytes, plural
 from .values import as_numbers
 
@@ -46,7 +46,7 @@ class Sample:
         return told, "; ".join([stats, *odd])
 
 
-def sample(t: LazyTensor, nbytes: int = _BYTES) -> Sample:
+def sample(t: LazyArray, nbytes: int = _BYTES) -> Sample:
     """Read about ``nbytes`` bytes of a tensor, all of a smaller one, else from 64 places over all of it. Of complex
     numbers it looks at the absolute values; what torch has no numbers for (packed 4-bit floats) is taken as bytes.
 
@@ -77,7 +77,7 @@ def sample(t: LazyTensor, nbytes: int = _BYTES) -> Sample:
     )
 
 
-def _pieces(t: LazyTensor, nbytes: int) -> Iterator[LazyTensor]:
+def _pieces(t: LazyArray, nbytes: int) -> Iterator[LazyArray]:
     if t.nbytes <= nbytes:
         if t.numel():
             yield t

@@ -15,7 +15,7 @@ from ..core.names import natural, shortened
 from ..printing import printable
 
 if TYPE_CHECKING:
-    from ..tensor import LazyTensor
+    from ..lazy import LazyArray
     from ..view import CheckpointView
 
 _LEVELS = 100  # of the tree, which is walked by recursion; what lies deeper is one label
@@ -204,7 +204,7 @@ def _leaf(node: Node) -> tuple[str, str, str]:
     return kind(spec), size, f"= {printable(shortened(node.tied))}" if node.tied else human_count(spec.numel)
 
 
-def kind(t: LazyTensor | TensorSpec) -> str:
+def kind(t: LazyArray | TensorSpec) -> str:
     """``bf16 [64, 64]``"""
     return f"{short_name(t.dtype)} [{shortened(', '.join(map(str, t.shape)))}]"
 

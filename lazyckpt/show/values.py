@@ -11,13 +11,13 @@ import torch
 
 from ..core.dtypes import to_numpy
 from ..errors import DataError
-from ..tensor import LazyTensor
+from ..lazy import LazyArray
 
 LIMIT = 1000  # elements that are shown in full
 JSON_LIMIT = 1_000_000  # elements that are given as JSON
 
 
-def values(t: LazyTensor, width: int = 100) -> str:
+def values(t: LazyArray, width: int = 100) -> str:
     """All elements of a small tensor, the first and last few along every dimension of a large one."""
     if t.numel() <= LIMIT:
         return _text(as_numbers(t[...]), width, sys.maxsize, 3)
@@ -38,7 +38,7 @@ def values(t: LazyTensor, width: int = 100) -> str:
     return _text(array, width, 0, edge)
 
 
-def json_values(t: LazyTensor) -> Any:
+def json_values(t: LazyArray) -> Any:
     """All elements as nested lists. JSON has no NaN, no infinity and no complex numbers: they are the texts "NaN",
     "Infinity", "-Infinity", and pairs of numbers. Raises DataError where there are more than `JSON_LIMIT` elements.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...tensor import LazyTensor
+from ...lazy import LazyArray
 from ..layout import Cell, Drawing, Holder, drawing, ranges
 from ..text import plural
 from .parts import Colours, safe, tag, title
@@ -12,7 +12,7 @@ from .parts import Colours, safe, tag, title
 _LISTED = 16  # holders below a map
 
 
-def map_html(t: LazyTensor) -> str:
+def map_html(t: LazyArray) -> str:
     """A map of the tensor's blocks, or of the hull of what is selected of it, and whose they are."""
     d = drawing(t)
     if not d.blocks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...tensor import LazyTensor
+from ...lazy import LazyArray
 from ..sample import sample, text_histogram
 from ..text import build, facts, human_bytes, human_count, plural
 from .fragments import map_html
@@ -49,7 +49,7 @@ def _problems(problems: tuple[str, ...]) -> str:
     return f"{start}{tag('summary', plural(len(problems), 'problem'))}\n{body}</details>"
 
 
-def tensor_html(t: LazyTensor, more: str = "") -> str:
+def tensor_html(t: LazyArray, more: str = "") -> str:
     """A tensor: what it is, which file holds which block of it, and ``more`` (HTML). Reads no tensor data."""
     size = f"{human_bytes(t.nbytes)} · {human_count(t.numel())} element{'s' * (t.numel() != 1)}"
     head = f"{tag('b', tag('code', safe(t.name, 400)))} · {kind_html(t)} · {size}"
@@ -72,7 +72,7 @@ def tensor_html(t: LazyTensor, more: str = "") -> str:
     )
 
 
-def shown(t: LazyTensor, histogram: bool) -> Shown:
+def shown(t: LazyArray, histogram: bool) -> Shown:
     """See `LazyTensor.show`."""
     if not histogram:
         return Shown(repr(t), tensor_html(t))

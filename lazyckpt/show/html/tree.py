@@ -14,7 +14,7 @@ from .parts import Colours, dtype_class, owner, safe, tag, title
 from .rows import Row
 
 if TYPE_CHECKING:
-    from ...tensor import LazyTensor
+    from ...lazy import LazyArray
     from ...view import CheckpointView
 
 _OPEN = 40  # rows that are seen before anything is opened
@@ -115,7 +115,7 @@ def _label(row: Row) -> str:
     return tag("span", name, "name")
 
 
-def kind_html(t: LazyTensor | TensorSpec) -> str:
+def kind_html(t: LazyArray | TensorSpec) -> str:
     """Its dtype, coloured, and its shape."""
     shape = f"[{', '.join(map(str, t.shape))}]"
     return f"{tag('b', short_name(t.dtype), dtype_class(t.dtype))} {safe(shape)}"
