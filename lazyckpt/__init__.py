@@ -25,11 +25,10 @@ from .errors import (
 )
 from .inspect.diff import Diff, Difference
 from .io.records import Opaque
-from .reshaping import unshard
 from .retention import Pruned, prune
 from .run import RunView
 from .tensor import LazyTensor
-from .view import CheckpointView
+from .view import CheckpointView, unshard
 
 open = CheckpointView
 open_run = RunView

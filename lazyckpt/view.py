@@ -1,34 +1,45 @@
-"""The face: a checkpoint as one namespace of lazy tensors."""
+"""A checkpoint as users have it: a namespace of lazy tensors, and the methods that read, write, convert and show it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import replace
-from typing import Any, ClassVar, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from .core.index import FileInfo, Index, Mesh, TensorSpec
-from .core.names import Names, Pattern, matcher, shortened
-from .errors import MissingFileError, TensorNotFoundError
+from .core.index import Index, TensorSpec, converted, renamed
+from .errors import DataError, MissingFileError
+from .export.files import FileFormat, export
+from .export.job import Run, runner
+from .export.names import NewNames, under
+from .export.safetensors import SAFETENSORS
+from .export.torch import TORCH
 from .formats.opening import opened
-from .formats.stored import stored_specs
+from .formats.renaming.apply import renamed_index
+from .formats.sharding.ranks import mesh_of
+from .formats.sharding.shard import sharded, unsharded
 from .formats.wrappers import without_wrappers
+from .formats.zarr.contents import contents
 from .io.store import Store
 from .loading import load_into, read_all
-from .printing import printable
-from .reshaping import STORED, Reshaping, Step
+from .namespace import STORED, Namespace, Step
 from .show.html import view_html
 from .show.states import States
-from .show.text import explain, summary, tree
+from .show.text import explain, plural, summary, tree
 from .tensor import LazyTensor
 
-# A state that is a whole state dict lists tied names too; a moment is listed under the name that owns it.
-_FULL_STATES = ("weights", "fp32")
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from .inspect.table import Table
+    from .show.plot import ViewPlots
 
 
-class CheckpointView(Reshaping):
+class CheckpointView(Namespace[LazyTensor]):
     """A checkpoint, or a part of it, as a mapping from dotted names to lazy tensors. Opening reads no tensor data.
 
     ``path``: a file or a folder, or the URL of one. ``format``: the reader to use (by default the first that recognises
@@ -42,26 +53,10 @@ class CheckpointView(Reshaping):
     Raises MissingFileError, FormatError (no reader, or a layout that is refused by name), CorruptError.
     """
 
-    __slots__ = (
-        "_by_stored",
-        "_full",
-        "_index",
-        "_names",
-        "_of_all",
-        "_sides",
-        "_specs",
-        "_state",
-        "_steps",
-        "_store",
-        "_tensors",
-    )
+    __slots__ = ()
 
     _tensor: ClassVar[type[LazyTensor]] = LazyTensor
-
-    _store: Store
-    _index: Index
-    _state: str
-    _steps: tuple[Step, ...]
+    _states: ClassVar[type[States]] = States
 
     def __init__(
         self,
@@ -76,328 +71,11 @@ class CheckpointView(Reshaping):
         store, index = opened(path, format, tag, rules, cache, storage_options)
         self._init(store, without_wrappers(index), next(iter(index.states)), (), True)
 
-    def _init(self, store: Store, index: Index, state: str, steps: tuple[Step, ...], of_all: bool) -> None:
-        self._store = store
-        self._index = index
-        self._state = state
-        self._steps = steps
-        self._of_all = of_all and not steps  # whether the stored names of all states are found
-        self._forget()
-
-    def _forget(self) -> None:
-        """Nothing of what is found out on demand is known yet."""
-        self._full: dict[str, str] | None = None
-        self._names: Names | None = None
-        self._specs: Mapping[str, TensorSpec] | None = None
-        self._tensors: dict[str, LazyTensor] = {}
-        self._by_stored: dict[str, TensorSpec] | None = None
-        self._sides: dict[str, CheckpointView] = {}  # state -> this view of it, so that asking in a loop is cheap
-
     def _of(self, index: Index, steps: tuple[Step, ...] = ()) -> CheckpointView:
         # one rank's part of a checkpoint does not answer with what lies on the others
         return _restore(self._store, index, self._state, steps, self._of_all and index.layout is None)
 
-    def _other(self, state: str | None = None, steps: tuple[Step, ...] | None = None) -> Self:
-        view = object.__new__(type(self))
-        view._init(self._store, self._index, state or self._state, self._steps if steps is None else steps, False)
-        return view
-
-    def close(self) -> None:
-        """Let go of open files and mappings. Reading from this view, its parts and states, and their tensors raises
-        DataError from then on; names, shapes and dtypes stay. Closing twice is fine; other views of the same path, and
-        tensors that have been read, are not affected. ``with lazyckpt.open(path) as view:`` closes at the end."""
-        self._store.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    # -- the namespace
-
-    @property
-    def specs(self) -> Mapping[str, TensorSpec]:
-        """The tensors of this state as data, by full name, whatever part of it this view shows."""
-        if self._specs is None:
-            if self._state != STORED:
-                self._specs = self._index.states[self._state]
-            elif self._index.stored is not None:
-                self._specs = self._index.stored
-            else:
-                self._specs = stored_specs(self._store, self._index)
-        return self._specs
-
-    @property
-    def _listed(self) -> dict[str, str]:
-        """The names of this view -> full names."""
-        if self._full is None:
-            names = {name: name for name in self.specs}
-            if self._state in _FULL_STATES:
-                names.update((a, a) for a, owner in self._index.aliases.items() if owner in self.specs)
-            self._full = self._shown_of(names)
-        return self._full
-
-    def _shown_of(self, names: dict[str, str]) -> dict[str, str]:
-        """Of full names, those that this view shows: the name here -> the full one."""
-        for kind, what in self._steps:
-            if kind == "below":
-                start = f"{what}."
-                names = {n.removeprefix(start): full for n, full in names.items() if n.startswith(start)}
-            else:
-                keep = what.__contains__ if isinstance(what, frozenset) else matcher(what)
-                names = {n: full for n, full in names.items() if keep(n)}
-        return names
-
-    @property
-    def names(self) -> Names:
-        """The names of this view, with what finds prefixes and inner paths among them."""
-        if self._names is None:
-            self._names = Names(self._listed)
-        return self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._listed)
-
-    def __len__(self) -> int:
-        return len(self._listed)
-
-    def __contains__(self, name: object) -> bool:
-        """Whether ``view[name]`` gives something: a full name, a tied one, a prefix, a unique inner path. Names in
-        `unreadable`, whose file is gone, are not among them: looking one up raises MissingFileError."""
-        if isinstance(name, str) and self._spec(name) is not None:
-            return True
-        try:
-            self[name]  # type: ignore[index]  # of another type it is not found
-        except (TensorNotFoundError, MissingFileError):
-            return False
-        return True
-
-    def exact(self, name: str) -> LazyTensor | None:
-        """The tensor of this full name or tied alias of the view; None if there is none, whatever else is called so."""
-        found = self._tensors.get(name)
-        if found is None and (spec := self._spec(name)) is not None:
-            found = self._tensors[name] = self._tensor(self._store, spec)
-        return found
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __getitem__(self, path: str) -> Any:
-        """A full name or tied alias gives a LazyTensor, a prefix a CheckpointView with names relative to it. A path
-        that occurs at one place inside the names resolves to that. A state answers with its own tensors only; the
-        names that they are stored under (`stored`) find them, too. The view of the whole checkpoint, as it was opened,
-        finds the stored names of all states, where that takes no more reading.
-
-        Which of the two it is depends on the checkpoint, so it is typed Any: say what you expect (``w: LazyTensor =
-        view["up.weight"]``), and a type checker knows the rest. What `items` and `values` give are LazyTensors.
-        ``name in view`` is True, and `get` gives what this gives, wherever this raises nothing.
-
-        Raises TensorNotFoundError (several places, or none: the nearest names are listed), MissingFileError for a
-        name whose file is gone.
-        """
-        if not isinstance(path, str):
-            raise TensorNotFoundError(f"tensors are looked up by name, not by {type(path).__name__}")
-        found = self.exact(path)
-        if found is not None:
-            return found
-        if path in ("", "."):
-            return self
-        path = path.removesuffix(".")
-        if self.names.below(path):
-            return self._other(steps=(*self._steps, ("below", path)))
-        if (found := self.exact(path)) is not None:  # the path ended with a dot
-            return found
-        if path in self._index.unreadable and not self._steps:
-            raise MissingFileError(self._index.unreadable[path])
-        if not self._steps and path in self._stored_names:
-            return self._tensor(self._store, self._stored_names[path])
-        places = self.names.inside(path)
-        if len(places) == 1:
-            return self[places[0]]
-        if places:
-            listed = ", ".join(map(_quoted, places[:6])) + (f" and {len(places) - 6} more" if len(places) > 6 else "")
-            raise TensorNotFoundError(f"{_quoted(path)} occurs at {len(places)} places: {listed}. Say which.")
-        if self._of_all and type(self._index.stored) is dict and self.stored.names.below(path):
-            return self.stored[path]
-        raise TensorNotFoundError(
-            f"there is no tensor or prefix {_quoted(path)} among the {len(self):,} names of {self._state!r}.",
-            lambda: self._hint(path),
-        )
-
-    def _spec(self, name: str) -> TensorSpec | None:
-        """The spec of an exact name of this view; a tied name gets its owner's, under its own name."""
-        full = self._listed.get(name)
-        if full is None:
-            full = self._alias(name)
-            if full is None:
-                return None
-        spec = self.specs.get(full)
-        if spec is None:
-            owner = self._index.aliases[full]
-            spec = replace(self.specs[owner], name=full, rule=f"tied: the same tensor as {owner!r}")
-        return spec
-
-    @property
-    def _stored_names(self) -> Mapping[str, TensorSpec]:
-        """What can be looked up besides the names of this state: the names that its tensors are stored under, and in
-        the view that was opened the raw namespace where that is known already."""
-        if self._by_stored is None:
-            stored = self._index.stored
-            self._by_stored = {**stored} if self._of_all and type(stored) is dict else {}
-            self._by_stored |= {s.stored_as: s for s in self.specs.values() if s.stored_as}
-        return self._by_stored
-
-    def _alias(self, name: str) -> str | None:
-        """The full name of a tied alias that this state does not list."""
-        if self._state in _FULL_STATES or self._state == STORED:
-            return None
-        full = self._below(name)
-        if self._index.aliases.get(full) not in self.specs:
-            return None
-        return self._shown_of({full: full}).get(name)
-
-    def _below(self, name: str) -> str:
-        """The name behind the prefixes that this view is below."""
-        for kind, what in reversed(self._steps):
-            name = f"{what}.{name}" if kind == "below" else name
-        return name
-
-    def _hint(self, path: str) -> str:
-        """Where a name may be found that is not in this view, for a message."""
-        full = self._below(path)
-        for state in self._index.states:
-            other = self._other(state=state, steps=())
-            if state != self._state and (other.exact(full) is not None or other.names.below(full)):
-                return f"It is in view.states[{state!r}]."
-        near = self.names.near(path)
-        if near:
-            hint = f"Did you mean {' or '.join(map(_quoted, near))}?"
-        else:
-            tops = list(dict.fromkeys(name.partition(".")[0] for name in self))
-            more = f" and {len(tops) - 5:,} more" if len(tops) > 5 else ""
-            hint = f"At the top there is: {', '.join(map(_quoted, tops[:5]))}{more}." if tops else ""
-        return f"Patterns go to select. {hint}" if set(path) & set("*?") else hint
-
-    def _ipython_key_completions_(self) -> list[str]:
-        """What ``view["<Tab>`` offers: prefixes and names; of a very large view the first levels; of a small one also
-        the paths inside names that occur once."""
-        return self.names.paths()
-
-    # -- parts and other sides of it
-
-    def select(self, pattern: Pattern) -> CheckpointView:
-        """The tensors whose names match: a glob (``*`` also crosses dots), a compiled regex (searched), or a function
-        of the name. Names stay as they are in this view; if none matches, the view is empty."""
-        return self._other(steps=(*self._steps, ("select", pattern)))
-
-    @property
-    def states(self) -> Mapping[str, CheckpointView]:
-        """The same part of every state: "weights", "fp32", then the optimizer's own ("exp_avg", ...), as far as the
-        checkpoint holds them. The first is the one that this view reads by default."""
-        return States({state: self._side(state) for state in self._index.states})
-
-    @property
-    def stored(self) -> CheckpointView:
-        """Every tensor as it is stored, under its raw name; nothing merged or hidden. Of the whole checkpoint."""
-        return self._side(STORED, ())
-
-    def _side(self, state: str, steps: tuple[Step, ...] | None = None) -> CheckpointView:
-        if state not in self._sides:
-            self._sides[state] = self._other(state=state, steps=steps)
-        return self._sides[state]
-
-    # -- what it is
-
-    @property
-    def root(self) -> str:
-        """The folder that file names are relative to."""
-        return self._store.root
-
-    @property
-    def format(self) -> str:
-        """The layout: "torch", "safetensors", "deepspeed-zero3", ..."""
-        return self._index.format
-
-    @property
-    def mesh(self) -> Mesh:
-        """The parallel degrees the checkpoint was written with."""
-        return self._index.mesh
-
-    @property
-    def whole(self) -> bool:
-        """Whether it is all of the checkpoint: no part of its names, and the state that is read by default."""
-        return not self._steps and self._state == next(iter(self._index.states), None)
-
-    @property
-    def state(self) -> str:
-        """The name of the state that this view reads."""
-        return self._state
-
-    @property
-    def meta(self) -> Mapping[str, Any]:
-        """Everything that is not a tensor, as plain objects and inert records (`Opaque`)."""
-        return self._index.meta
-
-    @property
-    def files(self) -> Mapping[str, FileInfo]:
-        """What it stands on: path, relative to ``root`` -> size in bytes and modification time. A part of a checkpoint
-        lists the files that its tensors lie in."""
-        if not self._steps:
-            return self._index.files
-        paths = dict.fromkeys(f.extent.path for t in self._unique() for f in t.fragments)
-        only = getattr(self._index.files, "only", None)  # files that are looked at when one asks for them
-        return only(paths) if only else {p: info for p, info in self._index.files.items() if p in paths}
-
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        """Tied names of the checkpoint: alias -> the name that owns the tensor (full names)."""
-        return self._index.aliases
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """What is missing or odd, a readable line each. Where only values can decide the names of an optimizer's
-        states, they are compared when such a state is first listed or looked up; a line says so until then, and stays
-        if they do not decide."""
-        later = self._index.open_problems
-        return self._index.problems if later is None else (*self._index.problems, *map(printable, later()))
-
-    @property
-    def unreadable(self) -> Mapping[str, str]:
-        """Names that belong to this view but that cannot even be described, as their file is gone -> the reason."""
-        lost = self._index.unreadable
-        return {name: lost[full] for name, full in self._shown_of({name: name for name in lost}).items()}
-
-    @property
-    def numel(self) -> int:
-        """Elements, each tied tensor counted once."""
-        return sum(t.spec.numel for t in self._unique())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the elements, each tied tensor counted once."""
-        return sum(t.spec.nbytes for t in self._unique())
-
-    def owner(self, name: str) -> str:
-        """The full name that owns the tensor of this name of the view."""
-        full = self.full_name(name)
-        return full if full in self.specs else self._index.aliases.get(full, full)
-
-    def full_name(self, name: str) -> str:
-        """The name that a name of this view has in the whole checkpoint."""
-        return self._listed.get(name) or self._alias(name) or name
-
-    def _unique(self) -> Iterator[LazyTensor]:
-        """The tensors of this view, each tied one once."""
-        seen = set()
-        for name in self._listed:
-            owner = self.owner(name)
-            if owner not in seen:
-                seen.add(owner)
-                yield self[name]
+    # -- showing
 
     def tree(self, depth: int | None = None) -> str:
         """Names, shapes, dtypes, sizes and parameter counts as an indented tree. Reads no tensor data."""
@@ -440,23 +118,475 @@ class CheckpointView(Reshaping):
         """
         return load_into(self, module, strict)
 
+    # -- looking at its elements
+
+    def stats(
+        self,
+        *,
+        bins: int | Sequence[float] | None = None,
+        executor: Executor | None = None,
+        memory: int | str | None = None,
+        progress: bool | None = None,
+    ) -> Table:
+        """Statistics of every tensor, tied ones once, as a table: a row each, in order (`LazyTensor.stats` tells of
+        what), and ``table.total``. ``pandas.DataFrame(view.stats())`` and ``polars.DataFrame(view.stats())`` have its
+        columns; ``view.select("*.norm.weight").stats()`` is of a part.
+
+        Everything is read once, in pieces, on several threads, in bounded memory. A tensor that cannot be read (the
+        file of a rank is lost) has a row whose ``error`` says why. ``bins``: of every tensor a histogram of its own
+        range, or with these edges, for all. ``executor``, ``memory``, ``progress``: as for `to_safetensors`.
+
+        Raises DataError for bins that are none, WorkerError (workers died).
+        """
+        from .inspect.stats import stats_of_all
+
+        return stats_of_all(self.once()[0], bins, executor, memory, progress)
+
+    @property
+    def plot(self) -> ViewPlots:
+        """Plots, with matplotlib: ``view.plot.norms()``, ``view.plot.hist(name)``, ``view.plot.layout(name)``,
+        ``view.plot.singular_values(name)``."""
+        from .show.plot import ViewPlots
+
+        return ViewPlots(self)
+
+    # -- the same tensors otherwise: under other names, in another dtype, cut for other ranks
+
+    def rename(self, names: str | Mapping[str, Any], *, reverse: bool = False) -> CheckpointView:
+        """The same tensors under other names, lazily; those that the other side has in pieces (q, k and v; gate and up)
+        are cut or joined by placement, nothing is copied.
+
+        ``names``: "hf" for Hugging Face's names of a model in megatron-core's, "megatron" for the way back, one of
+        the tables of `lazyckpt.formats.renaming` ("llama", "mixtral", "qwen_moe", "gpt2", "gpt_neox", "nemotron"), or
+        one of your own:
+        {"decoder.layers.{l}.mlp.linear_fc2.{p}": "model.layers.{l}.mlp.down_proj.{p}", ...}, as tables.toml there
+        explains; {"extends": "llama", ...} adds to one. ``reverse`` reads the table from right to left.
+
+        What no line is about, or cannot be cut, keeps its name, with a line in ``problems``. Raises FormatError (no
+        such table, or a line that cannot be), DataError (of a part of a checkpoint below a prefix: rename first).
+        """
+        index, shown = self._shown("rename")
+        return self._of(renamed_index(index, shown, names, reverse))
+
+    def astype(self, dtype: torch.dtype) -> CheckpointView:
+        """The same view with the floating-point tensors that it reads converted to ``dtype`` when they are read.
+        Integers, bools and complex numbers stay what they are, and so do the other states: of a training checkpoint the
+        weights are converted, masters and moments are not.
+
+        Raises DataError for a dtype that is no floating-point one, or that torch cannot convert a tensor to.
+        """
+        if not dtype.is_floating_point:
+            raise DataError(f"floating-point tensors are not converted to {dtype}: name a floating-point dtype")
+
+        def of(index: Index) -> Index:
+            if self._state == STORED:
+                return replace(index, stored=converted(self.specs, dtype))
+            layout = index.layout and replace(index.layout, source=of(index.layout.source))
+            states = {**index.states, self._state: converted(index.states[self._state], dtype)}
+            return replace(index, states=states, layout=layout)
+
+        return self._of(of(self._index), self._steps)
+
+    def shard(
+        self,
+        tp: int = 1,
+        pp: int = 1,
+        dp: int = 1,
+        ep: int = 1,
+        *,
+        rank: int | tuple[int, ...] | Mapping[str, int],
+        rules: Mapping[str, Any] | None = None,
+    ) -> CheckpointView:
+        """What one rank of another parallel layout has, in all states, lazily: blocks of the tensors, by the merge
+        rules run backwards. Nothing is read; a slice of a shard reads its own bytes.
+
+        ``tp`` cuts tensors (gate and up each; whole groups of heads), the rows of a vocabulary padded with zeros where
+        they do not divide. ``pp`` deals layers to stages: Megatron's names count them from 0 on each, others keep
+        their numbers. ``ep`` deals experts. ``dp`` above 1: of each tensor the rank's flat partition, as ZeRO-3 keeps
+        weights and moments; shape (ceil(n / dp),). ``rank``: a global number (tp fastest, then ep, dp, pp), (tp, pp,
+        dp, ep), or {"tp": 1, ...}. ``rules``: as of `lazyckpt.open`, for tensors that nothing else tells of.
+
+        A shard of a shard is that of the degrees multiplied; `lazyckpt.unshard` puts the shards of all ranks together.
+        Raises MeshError (a degree that does not divide), FormatError (a tensor that no rule is known of, or rules that
+        are not understood), SelectionError (no such rank), DataError (of a part below a prefix).
+        """
+        index, shown = self._shown("shard")
+        return self._of(sharded(index, shown, mesh_of(tp, pp, dp, ep), rank, rules or {}))
+
+    def _shown(self, what: str) -> tuple[Index, dict[str, dict[str, TensorSpec]]]:
+        """The index, and what this view shows of every state, by full names. The index ties no name that is not shown;
+        of a tensor whose own name is not, the first tied one that is owns it."""
+        if any(kind == "below" for kind, _ in self._steps):
+            raise DataError(
+                f"the names of this view are relative to a prefix: {what} the whole view, then take the part"
+            )
+        index, sides = self._index, self.states
+        shown = {
+            state: {name: side.specs[name] for name in side._listed if name in side.specs}
+            for state, side in sides.items()
+        }
+        if not self._steps:
+            return index, shown
+        listed = {name for side in sides.values() for name in side._listed}
+        aliases: dict[str, str] = {}
+        heirs: dict[str, str] = {}
+        for alias, owner in index.aliases.items():
+            if alias in listed:
+                new = owner if owner in listed else heirs.setdefault(owner, alias)
+                aliases |= {alias: new} if new != alias else {}
+        if heirs and index.layout is not None:
+            owner, alias = next(iter(heirs.items()))
+            raise DataError(f"{alias!r} is a tied name of {owner!r} in this shard: select that to {what} it")
+        states = dict(index.states)
+        for state, side in sides.items():
+            own = {o: heir for o, heir in heirs.items() if heir in side._listed and o in side.specs}
+            added = {heir: renamed(side.specs[owner], heir) for owner, heir in own.items()}
+            states[state] = {**states[state], **added}
+            shown[state] |= added
+        return replace(index, states=states, aliases=aliases), shown
+
+    # -- writing
+
+    def to_safetensors(
+        self,
+        dest: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | None = None,
+        max_shard_size: int | str | None = "5GB",
+        names: NewNames | None = None,
+        overwrite: bool = False,
+        progress: bool | None = None,
+        executor: Executor | None = None,
+        memory: int | str | None = None,
+        verify: bool = False,
+    ) -> list[Path]:
+        """Write the view as safetensors, in bounded memory (some 16 MiB a thread), and return the paths of the files.
+
+        ``dest``: a folder, which gets ``model.safetensors`` or, above ``max_shard_size`` (bytes, or text such as
+        "5GB"; None for one file), numbered shards and their index, as Hugging Face names them; or a file that ends
+        with ``.safetensors``. A tied tensor is stored once; its other names stand in the header's metadata. ``dtype``
+        converts floating-point tensors. ``names``: other names, as {old: new} or a function of the name; None for a new
+        name leaves the tensor out. ``progress``: a bar; None for one on a terminal or in a notebook.
+
+        Only tensors are written: what transformers wants beside them (config.json, a tokenizer) `lazyckpt.recipes`
+        brings along.
+
+        ``executor``: who does the work, any of concurrent.futures: threads of this process by default, processes, or a
+        Dask cluster's ``client.get_executor()``; workers read the source and write the files themselves, so both have
+        to be where they can reach them. ``memory``: bytes (or "2GB") that the work in flight may hold, 1 GiB by
+        default. ``verify``: read everything again and compare it with the source before the files appear.
+
+        The files appear when all are complete. If it is interrupted, the same call goes on where it was, also within a
+        file: what is finished is kept in a hidden folder beside ``dest``. Raises DestinationError (something is there
+        already and not ``overwrite``, no room, no right to write), DataError (a dtype that the format lacks, one name
+        for two tensors), TensorNotFoundError (``names`` tells of one that is not there), WorkerError (workers died),
+        CorruptError (``verify``: what was written differs), ChangedFileError (a source was written to meanwhile), and
+        what reading raises.
+        """
+        return self._export(
+            SAFETENSORS, dest, dtype, max_shard_size, names, overwrite, progress, runner(executor, memory), verify
+        )
+
+    def to_torch(
+        self,
+        dest: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | None = None,
+        max_shard_size: int | str | None = "5GB",
+        names: NewNames | None = None,
+        overwrite: bool = False,
+        progress: bool | None = None,
+        executor: Executor | None = None,
+        memory: int | str | None = None,
+        verify: bool = False,
+    ) -> list[Path]:
+        """Write the view as state dicts that `torch.load` reads, tied names on the same storage; otherwise as
+        `to_safetensors`. ``dest``: a file that ends with .pt, .pth, .bin or .ckpt, or a folder, which gets
+        ``pytorch_model.bin`` or numbered shards and their index."""
+        return self._export(
+            TORCH, dest, dtype, max_shard_size, names, overwrite, progress, runner(executor, memory), verify
+        )
+
+    def to_zarr(
+        self,
+        dest: str | os.PathLike[str],
+        *,
+        states: Sequence[str] | None = None,
+        codec: Any = None,
+        chunk: int | str | None = None,
+        shard: int | str | bool | None = None,
+        memory: int | str | None = None,
+        executor: Executor | None = None,
+        overwrite: bool = False,
+        verify: bool = False,
+        progress: bool | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write the view as a Zarr v3 hierarchy: a group for each state, below it groups by the dotted names; bfloat16
+        and float8 under their own data types; names, tied names, mesh and ``meta`` as attributes.
+
+        ``dest``: a folder; a file that ends with ``.zip``; or a URL of fsspec's (``storage_options`` are for it).
+        ``states``: by default all, of which the same part is written, or the one that this view reads if that is not
+        the checkpoint's default. ``codec``: None, "zstd", "blosc" (byte-shuffled zstd), "gzip", any codec of numcodecs
+        (instance or configuration), or a Zarr v3 codec as JSON: {"name": "zstd", "configuration": {"level": 9}}.
+        ``chunk``: bytes of a chunk at most, 64 MiB by default (4 MiB in shards); chunks follow the files' own pieces
+        where these form a grid. ``shard``: True, or bytes: put chunks together in files of at most so much (512 MiB).
+        Sizes are numbers of bytes or text such as "64MiB".
+
+        ``memory``: bytes that the work in flight may hold, 1 GiB by default. ``executor``: who does it, as for
+        `to_safetensors`. ``verify``: read everything again and compare it with the source before it appears.
+        ``progress``: a bar; None for one on a terminal or in a notebook.
+
+        A folder or zip file appears when it is complete; of an object store, the root's document is written last. If
+        it is interrupted, the same call goes on with what is finished: that is kept in a hidden folder beside ``dest``
+        (where a zip file needs its size twice while it is made), on an object store in place.
+
+        Raises DestinationError (something is there already, and not ``overwrite`` or no Zarr hierarchy; no room, no
+        right to write), DataError (a dtype that Zarr or the codec does not take, too little
+        ``memory``), WorkerError (workers died), CorruptError (``verify``: what was written differs), and what reading
+        raises; a missing file before anything is written.
+        """
+        from .export.zarr import export_zarr
+
+        check_whole(self)
+        export_zarr(
+            contents(self, states),
+            dest,
+            codec=codec,
+            chunk=chunk,
+            shard=shard,
+            memory=memory,
+            executor=executor,
+            overwrite=overwrite,
+            verify=verify,
+            progress=progress,
+            storage_options=storage_options,
+        )
+
+    def to_dcp(
+        self,
+        dest: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        progress: bool | None = None,
+        executor: Executor | None = None,
+        memory: int | str | None = None,
+        verify: bool = False,
+    ) -> dict[str, str]:
+        """Write the view as a folder of torch.distributed.checkpoint, which `dcp.load` reads into a model on any number
+        of ranks (FSDP2, tensor parallelism), with its optimizer: ``{"model": ..., "optim": ...}`` of torch's
+        `get_state_dict`.
+
+        What this view reads, "weights" or "fp32", becomes ``model.NAME``; the optimizer's states
+        ``optim.state.NAME.STATE``, its options ``optim.param_groups.N.OPTION`` where the checkpoint tells of which
+        parameters they are; "fp32" beside "weights" ``fp32.NAME``; ``meta`` as it stands there. A view of one of the
+        optimizer's states brings that alone. Tied names are there both, on the same bytes. Tensors are cut in chunks of
+        whole rows, of at most 32 MiB where a row is not larger; a count of steps that no tensor holds becomes
+        ``optim.state.NAME.step``.
+
+        Options are those of `to_safetensors`; as with `to_zarr`, the folder appears when it is complete, and the same
+        call goes on with what an interrupted one finished. Returns what of ``meta`` is left out: dotted path -> reason
+        (objects of classes that would have to be imported). Raises as `to_safetensors` does; DestinationError also for
+        a folder that holds anything else.
+        """
+        from .export.dcp import export_dcp
+
+        check_whole(self)
+        return export_dcp(
+            self,
+            dest,
+            overwrite=overwrite,
+            verify=verify,
+            progress=progress,
+            run=runner(executor, memory),
+        )
+
+    def to_universal(
+        self,
+        dest: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        progress: bool | None = None,
+        executor: Executor | None = None,
+        memory: int | str | None = None,
+        verify: bool = False,
+    ) -> dict[str, str]:
+        """Write the view as a DeepSpeed universal checkpoint, which an engine with ``"checkpoint": {"load_universal":
+        true}`` loads on any number of ranks, with any stage of ZeRO but 0: ``engine.load_checkpoint(dest)``. Of any
+        checkpoint that lazyckpt reads; names stay as they are, and have to be the engine's.
+
+        ``zero/NAME/`` has the parameter in float32 (fp32.pt) and the states of its shape, whatever the optimizer;
+        step.pt; buffers and frozen parameters as fp32.pt alone. The model states, ``mp_rank_00_model_states.pt``, have
+        what the engine goes on with: of a DeepSpeed checkpoint its counters, scheduler, client state and
+        universal_checkpoint_info; of others, ``meta["step"]`` as ``global_steps`` and defaults (no scheduler: pass
+        ``load_lr_scheduler_states=False`` if the engine has one). The optimizer's options come along where the
+        checkpoint tells them, in the source's order of groups; else the engine keeps its own. Objects of DeepSpeed's
+        own classes (the state of fp16's loss scaler) are left out.
+
+        Options are those of `to_safetensors`; as with `to_zarr`, the folder appears when it is complete, and the same
+        call goes on with what an interrupted one finished. Returns what is left out: dotted path -> reason; and the
+        states that are written, but that engines of ZeRO-3 do not load: they take exp_avg and exp_avg_sq alone. Raises
+        as `to_safetensors` does; DataError also for a view of another state than "weights" or "fp32", and for a name
+        that no folder can have.
+        """
+        from .export.universal import export_universal
+
+        check_whole(self)
+        return export_universal(
+            self,
+            dest,
+            overwrite=overwrite,
+            verify=verify,
+            progress=progress,
+            run=runner(executor, memory),
+        )
+
+    def to_megatron(
+        self,
+        dest: str | os.PathLike[str],
+        *,
+        tp: int = 1,
+        pp: int = 1,
+        ep: int = 1,
+        overwrite: bool = False,
+        progress: bool | None = None,
+        executor: Executor | None = None,
+        memory: int | str | None = None,
+        verify: bool = False,
+    ) -> dict[str, str]:
+        """Write the view as Megatron-LM's checkpoint of rank files (``--ckpt-format torch``), which its own loader
+        takes with these tensor-, pipeline- and expert-parallel degrees: ``iter_0000003/mp_rank_TT[_PPP][_EEE]/
+        model_optim_rng.pt`` and ``latest_checkpointed_iteration.txt``. Names have to be megatron-core's: other
+        checkpoints' after ``view.rename("megatron")``. What a rank has is what `CheckpointView.shard` gives it:
+        layers are dealt evenly, experts cut as all else is (expert-tensor-parallel degree = tp).
+
+        The vocabulary is padded with zeros to a multiple of make_vocab_size_divisible_by * tp where the arguments of
+        the source tell that, else of tp; rows of padding that fewer ranks lack go where the arguments tell them from
+        tokens. The last of several stages has its copy of a tied embedding. ``args`` is the source's, with the degrees
+        made right, or what names, shapes and a config.json tell. Weights of a view of fp32 copies get the dtype
+        that the arguments name.
+
+        The optimizer is written as Megatron has it without ``--use-distributed-optimizer``, if the view has Adam's or
+        SGD's states of all parameters and, of weights of 16 bits, their fp32 copies: groups and options are the
+        source's. Adam's count of steps stands where a source of Megatron's has it (with each parameter: torch's AdamW;
+        in the groups: FusedAdam of Transformer Engine or apex), of other sources in the groups. Without a known
+        iteration the checkpoint is a "release", of which Megatron loads the weights alone. States of generators are not
+        written: load with ``--no-load-rng``.
+
+        Experts stay in the form that they have names of: SequentialMLP (``local_experts.N``), TEGroupedMLP
+        (``linear_fc1.weightN``), GroupedMLP (``weight1``). So do norms: models of Transformer Engine's layers call
+        theirs ``linear_qkv.layer_norm_weight`` and ``mlp.linear_fc1.layer_norm_weight`` (``view.rename`` with a table
+        of your own), those of ``--transformer-impl local`` ``input_layernorm.weight`` and ``pre_mlp_layernorm.weight``.
+
+        Options are those of `to_safetensors`; as with `to_zarr`, the folder appears when it is complete, and the same
+        call goes on with what an interrupted one finished. Returns what is left out: dotted path -> reason. Raises as
+        `to_safetensors` does; DataError also for names that are not megatron-core's and for a view of another state
+        than "weights" or "fp32", MeshError for degrees that do not divide the layers, heads, experts or tensors.
+        """
+        from .export.megatron import export_megatron
+
+        check_whole(self)
+        return export_megatron(
+            self,
+            dest,
+            tp=tp,
+            pp=pp,
+            ep=ep,
+            overwrite=overwrite,
+            verify=verify,
+            progress=progress,
+            run=runner(executor, memory),
+        )
+
+    def to_xarray(self, *, chunks: Mapping[str, Any] | None = None, widen: bool = True) -> xr.DataTree:
+        """The view as an `xarray.DataTree`: groups are the dotted names, variables the tensors, dimensions are named by
+        their size ("d4096"). Reads nothing; a variable reads what is indexed of it.
+
+        ``chunks``: None for xarray's own lazy arrays; {} for Dask arrays, in chunks of 8 to 64 MiB that follow the
+        fragments where these form a grid; {"d4096": 512} for other chunks along a dimension. ``widen``: floats of 8
+        and 16 bits become float32 when they are read, which xarray computes with correctly (the attribute
+        ``stored_dtype`` names their own). False keeps dtypes and bits; reduce what
+        `lazyckpt.interop.xarray.to_f32` makes of them, as sums in bf16, fp8 and fp16 are wrong.
+
+        Tensors whose dtype numpy lacks are left out, and named in ``attrs["left_out"]``. Raises DataError for
+        ``chunks`` where dask is not installed, TypeError for ``chunks`` that are neither None nor a mapping.
+        """
+        from .interop.xarray import tree
+
+        return tree(self, chunks, widen=widen)
+
+    def to_virtual(
+        self, dest: str | os.PathLike[str] | Any, *, format: str | None = None, bits: bool = False
+    ) -> dict[str, str]:
+        """Write references to the bytes of the checkpoint's files, as a zarr hierarchy that copies none of them: any
+        reader of zarr opens it, through fsspec's "reference" file system, without lazyckpt or torch. The layout is
+        that of `to_zarr`; the files have to stay where they are.
+
+        ``dest``: a file that ends with .json, or a folder, which gets parquet (kerchunk, pandas and pyarrow have to be
+        installed). ``format``: "json", "parquet", or "icechunk": a new Icechunk repository in that folder; ``dest``
+        may also be the store of a writable Icechunk session, which the caller commits. ``bits``: bfloat16 and 8-bit
+        floats appear as unsigned integers of the same bits, their attributes say what they are: for readers that do
+        not have these dtypes, as zarr-python by itself has not.
+
+        A tensor can be told as references if its fragments form a grid of plain runs of bytes. Returns what is left
+        out: path in the hierarchy -> reason (a span that ends within a row, packed or swapped bytes, a missing file);
+        the root's attributes list it, too. Raises DestinationError, FormatError (a package is missing), DataError, and
+        MissingFileError or ChangedFileError if a file is not what it was when it was opened.
+        """
+        from .export.virtual import to_virtual
+
+        return to_virtual(self, dest, format, bits)
+
+    def _export(
+        self,
+        form: FileFormat,
+        dest: str | os.PathLike[str],
+        dtype: torch.dtype | None,
+        max_shard_size: int | str | None,
+        names: NewNames | None,
+        overwrite: bool,
+        progress: bool | None,
+        run: Run,
+        verify: bool,
+    ) -> list[Path]:
+        check_whole(self)
+        tensors, aliases = under(names, *self.once())
+        return export(
+            form,
+            tensors,
+            aliases,
+            dest,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            overwrite=overwrite,
+            progress=progress,
+            run=run,
+            verify=verify,
+        )
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (self._store, self._index, self._state, self._pickled_steps(), self._of_all)
 
-    def _pickled_steps(self) -> tuple[Any, ...]:
-        steps = []
-        view = self._other(steps=())
-        for kind, what in self._steps:
-            step: Step = (kind, what)  # type: ignore[assignment]
-            view = view._other(steps=(*view._steps, step))
-            # a function may not pickle, what it has selected does
-            steps.append((kind, frozenset(view)) if kind == "select" and callable(what) else step)
-        return tuple(steps)
+
+def unshard(views: Iterable[CheckpointView]) -> CheckpointView:
+    """The view that `CheckpointView.shard` cut, from the shards of all its ranks, in any order: all states, lazily.
+
+    Raises MeshError if they are not of one checkpoint on one mesh, or a rank is missing; DataError for parts of shards.
+    """
+    shards = list(views)
+    if any(view._steps for view in shards):
+        raise DataError("these views are parts of shards: put the whole shards together, then take the part")
+    index = unsharded([view._index for view in shards])
+    return shards[0]._of(index)
 
 
-def _quoted(name: str) -> str:
-    """A name for a message; of a very long one both ends."""
-    return repr(shortened(name, 200))
+def check_whole(view: Namespace[Any]) -> None:
+    """Raises MissingFileError for a view that lacks tensors of which nothing is known but the name."""
+    for name, why in view.unreadable.items():
+        raise MissingFileError(
+            f"{plural(len(view.unreadable), 'tensor')} would be missing in what is written: {name}: {why}. Without "
+            f"{'it' if len(view.unreadable) == 1 else 'them'}: view.select(lambda name: name not in view.unreadable)"
+        )
 
 
 def with_wrappers(path: str | os.PathLike[str], format: str, tag: str | None = None) -> CheckpointView:

@@ -26,8 +26,7 @@ from ..export.shards import is_of_family, size_in_bytes
 from ..export.staging import discard, unfinished
 from ..formats.zarr.documents import JOB
 from ..io.remote import is_url
-from ..view import CheckpointView
-from ..writing import check_whole
+from ..view import CheckpointView, check_whole
 from .targets import Wanted, prepared
 
 _SHARD = "5GB"

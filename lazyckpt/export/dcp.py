@@ -90,7 +90,7 @@ def export_dcp(
     progress: bool | None,
     run: Run,
 ) -> Lost:
-    """See `lazyckpt.writing.Writing.to_dcp`."""
+    """See `lazyckpt.CheckpointView.to_dcp`."""
     place = local_path(dest)
     lost: Lost = {}
     state = _state_dict(view, lost)

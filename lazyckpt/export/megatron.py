@@ -120,7 +120,7 @@ def export_megatron(
     progress: bool | None,
     run: Run,
 ) -> Lost:
-    """See `lazyckpt.writing.Writing.to_megatron`."""
+    """See `lazyckpt.CheckpointView.to_megatron`."""
     place = local_path(dest)
     lost: Lost = {}
     plan = _plan(view, mesh_of(tp, pp, 1, ep), lost)

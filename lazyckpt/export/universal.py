@@ -53,7 +53,7 @@ def export_universal(
     progress: bool | None,
     run: Run,
 ) -> Lost:
-    """See `lazyckpt.writing.Writing.to_universal`."""
+    """See `lazyckpt.CheckpointView.to_universal`."""
     place = local_path(dest)
     if view.state not in _WEIGHTS:
         raise DataError(f"a universal checkpoint is of weights and their states, this is a view of {view.state!r}")

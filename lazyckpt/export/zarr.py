@@ -94,7 +94,7 @@ def export_zarr(
     progress: bool | None,
     storage_options: Mapping[str, Any] | None,
 ) -> None:
-    """See `lazyckpt.writing.Writing.to_zarr`."""
+    """See `lazyckpt.CheckpointView.to_zarr`."""
     url = os.fspath(dest)
     remote = is_url(url) and not url.startswith("file://")
     limit = None if memory is None else size_in_bytes(memory)

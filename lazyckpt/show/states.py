@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ..core.names import shortened
-from ..errors import TensorNotFoundError
+from ..namespace import States as Base
 from ..printing import printable
 from .html.parts import page, safe, tag
 from .text import human_bytes, plural
 
-if TYPE_CHECKING:
-    from ..view import CheckpointView
 
+class States(Base[Any]):
+    """The same, with what a terminal and a notebook show of it."""
 
-class States(Mapping[str, "CheckpointView"]):
-    """State name -> view; cannot be written to. Raises TensorNotFoundError for a state that there is not."""
-
-    __slots__ = ("_views",)
-
-    def __init__(self, views: Mapping[str, CheckpointView]) -> None:
-        self._views = dict(views)
-
-    def __getitem__(self, state: str) -> CheckpointView:
-        found = self._views.get(state)
-        if found is None:
-            raise TensorNotFoundError(f"there is no state {state!r}; there are: {', '.join(self._views) or 'none'}")
-        return found
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._views)
-
-    def __len__(self) -> int:
-        return len(self._views)
+    __slots__ = ()
 
     def _lines(self) -> list[tuple[str, str]]:
         return [
@@ -49,6 +30,3 @@ class States(Mapping[str, "CheckpointView"]):
     def _repr_html_(self) -> str:
         lines = (tag("li", f"{tag('code', safe(state))} {tag('span', told, 'dim')}") for state, told in self._lines())
         return page([tag("ul", "\n".join(lines))])
-
-    def _ipython_key_completions_(self) -> list[str]:
-        return list(self)

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from ..core.dtypes import short_name
 from ..core.index import TensorSpec
 from ..core.names import natural, shortened
+from ..lazy import LazyArray
+from ..namespace import Namespace
 from ..printing import printable
-
-if TYPE_CHECKING:
-    from ..lazy import LazyArray
-    from ..view import CheckpointView
 
 _LEVELS = 100  # of the tree, which is walked by recursion; what lies deeper is one label
 
@@ -70,7 +68,7 @@ class Node:
     children: dict[str, Node] = field(default_factory=dict)
 
 
-def build(view: CheckpointView) -> Node:
+def build(view: Namespace[Any]) -> Node:
     """The names of a view as nodes, children in natural order."""
     root = Node("")
 
@@ -121,12 +119,12 @@ def _finish(node: Node, keys: dict[str, list[tuple[int, int, str]]]) -> None:
         node.nbytes += child.nbytes
 
 
-def summary(view: CheckpointView) -> str:
+def summary(view: Namespace[Any]) -> str:
     """Format, mesh, size and counts on one line."""
     return " | ".join(facts(view, view.numel, view.nbytes))
 
 
-def facts(view: CheckpointView, numel: int, nbytes: int) -> list[str]:
+def facts(view: Namespace[Any], numel: int, nbytes: int) -> list[str]:
     """What `summary` says, one thing after the other; ``numel``, ``nbytes``: the view's."""
     m = view.mesh
     degrees = " ".join(f"{k}={v}" for k, v in (("tp", m.tp), ("pp", m.pp), ("dp", m.dp), ("ep", m.ep)) if v > 1)
@@ -154,12 +152,12 @@ class Row(NamedTuple):
     cells: tuple[str, str, str, str]  # indented name, dtype and shape, size, parameter count or the name it is tied to
 
 
-def tree(view: CheckpointView, depth: int | None = None, limit: int | None = None) -> str:
+def tree(view: Namespace[Any], depth: int | None = None, limit: int | None = None) -> str:
     """The tree, ``depth`` levels deep; where it has more than ``limit`` lines, as many levels as fit (at least one)."""
     return "\n".join("  ".join(row.cells).rstrip() for row in rows(view, depth, limit)) or "(no tensors)"
 
 
-def rows(view: CheckpointView, depth: int | None = None, limit: int | None = None) -> list[Row]:
+def rows(view: Namespace[Any], depth: int | None = None, limit: int | None = None) -> list[Row]:
     """The lines of `tree`, as columns."""
     root = build(view)
     found = list(_rows(root, depth))
@@ -209,12 +207,12 @@ def kind(t: LazyArray | TensorSpec) -> str:
     return f"{short_name(t.dtype)} [{shortened(', '.join(map(str, t.shape)))}]"
 
 
-def oddities(view: CheckpointView) -> list[str]:
+def oddities(view: Namespace[Any]) -> list[str]:
     """Its problems, and the names that cannot even be described, as lines."""
     return [*view.problems, *(f"cannot be read: {name}: {why}" for name, why in view.unreadable.items())]
 
 
-def explain(view: CheckpointView) -> str:
+def explain(view: Namespace[Any]) -> str:
     """What a view stands on and what reading it all would cost."""
     per_file: dict[str, int] = {}
     for name in {view.owner(n): n for n in view}.values():
@@ -234,7 +232,7 @@ def explain(view: CheckpointView) -> str:
     return "\n".join(lines)
 
 
-def rows_of(view: CheckpointView) -> list[dict[str, object]]:
+def rows_of(view: Namespace[Any]) -> list[dict[str, object]]:
     """A view as a table for machines, a row for every name; ``name`` is the full one, ``tied``: the name that owns the
     tensor, None where that is this one."""
     table: list[dict[str, object]] = []

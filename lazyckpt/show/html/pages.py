@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ...lazy import LazyArray
+from ...namespace import Namespace
 from ..sample import sample, text_histogram
 from ..text import build, facts, human_bytes, human_count, plural
 from .fragments import map_html
@@ -13,14 +14,11 @@ from .parts import Shown, page, safe, tag
 from .rows import plan
 from .tree import kind_html, tree_html
 
-if TYPE_CHECKING:
-    from ...view import CheckpointView
-
 _PROBLEMS = 20  # lines that are listed
 _SEEN = 5  # lines that are seen before anything is opened
 
 
-def view_html(view: CheckpointView, head: str = "") -> str:
+def view_html(view: Namespace[Any], head: str = "") -> str:
     """A view as a tree that opens and closes, its problems first. ``head``: a line above. Reads no tensor data."""
     root = build(view)
     first, *rest = facts(view, root.numel, root.nbytes)

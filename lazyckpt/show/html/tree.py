@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ...core.dtypes import short_name
 from ...core.index import TensorSpec
+from ...lazy import LazyArray
+from ...namespace import Namespace
 from ..layout import Holder, holders
 from ..text import human_bytes, human_count, plural
 from .parts import Colours, dtype_class, owner, safe, tag, title
 from .rows import Row
-
-if TYPE_CHECKING:
-    from ...lazy import LazyArray
-    from ...view import CheckpointView
 
 _OPEN = 40  # rows that are seen before anything is opened
 _BOXES = 12  # of a strip
 _LOOKED_AT = 40_000  # fragments, for the strips of one tree
 
 
-def tree_html(view: CheckpointView, rows: Sequence[Row]) -> str:
+def tree_html(view: Namespace[Any], rows: Sequence[Row]) -> str:
     """The rows, which are of this view, and below them which colour is whose."""
     if not rows:
         return tag("p", "(no tensors)", "dim")
@@ -47,7 +45,7 @@ def _levels(rows: Sequence[Row]) -> int:
     return levels
 
 
-def _held(view: CheckpointView, rows: Sequence[Row]) -> dict[int, tuple[Holder, ...]]:
+def _held(view: Namespace[Any], rows: Sequence[Row]) -> dict[int, tuple[Holder, ...]]:
     """What holds each row's tensor, by the node's id; of very many fragments the first rows' only."""
     found: dict[int, tuple[Holder, ...]] = {}
     left = _LOOKED_AT

@@ -1,0 +1,424 @@
+"""Names to lazy arrays: look-up by name, prefix and inner path, parts, and states.
+
+A `Namespace` is what a view is without the methods that read, write, convert and show it. It is made of an index and
+the store of its files; looking anything up reads no tensor data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, Literal, Self, TypeVar
+
+from .core.index import FileInfo, Index, Mesh, TensorSpec
+from .core.names import Names, Pattern, matcher, shortened
+from .errors import MissingFileError, TensorNotFoundError
+from .formats.stored import stored_specs
+from .io.store import Store
+from .lazy import LazyArray
+from .printing import printable
+
+STORED = "stored"  # the state of the tensors as they are stored, under their raw names
+# A state that is a whole state dict lists tied names too; a moment is listed under the name that owns it.
+_FULL_STATES = ("weights", "fp32")
+
+A = TypeVar("A", bound=LazyArray, covariant=True)
+N = TypeVar("N", bound="Namespace[Any]", covariant=True)
+# How a part of a checkpoint was chosen: by a prefix, which its names then lack, or by their names.
+Step = tuple[Literal["below"], str] | tuple[Literal["select"], Pattern | frozenset[str]]
+
+
+class States(Mapping[str, N]):
+    """State name -> namespace; cannot be written to. Raises TensorNotFoundError for a state that there is not."""
+
+    __slots__ = ("_views",)
+
+    def __init__(self, views: Mapping[str, N]) -> None:
+        self._views = dict(views)
+
+    def __getitem__(self, state: str) -> N:
+        found = self._views.get(state)
+        if found is None:
+            raise TensorNotFoundError(f"there is no state {state!r}; there are: {', '.join(self._views) or 'none'}")
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self)
+
+
+class Namespace(Mapping[str, A]):
+    """The tensors of a checkpoint, or of a part of it, in one of its states, by dotted name."""
+
+    __slots__ = (
+        "__weakref__",
+        "_by_stored",
+        "_full",
+        "_index",
+        "_names",
+        "_of_all",
+        "_sides",
+        "_specs",
+        "_state",
+        "_steps",
+        "_store",
+        "_tensors",
+    )
+
+    _tensor: ClassVar[Any] = LazyArray  # the class of the arrays, `A`
+    _states: ClassVar[type[States[Any]]] = States
+
+    _store: Store
+    _index: Index
+    _state: str
+    _steps: tuple[Step, ...]
+
+    def _init(self, store: Store, index: Index, state: str, steps: tuple[Step, ...], of_all: bool) -> None:
+        self._store = store
+        self._index = index
+        self._state = state
+        self._steps = steps
+        self._of_all = of_all and not steps  # whether the stored names of all states are found
+        self._forget()
+
+    def _forget(self) -> None:
+        """Reset what is computed on demand."""
+        self._full: dict[str, str] | None = None
+        self._names: Names | None = None
+        self._specs: Mapping[str, TensorSpec] | None = None
+        self._tensors: dict[str, A] = {}
+        self._by_stored: dict[str, TensorSpec] | None = None
+        self._sides: dict[str, Self] = {}  # state -> this view of it, so that asking in a loop is cheap
+
+    def _other(self, state: str | None = None, steps: tuple[Step, ...] | None = None) -> Self:
+        view = object.__new__(type(self))
+        view._init(self._store, self._index, state or self._state, self._steps if steps is None else steps, False)
+        return view
+
+    def close(self) -> None:
+        """Let go of open files and mappings. Reading from this view, its parts and states, and their tensors raises
+        DataError from then on; names, shapes and dtypes stay. Closing twice is fine; other views of the same path, and
+        tensors that have been read, are not affected. ``with lazyckpt.open(path) as view:`` closes at the end."""
+        self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- the namespace
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """The tensors of this state as data, by full name, whatever part of it this view shows."""
+        if self._specs is None:
+            if self._state != STORED:
+                self._specs = self._index.states[self._state]
+            elif self._index.stored is not None:
+                self._specs = self._index.stored
+            else:
+                self._specs = stored_specs(self._store, self._index)
+        return self._specs
+
+    @property
+    def _listed(self) -> dict[str, str]:
+        """The names of this view -> full names."""
+        if self._full is None:
+            names = {name: name for name in self.specs}
+            if self._state in _FULL_STATES:
+                names.update((a, a) for a, owner in self._index.aliases.items() if owner in self.specs)
+            self._full = self._shown_of(names)
+        return self._full
+
+    def _shown_of(self, names: dict[str, str]) -> dict[str, str]:
+        """Of full names, those that this view shows: the name here -> the full one."""
+        for kind, what in self._steps:
+            if kind == "below":
+                start = f"{what}."
+                names = {n.removeprefix(start): full for n, full in names.items() if n.startswith(start)}
+            else:
+                keep = what.__contains__ if isinstance(what, frozenset) else matcher(what)
+                names = {n: full for n, full in names.items() if keep(n)}
+        return names
+
+    @property
+    def names(self) -> Names:
+        """The names of this view, with what finds prefixes and inner paths among them."""
+        if self._names is None:
+            self._names = Names(self._listed)
+        return self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._listed)
+
+    def __len__(self) -> int:
+        return len(self._listed)
+
+    def __contains__(self, name: object) -> bool:
+        """Whether ``view[name]`` gives something: a full name, a tied one, a prefix, a unique inner path. Names in
+        `unreadable`, whose file is gone, are not among them: looking one up raises MissingFileError."""
+        if isinstance(name, str) and self._spec(name) is not None:
+            return True
+        try:
+            self[name]  # type: ignore[index]  # of another type it is not found
+        except (TensorNotFoundError, MissingFileError):
+            return False
+        return True
+
+    def exact(self, name: str) -> A | None:
+        """The tensor of this full name or tied alias of the view; None if there is none, whatever else is called so."""
+        found = self._tensors.get(name)
+        if found is None and (spec := self._spec(name)) is not None:
+            found = self._tensors[name] = self._tensor(self._store, spec)
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __getitem__(self, path: str) -> Any:
+        """A full name or tied alias gives a LazyTensor, a prefix a CheckpointView with names relative to it. A path
+        that occurs at one place inside the names resolves to that. A state answers with its own tensors only; the
+        names that they are stored under (`stored`) find them, too. The view of the whole checkpoint, as it was opened,
+        finds the stored names of all states, where that takes no more reading.
+
+        Which of the two it is depends on the checkpoint, so it is typed Any: say what you expect (``w: LazyTensor =
+        view["up.weight"]``), and a type checker knows the rest. What `items` and `values` give are LazyTensors.
+        ``name in view`` is True, and `get` gives what this gives, wherever this raises nothing.
+
+        Raises TensorNotFoundError (several places, or none: the nearest names are listed), MissingFileError for a
+        name whose file is gone.
+        """
+        if not isinstance(path, str):
+            raise TensorNotFoundError(f"tensors are looked up by name, not by {type(path).__name__}")
+        found = self.exact(path)
+        if found is not None:
+            return found
+        if path in ("", "."):
+            return self
+        path = path.removesuffix(".")
+        if self.names.below(path):
+            return self._other(steps=(*self._steps, ("below", path)))
+        if (found := self.exact(path)) is not None:  # the path ended with a dot
+            return found
+        if path in self._index.unreadable and not self._steps:
+            raise MissingFileError(self._index.unreadable[path])
+        if not self._steps and path in self._stored_names:
+            return self._tensor(self._store, self._stored_names[path])
+        places = self.names.inside(path)
+        if len(places) == 1:
+            return self[places[0]]
+        if places:
+            listed = ", ".join(map(_quoted, places[:6])) + (f" and {len(places) - 6} more" if len(places) > 6 else "")
+            raise TensorNotFoundError(f"{_quoted(path)} occurs at {len(places)} places: {listed}. Say which.")
+        if self._of_all and type(self._index.stored) is dict and self.stored.names.below(path):
+            return self.stored[path]
+        raise TensorNotFoundError(
+            f"there is no tensor or prefix {_quoted(path)} among the {len(self):,} names of {self._state!r}.",
+            lambda: self._hint(path),
+        )
+
+    def _spec(self, name: str) -> TensorSpec | None:
+        """The spec of an exact name of this view; a tied name gets its owner's, under its own name."""
+        full = self._listed.get(name)
+        if full is None:
+            full = self._alias(name)
+            if full is None:
+                return None
+        spec = self.specs.get(full)
+        if spec is None:
+            owner = self._index.aliases[full]
+            spec = replace(self.specs[owner], name=full, rule=f"tied: the same tensor as {owner!r}")
+        return spec
+
+    @property
+    def _stored_names(self) -> Mapping[str, TensorSpec]:
+        """What can be looked up besides the names of this state: the names that its tensors are stored under, and in
+        the view that was opened the raw namespace where that is known already."""
+        if self._by_stored is None:
+            stored = self._index.stored
+            self._by_stored = {**stored} if self._of_all and type(stored) is dict else {}
+            self._by_stored |= {s.stored_as: s for s in self.specs.values() if s.stored_as}
+        return self._by_stored
+
+    def _alias(self, name: str) -> str | None:
+        """The full name of a tied alias that this state does not list."""
+        if self._state in _FULL_STATES or self._state == STORED:
+            return None
+        full = self._below(name)
+        if self._index.aliases.get(full) not in self.specs:
+            return None
+        return self._shown_of({full: full}).get(name)
+
+    def _below(self, name: str) -> str:
+        """The name behind the prefixes that this view is below."""
+        for kind, what in reversed(self._steps):
+            name = f"{what}.{name}" if kind == "below" else name
+        return name
+
+    def _hint(self, path: str) -> str:
+        """Where a name may be found that is not in this view, for a message."""
+        full = self._below(path)
+        for state in self._index.states:
+            other = self._other(state=state, steps=())
+            if state != self._state and (other.exact(full) is not None or other.names.below(full)):
+                return f"It is in view.states[{state!r}]."
+        near = self.names.near(path)
+        if near:
+            hint = f"Did you mean {' or '.join(map(_quoted, near))}?"
+        else:
+            tops = list(dict.fromkeys(name.partition(".")[0] for name in self))
+            more = f" and {len(tops) - 5:,} more" if len(tops) > 5 else ""
+            hint = f"At the top there is: {', '.join(map(_quoted, tops[:5]))}{more}." if tops else ""
+        return f"Patterns go to select. {hint}" if set(path) & set("*?") else hint
+
+    def _ipython_key_completions_(self) -> list[str]:
+        """What ``view["<Tab>`` offers: prefixes and names; of a very large view the first levels; of a small one also
+        the paths inside names that occur once."""
+        return self.names.paths()
+
+    # -- parts and other sides of it
+
+    def select(self, pattern: Pattern) -> Self:
+        """The tensors whose names match: a glob (``*`` also crosses dots), a compiled regex (searched), or a function
+        of the name. Names stay as they are in this view; if none matches, the view is empty."""
+        return self._other(steps=(*self._steps, ("select", pattern)))
+
+    @property
+    def states(self) -> States[Self]:
+        """The same part of every state: "weights", "fp32", then the optimizer's own ("exp_avg", ...), as far as the
+        checkpoint holds them. The first is the one that this view reads by default."""
+        return self._states({state: self._side(state) for state in self._index.states})
+
+    @property
+    def stored(self) -> Self:
+        """Every tensor as it is stored, under its raw name; nothing merged or hidden. Of the whole checkpoint."""
+        return self._side(STORED, ())
+
+    def _side(self, state: str, steps: tuple[Step, ...] | None = None) -> Self:
+        if state not in self._sides:
+            self._sides[state] = self._other(state=state, steps=steps)
+        return self._sides[state]
+
+    # -- what it is
+
+    @property
+    def root(self) -> str:
+        """The folder that file names are relative to."""
+        return self._store.root
+
+    @property
+    def format(self) -> str:
+        """The layout: "torch", "safetensors", "deepspeed-zero3", ..."""
+        return self._index.format
+
+    @property
+    def mesh(self) -> Mesh:
+        """The parallel degrees the checkpoint was written with."""
+        return self._index.mesh
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is all of the checkpoint: no part of its names, and the state that is read by default."""
+        return not self._steps and self._state == next(iter(self._index.states), None)
+
+    @property
+    def state(self) -> str:
+        """The name of the state that this view reads."""
+        return self._state
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """Everything that is not a tensor, as plain objects and inert records (`Opaque`)."""
+        return self._index.meta
+
+    @property
+    def files(self) -> Mapping[str, FileInfo]:
+        """What it stands on: path, relative to ``root`` -> size in bytes and modification time. A part of a checkpoint
+        lists the files that its tensors lie in."""
+        if not self._steps:
+            return self._index.files
+        paths = dict.fromkeys(f.extent.path for t in self._unique() for f in t.fragments)
+        only = getattr(self._index.files, "only", None)  # files that are looked at when one asks for them
+        return only(paths) if only else {p: info for p, info in self._index.files.items() if p in paths}
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Tied names of the checkpoint: alias -> the name that owns the tensor (full names)."""
+        return self._index.aliases
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What is missing or odd, a readable line each. Where only values can decide the names of an optimizer's
+        states, they are compared when such a state is first listed or looked up; a line says so until then, and stays
+        if they do not decide."""
+        later = self._index.open_problems
+        return self._index.problems if later is None else (*self._index.problems, *map(printable, later()))
+
+    @property
+    def unreadable(self) -> Mapping[str, str]:
+        """Names that belong to this view but that cannot even be described, as their file is gone -> the reason."""
+        lost = self._index.unreadable
+        return {name: lost[full] for name, full in self._shown_of({name: name for name in lost}).items()}
+
+    @property
+    def numel(self) -> int:
+        """Elements, each tied tensor counted once."""
+        return sum(t.spec.numel for t in self._unique())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, each tied tensor counted once."""
+        return sum(t.spec.nbytes for t in self._unique())
+
+    def owner(self, name: str) -> str:
+        """The full name that owns the tensor of this name of the view."""
+        full = self.full_name(name)
+        return full if full in self.specs else self._index.aliases.get(full, full)
+
+    def full_name(self, name: str) -> str:
+        """The name that a name of this view has in the whole checkpoint."""
+        return self._listed.get(name) or self._alias(name) or name
+
+    def _unique(self) -> Iterator[A]:
+        """The tensors of this view, each tied one once."""
+        seen = set()
+        for name in self._listed:
+            owner = self.owner(name)
+            if owner not in seen:
+                seen.add(owner)
+                yield self[name]
+
+    def once(self) -> tuple[dict[str, A], dict[str, str]]:
+        """What there is to write: (name of this view -> tensor, each tied one once, under the name that owns it if
+        that is in the view; further name -> the name it is tied to)."""
+        names: dict[str, str] = {}  # the name that owns a tensor -> the one it is written under
+        for name in self:
+            owner = self.owner(name)
+            if owner == self.full_name(name) or owner not in names:
+                names[owner] = name
+        aliases = {name: kept for name in self if (kept := names[self.owner(name)]) != name}
+        return {name: self[name] for name in names.values()}, aliases
+
+    def _pickled_steps(self) -> tuple[Any, ...]:
+        steps = []
+        view = self._other(steps=())
+        for kind, what in self._steps:
+            step: Step = (kind, what)  # type: ignore[assignment]
+            view = view._other(steps=(*view._steps, step))
+            # a function may not pickle, what it has selected does
+            steps.append((kind, frozenset(view)) if kind == "select" and callable(what) else step)
+        return tuple(steps)
+
+
+def _quoted(name: str) -> str:
+    """A name for a message; of a very long one both ends."""
+    return repr(shortened(name, 200))
