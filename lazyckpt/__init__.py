@@ -5,7 +5,10 @@ view["layers.3.mlp"].to("cuda")
 view.states["exp_avg"]["layers.3.mlp.up.weight"][:8]
 """
 
+import os as _os
+from collections.abc import Mapping as _Mapping
 from types import ModuleType as _ModuleType
+from typing import Any as _Any
 
 from . import deepspeed as deepspeed  # the module is public, too
 from .comparing import diff
@@ -29,9 +32,6 @@ from .retention import Pruned, prune
 from .run import RunView
 from .tensor import LazyTensor
 from .view import CheckpointView, unshard
-
-open = CheckpointView
-open_run = RunView
 
 __version__ = "0.1.0"
 __all__ = [
@@ -60,6 +60,92 @@ __all__ = [
     "prune",
     "unshard",
 ]
+
+
+def open(
+    path: str | _os.PathLike[str],
+    *,
+    format: str | None = None,
+    tag: str | None = None,
+    rules: _Mapping[str, _Any] | None = None,
+    cache: bool = True,
+    storage_options: _Mapping[str, _Any] | None = None,
+) -> CheckpointView:
+    """Open a checkpoint as one namespace of lazy tensors. Reads no tensor data.
+
+    ``CheckpointView(path, ...)`` is the same. Use ``with lazyckpt.open(path) as view:`` or `CheckpointView.close` to
+    let go of the files.
+
+    Parameters
+    ----------
+    path
+        A file, a folder, or the URL of one.
+    format
+        The name of the reader to use, of those that ``lazyckpt formats`` lists. By default the first that recognises
+        the path.
+    tag
+        Which checkpoint of a folder with several. By default the one that the file ``latest`` names, or the newest that
+        is complete.
+    rules
+        How the shards of tensor-parallel ranks form a tensor, where the checkpoint does not say: a glob of names to
+        "column" (cut along dimension 0), "row" (along dimension 1), "replicated", "average", "swiglu", or a table such
+        as ``{"cat": 0, "parts": [4096, 1024, 1024]}``; for flat parameters of FSDP1 ``{"flat": {"up.weight": [64,
+        32]}}``.
+    cache
+        Keep what opening found out, for the next time that this process opens the same files, unchanged.
+    storage_options
+        Options of fsspec's file system for a URL: credentials, endpoints.
+
+    Returns
+    -------
+    CheckpointView
+        A mapping from names to `LazyTensor`.
+
+    Raises
+    ------
+    MissingFileError
+        The path, or a file that the checkpoint cannot be read without, does not exist.
+    FormatError
+        No reader recognises the path, or the layout is one that is not supported.
+    CorruptError
+        A file is damaged.
+    """
+    return CheckpointView(path, format=format, tag=tag, rules=rules, cache=cache, storage_options=storage_options)
+
+
+def open_run(
+    path: str | _os.PathLike[str],
+    *,
+    steps: _Mapping[str, int] | None = None,
+    storage_options: _Mapping[str, _Any] | None = None,
+) -> RunView:
+    """Open all checkpoints of a run as one view, whose tensors have a first dimension of steps. Reads no tensor data.
+
+    ``RunView(path, ...)`` is the same.
+
+    Parameters
+    ----------
+    path
+        The folder, or its URL, that the checkpoints are in: tags of DeepSpeed, ``iter_N``, ``checkpoint-N``, files such
+        as ``step_1000.pt``, also in folders below.
+    steps
+        Name of a checkpoint -> its step, for checkpoints that do not say.
+    storage_options
+        Options of fsspec's file system for a URL.
+
+    Returns
+    -------
+    RunView
+        The checkpoints in the order of their steps.
+
+    Raises
+    ------
+    MissingFileError
+        There is no such folder.
+    FormatError
+        The folder has no checkpoint in it.
+    """
+    return RunView(path, steps=steps, storage_options=storage_options)
 
 
 def load_ipython_extension(shell: object) -> None:

@@ -17,6 +17,7 @@ from itertools import islice
 from math import prod
 from typing import Any, Generic, Self, TypeVar
 
+import numpy as np
 import torch
 
 from .core.box import Box, Shape, c_strides, is_run, tiles
@@ -24,7 +25,7 @@ from .core.dtypes import check_converts, short_name
 from .core.index import Extent, Fragment, Hole, Packed, TensorSpec
 from .core.plan import fragments_in, plan
 from .core.select import Selection
-from .errors import DataError
+from .errors import DataError, SelectionError
 from .io.archives import locate
 from .io.gather import Run, agree, ranges, read, run_tasks, runs, tasks
 from .io.memory import empty
@@ -160,7 +161,8 @@ class LazyArray(Likeness):
     # -- reading
 
     def __getitem__(self, key: Any) -> torch.Tensor:
-        """Read: ints, slices (steps may be negative), Ellipsis, None, one 1-d list of ints, one 1-d mask.
+        """Read: ints, slices (steps may be negative), Ellipsis, None, one 1-d list of ints, one 1-d mask; or a mask of
+        several dimensions alone, which reads the rows that it has an element in.
 
         The result has `dtype`, lies on the CPU, and is the caller's own. Raises SelectionError for a key that does not
         fit the shape, MissingFileError where wanted elements lie in a file that is gone (slices that miss it read),
@@ -170,11 +172,38 @@ class LazyArray(Likeness):
         if key is Ellipsis:
             return self._whole()
         kind = type(key)
+        if isinstance(key, torch.Tensor | np.ndarray) and key.ndim > 1 and key.dtype in (torch.bool, np.bool_):
+            return self._masked(torch.tensor(key, device="cpu") if isinstance(key, np.ndarray) else key.cpu())
         if kind in _ATOMS or (kind is tuple and all(type(k) in _ATOMS for k in key) and key.count(Ellipsis) < 2):
             quick = self._quick(key)
             if quick is not None:
                 return quick
         return read(self._store, self.spec, self._sel[key].reads())
+
+    def _masked(self, mask: torch.Tensor) -> torch.Tensor:
+        """The elements where a mask of the first dimensions is true, in C order."""
+        if mask.shape != self.shape[: mask.ndim]:
+            raise SelectionError(f"the mask has shape {tuple(mask.shape)}, the tensor {tuple(self.shape)}")
+        rows = mask.flatten(1).any(1)
+        return self[rows][mask[rows]]
+
+    def float(self) -> torch.Tensor:
+        """Read the whole as float32."""
+        return self.to(torch.float32)
+
+    def double(self) -> torch.Tensor:
+        """Read the whole as float64."""
+        return self.to(torch.float64)
+
+    def cpu(self) -> torch.Tensor:
+        """Read the whole."""
+        return self[...]
+
+    @property
+    def T(self) -> torch.Tensor:  # noqa: N802 - as torch calls it
+        """Read the whole, its dimensions reversed."""
+        whole = self[...]
+        return whole.permute(*range(whole.ndim - 1, -1, -1))
 
     def read_into(self, out: torch.Tensor) -> torch.Tensor:
         """Read the whole into a contiguous CPU tensor of the same shape and dtype, on this thread alone. Returns it.

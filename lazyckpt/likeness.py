@@ -127,6 +127,17 @@ class Likeness:
     def detach(self) -> torch.Tensor:
         return self[...]
 
+    def __getattr__(self, name: str) -> Any:
+        """torch.Tensor's methods and attributes are not a lazy tensor's, but for those above: the error says how to
+        call them."""
+        if not name.startswith("_") and hasattr(torch.Tensor, name):
+            raise AttributeError(
+                f"a lazy tensor has no {name!r}: read it first, as in t[...].{name}, or a part of it, t[:8].{name}",
+                name=name,
+                obj=self,
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
     def item(self) -> int | float | bool | complex:
         """The only element, as a Python number. Raises DataError (a RuntimeError, as torch's), and reads nothing, if
         there is not exactly one."""

@@ -6,13 +6,16 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from .core.index import Index, TensorSpec, converted, renamed
-from .errors import DataError, MissingFileError
+from .core.names import matcher
+from .errors import DataError, MissingFileError, TensorNotFoundError
 from .export.files import FileFormat, export
 from .export.job import Run, runner
 from .export.names import NewNames, under
@@ -29,7 +32,7 @@ from .loading import load_into, read_all
 from .namespace import STORED, Namespace, Step
 from .show.html import view_html
 from .show.states import States
-from .show.text import explain, plural, summary, tree
+from .show.text import COLUMNS, explain, plural, rows_of, summary, tree
 from .tensor import LazyTensor
 
 if TYPE_CHECKING:
@@ -75,6 +78,66 @@ class CheckpointView(Namespace[LazyTensor]):
         # one rank's part of a checkpoint does not answer with what lies on the others
         return _restore(self._store, index, self._state, steps, self._of_all and index.layout is None)
 
+    # -- the namespace, typed
+
+    def tensor(self, name: str) -> LazyTensor:
+        """Return the tensor that ``view[name]`` gives.
+
+        Parameters
+        ----------
+        name
+            A full name, a tied name, or a path that occurs at one place inside the names.
+
+        Raises
+        ------
+        TensorNotFoundError
+            There is none, or the name is a prefix.
+        MissingFileError
+            The tensor's file does not exist.
+        """
+        found = self[name]
+        if not isinstance(found, LazyTensor):
+            raise TensorNotFoundError(
+                f"{name!r} is a prefix of {len(found):,} names, no tensor: view.prefix gives them"
+            )
+        return found
+
+    def prefix(self, path: str) -> CheckpointView:
+        """Return the part of the view that ``view[path]`` gives, with names relative to it.
+
+        Parameters
+        ----------
+        path
+            A prefix of names, or a path that occurs at one place inside them.
+
+        Raises
+        ------
+        TensorNotFoundError
+            There is no such prefix, or the path is a tensor's name.
+        """
+        found = self[path]
+        if not isinstance(found, CheckpointView):
+            raise TensorNotFoundError(f"{path!r} is a tensor: view.tensor gives it")
+        return found
+
+    def search(self, text: str) -> CheckpointView:
+        """Return the tensors whose names have all words of a text in them, whatever their case.
+
+        Parameters
+        ----------
+        text
+            Words separated by spaces. One with ``*``, ``?`` or ``[`` is a glob of the whole name. An empty text gives
+            all tensors.
+
+        Returns
+        -------
+        CheckpointView
+            The tensors under their names in this view; empty if none matches.
+        """
+        words = text.casefold().split()
+        tests = [matcher(word) if set(word) & set("*?[") else partial(_holds, word) for word in words]
+        return self.select(lambda name: all(test(name.casefold()) for test in tests))
+
     # -- showing
 
     def tree(self, depth: int | None = None) -> str:
@@ -84,6 +147,31 @@ class CheckpointView(Namespace[LazyTensor]):
     def explain(self) -> str:
         """What the checkpoint is made of, and what it would cost to read this view. Reads no tensor data."""
         return explain(self)
+
+    def to_frame(self) -> Any:
+        """Return a data frame with a row for each name. Reads no tensor data.
+
+        Returns
+        -------
+        pandas.DataFrame or polars.DataFrame
+            pandas' if pandas is installed. Columns: ``name`` (in the whole checkpoint), ``dtype``, ``shape``,
+            ``numel``, ``nbytes`` (bytes of the elements), ``tied`` (the name of the tensor that it is tied to, or
+            None).
+
+        Raises
+        ------
+        DataError
+            Neither pandas nor polars is installed.
+        """
+        table = rows_of(self)
+        columns = {key: [row[key] for row in table] for key in COLUMNS}
+        for package in ("pandas", "polars"):
+            try:
+                return import_module(package).DataFrame(columns)
+            except ModuleNotFoundError as e:
+                if e.name != package:
+                    raise
+        raise DataError("to_frame needs pandas or polars: pip install pandas")
 
     def __repr__(self) -> str:
         return summary(self) + "\n" + tree(self, None, limit=40)
@@ -95,17 +183,43 @@ class CheckpointView(Namespace[LazyTensor]):
     # -- reading
 
     def to(
-        self, device: str | torch.device = "cpu", dtype: torch.dtype | None = None, copy: bool = True
+        self,
+        device: str | torch.device | torch.dtype = "cpu",
+        dtype: torch.dtype | None = None,
+        copy: bool = True,
     ) -> dict[str, torch.Tensor]:
-        """Read all tensors of the view to a device: name -> tensor. Tied names get the same tensor.
+        """Read all tensors of the view.
 
-        ``dtype`` converts floating-point (and complex) tensors, as `nn.Module.to` does. ``copy=False``: on the CPU,
-        tensors that are one contiguous run of a file stay mapped instead of being read (privately: writing to one
-        changes memory only, but truncating the file breaks it). Raises what reading a `LazyTensor` raises.
+        Parameters
+        ----------
+        device
+            Where to; a dtype in its place (``view.to(torch.float32)``) is ``dtype``, on the CPU.
+        dtype
+            Convert floating-point and complex tensors to it, as `torch.nn.Module.to` does.
+        copy
+            False: on the CPU, a tensor that is one contiguous run of a file stays mapped instead of being read. The
+            mapping is private: writing to the tensor changes memory only, but truncating the file breaks it.
+
+        Returns
+        -------
+        dict of str to torch.Tensor
+            By name; tied names have the same tensor.
+
+        Raises
+        ------
+        LazyckptError
+            What reading a `LazyTensor` raises.
         """
+        place, dtype = ("cpu", device) if isinstance(device, torch.dtype) else (device, dtype)
         owners = {name: self.owner(name) for name in self._listed}
-        done = read_all({owner: self[name] for name, owner in owners.items()}, torch.device(device), dtype, copy)
+        done = read_all({owner: self[name] for name, owner in owners.items()}, torch.device(place), dtype, copy)
         return {name: done[owner] for name, owner in owners.items()}
+
+    def state_dict(
+        self, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Read all tensors of the view, for `torch.nn.Module.load_state_dict`: the same as `to`."""
+        return self.to(device, dtype)
 
     def load_into(self, module: torch.nn.Module, strict: bool = True) -> Any:
         """Fill an nn.Module's parameters and buffers, wherever they live and in their dtype, without a second copy.
@@ -566,6 +680,10 @@ class CheckpointView(Namespace[LazyTensor]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (self._store, self._index, self._state, self._pickled_steps(), self._of_all)
+
+
+def _holds(word: str, name: str) -> bool:
+    return word in name
 
 
 def unshard(views: Iterable[CheckpointView]) -> CheckpointView:

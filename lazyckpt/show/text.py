@@ -232,6 +232,9 @@ def explain(view: Namespace[Any]) -> str:
     return "\n".join(lines)
 
 
+COLUMNS = ("name", "dtype", "shape", "numel", "nbytes", "tied")
+
+
 def rows_of(view: Namespace[Any]) -> list[dict[str, object]]:
     """A view as a table for machines, a row for every name; ``name`` is the full one, ``tied``: the name that owns the
     tensor, None where that is this one."""
