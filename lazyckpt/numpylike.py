@@ -7,7 +7,8 @@ move elements get them as they are stored; functions that ask for shape and dtyp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,8 @@ def array_function(
     read
         Reads one as a whole.
     """
-    if func in _WRITING or _holds(kind, kwargs.get("out")):
+    args = tuple(args)
+    if func in _WRITING or _holds(kind, _output(func, args, kwargs)):
         return NotImplemented
 
     def array(tensor: Any) -> np.ndarray[Any, Any]:
@@ -59,6 +61,14 @@ def array_function(
         return to_numpy(whole if func in _MOVING else whole.to(widened(whole.dtype)))
 
     return func(*(replaced(a, kind, array) for a in args), **{k: replaced(v, kind, array) for k, v in kwargs.items()})
+
+
+def _output(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a function of numpy is told to write to, by name or by position."""
+    try:
+        return signature(func).bind_partial(*args, **kwargs).arguments.get("out")
+    except (TypeError, ValueError):  # it has no signature, or takes no such arguments
+        return kwargs.get("out")
 
 
 def array_ufunc(

@@ -161,6 +161,9 @@ def test_numpy_does_not_write_to_lazy_tensors(view: lazyckpt.CheckpointView) -> 
         lambda: np.copyto(t, ones),
         lambda: np.add(ones, ones, out=t),
         lambda: np.sum(ones, axis=0, out=t),
+        lambda: np.add(ones, ones, t),
+        lambda: np.mean(ones, 0, None, t),
+        lambda: np.clip(ones, 0, 1, t),
         lambda: np.add.at(t, 0, 1),
         lambda: np.fill_diagonal(t, 0),
     ):

@@ -155,3 +155,18 @@ def test_a_folder_one_level_too_high_names_what_can_be_opened(tmp_path: Path) ->
 def test_a_tag_is_text(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="tag=5: the name of a checkpoint is due"):
         lazyckpt.open(tmp_path, tag=5)  # type: ignore[arg-type]
+
+
+def test_a_reader_that_is_named_for_anothers_file_says_whose_it_is(tmp_path: Path) -> None:
+    """Else the reader of Zarr finds no arrays in a zip of torch.save, and shows an empty checkpoint."""
+    torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
+    save_file({"w": torch.ones(2)}, tmp_path / "y.safetensors")
+    for name, formats in (("x.pt", ("zarr", "safetensors", "dcp")), ("y.safetensors", ("torch", "zarr"))):
+        for given in formats:
+            with pytest.raises(lazyckpt.FormatError, match=name):
+                lazyckpt.open(tmp_path / name, format=given)
+
+
+def test_paths_of_bytes(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
+    assert list(lazyckpt.open(bytes(tmp_path / "x.pt"))) == ["w"]  # type: ignore[arg-type]

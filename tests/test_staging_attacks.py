@@ -113,6 +113,24 @@ def test_a_link_in_place_of_the_staging_folder_is_refused(
     assert contents(victim) == before
 
 
+@as_root
+@pytest.mark.parametrize("name", ["shards", "dcp", "universal", "zarr"])
+def test_a_destination_that_is_anothers_link_is_refused(source: Path, tmp_path: Path, name: str) -> None:
+    """``overwrite=True`` would replace the folder that it leads to, whosever that is."""
+    dest, write = WRITERS[name]
+    first = tmp_path / "theirs" / dest
+    first.parent.mkdir()
+    write(lazyckpt.open(source), first)
+    before = contents(first)
+    link = tmp_path / "link" / dest
+    link.parent.mkdir()
+    link.symlink_to(first)
+    os.chown(link, SOMEBODY, SOMEBODY, follow_symlinks=False)
+    with pytest.raises(DestinationError, match="another user"):
+        write(lazyckpt.open(source), link)
+    assert contents(first) == before
+
+
 @every_writer
 def test_a_file_in_place_of_the_staging_folder_is_refused(source: Path, tmp_path: Path, name: str) -> None:
     dest = tmp_path / WRITERS[name][0]

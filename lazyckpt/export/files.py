@@ -12,6 +12,7 @@ import torch
 from ..errors import DataError, DestinationError
 from ..lazy import LazyArray
 from .destination import alone, check_inside, check_paths, local_path, source_files
+from .guard import followed
 from .held import Writable
 from .job import Run, run
 from .output import Plan, write
@@ -71,8 +72,9 @@ def export(
         shards = [tensors]
         paths = [place]
     else:
-        if place.is_symlink() and not place.exists():  # a folder cannot be renamed onto a link
-            place = Path(os.path.realpath(place))
+        target = followed(place)
+        if not place.exists():
+            place = target
         shards = split(tensors, None if max_shard_size is None else size_in_bytes(max_shard_size))
         paths = [place / name for name in file_names(form.stem, form.suffix, len(shards))]
     of_shard = [{a: o for a, o in aliases.items() if o in shard} for shard in shards]

@@ -11,6 +11,7 @@ from ..errors import DestinationError
 from ..io.remote import is_url
 from ..lazy import LazyArray
 from .destination import source_files
+from .guard import followed
 from .job import Run
 from .output import Plan, write
 from .staging import check_replaceable, reveal
@@ -35,8 +36,7 @@ def write_folder(
     run: Run,
 ) -> None:
     """Write the folder ``place``; ``tensors`` are read for it. Raises as `output.write`."""
-    if place.is_symlink():  # a folder cannot be renamed onto a link
-        place = Path(os.path.realpath(place))
+    place = followed(place)
     sources = source_files(tensors)
     write(
         plan,

@@ -89,6 +89,20 @@ def is_own(path: Path) -> bool:
     return stat.S_ISDIR(info.st_mode) and (info.st_uid == os.geteuid() or info.st_uid == _usual(path.parent).st_uid)
 
 
+def followed(dest: Path) -> Path:
+    """The destination, or what it leads to if it is a link: a folder cannot be renamed onto a link. Raises
+    DestinationError for a link that belongs to somebody else, who may have made it lead anywhere."""
+    if not dest.is_symlink():
+        return dest
+    owner = os.lstat(dest).st_uid
+    if owner not in (os.geteuid(), 0) and owner != _usual(dest.parent).st_uid:
+        raise DestinationError(
+            f"{dest} is a link that belongs to another user: name the place that it leads to, {os.readlink(dest)}, if "
+            "that is the one you mean"
+        )
+    return Path(os.path.realpath(dest))
+
+
 def ignores_case(folder: str, name: str) -> bool:
     """Whether a file of that name, which is there, is found under its name in upper case, too."""
     return os.path.exists(os.path.join(folder, name.upper()))

@@ -30,6 +30,7 @@ from .chunks import Cut
 from .codecs import Codec, Encoding, encoding
 from .codecs import check as check_codec
 from .destination import check_apart, check_room, check_unchanged, local_path
+from .guard import followed
 from .job import Done, Task, run, shares_memory
 from .places import PART, Bucket, Folder, Place
 from .shards import size_in_bytes
@@ -103,8 +104,8 @@ def export_zarr(
         target = _remote(url, storage_options, executor)
     else:
         place = local_path(url.removeprefix("file://"))
-        if place.is_symlink() and not _is_zip(place):  # a folder cannot be renamed onto a link
-            place = Path(os.path.realpath(place))
+        if not _is_zip(place):
+            place = followed(place)
         _check_local(place, plan, overwrite)
     for item in plan.items:
         item.tensor.check()

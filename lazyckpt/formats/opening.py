@@ -36,8 +36,8 @@ def opened(
     if not (rules is None or (isinstance(rules, Mapping) and all(isinstance(glob, str) for glob in rules))):
         raise TypeError("rules: a table of globs and merge rules is needed")
     store: Store
-    url = os.fspath(path)
-    store, name = split_url(url, storage_options) if is_url(url) else split(path)
+    url = os.fsdecode(path)
+    store, name = split_url(url, storage_options) if is_url(url) else split(url)
 
     def read(source: Source) -> Index:
         return cached_index(source, format) if cache else read_index(source, format)

@@ -66,11 +66,11 @@ def read_index(source: Source, format: str | None = None) -> Index:
     cause, for whatever else a reader raises.
     """
     if format is not None:
-        known = readers()
-        for reader in known:
+        for reader in readers():
             if reader.name == format:
-                return _read(reader, source)
-        raise FormatError(f"no reader is named {format[:40]!r}; there are: {', '.join(r.name for r in known)}")
+                return _read_as(reader, source)
+        listed = ", ".join(dict.fromkeys(reader.name for reader in readers()))
+        raise FormatError(f"no reader is named {format[:40]!r}; there are: {listed}")
     found = recognising(source)
     if found is None:
         raise FormatError(unknown(source))
@@ -101,6 +101,30 @@ def _recognising(source: Source) -> Reader | None:
             if reader.recognises(source):
                 return reader
     return None
+
+
+def _read_as(reader: Reader, source: Source) -> Index:
+    """The index by a reader that was named. Where it finds nothing and another reader recognises the source, raise
+    FormatError."""
+    index, error = None, None
+    try:
+        index = _read(reader, source)
+        if any(index.states.values()) or index.unreadable:
+            return index
+    except LazyckptError as e:
+        error = e
+    other = None
+    with suppress(LazyckptError, OSError):  # then what `reader` has found counts
+        other = recognising(source)
+    if other is not None and other.name != reader.name:
+        raise FormatError(
+            f"{source.where} is not of the format {reader.name!r} ({reader.what}): it is recognised as {other.name!r}. "
+            "Open it without format="
+        ) from error
+    if index is None:
+        assert error is not None
+        raise error
+    return index
 
 
 def _read(reader: Reader, source: Source) -> Index:
