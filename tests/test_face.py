@@ -39,9 +39,9 @@ def test_typed_look_up(path: Path) -> None:
     assert type(view.tensor("layers.0.mlp.up.weight")) is LazyTensor
     assert list(view.prefix("layers.0")) == ["mlp.up.weight"]
     assert view.prefix("layers").tensor("1.mlp.up.weight").shape == (2, 3)
-    with pytest.raises(TensorNotFoundError, match="view.prefix"):
+    with pytest.raises(TensorNotFoundError, match=r"view\.prefix"):
         view.tensor("layers.0")
-    with pytest.raises(TensorNotFoundError, match="view.tensor"):
+    with pytest.raises(TensorNotFoundError, match=r"view\.tensor"):
         view.prefix("embed.weight")
     with pytest.raises(KeyError):
         view.tensor("absent")

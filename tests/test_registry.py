@@ -170,3 +170,10 @@ def test_a_reader_that_is_named_for_anothers_file_says_whose_it_is(tmp_path: Pat
 def test_paths_of_bytes(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
     assert list(lazyckpt.open(bytes(tmp_path / "x.pt"))) == ["w"]  # type: ignore[arg-type]
+
+
+def test_rules_that_no_reader_asks_for_are_a_problem(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "y.safetensors")
+    view = lazyckpt.open(tmp_path / "y.safetensors", rules={"w": "row"})
+    assert any("rules" in line for line in view.problems)
+    assert not lazyckpt.open(tmp_path / "y.safetensors").problems

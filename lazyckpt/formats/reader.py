@@ -30,8 +30,15 @@ class Source:
         self.store = store
         self.path = path
         self.tag = tag
-        self.rules = rules or {}
+        self._rules = rules or {}
+        self.asked_for_rules = False
         self.known: dict[Any, Any] = {}
+
+    @property
+    def rules(self) -> Mapping[str, Any]:
+        """The user's merge rules. A reader that never asks for them has no use for them."""
+        self.asked_for_rules = True
+        return self._rules
 
     def inside(self, folder: str) -> Mapping[str, Entry]:
         """The listing of a folder in the folder; {} if there is none."""

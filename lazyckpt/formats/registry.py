@@ -129,7 +129,13 @@ def _read_as(reader: Reader, source: Source) -> Index:
 
 def _read(reader: Reader, source: Source) -> Index:
     with many_objects(), decoding(source.where, f"reader {reader.name!r}"):
-        return _with_unused(reader.read(source), source.rules)
+        source.asked_for_rules = False
+        index = reader.read(source)
+        asked = source.asked_for_rules
+        if source.rules and not asked:
+            line = f"rules have no effect: checkpoints that {reader.name!r} reads have no shards that rules merge"
+            return replace(index, problems=(*index.problems, line))
+        return _with_unused(index, source.rules)
 
 
 def _with_unused(index: Index, rules: Mapping[str, Any]) -> Index:
