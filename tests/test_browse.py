@@ -593,7 +593,7 @@ def test_the_command_needs_a_terminal_and_textual(files: Path) -> None:
     with os.fdopen(theirs) as terminal:
         said = CliRunner(env={"TERM": "dumb"})
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("lazyckpt.cli.browsing.sys", SimpleNamespace(stdin=terminal, stdout=terminal))
+            patch.setattr("lazyckpt.cli.browse.sys", SimpleNamespace(stdin=terminal, stdout=terminal))
             result = said.invoke(cli.app, ["browse", str(files / "model")])
     os.close(ours)
     assert (result.exit_code, result.stdout) == (2, "")

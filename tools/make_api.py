@@ -41,19 +41,26 @@ def pages() -> dict[str, str]:
     view, tensor, run = lazyckpt.CheckpointView, lazyckpt.LazyTensor, lazyckpt.RunView
     elsewhere = {"CheckpointView", "LazyTensor", "RunView", "open", "open_run", *errors.__all__}
     alone = [name for name in lazyckpt.__all__ if name not in elsewhere]
+    array = tensor.__mro__[1]  # its module has the contract
     stepped = importlib.import_module("lazyckpt.run").StepTensor
     doors = [importlib.import_module(f"lazyckpt.interop.{name}") for name in interop._DOORS]
     tables = {
         "view.md": (
             "CheckpointView",
-            "`lazyckpt.open(path, ...)` is `lazyckpt.CheckpointView(path, ...)`: a mapping from names to tensors.\n\n"
+            "`lazyckpt.open` gives one: a mapping from names to tensors.\n\n"
+            + member("lazyckpt.open", lazyckpt.open, 2)
+            + "\n"
             + class_(view, 2),
         ),
-        "tensor.md": ("LazyTensor", text_of(module_of(tensor)) + "\n\n" + class_(tensor, 2)),
+        "tensor.md": ("LazyTensor", text_of(module_of(array)) + "\n\n" + class_(tensor, 2)),
         "run.md": (
             "RunView",
-            "`lazyckpt.open_run(path, ...)` is `lazyckpt.RunView(path, ...)`: a `CheckpointView` whose tensors have a "
-            "first dimension of steps.\n\n" + class_(run, 2) + "\n" + class_(stepped, 2),
+            "`lazyckpt.open_run` gives one: a `CheckpointView` whose tensors have a first dimension of steps.\n\n"
+            + member("lazyckpt.open_run", lazyckpt.open_run, 2)
+            + "\n"
+            + class_(run, 2)
+            + "\n"
+            + class_(stepped, 2),
         ),
         "lazyckpt.md": ("lazyckpt", "\n".join(member(name, getattr(lazyckpt, name), 2) for name in alone)),
         "stats.md": (
@@ -174,9 +181,9 @@ def _told(cls: type, name: str, value: Any) -> str:
 
 
 def _mro(cls: type) -> dict[str, Any]:
-    """What lazyckpt's own classes define: the class's members first, then those that it inherits."""
+    """What lazyckpt's own classes define: the members of the last base first, then what the classes above it add."""
     own = [vars(c) for c in cls.__mro__ if c.__module__.split(".")[0] == "lazyckpt"]
-    return {name: next(table[name] for table in own if name in table) for table in own for name in table}
+    return {name: next(table[name] for table in own if name in table) for table in own[::-1] for name in table}
 
 
 def _members(cls: type) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from ..errors import LazyckptError
+from ..io.remote import is_url
 from .console import write_error
 
 _PIPE = 128 + 13  # what a shell tells of a program that SIGPIPE ends
@@ -19,6 +20,13 @@ _PIPE = 128 + 13  # what a shell tells of a program that SIGPIPE ends
 
 class _Group(TyperGroup):
     """Commands whose expected errors are one line, and that end quietly when the reader of a pipe has seen enough."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """``lazyckpt PATH`` is ``lazyckpt ls PATH``: of what is no command, but a path."""
+        first = args[0] if args else ""
+        if self.get_command(ctx, first) is None and (is_url(first) or set(first) & set("/.") or os.path.exists(first)):
+            args = ["ls", *args]
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -44,7 +52,12 @@ class _Group(TyperGroup):
 
 
 app = typer.Typer(
-    cls=_Group, no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+    cls=_Group,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -68,4 +81,7 @@ def _options(
         bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Open huge model checkpoints as one namespace of lazy tensors."""
+    """Open huge model checkpoints as one namespace of lazy tensors.
+
+    `lazyckpt PATH` is `lazyckpt ls PATH`.
+    """

@@ -14,7 +14,7 @@ from ..errors import DataError
 from ..inspect.table import ODD, Stats, Table
 from ..printing import printable
 from .console import write_line, write_text
-from .opening import (
+from .options import (
     FormatOption,
     JsonOption,
     PathArg,

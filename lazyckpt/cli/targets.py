@@ -11,7 +11,7 @@ from ..export.forecast import FILES
 from ..formats.renaming.file import ENDINGS, read_table
 from ..io.remote import is_url
 from ..view import CheckpointView
-from .opening import matching
+from .options import matching
 
 TARGETS = {
     "safetensors": "the layout of Hugging Face",

@@ -16,7 +16,7 @@ from ..errors import LazyckptError
 from ..show.text import human_bytes, oddities, plural
 from .console import as_options, write_error, write_line, write_text
 from .jobs import Job, carried_out, check_files, goes_on, kept, planned, throw_away
-from .opening import FormatOption, PathArg, RulesOption, StateOption, StoredOption, TagOption, open_view
+from .options import FormatOption, PathArg, RulesOption, StateOption, StoredOption, TagOption, open_view
 from .targets import TARGETS, Wanted, check, target_of
 
 _PROBLEMS = 10  # lines of problems that are printed

@@ -11,7 +11,7 @@ from .. import diff as diff_views
 from ..errors import TensorNotFoundError
 from ..printing import printable
 from .console import write_line, write_text
-from .opening import FormatOption, JsonOption, RulesOption, StateOption, open_view
+from .options import FormatOption, JsonOption, RulesOption, StateOption, open_view
 
 _STYLES = {"equal": "dim", "values": "red", "unreadable": "bold red"}  # the others: yellow
 

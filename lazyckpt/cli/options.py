@@ -58,10 +58,12 @@ def typed(name: str) -> str:
 
 
 def part_of(view: CheckpointView, prefix: str) -> CheckpointView:
-    """The part of a view that a prefix, or the name of one tensor, stands for."""
+    """The part of a view that a prefix, the name of one tensor, or a glob of either stands for."""
     prefix = typed(prefix)
     if not prefix:
         return view
+    if is_glob(prefix) and prefix not in view:
+        return _globbed(view, prefix)
     found = view[prefix]
     if isinstance(found, CheckpointView):
         return found
@@ -69,6 +71,22 @@ def part_of(view: CheckpointView, prefix: str) -> CheckpointView:
     listed = set(view)
     name = next((n for n in (prefix, found.name, view.owner(prefix)) if n in listed), None)
     return view.stored.select({found.name}.__contains__) if name is None else view.select({name}.__contains__)
+
+
+def is_glob(text: str) -> bool:
+    """Whether a text of the command line may be a glob."""
+    return bool(set(text) & set("*?["))
+
+
+def _globbed(view: CheckpointView, pattern: str) -> CheckpointView:
+    """The tensors whose names, or prefixes of names, match a glob. Raises TensorNotFoundError if there are none."""
+    below = f"{pattern.removesuffix('.')}.*"
+    names = {*view.select(pattern), *view.select(below)}
+    if not names:
+        raise TensorNotFoundError(
+            f"{pattern!r} matches no name or prefix of the {len(view):,} names: lazyckpt ls lists them"
+        )
+    return view.select(names.__contains__)
 
 
 def matching(view: CheckpointView, pattern: str, option: str) -> CheckpointView:
@@ -104,6 +122,12 @@ def find(view: CheckpointView, text: str) -> tuple[LazyTensor, Any, str | None]:
                 return _indexed(next(iter(view.values())), text, n)
             raise TensorNotFoundError(f"there are {len(view):,} tensors: say the name of one; ls lists them")
         prefix = prefix or text[:n]
+    if prefix is None and is_glob(text):
+        names = list(view.select(text))
+        if len(names) == 1:
+            return view.tensor(names[0]), None, None
+        if names:
+            raise TensorNotFoundError(f"{text!r} matches {len(names):,} tensors, such as {names[0]!r}: name one")
     if prefix is not None:
         below = len(view[prefix])
         raise TensorNotFoundError(

@@ -10,7 +10,7 @@ import typer
 from .. import prune as prune_folder
 from ..show.text import human_bytes, plural
 from .console import write_line, write_text
-from .opening import JsonOption
+from .options import JsonOption
 
 
 def prune(

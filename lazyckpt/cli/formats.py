@@ -6,7 +6,7 @@ import json
 
 from ..formats.registry import builtin, readers
 from .console import write_line, write_text
-from .opening import JsonOption
+from .options import JsonOption
 
 
 def formats(as_json: JsonOption = False) -> None:

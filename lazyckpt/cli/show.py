@@ -1,4 +1,4 @@
-"""`lazyckpt ls` and `lazyckpt show`: what is in a checkpoint."""
+"""`lazyckpt show`: the values of a tensor, or of a part of it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ..show.text import human_bytes, kind, oddities, rows, rows_of, summary
+from ..show.text import human_bytes, kind
 from ..show.values import LIMIT, json_values, values
-from ..view import CheckpointView
 from .console import console, write_line, write_text
-from .opening import (
+from .options import (
     FormatOption,
     JsonOption,
     PathArg,
@@ -21,45 +20,9 @@ from .opening import (
     TagOption,
     find,
     open_view,
-    part_of,
 )
 
-_PROBLEMS = 20  # lines of problems that `ls` prints
 _PLAIN_WIDTH = 100  # columns for values where there is no terminal
-
-
-def ls(
-    path: PathArg,
-    prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="A part: layers.3.mlp", show_default=False)] = "",
-    depth: Annotated[int | None, typer.Option(min=1, metavar="N", help="Levels of the tree to print.")] = None,
-    state: StateOption = None,
-    stored: StoredOption = False,
-    tag: TagOption = None,
-    format: FormatOption = None,
-    rules: RulesOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """List the tensors of a checkpoint as a tree.
-
-    Names, dtypes, shapes, sizes, parameter counts. Reads no data.
-    """
-    view = open_view(path, state, stored, tag, format, rules)
-    part = part_of(view, prefix)
-    if as_json:
-        write_text(json.dumps(_described(part), indent=2))
-        return
-    write_line((summary(part), "bold"))
-    lines = oddities(view)
-    for line in lines[:_PROBLEMS]:
-        write_line(("problem: ", "yellow"), (line, ""))
-    if len(lines) > _PROBLEMS:
-        write_line((f"... and {len(lines) - _PROBLEMS:,} more problems (--json has them all)", "yellow"))
-    table = rows(part, depth)
-    for leaf, (name, shape, size, note) in table:
-        cells = ((name, "" if leaf else "bold"), (shape, "cyan" if leaf else "dim"), (size, ""), (note, "dim"))
-        write_line(*(piece for cell in cells for piece in (cell, ("  ", ""))), strip=True)
-    if not table:
-        write_line(("(no tensors)", "dim"))
 
 
 def show(
@@ -113,20 +76,3 @@ def show(
         write_line((whole.spec.rule, "dim"))
     for line in printed.splitlines():
         write_line((line, ""))
-
-
-def _described(view: CheckpointView) -> dict[str, Any]:
-    """Everything that `ls` shows, as plain objects."""
-    return {
-        "root": view.root,
-        "format": view.format,
-        "mesh": {"tp": view.mesh.tp, "pp": view.mesh.pp, "dp": view.mesh.dp, "ep": view.mesh.ep},
-        "state": view.state,
-        "states": list(view.states),
-        "numel": view.numel,
-        "nbytes": view.nbytes,
-        "files": {path: info.size for path, info in view.files.items()},
-        "problems": list(view.problems),
-        "unreadable": dict(view.unreadable),
-        "tensors": rows_of(view),
-    }

@@ -14,7 +14,7 @@ import typer
 from ..demo import walk
 from ..errors import LazyckptError
 from .console import write_line, write_text
-from .opening import JsonOption
+from .options import JsonOption
 
 
 def demo(

@@ -12,7 +12,7 @@ from ..errors import LazyckptError
 from ..formats.rulesfile import read_rules
 from ..io.remote import is_url
 from ..view import CheckpointView
-from .opening import FormatOption, PathArg, RulesOption, StateOption, StoredOption, TagOption, open_view, state_of
+from .options import FormatOption, PathArg, RulesOption, StateOption, StoredOption, TagOption, open_view, state_of
 
 
 def browse(

@@ -1,0 +1,63 @@
+"""`lazyckpt info`: what a checkpoint is, and its metadata."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import TensorNotFoundError
+from ..io.plainjson import encode
+from ..show.about import facts_of, meta_lines
+from .console import write_line, write_text
+from .options import FormatOption, JsonOption, PathArg, RulesOption, TagOption, open_view, typed
+
+
+def info(
+    path: PathArg,
+    key: Annotated[
+        str, typer.Argument(metavar="KEY", help="A part of the metadata: args, or args.lr", show_default=False)
+    ] = "",
+    depth: Annotated[int | None, typer.Option(min=1, metavar="N", help="Levels of the metadata to print.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every line of the metadata, however many.")] = False,
+    tag: TagOption = None,
+    format: FormatOption = None,
+    rules: RulesOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print what a checkpoint is, and its metadata as a tree.
+
+    Format, mesh, sizes, dtypes, states, step, loss; then all that is no tensor. Reads no tensor data.
+    """
+    view = open_view(path, None, False, tag, format, rules)
+    meta = _part(view.meta, typed(key))
+    facts = [] if key else facts_of(view)
+    if as_json:
+        write_text(json.dumps({**dict(facts), "meta": encode(dict(meta) if not key else meta)}, indent=2))
+        return
+    width = max((len(what) for what, _ in facts), default=0)
+    for what, value in facts:
+        write_line((f"{what:<{width}}  ", "bold"), (value, ""))
+    lines, left_out = meta_lines(
+        meta if isinstance(meta, dict) or not key else {key: meta}, depth, None if everything else 400
+    )
+    if lines and facts:
+        write_line(("", ""))
+    for line in lines:
+        write_line(("  " * line.depth, ""), (line.key, "cyan"), (": " if line.value else "", ""), (line.value, ""))
+    if left_out:
+        write_line((f"... and {left_out:,} more lines (--all prints them)", "dim"))
+
+
+def _part(meta: Any, key: str) -> Any:
+    """What stands at a dotted key. Raises TensorNotFoundError if nothing does."""
+    for n, part in enumerate(key.split(".") if key else []):
+        if isinstance(meta, list | tuple) and part.isdigit() and int(part) < len(meta):
+            meta = meta[int(part)]
+        elif isinstance(found := getattr(meta, "__dict__", meta), dict) and part in found:
+            meta = found[part]
+        else:
+            there = ".".join(key.split(".")[:n]) or "the metadata"
+            raise TensorNotFoundError(f"{there} has no {part!r}: lazyckpt info PATH lists what there is")
+    return meta

@@ -1,0 +1,164 @@
+"""A checkpoint in words: its layout, size and training progress as facts, and its metadata as an indented tree.
+
+Texts come from files: control characters are shown escaped, long values are cut.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..core.dtypes import short_name
+from ..formats.steps import told_step
+from ..io.records import Opaque, short
+from ..namespace import Namespace
+from ..printing import printable
+from .text import human_bytes, human_count, plural
+
+LINES = 400  # of metadata, unless all are asked for
+_ITEMS = 8  # of a list that are shown on its line
+_WIDTH = 160  # characters of a value
+_LOSSES = ("loss", "train_loss", "training_loss", "lm_loss", "lm loss", "val_loss", "eval_loss", "best_loss")
+_DEEP = 4  # levels of metadata in which a loss is looked for
+_LOOKED_AT = 10_000  # entries of metadata among which it is looked for
+
+
+class Line(NamedTuple):
+    """A line of the tree of metadata: how deep it is, the key, and the value (empty: what follows is below it)."""
+
+    depth: int
+    key: str
+    value: str
+
+
+def facts_of(view: Namespace[Any]) -> list[tuple[str, str]]:
+    """(what, value) of a checkpoint. Reads no tensor data."""
+    mesh = view.mesh
+    degrees = {"tp": mesh.tp, "pp": mesh.pp, "dp": mesh.dp, "ep": mesh.ep}
+    found = [
+        ("format", view.format),
+        ("root", view.root),
+        ("mesh", " ".join(f"{name}={n}" for name, n in degrees.items() if n > 1) or "one rank"),
+        ("elements", f"{human_count(view.numel)}, {human_bytes(view.nbytes)} in {plural(len(view), 'tensor')}"),
+        ("dtypes", ", ".join(f"{dtype} {human_bytes(nbytes)}" for dtype, nbytes in _dtypes(view))),
+        ("states", ", ".join(f"{state} ({plural(len(part), 'tensor')})" for state, part in view.states.items())),
+        ("files", f"{plural(len(view.files), 'file')}, {human_bytes(sum(info.size for info in view.files.values()))}"),
+    ]
+    step = told_step(view.meta)
+    if step is not None:
+        found.append(("step", f"{step:,}"))
+    loss = loss_of(view.meta)
+    if loss is not None:
+        found.append(("loss", f"{loss[1]:.6g} ({loss[0]})"))
+    if view.problems:
+        found.append(("problems", f"{len(view.problems):,}"))
+    return [(what, printable(value)) for what, value in found]
+
+
+def loss_of(meta: Mapping[str, Any]) -> tuple[str, float] | None:
+    """The path and the value of the first loss that the metadata names; of a log, its last one.
+
+    >>> loss_of({"epoch": 2, "trainer_state": {"log_history": [{"loss": 3.5}, {"loss": 2.25}, {"eval_runtime": 1.0}]}})
+    ('trainer_state.log_history.1.loss', 2.25)
+    """
+    left: list[tuple[tuple[str, ...], Any]] = [((), meta)]
+    for _ in range(_LOOKED_AT):
+        if not left:
+            return None
+        path, value = left.pop(0)
+        if isinstance(value, Mapping):
+            for key in _LOSSES:
+                if type(value.get(key)) in (int, float):
+                    return ".".join((*path, key)), float(value[key])
+        if len(path) < _DEEP:
+            left += [((*path, str(key)), item) for key, item in _inside(value)]
+    return None
+
+
+def _inside(value: Any) -> Iterator[tuple[Any, Any]]:
+    """What may hold a loss: the values of a dict, the items of a log from its end on."""
+    if isinstance(value, Mapping):
+        yield from ((key, item) for key, item in value.items() if isinstance(key, str))
+    elif isinstance(value, list):
+        yield from ((n, value[n]) for n in range(len(value) - 1, max(-1, len(value) - 100), -1))
+
+
+def _dtypes(view: Namespace[Any]) -> list[tuple[str, int]]:
+    """(dtype, bytes of the tensors that have it), the most bytes first."""
+    found: dict[str, int] = {}
+    owners = {view.owner(name): name for name in view}
+    for name in owners.values():
+        tensor = view[name]
+        found[short_name(tensor.dtype)] = found.get(short_name(tensor.dtype), 0) + tensor.nbytes
+    return sorted(found.items(), key=lambda item: -item[1])
+
+
+def meta_lines(meta: Any, depth: int | None = None, limit: int | None = LINES) -> tuple[list[Line], int]:
+    """The metadata as the lines of a tree, and how many lines are left out.
+
+    Parameters
+    ----------
+    meta
+        What `CheckpointView.meta` gives, or a part of it.
+    depth
+        Levels that are shown; None for all.
+    limit
+        Lines that are shown at most; None for all.
+    """
+    lines: list[Line] = []
+    left_out = 0
+    for line in _walk(meta, 0, depth):
+        if limit is not None and len(lines) >= limit:
+            left_out += 1
+            if left_out >= _LOOKED_AT:
+                break
+        else:
+            lines.append(line)
+    return lines, left_out
+
+
+def _walk(value: Any, level: int, depth: int | None) -> Iterator[Line]:
+    left: list[tuple[int, str, Any]] = [(level, key, item) for key, item in reversed(_items(value))]
+    while left:
+        at, key, item = left.pop()
+        inner = [] if depth is not None and at + 1 >= depth else _items(item)
+        yield Line(at, _cut(printable(key)), _headline(item) if inner else _cut(_value(item)))
+        left += [(at + 1, k, v) for k, v in reversed(inner)]
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    """What stands below a value, on lines of its own."""
+    if isinstance(value, argparse.Namespace):
+        value = vars(value)
+    if isinstance(value, Opaque):
+        parts = {"args": value.args, "kwargs": value.kwargs, "state": value.state, "items": value.items}
+        parts["entries"] = value.entries
+        return [(name, part) for name, part in parts.items() if part]
+    if isinstance(value, Mapping):
+        return [(str(key) if type(key) is str else short(key), item) for key, item in value.items()]
+    if isinstance(value, list | tuple) and any(isinstance(item, Mapping | list | tuple | Opaque) for item in value):
+        return [(str(n), item) for n, item in enumerate(value)]
+    return []
+
+
+def _headline(value: Any) -> str:
+    """What stands beside the key of something whose parts follow."""
+    if isinstance(value, Opaque):
+        return f"<{value.module:.80}.{value.name:.80}>"
+    return ""
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, list | tuple) and len(value) > 0:
+        shown = ", ".join(_cut(_value(item), 40) for item in value[:_ITEMS])
+        return f"[{shown}{f', ... {len(value):,} items' if len(value) > _ITEMS else ''}]"
+    if isinstance(value, Sequence | Mapping):
+        return printable(short(value))
+    return printable(repr(value) if type(value) in (int, float, bool, type(None)) else short(value))
+
+
+def _cut(text: str, width: int = _WIDTH) -> str:
+    return text if len(text) <= width else f"{text[: width - 3]}..."
