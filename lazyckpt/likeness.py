@@ -6,7 +6,7 @@ import operator
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -127,16 +127,18 @@ class Likeness:
     def detach(self) -> torch.Tensor:
         return self[...]
 
-    def __getattr__(self, name: str) -> Any:
-        """torch.Tensor's methods and attributes are not a lazy tensor's, but for those above: the error says how to
-        call them."""
-        if not name.startswith("_") and hasattr(torch.Tensor, name):
-            raise AttributeError(
-                f"a lazy tensor has no {name!r}: read it first, as in t[...].{name}, or a part of it, t[:8].{name}",
-                name=name,
-                obj=self,
-            )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+    if not TYPE_CHECKING:  # a type checker is to find names that do not exist
+
+        def __getattr__(self, name: str) -> Any:
+            """torch.Tensor's methods and attributes are not a lazy tensor's, but for those above: the error says how to
+            call them."""
+            if not name.startswith("_") and hasattr(torch.Tensor, name):
+                raise AttributeError(
+                    f"a lazy tensor has no {name!r}: read it first, as in t[...].{name}, or a part of it, t[:8].{name}",
+                    name=name,
+                    obj=self,
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def item(self) -> int | float | bool | complex:
         """The only element, as a Python number. Raises DataError (a RuntimeError, as torch's), and reads nothing, if

@@ -89,9 +89,9 @@ def test_names_of_torch(path: Path) -> None:
     assert torch.equal(t.T, whole.T) and torch.equal(t.float(), whole.float()) and torch.equal(t.cpu(), whole)
     assert t.double().dtype == torch.float64
     with pytest.raises(AttributeError, match=r"t\[\.\.\.\]\.mean"):
-        t.mean()  # type: ignore[operator]
+        t.mean()  # type: ignore[attr-defined]
     with pytest.raises(AttributeError) as error:
-        t.nonsense  # noqa: B018
+        t.nonsense  # type: ignore[attr-defined]  # noqa: B018
     assert "t[...]" not in str(error.value)
 
 
