@@ -5,14 +5,14 @@ view["layers.3.mlp"].to("cuda")
 view.states["exp_avg"]["layers.3.mlp.up.weight"][:8]
 """
 
+from __future__ import annotations
+
 import os as _os
 from collections.abc import Mapping as _Mapping
-from types import ModuleType as _ModuleType
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from . import deepspeed as deepspeed  # the module is public, too
-from .comparing import diff
-from .core.index import Mesh
 from .errors import (
     ChangedFileError,
     CorruptError,
@@ -26,12 +26,36 @@ from .errors import (
     TensorNotFoundError,
     WorkerError,
 )
-from .inspect.diff import Diff, Difference
-from .io.records import Opaque
-from .retention import Pruned, prune
-from .run import RunView
-from .tensor import LazyTensor
-from .view import CheckpointView, unshard
+
+if _TYPE_CHECKING:
+    from . import deepspeed as deepspeed
+    from . import distributed as distributed
+    from . import interop as interop
+    from . import recipes as recipes
+    from .comparing import diff
+    from .core.index import Mesh
+    from .inspect.diff import Diff, Difference
+    from .io.records import Opaque
+    from .retention import Pruned, prune
+    from .run import RunView
+    from .tensor import LazyTensor
+    from .view import CheckpointView, unshard
+
+# Public name -> the module that defines it, imported when the name is first asked for: torch takes a second or two.
+_HOMES = {
+    "CheckpointView": "view",
+    "Diff": "inspect.diff",
+    "Difference": "inspect.diff",
+    "LazyTensor": "tensor",
+    "Mesh": "core.index",
+    "Opaque": "io.records",
+    "Pruned": "retention",
+    "RunView": "run",
+    "diff": "comparing",
+    "prune": "retention",
+    "unshard": "view",
+}
+_MODULES = ("deepspeed", "distributed", "interop", "recipes")
 
 __version__ = "0.1.0"
 __all__ = [
@@ -110,6 +134,8 @@ def open(
     CorruptError
         A file is damaged.
     """
+    from .view import CheckpointView
+
     return CheckpointView(path, format=format, tag=tag, rules=rules, cache=cache, storage_options=storage_options)
 
 
@@ -145,6 +171,8 @@ def open_run(
     FormatError
         The folder has no checkpoint in it.
     """
+    from .run import RunView
+
     return RunView(path, steps=steps, storage_options=storage_options)
 
 
@@ -154,28 +182,33 @@ def load_ipython_extension(shell: object) -> None:
     IPython calls no ``__getitem__`` and no property of classes that it does not know while it completes; this allows it
     those of views, in this process. They read no tensor data.
     """
+    from .run import RunView
     from .show.completion import allow
+    from .view import CheckpointView
 
     allow(CheckpointView, RunView)
 
 
 def unload_ipython_extension(shell: object) -> None:
     """``%unload_ext lazyckpt``: take back what `load_ipython_extension` has allowed."""
+    from .run import RunView
     from .show.completion import forbid
+    from .view import CheckpointView
 
     forbid(CheckpointView, RunView)
 
 
-def __getattr__(name: str) -> _ModuleType:
-    """``lazyckpt.distributed``, ``lazyckpt.interop`` and ``lazyckpt.recipes`` are imported when they are first asked
-    for: torch's distributed packages and zarr take a while."""
-    if name in ("distributed", "interop", "recipes"):
-        from importlib import import_module
-
-        return import_module(f".{name}", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __getattr__(name: str) -> _Any:
+    if name in _HOMES:
+        value = getattr(_import_module(f".{_HOMES[name]}", __name__), name)
+    elif name in _MODULES:
+        value = _import_module(f".{name}", __name__)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
     """What is public: what Tab should offer."""
-    return sorted((*__all__, "__doc__", "__version__", "deepspeed", "distributed", "interop", "recipes"))
+    return sorted((*__all__, *_MODULES, "__doc__", "__version__"))

@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 
 import lazyckpt
 from lazyckpt import cli, demo
-from lazyckpt.cli import opening, parse_index
+from lazyckpt.cli import options, program
+from lazyckpt.core.indices import parse_index
 
 from .counting import Counts, opened
 from .writers import Case
@@ -201,7 +202,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
         total.log = counts.log
         return view
 
-    monkeypatch.setattr(opening, "open_checkpoint", counting)
+    monkeypatch.setattr(options, "open_checkpoint", counting)
     return total
 
 
@@ -391,7 +392,7 @@ def test_rules_that_cannot_be_read(cut_in_two: Path, command: list[str], text: s
     [
         (["ls", "{}/nowhere"], "nowhere: no such file or folder"),
         (["ls", "{}"], "nothing says that they belong together: bomb.pt, training.pt, model"),
-        (["ls", "{}/model", "layers.*.mlp"], "Patterns go to select"),
+        (["ls", "{}/model", "layers.*.mpl"], "matches no name or prefix"),
         (["show", "{}/model", "up_prj"], "Did you mean 'up_proj'"),
         (["show", "{}/model", "nothing"], "At the top there is: 'model'"),
         (["show", "{}/model", "lm_head.weight[0"], "has a bracket that is not closed"),
@@ -553,7 +554,19 @@ def test_help(args: list[str]) -> None:
     assert "Usage:" in out(*args, "--help")
 
 
+@pytest.mark.parametrize("name", program.COMMANDS)
+def test_the_line_of_a_command_is_that_of_its_help(name: str) -> None:
+    assert out(name, "--help").split("\n\n")[1].split() == program.COMMANDS[name].split()
+
+
+def test_help_imports_no_torch() -> None:
+    code = "import sys\nfrom lazyckpt.cli import main\ntry:\n    main()\nfinally:\n    print('torch' in sys.modules)"
+    for option in ("--help", "--version"):
+        done = subprocess.run([sys.executable, "-c", code, option], capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1] == "False"
+
+
 def test_each_command_fits_its_line_of_help() -> None:
     lines = out("--help").partition("Commands:")[2].strip().splitlines()
-    assert len(lines) == len(cli.app.registered_commands)
+    assert len(lines) == len(program.COMMANDS)
     assert not [line for line in lines if line.endswith("...")]

@@ -11,13 +11,12 @@ import re
 import shlex
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
-import typer
 
 import lazyckpt
-from lazyckpt import cli, demo, errors, recipes
+from lazyckpt import demo, errors, recipes
+from lazyckpt.cli import program
 from lazyckpt.formats.registry import builtin
 from lazyckpt.inspect import table as inspect_table
 from lazyckpt.show import plot
@@ -203,12 +202,11 @@ def test_what_public_functions_return_is_in_the_reference(api: ModuleType) -> No
 @pytest.mark.parametrize("path", [ROOT / "README.md", *PAGES], ids=name_of)
 def test_commands_are_understood(path: Path) -> None:
     """Every `lazyckpt ...` in a page parses: the command is there, and so are its options."""
-    group: Any = typer.main.get_command(cli.app)
     for block in re.findall(r"^```sh\n(.*?)^```", path.read_text("utf-8"), re.DOTALL | re.MULTILINE):
         for line in block.splitlines():
             words = shlex.split(line, comments=True)
             if words[:1] == ["lazyckpt"]:
-                group.commands[words[1]].make_context(words[1], words[2:])
+                program.command(words[1]).make_context(words[1], words[2:])
 
 
 def test_public_functions_are_described() -> None:

@@ -22,7 +22,8 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt import cli, demo, errors
+from lazyckpt import demo, errors
+from lazyckpt.cli import program
 from lazyckpt.formats.reader import GROUP
 
 ROOT = Path(__file__).parents[1]
@@ -118,9 +119,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("view",),
     ("stacking", "engine"),
     ("deepspeed", "distributed", "run", "retention"),
-    ("comparing",),
+    ("comparing", "recipes"),
     ("",),  # lazyckpt/__init__.py
-    ("recipes",),
     ("demo", "browse"),
     ("cli",),
     ("__main__",),
@@ -151,8 +151,9 @@ def imports(path: Path) -> set[str]:
             if any(name not in FILES for name in inside):
                 found.add(module)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            # the registry names modules beside it; other names in strings are whole ("lazyckpt" is only a word)
-            found |= {".".join((*package, node.value))} if path.name == "registry.py" else {node.value} - {"lazyckpt"}
+            # two name modules beside them; other names in strings are whole ("lazyckpt" is only a word)
+            beside = path.name in ("registry.py", "program.py")
+            found |= {".".join((*package, node.value))} if beside else {node.value} - {"lazyckpt"}
     found.discard(name_of(path))
     return {name for name in found if name in FILES}
 
@@ -182,6 +183,7 @@ def test_the_rule_sees_imports() -> None:
     assert {"lazyckpt.namespace", "lazyckpt.tensor", "lazyckpt.show.text"} <= view
     assert "lazyckpt.inspect.table" in view, "for type checkers only"
     assert "lazyckpt.export.zarr" in view, "in a function"
+    assert {"lazyckpt.cli.ls", "lazyckpt.cli.convert"} <= imports(PACKAGE / "cli/program.py")
     assert {"lazyckpt.formats.zarr", "lazyckpt.formats.trainers.lightning"} <= imports(PACKAGE / "formats/registry.py")
 
 
@@ -214,8 +216,10 @@ def test_every_module_and_public_name_is_documented() -> None:
 
 def test_all_is_sorted_and_complete() -> None:
     assert sorted(lazyckpt.__all__) == list(lazyckpt.__all__)
+    assert all(getattr(lazyckpt, name) is not None for name in lazyckpt.__all__)  # (most are imported by that)
     public = {n for n, v in vars(lazyckpt).items() if not n.startswith("_") and not isinstance(v, ModuleType)}
-    hooks = {"load_ipython_extension", "unload_ipython_extension"}  # IPython calls them; nobody imports them
+    # IPython calls the first two; the last is a switch of the compiler
+    hooks = {"load_ipython_extension", "unload_ipython_extension", "annotations"}
     assert public - hooks == set(lazyckpt.__all__)
 
 
@@ -246,7 +250,7 @@ def test_the_tour_of_the_readme_is_true(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_the_commands_of_the_readme_exist() -> None:
     text = (ROOT / "README.md").read_text("utf-8")
-    commands = {c.name or c.callback.__name__ for c in cli.app.registered_commands if c.callback}
+    commands = set(program.COMMANDS)
     named = [name for block in readme_blocks("sh") for name in re.findall(r"^lazyckpt (\w+)", block, re.MULTILINE)]
     assert named
     assert set(named) <= commands

@@ -20,10 +20,9 @@ from pathlib import Path
 from types import MemberDescriptorType, ModuleType
 from typing import Any
 
-import typer
-
 import lazyckpt
 from lazyckpt import cli, deepspeed, distributed, errors, interop, recipes
+from lazyckpt.cli import program
 from lazyckpt.core import box, index
 from lazyckpt.deepspeed import constants
 from lazyckpt.formats import reader
@@ -237,9 +236,9 @@ def _constants() -> str:
 
 def command_line() -> str:
     """Every command with its arguments and options."""
-    group = typer.main.get_command(cli.app)
     parts = []
-    for name, command in group.commands.items():  # type: ignore[attr-defined]
+    for name in program.COMMANDS:
+        command = program.command(name)
         arguments = [p for p in command.params if p.param_type_name == "argument"]
         options = [p for p in command.params if p.param_type_name == "option"]
         usage = " ".join(["lazyckpt", name, "[OPTION...]", *(_argument(p) for p in arguments)])
