@@ -30,7 +30,7 @@ from .io.archives import locate
 from .io.gather import Run, agree, ranges, read, run_tasks, runs, tasks
 from .io.memory import empty
 from .io.pool import Task, run, run_here
-from .io.store import Buffer, Store, narrow
+from .io.store import Buffer, Store, check, narrow
 from .io.transfer import Ring, read_to
 from .likeness import Likeness
 from .printing import printable
@@ -343,6 +343,7 @@ class LazyArray(Likeness):
         extent = self._plain
         if extent is None or extent.offset % extent.dtype.itemsize:  # torch's kernels rely on alignment
             return None
+        check(self._store, extent.path, extent.offset, self.nbytes)
         if extent.path not in maps:
             maps[extent.path] = self._store.private(extent.path)
         buffer = maps[extent.path]
@@ -423,6 +424,7 @@ class LazyArray(Likeness):
             return ()
         if extent.offset % extent.dtype.itemsize:
             return ()
+        check(self._store, extent.path, extent.offset, self.spec.nbytes)
         return extent.path, extent.offset, extent.dtype, self.spec.shape
 
 

@@ -352,7 +352,13 @@ class Line:
 
     @cached_property
     def pinned(self) -> Store:
-        return self.store.pinned(self.index.files)
+        store = self.store.pinned(self.index.files)
+        store.guards = {
+            f"{c.folder}/{path}" if c.folder else path: guard
+            for c in self.opened[0]
+            for path, guard in c.view._store.guards.items()
+        }
+        return store
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Line, (self.store, self.found, self.told, self.options), {"opened": self.opened, "table": self.table}

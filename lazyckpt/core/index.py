@@ -281,7 +281,8 @@ class Index:
     tensor as it lies in the files, under its raw name; None if that has to be looked up in ``files`` again (formats of
     many rank files). ``aliases``: tied name -> the name that owns the data. ``unreadable``: names that the checkpoint
     lists but that cannot even be described (their file is gone), with the reason. ``ruled``: names that the user's
-    rules are for and that are no tensors here any more (flat parameters that were taken apart). ``watched``: the files
+    rules are for and that are no tensors here any more (flat parameters that were taken apart). ``guards``: path ->
+    what is to be checked of a file when it is read (io/store.py `Guard`). ``watched``: the files
     that were looked at, if ``files`` has more (chunks by the thousand, which are looked at when they are read).
     ``layout``: whose part of which checkpoint it is, if it is one rank's under another layout. ``open_problems``: gives
     the lines on what is decided when it is first looked at; they change then.
@@ -297,6 +298,7 @@ class Index:
     problems: tuple[str, ...] = ()
     unreadable: Mapping[str, str] = field(default_factory=dict)
     ruled: tuple[str, ...] = ()
+    guards: Mapping[str, Any] = field(default_factory=dict)
     watched: Mapping[str, FileInfo] | None = None
     layout: Layout | None = None
     open_problems: Callable[[], tuple[str, ...]] | None = None

@@ -10,7 +10,7 @@ from ..core.compose import Piece, compose
 from ..core.index import relocated
 from ..errors import MeshError
 from ..io.local import LocalStore
-from ..io.store import Store, narrow
+from ..io.store import Store, guarded, narrow
 from ..tensor import LazyTensor
 
 
@@ -64,7 +64,9 @@ def _common(stores: Sequence[Store], paths: Sequence[set[str]], name: str) -> tu
     narrowed = [narrow(store, used) for store, used in zip(stores, paths, strict=True)]
     first = narrowed[0]
     if all(type(store) is type(first) and store.root == first.root for store in narrowed):
-        return first.pinned({path: info for store in narrowed for path, info in store.pins.items()}), [""] * len(stores)
+        whole = first.pinned({path: info for store in narrowed for path, info in store.pins.items()})
+        whole.guards = {path: guard for store in narrowed for path, guard in store.guards.items()}
+        return whole, [""] * len(stores)
     if not all(isinstance(store, LocalStore) for store in narrowed):
         roots = ", ".join(dict.fromkeys(store.root for store in narrowed))
         raise MeshError(f"{name!r}: its pieces lie in {roots}: only folders of this machine can be put together")
@@ -78,4 +80,9 @@ def _common(stores: Sequence[Store], paths: Sequence[set[str]], name: str) -> tu
         for prefix, store in zip(prefixes, narrowed, strict=True)
         for path, info in store.pins.items()
     }
-    return LocalStore(root, pins), prefixes
+    guards = {
+        f"{prefix}/{path}".lstrip("/"): guard
+        for prefix, store in zip(prefixes, narrowed, strict=True)
+        for path, guard in store.guards.items()
+    }
+    return guarded(LocalStore(root, pins), guards), prefixes

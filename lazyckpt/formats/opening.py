@@ -51,7 +51,10 @@ def opened(
             "by a file of the same size, other numbers are read and nothing tells"
         )
         index = replace(index, problems=(*index.problems, line))
-    return source.store.pinned(index.pins), index
+    pinned = source.store.pinned(index.pins)
+    if index.guards:
+        pinned.guards = dict(index.guards)
+    return pinned, index
 
 
 def _one_of_many(source: Source, index: Index) -> Index:

@@ -17,6 +17,8 @@ from ..core.index import Index
 from ..core.names import matcher, natural
 from ..errors import FormatError, LazyckptError, decoding
 from ..io.collecting import many_objects
+from ..io.local import LocalStore
+from ..io.remote import RemoteStore
 from .reader import GROUP, Reader, Source
 
 # Module in this package, name of its Reader; in the order in which they are asked. A trainer's folder may hold what
@@ -130,12 +132,25 @@ def _read_as(reader: Reader, source: Source) -> Index:
 def _read(reader: Reader, source: Source) -> Index:
     with many_objects(), decoding(source.where, f"reader {reader.name!r}"):
         source.asked_for_rules = False
-        index = reader.read(source)
+        index = _deferring(reader, source)
         asked = source.asked_for_rules
         if source.rules and not asked:
             line = f"rules have no effect: checkpoints that {reader.name!r} reads have no shards that rules merge"
             return replace(index, problems=(*index.problems, line))
         return _with_unused(index, source.rules)
+
+
+def _deferring(reader: Reader, source: Source) -> Index:
+    """The index by a reader, which may leave headers of zips to be checked when they are read."""
+    store = source.store
+    if not isinstance(store, LocalStore | RemoteStore):
+        return reader.read(source)
+    store.defers, store.guards = True, {}
+    try:
+        index = reader.read(source)
+    finally:
+        store.defers = False
+    return replace(index, guards=dict(store.guards)) if store.guards else index
 
 
 def _with_unused(index: Index, rules: Mapping[str, Any]) -> Index:

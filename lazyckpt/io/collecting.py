@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_THRESHOLD = 20_000  # new objects between two looks; Python's own, 700 (2,000 since 3.13), nearly doubles some openings
+_THRESHOLD = 50_000  # new objects between two looks; Python's own, 700 (2,000 since 3.13), nearly doubles some openings
 _lock = threading.Lock()
 _running = 0
 _before = gc.get_threshold()

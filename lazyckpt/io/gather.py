@@ -26,7 +26,7 @@ from .archives import locate, locate_all, located, unpacked, unpacked_into
 from .mapping import Mapped
 from .memory import as_bytes, empty
 from .pool import Task, run, run_here
-from .store import Store
+from .store import Store, check
 
 BLOCK = 8 << 20  # bytes that one read asks for at most, and that a buffer holds
 _RUN = 32 << 10  # runs this long are worth a read of their own
@@ -187,6 +187,7 @@ def _cut(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype) -> 
     elif span > 4 * BLOCK:
         yield from _split(store, copy, target, dtype, 4 * BLOCK)
     else:
+        check(store, extent.path, extent.offset + copy.start * size, span)
         yield span, partial(_through_mapping, store, mapped, copy, span, target)
 
 

@@ -24,7 +24,7 @@ import torch
 from ..core.index import FileInfo
 from ..errors import ChangedFileError, CorruptError, DataError, MissingFileError
 from .mapping import Mapped, map_file, resident
-from .store import Entry, Fetched, Store, closed_error
+from .store import Entry, Fetched, Guard, Store, closed_error, guarded
 
 _OPEN_FILES = 128  # well under the usual limit of 1,024 descriptors
 _MAPPINGS = 128  # each keeps one, too
@@ -52,6 +52,10 @@ class _File:
             close(self.fd)
 
 
+def _guarded(root: str, pins: Mapping[str, FileInfo], guards: Mapping[str, Guard]) -> Store:
+    return guarded(LocalStore(root, pins), guards)
+
+
 class LocalStore(Store):
     """A folder of the local file system (network file systems count as local if they are mounted)."""
 
@@ -71,6 +75,8 @@ class LocalStore(Store):
             self._maps.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self.guards:
+            return _guarded, (self._root, dict(self.pins), dict(self.guards))
         return LocalStore, (self._root, dict(self.pins))
 
     def __repr__(self) -> str:
@@ -133,6 +139,8 @@ class LocalStore(Store):
     def read_pieces(self, path: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
         file = self._open(path)
         for offset, target in pieces:
+            if self.guards:
+                self.check(path, offset, len(target))
             try:
                 whole = os.preadv(file.fd, [target], offset) == len(target)
             except OSError:

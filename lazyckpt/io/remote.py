@@ -24,7 +24,7 @@ from typing import Any
 
 from ..core.index import FileInfo
 from ..errors import CorruptError, CredentialsWarning, FormatError, LazyckptError, MissingFileError
-from .store import Entry, Fetched, Store
+from .store import Entry, Fetched, Guard, Store, guarded
 
 _KEY = os.urandom(32)  # of this process: what options hash to says nothing about them elsewhere
 GAP = 256 << 10  # bytes; about what 5 ms of waiting transfer at 50 MB/s
@@ -51,6 +51,10 @@ def asking(url: str) -> Iterator[None]:
         raise
     except Exception as e:
         raise OSError(f"{url}: {' '.join(str(e).split()) or type(e).__name__}") from e
+
+
+def _guarded(url: str, options: Mapping[str, Any], pins: Mapping[str, FileInfo], guards: Mapping[str, Guard]) -> Store:
+    return guarded(RemoteStore(url, options, pins), guards)
 
 
 class RemoteStore(Store):
@@ -96,6 +100,8 @@ class RemoteStore(Store):
                 CredentialsWarning,
                 stacklevel=2,
             )
+        if self.guards:
+            return _guarded, (self._url, self._options, dict(self.pins), dict(self.guards))
         return RemoteStore, (self._url, self._options, dict(self.pins))
 
     def __repr__(self) -> str:

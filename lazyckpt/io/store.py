@@ -13,7 +13,7 @@ import errno
 import io
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -39,6 +39,13 @@ class Entry(NamedTuple):
 Fetched = tuple[int, FileInfo | None]
 
 
+class Guard(Protocol):
+    """What has to be checked of a file before its bytes are used, at the latest when they are read. It pickles."""
+
+    def check(self, store: Store, path: str, offset: int, length: int) -> None:
+        """Raise CorruptError if the bytes must not be used. Called before each read; reads by `Store.unguarded`."""
+
+
 class Store(ABC):
     """Where bytes come from. All methods may be called from several threads.
 
@@ -52,6 +59,8 @@ class Store(ABC):
         self.pins: Mapping[str, FileInfo] = {} if pins is None else pins
         self._seen: dict[str, FileInfo] = {}
         self.closed = False
+        self.guards: dict[str, Guard] = {}
+        self.defers = False  # whether who indexes files with this store may leave checks to guards
 
     # -- what a store implements
 
@@ -105,6 +114,7 @@ class Store(ABC):
             if pin is not None and not first.may_be(pin):
                 raise changed(self.root, path, first, pin)
         store = self._with(pins)
+        store.guards = self.guards
         store._seen.update((path, first) for path, first in list(self._seen.items()) if path not in pins)
         return store
 
@@ -128,6 +138,18 @@ class Store(ABC):
             raise closed_error(self.root)
         if not len(target):
             return
+        if self.guards:
+            self.check(path, offset, len(target))
+        self.unguarded(path, offset, target)
+
+    def check(self, path: str, offset: int, length: int) -> None:
+        """Raise CorruptError if bytes of a file must not be used: before they are read, or touched in a mapping."""
+        guard = self.guards.get(path)
+        if guard is not None:
+            guard.check(self, path, offset, length)
+
+    def unguarded(self, path: str, offset: int, target: memoryview) -> None:
+        """`read_into` without what a guard checks: for guards."""
         self._look_first(path)
         count, info = self._fetch(path, offset, target)
         if info is None or info != self.pins.get(path) or count != len(target):
@@ -245,7 +267,22 @@ def narrow(store: Store, paths: Iterable[str]) -> Store:
     tensor."""
     seen = store._seen if isinstance(store, Store) else {}
     known = ((path, store.pins.get(path) or seen.get(path)) for path in paths)
-    return store.pinned({path: info for path, info in known if info is not None})
+    found = store.pinned({path: info for path, info in known if info is not None})
+    if isinstance(store, Store):
+        found.guards = {path: guard for path, guard in store.guards.items() if path in found.pins}
+    return found
+
+
+def check(store: Store, path: str, offset: int, length: int) -> None:
+    """`Store.check`; a store that wraps another one leaves it to that."""
+    if isinstance(store, Store):
+        store.check(path, offset, length)
+
+
+def guarded(store: Store, guards: Mapping[str, Guard]) -> Store:
+    """The same store object, with these guards: how a pickled store comes back."""
+    store.guards = dict(guards)
+    return store
 
 
 class StoreFile(io.RawIOBase):

@@ -17,8 +17,22 @@ from numpy.typing import NDArray
 from ..core.index import ZipEntry
 from ..errors import CorruptError, FormatError
 from .records import short
-from .store import StoreFile
-from .zips import ENCRYPTED, ENTRY_SIZE, STORED, ZIP_MAGIC, Records, data_offsets, data_offsets_of_few, read_zip
+from .store import Store, StoreFile
+from .zips import (
+    ALIGNMENT,
+    ENCRYPTED,
+    ENTRY_SIZE,
+    STORED,
+    ZIP_MAGIC,
+    HeaderGuard,
+    Records,
+    aligned_offsets,
+    data_offset,
+    data_offsets,
+    data_offsets_of_few,
+    lie_apart,
+    read_zip,
+)
 
 __all__ = ["ZIP_MAGIC", "Directories", "Record"]
 
@@ -132,7 +146,7 @@ class _Layout:
         records = self.records._replace(
             names=names, raw=raw, header=header, nbytes=nbytes, stored=stored, crc=crcs[self.order]
         )
-        if not np.array_equal(data_offsets(file, self.start, records), self.offsets):
+        if not np.array_equal(_offsets(file, self.start, records), self.offsets):
             return None
         members = {**self.members, "data.pkl": self.members["data.pkl"]._replace(nbytes=length)}
         return Directory(_Shared(members, crcs, file.start), _Shared(self.storages, crcs, file.start))
@@ -175,13 +189,43 @@ def _read(file: StoreFile) -> tuple[Directory, _Layout | None]:
     ordered = [entries[n] for n in order]
     few = len(entries) <= _FEW and not file.store.gap
     records = None if few else Records.of(ordered)
-    offsets = data_offsets_of_few(file, start, ordered) if records is None else data_offsets(file, start, records)
+    offsets = data_offsets_of_few(file, start, ordered) if records is None else _offsets(file, start, records)
     begins = dict(zip(order, map(int, offsets), strict=True))
     places = {e.name[len(prefix) :]: Place(begins[n], e.nbytes, n) for n, e in enumerate(entries)}
     found = {name: _record(place, entries[place.entry].crc, file.start) for name, place in places.items()}
     storages = {name[5:]: record for name, record in found.items() if name.startswith("data/")}
     layout = None if records is None else _layout(file, start, entries, order, records, np.asarray(offsets), places)
     return Directory(found, storages), layout
+
+
+def _offsets(file: StoreFile, start: int, records: Records) -> NDArray[np.int64]:
+    """Where the data of all records of a zip begin. Headers of large storages are compared with the directory when they
+    are read, if the store allows that; all others here."""
+    deferred = _deferred(file, start, records)
+    return data_offsets(file, start, records) if deferred is None else deferred
+
+
+def _deferred(file: StoreFile, start: int, records: Records) -> NDArray[np.int64] | None:
+    """The same where a guard of the store compares most of the headers; None if that cannot be left to it."""
+    store = file.store
+    if not isinstance(store, Store) or not store.defers or file.start or not lie_apart(file, records):
+        return None
+    begins, certain = aligned_offsets(start, records)
+    others = np.flatnonzero(~certain).tolist()
+    first = next(iter(np.flatnonzero(certain & (records.stored > 0)).tolist()), None)
+    if first is None or len(others) > _FEW:
+        return None
+    nexts = np.append(records.header[1:], start).tolist()
+    for n in others:
+        entry = records.entry(n)._replace(after=nexts[n])
+        begins[n] = data_offset(file, entry)
+        said = entry.name.endswith("/.storage_alignment")
+        if said and file.at(int(begins[n]), min(entry.stored, 20)) != str(ALIGNMENT).encode():
+            return None
+    if data_offset(file, records.entry(first)) != begins[first]:  # another writer's
+        return None
+    store.guards[file.path] = HeaderGuard(records, begins, bytes(~certain))
+    return begins
 
 
 def _layout(

@@ -13,19 +13,21 @@ and caffe2/serialize/inline_container.cc `getRecordOffset` of torch; Lib/zipfile
 
 from __future__ import annotations
 
+import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from ..core.index import ZipEntry
+from ..core.index import FileInfo, ZipEntry
 from ..errors import CorruptError
 from .records import short
-from .store import StoreFile
+from .store import Entry as Listed
+from .store import Fetched, Store, StoreFile
 
 ZIP_MAGIC = b"PK\x03\x04"
 STORED, DEFLATED = 0, 8
@@ -55,6 +57,9 @@ _FIELDS = np.dtype(
 _DESCRIPTOR = np.dtype([("magic", "<u4"), ("crc", "<u4"), ("stored", "<u4"), ("nbytes", "<u4")])
 _DESCRIPTOR64 = np.dtype([("magic", "<u4"), ("crc", "<u4"), ("stored", "<u8"), ("nbytes", "<u8")])
 _EXTRA = 32  # bytes behind a header's name in which its zip64 field ends, if it has one
+ALIGNMENT = 64  # bytes, of what torch stores unless a record says otherwise
+_STORAGE = re.compile(r"[^/]+/data/[^/]+")
+_MANY = 16  # headers that lie apart; where there are more they are checked when their records are read
 _NEAR = 32 << 10  # bytes between two headers that are read with them
 _WINDOW = 1 << 20  # bytes that one read of headers takes at most
 _SMALL_WINDOW = 128 << 10  # of a few
@@ -317,6 +322,104 @@ def data_offset(file: StoreFile, entry: ZipEntry) -> int:
         behind = file.at(found + entry.stored, length) if length in _DESCRIPTORS else b""
         _check_behind(file, entry, behind, length)
     return found
+
+
+class Unchecked(Store):
+    """A store's files without what guards check, for a guard."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store.pins)
+        self._store = store
+
+    @property
+    def root(self) -> str:
+        return self._store.root
+
+    @property
+    def gap(self) -> int:
+        return self._store.gap
+
+    def below(self, folder: str) -> Store:
+        return self._store.below(folder)
+
+    def list(self, folder: str = "") -> Mapping[str, Listed]:
+        return self._store.list(folder)
+
+    def _with(self, pins: Mapping[str, FileInfo]) -> Store:
+        return Unchecked(self._store.pinned(pins))
+
+    def _stat(self, path: str) -> FileInfo:
+        return self._store.stat(path)
+
+    def _fetch(self, path: str, offset: int, target: memoryview) -> Fetched:
+        return self._store._fetch(path, offset, target)
+
+
+class HeaderGuard:
+    """Compares the header of each record of torch's storages with the zip's directory before the record's first bytes
+    are used.
+
+    Reading all headers when a file is opened takes a read for each large tensor. torch's writer aligns what it stores,
+    so the directory alone tells where the data of a record have to begin; here that is checked.
+    """
+
+    __slots__ = ("_begins", "_checked", "_records")
+
+    def __init__(
+        self, records: Records | None = None, begins: NDArray[np.int64] | None = None, checked: bytes = b""
+    ) -> None:
+        self._records, self._begins, self._checked = records, begins, bytearray(checked)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HeaderGuard, ()  # the directory is read again where it is needed
+
+    def check(self, store: Store, path: str, offset: int, length: int) -> None:
+        """Raise CorruptError if a header in front of these bytes contradicts the directory."""
+        file = None
+        if self._records is None or self._begins is None:
+            file = _plain_file(store, path)
+            start, entries = read_zip(file)
+            records = Records.of(sorted(entries, key=lambda e: e.header))
+            begins, _ = aligned_offsets(start, records)
+            self._checked, self._begins, self._records = bytearray(len(begins)), begins, records
+        records, begins = self._records, self._begins
+        n = max(0, int(np.searchsorted(begins, offset, "right")) - 1)
+        while n < len(begins) and begins[n] < offset + length:
+            if not self._checked[n] and records.stored[n] and begins[n] + records.stored[n] > offset:
+                file = file or _plain_file(store, path)
+                entry = records.entry(n)
+                if data_offset(file, entry) != begins[n]:
+                    raise _refused(
+                        file, f"the header of the record {short(entry.name)} has another length than torch's"
+                    )
+                self._checked[n] = 1
+            n += 1
+
+
+def _plain_file(store: Store, path: str) -> StoreFile:
+    pin = store.pins.get(path)
+    return StoreFile(Unchecked(store), path, window=None if pin is None else (0, pin.size))
+
+
+def lie_apart(file: StoreFile, records: Records) -> bool:
+    """Whether comparing all headers takes many reads."""
+    return int((np.diff(records.header) > max(_NEAR, file.store.gap)).sum()) > _MANY
+
+
+def aligned_offsets(start: int, records: Records) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Where the data of these records have to begin if torch wrote them, and of which records that is certain without
+    their headers: of storages behind which a descriptor fits up to the next record in one way only.
+
+    caffe2/serialize/inline_container.cc `getPadding` aligns the data of every record.
+    """
+    nexts = np.append(records.header[1:], start)
+    least = records.header + _HEADER.size + records.lengths
+    begins = [nexts - descriptor - records.stored for descriptor in (16, 24)]
+    fits = [(b % ALIGNMENT == 0) & (b >= least) & (b <= least + ALIGNMENT + 64) for b in begins]
+    certain = (fits[0] ^ fits[1]) & (records.flags & DESCRIBED != 0)
+    certain |= records.stored == 0
+    certain &= np.array([_STORAGE.fullmatch(name) is not None for name in records.names], bool)
+    return np.where(records.stored == 0, least, np.where(fits[0], *begins)), certain
 
 
 def _repeats(records: Records, headers: NDArray[np.uint8], fields: NDArray[np.void]) -> NDArray[np.bool_]:
