@@ -46,6 +46,7 @@ _FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _FOLDERS = ("checkpoint-", "global_step", "step")  # how the names of checkpoints in a run's folder begin
 _LOOKED = 32  # folders in a folder that are looked into
 _BELOW = 100  # folders in those: looking into more stops (a link to "." would be looked into again and again)
+HEADERS, REMOTE_HEADERS = 1200, 64  # reads of headers of zips when a checkpoint is opened; later ones are deferred
 _LISTED = 5  # names in a message
 _RUN = "run"
 
@@ -145,11 +146,11 @@ def _deferring(reader: Reader, source: Source) -> Index:
     store = source.store
     if not isinstance(store, LocalStore | RemoteStore):
         return reader.read(source)
-    store.defers, store.guards = True, {}
+    store.reads_of_headers, store.guards = REMOTE_HEADERS if store.gap else HEADERS, {}
     try:
         index = reader.read(source)
     finally:
-        store.defers = False
+        store.reads_of_headers = None
     return replace(index, guards=dict(store.guards)) if store.guards else index
 
 

@@ -60,7 +60,8 @@ class Store(ABC):
         self._seen: dict[str, FileInfo] = {}
         self.closed = False
         self.guards: dict[str, Guard] = {}
-        self.defers = False  # whether who indexes files with this store may leave checks to guards
+        # how many reads headers of zips may take before the rest is left to guards; None: none is left
+        self.reads_of_headers: int | None = None
 
     # -- what a store implements
 
@@ -157,7 +158,14 @@ class Store(ABC):
 
     def read_pieces(self, path: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
         """Fill each target from its offset on, as `read_into` does: many small ones, several at a time."""
-        each(lambda piece: self.read_into(path, *piece), pieces)
+        if self.guards:
+            for offset, target in pieces:
+                self.check(path, offset, len(target))
+        self._fetch_pieces(path, pieces)
+
+    def _fetch_pieces(self, path: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
+        """The same without what a guard checks."""
+        each(lambda piece: self.unguarded(path, *piece), pieces)
 
     def _look_first(self, path: str) -> None:
         """What a file is before its first bytes come, where it is not pinned and answers do not say."""

@@ -30,14 +30,15 @@ from .zips import (
     data_offset,
     data_offsets,
     data_offsets_of_few,
-    lie_apart,
     read_zip,
+    reads_of_headers,
 )
 
 __all__ = ["ZIP_MAGIC", "Directories", "Record"]
 
 _MOST = 64  # layouts that are kept; ranks' files differ by some bytes in length
 _FEW = 64  # records of a local zip that is taken apart anew each time: that is as quick as comparing it
+_MANY = 16  # reads of headers; a file that takes fewer is checked when it is opened
 _LARGEST = 4 << 20  # bytes of a directory that is kept
 _PLAIN = re.compile(
     rb"(?!\.{1,2}/)[\w.+=@ -]{1,255}/", re.ASCII
@@ -208,7 +209,11 @@ def _offsets(file: StoreFile, start: int, records: Records) -> NDArray[np.int64]
 def _deferred(file: StoreFile, start: int, records: Records) -> NDArray[np.int64] | None:
     """The same where a guard of the store compares most of the headers; None if that cannot be left to it."""
     store = file.store
-    if not isinstance(store, Store) or not store.defers or file.start or not lie_apart(file, records):
+    if not isinstance(store, Store) or store.reads_of_headers is None or file.start:
+        return None
+    reads = reads_of_headers(file, records)
+    if reads <= max(_MANY, store.reads_of_headers):
+        store.reads_of_headers -= reads
         return None
     begins, certain = aligned_offsets(start, records)
     others = np.flatnonzero(~certain).tolist()

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import re
 import struct
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -25,6 +27,7 @@ from numpy.typing import NDArray
 
 from ..core.index import FileInfo, ZipEntry
 from ..errors import CorruptError
+from .mapping import Mapped
 from .records import short
 from .store import Entry as Listed
 from .store import Fetched, Store, StoreFile
@@ -59,7 +62,7 @@ _DESCRIPTOR64 = np.dtype([("magic", "<u4"), ("crc", "<u4"), ("stored", "<u8"), (
 _EXTRA = 32  # bytes behind a header's name in which its zip64 field ends, if it has one
 ALIGNMENT = 64  # bytes, of what torch stores unless a record says otherwise
 _STORAGE = re.compile(r"[^/]+/data/[^/]+")
-_MANY = 16  # headers that lie apart; where there are more they are checked when their records are read
+_AHEAD = 64  # headers that are checked together where records are read one after the other
 _NEAR = 32 << 10  # bytes between two headers that are read with them
 _WINDOW = 1 << 20  # bytes that one read of headers takes at most
 _SMALL_WINDOW = 128 << 10  # of a few
@@ -248,6 +251,20 @@ class Records(NamedTuple):
             np.array(flags, np.uint16),
         )
 
+    def part(self, n: int, stop: int) -> Records:
+        """Those from ``n`` up to ``stop``."""
+        return Records(
+            self.names[n:stop],
+            self.raw[n:stop],
+            self.lengths[n:stop],
+            self.header[n:stop],
+            self.nbytes[n:stop],
+            self.stored[n:stop],
+            self.crc[n:stop],
+            self.method[n:stop],
+            self.flags[n:stop],
+        )
+
     def entry(self, n: int) -> ZipEntry:
         columns = (self.header, self.nbytes, self.stored, self.crc, self.method, self.flags)
         header, nbytes, stored, crc, method, flags = (int(column[n]) for column in columns)
@@ -329,30 +346,39 @@ class Unchecked(Store):
 
     def __init__(self, store: Store) -> None:
         super().__init__(store.pins)
-        self._store = store
+        self.inner = store
 
     @property
     def root(self) -> str:
-        return self._store.root
+        return self.inner.root
 
     @property
     def gap(self) -> int:
-        return self._store.gap
+        return self.inner.gap
 
     def below(self, folder: str) -> Store:
-        return self._store.below(folder)
+        return self.inner.below(folder)
 
     def list(self, folder: str = "") -> Mapping[str, Listed]:
-        return self._store.list(folder)
+        return self.inner.list(folder)
 
     def _with(self, pins: Mapping[str, FileInfo]) -> Store:
-        return Unchecked(self._store.pinned(pins))
+        return Unchecked(self.inner.pinned(pins))
 
     def _stat(self, path: str) -> FileInfo:
-        return self._store.stat(path)
+        return self.inner.stat(path)
 
     def _fetch(self, path: str, offset: int, target: memoryview) -> Fetched:
-        return self._store._fetch(path, offset, target)
+        return self.inner._fetch(path, offset, target)
+
+    def read_pieces(self, path: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
+        self.inner._fetch_pieces(path, pieces)
+
+    def map(self, path: str) -> Mapped | None:
+        return self.inner.map(path)
+
+    def confirm(self, path: str, mapped: Mapped) -> None:
+        self.inner.confirm(path, mapped)
 
 
 class HeaderGuard:
@@ -363,21 +389,22 @@ class HeaderGuard:
     so the directory alone tells where the data of a record have to begin; here that is checked.
     """
 
-    __slots__ = ("_begins", "_checked", "_records")
+    __slots__ = ("_begins", "_checked", "_file", "_looking", "_records")
 
     def __init__(
         self, records: Records | None = None, begins: NDArray[np.int64] | None = None, checked: bytes = b""
     ) -> None:
         self._records, self._begins, self._checked = records, begins, bytearray(checked)
+        self._file: StoreFile | None = None  # the file in the store that asked last
+        self._looking = threading.Lock()  # nobody waits for it
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HeaderGuard, ()  # the directory is read again where it is needed
 
     def check(self, store: Store, path: str, offset: int, length: int) -> None:
         """Raise CorruptError if a header in front of these bytes contradicts the directory."""
-        file = None
         if self._records is None or self._begins is None:
-            file = _plain_file(store, path)
+            file = self._of(store, path)
             start, entries = read_zip(file)
             records = Records.of(sorted(entries, key=lambda e: e.header))
             begins, _ = aligned_offsets(start, records)
@@ -386,24 +413,44 @@ class HeaderGuard:
         n = max(0, int(np.searchsorted(begins, offset, "right")) - 1)
         while n < len(begins) and begins[n] < offset + length:
             if not self._checked[n] and records.stored[n] and begins[n] + records.stored[n] > offset:
-                file = file or _plain_file(store, path)
-                entry = records.entry(n)
-                if data_offset(file, entry) != begins[n]:
-                    raise _refused(
-                        file, f"the header of the record {short(entry.name)} has another length than torch's"
-                    )
-                self._checked[n] = 1
+                file = self._of(store, path)
+                ahead = n > 0 and self._checked[n - 1] and not store.gap  # somebody goes through the file
+                if ahead and self._looking.acquire(blocking=False):
+                    try:
+                        self._look_ahead(file, n)
+                    finally:
+                        self._looking.release()
+                if not self._checked[n]:
+                    entry = records.entry(n)
+                    if data_offset(file, entry) != begins[n]:
+                        what = f"the header of the record {short(entry.name)} has not the length of torch's"
+                        raise _refused(file, what)
+                    self._checked[n] = 1
             n += 1
 
+    def _look_ahead(self, file: StoreFile, n: int) -> None:
+        """Check the headers from this one on together, as far as they are as they should be."""
+        records, begins = self._records, self._begins
+        assert records is not None and begins is not None
+        stop = min(n + _AHEAD, len(begins) - 1)  # behind the last record is the directory
+        some = records.part(n, stop)
+        with suppress(CorruptError):  # the one who reads that record gets the error
+            if stop > n and np.array_equal(data_offsets(file, int(records.header[stop]), some), begins[n:stop]):
+                self._checked[n:stop] = b"\1" * (stop - n)
 
-def _plain_file(store: Store, path: str) -> StoreFile:
-    pin = store.pins.get(path)
-    return StoreFile(Unchecked(store), path, window=None if pin is None else (0, pin.size))
+    def _of(self, store: Store, path: str) -> StoreFile:
+        """The file as it is read without guards."""
+        file = self._file
+        if file is None or not isinstance(file.store, Unchecked) or file.store.inner is not store:
+            pin = store.pins.get(path)
+            file = StoreFile(Unchecked(store), path, window=None if pin is None else (0, pin.size))
+            self._file = file
+        return file
 
 
-def lie_apart(file: StoreFile, records: Records) -> bool:
-    """Whether comparing all headers takes many reads."""
-    return int((np.diff(records.header) > max(_NEAR, file.store.gap)).sum()) > _MANY
+def reads_of_headers(file: StoreFile, records: Records) -> int:
+    """How many reads it takes to compare all headers."""
+    return 1 + int((np.diff(records.header) > max(_NEAR, file.store.gap)).sum())
 
 
 def aligned_offsets(start: int, records: Records) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
