@@ -209,12 +209,16 @@ def _offsets(file: StoreFile, start: int, records: Records) -> NDArray[np.int64]
 def _deferred(file: StoreFile, start: int, records: Records) -> NDArray[np.int64] | None:
     """The same where a guard of the store compares most of the headers; None if that cannot be left to it."""
     store = file.store
-    if not isinstance(store, Store) or store.reads_of_headers is None or file.start:
+    if not isinstance(store, Store) or file.start:
         return None
-    reads = reads_of_headers(file, records)
-    if reads <= max(_MANY, store.reads_of_headers):
-        store.reads_of_headers -= reads
-        return None
+    guarded = file.path in store.guards
+    if not guarded:
+        if store.reads_of_headers is None:
+            return None
+        reads = reads_of_headers(file, records)
+        if reads <= max(_MANY, store.reads_of_headers):
+            store.reads_of_headers -= reads
+            return None
     begins, certain = aligned_offsets(start, records)
     others = np.flatnonzero(~certain).tolist()
     first = next(iter(np.flatnonzero(certain & (records.stored > 0)).tolist()), None)
@@ -229,7 +233,8 @@ def _deferred(file: StoreFile, start: int, records: Records) -> NDArray[np.int64
             return None
     if data_offset(file, records.entry(first)) != begins[first]:  # another writer's
         return None
-    store.guards[file.path] = HeaderGuard(records, begins, bytes(~certain))
+    if not guarded:
+        store.guards[file.path] = HeaderGuard(records, begins, bytes(~certain))
     return begins
 
 
