@@ -65,7 +65,8 @@ def _common(stores: Sequence[Store], paths: Sequence[set[str]], name: str) -> tu
     first = narrowed[0]
     if all(type(store) is type(first) and store.root == first.root for store in narrowed):
         whole = first.pinned({path: info for store in narrowed for path, info in store.pins.items()})
-        whole.guards = {path: guard for store in narrowed for path, guard in store.guards.items()}
+        if isinstance(whole, Store):  # a store that wraps another one leaves guards to that
+            whole.guards = {path: guard for store in narrowed for path, guard in store.guards.items()}
         return whole, [""] * len(stores)
     if not all(isinstance(store, LocalStore) for store in narrowed):
         roots = ", ".join(dict.fromkeys(store.root for store in narrowed))

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
@@ -51,7 +50,6 @@ _LISTED = 5  # names in a message
 _RUN = "run"
 
 
-@cache
 def _reader(module: str, name: str) -> Reader:
     reader: Reader = getattr(import_module(f".{module}", __package__), name)
     return reader
