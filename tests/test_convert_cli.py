@@ -557,7 +557,7 @@ def test_finished_ranks_stay(llama: Path, tmp_path: Path) -> None:
     args = (llama, out, "--to", "torch", "--tp", "2", "--pp", "2")
     stop_after = """
 import os, signal
-import lazyckpt.writing as w
+import lazyckpt.view as w
 real, done = w.export, []
 def export(*args, **options):
     if len(done) == 2:
