@@ -361,6 +361,11 @@ class StoreFile(io.RawIOBase):
         start = offset - self._tail_at
         return bytes(memoryview(self._tail)[start : start + size])
 
+    def keep(self, head: bytes) -> None:
+        """Take what was read from byte 0 on for the head: it is not read again."""
+        if len(head) > self._head_size:
+            self._head, self._head_size = head, len(head)
+
     def read_pieces(self, pieces: Iterable[tuple[int, memoryview]]) -> None:
         """Fill each target from its offset on. What the head and the tail hold costs no further request."""
         far = []

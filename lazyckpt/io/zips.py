@@ -315,6 +315,8 @@ def data_offsets_of_few(file: StoreFile, start: int, entries: Sequence[ZipEntry]
             last += 1
         low = max(0, places[first] - _LONGEST)
         window = file.at(low, min(file.size, places[last] + lengths[last]) - low)
+        if low == 0:
+            file.keep(window)  # the pickle is there, as a rule
         for n in range(first, last + 1):
             at = places[n] - low
             if n:
