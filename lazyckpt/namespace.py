@@ -293,7 +293,7 @@ class Namespace(Mapping[str, A]):
         return self._other(steps=(*self._steps, ("select", pattern)))
 
     @property
-    def states(self) -> States[Self]:
+    def states(self) -> Mapping[str, Self]:
         """The same part of every state: "weights", "fp32", then the optimizer's own ("exp_avg", ...), as far as the
         checkpoint holds them. The first is the one that this view reads by default."""
         return self._states({state: self._side(state) for state in self._index.states})
