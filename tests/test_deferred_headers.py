@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import zipfile
 from collections.abc import Callable
@@ -160,3 +161,34 @@ def test_ranks_of_one_layout_check_their_own_headers(path: Path, tmp_path: Path)
     assert bytes(store.read("r0.pt", offset, 8)) == bytes(store.read("r2.pt", offset, 8))
     with pytest.raises(CorruptError):
         store.read("r1.pt", offset, 8)
+
+
+def test_references_to_other_readers_are_checked(path: Path, tmp_path: Path) -> None:
+    lie(path, "5", "crc")
+    with pytest.raises(CorruptError):
+        lazyckpt.open(path, cache=False).to_virtual(tmp_path / "x.json")
+
+
+def test_headers_are_read_once_beside_empty_storages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "HEADERS", 0)
+    state = {str(n): torch.zeros(0 if n % 20 == 7 else 10_000) for n in range(300)}
+    torch.save(state, tmp_path / "x.pt")
+    view = lazyckpt.open(tmp_path / "x.pt", cache=False)
+    counted: list[int] = []
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: (counted.append(at), preadv(fd, buffers, at))[1])
+    for tensor in view.values():
+        tensor[...]
+    assert len(counted) < 3 * len(state)
+
+
+def test_a_view_that_is_gone_keeps_no_file_open(path: Path) -> None:
+    view = lazyckpt.open(path)
+    view["layers.5.w"][...]
+    assert any(str(path) == os.readlink(f"/proc/self/fd/{fd}") for fd in _descriptors())
+    del view
+    assert not any(str(path) == os.readlink(f"/proc/self/fd/{fd}") for fd in _descriptors())
+
+
+def _descriptors() -> list[str]:
+    return [fd for fd in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{fd}")]

@@ -354,3 +354,21 @@ def test_ints_that_python_does_not_print_are_records(tmp_path: Path) -> None:
     assert "builtins.int" in repr(meta) and meta["m"][2] == 7
     assert int(*meta["n"].args) == int(*meta["m"][0].args) == wide
     assert meta["m"][1] == {hex(wide): 5}
+
+
+def test_wide_ints_inside_keys_sets_and_ranges_are_printed(tmp_path: Path) -> None:
+    wide = 1 << 40_000
+    held = [
+        {(wide, 1): 1},
+        {wide},
+        [1, frozenset([wide])],
+        range(wide),
+        slice(wide),
+        {"a": range(wide)},
+        [range(3), None],
+    ]
+    for n, value in enumerate(held):
+        torch.save({"w": torch.zeros(2), "m": value}, tmp_path / f"{n}.pt")
+        view = lazyckpt.open(tmp_path / f"{n}.pt")
+        assert len(repr(view.meta)) < 30_000 and repr(view)
+    assert view.meta["m"] == [range(3), None]

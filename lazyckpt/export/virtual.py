@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 import torch
 
-from ..core.box import Shape
+from ..core.box import Shape, hull
 from ..core.plan import Copy
 from ..core.references import Reference, reference_chunk, references
 from ..errors import DataError, DestinationError, FormatError, LazyckptError
@@ -26,6 +26,7 @@ from ..formats.zarr.contents import Contents, Part, contents
 from ..formats.zarr.dtypes import FOREIGN, NAMES
 from ..io.gather import planned
 from ..io.remote import is_url
+from ..io.store import check
 from ..lazy import LazyArray
 from .destination import appearing, check_apart, folder_appearing, local_path
 
@@ -92,10 +93,18 @@ def _referred(what: Contents[LazyArray]) -> tuple[dict[str, _Referred], dict[str
 
 
 def _check_sources(referred: Mapping[str, _Referred]) -> None:
-    """Raise MissingFileError or ChangedFileError if a file is not what it was: its bytes may lie elsewhere now."""
+    """Raise MissingFileError or ChangedFileError if a file is not what it was: its bytes may lie elsewhere now; and
+    CorruptError for bytes that must not be used."""
     files = {(id(one.tensor.store), c.extent.path): one.tensor.store for one in referred.values() for c in one.copies}
     for (_, path), store in files.items():
         store.read(path, 0, 1)  # which compares
+    for one in referred.values():
+        for copy in one.copies:  # whoever follows the references does not
+            extent = copy.extent
+            if extent.within is None:
+                size = extent.dtype.itemsize
+                start, span = copy.start * size, hull(copy.shape, copy.strides) * size
+                check(one.tensor.store, extent.path, extent.offset + start, span)
 
 
 def _array(one: _Referred, bits: bool) -> documents.Json:

@@ -144,6 +144,10 @@ class Plain:
             self._budget.characters(weight(value))
             if value.bit_length() > _UNPRINTABLE:
                 return Opaque("builtins", "int", (hex(value), 16))
+        elif type(value) in _BOUNDED:
+            bounds = (value.start, value.stop, value.step)
+            if weight(bounds) > _WIDE:
+                return Opaque("builtins", type(value).__name__, tuple(map(self._leaf, bounds)))
         return value
 
     def _container(self, value: Any, path: Path, depth: int) -> Any:
@@ -168,7 +172,7 @@ class Plain:
             if _LEAVES.issuperset(kinds):  # long lists of numbers are common
                 if not _TEXTS.isdisjoint(kinds):
                     self._budget.characters(sum(len(v) for v in value if type(v) in _TEXTS))
-                wide = int in kinds and _has_large(value, kinds)
+                wide = (int in kinds and _has_large(value, kinds)) or not _BOUNDED.isdisjoint(kinds)
                 return _plain_list(value, list(map(self._leaf, value) if wide else value))
             items = [self._walk(v, (*path, n), depth) for n, v in enumerate(value)]
             if items and all(v is _GONE for v in items):
@@ -185,7 +189,10 @@ class Plain:
             return self._opaque(value, path, depth)
         if isinstance(value, NumpyArray | NumpyDtype):
             return self._numpy(value, path, depth)
-        self._budget.characters(weight(value))
+        weighs = weight(value)
+        self._budget.characters(weighs)
+        if isinstance(value, set | frozenset) and weighs > _UNPRINTABLE // 4:
+            return type(value)(map(_key, value))
         return value
 
     def _numpy(self, value: NumpyArray | NumpyDtype, path: Path, depth: int) -> Any:
@@ -219,16 +226,17 @@ class Plain:
             if type(k) is str:
                 characters += len(k)
             else:
-                characters += weight(k)
-                if type(k) is int and k.bit_length() > _UNPRINTABLE:
-                    key = hex(k)
+                weighs = weight(k)
+                characters += weighs
+                if weighs > _UNPRINTABLE // 4:
+                    key = _key(k)
                 elif type(k) not in _LEAVES and type(k) is not tuple:
                     key = plain_numpy(k)
             kind = type(v)
             if kind is str:
                 characters += len(v)
                 plain[key] = v
-            elif kind in _NUMBERS and (kind is not int or -_LARGE < v < _LARGE):
+            elif kind in _NUMBERS and (kind is not int or -_LARGE < v < _LARGE) and kind not in _BOUNDED:
                 plain[key] = v
             else:
                 item = self._walk(v, (*path, text(k)), depth)
@@ -262,7 +270,7 @@ class Plain:
         if isinstance(state, dict):
             self._budget.steps(len(state))
             self._budget.characters(sum(len(k) if type(k) is str else weight(k) for k in state))
-            return {k: self._named(v, (*path, text(k)), depth) for k, v in state.items()}
+            return {k if type(k) is str else _key(k): self._named(v, (*path, text(k)), depth) for k, v in state.items()}
         return self._named(state, path, depth)
 
     def _named(self, value: Any, path: Path, depth: int) -> Any:
@@ -299,6 +307,7 @@ class Plain:
 
 
 _NUMBERS = frozenset({type(None), bool, int, float, complex, range, slice})
+_BOUNDED = frozenset({range, slice})
 _TEXTS = frozenset({str, bytes, bytearray})
 _LEAVES = _NUMBERS | _TEXTS
 _WIDE = 256  # bits of an int that counts as a text
@@ -306,6 +315,15 @@ _LARGE = 1 << _WIDE
 _UNPRINTABLE = 10_000  # bits of an int that is kept as a text; Python refuses to print one of more than 14,283
 _TENSOR = 8  # objects that a tensor is worth: what becomes of it takes about a kilobyte
 _LONG = 1000  # characters of a name that a key other than a text gets
+
+
+def _key(key: Any) -> Any:
+    """A key, or an element of a set, without ints that Python does not print: as texts."""
+    if type(key) is int and key.bit_length() > _UNPRINTABLE:
+        return hex(key)
+    if type(key) in (tuple, frozenset):
+        return type(key)(map(_key, key))
+    return key if type(key) in _LEAVES else plain_numpy(key)
 
 
 def _has_large(values: Sequence[Any], kinds: set[type]) -> bool:

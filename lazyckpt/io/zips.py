@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 import struct
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -349,6 +348,7 @@ class Unchecked(Store):
     def __init__(self, store: Store) -> None:
         super().__init__(store.pins)
         self.inner = store
+        self.closed = store.closed
 
     @property
     def root(self) -> str:
@@ -391,14 +391,13 @@ class HeaderGuard:
     so the directory alone tells where the data of a record have to begin; here that is checked.
     """
 
-    __slots__ = ("_begins", "_checked", "_file", "_looking", "_records")
+    __slots__ = ("_ahead", "_begins", "_checked", "_records")
 
     def __init__(
         self, records: Records | None = None, begins: NDArray[np.int64] | None = None, checked: bytes = b""
     ) -> None:
         self._records, self._begins, self._checked = records, begins, bytearray(checked)
-        self._file: StoreFile | None = None  # the file in the store that asked last
-        self._looking = threading.Lock()  # nobody waits for it
+        self._ahead = 0  # records before this one are looked at one by one
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HeaderGuard, ()  # the directory is read again where it is needed
@@ -406,22 +405,15 @@ class HeaderGuard:
     def check(self, store: Store, path: str, offset: int, length: int) -> None:
         """Raise CorruptError if a header in front of these bytes contradicts the directory."""
         if self._records is None or self._begins is None:
-            file = self._of(store, path)
-            start, entries = read_zip(file)
-            records = Records.of(sorted(entries, key=lambda e: e.header))
-            begins, _ = aligned_offsets(start, records)
-            self._checked, self._begins, self._records = bytearray(len(begins)), begins, records
+            self._load(_without_guards(store, path))
         records, begins = self._records, self._begins
+        assert records is not None and begins is not None
         n = max(0, int(np.searchsorted(begins, offset, "right")) - 1)
         while n < len(begins) and begins[n] < offset + length:
             if not self._checked[n] and records.stored[n] and begins[n] + records.stored[n] > offset:
-                file = self._of(store, path)
-                ahead = n > 0 and self._checked[n - 1] and not store.gap  # somebody goes through the file
-                if ahead and self._looking.acquire(blocking=False):
-                    try:
-                        self._look_ahead(file, n)
-                    finally:
-                        self._looking.release()
+                file = _without_guards(store, path)
+                if n >= self._ahead and n > 0 and self._checked[n - 1] and not store.gap:  # somebody reads on and on
+                    self._look_ahead(file, n)
                 if not self._checked[n]:
                     entry = records.entry(n)
                     if data_offset(file, entry) != begins[n]:
@@ -430,24 +422,32 @@ class HeaderGuard:
                     self._checked[n] = 1
             n += 1
 
+    def _load(self, file: StoreFile) -> None:
+        """Read the directory again, in another process."""
+        start, entries = read_zip(file)
+        records = Records.of(sorted(entries, key=lambda e: e.header))
+        begins, certain = aligned_offsets(start, records)
+        nexts = np.append(records.header[1:], start).tolist()
+        for n in np.flatnonzero(~certain).tolist():
+            begins[n] = data_offset(file, records.entry(n)._replace(after=nexts[n]))
+        self._checked, self._begins, self._records = bytearray(bytes(~certain)), begins, records
+
     def _look_ahead(self, file: StoreFile, n: int) -> None:
         """Check the headers from this one on together, as far as they are as they should be."""
         records, begins = self._records, self._begins
         assert records is not None and begins is not None
         stop = min(n + _AHEAD, len(begins) - 1)  # behind the last record is the directory
-        some = records.part(n, stop)
+        self._ahead = max(stop, n + 1)  # other threads, and failures, take one by one
         with suppress(CorruptError):  # the one who reads that record gets the error
-            if stop > n and np.array_equal(data_offsets(file, int(records.header[stop]), some), begins[n:stop]):
-                self._checked[n:stop] = b"\1" * (stop - n)
+            if stop > n:
+                found = data_offsets(file, int(records.header[stop]), records.part(n, stop))
+                right = (found == begins[n:stop]) | (records.stored[n:stop] == 0)
+                self._checked[n:stop] = bytes(right | (np.frombuffer(self._checked[n:stop], np.uint8) > 0))
 
-    def _of(self, store: Store, path: str) -> StoreFile:
-        """The file as it is read without guards."""
-        file = self._file
-        if file is None or not isinstance(file.store, Unchecked) or file.store.inner is not store:
-            pin = store.pins.get(path)
-            file = StoreFile(Unchecked(store), path, window=None if pin is None else (0, pin.size))
-            self._file = file
-        return file
+
+def _without_guards(store: Store, path: str) -> StoreFile:
+    pin = store.pins.get(path)
+    return StoreFile(Unchecked(store), path, tail=0, window=None if pin is None else (0, pin.size))
 
 
 def reads_of_headers(file: StoreFile, records: Records) -> int:
