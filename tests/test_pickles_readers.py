@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import lazyckpt
@@ -114,6 +114,7 @@ OPS = [b"K\x01", b"N", b"\x8c\x02ab", b"X\x02\0\0\0ab", b"I12\n", b"cos\nsystem\
        b"(", b"t", b"l", b"2", b"B\x01\0\0\0x", b"a", b"J\x01\x02\x03\x04", b"q\x01", b"h\x01"]  # fmt: skip
 
 
+@example(2427065)  # something is appended to a function
 @settings(max_examples=400, deadline=None)
 @given(st.integers(0, 1 << 32))
 def test_any_pickle_with_frames_is_read_as_all_unpicklers_read_it(seed: int) -> None:

@@ -441,7 +441,7 @@ class _Machine:
         return made
 
     def _set_items(self, target: Any, items: list[Any]) -> None:
-        entries = target.entries if isinstance(target, Opaque) else target
+        entries = target.entries if isinstance(target, Opaque) and target.args is not None else target
         if not isinstance(entries, dict):
             raise CorruptError(f"keys are set on a {type(target).__name__}")
         for n in range(0, len(items), 2):

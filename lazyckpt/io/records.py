@@ -105,7 +105,7 @@ def through_partial(what: Opaque) -> Opaque | None:
 
 
 def extend(target: Any, items: Iterable[Any]) -> None:
-    if isinstance(target, Opaque):
+    if isinstance(target, Opaque) and target.args is not None:  # nothing is appended to a class or function
         target.items.extend(items)
     elif isinstance(target, list):
         target.extend(items)
