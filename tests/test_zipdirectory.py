@@ -30,9 +30,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def save(path: Path, seed: int, note: str) -> None:
     generator = torch.Generator().manual_seed(seed)
-    tensors = {
-        f"w{n}": torch.randn(30 + n, generator=generator) for n in range(80)
-    }
+    tensors = {f"w{n}": torch.randn(30 + n, generator=generator) for n in range(80)}
     torch.save({"note": note, "model": tensors, "empty": torch.empty(0)}, path)
 
 
