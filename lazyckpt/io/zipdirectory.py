@@ -18,20 +18,17 @@ from ..core.index import ZipEntry
 from ..errors import CorruptError, FormatError
 from .records import short
 from .store import Store, StoreFile
+from .zipguard import ALIGNMENT, HeaderGuard, aligned_offsets, reads_of_headers
 from .zips import (
-    ALIGNMENT,
     ENCRYPTED,
     ENTRY_SIZE,
     STORED,
     ZIP_MAGIC,
-    HeaderGuard,
     Records,
-    aligned_offsets,
     data_offset,
     data_offsets,
     data_offsets_of_few,
     read_zip,
-    reads_of_headers,
 )
 
 __all__ = ["ZIP_MAGIC", "Directories", "Record"]

@@ -13,23 +13,19 @@ and caffe2/serialize/inline_container.cc `getRecordOffset` of torch; Lib/zipfile
 
 from __future__ import annotations
 
-import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from ..core.index import FileInfo, ZipEntry
+from ..core.index import ZipEntry
 from ..errors import CorruptError
-from .mapping import Mapped
 from .records import short
-from .store import Entry as Listed
-from .store import Fetched, Store, StoreFile
+from .store import StoreFile
 
 ZIP_MAGIC = b"PK\x03\x04"
 STORED, DEFLATED = 0, 8
@@ -46,6 +42,7 @@ _END64 = struct.Struct("<4sQ2H2I4Q")
 _ENTRY = struct.Struct("<4s6H3I5H2I")
 ENTRY_SIZE = _ENTRY.size  # bytes of an entry before its name
 _HEADER = struct.Struct("<4s5H3I2H")
+HEADER_SIZE = _HEADER.size  # bytes of a record's header before its name
 _SIGNED = b"PK\x07\x08"
 _DESCRIPTORS = {12: "<3I", 16: "<4x3I", 20: "<I2Q", 24: "<4xI2Q"}  # bytes behind the data -> checksum, two sizes
 _LONGEST = 24
@@ -59,10 +56,7 @@ _FIELDS = np.dtype(
 _DESCRIPTOR = np.dtype([("magic", "<u4"), ("crc", "<u4"), ("stored", "<u4"), ("nbytes", "<u4")])
 _DESCRIPTOR64 = np.dtype([("magic", "<u4"), ("crc", "<u4"), ("stored", "<u8"), ("nbytes", "<u8")])
 _EXTRA = 32  # bytes behind a header's name in which its zip64 field ends, if it has one
-ALIGNMENT = 64  # bytes, of what torch stores unless a record says otherwise
-_STORAGE = re.compile(r"[^/]+/data/[^/]+")
-_AHEAD = 64  # headers that are checked together where records are read one after the other
-_NEAR = 32 << 10  # bytes between two headers that are read with them
+NEAR = 32 << 10  # bytes between two headers that are read with them
 _WINDOW = 1 << 20  # bytes that one read of headers takes at most
 _SMALL_WINDOW = 128 << 10  # of a few
 _AT_ONCE = 16 << 20  # bytes of such reads that are kept at a time
@@ -85,13 +79,13 @@ def read_zip(file: StoreFile) -> Zip:
     data = file.at(start, size)
     entries = list(_entries(file, data, count))
     if len({e.name for e in entries}) < len(entries):  # readers differ in which of the two they take
-        raise _refused(file, "a record is in it twice")
+        raise refused(file, "a record is in it twice")
     ordered = sorted(entries, key=lambda e: e.header)
     if ordered and ordered[0].header != 0:
-        raise _refused(file, f"{ordered[0].header:,} bytes come before its first record")
+        raise refused(file, f"{ordered[0].header:,} bytes come before its first record")
     for entry, after in zip(ordered, [*(e.header for e in ordered[1:]), start], strict=True):
         if entry.header + _HEADER.size + len(entry.name) + entry.stored > after:
-            raise _refused(file, f"the record {short(entry.name)} runs into what follows it")
+            raise refused(file, f"the record {short(entry.name)} runs into what follows it")
     return Zip(start, entries)
 
 
@@ -104,19 +98,19 @@ def _ends(file: StoreFile) -> tuple[int, int, int]:
     if locator.startswith(b"PK\x06\x07"):
         _, its_disk, behind, disks = _LOCATOR.unpack(locator)
         if behind != at - _LOCATOR.size - _END64.size or its_disk != 0 or disks != 1:
-            raise _refused(file, "its zip64 locator points elsewhere than to the record in front of it")
+            raise refused(file, "its zip64 locator points elsewhere than to the record in front of it")
         magic, length, _, _, *large = _END64.unpack(file.at(behind, _END64.size))
         if magic != b"PK\x06\x06" or length != _END64.size - 12:
-            raise _refused(file, "no zip64 end record is where its locator points")
+            raise refused(file, "no zip64 end record is where its locator points")
         small = (disk, first_disk, here, count, size, start)
         limits = (_MAX16,) * 4 + (_MAX32,) * 2
         if any(a not in (b, limit) for a, b, limit in zip(small, large, limits, strict=True)):
-            raise _refused(file, "its two end records contradict each other")
+            raise refused(file, "its two end records contradict each other")
         disk, first_disk, here, count, size, start = large
     if disk or first_disk or here != count:
-        raise _refused(file, "it is one part of several")
+        raise refused(file, "it is one part of several")
     if start + size != behind:
-        raise _refused(
+        raise refused(
             file,
             f"its directory is said to take {size:,} bytes from {start:,} on, which is not where its end record is "
             f"({behind:,})",
@@ -131,10 +125,10 @@ def _find_end(file: StoreFile) -> tuple[int, bytes]:
         tail = file.at(max(0, file.size - _END.size - _MAX16), min(_END.size + _MAX16, file.size))
     found = tail.rfind(b"PK\x05\x06", 0, max(0, len(tail) - _END.size + 4))
     if found < 0:
-        raise _refused(file, "the end record of its directory is not there: the file is truncated")
+        raise refused(file, "the end record of its directory is not there: the file is truncated")
     end = tail[found:]
     if len(end) != _END.size + _END.unpack(end[: _END.size])[-1]:
-        raise _refused(file, "there are bytes behind its end record")
+        raise refused(file, "there are bytes behind its end record")
     return file.size - len(end), end
 
 
@@ -142,7 +136,7 @@ def _entries(file: StoreFile, data: bytes, count: int) -> Iterator[ZipEntry]:
     at, size = 0, len(data)
     for _ in range(count):
         if at + _ENTRY.size > size:
-            raise _refused(file, f"its directory ends before its {count:,} entries do")
+            raise refused(file, f"its directory ends before its {count:,} entries do")
         (
             magic, _, _, flags, method, _, _, crc, stored, nbytes,
             n_name, n_extra, n_comment, disk, _, attributes, header,
@@ -151,21 +145,21 @@ def _entries(file: StoreFile, data: bytes, count: int) -> Iterator[ZipEntry]:
         extra_at = name_at + n_name
         end = extra_at + n_extra + n_comment
         if magic != b"PK\x01\x02" or end > size:
-            raise _refused(file, "an entry of its directory is damaged")
+            raise refused(file, "an entry of its directory is damaged")
         name = _name(file, data[name_at:extra_at], flags)
         if n_extra:
             nbytes, stored, header = _large(file, name, data[extra_at : extra_at + n_extra], (nbytes, stored, header))
         if _MAX32 in (nbytes, stored, header) and not n_extra:
-            raise _refused(file, f"the sizes of the record {short(name)} are missing")
+            raise refused(file, f"the sizes of the record {short(name)} are missing")
         if method == STORED and stored != nbytes:
-            raise _refused(file, f"the record {short(name)} has two sizes")
+            raise refused(file, f"the record {short(name)} has two sizes")
         is_folder = name[-1:] == "/"
         if disk or (is_folder and nbytes) or (attributes & _FOLDER and not is_folder):
-            raise _refused(file, f"the record {short(name)} is a folder to some readers")
+            raise refused(file, f"the record {short(name)} is a folder to some readers")
         yield ZipEntry(name, header, nbytes, stored, crc, method, flags, at)
         at = end
     if at != size:
-        raise _refused(file, f"its directory has more than its {count:,} entries")
+        raise refused(file, f"its directory has more than its {count:,} entries")
 
 
 def _name(file: StoreFile, raw: bytes, flags: int) -> str:
@@ -173,9 +167,9 @@ def _name(file: StoreFile, raw: bytes, flags: int) -> str:
     try:
         name = raw.decode("utf-8" if flags & _UTF8 else "ascii")
     except UnicodeDecodeError:
-        raise _refused(file, f"the name {raw[:60]!r} is in no encoding that it states") from None
+        raise refused(file, f"the name {raw[:60]!r} is in no encoding that it states") from None
     if "\0" in name or "\\" in name or (("//" in name or "." in name or name[:1] == "/") and _is_crooked(name)):
-        raise _refused(file, f"the name {short(name)} means another place to some readers")
+        raise refused(file, f"the name {short(name)} means another place to some readers")
     return name
 
 
@@ -190,10 +184,10 @@ def _large(file: StoreFile, name: str, extra: bytes, small: tuple[int, int, int]
     wanted = [n for n, value in enumerate(small) if value == _MAX32]
     if not wanted:
         if field is not None and field != struct.pack("<3Q", *small)[: len(field)]:
-            raise _refused(file, f"the record {short(name)} has two sizes or places")
+            raise refused(file, f"the record {short(name)} has two sizes or places")
         return small
     if field is None or len(field) != 8 * len(wanted):
-        raise _refused(file, f"the sizes of the record {short(name)} are missing")
+        raise refused(file, f"the sizes of the record {short(name)} are missing")
     found = list(small)
     for n, value in zip(wanted, struct.unpack(f"<{len(wanted)}Q", field), strict=True):
         found[n] = value
@@ -206,7 +200,7 @@ def _zip64(file: StoreFile, name: str, extra: bytes) -> bytes | None:
     while at < len(extra):
         kind, length = struct.unpack_from("<2H", extra, at) if at + 4 <= len(extra) else (0, len(extra))
         if at + 4 + length > len(extra) or (kind == 1 and found is not None):
-            raise _refused(file, f"the extra fields of the record {short(name)} are damaged")
+            raise refused(file, f"the extra fields of the record {short(name)} are damaged")
         if kind == 1:
             found = extra[at + 4 : at + 4 + length]
         at += 4 + length
@@ -308,7 +302,7 @@ def data_offsets_of_few(file: StoreFile, start: int, entries: Sequence[ZipEntry]
         last = first
         while (
             last + 1 < len(places)
-            and places[last + 1] - places[last] <= _NEAR
+            and places[last + 1] - places[last] <= NEAR
             and places[last + 1] - places[first] <= _SMALL_WINDOW
         ):
             last += 1
@@ -340,135 +334,6 @@ def data_offset(file: StoreFile, entry: ZipEntry) -> int:
         behind = file.at(found + entry.stored, length) if length in _DESCRIPTORS else b""
         _check_behind(file, entry, behind, length)
     return found
-
-
-class Unchecked(Store):
-    """A store's files without what guards check, for a guard."""
-
-    def __init__(self, store: Store) -> None:
-        super().__init__(store.pins)
-        self.inner = store
-        self.closed = store.closed
-
-    @property
-    def root(self) -> str:
-        return self.inner.root
-
-    @property
-    def gap(self) -> int:
-        return self.inner.gap
-
-    def below(self, folder: str) -> Store:
-        return self.inner.below(folder)
-
-    def list(self, folder: str = "") -> Mapping[str, Listed]:
-        return self.inner.list(folder)
-
-    def _with(self, pins: Mapping[str, FileInfo]) -> Store:
-        return Unchecked(self.inner.pinned(pins))
-
-    def _stat(self, path: str) -> FileInfo:
-        return self.inner.stat(path)
-
-    def _fetch(self, path: str, offset: int, target: memoryview) -> Fetched:
-        return self.inner._fetch(path, offset, target)
-
-    def read_pieces(self, path: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
-        self.inner._fetch_pieces(path, pieces)
-
-    def map(self, path: str) -> Mapped | None:
-        return self.inner.map(path)
-
-    def confirm(self, path: str, mapped: Mapped) -> None:
-        self.inner.confirm(path, mapped)
-
-
-class HeaderGuard:
-    """Compares the header of each record of torch's storages with the zip's directory before the record's first bytes
-    are used.
-
-    Reading all headers when a file is opened takes a read for each large tensor. torch's writer aligns what it stores,
-    so the directory alone tells where the data of a record have to begin; here that is checked.
-    """
-
-    __slots__ = ("_ahead", "_begins", "_checked", "_records")
-
-    def __init__(
-        self, records: Records | None = None, begins: NDArray[np.int64] | None = None, checked: bytes = b""
-    ) -> None:
-        self._records, self._begins, self._checked = records, begins, bytearray(checked)
-        self._ahead = 0  # records before this one are looked at one by one
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return HeaderGuard, ()  # the directory is read again where it is needed
-
-    def check(self, store: Store, path: str, offset: int, length: int) -> None:
-        """Raise CorruptError if a header in front of these bytes contradicts the directory."""
-        if self._records is None or self._begins is None:
-            self._load(_without_guards(store, path))
-        records, begins = self._records, self._begins
-        assert records is not None and begins is not None
-        n = max(0, int(np.searchsorted(begins, offset, "right")) - 1)
-        while n < len(begins) and begins[n] < offset + length:
-            if not self._checked[n] and records.stored[n] and begins[n] + records.stored[n] > offset:
-                file = _without_guards(store, path)
-                if n >= self._ahead and n > 0 and self._checked[n - 1] and not store.gap:  # somebody reads on and on
-                    self._look_ahead(file, n)
-                if not self._checked[n]:
-                    entry = records.entry(n)
-                    if data_offset(file, entry) != begins[n]:
-                        what = f"the header of the record {short(entry.name)} has not the length of torch's"
-                        raise _refused(file, what)
-                    self._checked[n] = 1
-            n += 1
-
-    def _load(self, file: StoreFile) -> None:
-        """Read the directory again, in another process."""
-        start, entries = read_zip(file)
-        records = Records.of(sorted(entries, key=lambda e: e.header))
-        begins, certain = aligned_offsets(start, records)
-        nexts = np.append(records.header[1:], start).tolist()
-        for n in np.flatnonzero(~certain).tolist():
-            begins[n] = data_offset(file, records.entry(n)._replace(after=nexts[n]))
-        self._checked, self._begins, self._records = bytearray(bytes(~certain)), begins, records
-
-    def _look_ahead(self, file: StoreFile, n: int) -> None:
-        """Check the headers from this one on together, as far as they are as they should be."""
-        records, begins = self._records, self._begins
-        assert records is not None and begins is not None
-        stop = min(n + _AHEAD, len(begins) - 1)  # behind the last record is the directory
-        self._ahead = max(stop, n + 1)  # other threads, and failures, take one by one
-        with suppress(CorruptError):  # the one who reads that record gets the error
-            if stop > n:
-                found = data_offsets(file, int(records.header[stop]), records.part(n, stop))
-                right = (found == begins[n:stop]) | (records.stored[n:stop] == 0)
-                self._checked[n:stop] = bytes(right | (np.frombuffer(self._checked[n:stop], np.uint8) > 0))
-
-
-def _without_guards(store: Store, path: str) -> StoreFile:
-    pin = store.pins.get(path)
-    return StoreFile(Unchecked(store), path, tail=0, window=None if pin is None else (0, pin.size))
-
-
-def reads_of_headers(file: StoreFile, records: Records) -> int:
-    """How many reads it takes to compare all headers."""
-    return 1 + int((np.diff(records.header) > max(_NEAR, file.store.gap)).sum())
-
-
-def aligned_offsets(start: int, records: Records) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Where the data of these records have to begin if torch wrote them, and of which records that is certain without
-    their headers: of storages behind which a descriptor fits up to the next record in one way only.
-
-    caffe2/serialize/inline_container.cc `getPadding` aligns the data of every record.
-    """
-    nexts = np.append(records.header[1:], start)
-    least = records.header + _HEADER.size + records.lengths
-    begins = [nexts - descriptor - records.stored for descriptor in (16, 24)]
-    fits = [(b % ALIGNMENT == 0) & (b >= least) & (b <= least + ALIGNMENT + 64) for b in begins]
-    certain = (fits[0] ^ fits[1]) & (records.flags & DESCRIBED != 0)
-    certain |= records.stored == 0
-    certain &= np.array([_STORAGE.fullmatch(name) is not None for name in records.names], bool)
-    return np.where(records.stored == 0, least, np.where(fits[0], *begins)), certain
 
 
 def _repeats(records: Records, headers: NDArray[np.uint8], fields: NDArray[np.void]) -> NDArray[np.bool_]:
@@ -513,11 +378,11 @@ def _check_header(file: StoreFile, entry: ZipEntry, data: bytes) -> int:
     """Where the record's data begin, behind the header that ``data`` begins with."""
     magic, _, flags, method, _, _, crc, stored, nbytes, n_name, n_extra = _HEADER.unpack_from(data)
     if magic != ZIP_MAGIC:
-        raise _refused(file, f"the header of the record {short(entry.name)} is not where the directory says")
+        raise refused(file, f"the header of the record {short(entry.name)} is not where the directory says")
     begins = _HEADER.size + n_name
     same = method == entry.method and data[_HEADER.size : begins] == entry.name.encode()
     if not same or (flags ^ entry.flags) & _REPEATED:
-        raise _refused(file, f"the header of the record {short(entry.name)} contradicts the directory")
+        raise refused(file, f"the header of the record {short(entry.name)} contradicts the directory")
     found: int = entry.header + _HEADER.size + n_name + n_extra
     told = (crc, nbytes, stored)
     if told == (0, 0, 0) and flags & DESCRIBED:
@@ -530,7 +395,7 @@ def _check_header(file: StoreFile, entry: ZipEntry, data: bytes) -> int:
     unknown = flags & DESCRIBED
     real = (entry.crc, entry.nbytes, entry.stored)
     if any(a != b and not (unknown and a == 0) for a, b in zip(told, real, strict=True)):
-        raise _refused(file, f"the header of the record {short(entry.name)} states other sizes than the directory")
+        raise refused(file, f"the header of the record {short(entry.name)} states other sizes than the directory")
     return found
 
 
@@ -547,17 +412,17 @@ def _check_behind(file: StoreFile, entry: ZipEntry, data: bytes, length: int) ->
     elif length in _DESCRIPTORS and len(data) == length and (length in (12, 20) or data.startswith(_SIGNED)):
         if struct.unpack(_DESCRIPTORS[length], data) == (entry.crc, entry.stored, entry.nbytes):
             return
-        raise _refused(file, f"what follows the record {short(entry.name)} contradicts the directory")
+        raise refused(file, f"what follows the record {short(entry.name)} contradicts the directory")
     if length < 0:
-        raise _refused(file, f"another record begins before the end of the record {short(entry.name)}")
-    raise _refused(file, f"{length:,} bytes that belong to no record follow the record {short(entry.name)}")
+        raise refused(file, f"another record begins before the end of the record {short(entry.name)}")
+    raise refused(file, f"{length:,} bytes that belong to no record follow the record {short(entry.name)}")
 
 
 def _rows(file: StoreFile, starts: NDArray[np.int64], width: int) -> NDArray[np.uint8]:
     """The ``width`` bytes from each of the ascending places on; zeros for those that are not in the file. Neighbours
     are read together, or taken from a mapping of the file."""
     rows = np.zeros((len(starts), width), np.uint8)
-    near = max(_NEAR, file.store.gap)
+    near = max(NEAR, file.store.gap)
     outside = (starts < 0) | (starts + width > file.size)
     cuts = (np.diff(starts) - width > near) | outside[1:] | outside[:-1]
     mapped = None if file.store.gap or cuts.all() else file.store.map(file.path)
@@ -603,7 +468,8 @@ def _rows(file: StoreFile, starts: NDArray[np.int64], width: int) -> NDArray[np.
     return rows
 
 
-def _refused(file: StoreFile, what: str) -> CorruptError:
+def refused(file: StoreFile, what: str) -> CorruptError:
+    """The error for a zip that readers could see differently."""
     return CorruptError(
         f"{file.where}: {what}. The zip is damaged, or made so that other readers see something else in it: copy it "
         "again from its source"
