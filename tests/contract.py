@@ -393,6 +393,7 @@ def lookups_agree(case: Case) -> None:
             try:
                 wanted: Any = part[path]
             except lazyckpt.TensorNotFoundError as e:
+                # (a view's keys are texts to a type checker; what else is asked for is not found)
                 assert path not in part and part.get(path) is None and part.get(path, 7) == 7, (path, e)  # type: ignore
                 continue
             got: Any = part.get(path)

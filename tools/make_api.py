@@ -165,7 +165,9 @@ def class_(cls: type, level: int) -> str:
         heading = f"{'#' * (level + 1)} {cls.__name__}.{name}\n"
         lines += [heading, block(_told(cls, name, value)), text + "\n"]
     if bare:
-        lines.append(f"As of what it stands for (`torch.Tensor`, a mapping): {', '.join(f'`{n}`' for n in bare)}.\n")
+        lines.append(
+            f"As in the class that it imitates (`torch.Tensor`, a mapping): {', '.join(f'`{n}`' for n in bare)}.\n"
+        )
     return "\n".join(lines)
 
 
