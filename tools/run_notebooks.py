@@ -69,6 +69,7 @@ def execute(path: Path, timeout: float = 600) -> Any:
         manager = AsyncKernelManager(
             kernel_spec_manager=_ThisPython(), connection_file=os.path.join(scratch, "kernel"), transport="ipc"
         )
+        manager.shutdown_wait_time = 120  # seconds: on a busy machine a kernel takes long to remove its files
         resources = {"metadata": {"path": str(path.parent)}}
         client = NotebookClient(notebook, km=manager, timeout=timeout, record_timing=False, resources=resources)
         try:
