@@ -22,7 +22,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from .printing import printable
+# -- Text that comes from files (names, paths, messages), made safe to print.
+
+
+def printable(text: str) -> str:
+    """The text as one line: every character that a terminal would not print as itself is escaped.
+
+    >>> print(printable("red\\x1b[31m"), printable("two\\nlines"))
+    red\\x1b[31m two\\nlines
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+# -- Every error that lazyckpt raises on purpose, as one tree.
 
 __all__ = [
     "ChangedFileError",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textual.content import Content
 
-from ..printing import printable
+from ..errors import printable
 from ..show.layout import Cell, Drawing, Holder, ranges
 from ..show.text import plural
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from .. import open as open_checkpoint
-from ..core.indices import parse_index
+from ..core.select import parse_index
 from ..errors import SelectionError, TensorNotFoundError
 from ..formats.rulesfile import read_rules
 from ..show.text import plural

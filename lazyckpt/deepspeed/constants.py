@@ -5,7 +5,7 @@ key stands, as deepspeed's writers put it there. "Optimizer file": ``*_optim_sta
 ``*_model_states.pt``; "universal": a folder that ds_to_universal wrote.
 """
 
-from ..formats.deepspeed import names
+from ..formats.deepspeed import files as names
 
 # -- names of files; how they are put together, and by whom: lazyckpt/formats/deepspeed/names.py
 

@@ -10,16 +10,15 @@ from pathlib import Path
 import torch
 
 from ..errors import DataError, DestinationError
+from ..jobs.destination import alone, check_inside, check_paths, local_path, source_files
+from ..jobs.executor import Run, run
+from ..jobs.guard import followed
+from ..jobs.held import Writable
+from ..jobs.places import Folder, Target
+from ..jobs.publish import fingerprint
+from ..jobs.write import File, Layout, Plan, write
 from ..lazy import LazyArray
-from .destination import alone, check_inside, check_paths, local_path, source_files
-from .guard import followed
-from .held import Writable
-from .job import Run, run
-from .output import Plan, write
-from .places import Folder, Target
 from .shards import file_names, index_text, is_of_family, size_in_bytes, split
-from .staging import fingerprint
-from .stream import File, Layout
 
 Tensors = Mapping[str, Writable]
 Aliases = Mapping[str, str]  # further names -> the name of the same tensor

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import FormatError, MissingFileError
-from .merge import user_rules
+from ..layouts.merge import user_rules
 
 
 def read_rules(path: str | Path) -> dict[str, Any]:
-    """The rules in a TOML file: glob of the logical name -> rule (see `lazyckpt.formats.merge.user_rules`).
+    """The rules in a TOML file: glob of the logical name -> rule (see `lazyckpt.layouts.merge.user_rules`).
 
     Raises MissingFileError; FormatError if it is no TOML, has no such table, or has a rule that is none.
     """

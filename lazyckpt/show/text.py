@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from ..core.dtypes import short_name
 from ..core.index import TensorSpec
 from ..core.names import natural, shortened
+from ..errors import printable
 from ..lazy import LazyArray
 from ..namespace import Namespace
-from ..printing import printable
 
 _LEVELS = 100  # of the tree, which is walked by recursion; what lies deeper is one label
 
