@@ -15,6 +15,7 @@ import torch
 
 from .core.index import Index, TensorSpec, converted, renamed
 from .core.names import matcher
+from .core.units import plural
 from .errors import DataError, MissingFileError, TensorNotFoundError
 from .export.files import FileFormat, export
 from .export.names import NewNames, under
@@ -32,7 +33,7 @@ from .loading import load_into, read_all
 from .namespace import STORED, Namespace, Step
 from .show.html import view_html
 from .show.notebook import States
-from .show.text import COLUMNS, explain, plural, rows_of, summary, tree
+from .show.text import COLUMNS, explain, rows_of, summary, tree
 from .tensor import LazyTensor
 
 if TYPE_CHECKING:

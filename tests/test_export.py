@@ -25,9 +25,10 @@ from safetensors.torch import load_file, save_file
 
 import lazyckpt
 from lazyckpt.core.dtypes import TO_SAFETENSORS
+from lazyckpt.core.units import size_in_bytes
 from lazyckpt.errors import DataError, DestinationError, MissingFileError
 from lazyckpt.export import files, safetensors
-from lazyckpt.export.shards import file_names, size_in_bytes, split
+from lazyckpt.export.shards import file_names, split
 from lazyckpt.io import pool
 from lazyckpt.jobs import destination
 from lazyckpt.jobs import write as output

@@ -9,8 +9,9 @@ from typing import Any
 from textual.content import Content
 
 from ..core.dtypes import short_name
+from ..core.units import human_bytes, human_count, plural
 from ..errors import LazyckptError, printable
-from ..show.text import human_bytes, human_count, kind, plural
+from ..show.text import kind
 from ..view import CheckpointView
 from .tree import Entry
 

@@ -10,9 +10,9 @@ from textual.app import App
 from textual.content import Content
 from textual.widgets import Static
 
+from ..core.units import human_bytes, plural
 from ..inspect.stats import stats_of
 from ..inspect.table import Stats
-from ..show.text import human_bytes, plural
 from ..show.values import Sample, sample
 from ..tensor import LazyTensor
 from .background import Background, wrong

@@ -11,8 +11,9 @@ from textual.widgets import Tree
 from textual.widgets.tree import TreeNode
 
 from ..core.names import natural, shortened
+from ..core.units import human_bytes, plural
 from ..errors import printable
-from ..show.text import human_bytes, kind, plural
+from ..show.text import kind
 from ..view import CheckpointView
 
 # -- The names of a view, level by level: a level is found when it is asked for, however many names there are

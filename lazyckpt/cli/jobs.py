@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..core.names import natural
+from ..core.units import size_in_bytes
 from ..errors import DestinationError, LazyckptError, WorkerError
 from ..export import forecast
 from ..export.forecast import FILES, Forecast
 from ..export.ranks import export_ranks, rank_folders
-from ..export.shards import is_of_family, size_in_bytes
+from ..export.shards import is_of_family
 from ..export.training import NOT_LOADED
 from ..formats.zarr.documents import JOB
 from ..io.storage.fsspec import is_url

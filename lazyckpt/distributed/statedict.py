@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.dtypes import FROM_NAME, FROM_SAFETENSORS
+from ..core.units import size_in_bytes
 from ..errors import DataError
 from ..export.files import FileFormat, check_names
 from ..export.safetensors import SAFETENSORS
-from ..export.shards import file_names, size_in_bytes, split
+from ..export.shards import file_names, split
 from ..export.torch import TORCH
 from ..jobs.destination import check_paths, local_path, source_files
 from ..jobs.executor import run

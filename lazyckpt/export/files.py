@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ..core.units import size_in_bytes
 from ..errors import DataError, DestinationError
 from ..jobs.destination import alone, check_inside, check_paths, local_path, source_files
 from ..jobs.executor import Run, run
@@ -18,7 +19,7 @@ from ..jobs.places import Folder, Target
 from ..jobs.publish import fingerprint
 from ..jobs.write import File, Layout, Plan, write
 from ..lazy import LazyArray
-from .shards import file_names, index_text, is_of_family, size_in_bytes, split
+from .shards import file_names, index_text, is_of_family, split
 
 Tensors = Mapping[str, Writable]
 Aliases = Mapping[str, str]  # further names -> the name of the same tensor

@@ -14,6 +14,7 @@ import torch
 
 from ..core.chunking import grid_of
 from ..core.dtypes import short_name
+from ..core.units import size_in_bytes
 from ..formats.zarr.documents import Part as ZarrPart
 from ..formats.zarr.documents import contents
 from ..io.storage.fsspec import is_url
@@ -22,7 +23,7 @@ from ..lazy import LazyArray
 from . import dcp
 from .files import FileFormat
 from .safetensors import SAFETENSORS
-from .shards import size_in_bytes, split
+from .shards import split
 from .torch import TORCH
 from .zarr import planned
 

@@ -26,9 +26,8 @@ import torch
 from ..core.box import Box
 from ..core.compose import Piece, compose
 from ..core.index import Index, Mesh, Rank, TensorSpec, renamed
-from ..errors import DataError, MeshError
+from ..errors import DataError, MeshError, some
 from ..formats.megatron.layers import sort_key
-from ..formats.shared.paths import some
 from ..io.storage.base import Store
 from ..jobs.destination import local_path
 from ..jobs.executor import Run

@@ -21,7 +21,7 @@ import torch
 
 from ..core.box import Shape
 from ..core.index import TensorSpec
-from ..formats.shared.paths import some
+from ..errors import some
 from ..jobs.held import Held, Writable
 from ..layouts.megatron import is_buffer, is_expert
 from ..lazy import named

@@ -19,6 +19,7 @@ from typing import Any
 
 from ..core.box import Shape
 from ..core.chunking import chunk_shape, grid_of
+from ..core.units import size_in_bytes
 from ..errors import DataError, DestinationError
 from ..formats.zarr.documents import JOB, Contents, array, hierarchy
 from ..io.storage.fsspec import is_url
@@ -33,7 +34,6 @@ from . import chunks
 from .chunks import Cut
 from .codecs import Codec, Encoding, encoding
 from .codecs import check as check_codec
-from .shards import size_in_bytes
 
 CHUNK = 64 << 20  # bytes of a chunk, at most
 IN_SHARD = 4 << 20  # the same for chunks that are many in a file

@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 
 from ..core.index import Index
 from ..core.names import natural
-from ..errors import FormatError, LazyckptError, MissingFileError
+from ..errors import FormatError, LazyckptError, MissingFileError, some
 from ..io.storage.base import Entry, Store
 from .megatron.files import TRACKER, tracked
 from .reader import Reader, Source
 from .registry import checkpoints_in, is_checkpoint_file, only_checkpoint, recognising
-from .shared.paths import some
 from .zarr.tree import ROOTS
 
 # A word and the number that it counts.

@@ -9,32 +9,28 @@ embedding is cut along 1 (ParallelEmbedding, Llama 1 and 2) or 0 (VocabParallelE
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from ..core.box import Box, Shape
-from ..core.index import FileInfo, Fragment, Hole, Index, Mesh, Part, Rank, TensorSpec
+from ..core.index import FileInfo, Fragment, Hole, Index, Mesh, Rank, TensorSpec
 from ..core.names import natural
-from ..errors import LazyckptError
+from ..errors import LazyckptError, some
 from ..io.limits import check_ranks
 from ..io.storage.base import Store
 from ..layouts.flat_rules import is_flat_rule
-from ..layouts.merge import Merge, MergedFragments, Rule, concatenated, decide, replicated, user_rules
+from ..layouts.llama import PARAMS, llama_rules
+from ..layouts.merge import MergedFragments, decide, user_rules
 from ..layouts.merge import Source as RuleSource
 from .huggingface import load_json, read_shard
 from .reader import Reader, Source
 from .shared.members import together
-from .shared.paths import some, told_together
+from .shared.paths import told_together
 from .torch_save import member
 
 _LLAMA = re.compile(r"consolidated\.(\d{1,18})\.pth")
 _KINDS = (".pt", ".pth", ".bin", ".safetensors")
-_COLUMN = re.compile(r"(^|.*\.)(w1|w3|wq|wk|wv|output)\.(weight|bias)")
-_ROW = re.compile(r"(^|.*\.)(w2|wo)\.weight")
-_WHOLE = re.compile(r"(^|.*\.)([\w]*norm\.(weight|bias)|(w2|wo)\.bias|rope\.freqs)")
-_PARAMS = "params.json"
 
 
 def _read_llama(source: Source) -> Index:
@@ -43,67 +39,18 @@ def _read_llama(source: Source) -> Index:
     check_ranks(source.where, max(ranks) + 1, len(ranks))
     params: dict[str, Any] = {}
     problems = []
-    if _PARAMS in listed:
+    if PARAMS in listed:
         try:
-            params = load_json(store, _PARAMS)
+            params = load_json(store, PARAMS)
         except LazyckptError as e:
-            problems.append(f"{_PARAMS} cannot be read: {e}")
+            problems.append(f"{PARAMS} cannot be read: {e}")
     paths = [ranks.get(n, f"consolidated.{n:02}.pth") for n in range(max(ranks) + 1)]
     rules = (user_rules(source.rules), llama_rules(params))
     index = _merged("llama", store, paths, rules)
     files = dict(index.files)
     if params:
-        files[_PARAMS] = listed[_PARAMS].info
+        files[PARAMS] = listed[PARAMS].info
     return replace(index, files=files, meta={**index.meta, "params": params}, problems=(*problems, *index.problems))
-
-
-def llama_rules(params: Mapping[str, Any]) -> RuleSource:
-    """The rules of Meta's names. ``params``: what params.json has."""
-    return RuleSource(lambda name: _llama_rule(name, params))
-
-
-def _llama_rule(name: str, params: Mapping[str, Any]) -> tuple[Rule, str] | None:
-    why = "Meta's llama/model.py"
-    if _WHOLE.fullmatch(name):
-        return replicated, why
-    if _ROW.fullmatch(name):
-        return concatenated(1), why
-    if name.endswith("tok_embeddings.weight"):
-        dim = params.get("dim")
-        return (_embedding(dim), f"{why} and the dim of {_PARAMS}") if type(dim) is int else None
-    if not _COLUMN.fullmatch(name):
-        return None
-    kv = re.search(r"\.w[kv]\.", name)
-    heads, queries, dim = (params.get(key) for key in ("n_kv_heads", "n_heads", "dim"))
-    if kv and all(type(n) is int and n > 0 for n in (heads, queries, dim)):
-        return _shared(heads * (dim // queries)), f"{why} and the heads of {_PARAMS}"  # type: ignore[operator]
-    return concatenated(0), why
-
-
-def _embedding(dim: int) -> Rule:
-    def rule(shapes: Sequence[Shape]) -> Merge:
-        widths = {shape[-1] for shape in shapes}
-        return concatenated(0 if widths == {dim} and len(shapes) > 1 else 1)(shapes)
-
-    return rule
-
-
-def _shared(rows: int) -> Rule:
-    """Along dimension 0, ``rows`` in all: where the ranks hold more than these, neighbours hold the same."""
-
-    def rule(shapes: Sequence[Shape]) -> Merge:
-        held = sum(shape[0] for shape in shapes)
-        if held == rows or held % rows or len(shapes) % (held // rows):
-            return concatenated(0)(shapes)
-        times = held // rows
-        parts: list[tuple[Part, ...]] = []
-        at = 0
-        for n, shape in enumerate(shapes):
-            parts.append((Part(Box.of(shape), (at, *(0,) * (len(shape) - 1))),))
-            at += shape[0] if n % times == times - 1 else 0
-        return Merge((rows, *shapes[0][1:]), tuple(parts), rule=f"along dimension 0, each shard on {times} ranks")
-
-    return rule
 
 
 def _read_files(source: Source) -> Index:

@@ -22,8 +22,8 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 from uuid import uuid4
 
+from ..core.units import size_in_bytes
 from ..errors import DataError, LazyckptError, WorkerError
-from ..export.shards import size_in_bytes
 from ..io.pool import stopped, threads
 
 MEMORY = 1 << 30  # bytes that running tasks hold together, if nothing else is said

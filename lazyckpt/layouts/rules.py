@@ -13,9 +13,9 @@ from typing import Any
 
 from ..core.box import Shape
 from ..core.index import Index, TensorSpec
-from ..formats.tensor_parallel import llama_rules
 from .cut import as_merged
 from .families import family_rules
+from .llama import llama_rules
 from .megatron import is_gated, megatron_rules, stack_of
 from .merge import Rule, Source, concatenated, in_parts, replicated, user_rules
 from .rename.apply import heads_of

@@ -22,8 +22,7 @@ from ..core.compose import Piece, compose, whole_of
 from ..core.flat import interval, joined
 from ..core.index import Chunk, Fragment, Index, Layout, Mesh, Part, Placed, Rank, TensorSpec, renamed
 from ..core.names import matcher
-from ..errors import FormatError, MeshError
-from ..formats.shared.paths import some
+from ..errors import FormatError, MeshError, some
 from .cut import Cut, cut, everything, regrouped
 from .merge import Rule
 from .ranks import RankLike, rank_of, within, world_size

@@ -20,13 +20,13 @@ import torch
 from ..core.compose import StackedFragments
 from ..core.index import Index, TensorSpec
 from ..core.names import natural
+from ..core.units import plural
 from ..errors import DataError, FormatError, LazyckptError, MissingFileError, TensorNotFoundError
 from ..formats.catalog import OPENERS, Found, find, told_step, unfinished
 from ..io.storage.base import Store, closed_error
 from ..io.storage.fsspec import is_url, split_url
 from ..io.storage.local import split
 from ..show.html import view_html
-from ..show.text import plural
 from ..tensor import LazyTensor
 from ..view import CheckpointView
 from .stacking import Checkpoint, Stacks, at, listed, stacked

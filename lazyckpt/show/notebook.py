@@ -7,10 +7,10 @@ from importlib import import_module
 from typing import Any
 
 from ..core.names import shortened
+from ..core.units import human_bytes, plural
 from ..errors import printable
 from ..namespace import States as Base
 from .html.parts import page, safe, tag
-from .text import human_bytes, plural
 
 
 class States(Base[Any]):

@@ -13,12 +13,12 @@ import torch
 
 from ..core.dtypes import short_name
 from ..core.names import natural
+from ..core.units import plural
 from ..errors import DataError, printable
 from ..inspect.stats import ACCURACY, Bins, singular_values, stats_of, stats_of_all
 from ..inspect.table import Stats, Table
 from ..lazy import LazyArray
 from .layout import Cell, drawing
-from .text import plural
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from ..core.dtypes import to_numpy
+from ..core.units import human_bytes, plural
 from ..errors import DataError
 from ..inspect.moments import even_edges
 from ..lazy import LazyArray
-from .text import human_bytes, plural
 
 LIMIT = 1000  # elements that are shown in full
 JSON_LIMIT = 1_000_000  # elements that are given as JSON

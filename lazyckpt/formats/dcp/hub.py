@@ -16,11 +16,10 @@ from typing import Any
 from ...core.box import Shape
 from ...core.index import Extent, FileInfo, Index, TensorSpec
 from ...core.names import natural
-from ...errors import CorruptError, LazyckptError
+from ...errors import CorruptError, LazyckptError, some
 from ...io.storage.base import Entry, Store
 from .. import huggingface
 from ..reader import Reader, Source
-from ..shared.paths import some
 from .chunks import Piece, ShardFile, in_chunks, read_shard_file, uncovered
 
 _SHARD = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")

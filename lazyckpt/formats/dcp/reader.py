@@ -15,14 +15,13 @@ from math import prod
 
 from ...core.index import FileInfo, Hole, Index, TensorSpec
 from ...core.names import natural
-from ...errors import CorruptError, FormatError, LazyckptError, MissingFileError
+from ...errors import CorruptError, FormatError, LazyckptError, MissingFileError, some
 from ...io.containers.pickle.audit import dangers
 from ...io.containers.pickle.plain import Path
 from ...io.reading.packed import CODECS
 from ...io.storage.base import Entry, Store
 from ..reader import Reader, Source
 from ..shared.members import Member, together
-from ..shared.paths import some
 from .chunks import Piece, ShardFile, in_chunks, read_shard_file, uncovered
 from .metadata import Item, Metadata, Tensor, read_metadata
 from .objects import Meta, Objects, Stored

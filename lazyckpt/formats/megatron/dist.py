@@ -21,7 +21,7 @@ from typing import Any
 
 from ...core.box import Shape, c_strides
 from ...core.index import Extent, FileInfo, Hole, Index, Mesh, TensorSpec, renamed
-from ...errors import CorruptError, FormatError, LazyckptError
+from ...errors import CorruptError, FormatError, LazyckptError, some
 from ...io.containers.pickle.plain import Path
 from ...io.storage.base import Entry, Store
 from ...layouts.megatron import is_expert
@@ -31,7 +31,6 @@ from ..dcp import reader as dcp
 from ..dcp.chunks import Piece, in_chunks
 from ..reader import Source
 from ..shared.members import Member, together
-from ..shared.paths import some
 from ..torch_save import member as torch_member
 from ..zarr.grid import Array, Packing
 from ..zarr.metadata import NoTensorError, array_v2

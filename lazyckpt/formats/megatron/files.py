@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...core.names import natural
-from ...errors import CorruptError, FormatError, MissingFileError
+from ...errors import CorruptError, FormatError, MissingFileError, some
 from ...io.storage.base import Entry, Store
 from ..reader import Source
-from ..shared.paths import some
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MODEL = ("model_optim_rng.pt", "model_rng.pt")  # the second: with a distributed optimizer, until 2023

@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from ...core.index import FileInfo, Index, Mesh, TensorSpec
-from ...errors import CorruptError, LazyckptError
+from ...errors import CorruptError, LazyckptError, some
 from ...io.containers.pickle.audit import dangers
 from ...io.containers.pickle.plain import Path, Plain, TensorRef
 from ...io.containers.pickle.rebuild import StoredTensor
@@ -26,7 +26,7 @@ from ..huggingface import load_json, tied_names
 from ..reader import Reader, Source
 from ..shared.members import Member, together
 from ..shared.naming import MODELS, sort
-from ..shared.paths import at, paths, put, some
+from ..shared.paths import at, paths, put
 from ..torch_save import RankStored
 from .collect import Collected, Meshed, Sharded
 from .files import Series, chosen, recognised

@@ -5,9 +5,9 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
 from typing import Any
 
+from ...errors import some
 from ...io.containers.pickle.plain import Path, text
 
 
@@ -21,20 +21,6 @@ def inside(path: Any) -> bool:
         return False
     normal = posixpath.normpath(path)
     return not posixpath.isabs(path) and normal != "." and normal.split("/")[0] != ".."
-
-
-_LONG = 80  # characters of a name in a message
-
-
-def some(names: Iterable[str], count: int = 3) -> str:
-    """The first of them, for a message.
-
-    >>> some("abcd"), some("abc")
-    ('a, b, c, ...', 'a, b, c')
-    """
-    first = list(islice(names, count + 1))
-    shown = [name if len(name) <= _LONG else f"{name[:_LONG]}..." for name in first]
-    return ", ".join(shown[:count]) + (", ..." if len(first) > count else "")
 
 
 def told_together(reasons: Mapping[str, str], what: str) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ...core.index import Index, TensorSpec, renamed
 from ...core.names import natural
-from ...errors import LazyckptError
+from ...errors import LazyckptError, some
 from ...io.containers.pickle.plain import Path
 from ...io.storage.base import Store
 from .. import huggingface
@@ -25,7 +25,6 @@ from ..dcp.reader import in_folder
 from ..reader import Reader, Source
 from ..shared.members import Member, together
 from ..shared.naming import By
-from ..shared.paths import some
 from ..torch_save import member
 
 # -- Which file or folder that a trainer writes beside the weights is what. Pure.

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from ...core.box import Box, Shape, fits
 from ...core.index import Fragment, Hole, Index, Part, TensorSpec, whole
 from ...core.names import natural
-from ...errors import CorruptError, FormatError, LazyckptError
+from ...errors import CorruptError, FormatError, LazyckptError, some
 from ...io.containers.pickle.audit import dangers
 from ...io.containers.pickle.machine import Pickle
 from ...io.containers.pickle.plain import Path
@@ -32,7 +32,7 @@ from ..ranks.files import Series
 from ..ranks.reader import read_series
 from ..reader import Reader, Source
 from ..shared.members import Member
-from ..shared.paths import inside, some
+from ..shared.paths import inside
 
 _METADATA = "metadata.pkl"
 _NAME = re.compile(r"(.+)_(\d{1,7})\.(pt|json|safetensors)")

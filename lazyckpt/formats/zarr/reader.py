@@ -13,11 +13,10 @@ from itertools import islice
 from typing import Any
 
 from ...core.index import FileInfo, Index, Mesh, TensorSpec
-from ...errors import CorruptError, FormatError, MissingFileError
+from ...errors import CorruptError, FormatError, MissingFileError, some
 from ...io.plain_json import decode
 from ...io.storage.base import Store, look
 from ..reader import Reader, Source
-from ..shared.paths import some
 from .documents import ATTRIBUTE, JOB, LAYOUT, component, dimension_names
 from .grid import Array, ChunkFiles, GridFragments, Place, spec_of
 from .keys import Keys

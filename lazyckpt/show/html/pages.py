@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ...core.units import human_bytes, human_count, plural
 from ...lazy import LazyArray
 from ...namespace import Namespace
 from ..layout import Cell, Drawing, Holder, drawing, ranges
-from ..text import build, facts, human_bytes, human_count, plural
+from ..text import build, facts
 from ..values import Sample, sample, text_histogram
 from .parts import Colours, Shown, page, safe, tag, title
 from .tree import kind_html, plan, tree_html

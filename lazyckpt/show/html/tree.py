@@ -11,10 +11,11 @@ import torch
 
 from ...core.dtypes import short_name
 from ...core.index import TensorSpec
+from ...core.units import human_bytes, human_count, plural
 from ...lazy import LazyArray
 from ...namespace import Namespace
 from ..layout import Holder, holders
-from ..text import Node, human_bytes, human_count, plural
+from ..text import Node
 from .parts import Colours, dtype_class, owner, safe, tag, title
 
 # -- The tree of a view as few enough rows: of layers that are alike one is shown, and what is left is cut.
