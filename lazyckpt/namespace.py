@@ -6,8 +6,9 @@ the store of its files; looking anything up reads no tensor data.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from .core.index import FileInfo, Index, Mesh, TensorSpec
@@ -67,6 +68,7 @@ class Namespace(Mapping[str, A]):
         "_steps",
         "_store",
         "_tensors",
+        "kept",
     )
 
     _tensor: ClassVar[Any] = LazyArray  # the class of the arrays, `A`
@@ -76,6 +78,7 @@ class Namespace(Mapping[str, A]):
     _index: Index
     _state: str
     _steps: tuple[Step, ...]
+    kept: dict[str, object]  # what modules above have computed of this namespace, by their own keys
 
     def _init(self, store: Store, index: Index, state: str, steps: tuple[Step, ...], of_all: bool) -> None:
         self._store = store
@@ -87,6 +90,7 @@ class Namespace(Mapping[str, A]):
 
     def _forget(self) -> None:
         """Reset what is computed on demand."""
+        self.kept = {}
         self._full: dict[str, str] | None = None
         self._names: Names | None = None
         self._specs: Mapping[str, TensorSpec] | None = None
@@ -124,6 +128,11 @@ class Namespace(Mapping[str, A]):
             else:
                 self._specs = stored_specs(self._store, self._index)
         return self._specs
+
+    @property
+    def full_names(self) -> Mapping[str, str]:
+        """The names of this view -> those that they have in the whole checkpoint."""
+        return self._listed
 
     @property
     def _listed(self) -> dict[str, str]:
@@ -204,8 +213,8 @@ class Namespace(Mapping[str, A]):
         if path in ("", "."):
             return self
         path = path.removesuffix(".")
-        if self.names.below(path):
-            return self._other(steps=(*self._steps, ("below", path)))
+        if below := self.names.below(path):
+            return self._part(path, below)
         if (found := self.exact(path)) is not None:  # the path ended with a dot
             return found
         if path in self._index.unreadable and not self._steps:
@@ -224,6 +233,13 @@ class Namespace(Mapping[str, A]):
             f"there is no tensor or prefix {_quoted(path)} among the {len(self):,} names of {self._state!r}.",
             lambda: self._hint(path),
         )
+
+    def _part(self, prefix: str, names: Sequence[str]) -> Self:
+        """The view of the names below a prefix, which are these, in any order."""
+        part = self._other(steps=(*self._steps, ("below", prefix)))
+        cut, listed, position = len(prefix) + 1, self._listed, self.names.position
+        part._full = {name[cut:]: listed[name] for name in sorted(names, key=position.__getitem__)}
+        return part
 
     def _spec(self, name: str) -> TensorSpec | None:
         """The spec of an exact name of this view; a tied name gets its owner's, under its own name."""
@@ -345,7 +361,7 @@ class Namespace(Mapping[str, A]):
         lists the files that its tensors lie in."""
         if not self._steps:
             return self._index.files
-        paths = dict.fromkeys(f.extent.path for t in self._unique() for f in t.fragments)
+        paths = dict.fromkeys(f.extent.path for owner in self._owners() for f in self.specs[owner].fragments)
         only = getattr(self._index.files, "only", None)  # files that are looked at when one asks for them
         return only(paths) if only else {p: info for p, info in self._index.files.items() if p in paths}
 
@@ -371,12 +387,12 @@ class Namespace(Mapping[str, A]):
     @property
     def numel(self) -> int:
         """Elements, each tied tensor counted once."""
-        return sum(t.spec.numel for t in self._unique())
+        return sum(prod(self.specs[owner].shape) for owner in self._owners())
 
     @property
     def nbytes(self) -> int:
         """Bytes of the elements, each tied tensor counted once."""
-        return sum(t.spec.nbytes for t in self._unique())
+        return sum(self.specs[owner].nbytes for owner in self._owners())
 
     def owner(self, name: str) -> str:
         """The full name that owns the tensor of this name of the view."""
@@ -387,14 +403,10 @@ class Namespace(Mapping[str, A]):
         """The name that a name of this view has in the whole checkpoint."""
         return self._listed.get(name) or self._alias(name) or name
 
-    def _unique(self) -> Iterator[A]:
-        """The tensors of this view, each tied one once."""
-        seen = set()
-        for name in self._listed:
-            owner = self.owner(name)
-            if owner not in seen:
-                seen.add(owner)
-                yield self[name]
+    def _owners(self) -> Collection[str]:
+        """The full names that own the tensors of this view."""
+        specs, listed = self.specs, self.full_names.values()
+        return {full if full in specs else self._index.aliases.get(full, full): None for full in listed}.keys()
 
     def once(self) -> tuple[dict[str, A], dict[str, str]]:
         """What there is to write: (name of this view -> tensor, each tied one once, under the name that owns it if

@@ -33,7 +33,7 @@ from .loading import load_into, read_all
 from .namespace import STORED, Namespace, Step
 from .show.html import view_html
 from .show.notebook import States
-from .show.text import COLUMNS, explain, rows_of, summary, tree
+from .show.text import COLUMNS, explain, header, rows_of, tree
 from .tensor import LazyTensor
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class CheckpointView(Namespace[LazyTensor]):
         raise DataError("to_frame needs pandas or polars: pip install pandas")
 
     def __repr__(self) -> str:
-        return summary(self) + "\n" + tree(self, None, limit=40)
+        return "\n".join([*header(self), tree(self, None, limit=40, fold=True)])
 
     def _repr_html_(self) -> str:
         """For Jupyter: a tree that opens and closes. Reads no tensor data."""

@@ -28,7 +28,7 @@ from lazyckpt.browse import detail as code
 from lazyckpt.browse import fragments
 from lazyckpt.browse import grid as sheet
 from lazyckpt.browse import histogram as bars
-from lazyckpt.browse.tree import Levels, chosen
+from lazyckpt.browse.tree import Entry, Levels, chosen
 from lazyckpt.show.layout import drawing
 from lazyckpt.show.values import sample
 
@@ -133,26 +133,29 @@ def test_levels_add_up(files: Path) -> None:
     assert (levels.whole.tensors, levels.whole.numel, levels.whole.nbytes) == (len(view), view.numel, view.nbytes)
     found = []
 
-    def walk(start: str) -> None:
-        for entry in levels.below(start):
+    def walk(above: Entry) -> None:
+        for entry in levels.below(above):
             if entry.leaf:
                 found.append(entry.start)
             else:
                 part = view[entry.start[:-1]]
                 assert (entry.tensors, entry.nbytes) == (len(part), levels_of(part)), entry
-                walk(entry.start)
+                walk(entry)
 
     def levels_of(part: Any) -> int:
         return sum(t.nbytes for name, t in part.items() if t.name != "model.lm_head.weight")
 
     # the embedding is counted where it comes first in the view
     first = next(n for n in view if n in ("lm_head.weight", "model.embed_tokens.weight"))
-    assert {e.start: e.nbytes > 0 for e in levels.below() if e.leaf} == {"lm_head.weight": first == "lm_head.weight"}
+    assert {e.start: e.nbytes > 0 for e in levels.below(levels.whole) if e.leaf} == {
+        "lm_head.weight": first == "lm_head.weight"
+    }
     if first == "lm_head.weight":
-        walk("model.layers.")
+        (model,) = (e for e in levels.below(levels.whole) if e.start == "model.")
+        walk(next(e for e in levels.below(model) if e.start == "model.layers."))
         assert len(found) == 36
     else:
-        walk("")
+        walk(levels.whole)
         assert sorted(found) == sorted(view)
 
 
@@ -163,16 +166,16 @@ def test_levels_of_odd_names(tmp_path: Path) -> None:
     found: list[str] = []
     rows: list[tuple[int, str, bool]] = []
 
-    def walk(start: str, depth: int) -> None:
-        for entry in levels.below(start):
+    def walk(above: Entry, depth: int) -> None:
+        for entry in levels.below(above):
             rows.append((depth, entry.label, entry.leaf))
             if entry.leaf:
                 found.append(entry.start)
             else:
                 assert entry.nbytes == 8 * entry.tensors
-                walk(entry.start, depth + 1)
+                walk(entry, depth + 1)
 
-    walk("", 0)
+    walk(levels.whole, 0)
     assert sorted(found) == sorted(names)
     at = rows.index((0, "a", False))
     assert rows[at + 1 : at + 5] == [(1, "9", True), (1, "9.x.y.z", True), (1, "10", True), (1, "b", True)]

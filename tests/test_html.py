@@ -15,7 +15,7 @@ from lazyckpt.core.box import c_strides
 from lazyckpt.core.index import Extent, Fragment, Index, Rank, TensorSpec, whole
 from lazyckpt.io.storage.local import LocalStore
 from lazyckpt.show.html.tree import ROWS, Row, plan
-from lazyckpt.show.text import build
+from lazyckpt.show.outline import outline
 from lazyckpt.show.values import sample, text_histogram
 from lazyckpt.view import CheckpointView
 
@@ -195,7 +195,7 @@ def rows_of(view: CheckpointView) -> list[Row]:
     def flat(rows: list[Row]) -> list[Row]:
         return [each for row in rows for each in (row, *flat(row.below))]
 
-    return flat(plan(build(view)))
+    return flat(plan(outline(view).root))
 
 
 def huge() -> dict[str, dict[str, TensorSpec]]:
@@ -217,7 +217,7 @@ def test_huge_views_are_few_rows(kind: str) -> None:
     view = made(specs)
     rows = rows_of(view)
     assert 0 < len(rows) <= ROWS
-    top = plan(build(view))
+    top = plan(outline(view).root)
     assert sum(row.tensors for row in top) == len(specs)
     assert sum(row.nbytes for row in top) == view.nbytes and sum(row.numel for row in top) == view.numel
     html = view._repr_html_()

@@ -214,7 +214,7 @@ class Browser(App[Exception]):
         late = self.names.moving or event.node is not self.names.cursor_node
         if not isinstance(entry, Entry) or late:
             return
-        if self.entry is None or entry[1:] != self.entry[1:]:  # a filter changes labels only: what is shown stays
+        if entry != self.entry:  # a filter changes labels only: what is shown stays
             self._look(entry)
 
     def on_tree_node_selected(self, event: NameTree.NodeSelected[Row]) -> None:
@@ -383,4 +383,4 @@ def _state(base: CheckpointView, state: str) -> CheckpointView:
 
 def _told(view: CheckpointView) -> str:
     """Format, mesh and counts: what else a summary says is on the screen anyway."""
-    return " | ".join(facts(view, view.numel, view.nbytes)[:3])
+    return " | ".join(facts(view)[:3])

@@ -2,98 +2,71 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from itertools import accumulate
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from rich.text import Text
 from textual.widgets import Tree
 from textual.widgets.tree import TreeNode
 
-from ..core.names import natural, shortened
+from ..core.names import shortened
 from ..core.units import human_bytes, plural
 from ..errors import printable
+from ..show.outline import Node as OutlineNode
+from ..show.outline import chain, outline
 from ..show.text import kind
 from ..view import CheckpointView
 
 # -- The names of a view, level by level: a level is found when it is asked for, however many names there are
 # below.
 
-_JOINED = 100  # levels that are one row
 
-
-class Entry(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Entry:
     """A row of a level. ``label``: what it adds to the names above. ``start``: what the names below it begin with, up
-    to a dot; of a tensor its name. ``tensors``, ``numel``, ``nbytes``: of what is below, each tied tensor once."""
+    to a dot; of a tensor its name. ``tensors``, ``numel``, ``nbytes``: of what is below, each tied tensor once.
+    ``node``: what it is made from."""
 
-    label: str
+    label: str = field(compare=False)
     start: str
     leaf: bool
     tensors: int
     numel: int
     nbytes: int
+    node: OutlineNode = field(compare=False)
 
 
 class Levels:
-    """Of a view; making one looks at every name once. Reads no tensor data."""
+    """The levels of a view. Making it looks at every name once. Reads no tensor data."""
 
     def __init__(self, view: CheckpointView) -> None:
         self.view = view
-        self._names = view.names.sorted
-        sizes: dict[str, tuple[int, int]] = {}
-        seen: set[str] = set()
-        for name in view:
-            owner = view.owner(name)
-            if owner not in seen:
-                seen.add(owner)
-                spec = view[name].spec
-                sizes[name] = spec.numel, spec.nbytes
-        found = [sizes.get(name, (0, 0)) for name in self._names]
-        self._numel = list(accumulate((n for n, _ in found), initial=0))
-        self._nbytes = list(accumulate((n for _, n in found), initial=0))
+        self._root = outline(view).root
 
     @property
     def whole(self) -> Entry:
         """All of it."""
-        return self._entry("", "", False, 0, len(self._names))
+        root = self._root
+        return Entry("", "", False, root.tensors, root.numel, root.nbytes, root)
 
-    def below(self, start: str = "") -> list[Entry]:
-        """What there is at the level behind ``start`` (an entry's; "": the first), in natural order. Chains of levels
-        that leave nothing to choose are one entry."""
-        names = self._names
-        at = bisect_left(names, start)
-        end = bisect_left(names, _behind(start), at) if start else len(names)
-        found = []
-        while at < end:
-            name = names[at]
-            dot = name.find(".", len(start))
-            stop = at + 1 if dot < 0 else bisect_left(names, _behind(name[: dot + 1]), at)
-            if stop - at == 1:
-                found.append(self._entry(name[len(start) :], name, True, at, stop))
-            else:
-                inner = self._joined(dot + 1, at, stop)
-                found.append(self._entry(inner[len(start) : -1], inner, False, at, stop))
-            at = stop
-        return sorted(found, key=lambda e: (natural(e.label), not e.leaf))
-
-    def _joined(self, length: int, at: int, stop: int) -> str:
-        """What all of these names begin with, up to a dot."""
-        first, last = self._names[at], self._names[stop - 1]
-        for _ in range(_JOINED):
-            dot = first.find(".", length)
-            if dot < 0 or not last.startswith(first[: dot + 1]):
-                break
-            length = dot + 1
-        return first[:length]
-
-    def _entry(self, label: str, start: str, leaf: bool, at: int, stop: int) -> Entry:
-        numel, nbytes = self._numel, self._nbytes
-        return Entry(label, start, leaf, stop - at, numel[stop] - numel[at], nbytes[stop] - nbytes[at])
+    def below(self, entry: Entry) -> list[Entry]:
+        """What there is one level below an entry, in natural order. Chains of levels that leave nothing to choose are
+        one entry; a name that begins others is two, its tensor and what is below it."""
+        return [found for child in entry.node.children for found in _entries(child)]
 
 
-def _behind(start: str) -> str:
-    """The least text that sorts behind all that begin with ``start``, which ends with a dot."""
-    return start[:-1] + "/"
+def _entries(node: OutlineNode, above: str = "") -> Iterator[Entry]:
+    label, node = chain(node)
+    label = f"{above}.{label}" if above else label
+    if node.spec is not None:
+        numel, nbytes = (node.spec.numel, node.spec.nbytes) if node.counted else (0, 0)
+        yield Entry(label, node.name, True, 1, numel, nbytes, node)
+    below = node.children
+    if len(below) == 1:
+        yield from _entries(below[0], label)
+    elif below:
+        tensors, numel, nbytes = (sum(getattr(n, what) for n in below) for what in ("tensors", "numel", "nbytes"))
+        yield Entry(label, node.start, False, tensors, numel, nbytes, node)
 
 
 def chosen(view: CheckpointView, text: str) -> CheckpointView:
@@ -138,7 +111,7 @@ class NameTree(Tree[Row]):
         level, rows = [self.root], len(self.root.children)
         while True:
             level = [child for node in level for child in node.children if child.allow_expand]
-            rows += sum(len(levels.below(n.data.start)) for n in level[:_OPENED] if isinstance(n.data, Entry))
+            rows += sum(len(levels.below(n.data)) for n in level[:_OPENED] if isinstance(n.data, Entry))
             if not level or (len(level) > 1 and rows > _OPENED):  # one row alone has nothing to choose from
                 break
             for node in level:
@@ -185,7 +158,7 @@ class NameTree(Tree[Row]):
 
     def _fill(self, node: Node) -> None:
         if self.levels is not None and not node.children and isinstance(node.data, Entry) and not node.data.leaf:
-            self._add(node, self.levels.below(node.data.start))
+            self._add(node, self.levels.below(node.data))
 
     def _add(self, node: Node, entries: list[Entry]) -> None:
         for entry in entries[:_ROWS]:

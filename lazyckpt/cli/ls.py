@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..show.text import oddities, rows, rows_of, summary
+from ..show.text import header, oddities, rows, rows_of
 from ..view import CheckpointView
 from .console import write_line, write_text
 from .options import (
@@ -29,6 +29,7 @@ def ls(
     path: PathArg,
     prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="A part: layers.3.mlp", show_default=False)] = "",
     depth: Annotated[int | None, typer.Option(min=1, metavar="N", help="Levels of the tree to print.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="List layers that are alike one by one.")] = False,
     state: StateOption = None,
     stored: StoredOption = False,
     tag: TagOption = None,
@@ -38,20 +39,23 @@ def ls(
 ) -> None:
     """List the tensors of a checkpoint as a tree.
 
-    Names, dtypes, shapes, sizes, parameter counts. Reads no data.
+    Names, dtypes, shapes, sizes, parameter counts. Layers that are alike are one line. Reads no data.
     """
     view = open_view(path, state, stored, tag, format, rules)
     part = part_of(view, prefix)
     if as_json:
         write_text(json.dumps(_described(part), indent=2))
         return
-    write_line((summary(part), "bold"))
+    first, *more = header(part)
+    write_line((first, "bold"))
+    for line in more:
+        write_line((line, "dim"))
     lines = oddities(view)
     for line in lines[:_PROBLEMS]:
         write_line(("problem: ", "yellow"), (line, ""))
     if len(lines) > _PROBLEMS:
         write_line((f"... and {len(lines) - _PROBLEMS:,} more problems (--json has them all)", "yellow"))
-    table = rows(part, depth)
+    table = rows(part, depth, fold=not everything)
     for leaf, (name, shape, size, note) in table:
         cells = ((name, "" if leaf else "bold"), (shape, "cyan" if leaf else "dim"), (size, ""), (note, "dim"))
         write_line(*(piece for cell in cells for piece in (cell, ("  ", ""))), strip=True)

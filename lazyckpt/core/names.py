@@ -7,6 +7,7 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from functools import cached_property
 from heapq import nlargest
 
 Pattern = str | re.Pattern[str] | Callable[[str], bool]
@@ -93,6 +94,11 @@ class Names:
     def __init__(self, names: Iterable[str]) -> None:
         self.order: tuple[str, ...] = tuple(names)
         self._sorted: list[str] | None = None
+
+    @cached_property
+    def position(self) -> dict[str, int]:
+        """Name -> its place in `order`."""
+        return {name: n for n, name in enumerate(self.order)}
 
     @property
     def sorted(self) -> list[str]:

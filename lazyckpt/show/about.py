@@ -15,6 +15,7 @@ from ..errors import printable
 from ..formats.catalog import told_step
 from ..io.containers.pickle.records import Opaque, short
 from ..namespace import Namespace
+from .outline import outline
 
 LINES = 400  # of metadata, unless all are asked for
 _ITEMS = 8  # of a list that are shown on its line
@@ -41,7 +42,7 @@ def facts_of(view: Namespace[Any]) -> list[tuple[str, str]]:
         ("root", view.root),
         ("mesh", " ".join(f"{name}={n}" for name, n in degrees.items() if n > 1) or "one rank"),
         ("elements", f"{human_count(view.numel)}, {human_bytes(view.nbytes)} in {plural(len(view), 'tensor')}"),
-        ("dtypes", ", ".join(f"{dtype} {human_bytes(nbytes)}" for dtype, nbytes in _dtypes(view))),
+        ("dtypes", ", ".join(f"{short_name(dtype)} {human_bytes(nbytes)}" for dtype, nbytes in outline(view).dtypes())),
         ("states", ", ".join(f"{state} ({plural(len(part), 'tensor')})" for state, part in view.states.items())),
         ("files", f"{plural(len(view.files), 'file')}, {human_bytes(sum(info.size for info in view.files.values()))}"),
     ]
@@ -82,16 +83,6 @@ def _inside(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from ((key, item) for key, item in value.items() if isinstance(key, str))
     elif isinstance(value, list):
         yield from ((n, value[n]) for n in range(len(value) - 1, max(-1, len(value) - 100), -1))
-
-
-def _dtypes(view: Namespace[Any]) -> list[tuple[str, int]]:
-    """(dtype, bytes of the tensors that have it), the most bytes first."""
-    found: dict[str, int] = {}
-    owners = {view.owner(name): name for name in view}
-    for name in owners.values():
-        tensor = view[name]
-        found[short_name(tensor.dtype)] = found.get(short_name(tensor.dtype), 0) + tensor.nbytes
-    return sorted(found.items(), key=lambda item: -item[1])
 
 
 def meta_lines(meta: Any, depth: int | None = None, limit: int | None = LINES) -> tuple[list[Line], int]:

@@ -6,7 +6,7 @@ Names come from files: what a terminal would not print as a character (escape co
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 from ..core.dtypes import short_name
@@ -14,93 +14,27 @@ from ..core.index import TensorSpec
 from ..core.names import natural, shortened
 from ..core.units import human_bytes, human_count, plural
 from ..errors import printable
+from ..formats.catalog import told_step
 from ..lazy import LazyArray
 from ..namespace import Namespace
-
-_LEVELS = 100  # of the tree, which is walked by recursion; what lies deeper is one label
-
-
-@dataclass(slots=True)
-class Node:
-    """A level of the tree: totals count each tied tensor once. A leaf has the ``spec`` of its tensor, and the ``name``
-    that this has in the view. ``tied``: the name that owns the tensor, if it is not this one; ``counted``: whether the
-    tensor is in the totals under this name."""
-
-    label: str
-    name: str = ""
-    spec: TensorSpec | None = None
-    tied: str = ""
-    counted: bool = True
-    numel: int = 0
-    nbytes: int = 0
-    tensors: int = 0
-    children: dict[str, Node] = field(default_factory=dict)
-
-
-def build(view: Namespace[Any]) -> Node:
-    """The names of a view as nodes, children in natural order."""
-    root = Node("")
-
-    def child(parent: Node, label: str) -> Node:
-        found = parent.children.get(label)
-        if found is None:
-            found = parent.children[label] = Node(label)
-        return found
-
-    above, parent = "", root  # of the name before: neighbours mostly have the same
-    specs, seen = view.specs, set[str]()
-    for name in view:
-        front, dot, label = name.rpartition(".")
-        if not dot:
-            above, parent = "", root
-        elif front != above or parent is root:
-            *parts, label = name.split(".", _LEVELS)
-            parent = root
-            for part in parts:
-                parent = child(parent, part)
-            above = front if "." not in label else ""
-        leaf = child(parent, label)
-        full = view.full_name(name)
-        owner = full if full in specs else view.owner(name)
-        leaf.name, leaf.spec = name, specs[owner]
-        leaf.tied = owner if owner != full else ""
-        leaf.counted = owner not in seen
-        seen.add(owner)
-    _finish(root, {})
-    return root
-
-
-def _finish(node: Node, keys: dict[str, list[tuple[int, int, str]]]) -> None:
-    """Sort the children and add them up. ``keys``: what labels, which recur in all layers, are sorted by."""
-    if node.spec is not None:
-        node.tensors = 1
-        if node.counted:
-            node.numel, node.nbytes = node.spec.numel, node.spec.nbytes
-    if len(node.children) > 1:
-        for label in node.children:
-            if label not in keys:
-                keys[label] = natural(label)
-        node.children = {label: node.children[label] for label in sorted(node.children, key=keys.__getitem__)}
-    for child in node.children.values():
-        _finish(child, keys)
-        node.tensors += child.tensors
-        node.numel += child.numel
-        node.nbytes += child.nbytes
+from .about import loss_of
+from .outline import Node, chain, groups, outline
 
 
 def summary(view: Namespace[Any]) -> str:
     """Format, mesh, size and counts on one line."""
-    return " | ".join(facts(view, view.numel, view.nbytes))
+    return " | ".join(facts(view))
 
 
-def facts(view: Namespace[Any], numel: int, nbytes: int) -> list[str]:
-    """What `summary` says, one thing after the other; ``numel``, ``nbytes``: the view's."""
+def facts(view: Namespace[Any]) -> list[str]:
+    """What `summary` says, one thing after the other."""
+    root = outline(view).root
     m = view.mesh
     degrees = " ".join(f"{k}={v}" for k, v in (("tp", m.tp), ("pp", m.pp), ("dp", m.dp), ("ep", m.ep)) if v > 1)
     files = len(view.files)
     parts = [
         view.format + (f" ({degrees})" if degrees else ""),
-        f"{human_count(numel)} elements, {human_bytes(nbytes)} in {plural(len(view), 'tensor')}",
+        f"{human_count(root.numel)} elements, {human_bytes(root.nbytes)} in {plural(len(view), 'tensor')}",
         plural(files, "file"),
     ]
     states = [printable(s) for s in view.states]
@@ -114,6 +48,21 @@ def facts(view: Namespace[Any], numel: int, nbytes: int) -> list[str]:
     return parts
 
 
+def training(view: Namespace[Any]) -> list[str]:
+    """Its dtypes, if it has several, and the step and the loss that its metadata names."""
+    dtypes = [short_name(dtype) for dtype, _ in outline(view).dtypes()]
+    step, loss = told_step(view.meta), loss_of(view.meta)
+    parts = [", ".join(dtypes)] if len(dtypes) > 1 else []
+    parts += [f"step {step:,}"] if step is not None else []
+    parts += [f"loss {loss[1]:.4g} ({printable(loss[0])})"] if loss is not None else []
+    return parts
+
+
+def header(view: Namespace[Any]) -> list[str]:
+    """The lines above a tree: its summary and, where there is anything to say, its dtypes and training progress."""
+    return [summary(view), *filter(None, (" | ".join(training(view)),))]
+
+
 class Row(NamedTuple):
     """A line of the tree; ``cells`` are padded to columns by `rows`."""
 
@@ -121,47 +70,69 @@ class Row(NamedTuple):
     cells: tuple[str, str, str, str]  # indented name, dtype and shape, size, parameter count or the name it is tied to
 
 
-def tree(view: Namespace[Any], depth: int | None = None, limit: int | None = None) -> str:
-    """The tree, ``depth`` levels deep; where it has more than ``limit`` lines, as many levels as fit (at least one)."""
-    return "\n".join("  ".join(row.cells).rstrip() for row in rows(view, depth, limit)) or "(no tensors)"
+LINES = 100  # of a tree, from which on layers that are alike are one line each
 
 
-def rows(view: Namespace[Any], depth: int | None = None, limit: int | None = None) -> list[Row]:
-    """The lines of `tree`, as columns."""
-    root = build(view)
-    found = list(_rows(root, depth))
-    if limit is not None and depth is None and len(found) > limit:
-        levels = 1
-        while len(fewer := list(_rows(root, levels + 1))) <= limit:
-            levels, found = levels + 1, fewer
-        found = list(_rows(root, levels))
-        hidden = max(0, len(found) - limit)
-        if hidden:
-            found = [*found[:limit], Row(False, (f"... {hidden:,} more", "", "", ""))]
+def tree(view: Namespace[Any], depth: int | None = None, limit: int | None = None, fold: bool = False) -> str:
+    """The lines of `rows` as text."""
+    return "\n".join("  ".join(row.cells).rstrip() for row in rows(view, depth, limit, fold)) or "(no tensors)"
+
+
+def rows(view: Namespace[Any], depth: int | None = None, limit: int | None = None, fold: bool = False) -> list[Row]:
+    """The names of a view as a tree, in columns.
+
+    Parameters
+    ----------
+    depth
+        Levels that are shown; None for all.
+    limit
+        Lines from which on only as many levels are shown as fit, at least one; None for no limit.
+    fold
+        Whether layers that are alike are one line, where there are more than ``limit`` (else `LINES`) lines.
+    """
+    root, most = outline(view).root, LINES if limit is None else limit
+    folded = fold and sum(1 for _ in islice(_rows(root, depth, False), most + 1)) > most
+    if limit is None or depth is not None:
+        found = list(_rows(root, depth, folded))
+    else:
+        found = list(islice(_rows(root, None, folded), limit + 1))
+        if len(found) > limit:
+            levels = 1
+            while len(fewer := list(islice(_rows(root, levels + 1, folded), limit + 1))) <= limit:
+                levels, found = levels + 1, fewer
+            found = list(islice(_rows(root, levels, folded), limit))
+            hidden = sum(1 for _ in _rows(root, 1, folded)) - limit if levels == 1 else 0
+            if hidden > 0:
+                found.append(Row(False, (f"... {hidden:,} more", "", "", "")))
     widths = [max((len(r.cells[c]) for r in found), default=0) for c in range(3)]
     return [
         Row(leaf, (f"{a:<{widths[0]}}", f"{b:<{widths[1]}}", f"{c:>{widths[2]}}", d)) for leaf, (a, b, c, d) in found
     ]
 
 
-def _rows(node: Node, depth: int | None, level: int = 0) -> Iterator[Row]:
+def _rows(node: Node, depth: int | None, fold: bool, level: int = 0) -> Iterator[Row]:
     """Everything below a node."""
-    for child in node.children.values():
-        labels, end = [child.label or "''"], child
+    for alike, members in groups(node.children) if fold else (("", [child]) for child in node.children):
+        first = members[0]
         # a chain of single children is one line: it has nothing to choose from
-        while end.spec is None and len(end.children) == 1:
-            (end,) = end.children.values()
-            labels.append(end.label)
-        label = ".".join(labels)
-        name = "  " * level + printable(shortened(label))
+        label, end = (alike, first) if alike else chain(first)
+        name = "  " * level + (printable(shortened(label)) or "''")
+        if alike:
+            name += f" ({len(members):,} alike, {first.label} is shown)"
         if end.spec is not None:
-            yield Row(True, (name, *_leaf(end)))
+            shape, size, note = _leaf(end)
+            if alike and end.counted:
+                size, note = human_bytes(end.spec.nbytes * len(members)), human_count(end.spec.numel * len(members))
+            yield Row(True, (name, shape, size, note))
         if end.children:
             if end.spec is None:
-                counts = plural(end.tensors, "tensor"), human_bytes(end.nbytes), human_count(end.numel)
-                yield Row(False, (name, *counts))
+                tensors, numel, nbytes = (sum(getattr(n, what) for n in members) for what in _SUMS)
+                yield Row(False, (name, plural(tensors, "tensor"), human_bytes(nbytes), human_count(numel)))
             if depth is None or level + 1 < depth:
-                yield from _rows(end, depth, level + 1)
+                yield from _rows(end, depth, fold, level + 1)
+
+
+_SUMS = ("tensors", "numel", "nbytes")
 
 
 def _leaf(node: Node) -> tuple[str, str, str]:

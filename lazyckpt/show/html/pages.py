@@ -9,7 +9,8 @@ from ...core.units import human_bytes, human_count, plural
 from ...lazy import LazyArray
 from ...namespace import Namespace
 from ..layout import Cell, Drawing, Holder, drawing, ranges
-from ..text import build, facts
+from ..outline import outline
+from ..text import facts, training
 from ..values import Sample, sample, text_histogram
 from .parts import Colours, Shown, page, safe, tag, title
 from .tree import kind_html, plan, tree_html
@@ -124,10 +125,11 @@ _SEEN = 5  # lines that are seen before anything is opened
 
 def view_html(view: Namespace[Any], head: str = "") -> str:
     """A view as a tree that opens and closes, its problems first. ``head``: a line above. Reads no tensor data."""
-    root = build(view)
-    first, *rest = facts(view, root.numel, root.nbytes)
+    root = outline(view).root
+    first, *rest = facts(view)
     if view.problems:  # they are below, in full
         rest.pop()
+    rest += training(view)
     line = " · ".join([tag("b", safe(first, 400)), *(safe(fact, 400) for fact in rest)])
     return page(
         [
