@@ -35,9 +35,9 @@ if _TYPE_CHECKING:
     from .comparing import diff
     from .core.index import Mesh
     from .inspect.diff import Diff, Difference
-    from .io.records import Opaque
-    from .retention import Pruned, prune
-    from .run import RunView
+    from .io.containers.pickle.records import Opaque
+    from .runs.prune import Pruned, prune
+    from .runs.view import RunView
     from .tensor import LazyTensor
     from .view import CheckpointView, unshard
 
@@ -48,11 +48,11 @@ _HOMES = {
     "Difference": "inspect.diff",
     "LazyTensor": "tensor",
     "Mesh": "core.index",
-    "Opaque": "io.records",
-    "Pruned": "retention",
-    "RunView": "run",
+    "Opaque": "io.containers.pickle.records",
+    "Pruned": "runs.prune",
+    "RunView": "runs.view",
     "diff": "comparing",
-    "prune": "retention",
+    "prune": "runs.prune",
     "unshard": "view",
 }
 _MODULES = ("deepspeed", "distributed", "interop", "recipes")
@@ -171,7 +171,7 @@ def open_run(
     FormatError
         The folder has no checkpoint in it.
     """
-    from .run import RunView
+    from .runs.view import RunView
 
     return RunView(path, steps=steps, storage_options=storage_options)
 
@@ -182,8 +182,8 @@ def load_ipython_extension(shell: object) -> None:
     IPython calls no ``__getitem__`` and no property of classes that it does not know while it completes; this allows it
     those of views, in this process. They read no tensor data.
     """
-    from .run import RunView
-    from .show.completion import allow
+    from .runs.view import RunView
+    from .show.notebook import allow
     from .view import CheckpointView
 
     allow(CheckpointView, RunView)
@@ -191,8 +191,8 @@ def load_ipython_extension(shell: object) -> None:
 
 def unload_ipython_extension(shell: object) -> None:
     """``%unload_ext lazyckpt``: take back what `load_ipython_extension` has allowed."""
-    from .run import RunView
-    from .show.completion import forbid
+    from .runs.view import RunView
+    from .show.notebook import forbid
     from .view import CheckpointView
 
     forbid(CheckpointView, RunView)

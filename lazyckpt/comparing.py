@@ -11,7 +11,7 @@ from typing import Literal
 from .errors import SelectionError, TensorNotFoundError
 from .inspect.diff import Diff, Difference
 from .inspect.diff import diff as diff_tensors
-from .run import RunView
+from .runs.view import RunView
 from .tensor import LazyTensor
 from .view import CheckpointView
 

@@ -17,8 +17,8 @@ from .errors import LazyckptError, TensorNotFoundError
 from .formats.reader import Source
 from .formats.registry import recognising
 from .interop.xarray import dataset, datasets, nodes
-from .io.local import split
-from .io.remote import is_url
+from .io.storage.fsspec import is_url
+from .io.storage.local import split
 from .tensor import LazyTensor
 from .view import CheckpointView
 

@@ -18,11 +18,26 @@ is one paragraph without control characters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
-from .printing import printable
+# -- Text that comes from files (names, paths, messages), made safe to print.
+
+
+def printable(text: str) -> str:
+    """The text as one line: every character that a terminal would not print as itself is escaped.
+
+    >>> print(printable("red\\x1b[31m"), printable("two\\nlines"))
+    red\\x1b[31m two\\nlines
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+# -- Every error that lazyckpt raises on purpose, as one tree.
 
 __all__ = [
     "ChangedFileError",
@@ -144,3 +159,17 @@ def undecodable(where: str, what: str, error: Exception) -> CorruptError:
     """The error for bytes that made a parser raise another one, which is its cause."""
     cause = " ".join(f"{type(error).__name__}: {error}"[:160].split())
     return CorruptError(f"{where}: {what} failed ({cause}): it is damaged, or of a kind that lazyckpt does not know")
+
+
+_LONG = 80  # characters of a name in a message
+
+
+def some(names: Iterable[str], count: int = 3) -> str:
+    """The first of them, for a message.
+
+    >>> some("abcd"), some("abc")
+    ('a, b, c, ...', 'a, b, c')
+    """
+    first = list(islice(names, count + 1))
+    shown = [name if len(name) <= _LONG else f"{name[:_LONG]}..." for name in first]
+    return ", ".join(shown[:count]) + (", ..." if len(first) > count else "")

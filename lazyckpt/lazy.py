@@ -25,15 +25,14 @@ from .core.dtypes import check_converts, short_name
 from .core.index import Extent, Fragment, Hole, Packed, TensorSpec
 from .core.plan import fragments_in, plan
 from .core.select import Selection
-from .errors import DataError, SelectionError
-from .io.archives import locate
-from .io.gather import Run, agree, ranges, read, run_tasks, runs, tasks
+from .errors import DataError, SelectionError, printable
 from .io.memory import empty
 from .io.pool import Task, run, run_here
-from .io.store import Buffer, Store, check, narrow
-from .io.transfer import Ring, read_to
+from .io.reading.device import Ring, read_to
+from .io.reading.gather import Run, agree, ranges, read, run_tasks, runs, tasks
+from .io.reading.packed import locate
+from .io.storage.base import Buffer, Store, check, narrow
 from .likeness import Likeness
-from .printing import printable
 
 A = TypeVar("A", bound="LazyArray")
 _SMALL = 64 << 10  # bytes that are worth a few page faults, wherever they are

@@ -17,14 +17,14 @@ from torch.nn.modules.module import _IncompatibleKeys
 from .core.index import Packed
 from .core.names import unwrapped
 from .errors import DataError
-from .formats.placements import Cut, Layout, Placement, Same, Summand
-from .formats.wrappers import own_names
-from .io.archives import locate_all
+from .formats.shared.wrappers import own_names
 from .io.memory import empty
 from .io.pool import Task, run
-from .io.progress import Bar
-from .io.store import Store
-from .io.transfer import Ring
+from .io.reading.device import Ring
+from .io.reading.packed import locate_all
+from .io.storage.base import Store
+from .jobs.progress import Bar
+from .layouts.placements import Cut, Layout, Placement, Same, Summand
 from .lazy import LazyArray, named
 
 _GROUP = 256 << 20  # bytes that are read at once before their dtype is converted

@@ -12,11 +12,10 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from .core.index import FileInfo, Index, Mesh, TensorSpec
 from .core.names import Names, Pattern, matcher, shortened
-from .errors import MissingFileError, TensorNotFoundError
-from .formats.stored import stored_specs
-from .io.store import Store
+from .errors import MissingFileError, TensorNotFoundError, printable
+from .formats.torch_save import stored_specs
+from .io.storage.base import Store
 from .lazy import LazyArray
-from .printing import printable
 
 STORED = "stored"  # the state of the tensors as they are stored, under their raw names
 # A state that is a whole state dict lists tied names too; a moment is listed under the name that owns it.

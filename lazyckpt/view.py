@@ -15,24 +15,25 @@ import torch
 
 from .core.index import Index, TensorSpec, converted, renamed
 from .core.names import matcher
+from .core.units import plural
 from .errors import DataError, MissingFileError, TensorNotFoundError
 from .export.files import FileFormat, export
-from .export.job import Run, runner
 from .export.names import NewNames, under
 from .export.safetensors import SAFETENSORS
 from .export.torch import TORCH
 from .formats.opening import opened
-from .formats.renaming.apply import renamed_index
-from .formats.sharding.ranks import mesh_of
-from .formats.sharding.shard import sharded, unsharded
-from .formats.wrappers import without_wrappers
-from .formats.zarr.contents import contents
-from .io.store import Store
+from .formats.shared.wrappers import without_wrappers
+from .formats.zarr.documents import contents
+from .io.storage.base import Store
+from .jobs.executor import Run, runner
+from .layouts.ranks import mesh_of
+from .layouts.rename.apply import renamed_index
+from .layouts.shard import sharded, unsharded
 from .loading import load_into, read_all
 from .namespace import STORED, Namespace, Step
 from .show.html import view_html
-from .show.states import States
-from .show.text import COLUMNS, explain, plural, rows_of, summary, tree
+from .show.notebook import States
+from .show.text import COLUMNS, explain, rows_of, summary, tree
 from .tensor import LazyTensor
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ import torch
 
 import lazyckpt
 from lazyckpt.core.index import FileInfo
-from lazyckpt.io.local import LocalStore, split
-from lazyckpt.io.store import Buffer, Entry, Store
+from lazyckpt.io.storage.base import Buffer, Entry, Store
+from lazyckpt.io.storage.local import LocalStore, split
 
 __all__ = ["CountingStore", "Counts", "Request", "opened"]
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lazyckpt.io.pickles import Pickle
-from lazyckpt.io.rebuild import REBUILD, persistent_storage
+from lazyckpt.io.containers.pickle.machine import Pickle
+from lazyckpt.io.containers.pickle.rebuild import REBUILD, persistent_storage
 
 MEMO = 1 << 16  # `laughs` and its like use memo entries from here on
 

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from lazyckpt.core.box import Box
 from lazyckpt.core.index import Extent, FileInfo, Fragment, Hole, Part, TensorSpec
-from lazyckpt.io.local import LocalStore
-from lazyckpt.io.store import Entry
+from lazyckpt.io.storage.base import Entry
+from lazyckpt.io.storage.local import LocalStore
 
 from .algebra import Array, shapes
 

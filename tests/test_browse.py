@@ -24,10 +24,13 @@ from typer.testing import CliRunner
 
 import lazyckpt
 from lazyckpt import cli, demo
-from lazyckpt.browse import bars, code, fragments, sheet
-from lazyckpt.browse.levels import Levels, chosen
+from lazyckpt.browse import detail as code
+from lazyckpt.browse import fragments
+from lazyckpt.browse import grid as sheet
+from lazyckpt.browse import histogram as bars
+from lazyckpt.browse.tree import Levels, chosen
 from lazyckpt.show.layout import drawing
-from lazyckpt.show.sample import sample
+from lazyckpt.show.values import sample
 
 from .counting import opened
 

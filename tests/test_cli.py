@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import lazyckpt
 from lazyckpt import cli, demo
 from lazyckpt.cli import options, program
-from lazyckpt.core.indices import parse_index
+from lazyckpt.core.select import parse_index
 
 from .counting import Counts, opened
 from .writers import Case

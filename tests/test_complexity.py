@@ -22,9 +22,9 @@ import lazyckpt
 from lazyckpt import CheckpointView
 from lazyckpt.core.names import Names
 from lazyckpt.inspect.table import Table
-from lazyckpt.io.local import LocalStore
-from lazyckpt.io.store import StoreFile
-from lazyckpt.io.zips import Records, data_offsets, read_zip
+from lazyckpt.io.containers.zip import Records, data_offsets, read_zip
+from lazyckpt.io.storage.base import StoreFile
+from lazyckpt.io.storage.local import LocalStore
 
 from .hostility import Entry, raw_zip
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lazyckpt.core.box import Box
 from lazyckpt.core.compose import Piece, compose, whole_of
 from lazyckpt.core.index import TensorSpec
-from lazyckpt.io.local import LocalStore
+from lazyckpt.io.storage.local import LocalStore
 from lazyckpt.tensor import LazyTensor
 
 from .algebra import Array, index, keys

@@ -29,8 +29,7 @@ from lazyckpt import cli, demo
 from lazyckpt.cli import jobs
 from lazyckpt.core.dtypes import dtype_named
 from lazyckpt.errors import DataError
-from lazyckpt.export import destination, places
-from lazyckpt.io import progress
+from lazyckpt.jobs import destination, places, progress
 
 from .conftest import complete
 from .writers import Case, bit_equal
@@ -630,7 +629,7 @@ def test_workers_die(
         yield Dying()
 
     monkeypatch.setattr(jobs, "_executor", dying)
-    monkeypatch.setattr("lazyckpt.export.job._TOGETHER", 4)
+    monkeypatch.setattr("lazyckpt.jobs.executor._TOGETHER", 4)
     result = run(model[0], tmp_path / "out.zarr", "--workers", "2", "--quiet")
     assert result.exit_code == 3, result.output
     assert "lost workers" in result.stderr and result.stderr.count("\n") == 1

@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 import lazyckpt
 from lazyckpt.core.dtypes import to_numpy, widened
 from lazyckpt.core.index import Extent, FileInfo, Rank, TensorSpec
-from lazyckpt.formats.deepspeed.flat import FlatFragments, Partition
-from lazyckpt.io.local import LocalStore
+from lazyckpt.formats.shared.flat import FlatFragments, Partition
+from lazyckpt.io.storage.local import LocalStore
 
 from .counting import opened
 from .oracle import indexed, same

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 import lazyckpt
 from lazyckpt import CheckpointView, LazyckptError
-from lazyckpt.io.zstd import unpack_zstd
+from lazyckpt.io.codecs import unpack_zstd
 
 from .hostility import deadline
 

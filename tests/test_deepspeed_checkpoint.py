@@ -21,9 +21,9 @@ from lazyckpt import LazyTensor, Opaque
 from lazyckpt.deepspeed import DeepSpeedCheckpoint, parse_ckpt_name
 from lazyckpt.deepspeed.mapping import Degrees, Map2D, zero_ranks
 from lazyckpt.errors import DataError, FormatError, MissingFileError, SelectionError
-from lazyckpt.formats.merge import user_rules
-from lazyckpt.formats.reshard import reshard
-from lazyckpt.io.local import split
+from lazyckpt.io.storage.local import split
+from lazyckpt.layouts.cut import reshard
+from lazyckpt.layouts.merge import user_rules
 
 from .conftest import once
 from .counting import CountingStore, Counts

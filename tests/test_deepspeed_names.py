@@ -18,7 +18,7 @@ from lazyckpt import deepspeed as ours
 from lazyckpt.core.index import FileInfo
 from lazyckpt.deepspeed import RankFile, constants, parse_ckpt_name
 from lazyckpt.formats.deepspeed.files import name_of_rank, rank_files
-from lazyckpt.io.store import Entry
+from lazyckpt.io.storage.base import Entry
 
 ranks = st.integers(0, 12345)
 folders = st.sampled_from(["", "ckpt", "/a b/global_step9", "runs/x/", "layer_01", "mp_rank_00_model_states.pt"])

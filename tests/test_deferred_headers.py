@@ -15,7 +15,7 @@ import torch
 import lazyckpt
 from lazyckpt import CorruptError
 from lazyckpt.formats import registry
-from lazyckpt.io.local import LocalStore
+from lazyckpt.io.storage.local import LocalStore
 
 COUNT, ROWS = 80, 24
 LIES = {"length of the extra field": 28, "length of the name": 26, "name": 33, "size": 22, "crc": 14, "magic": 0}
@@ -147,7 +147,7 @@ def test_another_alignment_is_read_from_the_headers(path: Path, tmp_path: Path) 
 
 
 def test_ranks_of_one_layout_check_their_own_headers(path: Path, tmp_path: Path) -> None:
-    from lazyckpt.io.torchfile import Pickles, read_torch_file
+    from lazyckpt.io.containers.torch_file import Pickles, read_torch_file
 
     for n in range(3):
         (tmp_path / f"r{n}.pt").write_bytes(path.read_bytes())

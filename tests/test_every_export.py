@@ -379,7 +379,7 @@ def test_names_that_are_one_file_where_case_does_not_count(
     torch.save({"Block.w": torch.ones(1), "block.w": torch.zeros(1), "other": torch.ones(2)}, tmp_path / "m.pt")
     view = lazyckpt.open(tmp_path / "m.pt")
     CHECKS[to](view, tmp_path / "here")
-    monkeypatch.setattr("lazyckpt.export.places.ignores_case", lambda *_: True)
+    monkeypatch.setattr("lazyckpt.jobs.places.ignores_case", lambda *_: True)
     with pytest.raises(DestinationError, match=r"Block.*block"):
         CHECKS[to](view, tmp_path / "out")
     assert not (tmp_path / "out").exists()

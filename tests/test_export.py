@@ -25,12 +25,16 @@ from safetensors.torch import load_file, save_file
 
 import lazyckpt
 from lazyckpt.core.dtypes import TO_SAFETENSORS
+from lazyckpt.core.units import size_in_bytes
 from lazyckpt.errors import DataError, DestinationError, MissingFileError
-from lazyckpt.export import destination, files, output, safetensors, stream
-from lazyckpt.export.crc import combined, crc32
-from lazyckpt.export.shards import file_names, size_in_bytes, split
-from lazyckpt.export.staging import discard
+from lazyckpt.export import files, safetensors
+from lazyckpt.export.shards import file_names, split
 from lazyckpt.io import pool
+from lazyckpt.jobs import destination
+from lazyckpt.jobs import write as output
+from lazyckpt.jobs import write as stream
+from lazyckpt.jobs.places import combined, crc32
+from lazyckpt.jobs.publish import discard
 
 from . import counting, handmade
 from .writers import Case, bit_equal

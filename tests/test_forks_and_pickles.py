@@ -15,7 +15,7 @@ import torch
 
 import lazyckpt
 from lazyckpt.errors import CredentialsWarning
-from lazyckpt.io.remote import RemoteStore
+from lazyckpt.io.storage.fsspec import RemoteStore
 
 
 def _child(do: object) -> int:
@@ -69,7 +69,7 @@ def test_a_child_that_is_forked_while_threads_open_and_read(tmp_path: Path) -> N
 
 
 def test_opening_leaves_the_garbage_collector_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lazyckpt.formats import torchsave
+    from lazyckpt.formats import torch_save as torchsave
 
     torch.save({"w": torch.zeros(3)}, tmp_path / "x.pt")
     seen: list[bool] = []

@@ -10,7 +10,7 @@ import torch
 
 import lazyckpt
 from lazyckpt.errors import ChangedFileError
-from lazyckpt.formats.evidence import Copies, Undecided
+from lazyckpt.formats.shared.evidence import Copies, Undecided
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool)
 

@@ -15,9 +15,9 @@ import torch
 import lazyckpt
 from lazyckpt import LazyckptError
 from lazyckpt.deepspeed import DeepSpeedCheckpoint, get_fp32_state_dict_from_zero_checkpoint
-from lazyckpt.formats.deepspeed.ucp import universal_rules
-from lazyckpt.formats.families import family_rules
-from lazyckpt.formats.merge import decide
+from lazyckpt.layouts.families import family_rules
+from lazyckpt.layouts.merge import decide
+from lazyckpt.layouts.universal import universal_rules
 
 from .hostility import deadline
 

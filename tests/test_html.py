@@ -13,10 +13,10 @@ import torch
 import lazyckpt
 from lazyckpt.core.box import c_strides
 from lazyckpt.core.index import Extent, Fragment, Index, Rank, TensorSpec, whole
-from lazyckpt.io.local import LocalStore
-from lazyckpt.show.html.rows import ROWS, Row, plan
-from lazyckpt.show.sample import sample, text_histogram
+from lazyckpt.io.storage.local import LocalStore
+from lazyckpt.show.html.tree import ROWS, Row, plan
 from lazyckpt.show.text import build
+from lazyckpt.show.values import sample, text_histogram
 from lazyckpt.view import CheckpointView
 
 from .contract import open_case

@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 
 import lazyckpt
 from lazyckpt.errors import DataError, DestinationError, WorkerError
-from lazyckpt.export import job
-from lazyckpt.export.job import Task, run
+from lazyckpt.jobs import executor as job
+from lazyckpt.jobs.executor import Task, run
 
 from .conftest import need
 from .writers import bit_equal

@@ -21,8 +21,12 @@ from safetensors.torch import load_file
 import lazyckpt
 from lazyckpt.distributed import dcp_to_torch_save, save_state_dict
 from lazyckpt.errors import ChangedFileError, CorruptError, DestinationError, MissingFileError
-from lazyckpt.export import job, ledger, output, places, staging, stream
-from lazyckpt.export.staging import discard, unfinished
+from lazyckpt.jobs import executor as job
+from lazyckpt.jobs import ledger, places
+from lazyckpt.jobs import publish as staging
+from lazyckpt.jobs import write as output
+from lazyckpt.jobs import write as stream
+from lazyckpt.jobs.publish import discard, unfinished
 
 from .writers import bit_equal
 

@@ -11,7 +11,7 @@ import torch
 import lazyckpt
 from lazyckpt.core.box import Box, c_strides
 from lazyckpt.core.index import Extent, Fragment, Part, Rank, TensorSpec
-from lazyckpt.io.local import LocalStore
+from lazyckpt.io.storage.local import LocalStore
 from lazyckpt.show.layout import boxes, drawing, ranges
 from lazyckpt.tensor import LazyTensor
 

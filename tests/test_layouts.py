@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
-from lazyckpt.formats.placements import Cut, Layout, Placement, Same, Summand
+from lazyckpt.layouts.placements import Cut, Layout, Placement, Same, Summand
 
 
 @st.composite

@@ -12,7 +12,7 @@ from torch import nn
 
 import lazyckpt
 from lazyckpt import CheckpointView, loading
-from lazyckpt.io.transfer import Ring
+from lazyckpt.io.reading.device import Ring
 
 from .counting import opened
 from .oracle import same

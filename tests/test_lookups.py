@@ -13,10 +13,10 @@ import torch.distributed.checkpoint as dcp
 
 import lazyckpt
 from lazyckpt.core.index import Archive, FileInfo
-from lazyckpt.io.archives import locate_all
-from lazyckpt.io.local import split
 from lazyckpt.io.pool import each
-from lazyckpt.io.store import Buffer, Store
+from lazyckpt.io.reading.packed import locate_all
+from lazyckpt.io.storage.base import Buffer, Store
+from lazyckpt.io.storage.local import split
 
 from .counting import CountingStore, Counts
 from .oracle import same

@@ -11,9 +11,9 @@ import torch
 import lazyckpt
 from lazyckpt.core.index import Extent
 from lazyckpt.core.index import whole as in_one_piece
-from lazyckpt.formats.megatron.rules import megatron_rules
 from lazyckpt.formats.megatron.stacks import logical
-from lazyckpt.formats.merge import decide
+from lazyckpt.layouts.megatron import megatron_rules
+from lazyckpt.layouts.merge import decide
 
 from .contract import CHECKS, Check
 from .counting import opened

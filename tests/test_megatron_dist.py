@@ -17,8 +17,8 @@ import lazyckpt
 from lazyckpt.core.box import Box, c_strides
 from lazyckpt.core.index import Extent, Fragment, Part, TensorSpec
 from lazyckpt.formats.megatron.buckets import ranks_of, walk
-from lazyckpt.formats.megatron.regrid import regridded
-from lazyckpt.io.local import LocalStore
+from lazyckpt.formats.megatron.stacks import regridded
+from lazyckpt.io.storage.local import LocalStore
 from lazyckpt.tensor import LazyTensor
 
 from .contract import CHECKS, Check

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 import lazyckpt
 from lazyckpt.core.index import Extent, Hole, Rank, TensorSpec
-from lazyckpt.formats.deepspeed.flat import FlatFragments, Partition
-from lazyckpt.formats.deepspeed.ucp import universal_rules
-from lazyckpt.formats.families import family_rules
-from lazyckpt.formats.merge import MergedFragments, Source, decide, user_rules
-from lazyckpt.io.local import LocalStore
+from lazyckpt.formats.shared.flat import FlatFragments, Partition
+from lazyckpt.io.storage.local import LocalStore
+from lazyckpt.layouts.families import family_rules
+from lazyckpt.layouts.merge import MergedFragments, Source, decide, user_rules
+from lazyckpt.layouts.universal import universal_rules
 
 from .algebra import Array, index, keys, often
 

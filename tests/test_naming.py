@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import lazyckpt
 from lazyckpt.core.index import Index, TensorSpec
 from lazyckpt.errors import FormatError
-from lazyckpt.formats.wrappers import without_wrappers
+from lazyckpt.formats.shared.wrappers import without_wrappers
 
 from .oracle import same
 

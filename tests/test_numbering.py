@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from lazyckpt.formats.deepspeed.pipeline import stage_names
 from lazyckpt.formats.deepspeed.plainopt import match, numbered_groups
-from lazyckpt.formats.numbering import Effort, assign
-from lazyckpt.io.rebuild import StoredStorage, StoredTensor
+from lazyckpt.formats.shared.numbering import Effort, assign
+from lazyckpt.io.containers.pickle.rebuild import StoredStorage, StoredTensor
 
 Shape = tuple[int, ...]
 

@@ -103,25 +103,19 @@ for name in ("zero3", "model", "training.pt", "bomb.pt"):
 # -- the layer rule: imports point down, and no files import each other in a circle
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("printing",),
     ("errors",),
     ("core",),
-    ("io",),
-    ("formats",),
-    ("numpylike",),
-    ("likeness",),
-    ("lazy",),
-    ("namespace", "loading"),
-    ("export", "interop"),
-    ("inspect",),
+    ("io", "layouts", "likeness"),
+    ("formats", "lazy"),
+    ("jobs", "namespace"),
+    ("export", "inspect", "interop", "loading"),
     ("show",),
     ("tensor",),
     ("view",),
-    ("stacking", "engine"),
-    ("deepspeed", "distributed", "run", "retention"),
+    ("browse", "deepspeed", "distributed", "engine", "runs"),
     ("comparing", "recipes"),
     ("",),  # lazyckpt/__init__.py
-    ("demo", "browse"),
+    ("demo",),
     ("cli",),
     ("__main__",),
 )

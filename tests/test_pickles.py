@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 import lazyckpt
 from lazyckpt import CorruptError
-from lazyckpt.io.plain import Plain
+from lazyckpt.io.containers.pickle.plain import Plain
 
 from .handmade import machine, program, write_pickle
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt.io.records import Opaque
+from lazyckpt.io.containers.pickle.records import Opaque
 
 from .handmade import call, dict_of, list_of, named, number, program, tensor, text, tuple_of, write_pickle
 

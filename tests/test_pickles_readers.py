@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import lazyckpt
 from lazyckpt.errors import CorruptError
-from lazyckpt.io.pickles import Pickle
+from lazyckpt.io.containers.pickle.machine import Pickle
 
 from .handmade import dict_of, legacy, list_of, program, tensor, text, torch_zip
 
@@ -66,7 +66,11 @@ def ours(data: bytes) -> str:
         value = Pickle(data, "here", {}, lambda pid: pid).value
     except CorruptError:
         return "an error"
-    return repr((value.module, value.name)) if isinstance(value, lazyckpt.io.records.Opaque) else repr(value)
+    return (
+        repr((value.module, value.name))
+        if isinstance(value, lazyckpt.io.containers.pickle.records.Opaque)
+        else repr(value)
+    )
 
 
 CUT = {

@@ -17,7 +17,7 @@ import torch
 
 import lazyckpt
 from lazyckpt import CorruptError
-from lazyckpt.io.records import Opaque
+from lazyckpt.io.containers.pickle.records import Opaque
 
 from .handmade import (
     call,

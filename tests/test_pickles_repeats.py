@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from lazyckpt.io import repeats
-from lazyckpt.io.local import LocalStore
-from lazyckpt.io.plain import Plain
-from lazyckpt.io.torchfile import Pickles, read_torch_file
+from lazyckpt.io.containers.pickle import memo as repeats
+from lazyckpt.io.containers.pickle.plain import Plain
+from lazyckpt.io.containers.torch_file import Pickles, read_torch_file
+from lazyckpt.io.storage.local import LocalStore
 
 from .handmade import call, dict_of, get, list_of, number, program, put, text
 from .writers import bit_equal
@@ -89,7 +89,7 @@ def test_what_stands_before_decides_what_an_item_means(tmp_path: Path, taken: li
 
 def test_a_value_of_another_item_is_not_taken_for_the_same(tmp_path: Path) -> None:
     """An item that changes a list that stands before it."""
-    from lazyckpt.io.pickles import Pickle
+    from lazyckpt.io.containers.pickle.machine import Pickle
 
     filler = text("x" * 5000)
 
@@ -125,8 +125,8 @@ def test_a_dict_that_is_still_open_is_no_item(tmp_path: Path) -> None:
 
 def test_an_object_that_is_still_built_is_no_item(tmp_path: Path) -> None:
     """An object is pushed, then its state: where that begins, it is as if an item had ended."""
-    from lazyckpt.io.pickles import Pickle
-    from lazyckpt.io.rebuild import REBUILD
+    from lazyckpt.io.containers.pickle.machine import Pickle
+    from lazyckpt.io.containers.pickle.rebuild import REBUILD
 
     def made(n: int) -> bytes:
         state = dict_of(text("k" * 5000), number(1))

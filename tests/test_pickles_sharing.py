@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lazyckpt
-from lazyckpt.io.local import LocalStore
-from lazyckpt.io.plain import Plain
-from lazyckpt.io.torchfile import Pickles, read_torch_file
+from lazyckpt.io.containers.pickle.plain import Plain
+from lazyckpt.io.containers.torch_file import Pickles, read_torch_file
+from lazyckpt.io.storage.local import LocalStore
 
 from .handmade import (
     call,

@@ -20,9 +20,10 @@ from lazyckpt import DataError, MissingFileError
 from lazyckpt.core.box import Box, c_strides
 from lazyckpt.core.index import Extent, Fragment, Hole, Part, Rank, TensorSpec
 from lazyckpt.core.select import Selection
-from lazyckpt.formats.deepspeed.flat import FlatFragments, Partition
-from lazyckpt.io import gather, pool
-from lazyckpt.io.local import LocalStore
+from lazyckpt.formats.shared.flat import FlatFragments, Partition
+from lazyckpt.io import pool
+from lazyckpt.io.reading import gather
+from lazyckpt.io.storage.local import LocalStore
 from lazyckpt.tensor import LazyTensor
 
 from .algebra import Array, index, keys, shapes

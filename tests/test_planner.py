@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from lazyckpt import DataError, MissingFileError
 from lazyckpt.core.box import Box, c_strides, remainder
 from lazyckpt.core.index import Extent, Fragment, Hole, Part, TensorSpec
-from lazyckpt.core.overlapping import earlier_overlaps
-from lazyckpt.core.plan import Copy, overlaps, plan
+from lazyckpt.core.plan import Copy, earlier_overlaps, overlaps, plan
 
 Shape = tuple[int, ...]
 

@@ -16,8 +16,8 @@ import torch
 
 import lazyckpt
 from lazyckpt.errors import DataError
-from lazyckpt.inspect import spectrum
-from lazyckpt.inspect.spectrum import singular_values
+from lazyckpt.inspect import stats as spectrum
+from lazyckpt.inspect.stats import singular_values
 from lazyckpt.show import plot
 from lazyckpt.show.layout import drawing
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from lazyckpt.formats.placements import Cut, Layout, Same, Summand
 from lazyckpt.formats.ranks.records import DTensor, Records
-from lazyckpt.io.rebuild import StoredStorage, StoredTensor, TensorSubclass
-from lazyckpt.io.records import Opaque
+from lazyckpt.io.containers.pickle.rebuild import StoredStorage, StoredTensor, TensorSubclass
+from lazyckpt.io.containers.pickle.records import Opaque
+from lazyckpt.layouts.placements import Cut, Layout, Same, Summand
 
 MESH = ([0, 1, 2, 3], (2, 2))
 

@@ -168,7 +168,7 @@ def test_rules_that_do_not_fit_are_refused(rank_cases: dict[str, Case]) -> None:
 
 
 def test_rules_from_a_file(rank_cases: dict[str, Case], tmp_path: Path) -> None:
-    from lazyckpt.formats.rulesfile import read_rules
+    from lazyckpt.cli.options import read_rules
 
     (tmp_path / "rules.toml").write_text(
         '[rules."_flat_param".flat]\n"emb.weight" = [11, 6]\n"head.weight" = [5, 6]\n"head.bias" = [5]\n'

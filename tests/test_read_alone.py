@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import lazyckpt
-from lazyckpt.io import torchfile
-from lazyckpt.io.plainjson import encode
-from lazyckpt.io.zipdirectory import Directories
+from lazyckpt.io.containers import torch_file as torchfile
+from lazyckpt.io.containers.zip_directory import Directories
+from lazyckpt.io.plain_json import encode
 
 from .conftest import MEGATRON_KINDS, ZERO_KINDS
 from .writers import Case

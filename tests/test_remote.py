@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import lazyckpt
 from lazyckpt import cli
-from lazyckpt.io.remote import GAP, RemoteStore
+from lazyckpt.io.storage.fsspec import GAP, RemoteStore
 
 from .counting import opened
 

@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 
 import lazyckpt
 from lazyckpt.errors import DataError, DestinationError, FormatError, MissingFileError, TensorNotFoundError
-from lazyckpt.formats.steps import find
-from lazyckpt.io.local import LocalStore, split
-from lazyckpt.run import StepTensor
+from lazyckpt.formats.catalog import find
+from lazyckpt.io.storage.local import LocalStore, split
+from lazyckpt.runs.view import StepTensor
 
 from .conftest import complete, need, once
 from .counting import CountingStore, Counts
@@ -106,7 +106,7 @@ def test_what_cuts_tensors_is_for_one_step(tmp_path: Path) -> None:
 def test_only_the_wanted_steps_and_bytes_are_read(tmp_path: Path) -> None:
     saved(tmp_path, tuple(range(1, 21)))
     counts = Counts()
-    with mock.patch("lazyckpt.run.split", lambda where: (CountingStore(split(where)[0], counts), "")):
+    with mock.patch("lazyckpt.runs.view.split", lambda where: (CountingStore(split(where)[0], counts), "")):
         run = lazyckpt.open_run(tmp_path)
         t = run["layers.0.up.weight"]
     counts.clear()
@@ -125,7 +125,7 @@ def test_only_the_wanted_steps_and_bytes_are_read(tmp_path: Path) -> None:
 def test_opening_reads_no_checkpoint_and_one_step_opens_one(tmp_path: Path) -> None:
     saved(tmp_path, tuple(range(1, 301)))
     start = time.monotonic()
-    with mock.patch("lazyckpt.run.CheckpointView", side_effect=lazyckpt.CheckpointView) as opened:
+    with mock.patch("lazyckpt.runs.view.CheckpointView", side_effect=lazyckpt.CheckpointView) as opened:
         run = lazyckpt.open_run(tmp_path)
         assert opened.call_count == 0
         run.at(7)

@@ -21,7 +21,7 @@ import lazyckpt
 from lazyckpt import DataError, FormatError, MeshError, SelectionError
 from lazyckpt.core.flat import interval, joined
 from lazyckpt.core.index import Mesh, Rank
-from lazyckpt.formats.sharding.ranks import rank_of, world_size
+from lazyckpt.layouts.ranks import rank_of, world_size
 from lazyckpt.tensor import LazyTensor
 
 from .counting import opened

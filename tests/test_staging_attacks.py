@@ -16,9 +16,9 @@ import torch
 
 import lazyckpt
 from lazyckpt.errors import DestinationError
-from lazyckpt.export import stream
-from lazyckpt.export.staging import discard, staging_path, unfinished
 from lazyckpt.formats.zarr.documents import JOB
+from lazyckpt.jobs import write as stream
+from lazyckpt.jobs.publish import discard, staging_path, unfinished
 from lazyckpt.recipes import to_hf
 
 from .hostility import deadline
@@ -85,7 +85,7 @@ def interrupted(source: Path, name: str, dest: Path) -> None:
                 return fail() if calls[0] > 9 else move(*args)
 
             patch.setattr(stream, "_move", moving)
-            patch.setattr("lazyckpt.export.job._TOGETHER", 1)
+            patch.setattr("lazyckpt.jobs.executor._TOGETHER", 1)
         WRITERS[name][1](lazyckpt.open(source), dest)
     assert unfinished(dest)
 

@@ -224,7 +224,7 @@ def test_never_half_a_file(tmp_path: Path, safe: bool) -> None:
         with pytest.raises(error):
             save_state_dict(state, path, safe)
     with (
-        mock.patch("lazyckpt.export.stream.write_at", side_effect=OSError(28, "No space left on device")),
+        mock.patch("lazyckpt.jobs.write.write_at", side_effect=OSError(28, "No space left on device")),
         pytest.raises(lazyckpt.DestinationError, match="No space left"),
     ):
         save_state_dict({"a": torch.ones(3)}, path, safe)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt.io.plain import TensorRef
+from lazyckpt.io.containers.pickle.plain import TensorRef
 
 from .contract import same
 from .handmade import (

@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 import lazyckpt
 from lazyckpt.errors import CorruptError, DestinationError
 from lazyckpt.export import dcp as written
-from lazyckpt.export import saved, stream
-from lazyckpt.export.staging import unfinished
+from lazyckpt.export import torch as saved
+from lazyckpt.jobs import write as stream
+from lazyckpt.jobs.publish import unfinished
 
 from .conftest import ZERO_CROSS, need, once
 from .writers import Case, bit_equal, ranks, to_dcp_checks
@@ -173,7 +174,7 @@ def test_every_class_is_torchs(training: Path, tmp_path: Path) -> None:
 def test_it_goes_on_and_appears_at_the_end(training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(written, "CHUNK", 200)
     monkeypatch.setattr(written, "FILE", 4000)
-    monkeypatch.setattr("lazyckpt.export.job._TOGETHER", 1)
+    monkeypatch.setattr("lazyckpt.jobs.executor._TOGETHER", 1)
     real, calls = saved._finish, []
 
     def finish(*args: Any) -> None:

@@ -13,8 +13,9 @@ import torch
 
 import lazyckpt
 from lazyckpt.errors import DataError, DestinationError, MeshError
-from lazyckpt.export import job, stream
-from lazyckpt.export.staging import unfinished
+from lazyckpt.jobs import executor as job
+from lazyckpt.jobs import write as stream
+from lazyckpt.jobs.publish import unfinished
 
 from .conftest import need, once
 from .writers import Case, bit_equal

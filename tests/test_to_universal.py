@@ -13,8 +13,8 @@ import torch
 
 import lazyckpt
 from lazyckpt.errors import DataError, DestinationError
-from lazyckpt.export import saved
-from lazyckpt.export.staging import unfinished
+from lazyckpt.export import torch as saved
+from lazyckpt.jobs.publish import unfinished
 
 from .conftest import need, once
 from .writers import bit_equal
@@ -141,7 +141,7 @@ def test_it_goes_on_and_where_it_may_not_be_written(
     resumed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     view = lazyckpt.open(resumed / "torch" / "ckpt" / "training.pt")
-    monkeypatch.setattr("lazyckpt.export.job._TOGETHER", 1)
+    monkeypatch.setattr("lazyckpt.jobs.executor._TOGETHER", 1)
     real, calls = saved.write_at, []
 
     def finish(fd: int, data: bytes, offset: int) -> None:

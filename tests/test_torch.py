@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt.io.local import LocalStore
-from lazyckpt.io.torchfile import Pickles, read_torch_file
+from lazyckpt.io.containers.torch_file import Pickles, read_torch_file
+from lazyckpt.io.storage.local import LocalStore
 
 from . import contract
 from .contract import Check

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import lazyckpt
 from lazyckpt.errors import CorruptError, LazyckptError
-from lazyckpt.io import plainjson
+from lazyckpt.io import plain_json as plainjson
 
 from .handmade import (
     call,

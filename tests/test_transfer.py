@@ -11,8 +11,8 @@ import torch
 
 import lazyckpt
 from lazyckpt.core.select import Selection
-from lazyckpt.io import transfer
-from lazyckpt.io.transfer import Ring
+from lazyckpt.io.reading import device as transfer
+from lazyckpt.io.reading.device import Ring
 
 from .conftest import complete
 from .counting import opened

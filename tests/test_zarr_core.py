@@ -33,11 +33,10 @@ from lazyckpt.core.index import Extent, Fragment, Part, TensorSpec
 from lazyckpt.core.plan import plan
 from lazyckpt.core.references import reference_chunk, references
 from lazyckpt.formats.zarr import documents
-from lazyckpt.formats.zarr.dtypes import FOREIGN, NAMES, fill_value
-from lazyckpt.formats.zarr.nodes import paths
+from lazyckpt.formats.zarr.documents import FOREIGN, NAMES, fill_value, paths
 from lazyckpt.interop import zarr_dtypes
-from lazyckpt.io.plainjson import decode, encode
-from lazyckpt.io.records import Opaque
+from lazyckpt.io.containers.pickle.records import Opaque
+from lazyckpt.io.plain_json import decode, encode
 
 ROOT = Path(__file__).parents[1]
 
@@ -306,7 +305,7 @@ def test_deep_and_huge_objects_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
     laughs: Any = "ha"
     for _ in range(40):
         laughs = [laughs, laughs]
-    monkeypatch.setattr("lazyckpt.io.plainjson._LIMIT", 1 << 16)
+    monkeypatch.setattr("lazyckpt.io.plain_json._LIMIT", 1 << 16)
     with pytest.raises(lazyckpt.DataError, match="too much"):
         encode(laughs)
     with pytest.raises(lazyckpt.DataError, match=r"meta\.a\[1\] is a builtins\.object"):

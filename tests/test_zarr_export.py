@@ -26,11 +26,12 @@ from lazyckpt.core.box import Box
 from lazyckpt.core.dtypes import to_numpy
 from lazyckpt.core.index import Extent, Fragment, Part, TensorSpec
 from lazyckpt.errors import ChangedFileError, CorruptError, DataError, DestinationError, MissingFileError
-from lazyckpt.export import chunks, destination, places
+from lazyckpt.export import chunks
 from lazyckpt.export import zarr as export
-from lazyckpt.formats.zarr.dtypes import NAMES
+from lazyckpt.formats.zarr.documents import NAMES
 from lazyckpt.interop import zarr_dtypes
-from lazyckpt.io.local import LocalStore
+from lazyckpt.io.storage.local import LocalStore
+from lazyckpt.jobs import destination, places
 from lazyckpt.tensor import LazyTensor
 
 from .conftest import need
@@ -550,7 +551,7 @@ def test_a_source_that_changes_meanwhile(saved: tuple[Path, dict[str, torch.Tens
 
 @pytest.mark.parametrize("to", ["x.zarr", "memory://export/verify.zarr", "x.safetensors", "x.pt"])
 def test_verify_finds_what_is_wrong(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, to: str) -> None:
-    from lazyckpt.export import stream
+    from lazyckpt.jobs import write as stream
 
     view = lazyckpt.open(saved[0]).select("a.*")
     flipped = False

@@ -18,7 +18,7 @@ import torch
 import lazyckpt
 from lazyckpt import CorruptError, DataError, FormatError, MissingFileError
 from lazyckpt.core.index import Extent
-from lazyckpt.formats.zarr.fills import fill_bytes
+from lazyckpt.formats.zarr.metadata import fill_bytes
 
 from . import contract
 from .contract import Check

@@ -20,10 +20,9 @@ from zarr.core.buffer import default_buffer_prototype
 
 import lazyckpt
 from lazyckpt.core.dtypes import to_numpy
-from lazyckpt.formats.zarr.dtypes import NAMES
-from lazyckpt.formats.zarr.nodes import component, paths
+from lazyckpt.formats.zarr.documents import NAMES, component, paths
 from lazyckpt.interop.zarr_store import ViewStore
-from lazyckpt.io.plainjson import decode
+from lazyckpt.io.plain_json import decode
 
 from .contract import open_case
 from .counting import opened

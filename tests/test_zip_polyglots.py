@@ -17,8 +17,8 @@ import torch
 
 import lazyckpt
 from lazyckpt import CorruptError
-from lazyckpt.io.local import LocalStore
-from lazyckpt.io.torchfile import Pickles, read_torch_file
+from lazyckpt.io.containers.torch_file import Pickles, read_torch_file
+from lazyckpt.io.storage.local import LocalStore
 
 from .counting import opened
 from .handmade import dict_of, program, storage, tensor, text

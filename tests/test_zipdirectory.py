@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lazyckpt.io import zipdirectory
-from lazyckpt.io.local import LocalStore
-from lazyckpt.io.torchfile import Pickles, read_torch_file
+from lazyckpt.io.containers import zip_directory as zipdirectory
+from lazyckpt.io.containers.torch_file import Pickles, read_torch_file
+from lazyckpt.io.storage.local import LocalStore
 
 
 @pytest.fixture

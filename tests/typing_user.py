@@ -17,7 +17,7 @@ from lazyckpt.deepspeed import RankFile, get_fp32_state_dict_from_zero_checkpoin
 from lazyckpt.distributed import LazyReader, get_shard_info
 from lazyckpt.inspect.table import Histogram, Stats, Table
 from lazyckpt.interop.zarr_store import ViewStore
-from lazyckpt.run import StepTensor
+from lazyckpt.runs.view import StepTensor
 
 
 def names_and_sides(path: Path) -> None:

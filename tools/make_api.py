@@ -41,7 +41,7 @@ def pages() -> dict[str, str]:
     elsewhere = {"CheckpointView", "LazyTensor", "RunView", "open", "open_run", *errors.__all__}
     alone = [name for name in lazyckpt.__all__ if name not in elsewhere]
     array = tensor.__mro__[1]  # its module has the contract
-    stepped = importlib.import_module("lazyckpt.run").StepTensor
+    stepped = importlib.import_module("lazyckpt.runs.view").StepTensor
     doors = [importlib.import_module(f"lazyckpt.interop.{name}") for name in interop._DOORS]
     tables = {
         "view.md": (

@@ -12,18 +12,18 @@ from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
 from textual.widgets import Footer, Input, Static, TabbedContent, TabPane
 
-from ..core.indices import parse_index
-from ..printing import printable
+from ..core.select import parse_index
+from ..errors import printable
 from ..show.layout import Drawing, drawing
 from ..show.text import facts, kind, oddities
 from ..tensor import LazyTensor
 from ..view import CheckpointView
-from . import code, detail, fragments, screens
+from . import detail, fragments, screens
+from . import detail as code
 from .background import Background, told, wrong
 from .grid import Grid
 from .histogram import Histogram
-from .levels import Entry, Levels, chosen
-from .tree import NameTree, Row
+from .tree import Entry, Levels, NameTree, Row, chosen
 
 _PROBLEMS = 2  # lines of problems on top
 _PAUSE = 0.15  # seconds after the last key of a filter

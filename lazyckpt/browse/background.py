@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 from textual.app import App
 from textual.content import Content
 
-from ..errors import LazyckptError
-from ..printing import printable
+from ..errors import LazyckptError, printable
 
 
 class _Job(NamedTuple):

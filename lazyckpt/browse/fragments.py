@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from textual.content import Content
 
-from ..printing import printable
+from ..core.units import plural
+from ..errors import printable
 from ..show.layout import Cell, Drawing, Holder, ranges
-from ..show.text import plural
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _COLOURS = ("primary", "success", "warning", "accent", "secondary")  # of the theme

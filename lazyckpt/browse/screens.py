@@ -13,7 +13,7 @@ from textual.screen import ModalScreen
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
-from ..printing import printable
+from ..errors import printable
 
 KEYS = (
     ("↑ ↓", "move; Enter or Space opens and closes a level"),

@@ -9,10 +9,19 @@ from importlib.util import find_spec
 import typer
 
 from ..errors import LazyckptError
-from ..formats.rulesfile import read_rules
-from ..io.remote import is_url
+from ..io.storage.fsspec import is_url
 from ..view import CheckpointView
-from .options import FormatOption, PathArg, RulesOption, StateOption, StoredOption, TagOption, open_view, state_of
+from .options import (
+    FormatOption,
+    PathArg,
+    RulesOption,
+    StateOption,
+    StoredOption,
+    TagOption,
+    open_view,
+    read_rules,
+    state_of,
+)
 
 
 def browse(

@@ -11,7 +11,7 @@ from typing import NoReturn
 from rich.console import Console
 from rich.text import Text
 
-from ..printing import printable
+from ..errors import printable
 
 # Arguments of Python that commands have as options.
 _ARGUMENT = re.compile(

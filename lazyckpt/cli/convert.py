@@ -12,8 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
+from ..core.units import human_bytes, plural
 from ..errors import LazyckptError
-from ..show.text import human_bytes, oddities, plural
+from ..show.text import oddities
 from .console import as_options, write_error, write_line, write_text
 from .jobs import Job, carried_out, check_files, goes_on, kept, planned, throw_away
 from .options import FormatOption, PathArg, RulesOption, StateOption, StoredOption, TagOption, open_view

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from .. import diff as diff_views
-from ..errors import TensorNotFoundError
-from ..printing import printable
+from ..errors import TensorNotFoundError, printable
 from .console import write_line, write_text
 from .options import FormatOption, JsonOption, RulesOption, StateOption, open_view
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import TensorNotFoundError
-from ..io.plainjson import encode
+from ..io.plain_json import encode
 from ..show.about import facts_of, meta_lines
 from .console import write_line, write_text
 from .options import FormatOption, JsonOption, PathArg, RulesOption, TagOption, open_view, typed

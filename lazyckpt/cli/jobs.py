@@ -14,18 +14,19 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..core.names import natural
+from ..core.units import size_in_bytes
 from ..errors import DestinationError, LazyckptError, WorkerError
 from ..export import forecast
-from ..export.destination import local_path
 from ..export.forecast import FILES, Forecast
-from ..export.job import MEMORY
-from ..export.objects import NOT_LOADED
-from ..export.places import Bucket
 from ..export.ranks import export_ranks, rank_folders
-from ..export.shards import is_of_family, size_in_bytes
-from ..export.staging import discard, unfinished
+from ..export.shards import is_of_family
+from ..export.training import NOT_LOADED
 from ..formats.zarr.documents import JOB
-from ..io.remote import is_url
+from ..io.storage.fsspec import is_url
+from ..jobs.destination import local_path
+from ..jobs.executor import MEMORY
+from ..jobs.places import Bucket
+from ..jobs.publish import discard, unfinished
 from ..view import CheckpointView, check_whole
 from .targets import Wanted, prepared
 

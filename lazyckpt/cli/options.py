@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import tomllib
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from .. import open as open_checkpoint
-from ..core.indices import parse_index
-from ..errors import SelectionError, TensorNotFoundError
-from ..formats.rulesfile import read_rules
-from ..show.text import plural
+from ..core.select import parse_index
+from ..core.units import plural
+from ..errors import FormatError, MissingFileError, SelectionError, TensorNotFoundError
+from ..layouts.merge import user_rules
 from ..tensor import LazyTensor
 from ..view import CheckpointView
 
@@ -142,3 +144,27 @@ def find(view: CheckpointView, text: str) -> tuple[LazyTensor, Any, str | None]:
 def _indexed(t: LazyTensor, text: str, n: int) -> tuple[LazyTensor, Any, str | None]:
     index = text[n + 1 : -1] if n < len(text) else None
     return t, None if index is None else parse_index(index), index
+
+
+def read_rules(path: str | Path) -> dict[str, Any]:
+    """The rules in a TOML file: glob of the logical name -> rule (see `lazyckpt.layouts.merge.user_rules`).
+
+    Raises MissingFileError; FormatError if it is no TOML, has no such table, or has a rule that is none.
+    """
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise MissingFileError(f"{path}: no such file (it should hold merge rules: --rules)") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise FormatError(f"{path} is no TOML: {e}") from None
+    rules = table.get("rules")
+    if not isinstance(rules, dict) or len(table) > 1:
+        raise FormatError(
+            f"{path} has {', '.join(f'[{k}]' for k in table) or 'nothing in it'}: it should have one table [rules], "
+            "of pattern = rule"
+        )
+    try:
+        user_rules(rules)
+    except FormatError as e:
+        raise FormatError(f"{path}: {e}") from None
+    return rules

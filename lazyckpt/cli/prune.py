@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .. import prune as prune_folder
-from ..show.text import human_bytes, plural
+from ..core.units import human_bytes, plural
 from .console import write_line, write_text
 from .options import JsonOption
 

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..show.text import human_bytes, kind
+from ..core.units import human_bytes
+from ..show.text import kind
 from ..show.values import LIMIT, json_values, values
 from .console import console, write_line, write_text
 from .options import (

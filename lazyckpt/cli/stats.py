@@ -10,9 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import DataError
+from ..errors import DataError, printable
 from ..inspect.table import ODD, Stats, Table
-from ..printing import printable
 from .console import write_line, write_text
 from .options import (
     FormatOption,

@@ -8,8 +8,8 @@ from typing import Any
 from ..core.dtypes import dtype_named
 from ..errors import DataError, FormatError
 from ..export.forecast import FILES
-from ..formats.renaming.file import ENDINGS, read_table
-from ..io.remote import is_url
+from ..io.storage.fsspec import is_url
+from ..layouts.rename.table import ENDINGS, read_table
 from ..view import CheckpointView
 from .options import matching
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ..printing import printable
+from ..errors import printable
 from .box import Box, Shape, c_strides
 from .dtypes import check_converts
 

@@ -9,7 +9,7 @@
 - every constant of deepspeed/checkpoint/constants.py, documented in `lazyckpt.deepspeed.constants`.
 """
 
-from ..formats.deepspeed.names import (
+from ..formats.deepspeed.files import (
     RankFile,
     get_layer_ckpt_name_for_rank,
     get_model_ckpt_name_for_rank,
@@ -26,7 +26,7 @@ from .consolidate import (
     load_state_dict_from_zero_checkpoint,
 )
 from .constants import *  # noqa: F403
-from .validate import FileProblem
+from .states import FileProblem
 
 __all__ = [
     "DeepSpeedCheckpoint",

@@ -21,12 +21,11 @@ from typing import Any
 
 from ..core.names import natural
 from ..errors import SelectionError
-from ..formats.deepspeed.names import LAYER_FILE_PREFIX
-from ..formats.reshard import stored_ranks
+from ..formats.deepspeed.files import LAYER_FILE_PREFIX
+from ..layouts.cut import stored_ranks
 from . import constants as c
 from .mapping import Degrees, Map2D, balanced, check_reshape
-from .states import Opened
-from .validate import FileProblem, file_problems
+from .states import FileProblem, Opened, file_problems
 from .zero_checkpoint import ZeROCheckpoint
 
 EMBEDDING_LAYER_INDEX = 0

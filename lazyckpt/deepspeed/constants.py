@@ -5,9 +5,9 @@ key stands, as deepspeed's writers put it there. "Optimizer file": ``*_optim_sta
 ``*_model_states.pt``; "universal": a folder that ds_to_universal wrote.
 """
 
-from ..formats.deepspeed import names
+from ..formats.deepspeed import files as names
 
-# -- names of files; how they are put together, and by whom: lazyckpt/formats/deepspeed/names.py
+# -- names of files; how they are put together, and by whom: lazyckpt/formats/deepspeed/files.py
 
 # MODEL_FILE_PREFIX + "00" + MODEL_FILE_SUFFIX: the model states of mp rank 0.
 MODEL_FILE_PREFIX = names.MODEL_FILE_PREFIX

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 from ..errors import FormatError, SelectionError
-from ..formats.reshard import stored_ranks
+from ..layouts.cut import stored_ranks
 
 T = TypeVar("T")
 

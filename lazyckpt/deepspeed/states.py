@@ -9,28 +9,29 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ..core.box import Shape
 from ..core.index import Fragment, Hole, Rank, TensorSpec
 from ..errors import FormatError, LazyckptError
 from ..formats.deepspeed.building import Building, Local, Shapes, Stage, local, tensors_in
-from ..formats.deepspeed.files import RankFiles, find_folder
-from ..formats.deepspeed.names import RankFile, parse_ckpt_name
+from ..formats.deepspeed.files import Kind, RankFile, RankFiles, find_folder, parse_ckpt_name
 from ..formats.deepspeed.pipeline import read_layers, tied_layers
+from ..formats.deepspeed.present import num_experts
 from ..formats.deepspeed.reader import data_parallel_degree, degrees, merge_rules, read_stages
-from ..formats.merge import MergedFragments, concatenated
-from ..formats.merge import Source as RuleSource
 from ..formats.reader import Source
-from ..formats.reshard import reshard, stored_ranks
-from ..formats.torchsave import spec_of
-from ..io.local import split
-from ..io.plain import Plain
-from ..io.rebuild import StoredTensor
-from ..io.remote import is_url, split_url
-from ..io.store import Store
+from ..formats.torch_save import spec_of
+from ..io.containers.pickle.plain import Plain
+from ..io.containers.pickle.rebuild import StoredTensor
+from ..io.containers.torch_file import read_torch_file
+from ..io.storage.base import Store
+from ..io.storage.fsspec import is_url, split_url
+from ..io.storage.local import split
+from ..layouts.cut import reshard, stored_ranks
+from ..layouts.merge import MergedFragments, concatenated
+from ..layouts.merge import Source as RuleSource
 from ..tensor import LazyTensor
 from .mapping import Degrees
 
@@ -252,3 +253,73 @@ def _gpt_rule(name: str) -> Any:
 def _no_versions(state: dict[Any, Any]) -> dict[Any, Any]:
     """A state dict without the attribute of it that `torch.nn.Module.state_dict` keeps versions in."""
     return {k: v for k, v in state.items() if k != "_metadata"}
+
+
+# -- Which files a checkpoint should consist of, and which of them are missing, unreadable or of another save.
+
+
+class FileProblem(NamedTuple):
+    """``path``: as in ``file_list``. "left over": of a save with more ranks, nothing of this one is in it."""
+
+    path: str
+    what: Literal["missing", "unreadable", "left over"]
+    why: str
+
+
+def file_problems(opened: Opened, listed: list[str]) -> list[FileProblem]:
+    """What is wrong with the files now. ``listed``: those that were there when the checkpoint was opened. Reads every
+    rank file's list of contents, no tensor data."""
+    store, folder = opened.b.store, opened.files.folder
+    there = {f"{folder}/{n}" if folder else n for n, e in store.list(folder).items() if not e.is_dir}
+    expected = dict(_expected(opened))
+    problems = []
+    for path in dict.fromkeys([*expected, *listed]):
+        if path not in there:
+            why = "a rank of the run that saved wrote it" if path in expected else "it was there when this was opened"
+            problems.append(FileProblem(opened.full(path), "missing", why))
+        elif path in expected:
+            try:
+                file = read_torch_file(store, path)
+                for name, tensor in Plain(file.root, path, file.pickle_size).tensors.items():
+                    if tensor.storage is not None:
+                        file.extent(tensor, name)
+            except LazyckptError as e:
+                problems.append(FileProblem(opened.full(path), "unreadable", str(e)))
+    kinds = set(expected.values())
+    for path in sorted(there - expected.keys()):
+        known = parse_ckpt_name(path)
+        if known is not None and (known.kind in kinds or known.kind in ("model", "zero_model")):
+            pp, tp, dp = opened.stored
+            why = f"it is none of the files of {pp} x {tp} x {dp} (pp x tp x dp) ranks: of another save?"
+            problems.append(FileProblem(opened.full(path), "left over", why))
+    return problems
+
+
+def _expected(opened: Opened) -> Iterator[tuple[str, Kind]]:
+    pp, tp, dp = opened.stored
+    files = opened.files
+    first = opened.stages[min(opened.stages)].model
+    for mp in range(pp * tp):
+        yield opened.model_path(mp), "zero_model" if opened.sharded else "model"
+        if opened.sharded:
+            for d in range(1, dp):
+                yield files.zero_model.get((d, mp)) or opened.path(RankFile("zero_model", dp=d, mp=mp)), "zero_model"
+    for layer in opened.layers:
+        for t in range(tp):
+            yield opened.layer_path(layer, t), "layer"
+    flat = any(s.groups for s in opened.stages.values())  # param_shapes are written where the optimizer is partitioned
+    if files.optim or (flat and not files.universal):
+        for d in range(dp):
+            for mp in range(pp * tp):
+                yield opened.optim_path(d, mp), "optim"
+    for layer, count in enumerate(num_experts(first, files) if first.get("ds_autoep_layers") is None else ()):
+        for expert in range(count):
+            for mp in range(tp):
+                file = RankFile("expert", layer=layer, expert=expert, mp=mp)
+                yield files.experts.get((layer, expert, mp)) or opened.path(file), "expert"
+    for ep in range(1 + max((ep for ep, _ in files.expert_optim if ep < dp), default=-1)):
+        for mp in range(tp):
+            yield (
+                files.expert_optim.get((ep, mp)) or opened.path(RankFile("expert_optim", ep=ep, mp=mp)),
+                "expert_optim",
+            )

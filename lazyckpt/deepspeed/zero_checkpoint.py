@@ -16,7 +16,7 @@ from typing import Any
 from ..core.box import Box
 from ..core.index import Part, TensorSpec
 from ..errors import FormatError, MissingFileError
-from ..formats.merge import MergedFragments
+from ..layouts.merge import MergedFragments
 from ..tensor import LazyTensor
 from . import constants as c
 from .mapping import Degrees, zero_ranks

@@ -24,9 +24,8 @@ import torch
 from .. import loading
 from ..tensor import LazyTensor
 from .convert import dcp_to_safetensors, dcp_to_torch_save
-from .devices import empty_cache, get_device_type, synchronize
 from .layout import ep_specs
-from .mesh import EPDegrees, EPSpecInfo, build_ep_fqn2spec_info, init_ep_mesh
+from .mesh import EPDegrees, EPSpecInfo, build_ep_fqn2spec_info, empty_cache, get_device_type, init_ep_mesh, synchronize
 from .reader import LazyReader
 from .statedict import ShardInfo, get_dtype_size, get_shard_info, save_state_dict
 from .tensors import drop_ep_dim, drop_ep_dims, restore_ep_dim, restore_ep_dims

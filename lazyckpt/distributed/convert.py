@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError, FormatError, MissingFileError
-from ..export.staging import fingerprint
 from ..export.torch import layout_of, leaves, replaced
 from ..formats.dcp.objects import Meta
-from ..formats.nested import put
-from ..io.plain import TensorRef
-from ..io.records import Opaque
+from ..formats.shared.paths import put
+from ..io.containers.pickle.plain import TensorRef
+from ..io.containers.pickle.records import Opaque
+from ..jobs.publish import fingerprint
 from ..lazy import named
 from ..tensor import LazyTensor
 from ..view import CheckpointView

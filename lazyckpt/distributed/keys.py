@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import TensorNotFoundError
 from ..formats.dcp.objects import Meta
-from ..io.plain import Path, TensorRef
+from ..io.containers.pickle.plain import Path, TensorRef
 from ..lazy import named
 from ..tensor import LazyTensor
 from ..view import CheckpointView

@@ -15,18 +15,18 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.dtypes import FROM_NAME, FROM_SAFETENSORS
+from ..core.units import size_in_bytes
 from ..errors import DataError
-from ..export.destination import check_paths, local_path, source_files
 from ..export.files import FileFormat, check_names
-from ..export.held import held
-from ..export.job import run
-from ..export.output import Plan, write
-from ..export.places import Target
 from ..export.safetensors import SAFETENSORS
-from ..export.shards import file_names, size_in_bytes, split
-from ..export.staging import fingerprint, once
-from ..export.stream import File, Layout
+from ..export.shards import file_names, split
 from ..export.torch import TORCH
+from ..jobs.destination import check_paths, local_path, source_files
+from ..jobs.executor import run
+from ..jobs.held import held
+from ..jobs.places import Target
+from ..jobs.publish import fingerprint, once
+from ..jobs.write import File, Layout, Plan, write
 from ..tensor import LazyTensor
 from ..view import CheckpointView
 

@@ -20,11 +20,11 @@ from ..core.chunking import chunk_box, grid_of
 from ..core.dtypes import BITS
 from ..formats.zarr.documents import RAW, Json
 from ..io.memory import as_bytes, empty
+from ..jobs.executor import OVERHEAD
+from ..jobs.places import PIECE, Place
+from ..jobs.write import differs, scratch
 from ..lazy import LazyArray
 from .codecs import Encoding
-from .job import OVERHEAD
-from .places import PIECE, Place
-from .stream import differs, scratch
 
 _ABSENT = (1 << 64) - 1  # offset and bytes of an inner chunk that is not there
 INDEX_CODECS = (*RAW, {"name": "crc32c"})

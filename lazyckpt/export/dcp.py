@@ -23,19 +23,17 @@ import torch
 
 from ..core.box import Shape
 from ..errors import DataError
-from ..io.plain import TensorRef
+from ..io.containers.pickle.plain import TensorRef
+from ..jobs.destination import local_path
+from ..jobs.executor import Run
+from ..jobs.held import Held, Writable
+from ..jobs.publish import fingerprint
+from ..jobs.write import File, Plan
 from ..lazy import LazyArray, named
-from .destination import local_path
 from .files import check_names
 from .folders import Kind, write_folder
-from .groups import Training, param_groups, step_of
-from .held import Held, Writable
-from .job import Run
-from .objects import Lost, restored
-from .output import Plan
-from .saved import Item, row
-from .staging import fingerprint
-from .stream import File
+from .torch import Item, row
+from .training import Lost, Training, param_groups, restored, step_of
 
 CHUNK = 32 << 20  # bytes of a chunk, at most, unless a row has more
 FILE = 1 << 30  # the same of a file

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import torch
 
+from ..core.units import size_in_bytes
 from ..errors import DataError, DestinationError
+from ..jobs.destination import alone, check_inside, check_paths, local_path, source_files
+from ..jobs.executor import Run, run
+from ..jobs.guard import followed
+from ..jobs.held import Writable
+from ..jobs.places import Folder, Target
+from ..jobs.publish import fingerprint
+from ..jobs.write import File, Layout, Plan, write
 from ..lazy import LazyArray
-from .destination import alone, check_inside, check_paths, local_path, source_files
-from .guard import followed
-from .held import Writable
-from .job import Run, run
-from .output import Plan, write
-from .places import Folder, Target
-from .shards import file_names, index_text, is_of_family, size_in_bytes, split
-from .staging import fingerprint
-from .stream import File, Layout
+from .shards import file_names, index_text, is_of_family, split
 
 Tensors = Mapping[str, Writable]
 Aliases = Mapping[str, str]  # further names -> the name of the same tensor

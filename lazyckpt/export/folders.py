@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import DestinationError
-from ..io.remote import is_url
+from ..io.storage.fsspec import is_url
+from ..jobs.destination import source_files
+from ..jobs.executor import Run
+from ..jobs.guard import followed
+from ..jobs.publish import check_replaceable, reveal
+from ..jobs.write import Plan, write
 from ..lazy import LazyArray
-from .destination import source_files
-from .guard import followed
-from .job import Run
-from .output import Plan, write
-from .staging import check_replaceable, reveal
 
 
 class Kind(NamedTuple):

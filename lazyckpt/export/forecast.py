@@ -14,15 +14,16 @@ import torch
 
 from ..core.chunking import grid_of
 from ..core.dtypes import short_name
-from ..formats.zarr.contents import Part as ZarrPart
-from ..formats.zarr.contents import contents
-from ..io.remote import is_url
+from ..core.units import size_in_bytes
+from ..formats.zarr.documents import Part as ZarrPart
+from ..formats.zarr.documents import contents
+from ..io.storage.fsspec import is_url
+from ..jobs.destination import local_path
 from ..lazy import LazyArray
 from . import dcp
-from .destination import local_path
 from .files import FileFormat
 from .safetensors import SAFETENSORS
-from .shards import size_in_bytes, split
+from .shards import split
 from .torch import TORCH
 from .zarr import planned
 

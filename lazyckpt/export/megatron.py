@@ -26,29 +26,25 @@ import torch
 from ..core.box import Box
 from ..core.compose import Piece, compose
 from ..core.index import Index, Mesh, Rank, TensorSpec, renamed
-from ..errors import DataError, MeshError
-from ..formats.megatron.names import is_buffer, is_expert, stack_of
-from ..formats.megatron.order import sort_key
-from ..formats.megatron.rules import VOCABULARY
-from ..formats.paths import some
-from ..formats.renaming.apply import heads_of
-from ..formats.sharding.ranks import mesh_of
-from ..formats.sharding.shard import sharded
-from ..io.store import Store
+from ..errors import DataError, MeshError, some
+from ..formats.megatron.layers import sort_key
+from ..io.storage.base import Store
+from ..jobs.destination import local_path
+from ..jobs.executor import Run
+from ..jobs.held import Held, Viewed, Writable
+from ..jobs.publish import fingerprint
+from ..jobs.write import File, Plan
+from ..layouts.megatron import VOCABULARY, is_buffer, is_expert, stack_of
+from ..layouts.ranks import mesh_of
+from ..layouts.rename.apply import heads_of
+from ..layouts.shard import sharded
 from ..lazy import LazyArray, named
 from .dcp import View
-from .destination import local_path
 from .folders import Kind, write_folder
-from .groups import step_of
-from .held import Held, Viewed, Writable
-from .job import Run
 from .megatron_args import EMBEDDING, complete, of_rank_files, source_args, true_vocabulary
 from .megatron_optimizer import NO_OPTIM, Optimizer, optimizer_of
-from .objects import Lost, restored
-from .output import Plan
-from .staging import fingerprint
-from .stream import File
 from .torch import layout_of, leaves, replaced
+from .training import Lost, restored, step_of
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _VERSION = 3.0  # checkpoint_version: rows of fused q, k and v by group

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 from ..core.index import Mesh, TensorSpec
-from ..formats.megatron.degrees import number
-from ..formats.megatron.order import LAYER
-from ..formats.megatron.rules import is_gated
-from ..formats.renaming.apply import heads_of
-from ..formats.sharding.names import expert_of
-from .objects import Lost, restored
+from ..formats.megatron.layers import LAYER
+from ..layouts.megatron import is_gated, number
+from ..layouts.rename.apply import heads_of
+from ..layouts.stages import expert_of
+from .training import Lost, restored
 
 EMBEDDING = "embedding.word_embeddings.weight"
 _COMPARED = ("num_layers", "hidden_size", "num_attention_heads")

@@ -21,13 +21,12 @@ import torch
 
 from ..core.box import Shape
 from ..core.index import TensorSpec
-from ..formats.megatron.names import is_buffer, is_expert
-from ..formats.paths import some
+from ..errors import some
+from ..jobs.held import Held, Writable
+from ..layouts.megatron import is_buffer, is_expert
 from ..lazy import named
 from .dcp import View
-from .groups import below, step_of
-from .held import Held, Writable
-from .objects import Lost, restored
+from .training import Lost, below, restored, step_of
 
 _FULL = ("weights", "fp32")
 _TRAINED = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # the states that Megatron's optimizers have

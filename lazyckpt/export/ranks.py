@@ -15,10 +15,10 @@ from itertools import product
 from pathlib import Path
 
 from ..errors import DestinationError
+from ..jobs.destination import check_apart, local_path
+from ..jobs.places import PART, Folder
+from ..jobs.publish import fingerprint, reveal, staged
 from ..lazy import LazyArray
-from .destination import check_apart, local_path
-from .places import PART, Folder
-from .staging import fingerprint, reveal, staged
 
 _NAME = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
 _DONE = ".rank-done"  # marks the folder of a finished rank: key -> [bytes, CRC-32] of the others

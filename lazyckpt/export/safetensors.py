@@ -11,9 +11,9 @@ import os
 
 from ..core.dtypes import TO_SAFETENSORS
 from ..errors import DataError
+from ..jobs.places import Target
+from ..jobs.write import Layout, Placed, write_at
 from .files import Aliases, FileFormat, Tensors
-from .places import Target
-from .stream import Layout, Placed, write_at
 
 _LONGEST = 100_000_000  # bytes of a header that readers take (safetensors/src/tensor.rs MAX_HEADER_SIZE)
 

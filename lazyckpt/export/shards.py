@@ -9,10 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from fractions import Fraction
 from typing import Protocol, TypeVar
-
-from ..errors import DataError
 
 
 class _Sized(Protocol):
@@ -21,32 +18,6 @@ class _Sized(Protocol):
 
 
 T = TypeVar("T", bound=_Sized)
-_UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{unit}": base**power
-    for power, prefix in enumerate("KMGT", 1)
-    for unit, base in (("B", 1000), ("iB", 1024))
-}
-
-
-def size_in_bytes(size: int | str) -> int:
-    """A size as people write it. Raises DataError.
-
-    >>> size_in_bytes("5GB"), size_in_bytes("1.5 MiB")
-    (5000000000, 1572864)
-    """
-    if isinstance(size, int):
-        count = size
-    else:
-        match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?i?B?)\s*", str(size), re.IGNORECASE)
-        unit = match[2].upper().replace("I", "i") if match else ""
-        if match is None or unit not in _UNITS:
-            raise DataError(
-                f"the size {size!r} is not understood: a number of bytes, or one with a unit ('5GB', '512MiB')"
-            )
-        count = int(Fraction(match[1]) * _UNITS[unit])
-    if count <= 0:
-        raise DataError(f"a size of {size!r} holds nothing: say a size above 0, or None for no limit")
-    return count
 
 
 def split(tensors: Mapping[str, T], limit: int | None) -> list[dict[str, T]]:

@@ -19,21 +19,18 @@ from typing import Any
 import torch
 
 from ..errors import DataError
-from ..formats.deepspeed.ucp import cut_of
+from ..jobs.destination import local_path
+from ..jobs.executor import Run
+from ..jobs.held import Held, Writable
+from ..jobs.publish import fingerprint
+from ..jobs.write import File, Plan
+from ..layouts.universal import cut_of
 from ..lazy import LazyArray, named
 from .dcp import View
-from .destination import local_path
 from .files import check_names
 from .folders import Kind, write_folder
-from .groups import param_groups, step_of, unnamed
-from .held import Held, Writable
-from .job import Run
-from .objects import NOT_LOADED, Lost, restored
-from .output import Plan
-from .saved import Item, row
-from .staging import fingerprint
-from .stream import File
-from .torch import layout_of
+from .torch import Item, layout_of, row
+from .training import NOT_LOADED, Lost, param_groups, restored, step_of, unnamed
 
 _WEIGHTS = ("weights", "fp32")
 _OF_STAGE_3 = ("exp_avg", "exp_avg_sq")  # the states that an engine of ZeRO-3 loads

@@ -22,13 +22,12 @@ from ..core.plan import Copy
 from ..core.references import Reference, reference_chunk, references
 from ..errors import DataError, DestinationError, FormatError, LazyckptError
 from ..formats.zarr import documents
-from ..formats.zarr.contents import Contents, Part, contents
-from ..formats.zarr.dtypes import FOREIGN, NAMES
-from ..io.gather import planned
-from ..io.remote import is_url
-from ..io.store import check
+from ..formats.zarr.documents import FOREIGN, NAMES, Contents, Part, contents
+from ..io.reading.gather import planned
+from ..io.storage.base import check
+from ..io.storage.fsspec import is_url
+from ..jobs.destination import appearing, check_apart, folder_appearing, local_path
 from ..lazy import LazyArray
-from .destination import appearing, check_apart, folder_appearing, local_path
 
 MOST = 64 << 20  # bytes of a chunk
 _RECORDS = 10_000  # references in a parquet file

@@ -19,22 +19,21 @@ from typing import Any
 
 from ..core.box import Shape
 from ..core.chunking import chunk_shape, grid_of
+from ..core.units import size_in_bytes
 from ..errors import DataError, DestinationError
-from ..formats.zarr.contents import Contents
-from ..formats.zarr.documents import JOB, array, hierarchy
-from ..io.progress import Bar
-from ..io.remote import is_url
+from ..formats.zarr.documents import JOB, Contents, array, hierarchy
+from ..io.storage.fsspec import is_url
+from ..jobs.destination import check_apart, check_room, check_unchanged, local_path
+from ..jobs.executor import Done, Task, run, shares_memory
+from ..jobs.guard import followed
+from ..jobs.places import PART, Bucket, Folder, Place
+from ..jobs.progress import Bar
+from ..jobs.publish import Finished, check_replaceable, fingerprint, reveal, staged, uploaded
 from ..lazy import LazyArray
 from . import chunks
 from .chunks import Cut
 from .codecs import Codec, Encoding, encoding
 from .codecs import check as check_codec
-from .destination import check_apart, check_room, check_unchanged, local_path
-from .guard import followed
-from .job import Done, Task, run, shares_memory
-from .places import PART, Bucket, Folder, Place
-from .shards import size_in_bytes
-from .staging import Finished, check_replaceable, fingerprint, reveal, staged, uploaded
 
 CHUNK = 64 << 20  # bytes of a chunk, at most
 IN_SHARD = 4 << 20  # the same for chunks that are many in a file

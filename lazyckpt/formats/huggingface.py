@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 
 from ..core.index import FileInfo, Index, TensorSpec, whole
 from ..core.names import natural
-from ..errors import CorruptError, FormatError, LazyckptError
-from ..io.plain import Plain
-from ..io.safetensors import is_safetensors, read_safetensors
-from ..io.store import Store
-from ..io.torchfile import is_torch_file, read_torch_file
-from .paths import inside, some
+from ..errors import CorruptError, FormatError, LazyckptError, some
+from ..io.containers.pickle.plain import Plain
+from ..io.containers.safetensors import is_safetensors, read_safetensors
+from ..io.containers.torch_file import is_torch_file, read_torch_file
+from ..io.storage.base import Store
 from .reader import Reader, Source
-from .torchsave import specs_of, ties, warnings
+from .shared.paths import inside
+from .torch_save import specs_of, ties, warnings
 
 _MAX_JSON = 256 << 20  # bytes of an index file
 _BROKEN = 100  # files that get a line of their own if they cannot be read

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from ..core.index import Index
-from ..io.store import Entry, Store
+from ..io.storage.base import Entry, Store
 
 GROUP = "lazyckpt.readers"
 

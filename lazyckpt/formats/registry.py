@@ -15,9 +15,9 @@ from typing import Any
 from ..core.index import Index
 from ..core.names import matcher, natural
 from ..errors import FormatError, LazyckptError, decoding
-from ..io.collecting import many_objects
-from ..io.local import LocalStore
-from ..io.remote import RemoteStore
+from ..io.memory import many_objects
+from ..io.storage.fsspec import RemoteStore
+from ..io.storage.local import LocalStore
 from .reader import GROUP, Reader, Source
 
 # Module in this package, name of its Reader; in the order in which they are asked. A trainer's folder may hold what
@@ -30,15 +30,15 @@ _BUILTIN = (
     ("trainers.lightning", "READER"),
     ("trainers.sharding", "READER"),
     ("trainers.torchtune", "READER"),
-    ("tensorparallel", "LLAMA"),
-    ("tensorparallel", "FILES"),
+    ("tensor_parallel", "LLAMA"),
+    ("tensor_parallel", "FILES"),
     ("ranks", "READER"),
     ("trainers.folder", "READER"),
     ("dcp", "READER"),
     ("dcp", "HUB"),
     ("huggingface", "READER"),
     ("safetensors", "READER"),
-    ("torchsave", "READER"),
+    ("torch_save", "READER"),
     ("zarr", "FOLDER"),
 )
 _FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")

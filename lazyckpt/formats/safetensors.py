@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..core.index import Index, whole
-from ..io.safetensors import is_safetensors, read_safetensors
-from ..io.torchfile import is_torch_file
+from ..io.containers.safetensors import is_safetensors, read_safetensors
+from ..io.containers.torch_file import is_torch_file
 from .reader import Reader, Source
 
 

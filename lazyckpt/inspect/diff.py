@@ -16,11 +16,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias, overload
 import torch
 
 from ..core.dtypes import BITS, converts, short_name
-from ..errors import DataError, LazyckptError
-from ..export.job import OVERHEAD, Task, runner
-from ..io.progress import Bar
+from ..errors import DataError, LazyckptError, printable
+from ..jobs.executor import OVERHEAD, Task, runner
+from ..jobs.progress import Bar
 from ..lazy import LazyArray, named
-from ..printing import printable
 
 Status: TypeAlias = Literal["equal", "values", "dtype", "shape", "only in a", "only in b", "unreadable"]
 _Pair: TypeAlias = tuple[str, LazyArray | None, LazyArray | None]

@@ -29,8 +29,7 @@ from ..core.box import Shape
 from ..core.chunking import chunk_box, chunk_shape, grid_of
 from ..core.dtypes import BITS
 from ..formats.zarr import documents
-from ..formats.zarr.contents import Part, contents
-from ..formats.zarr.dtypes import NAMES
+from ..formats.zarr.documents import NAMES, Part, contents
 from ..lazy import LazyArray
 from . import zarr_dtypes as zarr_dtypes  # what bfloat16 is, zarr does not know by itself
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from ..errors import DataError, DestinationError, FormatError, MissingFileError
-from ..export.places import PIECE
 from ..formats.huggingface import ties_of
+from ..jobs.places import PIECE
 from ..tensor import LazyTensor
 from ..view import CheckpointView
-from .beside import MODEL, check_room_for, config_in, copy, folder_of, wanted_format
+from .parts import MODEL, check_room_for, config_in, copy, folder_of, wanted_format
 
 _EMBEDDINGS = ("embedding.word_embeddings.weight", "output_layer.weight")  # Megatron's, whose rows are padded
 

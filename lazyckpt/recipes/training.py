@@ -11,7 +11,7 @@ import torch
 
 from ..errors import DataError, DestinationError, FormatError, TensorNotFoundError
 from ..export.torch import TORCH
-from ..run import RunView, StepTensor
+from ..runs.view import RunView, StepTensor
 from ..view import CheckpointView
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def moments_over_time(run: str | os.PathLike[str], name: str) -> xr.Dataset:
     """
     import xarray as xr
 
-    from ..formats.zarr.nodes import dimension_names
+    from ..formats.zarr.documents import dimension_names
     from ..interop.xarray import variable
 
     found: dict[str, Any] = {}

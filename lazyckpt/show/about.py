@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..core.dtypes import short_name
-from ..formats.steps import told_step
-from ..io.records import Opaque, short
+from ..core.units import human_bytes, human_count, plural
+from ..errors import printable
+from ..formats.catalog import told_step
+from ..io.containers.pickle.records import Opaque, short
 from ..namespace import Namespace
-from ..printing import printable
-from .text import human_bytes, human_count, plural
 
 LINES = 400  # of metadata, unless all are asked for
 _ITEMS = 8  # of a list that are shown on its line

@@ -13,14 +13,12 @@ import torch
 
 from ..core.dtypes import short_name
 from ..core.names import natural
-from ..errors import DataError
-from ..inspect.spectrum import ACCURACY, singular_values
-from ..inspect.stats import Bins, stats_of, stats_of_all
+from ..core.units import plural
+from ..errors import DataError, printable
+from ..inspect.stats import ACCURACY, Bins, singular_values, stats_of, stats_of_all
 from ..inspect.table import Stats, Table
 from ..lazy import LazyArray
-from ..printing import printable
 from .layout import Cell, drawing
-from .text import plural
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,7 +61,7 @@ class TensorPlots:
 
     def singular_values(self, *, ax: Axes | None = None) -> Axes:
         """The singular values of a matrix, largest first, on a logarithmic axis; those below the dotted line are noise
-        (`lazyckpt.inspect.spectrum.singular_values` tells of accuracy, memory, and the largest matrix). Reads it once.
+        (`lazyckpt.inspect.stats.singular_values` tells of accuracy, memory, and the largest matrix). Reads it once.
 
         Raises DataError (it is no matrix, too large, of packed bits, or has NaN or infinities), and what reading
         raises.

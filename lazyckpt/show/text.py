@@ -12,43 +12,12 @@ from typing import Any, NamedTuple
 from ..core.dtypes import short_name
 from ..core.index import TensorSpec
 from ..core.names import natural, shortened
+from ..core.units import human_bytes, human_count, plural
+from ..errors import printable
 from ..lazy import LazyArray
 from ..namespace import Namespace
-from ..printing import printable
 
 _LEVELS = 100  # of the tree, which is walked by recursion; what lies deeper is one label
-
-
-def human_bytes(n: int) -> str:
-    """
-    >>> human_bytes(1536)
-    '1.5 KiB'
-    """
-    size = float(n)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            return f"{int(size)} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError  # the loop returns
-
-
-def human_count(n: int) -> str:
-    """
-    >>> human_count(405_000_000_000)
-    '405.0B'
-    """
-    for limit, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**4, "k")):
-        if n >= limit:
-            return f"{n / (1000 if unit == 'k' else limit):.1f}{unit}"
-    return str(n)
-
-
-def plural(n: int, what: str) -> str:
-    """
-    >>> plural(1000, "tensor")
-    '1,000 tensors'
-    """
-    return f"{n:,} {what}{'s' * (n != 1)}"
 
 
 @dataclass(slots=True)

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 
 from lazyckpt.core.chunking import chunk_box, grid_of
-from lazyckpt.formats.zarr import documents, nodes
-from lazyckpt.io.plainjson import encode
+from lazyckpt.formats.zarr import documents
+from lazyckpt.formats.zarr import documents as nodes
+from lazyckpt.io.plain_json import encode
 
 from . import Case
 

@@ -2,19 +2,64 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from ...core.box import Box, Shape
-from ...core.index import Archive, Extent, Fragment, Hole, Part, TensorSpec
+from ...core.index import Archive, Extent, FileInfo, Fragment, Hole, Part, TensorSpec
 from ...core.plan import Selection
+from ...errors import CorruptError
+from ...io.containers.safetensors import read_safetensors
+from ...io.storage.base import Store
 from .metadata import Item
+
+# -- Safetensors files that hold chunks of tensors, and say which.
+
+INFO = "DCP_SHARDING_INFO"
+
+
+class ShardFile(NamedTuple):
+    """``chunks``: name -> (where the chunk starts in the tensor, its bytes). ``metadata``: the rest of the header's."""
+
+    path: str
+    info: FileInfo
+    chunks: dict[str, tuple[Shape, Extent]]
+    metadata: dict[str, str]
+    notes: list[str]
+
+
+def read_shard_file(store: Store, path: str, start: int = 0) -> ShardFile:
+    """Index such a file, or what of a file begins at byte ``start``. Raises CorruptError, MissingFileError."""
+    file = read_safetensors(store, path, start)
+    where = f"{store.root}/{path}"
+    table: Any = {}
+    if INFO in file.metadata:
+        try:
+            table = json.loads(file.metadata[INFO])
+        except (ValueError, RecursionError) as e:
+            raise CorruptError(f"{where}: its {INFO} is not valid JSON ({str(e)[:80]}): damaged") from None
+        if not isinstance(table, dict):
+            raise CorruptError(f"{where}: its {INFO} is no table: damaged")
+    chunks = {}
+    for name, extent in file.extents.items():
+        entry = table.get(name) if INFO in file.metadata else {"saved_offsets": [0] * len(extent.shape)}
+        offsets = entry.get("saved_offsets") if isinstance(entry, dict) else None
+        counted = isinstance(offsets, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in offsets)
+        if not isinstance(offsets, list) or not counted or len(offsets) != len(extent.shape):
+            raise CorruptError(f"{where}: its {INFO} puts {name!r} of shape {extent.shape} at {str(offsets)[:80]}")
+        chunks[name] = tuple(offsets), extent
+    rest = {key: value for key, value in file.metadata.items() if key != INFO}
+    return ShardFile(path, file.info, chunks, rest, [f"{path}: {note}" for note in file.notes])
+
+
+# -- A tensor in chunks: boxes anywhere in it, in any order, each in a file of its own.
 
 Piece = Item | Extent | Hole
 

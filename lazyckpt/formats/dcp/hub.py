@@ -16,13 +16,11 @@ from typing import Any
 from ...core.box import Shape
 from ...core.index import Extent, FileInfo, Index, TensorSpec
 from ...core.names import natural
-from ...errors import CorruptError, LazyckptError
-from ...io.store import Entry, Store
+from ...errors import CorruptError, LazyckptError, some
+from ...io.storage.base import Entry, Store
 from .. import huggingface
-from ..paths import some
 from ..reader import Reader, Source
-from .chunks import Piece, in_chunks, uncovered
-from .sharded import ShardFile, read_shard_file
+from .chunks import Piece, ShardFile, in_chunks, read_shard_file, uncovered
 
 _SHARD = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 _FOLDER = "sharded"

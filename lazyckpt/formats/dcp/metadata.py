@@ -17,12 +17,12 @@ import torch
 
 from ...core.box import Shape, fits
 from ...errors import CorruptError
-from ...io.pickles import Pickle
-from ...io.plain import Path
-from ...io.rebuild import REBUILD
-from ...io.records import short
-from ...io.store import Store
-from ..paths import inside
+from ...io.containers.pickle.machine import Pickle
+from ...io.containers.pickle.plain import Path
+from ...io.containers.pickle.rebuild import REBUILD
+from ...io.containers.pickle.records import short
+from ...io.storage.base import Store
+from ..shared.paths import inside
 
 _MODULE = "torch.distributed.checkpoint"
 

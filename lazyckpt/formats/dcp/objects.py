@@ -16,14 +16,14 @@ import torch
 
 from ...core.index import Archive, Extent, TensorSpec, whole
 from ...errors import CorruptError, FormatError, LazyckptError
-from ...io.archives import Memory, unpack
-from ...io.dangers import dangers
-from ...io.plain import Path, Plain, TensorRef
+from ...io.containers.pickle.audit import dangers
+from ...io.containers.pickle.plain import Path, Plain, TensorRef
+from ...io.containers.pickle.rebuild import StoredTensor
+from ...io.containers.torch_file import Pickles, read_torch_file
 from ...io.pool import each
-from ...io.rebuild import StoredTensor
-from ...io.store import Store
-from ...io.torchfile import Pickles, read_torch_file
-from ..nested import put
+from ...io.reading.packed import Memory, unpack
+from ...io.storage.base import Store
+from ..shared.paths import put
 from .metadata import Item
 
 _ROOM = 64 << 20  # bytes that a packed object may take whatever its packed size, and how often that size

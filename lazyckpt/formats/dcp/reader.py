@@ -15,18 +15,16 @@ from math import prod
 
 from ...core.index import FileInfo, Hole, Index, TensorSpec
 from ...core.names import natural
-from ...errors import CorruptError, FormatError, LazyckptError, MissingFileError
-from ...io.archives import CODECS
-from ...io.dangers import dangers
-from ...io.plain import Path
-from ...io.store import Entry, Store
-from ..members import Member, together
-from ..paths import some
+from ...errors import CorruptError, FormatError, LazyckptError, MissingFileError, some
+from ...io.containers.pickle.audit import dangers
+from ...io.containers.pickle.plain import Path
+from ...io.reading.packed import CODECS
+from ...io.storage.base import Entry, Store
 from ..reader import Reader, Source
-from .chunks import Piece, in_chunks, uncovered
+from ..shared.members import Member, together
+from .chunks import Piece, ShardFile, in_chunks, read_shard_file, uncovered
 from .metadata import Item, Metadata, Tensor, read_metadata
 from .objects import Meta, Objects, Stored
-from .sharded import ShardFile, read_shard_file
 
 _WHOLE = ".metadata"
 _RANKS = re.compile(r"__\d+\.metadata")

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...core.box import Box
 from ...core.index import Extent, Fragment, Hole, Part
-from ..merge import MergedFragments
+from ...layouts.merge import MergedFragments
 from .building import Building, Local
 
 _MOST = 4096  # experts of a layer

@@ -12,14 +12,15 @@ import torch
 from ...core.box import Shape
 from ...core.index import Extent, FileInfo, Fragment, Hole, Rank, TensorSpec
 from ...errors import CorruptError, LazyckptError
-from ...io.plain import Plain
-from ...io.rebuild import StoredTensor
-from ...io.records import short
-from ...io.store import Store
-from ...io.torchfile import Pickles, TorchFile, read_torch_file
-from ..merge import MergedFragments, decide
-from ..merge import Source as RuleSource
-from ..torchsave import bloat, used_bytes
+from ...io.containers.pickle.plain import Plain
+from ...io.containers.pickle.rebuild import StoredTensor
+from ...io.containers.pickle.records import short
+from ...io.containers.torch_file import Pickles, TorchFile, read_torch_file
+from ...io.storage.base import Store
+from ...layouts.merge import MergedFragments, decide
+from ...layouts.merge import Source as RuleSource
+from ..torch_save import bloat, used_bytes
+from .files import RankFiles
 
 Shapes = dict[str, Shape]
 
@@ -222,3 +223,62 @@ def buffer_names(model: Mapping[Any, Any]) -> set[str]:
     """The persistent buffers of a rank's module."""
     names = model.get("buffer_names")
     return {n for n in names if isinstance(n, str)} if isinstance(names, list) else set()
+
+
+# -- Two saves under one tag whose rank files have different names, so that the later one did not replace the
+# earlier.
+
+
+class _Save(NamedTuple):
+    sharded: bool  # ZeRO-3
+    prefix: str | None  # of its optimizer files; None if it has none
+    written: int  # nanoseconds
+
+
+def settle(b: Building, files: RankFiles) -> None:
+    """Keep the files of one save, and tell of the others."""
+    if not (files.model and files.zero_model) and len(files.by_prefix) < 2:
+        return
+    saves = [s for sharded in (False, True) if (s := _save(b, files, sharded)) is not None]
+    if not saves:
+        return  # nothing can be read: the reader tells why
+    kept = max(saves, key=lambda s: (s.prefix is not None or not files.optim, s.written))
+    dropped: list[str] = []
+    if kept.sharded:
+        dropped += files.model.values()
+        files.model = {}
+    else:
+        dropped += files.zero_model.values()
+        files.zero_model = {}
+    if kept.prefix is not None:
+        dropped += [p for prefix, paths in files.by_prefix.items() if prefix != kept.prefix for p in paths.values()]
+        files.optim = files.by_prefix[kept.prefix]
+    for path in dropped:
+        b.tell(f"{path} belongs to another save under the same tag (another dtype or ZeRO stage): left over, not used")
+
+
+def _save(b: Building, files: RankFiles, sharded: bool) -> _Save | None:
+    """The save that has model states of this kind, and which optimizer files are its."""
+    path = files.zero_model.get((0, 0)) if sharded else files.model.get(0)
+    if path is None:
+        return None
+    try:
+        file = b.file(path)
+        config = table(file, file.root).get("ds_config")
+    except LazyckptError:
+        return None
+    bf16 = config.get("bf16", config.get("bfloat16")) if isinstance(config, dict) else None
+    wanted = "bf16_" if isinstance(bf16, dict) and bf16.get("enabled") is True else ""
+    order = sorted(files.by_prefix, key=lambda prefix: prefix != wanted)
+    prefix = next((p for p in order if _sharded(b, next(iter(files.by_prefix[p].values()))) is sharded), None)
+    return _Save(sharded, prefix, file.info.mtime_ns)
+
+
+def _sharded(b: Building, path: str) -> bool | None:
+    """Whether an optimizer file is one of ZeRO-3 (stage3.py `_rigid_state_dict`); None if it cannot be read."""
+    try:
+        file = b.file(path)
+        state: dict[Any, Any] = table(file, table(file, file.root).get("optimizer_state_dict"))
+    except LazyckptError:
+        return None
+    return "fp32_flat_groups" in state

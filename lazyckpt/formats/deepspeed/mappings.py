@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from ...core.box import Shape
 from ...core.index import Hole
-from ...io.rebuild import StoredTensor
-from ...io.records import Opaque
+from ...io.containers.pickle.rebuild import StoredTensor
+from ...io.containers.pickle.records import Opaque
 from .building import Building, Shapes, Shards
 from .partitions import Optim, OptimFiles
 

@@ -19,13 +19,13 @@ import torch
 from ...core.box import Shape
 from ...core.index import Extent, Fragment, Hole, Rank
 from ...errors import CorruptError, LazyckptError
-from ...io.rebuild import StoredTensor
-from ...io.records import Opaque
-from ...io.torchfile import TorchFile
+from ...io.containers.pickle.rebuild import StoredTensor
+from ...io.containers.pickle.records import Opaque
+from ...io.containers.torch_file import TorchFile
+from ..shared.flat import FlatFragments, Partition
 from .autoep import layer_of, stacked
 from .building import Building, Local, Shapes, Shards, Stage, table
 from .files import RankFiles, name_of_rank
-from .flat import FlatFragments, Partition
 from .plainopt import state_name
 
 _EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")  # moe/experts.py: ids count from 0 on every ep rank

@@ -16,10 +16,10 @@ from typing import Any
 from ...core.box import Shape
 from ...core.index import Rank
 from ...errors import LazyckptError
-from ...io.rebuild import StoredTensor
-from ...io.torchfile import TorchFile
-from ..numbering import CONVENTIONS, Convention, Effort
-from ..torchsave import crc_of
+from ...io.containers.pickle.rebuild import StoredTensor
+from ...io.containers.torch_file import TorchFile
+from ..shared.numbering import CONVENTIONS, Convention, Effort
+from ..torch_save import crc_of
 from .building import Building, Local, Shapes, Shards, local, tensors_in
 from .files import RankFiles
 from .plainopt import Group, match

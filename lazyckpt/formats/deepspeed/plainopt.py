@@ -16,10 +16,10 @@ from typing import Any
 
 from ...core.box import Shape
 from ...core.index import Rank
-from ...io.rebuild import StoredTensor
-from ...io.records import short
-from ...io.torchfile import TorchFile
-from ..numbering import (
+from ...io.containers.pickle.rebuild import StoredTensor
+from ...io.containers.pickle.records import short
+from ...io.containers.torch_file import TorchFile
+from ..shared.numbering import (
     CONVENTIONS,
     Assignment,
     Convention,

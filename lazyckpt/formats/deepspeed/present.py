@@ -19,7 +19,7 @@ import torch
 from ...core.box import Shape
 from ...core.index import Fragment, Hole, Rank, TensorSpec
 from ...errors import LazyckptError
-from ...io.records import short
+from ...io.containers.pickle.records import short
 from .building import Building, Local, Shapes, Shards, table, tensors_in
 from .files import RankFiles
 from .plainopt import numbered_groups

@@ -14,26 +14,37 @@ from ...core.box import Shape
 from ...core.index import Index, Mesh, Rank
 from ...core.names import natural
 from ...errors import CorruptError, FormatError, LazyckptError, MissingFileError
-from ...io.plain import Plain
-from ...io.rebuild import StoredTensor
-from ...io.records import Opaque
-from ...io.torchfile import TorchFile
-from ..families import family_rules
-from ..merge import Source as RuleSource
-from ..merge import replicated, user_rules
+from ...io.containers.pickle.plain import Plain
+from ...io.containers.pickle.rebuild import StoredTensor
+from ...io.containers.pickle.records import Opaque
+from ...io.containers.torch_file import TorchFile
+from ...layouts.families import family_rules
+from ...layouts.merge import Source as RuleSource
+from ...layouts.merge import replicated, user_rules
+from ...layouts.universal import universal_rules
 from ..reader import Source
-from ..torchsave import ties, warnings
+from ..torch_save import ties, warnings
 from . import universal
 from .autoep import placements, router_aliases
-from .building import Building, Shapes, Shards, Stage, believed, buffer_names, shapes_of, table, tensors_in, update
+from .building import (
+    Building,
+    Shapes,
+    Shards,
+    Stage,
+    believed,
+    buffer_names,
+    settle,
+    shapes_of,
+    table,
+    tensors_in,
+    update,
+)
 from .files import RankFiles, find_folder
 from .mappings import mapped_groups, pieces_by_name, sizes, without_gaps
-from .mixed import settle
 from .partitions import Optim, OptimFiles, Stage3, Stage12, flat_states, optim_files, shard_size
 from .pipeline import Layers, layer_shards, local_shapes, read_layers, tied_layers, without_repeats
 from .plainopt import named_shapes, numbered_groups
 from .present import lost_stages, set_aside, with_lost_experts, with_lost_layers, with_lost_states
-from .ucp import universal_rules
 from .weights import copies, expert_shards, module_shards, sharded_rest, tell_of_fused_attention
 from .zero0 import copies_that_tell, optimizer_states, ties_of_plain_optimizers, with_undecided
 

@@ -16,11 +16,11 @@ from ...core.box import Shape, c_strides
 from ...core.index import Extent, Fragment, Hole, Index, TensorSpec
 from ...core.names import natural
 from ...errors import CorruptError, LazyckptError
-from ...io.plain import Plain
-from ...io.rebuild import StoredTensor
-from ...io.store import Entry
+from ...io.containers.pickle.plain import Plain
+from ...io.containers.pickle.rebuild import StoredTensor
+from ...io.storage.base import Entry
 from ..reader import Source
-from ..torchsave import ties
+from ..torch_save import ties
 from .autoep import router_aliases
 from .building import Building, shapes_of, table, tensors_in
 from .files import RankFiles

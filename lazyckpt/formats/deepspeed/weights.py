@@ -14,13 +14,13 @@ import torch
 
 from ...core.index import Hole, Rank
 from ...errors import LazyckptError
-from ...io.rebuild import StoredTensor
-from ...io.torchfile import TorchFile, is_whole
-from ..torchsave import crc_of
+from ...io.containers.pickle.rebuild import StoredTensor
+from ...io.containers.torch_file import TorchFile, is_whole
+from ..shared.flat import FlatFragments, Partition
+from ..torch_save import crc_of
 from .autoep import layer_of, stacked_files
 from .building import Building, Local, Shards, buffer_names, local, shapes_of, table, tensors_in
 from .files import RankFiles, name_of_rank
-from .flat import FlatFragments, Partition
 
 
 def expert_shards(b: Building, files: RankFiles) -> Shards:

@@ -12,8 +12,8 @@ from itertools import product
 from ...core.box import Shape
 from ...core.index import TensorSpec
 from ...errors import LazyckptError
-from ..evidence import Copies, Undecided, UndecidedTable
-from ..numbering import Effort
+from ..shared.evidence import Copies, Undecided, UndecidedTable
+from ..shared.numbering import Effort
 from .autoep import layer_of, stacked
 from .building import Building, Local, Shapes, Shards, Stage, buffer_names, table, tensors_in, update
 from .files import RankFiles

@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...core.names import natural
-from ...errors import CorruptError, FormatError, MissingFileError
-from ...io.store import Entry, Store
-from ..paths import some
+from ...errors import CorruptError, FormatError, MissingFileError, some
+from ...io.storage.base import Entry, Store
 from ..reader import Source
 
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -15,11 +15,9 @@ import torch
 
 from ...core.box import Box, Shape, c_strides
 from ...core.index import Extent, Fragment, Hole, Part, Rank, TensorSpec
-from ..merge import Merge, MergedFragments, Parts, Source, concatenated, decide, in_parts
-from .degrees import number
-from .names import is_expert, stack_of
+from ...layouts.megatron import gated_by, is_expert, is_gated, number, stack_of, vocabulary_note
+from ...layouts.merge import Merge, MergedFragments, Parts, Source, concatenated, decide, in_parts
 from .ranks import Grid
-from .rules import gated_by, is_gated, vocabulary_note
 
 _NUMBERS = re.compile(r"\d+")
 Key = tuple[int, int]  # (expert-parallel rank; 0 unless a stack, rank that cuts the tensor)

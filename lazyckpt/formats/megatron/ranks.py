@@ -14,13 +14,12 @@ from typing import Any
 
 from ...core.index import FileInfo, Rank
 from ...errors import CorruptError, LazyckptError
-from ...io.rebuild import StoredTensor
-from ...io.records import short
-from ...io.store import Store
-from ...io.torchfile import Pickles, TorchFile, read_torch_file
-from .degrees import Degrees, degrees
+from ...io.containers.pickle.rebuild import StoredTensor
+from ...io.containers.pickle.records import short
+from ...io.containers.torch_file import Pickles, TorchFile, read_torch_file
+from ...io.storage.base import Store
+from ...layouts.megatron import Degrees, degrees, is_expert
 from .files import Iteration, RankFolder
-from .names import is_expert
 
 _DEPTH = 8
 Tensors = dict[str, StoredTensor]  # name in the file -> tensor, in the file's order

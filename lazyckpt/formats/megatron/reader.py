@@ -2,23 +2,129 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from ...core.index import Index, Mesh, TensorSpec
+from ...core.box import Box
+from ...core.index import Extent, Fragment, Index, Mesh, Part, TensorSpec
 from ...core.names import natural
 from ...errors import CorruptError
-from ...io.plain import Plain
-from ..paths import told_together
+from ...io.containers.pickle.plain import Plain
+from ...layouts.megatron import data_parallel, megatron_rules, number, place, version
 from ..reader import Source
-from ..torchsave import warnings
-from .degrees import data_parallel, number, version
+from ..shared.paths import told_together
+from ..torch_save import warnings
 from .files import find_ranks
-from .gather import Gathered
-from .lost import lost_names
-from .oldorder import in_todays_order, splits_of
-from .ranks import read_grid
-from .rules import megatron_rules
+from .gather import Gathered, Shard
+from .layers import offsets, planned
+from .ranks import Grid, read_grid
 from .weights import Attributes, Namer, add_buffers, add_states, add_weights, number_layers
+
+# -- Names that no file here has any more, as far as the other ranks' let them be guessed, and why each is lost.
+
+_EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)(.*)")
+
+
+def lost_names(grid: Grid, g: Gathered) -> dict[str, str]:
+    """The names of stages that have no file at all, and of experts whose ranks have none -> why."""
+    weights = g.states.get("weights", {})
+    found = [*_of_stages(grid, list(weights)), *_of_experts(grid, list(weights))]
+    return {name: f"{name!r}: {why}" for name, why in found if name not in weights}
+
+
+def _of_stages(grid: Grid, names: list[str]) -> Iterator[tuple[str, str]]:
+    d = grid.degrees
+    layers: dict[str, set[str]] = {}
+    for name in names:
+        at = place(name)
+        if at.layer is not None:
+            layers.setdefault(f"{at.head}{{}}", set()).add(at.tail)
+    counts = planned(grid.args, d.pp, d.chunks) if len(layers) == 1 else {}  # (the arguments tell of one stack)
+    starts = offsets(d.pp, d.chunks, counts) if counts else {}
+    core = any(name.startswith("decoder.layers.") for name in names)
+    for pp in range(d.pp):
+        if not all((tp, pp) in grid.lost for tp in range(d.tp)):
+            continue
+        why = grid.lost[0, pp]
+        if core and pp == 0:
+            yield "embedding.word_embeddings.weight", why
+        if core and pp == d.pp - 1:
+            yield "decoder.final_layernorm.weight", why
+            if getattr(grid.args, "untie_embeddings_and_output_weights", None) is True:
+                yield "output_layer.weight", why
+        for chunk in range(d.chunks):
+            for layer in range(counts.get((pp, chunk), 0)):
+                for head, tails in layers.items():
+                    yield from ((head.format(starts[pp, chunk] + layer) + tail, why) for tail in tails)
+
+
+def _of_experts(grid: Grid, names: list[str]) -> Iterator[tuple[str, str]]:
+    experts = number(grid.args, "num_experts", "num_moe_experts")
+    if not grid.lost_experts or experts is None:
+        return
+    each = experts // grid.degrees.ep
+    lost = {ep: why for (_, ep), why in grid.lost_experts.items()}
+    like = dict.fromkeys((m[1], m[3]) for name in names if (m := _EXPERT.fullmatch(name)))
+    for head, tail in like:
+        for ep, why in lost.items():
+            yield from ((f"{head}{n}{tail}", why) for n in range(ep * each, (ep + 1) * each))
+
+
+# -- Query, key and value rows of checkpoints of version 0 and 1, in the order that Megatron gives them today.
+
+_FUSED = re.compile(r"(^|\.)(query_key_value|key_value)\.(weight|bias)$")
+_BLOCKS = 4096
+
+
+def splits_of(name: str, version: float) -> int:
+    """How many matrices are fused in a tensor of that name in an old order; 0 if it is not one."""
+    match = _FUSED.search(name)
+    if match is None or version >= 2:
+        return 0
+    return 3 if match[2] == "query_key_value" else 2
+
+
+def in_todays_order(name: str, shards: Sequence[Shard], splits: int, version: float, size: int) -> TensorSpec:
+    """The whole tensor, in blocks of one head of one matrix. ``size``: of a head. Raises ValueError if the shards are
+    not whole heads."""
+    first = shards[0]
+    fragments: list[Fragment] = []
+    at = 0
+    for shard in shards:
+        heads, rest = divmod(shard.shape[0], splits * size)
+        if rest or not heads or heads * splits > _BLOCKS:
+            raise ValueError(f"{shard.shape[0]} rows are not {splits} x heads x {size}")
+        for copy in shard.copies:
+            for head in range(heads):
+                for k in range(splits):
+                    start = at + (head * splits + k) * size
+                    fragments.append(_block(copy, version, heads, head, k, splits, size, start))
+        at += shard.shape[0]
+    order = f"[{splits}, heads, {size}]" if version < 1 else f"[heads, {size}, {splits}]"
+    rule = (
+        f"concatenated along dimension 0 over {len(shards)} ranks, each rank's rows {order} put into the order [heads, "
+        f"{splits}, {size}]; known from checkpoint_version = {version:g}"
+    )
+    return TensorSpec(name, (at, *first.shape[1:]), first.dtype, tuple(fragments), rule=rule)
+
+
+def _block(
+    copy: Fragment, version: float, heads: int, head: int, k: int, splits: int, size: int, start: int
+) -> Fragment:
+    extent = copy.extent
+    shape = (size, *copy.local_shape[1:])
+    if isinstance(extent, Extent):
+        row = extent.strides[0]
+        ahead, step = ((k * heads + head) * size, 1) if version < 1 else (head * size * splits + k, splits)
+        offset = extent.offset + ahead * row * extent.dtype.itemsize
+        extent = replace(extent, offset=offset, shape=shape, strides=(row * step, *extent.strides[1:]))
+    part = Part(Box.of(shape), (start, *(0,) * (len(shape) - 1)))
+    return Fragment(extent, shape, (part,), rank=copy.rank)
+
+
+# -- From the rank files of one iteration to an Index.
 
 _ORDER = ("weights", "fp32", "exp_avg", "exp_avg_sq")
 

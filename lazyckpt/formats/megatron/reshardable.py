@@ -20,12 +20,10 @@ from typing import Any
 from ...core.box import Shape
 from ...core.index import TensorSpec
 from ...core.plan import fragment_boxes
-from ..merge import Merge, MergedFragments, concatenated, in_parts, replicated
+from ...layouts.megatron import Degrees, degrees, flag, is_buffer, is_expert, number
+from ...layouts.merge import Merge, MergedFragments, concatenated, in_parts, replicated
 from .buckets import Place, Sliced, chunk_ends, ends_of, ranks_of, walk
-from .degrees import Degrees, degrees, flag, number
-from .layers import offsets, planned
-from .names import is_buffer, is_expert
-from .order import EXPERTS, LAYER, sort_key, staged
+from .layers import EXPERTS, LAYER, offsets, planned, sort_key, staged
 
 _KEY = re.compile(
     r"(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<buffer>\d+)\."

@@ -10,16 +10,14 @@ import torch
 from ...core.box import Shape, c_strides
 from ...core.index import Extent
 from ...errors import LazyckptError
-from ...io.rebuild import StoredTensor
-from ...io.store import Store
-from ...io.torchfile import Pickles, TorchFile, read_torch_file
-from ..torchsave import crc_of
-from .buffers import fits, layouts, states_in
-from .degrees import flag, number
+from ...io.containers.pickle.rebuild import StoredTensor
+from ...io.containers.torch_file import Pickles, TorchFile, read_torch_file
+from ...io.storage.base import Store
+from ...layouts.megatron import Place, flag, is_buffer, is_expert, is_head, number, place, stack_of, tied_to
+from ..torch_save import crc_of
 from .gather import Gathered, stacked
 from .layers import contiguous, offsets, planned
-from .names import Place, is_buffer, is_expert, is_head, place, stack_of, tied_to
-from .optimizer import Held, for_experts, groups_of, held, parts_of
+from .optimizer import Held, fits, for_experts, groups_of, held, layouts, parts_of, states_in
 from .ranks import Grid, RankFile, Tensors
 
 Attributes = dict[str, Mapping[str, Any]]

@@ -14,14 +14,14 @@ import torch
 
 from ...core.box import Shape, is_run
 from ...core.index import Extent, Hole, TensorSpec
-from ...io.plain import Path, Plain
-from ...io.rebuild import StoredTensor
-from ...io.torchfile import TorchFile
+from ...errors import some
+from ...io.containers.pickle.plain import Path, Plain
+from ...io.containers.pickle.rebuild import StoredTensor
+from ...io.containers.torch_file import TorchFile
+from ...layouts.placements import Cut, Layout, Placement, Same
 from ..dcp.chunks import in_chunks, uncovered
-from ..naming import MODELS
-from ..paths import some
-from ..placements import Cut, Layout, Placement, Same
-from ..torchsave import crc_of
+from ..shared.naming import MODELS
+from ..torch_save import crc_of
 from .fragments import MeshFragments, Team
 from .records import DTensor, Records, ShardedTensor, is_dtensor
 

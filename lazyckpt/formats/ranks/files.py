@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ...io.store import Entry
-from ..paths import some
+from ...errors import some
+from ...io.storage.base import Entry
 
 _NAME = re.compile(
     r"(?P<stem>.*?)(?:(?:^|[._-])world_size_(?P<world>\d{1,7}))?(?:^|[._-])rank[._-]?(?P<rank>\d{1,7})\.(?:pt|pth|bin|ckpt)"

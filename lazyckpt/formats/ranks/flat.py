@@ -16,11 +16,10 @@ from math import prod
 from ...core.box import Shape
 from ...core.index import Hole, Rank, TensorSpec
 from ...core.names import matcher, unwrapped
-from ...errors import FormatError
-from ...io.plain import Path
-from ..deepspeed.flat import FlatFragments, Partition
-from ..flatrules import FlatRule, flat_rule, is_flat_rule, places, told
-from ..paths import some
+from ...errors import FormatError, some
+from ...io.containers.pickle.plain import Path
+from ...layouts.flat_rules import FlatRule, flat_rule, is_flat_rule, places, told
+from ..shared.flat import FlatFragments, Partition
 from .collect import Collected, Lost, Plains, Sharded
 
 FLAT = "_flat_param"

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ...core.box import Shape, c_strides
 from ...core.index import Extent, Fragment, Hole
 from ...core.plan import Selection
-from ..placements import Cut, Layout
+from ...layouts.placements import Cut, Layout
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,11 @@ from typing import Any
 
 from ...core.box import Shape
 from ...core.index import Extent, Fragment, Hole, Rank, TensorSpec
-from ...io.plain import Path
-from ..deepspeed.flat import FlatFragments, Partition
-from ..numbering import agreed
-from ..paths import some
-from ..placements import Cut
+from ...errors import some
+from ...io.containers.pickle.plain import Path
+from ...layouts.placements import Cut
+from ..shared.flat import FlatFragments, Partition
+from ..shared.numbering import agreed
 from .collect import Collected, Lost, Meshed, Plains
 
 

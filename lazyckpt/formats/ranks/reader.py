@@ -12,23 +12,22 @@ from math import prod
 from typing import Any
 
 from ...core.index import FileInfo, Index, Mesh, TensorSpec
-from ...errors import CorruptError, LazyckptError
-from ...io.dangers import dangers
+from ...errors import CorruptError, LazyckptError, some
+from ...io.containers.pickle.audit import dangers
+from ...io.containers.pickle.plain import Path, Plain, TensorRef
+from ...io.containers.pickle.rebuild import StoredTensor
+from ...io.containers.pickle.records import Opaque
+from ...io.containers.torch_file import Pickles, TorchFile, read_torch_file
 from ...io.limits import check_ranks
-from ...io.plain import Path, Plain, TensorRef
-from ...io.rebuild import StoredTensor
-from ...io.records import Opaque
-from ...io.store import Store
-from ...io.torchfile import Pickles, TorchFile, read_torch_file
+from ...io.storage.base import Store
+from ...layouts.flat_rules import is_flat_rule
 from ..dcp.reader import in_folder
-from ..flatrules import is_flat_rule
 from ..huggingface import load_json, tied_names
-from ..members import Member, together
-from ..naming import MODELS, sort
-from ..nested import at, paths, put
-from ..paths import some
 from ..reader import Reader, Source
-from ..stored import RankStored
+from ..shared.members import Member, together
+from ..shared.naming import MODELS, sort
+from ..shared.paths import at, paths, put
+from ..torch_save import RankStored
 from .collect import Collected, Meshed, Sharded
 from .files import Series, chosen, recognised
 from .flat import FLAT, Hints, Split, split

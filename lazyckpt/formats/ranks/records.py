@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ...core.box import Shape, fits
-from ...io.rebuild import StoredTensor
-from ...io.records import Opaque, short
-from ..placements import Cut, Layout, Placement, Same, Summand
+from ...io.containers.pickle.rebuild import StoredTensor
+from ...io.containers.pickle.records import Opaque, short
+from ...layouts.placements import Cut, Layout, Placement, Same, Summand
 
 _MAX_RANKS = 1 << 24  # of a mesh
 _MAX_SHARDS = 1 << 20  # of a tensor

@@ -7,24 +7,170 @@ Trainer's FSDP and DeepSpeed files are accelerate's; those of DeepSpeed are its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from importlib import resources
+from typing import Any, NamedTuple
 
 from ...core.index import Index, TensorSpec, renamed
 from ...core.names import natural
-from ...errors import LazyckptError
-from ...io.plain import Path
-from ...io.store import Store
+from ...errors import LazyckptError, some
+from ...io.containers.pickle.plain import Path
+from ...io.storage.base import Store
 from .. import huggingface
 from ..dcp.reader import in_folder
-from ..members import Member, together
-from ..moduleorder import in_module_order, orders_of
-from ..naming import By
-from ..paths import some
 from ..reader import Reader, Source
-from ..torchsave import member
-from .files import Part, parts
+from ..shared.members import Member, together
+from ..shared.naming import By
+from ..torch_save import member
+
+# -- Which file or folder that a trainer writes beside the weights is what. Pure.
+
+_PLAIN = {  # files: names -> what stands in them; a number makes it the next of its kind
+    r"optimizer(?:_(\d+))?\.bin": "optimizer",
+    r"scheduler(?:_(\d+))?\.bin": "scheduler",
+    r"optimizer\.pt()": "optimizer",
+    r"scheduler\.pt()": "scheduler",
+    r"sampler(?:_(\d+))?\.bin": "sampler",
+    r"dl_state_dict(?:_(\d+))?\.bin": "dl_state_dict",
+    r"custom_checkpoint_(\d+)\.pkl": "custom_checkpoint",
+    r"random_states_(\d+)\.pkl": "random_states",
+    r"rng_state(?:_(\d+))?\.pth": "rng_state",
+    r"scaler\.pt()": "scaler",
+    r"training_args\.bin()": "training_args",
+}
+_MODELS = {
+    r"pytorch_model_fsdp(?:_(\d+))?\.bin": "model",
+    r"(?:pytorch_)?model_(\d+)\.(?:bin|safetensors)": "model",
+    r"model\.(?:pt|pth)()": "model",  # nobody's in particular, and everybody's
+}
+_FOLDERS = {r"pytorch_model_fsdp_(\d+)": "model", r"optimizer_(\d+)": "optimizer"}
+_FILES = [(re.compile(pattern), kind) for pattern, kind in (_PLAIN | _MODELS).items()]
+_DIRS = [(re.compile(pattern), kind) for pattern, kind in _FOLDERS.items()]
+# these are numbered by rank, or from 0 on, and keep the number; of the others the first has none
+_ALWAYS = ("random_states", "rng_state", "custom_checkpoint")
+# these never number the first: a folder with such files is of a file for each rank (torch_checkpointing's)
+_RANK = re.compile(r"(?:model|optimizer|scheduler)_0\.(?:pt|bin|safetensors)")
+_FIRST = re.compile(r"(?:pytorch_)?model\.(?:bin|safetensors)(?:\.index\.json)?")  # the first model, of Hugging Face
+
+
+class Part(NamedTuple):
+    """``name``: the file or folder; ``place``: what it stands under in the whole: "optimizer", "model_1", ..."""
+
+    name: str
+    kind: str
+    place: str
+    folder: bool
+
+
+def parts(files: Iterable[str], folders: Iterable[str]) -> list[Part]:
+    """What there is, of the weights all but what an ordinary Hugging Face folder has.
+
+    >>> [p.place for p in parts(["optimizer_1.bin", "rng_state_0.pth", "notes.txt"], ["pytorch_model_fsdp_0"])]
+    ['optimizer_1', 'rng_state_0', 'model']
+    >>> parts(["model_0.safetensors", "model_1.safetensors"], []), parts(["model_1.bin", "model_2.bin"], [])
+    ([], [])
+    """
+    files = list(files)
+    if any(_RANK.fullmatch(name) for name in files):
+        return []
+    found = [p for name in files if (p := _part(name, _FILES, False))]
+    later = sorted(int(p.place.rpartition("_")[2]) for p in found if p.kind == "model" and p.place != "model")
+    if later != list(range(1, len(later) + 1)):  # not the models of one state, but saves of several steps
+        found = [p for p in found if p.kind != "model"]
+    found += [p for name in folders if (p := _part(name, _DIRS, True))]
+    if all(p.place.startswith("model_") for p in found) and not any(map(_FIRST.fullmatch, files)):
+        return []  # of a state there would be a first model, or an optimizer: these are models by themselves
+    return found
+
+
+def _part(name: str, table: list[tuple[re.Pattern[str], str]], folder: bool) -> Part | None:
+    for pattern, kind in table:
+        match = pattern.fullmatch(name)
+        if match:
+            number = match[1]
+            numbered = number and (kind in _ALWAYS or int(number) > 0)
+            return Part(name, kind, f"{kind}_{int(number)}" if numbered else kind, folder)
+    return None
+
+
+# -- The order in which a model of transformers has its parameters: that of its modules, not that of a file.
+
+Orders = tuple[tuple[str, ...], ...]
+
+
+def in_module_order(names: Iterable[str], orders: Orders) -> list[str] | None:
+    """The names as the modules have them; None where no order, or no one order, is known for the parts of a module.
+
+    >>> in_module_order(["a.bias", "a.weight", "b.10.w", "b.9.w"], (("weight", "bias"), ("a", "b")))
+    ['a.weight', 'a.bias', 'b.9.w', 'b.10.w']
+    >>> in_module_order(["a.k", "a.q"], (("q", "k"), ("k", "q")))
+    """
+    tree: dict[str, Any] = {}
+    for name in names:
+        node = tree
+        *modules, last = name.split(".")
+        for part in modules:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):  # a tensor has the name of a module
+                return None
+        if last in node:
+            return None
+        node[last] = name
+    try:
+        return list(_walk(tree, orders))
+    except LookupError:
+        return None
+
+
+def _walk(tree: Mapping[str, Any], orders: Orders) -> Iterator[str]:
+    for part in _ordered(frozenset(tree), orders):
+        below = tree[part]
+        if isinstance(below, str):
+            yield below
+        else:
+            yield from _walk(below, orders)
+
+
+@functools.lru_cache(maxsize=1024)
+def _ordered(parts: frozenset[str], orders: Orders) -> list[str]:
+    if all(part.isdecimal() for part in parts):
+        return sorted(parts, key=int)
+    if len(parts) == 1:
+        return list(parts)
+    fitting = {tuple(part for part in order if part in parts) for order in orders if parts.issubset(order)}
+    if len(fitting) != 1:
+        raise LookupError(parts)
+    return list(fitting.pop())
+
+
+def orders_of(config: Any) -> Orders:
+    """What is known of the modules of a model whose config.json says this: of its type, and of those within it."""
+    table = _table()
+    types = dict.fromkeys(_types(config, 4))
+    found = dict.fromkeys(n for name in types for n in table["types"].get(name, ()))
+    return tuple(tuple(table["orders"][n]) for n in found)
+
+
+def _types(config: Any, depth: int) -> Iterator[str]:
+    if isinstance(config, dict) and depth:
+        kind = config.get("model_type")
+        if isinstance(kind, str):
+            yield kind
+        for value in config.values():
+            yield from _types(value, depth - 1)
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(resources.files(__package__).joinpath("hf_orders.json").read_text())
+    return table
+
+
+# -- Folders of transformers' Trainer (`checkpoint-N`) and of accelerate's `save_state`.
 
 _TRAINER = ("trainer_state.json", "training_args.bin", "optimizer.pt", "scheduler.pt")
 

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from ...core.index import Index
 from ...errors import LazyckptError
-from ...io.plain import Path
+from ...io.containers.pickle.plain import Path
 from ..dcp.reader import in_folder
-from ..members import Member, together
 from ..reader import Reader, Source
-from ..torchsave import member
+from ..shared.members import Member, together
+from ..torch_save import member
 
 _META = "meta.pt"
 

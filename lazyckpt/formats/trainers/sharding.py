@@ -19,20 +19,20 @@ from typing import Any, NamedTuple
 from ...core.box import Box, Shape, fits
 from ...core.index import Fragment, Hole, Index, Part, TensorSpec, whole
 from ...core.names import natural
-from ...errors import CorruptError, FormatError, LazyckptError
-from ...io.dangers import dangers
-from ...io.pickles import Pickle
-from ...io.plain import Path
-from ...io.records import short
-from ...io.safetensors import SafetensorsFile, read_safetensors
-from ...io.store import Store
+from ...errors import CorruptError, FormatError, LazyckptError, some
+from ...io.containers.pickle.audit import dangers
+from ...io.containers.pickle.machine import Pickle
+from ...io.containers.pickle.plain import Path
+from ...io.containers.pickle.records import short
+from ...io.containers.safetensors import SafetensorsFile, read_safetensors
+from ...io.storage.base import Store
+from ...layouts.placements import Cut, Layout, Placement, Same
 from ..huggingface import load_json
-from ..members import Member
-from ..paths import inside, some
-from ..placements import Cut, Layout, Placement, Same
 from ..ranks.files import Series
 from ..ranks.reader import read_series
 from ..reader import Reader, Source
+from ..shared.members import Member
+from ..shared.paths import inside
 
 _METADATA = "metadata.pkl"
 _NAME = re.compile(r"(.+)_(\d{1,7})\.(pt|json|safetensors)")

@@ -18,12 +18,12 @@ from typing import Any
 from ...core.index import FileInfo, Index, TensorSpec, relocated
 from ...core.names import natural
 from ...errors import LazyckptError, MissingFileError
-from ...io.plain import Path
+from ...io.containers.pickle.plain import Path
 from .. import huggingface
-from ..members import Member, together
-from ..naming import By
 from ..reader import Reader, Source
-from ..torchsave import member
+from ..shared.members import Member, together
+from ..shared.naming import By
+from ..torch_save import member
 
 _STATE = "recipe_state"
 _EPOCH = re.compile(r"epoch_(\d+)")

@@ -20,7 +20,7 @@ from ...core.chunking import grid_of
 from ...core.index import Chunk, Codec, Extent, FileInfo, Fragment, Part, Shard, TensorSpec, ZipEntry
 from ...core.plan import Selection
 from ...errors import CorruptError
-from ...io.store import Store, present
+from ...io.storage.base import Store, present
 from .keys import Keys
 
 _FEW = 1024  # chunks that are looked up one by one; where there are more, the folder is listed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...io.store import Store
+from ...io.storage.base import Store
 
 
 class Keys:

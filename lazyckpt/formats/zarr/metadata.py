@@ -15,10 +15,50 @@ import torch
 from ...core.box import Shape, fits
 from ...core.chunking import grid_of
 from ...errors import CorruptError, FormatError
-from .dtypes import DTYPES
-from .fills import fill_bytes
+from .documents import DTYPES
 from .grid import Array
 from .packing import MAX_PACKED, packing_v2, packing_v3
+
+# -- Fill values: the elements that absent chunks stand for, as JSON spells them.
+
+_PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+
+def fill_bytes(value: Any, dtype: torch.dtype, where: str) -> bytes:
+    """The bytes of one element, little-endian. Raises CorruptError.
+
+    >>> fill_bytes("0x3f80", torch.bfloat16, "").hex(), fill_bytes(-1, torch.int16, "").hex()
+    ('803f', 'ffff')
+    """
+    part = _PARTS.get(dtype)
+    if value is None:
+        return bytes(dtype.itemsize)
+    if part is not None:
+        real, imaginary = value if isinstance(value, list) and len(value) == 2 else (value, 0.0)
+        return fill_bytes(real, part, where) + fill_bytes(imaginary, part, where)
+    try:
+        if isinstance(value, str) and value.startswith("0x"):
+            return int(value, 16).to_bytes(dtype.itemsize, "little")
+        if isinstance(value, str) and value not in ("NaN", "Infinity", "-Infinity"):
+            raise ValueError(value)
+        if not isinstance(value, str | bool | int | float):
+            raise TypeError(value)
+        if dtype.is_floating_point:
+            # torch rounds twice by way of float32; every value of a narrower type is one of float32
+            wide = torch.float64 if dtype == torch.float64 else torch.float32
+            one = torch.tensor(float(value), dtype=wide, device="cpu").to(dtype)
+        elif dtype == torch.bool:
+            one = torch.tensor(bool(value), device="cpu")
+        else:
+            if int(value) != value:
+                raise ValueError(value)
+            return int(value).to_bytes(dtype.itemsize, "little", signed=dtype.is_signed)
+    except (ValueError, TypeError, OverflowError, RuntimeError):
+        raise CorruptError(f"{where}: the fill value {value!r:.40} is none of {dtype}") from None
+    return one.reshape(1).view(torch.uint8).numpy().tobytes()
+
+
+# -- The documents of arrays, as data: zarr.json (v3) and .zarray (v2).
 
 _MAX_CHUNKS = 1 << 24  # of an array
 _V2 = {

@@ -13,19 +13,16 @@ from itertools import islice
 from typing import Any
 
 from ...core.index import FileInfo, Index, Mesh, TensorSpec
-from ...errors import CorruptError, FormatError, MissingFileError
-from ...io.plainjson import decode
-from ...io.store import Store, look
-from ..paths import some
+from ...errors import CorruptError, FormatError, MissingFileError, some
+from ...io.plain_json import decode
+from ...io.storage.base import Store, look
 from ..reader import Reader, Source
-from .discover import Nodes, nodes
-from .documents import ATTRIBUTE, JOB, LAYOUT
+from .documents import ATTRIBUTE, JOB, LAYOUT, component, dimension_names
 from .grid import Array, ChunkFiles, GridFragments, Place, spec_of
 from .keys import Keys
 from .metadata import NoTensorError, array_v2, array_v3
-from .nodes import component, dimension_names
 from .packing import unknown_codecs
-from .tree import ROOTS, Folder, Tree, Zip, is_zip_of_zarr
+from .tree import ROOTS, Folder, Nodes, Tree, Zip, is_zip_of_zarr, nodes
 
 _ALONE = "array"  # the name of the tensor where the hierarchy is an array itself
 _LOOKED = 256  # chunks of which the store remembers what they were at opening; of others, at the first read

@@ -10,7 +10,7 @@ from importlib.resources import files
 
 import torch
 
-from ...printing import printable
+from ...errors import printable
 from ..layout import Holder, ranges
 
 _COLOURS = 8  # of holders; then they begin anew

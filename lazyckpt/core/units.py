@@ -1,0 +1,67 @@
+"""Sizes and counts as people write and read them."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from ..errors import DataError
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{unit}": base**power
+    for power, prefix in enumerate("KMGT", 1)
+    for unit, base in (("B", 1000), ("iB", 1024))
+}
+
+
+def size_in_bytes(size: int | str) -> int:
+    """A size as people write it. Raises DataError.
+
+    >>> size_in_bytes("5GB"), size_in_bytes("1.5 MiB")
+    (5000000000, 1572864)
+    """
+    if isinstance(size, int):
+        count = size
+    else:
+        match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?i?B?)\s*", str(size), re.IGNORECASE)
+        unit = match[2].upper().replace("I", "i") if match else ""
+        if match is None or unit not in _UNITS:
+            raise DataError(
+                f"the size {size!r} is not understood: a number of bytes, or one with a unit ('5GB', '512MiB')"
+            )
+        count = int(Fraction(match[1]) * _UNITS[unit])
+    if count <= 0:
+        raise DataError(f"a size of {size!r} holds nothing: say a size above 0, or None for no limit")
+    return count
+
+
+def human_bytes(n: int) -> str:
+    """
+    >>> human_bytes(1536)
+    '1.5 KiB'
+    """
+    size = float(n)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            return f"{int(size)} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError  # the loop returns
+
+
+def human_count(n: int) -> str:
+    """
+    >>> human_count(405_000_000_000)
+    '405.0B'
+    """
+    for limit, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**4, "k")):
+        if n >= limit:
+            return f"{n / (1000 if unit == 'k' else limit):.1f}{unit}"
+    return str(n)
+
+
+def plural(n: int, what: str) -> str:
+    """
+    >>> plural(1000, "tensor")
+    '1,000 tensors'
+    """
+    return f"{n:,} {what}{'s' * (n != 1)}"

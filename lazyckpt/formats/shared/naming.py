@@ -1,0 +1,378 @@
+"""What the tensors of a saved training state are: weights, copies of them (an average), or optimizer states.
+
+A name alone does not tell (names have dots): where it stood in the state dict does. Models: whatever stands below
+"model", "state_dict" and the like; else everything that is no optimizer's. Optimizers: torch/optim/optimizer.py
+`state_dict` ("optimizer", "state", NUMBER, "exp_avg"), torch/distributed/checkpoint/state_dict.py
+`_get_optim_state_dict` (names for numbers), or the same flattened (`_flatten_optim_state_dict`: "optim",
+"state.NAME.exp_avg").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+from ...core.box import Shape
+from ...core.index import TensorSpec, renamed
+from ...core.names import free
+from ...io.containers.pickle.plain import Path
+from .numbering import CONVENTIONS, MODULES, Assignment, Convention, Wanted, agreed, assign_by_shape, possible_shapes
+from .wrappers import by_names, label, owner
+
+MODELS = ("model", "state_dict", "module", "model_state_dict", "model_state")
+# torchtitan/components/checkpoint.py: the model's names stand beside these
+_NO_MODELS = ("train_state", "lr_scheduler", "dataloader")
+
+Slots = Mapping[str, Mapping[str, TensorSpec]]  # parameter -> name of the state -> tensor
+
+
+class Numbered(NamedTuple):
+    """An optimizer's parameters by number: those with states; those of each group; the names it was given, if any."""
+
+    numbers: list[str]
+    ids: list[list[str]]
+    names: list[str] | None
+
+
+class Known(NamedTuple):
+    """The name of a numbered parameter, and how it is known."""
+
+    name: str
+    by: str
+
+
+Names = dict[tuple[Path, str], Known]  # (optimizer, number) -> name
+
+# "order": weights stand in the order of the modules; "modules": so do the optimizer's parameters, by the code of what
+# wrote them; "shape": weights stand in another order; "nothing": they are no longer what the optimizer had
+By = Literal["order", "modules", "shape", "nothing"]
+_WHY = {
+    "modules": "order and shapes leave more than one way to name them, or none",
+    "order": "order and shapes leave more than one way to name them, or none",
+    "shape": "shapes leave more than one way to name them (the weights' file does not keep their order)",
+    "nothing": "no way is known to name them (the weights were converted when they were saved)",
+}
+
+
+@dataclass(slots=True)
+class Sorted:
+    """``states``: name of the state -> name of the parameter -> tensor; "weights" first, if there are any. ``rest``:
+    raw names of what is neither."""
+
+    states: dict[str, dict[str, TensorSpec]] = field(default_factory=dict)
+    rest: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def sort(
+    tensors: Mapping[str, tuple[Path, TensorSpec]],
+    objects: Sequence[Path],
+    lookup: Callable[[Path], Any],
+    models: Sequence[str] = (),
+    tied: Container[str] = (),
+    by: By = "order",
+) -> Sorted:
+    """``tensors``: raw name -> path and tensor, in the order of the state dict. ``objects``: the paths of what is no
+    tensor. ``lookup`` reads the object at a path (None if there is none). ``models``: what the models' parts of the
+    state dict are called, if that is known; of several, each name begins with that. ``tied``: raw names that are
+    another's tensor too. ``by``: what tells which number of an optimizer is which parameter.
+    """
+    paths = [path for path, _ in tensors.values()]
+    grouped_at_root = any(str(p[0]).startswith("param_groups") for p in objects)
+    if not models and not grouped_at_root and all(len(path) == 1 for path in paths):
+        # a state dict and no more: the common file
+        alone = {str(path[0]): renamed(spec, str(path[0])) for path, spec in tensors.values()}
+        return Sorted({"weights": alone} if alone else {})
+    skip = 0 if models else _wrapper(paths, objects)
+    if not models:
+        models = [m for m in MODELS if any(p[skip : skip + 1] == (m,) and len(p) > skip + 1 for p in paths)][:1]
+    grouped = {
+        p[:n] for p in (*paths, *objects) for n in range(skip, len(p)) if str(p[n]).split(".")[0] == "param_groups"
+    }
+
+    weights: dict[str, TensorSpec] = {}
+    slots: dict[Path, dict[str, dict[str, TensorSpec]]] = {}  # optimizer -> parameter -> state
+    flat: list[tuple[Path, str, TensorSpec]] = []
+    doubled: set[str] = set()
+    found = Sorted()
+    for key, (path, spec) in tensors.items():
+        root = _optimizer(path, skip, grouped)
+        if root is not None and path[len(root)] == "state" and len(path) > len(root) + 2:
+            name, state = str(path[len(root) + 1]), ".".join(map(str, path[len(root) + 2 :]))
+            slots.setdefault(root, {}).setdefault(name, {})[state] = spec
+        elif root is not None:
+            flat.append((root, ".".join(map(str, path[len(root) :])).removeprefix("state."), spec))
+        else:
+            below = _of_a_model(path, skip, models)
+            if below is None:
+                found.rest.append(key)
+                continue
+            name = free(".".join(map(str, below)), weights)
+            weights[name] = renamed(spec, name)
+            if key in tied:
+                doubled.add(name)
+    lengths = sorted({len(name) for name in weights}) if flat else []
+    for root, text, spec in flat:
+        name, state = _split(text, weights, lengths)
+        if not name:  # of the optimizer as a whole (Megatron's common_step)
+            found.rest.append(spec.name)
+            continue
+        slots.setdefault(root, {}).setdefault(name, {})[state] = spec
+
+    if weights:
+        found.states["weights"] = weights
+    candidates = [(n, s.shape) for n, s in weights.items() if n not in doubled and _trainable(n, weights)]
+    others = _others(tensors, skip, found.rest)
+    owners = {root: owner(root, others) for root in slots}
+    numbered = _numbered(slots, lookup, weights)
+    mine = {root: slots[root] for root in slots if owners[root] is None}
+    names = _without_disputed(_numbers(mine, candidates, numbered, by))
+    for top, table in others.items():
+        trainable = [(n, s.shape) for n, s in table.items() if _trainable(n, table)]
+        names |= _numbers({root: slots[root] for root in slots if owners[root] == top}, trainable, numbered, by)
+    lost = _lost(names, numbered, weights, by, found.problems)
+    for root, parameters in slots.items():
+        of = owners[root]
+        for parameter, states in parameters.items():
+            named = _in_model(parameter, root, weights, models) if of is None else f"{of}.{parameter}"
+            known = names.get((root, parameter))
+            name = known.name if known else lost.get((root, parameter), named)
+            rule = f"number {parameter} of the optimizer; named by {known.by}" if known else ""
+            for state, spec in states.items():
+                table = found.states.setdefault(state if state != "weights" else "state.weights", {})
+                if name in table:
+                    found.problems.append(f"{spec.name!r} is a second {state} of {name!r}: it is in view.stored only")
+                else:
+                    spec = renamed(spec, name)
+                    table[name] = replace(spec, rule=rule) if rule and not spec.rule else spec
+    found.states |= _copies(tensors, skip, weights, found)
+    whole = {state: any(s.shape for s in table.values()) for state, table in found.states.items()}
+    found.states = dict(sorted(found.states.items(), key=lambda item: item[0] != "weights" and not whole[item[0]]))
+    return found
+
+
+def _of_a_model(path: Path, skip: int, models: Sequence[str]) -> Path | None:
+    """The path of a weight within its model; of several models, the model's name too. None if it is no weight."""
+    nested = len(path) > skip + 1
+    if not models:
+        return None if nested and path[skip] in _NO_MODELS else path
+    if not nested or path[skip] not in models:
+        return None
+    return path[skip:] if len(models) > 1 else path[skip + 1 :]
+
+
+def _in_model(name: str, root: Path, weights: Mapping[str, TensorSpec], models: Sequence[str]) -> str:
+    """The name among those of several models: of the one that has the optimizer's number, or that alone has it."""
+    if name in weights or len(models) < 2:
+        return name
+    having = [model for model in models if f"{model}.{name}" in weights]
+    number = str(root[-1]).rpartition("_")[2]
+    same = [m for m in having if (m.rpartition("_")[2] if "_" in m else "0") == (number if number.isdecimal() else "0")]
+    chosen = same or having
+    return f"{chosen[0]}.{name}" if len(chosen) == 1 else name
+
+
+def _copies(
+    tensors: Mapping[str, tuple[Path, TensorSpec]], skip: int, weights: Mapping[str, TensorSpec], found: Sorted
+) -> dict[str, dict[str, TensorSpec]]:
+    """Whole further state dicts of the same model ("ema": {...}), taken out of the rest: states of their own."""
+    groups: dict[str, dict[str, TensorSpec]] = {}
+    for key in found.rest:
+        path, spec = tensors[key]
+        if len(path) > skip + 1:
+            below = skip + (2 if path[skip + 1] in MODELS and len(path) > skip + 2 else 1)
+            table = groups.setdefault(str(path[skip]), {})
+            table[free(".".join(map(str, path[below:])), table)] = spec
+    copies = {
+        top: {name: renamed(spec, name) for name, spec in table.items()}
+        for top, table in groups.items()
+        if top not in found.states and all(n in weights and weights[n].shape == s.shape for n, s in table.items())
+    }
+    found.rest = [key for key in found.rest if str(tensors[key][0][skip]) not in copies or len(tensors[key][0]) == 1]
+    return copies
+
+
+def _wrapper(paths: Sequence[Path], objects: Sequence[Path]) -> int:
+    """How many levels all of the state dict stands below: {"app": {"model": ..., "optim": ...}}."""
+    everything = [*paths, *objects]
+    depth = 0
+    while everything and all(len(p) > depth + 1 and p[depth] == everything[0][depth] for p in everything):
+        top = everything[0][depth]
+        if (
+            top in MODELS
+            or str(top).startswith("optim")
+            or not any(p[depth + 1] in MODELS for p in paths if len(p) > depth + 2)
+        ):
+            break
+        depth += 1
+    return depth
+
+
+def _optimizer(path: Path, skip: int, grouped: set[Path]) -> Path | None:
+    """The path of the optimizer that a tensor is a state of: it has param_groups, or a name that says so."""
+    for n in range(skip, min(skip + 3, len(path))):
+        part, root = path[n], path[:n]
+        state = part == "state" and len(path) > n + 1
+        flattened = isinstance(part, str) and part.startswith("state.") and len(path) == n + 1
+        named = n > skip and str(root[skip]).startswith("optim")
+        if (state or flattened) and (root in grouped or named):
+            return root
+    return None
+
+
+def _split(text: str, weights: Mapping[str, TensorSpec], lengths: Sequence[int]) -> tuple[str, str]:
+    """``layers.0.weight.exp_avg`` -> the parameter and the state; the names of states may have dots too. ``lengths``:
+    of the weights' names, each once, the shortest first."""
+    for length in lengths:
+        if text[length : length + 1] == "." and text[:length] in weights:
+            return text[:length], text[length + 1 :]
+    if text.split(".")[0].isdecimal():
+        name, _, state = text.partition(".")
+        return name, state
+    name, _, state = text.rpartition(".")
+    return name, state
+
+
+def _trainable(name: str, weights: Mapping[str, TensorSpec]) -> bool:
+    """Whether it can be a parameter: no integers, and no statistics of a BatchNorm (torch/nn/modules/batchnorm.py
+    `_NormBase`: three buffers)."""
+    module, _, last = name.rpartition(".")
+    statistics = last in ("running_mean", "running_var") and f"{module}.num_batches_tracked" in weights
+    dtype = weights[name].dtype
+    return (dtype.is_floating_point or dtype.is_complex) and not statistics
+
+
+def _others(
+    tensors: Mapping[str, tuple[Path, TensorSpec]], skip: int, rest: Sequence[str]
+) -> dict[str, dict[str, TensorSpec]]:
+    """Further state dicts beside the model's: what they are called -> name, which begins with that -> tensor."""
+    found: dict[str, dict[str, TensorSpec]] = {}
+    for key in rest:
+        path, spec = tensors[key]
+        if len(path) > skip + 1:
+            table = found.setdefault(str(path[skip]), {})
+            table[free(".".join(map(str, path[skip:])), table)] = spec
+    return found
+
+
+def _numbers(
+    slots: Mapping[Path, Slots],
+    candidates: Sequence[tuple[str, Shape]],
+    numbered: Mapping[Path, Numbered],
+    by: By,
+) -> Names:
+    """Names among the candidates, for optimizers that number their parameters, as far as these are determined."""
+    names: Names = {}
+    wanted: dict[Path, list[list[Wanted]]] = {}
+    shapes = dict(candidates)
+    for root, parameters in slots.items():
+        if root not in numbered:
+            continue
+        ids, listed = numbered[root].ids, numbered[root].names
+        shown: list[list[Wanted]] = [
+            [possible_shapes({k: s.shape for k, s in parameters.get(i, {}).items()}) for i in m] for m in ids
+        ]
+        if listed is not None:  # an optimizer that was given named parameters
+            flat = [i for m in ids for i in m]
+            given = by_names(listed, [w for m in shown for w in m], shapes, root)
+            names |= {(root, i): Known(n, "param_names") for i, n in zip(flat, given or (), strict=False)}
+        elif by != "nothing":
+            wanted[root] = shown
+    for root, assigned in _assigned(candidates, wanted, by).items():
+        for m, group in zip(numbered[root].ids, assigned.names, strict=True):
+            names |= {(root, i): Known(n, assigned.by) for i, n in zip(m, group, strict=True) if n is not None}
+    return names
+
+
+def _numbered(
+    slots: Mapping[Path, Slots], lookup: Callable[[Path], Any], weights: Container[str]
+) -> dict[Path, Numbered]:
+    """The optimizers that number their parameters. A number may be a name (torch.nn.ParameterList): then the groups
+    tell what it is."""
+    found = {}
+    for root, parameters in slots.items():
+        if not any(p.isdecimal() for p in parameters):
+            continue
+        told = lookup((*root, "param_groups"))
+        groups = [g for g in told if isinstance(g, dict)] if isinstance(told, list) else []
+        ids = [[str(i) for i in m if type(i) is int] if isinstance(m := g.get("params"), list) else [] for g in groups]
+        members = {i for m in ids for i in m}
+        numbers = [p for p in parameters if p in members or (p.isdecimal() and p not in weights)]
+        if not numbers:
+            continue
+        listed = [n if isinstance(n := g.get("param_names"), list) else [] for g in groups]
+        complete = all(n and len(n) == len(m) for n, m in zip(listed, ids, strict=True))
+        named = [str(n) for ns in listed for n in ns] if groups and complete else None
+        found[root] = Numbered(numbers, ids, named)
+    return found
+
+
+def _lost(
+    names: Names,
+    numbered: Mapping[Path, Numbered],
+    weights: Container[str],
+    by: By,
+    problems: list[str],
+) -> dict[tuple[Path, str], str]:
+    """What stands under its number, told. Where that is a name, or another optimizer's number too, the optimizer's own
+    name stands before it."""
+    lost = {root: [i for i in of.numbers if (root, i) not in names] for root, of in numbered.items()}
+    count = sum(map(len, lost.values()))
+    if count:
+        problems.append(
+            f"the optimizer numbers its parameters; for {count} of {sum(len(of.numbers) for of in numbered.values())} "
+            f"{_WHY[by]}: their states stand under their numbers"
+        )
+    shared = sum(map(bool, lost.values())) > 1
+    return {
+        (root, i): ".".join(map(str, (*root, i))) if shared or any(i in weights for i in table) else i
+        for root, table in lost.items()
+        for i in table
+    }
+
+
+def _without_disputed(names: Names) -> Names:
+    """Without the names that optimizers share with others: of these at most one is the model's, that which has no name
+    of its own ("optimizer" beside "teacher_optimizer")."""
+    claims: dict[str, set[Path]] = {}
+    for (root, _), known in names.items():
+        claims.setdefault(known.name, set()).add(root)
+    losing: set[Path] = set()
+    for roots in claims.values():
+        if len(roots) > 1:
+            plain = [root for root in roots if not any(label(part) for part in root)]
+            losing |= roots - (set(plain) if len(plain) == 1 else set())
+    return {(root, i): known for (root, i), known in names.items() if root not in losing}
+
+
+def _assigned(
+    candidates: Sequence[tuple[str, Shape]], wanted: Mapping[Path, list[list[Wanted]]], by: By
+) -> dict[Path, Assignment]:
+    """Optimizer -> names of the parameters of its groups, as far as they are determined."""
+    groups = [group for table in wanted.values() for group in table]
+    conventions = (MODULES,) if by == "modules" else CONVENTIONS
+    together = None
+    if by == "shape":
+        together = assign_by_shape(candidates, groups)
+    elif len(wanted) > 1 and sum(map(len, groups)) == len(candidates):
+        # several optimizers of one model that leave no parameter out: none is in two of them
+        together = agreed(candidates, groups, conventions)
+        together = together if together is not None and together.complete else None
+    if together is not None:
+        rows = iter(together.names)
+        return {root: Assignment([next(rows) for _ in table], together.by) for root, table in wanted.items()}
+    if by == "shape":
+        return {}
+    return {root: _in_order(candidates, table, conventions) for root, table in wanted.items()}
+
+
+def _in_order(
+    candidates: Sequence[tuple[str, Shape]], table: Sequence[Sequence[Wanted]], conventions: Sequence[Convention]
+) -> Assignment:
+    """By the order of the parameters; in no known order by their shapes, if the optimizer has as many as there are (of
+    fewer, one may be of another model that was not saved)."""
+    found = agreed(candidates, table, conventions)
+    if found is None and sum(map(len, table)) == len(candidates):
+        found = assign_by_shape(candidates, table)
+    return Assignment([[None] * len(group) for group in table]) if found is None else found

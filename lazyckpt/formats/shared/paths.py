@@ -1,0 +1,99 @@
+"""Names of files that a file claims, and names in messages."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from ...errors import some
+from ...io.containers.pickle.plain import Path, text
+
+
+def inside(path: Any) -> bool:
+    """Whether what a file gives as the name of another is one, and lies in the same folder or below.
+
+    >>> inside("shards/a.bin"), inside("../a.bin"), inside("/etc/passwd")
+    (True, False, False)
+    """
+    if not isinstance(path, str) or not path.isprintable() or any(c in path for c in "\\:"):
+        return False
+    normal = posixpath.normpath(path)
+    return not posixpath.isabs(path) and normal != "." and normal.split("/")[0] != ".."
+
+
+def told_together(reasons: Mapping[str, str], what: str) -> list[str]:
+    """A line for each reason, of the names that differ in numbers only: a model has a hundred layers.
+
+    >>> told_together({"a.0.w": "it is odd", "a.1.w": "it is odd", "b": "it is odd"}, "cannot be read")
+    ['2 tensors (a.0.w, a.1.w) cannot be read: it is odd', "'b' cannot be read: it is odd"]
+    """
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, reason in reasons.items():
+        groups.setdefault((re.sub(r"\d+", "#", name), reason), []).append(name)
+    return [
+        f"{repr(names[0]) if len(names) == 1 else f'{len(names):,} tensors ({some(names)})'} {what}: {reason}"
+        for (_, reason), names in groups.items()
+    ]
+
+
+# -- What stands at a path of nested dicts and lists. Pure.
+
+
+def at(root: Any, path: Path) -> Any:
+    """What stands there; None if nothing does. Asks a mapping for no more than the keys of the path.
+
+    >>> at({"groups": [{"lr": 0.1}]}, ("groups", 0, "lr"))
+    0.1
+    """
+    value = root
+    for part in path:
+        if isinstance(value, Mapping):
+            value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            return None
+    return value
+
+
+def put(root: dict[Any, Any], path: Path, value: Any) -> None:
+    """Put a value there: numbers are places in lists (torch/distributed/checkpoint/_traverse.py `set_element`), which
+    may have gaps. Does nothing if a value of another kind stands on the way."""
+    here_at: Any = root
+    for here, after in zip(path, (*path[1:], None), strict=True):
+        fresh: Any = value if after is None else [] if isinstance(after, int) else {}
+        if isinstance(here_at, list):
+            if not isinstance(here, int) or here > len(here_at) + 10_000:
+                return
+            here_at += [None] * (here + 1 - len(here_at))
+            if here_at[here] is None or after is None:
+                here_at[here] = fresh
+        elif not isinstance(here_at, dict):
+            return
+        elif here not in here_at or after is None:
+            here_at[here] = fresh
+        here_at = here_at[here]
+
+
+def paths(root: Any, depth: int) -> Iterator[Path]:
+    """The paths of what stands in nested dicts and in lists of dicts, down to ``depth`` levels. Keys are text.
+
+    >>> list(paths({"a": {"b": {"c": 1}}, "d": [2, 3]}, 2))
+    [('a', 'b'), ('d',)]
+    """
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(root, dict):
+        items = root.items()
+    elif isinstance(root, list) and any(isinstance(item, dict) for item in root):
+        items = enumerate(root)
+    for key, value in items:
+        part = key if isinstance(root, list) else text(key)
+        below = False
+        if depth > 1:
+            for path in paths(value, depth - 1):
+                below = True
+                yield (part, *path)
+        if not below:
+            yield (part,)

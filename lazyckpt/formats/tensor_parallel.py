@@ -1,0 +1,196 @@
+"""Folders with a file for each tensor-parallel rank: Meta's Llama, and any other when the user gives the rules.
+
+Llama: ``consolidated.00.pth``, ... and params.json. Meta's llama/model.py cuts with fairscale (ColumnParallelLinear:
+wq, wk, wv, w1, w3 and output along dimension 0; RowParallelLinear: wo and w2 along 1; norms are on every rank). The
+embedding is cut along 1 (ParallelEmbedding, Llama 1 and 2) or 0 (VocabParallelEmbedding, Llama 3); params.json's
+``dim`` tells which. With more ranks than key-value heads these are on several ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from ..core.index import FileInfo, Fragment, Hole, Index, Mesh, Rank, TensorSpec
+from ..core.names import natural
+from ..errors import LazyckptError, some
+from ..io.limits import check_ranks
+from ..io.storage.base import Store
+from ..layouts.flat_rules import is_flat_rule
+from ..layouts.llama import PARAMS, llama_rules
+from ..layouts.merge import MergedFragments, decide, user_rules
+from ..layouts.merge import Source as RuleSource
+from .huggingface import load_json, read_shard
+from .reader import Reader, Source
+from .shared.members import together
+from .shared.paths import told_together
+from .torch_save import member
+
+_LLAMA = re.compile(r"consolidated\.(\d{1,18})\.pth")
+_KINDS = (".pt", ".pth", ".bin", ".safetensors")
+
+
+def _read_llama(source: Source) -> Index:
+    store, listed = source.store, source.entries or source.store.list()
+    ranks = {int(m[1]): n for n in listed if (m := _LLAMA.fullmatch(n))}
+    check_ranks(source.where, max(ranks) + 1, len(ranks))
+    params: dict[str, Any] = {}
+    problems = []
+    if PARAMS in listed:
+        try:
+            params = load_json(store, PARAMS)
+        except LazyckptError as e:
+            problems.append(f"{PARAMS} cannot be read: {e}")
+    paths = [ranks.get(n, f"consolidated.{n:02}.pth") for n in range(max(ranks) + 1)]
+    rules = (user_rules(source.rules), llama_rules(params))
+    index = _merged("llama", store, paths, rules)
+    files = dict(index.files)
+    if params:
+        files[PARAMS] = listed[PARAMS].info
+    return replace(index, files=files, meta={**index.meta, "params": params}, problems=(*problems, *index.problems))
+
+
+def _read_files(source: Source) -> Index:
+    groups = _numbered(source)
+    paths = max(groups, key=len)
+    index = _merged("tensor-parallel", source.store, paths, (user_rules(source.rules),))
+    others = [name for group in groups if group is not paths for name in group]
+    if others:
+        line = f"{len(others):,} files are of another kind and are not read: {some(others)}"
+        index = replace(index, problems=(*index.problems, line))
+    return index
+
+
+def _numbered(source: Source) -> list[list[str]]:
+    """Files whose names differ in one number, in its order."""
+    names = sorted((n for n, e in source.entries.items() if n.endswith(_KINDS) and not e.is_dir), key=natural)
+    found = []
+    for _, group in groupby(sorted(names, key=_stem), key=_stem):
+        listed = sorted(group, key=natural)
+        if len(listed) > 1 and len({tuple(re.findall(r"\d+", n))[:-1] for n in listed}) == 1:
+            found.append(listed)
+    return found
+
+
+def _stem(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
+
+
+def _merged(format: str, store: Store, paths: Sequence[str], sources: Sequence[RuleSource]) -> Index:
+    """The shards of the ranks, in this order, put together by the rules. Raises what reading raises if no file can be
+    read."""
+    ranks: list[Index | None] = []
+    problems: list[str] = []
+    errors: list[LazyckptError] = []
+    for path in paths:
+        try:
+            ranks.append(_of_rank(store, path))
+        except LazyckptError as e:
+            errors.append(e)
+            ranks.append(None)
+            problems.append(f"{path} cannot be read, nor the shards of its rank: {e}")
+    there = [index for index in ranks if index is not None]
+    if not there:
+        raise errors[0]
+    files: dict[str, FileInfo] = {}
+    stored: dict[str, TensorSpec] = {}
+    for path, index in zip(paths, ranks, strict=True):
+        if index is not None:
+            files |= index.files
+            stored |= {f"{path}/{name}": spec for name, spec in (index.stored or {}).items()}
+            problems += index.problems
+    states: dict[str, dict[str, TensorSpec]] = {}
+    unmerged: dict[str, str] = {}
+    for state in dict.fromkeys(s for index in there for s in index.states):
+        for name in dict.fromkeys(n for index in there for n in index.states.get(state, {})):
+            shards = [None if i is None else i.states.get(state, {}).get(name, i) for i in ranks]
+            states.setdefault(state, {})[name] = _tensor(name, paths, shards, sources, problems, unmerged)
+    return Index(
+        format=format,
+        states=states,
+        files=files,
+        stored=stored,
+        aliases=there[0].aliases,
+        meta=there[0].meta,
+        mesh=Mesh(tp=len(paths)),
+        problems=tuple(dict.fromkeys([*problems, *told_together(unmerged, "cannot be put together")])),
+    )
+
+
+def _of_rank(store: Store, path: str) -> Index:
+    if not path.endswith(".safetensors"):
+        return together("torch", [((), member(store, path))])
+    shard = read_shard(store, path)
+    return Index(
+        format="safetensors",
+        states={"weights": {n: s for n, s in shard.specs.items() if n not in shard.aliases}},
+        files={path: shard.info},
+        stored=shard.specs,
+        aliases=shard.aliases,
+        meta=shard.meta,
+        problems=tuple(shard.problems),
+    )
+
+
+def _tensor(
+    name: str,
+    paths: Sequence[str],
+    shards: Sequence[TensorSpec | Index | None],
+    sources: Sequence[RuleSource],
+    problems: list[str],
+    unmerged: dict[str, str],
+) -> TensorSpec:
+    """One tensor from its shards: None where the rank's file is lost, the file's index where it has no such tensor.
+    ``unmerged``: gets why it cannot be put together."""
+    held = [s for s in shards if isinstance(s, TensorSpec)]
+    first = held[0]
+    if any(isinstance(s, Index) for s in shards):
+        problems.append(f"{name!r} is on {len(held)} of {len(shards)} ranks only: the first of them is read")
+        return first
+    if first.shape == () or len({s.dtype for s in held}) > 1:
+        if first.shape:
+            problems.append(f"{name!r} has different dtypes on the ranks: the first is read")
+        return first
+    fragments: list[Sequence[Fragment]] = []
+    for rank, (path, shard) in enumerate(zip(paths, shards, strict=True)):
+        if isinstance(shard, TensorSpec):
+            fragments.append(tuple(replace(f, rank=Rank(tp=rank)) for f in shard.fragments))
+        else:
+            hole = Hole(path, f"{path} cannot be read: the shard of tensor-parallel rank {rank} is lost")
+            fragments.append((Fragment(hole, first.shape, rank=Rank(tp=rank)),))
+    shapes = [s.shape if isinstance(s, TensorSpec) else first.shape for s in shards]
+    try:
+        merged = decide(name, shapes, sources)
+    except ValueError as e:
+        unmerged[name] = str(e)
+        return TensorSpec(name, first.shape, first.dtype, (), rule=f"it cannot be put together: {e}")
+    if merged.parts == (None,):
+        return first
+    rule = "; ".join(filter(None, (first.rule, merged.rule)))
+    return TensorSpec(
+        name, merged.shape, first.dtype, MergedFragments(tuple(fragments), merged.parts), merged.combine, rule
+    )
+
+
+def _is_llama(source: Source) -> bool:
+    if source.path:
+        return False
+    return any(_LLAMA.fullmatch(n) for n in source.entries)
+
+
+def _is_numbered(source: Source) -> bool:
+    """Only with rules of the user (of flat parameters there are other readers), and where no index says what the files
+    are."""
+    merging = any(not is_flat_rule(rule) for rule in source.rules.values())
+    if source.path or not merging or any(".index." in n for n in source.entries):
+        return False
+    return bool(_numbered(source))
+
+
+LLAMA = Reader("llama", "Meta's Llama folders (consolidated.*.pth and params.json)", _is_llama, _read_llama)
+FILES = Reader(
+    "tensor-parallel", "folders with one file for each tensor-parallel rank, with rules=", _is_numbered, _read_files
+)

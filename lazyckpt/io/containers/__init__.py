@@ -1,0 +1,1 @@
+"""Files that hold tensors: zips and pickles of torch, safetensors."""

@@ -1,0 +1,155 @@
+"""Dtypes, arrays and scalars of numpy as pickles give them: records, which become real ones when they are asked for.
+
+numpy/_core/multiarray (`_reconstruct`, `scalar`), numpy/_core/numeric (`_frombuffer`), `__setstate__` of both types.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ....core.box import Shape
+from .records import Opaque, short
+
+_MAX_FIELDS = 256  # of a numpy dtype, over all levels
+
+
+class NumpyDtype:
+    """A dtype as numpy pickles it: a code, then a state with byte order and fields."""
+
+    def __init__(self, code: Any, align: Any = False, copy: Any = True) -> None:
+        self.code, self.state = code, ()
+        self._real: np.dtype[Any] | ValueError | None = None
+        self._fields = 0
+
+    def set_state(self, state: Any) -> None:
+        self.state, self._real = state, None
+
+    def real(self, budget: list[int] | None = None) -> np.dtype[Any]:
+        """The dtype. ``budget``: how many more fields it may have, over all levels. Raises ValueError."""
+        budget = [_MAX_FIELDS] if budget is None else budget
+        if self._real is None:
+            before = budget[0]
+            try:
+                self._real = self._made(budget)
+                self._fields = before - budget[0]
+            except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as e:
+                self._real = ValueError(f"a numpy dtype that contradicts itself: {e!s:.100}")
+        else:
+            budget[0] -= self._fields
+            if budget[0] < 0:
+                raise ValueError("a numpy dtype of hundreds of fields")
+        if isinstance(self._real, ValueError):
+            raise self._real
+        return self._real
+
+    def _made(self, budget: list[int]) -> np.dtype[Any]:
+        budget[0] -= 1
+        if budget[0] < 0:
+            raise ValueError("a numpy dtype of hundreds of fields")
+        if (
+            not isinstance(self.code, str)
+            or len(self.code) > 64
+            or self.code.lstrip("<>|=")[:1] not in "?bhilqpBHILQPfdgFDGeSaUVOMmciu"
+        ):
+            raise ValueError(f"a numpy dtype {short(self.code)}")
+        if len(self.state) > 2 and self.state[2]:  # an array in every element: (dtype, shape)
+            base, shape = self.state[2]
+            return np.dtype((base.real(budget), tuple(int(n) for n in shape)))
+        if len(self.state) >= 5 and isinstance(self.state[4], dict) and self.state[3]:
+            fields = {name: self.state[4][name] for name in self.state[3]}
+            formats = [f[0].real(budget) for f in fields.values()]
+            spec = {"names": list(fields), "formats": formats, "offsets": [f[1] for f in fields.values()]}
+            return np.dtype({**spec, "itemsize": self.state[5]})
+        code = self.code
+        if code.lstrip("<>|=")[:1] in "mM" and len(self.state) > 8:  # (metadata, (unit, count, divisor, event))
+            unit, count = self.state[8][1][:2]
+            code = f"{code}[{int(count)}{unit.decode() if isinstance(unit, bytes) else unit}]"
+        dtype = np.dtype(code)
+        order = self.state[1] if len(self.state) > 1 else "|"
+        if order == ">":
+            return dtype.newbyteorder(">")
+        return dtype.newbyteorder("<") if order == "<" else dtype
+
+
+class NumpyArray:
+    """An array as numpy pickles it: empty first, then a state with shape, dtype and bytes."""
+
+    def __init__(self, *args: Any) -> None:
+        self.state: Any = None
+        self.axes: Any = None  # of numpy 2: how to turn what is in C order into an array that was in none
+        self._real: Any = None
+        self._held: dict[torch.dtype, tuple[Shape, bytes]] = {}
+
+    def set_state(self, state: Any) -> None:
+        self.state, self._real, self._held = state, None, {}
+
+    def held(self, dtype: torch.dtype) -> tuple[Shape, bytes]:
+        """Its shape, and its elements as bytes of a tensor of this dtype, in C order. Raises ValueError, TypeError."""
+        if dtype not in self._held:
+            array = np.ascontiguousarray(self.real())
+            tensor = torch.from_numpy(array.astype(array.dtype.newbyteorder("=")).reshape(self.real().shape)).to(dtype)
+            self._held[dtype] = tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        return self._held[dtype]
+
+    def real(self) -> Any:
+        """The array, made once; an array of objects keeps what the pickle lists. Raises ValueError if it contradicts
+        itself."""
+        if self._real is None:
+            self._real = self._made()
+        return self._real
+
+    def _made(self) -> Any:
+        _, shape, dtype, fortran, raw = self.state
+        kind = dtype.real()
+        if not isinstance(raw, list | tuple if kind.hasobject else str | bytes | bytearray):
+            raise ValueError("a numpy array without its data")
+        if kind.hasobject:
+            array = np.empty(len(raw), dtype=object)
+            array[:] = [None] * len(raw)
+            for n, value in enumerate(raw):
+                array[n] = value
+        else:
+            data: Any = raw.encode("latin1") if isinstance(raw, str) else raw
+            array = np.frombuffer(data, dtype=kind).copy()
+        # (the list of an array of objects is in C order even where the array was not)
+        array = array.reshape(shape, order="F" if fortran and not kind.hasobject else "C")
+        return array if self.axes is None else array.transpose(self.axes)
+
+
+def _frombuffer(buffer: Any, dtype: Any, shape: Any, order: Any, axes: Any = None) -> NumpyArray:
+    array = NumpyArray()
+    if not isinstance(buffer, bytes | bytearray):
+        raise TypeError("not the bytes of an array")
+    array.state = (1, shape, dtype, order == "F", bytes(buffer))
+    array.axes = axes if order == "K" else None
+    return array
+
+
+def _scalar(dtype: Any, raw: Any = None) -> Any:
+    kind = dtype.real()
+    if kind.hasobject:
+        return raw
+    return np.frombuffer(raw.encode("latin1") if isinstance(raw, str) else raw, dtype=kind)[0]
+
+
+def plain_numpy(value: Any) -> Any:
+    """The real dtype or array of a numpy record, an Opaque where it contradicts itself; anything else as it is."""
+    if not isinstance(value, NumpyArray | NumpyDtype):
+        return value
+    try:
+        return value.real()
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError, RuntimeError):
+        record = Opaque("numpy", "ndarray" if isinstance(value, NumpyArray) else "dtype")
+        record.state = value.state
+        return record
+
+
+NUMPY: dict[tuple[str, str], Any] = {
+    ("numpy", "dtype"): NumpyDtype,
+    **{(f"{root}.multiarray", "_reconstruct"): NumpyArray for root in ("numpy._core", "numpy.core")},
+    **{(f"{root}.multiarray", "scalar"): _scalar for root in ("numpy._core", "numpy.core")},
+    **{(f"{root}.numeric", "_frombuffer"): _frombuffer for root in ("numpy._core", "numpy.core")},
+}

@@ -1,0 +1,451 @@
+"""A pickle machine that cannot run anything: it has no import and no call.
+
+It interprets the opcodes of protocols 0 to 5 over plain containers. What a pickle would call is looked up in a table
+that the reader brings (`Rebuild`: tensors, numpy arrays, dates, ...); everything else becomes an `Opaque` record. The
+machine never recurses, never allocates by a size that the file merely claims, and its memo is a dict: a hostile file
+costs time and memory in proportion to its own length (io/limits.py). Where two unpicklers of Python would read a pickle
+differently (its C and its Python one, from memory and from a file), it is refused.
+
+Opcodes: CPython's Lib/pickletools.py. A global that a pickle names is kept with its spelling, so a reader can tell what
+the file would have done.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ....errors import CorruptError
+from ...limits import Budget
+from .memo import FEW, Changes, Item, Items, Memo, Note, refuse_shared
+from .opcodes import COUNTED, LINES, exactly, place
+from .records import Opaque, build, extend, through_partial
+from .values import Keys
+
+# What rebuilds a value of a known class from the arguments that the pickle gives it; raising means "make it Opaque".
+Rebuild = Mapping[tuple[str, str], Any]
+
+_STRIDE = 1 << 16  # bytes between two looks at what was made
+_DEEP = 10_000  # marks that are open at a time; a pickler's own recursion ends at a thousand
+_TENSOR = 6  # arguments that a tensor is rebuilt from at least
+_COPIED = (str, bytes, bytearray, list, tuple, dict, set, frozenset)
+_DAMAGE = (
+    IndexError, KeyError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError, MemoryError,
+    struct.error,
+)  # fmt: skip
+
+
+class Pickle:
+    """One pickle, read: ``value``, the ``globals`` it names (name -> whether it would be called), where it ``end``s.
+
+    ``known``: items of the dicts that other pickles were, which are taken over where the same bytes mean the same here.
+    What is read is the same with and without it.
+    """
+
+    __slots__ = ("end", "globals", "value")
+
+    def __init__(
+        self,
+        data: bytes | memoryview,
+        where: str,
+        rebuild: Rebuild,
+        persistent: Callable[[Any], Any],
+        start: int = 0,
+        known: Items | None = None,
+    ) -> None:
+        data = bytes(data)
+        if known is not None:
+            machine = _Machine(data, rebuild, persistent, Budget(where, len(data)), known)
+            try:
+                self.value, self.end, self.globals = machine.run(start), machine.end, machine.globals
+                return
+            except (Changes, CorruptError, *_DAMAGE):
+                pass  # read alone, it may be whole, or broken in another place
+        machine = _Machine(data, rebuild, persistent, Budget(where, len(data)))
+        try:
+            self.value = machine.run(start)
+        except CorruptError as e:
+            raise CorruptError(f"{where}: {e}" if where not in str(e) else str(e)) from None
+        except _DAMAGE as e:
+            raise CorruptError(
+                f"{where}: not a valid pickle near byte {machine.end:,} ({type(e).__name__}: {e!s:.200}). "
+                "The file is damaged, or it is no torch file: copy it again from its source."
+            ) from e
+        self.end, self.globals = machine.end, machine.globals
+
+
+class _Machine:
+    """The state of one run: what is named, how far it is, what it may still cost."""
+
+    __slots__ = (
+        "_budget", "_data", "_keys", "_known", "_persistent", "_rebuild", "_taken", "end", "framed", "globals"
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        data: bytes,
+        rebuild: Rebuild,
+        persistent: Callable[[Any], Any],
+        budget: Budget,
+        known: Items | None = None,
+    ) -> None:
+        self._data, self._rebuild, self._persistent, self._budget, self._known = (
+            data, rebuild, persistent, budget, known
+        )  # fmt: skip
+        self._taken: list[Item] = []
+        self._keys = Keys(budget)
+        self.globals: dict[tuple[str, str], bool] = {}
+        self.framed = False
+        self.end = 0
+
+    def run(
+        self,
+        i: int,
+        memo: dict[int, Any] | None = None,
+        stack: list[Any] | None = None,
+        named: dict[tuple[str, str], Any] | None = None,
+    ) -> Any:
+        """Interpret the opcodes from byte ``i`` on. -> what STOP finds on the stack."""
+        # One long loop, the most frequent opcodes of torch files first: it runs some forty times per tensor.
+        data, rebuild, persistent, known = self._data, self._rebuild, self._persistent, self._known
+        memo = {} if memo is None else memo
+        stack = [] if stack is None else stack
+        named = named if named is not None else {} if known is None else known.named
+        marks: list[list[Any]] = []
+        push = stack.append
+        int_from = int.from_bytes
+        size = len(data)
+        notes: list[Note] = []  # where the items of the outermost dict may begin
+        fence = i + _STRIDE  # where the frame ends, or the cost is to be looked at
+        frame = made = seen = 0
+
+        def find(module: str, name: str) -> Any:
+            key = (module, name)
+            value = named.get(key, memo)
+            if value is memo:
+                value = named[key] = rebuild[key] if key in rebuild else Opaque(module, name)
+            self.globals.setdefault(key, False)  # (others may have named it before)
+            return value
+
+        try:
+            while True:
+                if i >= fence:
+                    if frame and i >= frame:
+                        if i > frame:
+                            raise CorruptError(f"the frame that ends at byte {frame:,} cuts an opcode in two")
+                        frame = 0
+                    seen = self._charge(made, memo, seen, marks)
+                    made = 0
+                    fence = min(frame, i + _STRIDE) if frame else i + _STRIDE
+                op = data[i]
+                i += 1
+                if op == 0x71:  # BINPUT
+                    memo[data[i]] = stack[-1]
+                    i += 1
+                elif op == 0x72:  # LONG_BINPUT
+                    memo[int_from(data[i : i + 4], "little")] = stack[-1]
+                    i += 4
+                elif op == 0x68:  # BINGET
+                    push(memo[data[i]])
+                    i += 1
+                elif op == 0x4B:  # BININT1
+                    push(data[i])
+                    i += 1
+                elif op == 0x94:  # MEMOIZE
+                    memo[len(memo)] = stack[-1]
+                elif op == 0x58:  # BINUNICODE
+                    if known is not None and len(marks) == 1 and len(stack) < FEW and len(notes) < FEW:
+                        item = None if len(stack) % 2 or frame else self._shared(i - 1, memo)
+                        notes.append(Note.of(i - 1, stack, len(memo)))
+                        if item is not None:
+                            stack += item.values
+                            memo.update(item.memo)
+                            i += len(item.data) - 1
+                            continue
+                    n = int_from(data[i : i + 4], "little")
+                    i += 4
+                    push(exactly(data, i, n).decode("utf-8", "surrogatepass"))
+                    i += n
+                elif op == 0x8C:  # SHORT_BINUNICODE
+                    n = data[i]
+                    i += 1
+                    push(exactly(data, i, n).decode("utf-8", "surrogatepass"))
+                    i += n
+                elif op == 0x28:  # MARK
+                    made += 1
+                    marks.append(stack)
+                    stack = []
+                    push = stack.append
+                elif op == 0x74:  # TUPLE
+                    value = tuple(stack)
+                    stack = marks.pop()
+                    push = stack.append
+                    push(value)
+                elif op == 0x85:  # TUPLE1
+                    stack[-1] = (stack[-1],)
+                elif op == 0x86:  # TUPLE2
+                    stack[-2:] = [(stack[-2], stack[-1])]
+                elif op == 0x87:  # TUPLE3
+                    stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
+                elif op == 0x29:  # EMPTY_TUPLE
+                    push(())
+                elif op == 0x52:  # REDUCE
+                    made += 1
+                    args = stack.pop()
+                    stack[-1] = self._made(stack[-1], args)
+                elif op == 0x51:  # BINPERSID
+                    stack[-1] = persistent(stack[-1])
+                elif op == 0x4D:  # BININT2
+                    push(data[i] | data[i + 1] << 8)
+                    i += 2
+                elif op == 0x4A:  # BININT
+                    push(int_from(exactly(data, i, 4), "little", signed=True))
+                    i += 4
+                elif op == 0x89:  # NEWFALSE
+                    push(False)
+                elif op == 0x88:  # NEWTRUE
+                    push(True)
+                elif op == 0x6A:  # LONG_BINGET
+                    push(memo[int_from(data[i : i + 4], "little")])
+                    i += 4
+                elif op == 0x4E:  # NONE
+                    push(None)
+                elif op == 0x47:  # BINFLOAT
+                    push(struct.unpack(">d", data[i : i + 8])[0])
+                    i += 8
+                elif op == 0x7D:  # EMPTY_DICT
+                    made += 1
+                    push({})
+                elif op == 0x5D:  # EMPTY_LIST
+                    made += 1
+                    push([])
+                elif op == 0x75 or op == 0x73:  # SETITEMS, SETITEM
+                    if op == 0x75:
+                        items = stack
+                        stack = marks.pop()
+                        push = stack.append
+                    else:
+                        items = stack[-2:]
+                        del stack[-2:]
+                    if len(items) % 2:
+                        raise CorruptError("a key without a value")
+                    if known is not None:
+                        if notes and not marks:
+                            known.learn(data, [*notes, Note.of(i - 1, items, len(memo))])
+                            notes = []
+                        refuse_shared(stack[-1], self._taken)
+                    self._set_items(stack[-1], items)
+                elif op == 0x65:  # APPENDS
+                    items = stack
+                    stack = marks.pop()
+                    push = stack.append
+                    if known is not None:
+                        refuse_shared(stack[-1], self._taken)
+                    extend(stack[-1], items)
+                elif op == 0x61:  # APPEND
+                    value = stack.pop()
+                    if known is not None:
+                        refuse_shared(stack[-1], self._taken)
+                    extend(stack[-1], [value])
+                elif op == 0x63:  # GLOBAL
+                    j = data.index(b"\n", i)
+                    k = data.index(b"\n", j + 1)
+                    push(find(data[i:j].decode(), data[j + 1 : k].decode()))
+                    i = k + 1
+                elif op == 0x93:  # STACK_GLOBAL
+                    name = stack.pop()
+                    module = stack[-1]
+                    if type(name) is not str or type(module) is not str:
+                        raise CorruptError("a global whose name is no text")
+                    stack[-1] = find(module, name)
+                elif op == 0x62:  # BUILD
+                    state = stack.pop()
+                    if known is not None:
+                        refuse_shared(stack[-1], self._taken)
+                    build(stack[-1], state)
+                elif op == 0x80:  # PROTO
+                    if data[i] > 5:
+                        raise CorruptError(f"pickle protocol {data[i]} is not known (0 to 5 are)")
+                    i += 1
+                elif op == 0x95:  # FRAME
+                    if frame:
+                        raise CorruptError(f"a frame begins at byte {i - 1:,}, within the one that ends at {frame:,}")
+                    i += 8
+                    frame = i + int_from(exactly(data, i - 8, 8), "little")
+                    if frame > size:
+                        raise CorruptError("a frame is longer than the pickle: truncated?")
+                    fence = min(fence, frame)
+                    self.framed = True
+                elif op == 0x2E:  # STOP
+                    if frame > i:
+                        raise CorruptError(f"the pickle ends at byte {i:,}, within a frame that ends at {frame:,}")
+                    self._charge(made, memo, seen, marks)
+                    return stack.pop()
+                elif op == 0x81:  # NEWOBJ
+                    made += 1
+                    args = stack.pop()
+                    stack[-1] = self._made(stack[-1], args)
+                elif op == 0x92:  # NEWOBJ_EX
+                    made += 1
+                    kwargs = stack.pop()
+                    args = stack.pop()
+                    stack[-1] = self._made(stack[-1], args, kwargs)
+                elif op == 0x8A or op == 0x8B:  # LONG1, LONG4
+                    width = 1 if op == 0x8A else 4
+                    n = int_from(exactly(data, i, width), "little")
+                    i += width
+                    push(int_from(exactly(data, i, n), "little", signed=True))
+                    i += n
+                elif op in COUNTED:
+                    width, value_of = COUNTED[op]
+                    n = int_from(exactly(data, i, width), "little")
+                    i += width
+                    push(value_of(exactly(data, i, n)))
+                    i += n
+                elif op in LINES:
+                    j = data.index(b"\n", i)
+                    line = data[i:j]
+                    i = j + 1
+                    if op == 0x70:  # PUT
+                        memo[place(line)] = stack[-1]
+                    elif op == 0x67:  # GET
+                        push(memo[place(line)])
+                    elif op == 0x50:  # PERSID
+                        push(persistent(line.decode("ascii")))
+                    else:
+                        push(LINES[op](line))
+                elif op == 0x8F:  # EMPTY_SET
+                    made += 1
+                    push(set())
+                elif op == 0x90 or op == 0x91:  # ADDITEMS, FROZENSET
+                    items = stack
+                    stack = marks.pop()
+                    push = stack.append
+                    if op == 0x91:
+                        made += 1
+                        Keys(self._budget).check(items, items)
+                        push(frozenset(items))
+                    else:
+                        if known is not None:
+                            refuse_shared(stack[-1], self._taken)
+                        self._keys.check(stack[-1], items)
+                        if isinstance(stack[-1], set):
+                            stack[-1].update(items)
+                        else:
+                            extend(stack[-1], items)
+                elif op == 0x6C or op == 0x64:  # LIST, DICT
+                    items = stack
+                    stack = marks.pop()
+                    push = stack.append
+                    if op == 0x6C:
+                        push(items)
+                    else:
+                        filled: dict[Any, Any] = {}
+                        self._set_items(filled, items)
+                        push(filled)
+                elif op == 0x30:  # POP
+                    if stack:
+                        stack.pop()
+                    else:
+                        stack = marks.pop()
+                        push = stack.append
+                elif op == 0x31:  # POP_MARK
+                    stack = marks.pop()
+                    push = stack.append
+                elif op == 0x32:  # DUP
+                    push(stack[-1])
+                elif op == 0x69:  # INST
+                    j = data.index(b"\n", i)
+                    k = data.index(b"\n", j + 1)
+                    args = tuple(stack)
+                    stack = marks.pop()
+                    push = stack.append
+                    push(self._made(find(data[i:j].decode(), data[j + 1 : k].decode()), args))
+                    i = k + 1
+                elif op == 0x6F:  # OBJ
+                    cls, *rest = stack
+                    stack = marks.pop()
+                    push = stack.append
+                    push(self._made(cls, tuple(rest)))
+                elif op in (0x82, 0x83, 0x84):  # EXT1, EXT2, EXT4: numbers from a registry of the process
+                    width = {0x82: 1, 0x83: 2, 0x84: 4}[op]
+                    push(Opaque("copyreg", f"extension {int_from(exactly(data, i, width), 'little')}"))
+                    i += width
+                elif op == 0x97:  # NEXT_BUFFER
+                    raise CorruptError("it refers to out-of-band buffers, which no file holds")
+                elif op == 0x98:  # READONLY_BUFFER
+                    pass
+                else:
+                    raise CorruptError(f"unknown pickle opcode 0x{op:02x} at byte {i - 1:,} of {size:,}")
+        finally:
+            self.end = i
+
+    def _charge(self, made: int, memo: dict[int, Any], seen: int, marks: list[Any]) -> int:
+        """Charge what was made since the last time. -> how much of the memo is charged."""
+        size = dict.__len__(memo)
+        self._budget.objects(made + max(0, size - seen) // 2)
+        self._budget.time()
+        if len(marks) > _DEEP:
+            raise CorruptError(f"its objects are nested deeper than {_DEEP:,} levels")
+        return max(size, seen)
+
+    def _shared(self, at: int, memo: dict[int, Any]) -> Item | None:
+        """The item of another pickle that stands at this byte and means the same here."""
+        known = self._known
+        item = None if known is None else known.find(self._data, at, memo, self._alone)
+        if item is not None:
+            self._taken.append(item)
+            self._budget.objects(item.cost)
+            for name, called in item.globals.items():
+                self.globals[name] = called or self.globals.get(name, False)
+        return item
+
+    def _alone(self, item: Item, memo: Memo) -> None:
+        """Read an item by itself, to see what it means and to what of the memo it refers. Raises if it is more than
+        pairs of keys and values."""
+        assert self._known is not None
+        budget = Budget(self._budget.where, self._budget.size)
+        machine = _Machine(item.data + b"N.", self._rebuild, self._persistent, budget)
+        stack: list[Any] = []
+        machine.run(0, memo, stack, self._known.named)
+        if machine.framed or machine.end != len(item.data) + 2 or len(stack) % 2:
+            raise Changes
+        item.values, item.globals, item.cost = tuple(stack), machine.globals, budget.spent
+
+    def _made(self, what: Any, args: Any, kwargs: Any = None) -> Any:
+        """What a call would have made: by our own table, or a record of it."""
+        if not isinstance(args, tuple):
+            raise CorruptError("arguments that are no tuple")
+        if isinstance(what, Opaque):
+            if what.args is None:
+                self.globals[what.module, what.name] = True
+                return Opaque(what.module, what.name, args, kwargs)
+            made = through_partial(what)
+            return made or Opaque(what.module, f"{what.name:.200}(...)", args, kwargs)  # what a record would return
+        if not callable(what):
+            raise CorruptError(f"a call of {type(what).__name__}, which is nothing to call")
+        if 0 < len(args) < _TENSOR:  # what copies its arguments has few of them
+            for arg in args:
+                if isinstance(arg, _COPIED):
+                    self._budget.steps(len(arg))
+        try:
+            made = what(*args) if not kwargs else what(*args, **kwargs)
+        except CorruptError:
+            raise
+        except _DAMAGE:  # not what the real thing takes, or more than we want to take
+            module, name = next((key for key, value in self._rebuild.items() if value is what), ("", "call"))
+            return Opaque(module, name, args, kwargs)
+        if isinstance(made, Opaque) and made.args is None:  # an attribute of a named thing is a named thing
+            self.globals.setdefault((made.module, made.name), False)
+        return made
+
+    def _set_items(self, target: Any, items: list[Any]) -> None:
+        entries = target.entries if isinstance(target, Opaque) and target.args is not None else target
+        if not isinstance(entries, dict):
+            raise CorruptError(f"keys are set on a {type(target).__name__}")
+        for n in range(0, len(items), 2):
+            key = items[n]
+            if type(key) is not str:
+                self._keys.check(entries, (key,))
+            entries[key] = items[n + 1]

@@ -1,0 +1,84 @@
+"""Arguments of pickle opcodes as values. What Python's two unpicklers would read differently is refused."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Callable
+from typing import Any
+
+from ....errors import CorruptError
+
+
+def exactly(data: bytes, at: int, n: int) -> bytes:
+    raw = data[at : at + n]
+    if len(raw) != n:
+        raise CorruptError(f"{n:,} bytes are claimed at byte {at:,}, but the pickle ends at {len(data):,}: truncated?")
+    return raw
+
+
+def _decimal(line: bytes) -> Any:
+    return line == b"01" if line in (b"00", b"01") else _integer(line)  # protocol 0 spells booleans so
+
+
+def _long(line: bytes) -> int:
+    return _integer(line.removesuffix(b"L"))
+
+
+def _integer(line: bytes) -> int:
+    if not _INTEGER.fullmatch(line):  # Python's unpicklers differ on 010 and 0x10
+        raise CorruptError(f"{line[:40]!r} is not a number as picklers write it")
+    return int(line)
+
+
+def place(line: bytes) -> int:
+    if not line.isdigit():
+        raise CorruptError(f"{line[:40]!r} is not a place in the memo")
+    return int(line)
+
+
+def _float(line: bytes) -> float:
+    if b"_" in line or line.strip() != line:
+        raise CorruptError(f"{line[:40]!r} is not a number as picklers write it")
+    return float(line)
+
+
+def _quoted(line: bytes) -> str:
+    if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
+        raise CorruptError("a string without its quotes")
+    raw: bytes = codecs.escape_decode(line[1:-1])[0]
+    return raw.decode("latin1")
+
+
+_INTEGER = re.compile(rb"-?(0|[1-9][0-9]*)")
+
+
+def _latin1(raw: bytes) -> str:
+    return raw.decode("latin1")
+
+
+def _utf8(raw: bytes) -> str:
+    return raw.decode("utf-8", "surrogatepass")
+
+
+# opcode -> (bytes of the length, what the counted bytes are)
+COUNTED: dict[int, tuple[int, Callable[[bytes], Any]]] = {
+    0x54: (4, _latin1),  # BINSTRING
+    0x55: (1, _latin1),  # SHORT_BINSTRING
+    0x42: (4, bytes),  # BINBYTES
+    0x43: (1, bytes),  # SHORT_BINBYTES
+    0x8E: (8, bytes),  # BINBYTES8
+    0x8D: (8, _utf8),  # BINUNICODE8
+    0x96: (8, bytearray),  # BYTEARRAY8
+}
+# opcodes whose argument is the rest of the line
+LINES: dict[int, Callable[[bytes], Any]] = {
+    0x70: place,  # PUT
+    0x67: place,  # GET
+    0x50: bytes,  # PERSID
+    0x49: _decimal,  # INT
+    0x4C: _long,  # LONG
+    0x46: _float,  # FLOAT
+    0x53: _quoted,  # STRING
+    0x56: lambda line: line.decode("raw-unicode-escape"),  # UNICODE
+}

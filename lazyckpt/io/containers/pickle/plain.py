@@ -1,0 +1,373 @@
+"""A saved object, taken apart: its tensors under dotted names, and everything else as plain objects.
+
+``{"model": {"w": tensor}, "step": 3}`` gives the tensor ``model.w`` and the rest ``{"step": 3}``. Keys are joined as
+`str` gives them, list items by position, attributes of records by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ....core.names import free
+from ....errors import CorruptError
+from ...limits import Budget
+from .arrays import NumpyArray, NumpyDtype, plain_numpy
+from .rebuild import Composite, StoredStorage, StoredTensor, TensorSubclass
+from .records import Attributed, Opaque, short
+from .values import Deque, Namespace
+
+Path = tuple[str | int, ...]  # keys as text, places in lists as numbers
+
+ATTRIBUTES = "tensor_attributes"  # the entry of `meta` that holds them
+_MAX_DEPTH = 100  # the walk recurses; honest checkpoints are some ten levels deep
+_GONE = object()  # stands for "there were only tensors here"
+
+
+class TensorRef(NamedTuple):
+    """In ``meta``: here, among other things, stood the tensor of this name."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return f"<tensor {self.name!r}>"
+
+
+class Plain:
+    """``tensors``: dotted name -> record, in the order of the file; ``paths``: dotted name -> where that stood (names,
+    places in lists); ``rest``: the object without its tensors; ``notes``: lines about tensors that are not what they
+    seem. ``attributes``: dotted name of a tensor -> the attributes that the file gives it. Tensors among them are in
+    ``tensors`` too, behind all others; they are the ``inner`` ones.
+    ``taken``: dotted name -> the record that stood there, of those that the caller reads itself.
+    ``subclasses``: a subclass of Tensor -> names of those that are one."""
+
+    def __init__(
+        self,
+        value: Any,
+        where: str,
+        size: int,
+        prefix: str = "",
+        keep: Callable[[str, StoredTensor], Any] | None = None,
+        take: Callable[[Opaque], bool] | None = None,
+    ) -> None:
+        """``size``: bytes of the pickle, which bounds how much its shared references may expand to. ``prefix``: what
+        stands before a tensor's name where the rest refers to it. ``keep``: gives what stands in the rest where a
+        tensor was, from its name and record; by default tensors leave the rest. ``take``: whether a record stands for
+        a tensor that the caller knows: it leaves the rest too, and nothing is looked for in it."""
+        self.tensors: dict[str, StoredTensor] = {}
+        self.taken: dict[str, Opaque] = {}
+        self.paths: dict[str, Path] = {}
+        self.notes: list[str] = []
+        self.attributes: dict[str, Any] = {}
+        self._given: list[tuple[str, Path, Any]] = []  # names and paths of tensors with attributes, and these
+        self._having: set[int] = set()  # the ids of the tensors' records
+        self.subclasses: dict[str, list[str]] = {}
+        self._where = where
+        self._budget = Budget(where, size)
+        self._arrays: dict[int, Any] = {}  # by the id of their record: one that is referred to twice is made once
+        self._open: set[int] = set()
+        self._prefix = prefix
+        self._keep = keep
+        self._take = take
+        try:
+            rest = self._walk(value, (), 0)
+            self.inner = self._add_attributes()
+        except RecursionError:  # the caller's own stack was deep already
+            raise CorruptError(f"{where}: objects are nested too deep: the file is hostile or damaged") from None
+        self.rest = {} if rest is _GONE else rest
+        for kind, names in self.subclasses.items():
+            some = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
+            each = f"{some} is a {kind}: the tensors inside it stand under its name"
+            many = f"{len(names):,} tensors ({some}) are {kind}: the tensors inside them stand under their names"
+            self.notes.append(each if len(names) == 1 else many)
+        if self.inner:
+            some = ", ".join(map(repr, self.inner[:3])) + (", ..." if len(self.inner) > 3 else "")
+            self.notes.append(f"{len(self.inner):,} tensors are attributes of other tensors: {some} (in view.stored)")
+
+    @property
+    def meta(self) -> Any:
+        """``rest``, with the attributes of tensors, if there are any, as a further entry."""
+        if not self.attributes:
+            return self.rest
+        rest = self.rest if isinstance(self.rest, dict) else {"": self.rest}
+        return {**rest, free(ATTRIBUTES, rest): self.attributes}
+
+    def _add_attributes(self) -> list[str]:
+        """Take the attributes of tensors apart, after all that has a name of its own. -> the names of those that are
+        tensors."""
+        before = len(self.tensors)
+        for key, path, state in self._given:  # (it grows: tensors among them may have attributes)
+            self.attributes[free(key, self.attributes)] = self._state(state, path, 0)
+        return list(self.tensors)[before:]
+
+    def _give(self, value: StoredTensor | Composite, key: str, path: Path) -> None:
+        """Note the attributes of a tensor, once for each tensor that has several names."""
+        state = value.state
+        if id(value) not in self._having and not (isinstance(state, tuple) and not any(state)):
+            self._having.add(id(value))
+            self._given.append((key, path, state))
+
+    def _walk(self, value: Any, path: Path, depth: int) -> Any:
+        kind = type(value)
+        if kind in _LEAVES:
+            return self._leaf(value)
+        if kind is StoredTensor:
+            return self._tensor(value, path)
+        if kind is StoredStorage:
+            return self._tensor(StoredTensor(value, value.dtype or torch.uint8, 0, (value.numel,), (1,)), path)
+        self._budget.objects()
+        if isinstance(value, dict | list | tuple):
+            self._budget.steps(len(value))
+        if depth > _MAX_DEPTH:
+            raise CorruptError(
+                f"{self._where}: objects are nested deeper than {_MAX_DEPTH} levels: the file is hostile or damaged"
+            )
+        if id(value) in self._open:
+            return f"<the same object as further up, seen again at {self._name(path)!r}>"
+        self._open.add(id(value))
+        try:
+            return self._container(value, path, depth + 1)
+        finally:
+            self._open.discard(id(value))
+
+    def _leaf(self, value: Any) -> Any:
+        """A text or number, charged. An int that is too long to be printed becomes a record of how to make it."""
+        if type(value) in _TEXTS:
+            self._budget.characters(len(value))
+        elif type(value) is int and value.bit_length() > _WIDE:
+            self._budget.characters(weight(value))
+            if value.bit_length() > _UNPRINTABLE:
+                return Opaque("builtins", "int", (hex(value), 16))
+        elif type(value) in _BOUNDED:
+            bounds = (value.start, value.stop, value.step)
+            if weight(bounds) > _WIDE:
+                return Opaque("builtins", type(value).__name__, tuple(map(self._leaf, bounds)))
+        return value
+
+    def _container(self, value: Any, path: Path, depth: int) -> Any:
+        if isinstance(value, dict):
+            plain = self._dict(value, path, depth)
+            if isinstance(value, Attributed) and hasattr(value, "state"):
+                state = self._walk(value.state, path, depth)
+                if isinstance(state, dict) and state:
+                    plain = {} if plain is _GONE else plain
+                    for k, v in state.items():
+                        plain.setdefault(k, v)
+            return plain
+        if isinstance(value, Composite):
+            self.notes.append(
+                f"{self._name(path)!r} is a {value.kind} tensor: its parts are tensors of their own, under its name"
+            )
+            if value.state:
+                self._give(value, self._name(path), path)
+            return self._dict(value.parts, path, depth)
+        if isinstance(value, list | tuple):
+            kinds = set(map(type, value))
+            if _LEAVES.issuperset(kinds):  # long lists of numbers are common
+                if not _TEXTS.isdisjoint(kinds):
+                    self._budget.characters(sum(len(v) for v in value if type(v) in _TEXTS))
+                wide = (int in kinds and _has_large(value, kinds)) or not _BOUNDED.isdisjoint(kinds)
+                return _plain_list(value, list(map(self._leaf, value) if wide else value))
+            items = [self._walk(v, (*path, n), depth) for n, v in enumerate(value)]
+            if items and all(v is _GONE for v in items):
+                return _GONE
+            items = [TensorRef(self._prefix + self._name((*path, n))) if v is _GONE else v for n, v in enumerate(items)]
+            return _plain_list(value, items)
+        if isinstance(value, Namespace):
+            inner = self._dict(vars(value), path, depth)
+            return argparse.Namespace(**({} if inner is _GONE else inner))
+        if isinstance(value, Opaque):
+            if self._take is not None and self._take(value):
+                self.taken[self._key(path)] = value
+                return _GONE
+            return self._opaque(value, path, depth)
+        if isinstance(value, NumpyArray | NumpyDtype):
+            return self._numpy(value, path, depth)
+        weighs = weight(value)
+        self._budget.characters(weighs)
+        if isinstance(value, set | frozenset) and weighs > _UNPRINTABLE // 4:
+            return type(value)(map(_key, value))
+        return value
+
+    def _numpy(self, value: NumpyArray | NumpyDtype, path: Path, depth: int) -> Any:
+        found = self._arrays.get(id(value))
+        if found is None:
+            found = plain_numpy(value)
+            if isinstance(found, Opaque):  # it contradicts itself
+                found = self._opaque(found, path, depth)
+            elif isinstance(found, np.ndarray):
+                self._budget.inflated(found.nbytes)
+                if found.dtype.hasobject:
+                    found = self._objects(found, path, depth)
+            self._arrays[id(value)] = found
+        if isinstance(found, np.ndarray):
+            self._budget.characters(12 * min(found.size, 1000))  # as many as numpy prints
+        return found
+
+    def _objects(self, array: np.ndarray[Any, Any], path: Path, depth: int) -> np.ndarray[Any, Any]:
+        """The same array of objects, taken apart like a list."""
+        self._budget.steps(array.size)
+        plain = np.empty(array.size, object)
+        for n, value in enumerate(array.reshape(-1)):
+            plain[n] = self._named(value, (*path, n), depth)
+        return plain.reshape(array.shape)
+
+    def _dict(self, value: dict[Any, Any], path: Path, depth: int) -> Any:
+        plain: dict[Any, Any] = {}
+        characters = 0
+        for k, v in value.items():
+            key = k
+            if type(k) is str:
+                characters += len(k)
+            else:
+                weighs = weight(k)
+                characters += weighs
+                if weighs > _UNPRINTABLE // 4:
+                    key = _key(k)
+                elif type(k) not in _LEAVES and type(k) is not tuple:
+                    key = plain_numpy(k)
+            kind = type(v)
+            if kind is str:
+                characters += len(v)
+                plain[key] = v
+            elif kind in _NUMBERS and (kind is not int or -_LARGE < v < _LARGE) and kind not in _BOUNDED:
+                plain[key] = v
+            else:
+                item = self._walk(v, (*path, text(k)), depth)
+                if item is not _GONE:
+                    plain[key] = item
+        self._budget.characters(characters)
+        return plain if plain or not value else _GONE
+
+    def _opaque(self, value: Opaque, path: Path, depth: int) -> Opaque:
+        """A copy of a record in which tensors are only named, so that it can be kept without the file."""
+        if isinstance(value, TensorSubclass):
+            self.subclasses.setdefault(f"{value.module}.{value.name}", []).append(self._name(path))
+        record = Opaque(value.module, value.name)
+        if value.args:
+            record.args = tuple(self._named(v, (*path, n), depth) for n, v in enumerate(value.args))
+        else:
+            record.args = value.args
+        record.kwargs = None if value.kwargs is None else self._named(value.kwargs, path, depth)
+        record.state = self._state(value.state, path, depth)
+        self._budget.steps(len(value._items or ()) + len(value._entries or ()) + len(value.args or ()))
+        record.items = [self._named(v, (*path, n), depth) for n, v in enumerate(value._items or ())]
+        record.entries = self._attributes(value._entries or {}, path, depth)
+        return record
+
+    def _state(self, state: Any, path: Path, depth: int) -> Any:
+        if isinstance(state, tuple) and len(state) == 2 and all(s is None or isinstance(s, dict) for s in state):
+            return tuple(self._attributes(s, path, depth) for s in state)  # those in slots are apart
+        return self._attributes(state, path, depth)
+
+    def _attributes(self, state: Any, path: Path, depth: int) -> Any:
+        if isinstance(state, dict):
+            self._budget.steps(len(state))
+            self._budget.characters(sum(len(k) if type(k) is str else weight(k) for k in state))
+            return {k if type(k) is str else _key(k): self._named(v, (*path, text(k)), depth) for k, v in state.items()}
+        return self._named(state, path, depth)
+
+    def _named(self, value: Any, path: Path, depth: int) -> Any:
+        item = self._walk(value, path, depth)
+        return TensorRef(self._prefix + self._name(path)) if item is _GONE else item
+
+    def _tensor(self, tensor: StoredTensor, path: Path) -> Any:
+        key = self._key(path)
+        self.tensors[key] = tensor
+        if tensor.note:
+            self._budget.characters(len(key) + len(tensor.note))
+            self.notes.append(f"{key!r} {tensor.note}")
+        if tensor.state:
+            self._give(tensor, key, path)
+        return _GONE if self._keep is None else self._keep(key, tensor)
+
+    def _key(self, path: Path) -> str:
+        """The name of a tensor that stands there; it is no other's."""
+        key = self._name(path)
+        self._budget.objects(_TENSOR)
+        if key in self.paths:
+            self._budget.characters(3 * len(key))
+            other = free(key, self.paths)
+            self.notes.append(f"two tensors have the dotted name {key!r}: the second is {other!r}")
+            key = other
+        self.paths[key] = path
+        return key
+
+    def _name(self, path: Path) -> str:
+        """The dotted name of a place, charged to the budget."""
+        name = ".".join(map(str, path))
+        self._budget.characters(len(name) + 1)
+        return name
+
+
+_NUMBERS = frozenset({type(None), bool, int, float, complex, range, slice})
+_BOUNDED = frozenset({range, slice})
+_TEXTS = frozenset({str, bytes, bytearray})
+_LEAVES = _NUMBERS | _TEXTS
+_WIDE = 256  # bits of an int that counts as a text
+_LARGE = 1 << _WIDE
+_UNPRINTABLE = 10_000  # bits of an int that is kept as a text; Python refuses to print one of more than 14,283
+_TENSOR = 8  # objects that a tensor is worth: what becomes of it takes about a kilobyte
+_LONG = 1000  # characters of a name that a key other than a text gets
+
+
+def _key(key: Any) -> Any:
+    """A key, or an element of a set, without ints that Python does not print: as texts."""
+    if type(key) is int and key.bit_length() > _UNPRINTABLE:
+        return hex(key)
+    if type(key) in (tuple, frozenset):
+        return type(key)(map(_key, key))
+    return key if type(key) in _LEAVES else plain_numpy(key)
+
+
+def _has_large(values: Sequence[Any], kinds: set[type]) -> bool:
+    """Whether one of the ints among them is long to print."""
+    ints = values if kinds == {int} else [v for v in values if type(v) is int]
+    return bool(max(ints) >= _LARGE or min(ints) <= -_LARGE)
+
+
+def text(key: Any) -> str:
+    """A key of a dict as a part of a dotted name."""
+    if type(key) is str:
+        return key
+    if weight(key) > _LONG:  # (and Python refuses to print ints of thousands of digits)
+        return short(key)
+    return str(key)
+
+
+def weight(value: Any) -> int:
+    """About as many characters as it takes to write a key or an element of a set, with all that it refers to."""
+    total, left = 0, [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str | bytes | bytearray):
+            total += len(one)
+        elif isinstance(one, tuple | frozenset | set):
+            left.extend(one)
+        elif isinstance(one, int):
+            total += one.bit_length() // 3
+        elif isinstance(one, range):
+            left.extend((one.start, one.stop, one.step))
+        elif isinstance(one, PurePath):
+            total += len(str(one))
+        elif isinstance(one, Opaque):
+            total += 200
+        total += 2
+    return total
+
+
+def _plain_list(original: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
+    if isinstance(original, Deque):
+        return deque(items)
+    return items if isinstance(original, list) else _tuple(original, items)
+
+
+def _tuple(original: tuple[Any, ...], items: list[Any]) -> Any:
+    """torch.Size stays one; any other tuple is a plain tuple."""
+    return original if type(original) is not tuple and all(type(i) is int for i in items) else tuple(items)

@@ -1,0 +1,152 @@
+"""What a pickle gives that is no plain value: records of the classes and functions it names. They are inert."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+import torch
+
+from ....errors import CorruptError
+
+
+class Opaque:
+    """A class or function that a pickle names, with what the pickle gives it: a record, never the thing itself.
+
+    ``args``: what it would be called with (None: it is only named). ``state``: what would become its attributes.
+    ``items`` / ``entries``: what would be appended to it / set as its keys. The state's keys can be read as attributes.
+    """
+
+    __slots__ = ("_entries", "_items", "args", "kwargs", "module", "name", "state")
+
+    def __init__(self, module: str, name: str, args: tuple[Any, ...] | None = None, kwargs: Any = None) -> None:
+        self.module = module
+        self.name = name
+        self.args = args
+        self.kwargs = kwargs
+        self.state: Any = None
+        self._items: list[Any] | None = None  # most records have none, and a file may hold a million records
+        self._entries: dict[Any, Any] | None = None
+
+    @property
+    def items(self) -> list[Any]:
+        """What would be appended to it."""
+        if self._items is None:
+            self._items = []
+        return self._items
+
+    @items.setter
+    def items(self, values: list[Any]) -> None:
+        self._items = values or None
+
+    @property
+    def entries(self) -> dict[Any, Any]:
+        """What would be set as its keys."""
+        if self._entries is None:
+            self._entries = {}
+        return self._entries
+
+    @entries.setter
+    def entries(self, values: dict[Any, Any]) -> None:
+        self._entries = values or None
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The state as attribute names and values, also where a class keeps part of it in slots."""
+        found: dict[str, Any] = {}
+        for part in self.state if isinstance(self.state, tuple) and len(self.state) == 2 else (self.state,):
+            if isinstance(part, dict):
+                found.update((k, v) for k, v in part.items() if isinstance(k, str))
+        return found
+
+    def __getattr__(self, key: str) -> Any:
+        if not key.startswith("_"):
+            try:
+                return self.attributes[key]
+            except (KeyError, AttributeError):
+                pass
+        raise AttributeError(f"{key!r} is not in the state of the record of {self.module}.{self.name}")
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, slot) for slot in self.__slots__)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        for slot, value in zip(self.__slots__, state, strict=True):
+            object.__setattr__(self, slot, value)
+
+    def __repr__(self) -> str:
+        parts = []
+        if self.args:
+            parts.append(f"args={short(self.args)}")
+        for label, value in (("state", self.state), ("items", self._items), ("entries", self._entries)):
+            if value:
+                parts.append(f"{label}={short(value)}")
+        return f"<{_word(self.module)}.{_word(self.name)}{' ' if parts else ''}{', '.join(parts)}>"
+
+
+class Attributed(dict[Any, Any]):
+    """A dict that a pickle may give attributes (an OrderedDict with ``_metadata``): they are kept in ``state``."""
+
+    __slots__ = ("state",)
+    state: Any
+
+
+def through_partial(what: Opaque) -> Opaque | None:
+    """How protocols 2 and 3 spell __new__ with keywords: the call of functools.partial(cls.__new__, cls, ...)."""
+    state = what.state
+    if (what.module, what.name) != ("functools", "partial") or not isinstance(state, tuple) or len(state) < 3:
+        return None
+    func, args, kwargs = state[:3]
+    if not isinstance(func, Opaque) or not func.name.endswith("__new__") or not isinstance(args, tuple) or not args:
+        return None
+    cls = args[0]
+    return Opaque(cls.module, cls.name, args[1:], kwargs or None) if isinstance(cls, Opaque) else None
+
+
+def extend(target: Any, items: Iterable[Any]) -> None:
+    if isinstance(target, Opaque) and target.args is not None:  # nothing is appended to a class or function
+        target.items.extend(items)
+    elif isinstance(target, list):
+        target.extend(items)
+    else:
+        raise CorruptError(f"items are appended to a {type(target).__name__}")
+
+
+def build(target: Any, state: Any) -> None:
+    """Give a record its state; our own records of numpy things take it by `set_state`."""
+    if isinstance(target, Opaque | Attributed):
+        target.state = state
+        return
+    take = getattr(target, "set_state", None)
+    if take is None:
+        raise CorruptError(f"a state is given to a {type(target).__name__}")
+    take(state)
+
+
+def short(value: Any) -> str:
+    """Anything that a pickle holds, in at most a line: never deeper than two containers, in little time."""
+    if isinstance(value, dict):
+        inner = ", ".join(f"{_leaf(k)}: {_leaf(v)}" for k, v in islice(value.items(), 4))
+        return "{" + inner + (", ..." if len(value) > 4 else "") + "}"
+    if isinstance(value, list | tuple):
+        return "(" + ", ".join(map(_leaf, value[:4])) + (", ..." if len(value) > 4 else "") + ")"
+    return _leaf(value)
+
+
+def _word(name: str) -> str:
+    """A name that a pickle gives, as one short word without control characters."""
+    return repr(name[:100])[1:-1] + ("..." if len(name) > 100 else "")
+
+
+def _leaf(value: Any) -> str:
+    if isinstance(value, Opaque):
+        return f"<{_word(value.module)}.{_word(value.name)}>"
+    if isinstance(value, int) and value.bit_length() > 256:  # printing a huge int takes quadratic time
+        return f"int of {value.bit_length()} bits"
+    if isinstance(value, str | bytes | bytearray):
+        return repr(value[:60]) + ("..." if len(value) > 60 else "")
+    if value is None or type(value) in (bool, int, float, complex, torch.dtype):
+        return repr(value)
+    size = f" of {len(value)}" if isinstance(value, dict | list | tuple | set | frozenset) else ""
+    return f"{type(value).__name__}{size}"

@@ -1,0 +1,230 @@
+"""Files of torch.save: where their tensors lie, and the objects around them. Nothing of a file is executed.
+
+Zip files (torch >= 1.6): writer torch/serialization.py `_save` and caffe2/serialize/inline_container.cc. Legacy files:
+torch/serialization.py `_legacy_save`. Only the pickle and the zip's directory are read, no tensor data.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...core.box import hull
+from ...core.index import Extent, FileInfo, Inline
+from ...errors import CorruptError, FormatError
+from ..storage.base import Store, StoreFile
+from .pickle.machine import Pickle
+from .pickle.memo import Items
+from .pickle.rebuild import REBUILD, StoredStorage, StoredTensor, persistent_storage, viewed_storage
+from .pickle.records import short
+from .zip_directory import ZIP_MAGIC, Directories, Record
+
+LEGACY_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # the number 0x1950a86a20f9469cfc6c as a pickle spells it
+_HEAD = 4 << 20  # what stands before the first storage is read at once if it is at most this long
+_END = 2 << 10  # bytes in which the pickle of a single tensor, or the directory of its archive, ends
+_ZIP_END = 22  # bytes of a zip's last record (torch writes no comment behind it)
+_PICKLES = 4  # kept at a time: model states and optimizer states, of rank 0 and of the others
+_LEGACY_PICKLES = 256 << 20  # bytes of a legacy file that its pickles may take
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFile:
+    """One file of torch.save, indexed. ``root``: what was saved, with `StoredTensor` records for tensors."""
+
+    path: str
+    info: FileInfo
+    root: Any
+    records: Mapping[str, Record]
+    globals: dict[tuple[str, str], bool]
+    swapped: bool
+    pickle_size: int
+    _dtypes: dict[str, torch.dtype | None] = field(default_factory=dict)
+
+    def extent(self, tensor: StoredTensor, name: str) -> Extent:
+        """Where a tensor of this file lies. Raises CorruptError if the file cannot hold it."""
+        storage = tensor.storage
+        if storage is None:
+            raise CorruptError(f"{self.path}: {name!r} has no storage")
+        if storage.data is not None:
+            held = Inline(self.path, storage.data)
+            return Extent(self.path, 0, tensor.dtype, tensor.shape, tensor.strides, within=held)
+        if storage.numel and self._dtypes.setdefault(storage.key, storage.dtype) != storage.dtype:
+            raise CorruptError(
+                f"{self.path}: the storage {storage.key!r} of {name!r} is described as {self._dtypes[storage.key]} and "
+                f"as {storage.dtype}, and torch would take the first for both: the file is damaged"
+            )
+        record = self.records.get(storage.key)
+        if record is None:
+            raise CorruptError(f"{self.path}: the storage {storage.key!r} of {name!r} is not in the file: truncated?")
+        size = tensor.dtype.itemsize
+        reach = (tensor.offset + hull(tensor.shape, tensor.strides)) * size if 0 not in tensor.shape else 0
+        if reach > record.nbytes or storage.reach > record.nbytes:
+            raise CorruptError(
+                f"{self.path}: {name!r} needs {max(reach, storage.reach):,} bytes of the storage {storage.key!r}, "
+                f"which has {record.nbytes:,}: the file is damaged"
+            )
+        return Extent(
+            self.path,
+            record.offset + tensor.offset * size,
+            tensor.dtype,
+            tensor.shape,
+            tensor.strides,
+            tensor.conj,
+            tensor.neg,
+            self.swapped and size > 1,
+        )
+
+
+def is_torch_file(head: bytes) -> bool:
+    """Whether a file that begins so is (or claims to be) one of torch.save, or one of its relatives."""
+    return head.startswith(ZIP_MAGIC) or LEGACY_MAGIC in head[:32]
+
+
+def is_whole(store: Store, path: str) -> bool:
+    """Whether the file ends as the zips of torch.save do: a truncated one does not. It takes one small read."""
+    size = store.stat(path).size
+    return size >= _ZIP_END and bytes(store.read(path, size - _ZIP_END, 4)) == b"PK\x05\x06"
+
+
+class Pickles:
+    """Pickles and directories that were read before. Hundreds of ranks save files whose pickles are the same, byte for
+    byte, or large parts of them: then what is in them is the same too, only their storages lie elsewhere. (What was
+    read of one is never changed.)"""
+
+    def __init__(self) -> None:
+        self.directories = Directories()
+        self._known: dict[bytes, Pickle] = {}
+        self._items = Items()
+        self._lock = threading.Lock()
+
+    def read(self, data: bytes, where: str) -> Pickle:
+        with self._lock:  # unpickling is Python's own work: several threads would not be faster
+            pickle = self._known.get(data)
+            if pickle is None:
+                pickle = self._known[data] = Pickle(data, where, REBUILD, persistent_storage, known=self._items)
+                if len(self._known) > _PICKLES:  # ranks whose pickles all differ gain nothing from it
+                    del self._known[next(iter(self._known))]
+        return pickle
+
+
+def read_torch_file(
+    store: Store, path: str, pickles: Pickles | None = None, window: tuple[int, int] | None = None
+) -> TorchFile:
+    """Index a file of torch.save, zip or legacy. ``pickles``: those of files that are alike. ``window`` (start,
+    length): it is that part of the file only; the offsets of its records are those in the file all the same.
+
+    Raises FormatError for what is something else (TorchScript, .pt2, torch.package, other zips, plain pickles),
+    CorruptError for damage, MissingFileError.
+    """
+    file = StoreFile(store, path) if window is None else StoreFile(store, path, *_ends(window[1]), window)
+    head = file.at(0, min(file.size, 512))
+    if head.startswith(ZIP_MAGIC):
+        return _read_zip(file, pickles or Pickles())
+    if LEGACY_MAGIC in head[:32]:
+        return _read_legacy(file)
+    if not head:
+        raise CorruptError(f"{file.where} is empty (0 bytes): copy it again from its source")
+    if head[257:262] == b"ustar":
+        raise FormatError(
+            f"{file.where} is a tar archive, as torch 0.1 saved: load it with an old torch and save it again"
+        )
+    if head[:1] == b"\x80":
+        raise FormatError(
+            f"{file.where} is a plain pickle, not a file of torch.save: load it where you trust it and save it again"
+        )
+    raise FormatError(f"{file.where} is not a file of torch.save (it begins with {head[:8]!r})")
+
+
+def _ends(size: int) -> tuple[int, int]:
+    """How many bytes at the end and at the start of a small archive are worth a read each."""
+    return (size, 0) if size <= 4 * _END else (_END, _END)
+
+
+# -- zip
+
+
+def _read_zip(file: StoreFile, pickles: Pickles) -> TorchFile:
+    where = file.where
+    records, storages = pickles.directories.read(file)
+
+    def small(name: str) -> bytes:
+        record = records[name]
+        return file.at(record.offset - file.start, record.nbytes)
+
+    data = small("data.pkl")
+    crc = records["data.pkl"].crc
+    if crc and zlib.crc32(data) != crc:  # None: written with set_crc32_options(False)
+        raise CorruptError(
+            f"{where}: data.pkl, the list of what is in the file, fails its checksum: the file is damaged, copy it "
+            "again from its source"
+        )
+    order = small("byteorder") if "byteorder" in records else b"little"
+    if order not in (b"little", b"big"):
+        raise CorruptError(f"{where}: its byteorder record says {order[:20]!r}")
+    pickle = pickles.read(data, f"{where} (data.pkl)")
+    if pickle.end != len(data):
+        raise CorruptError(
+            f"{where}: data.pkl goes on for {len(data) - pickle.end:,} bytes behind the end of its pickle, which torch "
+            "does not read: the file is damaged, or hides something. Save it again from where you trust it."
+        )
+    return TorchFile(file.path, file.info, pickle.value, storages, pickle.globals, order == b"big", len(data))
+
+
+# -- legacy
+
+
+def _read_legacy(file: StoreFile) -> TorchFile:
+    where = f"{file.where} (legacy torch file)"
+    window = min(file.size, 1 << 20)
+    while True:
+        data = file.at(0, window)
+        try:
+            pickles, storages = _legacy_pickles(data, where)
+            break
+        except CorruptError:
+            if window >= min(file.size, _LEGACY_PICKLES):
+                raise
+            window = min(file.size, window * 4, _LEGACY_PICKLES)
+    _, _, _, root, keys = (p.value for p in pickles)
+    if not isinstance(keys, list) or not all(type(k) is str for k in keys) or set(keys) != set(storages):
+        raise CorruptError(f"{where}: the list of storages does not match the tensors: damaged")
+    records, at = {}, pickles[-1].end
+    for key in keys:
+        storage = storages[key]
+        # little-endian on any machine (torch/csrc/serialization.cpp THPStorage_writeFileRaw), whatever the header says
+        count = int.from_bytes(file.at(at, 8), "little", signed=True)
+        nbytes = count * (storage.dtype.itemsize if storage.dtype else 1)
+        at += 8
+        if count < 0 or at + nbytes > file.size:
+            raise CorruptError(
+                f"{where}: the storage {key!r} claims {nbytes:,} bytes at {at:,}, of {file.size:,}: truncated?"
+            )
+        records[key] = Record(file.start + at, nbytes, None)
+        at += nbytes
+    return TorchFile(file.path, file.info, root, records, pickles[3].globals, False, pickles[-1].end)
+
+
+def _legacy_pickles(data: bytes, where: str) -> tuple[list[Pickle], dict[str, StoredStorage]]:
+    """The five pickles at the start: magic number, protocol, system, the object, the order of the storages."""
+    storages: dict[str, StoredStorage] = {}
+    views: dict[Any, StoredStorage] = {}
+
+    def persistent(pid: Any) -> Any:
+        storage = viewed_storage(pid)
+        if isinstance(storage, StoredStorage):
+            first = storages.setdefault(storage.key, storage)
+            if first.dtype != storage.dtype:  # torch takes the dtype that it meets first
+                raise CorruptError(f"the storage {storage.key!r} is described as {first.dtype} and as {storage.dtype}")
+            if storage.start is not None and views.setdefault(pid[5][0], storage) != storage:
+                raise CorruptError(f"the view {short(pid[5][0])} of a storage is described in two ways")
+        return storage
+
+    pickles: list[Pickle] = []
+    for _ in range(5):
+        pickles.append(Pickle(data, where, REBUILD, persistent, pickles[-1].end if pickles else 0))
+    return pickles, storages

@@ -1,0 +1,476 @@
+"""A strict reader of zips: one directory, one place for each record, nothing that another reader could see otherwise.
+
+Readers of zips differ in what they trust. miniz, which torch reads with, takes the last end record, believes the zip64
+locator, looks names up without regard to case and takes the lengths in a record's own header; Python's zipfile shifts
+all offsets by the number of bytes in front; Info-ZIP reads on past gaps. A file on which they could disagree is
+refused: the directory must end where the end records begin, the records must follow each other from byte 0 to the
+directory without gap or overlap, and the header in front of a record's data and the descriptor behind it must repeat
+what the directory says.
+
+Readers that this follows: third_party/miniz-3.0.2/miniz.c `mz_zip_reader_read_central_dir`, `mz_zip_reader_locate_file`
+and caffe2/serialize/inline_container.cc `getRecordOffset` of torch; Lib/zipfile of Python.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+from ...core.index import ZipEntry
+from ...errors import CorruptError
+from ..storage.base import StoreFile
+from .pickle.records import short
+
+ZIP_MAGIC = b"PK\x03\x04"
+STORED, DEFLATED = 0, 8
+ENCRYPTED = 0x2041  # flags of an encrypted record or directory
+DESCRIBED = 0x0008  # flag: checksum and sizes stand behind the data
+_UTF8 = 0x0800
+_REPEATED = ENCRYPTED | DESCRIBED | _UTF8  # flags that a record's header has to repeat
+_FOLDER = 0x10  # MS-DOS attribute, by which miniz takes a record for a folder and reads nothing
+_MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF  # the number is in a zip64 field
+
+_END = struct.Struct("<4s4H2IH")  # end of the directory
+_LOCATOR = struct.Struct("<4sIQI")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_ENTRY = struct.Struct("<4s6H3I5H2I")
+ENTRY_SIZE = _ENTRY.size  # bytes of an entry before its name
+_HEADER = struct.Struct("<4s5H3I2H")
+HEADER_SIZE = _HEADER.size  # bytes of a record's header before its name
+_SIGNED = b"PK\x07\x08"
+_DESCRIPTORS = {12: "<3I", 16: "<4x3I", 20: "<I2Q", 24: "<4xI2Q"}  # bytes behind the data -> checksum, two sizes
+_LONGEST = 24
+_USUAL_NAME = 512  # bytes; headers of records with longer names are compared one by one
+_FIELDS = np.dtype(
+    [
+        ("magic", "<u4"), ("version", "<u2"), ("flags", "<u2"), ("method", "<u2"), ("time", "<u2"), ("date", "<u2"),
+        ("crc", "<u4"), ("stored", "<u4"), ("nbytes", "<u4"), ("n_name", "<u2"), ("n_extra", "<u2"),
+    ]
+)  # fmt: skip
+_DESCRIPTOR = np.dtype([("magic", "<u4"), ("crc", "<u4"), ("stored", "<u4"), ("nbytes", "<u4")])
+_DESCRIPTOR64 = np.dtype([("magic", "<u4"), ("crc", "<u4"), ("stored", "<u8"), ("nbytes", "<u8")])
+_EXTRA = 32  # bytes behind a header's name in which its zip64 field ends, if it has one
+NEAR = 32 << 10  # bytes between two headers that are read with them
+_WINDOW = 1 << 20  # bytes that one read of headers takes at most
+_SMALL_WINDOW = 128 << 10  # of a few
+_AT_ONCE = 16 << 20  # bytes of such reads that are kept at a time
+
+
+class Zip(NamedTuple):
+    """``start``: where the directory begins. ``entries``: in its order."""
+
+    start: int
+    entries: list[ZipEntry]
+
+
+def read_zip(file: StoreFile) -> Zip:
+    """The directory of a zip.
+
+    Raises CorruptError for damage and for what two readers could see differently. The records' own headers are not
+    read: see `data_offsets`.
+    """
+    count, size, start = _ends(file)
+    data = file.at(start, size)
+    entries = list(_entries(file, data, count))
+    if len({e.name for e in entries}) < len(entries):  # readers differ in which of the two they take
+        raise refused(file, "a record is in it twice")
+    ordered = sorted(entries, key=lambda e: e.header)
+    if ordered and ordered[0].header != 0:
+        raise refused(file, f"{ordered[0].header:,} bytes come before its first record")
+    for entry, after in zip(ordered, [*(e.header for e in ordered[1:]), start], strict=True):
+        if entry.header + _HEADER.size + len(entry.name) + entry.stored > after:
+            raise refused(file, f"the record {short(entry.name)} runs into what follows it")
+    return Zip(start, entries)
+
+
+def _ends(file: StoreFile) -> tuple[int, int, int]:
+    """How many entries the directory has, its size, and where it begins."""
+    at, end = _find_end(file)
+    disk, first_disk, here, count, size, start, _ = _END.unpack(end[: _END.size])[1:]
+    behind = at  # the directory ends here
+    locator = file.at(at - _LOCATOR.size, _LOCATOR.size) if at >= _LOCATOR.size else b""
+    if locator.startswith(b"PK\x06\x07"):
+        _, its_disk, behind, disks = _LOCATOR.unpack(locator)
+        if behind != at - _LOCATOR.size - _END64.size or its_disk != 0 or disks != 1:
+            raise refused(file, "its zip64 locator points elsewhere than to the record in front of it")
+        magic, length, _, _, *large = _END64.unpack(file.at(behind, _END64.size))
+        if magic != b"PK\x06\x06" or length != _END64.size - 12:
+            raise refused(file, "no zip64 end record is where its locator points")
+        small = (disk, first_disk, here, count, size, start)
+        limits = (_MAX16,) * 4 + (_MAX32,) * 2
+        if any(a not in (b, limit) for a, b, limit in zip(small, large, limits, strict=True)):
+            raise refused(file, "its two end records contradict each other")
+        disk, first_disk, here, count, size, start = large
+    if disk or first_disk or here != count:
+        raise refused(file, "it is one part of several")
+    if start + size != behind:
+        raise refused(
+            file,
+            f"its directory is said to take {size:,} bytes from {start:,} on, which is not where its end record is "
+            f"({behind:,})",
+        )
+    return count, size, start
+
+
+def _find_end(file: StoreFile) -> tuple[int, bytes]:
+    """Where the end record begins, and the file from there on. It has to be the only one that a reader may choose."""
+    tail = file.at(max(0, file.size - _END.size), min(_END.size, file.size))
+    if not (tail.startswith(b"PK\x05\x06") and tail.endswith(b"\0\0")):  # perhaps a comment follows
+        tail = file.at(max(0, file.size - _END.size - _MAX16), min(_END.size + _MAX16, file.size))
+    found = tail.rfind(b"PK\x05\x06", 0, max(0, len(tail) - _END.size + 4))
+    if found < 0:
+        raise refused(file, "the end record of its directory is not there: the file is truncated")
+    end = tail[found:]
+    if len(end) != _END.size + _END.unpack(end[: _END.size])[-1]:
+        raise refused(file, "there are bytes behind its end record")
+    return file.size - len(end), end
+
+
+def _entries(file: StoreFile, data: bytes, count: int) -> Iterator[ZipEntry]:
+    at, size = 0, len(data)
+    for _ in range(count):
+        if at + _ENTRY.size > size:
+            raise refused(file, f"its directory ends before its {count:,} entries do")
+        (
+            magic, _, _, flags, method, _, _, crc, stored, nbytes,
+            n_name, n_extra, n_comment, disk, _, attributes, header,
+        ) = _ENTRY.unpack_from(data, at)  # fmt: skip
+        name_at = at + _ENTRY.size
+        extra_at = name_at + n_name
+        end = extra_at + n_extra + n_comment
+        if magic != b"PK\x01\x02" or end > size:
+            raise refused(file, "an entry of its directory is damaged")
+        name = _name(file, data[name_at:extra_at], flags)
+        if n_extra:
+            nbytes, stored, header = _large(file, name, data[extra_at : extra_at + n_extra], (nbytes, stored, header))
+        if _MAX32 in (nbytes, stored, header) and not n_extra:
+            raise refused(file, f"the sizes of the record {short(name)} are missing")
+        if method == STORED and stored != nbytes:
+            raise refused(file, f"the record {short(name)} has two sizes")
+        is_folder = name[-1:] == "/"
+        if disk or (is_folder and nbytes) or (attributes & _FOLDER and not is_folder):
+            raise refused(file, f"the record {short(name)} is a folder to some readers")
+        yield ZipEntry(name, header, nbytes, stored, crc, method, flags, at)
+        at = end
+    if at != size:
+        raise refused(file, f"its directory has more than its {count:,} entries")
+
+
+def _name(file: StoreFile, raw: bytes, flags: int) -> str:
+    """A record's name, if all readers call it so."""
+    try:
+        name = raw.decode("utf-8" if flags & _UTF8 else "ascii")
+    except UnicodeDecodeError:
+        raise refused(file, f"the name {raw[:60]!r} is in no encoding that it states") from None
+    if "\0" in name or "\\" in name or (("//" in name or "." in name or name[:1] == "/") and _is_crooked(name)):
+        raise refused(file, f"the name {short(name)} means another place to some readers")
+    return name
+
+
+def _is_crooked(name: str) -> bool:
+    return not {"", ".", ".."}.isdisjoint(name.removesuffix("/").split("/"))
+
+
+def _large(file: StoreFile, name: str, extra: bytes, small: tuple[int, int, int]) -> tuple[int, int, int]:
+    """The size, the size in the file and the header's place, those that are too large for their fields from the zip64
+    field among the extra ones."""
+    field = _zip64(file, name, extra)
+    wanted = [n for n, value in enumerate(small) if value == _MAX32]
+    if not wanted:
+        if field is not None and field != struct.pack("<3Q", *small)[: len(field)]:
+            raise refused(file, f"the record {short(name)} has two sizes or places")
+        return small
+    if field is None or len(field) != 8 * len(wanted):
+        raise refused(file, f"the sizes of the record {short(name)} are missing")
+    found = list(small)
+    for n, value in zip(wanted, struct.unpack(f"<{len(wanted)}Q", field), strict=True):
+        found[n] = value
+    return found[0], found[1], found[2]
+
+
+def _zip64(file: StoreFile, name: str, extra: bytes) -> bytes | None:
+    """What the zip64 field holds. There may be one, or none."""
+    found, at = None, 0
+    while at < len(extra):
+        kind, length = struct.unpack_from("<2H", extra, at) if at + 4 <= len(extra) else (0, len(extra))
+        if at + 4 + length > len(extra) or (kind == 1 and found is not None):
+            raise refused(file, f"the extra fields of the record {short(name)} are damaged")
+        if kind == 1:
+            found = extra[at + 4 : at + 4 + length]
+        at += 4 + length
+    return found
+
+
+# -- the records' own headers
+
+
+class Records(NamedTuple):
+    """Entries of a zip in the order in which they lie in it, as columns. ``raw``: their names as they are in the file,
+    those that are not too long, filled up with zeros; ``lengths``: of all names."""
+
+    names: Sequence[str]
+    raw: NDArray[np.uint8]
+    lengths: NDArray[np.int64]
+    header: NDArray[np.int64]
+    nbytes: NDArray[np.uint64]
+    stored: NDArray[np.int64]
+    crc: NDArray[np.uint32]
+    method: NDArray[np.uint16]
+    flags: NDArray[np.uint16]
+
+    @classmethod
+    def of(cls, entries: Sequence[ZipEntry]) -> Records:
+        names = [e.name.encode() for e in entries]
+        lengths = np.fromiter(map(len, names), np.int64, len(names))
+        width = min(int(lengths.max(initial=1)), _USUAL_NAME)
+        # text of a fixed width is cut and filled up by numpy
+        raw = np.array(names, f"S{width}").view(np.uint8).reshape(len(names), width)
+        _, header, nbytes, stored, crc, method, flags, *_ = zip(*entries, strict=True) if entries else [()] * 9
+        return cls(
+            [e.name for e in entries],
+            raw,
+            lengths,
+            np.array(header, np.int64),
+            np.array(nbytes, np.uint64),
+            np.array(stored, np.int64),
+            np.array(crc, np.uint32),
+            np.array(method, np.uint16),
+            np.array(flags, np.uint16),
+        )
+
+    def part(self, n: int, stop: int) -> Records:
+        """Those from ``n`` up to ``stop``."""
+        return Records(
+            self.names[n:stop],
+            self.raw[n:stop],
+            self.lengths[n:stop],
+            self.header[n:stop],
+            self.nbytes[n:stop],
+            self.stored[n:stop],
+            self.crc[n:stop],
+            self.method[n:stop],
+            self.flags[n:stop],
+        )
+
+    def entry(self, n: int) -> ZipEntry:
+        columns = (self.header, self.nbytes, self.stored, self.crc, self.method, self.flags)
+        header, nbytes, stored, crc, method, flags = (int(column[n]) for column in columns)
+        return ZipEntry(self.names[n], header, nbytes, stored, crc, method, flags)
+
+
+def data_offsets(file: StoreFile, start: int, records: Records) -> NDArray[np.int64]:
+    """Where the data of these records begin, which are all of a zip, in the order in which they lie in it.
+
+    Reads what lies between the records' data: neighbouring headers at once, others each by itself. Raises
+    CorruptError unless it repeats what the directory, which begins at ``start``, says.
+    """
+    if not len(records.header):
+        return records.header
+    nexts = np.append(records.header[1:], start)
+    # a row for each header with what stands in front of it, and one for what stands in front of the directory
+    width = _LONGEST + _HEADER.size + records.raw.shape[1] + _EXTRA
+    rows = _rows(file, np.append(records.header, start) - _LONGEST, width)
+    headers, behind = rows[:-1, _LONGEST:], rows[1:, :_LONGEST]
+    fields = np.ascontiguousarray(headers[:, : _HEADER.size]).view(_FIELDS)[:, 0]
+    begins: NDArray[np.int64] = records.header + _HEADER.size + fields["n_name"] + fields["n_extra"]
+    for n in np.flatnonzero(~_repeats(records, headers, fields)).tolist():  # zip64 fields, long names, or a lie
+        entry = records.entry(n)
+        if records.lengths[n] > records.raw.shape[1]:
+            begins[n] = data_offset(file, entry)
+        else:
+            begins[n] = _check_header(file, entry, headers[n].tobytes())
+    ends = begins + records.stored
+    for n in np.flatnonzero(~_described(records, behind, nexts - ends)).tolist():
+        length = int(nexts[n] - ends[n])
+        _check_behind(file, records.entry(n), behind[n, max(0, _LONGEST - length) :].tobytes(), length)
+    return begins
+
+
+def data_offsets_of_few(file: StoreFile, start: int, entries: Sequence[ZipEntry]) -> list[int]:
+    """The same for entries, of a local file: for some ten of them arrays would take longer."""
+    places = [*(e.header for e in entries), start]
+    lengths = [*(_HEADER.size + len(e.name.encode()) + _EXTRA for e in entries), 0]
+    found: list[int] = []
+    first = 0
+    while first < len(places):
+        last = first
+        while (
+            last + 1 < len(places)
+            and places[last + 1] - places[last] <= NEAR
+            and places[last + 1] - places[first] <= _SMALL_WINDOW
+        ):
+            last += 1
+        low = max(0, places[first] - _LONGEST)
+        window = file.at(low, min(file.size, places[last] + lengths[last]) - low)
+        if low == 0:
+            file.keep(window)  # the pickle is there, as a rule
+        for n in range(first, last + 1):
+            at = places[n] - low
+            if n:
+                length = places[n] - found[-1] - entries[n - 1].stored
+                _check_behind(file, entries[n - 1], window[at - length : at] if 0 < length <= at else b"", length)
+            if n < len(entries):
+                found.append(_check_header(file, entries[n], window[at : at + lengths[n]]))
+        first = last + 1
+    return found
+
+
+def data_offset(file: StoreFile, entry: ZipEntry) -> int:
+    """Where the data of one record begin.
+
+    Reads its header and, if ``after`` is known, the descriptor behind its data, if it has one. Raises CorruptError
+    unless they repeat what the directory says, and the data end where the next record begins.
+    """
+    room = _HEADER.size + len(entry.name.encode()) + _EXTRA
+    found = _check_header(file, entry, file.at(entry.header, max(_HEADER.size, min(room, file.size - entry.header))))
+    if entry.after >= 0:
+        length = entry.after - found - entry.stored
+        behind = file.at(found + entry.stored, length) if length in _DESCRIPTORS else b""
+        _check_behind(file, entry, behind, length)
+    return found
+
+
+def _repeats(records: Records, headers: NDArray[np.uint8], fields: NDArray[np.void]) -> NDArray[np.bool_]:
+    """Which headers repeat the directory in the usual way: `_check_header` accepts these, and perhaps others."""
+    name = headers[:, _HEADER.size : _HEADER.size + records.raw.shape[1]]
+    inside = np.arange(records.raw.shape[1]) < records.lengths[:, None]
+    sizes = (fields["crc"], fields["stored"], fields["nbytes"])
+    empty = (sizes[0] == 0) & (sizes[1] == 0) & (sizes[2] == 0) & (fields["flags"] & DESCRIBED != 0)
+    same = (sizes[0] == records.crc) & (sizes[1] == records.stored) & (sizes[2] == records.nbytes)
+    same &= (sizes[1] != _MAX32) & (sizes[2] != _MAX32)
+    found: NDArray[np.bool_] = (
+        (fields["magic"] == int.from_bytes(ZIP_MAGIC, "little"))
+        & (fields["method"] == records.method)
+        & ((fields["flags"] ^ records.flags) & _REPEATED == 0)
+        & (fields["n_name"] == records.lengths)
+        & (records.lengths <= records.raw.shape[1])
+        & ((name == records.raw) | ~inside).all(1)
+        & (empty | same)
+    )
+    return found
+
+
+def _described(records: Records, behind: NDArray[np.uint8], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Behind which records so many bytes are the usual descriptor, or none are where there is none: `_check_behind`
+    accepts these, and perhaps others."""
+    described = records.flags & DESCRIBED != 0
+    found: NDArray[np.bool_] = ~described & (lengths == 0)
+    for kind in (_DESCRIPTOR, _DESCRIPTOR64):
+        data = np.ascontiguousarray(behind[:, _LONGEST - kind.itemsize :]).view(kind)[:, 0]
+        found |= (
+            described
+            & (lengths == kind.itemsize)
+            & (data["magic"] == int.from_bytes(_SIGNED, "little"))
+            & (data["crc"] == records.crc)
+            & (data["stored"] == records.stored)
+            & (data["nbytes"] == records.nbytes)
+        )
+    return found
+
+
+def _check_header(file: StoreFile, entry: ZipEntry, data: bytes) -> int:
+    """Where the record's data begin, behind the header that ``data`` begins with."""
+    magic, _, flags, method, _, _, crc, stored, nbytes, n_name, n_extra = _HEADER.unpack_from(data)
+    if magic != ZIP_MAGIC:
+        raise refused(file, f"the header of the record {short(entry.name)} is not where the directory says")
+    begins = _HEADER.size + n_name
+    same = method == entry.method and data[_HEADER.size : begins] == entry.name.encode()
+    if not same or (flags ^ entry.flags) & _REPEATED:
+        raise refused(file, f"the header of the record {short(entry.name)} contradicts the directory")
+    found: int = entry.header + _HEADER.size + n_name + n_extra
+    told = (crc, nbytes, stored)
+    if told == (0, 0, 0) and flags & DESCRIBED:
+        return found
+    if _MAX32 in (nbytes, stored):
+        extra = data[begins : begins + n_extra]
+        field = _zip64(file, entry.name, extra) if len(extra) == n_extra else _first64(extra)
+        sizes = struct.unpack("<2Q", field[:16]) if field is not None and len(field) >= 16 else (-1, -1)
+        told = (crc, *(b if a == _MAX32 else a for a, b in zip((nbytes, stored), sizes, strict=True)))
+    unknown = flags & DESCRIBED
+    real = (entry.crc, entry.nbytes, entry.stored)
+    if any(a != b and not (unknown and a == 0) for a, b in zip(told, real, strict=True)):
+        raise refused(file, f"the header of the record {short(entry.name)} states other sizes than the directory")
+    return found
+
+
+def _first64(extra: bytes) -> bytes | None:
+    """The zip64 field if it is the first one, of extra fields whose end is not known."""
+    return extra[4:20] if extra[:2] == b"\1\0" and len(extra) >= 20 else None
+
+
+def _check_behind(file: StoreFile, entry: ZipEntry, data: bytes, length: int) -> None:
+    """Raise CorruptError unless what follows a record's data is its descriptor, or nothing where it has none."""
+    if not entry.flags & DESCRIBED:
+        if length == 0:
+            return
+    elif length in _DESCRIPTORS and len(data) == length and (length in (12, 20) or data.startswith(_SIGNED)):
+        if struct.unpack(_DESCRIPTORS[length], data) == (entry.crc, entry.stored, entry.nbytes):
+            return
+        raise refused(file, f"what follows the record {short(entry.name)} contradicts the directory")
+    if length < 0:
+        raise refused(file, f"another record begins before the end of the record {short(entry.name)}")
+    raise refused(file, f"{length:,} bytes that belong to no record follow the record {short(entry.name)}")
+
+
+def _rows(file: StoreFile, starts: NDArray[np.int64], width: int) -> NDArray[np.uint8]:
+    """The ``width`` bytes from each of the ascending places on; zeros for those that are not in the file. Neighbours
+    are read together, or taken from a mapping of the file."""
+    rows = np.zeros((len(starts), width), np.uint8)
+    near = max(NEAR, file.store.gap)
+    outside = (starts < 0) | (starts + width > file.size)
+    cuts = (np.diff(starts) - width > near) | outside[1:] | outside[:-1]
+    mapped = None if file.store.gap or cuts.all() else file.store.map(file.path)
+    if mapped is None:
+        cuts |= np.diff(starts // _WINDOW) > 0
+    bounds = [0, *(np.flatnonzero(cuts) + 1).tolist(), len(starts)]
+    places = starts.tolist()
+    flat = rows.reshape(-1).data
+    windows: list[tuple[int, int, NDArray[np.uint8]]] = []
+    pieces: list[tuple[int, memoryview]] = []
+    waiting = 0
+
+    def read() -> None:
+        file.read_pieces(pieces)
+        for first, last, window in windows:
+            rows[first:last] = sliding_window_view(window, width)[starts[first:last] - starts[first]]
+        pieces.clear()
+        windows.clear()
+
+    for first, last in pairwise(bounds):
+        start, stop = places[first], places[last - 1] + width
+        if mapped is not None and last - first > 1:
+            window = np.frombuffer(mapped.buffer, np.uint8, stop - start, file.start + start)
+            rows[first:last] = sliding_window_view(window, width)[starts[first:last] - start]
+            continue
+        if last - first == 1:
+            target = flat[first * width : last * width]
+        else:
+            window = np.zeros(stop - start, np.uint8)
+            windows.append((first, last, window))
+            target = window.data
+            waiting += stop - start
+        if start < 0 or stop > file.size:
+            target = target[max(0, -start) : min(stop, file.size) - start]
+            start = max(0, start)
+        pieces.append((start, target))
+        if waiting > _AT_ONCE:
+            read()
+            waiting = 0
+    read()
+    if mapped is not None:
+        file.store.confirm(file.path, mapped)
+    return rows
+
+
+def refused(file: StoreFile, what: str) -> CorruptError:
+    """The error for a zip that readers could see differently."""
+    return CorruptError(
+        f"{file.where}: {what}. The zip is damaged, or made so that other readers see something else in it: copy it "
+        "again from its source"
+    )

@@ -1,0 +1,1 @@
+"""From planned byte runs to tensors."""

@@ -1,0 +1,86 @@
+"""From files to an accelerator: through pinned memory in pieces, never through a second whole copy.
+
+While one piece travels to the device, the next is read: a ring of buffers, each free again when its event has passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import prod
+from typing import Any
+
+import torch
+
+from ...core.box import Box, Shape, tiles
+from ...core.index import TensorSpec
+from ...core.select import Reads
+from ..pool import run
+from ..storage.base import Store
+from .gather import tasks
+
+PIECE = 32 << 20  # bytes of one pinned buffer
+_BUFFERS = 2
+
+
+class Ring:
+    """Buffers on the host that pieces pass through on their way to one device. Not for several threads."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        pin = device.type == "cuda" and torch.cuda.is_available()
+        self._buffers = [torch.empty(PIECE, dtype=torch.uint8, pin_memory=pin, device="cpu") for _ in range(_BUFFERS)]
+        self._passed: list[Callable[[], Any] | None] = [None] * _BUFFERS
+        self._turn = 0
+
+    def send(
+        self, shape: Shape, dtype: torch.dtype, fill: Callable[[torch.Tensor], None], target: torch.Tensor
+    ) -> None:
+        """Fill a host array of this shape and start copying it to ``target``, converting there if dtypes differ."""
+        turn = self._turn
+        self._turn = (turn + 1) % _BUFFERS
+        passed = self._passed[turn]
+        if passed is not None:
+            passed()
+        nbytes = prod(shape) * dtype.itemsize
+        host = self._buffers[turn][:nbytes].view(dtype).view(shape)
+        fill(host)
+        if target.dtype == dtype:
+            target.copy_(host, non_blocking=True)
+        else:  # a conversion on the way would go through unpinned memory
+            target.copy_(host.to(self.device, non_blocking=True))
+        self._passed[turn] = self._event()
+
+    def finish(self) -> None:
+        """Wait until every piece has arrived."""
+        for passed in self._passed:
+            if passed is not None:
+                passed()
+
+    def _event(self) -> Callable[[], Any] | None:
+        if self.device.type == "cuda":
+            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self.device))
+            wait: Callable[[], Any] = event.synchronize
+            return wait
+        if self.device.type == "mps":
+            return torch.mps.synchronize
+        return None  # the copy is done when copy_ returns
+
+
+def read_to(store: Store, spec: TensorSpec, reads: Reads, target: torch.Tensor, ring: Ring) -> None:
+    """Fill ``target`` (any device and dtype, of shape ``reads.shape``) with what ``reads`` asks, before `finish`."""
+    for part, box in pieces(reads, spec.dtype.itemsize):
+
+        def fill(host: torch.Tensor, part: Reads = part) -> None:
+            run(tasks(store, spec, part, host))
+
+        ring.send(box.shape, spec.dtype, fill, target[box.slices] if box.start else target)
+
+
+def pieces(reads: Reads, itemsize: int) -> Iterator[tuple[Reads, Box]]:
+    """The reads in pieces of at most PIECE bytes (or one element): (what to read, its place in the whole)."""
+    for at, want in reads.blocks():
+        for box in tiles(tuple(map(len, want)), PIECE // itemsize):
+            part = tuple(r[a:b] for r, a, b in zip(want, box.start, box.stop, strict=True))
+            runs = tuple(((0, r),) for r in part)
+            yield Reads(box.shape, runs, (), (), box.shape), box.shift(at)

@@ -1,0 +1,361 @@
+"""Chunks of arrays: whether one is there and where, and what it unpacks to.
+
+A chunk is a file, an entry of a zip, or a part of a shard, whose table says where it is. One that is absent stands for
+the fill value: one element in memory, which all indices show.
+Sources: zarr-specs v3, codecs/sharding-indexed (index format).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...core.index import Archive, Chunk, Codec, Extent, FileInfo, Inline, Packed, Shard
+from ...errors import ChangedFileError, CorruptError, DataError, LazyckptError, MissingFileError
+from ..codecs import decode, unpack_zstd
+from ..containers.pickle.rebuild import StoredTensor
+from ..containers.torch_file import Pickles, read_torch_file
+from ..containers.zip import data_offset
+from ..pool import checked, each
+from ..storage.base import Buffer, Entry, Fetched, Store, StoreFile, look
+
+_FILL = "lazyckpt.fill"  # a codec of our own: the bytes in its configuration, whatever it is given
+_NOWHERE = (1 << 64) - 1  # offset and length of a chunk that a shard has not
+_KEPT = 64 << 20  # bytes of tables
+_LOCKS = 64
+_ENTRY = np.dtype([("offset", "<u8"), ("length", "<u8")])
+
+Window = tuple[int, int]
+Table = NDArray[Any]
+
+
+class Tables:
+    """The tables of the last shards that were looked into. Several threads that want the same wait for one of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tables: dict[tuple[str, Window], Table] = {}
+        self._reading = [threading.Lock() for _ in range(_LOCKS)]
+
+    def get(self, store: Store, path: str, window: Window, shard: Shard) -> Table:
+        key = (path, window)
+        table = self._tables.get(key)
+        if table is None:
+            with self._reading[hash(key) % _LOCKS]:
+                table = self._tables.get(key)
+                if table is None:
+                    with checked(apart=True):
+                        table = _table(store, path, window, shard)
+                    with self._lock:
+                        self._tables[key] = table
+                        size = sum(t.nbytes for t in self._tables.values())
+                        while size > _KEPT and len(self._tables) > 1:
+                            size -= self._tables.pop(next(iter(self._tables))).nbytes
+        return table
+
+
+def place(store: Store, chunk: Chunk, tables: Tables) -> Extent:
+    """Where the elements of a chunk lie: in the file or, if it is packed or absent, within what it unpacks to.
+
+    Raises MissingFileError (absent, and there is no fill value), CorruptError (a size or a table that cannot be).
+    """
+    window = _window(store, chunk)
+    for shard in chunk.shards:
+        if window is None:
+            break
+        window = _inside(store, chunk.path, window, shard, tables)
+    if window is None:
+        return _filled(store, chunk)
+    offset, length = window
+    if chunk.codecs:
+        found = replace(chunk, window=window, shards=(), zipped=None)
+        return Extent(chunk.path, 0, chunk.dtype, chunk.shape, chunk.strides, swapped=chunk.swapped, within=found)
+    if length != chunk.nbytes:
+        raise CorruptError(
+            f"{store.root}/{chunk.path}: {chunk} has {length:,} bytes where it takes {chunk.nbytes:,}: truncated, or "
+            "not of this array"
+        )
+    return Extent(chunk.path, offset, chunk.dtype, chunk.shape, chunk.strides, swapped=chunk.swapped)
+
+
+def unpack_chunk(store: Store, chunk: Chunk, out: memoryview | None = None) -> Buffer:
+    """The bytes of a chunk that `place` has found; perhaps in ``out``, memory for so many bytes.
+
+    Raises DataError (an unknown codec), CorruptError (damaged).
+    """
+    where = f"{store.root}/{chunk.path} ({chunk})"
+    if chunk.codecs[0].name == _FILL:
+        return bytes.fromhex(chunk.codecs[0].config)
+    offset, length = chunk.window or (0, store.stat(chunk.path).size)
+    packed = np.empty(length, np.uint8).data  # memory that nobody has to clear first
+    store.read_into(chunk.path, offset, packed)
+    data = decode(chunk.codecs, packed, where, chunk.nbytes, out)
+    if len(data) != chunk.nbytes:
+        raise CorruptError(f"{where} unpacks to {len(data):,} bytes in place of {chunk.nbytes:,}: damaged")
+    return data
+
+
+def _window(store: Store, chunk: Chunk) -> Window | None:
+    """The bytes of the chunk, or of the shard it is in."""
+    if not chunk.present:
+        return None
+    if chunk.window is None:
+        info = look(store, chunk.path)
+        return None if info is None else (0, info.size)
+    if chunk.zipped is None:
+        return chunk.window
+    pin = store.pins.get(chunk.path)
+    file = StoreFile(store, chunk.path, tail=0, window=None if pin is None else (0, pin.size))
+    return data_offset(file, chunk.zipped), chunk.window[1]
+
+
+def _inside(store: Store, path: str, window: Window, shard: Shard, tables: Tables) -> Window | None:
+    """The bytes of a chunk of a shard that takes these bytes of the file; None if the shard has it not."""
+    table = tables.get(store, path, window, shard)
+    offset, length = int(table["offset"][shard.number]), int(table["length"][shard.number])
+    if offset == length == _NOWHERE:
+        return None
+    if offset + length > window[1]:
+        raise CorruptError(
+            f"{store.root}/{path}: the shard of {window[1]:,} bytes at {window[0]:,} has chunk {shard.number:,} at "
+            f"bytes {offset:,} to {offset + length:,}: truncated, or its table is damaged"
+        )
+    return window[0] + offset, length
+
+
+def _table(store: Store, path: str, window: Window, shard: Shard) -> Table:
+    size = shard.chunks * _ENTRY.itemsize + 4 * shard.checked
+    where = f"{store.root}/{path}: the table of the shard at byte {window[0]:,}"
+    if size > window[1]:
+        raise CorruptError(f"{where} takes {size:,} bytes, the shard has {window[1]:,}: truncated")
+    data = store.read(path, window[0] + (window[1] - size if shard.at_end else 0), size)
+    if shard.checked:
+        data = decode([Codec("crc32c")], data, where, size)
+    entry = _ENTRY.newbyteorder() if shard.swapped else _ENTRY
+    return np.frombuffer(data, entry, shard.chunks)
+
+
+def _filled(store: Store, chunk: Chunk) -> Extent:
+    if chunk.fill is None:
+        raise MissingFileError(f"{store.root}/{chunk.path}: {chunk} is not there. Is the whole checkpoint here?")
+    one = replace(
+        chunk, shape=(), strides=(), nbytes=len(chunk.fill), codecs=(Codec(_FILL, chunk.fill.hex()),), swapped=False,
+        shards=(), window=(0, 0), zipped=None, present=True,
+    )  # fmt: skip
+    return Extent(chunk.path, 0, chunk.dtype, chunk.shape, (0,) * len(chunk.shape), within=one)
+
+
+# -- What is packed: where in an archive of torch.save or a chunk of an array the elements lie, and what they
+# unpack to.
+
+_PLACES = 1 << 16  # archives whose inside a store remembers
+_UNPACKED = 128 << 20  # bytes of unpacked archives that it keeps (the last one whatever its size)
+_SMALL = 1 << 20  # bytes; what takes less is always kept, for the next slice
+_SLACK = 1 << 20  # bytes that the archive of a tensor may have besides the elements
+CODECS = {"stream.zstd/1": unpack_zstd}
+
+
+class _Known:
+    """What one store remembers."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.places: dict[tuple[Any, ...], Extent] = {}
+        self.unpacked: dict[tuple[Any, ...], Buffer] = {}
+        self.pickles = Pickles()
+        self.tables = Tables()
+
+
+_stores: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def _forget() -> None:
+    """A forked child looks everything up anew: threads of its parent may hold any of the locks."""
+    global _stores, _lock
+    _stores, _lock = weakref.WeakKeyDictionary(), threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _known(store: Store) -> _Known:
+    with _lock:
+        known = _stores.get(store)
+        if known is None:
+            known = _stores[store] = _Known()
+        return known
+
+
+def locate(store: Store, archive: Packed, name: str) -> Extent:
+    """Where the elements of an archive or a chunk lie; within what it unpacks to, if it is packed. One or two small
+    reads.
+
+    Raises CorruptError (it is no archive of a tensor of this dtype and shape), DataError (a codec that is not known),
+    and what reading raises. ``name``: of the tensor, for messages.
+    """
+    extent = located(store, archive, name)
+    if extent is None:
+        known = _known(store)
+        with checked(apart=True):
+            if isinstance(archive, Chunk):
+                extent = place(store, archive, known.tables)
+            else:
+                extent = _look(store, archive, name, known)
+        with known.lock:
+            known.places[archive.key] = extent
+            while len(known.places) > _PLACES:
+                del known.places[next(iter(known.places))]
+        _compare(store, archive, name, extent)
+    return extent
+
+
+def located(store: Store, archive: Packed, name: str) -> Extent | None:
+    """The same, if it was looked up before; reads nothing."""
+    extent = _known(store).places.get(archive.key)
+    if extent is not None:
+        _compare(store, archive, name, extent)
+    return extent
+
+
+def locate_all(store: Store, archives: Iterable[tuple[Packed, str]]) -> None:
+    """Look up all (archive, name of its tensor) that are not known yet, several at a time: over a network each takes
+    as long as a slice of the tensor does. Packed archives are left out: looking into them is reading them.
+
+    Raises as `locate` does.
+    """
+    places = _known(store).places
+    open_ones = [
+        (archive, name)
+        for archive, name in archives
+        if (isinstance(archive, Chunk) or not archive.codecs) and archive.key not in places
+    ]
+    each(lambda one: locate(store, *one), open_ones)
+
+
+def _compare(store: Store, archive: Packed, name: str, extent: Extent) -> None:
+    if isinstance(archive, Archive) and (extent.dtype, extent.shape) != (archive.dtype, archive.shape):
+        raise CorruptError(
+            f"{_where(store, archive)}: the archive of {name!r} holds {extent.dtype} of shape {extent.shape}, not "
+            f"{archive.dtype} of shape {archive.shape} as the checkpoint's metadata says: one of the two is damaged"
+        )
+
+
+def _look(store: Store, archive: Archive, name: str, known: _Known) -> Extent:
+    try:
+        if archive.codecs:
+            file = read_torch_file(unpacked(store, archive), archive.path, known.pickles)
+        else:
+            file = read_torch_file(store, archive.path, known.pickles, (archive.offset, archive.length))
+        tensor = file.root
+        if not isinstance(tensor, StoredTensor):
+            raise CorruptError(f"{_where(store, archive)}: it holds {type(tensor).__name__}, no tensor")
+        extent = file.extent(tensor, name)
+    except (ChangedFileError, MissingFileError, DataError):
+        raise
+    except LazyckptError as e:
+        raise CorruptError(f"{name!r}, the archive at byte {archive.offset:,} of {archive.path}: {e}") from None
+    if not archive.codecs:
+        return extent
+    return Extent(
+        extent.path, extent.offset, extent.dtype, extent.shape, extent.strides, extent.conj, extent.neg, extent.swapped,
+        archive,
+    )  # fmt: skip
+
+
+def unpacked(store: Store, archive: Packed | Inline, limit: int | None = None) -> Memory:
+    """What an archive or a chunk (one that `locate` gave) unpacks to, as a store of one file. ``limit``: bytes that it
+    may take at most; by default what the tensor needs. Raises DataError for a codec that is not known, CorruptError."""
+    if isinstance(archive, Inline):
+        return Memory(store, archive.path, archive.data)
+    known = _known(store)
+    key = archive.key
+    data = known.unpacked.get(key)
+    if data is None:
+        with checked(apart=True):
+            data = unpack_chunk(store, archive) if isinstance(archive, Chunk) else unpack(store, archive, limit)
+        with known.lock:
+            known.unpacked[key] = data
+            size = sum(map(len, known.unpacked.values()))
+            while size > _UNPACKED and len(known.unpacked) > 1:
+                size -= len(known.unpacked.pop(next(iter(known.unpacked))))
+    return Memory(store, archive.path, data)
+
+
+def unpacked_into(store: Store, packed: Packed | Inline, target: memoryview) -> bool:
+    """Unpack straight into place what is wanted as a whole, and keep nothing: whether that was done. It is not if it is
+    small, unpacks to something else in size, or is kept already. Errors as `unpacked`."""
+    if not isinstance(packed, Chunk) or not _SMALL <= len(target) == packed.nbytes:
+        return False
+    if packed.key in _known(store).unpacked:
+        return False
+    data = unpack_chunk(store, packed, target)
+    if data is not target:
+        target[:] = data
+    return True
+
+
+def unpack(store: Store, archive: Archive, limit: int | None = None) -> bytes:
+    """The same of an archive as bytes, not kept."""
+    where = _where(store, archive)
+    unknown = [c for c in archive.codecs if c not in CODECS]
+    if unknown:
+        raise DataError(
+            f"{where}: the elements are packed with {', '.join(map(repr, unknown))}, which lazyckpt cannot unpack (it "
+            f"can: {', '.join(CODECS)}). Save the checkpoint again without that extension."
+        )
+    if limit is None:
+        limit = prod(archive.shape) * archive.dtype.itemsize + _SLACK
+    data = bytes(store.read(archive.path, archive.offset, archive.length))
+    for codec in archive.codecs:
+        data = bytes(CODECS[codec](data, where, limit))
+    return data
+
+
+def _where(store: Store, archive: Archive) -> str:
+    return f"{store.root}/{archive.path} (at byte {archive.offset:,})"
+
+
+class Memory(Store):
+    """A store of one file that is in memory, for what reads through a store. ``name``: what it is called."""
+
+    gap = 1 << 62  # nothing is saved by reading less
+
+    def __init__(self, origin: Store, name: str, data: Buffer) -> None:
+        super().__init__()
+        self._root = origin.root
+        self._name, self._data = name, data
+
+    @property
+    def root(self) -> str:
+        return self._root
+
+    def _with(self, pins: Mapping[str, FileInfo]) -> Memory:
+        return self
+
+    def below(self, folder: str) -> Memory:
+        return self
+
+    def list(self, folder: str = "") -> Mapping[str, Entry]:
+        return {self._name: Entry(self.stat(self._name), False)}
+
+    def _stat(self, path: str) -> FileInfo:
+        return FileInfo(len(self._data), 0)
+
+    def read(self, path: str, offset: int, length: int) -> memoryview:
+        if offset + length > len(self._data):
+            raise CorruptError(f"{self.root}/{path}: bytes past the end of what it unpacks to are wanted: damaged")
+        return memoryview(self._data)[offset : offset + length]
+
+    def _fetch(self, path: str, offset: int, target: memoryview) -> Fetched:
+        target[:] = self.read(path, offset, len(target))
+        return len(target), self._stat(path)

@@ -1,0 +1,1 @@
+"""Where bytes come from: local folders and remote file systems, behind one interface."""

@@ -1,0 +1,1 @@
+"""The engine of long work: executor, progress, ledger, destinations and publishing."""

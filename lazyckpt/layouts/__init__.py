@@ -1,0 +1,1 @@
+"""How tensors are cut over ranks and what they are called, without files."""

@@ -1,0 +1,72 @@
+"""Merge rules for the names of Meta's Llama folders (consolidated.*.pth and params.json)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..core.box import Box, Shape
+from ..core.index import Part
+from .merge import Merge, Rule, concatenated, replicated
+from .merge import Source as RuleSource
+
+_COLUMN = re.compile(r"(^|.*\.)(w1|w3|wq|wk|wv|output)\.(weight|bias)")
+
+
+_ROW = re.compile(r"(^|.*\.)(w2|wo)\.weight")
+
+
+_WHOLE = re.compile(r"(^|.*\.)([\w]*norm\.(weight|bias)|(w2|wo)\.bias|rope\.freqs)")
+
+
+PARAMS = "params.json"
+
+
+def llama_rules(params: Mapping[str, Any]) -> RuleSource:
+    """The rules of Meta's names. ``params``: what params.json has."""
+    return RuleSource(lambda name: _llama_rule(name, params))
+
+
+def _llama_rule(name: str, params: Mapping[str, Any]) -> tuple[Rule, str] | None:
+    why = "Meta's llama/model.py"
+    if _WHOLE.fullmatch(name):
+        return replicated, why
+    if _ROW.fullmatch(name):
+        return concatenated(1), why
+    if name.endswith("tok_embeddings.weight"):
+        dim = params.get("dim")
+        return (_embedding(dim), f"{why} and the dim of {PARAMS}") if type(dim) is int else None
+    if not _COLUMN.fullmatch(name):
+        return None
+    kv = re.search(r"\.w[kv]\.", name)
+    heads, queries, dim = (params.get(key) for key in ("n_kv_heads", "n_heads", "dim"))
+    if kv and all(type(n) is int and n > 0 for n in (heads, queries, dim)):
+        return _shared(heads * (dim // queries)), f"{why} and the heads of {PARAMS}"  # type: ignore[operator]
+    return concatenated(0), why
+
+
+def _embedding(dim: int) -> Rule:
+    def rule(shapes: Sequence[Shape]) -> Merge:
+        widths = {shape[-1] for shape in shapes}
+        return concatenated(0 if widths == {dim} and len(shapes) > 1 else 1)(shapes)
+
+    return rule
+
+
+def _shared(rows: int) -> Rule:
+    """Along dimension 0, ``rows`` in all: where the ranks hold more than these, neighbours hold the same."""
+
+    def rule(shapes: Sequence[Shape]) -> Merge:
+        held = sum(shape[0] for shape in shapes)
+        if held == rows or held % rows or len(shapes) % (held // rows):
+            return concatenated(0)(shapes)
+        times = held // rows
+        parts: list[tuple[Part, ...]] = []
+        at = 0
+        for n, shape in enumerate(shapes):
+            parts.append((Part(Box.of(shape), (at, *(0,) * (len(shape) - 1))),))
+            at += shape[0] if n % times == times - 1 else 0
+        return Merge((rows, *shapes[0][1:]), tuple(parts), rule=f"along dimension 0, each shard on {times} ranks")
+
+    return rule

@@ -1,0 +1,337 @@
+"""What the arguments in a rank's file say of how the model was cut, as checked numbers.
+
+Source: Megatron-LM megatron/training/arguments.py; the names are those of its command line. Older versions lack some.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..core.box import Shape
+from .families import family_rules
+from .merge import Merge, Rule, Source, concatenated, in_parts, replicated, user_rules
+
+_MOST = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """The parallel degrees; ``chunks``: of the model on each pipeline rank; ``etp``: how experts are cut."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+    chunks: int = 1
+
+    def place(self, numbers: tuple[int, ...]) -> tuple[int, int, int] | None:
+        """(tp, pp, ep) rank of a folder with these numbers in its name (``mp_rank_TT[_PPP][_EEE]``); None if its name
+        does not fit.
+
+        >>> Degrees(pp=2).place((0, 1)), Degrees(ep=2).place((0, 1)), Degrees().place((0, 1))
+        ((0, 1, 0), (0, 0, 1), None)
+        """
+        if len(numbers) != 1 + (self.pp > 1) + (self.ep > 1):
+            return None
+        tp, pp, ep = numbers[0], numbers[1] if self.pp > 1 else 0, numbers[-1] if self.ep > 1 else 0
+        return (tp, pp, ep) if tp < self.tp and pp < self.pp and ep < self.ep else None
+
+    def expert_rank(self, tp: int) -> int | None:
+        """The expert-tensor-parallel rank whose shards the file of this tensor-parallel rank has: of the ranks, counted
+        tensor-parallel ones first, each file's writer is both (parallel_state.py `RankGenerator`). None if several
+        ranks write the same file."""
+        return tp % self.etp if self.tp % self.etp == 0 else None
+
+
+def degrees(args: Any, counts: Sequence[int], chunks: int) -> Degrees:
+    """The degrees by the arguments. What they do not say (or there are none: None) is what the folders show: ``counts``
+    of the ranks, by their place in the names. ``chunks``: in the file."""
+    tp = number(args, "tensor_model_parallel_size", "model_parallel_size") or counts[0]
+    ep = number(args, "expert_model_parallel_size") or (counts[2] if len(counts) > 2 else 1)
+    pp = number(args, "pipeline_model_parallel_size")
+    if pp is None:
+        pp = counts[1] if len(counts) > 1 + (len(counts) == 2 and ep > 1) else 1
+    return Degrees(tp, pp, ep, number(args, "expert_tensor_parallel_size") or tp, max(chunks, 1))
+
+
+def number(args: Any, *names: str) -> int | None:
+    """The first of the arguments that is a positive number."""
+    for name in names:
+        value = getattr(args, name, None)
+        if type(value) is int and 0 < value < _MOST:
+            return value
+    return None
+
+
+def flag(args: Any, *names: str) -> bool | None:
+    """Whether one of the switches is on; None if there is none of them."""
+    values = [value for name in names if isinstance(value := getattr(args, name, None), bool)]
+    return any(values) if values else None
+
+
+def version(root: dict[Any, Any]) -> float:
+    """The checkpoint's version (checkpointing.py `set_checkpoint_version`): files without it are of version 0."""
+    value = root.get("checkpoint_version", 0)
+    return float(value) if type(value) in (int, float) else 3.0
+
+
+def data_parallel(args: Any, degrees: Degrees) -> int:
+    """The data-parallel degree."""
+    known = number(args, "data_parallel_size")
+    if known is not None:
+        return known
+    world = number(args, "world_size") or 1
+    return max(1, world // (degrees.tp * degrees.pp * (number(args, "context_parallel_size") or 1)))
+
+
+# -- Names in the rank files of Megatron, and what they are in the model on one rank. Pure.
+
+_LAYER = re.compile(r"((?:^|\.)(?:encoder|decoder|transformer)\.layers\.)(\d+)(?=\.)")
+_LOCAL = re.compile(r"(\.experts\.local_experts\.)(\d+)(?=\.)")
+_GROUPED = re.compile(r"(\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)$")
+_STACKED = re.compile(r"\.experts\.weight([12])$")
+_HEAD = re.compile(r"(^|\.)output_layer\.weight$|^word_embeddings_for_head\.weight$")
+# not trained, so no optimizer has them: transformer/moe/router.py, models/common/embeddings/rotary_pos_embedding.py
+_BUFFER = re.compile(r"(^|\.)(expert_bias|local_tokens_per_expert|inv_freq|_extra_state)$")
+
+
+class Place(NamedTuple):
+    """Where a rank's tensor belongs. ``layer``: the number in its name, None if it is of no layer. ``expert``: whether
+    it is an expert's, ``number``: its number on the rank; None for what stacks all experts of the rank."""
+
+    head: str
+    layer: int | None
+    tail: str
+    expert: bool
+    number: int | None
+
+    def named(self, first_layer: int, first_expert: int) -> str:
+        """The name in the model on one rank, from the first layer and the first expert of the rank."""
+        name = self.tail
+        if self.number is not None:
+            match = _LOCAL.search(name) or _GROUPED.search(name)
+            if match is not None:
+                name = f"{name[: match.start(2)]}{self.number + first_expert}{name[match.end(2) :]}"
+        return name if self.layer is None else f"{self.head}{self.layer + first_layer}{name}"
+
+
+def place(name: str) -> Place:
+    """Take a name of a rank file apart.
+
+    >>> place("decoder.layers.1.mlp.experts.local_experts.0.linear_fc1.weight").named(4, 8)
+    'decoder.layers.5.mlp.experts.local_experts.8.linear_fc1.weight'
+    >>> place("mtp.layers.0.eh_proj.weight").named(4, 8)
+    'mtp.layers.0.eh_proj.weight'
+    """
+    match = _LAYER.search(name)
+    head, layer, tail = (
+        ("", None, name) if match is None else (name[: match.end(1)], int(match[2][:9]), name[match.end() :])
+    )
+    number = _LOCAL.search(tail) or _GROUPED.search(tail)
+    return Place(head, layer, tail, is_expert(name), int(number[2][:9]) if number else None)
+
+
+def is_expert(name: str) -> bool:
+    """Whether it is a parameter of experts, which expert parallelism spreads (shared experts and routers are not)."""
+    return ".experts." in name
+
+
+def stack_of(name: str) -> int | None:
+    """1 or 2 for the first or second matrix of all experts of a rank in one (GroupedMLP); else None."""
+    match = _STACKED.search(name)
+    return int(match[1]) if match else None
+
+
+def is_head(name: str) -> bool:
+    """Whether it is the output layer's matrix, a copy of the embedding's where these are tied."""
+    return _HEAD.search(name) is not None
+
+
+def tied_to(name: str) -> str:
+    """Of the output layer's matrix, or what old models call its copy: the embedding's that it is tied to.
+
+    >>> tied_to("output_layer.weight"), tied_to("word_embeddings_for_head.weight")
+    ('embedding.word_embeddings.weight', 'language_model.embedding.word_embeddings.weight')
+    """
+    if name.startswith("word_embeddings_for_head."):
+        return "language_model.embedding.word_embeddings.weight"
+    return f"{name.removesuffix('output_layer.weight')}embedding.word_embeddings.weight"
+
+
+def is_buffer(name: str) -> bool:
+    """Whether no optimizer has it, though the model's state does."""
+    return _BUFFER.search(name) is not None
+
+
+# -- Layers that mix tokens without softmax (Mamba, gated delta nets): what is fused in their matrices.
+
+# the parts that a distributed checkpoint keeps as tensors of their own, in their order in the model's
+PARTS = (
+    ("in_proj", ("z", "x", "B", "C", "dt")),
+    ("in_proj", ("query", "key", "value", "z", "beta", "alpha")),
+    ("conv1d", ("x", "B", "C")),
+    ("conv1d", ("query", "key", "value")),
+)
+_MIXER = re.compile(r"(^|\.)(mixer|self_attention)\.(in_proj|conv1d)\.(weight|bias)$")
+_BY_HEAD = re.compile(r"(^|\.)(mixer|self_attention)\.(A_log|dt_bias|D)$|(^|\.)mixer\.norm\.weight$")
+_ROW = re.compile(r"(^|\.)mixer\.out_proj\.(weight|bias)$")
+
+
+def mixer_rule(name: str, args: Any) -> tuple[Rule, str] | None:
+    """The rule for a parameter of such a layer, and how it is known; None for others."""
+    if _BY_HEAD.search(name):
+        return concatenated(0), "its name: of each head, or each group of them"
+    row = _ROW.search(name)
+    if row is not None:
+        return (concatenated(1) if row[2] == "weight" else replicated), "its name"
+    match = _MIXER.search(name)
+    if match is None:
+        return None
+    sizes = _mamba(args) if match[2] == "mixer" else _delta_net(args)
+    return _fused(sizes, match[3] == "conv1d"), "args.mamba_*" if match[2] == "mixer" else "args.linear_*"
+
+
+def _mamba(args: Any) -> list[int] | None:
+    """The rows of z, x, B, C and dt."""
+    hidden, heads = number(args, "hidden_size"), number(args, "mamba_num_heads")
+    state, dim, groups = (number(args, f"mamba_{key}") for key in ("state_dim", "head_dim", "num_groups"))
+    if state is None or dim is None or groups is None or (heads is None and hidden is None):
+        return None
+    inner = heads * dim if heads is not None else 2 * (hidden or 0)
+    return [inner, inner, groups * state, groups * state, inner // dim]
+
+
+def _delta_net(args: Any) -> list[int] | None:
+    """The rows of q, k, v, z, beta and alpha."""
+    keys = ("key_head_dim", "num_key_heads", "value_head_dim", "num_value_heads")
+    key, keys_, value, values = (number(args, f"linear_{name}") for name in keys)
+    if key is None or keys_ is None or value is None or values is None:
+        return None
+    return [key * keys_, key * keys_, value * values, value * values, values, values]
+
+
+def _fused(sizes: list[int] | None, convolution: bool) -> Rule:
+    def rule(shapes: Sequence[Shape]) -> Merge:
+        if sizes is None:
+            raise ValueError("the arguments do not tell how wide the parts are that are fused in it")
+        wanted = sizes if not convolution else sizes[1:4] if len(sizes) == 5 else sizes[:3]
+        return in_parts(0, wanted)(shapes)
+
+    return rule
+
+
+# -- How the tensor-parallel shards of Megatron's parameters form the whole, and how that is known.
+
+_FC1 = re.compile(r"\.(linear_fc1|dense_h_to_4h)\.(weight|bias)\d*$")
+_QKV = re.compile(r"\.(linear_qkv|query_key_value)\.(weight|bias)$")
+_DOWN = re.compile(r"\.linear_(q|kv)_down_proj\.weight$")
+_OFFSET = re.compile(r"\.softmax_offset$")
+VOCABULARY = re.compile(r"(^|\.)(word_embeddings|output_layer|word_embeddings_for_head|lm_head)\.(weight|bias)$")
+_GATED = ("swiglu", "quick_geglu", "geglu", "gated_linear_unit")
+# name -> the attributes of the parameter on the ranks
+Attributes = Mapping[str, Mapping[str, Any]]
+
+
+def megatron_rules(args: Any, user: Mapping[str, Any], attributes: Attributes) -> tuple[Source, ...]:
+    """Where the rules come from, the first that knows wins."""
+    gated = flag(args, *_GATED)
+    family = family_rules(gated)
+    return (
+        user_rules(user),
+        Source(lambda name: _by_arguments(name, args, gated, attributes.get(name))),
+        Source(lambda name: _by_name(family.find(name), attributes.get(name))),
+        Source(lambda name: _by_attributes(name, args, attributes.get(name))),
+    )
+
+
+def is_gated(args: Any) -> bool | None:
+    """Whether the first matrix of an MLP is gate and up in one; None if the arguments do not say."""
+    return flag(args, *_GATED)
+
+
+def gated_by(args: Any) -> str:
+    """The argument that says it."""
+    name = next((n for n in _GATED if flag(args, n)), "swiglu")
+    return f"args.{name} = {flag(args, name)}"
+
+
+def _by_arguments(
+    name: str, args: Any, gated: bool | None, attributes: Mapping[str, Any] | None
+) -> tuple[Rule, str] | None:
+    if _FC1.search(name) and gated is not None:
+        rule = in_parts(0, 2) if gated else concatenated(0)
+        return rule, gated_by(args) + _second_opinion(attributes, 0)
+    if _QKV.search(name):
+        groups = number(args, "num_query_groups") if flag(args, "group_query_attention") else None
+        heads = number(args, "num_attention_heads")
+        how = f"{groups or heads or 'all'} query groups, whole ones on every rank"
+        return concatenated(0), f"its name: {how}" + _second_opinion(attributes, 0)
+    if _OFFSET.search(name):
+        return concatenated(0), "its name: one of each head"
+    mixer = mixer_rule(name, args)
+    if mixer is not None:
+        return mixer
+    down = _DOWN.search(name)
+    if down is not None:
+        width = number(args, "q_lora_rank" if down[1] == "q" else "kv_lora_rank")
+        extra = (number(args, "qk_pos_emb_head_dim") or 0) if down[1] == "kv" else 0
+        return _down(None if width is None else width + extra), "args.q_lora_rank, args.kv_lora_rank and its shape"
+    return None
+
+
+def _down(width: int | None) -> Rule:
+    """The matrices that MLA projects down with are cut by Megatron's own layers, and not by Transformer Engine's."""
+
+    def rule(shapes: Sequence[Shape]) -> Merge:
+        if width is None:
+            raise ValueError("the arguments do not tell how wide it is: it may be cut, or replicated")
+        return replicated(shapes) if shapes[0][0] == width else concatenated(0)(shapes)
+
+    return rule
+
+
+def _by_name(found: tuple[Rule, str] | None, attributes: Mapping[str, Any] | None) -> tuple[Rule, str] | None:
+    if found is None or attributes is None:
+        return found
+    return found[0], f"{found[1]} ({_said(attributes)})"
+
+
+def _by_attributes(name: str, args: Any, attributes: Mapping[str, Any] | None) -> tuple[Rule, str] | None:
+    if attributes is None or _FC1.search(name):  # (they do not tell what is fused)
+        return None
+    if attributes.get("tensor_model_parallel") is not True:
+        return replicated, _said(attributes)
+    dim = _cut(attributes)
+    if dim is None or (dim == 0 and getattr(args, "transformer_impl", None) == "transformer_engine"):
+        return None
+    return concatenated(dim), _said(attributes)
+
+
+def _said(attributes: Mapping[str, Any]) -> str:
+    parallel = attributes.get("tensor_model_parallel") is True
+    what = f"partition_dim = {_cut(attributes)}" if parallel else "tensor_model_parallel = False"
+    return f"the attributes of its fp32 copy in the file: {what}"
+
+
+def _second_opinion(attributes: Mapping[str, Any] | None, dim: int) -> str:
+    if attributes is None:
+        return ""
+    agrees = _cut(attributes) == dim
+    return f" (the attributes of its fp32 copy in the file {'agree' if agrees else 'differ'})"
+
+
+def _cut(attributes: Mapping[str, Any]) -> int | None:
+    """The dimension that a parameter is cut along, by its attributes; None: it is not cut."""
+    dim = attributes.get("partition_dim")
+    return dim if attributes.get("tensor_model_parallel") is True and type(dim) is int and dim >= 0 else None
+
+
+def vocabulary_note(name: str, args: Any, rows: int) -> str:
+    """What the arguments say of the rows of a vocabulary; "" for other tensors."""
+    if not VOCABULARY.search(name):
+        return ""
+    said = [f"args.{key} = {n}" for key in ("padded_vocab_size", "vocab_size") if (n := number(args, key)) is not None]
+    return f"{rows:,} rows as stored, padding included" + (f" ({', '.join(said)})" if said else "")

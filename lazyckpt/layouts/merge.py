@@ -1,0 +1,400 @@
+"""How the shards of tensor-parallel ranks form one tensor: rules as data, and where a rule comes from.
+
+A rule is looked for in this order, the first that knows the tensor decides: what the user says (``rules``), what the
+checkpoint says of itself (DeepSpeed's universal_checkpoint_info, Megatron's args), the names of known model families,
+and at last the shapes: shards that differ along one dimension are cut along it. Equal shapes alone decide nothing; the
+tensor then stays readable rank by rank, and reading it whole is an error that says so. Nothing is merged on a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
+from typing import Any, Literal, overload
+
+from ..core.box import Box, Shape, c_strides
+from ..core.index import Fragment, Part
+from ..core.names import matcher
+from ..core.plan import Selection, fragments_near
+from ..errors import FormatError
+from .flat_rules import flat_rule, is_flat_rule
+
+Parts = tuple[Part, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """``parts``: how each rank's shard maps into a tensor of ``shape``; None for a shard that is the whole."""
+
+    shape: Shape
+    parts: tuple[Parts, ...]
+    combine: Literal["first", "mean"] = "first"
+    rule: str = ""
+
+
+# A rule: from the shards' shapes, in rank order, to a Merge. It raises ValueError where it cannot fit them.
+Rule = Callable[[Sequence[Shape]], Merge]
+
+
+# -- the rules
+
+
+def replicated(shapes: Sequence[Shape]) -> Merge:
+    """Every rank holds the whole; the lowest rank's is read."""
+    _all_equal(shapes)
+    return Merge(shapes[0], (None,) * len(shapes), rule=f"replicated on {len(shapes)} ranks, the first is read")
+
+
+def averaged(shapes: Sequence[Shape]) -> Merge:
+    """Every rank holds a whole that may have drifted; the mean is read (in float32)."""
+    _all_equal(shapes)
+    return Merge(shapes[0], (None,) * len(shapes), "mean", f"averaged over {len(shapes)} ranks")
+
+
+def concatenated(dim: int) -> Rule:
+    """The shards follow each other along a dimension; their widths may differ."""
+
+    def rule(shapes: Sequence[Shape]) -> Merge:
+        return _interleaved(shapes, dim, [[s[dim] for s in shapes]] if dim < len(shapes[0]) else [])
+
+    return rule
+
+
+def in_parts(dim: int, sizes: Sequence[int] | int, widths: Sequence[Sequence[int]] | None = None) -> Rule:
+    """Several tensors fused along a dimension (gate and up, or q, k and v), each of them cut over the ranks.
+
+    ``sizes``: their logical sizes, or how many equal ones there are. ``widths``: for each of them its width on every
+    rank; None where each is cut evenly. Rank r's shard is its piece of the first, then of the second, ...
+    """
+
+    def rule(shapes: Sequence[Shape]) -> Merge:
+        ranks = len(shapes)
+        if widths is not None:
+            return _interleaved(shapes, dim, widths)
+        if isinstance(sizes, int):
+            count = sizes
+            if any(s[dim] % count for s in shapes):
+                raise ValueError(
+                    f"shards of {[s[dim] for s in shapes]} along dimension {dim} are not {count} equal parts"
+                )
+            return _interleaved(shapes, dim, [[s[dim] // count for s in shapes]] * count)
+        if any(n % ranks for n in sizes):
+            raise ValueError(
+                f"parts of {list(sizes)} cannot be cut evenly over {ranks} ranks: say how wide each is on every rank"
+            )
+        return _interleaved(shapes, dim, [[n // ranks] * ranks for n in sizes])
+
+    return rule
+
+
+def rows(rule: Rule, count: int) -> Rule:
+    """Another rule, whose result has padding after its first ``count`` rows (a padded vocabulary)."""
+
+    def cut(shapes: Sequence[Shape]) -> Merge:
+        merged = rule(shapes)
+        if count > merged.shape[0]:
+            raise ValueError(f"{count:,} rows are wanted, the shards have {merged.shape[0]:,} together")
+        if count == merged.shape[0]:
+            return merged
+        note = f"{merged.rule}; the first {count:,} rows, {merged.shape[0] - count:,} are padding"
+        return replace(merged, shape=(count, *merged.shape[1:]), rule=note)
+
+    return cut
+
+
+def pieces(logical: Shape, ranks: Mapping[int, Sequence[tuple[Shape, int, Shape, int, Shape]]]) -> Rule:
+    """Blocks given as (shape, offset and strides in the tensor, offset and strides in the shard), in elements."""
+
+    def rule(shapes: Sequence[Shape]) -> Merge:
+        parts = []
+        for r, shape in enumerate(shapes):
+            found: list[Part] = []
+            for block in ranks.get(r, ()):
+                found += _blocks(logical, shape, *block)
+            parts.append(tuple(found))
+        covered = sum(p.local.numel for ps in parts for p in ps)
+        if covered < prod(logical):
+            raise ValueError(f"the pieces cover {covered:,} of {prod(logical):,} elements")
+        return Merge(logical, tuple(parts), rule=f"placed piece by piece over {len(shapes)} ranks")
+
+    return rule
+
+
+def _all_equal(shapes: Sequence[Shape]) -> None:
+    if len(set(shapes)) > 1:
+        raise ValueError(f"the ranks' shapes differ: {list(dict.fromkeys(shapes))}")
+
+
+def _interleaved(shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]]) -> Merge:
+    """``widths[k][r]``: how wide rank r's piece of the k-th fused tensor is along ``dim``."""
+    first = shapes[0]
+    if dim >= len(first):
+        raise ValueError(f"a tensor of shape {first} has no dimension {dim}")
+    if any(s[:dim] + s[dim + 1 :] != first[:dim] + first[dim + 1 :] for s in shapes):
+        raise ValueError(f"the shards {list(dict.fromkeys(shapes))} do not fit along dimension {dim}")
+    for r, shape in enumerate(shapes):
+        if any(len(w) != len(shapes) for w in widths) or sum(w[r] for w in widths) != shape[dim]:
+            raise ValueError(
+                f"rank {r} is {shape[dim]} wide along dimension {dim}, its parts {[w[r : r + 1] for w in widths]}"
+            )
+    parts: list[list[Part]] = [[] for _ in shapes]
+    local = [0] * len(shapes)
+    at = 0
+    for piece in widths:
+        for r, width in enumerate(piece):
+            start = [0] * len(first)
+            stop = list(shapes[r])
+            start[dim], stop[dim] = local[r], local[r] + width
+            target = [0] * len(first)
+            target[dim] = at
+            if width:
+                parts[r].append(Part(Box(tuple(start), tuple(stop)), tuple(target)))
+            local[r] += width
+            at += width
+    shape = (*first[:dim], at, *first[dim + 1 :])
+    fused = f" in {len(widths)} parts" if len(widths) > 1 else ""
+    return Merge(
+        shape, tuple(map(tuple, parts)), rule=f"concatenated{fused} along dimension {dim} over {len(shapes)} ranks"
+    )
+
+
+def _blocks(
+    logical: Shape, shard: Shape, shape: Shape, source: int, s_strides: Shape, dest: int, d_strides: Shape
+) -> Iterator[Part]:
+    """A strided block of both arrays as boxes; cut along its first dimension until it is one."""
+    dims = _dims(shape, s_strides, logical)
+    if dims is not None and dims == _dims(shape, d_strides, shard):
+        start, local = _unravel(source, logical), _unravel(dest, shard)
+        sizes = [1] * len(logical)
+        for n, d in zip(shape, dims, strict=True):
+            if d is not None:
+                sizes[d] = n
+        if all(a + n <= m for a, n, m in zip(start, sizes, logical, strict=True)) and all(
+            a + n <= m for a, n, m in zip(local, sizes, shard, strict=True)
+        ):
+            yield Part(Box(local, tuple(a + n for a, n in zip(local, sizes, strict=True))), start)
+            return
+    if not shape or shape[0] > 4096:
+        raise ValueError(
+            f"a piece of shape {shape} with strides {s_strides} is no block of a tensor of shape {logical}"
+        )
+    for i in range(shape[0]):
+        yield from _blocks(
+            logical, shard, shape[1:], source + i * s_strides[0], s_strides[1:], dest + i * d_strides[0], d_strides[1:]
+        )
+
+
+def _dims(shape: Shape, strides: Shape, array: Shape) -> list[int | None] | None:
+    """For every dimension of a block, the array's dimension that it runs along (None if it has length 1)."""
+    steps = c_strides(array)
+    found: list[int | None] = []
+    for n, s in zip(shape, strides, strict=True):
+        if n == 1:
+            found.append(None)
+            continue
+        at = next(
+            (d for d, (m, t) in enumerate(zip(array, steps, strict=True)) if t == s and m > 1 and d not in found), None
+        )
+        if at is None:
+            return None
+        found.append(at)
+    return found
+
+
+def _unravel(offset: int, shape: Shape) -> Shape:
+    index = []
+    for stride in c_strides(shape):
+        index.append(offset // stride)
+        offset %= stride
+    return tuple(index)
+
+
+# -- where rules come from
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A place that may know the rule of a tensor. ``find`` gives (the rule, the evidence for it) or None."""
+
+    find: Callable[[str], tuple[Rule, str] | None]
+
+
+def decide(name: str, shapes: Sequence[Shape], sources: Sequence[Source]) -> Merge:
+    """The merge of one tensor's shards, by the first source that knows it. Raises ValueError if none does, or if what
+    it says does not fit the shapes."""
+    if len(shapes) == 1:
+        return _alone(name, shapes, sources)
+    for source in sources:
+        found = source.find(name)
+        if found is not None:
+            rule, evidence = found
+            merged = rule(shapes)
+            return replace(merged, rule=f"{merged.rule}; known from {evidence}")
+    by_shape = _by_shape(shapes)
+    if by_shape is not None:
+        return by_shape
+    raise ValueError(
+        f"nothing tells how its {len(shapes)} shards of shape {shapes[0]} form one tensor (replicated? cut, along "
+        "which dimension?). Say it with rules={'pattern': 'row' | 'column' | 'replicated' | ...}; each shard "
+        "reads on its own in view.stored"
+    )
+
+
+def _alone(name: str, shapes: Sequence[Shape], sources: Sequence[Source]) -> Merge:
+    """One shard is the whole tensor, but for the padding of a vocabulary."""
+    found = next((f for f in (source.find(name) for source in sources) if f is not None), None)
+    try:
+        merged = found[0](shapes) if found is not None else None
+    except ValueError:
+        merged = None  # how shards are cut need not fit what is not cut
+    if found is None or merged is None or merged.shape == shapes[0]:
+        return Merge(shapes[0], (None,))
+    return replace(merged, rule=f"{merged.rule}; known from {found[1]}")
+
+
+def _by_shape(shapes: Sequence[Shape]) -> Merge | None:
+    if len({len(s) for s in shapes}) != 1:
+        return None
+    differ = [d for d, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1]
+    if len(differ) != 1:
+        return None
+    merged = concatenated(differ[0])(shapes)
+    return replace(merged, rule=f"{merged.rule}; inferred: the shards differ along that dimension only")
+
+
+def user_rules(rules: Mapping[str, Any]) -> Source:
+    """What the user says: glob of the logical name -> rule.
+
+    A rule is a word ("replicated", "average", "column" = cut along dimension 0, "row" = along dimension 1, "swiglu" =
+    column in two equal parts) or a table: {"cat": dim}, with "parts" (several tensors fused along it: a count of equal
+    ones, or their logical sizes, each cut evenly over the ranks), "widths" (for each part its width on every rank,
+    where they are not cut evenly) and "rows" (logical rows of a padded vocabulary). {"flat": ...} is for flat
+    parameters of FSDP (see `lazyckpt.layouts.flat_rules`). Raises FormatError for anything else.
+
+    >>> qkv = {"cat": 0, "widths": [[4, 2], [2, 1], [2, 1]]}  # 6 + 3 + 3 heads over two ranks
+    >>> decide("qkv", [(8, 5), (4, 5)], [user_rules({"*qkv": qkv})]).shape
+    (12, 5)
+    """
+    table = [(glob, matcher(glob), _parsed(glob, rule)) for glob, rule in rules.items()]
+
+    def find(name: str) -> tuple[Rule, str] | None:
+        return next(((rule, f"rules[{glob!r}]") for glob, match, rule in table if match(name)), None)
+
+    return Source(find)
+
+
+_WORDS: dict[str, Rule] = {
+    "replicated": replicated,
+    "average": averaged,
+    "column": concatenated(0),
+    "row": concatenated(1),
+    "swiglu": in_parts(0, 2),
+}
+
+
+def _parsed(glob: str, rule: Any) -> Rule:
+    if isinstance(rule, str) and rule in _WORDS:
+        return _WORDS[rule]
+    if is_flat_rule(rule):
+        flat_rule(glob, rule)
+        return _no_flat
+    if isinstance(rule, Mapping) and _is_table(rule):
+        made = concatenated(rule["cat"])
+        if "parts" in rule or "widths" in rule:
+            widths = rule.get("widths")
+            made = in_parts(rule["cat"], rule.get("parts", len(widths or ())), widths)
+        return rows(made, rule["rows"]) if "rows" in rule else made
+    raise FormatError(
+        f"rules[{glob!r}] = {rule!r} is not understood: one of {', '.join(_WORDS)}, or a table such as "
+        "{'cat': 0, 'parts': 2, 'rows': 50257}, {'cat': 0, 'parts': [4096, 1024, 1024]} or "
+        "{'cat': 0, 'widths': [[4, 2], [2, 1]]}"
+    )
+
+
+def _no_flat(shapes: Sequence[Shape]) -> Merge:
+    raise ValueError("a rule with 'flat' is for the flat parameters of FSDP (names that end with _flat_param)")
+
+
+def _is_table(rule: Mapping[str, Any]) -> bool:
+    if not {"cat"} <= rule.keys() <= {"cat", "parts", "widths", "rows"} or not _is_count(rule["cat"], 0):
+        return False
+    parts, widths = rule.get("parts", 1), rule.get("widths", [[0]])
+    counted = _is_count(parts, 1) or _are_counts(parts)
+    wide = isinstance(widths, list | tuple) and len(widths) > 0 and all(map(_are_counts, widths))
+    sized = not _are_counts(parts) or "widths" not in rule or list(map(sum, widths)) == list(parts)
+    return counted and wide and sized and _is_count(rule.get("rows", 1), 1)
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return type(value) is int and value >= least
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list | tuple) and len(values) > 0 and all(_is_count(n, 0) for n in values)
+
+
+# -- fragments
+
+
+@dataclass(frozen=True, slots=True)
+class MergedFragments(Sequence[Fragment]):
+    """The fragments of all ranks' shards, placed; made on demand as the shards' own are."""
+
+    shards: tuple[Sequence[Fragment], ...]
+    parts: tuple[Parts, ...]
+
+    @property
+    def intact(self) -> bool:
+        """Whether every shard is; the rule has seen to it that together they are the whole."""
+        return all(getattr(shard, "intact", False) for shard in self.shards)
+
+    def near(self, want: Selection) -> list[Fragment]:
+        """The fragments of the shards that lie between the first and the last wanted element."""
+        if any(not r for r in want):
+            return []
+        wanted = Box(tuple(r[0] for r in want), tuple(r[-1] + 1 for r in want))
+        found: list[Fragment] = []
+        for shard, parts in zip(self.shards, self.parts, strict=True):
+            if parts is None:
+                found += fragments_near(shard, want)
+                continue
+            hit = [
+                (wanted & p.local.shift(_shift(p))).shift([-n for n in _shift(p)])
+                for p in parts
+                if wanted & p.local.shift(_shift(p))
+            ]
+            if hit:
+                ranges = tuple(
+                    range(min(b.start[d] for b in hit), max(b.stop[d] for b in hit)) for d in range(len(want))
+                )
+                found += [replace(f, parts=parts) for f in fragments_near(shard, ranges)]
+        return found
+
+    def __len__(self) -> int:
+        return sum(map(len, self.shards))
+
+    def __iter__(self) -> Iterator[Fragment]:
+        for shard, parts in zip(self.shards, self.parts, strict=True):
+            for fragment in shard:
+                yield fragment if parts is None else replace(fragment, parts=parts)
+
+    @overload
+    def __getitem__(self, n: int) -> Fragment: ...
+    @overload
+    def __getitem__(self, n: slice) -> list[Fragment]: ...
+    def __getitem__(self, n: Any) -> Any:
+        if isinstance(n, slice):
+            return list(self)[n]
+        for count, shard, parts in zip(accumulate(map(len, self.shards)), self.shards, self.parts, strict=True):
+            if 0 <= n < count:
+                fragment = shard[n - count + len(shard)]
+                return fragment if parts is None else replace(fragment, parts=parts)
+        if n < 0:
+            return self[len(self) + n] if n >= -len(self) else self[len(self)]
+        raise IndexError(n)
+
+
+def _shift(part: Part) -> Shape:
+    return tuple(g - a for g, a in zip(part.start, part.local.start, strict=True))

@@ -1,0 +1,78 @@
+"""The ranks of a mesh: how they are counted, and how a mesh of meshes is one. Pure.
+
+Megatron counts tp, cp, ep, dp, pp, the first fastest (megatron/training/arguments.py: ``order="tp-cp-ep-dp-pp"``), so
+that ranks that exchange most are neighbours, and a global rank here is counted in that order. ``ep`` is an axis of its
+own: all ep ranks have what is not an expert's, and ``dp`` counts the ranks with the same experts (Megatron's
+expert-data-parallel degree; its data-parallel degree for all else is ep * dp).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..core.index import Mesh, Rank
+from ..errors import MeshError, SelectionError
+
+_AXES = ("tp", "pp", "dp", "ep")
+
+RankLike = int | tuple[int, ...] | Mapping[str, int]
+
+
+def mesh_of(tp: int, pp: int, dp: int, ep: int) -> Mesh:
+    """The degrees. Raises MeshError unless they are positive numbers."""
+    for axis, degree in zip(_AXES, (tp, pp, dp, ep), strict=True):
+        if type(degree) is not int or degree < 1:
+            raise MeshError(f"{axis}={degree!r}: a parallel degree is a number from 1 on")
+    return Mesh(tp, pp, dp, ep)
+
+
+def world_size(mesh: Mesh) -> int:
+    """How many ranks there are."""
+    return mesh.tp * mesh.pp * mesh.dp * mesh.ep
+
+
+def rank_of(mesh: Mesh, rank: RankLike) -> Rank:
+    """A rank by its global number, as (tp, pp, dp, ep) (the last may be left out), or by the names of the axes.
+
+    >>> rank_of(Mesh(tp=2, pp=2, ep=3), 8), rank_of(Mesh(tp=2, pp=2), (1, 1)), rank_of(Mesh(tp=2), {"tp": 1})
+    (Rank(tp=0, pp=1, dp=0, ep=1), Rank(tp=1, pp=1, dp=0, ep=0), Rank(tp=1, pp=0, dp=0, ep=0))
+
+    Raises SelectionError for one that the mesh has not.
+    """
+    if isinstance(rank, Mapping):
+        unknown = [key for key in rank if key not in _AXES]
+        if unknown:
+            raise SelectionError(f"rank={dict(rank)!r}: {unknown[0]!r} is none of the axes {', '.join(_AXES)}")
+        found = Rank(**rank)
+    elif isinstance(rank, tuple):
+        if len(rank) > len(_AXES):
+            raise SelectionError(f"rank={rank!r}: a rank has at most {len(_AXES)} numbers, {', '.join(_AXES)}")
+        found = Rank(*rank)
+    elif type(rank) is int:
+        if not 0 <= rank < world_size(mesh):
+            raise SelectionError(f"rank={rank}: there are {world_size(mesh)} ranks, from 0 on ({_degrees(mesh)})")
+        rest, tp = divmod(rank, mesh.tp)
+        rest, ep = divmod(rest, mesh.ep)
+        pp, dp = divmod(rest, mesh.dp)
+        found = Rank(tp, pp, dp, ep)
+    else:
+        raise SelectionError(f"rank={rank!r}: a rank is a number, a tuple ({', '.join(_AXES)}) or a mapping of these")
+    for axis, index in zip(_AXES, found, strict=True):
+        if type(index) is not int or not 0 <= index < getattr(mesh, axis):
+            raise SelectionError(f"rank={rank!r}: there are {getattr(mesh, axis)} {axis} ranks, none is {index!r}")
+    return found
+
+
+def within(outer: Mesh, outer_rank: Rank, inner: Mesh, inner_rank: Rank) -> tuple[Mesh, Rank]:
+    """The mesh of which a rank's part of a part is one rank's part.
+
+    >>> within(Mesh(tp=2), Rank(tp=1), Mesh(tp=4, pp=2), Rank(tp=3, pp=1))
+    (Mesh(tp=8, pp=2, dp=1, ep=1), Rank(tp=7, pp=1, dp=0, ep=0))
+    """
+    degrees = {axis: getattr(outer, axis) * getattr(inner, axis) for axis in _AXES}
+    ranks = {axis: getattr(outer_rank, axis) * getattr(inner, axis) + getattr(inner_rank, axis) for axis in _AXES}
+    return Mesh(**degrees), Rank(**ranks)
+
+
+def _degrees(mesh: Mesh) -> str:
+    return ", ".join(f"{axis}={getattr(mesh, axis)}" for axis in _AXES)

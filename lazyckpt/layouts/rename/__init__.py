@@ -1,0 +1,1 @@
+"""Names of one family of models for those of another."""

@@ -1,0 +1,188 @@
+"""Which table, with which heads, for a checkpoint; and its index under the other names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ...core.box import Box
+from ...core.compose import Piece, compose
+from ...core.index import Index, TensorSpec, renamed
+from ..megatron import is_gated
+from .rewrite import Heads, Told, new_names, rename
+from .table import Entry, table
+
+# -- Experts that megatron-core's GroupedMLP keeps in one array, as the matrices of each: as SequentialMLP has
+# them.
+
+_STACK = re.compile(r"(.*\.experts\.)weight([12])")
+_MOST = 1 << 16
+
+
+def apart(states: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, dict[str, TensorSpec]]:
+    """All states, each such array as its experts' matrices."""
+    counts = {
+        name: spec.shape[0]
+        for specs in states.values()
+        for name, spec in specs.items()
+        if len(spec.shape) == 3 and spec.shape[0] <= _MOST and _STACK.fullmatch(name)
+    }
+    return {
+        state: {one.name: one for name, spec in specs.items() for one in _apart(spec, counts.get(name, 0))}
+        for state, specs in states.items()
+    }
+
+
+def _apart(spec: TensorSpec, count: int) -> Iterator[TensorSpec]:
+    match = _STACK.fullmatch(spec.name)
+    if match is None or (spec.shape and (len(spec.shape) != 3 or spec.shape[0] != count)) or not count:
+        yield spec
+        return
+    for n in range(count):
+        name = f"{match[1]}local_experts.{n}.linear_fc{match[2]}.weight"
+        if not spec.shape:  # a number (a step) is that of all
+            yield renamed(spec, name)
+            continue
+        _, rows, columns = spec.shape
+        piece = Piece(spec, Box((n, 0, 0), (n + 1, rows, columns)), (0, 0), (2, 1))
+        rule = f"expert {n} of {spec.name!r}, transposed"
+        rule = f"{spec.rule}; {rule}" if spec.rule else rule
+        yield compose(name, (columns, rows), [piece], rule, spec.stored_as or spec.name)
+
+
+# -- Which of the tables fits a model, by its names and shapes.
+
+_FC1 = re.compile(r"(.*\.)linear_fc1(\.weight\d*)")
+
+
+def hugging_face(specs: Mapping[str, TensorSpec], args: Mapping[str, Any], heads: Heads | None) -> str:
+    """The table from megatron-core's names to those of the family at Hugging Face that is built so."""
+    text = "\n".join(specs)
+    gated = _gated(specs, args)
+    if gated and ".mlp.experts." in text:
+        return "qwen_moe" if ".shared_experts." in text or ".q_layernorm." in text else "mixtral"
+    if gated:
+        return "llama"
+    if "embedding.position_embeddings." in text:
+        return "gpt2"
+    many = heads is None or heads.queries == heads.groups  # (GPT-NeoX has no groups)
+    return "gpt_neox" if many and ".mlp.experts." not in text and "decoder.final_layernorm.bias" in text else "nemotron"
+
+
+def megatron(names: Mapping[str, TensorSpec]) -> str:
+    """The table whose right side these names are on."""
+    text = "\n".join(names)
+    if ".block_sparse_moe." in text:
+        return "mixtral"
+    if ".mlp.experts." in text:
+        return "qwen_moe"
+    if "gpt_neox." in text:
+        return "gpt_neox"
+    if "transformer.h." in text:
+        return "gpt2"
+    return "nemotron" if ".mlp.up_proj." in text and ".mlp.gate_proj." not in text else "llama"
+
+
+def _gated(specs: Mapping[str, TensorSpec], args: Mapping[str, Any]) -> bool:
+    """Whether an MLP's first matrix is gate and up in one: it has twice the rows that the second has columns."""
+    for name, spec in specs.items():
+        match = _FC1.fullmatch(name)
+        second = specs.get(f"{match[1]}linear_fc2{match[2]}") if match is not None else None
+        if second is not None and len(spec.shape) == len(second.shape) == 2:
+            return spec.shape[0] == 2 * second.shape[1]
+        if name.endswith(".experts.weight1") and len(spec.shape) == 3:
+            second = specs.get(f"{name[:-1]}2")
+            if second is not None and len(second.shape) == 3:
+                return spec.shape[2] == 2 * second.shape[1]
+    return args.get("swiglu") is not False
+
+
+# -- Which table, with which heads, for a checkpoint; and its index under the other names.
+
+_HEAD = "output_layer.weight"
+_TIED = {
+    "lm_head.weight": ("model.embed_tokens.weight", "transformer.wte.weight"),
+    "embed_out.weight": ("gpt_neox.embed_in.weight",),
+}
+
+_UNLIKE = {
+    "apply_layernorm_1p": "args.apply_layernorm_1p: the weights of norms are stored less 1, as of "
+    "Hugging Face's models only Gemma has them; others take them plus 1",
+    "rotary_interleaved": "args.rotary_interleaved: rotary embeddings turn neighbouring rows of each head of q and k; "
+    "most of Hugging Face's models turn its two halves, the rows are in another order there",
+}
+
+
+def renamed_index(
+    index: Index, states: Mapping[str, Mapping[str, TensorSpec]], which: str | Mapping[str, Any], reverse: bool
+) -> Index:
+    """``states`` of the index under the names of a table: "hf" (from megatron-core's names to Hugging Face's, the table
+    that fits the model), "megatron" (back), one by its name, or the user's own. Raises FormatError (no such table)."""
+    args = getattr(index.meta.get("args"), "__dict__", {})
+    heads = heads_of(index.meta)
+    every = {name: spec for state in reversed(list(states.values())) for name, spec in state.items()}
+    back = reverse
+    if which == "hf":
+        which = hugging_face(every, args, heads)
+    elif which == "megatron":
+        which, back = megatron(every), not reverse
+    entries = table(which)
+    if not back and any(".local_experts." in entry.left for entry in entries):
+        states = apart(states)
+    told, gated = Told(), is_gated(index.meta.get("args"))
+    # (Transformer Engine's models are saved under their own names, those of the local spec under others)
+    stacked = args.get("transformer_impl") == "transformer_engine"
+    found = {state: rename(specs, entries, heads, back, told, stacked, gated) for state, specs in states.items()}
+    tied = args.get("untie_embeddings_and_output_weights") is False
+    aliases = {
+        new: told.one.get(owner, owner)
+        for old, owner in index.aliases.items()
+        if any(owner in s for s in states.values())
+        and not ((new := new_names(old, entries, back)[0]) == _HEAD and tied)  # Megatron's tied models have none
+    }
+    aliases |= _ties(found, entries) if tied and not back else {}
+    unreadable = {new: why for old, why in index.unreadable.items() for new in new_names(old, entries, back)}
+    problems = (*index.problems, *told.problems(), *(() if back else _unlike(index.meta)))
+    return replace(index, states=found, aliases=aliases, problems=problems, unreadable=unreadable, layout=None)
+
+
+def heads_of(meta: Mapping[str, Any]) -> Heads | None:
+    """From Megatron's args or Hugging Face's config; None if neither tells."""
+    args = getattr(meta.get("args"), "__dict__", None)
+    if args is not None:
+        heads, dim = args.get("num_attention_heads"), args.get("kv_channels")
+        groups = args.get("num_query_groups") if args.get("group_query_attention") else heads
+        hidden = args.get("hidden_size")
+    else:
+        config = meta.get("config")
+        config = config.get("text_config", config) if isinstance(config, dict) else {}
+        heads = config.get("num_attention_heads", config.get("n_head"))
+        groups = config.get("num_key_value_heads", heads)
+        dim, hidden = config.get("head_dim"), config.get("hidden_size", config.get("n_embd"))
+    if dim is None and _counts(heads, hidden):
+        dim = hidden // heads
+    return Heads(heads, groups, dim) if _counts(heads, groups, dim) else None
+
+
+def _unlike(meta: Mapping[str, Any]) -> list[str]:
+    """Lines on what Megatron's args say of values that mean something else than under Hugging Face's names."""
+    args = getattr(meta.get("args"), "__dict__", {})
+    return [line for name, line in _UNLIKE.items() if args.get(name) is True]
+
+
+def _counts(*values: Any) -> bool:
+    return all(type(value) is int and value > 0 for value in values)
+
+
+def _ties(states: Mapping[str, Mapping[str, TensorSpec]], entries: Iterable[Entry]) -> dict[str, str]:
+    """The output layer of a tied Megatron model: it has no such tensor, models of Hugging Face do."""
+    weights = next(iter(states.values()), {})
+    known = {name for entry in entries for name in entry.right}
+    return {
+        head: owner
+        for head, owners in _TIED.items()
+        for owner in owners
+        if owner in weights and head not in weights and head in known
+    }

@@ -1,0 +1,120 @@
+"""Tables of names: patterns for the two sides, and how a tensor of the left side is cut into those of the right."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from ...core.names import Names
+from ...errors import FormatError, MissingFileError
+
+Cut = Literal["", "qkv", "halves"]
+_FIELD = re.compile(r"\{([a-z]+)\}")
+_KEYS = {"into", "cut", "transpose"}
+_CUTS: dict[str, tuple[int, ...]] = {"": (1,), "qkv": (1, 3), "halves": (1, 2)}  # into how many names
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of a table: ``left`` is cut into the tensors of ``right`` (or these are joined in that order)."""
+
+    left: str
+    right: tuple[str, ...]
+    cut: Cut = ""
+    transpose: bool = False
+
+
+def table(which: str | Mapping[str, Any]) -> list[Entry]:
+    """A table by name (`known`), or a user's. Raises FormatError for one that cannot be."""
+    if isinstance(which, str):
+        tables = _tables()
+        if which not in tables:
+            near = Names(tables).near(which)
+            raise FormatError(
+                f"there is no table of names {which!r}; there are {', '.join(('hf', 'megatron', *tables))}"
+                + (f": did you mean {near[0]!r}?" if near else "")
+            )
+        return table(dict(tables[which]))
+    lines = dict(which)
+    base = lines.pop("extends", None)
+    entries = [_entry(left, value) for left, value in lines.items()]
+    return entries + ([] if base is None else table(base))
+
+
+def known() -> tuple[str, ...]:
+    """The names of the tables that come with lazyckpt."""
+    return tuple(_tables())
+
+
+@functools.cache
+def _tables() -> dict[str, Any]:
+    return tomllib.loads(resources.files(__package__).joinpath("tables.toml").read_text())
+
+
+def _entry(left: str, value: Any) -> Entry:
+    about = {"into": [value]} if isinstance(value, str) else value
+    if not isinstance(about, Mapping) or "into" not in about or not set(about) <= _KEYS:
+        raise FormatError(f"{left!r}: {value!r} is neither a name nor a table with `into` (and `cut`, `transpose`)")
+    into, cut, transpose = about["into"], about.get("cut", ""), about.get("transpose", False)
+    names = [into] if isinstance(into, str) else into
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise FormatError(f"{left!r}: `into` is {into!r}, names are wanted")
+    if cut not in _CUTS or len(names) not in _CUTS[cut]:
+        raise FormatError(f"{left!r}: cut = {cut!r} into {len(names)} names: it is one of {', '.join(list(_CUTS)[1:])}")
+    fields = set(_FIELD.findall(left))
+    for name in names:
+        if set(_FIELD.findall(name)) != fields:
+            raise FormatError(f"{left!r} and {name!r} have different fields: each has to stand on both sides")
+    return Entry(left, tuple(names), cut, bool(transpose))
+
+
+@functools.lru_cache(maxsize=4096)
+def pattern(name: str) -> re.Pattern[str]:
+    """What a name with fields matches: {p} one word, other fields a number.
+
+    >>> pattern("layers.{l}.norm.{p}").fullmatch("layers.12.norm.weight").groupdict()
+    {'l': '12', 'p': 'weight'}
+    """
+    parts = _FIELD.split(name)
+    seen: set[str] = set()
+    text = ""
+    for n, part in enumerate(parts):
+        if n % 2 == 0:
+            text += re.escape(part)
+        elif part in seen:
+            text += f"(?P={part})"
+        else:
+            seen.add(part)
+            text += rf"(?P<{part}>[^.]+)" if part.startswith("p") else rf"(?P<{part}>\d+)"
+    return re.compile(text)
+
+
+# -- A table of names in a TOML or JSON file, for the command line: what `CheckpointView.rename` takes.
+
+ENDINGS = (".toml", ".json")
+
+
+def read_table(path: str) -> dict[str, Any]:
+    """The table in a file. Raises MissingFileError; FormatError for what is no table of names."""
+    kind = "JSON" if path.endswith(".json") else "TOML"
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        found = json.loads(text) if kind == "JSON" else tomllib.loads(text)
+    except FileNotFoundError:
+        raise MissingFileError(f"{path}: no such file (it should hold a table of names)") from None
+    except (ValueError, RecursionError) as e:  # no such syntax, or no UTF-8
+        raise FormatError(f"{path} is no {kind}: {e}") from None
+    if not isinstance(found, dict) or not found:
+        raise FormatError(f'{path} holds no table of names: NAME = "OTHER NAME"')
+    try:
+        table(found)
+    except FormatError as e:
+        raise FormatError(f"{path}: {e}") from None
+    return found

@@ -1,0 +1,138 @@
+"""Where the rule comes from that says how a whole tensor is cut over tensor-parallel ranks.
+
+In this order: the user, how the tensor's own stored shards were put together, universal_checkpoint_info, the arguments
+of Megatron, params.json of Llama, the names of known families, and shapes where these tell what a name leaves open
+(whether the first matrix of an MLP is gate and up in one). Nothing is cut on a guess.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..core.box import Shape
+from ..core.index import Index, TensorSpec
+from .cut import as_merged
+from .families import family_rules
+from .llama import llama_rules
+from .megatron import is_gated, megatron_rules, stack_of
+from .merge import Rule, Source, concatenated, in_parts, replicated, user_rules
+from .rename.apply import heads_of
+from .rename.rewrite import Heads
+from .stages import is_stack
+from .universal import universal_rules
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_FC1 = re.compile(r"(.*\.)(linear_fc1|dense_h_to_4h)(\.(?:weight|bias)\d*)$")
+_SECOND = {"linear_fc1": "linear_fc2", "dense_h_to_4h": "dense_4h_to_h"}
+_DOWN = re.compile(r"\.linear_(q|kv)_down_proj\.weight$")
+_MEGATRON = re.compile(r"\.(linear_qkv|linear_fc1|linear_proj)\.|^language_model\.")
+# names of whole models, beside those of families.py: transformers' mixtures of experts, GPT-NeoX, BERT-like heads
+_COLUMN = re.compile(
+    r"\.experts\.\d+\.(gate_proj|up_proj|w1|w3)\.(weight|bias)$|\.shared_experts?\.(gate_proj|up_proj)\.(weight|bias)$|"
+    r"(^|\.)(embed_in|embed_out)\.weight$"
+)
+_ROW = re.compile(r"\.experts\.\d+\.(down_proj|w2)\.weight$|\.shared_experts?\.down_proj\.weight$")
+_WHOLE = re.compile(
+    r"\.experts\.\d+\.(down_proj|w2)\.bias$|\.shared_experts?\.down_proj\.bias$|\.block_sparse_moe\.gate\.weight$|"
+    r"\.(shared_expert_gate|e_score_correction_bias|gate\.e_score_correction_bias)(\.weight)?$|"
+    r"(^|\.)(rotary_emb|rotary_pos_emb)\.(\w+_)?inv_freq$|(^|\.)norm\.(weight|bias)$"
+)
+
+
+def is_megatron(index: Index, names: Mapping[str, TensorSpec]) -> bool:
+    """Whether the names are Megatron's: then a rank counts its layers and experts from 0."""
+    return index.format.startswith("megatron") or any(_MEGATRON.search(name) for name in names)
+
+
+def sources_of(index: Index, specs: Mapping[str, TensorSpec], rules: Mapping[str, Any]) -> tuple[Source, ...]:
+    """The sources for a checkpoint with these tensors, the first that knows wins. Raises FormatError (rules)."""
+    shapes = {name: spec.shape for name, spec in specs.items()}
+    args, info = index.meta.get("args"), index.meta.get("universal_checkpoint_info")
+    by_shape = Source(lambda name: _first_matrix(name, shapes))
+    has_info = isinstance(info, dict) and bool(info)
+    universal = (universal_rules(info or {}, family_rules(is_gated(args))),) if has_info else ()
+    own: list[Source] = []
+    if index.format == "llama":
+        own.append(llama_rules(index.meta.get("params", {})))
+    if is_megatron(index, specs):
+        own.append(Source(lambda name: _stack(name, shapes, is_gated(args))))
+        own.append(Source(lambda name: _down(name, getattr(args, "transformer_impl", None))))
+        own += [Source(_without(source, _DOWN)) for source in megatron_rules(args, {}, {})]
+    else:
+        own.append(family_rules())
+    stored = Source(lambda name: None if is_stack(name) else as_merged(specs.get(name)))
+    return (user_rules(rules), stored, *universal, _remembered((*own, by_shape, Source(_by_name)), shapes))
+
+
+def _remembered(sources: Sequence[Source], shapes: Mapping[str, Shape]) -> Source:
+    """The first of the sources that knows, asked once for what differs in the numbers of layers and experts only."""
+    asked: dict[tuple[str, Shape], tuple[Rule, str] | None] = {}
+
+    def find(name: str) -> tuple[Rule, str] | None:
+        key = (_NUMBER.sub("", name), shapes.get(name, ()))
+        if key not in asked:
+            asked[key] = next((found for source in sources if (found := source.find(name)) is not None), None)
+        return asked[key]
+
+    return Source(find)
+
+
+def heads_in(index: Index) -> Heads | None:
+    """The heads of the model's attention; None if nothing tells."""
+    params = index.meta.get("params")
+    if index.format != "llama" or not isinstance(params, dict):
+        return heads_of(index.meta)
+    queries, dim = params.get("n_heads"), params.get("dim")
+    groups = params.get("n_kv_heads") or queries
+    if type(queries) is not int or type(groups) is not int or type(dim) is not int or min(queries, groups) < 1:
+        return None
+    return Heads(queries, groups, dim // queries)
+
+
+def _stack(name: str, shapes: Mapping[str, Shape], gated: bool | None) -> tuple[Rule, str] | None:
+    """Megatron's GroupedMLP, as [experts, in, out]."""
+    which = stack_of(name)
+    if which is None or len(shapes.get(name, ())) != 3:
+        return None
+    if which == 2:
+        return concatenated(1), "its name"
+    second = shapes.get(f"{name[:-1]}2", ())
+    if len(second) == 3:
+        gated = shapes[name][2] == 2 * second[1]
+    if gated is None:
+        return None
+    return (in_parts(2, 2) if gated else concatenated(2)), "its name and its shape"
+
+
+def _first_matrix(name: str, shapes: Mapping[str, Shape]) -> tuple[Rule, str] | None:
+    """The first matrix of an MLP is gate and up in one if it has twice the rows that the second has columns."""
+    match = _FC1.fullmatch(name)
+    if match is None or not shapes.get(name):
+        return None
+    number = match[3].removeprefix(".weight").removeprefix(".bias")
+    second = shapes.get(f"{match[1]}{_SECOND[match[2]]}.weight{number}", ())
+    if len(second) != 2 or shapes[name][0] not in (second[1], 2 * second[1]):
+        return None
+    gated = shapes[name][0] == 2 * second[1]
+    return (in_parts(0, 2) if gated else concatenated(0)), f"its {shapes[name][0]} rows, {second[1]} columns after them"
+
+
+def _down(name: str, implementation: Any) -> tuple[Rule, str] | None:
+    """MLA's matrices that project down: cut by Megatron's own layers, on every rank with Transformer Engine's."""
+    if _DOWN.search(name) is None or implementation not in ("local", "transformer_engine"):
+        return None
+    rule = concatenated(0) if implementation == "local" else replicated
+    return rule, f"args.transformer_impl = {implementation!r}"
+
+
+def _without(source: Source, pattern: re.Pattern[str]) -> Any:
+    return lambda name: None if pattern.search(name) else source.find(name)
+
+
+def _by_name(name: str) -> tuple[Rule, str] | None:
+    for pattern, rule in ((_COLUMN, concatenated(0)), (_ROW, concatenated(1)), (_WHOLE, replicated)):
+        if pattern.search(name):
+            return rule, f"the name pattern {pattern.pattern!r}"
+    return None

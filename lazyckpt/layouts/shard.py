@@ -1,0 +1,323 @@
+"""One rank's part of a checkpoint under another parallel layout, and all ranks' parts as the checkpoint again.
+
+A shard is made of blocks of the whole tensors, so it is as lazy as they are. A `Layout` is kept with the index, and
+says of every tensor which blocks of which whole it is: a shard of a shard is cut from the whole anew, with the degrees
+multiplied, and `unsharded` puts the blocks back.
+
+Order: expert-parallel ranks take whole experts, tensor-parallel ranks cut what is left, and of that each data-parallel
+rank has a flat partition, as ZeRO-3 keeps parameters and their states (deepspeed/runtime/zero/partition_parameters.py
+`_partition_param`): of n elements in C order ceil(n / dp), the last ranks' filled up with zeros. Single numbers (an
+optimizer's step) are whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from ..core.box import Box, Shape
+from ..core.compose import Piece, compose, whole_of
+from ..core.flat import interval, joined
+from ..core.index import Chunk, Fragment, Index, Layout, Mesh, Part, Placed, Rank, TensorSpec, renamed
+from ..core.names import matcher
+from ..errors import FormatError, MeshError, some
+from .cut import Cut, cut, everything, regrouped
+from .merge import Rule
+from .ranks import RankLike, rank_of, within, world_size
+from .rules import heads_in, is_megatron, sources_of
+from .stages import Stages, expert_of, is_stack
+
+_UNTIED = "untie_embeddings_and_output_weights"
+_HEADS = {  # what Megatron's last stage calls its copy of the embedding, where that is the head as well
+    "embedding.word_embeddings.weight": "output_layer.weight",
+    "language_model.embedding.word_embeddings.weight": "word_embeddings_for_head.weight",
+}
+
+
+def sharded(
+    index: Index, names: Mapping[str, Iterable[str]], mesh: Mesh, rank: RankLike, rules: Mapping[str, Any]
+) -> Index:
+    """What a rank of a mesh has of the tensors of these names, state by state. Raises SelectionError (no such rank),
+    MeshError (degrees that do not divide a tensor, its experts or the layers), FormatError (rules; a tensor that no
+    rule is known of)."""
+    place, old = rank_of(mesh, rank), index.layout
+    if old is None:
+        return _Sharding(index, mesh, place, rules).index({state: set(listed) for state, listed in names.items()})
+    mesh, place = within(old.mesh, old.rank, mesh, place)
+    wanted = {state: {old.placed[state][name].source for name in listed} for state, listed in names.items()}
+    rules = {**rules, **{glob: rule for glob, rule in old.rules.items() if glob not in rules}}
+    return _Sharding(old.source, mesh, place, rules).index(wanted)
+
+
+class _Sharding:
+    """The work of `sharded`. ``every``: all tensors of the source by name, those of the first state that has it;
+    ``unknown``: tensors that no rule is known of."""
+
+    def __init__(self, source: Index, mesh: Mesh, rank: Rank, rules: Mapping[str, Any]) -> None:
+        self.source, self.mesh, self.rank, self.rules = source, mesh, rank, rules
+        self.every = {name: spec for specs in reversed(list(source.states.values())) for name, spec in specs.items()}
+        self.rule_of = sources_of(source, self.every, rules)
+        self.widths = [(matcher(glob), rule["widths"]) for glob, rule in rules.items() if _has_widths(rule)]
+        self.heads = heads_in(source)
+        self.multiple = _multiple(source.meta.get("args"))
+        self.experts = _experts(self.every) if mesh.ep > 1 else {}
+        self.stages = Stages(self.every, mesh.pp, is_megatron(source, self.every))
+        self.unknown: dict[str, Shape] = {}
+        self._cuts: dict[tuple[str, Shape], Cut] = {}
+
+    def index(self, wanted: Mapping[str, Container[str]]) -> Index:
+        states: dict[str, dict[str, TensorSpec]] = {}
+        placed: dict[str, dict[str, Placed]] = {}
+        ties, aliases = self._ties()
+        for state, specs in self.source.states.items():
+            if state not in wanted:
+                continue
+            states[state], placed[state] = {}, {}
+            for name, spec in specs.items():
+                here = [*self._here(name), *ties.get(name, ())] if name in wanted[state] else ()
+                one = self._cut(state, name, spec) if here else None
+                if one is not None:
+                    for local in here:
+                        states[state][local], placed[state][local] = self._spec(local, spec, one)
+        if self.unknown:
+            raise FormatError(self._untold())
+        lines = list(self.source.problems)
+        if self.stages.every:
+            lines.append(f"nothing tells which pipeline stage has {some(list(self.stages.every))}: on all of them")
+        return replace(
+            self.source,
+            states=states,
+            aliases={alias: owner for alias, owner in aliases.items() if any(owner in s for s in states.values())},
+            mesh=self.mesh,
+            problems=tuple(lines),
+            layout=Layout(self.mesh, self.rank, self.source, self.rules, placed),
+        )
+
+    def _untold(self) -> str:
+        listed = ", ".join(f"{name!r} of shape {shape}" for name, shape in list(self.unknown.items())[:3])
+        more = f" and {len(self.unknown) - 3:,} more" if len(self.unknown) > 3 else ""
+        return (
+            f"tp={self.mesh.tp}: nothing tells how {listed}{more} {'is' if len(self.unknown) == 1 else 'are'} cut over "
+            "tensor-parallel ranks (replicated? along which dimension?). Say it with rules={'pattern': 'row' | "
+            "'column' | 'replicated' | ...}, or select the other tensors first"
+        )
+
+    def _here(self, name: str) -> list[str]:
+        """The names that the tensor has on this rank: one, or none."""
+        try:
+            found = [local for stage, local in self.stages.of(name) if stage == self.rank.pp]
+        except ValueError as e:
+            raise MeshError(f"pp={self.mesh.pp}: {e} ({name!r} is in one)") from None
+        expert = expert_of(name) if self.mesh.ep > 1 else None
+        if not found or expert is None:
+            return found
+        count = self.experts[expert.layer]
+        if count % self.mesh.ep:
+            raise MeshError(f"ep={self.mesh.ep}: the {count} experts of {name!r} and its like cannot be dealt evenly")
+        each = count // self.mesh.ep
+        if expert.number // each != self.rank.ep:
+            return []
+        if not expert.counted:
+            return found
+        # (the number of the layer, which stands before that of the expert, may be another here)
+        head = found[0].removesuffix(f"{expert.number}{expert.tail}")
+        return [f"{head}{expert.number % each}{expert.tail}"]
+
+    def _ties(self) -> tuple[dict[str, list[str]], dict[str, str]]:
+        """-> (tensor -> further names that it has on this rank, as what they are tied to is on another; alias here ->
+        its owner here)."""
+        ties: dict[str, list[str]] = {}
+        aliases: dict[str, str] = {}
+        owners = {owner: self._here(owner) for owner in self.source.aliases.values() if owner in self.every}
+        for alias, owner in self.source.aliases.items():
+            for local in self._here(alias) if owner in owners else ():
+                there = [*owners[owner], *ties.get(owner, ())]
+                if there:
+                    aliases[local] = there[0]
+                else:
+                    ties[owner] = [local]
+        if self.rank.pp and getattr(self.source.meta.get("args"), _UNTIED, None) is False:
+            for embedding, head in _HEADS.items():
+                if embedding in self.every and head not in self.every and not self._here(embedding):
+                    ties.setdefault(embedding, self._here(head))
+        return ties, aliases
+
+    def _cut(self, state: str, name: str, spec: TensorSpec) -> Cut | None:
+        """The shard of the tensor, of this rank among the tensor- and expert-parallel ones; None if nothing tells."""
+        key = (name, spec.shape)
+        if key not in self._cuts:
+            found = self._find_cut(state, name, spec)
+            if found is None:
+                return None
+            self._cuts[key] = found
+        return self._cuts[key]
+
+    def _find_cut(self, state: str, name: str, spec: TensorSpec) -> Cut | None:
+        shape, ahead, mesh = spec.shape, 0, self.mesh
+        if self._is_number(spec):
+            return everything(shape)
+        if mesh.ep > 1 and is_stack(name):
+            if shape[0] % mesh.ep:
+                raise MeshError(f"ep={mesh.ep}: the {shape[0]} experts of {name!r} {shape} cannot be dealt evenly")
+            each = shape[0] // mesh.ep
+            shape, ahead = (each, *shape[1:]), self.rank.ep * each
+        found = everything(shape)
+        if mesh.tp > 1 and 0 not in shape:
+            try:
+                one = self._tensor_parallel(name, spec, shape)
+            except ValueError as e:
+                raise MeshError(f"tp={mesh.tp}, state {state!r}: {e}") from None
+            if one is None:
+                self.unknown[name] = shape
+                return None
+            found = one
+        if not ahead:
+            return found
+        return replace(found, parts=tuple(replace(p, start=(p.start[0] + ahead, *p.start[1:])) for p in found.parts))
+
+    def _tensor_parallel(self, name: str, spec: TensorSpec, shape: Shape) -> Cut | None:
+        """The shard among tensor-parallel ranks of what has this shape; None if nothing tells. Raises ValueError."""
+        degree, index = self.mesh.tp, self.rank.tp
+        said = self.rule_of[0].find(name) is not None  # by the user
+        stored = regrouped(spec, degree, index, self.heads) if not said and not is_stack(name) else None
+        if stored is not None:
+            return stored
+        rule = self._rule(name)
+        widths = next((widths for match, widths in self.widths if match(name)), None)
+        heads = None if said else self.heads
+        return None if rule is None else cut(name, shape, rule, degree, index, self.multiple, heads, widths)
+
+    def _rule(self, name: str) -> tuple[Rule, str] | None:
+        return next((found for source in self.rule_of if (found := source.find(name)) is not None), None)
+
+    def _spec(self, local: str, whole: TensorSpec, one: Cut) -> tuple[TensorSpec, Placed]:
+        spec = _block(local, whole, one)
+        placed = Placed(whole.name, whole.shape, one.shape, one.parts)
+        dp, n = self.mesh.dp, prod(one.shape)
+        if dp == 1 or self._is_number(whole):
+            return spec, placed
+        each = -(-n // dp)
+        lo, hi = min(self.rank.dp * each, n), min((self.rank.dp + 1) * each, n)
+        rule = f"{spec.rule}; elements {lo:,} to {hi:,} of {n:,}".lstrip("; ")
+        flat = replace(interval(spec, lo, hi), rule=rule)
+        if hi - lo < each:
+            pieces = [whole_of(flat, (0,))] if hi > lo else []
+            padding = Piece(_zeros(whole, (each - hi + lo,)), Box((0,), (each - hi + lo,)), (hi - lo,))
+            flat = compose(local, (each,), [*pieces, padding], f"{rule}, and zeros", spec.stored_as)
+        return flat, replace(placed, flat=(lo, hi))
+
+    def _is_number(self, spec: TensorSpec) -> bool:
+        """Whether it is a number about a parameter (the step of its optimizer): the same on all ranks."""
+        return not spec.shape or (spec.numel == 1 and self.every[spec.name].shape != spec.shape)
+
+
+def _has_widths(rule: Any) -> bool:
+    return isinstance(rule, Mapping) and "widths" in rule
+
+
+def _block(local: str, whole: TensorSpec, one: Cut) -> TensorSpec:
+    """The shard as a tensor, padding included."""
+    if one.shape == whole.shape and one.parts == everything(whole.shape).parts:
+        return renamed(whole, local)
+    pieces = [Piece(whole, Box(p.start, _end(p)), p.local.start) for p in one.parts]
+    if one.held < prod(one.shape):  # (only a vocabulary's last rows)
+        full = max((p.local.stop[0] for p in one.parts), default=0)
+        rest = (one.shape[0] - full, *one.shape[1:])
+        pieces.append(whole_of(_zeros(whole, rest), (full, *(0 for _ in rest[1:]))))
+    if not pieces:  # nothing of it is here
+        pieces = [Piece(whole, Box((0,) * len(whole.shape), (0,) * len(whole.shape)), (0,) * len(whole.shape))]
+    rule = "; ".join(filter(None, (whole.rule, one.rule)))
+    return compose(local, one.shape, pieces, rule, whole.stored_as or whole.name)
+
+
+def _zeros(like: TensorSpec, shape: Shape) -> TensorSpec:
+    """Zeros that stand in no file."""
+    path = next((f.extent.path for f in like.fragments), "")
+    strides = (0,) * len(shape)
+    chunk = Chunk(path, like.dtype, shape, strides, 0, fill=bytes(like.dtype.itemsize), present=False)
+    return replace(like, shape=shape, fragments=(Fragment(chunk, shape),))
+
+
+def _end(part: Part) -> Shape:
+    return tuple(s + n for s, n in zip(part.start, part.local.shape, strict=True))
+
+
+def _multiple(args: Any) -> int:
+    """What Megatron pads the rows of a vocabulary to a multiple of, on each tensor-parallel rank."""
+    value = getattr(args, "make_vocab_size_divisible_by", None)
+    return value if type(value) is int and 0 < value < 1 << 20 else 1
+
+
+def _experts(names: Iterable[str]) -> dict[str, int]:
+    """How many experts every layer has (by `Expert.layer`)."""
+    counts: dict[str, int] = {}
+    for expert in filter(None, map(expert_of, names)):
+        counts[expert.layer] = max(counts.get(expert.layer, 0), expert.number + 1)
+    return counts
+
+
+# -- and back
+
+
+def unsharded(shards: Sequence[Index]) -> Index:
+    """The checkpoint that the parts of all ranks are of. Raises MeshError if they are not of one mesh, or some are
+    missing."""
+    layouts = [index.layout for index in shards]
+    first = layouts[0] if layouts else None
+    if first is None or any(one is None for one in layouts):
+        raise MeshError("only views that `shard` gave can be put together, one of each rank")
+    by_rank = {one.rank: index for one, index in zip(layouts, shards, strict=True) if one is not None}
+    source = first.source
+    for one in layouts:
+        if one is not None and (one.mesh != first.mesh or not _same(one.source, source)):
+            raise MeshError(f"the shards are not of one checkpoint on one mesh: {first.mesh} and {one.mesh}")
+    every = [rank_of(first.mesh, n) for n in range(world_size(first.mesh))]
+    missing = [tuple(rank) for rank in every if rank not in by_rank]
+    if missing:
+        raise MeshError(f"{len(missing)} of {len(every)} ranks are missing: {some(list(map(str, missing)))}")
+    states: dict[str, dict[str, TensorSpec]] = {}
+    for state, specs in source.states.items():
+        if state not in first.placed:
+            continue
+        found: dict[str, dict[tuple[Shape, Shape], Piece]] = {}
+        for placed, local in _locals(by_rank, every, state):
+            blocks = found.setdefault(placed.source, {})
+            for part in placed.parts:
+                blocks.setdefault((part.start, part.local.shape), Piece(local, part.local, part.start))
+        states[state] = {name: _whole(spec, list(found[name].values()), len(every)) for name, spec in specs.items()}
+    return replace(source, states=states, layout=None)
+
+
+def _same(a: Index, b: Index) -> bool:
+    """Whether two sources have the same tensors, as far as can be seen at once."""
+    return a is b or {s: list(t) for s, t in a.states.items()} == {s: list(t) for s, t in b.states.items()}
+
+
+def _locals(by_rank: Mapping[Rank, Index], every: Sequence[Rank], state: str) -> Iterator[tuple[Placed, TensorSpec]]:
+    """Of all ranks without data parallelism, what each has: where it belongs, and the tensor, its partitions joined."""
+    for rank in every:
+        if rank.dp:
+            continue
+        layout = by_rank[rank].layout
+        for name, placed in layout.placed[state].items() if layout is not None else ():
+            spec = by_rank[rank].states[state][name]
+            if placed.flat is None:
+                yield placed, spec
+                continue
+            partitions = []
+            for other in (r for r in every if r._replace(dp=0) == rank):
+                index = by_rank[other]
+                flat = index.layout.placed[state][name].flat if index.layout is not None else None
+                if flat is not None and flat[1] > flat[0]:
+                    partitions.append((flat[0], index.states[state][name]))
+            yield placed, joined(spec, placed.shape, partitions)
+
+
+def _whole(spec: TensorSpec, pieces: Sequence[Piece], ranks: int) -> TensorSpec:
+    if not pieces:
+        return spec
+    if len(pieces) == 1 and pieces[0].block.shape == spec.shape == pieces[0].source.shape:
+        return replace(pieces[0].source, name=spec.name, rule=spec.rule, stored_as=spec.stored_as)
+    return compose(spec.name, spec.shape, pieces, f"joined from the shards of {ranks} ranks", spec.stored_as)

@@ -1,0 +1,185 @@
+"""The merge rules that a checkpoint itself carries: universal_checkpoint_info.
+
+Source: deepspeed/checkpoint/ds_to_universal.py `merge_tp_slices` (the order of precedence, the meaning of each list),
+deepspeed/module_inject/layers.py `collect_autotp_universal_checkpoint_info` (AutoTP's affine map). Patterns are matched
+with `re.match`: at the start of a name, not to its end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache, lru_cache
+from typing import Any
+
+from .merge import Merge, Rule, Source, averaged, concatenated, in_parts, pieces, replicated, rows
+
+_REPETITIONS = 3  # in a pattern: each may try every length of what it repeats
+_LONGEST_NAME = 256  # characters of a name that patterns with repetitions look at
+_UNCUT = ("tp_replicated_parameter_patterns", "parameter_to_average_patterns")
+_HALVES = "parameter_with_2_sub_params_cat_dim_0"
+
+
+def universal_rules(info: Mapping[str, Any], family: Source) -> Source:
+    """Rules from universal_checkpoint_info. Names that no list matches are concatenated along dimension 0, as
+    ds_to_universal does, unless their family says that they are replicated: Megatron lists the position embeddings of
+    an untied model under a name that they do not have, and ds_to_universal then concatenates copies."""
+
+    def known(name: str) -> tuple[Rule, str]:
+        found = _explicit(info, name)
+        if found is None:
+            likely = family.find(name)
+            if likely is not None and likely[0] is replicated:
+                found = likely
+            else:
+                found = concatenated(0), "universal_checkpoint_info (in none of its lists: the default)"
+        rule, evidence = found
+        size = info.get("original_vocab_size")
+        if _match(info.get("vocabulary_parameter_patterns"), name) and type(size) is int:
+            return rows(rule, size), f"{evidence} and original_vocab_size {size:,}"
+        return rule, evidence
+
+    @cache  # every state of a parameter asks again
+    def find(name: str) -> tuple[Rule, str] | None:
+        try:
+            rule, evidence = known(name)
+        except (ValueError, TypeError, LookupError) as e:
+            return _refused(f"universal_checkpoint_info is not understood: {e}"), "universal_checkpoint_info"
+        return _guarded(rule), evidence
+
+    return Source(find)
+
+
+def cut_of(info: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What a universal checkpoint says beside a whole tensor about how tensor-parallel ranks cut it: the keys of
+    `merge_tp_slices`. {} where every rank has all of it, or an affine map tells.
+
+    >>> cut_of({"parameter_with_row_parallelism_patterns": [r".*down.weight"]}, "0.down.weight")
+    {'cat_dim': 1}
+    """
+    try:
+        affine = info.get("affine_map")
+        params = affine.get("params") if isinstance(affine, dict) else None
+        about: dict[str, Any] = {}
+        if any(_match(patterns, name) is not None for patterns in (params, *(info.get(key) for key in _UNCUT))):
+            pass
+        elif _match(info.get(_HALVES), name) is not None:
+            about = {"cat_dim": 0, "param_n_sub_params": 2}
+        else:
+            about = {"cat_dim": int(_match(info.get("parameter_with_row_parallelism_patterns"), name) is not None)}
+        if _match(info.get("vocabulary_parameter_patterns"), name) is not None:
+            about["vocab_tensor"] = True
+        return about
+    except ValueError:  # patterns that are none: how it was cut is told by them alone
+        return {"cat_dim": 0}
+
+
+def _guarded(rule: Rule) -> Rule:
+    """A rule with numbers that a file claims: of the wrong type, they are a ValueError too."""
+
+    def guarded(shapes: Any) -> Merge:
+        try:
+            return rule(shapes)
+        except (TypeError, LookupError, ArithmeticError) as e:
+            raise ValueError(f"universal_checkpoint_info is not understood: {e}") from None
+
+    return guarded
+
+
+def _explicit(info: Mapping[str, Any], name: str) -> tuple[Rule, str] | None:
+    affine = info.get("affine_map")
+    params = affine.get("params") if isinstance(affine, dict) else None
+    pattern = _match(params, name)
+    if pattern is not None and isinstance(params, dict):
+        return _affine(affine, params[pattern], name), "the affine map in universal_checkpoint_info"
+    for key, rule in (
+        ("tp_replicated_parameter_patterns", replicated),
+        ("parameter_to_average_patterns", averaged),
+        (_HALVES, _halves),
+    ):
+        pattern = _match(info.get(key), name)
+        if pattern is not None:
+            return rule, f"{key} {pattern!r}"
+    fused = _sub_params(info, name)
+    if fused is not None:
+        return fused
+    pattern = _match(info.get("parameter_with_row_parallelism_patterns"), name)
+    if pattern is not None:
+        return concatenated(1), f"parameter_with_row_parallelism_patterns {pattern!r}"
+    return None
+
+
+def _match(patterns: Any, name: str) -> str | None:
+    """The first pattern that matches. Raises ValueError for one that is none, as ds_to_universal stops there: what it
+    was meant for would else get another rule."""
+    for pattern in patterns if isinstance(patterns, list | tuple | dict | set) else ():
+        if isinstance(pattern, str) and _compiled(pattern, len(name) <= _LONGEST_NAME).match(name):
+            return pattern
+    return None
+
+
+@lru_cache(maxsize=1 << 14)  # AutoTP lists a pattern for every parameter; the cache of `re` holds 512
+def _compiled(pattern: str, short: bool) -> re.Pattern[str]:
+    """Raises ValueError for what is no pattern, and for one that a hostile file may make us match forever: with
+    repetitions of repetitions, or many of them."""
+    bare = re.sub(r"\\.|\[\^?\]?(\\.|[^\]\\])*\]", "x", pattern, flags=re.DOTALL)
+    if re.search(r"\)[*+{]", bare) or len(re.findall(r"[*+?{]", bare)) > (_REPETITIONS if short else 1):
+        raise ValueError(f"the pattern {pattern[:80]!r} has more repetitions in it than writers of checkpoints use")
+    try:
+        return re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as e:
+        raise ValueError(f"the pattern {pattern[:80]!r} is none: {e}") from None
+
+
+def _halves(shapes: Any) -> Merge:
+    """Two tensors fused along dimension 0, each shard cut as torch.chunk does: the first half is the larger."""
+    widths = [[-(-s[0] // 2) for s in shapes], [s[0] // 2 for s in shapes]]
+    return in_parts(0, 2, widths)(shapes)
+
+
+def _sub_params(info: Mapping[str, Any], name: str) -> tuple[Rule, str] | None:
+    """parameter_with_sub_params: [{patterns, shape, partition_dim}], from version 0.4 on with widths on each rank."""
+    entries = info.get("parameter_with_sub_params")
+    for entry in entries if isinstance(entries, list | tuple) else ():
+        entry = entry if isinstance(entry, dict) else getattr(entry, "attributes", {})
+        pattern = _match(entry.get("patterns"), name)
+        dim, shape = entry.get("partition_dim"), entry.get("shape")
+        if pattern is None or type(dim) is not int or not isinstance(shape, tuple | list) or not 0 <= dim < len(shape):
+            continue
+        widths = info.get("sub_param_shard_widths")
+        known = widths.get(pattern) if isinstance(widths, dict) else None
+        sizes = shape[dim]
+        evidence = f"parameter_with_sub_params {pattern!r}"
+        if isinstance(known, list | tuple):
+            return in_parts(dim, list(sizes) if isinstance(sizes, tuple | list) else 1, known), evidence
+        return in_parts(dim, list(sizes) if isinstance(sizes, tuple | list) else sizes), evidence
+    return None
+
+
+def _affine(info: Any, entry: Any, name: str) -> Rule:
+    """{logical_shape, ranks: {tp: {shard_shape, pieces: [{shape, source: [offset, strides], dest: ...}]}}}."""
+    if info.get("version", 1) != 1:
+        return _refused(f"the affine map of {name!r} has version {info.get('version')!r}, 1 is known")
+    try:
+        blocks = {
+            int(rank): [
+                (tuple(p["shape"]), p["source"][0], tuple(p["source"][1]), p["dest"][0], tuple(p["dest"][1]))
+                for p in shard["pieces"]
+                if p.get("scale", 1) in (1, None) or _raise(f"the affine map of {name!r} scales a piece")
+            ]
+            for rank, shard in entry["ranks"].items()
+        }
+        return pieces(tuple(entry["logical_shape"]), blocks)
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as e:
+        return _refused(f"the affine map of {name!r} is not understood: {e}")
+
+
+def _raise(reason: str) -> bool:
+    raise ValueError(reason)
+
+
+def _refused(reason: str) -> Rule:
+    def rule(shapes: Any) -> Merge:
+        raise ValueError(reason)
+
+    return rule

@@ -1,0 +1,375 @@
+"""A training run as one namespace: every tensor with all the steps that were saved, along a new first dimension.
+
+The checkpoints are opened as views, each by its own reader, and their tensors are stacked as data (core/stack.py): the
+folder of the run is the store of all of them. So a run is a view like any other, and its tensors read only the bytes of
+the steps and elements that are asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
+
+import torch
+
+from ..core.compose import StackedFragments
+from ..core.index import Index, TensorSpec
+from ..core.names import natural
+from ..core.units import plural
+from ..errors import DataError, FormatError, LazyckptError, MissingFileError, TensorNotFoundError
+from ..formats.catalog import OPENERS, Found, find, told_step, unfinished
+from ..io.storage.base import Store, closed_error
+from ..io.storage.fsspec import is_url, split_url
+from ..io.storage.local import split
+from ..show.html import view_html
+from ..tensor import LazyTensor
+from ..view import CheckpointView
+from .stacking import Checkpoint, Stacks, at, listed, stacked
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ..show.plot import RunPlots, StepPlots
+
+
+class StepTensor(LazyTensor):
+    """A tensor over the steps of a run, of shape (steps, ...). Everything else is as of a `LazyTensor`; iterating gives
+    one step after the other, read when its turn comes."""
+
+    __slots__ = ()
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The coordinates of the first dimension: the steps that the elements are of, in their order."""
+        fragments = self.spec.fragments
+        steps = fragments.steps if isinstance(fragments, StackedFragments) else ()
+        return steps if self._selection is None else tuple(steps[int(n)] for n in self._selection.axes[0])
+
+    @property
+    def plot(self) -> StepPlots:
+        """Plots, as of any tensor, and ``t.plot.steps()``: a quantity over the steps."""
+        from ..show.plot import StepPlots
+
+        return StepPlots(self)
+
+    @property
+    def _plain(self) -> None:
+        """It is never one run of one file; to find that out would take a look at every step's fragments."""
+        return None
+
+    @property
+    def held(self) -> TensorSpec:
+        """``spec`` with the steps only that this part of it is of."""
+        fragments = self.spec.fragments
+        if self._selection is None or not isinstance(fragments, StackedFragments):
+            return super().held
+        hull = self._selection.hull
+        pieces = tuple(p for p in fragments.pieces if hull.start[0] <= p.start[0] < hull.stop[0])
+        return replace(self.spec, fragments=replace(fragments, pieces=pieces))
+
+
+class RunView(CheckpointView):
+    """All checkpoints of a run, ordered by step, as one view. `lazyckpt.open_run` is the same.
+
+    ``path``: the folder (or URL) that they lie in: tags of DeepSpeed, ``iter_N``, ``checkpoint-N``, ``step-N``, files
+    such as ``step_1000.pt``, also in folders below, of any formats and parallel layouts. ``steps``: the steps of
+    checkpoints that tell none (name -> step; a folder of weights itself is ".").
+
+    Opening lists folders; `at` opens one checkpoint. What tells of all of them (names, `steps`, `problems`, a tensor)
+    opens them all once, several at a time, which reads what `lazyckpt.open` reads of each, and keeps their indexes. No
+    tensor data is read before a tensor is indexed, and then of the wanted steps only.
+
+    A step is the number in the name where a writer put it there (``global_step10``, ``step=10``), else the one that the
+    checkpoint's own meta tells (opened for that), else a number in the name. Of several checkpoints of one step the
+    first that can be read counts. A tensor covers the steps at which it is there as a whole, with the shape that it has
+    at the newest (`StepTensor.steps`; `problems` tells of others), in a dtype that holds all of theirs. A view of the
+    default state reads at every step what that checkpoint's view reads by default.
+
+    Raises MissingFileError (no such folder), FormatError (no checkpoint in it).
+    """
+
+    __slots__ = ("_asked", "_line")
+
+    _tensor = StepTensor
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        steps: Mapping[str, int] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        text = os.fspath(path)
+        store: Store
+        store, name = split_url(text, storage_options) if is_url(text) else split(path)
+        if name:
+            raise FormatError(f"{text} is a file: a run is the folder that its checkpoints lie in")
+        found = find(store)
+        if not found:
+            raise FormatError(
+                f"{store.root} has no checkpoints in it that lazyckpt knows (lazyckpt.open opens a single one)"
+            )
+        self._begin(Line(store, tuple(found), dict(steps or {}), storage_options), None, ())
+
+    def _begin(self, line: Line, state: str | None, steps: tuple[Any, ...]) -> None:
+        self._line = line
+        self._asked = state  # None: the default one, which only the checkpoints tell
+        self._steps = steps
+        self._of_all = False
+        self._forget()
+
+    def _other(self, state: str | None = None, steps: tuple[Any, ...] | None = None) -> Self:
+        view = object.__new__(type(self))
+        view._begin(self._line, state or self._asked, self._steps if steps is None else steps)
+        return view
+
+    @property
+    def _store(self) -> Store:  # type: ignore[override]  # what a view is made with, a run finds out
+        return self._line.pinned
+
+    @property
+    def _index(self) -> Index:  # type: ignore[override]
+        return self._line.index
+
+    @property
+    def _state(self) -> str:  # type: ignore[override]
+        return self._asked or next(iter(self._index.states))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (self._line, self._asked, self._pickled_steps())
+
+    def close(self) -> None:
+        """As `CheckpointView.close`; the views of single steps (`at`) are closed, too."""
+        self._line.close()
+
+    # -- the steps
+
+    @property
+    def root(self) -> str:
+        """The folder of the run."""
+        return self._line.store.root
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps at which there are tensors of this view, ascending."""
+        stacks = self._index.states.get(self._state)
+        if not isinstance(stacks, Stacks):
+            return ()
+        if not self._steps:
+            return stacks.steps
+        found: set[int] = set()
+        for name in self:
+            found.update(layer.step for layer in stacks.layers[self.owner(name)])
+            if len(found) == len(stacks.steps):
+                break
+        return tuple(sorted(found))
+
+    @property
+    def paths(self) -> Mapping[int, str]:
+        """Step -> where its checkpoint lies. Those are told, too, that cannot be read."""
+        return {step: self._line.path(found[0]) for step, found in self._line.table.items()}
+
+    def at(self, step: int) -> CheckpointView:
+        """The same part of one step's checkpoint: a view of that alone.
+
+        Raises MissingFileError if there is no such step, TensorNotFoundError if that checkpoint lacks this state or
+        prefix, and what `lazyckpt.open` raises if it cannot be read.
+        """
+        view = self._line.at(step)
+        if self._asked is not None and self._asked != next(iter(self._index.states)):
+            if self._asked not in view.states:
+                raise TensorNotFoundError(f"step {step} has no state {self._asked!r}; it has: {', '.join(view.states)}")
+            view = view.states[self._asked]
+        part = view._other(steps=self._steps)
+        if self._steps and not part:
+            raise TensorNotFoundError(f"step {step} has no tensors of this part of the run")
+        return part
+
+    def to_xarray(self, *, chunks: Mapping[str, Any] | None = None, widen: bool = True) -> xr.DataTree:
+        """As `CheckpointView.to_xarray`; the first dimension of every variable is "step", whose coordinates are the
+        steps. Variables that are not there at all of them have dimensions of their own ("step_2", ...)."""
+        from ..interop.xarray import Run
+        from ..interop.xarray import steps_tree as tree
+
+        return tree(cast(Run, self), chunks, widen=widen)
+
+    @property
+    def plot(self) -> RunPlots:
+        """Plots, as of any view, and ``run.plot.steps(name)``: a quantity over the steps."""
+        from ..show.plot import RunPlots
+
+        return RunPlots(self)
+
+    def _shown(self, what: str) -> NoReturn:
+        """What cuts tensors would cut their steps."""
+        raise DataError(f"these tensors are stacked over the steps of a run: {what} one checkpoint, run.at(step)")
+
+    def astype(self, dtype: torch.dtype) -> NoReturn:
+        """Refused: `at` one step converts."""
+        self._shown("convert")
+
+    @property
+    def _head(self) -> str:
+        steps = self.steps
+        return f"run of {plural(len(steps), 'step')}" + (f": {listed(steps)}" if steps else "")
+
+    def __repr__(self) -> str:
+        return f"{self._head}\n{super().__repr__()}"
+
+    def _repr_html_(self) -> str:
+        """For Jupyter: the steps, and a tree that opens and closes. Reads no tensor data."""
+        return view_html(self, self._head)
+
+
+class Line:
+    """The checkpoints of a run, opened when they are asked for; ``told``: the steps that the user gave."""
+
+    def __init__(
+        self, store: Store, found: tuple[Found, ...], told: dict[str, int], options: Mapping[str, Any] | None
+    ) -> None:
+        self.store, self.found, self.told, self.options = store, found, told, options
+        self._opened: dict[str, CheckpointView | LazyckptError] = {}
+        self.closed = False
+
+    def path(self, found: Found) -> str:
+        return f"{self.store.root}/{found.name}" if found.name else self.store.root
+
+    def close(self) -> None:
+        self.closed = True
+        self.store.close()
+        if "pinned" in self.__dict__:
+            self.pinned.close()
+        for view in self._opened.values():
+            if isinstance(view, CheckpointView):
+                view.close()
+
+    def open(self, found: Found) -> CheckpointView:
+        if self.closed:
+            raise closed_error(self.store.root)
+        view = self._opened.get(found.name)
+        if view is None:
+            try:
+                # the files of a run beside it must not be taken for more of it
+                form = "huggingface" if found.here else None
+                view = CheckpointView(self.path(found), format=form, cache=False, storage_options=self.options)
+            except LazyckptError as e:
+                view = e
+            self._opened[found.name] = view
+        if isinstance(view, LazyckptError):
+            raise view.with_traceback(None)
+        return view
+
+    def at(self, step: int) -> CheckpointView:
+        """The view of a step: of its first checkpoint that can be opened."""
+        found = self.table.get(step)
+        if found is None:
+            raise MissingFileError(f"{self.store.root} has no step {step}; there are: {listed(tuple(self.table))}")
+        for one in found[:-1]:
+            with suppress(LazyckptError):
+                return self.open(one)
+        return self.open(found[-1])
+
+    def _open_all(self, found: Sequence[Found]) -> None:
+        def quietly(one: Found) -> None:
+            with suppress(LazyckptError):  # kept, and told later
+                self.open(one)
+
+        with ThreadPoolExecutor(OPENERS) as pool:
+            list(pool.map(quietly, found))
+
+    @cached_property
+    def table(self) -> Mapping[int, list[Found]]:
+        """Step -> its checkpoints, ascending; the one to read first comes first."""
+        return self._ordered[0]
+
+    @cached_property
+    def _ordered(self) -> tuple[dict[int, list[Found]], list[str]]:
+        """-> (the table, lines about what is not in it)."""
+        self._open_all([f for f in self.found if not f.sure and not f.side and (f.name or ".") not in self.told])
+        table: dict[int, list[Found]] = {}
+        lines = [
+            f"steps[{name!r}]: there is no such checkpoint: it has no effect"
+            for name in self.told
+            if name not in {f.name or "." for f in self.found}
+        ]
+        for found in sorted(self.found, key=lambda f: (not f.sure, not f.is_dir, natural(f.name))):
+            name, step, why = found.name or ".", found.number, "nothing tells its step"
+            if name in self.told:
+                step = self.told[name]
+            elif not found.sure and not found.side:
+                try:
+                    told = told_step(self.open(found).meta)
+                    step = found.number if told is None else told
+                except LazyckptError as e:
+                    why = f"it cannot be read: {e}"
+            if step is None:
+                lines.append(f"{name} is left out: {why} (open_run(..., steps={{{name!r}: ...}}) gives it one)")
+            elif not found.side:  # states of optimizers in files of their own are no checkpoint of the model
+                table.setdefault(step, []).append(found)
+        return dict(sorted(table.items())), lines
+
+    @cached_property
+    def opened(self) -> tuple[list[Checkpoint], tuple[str, ...]]:
+        """-> (the checkpoint of every step that has one to be read, lines about all that is odd)."""
+        table, lines = self.table, list(self._ordered[1])
+        self._open_all([found[0] for found in table.values()])
+        late = unfinished(self.store, self.found)
+        checkpoints: list[Checkpoint] = []
+        notes: dict[str, list[int]] = {}
+        for step, found in table.items():
+            for n, one in enumerate(found):
+                try:
+                    view = self.open(one)
+                except LazyckptError as e:
+                    lines.append(f"step {step}: {one.name} cannot be read: {e}")
+                    continue
+                name = one.name or "."
+                checkpoints.append(Checkpoint(step, name, view.root[len(self.store.root) :].lstrip("/"), view))
+                others = ", ".join(other.name or "." for other in found[n + 1 :])
+                if others:
+                    lines.append(f"step {step}: {name} is read; of the same step there is also {others}")
+                if one.name in late:
+                    lines.append(f"step {step}: the save of {name} was not finished: {late[one.name]}")
+                told = told_step(view.meta)
+                if told not in (None, step) and name not in self.told:
+                    lines.append(f"step {step}: {name} says of itself that it is of step {told}")
+                for line in view.problems:
+                    notes.setdefault(line, []).append(step)
+                break
+        lines += [f"{at(steps)}: {line}" for line, steps in notes.items()]
+        return checkpoints, tuple(lines)
+
+    @cached_property
+    def index(self) -> Index:
+        checkpoints, lines = self.opened
+        if not checkpoints:
+            raise FormatError(f"{self.store.root}: none of its checkpoints can be read. {' '.join(lines[:5])}")
+        return stacked(checkpoints, lines)
+
+    @cached_property
+    def pinned(self) -> Store:
+        store = self.store.pinned(self.index.files)
+        store.guards = {
+            f"{c.folder}/{path}" if c.folder else path: guard
+            for c in self.opened[0]
+            for path, guard in c.view._store.guards.items()
+        }
+        return store
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Line, (self.store, self.found, self.told, self.options), {"opened": self.opened, "table": self.table}
+
+    def __setstate__(self, known: Mapping[str, Any]) -> None:
+        self.__dict__.update(known)
+        self._opened = {c.name if c.name != "." else "": c.view for c in self.opened[0]}
+
+
+def _restore(line: Line, state: str | None, steps: tuple[Any, ...]) -> RunView:
+    view = object.__new__(RunView)
+    view._begin(line, state, steps)
+    return view
