@@ -295,7 +295,12 @@ def test_the_wheel_is_whole(tmp_path: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     kinds = (".css", ".js", ".json", ".tcss", ".toml", ".typed", ".zip")
     data = {str(p.relative_to(ROOT)) for p in PACKAGE.rglob("*") if p.suffix in kinds}
-    assert data >= {"lazyckpt/py.typed", "lazyckpt/demo/zero3.zip", "lazyckpt/formats/hf_ties.json"}
+    assert data >= {
+        "lazyckpt/py.typed",
+        "lazyckpt/demo/zero3.zip",
+        "lazyckpt/formats/hf_ties.json",
+        "lazyckpt/layouts/rename/tables.toml",
+    }
     assert {str(p.relative_to(ROOT)) for p in MODULES} | data <= names
     assert all(name.startswith(("lazyckpt/", "lazyckpt-")) for name in names)
     info = f"lazyckpt-{lazyckpt.__version__}.dist-info"

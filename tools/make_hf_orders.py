@@ -1,4 +1,4 @@
-"""Writes lazyckpt/formats/hf_orders.json: in which order the modules of transformers have their parts.
+"""Writes lazyckpt/formats/trainers/hf_orders.json: in which order the modules of transformers have their parts.
 
 Run it with the transformers of constraints.txt after an update of that: python tools/make_hf_orders.py
 
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-TARGET = Path(__file__).parent.parent / "lazyckpt" / "formats" / "hf_orders.json"
+TARGET = Path(__file__).parent.parent / "lazyckpt" / "formats" / "trainers" / "hf_orders.json"
 _HIGH = ("layers", "depth", "block", "stages")
 _MORE = ("bias", "norm", "qk_", "use_", "is_gated")
 
