@@ -36,7 +36,7 @@ LEARNING_RATE = 3e-3
 
 
 def temporary_folder() -> None:
-    """Make a folder, and work in it until the kernel ends: then it is removed, with all that is in it."""
+    """Make a temporary folder and work in it. It is removed with its contents when the kernel ends."""
     folder = tempfile.TemporaryDirectory(prefix="lazyckpt-notebook-")
     os.chdir(folder.name)
 
@@ -48,8 +48,8 @@ def temporary_folder() -> None:
 
 
 def write(kind: str, folder: str, ranks: int = 1, **options: Any) -> None:
-    """Train on so many ranks and save to ``folder``. ``kind``: "deepspeed", "fsdp2" or "huggingface", the functions
-    below, which ``options`` go to."""
+    """Train on this many ranks and save to ``folder``. ``kind`` is the name of a function below ("deepspeed", "fsdp2",
+    "huggingface"), which gets the ``options``."""
     with tempfile.TemporaryDirectory() as scratch:
         job = {"kind": kind, "folder": os.path.abspath(folder), "ranks": ranks, "scratch": scratch, "options": options}
         done = subprocess.run(
@@ -80,7 +80,7 @@ def run(command: str) -> None:
 
 
 def deepspeed(folder: Path, rank: int, stage: int, steps: int = 3, saves: int = 1) -> None:
-    """ZeRO of this stage in bfloat16, with float32 masters and moments. The last ``saves`` steps are saved."""
+    """Train with ZeRO in bfloat16, with float32 master weights and moments. Save the last ``saves`` steps."""
     import deepspeed
     import torch
 
@@ -107,7 +107,7 @@ def deepspeed(folder: Path, rank: int, stage: int, steps: int = 3, saves: int = 
 
 
 def fsdp2(folder: Path, rank: int, steps: int = 48, every: int = 6) -> None:
-    """Fully sharded, saved with torch.distributed.checkpoint to step-1, step-6, step-12, ..."""
+    """Train fully sharded and save with torch.distributed.checkpoint to step-1, step-6, step-12, ..."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -128,7 +128,7 @@ def fsdp2(folder: Path, rank: int, steps: int = 48, every: int = 6) -> None:
 
 
 def huggingface(folder: Path, rank: int) -> None:
-    """An untrained model in bfloat16, in several files of safetensors."""
+    """Save an untrained model in bfloat16, in several safetensors files."""
     import torch
 
     new_model().to(torch.bfloat16).save_pretrained(folder, max_shard_size="150KB")
@@ -143,7 +143,7 @@ def new_model() -> Any:
 
 
 def batches(rank: int, steps: int) -> Iterator[tuple[int, Any]]:
-    """(step from 1, 8 sequences of tokens that count up in steps of 1 to 4)."""
+    """Yield (step from 1, 8 sequences of tokens that count up in steps of 1 to 4)."""
     import torch
 
     draw = torch.Generator().manual_seed(rank)

@@ -31,7 +31,7 @@ ESCAPE = "\x1b"
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's checkpoints: model/, training.pt, bomb.pt."""
+    """The demo's checkpoints: zero3/, model/, training.pt, bomb.pt."""
     folder = tmp_path_factory.mktemp("demo")
     demo.write(folder)
     return folder
@@ -498,8 +498,11 @@ def test_demo_in_a_process(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # nothing is left
     assert ESCAPE not in done.stdout
     text = done.stdout
-    assert "512 bytes from 1 range in 1 file (512 bytes read)" in text
-    assert ">>> all(torch.equal(read[name], tensor) for name, tensor in written.items())\nTrue\n" in text
+    assert "1,152 bytes from 2 ranges in 2 files (1,152 bytes read)" in text
+    assert "| 1,152 bytes (" in text  # counted by the file system
+    assert "21 of 21 tensors are equal" in text
+    proofs = [line for line in text.splitlines() if line.startswith(">>> all(")]
+    assert len(proofs) == 2 and all(f"{line}\nTrue\n" in text for line in proofs)
     assert "its pickle names posix.system" in text
     assert '>>> (folder / "it_ran").exists()\nFalse\n' in text
 
@@ -509,8 +512,9 @@ def test_demo_keeps_its_files(tmp_path: Path) -> None:
     assert "The files are in" in text
     command = text.splitlines()[-1].split()
     done = subprocess.run(command, capture_output=True, text=True, check=True)  # what it says to try works here
-    assert done.stdout.startswith("huggingface | ")
-    assert sorted(p.name for p in (tmp_path / "new" / "folder").iterdir()) == ["bomb.pt", "model", "training.pt"]
+    assert done.stdout.startswith("deepspeed-zero3 ")
+    names = ["bomb.pt", "converted", "model", "training.pt", "zero3"]
+    assert sorted(p.name for p in (tmp_path / "new" / "folder").iterdir()) == names
     assert len(lazyckpt.open(tmp_path / "new" / "folder" / "model")) == 39
 
 

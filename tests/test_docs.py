@@ -7,8 +7,11 @@ import doctest
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -23,7 +26,7 @@ from lazyckpt.show import plot
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-# (the README's tour is run by test_package; what stands in docs/api is the docstrings', which pytest runs itself)
+# test_package runs the README's tour; pytest runs the docstrings, which docs/api repeats
 PAGES = sorted(path for path in DOCS.rglob("*.md") if path.parent.name != "api")
 FORMATS = sorted((DOCS / "formats").glob("*.md"))
 LINKED = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
@@ -108,19 +111,35 @@ def test_links_lead_somewhere(path: Path) -> None:
             assert anchor in known, f"{name_of(path)}: {target}"
 
 
-def test_every_page_is_reached() -> None:
-    """From the README of docs/, or of a folder in it."""
-    for folder in (DOCS, *(p for p in DOCS.iterdir() if p.is_dir())):
-        listed = (folder / "README.md").read_text("utf-8")
-        for page in folder.glob("*.md"):
-            assert page.name == "README.md" or f"]({page.name}" in listed, name_of(page)
+def test_every_page_is_in_the_navigation() -> None:
+    listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:")[2]))
+    outside = {"contributing.md", "changelog.md"}  # tools/docs_hook.py brings them
+    assert listed == {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} | outside
 
 
-def test_the_picture_is_light() -> None:
-    """tools/make_picture.py draws it; the README shows it 800 pixels wide."""
-    data = (DOCS / "picture.png").read_bytes()
-    assert data.startswith(b"\x89PNG")
-    assert len(data) < 300_000
+def test_every_page_of_a_folder_is_listed_in_its_readme() -> None:
+    for readme in DOCS.rglob("README.md"):
+        text = readme.read_text("utf-8")
+        for page in readme.parent.glob("*.md"):
+            assert page.name == "README.md" or f"]({page.name}" in text, name_of(page)
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    pytest.importorskip("material")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_pictures_are_used_and_light() -> None:
+    """tools/make_picture.py and tools/make_screenshots.py draw them."""
+    pictures = {path.name: path for path in (DOCS / "pictures").iterdir()}
+    text = "\n".join(path.read_text("utf-8") for path in LINKED)
+    assert set(re.findall(r"pictures/([\w-]+\.png)\)", text)) == set(pictures)
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures.values())
+    assert sum(path.stat().st_size for path in pictures.values()) < 1_500_000
 
 
 def test_figures_of_the_readme_are_those_measured() -> None:
@@ -128,7 +147,7 @@ def test_figures_of_the_readme_are_those_measured() -> None:
         table = (ROOT / page).read_text("utf-8").partition("| what | lazyckpt | peer | ratio |")[2].partition("\n\n")[0]
         return {row.partition(" | ")[2] for row in table.splitlines()}
 
-    assert len(figures("README.md")) > 5 and figures("README.md") <= figures("docs/measured.md")
+    assert len(figures("README.md")) > 5 and figures("README.md") <= figures("docs/explanation/measured.md")
 
 
 # -- formats

@@ -187,7 +187,7 @@ def check_tensorstore(view: Any, dest: Path) -> None:
     agree(found, wanted, "tensorstore")
 
 
-# why a tensor cannot be told as references (docs/guide): all that there is
+# why a tensor cannot be described by references (docs/how-to/zarr.md): all that there is
 _NO_REFERENCES = re.compile(
     r"zarr has no |its bytes are packed|its bytes in .* are not its values|it is \S+ in .* and read as "
     r"|it is the mean of several copies|its pieces lie so that "

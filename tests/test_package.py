@@ -92,7 +92,7 @@ def test_reading_needs_no_writer(tmp_path: Path) -> None:
     demo.write(tmp_path)
     code = f"""
 import lazyckpt
-for name in ("model", "training.pt", "bomb.pt"):
+for name in ("zero3", "model", "training.pt", "bomb.pt"):
     view = lazyckpt.open({str(tmp_path)!r} + "/" + name)
     repr(view), view.to("cpu"), view.explain()
 """
@@ -293,9 +293,14 @@ def test_the_wheel_is_whole(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name == f"lazyckpt-{lazyckpt.__version__}-py3-none-any.whl"
     names = set(zipfile.ZipFile(wheel).namelist())
-    kinds = (".css", ".js", ".json", ".tcss", ".toml", ".typed")
+    kinds = (".css", ".js", ".json", ".tcss", ".toml", ".typed", ".zip")
     data = {str(p.relative_to(ROOT)) for p in PACKAGE.rglob("*") if p.suffix in kinds}
-    assert data >= {"lazyckpt/py.typed", "lazyckpt/formats/hf_ties.json", "lazyckpt/layouts/rename/tables.toml"}
+    assert data >= {
+        "lazyckpt/py.typed",
+        "lazyckpt/demo/zero3.zip",
+        "lazyckpt/formats/hf_ties.json",
+        "lazyckpt/layouts/rename/tables.toml",
+    }
     assert {str(p.relative_to(ROOT)) for p in MODULES} | data <= names
     assert all(name.startswith(("lazyckpt/", "lazyckpt-")) for name in names)
     info = f"lazyckpt-{lazyckpt.__version__}.dist-info"

@@ -19,7 +19,7 @@ from lazyckpt.interop.xarray import to_f32
 from .counting import opened
 
 ENGINE: Any = LazyckptBackend
-TOLERANCE = 1e-5  # of the sum of magnitudes: docs/guide/xarray.md
+TOLERANCE = 1e-5  # of the sum of magnitudes: docs/how-to/xarray.md
 
 NARROW = {
     "bf16": torch.bfloat16,

@@ -1,4 +1,4 @@
-"""Draw docs/picture.png: rank files of a real checkpoint, one namespace, and which bytes a slice reads.
+"""Draw docs/pictures/overview.png: rank files of a real checkpoint, one namespace, and which bytes a slice reads.
 
     python tools/make_picture.py              # trains a tiny Llama with DeepSpeed on 4 processes, then draws
     python tools/make_picture.py CHECKPOINT   # draws from one that is there
@@ -24,7 +24,7 @@ import lazyckpt
 from lazyckpt.core.plan import fragment_boxes, plan
 
 ROOT = Path(__file__).parents[1]
-TARGET = ROOT / "docs" / "picture.png"
+TARGET = ROOT / "docs" / "pictures" / "overview.png"
 NAME = "model.layers.0.mlp.down_proj.weight"
 KEY = (slice(8, 12), slice(20, 30))
 SHOWN = (

@@ -11,10 +11,22 @@ from typing import Annotated
 
 import typer
 
-from ..demo import walk
+from ..demo import Step, walk
+from ..demo.walk import BARS
 from ..errors import LazyckptError
 from .console import write_line, write_text
 from .options import JsonOption
+
+_COLOURS = (
+    "#46327e",
+    "#3b528b",
+    "#2c728e",
+    "#21918c",
+    "#28ae80",
+    "#5ec962",
+    "#addc30",
+    "#fde725",
+)  # matplotlib's viridis
 
 
 def demo(
@@ -34,18 +46,29 @@ def demo(
             write_text(json.dumps([step._asdict() for step in walk(folder)], indent=2))
             return
         for step in walk(folder):
-            if step.code:
-                write_line((">>> ", "green"), (step.code, "bold"))
-            for line in step.text.splitlines():
-                write_line((line, "" if step.code else "cyan"))
-            if not step.code or step.text:
-                write_line()
+            _show(step)
     finally:
         if keep is None:
             shutil.rmtree(folder, ignore_errors=True)
     if keep is not None:
         command = "lazyckpt" if shutil.which("lazyckpt") else f"{sys.executable} -m lazyckpt"
         write_line((f"The files are in {keep}. Try, with these or with a checkpoint of your own:", "cyan"))
-        write_line((f"  {command} ls {keep / 'model'}", "cyan"))
+        write_line((f"  {command} ls {keep / 'zero3'}", "cyan"))
     else:
-        write_line(("The files are gone again; `lazyckpt demo --keep DIR` keeps them.", "cyan"))
+        write_line(("The demo has removed its files; `lazyckpt demo --keep DIR` keeps them.", "cyan"))
+
+
+def _show(step: Step) -> None:
+    if step.code.startswith("$ "):
+        write_line(("$ ", "green"), (step.code[2:], "bold"))
+    elif step.code:
+        write_line((">>> ", "green"), (step.code, "bold"))
+    for line in step.text.splitlines():
+        write_line(*(_pieces(line) if step.code else [(line, "cyan")]))
+    if not step.code or step.text:
+        write_line()
+
+
+def _pieces(line: str) -> list[tuple[str, str]]:
+    """A line of output, with the bars in it in colours of their height."""
+    return [(c, _COLOURS[BARS.index(c)] if c in BARS else "") for c in line]

@@ -1,0 +1,139 @@
+"""Draw the pictures in docs/pictures except overview.png: terminals, a notebook and plots of the demo's files.
+
+    python tools/make_screenshots.py [NAME...]    # all, or demo, browse, notebook, norms, hist
+
+It needs lazyckpt's test extra and Chromium (``CHROMIUM`` names the program).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.terminal_theme import SVG_EXPORT_THEME
+from rich.text import Text
+
+import lazyckpt
+from lazyckpt import demo
+
+FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
+CHROMIUM = os.environ.get("CHROMIUM", "chromium")
+NAME = "model.layers.1.mlp.down_proj.weight"
+PAGE = "<!doctype html><meta charset=utf-8><style>body {{margin: {margin}; background: {back}}}</style>{body}"
+TERMINAL = (
+    "<pre style=\"font: 15px/1.3 'DejaVu Sans Mono', monospace; color: #c5c8c6; margin: 0\"><code>{code}</code></pre>"
+)
+
+
+def shoot(body: str, target: Path, size: tuple[int, int], back: str = "white", margin: str = "0") -> None:
+    """The body of a page as a PNG of this many pixels."""
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "page.html"
+        page.write_text(PAGE.format(body=body, back=back, margin=margin), "utf-8")
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={folder}/user"]
+        where = [f"--screenshot={target}", f"--window-size={size[0]},{size[1]}", page.as_uri()]
+        subprocess.run([CHROMIUM, *options, *where], check=True, capture_output=True)
+
+
+def draw_demo(folder: Path, target: Path) -> None:
+    """The first half of `lazyckpt demo` on a terminal with colours."""
+    env = os.environ | {"FORCE_COLOR": "1", "COLORTERM": "truecolor", "TERM": "xterm-256color"}
+    command = [sys.executable, "-m", "lazyckpt", "demo", "--keep", "demo"]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, encoding="utf-8", check=True)
+    lines = done.stdout.splitlines()
+    start = next(n for n, line in enumerate(lines) if "2. One slice" in line)
+    stop = next(n for n, line in enumerate(lines) if "4. A file that" in line)
+    console = Console(record=True, width=112, file=open(os.devnull, "w"), force_terminal=True, color_system="truecolor")  # noqa: SIM115
+    console.print(Text.from_ansi("\n".join(lines[start:stop])), soft_wrap=True)
+    code = console.export_html(inline_styles=True, code_format="{code}", theme=SVG_EXPORT_THEME)
+    count = stop - start
+    shoot(TERMINAL.format(code=code), target, (1080, round(count * 19.5) + 28), "#292929", "16px 18px")
+
+
+def draw_browse(folder: Path, target: Path) -> None:
+    """`lazyckpt browse` with the values of a tensor."""
+    from lazyckpt.browse.app import Browser
+
+    view = lazyckpt.open(folder / "zero3")
+    app = Browser(lambda: (view, view), "zero3", {})
+
+    async def go() -> str:
+        async with app.run_test(size=(116, 32)) as pilot:
+
+            async def settle() -> None:
+                for _ in range(2):
+                    await pilot.pause(0.1)
+                    while app.busy:
+                        await pilot.pause(0.01)
+                await pilot.pause()
+
+            await settle()
+            app.filter.value = NAME
+            await settle()
+            app.names.focus()
+            while app.entry is None or app.entry.start != NAME:
+                await pilot.press("down")
+                await settle()
+            app.filter.value = ""
+            await settle()
+            await pilot.press("v")
+            await settle()
+            return app.export_screenshot()
+
+    svg = asyncio.run(go())
+    width, height = map(float, re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)[0])
+    size = (1200, round(1200 * height / width))
+    shoot(svg.replace("<svg ", f'<svg width="{size[0]}" height="{size[1]}" ', 1), target, size)
+
+
+def draw_notebook(folder: Path, target: Path) -> None:
+    """A view as a notebook shows it, with some of the tree open."""
+    os.chdir(folder)
+    html = lazyckpt.open("zero3")._repr_html_()
+    script = """<script>
+      for (const d of document.querySelectorAll("details")) {
+        const text = d.querySelector("summary").textContent;
+        d.open = !/^\\s*(0|self_attn|files|meta)/.test(text);
+      }
+    </script>"""
+    shoot(html + script, target, (940, 478), margin="14px")
+
+
+def draw_norms(folder: Path, target: Path) -> None:
+    axes = lazyckpt.open(folder / "zero3").plot.norms()
+    save(axes, target, (9, 3.4))
+
+
+def draw_hist(folder: Path, target: Path) -> None:
+    axes = lazyckpt.open(folder / "zero3")[NAME].plot.hist(bins=60)
+    save(axes, target, (6, 3))
+
+
+def save(axes: object, target: Path, inches: tuple[float, float]) -> None:
+    figure = axes.figure  # type: ignore[attr-defined]
+    figure.set_size_inches(*inches)
+    figure.savefig(target, dpi=110, bbox_inches="tight", metadata={"Software": None})
+
+
+def main() -> int:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    drawings = {name[5:]: draw for name, draw in globals().items() if name.startswith("draw_")}
+    with tempfile.TemporaryDirectory() as folder:
+        demo.write(Path(folder))
+        for name in sys.argv[1:] or drawings:
+            target = FOLDER / f"{name}.png"
+            drawings[name](Path(folder), target)
+            print(f"{target}: {target.stat().st_size:,} bytes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
