@@ -78,7 +78,7 @@ class Namespace(Mapping[str, A]):
     _index: Index
     _state: str
     _steps: tuple[Step, ...]
-    kept: dict[str, object]  # what modules above have computed of this namespace, by their own keys
+    kept: dict[str, Any]  # what modules above have computed of this namespace, by their own keys
 
     def _init(self, store: Store, index: Index, state: str, steps: tuple[Step, ...], of_all: bool) -> None:
         self._store = store

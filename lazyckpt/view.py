@@ -304,11 +304,11 @@ class CheckpointView(Namespace[LazyTensor]):
 
     def shard(
         self,
+        *,
         tp: int = 1,
         pp: int = 1,
         dp: int = 1,
         ep: int = 1,
-        *,
         rank: int | tuple[int, ...] | Mapping[str, int],
         rules: Mapping[str, Any] | None = None,
     ) -> CheckpointView:
@@ -326,7 +326,7 @@ class CheckpointView(Namespace[LazyTensor]):
         are not understood), SelectionError (no such rank), DataError (of a part below a prefix).
         """
         index, shown = self._shown("shard")
-        return self._of(sharded(index, shown, mesh_of(tp, pp, dp, ep), rank, rules or {}))
+        return self._of(sharded(index, shown, mesh_of(tp, pp, dp, ep), rank, rules or {}, self.kept))
 
     def _shown(self, what: str) -> tuple[Index, dict[str, dict[str, TensorSpec]]]:
         """The index, and what this view shows of every state, by full names. The index ties no name that is not shown;

@@ -90,7 +90,7 @@ def test_a_shard_is_what_megatrons_rank_held(megatron_cases: dict[str, Case], tm
     case, spec = megatron_cases[name], CASES[name]
     view = lazyckpt.open(case.path)
     mesh = Mesh(spec.tp, spec.pp, 1, spec.ep)
-    shards = [view.shard(spec.tp, spec.pp, 1, spec.ep, rank=n) for n in range(world_size(mesh))]
+    shards = [view.shard(tp=spec.tp, pp=spec.pp, ep=spec.ep, rank=n) for n in range(world_size(mesh))]
     assert all(shard.mesh == mesh for shard in shards)
     for n, shard in enumerate(shards):
         path = rank_file(case, spec, rank_of(mesh, n))
@@ -567,3 +567,16 @@ def test_tied_names_of_a_part(tmp_path: Path) -> None:
     shard = view.shard(tp=2, rank=0, rules=rules)
     with pytest.raises(DataError, match=r"'b.weight' is a tied name of 'a.weight'"):
         shard.select("b.*").shard(tp=2, rank=0)
+
+
+def test_one_plan_serves_all_ranks(tmp_path: Path) -> None:
+    """What is kept of one mesh or rules is not used for others."""
+    name = "layers.0.mlp.up_proj.weight"
+    torch.save({f"layers.{n}.mlp.up_proj.weight": torch.arange(32.0).view(8, 4) for n in range(6)}, tmp_path / "x.pt")
+    view = lazyckpt.open(tmp_path / "x.pt")
+    first = [view.shard(tp=2, pp=2, rank=n) for n in range(4)]
+    again = [lazyckpt.open(tmp_path / "x.pt").shard(tp=2, pp=2, rank=n) for n in range(4)]
+    assert [{n: t.shape for n, t in v.items()} for v in first] == [{n: t.shape for n, t in v.items()} for v in again]
+    assert view.shard(tp=4, rank=3)[name].shape == (2, 4)
+    assert view.shard(tp=2, rank=1, rules={"*": "row"})[name].shape == (8, 2)
+    assert torch.equal(view.shard(tp=2, rank=1)[name][...], view[name][4:])

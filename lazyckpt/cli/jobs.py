@@ -89,7 +89,7 @@ def planned(src: str, source: CheckpointView, to: str, dest: str, wanted: Wanted
     ranks: dict[str, CheckpointView] = {}
     if wanted.mesh is not None and to in FILES:
         tp, pp, ep = wanted.mesh
-        ranks = {name: view.shard(tp, pp, 1, ep, rank=rank) for name, rank in rank_folders(tp, pp, ep)}
+        ranks = {name: view.shard(tp=tp, pp=pp, ep=ep, rank=rank) for name, rank in rank_folders(tp, pp, ep)}
     shown = cast(forecast.View, view)
     if to in FILES:
         views = [cast(forecast.View, v) for v in ranks.values()] or [shown]

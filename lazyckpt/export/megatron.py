@@ -16,7 +16,7 @@ import os
 import re
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from typing import Any
@@ -72,11 +72,12 @@ class _Plan:
     around: Mapping[str, Any]
     extra: frozenset[str]
     dtype: torch.dtype | None
+    kept: dict[str, Any] = field(default_factory=dict)  # of `sharded`, from one rank to the next
 
     def file(self, rank: Rank) -> dict[str, Any]:
         """A rank's file, with lazy tensors."""
         names = {state: tuple(specs) for state, specs in self.index.states.items()}
-        here = sharded(self.index, names, self.mesh, rank, {}).states
+        here = sharded(self.index, names, self.mesh, rank, {}, self.kept).states
         tensors = {
             state: {name: self._in_file(state, spec) for name, spec in specs.items()} for state, specs in here.items()
         }

@@ -37,26 +37,47 @@ _HEADS = {  # what Megatron's last stage calls its copy of the embedding, where 
 
 
 def sharded(
-    index: Index, names: Mapping[str, Iterable[str]], mesh: Mesh, rank: RankLike, rules: Mapping[str, Any]
+    index: Index,
+    names: Mapping[str, Iterable[str]],
+    mesh: Mesh,
+    rank: RankLike,
+    rules: Mapping[str, Any],
+    kept: dict[str, Any],
 ) -> Index:
-    """What a rank of a mesh has of the tensors of these names, state by state. Raises SelectionError (no such rank),
-    MeshError (degrees that do not divide a tensor, its experts or the layers), FormatError (rules; a tensor that no
-    rule is known of)."""
+    """What a rank of a mesh has of the tensors of these names, state by state.
+
+    ``kept`` keeps the plan of the mesh from one rank to the next: what is the same on all ranks is found once.
+
+    Raises SelectionError (no such rank), MeshError (degrees that do not divide a tensor, its experts or the layers),
+    FormatError (rules; a tensor that no rule is known of).
+    """
     place, old = rank_of(mesh, rank), index.layout
     if old is None:
-        return _Sharding(index, mesh, place, rules).index({state: set(listed) for state, listed in names.items()})
+        wanted = {state: set(listed) for state, listed in names.items()}
+        return _Sharding(_plan(index, mesh, rules, kept), place).index(wanted)
     mesh, place = within(old.mesh, old.rank, mesh, place)
-    wanted = {state: {old.placed[state][name].source for name in listed} for state, listed in names.items()}
+    of_whole = {state: {old.placed[state][name].source for name in listed} for state, listed in names.items()}
     rules = {**rules, **{glob: rule for glob, rule in old.rules.items() if glob not in rules}}
-    return _Sharding(old.source, mesh, place, rules).index(wanted)
+    return _Sharding(_plan(old.source, mesh, rules, kept), place).index(of_whole)
 
 
-class _Sharding:
-    """The work of `sharded`. ``every``: all tensors of the source by name, those of the first state that has it;
-    ``unknown``: tensors that no rule is known of."""
+def _plan(source: Index, mesh: Mesh, rules: Mapping[str, Any], kept: dict[str, Any]) -> _Plan:
+    """The plan that is kept, if it is of these; else a new one."""
+    plan = kept.get("sharding")
+    if not isinstance(plan, _Plan) or plan.source is not source or (plan.mesh, plan.rules) != (mesh, rules):
+        plan = kept["sharding"] = _Plan(source, mesh, rules)
+    return plan
 
-    def __init__(self, source: Index, mesh: Mesh, rank: Rank, rules: Mapping[str, Any]) -> None:
-        self.source, self.mesh, self.rank, self.rules = source, mesh, rank, rules
+
+class _Plan:
+    """What is the same for all ranks of a mesh.
+
+    ``every``: all tensors of the source by name, those of the first state that has it; ``cuts``: the shards that are
+    known, by name, shape and the ranks that they differ by.
+    """
+
+    def __init__(self, source: Index, mesh: Mesh, rules: Mapping[str, Any]) -> None:
+        self.source, self.mesh, self.rules = source, mesh, dict(rules)
         self.every = {name: spec for specs in reversed(list(source.states.values())) for name, spec in specs.items()}
         self.rule_of = sources_of(source, self.every, rules)
         self.widths = [(matcher(glob), rule["widths"]) for glob, rule in rules.items() if _has_widths(rule)]
@@ -64,8 +85,24 @@ class _Sharding:
         self.multiple = _multiple(source.meta.get("args"))
         self.experts = _experts(self.every) if mesh.ep > 1 else {}
         self.stages = Stages(self.every, mesh.pp, is_megatron(source, self.every))
+        self.cuts: dict[tuple[str, Shape, int, int], Cut] = {}
+        self._rules: dict[str, tuple[Rule, str] | None] = {}
+
+    def rule(self, name: str) -> tuple[Rule, str] | None:
+        """How tensor-parallel ranks cut a tensor, and why; None if nothing says."""
+        if name not in self._rules:
+            found = (source.find(name) for source in self.rule_of)
+            self._rules[name] = next((rule for rule in found if rule is not None), None)
+        return self._rules[name]
+
+
+class _Sharding:
+    """The work of `sharded`. ``unknown``: tensors that no rule is known of."""
+
+    def __init__(self, plan: _Plan, rank: Rank) -> None:
+        self.plan, self.source, self.mesh, self.rank = plan, plan.source, plan.mesh, rank
+        self.stages, self.every = plan.stages, plan.every
         self.unknown: dict[str, Shape] = {}
-        self._cuts: dict[tuple[str, Shape], Cut] = {}
 
     def index(self, wanted: Mapping[str, Container[str]]) -> Index:
         states: dict[str, dict[str, TensorSpec]] = {}
@@ -92,7 +129,7 @@ class _Sharding:
             aliases={alias: owner for alias, owner in aliases.items() if any(owner in s for s in states.values())},
             mesh=self.mesh,
             problems=tuple(lines),
-            layout=Layout(self.mesh, self.rank, self.source, self.rules, placed),
+            layout=Layout(self.mesh, self.rank, self.source, self.plan.rules, placed),
         )
 
     def _untold(self) -> str:
@@ -113,7 +150,7 @@ class _Sharding:
         expert = expert_of(name) if self.mesh.ep > 1 else None
         if not found or expert is None:
             return found
-        count = self.experts[expert.layer]
+        count = self.plan.experts[expert.layer]
         if count % self.mesh.ep:
             raise MeshError(f"ep={self.mesh.ep}: the {count} experts of {name!r} and its like cannot be dealt evenly")
         each = count // self.mesh.ep
@@ -146,13 +183,13 @@ class _Sharding:
 
     def _cut(self, state: str, name: str, spec: TensorSpec) -> Cut | None:
         """The shard of the tensor, of this rank among the tensor- and expert-parallel ones; None if nothing tells."""
-        key = (name, spec.shape)
-        if key not in self._cuts:
+        key = (name, spec.shape, self.rank.tp, self.rank.ep)
+        if key not in self.plan.cuts:
             found = self._find_cut(state, name, spec)
             if found is None:
                 return None
-            self._cuts[key] = found
-        return self._cuts[key]
+            self.plan.cuts[key] = found
+        return self.plan.cuts[key]
 
     def _find_cut(self, state: str, name: str, spec: TensorSpec) -> Cut | None:
         shape, ahead, mesh = spec.shape, 0, self.mesh
@@ -180,17 +217,14 @@ class _Sharding:
     def _tensor_parallel(self, name: str, spec: TensorSpec, shape: Shape) -> Cut | None:
         """The shard among tensor-parallel ranks of what has this shape; None if nothing tells. Raises ValueError."""
         degree, index = self.mesh.tp, self.rank.tp
-        said = self.rule_of[0].find(name) is not None  # by the user
-        stored = regrouped(spec, degree, index, self.heads) if not said and not is_stack(name) else None
+        said = self.plan.rule_of[0].find(name) is not None  # by the user
+        stored = regrouped(spec, degree, index, self.plan.heads) if not said and not is_stack(name) else None
         if stored is not None:
             return stored
-        rule = self._rule(name)
-        widths = next((widths for match, widths in self.widths if match(name)), None)
-        heads = None if said else self.heads
-        return None if rule is None else cut(name, shape, rule, degree, index, self.multiple, heads, widths)
-
-    def _rule(self, name: str) -> tuple[Rule, str] | None:
-        return next((found for source in self.rule_of if (found := source.find(name)) is not None), None)
+        rule = self.plan.rule(name)
+        widths = next((widths for match, widths in self.plan.widths if match(name)), None)
+        heads = None if said else self.plan.heads
+        return None if rule is None else cut(name, shape, rule, degree, index, self.plan.multiple, heads, widths)
 
     def _spec(self, local: str, whole: TensorSpec, one: Cut) -> tuple[TensorSpec, Placed]:
         spec = _block(local, whole, one)
