@@ -103,19 +103,25 @@ for name in ("model", "training.pt", "bomb.pt"):
 # -- the layer rule: imports point down, and no files import each other in a circle
 
 LAYERS: tuple[tuple[str, ...], ...] = (
+    ("printing",),
     ("errors",),
     ("core",),
-    ("io", "layouts", "likeness"),
-    ("formats", "lazy"),
-    ("jobs", "namespace"),
-    ("export", "inspect", "interop", "loading"),
+    ("io",),
+    ("formats",),
+    ("numpylike",),
+    ("likeness",),
+    ("lazy",),
+    ("namespace", "loading"),
+    ("export", "interop"),
+    ("inspect",),
     ("show",),
     ("tensor",),
     ("view",),
-    ("browse", "deepspeed", "distributed", "engine", "runs"),
+    ("stacking", "engine"),
+    ("deepspeed", "distributed", "run", "retention"),
     ("comparing", "recipes"),
     ("",),  # lazyckpt/__init__.py
-    ("demo",),
+    ("demo", "browse"),
     ("cli",),
     ("__main__",),
 )

@@ -13,7 +13,7 @@ from ..core.dtypes import short_name
 from ..core.index import TensorSpec
 from ..core.names import natural, shortened
 from ..core.units import human_bytes, human_count, plural
-from ..errors import printable
+from ..errors import and_more, printable
 from ..lazy import LazyArray
 from ..namespace import Namespace
 
@@ -137,7 +137,7 @@ def rows(view: Namespace[Any], depth: int | None = None, limit: int | None = Non
         found = list(_rows(root, levels))
         hidden = max(0, len(found) - limit)
         if hidden:
-            found = [*found[:limit], Row(False, (f"... {hidden:,} more", "", "", ""))]
+            found = [*found[:limit], Row(False, (and_more(hidden), "", "", ""))]
     widths = [max((len(r.cells[c]) for r in found), default=0) for c in range(3)]
     return [
         Row(leaf, (f"{a:<{widths[0]}}", f"{b:<{widths[1]}}", f"{c:>{widths[2]}}", d)) for leaf, (a, b, c, d) in found
@@ -197,7 +197,7 @@ def explain(view: Namespace[Any]) -> str:
         size = human_bytes(infos[path].size) if path in infos else "missing"
         lines.append(f"  {printable(path)}: {plural(count, 'fragment')}, file of {size}")
     if len(per_file) > 50:
-        lines.append(f"  ... and {len(per_file) - 50:,} more files")
+        lines.append(f"  {and_more(len(per_file) - 50, 'files')}")
     return "\n".join(lines)
 
 
