@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Literal
 
-from .errors import SelectionError, TensorNotFoundError
+from .errors import SelectionError, TensorNotFoundError, some
 from .inspect.diff import Diff, Difference
 from .inspect.diff import diff as diff_tensors
 from .runs.view import RunView
@@ -39,7 +39,7 @@ def diff(
     one, other = (view if isinstance(view, CheckpointView) else CheckpointView(view) for view in (a, b))
     if isinstance(one, RunView) and isinstance(other, RunView) and one.steps != other.steps:
         raise SelectionError(
-            f"the runs have other steps: {_listed(one.steps)}; and {_listed(other.steps)}. "
+            f"the runs have other steps: {some(one.steps, 6)}; and {some(other.steps, 6)}. "
             "Compare a step that both have: diff(a.at(step), b.at(step))"
         )
     if states is None:
@@ -57,10 +57,6 @@ def diff(
         # which states lost names belonged to, nothing tells: they are told once
         rows += _with_lost(of_state, one, other, state) if state == wanted[0] else of_state
     return Diff(tuple(rows))
-
-
-def _listed(steps: Sequence[int]) -> str:
-    return ", ".join(map(str, steps[:6])) + (f" and {len(steps) - 6} more" if len(steps) > 6 else "")
 
 
 def _with_lost(

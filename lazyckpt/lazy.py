@@ -12,7 +12,7 @@ The contract, which one suite of tests checks on every format (tests/contract.py
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import prod
 from typing import Any, Generic, Self, TypeVar
@@ -23,13 +23,13 @@ import torch
 from .core.box import Box, Shape, c_strides, is_run, tiles
 from .core.dtypes import check_converts, short_name
 from .core.index import Extent, Fragment, Hole, Packed, TensorSpec
-from .core.plan import fragments_in, plan
+from .core.plan import Copy, fragments_in, plan
 from .core.select import Selection
-from .errors import DataError, SelectionError, printable
+from .errors import DataError, SelectionError, and_more, printable
 from .io.memory import empty
 from .io.pool import Task, run, run_here
 from .io.reading.device import Ring, read_to
-from .io.reading.gather import Run, agree, ranges, read, run_tasks, runs, tasks
+from .io.reading.gather import Range, Run, agree, ranges, read, run_tasks, runs, tasks
 from .io.reading.packed import locate
 from .io.storage.base import Buffer, Store, check, narrow
 from .likeness import Likeness
@@ -40,6 +40,39 @@ _MOST = 1 << 48  # bytes of a tensor that may be gone through
 _REPLICAS = 4 << 20  # bytes of a tensor whose copies are compared at a time
 _LARGE = 32 << 20  # bytes above which reads on several threads win over a mapping
 _ATOMS = {int, slice, type(None), type(Ellipsis)}
+
+
+@dataclass(slots=True)
+class Cost:
+    """What reading takes: ``places``, a line for each range of a file; the ``paths`` of these; ``nbytes`` in all."""
+
+    places: list[str] = field(default_factory=list)
+    paths: set[str] = field(default_factory=set)
+    nbytes: int = 0
+
+    def add(self, copy: Copy, found: Range) -> None:
+        """Count a range that a copy reads."""
+        path, start, length, count, in_all = found
+        self.nbytes += in_all
+        self.paths.add(path)
+        if copy.extent.within is not None:
+            self.places.append(f"{path}: {length * count:,} bytes within {copy.extent.within}")
+            return
+        times = and_more(count - 1, "runs of that length", start=" and ")
+        times += ", with what lies between" if in_all > length * count else ""
+        self.places.append(f"{path}: bytes {start:,} to {start + length:,} ({length:,}){times}")
+
+    @property
+    def summary(self) -> str:
+        """How many ranges of how many files, and their bytes."""
+        ranges = f"{len(self.places)} range{'s' if len(self.places) != 1 else ''}"
+        files = f"{len(self.paths)} file{'s' if len(self.paths) != 1 else ''}"
+        return f"{ranges} in {files} ({self.nbytes:,} bytes read)"
+
+
+def cost_of(t: LazyArray) -> Cost:
+    """What reading all of an array takes. Reads nothing. Raises the errors that reading would raise."""
+    return t._cost(t.selection)
 
 
 class LazyArray(Likeness):
@@ -117,32 +150,25 @@ class LazyArray(Likeness):
         Raises the errors that reading would raise (a missing file, an index that does not fit).
         """
         selection = self._sel[key]
-        lines: list[str] = []
-        total = 0
-        for _, want in selection.reads().blocks():
-            for copy, (path, start, length, count, in_all) in ranges(self._store, plan(self.spec, want)):
-                total += in_all
-                if copy.extent.within is not None:
-                    lines.append(f"  {path}: {length * count:,} bytes within {copy.extent.within}")
-                    continue
-                times = f" and {count - 1:,} more runs of that length" if count > 1 else ""
-                times += ", with what lies between" if in_all > length * count else ""
-                lines.append(f"  {path}: bytes {start:,} to {start + length:,} ({length:,}){times}")
+        cost = self._cost(selection)
         sizes = "x".join(map(str, selection.shape)) or "scalar"
         nbytes = prod(selection.shape) * self.dtype.itemsize
-        files = len({line.split(":")[0] for line in lines})
-        plural = "s" if len(lines) != 1 else ""
-        head = [
-            f"{self.name}: {sizes} {short_name(self.dtype)}, {nbytes:,} bytes from {len(lines)} range{plural} "
-            f"in {files} file{'s' if files != 1 else ''} ({total:,} bytes read)"
-        ]
+        head = [f"{self.name}: {sizes} {short_name(self.dtype)}, {nbytes:,} bytes from {cost.summary}"]
         if self.spec.combine == "mean":
             head.append("  the mean of the replicas, taken in float32")
         if self.spec.stored_as:
             head.append(f"  stored as {self.spec.stored_as!r}")
         if self.spec.rule:
             head.append(f"  {self.spec.rule}")
-        return "\n".join(map(printable, head + lines))
+        return "\n".join(map(printable, [*head, *(f"  {place}" for place in cost.places)]))
+
+    def _cost(self, selection: Selection) -> Cost:
+        """What reading a selection takes. Reads nothing. Raises the errors that reading would raise."""
+        cost = Cost()
+        for _, want in selection.reads().blocks():
+            for copy, found in ranges(self._store, plan(self.spec, want)):
+                cost.add(copy, found)
+        return cost
 
     def replicas_agree(self) -> bool:
         """Whether all copies that the checkpoint has of the same elements are the same, byte for byte.

@@ -16,7 +16,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from .core.index import Packed
 from .core.names import unwrapped
-from .errors import DataError
+from .errors import DataError, some
 from .formats.shared.wrappers import own_names
 from .io.memory import empty
 from .io.pool import Task, run
@@ -192,9 +192,9 @@ def load_into(view: Mapping[str, LazyArray], module: torch.nn.Module, strict: bo
     unexpected = [name for name in view if name not in wanted]
     problems = []
     if strict and missing:
-        problems.append(f"the checkpoint lacks {_listed(missing)}")
+        problems.append(f"the checkpoint lacks {some(map(repr, missing), 5)}")
     if strict and unexpected:
-        problems.append(f"the module lacks {_listed(unexpected)}")
+        problems.append(f"the module lacks {some(map(repr, unexpected), 5)}")
     found: dict[str, LazyArray] = {}  # of a tensor that lies on several ranks, what this one holds
     for name, lazy in there.items():
         owner, attribute = wanted[name]
@@ -264,10 +264,6 @@ def _materialised(target: torch.Tensor) -> torch.Tensor:
 def _set(owner: torch.nn.Module, attribute: str, value: torch.Tensor) -> None:
     table: dict[str, Any] = owner._parameters if attribute in owner._parameters else owner._buffers
     table[attribute] = value
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 # -- DTensors

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from .core.index import FileInfo, Index, Mesh, TensorSpec
 from .core.names import Names, Pattern, matcher, shortened
-from .errors import MissingFileError, TensorNotFoundError, printable
+from .errors import MissingFileError, Problem, TensorNotFoundError, some
 from .formats.torch_save import stored_specs
 from .io.storage.base import Store
 from .lazy import LazyArray
@@ -225,7 +225,7 @@ class Namespace(Mapping[str, A]):
         if len(places) == 1:
             return self[places[0]]
         if places:
-            listed = ", ".join(map(_quoted, places[:6])) + (f" and {len(places) - 6} more" if len(places) > 6 else "")
+            listed = some(map(_quoted, places), 6)
             raise TensorNotFoundError(f"{_quoted(path)} occurs at {len(places)} places: {listed}. Say which.")
         if self._of_all and type(self._index.stored) is dict and self.stored.names.below(path):
             return self.stored[path]
@@ -291,8 +291,7 @@ class Namespace(Mapping[str, A]):
             hint = f"Did you mean {' or '.join(map(_quoted, near))}?"
         else:
             tops = list(dict.fromkeys(name.partition(".")[0] for name in self))
-            more = f" and {len(tops) - 5:,} more" if len(tops) > 5 else ""
-            hint = f"At the top there is: {', '.join(map(_quoted, tops[:5]))}{more}." if tops else ""
+            hint = f"At the top there is: {some(map(_quoted, tops), 5)}." if tops else ""
         return f"Patterns go to select. {hint}" if set(path) & set("*?") else hint
 
     def _ipython_key_completions_(self) -> list[str]:
@@ -371,12 +370,15 @@ class Namespace(Mapping[str, A]):
         return self._index.aliases
 
     @property
-    def problems(self) -> tuple[str, ...]:
-        """What is missing or odd, a readable line each. Where only values can decide the names of an optimizer's
-        states, they are compared when such a state is first listed or looked up; a line says so until then, and stays
-        if they do not decide."""
+    def problems(self) -> tuple[Problem, ...]:
+        """What is missing or odd: sentences, each with a ``code`` to filter by and, where it is about one file or
+        tensor, its ``path`` (`lazyckpt.Problem`).
+
+        Where only values can decide the names of an optimizer's states, they are compared when such a state is first
+        listed or looked up; a problem says so until then, and stays if they do not decide.
+        """
         later = self._index.open_problems
-        return self._index.problems if later is None else (*self._index.problems, *map(printable, later()))
+        return self._index.problems if later is None else (*self._index.problems, *later())
 
     @property
     def unreadable(self) -> Mapping[str, str]:

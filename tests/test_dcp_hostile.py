@@ -153,7 +153,7 @@ def test_places_where_something_else_is(folder: Path, changes: dict[str, Any]) -
 def test_a_length_that_says_safetensors(folder: Path) -> None:
     change(folder, _item(length=96))
     view = use(folder)
-    assert any("cannot be found" in line for line in view.problems)
+    assert any(line.code == "unreadable-file" for line in view.problems)
     with pytest.raises(lazyckpt.errors.MissingFileError):
         view["w"][...]
 
@@ -216,7 +216,7 @@ def test_a_huge_empty_claim_costs_nothing(folder: Path) -> None:
 
     change(folder, edit)
     view = use(folder)
-    assert any("no chunk" in line for line in view.problems)
+    assert any(line.code == "missing-elements" for line in view.problems)
     assert torch.equal(view["w"][:4], torch.arange(24.0).view(4, 6))
     with pytest.raises(lazyckpt.errors.DataError):
         view["w"][5]

@@ -14,7 +14,7 @@ from .writers import Case
 
 
 def told(path: Path) -> list[str]:
-    return [line for line in lazyckpt.open(path).problems if "is one file of a checkpoint" in line]
+    return [line for line in lazyckpt.open(path).problems if line.code == "part-of-checkpoint"]
 
 
 def test_a_rank_file_alone(zero_cases: dict[str, Case]) -> None:

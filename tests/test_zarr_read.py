@@ -302,7 +302,7 @@ def test_what_is_no_tensor_is_told(tmp_path: Path) -> None:
         view = lazyckpt.open(tmp_path / f"z{version}")
         assert list(view) == ["ok"]
         for name in ("when", "words", "records"):
-            assert any(name in line and "torch has not" in line for line in view.problems), name
+            assert any(name in line and line.code == "unsupported-tensor" for line in view.problems), name
 
 
 def test_an_unknown_codec(tmp_path: Path) -> None:
@@ -492,5 +492,5 @@ def test_attributes_and_names(tmp_path: Path) -> None:
             array.attrs["unit"] = "m"
         view: Any = lazyckpt.open(path)
         assert len(view) == 2 and "a.b" in view
-        assert any("would be called" in line for line in view.problems)
+        assert any(line.code == "duplicate-tensor" for line in view.problems)
         assert view.meta["attributes"] == {"": {"title": "here"}, "a/b": {"unit": "m"}, "a.b": {"unit": "m"}}

@@ -37,7 +37,7 @@ def names_and_sides(path: Path) -> None:
     assert_type(view.mesh, Mesh)
     assert_type(view.files, Mapping[str, FileInfo])
     assert_type(view.aliases, Mapping[str, str])
-    assert_type(view.problems, tuple[str, ...])
+    assert_type(view.problems, tuple[lazyckpt.Problem, ...])
     assert_type((view.numel, view.nbytes, view.format), tuple[int, int, str])
     assert_type(view.tree(2) + view.explain(), str)
 

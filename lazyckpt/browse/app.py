@@ -13,7 +13,7 @@ from textual.content import Content
 from textual.widgets import Footer, Input, Static, TabbedContent, TabPane
 
 from ..core.select import parse_index
-from ..errors import printable
+from ..errors import and_more, printable
 from ..show.layout import Drawing, drawing
 from ..show.text import facts, kind, oddities
 from ..tensor import LazyTensor
@@ -150,7 +150,7 @@ class Browser(App[Exception]):
         problems = oddities(self.view)
         lines = [printable(p) for p in problems[:_PROBLEMS]]
         if len(problems) > _PROBLEMS:
-            lines.append(f"... and {len(problems) - _PROBLEMS:,} more problems (p shows them all)")
+            lines.append(f"{and_more(len(problems) - _PROBLEMS, 'problems')} (p shows them all)")
         self.problems.set_class(bool(lines), "some")
         self.problems.update(Content("\n".join(lines)))
         self._indicate()

@@ -10,7 +10,8 @@ from textual.content import Content
 
 from ..core.dtypes import short_name
 from ..core.units import human_bytes, human_count, plural
-from ..errors import LazyckptError, printable
+from ..errors import LazyckptError, and_more, printable
+from ..lazy import cost_of
 from ..show.text import kind
 from ..view import CheckpointView
 from .tree import Entry
@@ -90,21 +91,21 @@ def of_tensor(view: CheckpointView, name: str) -> Detail:
     tied = [n for n in dict.fromkeys(tied) if n != t.name]
     found += [("tied to", n) for n in tied[:_TIED]]
     if len(tied) > _TIED:
-        found.append(("", f"and {len(tied) - _TIED:,} more"))
+        found.append(("", and_more(len(tied) - _TIED)))
     if t.spec.rule:
         found.append(("rule", t.spec.rule))
     if t.spec.stored_as:
         found.append(("stored as", t.spec.stored_as))
     try:
-        head, *rest = t.explain().splitlines()
+        cost = cost_of(t)
     except (LazyckptError, OSError) as e:
         return [*found, ("error", str(e))]
-    found.append(("reading", head.rpartition(": ")[2].partition(" bytes from ")[2] or head))
-    skip = {f"  {t.spec.rule}", f"  stored as {t.spec.stored_as!r}"}
-    lines = [line.strip() for line in rest if line not in skip]
+    found.append(("reading", cost.summary))
+    lines = ["the mean of the replicas, taken in float32"] if t.spec.combine == "mean" else []
+    lines += cost.places
     found += [("", line) for line in lines[:_LINES]]
     if len(lines) > _LINES:
-        found.append(("", f"... and {len(lines) - _LINES:,} more"))
+        found.append(("", and_more(len(lines) - _LINES)))
     return found
 
 

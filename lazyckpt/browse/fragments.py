@@ -5,7 +5,7 @@ from __future__ import annotations
 from textual.content import Content
 
 from ..core.units import plural
-from ..errors import printable
+from ..errors import and_more, printable
 from ..show.layout import Cell, Drawing, Holder, ranges
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -97,5 +97,5 @@ def _legend(d: Drawing, number: dict[Holder, int]) -> list[Content]:
         )
     if len(d.holders) > _LISTED:
         rest = ranges(d.holders[_LISTED:], 4)
-        lines.append(Content.styled(f"and {len(d.holders) - _LISTED:,} more: {printable(rest)}", "$text-muted"))
+        lines.append(Content.styled(f"{and_more(len(d.holders) - _LISTED)}: {printable(rest)}", "$text-muted"))
     return lines

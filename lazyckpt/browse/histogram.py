@@ -26,8 +26,7 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 def of_sample(found: Sample, width: int) -> Content:
     """Of the elements that were looked at, in at most so many columns."""
-    told, numbers = found.lines
-    return _drawn(found.counts, found.edges, [told, *numbers.split("; ")], width)
+    return _drawn(found.counts, found.edges, found.facts, width)
 
 
 def of_stats(found: Stats, nbytes: int, width: int) -> Content:

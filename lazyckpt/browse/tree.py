@@ -11,7 +11,7 @@ from textual.widgets.tree import TreeNode
 
 from ..core.names import shortened
 from ..core.units import human_bytes, plural
-from ..errors import printable
+from ..errors import and_more, printable
 from ..show.outline import Node as OutlineNode
 from ..show.outline import chain, outline
 from ..show.text import kind
@@ -165,7 +165,7 @@ class NameTree(Tree[Row]):
             node.add(self._label(entry), entry, allow_expand=not entry.leaf)
         rest = entries[_ROWS:]
         if rest:
-            node.add_leaf(Text(f"… {len(rest):,} more (Enter)", "dim"), rest)
+            node.add_leaf(Text(f"{and_more(len(rest))} (Enter)", "dim"), rest)
 
     def _label(self, entry: Entry) -> Text:
         assert self.levels is not None  # entries are of levels

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from ..core.units import human_bytes, plural
-from ..errors import LazyckptError
+from ..errors import LazyckptError, and_more
 from ..show.text import oddities
 from .console import as_options, write_error, write_line, write_text
 from .jobs import Job, carried_out, check_files, goes_on, kept, planned, throw_away
@@ -145,7 +145,7 @@ def _print_plan(job: Job, resume: bool) -> None:
     for line in lines[:_PROBLEMS]:
         _print("problem", line, "yellow")
     if len(lines) > _PROBLEMS:
-        _print("", f"... and {len(lines) - _PROBLEMS:,} more (--json has them all)", "yellow")
+        _print("", f"{and_more(len(lines) - _PROBLEMS, 'problems')} (--json has them all)", "yellow")
 
 
 def _print_result(job: Job, result: dict[str, Any]) -> None:

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from .. import diff as diff_views
-from ..errors import TensorNotFoundError, printable
+from ..errors import TensorNotFoundError
+from ..inspect.diff import verdict
 from .console import write_line, write_text
 from .options import FormatOption, JsonOption, RulesOption, StateOption, open_view
 
@@ -47,9 +48,7 @@ def diff(
         write_text(json.dumps({"equal": found.equal, "tensors": found.as_dicts()}, indent=2))
     else:
         for row in found if every else found.differing:
-            write_line(
-                (row.label, _STYLES.get(row.status, "yellow")), (str(row).removeprefix(printable(row.label)), "")
-            )
+            write_line((row.label, _STYLES.get(row.status, "yellow")), (f": {verdict(row)}", ""))
         equal = sum(row.status == "equal" for row in found)
         write_line((f"{equal:,} of {len(found):,} tensors are equal", "bold"))
     if not found.equal:

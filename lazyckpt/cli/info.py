@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import TensorNotFoundError
+from ..errors import TensorNotFoundError, and_more
 from ..io.plain_json import encode
 from ..show.about import facts_of, meta_lines
 from .console import write_line, write_text
@@ -47,7 +47,7 @@ def info(
     for line in lines:
         write_line(("  " * line.depth, ""), (line.key, "cyan"), (": " if line.value else "", ""), (line.value, ""))
     if left_out:
-        write_line((f"... and {left_out:,} more lines (--all prints them)", "dim"))
+        write_line((f"{and_more(left_out, 'lines')} (--all prints them)", "dim"))
 
 
 def _part(meta: Any, key: str) -> Any:

@@ -20,7 +20,7 @@ from ..export import forecast
 from ..export.forecast import FILES, Forecast
 from ..export.ranks import export_ranks, rank_folders
 from ..export.shards import is_of_family
-from ..export.training import NOT_LOADED
+from ..export.training import NotLoaded
 from ..formats.zarr.documents import JOB
 from ..io.storage.fsspec import is_url
 from ..jobs.destination import local_path
@@ -134,8 +134,8 @@ def carried_out(
     told = answer if isinstance(answer, dict) else {}
     return {
         "files": [str(path) for path in answer] if isinstance(answer, list) else [],
-        "left_out": {what: why for what, why in told.items() if not why.startswith(NOT_LOADED)},
-        "not_loaded": {what: why for what, why in told.items() if why.startswith(NOT_LOADED)},
+        "left_out": {what: why for what, why in told.items() if not isinstance(why, NotLoaded)},
+        "not_loaded": {what: why for what, why in told.items() if isinstance(why, NotLoaded)},
     }
 
 

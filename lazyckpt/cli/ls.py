@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..errors import and_more
 from ..show.text import header, oddities, rows, rows_of
 from ..view import CheckpointView
 from .console import write_line, write_text
@@ -54,7 +55,7 @@ def ls(
     for line in lines[:_PROBLEMS]:
         write_line(("problem: ", "yellow"), (line, ""))
     if len(lines) > _PROBLEMS:
-        write_line((f"... and {len(lines) - _PROBLEMS:,} more problems (--json has them all)", "yellow"))
+        write_line((f"{and_more(len(lines) - _PROBLEMS, 'problems')} (--json has them all)", "yellow"))
     table = rows(part, depth, fold=not everything)
     for leaf, (name, shape, size, note) in table:
         cells = ((name, "" if leaf else "bold"), (shape, "cyan" if leaf else "dim"), (size, ""), (note, "dim"))

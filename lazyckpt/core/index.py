@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ..errors import printable
+from ..errors import Problem, printable
 from .box import Box, Shape, c_strides
 from .dtypes import check_converts
 
@@ -295,22 +295,27 @@ class Index:
     aliases: Mapping[str, str] = field(default_factory=dict)
     meta: Mapping[str, Any] = field(default_factory=dict)
     mesh: Mesh = field(default_factory=Mesh)
-    problems: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
     unreadable: Mapping[str, str] = field(default_factory=dict)
     ruled: tuple[str, ...] = ()
     guards: Mapping[str, Any] = field(default_factory=dict)
     watched: Mapping[str, FileInfo] | None = None
     layout: Layout | None = None
-    open_problems: Callable[[], tuple[str, ...]] | None = None
+    open_problems: Callable[[], tuple[Problem, ...]] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "problems", tuple(map(printable, self.problems)))
+        object.__setattr__(self, "problems", tuple(map(_problem, self.problems)))
         object.__setattr__(self, "unreadable", {name: printable(why) for name, why in self.unreadable.items()})
 
     @property
     def pins(self) -> Mapping[str, FileInfo]:
         """The files that have to stay as they were."""
         return self.files if self.watched is None else self.watched
+
+
+def _problem(line: str) -> Problem:
+    """Readers of other packages may give plain sentences."""
+    return line if isinstance(line, Problem) else Problem("reader-note", line)
 
 
 @dataclass(frozen=True, slots=True)

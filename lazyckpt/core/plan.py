@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError, MissingFileError
+from ..errors import DataError, MissingFileError, sentences
 from .box import Box, Shape, c_strides, remainder, span_boxes
 from .index import Extent, Fragment, Hole, Packed, TensorSpec
 
@@ -326,8 +326,7 @@ def _uncovered(spec: TensorSpec, left: int, pieces: list[tuple[Box, Copy | Hole]
     what = f"{spec.name!r}: {left:,} of the wanted elements cannot be read"
     reasons = dict.fromkeys(_reasons(pieces))
     if reasons:
-        shown = "; ".join(list(reasons)[:8]) + (f"; and {len(reasons) - 8} more" if len(reasons) > 8 else "")
-        return MissingFileError(f"{what}: {shown}. Slices that do not touch them still read.")
+        return MissingFileError(f"{what}: {sentences(reasons, 8)}. Slices that do not touch them still read.")
     if not spec.fragments:
         return DataError(f"{spec.name!r}: {spec.rule or 'it has no data in the checkpoint'}")
     return DataError(f"{what}: no file of the checkpoint holds them.")

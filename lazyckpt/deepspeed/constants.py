@@ -7,7 +7,7 @@ key stands, as deepspeed's writers put it there. "Optimizer file": ``*_optim_sta
 
 from ..formats.deepspeed import files as names
 
-# -- names of files; how they are put together, and by whom: lazyckpt/formats/deepspeed/files.py
+# -- names of files; how they are put together, and by whom: lazyckpt/formats/deepspeed/names.py
 
 # MODEL_FILE_PREFIX + "00" + MODEL_FILE_SUFFIX: the model states of mp rank 0.
 MODEL_FILE_PREFIX = names.MODEL_FILE_PREFIX

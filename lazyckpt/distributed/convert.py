@@ -13,7 +13,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from ..errors import DataError, FormatError, MissingFileError
+from ..errors import DataError, FormatError, MissingFileError, sentences
 from ..export.torch import layout_of, leaves, replaced
 from ..formats.dcp.objects import Meta
 from ..formats.shared.paths import put
@@ -53,7 +53,7 @@ def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_pat
             put(whole, path, tensor)
         else:
             raise MissingFileError(
-                f"{view.root}: {key!r} cannot be read, nothing was written: {'; '.join(view.problems[:4])}"
+                f"{view.root}: {key!r} cannot be read, nothing was written: {sentences(view.problems, 4)}"
             )
     tensors = list(leaves(whole))
     nbytes = sum(t.nbytes + 512 for t in tensors)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..core.names import matcher, unwrapped
-from ..errors import MeshError
+from ..errors import MeshError, some
 
 # -- The accelerator of this machine, whichever it is: CUDA, ROCm, XPU, MPS, or one of a plugin, such as
 # Ascend's NPU.
@@ -192,7 +192,7 @@ def planned(names: Sequence[str], plan: Mapping[str, Shard | Replicate]) -> dict
         keep = matcher(pattern)
         matched = [name for name in names if keep(name)]
         if not matched:
-            raise MeshError(f"{pattern!r} matches none of the {len(names):,} names: {', '.join(names[:4])}, ...")
+            raise MeshError(f"{pattern!r} matches none of the {len(names):,} names: {some(names, 4)}")
         for name in matched:
             if name not in taken:
                 found[name] = placement

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ..core.box import Box, Shape, c_strides
 from ..core.compose import Piece, compose
 from ..core.index import relocated
-from ..errors import MeshError
+from ..errors import MeshError, some
 from ..io.storage.base import Store, guarded, narrow
 from ..io.storage.local import LocalStore
 from ..tensor import LazyTensor
@@ -207,9 +207,7 @@ def restore_ep_dims(
         for n, other in enumerate(others, 1):
             if set(other) != set(first):
                 odd = sorted(set(other) ^ set(first))
-                raise MeshError(
-                    f"EP ranks 0 and {n} have different names: {', '.join(odd[:4])}: are they of one model?"
-                )
+                raise MeshError(f"EP ranks 0 and {n} have different names: {some(odd, 4)}: are they of one model?")
         whole = dict(first)
         for name, spec in fqn2spec.items():
             if name in whole and _known(spec):

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ..core.units import size_in_bytes
-from ..errors import DataError, DestinationError
+from ..errors import DataError, DestinationError, some
 from ..jobs.destination import alone, check_inside, check_paths, local_path, source_files
 from ..jobs.executor import Run, run
 from ..jobs.guard import followed
@@ -155,6 +155,6 @@ def _check_folder(folder: Path, form: FileFormat, new: set[Path], sources: set[P
     )
     if others:
         raise DestinationError(
-            f"{folder} holds other weights, which would be mistaken for part of these: {', '.join(others[:3])}"
-            f"{', ...' if len(others) > 3 else ''}. Remove them or choose another folder"
+            f"{folder} holds other weights, which would be mistaken for part of these: {some(others)}. Remove them or "
+            "choose another folder"
         )

@@ -21,9 +21,14 @@ from ..io.containers.pickle.records import Opaque
 from ..lazy import LazyArray
 
 Lost = dict[str, str]  # dotted path in the metadata -> why it is not written
-NOT_LOADED = "written, but "  # begins the reason of what is there, and what not every reader takes
 _GONE = object()
 _DEPTH = 100
+
+
+class NotLoaded(str):
+    """A reason of `Lost` for what is written, and what not every program loads."""
+
+    __slots__ = ()
 
 
 def restored(value: Any, path: str, tensor: Callable[[str], Any], lost: Lost) -> Any:

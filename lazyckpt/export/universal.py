@@ -30,7 +30,7 @@ from .dcp import View
 from .files import check_names
 from .folders import Kind, write_folder
 from .torch import Item, layout_of, row
-from .training import NOT_LOADED, Lost, param_groups, restored, step_of, unnamed
+from .training import Lost, NotLoaded, param_groups, restored, step_of, unnamed
 
 _WEIGHTS = ("weights", "fp32")
 _OF_STAGE_3 = ("exp_avg", "exp_avg_sq")  # the states that an engine of ZeRO-3 loads
@@ -157,7 +157,7 @@ def _not_for_stage_3(states: Iterable[str]) -> Lost:
         why = f"an engine of ZeRO-3 loads no optimizer that lacks {' or '.join(_OF_STAGE_3)}"
     else:
         why = "an engine of ZeRO-3 does not load this state"
-    return {state: f"{NOT_LOADED}{why} (ZeRO-1 and 2 do)" for state in there if state not in _OF_STAGE_3}
+    return {state: NotLoaded(f"written, but {why} (ZeRO-1 and 2 do)") for state in there if state not in _OF_STAGE_3}
 
 
 def _without_states(

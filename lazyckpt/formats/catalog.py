@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ..core.index import Index
 from ..core.names import natural
-from ..errors import FormatError, LazyckptError, MissingFileError, some
+from ..errors import FormatError, LazyckptError, MissingFileError, Problem, only_one, some
 from ..io.storage.base import Entry, Store
 from .megatron.files import TRACKER, tracked
 from .reader import Reader, Source
@@ -101,11 +101,14 @@ def _tagged(source: Source, tag: str, read: Callable[[Source], Index]) -> tuple[
 
 
 def _newest(source: Source, saves: list[Save], read: Callable[[Source], Index]) -> tuple[Source, Index]:
-    """The newest that can be read, with a line for each that is newer. Raises the error of the newest if none of the
+    """The newest that can be read, with a problem for each that is newer. Raises the error of the newest if none of the
     first `_TRIED` can be read."""
     names = [save.name for save in saves]
     finished, others = _finished(source, names)
-    notes = {name: f"{name} was not finished (other checkpoints here have {last})" for name, last in others.items()}
+    notes = {
+        name: Problem("unfinished-save", f"{name} was not finished (other checkpoints here have {last})", name)
+        for name, last in others.items()
+    }
     first: LazyckptError | None = None
     for name in (*finished, *others)[:_TRIED]:
         sub = _sub(source, name, source.entries[name].is_dir)
@@ -113,15 +116,17 @@ def _newest(source: Source, saves: list[Save], read: Callable[[Source], Index]) 
             index = read(sub)
         except LazyckptError as e:
             first = first or e
-            notes[name] = f"{name} cannot be read: {e}"
+            notes[name] = Problem("skipped-checkpoint", f"{name} cannot be read: {e}", name)
             continue
         at = names.index(name)
-        lines = [f"{notes[n]}; {name} is read" for n in names[:at] if n in notes]
+        newer = [notes[n] for n in names[:at] if n in notes]
+        problems = [Problem(note.code, f"{note}; {name} is read", note.path) for note in newer]
         same = (saves[at].counts, saves[at].version)
         twins = [save.name for save in saves if save.name != name and (save.counts, save.version) == same]
         if twins:
-            lines.append(f"{name} is read; of the same step there is also {some(twins)} (tag={twins[0]!r})")
-        return sub, replace(index, problems=(*lines, *index.problems))
+            line = f"{name} is read; of the same step there is also {some(twins)} (tag={twins[0]!r})"
+            problems.append(Problem("other-checkpoint", line, only_one(twins)))
+        return sub, replace(index, problems=(*problems, *index.problems))
     assert first is not None  # there is at least one save, and reading it raised
     raise first
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ..core.index import FileInfo, Index, TensorSpec, whole
 from ..core.names import natural
-from ..errors import CorruptError, FormatError, LazyckptError, some
+from ..errors import CorruptError, FormatError, LazyckptError, Problem, cannot_read, only_one, some
 from ..io.containers.pickle.plain import Plain
 from ..io.containers.safetensors import is_safetensors, read_safetensors
 from ..io.containers.torch_file import is_torch_file, read_torch_file
@@ -47,7 +47,7 @@ class Shard(NamedTuple):
     specs: dict[str, TensorSpec]
     aliases: dict[str, str]
     meta: dict[str, Any]
-    problems: list[str]
+    problems: list[Problem]
 
 
 def read_shard(store: Store, path: str) -> Shard:
@@ -63,7 +63,8 @@ def read_shard(store: Store, path: str) -> Shard:
             raise
         shard = _read_shard(store, path, found)
         kinds = ("a safetensors file", "a file of torch.save")
-        shard.problems.append(f"{path} is {kinds[named]}, not {kinds[not named]} as its name says")
+        line = f"{path} is {kinds[named]}, not {kinds[not named]} as its name says"
+        shard.problems.append(Problem("misnamed-file", line, path))
         return shard
 
 
@@ -71,7 +72,7 @@ def _read_shard(store: Store, path: str, is_safe: bool) -> Shard:
     if is_safe:
         file = read_safetensors(store, path)
         specs = {name: whole(name, extent) for name, extent in file.extents.items()}
-        return Shard(file.info, specs, file.aliases, dict(file.metadata), [f"{path}: {note}" for note in file.notes])
+        return Shard(file.info, specs, file.aliases, dict(file.metadata), [note.prefixed(path) for note in file.notes])
     torch_file = read_torch_file(store, path)
     plain = Plain(torch_file.root, path, torch_file.pickle_size)
     meta = plain.meta if isinstance(plain.meta, dict) else {}
@@ -86,7 +87,7 @@ def read(source: Source) -> Index:
     store = source.store
     index_path = source.path if source.path.endswith(".json") else _find(source)
     meta: dict[str, Any] = {}
-    problems: list[str] = []
+    problems: list[Problem] = []
     weight_map: dict[str, str] | None = None
     if index_path.endswith(".json"):
         table = load_json(store, index_path)
@@ -119,16 +120,16 @@ def read(source: Source) -> Index:
             listed.setdefault(path, []).append(name)
     for path, error in islice(broken.items(), _BROKEN):
         lost = listed.get(path, [])
-        problems.append(f"{path} cannot be read, nor its {len(lost):,} tensors ({some(lost)}): {error}")
+        problems.append(cannot_read(path, error, f", nor its {len(lost):,} tensors ({some(lost)})"))
     if len(broken) > _BROKEN:
         more = list(broken)[_BROKEN:]
-        problems.append(f"{len(more):,} more files cannot be read, nor their tensors: {some(more)}")
+        line = f"{len(more):,} more files cannot be read, nor their tensors: {some(more)}"
+        problems.append(Problem("unreadable-file", line, only_one(more)))
     if weight_map is not None:
         extra = [n for n in stored if n not in weight_map]
         if extra:
-            problems.append(
-                f"the index does not list {len(extra):,} tensors that the files hold: {some(extra)} (in view.stored)"
-            )
+            line = f"the index does not list {len(extra):,} tensors that the files hold: {some(extra)} (in view.stored)"
+            problems.append(Problem("index-mismatch", line, index_path))
     weights = {n: s for n, s in stored.items() if weight_map is None or n in weight_map}
 
     meta |= configs(store, problems)
@@ -152,7 +153,7 @@ def read(source: Source) -> Index:
     )
 
 
-def configs(store: Store, problems: list[str]) -> dict[str, Any]:
+def configs(store: Store, problems: list[Problem]) -> dict[str, Any]:
     """What stands in the JSON files beside the weights: name without ".json" -> object."""
     found: dict[str, Any] = {}
     listed = store.list()
@@ -161,7 +162,7 @@ def configs(store: Store, problems: list[str]) -> dict[str, Any]:
             try:
                 found[name.removesuffix(".json")] = load_json(store, name)
             except LazyckptError as e:  # the weights are intact all the same
-                problems.append(f"{name} cannot be read: {e}")
+                problems.append(cannot_read(name, e))
     return found
 
 
@@ -194,7 +195,7 @@ def _lost(
     weight_map: Mapping[str, str] | None,
     stored: Mapping[str, TensorSpec],
     broken: Mapping[str, LazyckptError],
-    problems: list[str],
+    problems: list[Problem],
 ) -> dict[str, str]:
     """Names of the index that no readable file holds -> why."""
     lost = {}
@@ -208,7 +209,8 @@ def _lost(
             lost[name] = f"{name!r} should be in {path}, as the index says, but that file does not hold it"
             nowhere.append(name)
     if nowhere:
-        problems.append(f"the index lists {len(nowhere):,} tensors that no file holds: {some(nowhere)}")
+        line = f"the index lists {len(nowhere):,} tensors that no file holds: {some(nowhere)}"
+        problems.append(Problem("index-mismatch", line, only_one(nowhere)))
     return lost
 
 
@@ -219,7 +221,7 @@ def _ties() -> dict[str, Any]:
     return table
 
 
-def tied_names(config: Any, weights: Mapping[str, TensorSpec], problems: list[str]) -> dict[str, str]:
+def tied_names(config: Any, weights: Mapping[str, TensorSpec], problems: list[Problem]) -> dict[str, str]:
     """Names that the model has and the files leave out because another name owns the tensor: alias -> owner."""
     if not _ties_names(config):
         return {}
@@ -234,10 +236,11 @@ def tied_names(config: Any, weights: Mapping[str, TensorSpec], problems: list[st
     embeddings = _embeddings(weights)
     if _HEAD in weights or len(embeddings) != 1:
         return {}
-    problems.append(
+    line = (
         f"{_HEAD!r} is not stored and config.json ties the word embeddings: taken to be {embeddings[0]!r}, "
         f"without knowing the architecture ({config.get('architectures')})"
     )
+    problems.append(Problem("assumed-tie", line, _HEAD))
     return {_HEAD: embeddings[0]}
 
 
@@ -311,18 +314,18 @@ def _series(name: str) -> tuple[str, str] | None:
     return (match["before"], match["behind"] or match["rest"]) if match else None
 
 
-def _without_index(paths: list[str]) -> list[str]:
-    """Lines about files without an index."""
-    lines = []
+def _without_index(paths: list[str]) -> list[Problem]:
+    """The problems of files without an index."""
+    problems = []
     if len(paths) > 1:
-        lines.append(f"{len(paths):,} files without an index: taken as the shards of one model, as their names say")
+        line = f"{len(paths):,} files without an index: taken as the shards of one model, as their names say"
+        problems.append(Problem("missing-index", line))
     match = _SHARD.fullmatch(paths[0])
     lost = int(match["of"]) - len(paths) if match and match["of"] else 0
     if lost > 0:
-        lines.append(
-            f"{lost:,} of the {lost + len(paths):,} files that the names count are not here: tensors are missing"
-        )
-    return lines
+        line = f"{lost:,} of the {lost + len(paths):,} files that the names count are not here: tensors are missing"
+        problems.append(Problem("missing-file", line))
+    return problems
 
 
 def load_json(store: Store, path: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..core.index import Index
-from ..errors import LazyckptError
+from ..errors import LazyckptError, Problem
 from ..io.storage.base import Entry, Store, present
 from ..io.storage.fsspec import is_url, split_url
 from ..io.storage.local import split
@@ -105,9 +105,9 @@ def opened(
     elif unknown := [path for path, pin in index.pins.items() if not (pin.version or pin.mtime_ns)]:
         line = (
             f"the server gives neither an ETag nor a time of modification for {unknown[0]}: if it is replaced "
-            "by a file of the same size, other numbers are read and nothing tells"
+            "by a file of the same size, other numbers are read and nothing shows it"
         )
-        index = replace(index, problems=(*index.problems, line))
+        index = replace(index, problems=(*index.problems, Problem("unpinned-file", line, unknown[0])))
     pinned = source.store.pinned(index.pins)
     if index.guards:
         pinned.guards = dict(index.guards)
@@ -115,8 +115,9 @@ def opened(
 
 
 def _one_of_many(source: Source, index: Index) -> Index:
-    """With a line that a file is only a part, if its folder, with others, is the checkpoint, and no line names it."""
-    if not _PART.fullmatch(source.path) or any(source.store.root in line for line in index.problems):
+    """With a problem for a file that is only a part, if its folder, with others, is the checkpoint, and no problem says
+    so yet."""
+    if not _PART.fullmatch(source.path) or any(p.code == "part-of-checkpoint" for p in index.problems):
         return index
     folder = Source(source.store)
     try:
@@ -126,4 +127,4 @@ def _one_of_many(source: Source, index: Index) -> Index:
     if reader is None:
         return index
     line = f"{source.path} is one file of a checkpoint ({reader.name}): open its folder, {folder.where}, for all of it"
-    return replace(index, problems=(*index.problems, line))
+    return replace(index, problems=(*index.problems, Problem("part-of-checkpoint", line, source.path)))

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..core.index import Index
 from ..core.names import matcher, natural
-from ..errors import FormatError, LazyckptError, decoding
+from ..errors import FormatError, LazyckptError, Problem, decoding, some
 from ..io.memory import many_objects
 from ..io.storage.fsspec import RemoteStore
 from ..io.storage.local import LocalStore
@@ -135,7 +135,7 @@ def _read(reader: Reader, source: Source) -> Index:
         asked = source.asked_for_rules
         if source.rules and not asked:
             line = f"rules have no effect: checkpoints that {reader.name!r} reads have no shards that rules merge"
-            return replace(index, problems=(*index.problems, line))
+            return replace(index, problems=(*index.problems, Problem("unused-rule", line)))
         return _with_unused(index, source.rules)
 
 
@@ -153,15 +153,18 @@ def _deferring(reader: Reader, source: Source) -> Index:
 
 
 def _with_unused(index: Index, rules: Mapping[str, Any]) -> Index:
-    """With a line for every rule of the user that no tensor's name matches: it is a slip, and has no other sign."""
+    """With a problem for every rule of the user that no tensor's name matches: it is a slip, and has no other sign."""
     names = {*index.ruled, *(name for state in index.states.values() for name in state)} if rules else ()
-    lines = [
-        f"rules[{glob!r}] matches no tensor: it has no effect (it is compared with the full names, as the view lists "
-        "them; a tied tensor's is its owner's)"
+    unused = [
+        Problem(
+            "unused-rule",
+            f"rules[{glob!r}] matches no tensor: it has no effect (it is compared with the full names, as the view "
+            "lists them; a tied tensor's is its owner's)",
+        )
         for glob in rules
         if not any(map(matcher(glob), names))
     ]
-    return replace(index, problems=(*index.problems, *lines)) if lines else index
+    return replace(index, problems=(*index.problems, *unused)) if unused else index
 
 
 def _installed() -> tuple[Reader, ...]:
@@ -227,18 +230,14 @@ def unknown(source: Source) -> str:
         inside = checkpoints_in(source)
         folders = [name for name in inside if source.entries[name].is_dir]
         if folders == inside and inside:
-            return f"{source.where} is no checkpoint itself. Open one of those in it: {_listed(inside)}"
+            return f"{source.where} is no checkpoint itself. Open one of those in it: {some(inside, _LISTED)}"
         if inside:
             return (
                 f"{source.where} has several checkpoints, and nothing says that they belong together: "
-                f"{_listed(inside)}. Open one with tag={inside[0]!r}, or by its own path as the file."
+                f"{some(inside, _LISTED)}. Open one with tag={inside[0]!r}, or by its own path as the file."
             )
-        found = f"it has {_listed(sorted(source.entries, key=natural))}"
+        names = sorted(source.entries, key=natural)
+        found = f"it has {some(names, _LISTED)}"
     else:
         found = "it is an empty folder"
     return f"{source.where} is no checkpoint that lazyckpt knows: {found}. `lazyckpt formats` lists what it reads."
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(name[:60] for name in names[:_LISTED])
-    return f"{shown} and {len(names) - _LISTED:,} more" if len(names) > _LISTED else shown

@@ -18,7 +18,7 @@ def _read(source: Source) -> Index:
         stored=specs,
         aliases=file.aliases,
         meta=dict(file.metadata),
-        problems=tuple(f"{source.path}: {note}" for note in file.notes),
+        problems=tuple(note.prefixed(source.path) for note in file.notes),
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..core.index import FileInfo, Fragment, Hole, Index, Mesh, Rank, TensorSpec
 from ..core.names import natural
-from ..errors import LazyckptError, some
+from ..errors import LazyckptError, Problem, cannot_read, only_one, some
 from ..io.limits import check_ranks
 from ..io.storage.base import Store
 from ..layouts.flat_rules import is_flat_rule
@@ -26,7 +26,7 @@ from ..layouts.merge import Source as RuleSource
 from .huggingface import load_json, read_shard
 from .reader import Reader, Source
 from .shared.members import together
-from .shared.paths import told_together
+from .shared.paths import grouped
 from .torch_save import member
 
 _LLAMA = re.compile(r"consolidated\.(\d{1,18})\.pth")
@@ -43,7 +43,7 @@ def _read_llama(source: Source) -> Index:
         try:
             params = load_json(store, PARAMS)
         except LazyckptError as e:
-            problems.append(f"{PARAMS} cannot be read: {e}")
+            problems.append(cannot_read(PARAMS, e))
     paths = [ranks.get(n, f"consolidated.{n:02}.pth") for n in range(max(ranks) + 1)]
     rules = (user_rules(source.rules), llama_rules(params))
     index = _merged("llama", store, paths, rules)
@@ -60,7 +60,7 @@ def _read_files(source: Source) -> Index:
     others = [name for group in groups if group is not paths for name in group]
     if others:
         line = f"{len(others):,} files are of another kind and are not read: {some(others)}"
-        index = replace(index, problems=(*index.problems, line))
+        index = replace(index, problems=(*index.problems, Problem("ignored-file", line, only_one(others))))
     return index
 
 
@@ -83,7 +83,7 @@ def _merged(format: str, store: Store, paths: Sequence[str], sources: Sequence[R
     """The shards of the ranks, in this order, put together by the rules. Raises what reading raises if no file can be
     read."""
     ranks: list[Index | None] = []
-    problems: list[str] = []
+    problems: list[Problem] = []
     errors: list[LazyckptError] = []
     for path in paths:
         try:
@@ -91,7 +91,7 @@ def _merged(format: str, store: Store, paths: Sequence[str], sources: Sequence[R
         except LazyckptError as e:
             errors.append(e)
             ranks.append(None)
-            problems.append(f"{path} cannot be read, nor the shards of its rank: {e}")
+            problems.append(cannot_read(path, e, ", nor the shards of its rank"))
     there = [index for index in ranks if index is not None]
     if not there:
         raise errors[0]
@@ -116,7 +116,7 @@ def _merged(format: str, store: Store, paths: Sequence[str], sources: Sequence[R
         aliases=there[0].aliases,
         meta=there[0].meta,
         mesh=Mesh(tp=len(paths)),
-        problems=tuple(dict.fromkeys([*problems, *told_together(unmerged, "cannot be put together")])),
+        problems=tuple(dict.fromkeys([*problems, *grouped("unmerged-tensor", unmerged, "cannot be put together")])),
     )
 
 
@@ -140,7 +140,7 @@ def _tensor(
     paths: Sequence[str],
     shards: Sequence[TensorSpec | Index | None],
     sources: Sequence[RuleSource],
-    problems: list[str],
+    problems: list[Problem],
     unmerged: dict[str, str],
 ) -> TensorSpec:
     """One tensor from its shards: None where the rank's file is lost, the file's index where it has no such tensor.
@@ -148,11 +148,13 @@ def _tensor(
     held = [s for s in shards if isinstance(s, TensorSpec)]
     first = held[0]
     if any(isinstance(s, Index) for s in shards):
-        problems.append(f"{name!r} is on {len(held)} of {len(shards)} ranks only: the first of them is read")
+        line = f"{name!r} is on {len(held)} of {len(shards)} ranks only: the first of them is read"
+        problems.append(Problem("mismatched-shards", line, name))
         return first
     if first.shape == () or len({s.dtype for s in held}) > 1:
         if first.shape:
-            problems.append(f"{name!r} has different dtypes on the ranks: the first is read")
+            line = f"{name!r} has different dtypes on the ranks: the first is read"
+            problems.append(Problem("mismatched-shards", line, name))
         return first
     fragments: list[Sequence[Fragment]] = []
     for rank, (path, shard) in enumerate(zip(paths, shards, strict=True)):

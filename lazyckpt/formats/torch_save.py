@@ -9,6 +9,7 @@ from typing import Any
 
 from ..core.box import hull
 from ..core.index import Index, TensorSpec, whole
+from ..errors import Problem
 from ..io.containers.pickle.audit import dangers
 from ..io.containers.pickle.plain import Path, Plain, TensorRef
 from ..io.containers.pickle.rebuild import StoredTensor
@@ -57,13 +58,10 @@ def crc_of(records: Mapping[str, Record], tensor: StoredTensor) -> int | None:
     return record.crc
 
 
-def warnings(path: str, file: TorchFile, plain: Plain) -> list[str]:
+def warnings(path: str, file: TorchFile, plain: Plain) -> list[Problem]:
     """What a user should know of a file: harm that its pickle names, tensors that are not what they seem."""
-    lines = [
-        f"{path}: its pickle names {name}, which no checkpoint needs: nothing was run, but do not torch.load this file"
-        for name in dangers(file.globals)
-    ]
-    return lines + [f"{path}: {note}" for note in plain.notes] + bloat(path, file, used_bytes(plain))
+    notes = [*dangers(file.globals), *plain.notes]
+    return [*(note.prefixed(path, path) for note in notes), *bloat(path, file, used_bytes(plain))]
 
 
 def used_bytes(plain: Plain) -> dict[str, int]:
@@ -76,16 +74,17 @@ def used_bytes(plain: Plain) -> dict[str, int]:
     return used
 
 
-def bloat(path: str, file: TorchFile, used: Mapping[str, int]) -> list[str]:
-    """A line if much of a file is used by no tensor in it: torch.save writes whole storages, also for a small view."""
+def bloat(path: str, file: TorchFile, used: Mapping[str, int]) -> list[Problem]:
+    """A problem if no tensor uses much of a file: torch.save writes whole storages, also for a small view."""
     held = sum(record.nbytes for record in file.records.values())
     needed = sum(min(used.get(key, 0), record.nbytes) for key, record in file.records.items())
     if held - needed < max(_BLOAT, held // 10):
         return []
-    return [
+    line = (
         f"{path}: its storages hold {held:,} bytes, its tensors use {needed:,} of them: it was saved from views of "
         "larger tensors (clone them before torch.save)"
-    ]
+    )
+    return [Problem("oversized-file", line, path)]
 
 
 def stored_tensors(store: Store, path: str, prefix: str, pickles: Pickles | None = None) -> dict[str, TensorSpec]:
@@ -121,12 +120,13 @@ def member(store: Store, path: str, prefix: str = "") -> Member:
     )
 
 
-def shards(store: Store, path: str, plain: Plain) -> list[str]:
-    """A line if a file holds one rank's pieces of tensors (formats/ranks)."""
+def shards(store: Store, path: str, plain: Plain) -> list[Problem]:
+    """A problem if a file holds one rank's pieces of tensors (formats/ranks)."""
     kinds = [kind.rpartition(".") for kind in plain.subclasses]
     if not any(m.startswith("torch.distributed.") and name in ("DTensor", "ShardedTensor") for m, _, name in kinds):
         return []
-    return [f"{path}: it holds one rank's shards of tensors: open its folder, {store.root}, for the whole ones"]
+    line = f"{path}: it holds one rank's shards of tensors: open its folder, {store.root}, for the whole ones"
+    return [Problem("part-of-checkpoint", line, path)]
 
 
 def _read(source: Source) -> Index:

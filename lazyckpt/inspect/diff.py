@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, overload
 import torch
 
 from ..core.dtypes import BITS, converts, short_name
-from ..errors import DataError, LazyckptError, printable
+from ..errors import DataError, LazyckptError, and_more, printable
 from ..jobs.executor import OVERHEAD, Task, runner
 from ..jobs.progress import Bar
 from ..lazy import LazyArray, named
@@ -50,7 +50,7 @@ class Difference:
     state: str | None = None
 
     def __str__(self) -> str:
-        return printable(f"{self.label}: {_told(self)}")
+        return printable(f"{self.label}: {verdict(self)}")
 
     @property
     def label(self) -> str:
@@ -100,11 +100,12 @@ class Diff:
         lines = [f"{len(self.rows) - len(found):,} of {len(self.rows):,} tensors are equal"]
         lines += map(str, found[:_LINES])
         if len(found) > _LINES:
-            lines.append(f"... and {len(found) - _LINES:,} more")
+            lines.append(and_more(len(found) - _LINES))
         return "\n".join(lines)
 
 
-def _told(row: Difference) -> str:
+def verdict(row: Difference) -> str:
+    """What differs, as a text without the name."""
     if row.status == "equal":
         return "equal"
     if row.status in ("only in a", "only in b"):

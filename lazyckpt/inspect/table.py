@@ -12,7 +12,7 @@ import torch
 
 from ..core.dtypes import short_name
 from ..core.names import shortened
-from ..errors import TensorNotFoundError
+from ..errors import TensorNotFoundError, and_more
 from ..lazy import LazyArray
 from .moments import Moments, merged
 
@@ -225,7 +225,7 @@ class Table(Sequence[Stats]):
         shown = [_cells(one, drawn) for one in self._rows]
         if limit is not None and len(shown) > limit:
             half = limit // 2
-            shown[half:-half] = [(f"... {len(shown) - 2 * half:,} more", "", "", "")]
+            shown[half:-half] = [(and_more(len(shown) - 2 * half), "", "", "")]
         table = [(*_HEAD, "histogram") if drawn else _HEAD, *shown]
         if len(self) > 1:
             table.append(_cells(self.total, drawn))

@@ -19,7 +19,7 @@ from xarray.backends import BackendArray
 from xarray.core import indexing
 
 from ..core.index import Mesh
-from ..errors import DataError
+from ..errors import DataError, Problem
 from ..formats.zarr.documents import dimension_names, groups_of, paths
 from ..lazy import LazyArray
 from .dask import Readable, chunks_of, import_dask, to_dask
@@ -42,7 +42,7 @@ class View(Protocol):
     @property
     def states(self) -> Mapping[str, Any]: ...
     @property
-    def problems(self) -> tuple[str, ...]: ...
+    def problems(self) -> tuple[Problem, ...]: ...
 
 
 # -- a tensor

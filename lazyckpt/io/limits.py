@@ -33,6 +33,10 @@ def short_number(n: int) -> str:
     return f"{n:,}" if n < 10**18 else "more than 10**18"
 
 
+class ExcessError(CorruptError):
+    """A file describes more than its size can be worth; the message names the file."""
+
+
 class Budget:
     """What is left of the cost that parsing one file may cause.
 
@@ -95,8 +99,8 @@ class Budget:
         if time.monotonic() > self._deadline:
             raise self._refused("seconds")
 
-    def _refused(self, what: str) -> CorruptError:
-        return CorruptError(
+    def _refused(self, what: str) -> ExcessError:
+        return ExcessError(
             f"{self.where}: its {self.size:,} bytes describe more {what} than any honest file of that size: "
             "it is damaged or hostile. Copy it again from its source, or do not trust it."
         )

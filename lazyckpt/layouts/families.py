@@ -59,4 +59,4 @@ def family_rules(gated: bool | None = None) -> Source:
                 return rule, f"the family's name pattern {pattern.pattern!r}"
         return None
 
-    return Source(find)
+    return Source(find, "names")

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..core.box import Box, Shape
 from ..core.index import Part
-from .merge import Merge, Rule, concatenated, replicated
+from .merge import How, Merge, Rule, concatenated, replicated
 from .merge import Source as RuleSource
 
 _COLUMN = re.compile(r"(^|.*\.)(w1|w3|wq|wk|wv|output)\.(weight|bias)")
@@ -25,7 +25,7 @@ PARAMS = "params.json"
 
 def llama_rules(params: Mapping[str, Any]) -> RuleSource:
     """The rules of Meta's names. ``params``: what params.json has."""
-    return RuleSource(lambda name: _llama_rule(name, params))
+    return RuleSource(lambda name: _llama_rule(name, params), "names")
 
 
 def _llama_rule(name: str, params: Mapping[str, Any]) -> tuple[Rule, str] | None:
@@ -67,6 +67,6 @@ def _shared(rows: int) -> Rule:
         for n, shape in enumerate(shapes):
             parts.append((Part(Box.of(shape), (at, *(0,) * (len(shape) - 1))),))
             at += shape[0] if n % times == times - 1 else 0
-        return Merge((rows, *shapes[0][1:]), tuple(parts), rule=f"along dimension 0, each shard on {times} ranks")
+        return Merge((rows, *shapes[0][1:]), tuple(parts), how=How("overlapping", len(shapes), copies=times))
 
     return rule

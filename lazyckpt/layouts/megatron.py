@@ -242,7 +242,7 @@ def megatron_rules(args: Any, user: Mapping[str, Any], attributes: Attributes) -
     return (
         user_rules(user),
         Source(lambda name: _by_arguments(name, args, gated, attributes.get(name))),
-        Source(lambda name: _by_name(family.find(name), attributes.get(name))),
+        Source(lambda name: _by_name(family.find(name), attributes.get(name)), "names"),
         Source(lambda name: _by_attributes(name, args, attributes.get(name))),
     )
 

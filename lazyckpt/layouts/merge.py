@@ -24,14 +24,61 @@ from .flat_rules import flat_rule, is_flat_rule
 Parts = tuple[Part, ...] | None
 
 
+By = Literal["user", "checkpoint", "names", "shapes"]
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """How the shards of ``ranks`` ranks form a tensor, and how that is known; `str` makes the sentence for people.
+
+    ``kind``: "concatenated" along ``dim``, where ``fused`` tensors are in one, or "pieces" placed one by one; of
+    "overlapping" shards ``copies`` neighbours hold the same. ``padding``: logical rows, and rows of padding behind
+    them. ``by``: what says so, the user's rules, the checkpoint, the family's names or the shapes; ``evidence``: where.
+    """
+
+    kind: Literal["replicated", "averaged", "concatenated", "pieces", "overlapping"]
+    ranks: int
+    dim: int = 0
+    fused: int = 1
+    copies: int = 1
+    padding: tuple[int, int] | None = None
+    by: By | None = None
+    evidence: str = ""
+
+    def __str__(self) -> str:
+        fused = f" in {self.fused} parts" if self.fused > 1 else ""
+        text = {
+            "replicated": f"replicated on {self.ranks} ranks, the first is read",
+            "averaged": f"averaged over {self.ranks} ranks",
+            "concatenated": f"concatenated{fused} along dimension {self.dim} over {self.ranks} ranks",
+            "pieces": f"placed piece by piece over {self.ranks} ranks",
+            "overlapping": f"along dimension {self.dim}, each shard on {self.copies} ranks",
+        }[self.kind]
+        if self.padding is not None:
+            text += f"; the first {self.padding[0]:,} rows, {self.padding[1]:,} are padding"
+        if self.by == "shapes":
+            return f"{text}; inferred: the shards differ along that dimension only"
+        return f"{text}; known from {self.evidence}" if self.evidence else text
+
+
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """``parts``: how each rank's shard maps into a tensor of ``shape``; None for a shard that is the whole."""
+    """``parts``: how each rank's shard maps into a tensor of ``shape``; None for a shard that is the whole. ``how``:
+    None where there was nothing to decide."""
 
     shape: Shape
     parts: tuple[Parts, ...]
     combine: Literal["first", "mean"] = "first"
-    rule: str = ""
+    how: How | None = None
+
+    @property
+    def rule(self) -> str:
+        """`how`, as a sentence."""
+        return "" if self.how is None else str(self.how)
+
+    def known(self, by: By, evidence: str = "") -> Merge:
+        """The same merge, with how it is known."""
+        return self if self.how is None else replace(self, how=replace(self.how, by=by, evidence=evidence))
 
 
 # A rule: from the shards' shapes, in rank order, to a Merge. It raises ValueError where it cannot fit them.
@@ -44,13 +91,13 @@ Rule = Callable[[Sequence[Shape]], Merge]
 def replicated(shapes: Sequence[Shape]) -> Merge:
     """Every rank holds the whole; the lowest rank's is read."""
     _all_equal(shapes)
-    return Merge(shapes[0], (None,) * len(shapes), rule=f"replicated on {len(shapes)} ranks, the first is read")
+    return Merge(shapes[0], (None,) * len(shapes), how=How("replicated", len(shapes)))
 
 
 def averaged(shapes: Sequence[Shape]) -> Merge:
     """Every rank holds a whole that may have drifted; the mean is read (in float32)."""
     _all_equal(shapes)
-    return Merge(shapes[0], (None,) * len(shapes), "mean", f"averaged over {len(shapes)} ranks")
+    return Merge(shapes[0], (None,) * len(shapes), "mean", How("averaged", len(shapes)))
 
 
 def concatenated(dim: int) -> Rule:
@@ -98,8 +145,8 @@ def rows(rule: Rule, count: int) -> Rule:
             raise ValueError(f"{count:,} rows are wanted, the shards have {merged.shape[0]:,} together")
         if count == merged.shape[0]:
             return merged
-        note = f"{merged.rule}; the first {count:,} rows, {merged.shape[0] - count:,} are padding"
-        return replace(merged, shape=(count, *merged.shape[1:]), rule=note)
+        how = None if merged.how is None else replace(merged.how, padding=(count, merged.shape[0] - count))
+        return replace(merged, shape=(count, *merged.shape[1:]), how=how)
 
     return cut
 
@@ -117,7 +164,7 @@ def pieces(logical: Shape, ranks: Mapping[int, Sequence[tuple[Shape, int, Shape,
         covered = sum(p.local.numel for ps in parts for p in ps)
         if covered < prod(logical):
             raise ValueError(f"the pieces cover {covered:,} of {prod(logical):,} elements")
-        return Merge(logical, tuple(parts), rule=f"placed piece by piece over {len(shapes)} ranks")
+        return Merge(logical, tuple(parts), how=How("pieces", len(shapes)))
 
     return rule
 
@@ -154,10 +201,7 @@ def _interleaved(shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[in
             local[r] += width
             at += width
     shape = (*first[:dim], at, *first[dim + 1 :])
-    fused = f" in {len(widths)} parts" if len(widths) > 1 else ""
-    return Merge(
-        shape, tuple(map(tuple, parts)), rule=f"concatenated{fused} along dimension {dim} over {len(shapes)} ranks"
-    )
+    return Merge(shape, tuple(map(tuple, parts)), how=How("concatenated", len(shapes), dim, fused=len(widths)))
 
 
 def _blocks(
@@ -216,9 +260,11 @@ def _unravel(offset: int, shape: Shape) -> Shape:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A place that may know the rule of a tensor. ``find`` gives (the rule, the evidence for it) or None."""
+    """A place that may know the rule of a tensor. ``find`` gives (the rule, the evidence for it) or None; ``by``: what
+    kind of place it is."""
 
     find: Callable[[str], tuple[Rule, str] | None]
+    by: By = "checkpoint"
 
 
 def decide(name: str, shapes: Sequence[Shape], sources: Sequence[Source]) -> Merge:
@@ -230,8 +276,7 @@ def decide(name: str, shapes: Sequence[Shape], sources: Sequence[Source]) -> Mer
         found = source.find(name)
         if found is not None:
             rule, evidence = found
-            merged = rule(shapes)
-            return replace(merged, rule=f"{merged.rule}; known from {evidence}")
+            return rule(shapes).known(source.by, evidence)
     by_shape = _by_shape(shapes)
     if by_shape is not None:
         return by_shape
@@ -244,14 +289,15 @@ def decide(name: str, shapes: Sequence[Shape], sources: Sequence[Source]) -> Mer
 
 def _alone(name: str, shapes: Sequence[Shape], sources: Sequence[Source]) -> Merge:
     """One shard is the whole tensor, but for the padding of a vocabulary."""
-    found = next((f for f in (source.find(name) for source in sources) if f is not None), None)
-    try:
-        merged = found[0](shapes) if found is not None else None
-    except ValueError:
-        merged = None  # how shards are cut need not fit what is not cut
-    if found is None or merged is None or merged.shape == shapes[0]:
+    found = next(((f, source.by) for source in sources if (f := source.find(name)) is not None), None)
+    if found is None:
         return Merge(shapes[0], (None,))
-    return replace(merged, rule=f"{merged.rule}; known from {found[1]}")
+    (rule, evidence), by = found
+    try:
+        merged = rule(shapes)
+    except ValueError:  # how shards are cut need not fit what is not cut
+        return Merge(shapes[0], (None,))
+    return Merge(shapes[0], (None,)) if merged.shape == shapes[0] else merged.known(by, evidence)
 
 
 def _by_shape(shapes: Sequence[Shape]) -> Merge | None:
@@ -260,8 +306,7 @@ def _by_shape(shapes: Sequence[Shape]) -> Merge | None:
     differ = [d for d, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1]
     if len(differ) != 1:
         return None
-    merged = concatenated(differ[0])(shapes)
-    return replace(merged, rule=f"{merged.rule}; inferred: the shards differ along that dimension only")
+    return concatenated(differ[0])(shapes).known("shapes")
 
 
 def user_rules(rules: Mapping[str, Any]) -> Source:
@@ -282,7 +327,7 @@ def user_rules(rules: Mapping[str, Any]) -> Source:
     def find(name: str) -> tuple[Rule, str] | None:
         return next(((rule, f"rules[{glob!r}]") for glob, match, rule in table if match(name)), None)
 
-    return Source(find)
+    return Source(find, "user")
 
 
 _WORDS: dict[str, Rule] = {

@@ -22,7 +22,7 @@ from ..core.compose import Piece, compose, whole_of
 from ..core.flat import interval, joined
 from ..core.index import Chunk, Fragment, Index, Layout, Mesh, Part, Placed, Rank, TensorSpec, renamed
 from ..core.names import matcher
-from ..errors import FormatError, MeshError, some
+from ..errors import FormatError, MeshError, Problem, only_one, some
 from .cut import Cut, cut, everything, regrouped
 from .merge import Rule
 from .ranks import RankLike, rank_of, within, world_size
@@ -120,23 +120,24 @@ class _Sharding:
                         states[state][local], placed[state][local] = self._spec(local, spec, one)
         if self.unknown:
             raise FormatError(self._untold())
-        lines = list(self.source.problems)
+        problems = list(self.source.problems)
         if self.stages.every:
-            lines.append(f"nothing tells which pipeline stage has {some(list(self.stages.every))}: on all of them")
+            names = list(self.stages.every)
+            line = f"nothing says which pipeline stage has {some(names)}: on all of them"
+            problems.append(Problem("assumed-stage", line, only_one(names)))
         return replace(
             self.source,
             states=states,
             aliases={alias: owner for alias, owner in aliases.items() if any(owner in s for s in states.values())},
             mesh=self.mesh,
-            problems=tuple(lines),
+            problems=tuple(problems),
             layout=Layout(self.mesh, self.rank, self.source, self.plan.rules, placed),
         )
 
     def _untold(self) -> str:
-        listed = ", ".join(f"{name!r} of shape {shape}" for name, shape in list(self.unknown.items())[:3])
-        more = f" and {len(self.unknown) - 3:,} more" if len(self.unknown) > 3 else ""
+        listed = some(f"{name!r} of shape {shape}" for name, shape in self.unknown.items())
         return (
-            f"tp={self.mesh.tp}: nothing tells how {listed}{more} {'is' if len(self.unknown) == 1 else 'are'} cut over "
+            f"tp={self.mesh.tp}: nothing tells how {listed} {'is' if len(self.unknown) == 1 else 'are'} cut over "
             "tensor-parallel ranks (replicated? along which dimension?). Say it with rules={'pattern': 'row' | "
             "'column' | 'replicated' | ...}, or select the other tensors first"
         )
@@ -310,7 +311,7 @@ def unsharded(shards: Sequence[Index]) -> Index:
     every = [rank_of(first.mesh, n) for n in range(world_size(first.mesh))]
     missing = [tuple(rank) for rank in every if rank not in by_rank]
     if missing:
-        raise MeshError(f"{len(missing)} of {len(every)} ranks are missing: {some(list(map(str, missing)))}")
+        raise MeshError(f"{len(missing)} of {len(every)} ranks are missing: {some(missing)}")
     states: dict[str, dict[str, TensorSpec]] = {}
     for state, specs in source.states.items():
         if state not in first.placed:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import DataError, DestinationError, FormatError, MissingFileError
+from ..errors import DataError, DestinationError, FormatError, MissingFileError, sentences
 from ..formats.huggingface import ties_of
 from ..jobs.places import PIECE
 from ..tensor import LazyTensor
@@ -116,10 +116,10 @@ def _from_megatron(src: str | os.PathLike[str], view: CheckpointView, config: di
     if padded:
         view = CheckpointView(src, rules={name: {"cat": 0, "rows": rows} for name in padded})
     renamed = view.rename("hf")
-    odd = [line for line in renamed.problems if line not in view.problems]
+    odd = [problem for problem in renamed.problems if problem.code in ("not-renamed", "unlike-values")]
     if odd:
         raise FormatError(
-            f"{os.fspath(src)} does not go under Hugging Face's names as a whole: {'; '.join(odd[:3])}. "
+            f"{os.fspath(src)} does not go under Hugging Face's names as a whole: {sentences(odd)}. "
             "lazyckpt.open(src).rename({...}) takes a table of your own, and to_safetensors writes it"
         )
     return renamed

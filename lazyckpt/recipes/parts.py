@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..core.names import natural
-from ..errors import DataError, DestinationError, FormatError, MissingFileError, TensorNotFoundError
+from ..errors import DataError, DestinationError, FormatError, MissingFileError, TensorNotFoundError, some
 from ..formats.huggingface import load_json
 from ..io.storage.local import split
 from ..jobs.destination import appearing
@@ -130,7 +130,7 @@ def one_layer(src: str | os.PathLike[str], layer: int) -> CheckpointView:
             f"{view.root} has several layers {layer}: {', '.join(found)}. lazyckpt.open(src)[...] takes one of these"
             if found
             else f"{view.root} has no layer {layer}; "
-            + (f"there are {len(lists)}, under {', '.join(numbers[:4])}" if lists else "no name has a list of layers")
+            + (f"there are {len(lists)}, under {some(numbers, 4)}" if lists else "no name has a list of layers")
         )
     part: CheckpointView = view[found[0]]
     return part

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import DataError, DestinationError, FormatError, TensorNotFoundError
+from ..errors import DataError, DestinationError, FormatError, TensorNotFoundError, some
 from ..export.torch import TORCH
 from ..runs.view import RunView, StepTensor
 from ..view import CheckpointView
@@ -50,7 +50,7 @@ def fsdp_ranks_to_file(
         )
     flat = [name for name in view if name.rpartition(".")[2].startswith("_flat_param")]
     if flat:
-        why = next((line for line in view.problems if "flat" in line), "rules= tells it")
+        why = next((p for p in view.problems if p.code == "flat-parameter"), "rules= takes its shapes")
         raise FormatError(f"{os.fspath(src)}: what {flat[0]!r} is made of is not known: {why}")
     path = Path(dst)
     if path.suffix not in (".safetensors", *TORCH.endings):
@@ -102,7 +102,7 @@ def moments_over_time(run: str | os.PathLike[str], name: str) -> xr.Dataset:
         raise missing
     first = next(iter(found.values()))
     if not isinstance(first, StepTensor):
-        raise DataError(f"{name!r} is a prefix, not one parameter: {', '.join(list(first)[:4])}, ...")
+        raise DataError(f"{name!r} is a prefix, not one parameter: {some(first, 4)}")
     data: dict[str, xr.Variable] = {}
     coordinates: dict[str, Any] = {}
     for state, tensor in found.items():

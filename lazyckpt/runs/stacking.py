@@ -11,6 +11,7 @@ import torch
 from ..core.compose import Layer, readable, stack
 from ..core.dtypes import short_name
 from ..core.index import Index, TensorSpec
+from ..errors import Problem, only_one, some
 from ..view import CheckpointView
 
 _SHOWN = 5  # names, or steps, in a line
@@ -50,7 +51,7 @@ class Stacks(Mapping[str, TensorSpec]):
         return name in self.layers
 
 
-def stacked(checkpoints: Sequence[Checkpoint], problems: Sequence[str]) -> Index:
+def stacked(checkpoints: Sequence[Checkpoint], problems: Sequence[Problem]) -> Index:
     """The index of a run, whose checkpoints (one at least) come in the order of their steps.
 
     The first state is what each checkpoint's view reads by default, under the name "weights" if one of them has that.
@@ -59,10 +60,11 @@ def stacked(checkpoints: Sequence[Checkpoint], problems: Sequence[str]) -> Index
     names = list(dict.fromkeys(state for c in reversed(checkpoints) for state in c.view.states))
     defaults = {c.step: next(iter(c.view.states), "") for c in checkpoints}
     first = "weights" if "weights" in names else next(iter(newest.states), "weights")
-    lines = [*problems]
+    found = [*problems]
     for state in dict.fromkeys(d for d in defaults.values() if d and d != first):
         steps = [step for step, default in defaults.items() if default == state]
-        lines.append(f"{at(steps)}: there is no state {first!r}: {state!r} is read there")
+        line = f"{at(steps)}: there is no state {first!r}: {state!r} is read there"
+        found.append(Problem("changed-tensor", line))
     aliases: dict[str, str] = {}
     states: dict[str, Stacks] = {}
     known: set[tuple[str, str]] = set()  # what was told of a name in one state need not be told of it in another
@@ -70,7 +72,7 @@ def stacked(checkpoints: Sequence[Checkpoint], problems: Sequence[str]) -> Index
         views = {c.step: _state(c.view, state, default=state == first) for c in checkpoints}
         states[state], tied, told = _stacks([(c, v) for c in checkpoints if (v := views[c.step]) is not None], known)
         aliases |= {alias: owner for alias, owner in tied.items() if alias not in aliases}
-        lines += [line if state == first else f"state {state!r}: {line}" for line in told]
+        found += told if state == first else [problem.prefixed(f"state {state!r}") for problem in told]
     return Index(
         format="run",
         states=states,
@@ -79,7 +81,7 @@ def stacked(checkpoints: Sequence[Checkpoint], problems: Sequence[str]) -> Index
         aliases={alias: owner for alias, owner in aliases.items() if not any(alias in s for s in states.values())},
         meta={str(c.step): c.view.meta for c in checkpoints},
         mesh=newest.mesh,
-        problems=tuple(lines),
+        problems=tuple(found),
     )
 
 
@@ -99,8 +101,8 @@ class _Held:
 
 def _stacks(
     views: Sequence[tuple[Checkpoint, CheckpointView]], known: set[tuple[str, str]]
-) -> tuple[Stacks, dict[str, str], list[str]]:
-    """-> (the tensors of a state, its tied names, lines about what differs between the steps)."""
+) -> tuple[Stacks, dict[str, str], list[Problem]]:
+    """-> (the tensors of a state, its tied names, the problems of what differs between the steps)."""
     held: dict[str, _Held] = {}
     for c, view in reversed(views):  # names stand in the order of the newest
         for name in view:
@@ -134,8 +136,8 @@ def _stacks(
             if (name, line) not in known:
                 known.add((name, line))
                 notes.setdefault(line, []).append(name)
-    lines = [f"{listed(names)}: {line}" for line, names in notes.items()]
-    return Stacks(layers, dtypes), {a: o for a, o in tied.items() if o in layers}, lines
+    problems = [Problem("changed-tensor", f"{some(names)}: {line}", only_one(names)) for line, names in notes.items()]
+    return Stacks(layers, dtypes), {a: o for a, o in tied.items() if o in layers}, problems
 
 
 def _alike(layers: Sequence[Layer]) -> tuple[list[Layer], list[str]]:
@@ -191,19 +193,7 @@ def _common(a: torch.dtype, b: torch.dtype) -> torch.dtype | None:
 
 def at(steps: Sequence[int]) -> str:
     """
-    >>> at([1, 2]), at([7])
-    ('at steps 1, 2', 'at step 7')
+    >>> at([1, 2]), at([7]), at(range(100, 900, 100))
+    ('at steps 1, 2', 'at step 7', 'at steps 100, 200, 300, 400, 500 and 3 more')
     """
-    return f"at step{'s' * (len(steps) != 1)} {listed(steps)}"
-
-
-def listed(items: Sequence[object]) -> str:
-    """The first of them and the last, and how many there are between.
-
-    >>> listed(range(100, 900, 100))
-    '100, 200, 300, 400, ... (3 more), 800'
-    """
-    if len(items) <= _SHOWN + 1:
-        return ", ".join(map(str, items))
-    between = len(items) - _SHOWN
-    return ", ".join(map(str, items[: _SHOWN - 1])) + f", ... ({between} more), {items[-1]}"
+    return f"at step{'s' * (len(steps) != 1)} {some(steps, _SHOWN)}"

@@ -21,7 +21,17 @@ from ..core.compose import StackedFragments
 from ..core.index import Index, TensorSpec
 from ..core.names import natural
 from ..core.units import plural
-from ..errors import DataError, FormatError, LazyckptError, MissingFileError, TensorNotFoundError
+from ..errors import (
+    DataError,
+    FormatError,
+    LazyckptError,
+    MissingFileError,
+    Problem,
+    TensorNotFoundError,
+    only_one,
+    sentences,
+    some,
+)
 from ..formats.catalog import OPENERS, Found, find, told_step, unfinished
 from ..io.storage.base import Store, closed_error
 from ..io.storage.fsspec import is_url, split_url
@@ -29,7 +39,7 @@ from ..io.storage.local import split
 from ..show.html import view_html
 from ..tensor import LazyTensor
 from ..view import CheckpointView
-from .stacking import Checkpoint, Stacks, at, listed, stacked
+from .stacking import Checkpoint, Stacks, at, stacked
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -216,7 +226,7 @@ class RunView(CheckpointView):
     @property
     def _head(self) -> str:
         steps = self.steps
-        return f"run of {plural(len(steps), 'step')}" + (f": {listed(steps)}" if steps else "")
+        return f"run of {plural(len(steps), 'step')}" + (f": {some(steps, 5)}" if steps else "")
 
     def __repr__(self) -> str:
         return f"{self._head}\n{super().__repr__()}"
@@ -268,7 +278,7 @@ class Line:
         """The view of a step: of its first checkpoint that can be opened."""
         found = self.table.get(step)
         if found is None:
-            raise MissingFileError(f"{self.store.root} has no step {step}; there are: {listed(tuple(self.table))}")
+            raise MissingFileError(f"{self.store.root} has no step {step}; there are: {some(self.table, 5)}")
         for one in found[:-1]:
             with suppress(LazyckptError):
                 return self.open(one)
@@ -288,12 +298,12 @@ class Line:
         return self._ordered[0]
 
     @cached_property
-    def _ordered(self) -> tuple[dict[int, list[Found]], list[str]]:
-        """-> (the table, lines about what is not in it)."""
+    def _ordered(self) -> tuple[dict[int, list[Found]], list[Problem]]:
+        """-> (the table, the problems of what is not in it)."""
         self._open_all([f for f in self.found if not f.sure and not f.side and (f.name or ".") not in self.told])
         table: dict[int, list[Found]] = {}
-        lines = [
-            f"steps[{name!r}]: there is no such checkpoint: it has no effect"
+        problems = [
+            Problem("unused-rule", f"steps[{name!r}]: there is no such checkpoint: it has no effect", name)
             for name in self.told
             if name not in {f.name or "." for f in self.found}
         ]
@@ -308,48 +318,53 @@ class Line:
                 except LazyckptError as e:
                     why = f"it cannot be read: {e}"
             if step is None:
-                lines.append(f"{name} is left out: {why} (open_run(..., steps={{{name!r}: ...}}) gives it one)")
+                line = f"{name} is left out: {why} (open_run(..., steps={{{name!r}: ...}}) gives it one)"
+                problems.append(Problem("skipped-checkpoint", line, name))
             elif not found.side:  # states of optimizers in files of their own are no checkpoint of the model
                 table.setdefault(step, []).append(found)
-        return dict(sorted(table.items())), lines
+        return dict(sorted(table.items())), problems
 
     @cached_property
-    def opened(self) -> tuple[list[Checkpoint], tuple[str, ...]]:
-        """-> (the checkpoint of every step that has one to be read, lines about all that is odd)."""
-        table, lines = self.table, list(self._ordered[1])
+    def opened(self) -> tuple[list[Checkpoint], tuple[Problem, ...]]:
+        """-> (the checkpoint of every step that has one to be read, all problems)."""
+        table, problems = self.table, list(self._ordered[1])
         self._open_all([found[0] for found in table.values()])
         late = unfinished(self.store, self.found)
         checkpoints: list[Checkpoint] = []
-        notes: dict[str, list[int]] = {}
+        notes: dict[Problem, list[int]] = {}
         for step, found in table.items():
             for n, one in enumerate(found):
                 try:
                     view = self.open(one)
                 except LazyckptError as e:
-                    lines.append(f"step {step}: {one.name} cannot be read: {e}")
+                    line = f"step {step}: {one.name} cannot be read: {e}"
+                    problems.append(Problem("skipped-checkpoint", line, one.name))
                     continue
                 name = one.name or "."
                 checkpoints.append(Checkpoint(step, name, view.root[len(self.store.root) :].lstrip("/"), view))
-                others = ", ".join(other.name or "." for other in found[n + 1 :])
+                others = [other.name or "." for other in found[n + 1 :]]
                 if others:
-                    lines.append(f"step {step}: {name} is read; of the same step there is also {others}")
+                    line = f"step {step}: {name} is read; of the same step there is also {some(others)}"
+                    problems.append(Problem("other-checkpoint", line, only_one(others)))
                 if one.name in late:
-                    lines.append(f"step {step}: the save of {name} was not finished: {late[one.name]}")
+                    line = f"step {step}: the save of {name} was not finished: {late[one.name]}"
+                    problems.append(Problem("unfinished-save", line, name))
                 told = told_step(view.meta)
                 if told not in (None, step) and name not in self.told:
-                    lines.append(f"step {step}: {name} says of itself that it is of step {told}")
-                for line in view.problems:
-                    notes.setdefault(line, []).append(step)
+                    line = f"step {step}: {name} says of itself that it is of step {told}"
+                    problems.append(Problem("step-mismatch", line, name))
+                for problem in view.problems:
+                    notes.setdefault(problem, []).append(step)
                 break
-        lines += [f"{at(steps)}: {line}" for line, steps in notes.items()]
-        return checkpoints, tuple(lines)
+        problems += [problem.prefixed(at(steps)) for problem, steps in notes.items()]
+        return checkpoints, tuple(problems)
 
     @cached_property
     def index(self) -> Index:
-        checkpoints, lines = self.opened
+        checkpoints, problems = self.opened
         if not checkpoints:
-            raise FormatError(f"{self.store.root}: none of its checkpoints can be read. {' '.join(lines[:5])}")
-        return stacked(checkpoints, lines)
+            raise FormatError(f"{self.store.root}: none of its checkpoints can be read. {sentences(problems, 5)}")
+        return stacked(checkpoints, problems)
 
     @cached_property
     def pinned(self) -> Store:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ..core.box import Box
 from ..core.index import Fragment, Hole, Rank
 from ..core.plan import fragment_boxes, fragments_near
+from ..errors import some
 from ..lazy import LazyArray
 
 _MOST = 20_000  # blocks that a drawing looks at
@@ -185,4 +186,4 @@ def ranges(holders: Iterable[Holder], most: int = 6) -> str:
         else:
             runs.append((label if number is None else front, number, number))
     texts = [front if a is None else f"{front} {a}" if a == b else f"{front} {a}-{b}" for front, a, b in runs]
-    return ", ".join(texts[:most]) + (f" and {len(texts) - most:,} more" if len(texts) > most else "")
+    return some(texts, most)

@@ -13,7 +13,7 @@ from ..core.dtypes import short_name
 from ..core.index import TensorSpec
 from ..core.names import natural, shortened
 from ..core.units import human_bytes, human_count, plural
-from ..errors import printable
+from ..errors import and_more, printable
 from ..formats.catalog import told_step
 from ..lazy import LazyArray
 from ..namespace import Namespace
@@ -103,7 +103,7 @@ def rows(view: Namespace[Any], depth: int | None = None, limit: int | None = Non
             found = list(islice(_rows(root, levels, folded), limit))
             hidden = sum(1 for _ in _rows(root, 1, folded)) - limit if levels == 1 else 0
             if hidden > 0:
-                found.append(Row(False, (f"... {hidden:,} more", "", "", "")))
+                found.append(Row(False, (and_more(hidden), "", "", "")))
     widths = [max((len(r.cells[c]) for r in found), default=0) for c in range(3)]
     return [
         Row(leaf, (f"{a:<{widths[0]}}", f"{b:<{widths[1]}}", f"{c:>{widths[2]}}", d)) for leaf, (a, b, c, d) in found
@@ -168,7 +168,7 @@ def explain(view: Namespace[Any]) -> str:
         size = human_bytes(infos[path].size) if path in infos else "missing"
         lines.append(f"  {printable(path)}: {plural(count, 'fragment')}, file of {size}")
     if len(per_file) > 50:
-        lines.append(f"  ... and {len(per_file) - 50:,} more files")
+        lines.append(f"  {and_more(len(per_file) - 50, 'files')}")
     return "\n".join(lines)
 
 

@@ -113,13 +113,19 @@ class Sample:
     edges: tuple[float, ...]
 
     @property
-    def lines(self) -> tuple[str, str]:
-        """What was read, and what there is in it."""
+    def facts(self) -> tuple[str, ...]:
+        """What was read, and what there is in it, a text each."""
         part = "all of" if self.read == self.total else f"{self.read:,} of"
         told = f"histogram of {part} {plural(self.total, 'element')} ({human_bytes(self.nbytes)} read)"
         stats = f"min {self.low:.4g}, max {self.high:.4g}, mean {self.mean:.4g}, std {self.std:.4g}"
         odd = [f"{n:,} {what}" for n, what in ((self.nan, "NaN"), (self.inf, "infinite")) if n]
-        return told, "; ".join([stats, *odd])
+        return told, stats, *odd
+
+    @property
+    def lines(self) -> tuple[str, str]:
+        """`facts` as two lines."""
+        told, *stats = self.facts
+        return told, "; ".join(stats)
 
 
 def sample(t: LazyArray, nbytes: int = _BYTES) -> Sample:

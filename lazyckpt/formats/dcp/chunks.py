@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ...core.box import Box, Shape
 from ...core.index import Archive, Extent, FileInfo, Fragment, Hole, Part, TensorSpec
 from ...core.plan import Selection
-from ...errors import CorruptError
+from ...errors import CorruptError, Problem
 from ...io.containers.safetensors import read_safetensors
 from ...io.storage.base import Store
 from .metadata import Item
@@ -32,7 +32,7 @@ class ShardFile(NamedTuple):
     info: FileInfo
     chunks: dict[str, tuple[Shape, Extent]]
     metadata: dict[str, str]
-    notes: list[str]
+    notes: list[Problem]
 
 
 def read_shard_file(store: Store, path: str, start: int = 0) -> ShardFile:
@@ -56,7 +56,7 @@ def read_shard_file(store: Store, path: str, start: int = 0) -> ShardFile:
             raise CorruptError(f"{where}: its {INFO} puts {name!r} of shape {extent.shape} at {str(offsets)[:80]}")
         chunks[name] = tuple(offsets), extent
     rest = {key: value for key, value in file.metadata.items() if key != INFO}
-    return ShardFile(path, file.info, chunks, rest, [f"{path}: {note}" for note in file.notes])
+    return ShardFile(path, file.info, chunks, rest, [note.prefixed(path) for note in file.notes])
 
 
 # -- A tensor in chunks: boxes anywhere in it, in any order, each in a file of its own.

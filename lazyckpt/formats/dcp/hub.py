@@ -16,7 +16,7 @@ from typing import Any
 from ...core.box import Shape
 from ...core.index import Extent, FileInfo, Index, TensorSpec
 from ...core.names import natural
-from ...errors import CorruptError, LazyckptError, some
+from ...errors import CorruptError, LazyckptError, Problem, cannot_read, some
 from ...io.storage.base import Entry, Store
 from .. import huggingface
 from ..reader import Reader, Source
@@ -34,16 +34,17 @@ def _read(source: Source) -> Index:
         index = _sharded(source.store, f"{_FOLDER}/")
         if not any(name.endswith(".safetensors") for name in source.entries):
             return index
-        line = (
-            f"the consolidated files have no index, so they may be unfinished: the ranks' files in {_FOLDER}/ are read"
+        problem = Problem(
+            "unfinished-save",
+            f"the consolidated files have no index, so they may be unfinished: the ranks' files in {_FOLDER}/ are read",
         )
-        return replace(index, problems=(line, *index.problems))
+        return replace(index, problems=(problem, *index.problems))
     try:
         whole = huggingface.read(source)
     except LazyckptError as e:  # consolidation fails on some models, the ranks' files are complete all the same
         index = _sharded(source.store, f"{_FOLDER}/")
         line = f"the consolidated files cannot be read, the ranks' files in {_FOLDER}/ are read instead: {e}"
-        return replace(index, problems=(line, *index.problems))
+        return replace(index, problems=(Problem("unreadable-file", line), *index.problems))
     if not _shards(listed):
         return whole
     return _repaired(whole, _sharded(source.store, f"{_FOLDER}/"))
@@ -56,12 +57,14 @@ def _repaired(whole: Index, ranks: Index) -> Index:
     missing = [name for name in held if name not in good]
     problems = list(whole.problems)
     if single:
-        problems.append(
+        line = (
             f"{len(single):,} tensors of one number are read from {_FOLDER}/, because torch writes zeros for them "
             f"when it consolidates: {some(single)}"
         )
+        problems.append(Problem("replaced-tensor", line, _FOLDER))
     if missing:
-        problems.append(f"{len(missing):,} tensors are in {_FOLDER}/ only, and read from there: {some(missing)}")
+        line = f"{len(missing):,} tensors are in {_FOLDER}/ only, and read from there: {some(missing)}"
+        problems.append(Problem("replaced-tensor", line, _FOLDER))
     taken = {name: held[name] for name in (*single, *missing)}
     used = {fragment.extent.path for spec in taken.values() for fragment in spec.fragments}
     return replace(
@@ -86,7 +89,7 @@ def _sharded(store: Store, folder: str) -> Index:
             shard = read_shard_file(store, folder + name)
         except LazyckptError as e:
             broken.append(e)
-            problems.append(f"{folder}{name} cannot be read, what it holds is missing: {e}")
+            problems.append(cannot_read(folder + name, e, ", its tensors are lost"))
             continue
         files[shard.path] = shard.info
         problems += shard.notes
@@ -103,10 +106,11 @@ def _sharded(store: Store, folder: str) -> Index:
         if gap:
             gaps[key] = gap
     if gaps:
-        problems.append(
+        line = (
             f"{sum(gaps.values()):,} elements of {len(gaps):,} tensors are in no file ({some(gaps)}): "
             "a rank's file is lost"
         )
+        problems.append(Problem("missing-elements", line))
     return Index(
         format="huggingface-dcp",
         states={"weights": weights},
@@ -134,17 +138,21 @@ def _shards(entries: Mapping[str, Entry]) -> list[str]:
     return sorted((n for n, e in entries.items() if _SHARD.fullmatch(n) and not e.is_dir), key=natural)
 
 
-def _lost_files(names: list[str]) -> list[str]:
+def _lost_files(names: list[str]) -> list[Problem]:
     """Ranks that lack although a higher one is there. (That the last ones are lost shows nowhere.)"""
     ranks = {int(m[1]) for n in names if (m := _SHARD.fullmatch(n))}
     counts = {m[3] for n in names if (m := _SHARD.fullmatch(n))}
     lost = (
         [f"shard-{r:05d}-..." for r in range(1, min(max(ranks), 100_000)) if r not in ranks] if len(counts) == 1 else []
     )
-    lines = [f"{len(lost):,} ranks have no file ({some(lost)}): lost, or they had nothing to write"] if lost else []
+    problems = []
+    if lost:
+        line = f"{len(lost):,} ranks have no file ({some(lost)}): lost, or they had nothing to write"
+        problems.append(Problem("missing-file", line))
     if len(counts) > 1:
-        lines.append(f"the files are of several saves: they count {some(sorted(counts))} files")
-    return lines
+        line = f"the files are of several saves: their names count {some(sorted(counts))} files"
+        problems.append(Problem("left-over-file", line))
+    return problems
 
 
 def _recognises(source: Source) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...core.index import Archive, Extent, TensorSpec, whole
-from ...errors import CorruptError, FormatError, LazyckptError
+from ...errors import CorruptError, FormatError, LazyckptError, Problem
 from ...io.containers.pickle.audit import dangers
 from ...io.containers.pickle.plain import Path, Plain, TensorRef
 from ...io.containers.pickle.rebuild import StoredTensor
@@ -31,11 +31,11 @@ _TIMES = 100
 
 
 class Object(NamedTuple):
-    """One object, read: ``rest``, without its tensors; these by their raw names; lines to tell."""
+    """One object, read: ``rest``, without its tensors; these by their raw names; its problems."""
 
     rest: Any
     tensors: dict[str, TensorSpec]
-    notes: list[str]
+    notes: list[Problem]
 
 
 class Objects:
@@ -86,15 +86,11 @@ class Objects:
                     tensors[name] = whole(name, _moved(file.extent(tensor, name), within))
         except (CorruptError, FormatError) as e:
             raise CorruptError(f"{key!r}, the object at byte {item.offset:,} of {item.path}: {e}") from None
-        notes = [
-            f"{item.path}: {key!r} names {name}, which no checkpoint needs: nothing was run, but do not load this "
-            "checkpoint with torch"
-            for name in dangers(file.globals)
-        ]
-        return Object(plain.meta, tensors, notes + [f"{item.path}: {key!r}: {note}" for note in plain.notes])
+        notes = [*dangers(file.globals, "load this checkpoint with torch"), *plain.notes]
+        return Object(plain.meta, tensors, [n.prefixed(f"{item.path}: {key!r}", item.path) for n in notes])
 
-    def check(self) -> list[str]:
-        """Read all of them; what cannot be read is left out from then on, with a line."""
+    def check(self) -> list[Problem]:
+        """Read all of them; what cannot be read is left out from then on, with a problem."""
         failed: dict[str, LazyckptError] = {}
 
         def read(key: str) -> None:
@@ -106,14 +102,15 @@ class Objects:
         each(read, [key for key, (_, item) in self.items.items() if not item.codecs])
         for key in [key for key, (_, item) in self.items.items() if item.codecs]:
             read(key)  # one at a time: who knows what they unpack to
-        lines = []
+        problems: list[Problem] = []
         for key in list(self.items):
             if key in failed:
-                del self.items[key]
-                lines.append(f"an object cannot be read and is not in view.meta: {failed[key]}")
+                path = self.items.pop(key)[1].path
+                line = f"an object cannot be read and is not in view.meta: {failed[key]}"
+                problems.append(Problem("unreadable-object", line, path))
             else:
-                lines += self[key].notes
-        return lines
+                problems += self[key].notes
+        return problems
 
     @property
     def tensors(self) -> Iterator[tuple[str, Path, TensorSpec]]:

@@ -15,7 +15,7 @@ from math import prod
 
 from ...core.index import FileInfo, Hole, Index, TensorSpec
 from ...core.names import natural
-from ...errors import CorruptError, FormatError, LazyckptError, MissingFileError, some
+from ...errors import CorruptError, FormatError, LazyckptError, MissingFileError, Problem, cannot_read, only_one, some
 from ...io.containers.pickle.audit import dangers
 from ...io.containers.pickle.plain import Path
 from ...io.reading.packed import CODECS
@@ -50,11 +50,7 @@ def in_folder(store: Store, folder: str = "", wanted: Callable[[str], bool] = la
         raise MissingFileError(_unfinished(posixpath.join(store.root, folder), listed))
     names = [posixpath.join(folder, name) for name in names]
     metadata = read_metadata(store, names)
-    problems = [
-        f"{names[0]}: its pickle names {name}, which no checkpoint needs: nothing was run, but do not load it with "
-        "torch"
-        for name in dangers(metadata.globals)
-    ]
+    problems = [p.prefixed(names[0], names[0]) for p in dangers(metadata.globals, "load it with torch")]
     building = _Building(store, metadata, problems)
     tensors = {key: building.tensor(key, tensor) for key, tensor in metadata.tensors.items()}
     others = {key: item for key, item in building.objects().items() if wanted(key)}
@@ -116,14 +112,14 @@ def _unfinished(root: str, listed: Mapping[str, Entry]) -> str:
 class _Building:
     """The pieces of a checkpoint, looked up in the files that are there; what is lost is kept, to be told once."""
 
-    def __init__(self, store: Store, metadata: Metadata, problems: list[str]) -> None:
+    def __init__(self, store: Store, metadata: Metadata, problems: list[Problem]) -> None:
         self.files: dict[str, FileInfo] = {}
         self.shards: dict[tuple[str, int], ShardFile | None] = {}
         self._store = store
         self._metadata = metadata
         self._problems = problems
         self._folders: dict[str, Mapping[str, Entry]] = {}
-        self._lost: dict[str, dict[str, int]] = {}  # reason -> keys of which something is lost
+        self._lost: dict[Problem, dict[str, int]] = {}  # reason -> keys of which something is lost
         self._gaps: dict[str, int] = {}
         self._last: dict[str, int] = {}  # file -> where the last item of a tensor begins
         self._blobs: dict[str, int | None] = {}
@@ -149,27 +145,27 @@ class _Building:
         return found
 
     def tell(self, listed: Mapping[str, Entry], folder: str) -> None:
-        """The lines on what is lost, and what is left over in the folder."""
+        """Add the problems of what is lost, and what is left over in the folder."""
         for reason, keys in self._lost.items():
             count = f"{len(keys):,} {'keys' if len(keys) > 1 else 'key'}"
-            self._problems.append(f"{reason}: it affects {count} ({some(keys)})")
+            line = f"{reason}: it affects {count} ({some(keys)})"
+            self._problems.append(Problem(reason.code, line, reason.path))
         if self._gaps:
             lost = sum(self._gaps.values())
-            self._problems.append(
-                f"{lost:,} elements of {len(self._gaps):,} tensors are in no chunk of any file: {some(self._gaps)}"
-            )
+            line = f"{lost:,} elements of {len(self._gaps):,} tensors are in no chunk of any file: {some(self._gaps)}"
+            self._problems.append(Problem("missing-elements", line))
         used = self._metadata.files
         extra = sorted(  # an empty file is of a rank that had nothing to write
-            n
+            path
             for n, entry in listed.items()
-            if n.endswith(".distcp") and entry.info.size and posixpath.join(folder, n) not in used
+            if n.endswith(".distcp") and entry.info.size and (path := posixpath.join(folder, n)) not in used
         )
         if extra:
-            self._problems.append(
-                f"{len(extra):,} files are not part of the checkpoint, left over from another save: {some(extra)}"
-            )
+            line = f"{len(extra):,} files are not part of the checkpoint, left over from another save: {some(extra)}"
+            self._problems.append(Problem("left-over-file", line, only_one(extra)))
         if ".metadata.tmp" in listed:
-            self._problems.append(".metadata.tmp is there too: a later save into this folder was not finished")
+            line = ".metadata.tmp is there too: a later save into this folder was not finished"
+            self._problems.append(Problem("unfinished-save", line, posixpath.join(folder, ".metadata.tmp")))
 
     def _piece(self, key: str, tensor: Tensor, start: tuple[int, ...], sizes: tuple[int, ...]) -> Piece:
         item = self._metadata.items.get((key, start))
@@ -187,7 +183,8 @@ class _Building:
     def _present(self, key: str, item: Item | None) -> Item | Hole:
         """The item, if its file is there and long enough."""
         if item is None:
-            return self._hole(_WHOLE, key, "the metadata does not say where all chunks are")
+            line = "the metadata does not say where all chunks are"
+            return self._hole(_WHOLE, key, Problem("inconsistent-metadata", line))
         path = item.path
         info = self.files.get(path)
         if info is None:
@@ -196,10 +193,11 @@ class _Building:
                 self._folders[folder] = self._store.list(folder)
             entry = self._folders[folder].get(posixpath.basename(path))
             if entry is None or entry.is_dir:
-                return self._hole(path, key, f"{path} is missing")
+                return self._hole(path, key, Problem("missing-file", f"{path} is missing", path))
             info = self.files[path] = entry.info
         if item.offset + item.length > info.size:
-            return self._hole(path, key, f"{path} has {info.size:,} bytes and should have more: truncated")
+            line = f"{path} has {info.size:,} bytes and should have more: truncated"
+            return self._hole(path, key, Problem("unreadable-file", line, path))
         return item
 
     def _codecs(self, key: str, item: Item) -> None:
@@ -208,7 +206,7 @@ class _Building:
                 reason = (
                     f"items are packed with {codec[:60]!r}, which lazyckpt cannot unpack (it can: {', '.join(CODECS)})"
                 )
-                self._lost.setdefault(reason, {})[key] = 1
+                self._lost.setdefault(Problem("unsupported-tensor", reason), {})[key] = 1
 
     def _behind_frames(self, path: str) -> int | None:
         """Where in a file of packed items the safetensors file begins; None if none does. torch does not pack it: it
@@ -236,15 +234,14 @@ class _Building:
                 self.shards[at] = read_shard_file(self._store, *at)
             except LazyckptError as e:
                 self.shards[at] = None
-                self._problems.append(f"{item.path}: its tensors cannot be found: {e}")
+                self._problems.append(cannot_read(item.path, e, ", its tensors are lost"))
         shard = self.shards[at]
         if shard is None:
             return Hole(item.path, f"{item.path} is damaged")
         offsets, extent = shard.chunks.get(key, (None, None))
         if extent is None or offsets != start:
-            return self._hole(
-                item.path, key, f"{item.path} lacks chunks: torch keeps one of each tensor in a file of this kind"
-            )
+            line = f"{item.path} lacks chunks: torch keeps one of each tensor in a file of this kind"
+            return self._hole(item.path, key, Problem("missing-elements", line, item.path))
         if (extent.dtype, extent.shape) != (tensor.dtype, sizes):
             raise CorruptError(
                 f"{self._store.root}/{item.path}: {key!r} is {extent.dtype} of shape {extent.shape}, the metadata says "
@@ -252,9 +249,9 @@ class _Building:
             )
         return extent
 
-    def _hole(self, path: str, key: str, reason: str) -> Hole:
+    def _hole(self, path: str, key: str, reason: Problem) -> Hole:
         self._lost.setdefault(reason, {})[key] = 1
-        return Hole(path, reason)
+        return Hole(path, str(reason))
 
 
 def _recognises(source: Source) -> bool:

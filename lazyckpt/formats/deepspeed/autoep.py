@@ -13,6 +13,7 @@ from typing import Any
 
 from ...core.box import Box
 from ...core.index import Extent, Fragment, Hole, Part
+from ...errors import Problem
 from ...layouts.merge import MergedFragments
 from .building import Building, Local
 
@@ -116,7 +117,9 @@ def stacked_files(b: Building, names: dict[str, dict[int, Local]], known: Placem
                 own = one.fragments[0].extent
                 extent = replace(own, shape=(1, *own.shape), strides=(0, *own.strides))
             else:
-                b.tell(f"the file of expert {expert} of {name!r} is not there: it cannot be read")
+                b.tell(
+                    Problem("missing-file", f"the file of expert {expert} of {name!r} is not there: it cannot be read")
+                )
             blocks.append(Fragment(extent, (1, *rest), part))
         dtype = next(iter(experts.values())).dtype
         found.setdefault(name, {})[tp] = Local((len(blocks), *rest), dtype, tuple(blocks))

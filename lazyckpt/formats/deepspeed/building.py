@@ -11,13 +11,13 @@ import torch
 
 from ...core.box import Shape
 from ...core.index import Extent, FileInfo, Fragment, Hole, Rank, TensorSpec
-from ...errors import CorruptError, LazyckptError
+from ...errors import CorruptError, LazyckptError, Problem
 from ...io.containers.pickle.plain import Plain
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.pickle.records import short
 from ...io.containers.torch_file import Pickles, TorchFile, read_torch_file
 from ...io.storage.base import Store
-from ...layouts.merge import MergedFragments, decide
+from ...layouts.merge import How, MergedFragments, decide
 from ...layouts.merge import Source as RuleSource
 from ..torch_save import bloat, used_bytes
 from .files import RankFiles
@@ -79,12 +79,13 @@ class Building:
     files: dict[str, FileInfo] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
     gone: list[tuple[Rank, Shapes, Hole]] = field(default_factory=list)
-    problems: dict[str, None] = field(default_factory=dict)  # in order, each once
+    problems: dict[Problem, None] = field(default_factory=dict)  # in order, each once
     unreadable: dict[str, str] = field(default_factory=dict)
     states: dict[str, dict[str, TensorSpec]] = field(default_factory=dict)
     unnamed: list[Unnamed] = field(default_factory=list)
     named: dict[str, str] = field(default_factory=dict)  # parameter that has a number in a file -> how that is known
     weight_shapes: dict[str, dict[int, Shape]] = field(default_factory=dict)  # name -> tensor-parallel rank -> shape
+    hows: dict[str, How] = field(default_factory=dict)  # name -> how its shards are put together
     _read: dict[str, TorchFile | LazyckptError] = field(default_factory=dict)
     _pickles: Pickles = field(default_factory=Pickles)
     _used: tuple[Any, dict[str, int]] = (None, {})
@@ -106,11 +107,11 @@ class Building:
             self.files[path] = found.info
             if self._used[0] is not found.root:  # else its pickle is that of the file before
                 self._used = found.root, used_bytes(Plain(found.root, path, found.pickle_size))
-            for line in bloat(path, found, self._used[1]):
-                self.tell(line)
+            for problem in bloat(path, found, self._used[1]):
+                self.tell(problem)
         return found
 
-    def tell(self, problem: str) -> None:
+    def tell(self, problem: Problem) -> None:
         self.problems[problem] = None
 
     def add(self, shards: Shards) -> None:
@@ -125,9 +126,8 @@ class Building:
                     rule = self.named.get(name, "") if state != "weights" else ""
                     specs[name] = replace(spec, rule=rule) if rule and not spec.rule else spec
                 else:  # shared modules: they can differ, not every attribute of them is kept in step
-                    self.tell(
-                        f"several pipeline stages hold {name!r}: the first stage's is read (the others: view.stored)"
-                    )
+                    line = f"several pipeline stages hold {name!r}: the first stage's is read (the others: view.stored)"
+                    self.tell(Problem("duplicate-tensor", line, name))
 
     def _merged(self, state: str, name: str, by_rank: dict[int, Local]) -> TensorSpec:
         first = by_rank[min(by_rank)]
@@ -142,7 +142,7 @@ class Building:
                 f"{state!r} has another shape than the weights: how its shards on tensor-parallel ranks belong "
                 "together is not known; each reads on its own in view.stored"
             )
-            self.tell(f"the optimizer's state {reason}")
+            self.tell(Problem("unmerged-tensor", f"the optimizer's state {reason}", name))
             return TensorSpec(name, first.shape, first.dtype, (), rule=f"it cannot be put together: {reason}")
         try:
             merged = decide(name, [r.shape for r in ranks], self.sources)
@@ -151,10 +151,12 @@ class Building:
             if lost is not None:  # its shape was a guess; what there is of the tensor is in view.stored
                 rule = "not whole: the files of a tensor-parallel rank are lost"
                 return TensorSpec(name, first.shape, first.dtype, (lost,), rule=rule)
-            self.tell(f"{name!r} cannot be put together: {e}")
+            self.tell(Problem("unmerged-tensor", f"{name!r} cannot be put together: {e}", name))
             return TensorSpec(name, first.shape, first.dtype, (), rule=f"it cannot be put together: {e}")
         if merged.parts == (None,):
             return as_it_is
+        if merged.how is not None:
+            self.hows[name] = merged.how
         fragments = MergedFragments(tuple(r.fragments for r in ranks), merged.parts)
         return TensorSpec(name, merged.shape, first.dtype, fragments, merged.combine, merged.rule)
 
@@ -254,7 +256,8 @@ def settle(b: Building, files: RankFiles) -> None:
         dropped += [p for prefix, paths in files.by_prefix.items() if prefix != kept.prefix for p in paths.values()]
         files.optim = files.by_prefix[kept.prefix]
     for path in dropped:
-        b.tell(f"{path} belongs to another save under the same tag (another dtype or ZeRO stage): left over, not used")
+        line = f"{path} belongs to another save under the same tag (another dtype or ZeRO stage): left over, not used"
+        b.tell(Problem("left-over-file", line, path))
 
 
 def _save(b: Building, files: RankFiles, sharded: bool) -> _Save | None:

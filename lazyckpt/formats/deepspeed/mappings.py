@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ...core.box import Shape
 from ...core.index import Hole
+from ...errors import Problem
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.pickle.records import Opaque
 from .building import Building, Shapes, Shards
@@ -65,7 +66,8 @@ def mapped_groups(b: Building, optim: OptimFiles, shapes: Mapping[str, Shape], w
         try:
             found.append(_in_order(group, optim, _width(optim, g), shapes))
         except ValueError as e:
-            b.tell(f"{where}: group {g} of the optimizer states cannot be told apart: {e}")
+            line = f"{where}: group {g} of the optimizer states cannot be taken apart: {e}"
+            b.tell(Problem("undecided-layout", line, where))
             found.append({})
     return found
 

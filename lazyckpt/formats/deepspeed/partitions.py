@@ -18,7 +18,7 @@ import torch
 
 from ...core.box import Shape
 from ...core.index import Extent, Fragment, Hole, Rank
-from ...errors import CorruptError, LazyckptError
+from ...errors import CorruptError, LazyckptError, Problem, cannot_read
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.pickle.records import Opaque
 from ...io.containers.torch_file import TorchFile
@@ -50,14 +50,14 @@ def optim_files(b: Building, files: RankFiles, world: int, mp: int, known: str) 
         if path is None:
             path = name_of_rank(known, dp, mp)
             found[dp] = Hole(path, f"{path} is missing")
-            b.tell(f"{path} is missing: what rank {dp} of {world} holds cannot be read")
+            b.tell(Problem("missing-file", f"{path} is missing: what rank {dp} of {world} holds cannot be read", path))
             continue
         try:
             file = b.file(path)
             found[dp] = Optim(file, table(file, table(file, file.root).get("optimizer_state_dict")))
         except LazyckptError as e:
             found[dp] = Hole(path, f"{path} cannot be read ({e})")
-            b.tell(f"{path} cannot be read, what rank {dp} of {world} holds is lost: {e}")
+            b.tell(cannot_read(path, e, f", what rank {dp} of {world} holds is lost"))
     return found
 
 
@@ -232,9 +232,11 @@ def flat_states(
                     shards.setdefault(state, {}).setdefault(name, {}).update(by_rank)
     for state, name in same:
         del shards[state][name]
-        b.tell(
-            f"several expert-parallel ranks have a {name!r} of their own, and no file tells how: it is in view.stored"
+        line = (
+            f"several expert-parallel ranks have a {name!r} of their own, and no file says how they belong together: "
+            "it is in view.stored"
         )
+        b.tell(Problem("mismatched-shards", line, name))
     if b.tp > 1:  # told of by the reader
         stacks = {}
     lost = {c.rank.ep: h for c in cuts for h in c.optim.values() if isinstance(h, Hole)}
@@ -302,10 +304,11 @@ def _not_by_element(b: Building, cuts: Sequence[_Cut], stage: Stage12 | Stage3) 
                 if len(t.shape) != 1 or not stage.by_element(cut.optim[dp], cut.g, t.shape[0], own, width):
                     other[state] = f"shape {tuple(t.shape)} where a rank has {own[0]:,} elements of a group"
     for state, evidence in other.items():
-        b.tell(
+        line = (
             f"the optimizer's state {state!r} has no value for each element (a tensor of {evidence}): it is in "
             "view.stored only"
         )
+        b.tell(Problem("undecided-layout", line))
     return set(other)
 
 
@@ -343,7 +346,8 @@ def _group_states(b: Building, cut: _Cut, other: set[str], stage: Stage12 | Stag
             for name, tensor in _flat_state(b, state, cut, stage).items():
                 names.setdefault(name, {})[cut.rank.tp] = tensor
         else:
-            b.tell(f"the optimizer's state {state!r} of group {cut.g} is not flat: it is in view.stored only")
+            line = f"the optimizer's state {state!r} of group {cut.g} is not flat: it is in view.stored only"
+            b.tell(Problem("undecided-layout", line))
 
 
 def _flat_state(b: Building, state: str, cut: _Cut, stage: Stage12 | Stage3) -> dict[str, Local]:
@@ -363,7 +367,7 @@ def _flat_state(b: Building, state: str, cut: _Cut, stage: Stage12 | Stage3) -> 
     try:
         width, places = stage.place(g, shapes, world, held)
     except CorruptError as e:
-        b.tell(f"{state}: {e}")
+        b.tell(Problem("inconsistent-metadata", f"{state}: {e}"))
         width, places = 1, dict.fromkeys(shapes, (0, 1))
         partitions = [Partition(Hole(p.extent.path, f"{p.extent.path}: {e}"), p.rank) for p in partitions]
     if state == "fp32" and isinstance(stage, Stage12):
@@ -386,9 +390,10 @@ def _compare_slices(b: Building, g: int, places: Mapping[str, tuple[int, int]], 
             continue
         at = places[name][0]
         if said != max(0, at - n * width) or at >= (n + 1) * width:
-            b.tell(
+            line = (
                 f"{rank.file.path}: its param_slice_mappings put parameters where they are not: DeepSpeed gets them "
                 "wrong with round_robin_gradients. They are not used here; ds_to_universal, which relies on them, "
                 "converts this checkpoint wrongly"
             )
+            b.tell(Problem("inconsistent-metadata", line, rank.file.path))
             return

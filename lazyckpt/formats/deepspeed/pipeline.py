@@ -15,7 +15,7 @@ from typing import Any
 
 from ...core.box import Shape
 from ...core.index import Rank
-from ...errors import LazyckptError
+from ...errors import LazyckptError, cannot_read
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.torch_file import TorchFile
 from ..shared.numbering import CONVENTIONS, Convention, Effort
@@ -37,7 +37,7 @@ def read_layers(b: Building, files: RankFiles) -> Layers:
             file = b.file(path)
             layers.setdefault(idx, {})[tp] = (file, tensors_in(file, file.root))
         except LazyckptError as e:
-            b.tell(f"{path} cannot be read, its tensors are lost: {e}")
+            b.tell(cannot_read(path, e, ", its tensors are lost"))
     return layers
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from ...core.box import Shape
 from ...core.index import Rank
+from ...errors import Problem
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.pickle.records import short
 from ...io.containers.torch_file import TorchFile
@@ -204,10 +205,11 @@ def optimizer_shards(
         given = [{i: name for i, name in way.items() if name is not None} for way in said]
         b.unnamed.append(Unnamed(where, count, list(unnamed), left, given))
     elif unnamed:
-        b.tell(
+        line = (
             f"{where}: the optimizer numbers its parameters; for {len(unnamed)} of {count} order and shapes leave more "
-            "than one way to name them, or none: their states stand under their numbers"
+            "than one way to name them, or none: their states stay under their numbers"
         )
+        b.tell(Problem("undecided-name", line, where))
     return shards
 
 

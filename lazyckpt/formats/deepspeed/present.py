@@ -18,7 +18,7 @@ import torch
 
 from ...core.box import Shape
 from ...core.index import Fragment, Hole, Rank, TensorSpec
-from ...errors import LazyckptError
+from ...errors import LazyckptError, Problem, some
 from ...io.containers.pickle.records import short
 from .building import Building, Local, Shapes, Shards, table, tensors_in
 from .files import RankFiles
@@ -32,14 +32,14 @@ def set_aside(b: Building, files: RankFiles, count: int, model: Mapping[Any, Any
     model-parallel ranks; ``model``: the model states of one of them."""
     experts = num_experts(model, files)
     if not experts and model.get("num_experts"):
-        b.tell(f"num_experts is {short(model['num_experts'])}, which cannot be: lost experts are not told of")
+        line = f"num_experts is {short(model['num_experts'])}, which cannot be right: lost experts are not reported"
+        b.tell(Problem("inconsistent-metadata", line))
     if files.optim and numbered_groups(model.get("optimizer")):  # with a plain optimizer, ZeRO writes no files
         files.left_over += files.optim.values()
         files.optim.clear()
     for path in files.left_over:
-        b.tell(
-            f"{path} is of another save under this tag, older than the files that are read here: left over, not used"
-        )
+        line = f"{path} is of another save under this tag, older than the files that are read here: left over, not used"
+        b.tell(Problem("left-over-file", line, path))
     for group in (files.optim, files.zero_model):
         _drop(b, group, lambda k: k[0] >= b.world, lambda k: f"rank {k[0]}", f"{b.world} ranks")
         _drop(b, group, lambda k: k[1] >= count, lambda k: f"model-parallel rank {k[1]}", str(count))
@@ -53,17 +53,19 @@ def set_aside(b: Building, files: RankFiles, count: int, model: Mapping[Any, Any
         for mp in range(count):
             if (ep, mp) not in files.expert_optim:
                 path = f"{files.folder}/expp_rank_{ep}_mp_rank_{mp:02d}_optim_states.pt".lstrip("/")
-                b.tell(f"{path} is missing: the optimizer states in it are lost")
+                b.tell(Problem("missing-file", f"{path} is missing: the optimizer states in it are lost", path))
     for key, path in list(files.experts.items()) if experts else ():
         if key[0] >= len(experts) or key[1] >= experts[key[0]]:
-            b.tell(f"{path} is of an expert that this model has not (num_experts {experts}): left over, not used")
+            line = f"{path} is of an expert that this model has not (num_experts {experts}): left over, not used"
+            b.tell(Problem("left-over-file", line, path))
             del files.experts[key]
 
 
 def _drop(b: Building, group: dict[K, str], over: Any, what: Any, of: str) -> None:
     for key, path in list(group.items()):
         if over(key):
-            b.tell(f"{path} belongs to {what(key)}, but {of} wrote this: left over, not used")
+            line = f"{path} belongs to {what(key)}, but {of} wrote this: left over, not used"
+            b.tell(Problem("left-over-file", line, path))
             del group[key]
 
 
@@ -119,10 +121,8 @@ def _lost_shared(b: Building, files: RankFiles, weights: Mapping[str, Any], tp: 
         numbers = {idx for idx, t in files.layers if t == tp}
         missing = (idx for idx in range(max(numbers, default=0)) if idx not in numbers)
         paths = [_layer_path(files, idx, tp) for idx in islice(missing, 8)]
-    hole = Hole(
-        paths[0] if paths else "", f"a layer's file that others share is missing: one of {', '.join(paths[:8])}"
-    )
-    b.tell(hole.reason)
+    hole = Hole(paths[0] if paths else "", f"a layer's file that others share is missing: one of {some(paths, 8)}")
+    b.tell(Problem("missing-file", hole.reason, hole.path or None))
     return hole
 
 
@@ -131,7 +131,7 @@ def _lost_layer(b: Building, files: RankFiles, idx: int, tp: int) -> Hole:
     if path is not None:  # its error has been told
         return Hole(path, f"{path} cannot be read")
     path = _layer_path(files, idx, tp)
-    b.tell(f"{path} is missing: the weights of layer {idx} cannot be read")
+    b.tell(Problem("missing-file", f"{path} is missing: the weights of layer {idx} cannot be read", path))
     return Hole(path, f"{path} is missing")
 
 
@@ -149,7 +149,8 @@ def _strangers(b: Building, files: RankFiles, listed: set[str], weights: Mapping
     for (idx, _), path in files.layers.items():
         own = {name.split(".", 1)[1] for name in weights if name.startswith(f"{idx}.")}
         if idx > last >= 0 and own - shared:
-            b.tell(f"{path}: param_shapes ends with layer {last}: its parameters are frozen, or it was left over")
+            line = f"{path}: param_shapes ends with layer {last}: its parameters are frozen, or it was left over"
+            b.tell(Problem("left-over-file", line, path))
 
 
 def with_lost_experts(b: Building, files: RankFiles, model: Mapping[Any, Any], shards: Shards) -> Shards:
@@ -165,7 +166,9 @@ def with_lost_experts(b: Building, files: RankFiles, model: Mapping[Any, Any], s
                     continue
                 if path is None:
                     path = f"{files.folder}/layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt".lstrip("/")
-                    b.tell(f"{path} is missing: the weights of its expert cannot be read")
+                    b.tell(
+                        Problem("missing-file", f"{path} is missing: the weights of its expert cannot be read", path)
+                    )
                 known, tensors = sibling or (0, {})
                 for name, (shape, dtype) in tensors.items():
                     own = name.replace(f".deepspeed_experts.{known}.", f".deepspeed_experts.{expert}.")

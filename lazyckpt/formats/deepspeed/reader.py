@@ -13,7 +13,7 @@ from typing import Any
 from ...core.box import Shape
 from ...core.index import Index, Mesh, Rank
 from ...core.names import natural
-from ...errors import CorruptError, FormatError, LazyckptError, MissingFileError
+from ...errors import CorruptError, FormatError, LazyckptError, MissingFileError, Problem, cannot_read, sentences
 from ...io.containers.pickle.plain import Plain
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.pickle.records import Opaque
@@ -66,18 +66,19 @@ def read(source: Source) -> Index:
     b.sources = merge_rules(source, stages)
     set_aside(b, files, b.ranks, first.model)
     plain = Plain(first.file.root, f"{source.where}/{first.file.path}", first.file.pickle_size, _name(first.file) + "/")
-    for line in warnings(first.file.path, first.file, plain):
-        b.tell(line)
+    for problem in warnings(first.file.path, first.file, plain):
+        b.tell(problem)
     module = tensors_in(first.file, first.model.get("module"))
     aliases = _aliases(first.model, module, bool(files.zero_model))
     b.placements = placements(first.model)
     if b.placements:
         aliases |= router_aliases(first.model, list(module))
         if b.tp > 1:
-            b.tell(
+            line = (
                 "AutoEP with tensor parallelism is not supported: its experts (ds_autoep_layers) do not read as whole "
                 "tensors, see view.stored"
             )
+            b.tell(Problem("unsupported-tensor", line))
 
     pipeline = bool(files.layers)
     sharded = bool(files.zero_model)
@@ -120,7 +121,8 @@ def read(source: Source) -> Index:
         if files.expert_optim:
             aliases |= _tied_copies(b, first, module)
         if sharded:
-            b.tell("there are no optimizer states (*_optim_states.pt): no parameter of a ZeRO-3 model can be read")
+            line = "there are no optimizer states (*_optim_states.pt): no parameter of a ZeRO-3 model can be read"
+            b.tell(Problem("missing-optimizer", line))
     if pipeline and b.lost:
         lost_stages(b, _first_stages(stages))
     if sharded and b.states.get("fp32"):
@@ -132,7 +134,7 @@ def read(source: Source) -> Index:
     if not found:
         raise CorruptError(
             f"{source.where}/{files.folder}: nothing in these files reads as a parameter, they are hardly of one save. "
-            f"{' '.join(list(b.problems)[:4])}"
+            f"{sentences(b.problems, 4)}"
         )
     if b.tp > 1 and hasattr(first.model.get("args"), "num_attention_heads"):
         tell_of_fused_attention(b)
@@ -177,10 +179,11 @@ def read_stages(b: Building, source: Source, files: RankFiles) -> dict[int, Stag
                 break
             except LazyckptError as e:
                 errors.append(e)
-                b.tell(f"{path} cannot be read: {e}")
+                b.tell(cannot_read(path, e))
         else:
             b.lost[mp] = paths[mp]
-            b.tell(f"{paths[mp]} cannot be read, what model-parallel rank {mp} holds is lost")
+            line = f"{paths[mp]} cannot be read, what model-parallel rank {mp} holds is lost"
+            b.tell(Problem("unreadable-file", line, paths[mp]))
     if not found:
         if errors:
             raise errors[0]
@@ -189,16 +192,19 @@ def read_stages(b: Building, source: Source, files: RankFiles) -> dict[int, Stag
             "told without them"
         )
     if files.zero_model and files.zero_model.get((0, 0)) != found[min(found)][0].path:
-        b.tell("the model states of rank 0 are lost: other ranks' are read, which do not list all tied names")
+        line = "the model states of rank 0 are lost: other ranks' are read, which do not list all tied names"
+        b.tell(Problem("missing-file", line))
     count, tp = degrees(found[min(found)][1], files, found)
     b.ranks, b.tp = count, tp
     known = paths[min(found)]
     for mp in range(count):
         if mp not in paths:
             b.lost[mp] = re.sub(r"mp_rank_\d+_model", f"mp_rank_{mp:02d}_model", known)
-            b.tell(f"{b.lost[mp]} is missing: what model-parallel rank {mp} of {count} holds is lost")
+            line = f"{b.lost[mp]} is missing: what model-parallel rank {mp} of {count} holds is lost"
+            b.tell(Problem("missing-file", line, b.lost[mp]))
     for mp in sorted(set(found) - set(range(count))):
-        b.tell(f"{paths[mp]} belongs to model-parallel rank {mp}, but {count} wrote this: left over, not used")
+        line = f"{paths[mp]} belongs to model-parallel rank {mp}, but {count} wrote this: left over, not used"
+        b.tell(Problem("left-over-file", line, paths[mp]))
     stages = {}
     for mp, (file, model) in found.items():
         if mp < count:
@@ -313,7 +319,8 @@ def _tell_of_unlisted(
     lost = {n for group in first.groups for n in group} - known
     if lost:
         reason = f"no optimizer file has what {first.file.path} lists as trained: they are hardly of one save"
-        b.tell(f"{len(lost):,} parameters cannot be read, such as {min(lost)!r}: {reason}")
+        line = f"{len(lost):,} parameters cannot be read, such as {min(lost)!r}: {reason}"
+        b.tell(Problem("missing-tensor", line, min(lost)))
         b.unreadable.update({name: f"{name!r}: {reason}" for name in lost})
     for name, t in module.items():
         if name in lost:
@@ -323,7 +330,7 @@ def _tell_of_unlisted(
                 f"{name!r}: {first.file.path} lists it, and no file holds anything of that name. It is likely another "
                 "name of a parameter here: ZeRO-3 does not note the second name of a module that one parent has twice"
             )
-            b.tell(b.unreadable[name])
+            b.tell(Problem("missing-tensor", b.unreadable[name], name))
 
 
 def _tied_copies(b: Building, first: Stage, module: Mapping[str, StoredTensor]) -> dict[str, str]:

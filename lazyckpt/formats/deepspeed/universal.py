@@ -15,7 +15,7 @@ import torch
 from ...core.box import Shape, c_strides
 from ...core.index import Extent, Fragment, Hole, Index, TensorSpec
 from ...core.names import natural
-from ...errors import CorruptError, LazyckptError
+from ...errors import CorruptError, LazyckptError, Problem, cannot_read, sentences
 from ...io.containers.pickle.plain import Plain
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.storage.base import Entry
@@ -42,17 +42,18 @@ def read(source: Source, files: RankFiles) -> Index:
             try:
                 spec = _spec(b, path, name, shapes.get(name))
             except LazyckptError as e:
-                problems.append(f"{path} cannot be read: {e}")
+                problems.append(cannot_read(path, e))
                 continue
             if spec is not None:
                 b.states.setdefault(state, {})[name] = spec
             else:
-                problems.append(f"{path} holds no tensor: its value is in view.stored's file only")
+                line = f"{path} holds no tensor: its value is in view.stored's file only"
+                problems.append(Problem("unsupported-tensor", line, path))
     lost, unreadable = _holes(b, root, source.store.list(root), listed, shapes)
     problems += lost
     problems += _slices(b, meta)
     if not b.states:
-        raise CorruptError(f"{source.where}/{root}: none of its parameters can be read; {'; '.join(problems[:3])}")
+        raise CorruptError(f"{source.where}/{root}: none of its parameters can be read; {sentences(problems)}")
     order = ("fp32", "exp_avg", "exp_avg_sq")
     names = sorted(b.states, key=lambda s: (order.index(s) if s in order else 3 + (s == "step"), s))
     known = b.states.get("fp32", {})
@@ -70,24 +71,25 @@ def read(source: Source, files: RankFiles) -> Index:
 
 def _holes(
     b: Building, root: str, folders: Mapping[str, Entry], listed: Listed, shapes: dict[str, Shape]
-) -> tuple[list[str], dict[str, str]]:
-    """Holes for the files that parameters lack though others have them. -> (lines of what is missing and what is left
-    over, name -> why it cannot even be described)."""
-    lines = []
+) -> tuple[list[Problem], dict[str, str]]:
+    """Holes for the files that parameters lack though others have them. -> (the problems of missing and left-over
+    files, name -> why it cannot even be described)."""
+    problems = []
     unreadable: dict[str, str] = {}
     for name in sorted(listed.trained, key=natural):
         known = next((names[name].shape for s, names in b.states.items() if s != "step" and name in names), None)
         shape = known or shapes.get(name)
         if name not in folders:
-            lines.append(f"{root}/{name} is missing, the folder of a parameter")
-            unreadable[name] = f"{root}/{name} is missing"
+            path = f"{root}/{name}"
+            problems.append(Problem("missing-file", f"{path} is missing, the folder of a parameter", path))
+            unreadable[name] = f"{path} is missing"
         for state, names in b.states.items():
             if name in names:
                 continue
             path = f"{root}/{name}/{state}.pt"
             size = () if state == "step" else shape
             if name in folders and f"{state}.pt" not in b.store.list(f"{root}/{name}"):
-                lines.append(f"{path} is missing")
+                problems.append(Problem("missing-file", f"{path} is missing", path))
             if size is None:
                 unreadable.setdefault(name, f"{path} is missing, or cannot be read")
                 continue
@@ -95,15 +97,19 @@ def _holes(
             dtype = next((s.dtype for s in names.values()), torch.float32)
             names[name] = TensorSpec(name, size, dtype, (Fragment(hole, size),))
     if listed.trained and listed.complete:
-        lines += [
-            f"{root}/{name}: the model states do not have this parameter: left over?"
+        problems += [
+            Problem(
+                "left-over-file",
+                f"{root}/{name}: the model states do not have this parameter: left over?",
+                f"{root}/{name}",
+            )
             for name, entry in folders.items()
             if entry.is_dir and name not in listed.trained | listed.others
         ]
-    return lines, unreadable
+    return problems, unreadable
 
 
-def _slices(b: Building, meta: dict[str, Any]) -> list[str]:
+def _slices(b: Building, meta: dict[str, Any]) -> list[Problem]:
     """ds_to_universal takes what no optimizer has (frozen parameters, tied names) from the first model states alone: of
     a tensor-parallel model that may be a slice, and nothing in the folder tells."""
     degrees = meta.get("checkpoint_parallel_dimensions")
@@ -111,8 +117,12 @@ def _slices(b: Building, meta: dict[str, Any]) -> list[str]:
         return []
     with_states = {name for state, names in b.states.items() if state != "fp32" for name in names}
     return [
-        f"{name!r} has no optimizer states: ds_to_universal took it from the first tensor-parallel rank alone, and "
-        "if it is cut over them this is only that rank's slice"
+        Problem(
+            "assumed-layout",
+            f"{name!r} has no optimizer states: ds_to_universal took it from the first tensor-parallel rank alone, and "
+            "if it is cut over them this is only that rank's slice",
+            name,
+        )
         for name in b.states.get("fp32", {})
         if name not in with_states
     ]
@@ -180,6 +190,6 @@ def _listed(b: Building, paths: Mapping[int, str]) -> Listed:
             trained |= {n for g in (groups if isinstance(groups, list) else ()) for n in shapes_of(file, g)}
             others |= set(tensors_in(file, model.get("module")))
         except LazyckptError as e:
-            b.tell(f"{path} cannot be read: {e}")
+            b.tell(cannot_read(path, e))
             complete = False
     return Listed(trained, others, complete)

@@ -6,14 +6,14 @@ Sources: runtime/engine.py `_save_checkpoint`, `_save_moe_checkpoint`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
 import torch
 
 from ...core.index import Hole, Rank
-from ...errors import LazyckptError
+from ...errors import LazyckptError, Problem, cannot_read, only_one, some
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.torch_file import TorchFile, is_whole
 from ..shared.flat import FlatFragments, Partition
@@ -32,7 +32,7 @@ def expert_shards(b: Building, files: RankFiles) -> Shards:
             for name, tensor in tensors_in(file, file.root).items():
                 names.setdefault(name, {})[mp % b.tp] = local(file, name, tensor, Rank(tp=mp % b.tp))
         except LazyckptError as e:
-            b.tell(f"{path} cannot be read, its expert is lost: {e}")
+            b.tell(cannot_read(path, e, ", its expert is lost"))
     return {"weights": stacked_files(b, names, b.placements)}
 
 
@@ -55,7 +55,9 @@ def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first:
     """
     shapes = shapes_of(first, model.get("frozen_param_shapes"))
     if stacks := [n for n in shapes if layer_of(n, b.placements) is not None]:
-        b.tell(f"{first.path}: frozen experts ({stacks[0]!r}, ...) are in view.stored only")
+        b.tell(
+            Problem("unsupported-tensor", f"{first.path}: frozen experts ({stacks[0]!r}, ...) are in view.stored only")
+        )
         shapes = {n: s for n, s in shapes.items() if n not in stacks}
     tensors = tensors_in(first, model.get("module"))
     buffers = {n: c for n, t in tensors.items() if 0 not in t.shape and (c := crc_of(first.records, t)) is not None}
@@ -65,7 +67,8 @@ def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first:
     mp = rank.pp * b.tp + rank.tp
     for dp in range(b.world):
         if (dp, mp) not in files.zero_model:
-            b.tell(f"{name_of_rank(first.path, dp, mp)} is missing")
+            path = name_of_rank(first.path, dp, mp)
+            b.tell(Problem("missing-file", f"{path} is missing", path))
         elif not (shapes or buffers or is_whole(b.store, path := files.zero_model[dp, mp])):
             _tell_why(b, path)
     for dp in range(b.world) if shapes or buffers else ():
@@ -78,9 +81,10 @@ def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first:
                 table(file, table(file, file.root).get(k)) for k in ("frozen_param_fragments", "module")
             )
         except LazyckptError as e:
-            hole = Hole(path, f"{path} cannot be read: {e}")
+            problem = cannot_read(path, e)
+            hole = Hole(path, str(problem))
             if (dp, mp) in files.zero_model:
-                b.tell(hole.reason)
+                b.tell(problem)
             fragments = module = {}
         for name in shapes:
             tensor = fragments.get(name)
@@ -94,7 +98,8 @@ def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first:
             if isinstance(tensor, StoredTensor) and crc_of(file.records, tensor) not in (crc, None):
                 differ.setdefault(name, []).append(dp)
     for name, ranks in differ.items():
-        b.tell(f"the buffer {name!r} differs on ranks {_listed(ranks)}: the lowest's is read (the others: view.stored)")
+        line = f"the buffer {name!r} differs on ranks {some(ranks, 8)}: the lowest's is read (the others: view.stored)"
+        b.tell(Problem("differing-replicas", line, name))
     frozen: dict[str, dict[int, Local]] = {}
     for name in dtypes:
         shape = shapes[name]
@@ -108,7 +113,7 @@ def _tell_why(b: Building, path: str) -> None:
     try:
         b.file(path, keep=False)
     except LazyckptError as e:
-        b.tell(f"{path} cannot be read: {e}")
+        b.tell(cannot_read(path, e))
 
 
 def copies(file: TorchFile, module: Mapping[str, StoredTensor], trained: set[str]) -> dict[str, str]:
@@ -126,11 +131,6 @@ def copies(file: TorchFile, module: Mapping[str, StoredTensor], trained: set[str
     return found
 
 
-def _listed(ranks: Iterable[int]) -> str:
-    items = list(map(str, ranks))
-    return ", ".join(items[:8]) + (f" and {len(items) - 8} more" if len(items) > 8 else "")
-
-
 def tell_of_fused_attention(b: Building) -> None:
     """A line where q, k and v of Megatron-DeepSpeed are put together and nothing says how they lie on a rank.
 
@@ -141,13 +141,17 @@ def tell_of_fused_attention(b: Building) -> None:
     weights = next((b.states[state] for state in ("weights", "fp32") if b.states.get(state)), {})
     open_ones = [
         name
-        for name, spec in weights.items()
-        if "query_key_value" in name and spec.rule.startswith("concatenated along") and "rules[" not in spec.rule
+        for name in weights
+        if "query_key_value" in name
+        and (how := b.hows.get(name)) is not None
+        and (how.kind, how.fused) == ("concatenated", 1)
+        and how.by != "user"
     ]
     if open_ones:
-        b.tell(
-            f"{len(open_ones):,} fused q, k and v ({open_ones[0]}, ...) are put together rank by rank, as "
+        line = (
+            f"{len(open_ones):,} fused q, k and v ({some(open_ones)}) are put together rank by rank, as "
             "ds_to_universal does. Megatron-DeepSpeed of December 2024 and later has q, k and v apart on every rank, "
             "and the files do not say which it was: if so, open with rules={'*query_key_value*': {'cat': 0, 'parts': "
             "3}}, or with their three sizes for parts"
         )
+        b.tell(Problem("assumed-layout", line, only_one(open_ones)))

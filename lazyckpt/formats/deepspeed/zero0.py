@@ -11,7 +11,7 @@ from itertools import product
 
 from ...core.box import Shape
 from ...core.index import TensorSpec
-from ...errors import LazyckptError
+from ...errors import LazyckptError, Problem, cannot_read
 from ..shared.evidence import Copies, Undecided, UndecidedTable
 from ..shared.numbering import Effort
 from .autoep import layer_of, stacked
@@ -100,10 +100,11 @@ def ties_of_plain_optimizers(b: Building, stages: Mapping[int, Stage], layers: L
     for idx, key in evident_ties(layers, _buffers(stages), first, 0, info).items():
         found[idx] = key or str(idx)
         if key is None:
-            b.tell(
+            line = (
                 f"pipeline layer {idx} is shared by several stages (their optimizers have its parameters): its name in "
-                f"the model is tied_modules.KEY, no file tells the KEY, so its names here begin with {idx}"
+                f"the model is tied_modules.KEY, no file says what KEY is, so its names here begin with {idx}"
             )
+            b.tell(Problem("undecided-name", line))
     return found
 
 
@@ -140,7 +141,7 @@ def _expert_optimizers(b: Building, files: RankFiles, stage: Stage, names: dict[
             file = b.file(path)
             optimizer = table(file, table(file, file.root).get("optimizer"))
         except LazyckptError as e:
-            b.tell(f"{path} cannot be read, the optimizer states in it are lost: {e}")
+            b.tell(cannot_read(path, e, ", the optimizer states in it are lost"))
             continue
         data_first = table(file, stage.model.get("ds_config")).get("use_data_before_expert_parallelism") is True
         all_names, spread = _with_experts(names, experts, numbered_groups(optimizer), degree, ep, data_first)

@@ -21,7 +21,7 @@ from typing import Any
 
 from ...core.box import Shape, c_strides
 from ...core.index import Extent, FileInfo, Hole, Index, Mesh, TensorSpec, renamed
-from ...errors import CorruptError, FormatError, LazyckptError, some
+from ...errors import CorruptError, FormatError, LazyckptError, Problem, cannot_read, only_one, some
 from ...io.containers.pickle.plain import Path
 from ...io.storage.base import Entry, Store
 from ...layouts.megatron import is_expert
@@ -33,7 +33,8 @@ from ..reader import Source
 from ..shared.members import Member, together
 from ..torch_save import member as torch_member
 from ..zarr.grid import Array, Packing
-from ..zarr.metadata import NoTensorError, array_v2
+from ..zarr.metadata import array_v2
+from ..zarr.packing import NoTensorError
 from .files import find_iteration, unfinished
 from .reshardable import by_parameter
 from .stacks import logical, regridded
@@ -49,7 +50,7 @@ def in_folder(store: Store, folder: str = "") -> Member:
     """The arrays of a folder, and its objects but for ``_extra_state``. Those that are damaged are
     told of. Raises the first one's error if all are."""
     tensors: dict[str, tuple[Path, TensorSpec]] = {}
-    problems: list[str] = []
+    problems: list[Problem] = []
     files: dict[str, FileInfo] = {}
     meta: dict[str, Any] = {}
     error: LazyckptError | None = None
@@ -63,7 +64,7 @@ def in_folder(store: Store, folder: str = "") -> Member:
                 tensors[key] = ((key,), _array(store, below, key, listed, problems))
             except LazyckptError as e:
                 error = error or e
-                problems.append(f"{key!r} cannot be read: {e}")
+                problems.append(Problem("unreadable-file", f"{key!r} cannot be read: {e}", below))
                 continue
             files |= {f"{below}/{name}": e.info for name, e in listed.items() if not e.is_dir}
         elif not key.endswith("_extra_state"):
@@ -71,7 +72,8 @@ def in_folder(store: Store, folder: str = "") -> Member:
                 try:
                     one = torch_member(store, f"{below}/{name}", f"{key}/{name.removesuffix('.pt')}.")
                 except LazyckptError as e:
-                    problems.append(f"an object cannot be read and is not in view.meta: {e}")
+                    line = f"an object cannot be read and is not in view.meta: {e}"
+                    problems.append(Problem("unreadable-object", line, f"{below}/{name}"))
                     continue
                 meta[f"{key}/{name.removesuffix('.pt')}"] = one.meta.get("", one.meta)
                 files |= one.files
@@ -88,7 +90,7 @@ def in_folder(store: Store, folder: str = "") -> Member:
     )
 
 
-def _array(store: Store, folder: str, key: str, listed: Mapping[str, Entry], problems: list[str]) -> TensorSpec:
+def _array(store: Store, folder: str, key: str, listed: Mapping[str, Entry], problems: list[Problem]) -> TensorSpec:
     where = f"{store.root}/{folder}/.zarray"
     array = _described(store, folder, where)
     dtype, shape, chunk = array.dtype, array.shape, array.chunk
@@ -109,7 +111,8 @@ def _array(store: Store, folder: str, key: str, listed: Mapping[str, Entry], pro
             lost.append(name)
         chunks.append((tuple(n * size for n, size in zip(place, chunk, strict=True)), chunk, piece))
     if lost:
-        problems.append(f"{key}: {len(lost):,} of {len(chunks):,} chunks cannot be read ({', '.join(lost[:3])})")
+        line = f"{key}: {len(lost):,} of {len(chunks):,} chunks cannot be read ({some(lost)})"
+        problems.append(Problem("missing-elements", line, key))
     return in_chunks(key, dtype, shape, chunks)
 
 
@@ -189,7 +192,7 @@ def _is_here(store: Store, folder: str, entries: Mapping[str, Entry]) -> bool:
 
 def read(store: Store, folder: str = "") -> Index:
     """Index such a folder. Raises CorruptError, FormatError (a backend that is not known), MissingFileError."""
-    problems: list[str] = []
+    problems: list[Problem] = []
     backend = _backend(store, folder, problems)
     tensors = _tensors(store, folder, backend)
     members: list[tuple[tuple[str, ...], Member]] = [((), tensors)]
@@ -200,10 +203,10 @@ def read(store: Store, folder: str = "") -> Index:
         common = member.meta
         members.insert(0, ((), member))
     except LazyckptError as e:
-        problems.append(f"{path} cannot be read, nor the arguments of the run and the schedule in it: {e}")
+        problems.append(cannot_read(path, e, ", nor the arguments of the run and the schedule in it"))
     whole = together(_FORMATS[backend], members)
     args = common["args"] if hasattr(common.get("args"), "__dict__") else None
-    states, lines = _states(tensors, args)
+    states, unknown = _states(tensors, args)
     if len(members) > 1:
         states |= _steps(members[0][1], states)
     return Index(
@@ -213,14 +216,15 @@ def read(store: Store, folder: str = "") -> Index:
         stored=whole.stored,
         meta=whole.meta,
         mesh=_mesh(args),
-        problems=(*problems, *tensors.problems, *lines),
+        problems=(*problems, *tensors.problems, *unknown),
     )
 
 
-def _backend(store: Store, folder: str, problems: list[str]) -> str:
+def _backend(store: Store, folder: str, problems: list[Problem]) -> str:
     path = posixpath.join(folder, _ABOUT)
     if _ABOUT not in store.list(folder):
-        problems.append(f"{path} is missing: it is written last, so the save was not finished, or not copied whole")
+        line = f"{path} is missing: it is written last, so the save was not finished, or not copied whole"
+        problems.append(Problem("unfinished-save", line, path))
         return "torch_dist"
     try:
         about = json.loads(bytes(store.read(path, 0, min(store.stat(path).size, _MAX_JSON_DIST))))
@@ -240,7 +244,7 @@ def _tensors(store: Store, folder: str, backend: str) -> Member:
     return dcp.in_folder(store, folder, lambda key: "_extra_state/" not in key)
 
 
-def _states(member: Member, args: Any) -> tuple[dict[str, dict[str, TensorSpec]], list[str]]:
+def _states(member: Member, args: Any) -> tuple[dict[str, dict[str, TensorSpec]], list[Problem]]:
     by_key: dict[str, dict[str, TensorSpec]] = {}
     buffers: dict[str, TensorSpec] = {}
     inside: set[str] = {path[0] for path in member.objects if path}  # type: ignore[misc]
@@ -256,20 +260,24 @@ def _states(member: Member, args: Any) -> tuple[dict[str, dict[str, TensorSpec]]
             by_key.setdefault("weights", {})[key] = regridded(spec, member.reshaped.get(key))
     local = _local(args)
     states = {state: logical(keys, local) for state, keys in by_key.items()}
-    lines = []
+    problems = []
     if buffers:
         found, reasons = by_parameter(buffers, states.get("weights", {}), args, local)
         for state, tensors in found.items():
             states.setdefault(state, {}).update(tensors)
-        lines = [
-            f"{len(keys):,} tensors are buffers of the distributed optimizer as ranks hold them (dp_reshardable: "
-            f"{some(keys)}), and which parameter stands where in them is not known: {reason}. They are in view.stored; "
-            "saved with --dist-ckpt-optim-fully-reshardable they would be states by parameter"
+        problems = [
+            Problem(
+                "undecided-layout",
+                f"{len(keys):,} tensors are buffers of the distributed optimizer as ranks hold them (dp_reshardable: "
+                f"{some(keys)}), and which parameter lies where in them is not known: {reason}. They are in "
+                "view.stored; saved with --dist-ckpt-optim-fully-reshardable they would be states by parameter",
+                only_one(keys),
+            )
             for keys, reason in reasons
         ]
     order = ["weights", "fp32"]
     states = dict(sorted(states.items(), key=lambda item: order.index(item[0]) if item[0] in order else 2))
-    return states, lines
+    return states, problems
 
 
 def _steps(common: Member, states: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, dict[str, TensorSpec]]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...core.names import natural
-from ...errors import CorruptError, FormatError, MissingFileError, some
+from ...errors import CorruptError, FormatError, MissingFileError, Problem, only_one, some
 from ...io.storage.base import Entry, Store
 from ..reader import Source
 
@@ -38,11 +38,11 @@ class RankFolder:
 
 @dataclass(slots=True)
 class Iteration:
-    """The rank folders of one iteration, and lines about what else is there. ``folder``: where they are."""
+    """The rank folders of one iteration, and the problems of what else is there. ``folder``: where they are."""
 
     folder: str
     ranks: list[RankFolder] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    notes: list[Problem] = field(default_factory=list)
 
     @property
     def number(self) -> int | None:
@@ -66,16 +66,17 @@ def rank_folders(store: Store, folder: str, names: Mapping[str, Entry]) -> Itera
         if model is None and "optim.pt" in inside:
             continue
         if model is None:
-            found.notes.append(f"{path} has no {MODEL[0]}: what this rank holds is lost")
+            found.notes.append(Problem("missing-file", f"{path} has no {MODEL[0]}: what this rank holds is lost", path))
             continue
         optim = f"{path}/{OPTIM}" if OPTIM in inside else ""
         numbers = tuple(int(n) for n in match.groups() if n is not None)
         found.ranks.append(RankFolder(name, numbers, f"{path}/{model}", optim))
     if others:
-        found.notes.append(
+        line = (
             f"{len(others):,} files of optimizers' states that lazyckpt does not read (those of the distributed "
             f"optimizer until 2023, and of layer-wise ones): {some(others)}"
         )
+        found.notes.append(Problem("ignored-file", line, only_one(others)))
     return found
 
 
@@ -148,14 +149,18 @@ def is_legacy(source: Source) -> bool:
     return not any(name in names for name in _DISTRIBUTED) and (bool(folder) or any(map(_RANK.fullmatch, names)))
 
 
-def unfinished(source: Source, folder: str) -> list[str]:
-    """Lines about iterations newer than the one that the tracker names."""
+def unfinished(source: Source, folder: str) -> list[Problem]:
+    """The problems of iterations newer than the one that the tracker names."""
     told = None if source.tag is not None else _tracker(source, strict=False)
     if told is None or not told.isdecimal():
         return []
     newer = [n for n in source.entries if (m := _ITERATION.fullmatch(n)) and int(m[1]) > int(told) and n != folder]
     return [
-        f"{name} is newer than {TRACKER} says ({told}): its save was not finished, it is not read"
+        Problem(
+            "unfinished-save",
+            f"{name} is newer than {TRACKER} says ({told}): its save was not finished, it is not read",
+            name,
+        )
         for name in sorted(newer, key=natural)
     ]
 

@@ -15,6 +15,7 @@ import torch
 
 from ...core.box import Box, Shape, c_strides
 from ...core.index import Extent, Fragment, Hole, Part, Rank, TensorSpec
+from ...errors import Problem
 from ...layouts.megatron import gated_by, is_expert, is_gated, number, stack_of, vocabulary_note
 from ...layouts.merge import Merge, MergedFragments, Parts, Source, concatenated, decide, in_parts
 from .ranks import Grid
@@ -62,20 +63,22 @@ class Gathered:
         elif shard.shape == extent.shape and shard.dtype == extent.dtype:
             shard.copies.append(fragment)
         else:
-            self.grid.tell(
+            line = (
                 f"{extent.path}: {name!r} is {extent.shape} here, {shard.shape} in {shard.copies[0].extent.path}: the "
                 "first is read (the others: view.stored)"
             )
+            self.grid.tell(Problem("mismatched-shards", line, name))
 
     def key(self, name: str, rank: Rank) -> Key | None:
         """Which shard of an expert's tensor a rank has; None if that is not known."""
         cut = self.grid.degrees.expert_rank(rank.tp)
         if cut is None:
             d = self.grid.degrees
-            self.grid.tell(
+            line = (
                 f"experts cut over {d.etp} ranks with tp={d.tp}: several ranks write the same file, which shards it "
                 "has is not known; they are in view.stored only"
             )
+            self.grid.tell(Problem("undecided-layout", line))
             return None
         return (rank.ep if stack_of(name) else 0), cut
 
@@ -125,13 +128,10 @@ class Gathered:
         """A rank's shard that no file has; it is taken to be like the others."""
         d = self.grid.degrees
         if is_expert(name):
-            reason = f"the shard of expert-tensor-parallel rank {rank} of {d.etp} is in no file that is here"
+            hole = Hole("", f"the shard of expert-tensor-parallel rank {rank} of {d.etp} is in no file that is here")
         else:
-            lost = [why for (tp, _), why in self.grid.lost.items() if tp == rank]
-            reason = (
-                lost[0] if lost else f"the shard of tensor-parallel rank {rank} of {d.tp} is in no file that is here"
-            )
-        hole = Hole(reason.split(" is missing")[0] if " is missing" in reason else "", reason)
+            lost = next((lost for (tp, _), lost in self.grid.lost.items() if tp == rank), None)
+            hole = lost or Hole("", f"the shard of tensor-parallel rank {rank} of {d.tp} is in no file that is here")
         return Shard(like.shape, like.dtype, [Fragment(hole, like.shape)])
 
     def _stack(self, name: str, shards: Mapping[Key, Shard]) -> TensorSpec:

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...core.index import FileInfo, Rank
-from ...errors import CorruptError, LazyckptError
+from ...core.index import FileInfo, Hole, Rank
+from ...errors import CorruptError, LazyckptError, Problem, cannot_read, sentences, some
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.pickle.records import short
 from ...io.containers.torch_file import Pickles, TorchFile, read_torch_file
@@ -40,18 +40,18 @@ class RankFile:
 
 @dataclass(slots=True)
 class Grid:
-    """The ranks of one save. ``lost``: (tp, pp) -> why there is no file of it; ``lost_experts``: the same by (pp, ep),
-    where the file of an expert-tensor-parallel rank is missing; ``first``: the file that speaks for all."""
+    """The ranks of one save. ``lost``: (tp, pp) -> its missing file; ``lost_experts``: the same by (pp, ep), where the
+    file of an expert-tensor-parallel rank is missing; ``first``: the file that speaks for all."""
 
     degrees: Degrees
     ranks: dict[tuple[int, int, int], RankFile]
-    lost: dict[tuple[int, int], str]
+    lost: dict[tuple[int, int], Hole]
     first: RankFile
     files: dict[str, FileInfo]
-    problems: dict[str, None]  # in order, each once
-    lost_experts: dict[tuple[int, int], str] = field(default_factory=dict)
+    problems: dict[Problem, None]  # in order, each once
+    lost_experts: dict[tuple[int, int], Hole] = field(default_factory=dict)
 
-    def tell(self, problem: str) -> None:
+    def tell(self, problem: Problem) -> None:
         self.problems[problem] = None
 
     @property
@@ -62,7 +62,7 @@ class Grid:
 def read_grid(store: Store, found: Iteration) -> Grid:
     """Read all rank files. Those of another save than most are told of and left out. Raises the first file's error if
     none can be read."""
-    problems: dict[str, None] = dict.fromkeys(found.notes)
+    problems: dict[Problem, None] = dict.fromkeys(found.notes)
     pickles = Pickles()
     read: list[tuple[RankFolder, TorchFile, dict[Any, Any], list[Tensors]]] = []
     error: LazyckptError | None = None
@@ -78,15 +78,13 @@ def read_grid(store: Store, found: Iteration) -> Grid:
             chunks = flat[key]
         except LazyckptError as e:
             error = error or e
-            problems[f"{folder.model} cannot be read: {e}"] = None
+            problems[cannot_read(folder.model, e)] = None
             continue
         read.append((folder, file, root, chunks))
     if not read:
         if error is not None:
             raise error
-        raise CorruptError(
-            f"{store.root}/{found.folder}: no rank folder has a model's file; {'; '.join(found.notes[:3])}"
-        )
+        raise CorruptError(f"{store.root}/{found.folder}: no rank folder has a model's file; {sentences(found.notes)}")
     if len(counts) == 2 and all(any("embedding.word_embeddings." in n for n in chunks[0]) for *_, chunks in read):
         counts = [counts[0], 1, counts[1]]  # (no pipeline has the embedding on all of its stages)
     owns = [degrees(root.get("args"), counts, len(chunks)) for _, _, root, chunks in read]
@@ -101,11 +99,12 @@ def read_grid(store: Store, found: Iteration) -> Grid:
         if (_iteration(root), own) != save:
             problems[_stranger(folder, _iteration(root), own, save)] = None
         elif at is None:
-            problems[f"{folder.model}: its folder's name does not fit {_words(degree)}: left over, not used"] = None
+            line = f"{folder.model}: its folder's name does not fit {_words(degree)}: left over, not used"
+            problems[Problem("left-over-file", line, folder.model)] = None
         else:
             ranks[at] = RankFile(Rank(at[0], at[1], 0, at[2]), folder, file, root, chunks)
     if not ranks:
-        raise CorruptError(f"{store.root}/{found.folder}: {'; '.join(list(problems)[:3])}")
+        raise CorruptError(f"{store.root}/{found.folder}: {sentences(problems)}")
     grid = Grid(degree, ranks, {}, ranks[min(ranks)], files, problems)
     _find_lost(grid, found)
     return grid
@@ -129,7 +128,7 @@ def _chunks(file: TorchFile, root: dict[Any, Any]) -> list[Tensors]:
     while f"model{len(found)}" in root:
         found.append(dict(_flat(_dict(file, root[f"model{len(found)}"]), "")))
     if not found:
-        raise CorruptError(f"{file.path} holds no model (it has {', '.join(map(short, list(root)[:6]))})")
+        raise CorruptError(f"{file.path} holds no model (it has {some(map(short, root), 6)})")
     return found
 
 
@@ -155,12 +154,12 @@ def _save(found: Iteration, keys: list[tuple[Any, Degrees]]) -> tuple[Any, Degre
     return max(counts, key=lambda key: (key[0] == number, counts[key], -keys.index(key)))
 
 
-def _stranger(folder: RankFolder, iteration: Any, own: Degrees, save: tuple[Any, Degrees]) -> str:
+def _stranger(folder: RankFolder, iteration: Any, own: Degrees, save: tuple[Any, Degrees]) -> Problem:
     if iteration != save[0]:
         what = f"is of iteration {short(iteration)}, the others of {short(save[0])}"
     else:
         what = f"is of a save with {_words(own)}, the others with {_words(save[1])}"
-    return f"{folder.model} {what}: it is not used"
+    return Problem("left-over-file", f"{folder.model} {what}: it is not used", folder.model)
 
 
 def _words(d: Degrees) -> str:
@@ -184,15 +183,16 @@ def _find_lost(grid: Grid, found: Iteration) -> None:
     ranks of a tensor-parallel one, not all need to have a file.)"""
     d = grid.degrees
     there = {(tp, pp) for tp, pp, _ in grid.ranks}
+    named = {part for problem in grid.problems for part in (problem.path or "").split("/")}  # whose loss has a reason
     for pp in range(d.pp):
         for tp in range(d.tp):
             if (tp, pp) not in there:
                 name = f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if d.pp > 1 else "") + ("_*" if d.ep > 1 else "")
                 path = f"{found.folder}/{name}/model_optim_rng.pt".lstrip("/")
-                grid.lost[tp, pp] = f"{path} is missing, or cannot be used"
+                hole = grid.lost[tp, pp] = Hole(path, f"{path} is missing, or cannot be used")
                 what = f"what tensor-parallel rank {tp} of stage {pp} holds is lost"
-                if not any(f"{name}/" in line or f"{name} " in line for line in grid.problems):  # else: why
-                    grid.tell(f"{path} is missing, or cannot be used: {what}")
+                if name not in named:
+                    grid.tell(Problem("missing-file", f"{hole.reason}: {what}", path))
     if d.ep == 1 or d.tp % d.etp:
         return
     cuts = {(d.expert_rank(tp), pp, ep) for tp, pp, ep in grid.ranks}
@@ -202,5 +202,6 @@ def _find_lost(grid: Grid, found: Iteration) -> None:
             if gone and any(is_expert(n) for at, r in grid.ranks.items() if at[1] == pp for c in r.chunks for n in c):
                 name = "mp_rank_*" + (f"_{pp:03d}" if d.pp > 1 else "") + f"_{ep:03d}"
                 path = f"{found.folder}/{name}/model_optim_rng.pt".lstrip("/")
-                grid.lost_experts[pp, ep] = f"{path} is missing, or cannot be used"
-                grid.tell(f"{path} is missing, or cannot be used: the experts of expert-parallel rank {ep} are lost")
+                hole = grid.lost_experts[pp, ep] = Hole(path, f"{path} is missing, or cannot be used")
+                what = f"the experts of expert-parallel rank {ep} are lost"
+                grid.tell(Problem("missing-file", f"{hole.reason}: {what}", path))

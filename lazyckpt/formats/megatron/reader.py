@@ -10,11 +10,11 @@ from typing import Any
 from ...core.box import Box
 from ...core.index import Extent, Fragment, Index, Mesh, Part, TensorSpec
 from ...core.names import natural
-from ...errors import CorruptError
+from ...errors import CorruptError, Problem, sentences
 from ...io.containers.pickle.plain import Plain
 from ...layouts.megatron import data_parallel, megatron_rules, number, place, version
 from ..reader import Source
-from ..shared.paths import told_together
+from ..shared.paths import grouped
 from ..torch_save import warnings
 from .files import find_ranks
 from .gather import Gathered, Shard
@@ -47,7 +47,7 @@ def _of_stages(grid: Grid, names: list[str]) -> Iterator[tuple[str, str]]:
     for pp in range(d.pp):
         if not all((tp, pp) in grid.lost for tp in range(d.tp)):
             continue
-        why = grid.lost[0, pp]
+        why = grid.lost[0, pp].reason
         if core and pp == 0:
             yield "embedding.word_embeddings.weight", why
         if core and pp == d.pp - 1:
@@ -65,7 +65,7 @@ def _of_experts(grid: Grid, names: list[str]) -> Iterator[tuple[str, str]]:
     if not grid.lost_experts or experts is None:
         return
     each = experts // grid.degrees.ep
-    lost = {ep: why for (_, ep), why in grid.lost_experts.items()}
+    lost = {ep: hole.reason for (_, ep), hole in grid.lost_experts.items()}
     like = dict.fromkeys((m[1], m[3]) for name in names if (m := _EXPERT.fullmatch(name)))
     for head, tail in like:
         for ep, why in lost.items():
@@ -136,10 +136,11 @@ def read(source: Source) -> Index:
     first = grid.first
     label = f"{first.folder.name}/{first.folder.model.rpartition('/')[2]}/"
     plain = Plain(first.file.root, f"{source.where}/{first.file.path}", first.file.pickle_size, label)
-    for line in warnings(first.file.path, first.file, plain):
-        grid.tell(line)
+    for problem in warnings(first.file.path, first.file, plain):
+        grid.tell(problem)
     if grid.args is None:
-        grid.tell(f"{first.file.path} has no args: how the model was cut is guessed from names and shapes")
+        line = f"{first.file.path} has no args: how the model was cut is guessed from names and shapes"
+        grid.tell(Problem("missing-metadata", line, first.file.path))
     number_layers(grid)
     attributes: Attributes = {}
     g = Gathered(grid, megatron_rules(grid.args, source.rules, attributes), lambda name: bool(source.rules))
@@ -152,12 +153,10 @@ def read(source: Source) -> Index:
     for state in sorted(g.states, key=_state_order):
         names = sorted(g.states[state], key=natural) if grid.degrees.pp > 1 else list(g.states[state])
         states[state] = {name: _spec(g, state, name, old) for name in names}
-    for line in told_together(g.unmerged, "cannot be put together"):
-        grid.tell(line)
+    for problem in grouped("unmerged-tensor", g.unmerged, "cannot be put together"):
+        grid.tell(problem)
     if not states.get("weights"):
-        raise CorruptError(
-            f"{source.where}/{found.folder}: its files hold no weights; {'; '.join(list(grid.problems)[:3])}"
-        )
+        raise CorruptError(f"{source.where}/{found.folder}: its files hold no weights; {sentences(grid.problems)}")
     return Index(
         format="megatron",
         states=states,
@@ -181,12 +180,14 @@ def _spec(g: Gathered, state: str, name: str, old: float) -> TensorSpec:
     if size is None and heads and hidden:
         size = hidden // heads
     if size is None or len(shards) < g.grid.degrees.tp:
-        g.grid.tell(f"{name!r} of checkpoint_version {old:g} cannot be put into today's order: it is as stored")
+        line = f"{name!r} of checkpoint_version {old:g} cannot be put into today's order: it is as stored"
+        g.grid.tell(Problem("unsupported-tensor", line, name))
         return g.spec(state, name)
     try:
         return in_todays_order(name, [shards[key] for key in sorted(shards)], splits, old, size)
     except ValueError as e:
-        g.grid.tell(f"{name!r} of checkpoint_version {old:g} cannot be put into today's order: {e}: it is as stored")
+        line = f"{name!r} of checkpoint_version {old:g} cannot be put into today's order: {e}: it is as stored"
+        g.grid.tell(Problem("unsupported-tensor", line, name))
         return g.spec(state, name)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ...core.box import Shape, c_strides
 from ...core.index import Extent
-from ...errors import LazyckptError
+from ...errors import LazyckptError, Problem, cannot_read
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.torch_file import Pickles, TorchFile, read_torch_file
 from ...io.storage.base import Store
@@ -96,12 +96,14 @@ def number_layers(grid: Grid) -> None:
                     numbers.setdefault(at.head, set()).add(at.layer)
             for head, layers in numbers.items():
                 if not contiguous(sorted(layers)):
-                    grid.tell(f"{rank.file.path}: chunk {chunk} has the layers {sorted(layers)[:8]}, not 0, 1, 2, ...")
+                    line = f"{rank.file.path}: chunk {chunk} has the layers {sorted(layers)[:8]}, not 0, 1, 2, ..."
+                    grid.tell(Problem("inconsistent-metadata", line, rank.file.path))
                 count = stacks.setdefault(head, {}).setdefault((pp, chunk), len(layers))
                 if count != len(layers):
-                    grid.tell(
+                    line = (
                         f"{rank.file.path}: {len(layers)} layers in chunk {chunk}, {count} on other ranks of stage {pp}"
                     )
+                    grid.tell(Problem("inconsistent-metadata", line, rank.file.path))
     there = {(pp, chunk) for (_, pp, _), rank in grid.ranks.items() for chunk in range(len(rank.chunks))}
     for head, seen in stacks.items():
         starts = _starts(grid, dict.fromkeys(there, 0) | seen, alone=len(stacks) == 1)
@@ -110,10 +112,11 @@ def number_layers(grid: Grid) -> None:
                 if (pp, chunk) in starts:
                     known[head] = starts[pp, chunk]
                 elif chunk < d.chunks and (pp, chunk) in seen:
-                    grid.tell(
+                    line = (
                         f"the layers of stage {pp} cannot be numbered: a stage before it is missing and the arguments "
-                        "do not tell how many layers it has; they are in view.stored only"
+                        "do not say how many layers it has; they are in view.stored only"
                     )
+                    grid.tell(Problem("unnumbered-layer", line))
 
 
 def _starts(grid: Grid, seen: Mapping[tuple[int, int], int], alone: bool) -> Mapping[tuple[int, int], int]:
@@ -126,9 +129,11 @@ def _starts(grid: Grid, seen: Mapping[tuple[int, int], int], alone: bool) -> Map
     if len(missing) == 1 and total is not None and total >= sum(counts.values()):
         counts[missing[0]] = total - sum(counts.values())
     if plan and any(plan[at] != n for at, n in seen.items()):
-        grid.tell(f"the files have {_shown(seen)} layers per stage and chunk, the arguments tell of {_shown(plan)}")
+        line = f"the files have {_shown(seen)} layers per stage and chunk, by the arguments there are {_shown(plan)}"
+        grid.tell(Problem("inconsistent-metadata", line))
     elif not missing and total is not None and sum(counts.values()) != total and any(seen.values()):
-        grid.tell(f"the files have {sum(counts.values())} layers, args.num_layers says {total}")
+        line = f"the files have {sum(counts.values())} layers, args.num_layers says {total}"
+        grid.tell(Problem("inconsistent-metadata", line))
     return offsets(d.pp, d.chunks, counts)
 
 
@@ -148,7 +153,7 @@ def add_weights(g: Gathered, namer: Namer) -> None:
                 try:
                     extent = rank.file.extent(tensor, own)
                 except LazyckptError as e:
-                    g.grid.tell(str(e))
+                    g.grid.tell(Problem("unreadable-file", str(e), rank.file.path))
                     continue
                 g.add("weights", name, _as_stack(g, extent, name, experts), rank.rank)
 
@@ -162,7 +167,8 @@ def _as_stack(g: Gathered, extent: Extent, name: str, experts: int) -> Extent:
         return extent
     found = stacked(extent, which, hidden, experts)
     if found is None and len(extent.shape) == 2:
-        g.grid.tell(f"{extent.path}: {name!r} of shape {extent.shape} is no array of {experts} experts' matrices")
+        line = f"{extent.path}: {name!r} of shape {extent.shape} is no array of {experts} experts' matrices"
+        g.grid.tell(Problem("unsupported-tensor", line, name))
     return found or extent
 
 
@@ -189,10 +195,11 @@ def add_states(g: Gathered, namer: Namer, attributes: Attributes) -> None:
             shapes = {local: t.shape for local, (t, _) in table.items()}
             found = _held(part, shapes, known)
             if found is None:
-                g.grid.tell(
-                    f"{rank.file.path}: which parameter is which in its optimizer cannot be told (its groups do not "
+                line = (
+                    f"{rank.file.path}: which parameter is which in its optimizer is not known (its groups do not "
                     "fit the model's parameters): its states are in view.stored only"
                 )
+                g.grid.tell(Problem("undecided-name", line, rank.file.path))
                 continue
             for one in found:
                 name = table[one.name][1]
@@ -208,7 +215,7 @@ def _add_state(g: Gathered, rank: RankFile, state: str, name: str, value: Stored
     try:
         extent = rank.file.extent(value, name)
     except LazyckptError as e:
-        g.grid.tell(str(e))
+        g.grid.tell(Problem("unreadable-file", str(e), rank.file.path))
         return
     g.add(state, name, _as_stack(g, extent, name, experts) if extent.shape else extent, rank.rank)
 
@@ -245,16 +252,15 @@ def add_buffers(g: Gathered, namer: Namer, store: Store) -> None:
                 if isinstance(entry, dict):
                     _buffer(g, namer, rank, file, entry, n, len(entries))
         except LazyckptError as e:
-            g.grid.tell(f"{path} cannot be read, the optimizer's states in it are lost: {e}")
+            g.grid.tell(cannot_read(path, e, ", the optimizer's states in it are lost"))
     wanted = flag(g.grid.args, "use_distributed_optimizer") and groups_of(parts[0] if parts else {})
     if not wanted and not any(rank.folder.optim for rank in g.grid.ranks.values()):
         return
     for rank in g.grid.ranks.values():
         # (one that has no experts of its own, and is not the first of the expert-parallel ones, has nothing to save)
         if not rank.folder.optim and (rank.rank.ep == 0 or any(is_expert(n) for c in rank.chunks for n in c)):
-            g.grid.tell(
-                f"{rank.folder.model.rpartition('/')[0]}/distrib_optim.pt is missing: the states in it are lost"
-            )
+            line = f"{rank.folder.model.rpartition('/')[0]}/distrib_optim.pt is missing: the states in it are lost"
+            g.grid.tell(Problem("missing-file", line, f"{rank.folder.model.rpartition('/')[0]}/distrib_optim.pt"))
 
 
 def _buffer(
@@ -275,10 +281,11 @@ def _buffer(
         wanted += [(chunk, dtype, table) for dtype, table in by_dtype.items()]
     keys = [(i, key) for i in sorted(k for k in entry if type(k) is int) for key in _dtypes(entry[i])]
     if len(keys) != len(wanted):
-        g.grid.tell(
+        line = (
             f"{file.path}: {len(keys)} buffers, {len(wanted)} are expected for the model's chunks and dtypes: its "
             "states are in view.stored only"
         )
+        g.grid.tell(Problem("undecided-layout", line, file.path))
         return
     for (i, key), (chunk, dtype, table) in zip(keys, wanted, strict=True):
         states = states_in(entry[i][key])
@@ -288,10 +295,11 @@ def _buffer(
         )
         if found is None:
             sizes = {s: v.shape[0] if isinstance(v, StoredTensor) else len(v) for s, v in states.items()}
-            g.grid.tell(
-                f"{file.path}: where the parameters lie in its buffer {i} ({dtype}, {sizes}) cannot be told: no layout "
+            line = (
+                f"{file.path}: where the parameters lie in its buffer {i} ({dtype}, {sizes}) is not known: no layout "
                 f"of {len(shapes)} parameters that Megatron makes is that long; its states are in view.stored only"
             )
+            g.grid.tell(Problem("undecided-layout", line, file.path))
             continue
         for slot in found.slots:
             shape, name = table[slot.name]
@@ -317,7 +325,8 @@ def _add_slice(
 ) -> None:
     whole = file.extent(flat, name)
     if whole.strides != (1,):
-        g.grid.tell(f"{file.path}: the buffer of {name!r} has a stride: it is in view.stored only")
+        line = f"{file.path}: the buffer of {name!r} has a stride: it is in view.stored only"
+        g.grid.tell(Problem("undecided-layout", line, name))
         return
     extent = Extent(
         whole.path,

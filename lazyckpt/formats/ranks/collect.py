@@ -14,7 +14,7 @@ import torch
 
 from ...core.box import Shape, is_run
 from ...core.index import Extent, Hole, TensorSpec
-from ...errors import some
+from ...errors import Problem, only_one, some
 from ...io.containers.pickle.plain import Path, Plain
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.torch_file import TorchFile
@@ -89,7 +89,7 @@ class Collected:
     def __init__(self) -> None:
         self.tensors: dict[str, Held] = {}
         self.unreadable: dict[str, str] = {}
-        self.problems: list[str] = []
+        self.problems: list[Problem] = []
         self.ranks: set[int] = set()
         self.world = 1  # of ShardedTensors
         self.meshes: dict[tuple[str, ...], Shape] = {}
@@ -273,7 +273,8 @@ class Collected:
                 chunks.append((start, shape, Hole(path, reason or f"{path} does not hold its shard of {name!r}")))
         gap = uncovered(held.shape, [(start, shape) for start, shape, _ in chunks])
         if gap:
-            self.problems.append(f"{gap:,} elements of {name!r} are in no shard of any file")
+            line = f"{gap:,} elements of {name!r} are in no shard of any file"
+            self.problems.append(Problem("missing-elements", line, name))
         return in_chunks(name, held.dtype, held.shape, chunks, "placed as its ShardedTensor says")
 
     def _plain_spec(self, name: str, held: Plains) -> TensorSpec:
@@ -298,8 +299,8 @@ class Collected:
         one = tuple(fragments) if len(fragments) == 1 else fragments
         return TensorSpec(name, lowest.shape, lowest.dtype, one, rule=rule)
 
-    def differing(self, names: Iterable[str]) -> list[str]:
-        """Lines on plain tensors that the ranks hold differently, as far as shapes and the zips' checksums tell."""
+    def differing(self, names: Iterable[str]) -> list[Problem]:
+        """Problems of plain tensors that the ranks hold differently, as far as shapes and the zips' checksums tell."""
         differ: dict[tuple[int, ...], list[str]] = {}
         for name in names:
             held = self.tensors.get(name)
@@ -316,8 +317,12 @@ class Collected:
             if other:
                 differ.setdefault(other, []).append(held.key)
         return [
-            f"{len(keys):,} tensors ({some(keys)}) are no shards and differ on ranks {some(map(str, ranks))}: the "
-            "lowest's are read (the others: view.stored; nothing in the files says that they are shards of one)"
+            Problem(
+                "differing-replicas",
+                f"{len(keys):,} tensors ({some(keys)}) are no shards and differ on ranks {some(ranks)}: the lowest's "
+                "are read (the others: view.stored; nothing in the files says that they are shards of one)",
+                only_one(keys),
+            )
             for ranks, keys in differ.items()
         ]
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ...errors import some
+from ...errors import Problem, only_one, some
 from ...io.storage.base import Entry
 
 _NAME = re.compile(
@@ -61,7 +61,7 @@ def recognised(entries: Mapping[str, Entry]) -> bool:
     return not any(_MODELS.fullmatch(name) and not _NAME.fullmatch(name) for name in entries)
 
 
-def chosen(entries: Mapping[str, Entry], problems: list[str]) -> list[Series]:
+def chosen(entries: Mapping[str, Entry], problems: list[Problem]) -> list[Series]:
     """The series of one save, that of the model first; what is left over from others is told.
 
     Where there are several of the same item (saves of another world size leave theirs behind), the complete one is
@@ -96,11 +96,13 @@ def chosen(entries: Mapping[str, Entry], problems: list[str]) -> list[Series]:
         if rest:
             kept = "the complete set" if best is not None and best.complete else "the newest"
             which = f"{best.path(min(best.files))}, ... is {kept}" if best is not None else "they fit no other file"
-            problems.append(f"{len(rest):,} files are left over from another save and not read: {some(rest)} ({which})")
+            line = f"{len(rest):,} files are left over from another save and not read: {some(rest)} ({which})"
+            problems.append(Problem("left-over-file", line, only_one(rest)))
     for series in taken:  # names such as _rank_7 with a world of 4
         if series.world is not None:
             extra = [r for r in series.files if r >= series.world]
             for rank in extra:
-                problems.append(f"{series.path(rank)} is left over: its name says that there are {series.world} ranks")
+                line = f"{series.path(rank)} is left over: its name says that there are {series.world} ranks"
+                problems.append(Problem("left-over-file", line, series.path(rank)))
                 del series.files[rank]
     return taken

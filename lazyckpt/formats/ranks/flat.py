@@ -16,7 +16,7 @@ from math import prod
 from ...core.box import Shape
 from ...core.index import Hole, Rank, TensorSpec
 from ...core.names import matcher, unwrapped
-from ...errors import FormatError, some
+from ...errors import FormatError, Problem, only_one, some
 from ...io.containers.pickle.plain import Path
 from ...layouts.flat_rules import FlatRule, flat_rule, is_flat_rule, places, told
 from ..shared.flat import FlatFragments, Partition
@@ -45,7 +45,9 @@ class Split:
     flats: list[str] = field(default_factory=list)
 
 
-def split(collected: Collected, rules: Mapping[str, object], hints: Hints, lost: Lost, problems: list[str]) -> Split:
+def split(
+    collected: Collected, rules: Mapping[str, object], hints: Hints, lost: Lost, problems: list[Problem]
+) -> Split:
     """Take apart what can be. Raises FormatError for a rule that does not fit."""
     table = [(glob, matcher(glob), flat_rule(glob, r)) for glob, r in rules.items() if is_flat_rule(r)]
     flats = {
@@ -103,22 +105,25 @@ def split(collected: Collected, rules: Mapping[str, object], hints: Hints, lost:
             found.made_of.setdefault(raw, []).append(key)
             found.parameters[key] = path, TensorSpec(inner + n, shape, held.dtype, fragments, rule=rule)
     if kept:
-        problems.append(
+        line = (
             f"{len(kept):,} flat parameters of FSDP ({some(kept)}) are 1-d tensors: nothing in the checkpoint says "
             f"which parameters they are made of. Say it with {_HOW % kept[0]}"
         )
+        problems.append(Problem("flat-parameter", line, only_one(kept)))
     if shapeless:
-        problems.append(
+        line = (
             f"{len(shapeless):,} parameters ({some(shapeless)}) are 1-d tensors: FSDP's local state dict has no "
             f"shapes, nor has an optimizer beside it. Say them with {_HOW % found.flats[0]}"
         )
+        problems.append(Problem("flat-parameter", line, only_one(shapeless)))
     for key, file in torn.items():
         collected.unreadable[key] = f"{key!r} lies on a rank whose file, {file}, is gone; nothing else tells its shape"
     if torn:
-        problems.append(
-            f"{len(torn):,} parameters ({some(torn)}) lie on ranks whose files are gone, and nothing else tells their "
-            "shapes: they are left out"
+        line = (
+            f"{len(torn):,} parameters ({some(torn)}) lie on ranks whose files are gone, and nothing else says what "
+            "shapes they have: they are left out"
         )
+        problems.append(Problem("missing-tensor", line, only_one(list(torn))))
     return found
 
 

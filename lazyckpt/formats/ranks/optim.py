@@ -15,7 +15,7 @@ from typing import Any
 
 from ...core.box import Shape
 from ...core.index import Extent, Fragment, Hole, Rank, TensorSpec
-from ...errors import some
+from ...errors import Problem, only_one, some
 from ...io.containers.pickle.plain import Path
 from ...layouts.placements import Cut
 from ..shared.flat import FlatFragments, Partition
@@ -41,7 +41,7 @@ class Slices:
 
 
 def join(
-    collected: Collected, param_groups: Any, lost: Lost, problems: list[str]
+    collected: Collected, param_groups: Any, lost: Lost, problems: list[Problem]
 ) -> tuple[dict[str, tuple[Path, TensorSpec]], set[str]]:
     """Put together the states that are slices: -> (raw name -> path, with the parameter's name where that is certain,
     and tensor; the raw names of what they are made of)."""
@@ -90,15 +90,17 @@ def join(
                 found[".".join(map(str, path))] = path, collected.spec(raw, lost)
             gone.add(raw)
     if unnamed:
-        problems.append(
+        line = (
             f"the optimizer's states of {len(unnamed):,} numbers ({some(unnamed)}) are slices of parameters or of flat "
             "ones: nothing in the files says which these are, so they are 1-d tensors under their numbers"
         )
+        problems.append(Problem("undecided-name", line))
     if torn and not found:
-        problems.append(
+        line = (
             f"the optimizer's states are slices that fit together only with those in {some(sorted(torn))}: they are in "
             "view.stored only"
         )
+        problems.append(Problem("missing-optimizer", line, only_one(sorted(torn))))
     return found, gone
 
 

@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from ...core.index import FileInfo, Index, Mesh, TensorSpec
-from ...errors import CorruptError, LazyckptError, some
+from ...errors import CorruptError, LazyckptError, Problem, cannot_read, only_one, some
 from ...io.containers.pickle.audit import dangers
 from ...io.containers.pickle.plain import Path, Plain, TensorRef
 from ...io.containers.pickle.rebuild import StoredTensor
@@ -40,12 +40,12 @@ _SMALL = 1 << 20  # elements of a mesh that are worth a read
 
 
 def _read(source: Source) -> Index:
-    problems: list[str] = []
+    problems: list[Problem] = []
     return read_series(source, chosen(source.entries, problems), problems)
 
 
 def read_series(
-    source: Source, found: list[Series], problems: list[str], more: Sequence[tuple[Path, Member]] = ()
+    source: Source, found: list[Series], problems: list[Problem], more: Sequence[tuple[Path, Member]] = ()
 ) -> Index:
     """The index of series of rank files, and of other members beside them. Raises what reading the first file did, if
     none can be read."""
@@ -58,7 +58,11 @@ def read_series(
     collected = folder.collected
     beside = [*_optimizers(source, problems), *more]
     problems += [
-        f"rules[{glob!r}] has no effect: the files say how tensors lie; only flat parameters take a rule, with 'flat'"
+        Problem(
+            "unused-rule",
+            f"rules[{glob!r}] has no effect: the files say how tensors lie; only flat parameters take a rule, with "
+            "'flat'",
+        )
         for glob, rule in source.rules.items()
         if not is_flat_rule(rule)
     ]
@@ -121,7 +125,7 @@ def _assembled(source: Source, folder: _Folder, beside: Sequence[tuple[Path, Mem
     return found | slices, flats
 
 
-def _optimizers(source: Source, problems: list[str]) -> list[tuple[Path, Member]]:
+def _optimizers(source: Source, problems: list[Problem]) -> list[tuple[Path, Member]]:
     """The folders of torch.distributed.checkpoint beside, that hold optimizers (accelerate's ``optimizer_0``)."""
     names = [n for n, e in sorted(source.entries.items()) if e.is_dir and n.startswith("optim")]
     found: list[tuple[Path, Member]] = []
@@ -130,7 +134,7 @@ def _optimizers(source: Source, problems: list[str]) -> list[tuple[Path, Member]
             try:
                 found.append(((name,) if found else (), in_folder(source.store, name)))
             except LazyckptError as e:
-                problems.append(f"{name} cannot be read: {e}")
+                problems.append(cannot_read(name, e))
     return found
 
 
@@ -170,7 +174,7 @@ def _param_groups(meta: Mapping[str, Any]) -> Any:
 class _Folder:
     """The rank files of a folder, read one after the other."""
 
-    def __init__(self, source: Source, series: list[Series], problems: list[str]) -> None:
+    def __init__(self, source: Source, series: list[Series], problems: list[Problem]) -> None:
         self.store: Store = source.store
         self.problems = problems
         self.files: dict[str, FileInfo] = {}
@@ -180,14 +184,14 @@ class _Folder:
         self.series = series
         self.roots: dict[Path, Series] = {}  # where the objects of a series stand
         self._pickles = Pickles()
-        self._notes: dict[str, list[str]] = {}  # what is odd of a file -> the files
+        self._notes: dict[Problem, list[str]] = {}  # what is odd of a file -> the files
         for name, key in _JSON.items():
             where, _, last = name.rpartition("/")
             if last in (source.entries if not where else self.store.list(where)):
                 try:
                     self.meta[key] = load_json(self.store, name)
                 except LazyckptError as e:
-                    self.problems.append(f"{name} cannot be read: {e}")
+                    self.problems.append(cannot_read(name, e))
 
     def read(self, series: Series) -> None:
         """Read all files of a series; those of another save are left out."""
@@ -210,36 +214,36 @@ class _Folder:
                 self.broken[path] = e
                 continue
             self.files[path] = file.info
-            for name in dangers(file.globals):
-                line = f"its pickle names {name}, which no checkpoint needs: nothing was run, but do not torch.load it"
-                self._notes.setdefault(line, []).append(path)
-            for note in plain.notes:
+            for note in (*dangers(file.globals), *plain.notes):
                 self._notes.setdefault(note, []).append(path)
             if first:
                 first = False
                 _add_meta(self.meta, root, plain.rest)
         for note, files in self._notes.items():
-            self.problems.append(f"{some(files)}: {note}")
+            self.problems.append(note.prefixed(some(files), only_one(files)))
         self._notes.clear()
         if left:
-            self.problems.append(
-                f"{len(left):,} files are left over from a save over other ranks and not read: "
-                f"{some(map(series.path, left))} (their meshes contradict those of the lower ranks' files)"
+            others = [series.path(rank) for rank in left]
+            line = (
+                f"{len(left):,} files are left over from a save over other ranks and not read: {some(others)} (their "
+                "meshes contradict those of the lower ranks' files)"
             )
+            self.problems.append(Problem("left-over-file", line, only_one(others)))
             for rank in left:
                 del series.files[rank]
 
     def tell_missing(self) -> None:
-        """The lines on files that are gone or cannot be read."""
+        """Add the problems of files that are gone or cannot be read."""
         for series in self.series:
             check_ranks(self.store.root, series.world or 0, len(series.files))
             count = range(series.world) if series.world is not None else sorted(self.collected.ranks)
             gone = [series.path(rank) for rank in count if rank not in series.files]
             if gone:
-                self.problems.append(f"{len(gone):,} of {len(count):,} rank files are missing: {some(gone)}")
+                line = f"{len(gone):,} of {len(count):,} rank files are missing: {some(gone)}"
+                self.problems.append(Problem("missing-file", line, only_one(gone)))
             broken = [path for rank in series.files if (path := series.path(rank)) in self.broken]
             for path in broken:
-                self.problems.append(f"{path} cannot be read: {self.broken[path]}")
+                self.problems.append(cannot_read(path, self.broken[path]))
 
     def lost(self, root: Path, rank: int) -> tuple[str, str]:
         """A rank's file of those whose objects stand at this root, and why it cannot be read ("" if it can)."""
@@ -291,15 +295,19 @@ def _add_meta(meta: dict[str, Any], root: Path, rest: Any) -> None:
         meta[str(root[0])] = rest
 
 
-def _unreadable(states: Mapping[str, Mapping[str, TensorSpec]]) -> list[str]:
-    """The lines on what has no data, and why."""
+def _unreadable(states: Mapping[str, Mapping[str, TensorSpec]]) -> list[Problem]:
+    """The problems of what has no data, and why."""
     reasons: dict[str, list[str]] = {}
     for table in states.values():
         for name, spec in table.items():
             if spec.numel and not len(spec.fragments):
                 reasons.setdefault(spec.rule, []).append(name)
     return [
-        f"{len(names):,} tensors cannot be read as a whole ({some(names)}): {reason}"
+        Problem(
+            "unmerged-tensor",
+            f"{len(names):,} tensors cannot be read as a whole ({some(names)}): {reason}",
+            only_one(names),
+        )
         for reason, names in reasons.items()
     ]
 

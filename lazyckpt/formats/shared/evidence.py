@@ -19,7 +19,7 @@ import torch
 from ...core.dtypes import BITS, converts
 from ...core.index import TensorSpec
 from ...core.select import Selection
-from ...errors import ChangedFileError, LazyckptError
+from ...errors import ChangedFileError, LazyckptError, Problem
 from ...io.reading.gather import read
 from ...io.storage.base import Store
 
@@ -66,20 +66,22 @@ class Undecided:
             self._names = found  # threads that get here at the same time have found the same
         return self._names
 
-    def problems(self) -> tuple[str, ...]:
-        """A line for each optimizer that has parameters without a name, or without one so far. Reads nothing."""
+    def problems(self) -> tuple[Problem, ...]:
+        """One for each optimizer that has parameters without a name, or without one so far. Reads nothing."""
         names = self._names
-        lines = []
+        problems = []
         for of in self._optimizers:
             count = sum(names is None or number not in names for number in of.copies)
             said = f"{of.where}: the optimizer numbers its parameters; for {count} of {of.total} order and shapes leave"
             if names is None:
                 how = "their fp32 copies will be compared with the weights when their names are first looked at"
-                lines.append(f"{said} more than one way to name them, or none: {how}")
+                line = f"{said} more than one way to name them, or none: {how}"
+                problems.append(Problem("undecided-name", line, of.where))
             elif count:
                 how = "and fp32 copies do not decide: their states stay under their numbers"
-                lines.append(f"{said} more than one way to name them, or none, {how}")
-        return tuple(lines)
+                line = f"{said} more than one way to name them, or none, {how}"
+                problems.append(Problem("undecided-name", line, of.where))
+        return tuple(problems)
 
 
 class UndecidedTable(Mapping[str, TensorSpec]):

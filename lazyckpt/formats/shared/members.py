@@ -13,6 +13,7 @@ from typing import Any
 
 from ...core.box import Shape
 from ...core.index import FileInfo, Index, TensorSpec
+from ...errors import Problem
 from ...io.containers.pickle.plain import Path
 from .naming import By, Sorted, sort
 from .paths import at, put
@@ -37,7 +38,7 @@ class Member:
     stored: Mapping[str, TensorSpec] | None = None
     aliases: Mapping[str, str] = field(default_factory=dict)
     reshaped: Mapping[str, Shape] = field(default_factory=dict)
-    problems: Sequence[str] = ()
+    problems: Sequence[Problem] = ()
 
     @property
     def raw(self) -> Mapping[str, TensorSpec]:

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 from ...core.box import Shape
 from ...core.index import TensorSpec, renamed
 from ...core.names import free
+from ...errors import Problem
 from ...io.containers.pickle.plain import Path
 from .numbering import CONVENTIONS, MODULES, Assignment, Convention, Wanted, agreed, assign_by_shape, possible_shapes
 from .wrappers import by_names, label, owner
@@ -62,7 +63,7 @@ class Sorted:
 
     states: dict[str, dict[str, TensorSpec]] = field(default_factory=dict)
     rest: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
 
 
 def sort(
@@ -142,7 +143,8 @@ def sort(
             for state, spec in states.items():
                 table = found.states.setdefault(state if state != "weights" else "state.weights", {})
                 if name in table:
-                    found.problems.append(f"{spec.name!r} is a second {state} of {name!r}: it is in view.stored only")
+                    line = f"{spec.name!r} is a second {state} of {name!r}: it is in view.stored only"
+                    found.problems.append(Problem("duplicate-tensor", line, name))
                 else:
                     spec = renamed(spec, name)
                     table[name] = replace(spec, rule=rule) if rule and not spec.rule else spec
@@ -313,17 +315,19 @@ def _lost(
     numbered: Mapping[Path, Numbered],
     weights: Container[str],
     by: By,
-    problems: list[str],
+    problems: list[Problem],
 ) -> dict[tuple[Path, str], str]:
     """What stands under its number, told. Where that is a name, or another optimizer's number too, the optimizer's own
     name stands before it."""
     lost = {root: [i for i in of.numbers if (root, i) not in names] for root, of in numbered.items()}
     count = sum(map(len, lost.values()))
     if count:
-        problems.append(
-            f"the optimizer numbers its parameters; for {count} of {sum(len(of.numbers) for of in numbered.values())} "
-            f"{_WHY[by]}: their states stand under their numbers"
+        total = sum(len(of.numbers) for of in numbered.values())
+        line = (
+            f"the optimizer numbers its parameters; for {count} of {total} {_WHY[by]}: their states stay under their "
+            "numbers"
         )
+        problems.append(Problem("undecided-name", line))
     shared = sum(map(bool, lost.values())) > 1
     return {
         (root, i): ".".join(map(str, (*root, i))) if shared or any(i in weights for i in table) else i

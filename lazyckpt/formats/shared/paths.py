@@ -1,4 +1,4 @@
-"""Names of files that a file claims, and names in messages."""
+"""Names of files that a file claims, and one problem of many tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ...errors import some
+from ...errors import Problem, some
 from ...io.containers.pickle.plain import Path, text
 
 
@@ -23,19 +23,23 @@ def inside(path: Any) -> bool:
     return not posixpath.isabs(path) and normal != "." and normal.split("/")[0] != ".."
 
 
-def told_together(reasons: Mapping[str, str], what: str) -> list[str]:
-    """A line for each reason, of the names that differ in numbers only: a model has a hundred layers.
+def grouped(code: str, reasons: Mapping[str, str], what: str) -> list[Problem]:
+    """A problem for each reason, of the names that differ in numbers only: a model has a hundred layers.
 
-    >>> told_together({"a.0.w": "it is odd", "a.1.w": "it is odd", "b": "it is odd"}, "cannot be read")
-    ['2 tensors (a.0.w, a.1.w) cannot be read: it is odd', "'b' cannot be read: it is odd"]
+    >>> for p in grouped("unmerged-tensor", {"a.0.w": "it is odd", "a.1.w": "it is odd", "b": "it is odd"}, "stay"):
+    ...     print(p)
+    2 tensors (a.0.w, a.1.w) stay: it is odd
+    'b' stay: it is odd
     """
     groups: dict[tuple[str, str], list[str]] = {}
     for name, reason in reasons.items():
         groups.setdefault((re.sub(r"\d+", "#", name), reason), []).append(name)
-    return [
-        f"{repr(names[0]) if len(names) == 1 else f'{len(names):,} tensors ({some(names)})'} {what}: {reason}"
-        for (_, reason), names in groups.items()
-    ]
+    problems = []
+    for (_, reason), names in groups.items():
+        one = len(names) == 1
+        of = repr(names[0]) if one else f"{len(names):,} tensors ({some(names)})"
+        problems.append(Problem(code, f"{of} {what}: {reason}", names[0] if one else None))
+    return problems
 
 
 # -- What stands at a path of nested dicts and lists. Pure.

@@ -15,6 +15,7 @@ from typing import Any
 from ...core.box import Shape
 from ...core.index import Index, TensorSpec, renamed
 from ...core.names import unwrapped
+from ...errors import Problem
 from ...io.containers.pickle.plain import Path
 from .evidence import UndecidedTable
 from .numbering import Wanted
@@ -43,7 +44,7 @@ def without_wrappers(index: Index) -> Index:
         states[state] = {bare.get(name, name): renamed(spec, bare.get(name, name)) for name, spec in table.items()}
         if len(states[state]) < len(table):
             line = f"two tensors of {state!r} have one name but for what wraps their module: names stay as stored"
-            return replace(index, problems=(*index.problems, line))
+            return replace(index, problems=(*index.problems, Problem("duplicate-tensor", line)))
     return replace(
         index,
         states=states,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ...core.index import Index, TensorSpec, renamed
 from ...core.names import natural
-from ...errors import LazyckptError, some
+from ...errors import LazyckptError, Problem, cannot_read, some
 from ...io.containers.pickle.plain import Path
 from ...io.storage.base import Store
 from .. import huggingface
@@ -178,7 +178,7 @@ _TRAINER = ("trainer_state.json", "training_args.bin", "optimizer.pt", "schedule
 def _read(source: Source) -> Index:
     store = source.store
     found = _parts(source)
-    problems: list[str] = []
+    problems: list[Problem] = []
     found = _one_of_each(found, problems)
     members: list[tuple[Path, Member]] = []
     broken: list[LazyckptError] = []
@@ -192,15 +192,16 @@ def _read(source: Source) -> Index:
                 whole = huggingface.read(source)
             except LazyckptError as e:
                 broken.append(e)
-                problems.append(f"the weights cannot be read: {e}")
+                problems.append(Problem("unreadable-file", f"the weights cannot be read: {e}"))
         else:
-            problems.append("there is no file of weights")
+            problems.append(Problem("missing-weights", "there is no file of weights"))
     elif huggingface.READER.recognises(source):
         chosen = next(part.name for part in found if part.place == "model")
-        problems.append(
+        line = (
             f"there are weights of two kinds: {chosen} is read, as the trainer does when it resumes; open the others "
             "by their file"
         )
+        problems.append(Problem("other-checkpoint", line, chosen))
     if whole is not None:
         ordered, model = _as_member(whole)
         by = "order" if ordered else "shape"
@@ -214,7 +215,7 @@ def _read(source: Source) -> Index:
             members.append(_member(store, part))
         except LazyckptError as e:
             broken.append(e)
-            problems.append(f"{part.name} cannot be read: {e}")
+            problems.append(cannot_read(part.name, e))
             continue
         if part.name.endswith(".safetensors"):
             by = "shape"
@@ -222,7 +223,8 @@ def _read(source: Source) -> Index:
         raise broken[0]
     kinds = {part.kind for part in found}
     if "scheduler" in kinds and "optimizer" not in kinds:
-        problems.append("there is no file of optimizer states, although there is one of a learning rate scheduler")
+        line = "there is no file of optimizer states, although there is one of a learning rate scheduler"
+        problems.append(Problem("missing-optimizer", line))
     state = meta.get("trainer_state")
     if isinstance(state, dict) and "global_step" in state:
         members.append(((), _only_meta({"step": state["global_step"]})))
@@ -249,15 +251,14 @@ def _lost(source: Source, part: Part) -> bool:
     return any(name.endswith(".distcp") for name in source.store.list(part.name))
 
 
-def _one_of_each(found: Sequence[Part], problems: list[str]) -> list[Part]:
+def _one_of_each(found: Sequence[Part], problems: list[Problem]) -> list[Part]:
     """Of two parts in one place the folder: one file for all ranks is what another save left."""
     places: dict[str, Part] = {}
     for part in sorted(found, key=lambda part: not part.folder):
         kept = places.setdefault(part.place, part)
         if kept is not part:
-            problems.append(
-                f"{kept.name} and {part.name} are both there: {kept.name} is read, open the other by itself"
-            )
+            line = f"{kept.name} and {part.name} are both there: {kept.name} is read, open the other by itself"
+            problems.append(Problem("other-checkpoint", line, part.name))
     return [part for part in found if places[part.place] is part]
 
 

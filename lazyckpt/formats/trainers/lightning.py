@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...core.index import Index
-from ...errors import LazyckptError
+from ...errors import LazyckptError, cannot_read
 from ...io.containers.pickle.plain import Path
 from ..dcp.reader import in_folder
 from ..reader import Reader, Source
@@ -27,7 +27,7 @@ def _read(source: Source) -> Index:
     try:
         members.append(((), member(source.store, _META, f"{_META}/")))
     except LazyckptError as e:  # nothing of the shards depends on it
-        problems.append(f"{_META} cannot be read, what it holds is not in view.meta: {e}")
+        problems.append(cannot_read(_META, e, ", what it holds is not in view.meta"))
     index = together("lightning", members, _models(shards))
     return replace(index, problems=(*problems, *index.problems))
 

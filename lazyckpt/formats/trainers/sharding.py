@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from ...core.box import Box, Shape, fits
 from ...core.index import Fragment, Hole, Index, Part, TensorSpec, whole
 from ...core.names import natural
-from ...errors import CorruptError, FormatError, LazyckptError, some
+from ...errors import CorruptError, FormatError, LazyckptError, Problem, cannot_read, only_one, some
 from ...io.containers.pickle.audit import dangers
 from ...io.containers.pickle.machine import Pickle
 from ...io.containers.pickle.plain import Path
@@ -62,7 +62,7 @@ class Item:
 
 def _read(source: Source) -> Index:
     store = source.store
-    problems: list[str] = []
+    problems: list[Problem] = []
     items: dict[str, Item] = {}
     world = None
     if _METADATA in source.entries:
@@ -86,7 +86,9 @@ def _read(source: Source) -> Index:
         elif item.kind == "json":
             more.append(((), _json(store, name, item, problems)))
         else:
-            problems.append(f"{name} is stored in a way that is not read ({item.kind}): {some(item.files.values())}")
+            paths = list(item.files.values())
+            line = f"{name} is stored in a way that is not read ({item.kind}): {some(paths)}"
+            problems.append(Problem("ignored-file", line, only_one(paths)))
     index = read_series(source, series, problems, more)
     files = dict(index.files)
     if _METADATA in source.entries:
@@ -104,15 +106,15 @@ def _series(name: str, item: Item, world: int | None, source: Source) -> Series 
     return Series(name, world, before, 1, after, here)
 
 
-def _safetensors(store: Store, name: str, item: Item, problems: list[str]) -> Member:
+def _safetensors(store: Store, name: str, item: Item, problems: list[Problem]) -> Member:
     files: dict[int, SafetensorsFile] = {}
     lost: dict[int, str] = {}
     for rank, path in item.files.items():
         try:
             files[rank] = read_safetensors(store, path)
         except LazyckptError as e:
-            lost[rank] = f"{path} cannot be read: {e}"
-            problems.append(lost[rank])
+            problems.append(cannot_read(path, e))
+            lost[rank] = str(problems[-1])
     stored = {
         f"{item.files[rank]}/{key}": whole(f"{item.files[rank]}/{key}", extent)
         for rank, file in files.items()
@@ -166,7 +168,7 @@ def _global(
     return TensorSpec(raw, sharding.shape, dtype, tuple(fragments))
 
 
-def _json(store: Store, name: str, item: Item, problems: list[str]) -> Member:
+def _json(store: Store, name: str, item: Item, problems: list[Problem]) -> Member:
     """The lowest rank's under the item's name, others that differ under the name with their rank."""
     meta: dict[str, Any] = {}
     infos = {}
@@ -175,7 +177,7 @@ def _json(store: Store, name: str, item: Item, problems: list[str]) -> Member:
         try:
             value = load_json(store, path)
         except LazyckptError as e:
-            problems.append(f"{path} cannot be read: {e}")
+            problems.append(cannot_read(path, e))
             continue
         infos[path] = store.stat(path)
         if name not in meta:
@@ -188,15 +190,12 @@ def _json(store: Store, name: str, item: Item, problems: list[str]) -> Member:
 # -- metadata.pkl
 
 
-def _metadata(store: Store, problems: list[str]) -> tuple[int | None, dict[str, Item]]:
+def _metadata(store: Store, problems: list[Problem]) -> tuple[int | None, dict[str, Item]]:
     where = f"{store.root}/{_METADATA}"
     size = store.stat(_METADATA).size
     pickle = Pickle(bytes(store.read(_METADATA, 0, size)), where, {}, lambda _: None)
-    problems += [
-        f"{_METADATA}: its pickle names {name}, which no checkpoint needs: nothing was run, but do not load it with "
-        "torch_checkpointing"
-        for name in dangers(pickle.globals)
-    ]
+    found = dangers(pickle.globals, "load it with torch_checkpointing")
+    problems += [problem.prefixed(_METADATA, _METADATA) for problem in found]
     root = pickle.value
     try:
         world = _count(root["world_size"])

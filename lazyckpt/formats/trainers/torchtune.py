@@ -17,7 +17,7 @@ from typing import Any
 
 from ...core.index import FileInfo, Index, TensorSpec, relocated
 from ...core.names import natural
-from ...errors import LazyckptError, MissingFileError
+from ...errors import LazyckptError, MissingFileError, Problem, cannot_read
 from ...io.containers.pickle.plain import Path
 from .. import huggingface
 from ..reader import Reader, Source
@@ -34,7 +34,7 @@ _CONVERTED = re.compile(r"(^|\.)(self_attn\.q_proj|embed_tokens)\.weight$")
 
 def _read(source: Source) -> Index:
     store = source.store
-    problems: list[str] = []
+    problems: list[Problem] = []
     epochs = _epochs(source)
     chosen = _chosen(source, epochs)
     members: list[tuple[Path, Member]] = []
@@ -50,13 +50,13 @@ def _read(source: Source) -> Index:
             members.append((("model",), _member(weights)))
         except LazyckptError as e:
             broken.append(e)
-            problems.append(f"the weights of epoch {chosen} cannot be read: {e}")
+            problems.append(Problem("unreadable-file", f"the weights of epoch {chosen} cannot be read: {e}"))
     for path, place in _beside(source, epochs.get(chosen) if chosen is not None else None, chosen):
         try:
             members.append(((place,) if place else (), member(store, path, f"{path}/")))
         except LazyckptError as e:
             broken.append(e)
-            problems.append(f"{path} cannot be read: {e}")
+            problems.append(cannot_read(path, e))
     if not members:
         raise broken[0]
     # recipes/full_finetune_*.py, lora_finetune_*.py `_setup_optimizer`: the optimizer is given model.parameters()
@@ -64,10 +64,11 @@ def _read(source: Source) -> Index:
     done = next((m.meta["epochs_run"] for _, m in members if "epochs_run" in m.meta), None)
     models = ["model"]
     if type(done) is int and chosen is not None and done != chosen + 1:
-        problems.append(
+        line = (
             f"the state of the recipe is that of epoch {done - 1}, the weights are of epoch {chosen}: open "
             f"tag='epoch_{done - 1}' for what belongs together"
         )
+        problems.append(Problem("step-mismatch", line))
     if not names and any(place == ("adapter",) for place, _ in members):
         models = ["adapter"]
     index = together("torchtune", members, models, by)

@@ -19,7 +19,7 @@ import torch
 
 from ...core.box import Shape
 from ...core.index import Mesh
-from ...errors import DataError
+from ...errors import DataError, Problem
 from ...io.plain_json import encode
 
 # -- What zarr calls the dtypes of torch.
@@ -215,7 +215,7 @@ class Part(Protocol[T_co]):
     @property
     def meta(self) -> Mapping[str, Any]: ...
     @property
-    def problems(self) -> tuple[str, ...]: ...
+    def problems(self) -> tuple[Problem, ...]: ...
     def once(self) -> tuple[Mapping[str, T_co], Mapping[str, str]]: ...
 
 

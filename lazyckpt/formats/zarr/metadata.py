@@ -14,10 +14,10 @@ import torch
 
 from ...core.box import Shape, fits
 from ...core.chunking import grid_of
-from ...errors import CorruptError, FormatError
+from ...errors import CorruptError
 from .documents import DTYPES
 from .grid import Array
-from .packing import MAX_PACKED, packing_v2, packing_v3
+from .packing import MAX_PACKED, NoTensorError, packing_v2, packing_v3
 
 # -- Fill values: the elements that absent chunks stand for, as JSON spells them.
 
@@ -68,14 +68,6 @@ _V2 = {
 }  # fmt: skip
 
 
-class NoTensorError(FormatError):
-    """An array that is all right, but of a kind that is no tensor or not read; ``kind`` says which, in a few words."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__(kind)
-        self.kind = kind
-
-
 def array_v3(about: Mapping[str, Any], where: str) -> Array:
     """Raises CorruptError, NoTensorError."""
     told = about.get("data_type")
@@ -92,10 +84,7 @@ def array_v3(about: Mapping[str, Any], where: str) -> Array:
     shape, chunk = _shapes(about.get("shape"), grid[1].get("chunk_shape"), dtype, where)
     default = keys[0] == "default"
     separator = _separator(keys[1].get("separator", "/" if default else "."), where)
-    try:
-        packing = packing_v3(about.get("codecs"), chunk, dtype.itemsize, where)
-    except FormatError as e:
-        raise NoTensorError(str(e).removeprefix(f"{where}: ")) from None
+    packing = packing_v3(about.get("codecs"), chunk, dtype.itemsize, where)
     attributes = about.get("attributes")
     array = Array(
         shape, dtype, chunk, packing, fill_bytes(about.get("fill_value"), dtype, where), "c" if default else "",

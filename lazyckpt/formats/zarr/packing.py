@@ -29,8 +29,16 @@ class _Named(NamedTuple):
     config: Mapping[str, Any]
 
 
+class NoTensorError(FormatError):
+    """An array that is all right, but of a kind that is no tensor or not read; ``kind`` says which, in a few words."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.kind = kind
+
+
 def packing_v3(codecs: Any, chunk: Shape, itemsize: int, where: str) -> Packing:
-    """Raises CorruptError (it cannot be right), FormatError (it may be, but lazyckpt does not read it)."""
+    """Raises CorruptError (it cannot be right), NoTensorError (it may be, but lazyckpt does not read it)."""
     return _packing(codecs, chunk, tuple(range(len(chunk))), itemsize, where, _DEPTH)
 
 
@@ -63,7 +71,7 @@ def _packing(codecs: Any, chunk: Shape, order: Shape, itemsize: int, where: str,
         if step.name != "transpose":
             filters.append(Codec(step.name.removeprefix("numcodecs."), _text(step.config)))
         elif filters:
-            raise FormatError(f"{where}: a transposition behind {filters[-1].name} is not read")
+            raise NoTensorError(f"a transposition behind {filters[-1].name} is not read")
         else:
             order = _transposed(order, step.config.get("order"), where)
     if not steps:
@@ -72,14 +80,14 @@ def _packing(codecs: Any, chunk: Shape, order: Shape, itemsize: int, where: str,
     packed = [Codec(s.name.removeprefix("numcodecs."), _text(s.config)) for s in reversed(steps)]
     if main.name == "sharding_indexed":
         if filters or packed:
-            raise FormatError(f"{where}: shards that are filtered or compressed as a whole are not read")
+            raise NoTensorError("shards that are filtered or compressed as a whole are not read")
         return _sharded(main.config, chunk, order, itemsize, where, depth)
     if main.name not in ("bytes", "endian"):
         packed.append(Codec(main.name, _text(main.config)))
         return Packing(order, codecs=(*packed, *reversed(filters)))
     swapped = _swapped(main.config, itemsize, where)
     if swapped and filters:
-        raise FormatError(f"{where}: big-endian bytes behind {filters[-1].name} are not read")
+        raise NoTensorError(f"big-endian bytes behind {filters[-1].name} are not read")
     return Packing(order, codecs=(*packed, *reversed(filters)), swapped=swapped)
 
 
@@ -105,7 +113,7 @@ def _sharded(config: Mapping[str, Any], chunk: Shape, order: Shape, itemsize: in
     table = _named(config.get("index_codecs"), where)
     names = [step.name for step in table]
     if names not in (["bytes"], ["bytes", "crc32c"], ["endian"], ["endian", "crc32c"]):
-        raise FormatError(f"{where}: the table of a shard is packed with {names!s:.80}, which is not read")
+        raise NoTensorError(f"the table of a shard is packed with {names!s:.80}, which is not read")
     level = Level(tuple(cell), order, location == "end", len(table) == 2, _swapped(table[0].config, 8, where))
     inner = _packing(config.get("codecs"), tuple(cell), order, itemsize, where, depth - 1)
     return Packing(inner.order, (level, *inner.levels), inner.codecs, inner.swapped)

@@ -13,15 +13,15 @@ from itertools import islice
 from typing import Any
 
 from ...core.index import FileInfo, Index, Mesh, TensorSpec
-from ...errors import CorruptError, FormatError, MissingFileError, some
+from ...errors import CorruptError, FormatError, MissingFileError, Problem, only_one, some
 from ...io.plain_json import decode
 from ...io.storage.base import Store, look
 from ..reader import Reader, Source
 from .documents import ATTRIBUTE, JOB, LAYOUT, component, dimension_names
 from .grid import Array, ChunkFiles, GridFragments, Place, spec_of
 from .keys import Keys
-from .metadata import NoTensorError, array_v2, array_v3
-from .packing import unknown_codecs
+from .metadata import array_v2, array_v3
+from .packing import NoTensorError, unknown_codecs
 from .tree import ROOTS, Folder, Nodes, Tree, Zip, is_zip_of_zarr, nodes
 
 _ALONE = "array"  # the name of the tensor where the hierarchy is an array itself
@@ -55,7 +55,7 @@ def _read(source: Source) -> Index:
         )
     if own and found.damaged:
         raise CorruptError(next(iter(found.damaged.values())))
-    problems: list[str] = []
+    problems: list[Problem] = []
     unreadable = {_name(path): why for path, why in found.damaged.items()}
     arrays = _arrays(tree, found, problems, None if own else unreadable)
     if unreadable and not arrays:
@@ -90,8 +90,7 @@ def _name(path: str) -> str:
 
 
 def _named(names: list[str]) -> str:
-    shown = ", ".join(f"{name:.40}" for name in names[:4])
-    return f"{len(names):,} files ({shown}{', ...' if len(names) > 4 else ''})" if names else "no files"
+    return f"{len(names):,} files ({some(names, 4)})" if names else "no files"
 
 
 def _is_export(attributes: Mapping[str, Any]) -> bool:
@@ -99,8 +98,8 @@ def _is_export(attributes: Mapping[str, Any]) -> bool:
     return isinstance(told, dict) and "layout" in told
 
 
-def _arrays(tree: Tree, found: Nodes, problems: list[str], unreadable: dict[str, str] | None) -> dict[str, Array]:
-    """Path -> array, of those that are tensors; ``problems`` gets a line on the others. ``unreadable`` gets those whose
+def _arrays(tree: Tree, found: Nodes, problems: list[Problem], unreadable: dict[str, str] | None) -> dict[str, Array]:
+    """Path -> array, of those that are tensors; ``problems`` gets those of the others. ``unreadable`` gets those whose
     documents are damaged; None: then CorruptError is raised."""
     arrays: dict[str, Array] = {}
     others: dict[str, list[str]] = {}
@@ -119,7 +118,10 @@ def _arrays(tree: Tree, found: Nodes, problems: list[str], unreadable: dict[str,
         for codec in unknown_codecs(array.packing):
             others.setdefault(f"cannot be read, for lazyckpt does not know their codec {codec!r:.60}", []).append(path)
         arrays[path] = array
-    problems += [f"{_count(paths)} {reason}: {some(paths)}" for reason, paths in others.items()]
+    problems += [
+        Problem("unsupported-tensor", f"{_count(paths)} {reason}: {some(paths)}", only_one(paths))
+        for reason, paths in others.items()
+    ]
     return arrays
 
 
@@ -132,7 +134,7 @@ def _index(
     found: Nodes,
     files: Mapping[str, FileInfo],
     tree: Tree,
-    problems: list[str],
+    problems: list[Problem],
     unreadable: Mapping[str, str],
 ) -> Index:
     """The index of a hierarchy that somebody else wrote."""
@@ -140,7 +142,8 @@ def _index(
     for path, grid in fragments.items():
         name = _name(path)
         if name in tensors:
-            problems.append(f"two arrays would be called {name!r}: one is {path!r}")
+            line = f"two arrays would be called {name!r}: one is {path!r}"
+            problems.append(Problem("duplicate-tensor", line, path))
             name = path
         tensors[name] = spec_of(name, grid)
     attributes = found.attributes | {path: attributes for path, (_, _, attributes, _) in found.arrays.items()}
@@ -151,7 +154,7 @@ def _index(
         files=files,
         stored=tensors,
         meta=meta if meta["attributes"] else {},
-        problems=(*problems, *unreadable.values()),
+        problems=(*problems, *(Problem("unreadable-file", why, name) for name, why in unreadable.items())),
         unreadable=unreadable,
         watched=tree.documents,
     )
@@ -162,7 +165,7 @@ def _own_index(
     fragments: Mapping[str, GridFragments],
     files: Mapping[str, FileInfo],
     tree: Tree,
-    problems: list[str],
+    problems: list[Problem],
 ) -> Index:
     """The index of an export: what was exported, as it was."""
     where = tree.where("zarr.json")
@@ -215,7 +218,7 @@ def _own_index(
         aliases=aliases,
         meta=meta,
         mesh=mesh,
-        problems=(*(f"when it was exported: {line}" for line in notes), *problems),
+        problems=(*(Problem("noted-at-export", f"when it was exported: {line}") for line in notes), *problems),
         watched=tree.documents,
     )
 

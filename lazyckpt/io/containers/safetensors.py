@@ -12,7 +12,7 @@ import torch
 from ...core.box import c_strides, fits
 from ...core.dtypes import FROM_SAFETENSORS
 from ...core.index import Extent, FileInfo
-from ...errors import CorruptError
+from ...errors import CorruptError, Problem
 from ..storage.base import Store, StoreFile
 
 MAX_HEADER = 100_000_000  # bytes, as in the reference
@@ -28,7 +28,7 @@ class SafetensorsFile(NamedTuple):
     info: FileInfo
     extents: dict[str, Extent]
     metadata: dict[str, str]
-    notes: list[str]
+    notes: list[Problem]
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -73,7 +73,7 @@ def read_safetensors(store: Store, path: str, start: int = 0) -> SafetensorsFile
 
     begin_data, size = file.start + 8 + length, file.size - 8 - length
     extents: dict[str, Extent] = {}
-    notes: list[str] = []
+    notes: list[Problem] = []
     spans = []
     for name, entry in header.items():
         kind, shape, begin, end = _entry(where, name, entry)
@@ -132,16 +132,17 @@ def _entry(where: str, name: str, entry: Any) -> tuple[str, tuple[int, ...], int
     return kind, tuple(shape), begin, end
 
 
-def _extent(path: str, at: int, kind: str, shape: tuple[int, ...], nbytes: int, name: str, notes: list[str]) -> Extent:
+def _extent(
+    path: str, at: int, kind: str, shape: tuple[int, ...], nbytes: int, name: str, notes: list[Problem]
+) -> Extent:
     dtype = FROM_SAFETENSORS.get(kind)
     if dtype is None:
         packed = getattr(torch, "float4_e2m1fn_x2", None) if kind == "F4" else None
         if packed is not None and shape and shape[-1] % 2 == 0:
             dtype, shape = packed, (*shape[:-1], shape[-1] // 2)
         else:
-            notes.append(
-                f"{name!r} is {kind} of shape {list(shape)}, which torch cannot hold: read as its packed bytes"
-            )
+            line = f"{name!r} is {kind} of shape {list(shape)}, which torch cannot hold: read as its packed bytes"
+            notes.append(Problem("unsupported-tensor", line, name))
             dtype, shape = torch.uint8, (nbytes,)
     return Extent(path, at, dtype, shape, c_strides(shape))
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.index import ZipEntry
-from ...errors import CorruptError, FormatError
+from ...errors import CorruptError, FormatError, some
 from ..storage.base import Store, StoreFile
 from .pickle.records import short
 from .zip import (
@@ -298,6 +298,6 @@ def _refuse_relatives(where: str, members: set[str]) -> None:
             f"{where} is a torch.package archive: it holds code. Load it where you trust it, save the state dict"
         )
     if "data.pkl" not in members:
-        names = ", ".join(name[:40] for name in list(members)[:3] if name)
-        found = f" (it has {names}, ...)" if names else ""
+        names = some(filter(None, members))
+        found = f" (it has {names})" if names else ""
         raise FormatError(f"{where} is a zip, but not one of torch.save: it has no data.pkl{found}")

@@ -10,6 +10,7 @@ from typing import Any
 from ...core.box import Box
 from ...core.compose import Piece, compose
 from ...core.index import Index, TensorSpec, renamed
+from ...errors import Problem
 from ..megatron import is_gated
 from .rewrite import Heads, Told, new_names, rename
 from .table import Entry, table
@@ -166,10 +167,10 @@ def heads_of(meta: Mapping[str, Any]) -> Heads | None:
     return Heads(heads, groups, dim) if _counts(heads, groups, dim) else None
 
 
-def _unlike(meta: Mapping[str, Any]) -> list[str]:
-    """Lines on what Megatron's args say of values that mean something else than under Hugging Face's names."""
+def _unlike(meta: Mapping[str, Any]) -> list[Problem]:
+    """The problems of what Megatron's args say of values that mean something else than under Hugging Face's names."""
     args = getattr(meta.get("args"), "__dict__", {})
-    return [line for name, line in _UNLIKE.items() if args.get(name) is True]
+    return [Problem("unlike-values", line) for name, line in _UNLIKE.items() if args.get(name) is True]
 
 
 def _counts(*values: Any) -> bool:

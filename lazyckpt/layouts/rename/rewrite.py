@@ -10,6 +10,7 @@ from itertools import accumulate
 from ...core.box import Box, Shape
 from ...core.compose import Piece, compose
 from ...core.index import TensorSpec, renamed
+from ...errors import Problem, only_one, some
 from .table import Cut, Entry, pattern
 
 Rows = list[tuple[int, int]]
@@ -37,10 +38,11 @@ class Told:
     unfit: dict[str, dict[str, None]] = field(default_factory=dict)
     one: dict[str, str] = field(default_factory=dict)
 
-    def problems(self) -> list[str]:
-        """What stays under its own name, a line for each reason."""
-        lines = [f"the table has no entry for {_some(self.kept)}: as they were"] if self.kept else []
-        return lines + [f"{_some(names)} stay as they were: {reason}" for reason, names in self.unfit.items()]
+    def problems(self) -> list[Problem]:
+        """What keeps its name, a problem for each reason."""
+        lines = {f"the table has no entry for {_some(self.kept)}: as they were": self.kept} if self.kept else {}
+        lines |= {f"{_some(names)} stay as they were: {reason}": names for reason, names in self.unfit.items()}
+        return [Problem("not-renamed", line, only_one(list(names))) for line, names in lines.items()]
 
 
 def rename(
@@ -155,9 +157,7 @@ class _Renaming:
 
 
 def _some(found: Mapping[str, None]) -> str:
-    names = list(found)
-    listed = ", ".join(names[:3]) + (", ..." if names[3:] else "")
-    return f"{len(names):,} {'names' if len(names) > 1 else 'name'} ({listed})"
+    return f"{len(found):,} {'names' if len(found) > 1 else 'name'} ({some(found)})"
 
 
 def _is_ungated(name: str, specs: Mapping[str, TensorSpec], gated: bool | None) -> bool:

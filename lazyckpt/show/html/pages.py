@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...core.units import human_bytes, human_count, plural
+from ...errors import Problem, and_more
 from ...lazy import LazyArray
 from ...namespace import Namespace
 from ..layout import Cell, Drawing, Holder, drawing, ranges
@@ -90,7 +91,7 @@ def _legend(holders: Sequence[Holder], colours: Colours) -> str:
             told = f"{tag('b', 'cannot be read')}: {safe(h.missing, 400)}"
         lines.append(tag("li", f"{tag('span', '', f'swatch {colours.of((h,))}')} {safe(h.label)} {told}"))
     if len(holders) > _LISTED:
-        lines.append(tag("li", f"… and {len(holders) - _LISTED:,} more", "dim"))
+        lines.append(tag("li", and_more(len(holders) - _LISTED), "dim"))
     return tag("ul", "\n".join(lines), "legend")
 
 
@@ -142,12 +143,12 @@ def view_html(view: Namespace[Any], head: str = "") -> str:
     )
 
 
-def _problems(problems: tuple[str, ...]) -> str:
+def _problems(problems: tuple[Problem, ...]) -> str:
     if not problems:
         return ""
     lines = [tag("li", safe(line, 600)) for line in problems[:_PROBLEMS]]
     if len(problems) > _PROBLEMS:
-        lines.append(tag("li", f"… and {len(problems) - _PROBLEMS:,} more: view.problems"))
+        lines.append(tag("li", f"{and_more(len(problems) - _PROBLEMS)}: view.problems"))
     start = '<details class="warn" open>' if len(problems) <= _SEEN else '<details class="warn">'
     body = tag("ul", "\n".join(lines))
     return f"{start}{tag('summary', plural(len(problems), 'problem'))}\n{body}</details>"

@@ -10,6 +10,7 @@ from typing import Any
 from ...core.dtypes import short_name
 from ...core.index import TensorSpec
 from ...core.units import human_bytes, human_count, plural
+from ...errors import and_more
 from ...lazy import LazyArray
 from ...namespace import Namespace
 from ..layout import Holder, holders
@@ -152,7 +153,7 @@ def _item(row: Row, levels: int, held: dict[int, tuple[Holder, ...]], colours: C
     size, count = human_bytes(row.nbytes), human_count(row.numel)
     spacer = tag("span", "", "strip") if held else ""
     if row.left_out:
-        text = f"… and {row.left_out:,} more ({plural(row.tensors, 'tensor')})"
+        text = f"{and_more(row.left_out)} ({plural(row.tensors, 'tensor')})"
         cells = [tag("span", text, "name dim"), tag("span", size, "size"), tag("span", count, "count"), spacer]
         return tag("li", tag("div", " ".join(cells), "row leaf"), data_more=str(row.left_out))
     label = _label(row)
@@ -227,7 +228,7 @@ def _legend(listed: Sequence[Holder], colours: Colours, most: int = 24) -> str:
         swatch = tag("span", "", f"swatch {colours.of(held)}")
         lines.append(tag("li", f"{swatch} {safe(label)} {tag('span', safe(told), 'dim')}"))
     if len(owned) > most:
-        lines.append(tag("li", f"… and {len(owned) - most:,} more", "dim"))
+        lines.append(tag("li", and_more(len(owned) - most), "dim"))
     kinds = "ranks" if listed[0].rank else "files"
     which = f"which of {len(owned):,} {kinds} has which colour" if len(owned) > 1 else "where they lie"
     head = tag("summary", which, "dim")

@@ -11,6 +11,7 @@ import builtins
 import sys
 from collections.abc import Iterable
 
+from ....errors import Problem
 from .rebuild import REBUILD
 
 _ALL = frozenset({"*"})
@@ -82,9 +83,17 @@ _NO_CHECKPOINT = (
 )  # fmt: skip
 
 
-def dangers(named: Iterable[tuple[str, str]]) -> list[str]:
-    """The names that deserve a warning, of the (module, name) that a pickle names."""
-    return [f"{module}.{name}" for module, name in named if _dangerous(module, name)]
+def dangers(named: Iterable[tuple[str, str]], loading: str = "torch.load this file") -> list[Problem]:
+    """A problem for each name that deserves a warning, of the (module, name) that a pickle names. ``loading``: what
+    would run it."""
+    return [
+        Problem(
+            "unsafe-pickle",
+            f"its pickle names {module}.{name}, which no checkpoint needs: nothing was run, but do not {loading}",
+        )
+        for module, name in named
+        if _dangerous(module, name)
+    ]
 
 
 def _dangerous(module: str, name: str) -> bool:

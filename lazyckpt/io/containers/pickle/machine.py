@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ....errors import CorruptError
-from ...limits import Budget
+from ...limits import Budget, ExcessError
 from .memo import FEW, Changes, Item, Items, Memo, Note, refuse_shared
 from .opcodes import COUNTED, LINES, exactly, place
 from .records import Opaque, build, extend, through_partial
@@ -65,8 +65,10 @@ class Pickle:
         machine = _Machine(data, rebuild, persistent, Budget(where, len(data)))
         try:
             self.value = machine.run(start)
+        except ExcessError:
+            raise
         except CorruptError as e:
-            raise CorruptError(f"{where}: {e}" if where not in str(e) else str(e)) from None
+            raise CorruptError(f"{where}: {e}") from None
         except _DAMAGE as e:
             raise CorruptError(
                 f"{where}: not a valid pickle near byte {machine.end:,} ({type(e).__name__}: {e!s:.200}). "

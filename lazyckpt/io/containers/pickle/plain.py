@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ....core.names import free
-from ....errors import CorruptError
+from ....errors import CorruptError, Problem, some
 from ...limits import Budget
 from .arrays import NumpyArray, NumpyDtype, plain_numpy
 from .rebuild import Composite, StoredStorage, StoredTensor, TensorSubclass
@@ -63,7 +63,7 @@ class Plain:
         self.tensors: dict[str, StoredTensor] = {}
         self.taken: dict[str, Opaque] = {}
         self.paths: dict[str, Path] = {}
-        self.notes: list[str] = []
+        self.notes: list[Problem] = []
         self.attributes: dict[str, Any] = {}
         self._given: list[tuple[str, Path, Any]] = []  # names and paths of tensors with attributes, and these
         self._having: set[int] = set()  # the ids of the tensors' records
@@ -82,13 +82,14 @@ class Plain:
             raise CorruptError(f"{where}: objects are nested too deep: the file is hostile or damaged") from None
         self.rest = {} if rest is _GONE else rest
         for kind, names in self.subclasses.items():
-            some = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
-            each = f"{some} is a {kind}: the tensors inside it stand under its name"
-            many = f"{len(names):,} tensors ({some}) are {kind}: the tensors inside them stand under their names"
-            self.notes.append(each if len(names) == 1 else many)
+            shown = some(map(repr, names))
+            each = f"{shown} is a {kind}: the tensors inside it have names below its own"
+            many = f"{len(names):,} tensors ({shown}) are {kind}: the tensors inside them have names below theirs"
+            self.notes.append(Problem("nested-tensor", each if len(names) == 1 else many))
         if self.inner:
-            some = ", ".join(map(repr, self.inner[:3])) + (", ..." if len(self.inner) > 3 else "")
-            self.notes.append(f"{len(self.inner):,} tensors are attributes of other tensors: {some} (in view.stored)")
+            shown = some(map(repr, self.inner))
+            line = f"{len(self.inner):,} tensors are attributes of other tensors: {shown} (in view.stored)"
+            self.notes.append(Problem("nested-tensor", line))
 
     @property
     def meta(self) -> Any:
@@ -161,9 +162,9 @@ class Plain:
                         plain.setdefault(k, v)
             return plain
         if isinstance(value, Composite):
-            self.notes.append(
-                f"{self._name(path)!r} is a {value.kind} tensor: its parts are tensors of their own, under its name"
-            )
+            name = self._name(path)
+            line = f"{name!r} is a {value.kind} tensor: its parts are tensors of their own, with names below its own"
+            self.notes.append(Problem("nested-tensor", line, name))
             if value.state:
                 self._give(value, self._name(path), path)
             return self._dict(value.parts, path, depth)
@@ -282,7 +283,7 @@ class Plain:
         self.tensors[key] = tensor
         if tensor.note:
             self._budget.characters(len(key) + len(tensor.note))
-            self.notes.append(f"{key!r} {tensor.note}")
+            self.notes.append(Problem("unsupported-tensor", f"{key!r} {tensor.note}", key))
         if tensor.state:
             self._give(tensor, key, path)
         return _GONE if self._keep is None else self._keep(key, tensor)
@@ -294,7 +295,8 @@ class Plain:
         if key in self.paths:
             self._budget.characters(3 * len(key))
             other = free(key, self.paths)
-            self.notes.append(f"two tensors have the dotted name {key!r}: the second is {other!r}")
+            line = f"two tensors have the dotted name {key!r}: the second is {other!r}"
+            self.notes.append(Problem("duplicate-tensor", line, other))
             key = other
         self.paths[key] = path
         return key
