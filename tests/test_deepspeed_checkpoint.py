@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import io
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,34 +26,21 @@ from lazyckpt.formats.merge import user_rules
 from lazyckpt.formats.reshard import reshard
 from lazyckpt.io.local import split
 
-from .conftest import once
 from .counting import CountingStore, Counts
 from .writers import Case, bit_equal
+from .writers.deepspeed_more import RESHAPED, SPECS
 
-pytest.importorskip("deepspeed", reason="DeepSpeed writes these checkpoints")
-from .writers.deepspeed_launch import load_case
-from .writers.deepspeed_more import SPECS, write_more
-from .writers.deepspeed_specs import MegatronSpec
-from .writers.deepspeed_zero import ZeroSpec
-
-OWN = {
-    "megatron_four_layers": MegatronSpec(layers=4, dp=2, uneven=False),
-    "megatron_tp4": MegatronSpec(layers=2, pp=1, tp=4, uneven=False, dtype="fp32"),
-    "megatron_bf16opt": MegatronSpec(dp=2, bf16_optimizer=True),
-    "bf16opt_dp3": ZeroSpec(stage=1, dp=3, bf16_optimizer=True),
-}
 TAKEN = (
     "zero0_fp32", "zero1", "zero2_fp32_dp3", "zero3", "bf16opt", "pipe_zero1_dp2", "pipe_zero1_model_axis_dp2",
     "pipe_zero1_pp3", "pipe_zero0_fp32", "moe_zero1_fp32", "moe_zero0_fp32", "autotp_zero1", "autotp_zero3_dp2",
     "autotp_zero0", "autotp_zero1_tp4", "megatron_3d", "megatron_3d_even_dp2",
 )  # fmt: skip
-ALL = {name: SPECS[name] for name in TAKEN} | OWN
+ALL = {name: SPECS[name] for name in TAKEN} | RESHAPED
 
 
 @pytest.fixture(scope="session")
-def cases(session_folder: Path) -> dict[str, Case]:
-    once(session_folder, "deepspeed_checkpoint", lambda folder: len(write_more(folder / "cases", ALL)))
-    return {name: load_case(session_folder / "deepspeed_checkpoint" / "cases" / name) for name in ALL}
+def cases(kinds: Mapping[str, Case]) -> dict[str, Case]:
+    return {name: kinds[name] for name in ALL}
 
 
 def tag(case: Case) -> str:

@@ -28,8 +28,6 @@ from lazyckpt.errors import DataError, DestinationError, FormatError, MissingFil
 from .writers import Case, bit_equal
 from .writers.nasty_model import NastyModel
 
-pytest.importorskip("deepspeed", reason="DeepSpeed writes these checkpoints")
-
 
 def _differences(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> set[str]:
     return {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from lazyckpt import DataError, DestinationError, FormatError, MissingFileError,
 from lazyckpt.recipes import parts
 
 from . import counting
-from .conftest import need, once
+from .conftest import Checkpoints, need
 from .oracle import same
 from .writers import Case, bit_equal
 from .writers.megatron_core import CASES, MegatronSpec
@@ -28,21 +27,9 @@ KINDS = ("zero3", "dcp", "ranks")
 
 
 @pytest.fixture(scope="session")
-def models(session_folder: Path) -> Path:
+def models(checkpoints: Checkpoints) -> Path:
     """What tests/writers/deepspeed_hf.py writes, NAME/ckpt and NAME/truth.pt."""
-    need("deepspeed", "transformers")
-    return once(session_folder, "hf_models", _write)
-
-
-def _write(folder: Path) -> Path:
-    from .writers.deepspeed_hf import HFSpec
-    from .writers.deepspeed_launch import launch
-
-    specs = {f"{kind}_tied" if tied else kind: HFSpec(kind=kind, tied=tied) for kind in KINDS for tied in (False, True)}
-    if importlib.util.find_spec("peft") is not None:
-        specs["zero3_lora"] = HFSpec(kind="zero3", lora=True)
-    launch(folder, specs)
-    return folder
+    return checkpoints("models")
 
 
 def loaded(folder: Path, family: str = "Llama") -> Any:

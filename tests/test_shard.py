@@ -179,17 +179,12 @@ def test_gate_and_up_are_cut_each(megatron_cases: dict[str, Case]) -> None:
         assert bit_equal(shard["model.layers.0.mlp.up_proj.weight"][...], up.chunk(2)[n])
 
 
-def test_what_deepspeeds_ranks_held(session_folder: Path) -> None:
+def test_what_deepspeeds_ranks_held(kinds: Mapping[str, Case]) -> None:
     """Shards of different sizes (AutoTP), a pipeline, fused parts: with the stored degree, the stored shards."""
-    pytest.importorskip("deepspeed")
-    from .conftest import once
-    from .test_deepspeed_checkpoint import ALL, tag
-    from .writers.deepspeed_launch import load_case
-    from .writers.deepspeed_more import write_more
+    from .test_deepspeed_checkpoint import tag
 
-    once(session_folder, "deepspeed_checkpoint", lambda folder: len(write_more(folder / "cases", ALL)))
     for name, tp in {"autotp_zero1": 2, "autotp_zero1_tp4": 4, "megatron_tp4": 4, "megatron_four_layers": 2}.items():
-        case = load_case(session_folder / "deepspeed_checkpoint" / "cases" / name)
+        case = kinds[name]
         view = lazyckpt.open(case.path)
         shards = all_ranks(view, tp=tp)
         check_same(lazyckpt.unshard(shards), view)

@@ -19,7 +19,7 @@ from lazyckpt.export.staging import unfinished
 from .conftest import need, once
 from .writers import bit_equal
 from .writers.deepspeed_launch import launch
-from .writers.deepspeed_resume import ResumeSpec
+from .writers.deepspeed_specs import ResumeSpec
 
 SOURCES = {
     "zero1": ResumeSpec(stage=1, dp=2),
