@@ -269,6 +269,7 @@ def test_expanding_and_collapsing(files: Path) -> None:
     drive(files / "model", do)
 
 
+@pytest.mark.slow
 def test_values_read_what_they_show(files: Path) -> None:
     view, counts = opened(files / "model")
     t = view["model.layers.1.mlp.up_proj.weight"]
@@ -301,6 +302,7 @@ def test_values_read_what_they_show(files: Path) -> None:
     drive(files / "model", do, view=view)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", ["999", "0:", "f()", "0,0,0", "]", "..., ..."])
 def test_a_wrong_index_is_told_in_place(files: Path, index: str) -> None:
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
@@ -319,6 +321,7 @@ def test_a_wrong_index_is_told_in_place(files: Path, index: str) -> None:
     drive(files / "model", do)
 
 
+@pytest.mark.slow
 def test_histograms(files: Path) -> None:
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
         await go_to(app, pilot, "model.norm.weight")
@@ -331,6 +334,7 @@ def test_histograms(files: Path) -> None:
     drive(files / "model", do)
 
 
+@pytest.mark.slow
 def test_a_slow_read_blocks_nothing(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on, asked = threading.Event(), threading.Event()
 
@@ -372,6 +376,7 @@ def test_a_slow_read_blocks_nothing(files: Path, monkeypatch: pytest.MonkeyPatch
     drive(files / "model", do)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_states(files: Path, size: tuple[int, int]) -> None:
     path = files / "training.pt"
@@ -408,6 +413,7 @@ def test_copying_the_line(files: Path) -> None:
     drive(files / "model", do)
 
 
+@pytest.mark.slow
 def test_names_are_printed_literally(tmp_path: Path) -> None:
     names = ["[red]x[/red]", "<b>bold</b>", "[/]", "esc\x1b[31m.a", "esc\x1b[31m.b", "line\nbreak", 'quo"te', "$text"]
     save_file({n: torch.arange(4.0) for n in names}, tmp_path / "odd.safetensors")
@@ -428,6 +434,7 @@ def test_names_are_printed_literally(tmp_path: Path) -> None:
     drive(tmp_path / "odd.safetensors", do)
 
 
+@pytest.mark.slow
 def test_a_file_that_is_one_tensor(tmp_path: Path) -> None:
     """Its name is the empty text."""
     torch.save(torch.arange(12.0).view(3, 4), tmp_path / "one.pt")
@@ -440,6 +447,7 @@ def test_a_file_that_is_one_tensor(tmp_path: Path) -> None:
     drive(tmp_path / "one.pt", do)
 
 
+@pytest.mark.slow
 def test_many_names_open_at_once(tmp_path: Path) -> None:
     """A level of 1,200 is not made at once, and nothing below it is."""
     save_file({f"layers.{n}.{w}": torch.ones(1) for n in range(1200) for w in "ab"}, tmp_path / "big.safetensors")
@@ -481,6 +489,7 @@ def test_a_url() -> None:
     drive("memory://browse/model.pt", do)
 
 
+@pytest.mark.slow
 def test_a_lost_file(zero_cases: Any, tmp_path: Path) -> None:
     """Of a DeepSpeed checkpoint that its engine wrote: problems on top, errors in place, what is there still reads."""
     case = zero_cases["zero3_bf16_dp2"]
@@ -517,6 +526,7 @@ def test_a_lost_file(zero_cases: Any, tmp_path: Path) -> None:
     drive(tmp_path / "ckpt", do, (80, 24))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(60, 20), (30, 10)])
 def test_small_terminals(files: Path, size: tuple[int, int]) -> None:
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
@@ -557,6 +567,7 @@ def test_the_screen_is_as_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     drive("tiny.safetensors", do, size)
 
 
+@pytest.mark.slow
 def test_quitting(files: Path) -> None:
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
         await pilot.press("q")
@@ -584,6 +595,7 @@ def process(*args: str, code: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_command_needs_a_terminal_and_textual(files: Path) -> None:
     done = process("browse", str(files / "model"))
     assert (done.returncode, done.stdout) == (2, "")
@@ -605,6 +617,7 @@ def test_the_command_needs_a_terminal_and_textual(files: Path) -> None:
     assert (done.returncode, done.stderr) == (2, "error: browse needs Textual: pip install 'lazyckpt[browse]'\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("colour", [True, False])
 def test_the_command_in_a_terminal(files: Path, colour: bool) -> None:
     """A pseudo-terminal stands for ssh: no mouse, the line goes to the clipboard by OSC 52; NO_COLOR is heard."""
@@ -636,6 +649,7 @@ def test_the_command_in_a_terminal(files: Path, colour: bool) -> None:
     assert bool(coloured) == colour
 
 
+@pytest.mark.slow
 def test_other_commands_import_no_textual(files: Path) -> None:
     done = process("ls", str(files / "model"), code="sys.modules['textual'] = None")
     assert (done.returncode, done.stderr) == (0, "")

@@ -28,6 +28,8 @@ from lazyckpt.io.zips import Records, data_offsets, read_zip
 
 from .hostility import Entry, raw_zip
 
+pytestmark = pytest.mark.slow
+
 Write = Callable[[Path, int], Path]
 
 

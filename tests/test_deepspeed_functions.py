@@ -99,6 +99,7 @@ def test_converted_files_hold_the_state_dict(zero_kind: Case, tmp_path: Path, sa
     convert_zero_checkpoint_to_fp32_state_dict(zero_kind.path, tmp_path / "out", safe_serialization=safe)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero1_bf16_dp2", "zero2_bf16_dp3", "zero3_bf16_dp2", "zero3_fp32_dp4"])
 def test_files_are_those_of_deepspeed(zero_cases: dict[str, Case], tmp_path: Path, name: str) -> None:
     from deepspeed.utils import zero_to_fp32 as theirs

@@ -38,6 +38,7 @@ def test_the_three_functions_take_what_deepspeeds_take(theirs: Any) -> None:
         assert mine == peer
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(folder=folders, dp=ranks, mp=ranks, layer=ranks, text=st.one_of(st.just("*"), st.text(max_size=4)))
 def test_names_are_deepspeeds(theirs: Any, folder: str, dp: int, mp: int, layer: int, text: str) -> None:

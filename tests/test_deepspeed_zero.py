@@ -205,6 +205,7 @@ def test_the_model_loads(zero_cases: dict[str, Case], name: str, how: str) -> No
     assert not model.anchor.requires_grad and model.mix.requires_grad
 
 
+@pytest.mark.slow
 def test_nothing_of_deepspeed_is_imported(zero_cases: dict[str, Case]) -> None:
     code = """if True:
         import sys

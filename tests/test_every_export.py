@@ -259,6 +259,7 @@ def fixture(request: pytest.FixtureRequest) -> tuple[str, Case]:
     return request.param, found
 
 
+@pytest.mark.slow
 @every
 def test_fixtures(fixture: tuple[str, Case], tmp_path: Path, to: str) -> None:
     """What a format refuses, it refuses before anything is there."""

@@ -158,6 +158,7 @@ class _Watched(Executor):
         return self.executor.submit(fn, *args, **kwargs)
 
 
+@pytest.mark.slow
 def test_processes(
     model: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +200,7 @@ def test_processes(
     assert _content(tmp_path / "killed.zarr") == _content(tmp_path / "small.zarr")
 
 
+@pytest.mark.slow
 def test_a_cluster_that_loses_a_worker(
     model: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,6 +317,7 @@ print("done", len(before), "of", len(now))
 """
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_goes_on(model: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
     path, _ = model
     folder = tmp_path / "out"
@@ -367,6 +370,7 @@ print((kib("VmHWM") - before) << 10)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads peaks from /proc")
 def test_memory_is_what_was_asked_for(tmp_path: Path) -> None:
     state = {f"w{n}": torch.randn(2048, 8192) for n in range(8)}  # 64 MiB each

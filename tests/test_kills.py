@@ -26,6 +26,8 @@ from lazyckpt.export.staging import discard, unfinished
 
 from .writers import bit_equal
 
+pytestmark = pytest.mark.slow
+
 RUN = 4096  # bytes
 
 # how each writer is called -> (what it is called at, the call)

@@ -57,6 +57,7 @@ def test_every_state_equals_what_the_ranks_held(megatron_cases: dict[str, Case],
     assert {"opt_param_scheduler", "rng_state", "optimizer"} <= set(view.meta)
 
 
+@pytest.mark.slow
 def test_the_model_on_one_rank_gives_the_parallel_models_logits(megatron_folder: Path) -> None:
     found = logits_alone(megatron_folder, NAMES, "legacy")
     assert set(found) == set(NAMES)

@@ -52,6 +52,7 @@ def as_held(model: Any, truth: dict[str, Any]) -> None:
 # -- folders for transformers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["5GB", "20KB"], ids=["one file", "shards"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -183,6 +184,7 @@ def config_of(spec: MegatronSpec) -> tuple[str, Any]:
     return family, config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dist", "legacy"])
 @pytest.mark.parametrize("name", ["single", "pp2_tied_bf16", "pp2_vpp2", "tp2_pp2_bf16", "tp2_dp2_distopt"])
 def test_the_logits_of_megatron(megatron_folder: Path, tmp_path: Path, name: str, kind: str) -> None:

@@ -219,6 +219,7 @@ def test_hugging_faces_models(huggingface_cases: dict[str, Case], name: str) -> 
     check_same(lazyckpt.unshard(stages), view)
 
 
+@pytest.mark.slow
 def test_what_is_packed_has_partitions_too(dcp_cases: dict[str, Case]) -> None:
     for name, case in dcp_cases.items():
         if name == "unknown_codec":
@@ -268,6 +269,7 @@ def tensors(draw: st.DrawFn, ranks: int) -> tuple[tuple[int, ...], Any, Rows]:
     return tuple(shape), {"cat": dim, "parts": parts if kind == "parts" else len(parts)}, fused(parts, dim)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_model_any_layout_and_back(tmp_path: Path, data: st.DataObject) -> None:

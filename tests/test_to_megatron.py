@@ -231,6 +231,7 @@ def _llama(folder: Path, tied: bool, spec: MegatronSpec) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_megatron_core_goes_on(
     resumed: dict[str, dict[str, Any]], megatron_folder: Path, megatron_cases: dict[str, Case], name: str

@@ -21,6 +21,8 @@ from .writers import bit_equal
 from .writers.deepspeed_launch import launch
 from .writers.deepspeed_specs import ResumeSpec
 
+pytestmark = pytest.mark.slow
+
 SOURCES = {
     "zero1": ResumeSpec(stage=1, dp=2),
     "zero1_bf16": ResumeSpec(stage=1, dp=2, dtype="bf16"),
