@@ -111,7 +111,7 @@ class Cases(Mapping[str, Case]):
         if not (self.folder / name).is_dir():
             if name in trainers.CASES:
                 need(*trainers.CASES[name].needs)
-            raise LookupError(f"{name} is not recorded: a test of it is to be marked full")
+            raise KeyError(f"{name} is not recorded: a test of it is to be marked full")
         return self.group.load(self.folder, name)[name]
 
     def __iter__(self) -> Iterator[str]:

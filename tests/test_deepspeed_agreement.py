@@ -28,8 +28,20 @@ pytestmark = pytest.mark.slow
 
 MORE = {f"kind-{n}": n for n in SPECS}  # (both families have a zero3_fp32_dp3)
 NAMES = [*sorted(recordings.GROUPS["deepspeed_zero"].names), *MORE]
-RECORDED = {*recordings.recorded("deepspeed_zero"), *(f"kind-{n}" for n in recordings.recorded("deepspeed_kinds"))}
-EACH = sampled(NAMES, [name for name in NAMES if name in RECORDED])
+# The default lane: each stage, option, kind of model and refusal.
+SOME = (
+    "zero1_fp32_dp1", "zero1_bf16_dp3", "zero1_fp16_dp3", "zero2_bf16_dp2", "zero3_bf16_dp3", "zero3_fp32_dp4",
+    "zero2_round_robin", "zero1_aligned", "zero2_elastic", "zero3_sub_groups", "zero1_no_frozen", "zero3_no_frozen",
+    "zero2_fp16_amsgrad", "zero2_sgd", "zero2_fp32_lion", "zero3_lion", "zero2_dp11", "bf16_optimizer_dp1",
+    "bf16_optimizer_dp3", "zero3_client_state", "kind-zero0_fp32", "kind-zero0_8bit", "kind-zero2_round_robin_dp3",
+    "kind-zero3_hpz_dp4", "kind-zero3_8bit", "kind-zero1_adafactor", "kind-zero2_rmsprop_dp3", "kind-bf16opt",
+    "kind-pipe_zero0_bf16_dp2", "kind-pipe_zero0_named", "kind-pipe_zero1_dp2", "kind-pipe_zero1_pp3",
+    "kind-pipe_zero1_lion", "kind-moe_zero0_fp32", "kind-moe_zero1_residual_dp4", "kind-moe_zero2",
+    "kind-autoep_zero0", "kind-autoep_zero2", "kind-autoep_zero3", "kind-autotp_zero0", "kind-autotp_zero1",
+    "kind-autotp_zero1_frozen", "kind-autotp_zero1_fused", "kind-autotp_zero1_tp4", "kind-autotp_bf16opt_dp2",
+    "kind-megatron_tp1_dp2", "kind-megatron_3d", "kind-megatron_3d_zero0_fp32",
+)  # fmt: skip
+EACH = sampled(NAMES, SOME)
 
 
 class Refusal(NamedTuple):
@@ -121,10 +133,12 @@ def tools(
     session_folder: Path,
     zero_cases: Mapping[str, Case],
     kinds: Mapping[str, Case],
+    pytestconfig: pytest.Config,
 ) -> tuple[dict[str, Case], dict[str, dict[str, str]], Path]:
     """All cases; what became of the tools on each; where that lies."""
     need("deepspeed")
-    cases = {**zero_cases, **{name: kinds[n] for name, n in MORE.items() if n in kinds}}
+    names = NAMES if pytestconfig.getoption("lane") == "all" else SOME
+    cases = {name: kinds[MORE[name]] if name in MORE else zero_cases[name] for name in names}
     paths = {name: case.path for name, case in cases.items()}
     converted = {
         name: kinds[f"{n}.universal"].path / kinds[f"{n}.universal"].info["tag"]
