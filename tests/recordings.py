@@ -42,7 +42,7 @@ from .writers import (
     trainers,
 )
 
-__all__ = ["GOLDEN", "GROUPS", "Group", "missing", "recorded", "unpack"]
+__all__ = ["GOLDEN", "GROUPS", "Group", "archives", "missing", "recorded", "unpack"]
 
 GOLDEN = Path(__file__).parent / "golden"
 # Every recorded file has this time and owner: a case that did not change gives the same archive.
@@ -174,6 +174,11 @@ def recorded(group: str) -> list[str]:
     return [name for name in GROUPS[group].names if name not in GROUPS[group].unrecorded]
 
 
+def archives(group: str) -> list[str]:
+    """The names of the archives: a case and what was converted from it (``CASE.universal``) have one."""
+    return list(dict.fromkeys(name.partition(".")[0] for name in recorded(group)))
+
+
 def unpack(group: str, folder: Path) -> None:
     """Unpack the recorded cases of a group into a folder."""
     for path in sorted((GOLDEN / group).glob("*.tar.xz")):
@@ -182,10 +187,11 @@ def unpack(group: str, folder: Path) -> None:
 
 
 def pack(folder: Path, name: str) -> bytes:
-    """A case as an archive, which depends on names and bytes only."""
+    """A case, and what was converted from it, as an archive which depends on names and bytes only."""
     plain = io.BytesIO()
     with tarfile.open(fileobj=plain, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        for path in sorted((folder / name).rglob("*")):
+        tops = [folder / name, *sorted(folder.glob(f"{name}.*"))]
+        for path in (path for top in tops for path in sorted(top.rglob("*"))):
             if path.name not in LEFT_OUT:
                 archive.add(path, path.relative_to(folder).as_posix(), recursive=False, filter=_anonymous)
     return lzma.compress(plain.getvalue(), preset=9 | lzma.PRESET_EXTREME)
@@ -203,7 +209,7 @@ def record(group: str, folder: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for old in target.iterdir():
         old.unlink()
-    for name in recorded(group):
+    for name in archives(group):
         (target / f"{name}.tar.xz").write_bytes(pack(folder, name))
     versions = {package: importlib.metadata.version(package) for package in sorted(GROUPS[group].packages)}
     (target / "writers.json").write_text(json.dumps(versions, indent=2) + "\n")
