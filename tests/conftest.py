@@ -28,6 +28,8 @@ from .writers import Case, megatron_core, rank_files, torch_contents, torch_dcp,
 T = TypeVar("T")
 Checkpoints = Callable[[str], Path]
 
+collect_ignore = ["writers"]  # they have no tests, and import what they write with
+
 # The fixtures that have cases which are not all recorded, and the group that each takes them from.
 FIXTURES = {"zero_cases": "deepspeed_zero", "kinds": "deepspeed_kinds", "trainer_cases": "trainers"}
 

@@ -230,6 +230,7 @@ def test_bars_fit(tmp_path: Path) -> None:
 # -- the browser
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_opens_and_moves_without_reading(files: Path, size: tuple[int, int]) -> None:
     view, counts = opened(files / "model")

@@ -524,6 +524,7 @@ def test_demo_json() -> None:
     assert {"code": '(folder / "it_ran").exists()', "text": "False\n"} in steps
 
 
+@pytest.mark.slow
 def test_the_demo_model_is_one_that_transformers_loads(files: Path) -> None:
     transformers = pytest.importorskip("transformers")
     model = transformers.LlamaForCausalLM.from_pretrained(files / "model", dtype=torch.bfloat16)

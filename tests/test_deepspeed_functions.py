@@ -126,6 +126,7 @@ def test_files_are_those_of_deepspeed(zero_cases: dict[str, Case], tmp_path: Pat
             assert torch.load(tmp_path / "ours" / file).keys() == torch.load(tmp_path / "theirs" / file).keys()
 
 
+@pytest.mark.slow
 def test_tied_parameters_do_not_keep_from_safetensors(zero_cases: dict[str, Case], tmp_path: Path) -> None:
     """DeepSpeed's own converter raises: "Some tensors share memory"."""
     from deepspeed.utils import zero_to_fp32 as theirs
@@ -195,6 +196,7 @@ def test_the_checkpoint_itself_is_not_written_to(zero_cases: dict[str, Case]) ->
     assert sorted(tag.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_clones_are_like_deepspeeds() -> None:
     from deepspeed.checkpoint.utils import clone_tensors_for_torch_save as theirs
 

@@ -29,11 +29,13 @@ _LAYOUT: tuple[Check, ...] = (
 )
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("check", _LAYOUT, ids=lambda check: check.__name__)
 def test_every_stage_dtype_degree_and_option(zero_case: Case, check: Check) -> None:
     check(complete(zero_case))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("check", [c for c in contract.CHECKS if c not in _LAYOUT], ids=lambda check: check.__name__)
 def test_contract(zero_kind: Case, check: Check) -> None:
     check(complete(zero_kind))

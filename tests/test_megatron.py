@@ -35,6 +35,7 @@ from .writers.megatron_core import CASES, logits_alone
 NAMES = list(CASES)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_contract(megatron_kind: Case, check: Check) -> None:
     check(megatron_kind)

@@ -59,6 +59,7 @@ def _case(case: Case, name: str) -> Case:
     return Case(case.path, truth, case.info | {"archives": True})
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("name", KINDS)
 def test_contract(cases: dict[str, Case], name: str, check: Check) -> None:

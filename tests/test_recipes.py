@@ -72,6 +72,7 @@ def test_transformers_loads_it(models: Path, tmp_path: Path, kind: str, tied: bo
     assert ("lm_head.weight" in names) != tied and "model.embed_tokens.weight" in names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["5GB", "5KB"], ids=["one file", "shards"])
 @pytest.mark.parametrize(("name", "family"), [("llama_sharded", "Llama"), ("llama_single", "Llama"),
                                               ("bin_sharded", "Llama"), ("mixtral", "Mixtral")])  # fmt: skip
@@ -100,6 +101,7 @@ def test_from_hugging_face(
         assert ours["metadata"]["total_size"] == theirs["metadata"]["total_size"]
 
 
+@pytest.mark.slow
 def test_16_bits_of_zero3(models: Path, tmp_path: Path) -> None:
     recipes.zero3_to_hf(models / "zero3" / "ckpt", tmp_path / "hf", dtype=torch.bfloat16)
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -109,6 +111,7 @@ def test_16_bits_of_zero3(models: Path, tmp_path: Path) -> None:
         same(p.detach(), truth[name].bfloat16(), name)
 
 
+@pytest.mark.slow
 def test_tags_and_what_is_none(models: Path, tmp_path: Path) -> None:
     src = models / "zero3" / "ckpt"
     recipes.zero3_to_hf(next(src.glob("global_step*")), tmp_path / "hf")  # config.json stands above the tag
@@ -283,6 +286,7 @@ def test_layers_that_are_not_there_or_twice(tmp_path: Path) -> None:
     same(recipes.one_layer(tmp_path / "gpt.pt", 1)["w"][...], torch.zeros(1), "h.1")
 
 
+@pytest.mark.slow
 def test_peft_loads_the_adapter(models: Path, tmp_path: Path) -> None:
     """DoRA and a module to save, trained under ZeRO-3, whose checkpoint has the base model, too."""
     need("peft")
@@ -300,6 +304,7 @@ def test_peft_loads_the_adapter(models: Path, tmp_path: Path) -> None:
     assert lazyckpt.open(tmp_path / "adapter").meta["adapter_config"]["r"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["LoraConfig", "IA3Config", "LoHaConfig", "LoKrConfig", "OFTConfig", "BOFTConfig"])
 def test_the_names_of_peft(tmp_path: Path, method: str) -> None:
     """Two adapters on an embedding, a linear layer and a head of its own; saved by torch, wrapped as trainers do."""

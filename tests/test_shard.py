@@ -85,6 +85,7 @@ def alone(root: dict[str, Any], spec: MegatronSpec, folder: Path) -> lazyckpt.Ch
     return lazyckpt.open(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVEN)
 def test_a_shard_is_what_megatrons_rank_held(megatron_cases: dict[str, Case], tmp_path: Path, name: str) -> None:
     case, spec = megatron_cases[name], CASES[name]

@@ -118,6 +118,7 @@ def pieces(piece: int, run: int, block: int) -> Any:
 # -- numbers
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     dtype=st.sampled_from(FLOATS + INTS + OTHERS),

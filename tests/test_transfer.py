@@ -41,6 +41,7 @@ def test_every_tensor_arrives_whole(torch_cases: dict[str, Case], name: str, pie
         same(tensor, case.truth["weights"][key], key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["flat", "views"])
 def test_slices_flips_and_lists_arrive(torch_cases: dict[str, Case], name: str, piece: int) -> None:
     case = torch_cases[name]

@@ -162,8 +162,8 @@ NAMES = (*SPECS, *(f"{name}.universal" for name, tools in TOOLS.items() if tools
 """The cases of :data:`SPECS`, and their universal checkpoints."""
 
 UNRECORDED = {
-    "zero0_bf16_named", "zero1_fp16", "zero3_fp32_dp3", "zero0_bf16_8bit", "zero1_8bit", "zero0_bf16_adafactor",
-    "pipe_zero1_fp32", "pipe_zero1_fp16_ties", "moe_zero2_mixed_ep", "moe_zero0_bf16_dp4", "moe_zero1_ep1",
+    "zero0_bf16_named", "zero1_fp16", "zero0_bf16_8bit", "zero1_8bit", "zero0_bf16_adafactor",
+    "pipe_zero1_fp16_ties", "moe_zero2_mixed_ep", "moe_zero0_bf16_dp4", "moe_zero1_ep1",
     "autoep_zero0_fp32", "autoep_zero3_dp4", "autotp_zero0_fp32_dp2", "autotp_zero3_fused_dp2", "megatron_pp1_fp32",
     "megatron_3d_bf16opt_dp2",
 }  # fmt: skip

@@ -130,13 +130,13 @@ OPTIONS = {
 
 
 RECORDED = (
-    "zero1_fp32_dp1", "zero1_bf16_dp2", "zero1_bf16_dp3", "zero1_fp16_dp3", "zero2_fp32_dp2", "zero2_fp32_dp4",
-    "zero2_bf16_dp1", "zero2_bf16_dp2", "zero2_bf16_dp3", "zero2_fp16_dp4", "zero3_fp32_dp2", "zero3_fp32_dp4",
-    "zero3_bf16_dp2", "zero3_bf16_dp3", "zero3_fp16_dp1", "zero2_round_robin", "zero1_aligned",
-    "zero2_aligned_round_robin", "zero2_elastic", "zero3_sub_groups", "zero1_no_frozen", "zero3_no_frozen",
-    "zero2_fp16_amsgrad", "zero3_amsgrad", "zero2_sgd", "zero3_sgd", "zero2_fp32_lion", "zero3_lion", "zero2_dp11",
-    "bf16_optimizer_dp1", "bf16_optimizer_dp3", "bf16_optimizer_sgd_aligned", "zero2_client_state",
-    "zero3_client_state",
+    "zero1_fp32_dp1", "zero1_bf16_dp2", "zero1_bf16_dp3", "zero1_bf16_dp4", "zero1_fp16_dp3", "zero2_fp32_dp2",
+    "zero2_fp32_dp4", "zero2_bf16_dp1", "zero2_bf16_dp2", "zero2_bf16_dp3", "zero2_fp16_dp4", "zero3_fp32_dp2",
+    "zero3_fp32_dp3", "zero3_fp32_dp4", "zero3_bf16_dp2", "zero3_bf16_dp3", "zero3_bf16_dp4", "zero3_fp16_dp1",
+    "zero2_round_robin", "zero1_aligned", "zero2_aligned_round_robin", "zero2_elastic", "zero3_sub_groups",
+    "zero1_no_frozen", "zero2_no_frozen", "zero3_no_frozen", "zero2_fp16_amsgrad", "zero3_amsgrad", "zero2_sgd",
+    "zero3_sgd", "zero2_fp32_lion", "zero3_lion", "zero2_dp11", "bf16_optimizer_dp1", "bf16_optimizer_dp3",
+    "bf16_optimizer_sgd_aligned", "zero2_client_state", "zero3_client_state",
 )  # fmt: skip
 """Each stage with each dtype, each number of ranks, and each option: with stage 1 or 2, and 3 if that has it."""
 
