@@ -6,12 +6,18 @@ imported everything beforehand and starts no threads, so a child costs milliseco
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import json
 import os
 import resource
 import signal
 import sys
+import tempfile
+from pathlib import Path
+
+import torch
 
 import lazyckpt
 
@@ -34,6 +40,28 @@ def use(path: str) -> None:
             assert view[name].nbytes > 1 << 30, e  # it opened, so all but the largest must read
     del view
     gc.collect()
+
+
+def prepare() -> None:
+    """Import what using a file imports: a child then imports nothing."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.save({"w": torch.ones(2)}, Path(folder) / "harmless.pt")
+            use(str(Path(folder) / "harmless.pt"))
+        with open(writing, "w") as pipe:
+            pipe.write("\n".join(sys.modules))
+        os._exit(0)
+    os.close(writing)
+    with open(reading) as pipe:
+        names = pipe.read().split()
+    os.waitpid(pid, 0)
+    for name in names:
+        if name not in sys.modules:
+            with contextlib.suppress(ImportError):  # some are made by other modules
+                importlib.import_module(name)
+    gc.freeze()  # the collections of a child need not look through all that was imported
 
 
 def child(path: str, out: int) -> None:
@@ -71,5 +99,6 @@ def explode(path: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
+    prepare()
     for line in sys.stdin:
         print(json.dumps(explode(line.strip())), flush=True)

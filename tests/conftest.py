@@ -1,4 +1,7 @@
-"""Checkpoints for the tests: real writers make them, once per session, also where several processes share it."""
+"""Checkpoints for the tests, made once a session by one of its processes.
+
+Real writers made the checkpoints: they are unpacked from recordings (recordings.py), or written anew in the lane "all".
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import os
 import pickle
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,73 +22,32 @@ from filelock import FileLock  # torch depends on it
 
 import lazyckpt
 
+from . import recordings
 from .writers import Case, megatron_core, rank_files, torch_contents, torch_dcp, torch_files, trainers
-from .writers.deepspeed_zero import ZeroSpec, write_many
 
 T = TypeVar("T")
+Checkpoints = Callable[[str], Path]
+
+collect_ignore = ["writers"]  # they have no tests, and import what they write with
+
+# The fixtures that have cases which are not all recorded, and the group that each takes them from.
+FIXTURES = {"zero_cases": "deepspeed_zero", "kinds": "deepspeed_kinds", "trainer_cases": "trainers"}
 
 
-def _cross() -> dict[str, ZeroSpec]:
-    """Every stage with every dtype on 1 to 4 ranks, in changing sizes: padding falls differently in each."""
-    specs: dict[str, ZeroSpec] = {}
-    for stage in (1, 2, 3):
-        for dtype in ("fp32", "bf16", "fp16"):
-            for dp in (1, 2, 3, 4):
-                n = len(specs)
-                sizes = {"hidden": (13, 26, 9, 18)[n % 4], "layers": 1 + n % 2, "vocab": (103, 31, 64)[n % 3]}
-                specs[f"zero{stage}_{dtype}_dp{dp}"] = ZeroSpec(stage=stage, dtype=dtype, dp=dp, seed=n, **sizes)  # type: ignore[arg-type]
-    return specs
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if _not_recorded(item):
+            item.add_marker("full")
 
 
-ZERO_CROSS = _cross()
-ZERO_OPTIONS = {
-    "zero1_round_robin": ZeroSpec(stage=1, dp=2, round_robin=True),
-    "zero2_round_robin": ZeroSpec(stage=2, dp=3, round_robin=True),
-    "zero1_aligned": ZeroSpec(stage=1, dp=3, parameter_alignment=True),
-    "zero2_fp32_aligned": ZeroSpec(stage=2, dtype="fp32", dp=2, parameter_alignment=True),
-    "zero2_aligned_round_robin": ZeroSpec(stage=2, dp=4, parameter_alignment=True, round_robin=True),
-    "zero1_elastic": ZeroSpec(stage=1, dp=2, elastic=True),
-    "zero2_elastic": ZeroSpec(stage=2, dp=3, elastic=True),
-    "zero3_sub_groups": ZeroSpec(stage=3, dp=2, sub_group_size=300),
-    "zero3_fp32_sub_groups": ZeroSpec(stage=3, dtype="fp32", dp=3, sub_group_size=1000),
-    "zero1_no_frozen": ZeroSpec(stage=1, dp=2, exclude_frozen=True),
-    "zero2_no_frozen": ZeroSpec(stage=2, dp=2, exclude_frozen=True),
-    "zero3_no_frozen": ZeroSpec(stage=3, dp=2, exclude_frozen=True),
-    "zero1_amsgrad": ZeroSpec(stage=1, dp=2, optimizer="amsgrad"),
-    "zero2_fp16_amsgrad": ZeroSpec(stage=2, dtype="fp16", dp=3, optimizer="amsgrad"),
-    "zero3_amsgrad": ZeroSpec(stage=3, dp=2, optimizer="amsgrad"),
-    "zero1_sgd": ZeroSpec(stage=1, dtype="fp32", dp=2, optimizer="sgd"),
-    "zero2_sgd": ZeroSpec(stage=2, dp=2, optimizer="sgd"),
-    "zero3_sgd": ZeroSpec(stage=3, dp=3, optimizer="sgd"),
-    "zero1_lion": ZeroSpec(stage=1, dp=3, optimizer="lion"),
-    "zero2_fp32_lion": ZeroSpec(stage=2, dtype="fp32", dp=2, optimizer="lion"),
-    "zero3_lion": ZeroSpec(stage=3, dp=2, optimizer="lion"),
-    "zero2_dp11": ZeroSpec(stage=2, dp=11, hidden=9, layers=1, vocab=31),
-    "bf16_optimizer_dp1": ZeroSpec(stage=1, dp=1, bf16_optimizer=True),
-    "bf16_optimizer_dp3": ZeroSpec(stage=1, dp=3, bf16_optimizer=True),
-    "bf16_optimizer_sgd_aligned": ZeroSpec(
-        stage=1, dp=4, bf16_optimizer=True, parameter_alignment=True, optimizer="sgd"
-    ),
-    "zero2_client_state": ZeroSpec(
-        stage=2,
-        dp=2,
-        client_state={"epoch": 7, "note": "ours", "ema": torch.arange(6.0), "nested": {"lr": [0.5, 0.25]}},
-    ),
-    "zero3_client_state": ZeroSpec(stage=3, dp=2, client_state={"epoch": 8, "ema": torch.arange(5)}),
-}
-# one of every layout, for what does not depend on sizes and dtypes
-ZERO_KINDS = (
-    "zero1_fp16_dp3",
-    "zero1_no_frozen",
-    "zero2_aligned_round_robin",
-    "zero2_elastic",
-    "zero2_client_state",
-    "zero2_fp32_lion",
-    "zero3_sub_groups",
-    "zero3_no_frozen",
-    "zero3_fp32_dp4",
-    "bf16_optimizer_dp3",
-)
+def _not_recorded(item: pytest.Item) -> bool:
+    """Whether a test has the name of a case that is not recorded as a parameter."""
+    if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
+        return False
+    values = {value for value in item.callspec.params.values() if isinstance(value, str)}
+    groups = [group for fixture, group in FIXTURES.items() if fixture in item.fixturenames]
+    return any(values & recordings.GROUPS[group].unrecorded for group in groups)
 
 
 def once(folder: Path, name: str, write: Callable[[Path], T]) -> T:
@@ -119,46 +81,100 @@ def session_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
-# -- DeepSpeed
+# -- what real writers made
 
 
 @pytest.fixture(scope="session")
-def zero_cases(session_folder: Path) -> dict[str, Case]:
+def checkpoints(session_folder: Path, pytestconfig: pytest.Config) -> Checkpoints:
+    """The folder with the cases of a group of recordings.py, by the group's name."""
+    anew = pytestconfig.getoption("lane") == "all"
+
+    def of(group: str) -> Path:
+        if anew:
+            if module := recordings.missing(group):
+                pytest.skip(f"{module} is not installed: it writes the checkpoints that are read here")
+            once(session_folder, group, lambda folder: bool(recordings.GROUPS[group].write(folder)))
+        else:
+            once(session_folder, group, lambda folder: recordings.unpack(group, folder))
+        return session_folder / group
+
+    return of
+
+
+class Cases(Mapping[str, Case]):
+    """The cases of a group, by name, loaded when they are asked for."""
+
+    def __init__(self, group: str, folder: Path) -> None:
+        self.group, self.folder = recordings.GROUPS[group], folder
+
+    def __getitem__(self, name: str) -> Case:
+        if name not in self.group.names:
+            raise KeyError(name)
+        if not (self.folder / name).is_dir():
+            if name in trainers.CASES:
+                need(*trainers.CASES[name].needs)
+            raise KeyError(f"{name} is not recorded: a test of it is to be marked full")
+        return self.group.load(self.folder, name)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self.group.names if (self.folder / name).is_dir())
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+# -- DeepSpeed
+
+# one of every layout, for what does not depend on sizes and dtypes
+ZERO_KINDS = (
+    "zero1_fp16_dp3",
+    "zero1_no_frozen",
+    "zero2_aligned_round_robin",
+    "zero2_elastic",
+    "zero2_client_state",
+    "zero2_fp32_lion",
+    "zero3_sub_groups",
+    "zero3_no_frozen",
+    "zero3_fp32_dp4",
+    "bf16_optimizer_dp3",
+)
+
+
+@pytest.fixture(scope="session")
+def zero_cases(checkpoints: Checkpoints) -> Mapping[str, Case]:
     """All DeepSpeed cases, as their writer left them."""
-    need("deepspeed")
-    return once(session_folder, "deepspeed", lambda folder: write_many(folder, ZERO_CROSS | ZERO_OPTIONS))
+    return Cases("deepspeed_zero", checkpoints("deepspeed_zero"))
 
 
-@pytest.fixture(params=sorted(ZERO_CROSS | ZERO_OPTIONS))
-def zero_case(request: pytest.FixtureRequest, zero_cases: dict[str, Case]) -> Case:
+@pytest.fixture(params=recordings.GROUPS["deepspeed_zero"].names)
+def zero_case(request: pytest.FixtureRequest, zero_cases: Mapping[str, Case]) -> Case:
     return zero_cases[request.param]
 
 
 @pytest.fixture(params=ZERO_KINDS)
-def zero_kind(request: pytest.FixtureRequest, zero_cases: dict[str, Case]) -> Case:
+def zero_kind(request: pytest.FixtureRequest, zero_cases: Mapping[str, Case]) -> Case:
     """One case of each layout."""
     return zero_cases[request.param]
 
 
+@pytest.fixture(scope="session")
+def kinds(checkpoints: Checkpoints) -> Mapping[str, Case]:
+    """Every other kind of DeepSpeed checkpoint (tests/writers/deepspeed_more.py)."""
+    return Cases("deepspeed_kinds", checkpoints("deepspeed_kinds"))
+
+
 # -- Hugging Face
 
-HUGGINGFACE = ("llama_sharded", "llama_single", "bert", "mixtral", "bin_sharded")
+HUGGINGFACE = recordings.GROUPS["huggingface"].names
 
 
 @pytest.fixture(scope="session")
-def huggingface_cases(session_folder: Path) -> dict[str, Case]:
-    need("transformers")
-
-    def write(folder: Path) -> dict[str, Case]:
-        from .writers import huggingface
-
-        return {name: getattr(huggingface, f"write_{name}")(folder / name) for name in HUGGINGFACE}
-
-    return once(session_folder, "huggingface", write)
+def huggingface_cases(checkpoints: Checkpoints) -> Mapping[str, Case]:
+    return Cases("huggingface", checkpoints("huggingface"))
 
 
 @pytest.fixture(params=HUGGINGFACE)
-def huggingface_case(request: pytest.FixtureRequest, huggingface_cases: dict[str, Case]) -> Case:
+def huggingface_case(request: pytest.FixtureRequest, huggingface_cases: Mapping[str, Case]) -> Case:
     return huggingface_cases[request.param]
 
 
@@ -257,18 +273,17 @@ def torch_save_case(request: pytest.FixtureRequest, torch_cases: dict[str, Case]
 
 
 @pytest.fixture(scope="session")
-def dcp_cases(session_folder: Path) -> dict[str, Case]:
-    folder = once(session_folder, "dcp", torch_dcp.write_all)
-    return {name: torch_dcp.load_case(folder, name) for name in torch_dcp.CASES}
+def dcp_cases(checkpoints: Checkpoints) -> Mapping[str, Case]:
+    return Cases("dcp", checkpoints("dcp"))
 
 
 @pytest.fixture(params=[name for name in torch_dcp.CASES if name != "unknown_codec"])
-def dcp_case(request: pytest.FixtureRequest, dcp_cases: dict[str, Case]) -> Case:
+def dcp_case(request: pytest.FixtureRequest, dcp_cases: Mapping[str, Case]) -> Case:
     return dcp_cases[request.param]
 
 
 @pytest.fixture
-def dcp_hole(dcp_cases: dict[str, Case], tmp_path: Path) -> tuple[lazyckpt.CheckpointView, Case]:
+def dcp_hole(dcp_cases: Mapping[str, Case], tmp_path: Path) -> tuple[lazyckpt.CheckpointView, Case]:
     """A checkpoint of three ranks whose second one has lost its file."""
     case = dcp_cases["fsdp2_uneven"]
     shutil.copytree(case.path, tmp_path / "ckpt")
@@ -277,13 +292,12 @@ def dcp_hole(dcp_cases: dict[str, Case], tmp_path: Path) -> tuple[lazyckpt.Check
 
 
 @pytest.fixture(scope="session")
-def rank_cases(session_folder: Path) -> dict[str, Case]:
-    folder = once(session_folder, "rank_files", rank_files.write_all)
-    return {name: rank_files.load_case(folder, name) for name in rank_files.CASES}
+def rank_cases(checkpoints: Checkpoints) -> Mapping[str, Case]:
+    return Cases("rank_files", checkpoints("rank_files"))
 
 
 @pytest.fixture(params=[name for name in rank_files.CASES if name != "partial"])
-def rank_case(request: pytest.FixtureRequest, rank_cases: dict[str, Case]) -> Case:
+def rank_case(request: pytest.FixtureRequest, rank_cases: Mapping[str, Case]) -> Case:
     return rank_cases[request.param]
 
 
@@ -291,10 +305,9 @@ def rank_case(request: pytest.FixtureRequest, rank_cases: dict[str, Case]) -> Ca
 
 
 @pytest.fixture(scope="session")
-def megatron_folder(session_folder: Path) -> Path:
+def megatron_folder(checkpoints: Checkpoints) -> Path:
     """A folder with all cases of megatron-core, as its ranks left them."""
-    need("megatron")
-    return once(session_folder, "megatron", megatron_core.write_all)
+    return checkpoints("megatron")
 
 
 @pytest.fixture(scope="session")
@@ -314,22 +327,13 @@ def megatron_kind(request: pytest.FixtureRequest, megatron_cases: dict[str, Case
 # -- what trainers write
 
 
-class _Written(dict[str, Case]):
-    """Cases by name; a test that asks for one whose writer is not installed is skipped."""
-
-    def __missing__(self, name: str) -> Case:
-        need(*trainers.CASES[name].needs)
-        raise KeyError(name)
-
-
 @pytest.fixture(scope="session")
-def trainer_cases(session_folder: Path) -> dict[str, Case]:
-    folder = once(session_folder, "trainers", trainers.write_all)
-    return _Written({name: trainers.load_case(folder, name) for name in trainers.CASES if trainers.can_write(name)})
+def trainer_cases(checkpoints: Checkpoints) -> Mapping[str, Case]:
+    return Cases("trainers", checkpoints("trainers"))
 
 
 @pytest.fixture(params=[name for name, spec in trainers.CASES.items() if "open_numbers" not in spec.info])
-def trainer_case(request: pytest.FixtureRequest, trainer_cases: dict[str, Case]) -> Case:
+def trainer_case(request: pytest.FixtureRequest, trainer_cases: Mapping[str, Case]) -> Case:
     return trainer_cases[request.param]
 
 

@@ -236,6 +236,7 @@ def test_bars_fit(tmp_path: Path) -> None:
 # -- the browser
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_opens_and_moves_without_reading(files: Path, size: tuple[int, int]) -> None:
     view, counts = opened(files / "model")
@@ -275,6 +276,7 @@ def test_expanding_and_collapsing(files: Path) -> None:
     drive(files / "model", do)
 
 
+@pytest.mark.slow
 def test_values_read_what_they_show(files: Path) -> None:
     view, counts = opened(files / "model")
     t = view["model.layers.1.mlp.up_proj.weight"]
@@ -307,6 +309,7 @@ def test_values_read_what_they_show(files: Path) -> None:
     drive(files / "model", do, view=view)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", ["999", "0:", "f()", "0,0,0", "]", "..., ..."])
 def test_a_wrong_index_is_told_in_place(files: Path, index: str) -> None:
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
@@ -325,6 +328,7 @@ def test_a_wrong_index_is_told_in_place(files: Path, index: str) -> None:
     drive(files / "model", do)
 
 
+@pytest.mark.slow
 def test_histograms(files: Path) -> None:
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
         await go_to(app, pilot, "model.norm.weight")
@@ -337,6 +341,7 @@ def test_histograms(files: Path) -> None:
     drive(files / "model", do)
 
 
+@pytest.mark.slow
 def test_a_slow_read_blocks_nothing(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on, asked = threading.Event(), threading.Event()
 
@@ -378,6 +383,7 @@ def test_a_slow_read_blocks_nothing(files: Path, monkeypatch: pytest.MonkeyPatch
     drive(files / "model", do)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_states(files: Path, size: tuple[int, int]) -> None:
     path = files / "training.pt"
@@ -414,6 +420,7 @@ def test_copying_the_line(files: Path) -> None:
     drive(files / "model", do)
 
 
+@pytest.mark.slow
 def test_names_are_printed_literally(tmp_path: Path) -> None:
     names = ["[red]x[/red]", "<b>bold</b>", "[/]", "esc\x1b[31m.a", "esc\x1b[31m.b", "line\nbreak", 'quo"te', "$text"]
     save_file({n: torch.arange(4.0) for n in names}, tmp_path / "odd.safetensors")
@@ -434,6 +441,7 @@ def test_names_are_printed_literally(tmp_path: Path) -> None:
     drive(tmp_path / "odd.safetensors", do)
 
 
+@pytest.mark.slow
 def test_a_file_that_is_one_tensor(tmp_path: Path) -> None:
     """Its name is the empty text."""
     torch.save(torch.arange(12.0).view(3, 4), tmp_path / "one.pt")
@@ -446,6 +454,7 @@ def test_a_file_that_is_one_tensor(tmp_path: Path) -> None:
     drive(tmp_path / "one.pt", do)
 
 
+@pytest.mark.slow
 def test_many_names_open_at_once(tmp_path: Path) -> None:
     """A level of 1,200 is not made at once, and nothing below it is."""
     save_file({f"layers.{n}.{w}": torch.ones(1) for n in range(1200) for w in "ab"}, tmp_path / "big.safetensors")
@@ -487,6 +496,7 @@ def test_a_url() -> None:
     drive("memory://browse/model.pt", do)
 
 
+@pytest.mark.slow
 def test_a_lost_file(zero_cases: Any, tmp_path: Path) -> None:
     """Of a DeepSpeed checkpoint that its engine wrote: problems on top, errors in place, what is there still reads."""
     case = zero_cases["zero3_bf16_dp2"]
@@ -523,6 +533,7 @@ def test_a_lost_file(zero_cases: Any, tmp_path: Path) -> None:
     drive(tmp_path / "ckpt", do, (80, 24))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(60, 20), (30, 10)])
 def test_small_terminals(files: Path, size: tuple[int, int]) -> None:
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
@@ -563,6 +574,7 @@ def test_the_screen_is_as_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     drive("tiny.safetensors", do, size)
 
 
+@pytest.mark.slow
 def test_quitting(files: Path) -> None:
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
         await pilot.press("q")
@@ -590,6 +602,7 @@ def process(*args: str, code: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_command_needs_a_terminal_and_textual(files: Path) -> None:
     done = process("browse", str(files / "model"))
     assert (done.returncode, done.stdout) == (2, "")
@@ -611,6 +624,7 @@ def test_the_command_needs_a_terminal_and_textual(files: Path) -> None:
     assert (done.returncode, done.stderr) == (2, "error: browse needs Textual: pip install 'lazyckpt[browse]'\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("colour", [True, False])
 def test_the_command_in_a_terminal(files: Path, colour: bool) -> None:
     """A pseudo-terminal stands for ssh: no mouse, the line goes to the clipboard by OSC 52; NO_COLOR is heard."""
@@ -642,6 +656,7 @@ def test_the_command_in_a_terminal(files: Path, colour: bool) -> None:
     assert bool(coloured) == colour
 
 
+@pytest.mark.slow
 def test_other_commands_import_no_textual(files: Path) -> None:
     done = process("ls", str(files / "model"), code="sys.modules['textual'] = None")
     assert (done.returncode, done.stderr) == (0, "")

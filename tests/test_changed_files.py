@@ -37,6 +37,7 @@ def child(*args: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="POSIX files")
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_local_file_that_changes_is_noticed_and_kills_nothing(tmp_path: Path, change: str) -> None:
@@ -44,6 +45,7 @@ def test_a_local_file_that_changes_is_noticed_and_kills_nothing(tmp_path: Path, 
     assert done.returncode == 0, f"{done.returncode}: {done.stderr[-2000:]}"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="SIGBUS")
 @pytest.mark.parametrize("more", [(), ("faulthandler",)], ids=["alone", "faulthandler"])
 def test_touching_a_mapped_tensor_of_a_truncated_file_raises(tmp_path: Path, more: tuple[str, ...]) -> None:
@@ -51,6 +53,7 @@ def test_touching_a_mapped_tensor_of_a_truncated_file_raises(tmp_path: Path, mor
     assert done.returncode == 0, f"{done.returncode}: {done.stderr[-2000:]}"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="SIGBUS")
 @pytest.mark.parametrize("more", [(), ("faulthandler",)], ids=["alone", "faulthandler"])
 def test_faults_of_others_end_the_process_as_ever(tmp_path: Path, more: tuple[str, ...]) -> None:

@@ -305,6 +305,7 @@ def test_show_of_a_file_that_is_one_tensor(tmp_path: Path) -> None:
 # -- names that are not what they seem
 
 
+@pytest.mark.slow
 def test_names_print_literally(tmp_path: Path) -> None:
     names = ["[bold]x[/bold]", "[red]y", ":smile:", "a[0]", "a[0].b[1:2]", "c\x1b[31md", "e\nf", "g\u202eh", "ü"]
     save_file({name: torch.full((2,), float(n)) for n, name in enumerate(names)}, tmp_path / "a.safetensors")
@@ -473,6 +474,7 @@ def test_indices_are_what_python_makes_of_them(text: str, key: Any) -> None:
 # -- real processes
 
 
+@pytest.mark.slow
 def test_ls_in_a_process(files: Path) -> None:
     done = process("ls", files / "model", "layers.0", "--depth", "1")
     assert (done.returncode, done.stderr) == (0, "")
@@ -482,6 +484,7 @@ def test_ls_in_a_process(files: Path) -> None:
     assert ESCAPE not in done.stdout
 
 
+@pytest.mark.slow
 def test_show_in_a_process(files: Path) -> None:
     done = process("show", files / "training.pt", "optimizer.state.0.exp_avg[0:2, :3]")
     assert (done.returncode, done.stderr) == (0, "")
@@ -492,6 +495,7 @@ def test_show_in_a_process(files: Path) -> None:
     assert failed.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_demo_in_a_process(tmp_path: Path) -> None:
     done = process("demo", TMPDIR=str(tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
@@ -507,6 +511,7 @@ def test_demo_in_a_process(tmp_path: Path) -> None:
     assert '>>> (folder / "it_ran").exists()\nFalse\n' in text
 
 
+@pytest.mark.slow
 def test_demo_keeps_its_files(tmp_path: Path) -> None:
     text = out("demo", "--keep", tmp_path / "new" / "folder")
     assert "The files are in" in text
@@ -523,6 +528,7 @@ def test_demo_json() -> None:
     assert {"code": '(folder / "it_ran").exists()', "text": "False\n"} in steps
 
 
+@pytest.mark.slow
 def test_the_demo_model_is_one_that_transformers_loads(files: Path) -> None:
     transformers = pytest.importorskip("transformers")
     model = transformers.LlamaForCausalLM.from_pretrained(files / "model", dtype=torch.bfloat16)
@@ -532,11 +538,13 @@ def test_the_demo_model_is_one_that_transformers_loads(files: Path) -> None:
     assert all(torch.equal(view[name][...], tensor) for name, tensor in state.items())
 
 
+@pytest.mark.slow
 def test_colours_are_for_terminals(files: Path) -> None:
     assert ESCAPE in process("ls", files / "model", FORCE_COLOR="1").stdout
     assert ESCAPE not in process("ls", files / "model").stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("args", [["ls"], ["ls", "--json"]])
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path, args: list[str]) -> None:
     save_file({f"layers.{n}.weight": torch.zeros(1) for n in range(20_000)}, tmp_path / "a.safetensors")
@@ -563,6 +571,7 @@ def test_the_line_of_a_command_is_that_of_its_help(name: str) -> None:
     assert out(name, "--help").split("\n\n")[1].split() == program.COMMANDS[name].split()
 
 
+@pytest.mark.slow
 def test_help_imports_no_torch() -> None:
     code = "import sys\nfrom lazyckpt.cli import main\ntry:\n    main()\nfinally:\n    print('torch' in sys.modules)"
     for option in ("--help", "--version"):

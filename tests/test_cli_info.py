@@ -70,6 +70,7 @@ def test_lines_of_metadata_are_counted() -> None:
     assert len(meta_lines(deep)[0]) == 400
 
 
+@pytest.mark.slow
 def test_a_loss_is_looked_for_in_little_time() -> None:
     assert loss_of({"a": {"b": {"c": {"d": {"e": {"loss": 1.0}}}}}}) is None
     assert loss_of({"many": [{"x": n} for n in range(1_000_000)], "loss": True}) is None

@@ -17,6 +17,8 @@ import lazyckpt
 from lazyckpt import cli
 from lazyckpt.formats.reader import Reader
 
+pytestmark = pytest.mark.slow
+
 _CHILD = """
 import json, sys
 from lazyckpt import cli

@@ -123,6 +123,7 @@ def test_a_view_behind_a_url(tmp_path: Path) -> None:
     assert torch.equal(other["head"][...], WHOLE["head"])
 
 
+@pytest.mark.slow
 def test_importing_leaves_ipython_as_it_is() -> None:
     pytest.importorskip("IPython")
     code = """

@@ -28,6 +28,8 @@ from lazyckpt.io.storage.local import LocalStore
 
 from .hostility import Entry, raw_zip
 
+pytestmark = pytest.mark.slow
+
 Write = Callable[[Path, int], Path]
 
 

@@ -23,6 +23,8 @@ from .algebra import Array, index, keys
 from .placements import Placed, placed
 from .test_plan import same
 
+pytestmark = pytest.mark.slow
+
 property_test = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 

@@ -220,6 +220,7 @@ def test_stored_tag_format_and_rules_as_elsewhere(zero_cases: dict[str, Case], t
     assert "rules['nothing'] matches no tensor" in convert(case.path, tmp_path / "r.pt", "--rules", rules)
 
 
+@pytest.mark.slow
 def test_rename(megatron_cases: dict[str, Case], tmp_path: Path) -> None:
     case = megatron_cases["tp2_pp2_distopt_tied"]
     convert(case.path, tmp_path / "hf", "--to", "safetensors", "--rename", "hf")
@@ -262,6 +263,7 @@ def test_a_folder_for_each_rank(llama: Path, tmp_path: Path) -> None:
     assert refused.exit_code == 2 and "mine.txt is no rank's folder" in refused.stderr
 
 
+@pytest.mark.slow
 def test_processes(model: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
     convert(model[0], tmp_path / "out.zarr", "--workers", "2", "--memory", "200MB", "--verify")
     same(lazyckpt.open(tmp_path / "out.zarr"), model[1] | {"tied": model[1]["layers.3.w"]})
@@ -365,6 +367,7 @@ def test_a_dry_run_reads_nothing_but_tells_what_is_missing(
     assert "__1_0.distcp" in told["error"]
 
 
+@pytest.mark.slow
 def test_piped_it_is_plain(model: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
     done = process(model[0], tmp_path / "out.zarr")
     assert done.returncode == 0
@@ -510,6 +513,7 @@ def stop(dest: Path, how: signal.Signals, *args: str | Path) -> tuple[int, str]:
     return p.returncode, err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_stopped_it_goes_on(model: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, how: signal.Signals) -> None:
     path, state = model
@@ -534,6 +538,7 @@ def test_stopped_it_goes_on(model: tuple[Path, dict[str, torch.Tensor]], tmp_pat
     assert not staging.exists()
 
 
+@pytest.mark.slow
 def test_no_resume_begins_anew(model: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
     path, state = model
     out = tmp_path / "out.zarr"
@@ -550,6 +555,7 @@ def test_no_resume_begins_anew(model: tuple[Path, dict[str, torch.Tensor]], tmp_
     same(lazyckpt.open(out), state | {"tied": state["layers.3.w"]})
 
 
+@pytest.mark.slow
 def test_finished_ranks_stay(llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     staging = tmp_path / ".out.incomplete"

@@ -31,6 +31,8 @@ from .writers import Case
 dask = pytest.importorskip("dask")
 pytest.importorskip("distributed")
 
+pytestmark = pytest.mark.slow
+
 
 def tensors(case: Case, view: lazyckpt.CheckpointView) -> Iterator[tuple[lazyckpt.LazyTensor, torch.Tensor]]:
     for state, part in view.states.items():

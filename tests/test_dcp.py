@@ -27,6 +27,7 @@ from .writers import Case
 from .writers.dcp_contents import Reversed, Zstd, odd_objects
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
 def test_contract(dcp_case: Case, check: Check) -> None:
     check(dcp_case)

@@ -8,7 +8,7 @@ That lazyckpt is right where they differ is tested against the training processe
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,17 +17,31 @@ import torch
 
 import lazyckpt
 
-from .conftest import ZERO_CROSS, ZERO_OPTIONS, once
+from . import recordings
+from .conftest import need, once
+from .lanes import sampled
 from .writers import Case, bit_equal
-
-pytest.importorskip("deepspeed", reason="its own tools are compared")
-from .test_deepspeed_kinds import NAMES as KINDS
-from .test_deepspeed_kinds import kinds  # noqa: F401 - a fixture
-from .writers.deepspeed_more import TOOLS
+from .writers.deepspeed_more import SPECS, TOOLS
 from .writers.deepspeed_outcomes import fp32_of, outcomes
 
-MORE = {f"kind-{n}": n for n in KINDS if not n.endswith(".universal")}  # (both families have a zero3_fp32_dp3)
-NAMES = [*sorted({*ZERO_CROSS, *ZERO_OPTIONS}), *MORE]
+pytestmark = pytest.mark.slow
+
+MORE = {f"kind-{n}": n for n in SPECS}  # (both families have a zero3_fp32_dp3)
+NAMES = [*sorted(recordings.GROUPS["deepspeed_zero"].names), *MORE]
+# The default lane: each stage, option, kind of model and refusal.
+SOME = (
+    "zero1_fp32_dp1", "zero1_bf16_dp3", "zero1_fp16_dp3", "zero2_bf16_dp2", "zero3_bf16_dp3", "zero3_fp32_dp4",
+    "zero2_round_robin", "zero1_aligned", "zero2_elastic", "zero3_sub_groups", "zero1_no_frozen", "zero3_no_frozen",
+    "zero2_fp16_amsgrad", "zero2_sgd", "zero2_fp32_lion", "zero3_lion", "zero2_dp11", "bf16_optimizer_dp1",
+    "bf16_optimizer_dp3", "zero3_client_state", "kind-zero0_fp32", "kind-zero0_8bit", "kind-zero2_round_robin_dp3",
+    "kind-zero3_hpz_dp4", "kind-zero3_8bit", "kind-zero1_adafactor", "kind-zero2_rmsprop_dp3", "kind-bf16opt",
+    "kind-pipe_zero0_bf16_dp2", "kind-pipe_zero0_named", "kind-pipe_zero1_dp2", "kind-pipe_zero1_pp3",
+    "kind-pipe_zero1_lion", "kind-moe_zero0_fp32", "kind-moe_zero1_residual_dp4", "kind-moe_zero2",
+    "kind-autoep_zero0", "kind-autoep_zero2", "kind-autoep_zero3", "kind-autotp_zero0", "kind-autotp_zero1",
+    "kind-autotp_zero1_frozen", "kind-autotp_zero1_fused", "kind-autotp_zero1_tp4", "kind-autotp_bf16opt_dp2",
+    "kind-megatron_tp1_dp2", "kind-megatron_3d", "kind-megatron_3d_zero0_fp32",
+)  # fmt: skip
+EACH = sampled(NAMES, SOME)
 
 
 class Refusal(NamedTuple):
@@ -117,16 +131,19 @@ UNIVERSAL_REFUSALS = (
 @pytest.fixture(scope="session")
 def tools(
     session_folder: Path,
-    zero_cases: dict[str, Case],
-    kinds: dict[str, Case],  # noqa: F811
+    zero_cases: Mapping[str, Case],
+    kinds: Mapping[str, Case],
+    pytestconfig: pytest.Config,
 ) -> tuple[dict[str, Case], dict[str, dict[str, str]], Path]:
     """All cases; what became of the tools on each; where that lies."""
-    cases = zero_cases | {name: kinds[n] for name, n in MORE.items()}
-    paths = {name: cases[name].path for name in NAMES}
+    need("deepspeed")
+    names = NAMES if pytestconfig.getoption("lane") == "all" else SOME
+    cases = {name: kinds[MORE[name]] if name in MORE else zero_cases[name] for name in names}
+    paths = {name: case.path for name, case in cases.items()}
     converted = {
         name: kinds[f"{n}.universal"].path / kinds[f"{n}.universal"].info["tag"]
         for name, n in MORE.items()
-        if "universal" in TOOLS.get(n, ())
+        if name in cases and "universal" in TOOLS.get(n, ())
     }
     found = once(session_folder, "deepspeed_outcomes", lambda folder: outcomes(folder, paths, converted))
     return cases, found, session_folder / "deepspeed_outcomes"
@@ -146,7 +163,7 @@ def _differ(a: Any, b: Any, names: set[str]) -> set[str]:
 # -- zero_to_fp32
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 def test_zero_to_fp32(tools: Tools, name: str) -> None:
     cases, found, folder = tools
     case, error = cases[name], found[name]["zero_to_fp32"]
@@ -175,7 +192,7 @@ def _left_out(case: Case, names: set[str]) -> set[str]:
 # -- ds_to_universal
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 def test_ds_to_universal(tools: Tools, name: str) -> None:
     cases, found, folder = tools
     case, error = cases[name], found[name]["universal"]
@@ -261,5 +278,5 @@ def test_a_converted_pipeline_has_the_last_stages_copy_of_a_tied_module(tools: T
 
 @pytest.mark.parametrize("refusals", [FP32_REFUSALS, UNIVERSAL_REFUSALS], ids=["zero_to_fp32", "ds_to_universal"])
 def test_every_listed_refusal_is_met(tools: Tools, refusals: tuple[Refusal, ...]) -> None:
-    met = {_refusal(refusals, tools[0][name]) for name in NAMES}
+    met = {_refusal(refusals, case) for case in tools[0].values()}
     assert met - {None} == set(refusals)

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import io
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,34 +26,21 @@ from lazyckpt.io.storage.local import split
 from lazyckpt.layouts.cut import reshard
 from lazyckpt.layouts.merge import user_rules
 
-from .conftest import once
 from .counting import CountingStore, Counts
 from .writers import Case, bit_equal
+from .writers.deepspeed_more import RESHAPED, SPECS
 
-pytest.importorskip("deepspeed", reason="DeepSpeed writes these checkpoints")
-from .writers.deepspeed_launch import load_case
-from .writers.deepspeed_more import SPECS, write_more
-from .writers.deepspeed_specs import MegatronSpec
-from .writers.deepspeed_zero import ZeroSpec
-
-OWN = {
-    "megatron_four_layers": MegatronSpec(layers=4, dp=2, uneven=False),
-    "megatron_tp4": MegatronSpec(layers=2, pp=1, tp=4, uneven=False, dtype="fp32"),
-    "megatron_bf16opt": MegatronSpec(dp=2, bf16_optimizer=True),
-    "bf16opt_dp3": ZeroSpec(stage=1, dp=3, bf16_optimizer=True),
-}
 TAKEN = (
     "zero0_fp32", "zero1", "zero2_fp32_dp3", "zero3", "bf16opt", "pipe_zero1_dp2", "pipe_zero1_model_axis_dp2",
     "pipe_zero1_pp3", "pipe_zero0_fp32", "moe_zero1_fp32", "moe_zero0_fp32", "autotp_zero1", "autotp_zero3_dp2",
     "autotp_zero0", "autotp_zero1_tp4", "megatron_3d", "megatron_3d_even_dp2",
 )  # fmt: skip
-ALL = {name: SPECS[name] for name in TAKEN} | OWN
+ALL = {name: SPECS[name] for name in TAKEN} | RESHAPED
 
 
 @pytest.fixture(scope="session")
-def cases(session_folder: Path) -> dict[str, Case]:
-    once(session_folder, "deepspeed_checkpoint", lambda folder: len(write_more(folder / "cases", ALL)))
-    return {name: load_case(session_folder / "deepspeed_checkpoint" / "cases" / name) for name in ALL}
+def cases(kinds: Mapping[str, Case]) -> dict[str, Case]:
+    return {name: kinds[name] for name in ALL}
 
 
 def tag(case: Case) -> str:
@@ -114,6 +102,7 @@ DEGREES: tuple[dict[str, int], ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degrees", DEGREES, ids=lambda d: ",".join(d) or "stored")
 @pytest.mark.parametrize("name", sorted(ALL.keys() - REFUSED))
 def test_the_same_answers(cases: dict[str, Case], name: str, degrees: dict[str, int]) -> None:
@@ -151,6 +140,7 @@ def test_the_same_answers(cases: dict[str, Case], name: str, degrees: dict[str, 
             assert ours.get_final_norm_layer_id() == peer.get_final_norm_layer_id()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(ALL.keys() - REFUSED))
 def test_the_same_states_under_the_stored_degrees(cases: dict[str, Case], name: str) -> None:
     path = tag(cases[name])
@@ -199,6 +189,7 @@ def check_whole(case: Case, state: dict[str, Any], prefix: str, wholes: dict[str
         assert bit_equal(found, truth), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["megatron_3d", "megatron_3d_even_dp2", "megatron_tp4", "megatron_bf16opt"])
 def test_layers_of_fewer_ranks_are_whole(cases: dict[str, Case], name: str) -> None:
     """deepspeed concatenates: it mixes up gate and up (q, k and v where they are fused), doubles buffers and what is to
@@ -224,6 +215,7 @@ def quarters(whole: torch.Tensor, parts: int, count: int, index: int) -> torch.T
     return torch.cat([part.chunk(count)[index] for part in whole.chunk(parts)])
 
 
+@pytest.mark.slow
 def test_more_ranks_get_pieces_of_the_shards(cases: dict[str, Case]) -> None:
     """Which deepspeed refuses."""
     case = cases["megatron_3d_even_dp2"]
@@ -273,6 +265,7 @@ def test_half_as_many_ranks_get_two_neighbours_each(cases: dict[str, Case]) -> N
         assert torch.equal(state["mlp.smoother"][...], torch.stack(versions).mean(0))
 
 
+@pytest.mark.slow
 def test_layers_that_cannot_be_dealt_evenly(cases: dict[str, Case]) -> None:
     """Three layers and two stages: deepspeed's stages have one each, and its files know of a third stage."""
     path = tag(cases["megatron_3d"])
@@ -300,6 +293,7 @@ def test_a_merged_tensor_reads_what_is_sliced(cases: dict[str, Case]) -> None:
 # -- layers with other than matrices
 
 
+@pytest.mark.slow
 def test_layers_with_single_numbers(cases: dict[str, Case]) -> None:
     """On which deepspeed's class fails: torch.cat of one 0-d tensor."""
     case = cases["pipe_zero1_dp2"]
@@ -314,6 +308,7 @@ def test_layers_with_single_numbers(cases: dict[str, Case]) -> None:
 # -- model states
 
 
+@pytest.mark.slow
 def test_model_states_of_one_rank_of_autotp(cases: dict[str, Case]) -> None:
     """deepspeed concatenates everything along dimension 0, and fails at the first row-parallel weight."""
     for name in ("autotp_zero1", "autotp_zero1_tp4"):
@@ -350,6 +345,7 @@ def walk(value: Any) -> list[Any]:
     return [t for v in value for t in walk(v)] if isinstance(value, list) else [value]
 
 
+@pytest.mark.slow
 def test_stages_joined(cases: dict[str, Case]) -> None:
     """deepspeed cannot join lists of different lengths, and keeps of two tables the keys of the last one."""
     case = cases["megatron_3d"]
@@ -367,6 +363,7 @@ def test_stages_joined(cases: dict[str, Case]) -> None:
 # -- optimizer states
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["zero1", "zero2_fp32_dp3", "pipe_zero1_dp2", "bf16opt", "bf16opt_dp3", "megatron_bf16opt"]
 )
@@ -395,6 +392,7 @@ def test_partitions_joined_are_the_whole_group(cases: dict[str, Case], name: str
             assert "param_slice_mappings" not in inner
 
 
+@pytest.mark.slow
 def test_padding_of_bf16_optimizer_comes_off_all_states(cases: dict[str, Case]) -> None:
     """deepspeed leaves it in the master weights, which then are longer than their moments; and where a group's padding
     is more than the last partition, it fails."""
@@ -446,6 +444,7 @@ def test_partitions_that_cannot_be_joined(
 # -- what deepspeed's class does not take at all
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_checkpoints_that_deepspeeds_class_refuses(cases: dict[str, Case], name: str) -> None:
     case = cases[name]
@@ -608,6 +607,7 @@ def test_experts_that_are_missing(cases: dict[str, Case], tmp_path: Path) -> Non
     assert [(Path(p.path).name, p.what) for p in problems] == [(n, "missing") for n in names]
 
 
+@pytest.mark.slow
 def test_ranks_are_in_order_beyond_a_hundred(tmp_path: Path) -> None:
     """As text mp_rank_100 sorts before mp_rank_11: deepspeed's class takes the one for the other."""
     count = 104
@@ -628,6 +628,7 @@ def test_ranks_are_in_order_beyond_a_hundred(tmp_path: Path) -> None:
 # -- the maps and the regrouping, on their own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pp", [1, 2, 4])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("dp", [1, 3])

@@ -72,6 +72,7 @@ def _check_rest(view: lazyckpt.CheckpointView, case: Case, lost: Path, rank: int
         view.states["exp_avg"].to()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("damage", ["missing", "half", "short", "empty"])
 @pytest.mark.parametrize("name", ["zero1_bf16_dp3", "zero2_fp32_dp4", "zero3_bf16_dp3", "zero3_fp32_dp4"])
 @pytest.mark.parametrize("rank", [0, 1, -1])

@@ -20,9 +20,6 @@ from .conftest import complete
 from .oracle import same
 from .writers import Case, bit_equal
 
-pytest.importorskip("deepspeed", reason="DeepSpeed writes these checkpoints")
-from .test_deepspeed_kinds import kinds  # noqa: F401 - a fixture
-
 TAG = "global_step3"
 
 
@@ -137,7 +134,7 @@ def test_paddings_that_exceed_the_partition(zero_cases: dict[str, Case]) -> None
     _equal(view, case)
 
 
-def test_experts_have_local_numbers_in_the_optimizer_files(kinds: dict[str, Case]) -> None:  # noqa: F811
+def test_experts_have_local_numbers_in_the_optimizer_files(kinds: dict[str, Case]) -> None:
     case = kinds["moe_zero1_residual_dp4"]
     view = lazyckpt.open(case.path)
     meta: Any = view.meta
@@ -151,7 +148,7 @@ def test_experts_have_local_numbers_in_the_optimizer_files(kinds: dict[str, Case
 
 
 @pytest.mark.parametrize("name", ["pipe_zero1_dp2", "pipe_zero1_pp3", "megatron_3d_even_dp2"])
-def test_the_first_stages_copy_of_a_shared_module_is_read(kinds: dict[str, Case], name: str) -> None:  # noqa: F811
+def test_the_first_stages_copy_of_a_shared_module_is_read(kinds: dict[str, Case], name: str) -> None:
     """What is not in ``tied_weight_attr`` is not kept in step: later stages' copies go stale."""
     case = kinds[name]
     view = lazyckpt.open(case.path)

@@ -28,8 +28,6 @@ from lazyckpt.errors import DataError, DestinationError, FormatError, MissingFil
 from .writers import Case, bit_equal
 from .writers.nasty_model import NastyModel
 
-pytest.importorskip("deepspeed", reason="DeepSpeed writes these checkpoints")
-
 
 def _differences(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> set[str]:
     return {
@@ -101,6 +99,7 @@ def test_converted_files_hold_the_state_dict(zero_kind: Case, tmp_path: Path, sa
     convert_zero_checkpoint_to_fp32_state_dict(zero_kind.path, tmp_path / "out", safe_serialization=safe)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero1_bf16_dp2", "zero2_bf16_dp3", "zero3_bf16_dp2", "zero3_fp32_dp4"])
 def test_files_are_those_of_deepspeed(zero_cases: dict[str, Case], tmp_path: Path, name: str) -> None:
     from deepspeed.utils import zero_to_fp32 as theirs
@@ -127,6 +126,7 @@ def test_files_are_those_of_deepspeed(zero_cases: dict[str, Case], tmp_path: Pat
             assert torch.load(tmp_path / "ours" / file).keys() == torch.load(tmp_path / "theirs" / file).keys()
 
 
+@pytest.mark.slow
 def test_tied_parameters_do_not_keep_from_safetensors(zero_cases: dict[str, Case], tmp_path: Path) -> None:
     """DeepSpeed's own converter raises: "Some tensors share memory"."""
     from deepspeed.utils import zero_to_fp32 as theirs
@@ -196,6 +196,7 @@ def test_the_checkpoint_itself_is_not_written_to(zero_cases: dict[str, Case]) ->
     assert sorted(tag.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_clones_are_like_deepspeeds() -> None:
     from deepspeed.checkpoint.utils import clone_tensors_for_torch_save as theirs
 

@@ -16,16 +16,9 @@ import torch
 import lazyckpt
 from lazyckpt.core.index import Hole
 
-from .conftest import once
 from .writers import Case, bit_equal
+from .writers.deepspeed_more import NAMES
 
-pytest.importorskip("deepspeed", reason="DeepSpeed writes these checkpoints")
-from .writers.deepspeed_launch import load_case
-from .writers.deepspeed_more import SPECS, TOOLS, write_all
-from .writers.deepspeed_zero import TagsSpec
-
-NAMES = sorted(name for name, spec in SPECS.items() if not isinstance(spec, TagsSpec))
-NAMES += sorted(f"{name}.universal" for name, tools in TOOLS.items() if any(t.startswith("universal") for t in tools))
 # A plain optimizer numbers its parameters. Order and shapes leave one choice here: a group holds one bias only, and
 # `between.bias` and `frozen.bias` are of one shape. (In 16 bit, as moe_zero0_fp16_ep1, the fp32 copies tell.)
 UNDETERMINED = {"moe_zero0_fp32": {"between.bias", "frozen.bias"}}
@@ -36,12 +29,6 @@ WITHOUT_KEY = {"pipe_zero0_fp32", "pipe_zero0_fp16", "pipe_zero0_sgd_dp2"}
 # pipeline stage's copy of a tied module win.
 CONVERTED_WRONG = {"zero2_round_robin_dp3.universal", "pipe_zero1_dp2.universal"}
 _UNIVERSAL = ("fp32", "exp_avg", "exp_avg_sq")
-
-
-@pytest.fixture(scope="session")
-def kinds(session_folder: Path) -> dict[str, Case]:
-    once(session_folder, "deepspeed_kinds", lambda folder: len(write_all(folder / "cases")))
-    return {name: load_case(session_folder / "deepspeed_kinds" / "cases" / name) for name in NAMES}
 
 
 def _wrong(case: Case, view: lazyckpt.CheckpointView) -> dict[str, list[str]]:

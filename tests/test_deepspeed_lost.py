@@ -17,9 +17,6 @@ import lazyckpt
 
 from .writers import Case, bit_equal
 
-pytest.importorskip("deepspeed", reason="DeepSpeed writes these checkpoints")
-from .test_deepspeed_kinds import kinds  # noqa: F401 - a fixture
-
 # One of every layout.
 LOSING = (
     "zero1", "bf16opt", "zero3", "zero0_bf16", "autotp_zero1", "autotp_zero2_dp2", "autotp_zero3_dp2",
@@ -96,9 +93,10 @@ def _wrong(case: Case, view: lazyckpt.CheckpointView, named: str, numbered: bool
     return wrong, raised
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["missing", "half"])
 @pytest.mark.parametrize("name", LOSING)
-def test_one_lost_file(kinds: dict[str, Case], tmp_path: Path, name: str, damage: str) -> None:  # noqa: F811
+def test_one_lost_file(kinds: dict[str, Case], tmp_path: Path, name: str, damage: str) -> None:
     case = kinds[name]
     numbered = "zero0" in name
     seen = 0
@@ -175,7 +173,7 @@ EXTRA: dict[str, tuple[str, Callable[[Path], str]]] = {
 
 
 @pytest.mark.parametrize("what", EXTRA)
-def test_one_file_left_over(kinds: dict[str, Case], tmp_path: Path, what: str) -> None:  # noqa: F811
+def test_one_file_left_over(kinds: dict[str, Case], tmp_path: Path, what: str) -> None:
     name, add = EXTRA[what]
     case = kinds[name]
     copy = _linked(case.path, tmp_path / "copy")
@@ -201,7 +199,7 @@ MIXED = {
 
 
 @pytest.mark.parametrize("what", MIXED)
-def test_a_file_of_another_save(kinds: dict[str, Case], tmp_path: Path, what: str) -> None:  # noqa: F811
+def test_a_file_of_another_save(kinds: dict[str, Case], tmp_path: Path, what: str) -> None:
     name, donor, file = MIXED[what]
     case = kinds[name]
     copy = _linked(case.path, tmp_path / "copy")
@@ -213,7 +211,7 @@ def test_a_file_of_another_save(kinds: dict[str, Case], tmp_path: Path, what: st
     assert _wrong(case, view, "no file", False) == ([], 0)
 
 
-def test_of_two_whole_saves_the_later_one_is_read(kinds: dict[str, Case], tmp_path: Path) -> None:  # noqa: F811
+def test_of_two_whole_saves_the_later_one_is_read(kinds: dict[str, Case], tmp_path: Path) -> None:
     for name, other in (("zero1", "zero3_fp32_dp3"), ("zero3_fp32_dp3", "zero1")):
         copy = shutil.copytree(kinds[name].path, tmp_path / name)
         for file in _tag(kinds[other].path).iterdir():
@@ -224,7 +222,7 @@ def test_of_two_whole_saves_the_later_one_is_read(kinds: dict[str, Case], tmp_pa
         assert _wrong(kinds[name], view, "no file", False) == ([], 0)
 
 
-def test_a_folder_left_over_in_a_universal_checkpoint(kinds: dict[str, Case], tmp_path: Path) -> None:  # noqa: F811
+def test_a_folder_left_over_in_a_universal_checkpoint(kinds: dict[str, Case], tmp_path: Path) -> None:
     case = kinds["zero1.universal"]
     copy = _linked(case.path, tmp_path / "copy")
     _linked(_tag(copy) / "zero" / "embed.weight", _tag(copy) / "zero" / "old.weight")
@@ -233,7 +231,7 @@ def test_a_folder_left_over_in_a_universal_checkpoint(kinds: dict[str, Case], tm
     assert _wrong(case, view, "no file", False) == ([], 0)
 
 
-def test_a_folder_lost_from_a_universal_checkpoint(kinds: dict[str, Case], tmp_path: Path) -> None:  # noqa: F811
+def test_a_folder_lost_from_a_universal_checkpoint(kinds: dict[str, Case], tmp_path: Path) -> None:
     case = kinds["zero1.universal"]
     copy = _linked(case.path, tmp_path / "copy")
     for path in (_tag(copy) / "zero" / "embed.weight").iterdir():
@@ -245,7 +243,7 @@ def test_a_folder_lost_from_a_universal_checkpoint(kinds: dict[str, Case], tmp_p
     assert (wrong, raised) == ([], 3 + ("step" in case.truth))
 
 
-def test_a_lost_file_of_expert_optimizer_states(kinds: dict[str, Case], tmp_path: Path) -> None:  # noqa: F811
+def test_a_lost_file_of_expert_optimizer_states(kinds: dict[str, Case], tmp_path: Path) -> None:
     case = kinds["moe_zero0_fp32"]
     victim = Path(case.info["tag"]) / "expp_rank_0_mp_rank_00_optim_states.pt"
     view = lazyckpt.open(_damaged(case, tmp_path / "copy", victim, "missing"))

@@ -32,12 +32,14 @@ def theirs() -> Any:
 # -- ranks -> name
 
 
+@pytest.mark.slow
 def test_the_three_functions_take_what_deepspeeds_take(theirs: Any) -> None:
     for name in ("get_model_ckpt_name_for_rank", "get_zero_ckpt_name_for_rank", "get_layer_ckpt_name_for_rank"):
         mine, peer = (list(inspect.signature(getattr(m, name)).parameters) for m in (ours, theirs))
         assert mine == peer
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(folder=folders, dp=ranks, mp=ranks, layer=ranks, text=st.one_of(st.just("*"), st.text(max_size=4)))
 def test_names_are_deepspeeds(theirs: Any, folder: str, dp: int, mp: int, layer: int, text: str) -> None:
@@ -77,6 +79,7 @@ def test_a_name_tells_what_it_was_made_of(file: RankFile, folder: str) -> None:
     assert parse_ckpt_name(Path(folder) / file.name) == file
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(dp=ranks, mp=ranks, layer=ranks)
 def test_the_inverse_of_deepspeeds_functions(theirs: Any, dp: int, mp: int, layer: int) -> None:
@@ -97,6 +100,7 @@ def test_the_inverse_of_deepspeeds_functions(theirs: Any, dp: int, mp: int, laye
     )
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(dp=ranks, mp=ranks, layer=ranks, expert=ranks, stage3=st.booleans(), bf16=st.booleans())
 def test_the_inverse_of_the_engines_names(dp: int, mp: int, layer: int, expert: int, stage3: bool, bf16: bool) -> None:
@@ -178,6 +182,7 @@ def test_the_reader_sorts_files_by_the_same_scheme(found: list[RankFile]) -> Non
 # -- constants
 
 
+@pytest.mark.slow
 def test_the_constants_are_deepspeeds() -> None:
     peer = pytest.importorskip("deepspeed.checkpoint.constants")
     expected = {name: value for name, value in vars(peer).items() if name.isupper()}

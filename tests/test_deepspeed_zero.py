@@ -29,11 +29,13 @@ _LAYOUT: tuple[Check, ...] = (
 )
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("check", _LAYOUT, ids=lambda check: check.__name__)
 def test_every_stage_dtype_degree_and_option(zero_case: Case, check: Check) -> None:
     check(complete(zero_case))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("check", [c for c in contract.CHECKS if c not in _LAYOUT], ids=lambda check: check.__name__)
 def test_contract(zero_kind: Case, check: Check) -> None:
     check(complete(zero_kind))
@@ -205,6 +207,7 @@ def test_the_model_loads(zero_cases: dict[str, Case], name: str, how: str) -> No
     assert not model.anchor.requires_grad and model.mix.requires_grad
 
 
+@pytest.mark.slow
 def test_nothing_of_deepspeed_is_imported(zero_cases: dict[str, Case]) -> None:
     code = """if True:
         import sys

@@ -227,6 +227,7 @@ def test_packed_bits(tmp_path: Path) -> None:
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool, torch.complex64)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(data=st.data(), shape=st.lists(st.integers(0, 7), max_size=3), dtype=st.sampled_from(DTYPES))
 def test_any_tensor_cut_anywhere(

@@ -51,6 +51,7 @@ def ran(session_folder: Path, dcp_cases: dict[str, Case], zero_cases: dict[str, 
     return once(session_folder, "ranks", write)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", rank_checks.CHECKS)
 def test_on_ranks(ran: Path, name: str) -> None:
     said = ranks.verdict(ran, name, rank_checks.CHECKS[name][0])

@@ -96,6 +96,7 @@ def test_tensors_are_found_as_the_objects_that_they_are(held: tuple[lazyckpt.Che
     assert 11.0 in a and 12.0 not in a
 
 
+@pytest.mark.slow
 def test_shapes_that_numpy_has_not(tmp_path: Path) -> None:
     """Without elements a dimension may be of any length: in torch, not in numpy."""
     shapes = {"a": (0, 1 << 59), "b": (1 << 40, 0, 1 << 20)}

@@ -247,6 +247,7 @@ print(value("VmHWM") - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is asked of Linux")
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     torch.save({"big": torch.zeros(64 << 20, dtype=torch.float32), "small": torch.zeros(3)}, tmp_path / "t.pt")

@@ -229,6 +229,7 @@ def test_nesting_and_a_deep_stack_of_the_caller(shape: str, tmp_path: Path) -> N
             assert torch.equal(found["w"], torch.frombuffer(bytearray(range(16)), dtype=torch.float32))
 
 
+@pytest.mark.slow
 def test_a_file_that_shrinks_after_it_was_opened(kind: str, real: Path, tmp_path: Path) -> None:
     """An error, not a crash: pages of a mapping that are gone would kill the process."""
     script = f"""

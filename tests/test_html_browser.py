@@ -18,6 +18,8 @@ from .contract import open_case
 from .test_html import NASTY, huge, made, one
 from .writers import Case
 
+pytestmark = pytest.mark.slow
+
 THEMES = {
     # what decides -> (what the system prefers, attributes of the body, whether it is dark)
     "system-light": ("light", "", False),

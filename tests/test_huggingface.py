@@ -19,6 +19,7 @@ from .oracle import same
 from .writers import Case
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
 def test_contract(huggingface_case: Case, check: Check) -> None:
     check(huggingface_case)
@@ -158,6 +159,7 @@ def test_loose_files_are_the_shards_of_one_model(huggingface_cases: dict[str, Ca
     assert any("index" in line for line in view.problems)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_meta", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_real_model_loads(huggingface_cases: dict[str, Case], tied: bool, on_meta: bool) -> None:

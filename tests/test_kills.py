@@ -30,6 +30,8 @@ from lazyckpt.jobs.publish import discard, unfinished
 
 from .writers import bit_equal
 
+pytestmark = pytest.mark.slow
+
 RUN = 4096  # bytes
 
 # how each writer is called -> (what it is called at, the call)

@@ -254,6 +254,7 @@ def _shards(folder: Path, count: int) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("views", ["one view", "several views"])
 def test_more_files_than_descriptors(tmp_path: Path, views: str) -> None:
     """1,200 files under the usual limit of 1,024 descriptors, read in every way; whatever was read stays alive."""

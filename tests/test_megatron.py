@@ -35,6 +35,7 @@ from .writers.megatron_core import CASES, logits_alone
 NAMES = list(CASES)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_contract(megatron_kind: Case, check: Check) -> None:
     check(megatron_kind)
@@ -57,6 +58,7 @@ def test_every_state_equals_what_the_ranks_held(megatron_cases: dict[str, Case],
     assert {"opt_param_scheduler", "rng_state", "optimizer"} <= set(view.meta)
 
 
+@pytest.mark.slow
 def test_the_model_on_one_rank_gives_the_parallel_models_logits(megatron_folder: Path) -> None:
     found = logits_alone(megatron_folder, NAMES, "legacy")
     assert set(found) == set(NAMES)

@@ -59,6 +59,7 @@ def _case(case: Case, name: str) -> Case:
     return Case(case.path, truth, case.info | {"archives": True})
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("name", KINDS)
 def test_contract(cases: dict[str, Case], name: str, check: Check) -> None:
@@ -81,6 +82,7 @@ def test_every_state_equals_what_the_ranks_held(cases: dict[str, Case], name: st
     assert not any("_extra_state" in key for key in view.meta) and any("rng_state" in key for key in view.meta)
 
 
+@pytest.mark.slow
 def test_the_model_on_one_rank_gives_the_parallel_models_logits(megatron_folder: Path) -> None:
     names = [name for name, spec in CASES.items() if not spec.grouped]  # those the model on one rank names as saved
     found = logits_alone(megatron_folder, names, "dist")

@@ -18,7 +18,7 @@ import torch
 from .conftest import need
 from .writers.deepspeed_zero import ZeroSpec, write_many
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads peaks from /proc")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads peaks from /proc")]
 
 ALLOWED = 64 << 20  # beside the tensor itself
 

@@ -13,6 +13,8 @@ import pytest
 
 from .conftest import need
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MOST = 3 << 19  # bytes of all together: 1.5 MiB

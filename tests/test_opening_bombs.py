@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+pytestmark = pytest.mark.slow
+
 TENSORS = {"w": torch.ones(4, 4), "b": torch.ones(4)}
 
 _CHILD = """

@@ -75,6 +75,7 @@ def opened_as(folder: Path, writer: str, model: str, grouping: str) -> tuple[laz
 STEP = {"torch": 4, "deepspeed": 8, "dcp": 16}  # of so many groupings one is tried with each model
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("writer", WRITERS)

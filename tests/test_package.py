@@ -64,6 +64,7 @@ for call in (view["w"].to_dask, lambda: view.to_xarray(chunks={})):
 """
 
 
+@pytest.mark.slow
 def test_without_dask_xarray_works_and_the_rest_says_what_to_install(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _WITHOUT_DASK, str(tmp_path / "x.pt")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
@@ -82,12 +83,14 @@ def test_importing_is_light() -> None:
     assert extra & set(HEAVY) == set()
 
 
+@pytest.mark.slow
 def test_distributed_is_imported_on_demand() -> None:
     code = "import sys, lazyckpt; assert not {'torch.distributed.tensor', 'lazyckpt.distributed'} & set(sys.modules)"
     assert "lazyckpt" in loaded_by(code)
     assert "lazyckpt" in loaded_by("import lazyckpt; lazyckpt.distributed.LazyReader")
 
 
+@pytest.mark.slow
 def test_reading_needs_no_writer(tmp_path: Path) -> None:
     demo.write(tmp_path)
     code = f"""
@@ -308,6 +311,7 @@ def test_the_wheel_is_whole(tmp_path: Path) -> None:
     assert "lazyckpt = lazyckpt.cli:main" in zipfile.ZipFile(wheel).read(f"{info}/entry_points.txt").decode()
 
 
+@pytest.mark.slow
 def test_a_reader_of_another_package(tmp_path: Path) -> None:
     """The one of CONTRIBUTING.md, installed as an entry point."""
     text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")

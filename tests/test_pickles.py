@@ -294,6 +294,7 @@ def test_every_prefix_of_a_pickle_is_refused(protocol: int) -> None:
             machine(data[:n])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_mutated_pickles_are_read_or_refused(protocol: int) -> None:
     """Thousands of random changes: a value or a CorruptError, nothing else, and the walk over it the same."""

@@ -40,7 +40,10 @@ from .handmade import (
     tuple_of,
 )
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and measures as Linux has them")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="limits and measures as Linux has them"),
+]
 Bomb = Callable[[], bytes]
 ORDERED = named("collections", "OrderedDict")
 RECORD = named("a", "Record")

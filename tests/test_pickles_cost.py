@@ -26,7 +26,10 @@ from .handmade import (
 )
 from .test_pickles_bombs import DTYPE, ORDERED, RECORD, Range, numpy_array
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and measures as Linux has them")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="limits and measures as Linux has them"),
+]
 SIZE = 400_000  # bytes of the smaller file
 SLACK, SMALL = 0.5, 40 << 20  # seconds and bytes that may be anything
 PRIME = (1 << 61) - 1

@@ -149,6 +149,7 @@ def test_holes(data: st.DataObject, case: Placed) -> None:
                 assert isinstance(caught.value, FileNotFoundError)
 
 
+@pytest.mark.slow
 @property_test
 @given(st.data(), placed(replicas=False))
 def test_what_no_file_holds_is_no_data(data: st.DataObject, case: Placed) -> None:

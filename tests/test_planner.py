@@ -189,6 +189,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_planning_takes_about_as_long_as_there_are_blocks(layout: str) -> None:
     """Four times as many blocks: less than nine times as long."""

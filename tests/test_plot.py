@@ -139,6 +139,7 @@ def test_names_are_no_mathematics(tmp_path: Path) -> None:
 # -- singular values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(300, 40), (40, 300), (64, 64), (1, 7), (7, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64], ids=str)
 def test_singular_values(
@@ -258,6 +259,7 @@ def test_colours_tell_ranks_apart() -> None:
 # -- without matplotlib
 
 
+@pytest.mark.slow
 def test_without_matplotlib(tmp_path: Path) -> None:
     saved(tmp_path, {"w": torch.ones(3, 3)})
     program = f"""
@@ -277,6 +279,7 @@ for draw in (view["w"].plot.hist, view["w"].plot.singular_values, view["w"].plot
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_looking_at_plots_loads_nothing(tmp_path: Path) -> None:
     saved(tmp_path, {"w": torch.ones(3)})
     program = f"import sys, lazyckpt; v = lazyckpt.open({str(tmp_path / 'model.pt')!r}); v.plot, v['w'].plot.hist; "

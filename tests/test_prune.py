@@ -221,6 +221,7 @@ print(len(lazyckpt.prune(sys.argv[1], 1, delete=True).remove))
 """
 
 
+@pytest.mark.slow
 def test_a_killed_prune_is_finished_by_the_next(tmp_path: Path) -> None:
     trainer_like(tmp_path, 1, 2, 3, 4)
     died = subprocess.run([sys.executable, "-c", DIE, str(tmp_path)], cwd=ROOT, timeout=120, check=False)
@@ -236,6 +237,7 @@ def test_a_killed_prune_is_finished_by_the_next(tmp_path: Path) -> None:
     assert names(tmp_path) == {"checkpoint-4"}
 
 
+@pytest.mark.slow
 def test_two_at_once_and_a_reader(tmp_path: Path) -> None:
     trainer_like(tmp_path, *range(1, 41))
     started = [

@@ -21,6 +21,7 @@ from .oracle import same
 from .writers import Case
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
 def test_contract(rank_case: Case, check: Check) -> None:
     check(rank_case)

@@ -54,6 +54,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], dict[str, Any]]:
     return read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fixture", SAMPLES)
 def test_a_checkpoint_reads_as_if_each_file_were_read_alone(
     fixture: str, request: pytest.FixtureRequest, alone: Callable[[Path], dict[str, Any]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from lazyckpt import DataError, DestinationError, FormatError, MissingFileError,
 from lazyckpt.recipes import parts
 
 from . import counting
-from .conftest import need, once
+from .conftest import Checkpoints, need
 from .oracle import same
 from .writers import Case, bit_equal
 from .writers.megatron_core import CASES, MegatronSpec
@@ -28,21 +27,9 @@ KINDS = ("zero3", "dcp", "ranks")
 
 
 @pytest.fixture(scope="session")
-def models(session_folder: Path) -> Path:
+def models(checkpoints: Checkpoints) -> Path:
     """What tests/writers/deepspeed_hf.py writes, NAME/ckpt and NAME/truth.pt."""
-    need("deepspeed", "transformers")
-    return once(session_folder, "hf_models", _write)
-
-
-def _write(folder: Path) -> Path:
-    from .writers.deepspeed_hf import HFSpec
-    from .writers.deepspeed_launch import launch
-
-    specs = {f"{kind}_tied" if tied else kind: HFSpec(kind=kind, tied=tied) for kind in KINDS for tied in (False, True)}
-    if importlib.util.find_spec("peft") is not None:
-        specs["zero3_lora"] = HFSpec(kind="zero3", lora=True)
-    launch(folder, specs)
-    return folder
+    return checkpoints("models")
 
 
 def loaded(folder: Path, family: str = "Llama") -> Any:
@@ -65,6 +52,7 @@ def as_held(model: Any, truth: dict[str, Any]) -> None:
 # -- folders for transformers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["5GB", "20KB"], ids=["one file", "shards"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -84,6 +72,7 @@ def test_transformers_loads_it(models: Path, tmp_path: Path, kind: str, tied: bo
     assert ("lm_head.weight" in names) != tied and "model.embed_tokens.weight" in names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["5GB", "5KB"], ids=["one file", "shards"])
 @pytest.mark.parametrize(("name", "family"), [("llama_sharded", "Llama"), ("llama_single", "Llama"),
                                               ("bin_sharded", "Llama"), ("mixtral", "Mixtral")])  # fmt: skip
@@ -112,6 +101,7 @@ def test_from_hugging_face(
         assert ours["metadata"]["total_size"] == theirs["metadata"]["total_size"]
 
 
+@pytest.mark.slow
 def test_16_bits_of_zero3(models: Path, tmp_path: Path) -> None:
     recipes.zero3_to_hf(models / "zero3" / "ckpt", tmp_path / "hf", dtype=torch.bfloat16)
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -121,6 +111,7 @@ def test_16_bits_of_zero3(models: Path, tmp_path: Path) -> None:
         same(p.detach(), truth[name].bfloat16(), name)
 
 
+@pytest.mark.slow
 def test_tags_and_what_is_none(models: Path, tmp_path: Path) -> None:
     src = models / "zero3" / "ckpt"
     recipes.zero3_to_hf(next(src.glob("global_step*")), tmp_path / "hf")  # config.json stands above the tag
@@ -196,6 +187,7 @@ def config_of(spec: MegatronSpec) -> tuple[str, Any]:
     return family, config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dist", "legacy"])
 @pytest.mark.parametrize("name", ["single", "pp2_tied_bf16", "pp2_vpp2", "tp2_pp2_bf16", "tp2_dp2_distopt"])
 def test_the_logits_of_megatron(megatron_folder: Path, tmp_path: Path, name: str, kind: str) -> None:
@@ -294,6 +286,7 @@ def test_layers_that_are_not_there_or_twice(tmp_path: Path) -> None:
     same(recipes.one_layer(tmp_path / "gpt.pt", 1)["w"][...], torch.zeros(1), "h.1")
 
 
+@pytest.mark.slow
 def test_peft_loads_the_adapter(models: Path, tmp_path: Path) -> None:
     """DoRA and a module to save, trained under ZeRO-3, whose checkpoint has the base model, too."""
     need("peft")
@@ -311,6 +304,7 @@ def test_peft_loads_the_adapter(models: Path, tmp_path: Path) -> None:
     assert lazyckpt.open(tmp_path / "adapter").meta["adapter_config"]["r"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["LoraConfig", "IA3Config", "LoHaConfig", "LoKrConfig", "OFTConfig", "BOFTConfig"])
 def test_the_names_of_peft(tmp_path: Path, method: str) -> None:
     """Two adapters on an embedding, a linear layer and a head of its own; saved by torch, wrapped as trainers do."""

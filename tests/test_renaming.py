@@ -48,6 +48,7 @@ def test_rows_of_a_fused_matrix(huggingface_cases: dict[str, Case]) -> None:
     assert "joined from model.layers.1.self_attn.q_proj.weight" in t.explain()
 
 
+@pytest.mark.slow
 def test_transformers_own_layout_of_gpt2(tmp_path: Path) -> None:
     """Conv1D's matrices are [in, out], with q, k and v one behind the other."""
     need("transformers")
@@ -259,6 +260,7 @@ def test_an_mlp_without_a_gate_is_not_cut_in_halves(tmp_path: Path, bias: bool, 
     assert all(torch.equal(back[n][...], view[n][...]) for n in view)
 
 
+@pytest.mark.slow
 def test_transformers_own_layout_of_gpt_neox(tmp_path: Path) -> None:
     need("transformers")
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM

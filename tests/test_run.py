@@ -20,9 +20,9 @@ from lazyckpt.formats.catalog import find
 from lazyckpt.io.storage.local import LocalStore, split
 from lazyckpt.runs.view import StepTensor
 
-from .conftest import complete, need, once
+from .conftest import Checkpoints, complete
 from .counting import CountingStore, Counts
-from .writers import Case
+from .writers import Case, deepspeed_run
 
 
 def model(step: int) -> dict[str, torch.Tensor]:
@@ -317,11 +317,9 @@ def test_names_of_folders(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def stretches(session_folder: Path) -> dict[str, dict[str, Case]]:
-    need("deepspeed")
-    from .writers import deepspeed_run
-
-    return once(session_folder, "deepspeed_run", deepspeed_run.write)
+def stretches(checkpoints: Checkpoints) -> dict[str, dict[str, Case]]:
+    """Stretch -> tag -> the case."""
+    return deepspeed_run.load(checkpoints("deepspeed_run"))
 
 
 @pytest.fixture

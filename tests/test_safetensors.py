@@ -109,6 +109,7 @@ def case(request: pytest.FixtureRequest, cases: dict[str, Case]) -> Case:
     return cases[request.param]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
 def test_contract(case: Case, check: Check) -> None:
     check(case)

@@ -85,6 +85,7 @@ def alone(root: dict[str, Any], spec: MegatronSpec, folder: Path) -> lazyckpt.Ch
     return lazyckpt.open(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVEN)
 def test_a_shard_is_what_megatrons_rank_held(megatron_cases: dict[str, Case], tmp_path: Path, name: str) -> None:
     case, spec = megatron_cases[name], CASES[name]
@@ -179,17 +180,12 @@ def test_gate_and_up_are_cut_each(megatron_cases: dict[str, Case]) -> None:
         assert bit_equal(shard["model.layers.0.mlp.up_proj.weight"][...], up.chunk(2)[n])
 
 
-def test_what_deepspeeds_ranks_held(session_folder: Path) -> None:
+def test_what_deepspeeds_ranks_held(kinds: Mapping[str, Case]) -> None:
     """Shards of different sizes (AutoTP), a pipeline, fused parts: with the stored degree, the stored shards."""
-    pytest.importorskip("deepspeed")
-    from .conftest import once
-    from .test_deepspeed_checkpoint import ALL, tag
-    from .writers.deepspeed_launch import load_case
-    from .writers.deepspeed_more import write_more
+    from .test_deepspeed_checkpoint import tag
 
-    once(session_folder, "deepspeed_checkpoint", lambda folder: len(write_more(folder / "cases", ALL)))
     for name, tp in {"autotp_zero1": 2, "autotp_zero1_tp4": 4, "megatron_tp4": 4, "megatron_four_layers": 2}.items():
-        case = load_case(session_folder / "deepspeed_checkpoint" / "cases" / name)
+        case = kinds[name]
         view = lazyckpt.open(case.path)
         shards = all_ranks(view, tp=tp)
         check_same(lazyckpt.unshard(shards), view)
@@ -224,6 +220,7 @@ def test_hugging_faces_models(huggingface_cases: dict[str, Case], name: str) -> 
     check_same(lazyckpt.unshard(stages), view)
 
 
+@pytest.mark.slow
 def test_what_is_packed_has_partitions_too(dcp_cases: dict[str, Case]) -> None:
     for name, case in dcp_cases.items():
         if name == "unknown_codec":
@@ -273,6 +270,7 @@ def tensors(draw: st.DrawFn, ranks: int) -> tuple[tuple[int, ...], Any, Rows]:
     return tuple(shape), {"cat": dim, "parts": parts if kind == "parts" else len(parts)}, fused(parts, dim)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_model_any_layout_and_back(tmp_path: Path, data: st.DataObject) -> None:

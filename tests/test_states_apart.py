@@ -104,15 +104,15 @@ def test_a_miss_is_cheap_and_its_message_bounded(tmp_path: Path) -> None:
     view = lazyckpt.open(tmp_path / "x.pt")
     wrong = names[777].replace("experts", "expert")
     assert view.get(wrong) is None  # what is found out once
-    started = time.perf_counter()
+    started = time.process_time()
     for _ in range(5):
         assert view.get(wrong) is None and wrong not in view
-    silent = time.perf_counter() - started
+    silent = time.process_time() - started
     with pytest.raises(lazyckpt.TensorNotFoundError) as error:
         _ = view[wrong]
-    started = time.perf_counter()
+    started = time.process_time()
     assert repr(names[777]) in str(error.value)
-    told = time.perf_counter() - started
+    told = time.process_time() - started
     assert told < 3, "near names are searched for in bounded time"
     assert silent / 10 < max(told, 0.02), "and only where the message is shown"
 
@@ -122,11 +122,11 @@ def test_long_names_are_told_in_bounded_time_and_length(tmp_path: Path) -> None:
     torch.save(long, tmp_path / "x.pt")
     view = lazyckpt.open(tmp_path / "x.pt")
     for wrong in ("weigth", next(iter(long)) + "x", "x" * 50_000, "a." * 20_000):
-        started = time.perf_counter()
+        started = time.process_time()
         with pytest.raises(lazyckpt.TensorNotFoundError) as error:
             _ = view[wrong]
         assert len(str(error.value)) < 2000
-        assert time.perf_counter() - started < 3
+        assert time.process_time() - started < 3
 
 
 def test_the_error_travels_with_its_message(view: lazyckpt.CheckpointView) -> None:

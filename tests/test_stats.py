@@ -118,6 +118,7 @@ def pieces(piece: int, run: int, block: int) -> Any:
 # -- numbers
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     dtype=st.sampled_from(FLOATS + INTS + OTHERS),
@@ -147,6 +148,7 @@ def test_equals_numpy(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]
         assert found.histogram.counts == tuple(counts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int32], ids=str)
 def test_large_tensors(tmp_path: Path, dtype: torch.dtype) -> None:
     """Of several runs, pieces and blocks, as these are."""
@@ -228,6 +230,7 @@ def test_every_byte_is_read_once(tmp_path: Path) -> None:
     assert counts.bytes == 10 * 2000 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads peaks from /proc")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_memory_is_bounded(tmp_path: Path, dtype: torch.dtype) -> None:
@@ -265,6 +268,7 @@ print(kib("VmHWM") - before, found.zeros)
     assert grown << 10 <= 64 << 20
 
 
+@pytest.mark.slow
 def test_the_same_digits_wherever_it_runs(tmp_path: Path) -> None:
     g = torch.Generator().manual_seed(0)
     tensors = {"a": torch.randn(9_000_000, generator=g), "b": torch.randn(3_000_000, generator=g).half() ** 3}
@@ -498,6 +502,7 @@ def test_shell_json_and_csv(model: Path) -> None:
     assert lines[2].startswith("v,float64,2,2,0,0,0,0,1e+200,")
 
 
+@pytest.mark.slow
 def test_shell_colours(model: Path) -> None:
     command = [sys.executable, "-m", "lazyckpt", "stats", str(model)]
     env = {k: v for k, v in os.environ.items() if k not in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "COLUMNS")}

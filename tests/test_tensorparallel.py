@@ -65,6 +65,7 @@ def llama_case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
     return llama(tmp_path / "llama", *request.param)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
 def test_contract(llama_case: Case, check: Check) -> None:
     check(llama_case)

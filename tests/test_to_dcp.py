@@ -23,16 +23,15 @@ from lazyckpt.export import torch as saved
 from lazyckpt.jobs import write as stream
 from lazyckpt.jobs.publish import unfinished
 
-from .conftest import ZERO_CROSS, need, once
-from .writers import Case, bit_equal, ranks, to_dcp_checks
+from .conftest import once
+from .writers import Case, bit_equal, deepspeed_zero, ranks, to_dcp_checks
 
 MODULE = "tests.writers.to_dcp_checks"
 
 
 @pytest.fixture(scope="session")
 def loaded(session_folder: Path, zero_cases: dict[str, Case]) -> Path:
-    need("deepspeed")
-    spec = ZERO_CROSS[ZERO2]
+    spec = deepspeed_zero.CROSS[ZERO2]
     sizes = {"hidden": spec.hidden, "layers": spec.layers, "vocab": spec.vocab, "with_empty": False}
 
     def run(folder: Path) -> Path:
@@ -45,9 +44,10 @@ def loaded(session_folder: Path, zero_cases: dict[str, Case]) -> Path:
     return once(session_folder, "to_dcp", run)
 
 
-ZERO2 = next(name for name, spec in ZERO_CROSS.items() if spec.stage == 2 and spec.dp == 3)
+ZERO2 = "zero2_bf16_dp3"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", to_dcp_checks.CHECKS)
 def test_torch_loads_it_into_a_sharded_model(loaded: Path, name: str) -> None:
     said = ranks.verdict(loaded, name, 2)

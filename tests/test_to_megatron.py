@@ -74,6 +74,7 @@ def check_whole(found: lazyckpt.CheckpointView, wanted: lazyckpt.CheckpointView,
 # -- the files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
     [*((name, "legacy") for name in EVEN), *((n, "dist") for n in ("tp2_pp2_bf16", "tp2_dp2_ep2_etp2", "tp2_mla"))],
@@ -104,6 +105,7 @@ def test_as_megatrons_ranks_wrote_them(
     check_whole(lazyckpt.open(tmp_path / "out"), view, states)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "degrees"),
     [
@@ -137,6 +139,7 @@ def test_fp32_copies_alone(megatron_cases: dict[str, Case], tmp_path: Path) -> N
         check_same([found["model"], found["optimizer"]], [wanted["model"], wanted["optimizer"]], key)
 
 
+@pytest.mark.slow
 def test_by_way_of_other_formats(megatron_cases: dict[str, Case], tmp_path: Path) -> None:
     view = lazyckpt.open(megatron_cases["tp2_pp2_bf16"].path)
     view.to_dcp(tmp_path / "dcp")
@@ -232,6 +235,7 @@ def _llama(folder: Path, tied: bool, spec: MegatronSpec) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_megatron_core_goes_on(
     resumed: dict[str, dict[str, Any]], megatron_folder: Path, megatron_cases: dict[str, Case], name: str
@@ -261,6 +265,7 @@ def test_megatron_core_goes_on(
         assert not moved.any() or moved.max() > 1e-3, "it trains"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_hugging_faces_llama_computes_the_same(resumed: dict[str, dict[str, Any]], name: str) -> None:
     found = resumed[name]

@@ -19,7 +19,9 @@ from lazyckpt.jobs.publish import unfinished
 from .conftest import need, once
 from .writers import bit_equal
 from .writers.deepspeed_launch import launch
-from .writers.deepspeed_resume import ResumeSpec
+from .writers.deepspeed_specs import ResumeSpec
+
+pytestmark = pytest.mark.slow
 
 SOURCES = {
     "zero1": ResumeSpec(stage=1, dp=2),

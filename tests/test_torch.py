@@ -27,6 +27,7 @@ from .oracle import as_ints, indexed, keys, same
 from .writers import Case, torch_contents, torch_files
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
 def test_contract(torch_save_case: Case, check: Check) -> None:
     check(torch_save_case)

@@ -20,6 +20,7 @@ from .oracle import same
 from .writers import Case
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
 def test_contract(trainer_case: Case, check: Check) -> None:
     check(trainer_case)

@@ -41,6 +41,7 @@ def test_every_tensor_arrives_whole(torch_cases: dict[str, Case], name: str, pie
         same(tensor, case.truth["weights"][key], key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["flat", "views"])
 def test_slices_flips_and_lists_arrive(torch_cases: dict[str, Case], name: str, piece: int) -> None:
     case = torch_cases[name]
@@ -53,6 +54,7 @@ def test_slices_flips_and_lists_arrive(torch_cases: dict[str, Case], name: str, 
             same(got, indexed(whole, item), (key, item))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero2_aligned_round_robin", "zero3_sub_groups"])
 def test_fragments_of_many_ranks_arrive(zero_cases: dict[str, Case], name: str, piece: int) -> None:
     case = complete(zero_cases[name])

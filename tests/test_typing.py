@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("mypy")
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -119,6 +119,7 @@ def test_names_are_the_models_own(tmp_path: Path, name: str, how: str) -> None:
     assert raw in view.stored and repr(raw) in view["layers.0.up.weight"].explain()
 
 
+@pytest.mark.slow
 def test_fabric_modules(tmp_path: Path) -> None:
     model = TinyNet()
     wrapped = _fabric(model)

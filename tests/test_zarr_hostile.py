@@ -30,12 +30,12 @@ def changed(path: Path, **about: Any) -> None:
 
 
 def peak(do: Callable[[], Any]) -> tuple[float, int]:
-    """Seconds that a call takes, and the most bytes of Python's memory."""
+    """Seconds of the processor that a call takes, and the most bytes of Python's memory."""
     tracemalloc.start()
-    begun = time.perf_counter()
+    begun = time.process_time()
     try:
         do()
-        return time.perf_counter() - begun, tracemalloc.get_traced_memory()[1]
+        return time.process_time() - begun, tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
 

@@ -70,6 +70,7 @@ def zarr_cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     return {name: make(tmp_path_factory.mktemp(name)) for name, make in {**CASES, **MORE}.items()}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
 def test_contract(zarr_cases: dict[str, Case], name: str, check: Check) -> None:

@@ -4,9 +4,8 @@ torch.distributed.checkpoint, FSDP2's rank files as verl has them."""
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import deepspeed
 import torch
@@ -17,9 +16,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from .deepspeed_specs import HFSpec
 from .deepspeed_train import BATCH, LENGTH, STEPS, base_config
-
-__all__ = ["HFSpec"]
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -30,22 +28,6 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
 }
 TARGETS = ["q_proj", "v_proj"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class HFSpec:
-    """``out/ckpt``: the checkpoint; ``out/truth.pt``: weights, and the logits of ``ids``."""
-
-    writer: ClassVar[str] = "deepspeed_hf"
-
-    kind: Literal["zero3", "dcp", "ranks"]
-    tied: bool = False
-    lora: bool = False
-    dp: int = 2
-
-    @property
-    def world(self) -> int:
-        return self.dp
 
 
 def write(spec: HFSpec, rank: int, out: Path) -> None:

@@ -22,26 +22,14 @@ child process; the truth and the meaning of ``info``'s keys:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from . import Case
-from .deepspeed_launch import Spec, launch, load_case
+from .deepspeed_launch import Spec, launch
 from .deepspeed_specs import AutoEPSpec, AutoTPSpec, MegatronSpec, MoeSpec, PipeSpec
-from .deepspeed_zero import TagsSpec, ZeroSpec, load_tags
+from .deepspeed_zero import ZeroSpec
 
-__all__ = [
-    "SPECS",
-    "TOOLS",
-    "write_all",
-    "write_autotp",
-    "write_megatron",
-    "write_moe",
-    "write_more",
-    "write_pipe",
-    "write_tags",
-]
+__all__ = ["NAMES", "RESHAPED", "SPECS", "TOOLS", "UNRECORDED", "write_all"]
 
 DENSE: dict[str, Spec] = {
     "zero0_fp32": ZeroSpec(stage=0, dtype="fp32"),
@@ -141,13 +129,15 @@ MEGATRON: dict[str, Spec] = {
     "megatron_3d_even_dp2": MegatronSpec(dp=2, uneven=False),
     "megatron_3d_bf16opt_dp2": MegatronSpec(dp=2, bf16_optimizer=True),
 }
-TAGS: dict[str, TagsSpec] = {
-    "tags": TagsSpec(zero=ZeroSpec(stage=2)),
-    "trainer_zero2": TagsSpec(zero=ZeroSpec(stage=2), trainer=True),
-    "trainer_zero3": TagsSpec(zero=ZeroSpec(stage=3), trainer=True),
+RESHAPED: dict[str, Spec] = {
+    "megatron_four_layers": MegatronSpec(layers=4, dp=2, uneven=False),
+    "megatron_tp4": MegatronSpec(layers=2, pp=1, tp=4, uneven=False, dtype="fp32"),
+    "megatron_bf16opt": MegatronSpec(dp=2, bf16_optimizer=True),
+    "bf16opt_dp3": ZeroSpec(stage=1, dp=3, bf16_optimizer=True),
 }
-SPECS: dict[str, Spec] = DENSE | OPTIMIZERS | PIPELINES | EXPERTS | AUTOEP | AUTOTP | MEGATRON | TAGS
-"""Everything that :func:`write_all` writes, by name."""
+"""For other degrees (`DeepSpeedCheckpoint`)."""
+SPECS: dict[str, Spec] = DENSE | OPTIMIZERS | PIPELINES | EXPERTS | AUTOEP | AUTOTP | MEGATRON
+"""What :func:`write_all` writes beside :data:`RESHAPED`, by name."""
 
 BOTH = ("zero_to_fp32", "universal")
 TOOLS: dict[str, Sequence[str]] = {
@@ -168,54 +158,18 @@ TOOLS: dict[str, Sequence[str]] = {
 """Which of DeepSpeed's converters are run on which (``ds_to_universal`` fails where a rank has no attention heads)."""
 
 
-def write_all(out_dir: Path) -> dict[str, Case]:
-    """All of :data:`SPECS`, their universal checkpoints (``NAME.universal``) and tags (``NAME.TAG``), in one go."""
-    return write_more(out_dir, SPECS, TOOLS)
+NAMES = (*SPECS, *(f"{name}.universal" for name, tools in TOOLS.items() if tools != ("zero_to_fp32",)))
+"""The cases of :data:`SPECS`, and their universal checkpoints."""
+
+UNRECORDED = {
+    "zero0_bf16_named", "zero1_fp16", "zero0_bf16_8bit", "zero1_8bit", "zero0_bf16_adafactor",
+    "pipe_zero1_fp16_ties", "moe_zero2_mixed_ep", "moe_zero0_bf16_dp4", "moe_zero1_ep1",
+    "autoep_zero0_fp32", "autoep_zero3_dp4", "autotp_zero0_fp32_dp2", "autotp_zero3_fused_dp2", "megatron_pp1_fp32",
+    "megatron_3d_bf16opt_dp2",
+}  # fmt: skip
+"""Combinations of what others have too, one by one."""
 
 
-def write_more(
-    out_dir: Path, specs: Mapping[str, Spec], tools: Mapping[str, Sequence[str]] | None = None
-) -> dict[str, Case]:
-    """Write each spec to ``out_dir/NAME`` from one child process; the cases by name, as :func:`write_all` has them."""
-    tools = tools or {}
-    launch(out_dir, specs, tools)
-    cases: dict[str, Case] = {}
-    for name, spec in specs.items():
-        if isinstance(spec, TagsSpec):
-            cases |= {f"{name}.{tag}": case for tag, case in load_tags(out_dir / name, spec).items()}
-        else:
-            cases[name] = load_case(out_dir / name)
-        if {"universal", "universal_lax"} & set(tools.get(name, ())):
-            cases[f"{name}.universal"] = load_case(out_dir / f"{name}.universal")
-    return cases
-
-
-def write_pipe(out_dir: Path, **options: Any) -> Case:
-    """Write one pipeline checkpoint to ``out_dir``; the options are PipeSpec's."""
-    return _write_one(out_dir, PipeSpec(**options))
-
-
-def write_moe(out_dir: Path, **options: Any) -> Case:
-    """Write one MoE checkpoint to ``out_dir``; the options are MoeSpec's."""
-    return _write_one(out_dir, MoeSpec(**options))
-
-
-def write_autotp(out_dir: Path, **options: Any) -> Case:
-    """Write one AutoTP checkpoint to ``out_dir``; the options are AutoTPSpec's."""
-    return _write_one(out_dir, AutoTPSpec(**options))
-
-
-def write_megatron(out_dir: Path, **options: Any) -> Case:
-    """Write one 3D checkpoint to ``out_dir``; the options are MegatronSpec's."""
-    return _write_one(out_dir, MegatronSpec(**options))
-
-
-def write_tags(out_dir: Path, trainer: bool = False, **options: Any) -> dict[str, Case]:
-    """Write the checkpoints of three steps below ``out_dir``; the options are ZeroSpec's. See :func:`.load_tags`."""
-    spec = TagsSpec(zero=ZeroSpec(**options), trainer=trainer)
-    launch(out_dir.parent, {out_dir.name: spec})
-    return load_tags(out_dir, spec)
-
-
-def _write_one(out_dir: Path, spec: Spec) -> Case:
-    return write_more(out_dir.parent, {out_dir.name: spec})[out_dir.name]
+def write_all(out_dir: Path) -> None:
+    """All cases, in one go."""
+    launch(out_dir, SPECS | RESHAPED, TOOLS)

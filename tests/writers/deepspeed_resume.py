@@ -6,19 +6,17 @@ Every rank takes its share of the same batches, so that the losses do not depend
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
 
+from .deepspeed_specs import ResumeSpec
 from .deepspeed_train import STEPS, with_names
 from .nasty_model import NastyModel
 from .optimizers import make_optimizer
-
-__all__ = ["ResumeSpec"]
 
 BATCH, LENGTH = 6, 7
 SIZES = {"hidden": 26, "layers": 2, "vocab": 103, "with_empty": False}
@@ -29,28 +27,6 @@ class PerSample(NastyModel):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return torch.cat([super(PerSample, self).forward(row[None]) for row in ids])
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResumeSpec:
-    """A run: from the start, saved after three steps and gone on with for three; or three from ``load`` on."""
-
-    writer: ClassVar[str] = "deepspeed_resume"
-
-    stage: int
-    dp: int
-    dtype: str = "fp32"
-    optimizer: str = "adamw"
-    """One of :func:`.optimizers.make_optimizer`; "torch": AdamW without DeepSpeed (the start only, on one rank)."""
-    scheduler: bool = True
-    one_group: bool = False
-    """ZeRO-3 gives all groups the options of the first when it loads a universal checkpoint, and one count of steps,
-    which each of them then raises: it goes on as before with one group only."""
-    load: str | None = None
-
-    @property
-    def world(self) -> int:
-        return self.dp
 
 
 def write(spec: ResumeSpec, rank: int, out: Path) -> None:

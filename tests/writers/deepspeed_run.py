@@ -14,7 +14,10 @@ SPECS = {
 }
 
 
-def write(folder: Path) -> dict[str, dict[str, Case]]:
+def write(folder: Path) -> None:
+    launch(folder, SPECS)
+
+
+def load(folder: Path) -> dict[str, dict[str, Case]]:
     """Stretch -> tag -> the case."""
-    launch(folder / "cases", SPECS)
-    return {name: load_tags(folder / "cases" / name, spec) for name, spec in SPECS.items()}
+    return {name: load_tags(folder / name, spec) for name, spec in SPECS.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-__all__ = ["AutoEPSpec", "AutoTPSpec", "MegatronSpec", "MoeSpec", "PipeSpec"]
+__all__ = ["HF_MODELS", "AutoEPSpec", "AutoTPSpec", "HFSpec", "MegatronSpec", "MoeSpec", "PipeSpec", "ResumeSpec"]
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 
@@ -157,3 +157,49 @@ class MegatronSpec:
     def padded_vocab(self) -> int:
         unit = 8 * self.tp
         return -(-self.vocab // unit) * unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class HFSpec:
+    """``out/ckpt``: the checkpoint; ``out/truth.pt``: weights, and the logits of ``ids``."""
+
+    writer: ClassVar[str] = "deepspeed_hf"
+
+    kind: Literal["zero3", "dcp", "ranks"]
+    tied: bool = False
+    lora: bool = False
+    dp: int = 2
+
+    @property
+    def world(self) -> int:
+        return self.dp
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeSpec:
+    """A run: from the start, saved after three steps and gone on with for three; or three from ``load`` on."""
+
+    writer: ClassVar[str] = "deepspeed_resume"
+
+    stage: int
+    dp: int
+    dtype: str = "fp32"
+    optimizer: str = "adamw"
+    """One of `.optimizers.make_optimizer`; "torch": AdamW without DeepSpeed (the start only, on one rank)."""
+    scheduler: bool = True
+    one_group: bool = False
+    """ZeRO-3 gives all groups the options of the first when it loads a universal checkpoint, and one count of steps,
+    which each of them then raises: it goes on as before with one group only."""
+    load: str | None = None
+
+    @property
+    def world(self) -> int:
+        return self.dp
+
+
+_HF_KINDS: tuple[Literal["zero3", "dcp", "ranks"], ...] = ("zero3", "dcp", "ranks")
+HF_MODELS = {
+    **{kind: HFSpec(kind=kind) for kind in _HF_KINDS},
+    **{f"{kind}_tied": HFSpec(kind=kind, tied=True) for kind in _HF_KINDS},
+    "zero3_lora": HFSpec(kind="zero3", lora=True),
+}

@@ -22,8 +22,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-from . import Case
-
 __all__ = ["write_bert", "write_bin_sharded", "write_llama_sharded", "write_llama_single", "write_mixtral"]
 
 SIZES: dict[str, Any] = {
@@ -35,49 +33,57 @@ SIZES: dict[str, Any] = {
 }
 
 
-def write_llama_sharded(folder: Path) -> Case:
+def write_all(folder: Path) -> None:
+    """Each case: ``NAME/ckpt``, ``NAME/truth.pt``, ``NAME/info.json``."""
+    for write in (write_llama_sharded, write_llama_single, write_bert, write_mixtral, write_bin_sharded):
+        case = folder / write.__name__.removeprefix("write_")
+        case.mkdir()
+        write(case)
+
+
+def write_llama_sharded(folder: Path) -> None:
     """Tied, bf16, several safetensors shards and an index."""
     model = _randomised(_llama(tied=True)).to(torch.bfloat16)
-    model.save_pretrained(folder, max_shard_size="5KB")
-    return _case(folder, model)
+    model.save_pretrained(folder / "ckpt", max_shard_size="5KB")
+    _hold(folder, model)
 
 
-def write_llama_single(folder: Path) -> Case:
+def write_llama_single(folder: Path) -> None:
     """Untied, fp32, one safetensors file."""
     model = _randomised(_llama(tied=False))
-    model.save_pretrained(folder)
-    return _case(folder, model)
+    model.save_pretrained(folder / "ckpt")
+    _hold(folder, model)
 
 
-def write_bert(folder: Path) -> Case:
+def write_bert(folder: Path) -> None:
     """Two tied names, and buffers that are not saved."""
     model = _randomised(BertForPreTraining(BertConfig(**SIZES, max_position_embeddings=17)))  # type: ignore[no-untyped-call]
-    model.save_pretrained(folder)
-    return _case(folder, model)
+    model.save_pretrained(folder / "ckpt")
+    _hold(folder, model)
 
 
-def write_mixtral(folder: Path) -> Case:
+def write_mixtral(folder: Path) -> None:
     """Experts: one tensor for all of them in memory, one per expert on disk, in several shards."""
     config = MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=3)
     model = _randomised(MixtralForCausalLM(config))  # type: ignore[no-untyped-call]
-    model.save_pretrained(folder, max_shard_size="20KB")
-    return _case(folder, model, _per_expert(model.state_dict()))
+    model.save_pretrained(folder / "ckpt", max_shard_size="20KB")
+    _hold(folder, model, _per_expert(model.state_dict()))
 
 
-def write_bin_sharded(folder: Path) -> Case:
+def write_bin_sharded(folder: Path) -> None:
     """``pytorch_model-0000i-of-0000n.bin`` with both names of a tied tensor, as transformers 4 left them."""
     model = _randomised(_llama(tied=True)).to(torch.float16)
     state = model.state_dict()
     split = split_torch_state_dict_into_shards(
         state, filename_pattern="pytorch_model{suffix}.bin", max_shard_size="5KB"
     )
-    folder.mkdir(parents=True)
+    (folder / "ckpt").mkdir()
     for name, keys in split.filename_to_tensors.items():
-        torch.save({key: state[key] for key in keys}, folder / name)
+        torch.save({key: state[key] for key in keys}, folder / "ckpt" / name)
     index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    model.config.save_pretrained(folder)
-    return _case(folder, model)
+    (folder / "ckpt" / "pytorch_model.bin.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    model.config.save_pretrained(folder / "ckpt")
+    _hold(folder, model)
 
 
 def _llama(*, tied: bool) -> Any:
@@ -112,7 +118,8 @@ def _per_expert(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return truth
 
 
-def _case(folder: Path, model: PreTrainedModel, weights: dict[str, Tensor] | None = None) -> Case:
+def _hold(folder: Path, model: PreTrainedModel, weights: dict[str, Tensor] | None = None) -> None:
     weights = model.state_dict() if weights is None else weights
     info = {"dtype": str(model.dtype).removeprefix("torch."), "tied": dict(model.all_tied_weights_keys)}
-    return Case(folder, {"weights": {name: t.detach().clone() for name, t in weights.items()}}, info)
+    torch.save({"weights": {name: t.detach().clone() for name, t in weights.items()}}, folder / "truth.pt")
+    (folder / "info.json").write_text(json.dumps(info))

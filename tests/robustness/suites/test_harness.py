@@ -103,6 +103,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, l
 Finished = tuple[str, dict[str, list[dict[str, Any]]]]
 
 
+@pytest.mark.slow
 def test_equal_saves_are_compared(finished: Finished) -> None:
     records = finished[1]["test_equal"]
     assert [record["saver"] for record in records] == [

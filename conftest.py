@@ -1,0 +1,29 @@
+"""The lanes of the test suite: ``--lane=fast``, ``default`` or ``all``."""
+
+from __future__ import annotations
+
+import pytest
+
+# What each lane leaves out: tests with one of these marks (pyproject.toml says what they mean).
+LANES: dict[str, tuple[str, ...]] = {"fast": ("slow", "full"), "default": ("full",), "all": ()}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--lane",
+        choices=list(LANES),
+        default="default",
+        help="fast: no test marked slow or full; default: no test marked full; all: every test, on checkpoints that "
+        "the installed writers write anew",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("product") and sum(item.callspec.indices.values()) % 3:  # type: ignore[attr-defined]
+            item.add_marker("slow")
+    marks = LANES[config.getoption("lane")]
+    left_out = {item for item in items if any(item.get_closest_marker(mark) for mark in marks)}
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
