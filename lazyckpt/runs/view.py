@@ -26,6 +26,7 @@ from ..formats.catalog import OPENERS, Found, find, told_step, unfinished
 from ..io.storage.base import Store, closed_error
 from ..io.storage.fsspec import is_url, split_url
 from ..io.storage.local import split
+from ..namespace import plain_meta
 from ..show.html import view_html
 from ..tensor import LazyTensor
 from ..view import CheckpointView
@@ -303,7 +304,7 @@ class Line:
                 step = self.told[name]
             elif not found.sure and not found.side:
                 try:
-                    told = told_step(self.open(found).meta)
+                    told = told_step(plain_meta(self.open(found)))
                     step = found.number if told is None else told
                 except LazyckptError as e:
                     why = f"it cannot be read: {e}"
@@ -335,7 +336,7 @@ class Line:
                     lines.append(f"step {step}: {name} is read; of the same step there is also {others}")
                 if one.name in late:
                     lines.append(f"step {step}: the save of {name} was not finished: {late[one.name]}")
-                told = told_step(view.meta)
+                told = told_step(plain_meta(view))
                 if told not in (None, step) and name not in self.told:
                     lines.append(f"step {step}: {name} says of itself that it is of step {told}")
                 for line in view.problems:

@@ -9,12 +9,11 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..core.dtypes import short_name
 from ..core.units import human_bytes, human_count, plural
 from ..errors import printable
 from ..formats.catalog import told_step
 from ..io.containers.pickle.records import Opaque, short
-from ..namespace import Namespace
+from ..namespace import Namespace, plain_meta
 
 LINES = 400  # of metadata, unless all are asked for
 _ITEMS = 8  # of a list that are shown on its line
@@ -45,10 +44,10 @@ def facts_of(view: Namespace[Any]) -> list[tuple[str, str]]:
         ("states", ", ".join(f"{state} ({plural(len(part), 'tensor')})" for state, part in view.states.items())),
         ("files", f"{plural(len(view.files), 'file')}, {human_bytes(sum(info.size for info in view.files.values()))}"),
     ]
-    step = told_step(view.meta)
+    step = told_step(plain_meta(view))
     if step is not None:
         found.append(("step", f"{step:,}"))
-    loss = loss_of(view.meta)
+    loss = loss_of(plain_meta(view))
     if loss is not None:
         found.append(("loss", f"{loss[1]:.6g} ({loss[0]})"))
     if view.problems:
@@ -89,8 +88,8 @@ def _dtypes(view: Namespace[Any]) -> list[tuple[str, int]]:
     found: dict[str, int] = {}
     owners = {view.owner(name): name for name in view}
     for name in owners.values():
-        tensor = view[name]
-        found[short_name(tensor.dtype)] = found.get(short_name(tensor.dtype), 0) + tensor.nbytes
+        spec = view[name].spec
+        found[spec.dtype.short] = found.get(spec.dtype.short, 0) + spec.nbytes
     return sorted(found.items(), key=lambda item: -item[1])
 
 
@@ -100,7 +99,7 @@ def meta_lines(meta: Any, depth: int | None = None, limit: int | None = LINES) -
     Parameters
     ----------
     meta
-        What `CheckpointView.meta` gives, or a part of it.
+        What `plain_meta` or `CheckpointView.meta` gives, or a part of it.
     depth
         Levels that are shown; None for all.
     limit

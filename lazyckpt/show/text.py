@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..core.dtypes import short_name
 from ..core.index import TensorSpec
 from ..core.names import natural, shortened
 from ..core.units import human_bytes, human_count, plural
 from ..errors import printable
-from ..lazy import LazyArray
+from ..lazy import LazyArray, shape_of
 from ..namespace import Namespace
 
 _LEVELS = 100  # of the tree, which is walked by recursion; what lies deeper is one label
@@ -173,7 +172,8 @@ def _leaf(node: Node) -> tuple[str, str, str]:
 
 def kind(t: LazyArray | TensorSpec) -> str:
     """``bf16 [64, 64]``"""
-    return f"{short_name(t.dtype)} [{shortened(', '.join(map(str, t.shape)))}]"
+    dtype, shape = (t.spec.dtype, shape_of(t)) if isinstance(t, LazyArray) else (t.dtype, t.shape)
+    return f"{dtype.short} [{shortened(', '.join(map(str, shape)))}]"
 
 
 def oddities(view: Namespace[Any]) -> list[str]:
@@ -213,10 +213,10 @@ def rows_of(view: Namespace[Any]) -> list[dict[str, object]]:
         table.append(
             {
                 "name": t.name,
-                "dtype": str(t.dtype).removeprefix("torch."),
-                "shape": list(t.shape),
-                "numel": t.numel(),
-                "nbytes": t.nbytes,
+                "dtype": t.spec.dtype.name,
+                "shape": list(t.spec.shape),
+                "numel": t.spec.numel,
+                "nbytes": t.spec.nbytes,
                 "tied": owner if owner != t.name else None,
             }
         )

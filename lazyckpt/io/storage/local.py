@@ -19,8 +19,6 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import Any, TypeVar
 
-import torch
-
 from ...core.index import FileInfo
 from ...errors import ChangedFileError, CorruptError, DataError, MissingFileError
 from .base import Entry, Fetched, Guard, Store, closed_error, guarded
@@ -177,8 +175,8 @@ class LocalStore(Store):
         mapped = map_file(file.fd, s.st_size, told=_GONE.format(self._full(path)))
         return None if mapped is None else mapped.buffer
 
-    def resident(self, view: torch.Tensor) -> bool:
-        return resident(view)
+    def resident(self, address: int, nbytes: int) -> bool:
+        return resident(address, nbytes)
 
     def _full(self, path: str) -> str:
         return os.path.join(self._root, path)

@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
-import torch
-
-from ...core.dtypes import short_name
+from ...core.dtypes import DType
 from ...core.index import TensorSpec
 from ...core.units import human_bytes, human_count, plural
-from ...lazy import LazyArray
+from ...lazy import LazyArray, shape_of
 from ...namespace import Namespace
 from ..layout import Holder, holders
 from ..text import Node
@@ -68,7 +66,7 @@ class _Room:
 
 def _kind(node: Node, known: dict[object, int], kinds: dict[int, int]) -> int:
     """A number for what a node looks like from its label on: its tensor's shape and dtype, and what is below."""
-    own: tuple[tuple[int, ...], torch.dtype, bool] | None = None
+    own: tuple[tuple[int, ...], DType, bool] | None = None
     if node.spec is not None:
         own = (node.spec.shape, node.spec.dtype, node.counted)
     below = tuple((label, _kind(child, known, kinds)) for label, child in node.children.items())
@@ -262,8 +260,9 @@ def _label(row: Row) -> str:
 
 def kind_html(t: LazyArray | TensorSpec) -> str:
     """Its dtype, coloured, and its shape."""
-    shape = f"[{', '.join(map(str, t.shape))}]"
-    return f"{tag('b', short_name(t.dtype), dtype_class(t.dtype))} {safe(shape)}"
+    dtype, sizes = (t.spec.dtype, shape_of(t)) if isinstance(t, LazyArray) else (t.dtype, t.shape)
+    shape = f"[{', '.join(map(str, sizes))}]"
+    return f"{tag('b', dtype.short, dtype_class(dtype))} {safe(shape)}"
 
 
 def _strip(held: Sequence[Holder], colours: Colours) -> str:
