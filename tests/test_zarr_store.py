@@ -36,7 +36,7 @@ def nodes(view: lazyckpt.CheckpointView) -> dict[str, lazyckpt.LazyTensor]:
     found = {}
     for state, part in view.states.items():
         tensors, _ = part.once()
-        tensors = {name: t for name, t in tensors.items() if t.dtype in NAMES}
+        tensors = {name: t for name, t in tensors.items() if t.spec.dtype in NAMES}
         found |= {f"{component(state)}/{path}": tensors[name] for name, path in paths(tensors).items()}
     return found
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from .system import after_fork
 
 _THRESHOLD = 50_000  # new objects between two looks; Python's own, 700 (2,000 since 3.13), nearly doubles some openings
 _lock = threading.Lock()
@@ -43,5 +44,4 @@ def _after_fork() -> None:
     _lock = threading.Lock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+after_fork(_after_fork)

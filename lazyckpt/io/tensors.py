@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -14,15 +12,13 @@ from ..core.box import Shape
 from ..core.dtypes import C128, I16, I32, I64, U8, dtype_of
 from ..errors import DataError
 from .storage.mapping import Mapped
+from .system import HUGE, advise_huge_pages
 
 if TYPE_CHECKING:
     import torch
 else:
     from ..deferred import torch
 
-_HUGE = 2 << 20
-_MADV_HUGEPAGE = 14
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 _BITS = {1: U8, 2: I16, 4: I32, 8: I64, 16: C128}
 
 
@@ -45,12 +41,8 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         raise DataError(
             f"{nbytes:,} bytes for a tensor of shape {tuple(shape)} cannot be had: read it in slices"
         ) from e
-    nbytes = tensor.nbytes
-    if _libc is not None and nbytes >= 2 * _HUGE:
-        start = -(-tensor.data_ptr() // _HUGE) * _HUGE
-        stop = (tensor.data_ptr() + nbytes) // _HUGE * _HUGE
-        if stop > start:
-            _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_HUGEPAGE)
+    if tensor.nbytes >= HUGE:
+        advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
     return tensor
 
 

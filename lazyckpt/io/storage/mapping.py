@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from ...errors import ChangedFileError
+from ..system import after_fork, mapping_library
 
 _PAGE = mmap.PAGESIZE
 _SA_SIGINFO, _SA_NODEFER = 4, 0x40000000
@@ -31,7 +32,7 @@ _PLAIN_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 
 class _Action(ctypes.Structure):
-    """``struct sigaction`` of the C library, on the machines named below."""
+    """``struct sigaction`` of the C library, on the machines that `mapping_library` knows."""
 
     _fields_ = (
         ("handler", ctypes.c_void_p),
@@ -41,8 +42,7 @@ class _Action(ctypes.Structure):
     )
 
 
-_known = sys.platform == "linux" and sys.maxsize > 1 << 32 and os.uname().machine in ("x86_64", "aarch64", "riscv64")
-_libc = ctypes.CDLL(None) if _known else None
+_libc = mapping_library()
 if _libc is not None:
     _libc.mmap.restype = ctypes.c_void_p
     _libc.mmap.argtypes = (
@@ -233,5 +233,4 @@ def _after_fork() -> None:
     _lock = threading.Lock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+after_fork(_after_fork)
