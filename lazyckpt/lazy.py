@@ -15,24 +15,28 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import prod
-from typing import Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import numpy as np
-import torch
 
 from .core.box import Box, Shape, c_strides, is_run, tiles
-from .core.dtypes import check_converts, short_name
+from .core.dtypes import BF16, BOOL, F16, F32, F64, I8, I16, I32, I64, U8, check_converts, dtype_of
 from .core.index import Extent, Fragment, Hole, Packed, TensorSpec
 from .core.plan import Copy, fragments_in, plan
 from .core.select import Selection
 from .errors import DataError, SelectionError, and_more, printable
-from .io.memory import empty
 from .io.pool import Task, run, run_here
 from .io.reading.device import Ring, read_to
-from .io.reading.gather import Range, Run, agree, ranges, read, run_tasks, runs, tasks
+from .io.reading.gather import Range, Run, agree, finish, ranges, read, run_tasks, runs, tasks
 from .io.reading.packed import locate
 from .io.storage.base import Buffer, Store, check, narrow
+from .io.tensors import array_over, empty
 from .likeness import Likeness
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from .deferred import torch
 
 A = TypeVar("A", bound="LazyArray")
 _SMALL = 64 << 10  # bytes that are worth a few page faults, wherever they are
@@ -108,11 +112,19 @@ class LazyArray(Likeness):
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size(self.spec.shape if self._selection is None else self._selection.shape)
+        return torch.Size(shape_of(self))
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.spec.dtype
+        return self.spec.dtype.torch
+
+    def numel(self) -> int:
+        return prod(shape_of(self))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements (what a dense copy takes), not of the file."""
+        return self.numel() * self.spec.dtype.itemsize
 
     @property
     def fragments(self) -> Sequence[Fragment]:
@@ -120,8 +132,8 @@ class LazyArray(Likeness):
         return self.spec.fragments
 
     def __repr__(self) -> str:
-        sizes = "x".join(map(str, self.shape)) or "scalar"
-        return f"{type(self).__name__}({self.name!r}, {sizes}, {short_name(self.dtype)})"
+        sizes = "x".join(map(str, shape_of(self))) or "scalar"
+        return f"{type(self).__name__}({self.name!r}, {sizes}, {self.spec.dtype.short})"
 
     @property
     def store(self) -> Store:
@@ -152,8 +164,8 @@ class LazyArray(Likeness):
         selection = self._sel[key]
         cost = self._cost(selection)
         sizes = "x".join(map(str, selection.shape)) or "scalar"
-        nbytes = prod(selection.shape) * self.dtype.itemsize
-        head = [f"{self.name}: {sizes} {short_name(self.dtype)}, {nbytes:,} bytes from {cost.summary}"]
+        nbytes = prod(selection.shape) * self.spec.dtype.itemsize
+        head = [f"{self.name}: {sizes} {self.spec.dtype.short}, {nbytes:,} bytes from {cost.summary}"]
         if self.spec.combine == "mean":
             head.append("  the mean of the replicas, taken in float32")
         if self.spec.stored_as:
@@ -178,7 +190,7 @@ class LazyArray(Likeness):
         only (then they agree). Copies in missing files are passed over. Of an averaged tensor it tells whether there
         was something to average.
         """
-        for box in tiles(self.spec.shape, _REPLICAS // self.dtype.itemsize):
+        for box in tiles(self.spec.shape, _REPLICAS // self.spec.dtype.itemsize):
             if not agree(self._store, self.spec, tuple(map(range, box.start, box.stop))):
                 return False
         return True
@@ -250,7 +262,7 @@ class LazyArray(Likeness):
         if self.nbytes > _MOST:  # one stored number that is expanded, or a fill value, may have any shape
             raise DataError(f"{self.name!r} of shape {tuple(self.shape)} is too large to read all of it: read slices")
         strides = c_strides(self.shape)
-        for box in tiles(self.shape, nbytes // self.dtype.itemsize):
+        for box in tiles(self.shape, nbytes // self.spec.dtype.itemsize):
             ahead = sum(a * s for a, s in zip(box.start, strides, strict=True))
             yield ahead, (self if box.shape == self.shape else self.lazy[box.slices])
 
@@ -268,10 +280,11 @@ class LazyArray(Likeness):
 
     def astype(self, dtype: torch.dtype) -> Self:
         """The same tensor, converted to ``dtype`` when it is read. Raises DataError if torch cannot convert it."""
-        if dtype == self.dtype:
+        wanted = dtype_of(dtype)
+        if wanted is self.spec.dtype:
             return self
-        check_converts(self.name, self.dtype, dtype)
-        return type(self)(self._store, replace(self.spec, dtype=dtype), self._selection)
+        check_converts(self.name, self.spec.dtype, wanted)
+        return type(self)(self._store, replace(self.spec, dtype=wanted), self._selection)
 
     @property
     def lazy(self) -> _Deferred[Self]:
@@ -300,7 +313,7 @@ class LazyArray(Likeness):
         if place.type == "meta":
             return torch.empty(self.shape, dtype=dtype or self.dtype, device="meta")
         if dtype is not None and dtype != self.dtype:
-            check_converts(self.name, self.dtype, dtype)
+            check_converts(self.name, self.spec.dtype, dtype_of(dtype))
         if place.type != "cpu":
             ring = Ring(place)
             out = self.read_through(ring, dtype)
@@ -325,9 +338,9 @@ class LazyArray(Likeness):
         array = torch.empty(reads.shape, dtype=dtype or self.dtype, device=ring.device)
         read_to(self._store, self.spec, reads, array, ring)
         if out is None:
-            return reads.finish(array)
+            return finish(reads, array)
         ring.finish()
-        return out.copy_(reads.finish(array))
+        return out.copy_(finish(reads, array))
 
     def start(self, out: torch.Tensor | None = None) -> tuple[Iterable[Task], Callable[[], torch.Tensor]]:
         """Reading the whole, as work to do with that of other tensors: (tasks, what to call when they are done). Into
@@ -339,9 +352,9 @@ class LazyArray(Likeness):
         reads = self._sel.reads()
         if out is None:
             array = empty(reads.shape, self.dtype)
-            return tasks(self._store, self.spec, reads, array), lambda: reads.finish(array)
+            return tasks(self._store, self.spec, reads, array), lambda: finish(reads, array)
         array = out.view(-1)[: prod(reads.shape)].view(reads.shape)  # no larger: an index lists an element once
-        return tasks(self._store, self.spec, reads, array), lambda: _moved(reads.finish(array), out)
+        return tasks(self._store, self.spec, reads, array), lambda: _moved(finish(reads, array), out)
 
     @property
     def held(self) -> TensorSpec:
@@ -374,7 +387,7 @@ class LazyArray(Likeness):
         buffer = maps[extent.path]
         if buffer is None or not self.numel() or extent.offset + self.nbytes > len(buffer):
             return None
-        flat = torch.frombuffer(buffer, dtype=extent.dtype, count=self.numel(), offset=extent.offset)
+        flat = torch.frombuffer(buffer, dtype=self.dtype, count=self.numel(), offset=extent.offset)
         return flat.view(self.spec.shape)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -406,7 +419,7 @@ class LazyArray(Likeness):
             fragment.parts is not None
             or fragment.axes is not None
             or isinstance(extent, Hole)
-            or extent.dtype != spec.dtype
+            or extent.dtype is not spec.dtype
         ):
             return None
         if fragment.span not in (None, (0, spec.numel)) or fragment.local_shape != spec.shape:
@@ -427,7 +440,7 @@ class LazyArray(Likeness):
         if mapped is None:
             return None
         try:
-            view = mapped.array(offset, dtype, shape)[key]
+            view = array_over(mapped, offset, dtype, shape)[key]
         except (IndexError, ValueError, TypeError):  # the planned path can do it, or words the error
             return None
         nbytes = view.nbytes
@@ -435,7 +448,7 @@ class LazyArray(Likeness):
             if nbytes > _SMALL:
                 return None
             copied = view.contiguous()
-        elif nbytes > _SMALL and (nbytes > _LARGE or not self._store.resident(view)):
+        elif nbytes > _SMALL and (nbytes > _LARGE or not self._store.resident(view.data_ptr(), nbytes)):
             return None
         else:
             copied = view.clone()
@@ -450,13 +463,15 @@ class LazyArray(Likeness):
         if extent.offset % extent.dtype.itemsize:
             return ()
         check(self._store, extent.path, extent.offset, self.spec.nbytes)
-        return extent.path, extent.offset, extent.dtype, self.spec.shape
+        return extent.path, extent.offset, extent.dtype.torch, self.spec.shape
 
 
-_CLONABLE = {
-    torch.float32, torch.float64, torch.float16, torch.bfloat16,
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-}  # fmt: skip
+_CLONABLE = frozenset((F32, F64, F16, BF16, I64, I32, I16, I8, U8, BOOL))
+
+
+def shape_of(tensor: LazyArray) -> Shape:
+    """`LazyArray.shape` as a plain tuple, without torch."""
+    return tensor.spec.shape if tensor._selection is None else tensor._selection.shape
 
 
 class _Deferred(Generic[A]):

@@ -10,10 +10,15 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from .core.dtypes import numpy_dtype, to_numpy, widened
+from .core.dtypes import dtype_of, widened
 from .errors import DataError
+from .io.tensors import to_numpy
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from .deferred import torch
 
 # -- What numpy's functions are called with for tensors: arrays that numpy computes with correctly.
 
@@ -57,9 +62,9 @@ def array_function(
 
     def array(tensor: Any) -> np.ndarray[Any, Any]:
         if func in _LOOKING:
-            return np.broadcast_to(np.empty((), numpy_dtype(tensor.dtype)), tuple(tensor.shape))
+            return np.broadcast_to(np.empty((), dtype_of(tensor.dtype).numpy), tuple(tensor.shape))
         whole = read(tensor)
-        return to_numpy(whole if func in _MOVING else whole.to(widened(whole.dtype)))
+        return to_numpy(whole if func in _MOVING else whole.to(_wide(whole.dtype)))
 
     return func(*(replaced(a, kind, array) for a in args), **{k: replaced(v, kind, array) for k, v in kwargs.items()})
 
@@ -85,7 +90,7 @@ def array_ufunc(
         return NotImplemented
 
     def array(tensor: Any) -> np.ndarray[Any, Any]:
-        return to_numpy(read(tensor).to(widened(tensor.dtype)))
+        return to_numpy(read(tensor).to(_wide(tensor.dtype)))
 
     return getattr(ufunc, method)(
         *(replaced(x, kind, array) for x in inputs), **{k: replaced(v, kind, array) for k, v in kwargs.items()}
@@ -158,7 +163,10 @@ class Likeness:
     is_quantized = False
     is_nested = False
     requires_grad = False
-    layout = torch.strided
+
+    @property
+    def layout(self) -> torch.layout:
+        return torch.strided
 
     def __len__(self) -> int:
         if not self.shape:
@@ -303,6 +311,10 @@ class Likeness:
             raise DataError(f"torch does not compare {self!r} in this way: {e}") from None
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return widened(dtype_of(dtype)).torch
+
+
 def _whole(value: Any) -> Any:
     return value[...] if isinstance(value, Likeness) else value
 
@@ -312,5 +324,5 @@ def _comparable(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if value.is_floating_point() and value.itemsize == 1:
-        return value.to(widened(value.dtype))
+        return value.to(_wide(value.dtype))
     return value.to(torch.int64) if value.dtype in (torch.uint16, torch.uint32) else value

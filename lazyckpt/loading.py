@@ -18,11 +18,11 @@ from .core.index import Packed
 from .core.names import unwrapped
 from .errors import DataError, some
 from .formats.shared.wrappers import own_names
-from .io.memory import empty
 from .io.pool import Task, run
 from .io.reading.device import Ring
 from .io.reading.packed import locate_all
 from .io.storage.base import Store
+from .io.tensors import empty
 from .jobs.progress import Bar
 from .layouts.placements import Cut, Layout, Placement, Same, Summand
 from .lazy import LazyArray, named

@@ -14,7 +14,9 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 from .core.index import FileInfo, Index, Mesh, TensorSpec
 from .core.names import Names, Pattern, matcher, shortened
 from .errors import MissingFileError, Problem, TensorNotFoundError, some
+from .formats.dcp.objects import Meta
 from .formats.torch_save import stored_specs
+from .io.metadata import with_torch
 from .io.storage.base import Store
 from .lazy import LazyArray
 
@@ -60,6 +62,7 @@ class Namespace(Mapping[str, A]):
         "_by_stored",
         "_full",
         "_index",
+        "_meta",
         "_names",
         "_of_all",
         "_sides",
@@ -92,6 +95,7 @@ class Namespace(Mapping[str, A]):
         """Reset what is computed on demand."""
         self.kept = {}
         self._full: dict[str, str] | None = None
+        self._meta: Mapping[str, Any] | None = None
         self._names: Names | None = None
         self._specs: Mapping[str, TensorSpec] | None = None
         self._tensors: dict[str, A] = {}
@@ -352,7 +356,10 @@ class Namespace(Mapping[str, A]):
     @property
     def meta(self) -> Mapping[str, Any]:
         """Everything that is not a tensor, as plain objects and inert records (`Opaque`)."""
-        return self._index.meta
+        if self._meta is None:
+            read = self._index.meta
+            self._meta = read.converted(with_torch) if isinstance(read, Meta) else with_torch(read)
+        return self._meta
 
     @property
     def files(self) -> Mapping[str, FileInfo]:
@@ -430,6 +437,11 @@ class Namespace(Mapping[str, A]):
             # a function may not pickle, what it has selected does
             steps.append((kind, frozenset(view)) if kind == "select" and callable(what) else step)
         return tuple(steps)
+
+
+def plain_meta(view: Namespace[Any]) -> Mapping[str, Any]:
+    """`Namespace.meta` as it was read, without torch: a `DType` for a torch.dtype, and such."""
+    return view._index.meta
 
 
 def _quoted(name: str) -> str:

@@ -11,36 +11,32 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
+from .core.dtypes import dtype_of
 from .core.index import Index, TensorSpec, converted, renamed
 from .core.names import matcher
 from .core.units import plural
 from .errors import DataError, MissingFileError, TensorNotFoundError
-from .export.files import FileFormat, export
-from .export.names import NewNames, under
-from .export.safetensors import SAFETENSORS
-from .export.torch import TORCH
 from .formats.opening import opened
 from .formats.shared.wrappers import without_wrappers
 from .formats.zarr.documents import contents
 from .io.storage.base import Store
 from .jobs.executor import Run, runner
 from .layouts.ranks import mesh_of
-from .layouts.rename.apply import renamed_index
-from .layouts.shard import sharded, unsharded
-from .loading import load_into, read_all
 from .namespace import STORED, Namespace, Step
-from .show.html import view_html
 from .show.notebook import States
 from .show.text import COLUMNS, explain, header, rows_of, tree
 from .tensor import LazyTensor
 
 if TYPE_CHECKING:
+    import torch
     import xarray as xr
 
+    from .export.files import FileFormat
+    from .export.names import NewNames
     from .inspect.table import Table
     from .show.plot import ViewPlots
+else:
+    from .deferred import torch
 
 
 class CheckpointView(Namespace[LazyTensor]):
@@ -179,6 +175,8 @@ class CheckpointView(Namespace[LazyTensor]):
 
     def _repr_html_(self) -> str:
         """For Jupyter: a tree that opens and closes. Reads no tensor data."""
+        from .show.html import view_html
+
         return view_html(self)
 
     # -- reading
@@ -211,6 +209,8 @@ class CheckpointView(Namespace[LazyTensor]):
         LazyckptError
             What reading a `LazyTensor` raises.
         """
+        from .loading import read_all
+
         place, dtype = ("cpu", device) if isinstance(device, torch.dtype) else (device, dtype)
         owners = {name: self.owner(name) for name in self._listed}
         done = read_all({owner: self[name] for name, owner in owners.items()}, torch.device(place), dtype, copy)
@@ -231,6 +231,8 @@ class CheckpointView(Namespace[LazyTensor]):
         unexpected_keys) as `load_state_dict` does. Raises DataError if ``strict`` and the names differ, or if a shape
         differs.
         """
+        from .loading import load_into
+
         return load_into(self, module, strict)
 
     # -- looking at its elements
@@ -280,6 +282,8 @@ class CheckpointView(Namespace[LazyTensor]):
         What no line is about, or cannot be cut, keeps its name, with a line in ``problems``. Raises FormatError (no
         such table, or a line that cannot be), DataError (of a part of a checkpoint below a prefix: rename first).
         """
+        from .layouts.rename.apply import renamed_index
+
         index, shown = self._shown("rename")
         return self._of(renamed_index(index, shown, names, reverse))
 
@@ -290,14 +294,15 @@ class CheckpointView(Namespace[LazyTensor]):
 
         Raises DataError for a dtype that is no floating-point one, or that torch cannot convert a tensor to.
         """
-        if not dtype.is_floating_point:
+        wanted = dtype_of(dtype)
+        if not wanted.is_floating_point:
             raise DataError(f"floating-point tensors are not converted to {dtype}: name a floating-point dtype")
 
         def of(index: Index) -> Index:
             if self._state == STORED:
-                return replace(index, stored=converted(self.specs, dtype))
+                return replace(index, stored=converted(self.specs, wanted))
             layout = index.layout and replace(index.layout, source=of(index.layout.source))
-            states = {**index.states, self._state: converted(index.states[self._state], dtype)}
+            states = {**index.states, self._state: converted(index.states[self._state], wanted)}
             return replace(index, states=states, layout=layout)
 
         return self._of(of(self._index), self._steps)
@@ -325,6 +330,8 @@ class CheckpointView(Namespace[LazyTensor]):
         Raises MeshError (a degree that does not divide), FormatError (a tensor that no rule is known of, or rules that
         are not understood), SelectionError (no such rank), DataError (of a part below a prefix).
         """
+        from .layouts.shard import sharded
+
         index, shown = self._shown("shard")
         return self._of(sharded(index, shown, mesh_of(tp, pp, dp, ep), rank, rules or {}, self.kept))
 
@@ -398,6 +405,8 @@ class CheckpointView(Namespace[LazyTensor]):
         CorruptError (``verify``: what was written differs), ChangedFileError (a source was written to meanwhile), and
         what reading raises.
         """
+        from .export.safetensors import SAFETENSORS
+
         return self._export(
             SAFETENSORS, dest, dtype, max_shard_size, names, overwrite, progress, runner(executor, memory), verify
         )
@@ -418,6 +427,8 @@ class CheckpointView(Namespace[LazyTensor]):
         """Write the view as state dicts that `torch.load` reads, tied names on the same storage; otherwise as
         `to_safetensors`. ``dest``: a file that ends with .pt, .pth, .bin or .ckpt, or a folder, which gets
         ``pytorch_model.bin`` or numbered shards and their index."""
+        from .export.torch import TORCH
+
         return self._export(
             TORCH, dest, dtype, max_shard_size, names, overwrite, progress, runner(executor, memory), verify
         )
@@ -664,6 +675,9 @@ class CheckpointView(Namespace[LazyTensor]):
         run: Run,
         verify: bool,
     ) -> list[Path]:
+        from .export.files import export
+        from .export.names import under
+
         check_whole(self)
         tensors, aliases = under(names, *self.once())
         return export(
@@ -692,6 +706,8 @@ def unshard(views: Iterable[CheckpointView]) -> CheckpointView:
 
     Raises MeshError if they are not of one checkpoint on one mesh, or a rank is missing; DataError for parts of shards.
     """
+    from .layouts.shard import unsharded
+
     shards = list(views)
     if any(view._steps for view in shards):
         raise DataError("these views are parts of shards: put the whole shards together, then take the part")

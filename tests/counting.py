@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 from unittest import mock
 
-import torch
-
 import lazyckpt
 from lazyckpt.core.index import FileInfo
 from lazyckpt.io.storage.base import Buffer, Entry, Store
@@ -102,7 +100,7 @@ class CountingStore:
     def private(self, path: str) -> None:
         return None
 
-    def resident(self, view: torch.Tensor) -> bool:
+    def resident(self, address: int, nbytes: int) -> bool:
         return False
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -342,5 +342,5 @@ class PlainStore:
     def private(self, path: str) -> None:
         return None
 
-    def resident(self, view: torch.Tensor) -> bool:
+    def resident(self, address: int, nbytes: int) -> bool:
         return False

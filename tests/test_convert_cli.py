@@ -281,7 +281,7 @@ def test_processes(model: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) 
     ],
 )  # fmt: skip
 def test_names_of_dtypes(name: str, dtype: torch.dtype) -> None:
-    assert dtype_named(name) == dtype
+    assert dtype_named(name).torch == dtype
 
 
 def test_astype_of_a_view(zero_cases: dict[str, Case]) -> None:

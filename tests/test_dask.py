@@ -19,10 +19,11 @@ import torch
 from safetensors.torch import save_file
 
 import lazyckpt
-from lazyckpt.core.dtypes import to_numpy, widened
+from lazyckpt.core.dtypes import dtype_of, widened
 from lazyckpt.core.index import Extent, FileInfo, Rank, TensorSpec
 from lazyckpt.formats.shared.flat import FlatFragments, Partition
 from lazyckpt.io.storage.local import LocalStore
+from lazyckpt.io.tensors import to_numpy
 
 from .counting import opened
 from .oracle import indexed, same
@@ -42,7 +43,7 @@ def tensors(case: Case, view: lazyckpt.CheckpointView) -> Iterator[tuple[lazyckp
 
 def equal(got: Any, want: torch.Tensor, what: object) -> None:
     """Bit for bit, in the dtype that numpy computes with."""
-    wanted = to_numpy(want.contiguous().to(widened(want.dtype)))
+    wanted = to_numpy(want.contiguous().to(widened(dtype_of(want.dtype)).torch))
     assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape), what
     assert np.asarray(got).tobytes() == wanted.tobytes(), what
 

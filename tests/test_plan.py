@@ -218,7 +218,7 @@ def test_reads_at_most_the_gap_between_two_runs(data: st.DataObject, case: Place
 def test_splitting_ends(data: st.DataObject, case: Placed) -> None:
     """However small the blocks, a copy falls into at most as many tasks as it has elements, none of them empty."""
     reads = Selection.all(case.truth.shape)[data.draw(keys(case.truth.shape))].reads()
-    out = torch.empty(reads.shape, dtype=case.spec.dtype)
+    out = torch.empty(reads.shape, dtype=case.spec.dtype.torch)
     with files(case) as folder, mock.patch.multiple(gather, BLOCK=16, _RUN=8):
         for store in stores(folder).values():
             tasks = list(islice(gather.tasks(store, case.spec, reads, out), out.numel() + 1))

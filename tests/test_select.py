@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from lazyckpt import LazyckptError, SelectionError
 from lazyckpt.core.select import Selection
+from lazyckpt.io.reading.gather import finish
 
 from .algebra import Array, index, keys, often, plain, shapes
 
@@ -35,7 +36,7 @@ def carry_out(selection: Selection, array: Array) -> Array:
         out[place] = array[np.ix_(*want)] if want else array
         filled[place] += 1
     assert (filled == 1).all(), "the blocks do not cover what is read exactly once"
-    return reads.finish(torch.from_numpy(out)).numpy()
+    return finish(reads, torch.from_numpy(out)).numpy()
 
 
 @often

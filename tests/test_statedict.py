@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lazyckpt
-from lazyckpt.core.dtypes import FROM_SAFETENSORS, TO_SAFETENSORS
+from lazyckpt.core.dtypes import FROM_SAFETENSORS, dtype_of
 from lazyckpt.distributed import (
     empty_cache,
     get_device_type,
@@ -151,7 +151,7 @@ def test_safetensors_of_memory(tmp_path: Path) -> None:
     from safetensors import safe_open
     from safetensors.torch import load_file
 
-    state = {name: t for name, t in _memory().items() if t.dtype in TO_SAFETENSORS}
+    state = {name: t for name, t in _memory().items() if dtype_of(t.dtype).safetensors}
     del state["tied.two"]
     path = save_state_dict(state, tmp_path / "model.safetensors")
     read = load_file(path)

@@ -20,9 +20,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import lazyckpt
-from lazyckpt.core.dtypes import to_numpy, widened
+from lazyckpt.core.dtypes import dtype_of, widened
 from lazyckpt.engine import LazyckptBackend
 from lazyckpt.interop.xarray import to_f32
+from lazyckpt.io.tensors import to_numpy
 
 from .counting import opened
 from .writers import Case
@@ -39,7 +40,7 @@ def variables(tree: xr.DataTree) -> Iterator[tuple[str, xr.DataArray]]:
 
 def equal(got: Any, want: Tensor, what: object = "") -> None:
     """Bit for bit, in the dtype that numpy computes with."""
-    wanted = to_numpy(want.contiguous().to(widened(want.dtype)))
+    wanted = to_numpy(want.contiguous().to(widened(dtype_of(want.dtype)).torch))
     assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape), what
     assert np.asarray(got).tobytes() == wanted.tobytes(), what
 
@@ -150,7 +151,7 @@ def test_opening_reads_nothing_and_a_slice_its_fragments(dcp_cases: dict[str, Ca
 def test_indexing_is_numpys(case: Case) -> None:
     view, rng = lazyckpt.open(case.path), np.random.default_rng(3)
     for name, array in variables(view.to_xarray()):
-        whole = to_numpy(case.truth[view.state][name].contiguous().to(widened(view[name].dtype)))
+        whole = to_numpy(case.truth[view.state][name].contiguous().to(widened(view[name].spec.dtype).torch))
         lists = [rng.integers(-n, n, 4) if n else np.array([], int) for n in whole.shape]
         keys: list[Any] = [(), ..., (slice(None, None, -1),) * whole.ndim, (slice(1, None, 2),) * whole.ndim]
         keys += [(lists[0],), (-1,), (slice(None, None, -2), *lists[1:2])] if whole.ndim and whole.size else []

@@ -29,6 +29,7 @@ from zarr.storage import MemoryStore
 import lazyckpt
 from lazyckpt.core.box import Box, c_strides
 from lazyckpt.core.chunking import chunk_box, chunk_shape, fragment_grid, grid_of
+from lazyckpt.core.dtypes import F32
 from lazyckpt.core.index import Extent, Fragment, Part, TensorSpec
 from lazyckpt.core.plan import plan
 from lazyckpt.core.references import reference_chunk, references
@@ -193,9 +194,7 @@ def test_paths_are_unique_and_legal(given_names: set[str]) -> None:
 @settings(max_examples=20, deadline=None)
 @given(st.sets(names, max_size=8))
 def test_zarr_finds_what_is_consolidated(given_names: set[str]) -> None:
-    arrays = {
-        f"weights/{path}": documents.array(name, (2,), torch.float32, (2,)) for name, path in paths(given_names).items()
-    }
+    arrays = {f"weights/{path}": documents.array(name, (2,), F32, (2,)) for name, path in paths(given_names).items()}
     nodes = documents.hierarchy(arrays, {}, ["weights", "fp32"])
     store = MemoryStore()
     buffer = zarr.core.buffer.default_buffer_prototype().buffer

@@ -17,6 +17,7 @@ import torch
 
 import lazyckpt
 from lazyckpt import CorruptError, DataError, FormatError, MissingFileError
+from lazyckpt.core.dtypes import dtype_of
 from lazyckpt.core.index import Extent
 from lazyckpt.formats.zarr.metadata import fill_bytes
 
@@ -190,7 +191,7 @@ def test_exports_that_are_not_right(zarr_cases: dict[str, Case], tmp_path: Path)
     ],
 )
 def test_fill_values(value: Any, dtype: torch.dtype, bits: str) -> None:
-    assert fill_bytes(value, dtype, "here").hex() == bits
+    assert fill_bytes(value, dtype_of(dtype), "here").hex() == bits
 
 
 @pytest.mark.parametrize(
@@ -200,7 +201,7 @@ def test_fill_values(value: Any, dtype: torch.dtype, bits: str) -> None:
 )  # fmt: skip
 def test_fill_values_that_are_none(value: Any, dtype: torch.dtype) -> None:
     with pytest.raises(CorruptError, match="here"):
-        fill_bytes(value, dtype, "here")
+        fill_bytes(value, dtype_of(dtype), "here")
 
 
 @pytest.mark.parametrize("version", [2, 3])

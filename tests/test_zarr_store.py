@@ -19,10 +19,10 @@ from zarr.abc.store import OffsetByteRequest, RangeByteRequest, SuffixByteReques
 from zarr.core.buffer import default_buffer_prototype
 
 import lazyckpt
-from lazyckpt.core.dtypes import to_numpy
 from lazyckpt.formats.zarr.documents import NAMES, component, paths
 from lazyckpt.interop.zarr_store import ViewStore
 from lazyckpt.io.plain_json import decode
+from lazyckpt.io.tensors import to_numpy
 
 from .contract import open_case
 from .counting import opened
@@ -36,7 +36,7 @@ def nodes(view: lazyckpt.CheckpointView) -> dict[str, lazyckpt.LazyTensor]:
     found = {}
     for state, part in view.states.items():
         tensors, _ = part.once()
-        tensors = {name: t for name, t in tensors.items() if t.dtype in NAMES}
+        tensors = {name: t for name, t in tensors.items() if t.spec.dtype in NAMES}
         found |= {f"{component(state)}/{path}": tensors[name] for name, path in paths(tensors).items()}
     return found
 

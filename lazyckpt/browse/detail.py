@@ -8,7 +8,6 @@ from typing import Any
 
 from textual.content import Content
 
-from ..core.dtypes import short_name
 from ..core.units import human_bytes, human_count, plural
 from ..errors import LazyckptError, and_more, printable
 from ..lazy import cost_of
@@ -118,7 +117,7 @@ def of_prefix(view: CheckpointView, entry: Entry, names: list[str]) -> Detail:
         ("size", f"{entry.nbytes:,} bytes ({human_bytes(entry.nbytes)})"),
     ]
     if len(names) <= _COUNTED:
-        dtypes = Counter(short_name(view[name].dtype) for name in names)
+        dtypes = Counter(view[name].spec.dtype.short for name in names)
         found += [("dtype", f"{dtype}: {plural(count, 'tensor')}") for dtype, count in dtypes.most_common()]
     return found
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import codecs
+import os
 import re
 import sys
 from functools import cache
-from typing import NoReturn
-
-from rich.console import Console
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from ..errors import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # Arguments of Python that commands have as options.
 _ARGUMENT = re.compile(
@@ -59,21 +60,35 @@ def write_text(text: str) -> None:
     sys.stdout.write("\n")
 
 
-class _Console(Console):
-    """Leaves a pipe that nobody reads to `program`, as all that is written is."""
-
-    def on_broken_pipe(self) -> NoReturn:
-        raise BrokenPipeError
-
-
 @cache
 def console(err: bool = False) -> Console:
     """Where lines go: stdout, or stderr."""
+    from rich.console import Console
+
+    class _Console(Console):
+        """Leaves a pipe that nobody reads to `program`, as all that is written is."""
+
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
     return _Console(stderr=err, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def _styled(err: bool) -> bool:
+    """Whether lines may have colours: on a terminal, or where the user asks for them. Elsewhere rich, which is slow to
+    import and to print with, is not needed."""
+    forced = os.environ.get("FORCE_COLOR") or os.environ.get("TTY_COMPATIBLE") == "1"
+    return bool(forced) or (sys.stderr if err else sys.stdout).isatty()
 
 
 def write_line(*pieces: tuple[str, str], err: bool = False, strip: bool = False) -> None:
     """One line of (text, style) pieces, literally."""
+    if not _styled(err):
+        text = "".join(printable(text) for text, _ in pieces)
+        (sys.stderr if err else sys.stdout).write((text.rstrip() if strip else text) + "\n")
+        return
+    from rich.text import Text
+
     line = Text()
     for text, style in pieces:
         line.append(printable(text), style)

@@ -9,6 +9,7 @@ import typer
 
 from ..errors import TensorNotFoundError, and_more
 from ..io.plain_json import encode
+from ..namespace import plain_meta
 from ..show.about import facts_of, meta_lines
 from .console import write_line, write_text
 from .options import FormatOption, JsonOption, PathArg, RulesOption, TagOption, open_view, typed
@@ -31,7 +32,7 @@ def info(
     Format, mesh, sizes, dtypes, states, step, loss; then all that is no tensor. Reads no tensor data.
     """
     view = open_view(path, None, False, tag, format, rules)
-    meta = _part(view.meta, typed(key))
+    meta = _part(plain_meta(view), typed(key))
     facts = [] if key else facts_of(view)
     if as_json:
         write_text(json.dumps({**dict(facts), "meta": encode(dict(meta) if not key else meta)}, indent=2))

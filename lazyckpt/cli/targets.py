@@ -91,4 +91,4 @@ def prepared(view: CheckpointView, wanted: Wanted) -> CheckpointView:
         view = matching(view, wanted.select, "--select")
     if wanted.rename is not None:
         view = view.rename(read_table(wanted.rename) if wanted.rename.endswith(ENDINGS) else wanted.rename)
-    return view if wanted.dtype is None else view.astype(dtype_named(wanted.dtype))
+    return view if wanted.dtype is None else view.astype(dtype_named(wanted.dtype).torch)

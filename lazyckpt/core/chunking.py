@@ -51,8 +51,7 @@ def chunk_shape(spec: TensorSpec, least: int, most: int, pieces: int = 1) -> Sha
     Elsewhere rows of at most ``most`` bytes, at least ``pieces`` chunks if there are so many rows.
 
     >>> from .index import Extent, whole
-    >>> import torch
-    >>> spec = whole("w", Extent("f", 0, torch.float32, (100, 1024), (1024, 1)))
+    >>> spec = whole("w", Extent("f", 0, "float32", (100, 1024), (1024, 1)))
     >>> chunk_shape(spec, 1 << 16, 1 << 17)
     (25, 1024)
     """

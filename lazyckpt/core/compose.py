@@ -10,10 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, NamedTuple
 
-import torch
-
 from ..errors import LazyckptError
 from .box import Box, Shape
+from .dtypes import DType
 from .index import Fragment, Hole, Part, TensorSpec, from_folder
 from .plan import OnDemand, Selection, fragments_near, plan
 
@@ -52,7 +51,7 @@ def whole_of(source: TensorSpec, start: Shape, axes: Axes | None = None) -> Piec
 def compose(name: str, shape: Shape, pieces: Sequence[Piece], rule: str = "", stored_as: str = "") -> TensorSpec:
     """A tensor of these pieces. Raises ValueError if they differ in dtype or in how replicas count, if one does not
     fit, or if there is none."""
-    dtypes: set[torch.dtype] = {piece.source.dtype for piece in pieces}
+    dtypes: set[DType] = {piece.source.dtype for piece in pieces}
     combines: set[Literal["first", "mean"]] = {piece.source.combine for piece in pieces}
     if len(dtypes) != 1 or len(combines) != 1:
         raise ValueError(
@@ -170,7 +169,7 @@ class StackedFragments(ComposedFragments):
     steps: tuple[int, ...] = ()
 
 
-def stack(name: str, layers: Sequence[Layer], dtype: torch.dtype) -> TensorSpec:
+def stack(name: str, layers: Sequence[Layer], dtype: DType) -> TensorSpec:
     """The tensors (of one shape, one at least) as one of shape (layers, ...), converted to ``dtype``. Raises ValueError
     if they differ in shape, or in whether replicas are averaged."""
     pieces: list[Piece] = []

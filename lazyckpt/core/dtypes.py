@@ -1,89 +1,217 @@
-"""One table of dtypes: what torch, safetensors, numpy (with ml_dtypes) and old torch storages call the same thing."""
+"""One table of dtypes: what torch, safetensors, numpy (with ml_dtypes) and old torch storages call the same thing.
+
+A checkpoint is described without torch, which takes a second to import: a `DType` gives the objects of torch and numpy
+when it is asked for them.
+"""
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, NamedTuple
-
-import ml_dtypes
-import numpy as np
-import torch
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import DataError
 
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
 
-class Row(NamedTuple):
-    torch: torch.dtype
-    short: str  # as shown to people
+
+class DType:
+    """What the elements of a tensor are. There is one object for each dtype: compare them with ``is``, or with ``==``,
+    which also takes a `torch.dtype`.
+
+    Attributes
+    ----------
+    name : str
+        The name in torch: ``"bfloat16"``.
+    short : str
+        As shown to people: ``"bf16"``.
+    itemsize : int
+        Bytes of an element.
+    is_floating_point, is_complex, is_signed : bool
+        As in torch.
+    is_number : bool
+        Whether torch converts elements to other dtypes. Packed bits and quantized integers are no numbers.
+    safetensors : str or None
+        The name in safetensors; None if it has no such dtype.
+    storage : str or None
+        The class in torch that old pickles name the dtype by; None if there is none.
+    """
+
+    __slots__ = (
+        "_numpy", "_torch", "is_complex", "is_floating_point", "is_number", "is_signed", "itemsize", "name",
+        "safetensors", "short", "storage",
+    )  # fmt: skip
+
+    name: str
+    short: str
+    itemsize: int
+    is_floating_point: bool
+    is_complex: bool
+    is_signed: bool
+    is_number: bool
     safetensors: str | None
-    numpy: Any  # None: numpy has no such dtype
-    storage: str | None  # the class in `torch` that old pickles name the dtype by
+    storage: str | None
+    _numpy: str
+    _torch: torch.dtype | None
+
+    def __init__(
+        self, name: str, short: str, itemsize: int, kind: str, safetensors: str | None, numpy: str, storage: str | None
+    ) -> None:
+        """``kind``: the letters that apply of f(loating point), c(omplex), s(igned), n(umber). ``numpy``: the name in
+        numpy, or "ml_dtypes." and the name there; empty if numpy has no such dtype."""
+        values = {
+            "name": name, "short": short, "itemsize": itemsize, "is_floating_point": "f" in kind,
+            "is_complex": "c" in kind, "is_signed": "s" in kind, "is_number": "n" in kind, "safetensors": safetensors,
+            "storage": storage, "_numpy": numpy, "_torch": None,
+        }  # fmt: skip
+        for slot, value in values.items():
+            object.__setattr__(self, slot, value)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"a DType cannot be changed: {name!r}")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"a DType cannot be changed: {name!r}")
+
+    def __repr__(self) -> str:
+        return f"torch.{self.name}"
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or (_is_torch(other) and other is self.torch)
+
+    __hash__ = object.__hash__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _named, (self.name,)
+
+    def __copy__(self) -> DType:
+        return self
+
+    def __deepcopy__(self, memo: object) -> DType:
+        return self
+
+    @property
+    def torch(self) -> torch.dtype:
+        """The `torch.dtype`. Raises DataError if the installed torch has none of this name."""
+        if self._torch is None:
+            module = import_module("torch")
+            found = getattr(module, self.name, None)
+            if found is None:
+                raise DataError(f"torch {module.__version__} has no dtype {self.name}: a later version has")
+            object.__setattr__(self, "_torch", found)
+        assert self._torch is not None
+        return self._torch
+
+    @property
+    def numpy(self) -> np.dtype[Any]:
+        """The dtype of numpy, or of ml_dtypes. Raises DataError if they have none.
+
+        >>> dtype_named("bf16").numpy
+        dtype(bfloat16)
+        """
+        if not self._numpy:
+            raise DataError(f"numpy has no {self}{_instead(self)}")
+        import numpy as np
+
+        name = self._numpy
+        found: np.dtype[Any] = np.dtype(
+            getattr(import_module("ml_dtypes"), name.removeprefix("ml_dtypes.")) if "." in name else name
+        )
+        return found
 
 
-def _rows() -> list[Row]:
-    t, m = torch, ml_dtypes
-    rows = [
-        Row(t.float32, "f32", "F32", np.float32, "FloatStorage"),
-        Row(t.bfloat16, "bf16", "BF16", m.bfloat16, "BFloat16Storage"),
-        Row(t.float16, "f16", "F16", np.float16, "HalfStorage"),
-        Row(t.float64, "f64", "F64", np.float64, "DoubleStorage"),
-        Row(t.int64, "i64", "I64", np.int64, "LongStorage"),
-        Row(t.int32, "i32", "I32", np.int32, "IntStorage"),
-        Row(t.int16, "i16", "I16", np.int16, "ShortStorage"),
-        Row(t.int8, "i8", "I8", np.int8, "CharStorage"),
-        Row(t.uint8, "u8", "U8", np.uint8, "ByteStorage"),
-        Row(t.uint16, "u16", "U16", np.uint16, None),
-        Row(t.uint32, "u32", "U32", np.uint32, None),
-        Row(t.uint64, "u64", "U64", np.uint64, None),
-        Row(t.bool, "bool", "BOOL", np.bool_, "BoolStorage"),
-        Row(t.complex32, "c32", None, None, None),
-        Row(t.complex64, "c64", "C64", np.complex64, "ComplexFloatStorage"),
-        Row(t.complex128, "c128", None, np.complex128, "ComplexDoubleStorage"),
-        Row(t.float8_e4m3fn, "f8_e4m3", "F8_E4M3", m.float8_e4m3fn, None),
-        Row(t.float8_e5m2, "f8_e5m2", "F8_E5M2", m.float8_e5m2, None),
-        Row(t.float8_e4m3fnuz, "f8_e4m3fnuz", "F8_E4M3FNUZ", m.float8_e4m3fnuz, None),
-        Row(t.float8_e5m2fnuz, "f8_e5m2fnuz", "F8_E5M2FNUZ", m.float8_e5m2fnuz, None),
-        # Integers of a quantized tensor: read as they are stored, their scale is another matter (see io/rebuild.py).
-        Row(t.int8, "i8", None, np.int8, "QInt8Storage"),
-        Row(t.uint8, "u8", None, np.uint8, "QUInt8Storage"),
-        Row(t.int32, "i32", None, np.int32, "QInt32Storage"),
-        Row(t.uint8, "u8", None, np.uint8, "QUInt4x2Storage"),
-        Row(t.uint8, "u8", None, np.uint8, "QUInt2x4Storage"),
-    ]
-    # Later additions to torch; two 4-bit floats share a byte, and a shape counts the bytes, as torch does.
-    for name, short, st, np_dtype in (
-        ("float8_e8m0fnu", "f8_e8m0", "F8_E8M0", m.float8_e8m0fnu),
-        ("float4_e2m1fn_x2", "f4x2", None, None),
-        ("bits8", "bits8", None, None),
-        ("bits16", "bits16", None, None),
-        ("bits1x8", "bits1x8", None, None),
-        ("bits2x4", "bits2x4", None, None),
-        ("bits4x2", "bits4x2", None, None),
-    ):
-        if hasattr(t, name):
-            rows.append(Row(getattr(t, name), short, st, np_dtype, None))
-    return rows
+F32 = DType("float32", "f32", 4, "fsn", "F32", "float32", "FloatStorage")
+F64 = DType("float64", "f64", 8, "fsn", "F64", "float64", "DoubleStorage")
+F16 = DType("float16", "f16", 2, "fsn", "F16", "float16", "HalfStorage")
+BF16 = DType("bfloat16", "bf16", 2, "fsn", "BF16", "ml_dtypes.bfloat16", "BFloat16Storage")
+I64 = DType("int64", "i64", 8, "sn", "I64", "int64", "LongStorage")
+I32 = DType("int32", "i32", 4, "sn", "I32", "int32", "IntStorage")
+I16 = DType("int16", "i16", 2, "sn", "I16", "int16", "ShortStorage")
+I8 = DType("int8", "i8", 1, "sn", "I8", "int8", "CharStorage")
+U8 = DType("uint8", "u8", 1, "n", "U8", "uint8", "ByteStorage")
+U16 = DType("uint16", "u16", 2, "n", "U16", "uint16", None)
+U32 = DType("uint32", "u32", 4, "n", "U32", "uint32", None)
+U64 = DType("uint64", "u64", 8, "n", "U64", "uint64", None)
+BOOL = DType("bool", "bool", 1, "n", "BOOL", "bool", "BoolStorage")
+C32 = DType("complex32", "c32", 4, "csn", None, "", None)
+C64 = DType("complex64", "c64", 8, "csn", "C64", "complex64", "ComplexFloatStorage")
+C128 = DType("complex128", "c128", 16, "csn", None, "complex128", "ComplexDoubleStorage")
+F8_E4M3FN = DType("float8_e4m3fn", "f8_e4m3", 1, "fsn", "F8_E4M3", "ml_dtypes.float8_e4m3fn", None)
+F8_E5M2 = DType("float8_e5m2", "f8_e5m2", 1, "fsn", "F8_E5M2", "ml_dtypes.float8_e5m2", None)
+F8_E4M3FNUZ = DType("float8_e4m3fnuz", "f8_e4m3fnuz", 1, "fsn", "F8_E4M3FNUZ", "ml_dtypes.float8_e4m3fnuz", None)
+F8_E5M2FNUZ = DType("float8_e5m2fnuz", "f8_e5m2fnuz", 1, "fsn", "F8_E5M2FNUZ", "ml_dtypes.float8_e5m2fnuz", None)
+F8_E8M0FNU = DType("float8_e8m0fnu", "f8_e8m0", 1, "fn", "F8_E8M0", "ml_dtypes.float8_e8m0fnu", None)
+# Two 4-bit floats share a byte, and a shape counts the bytes, as torch does.
+F4_E2M1FN_X2 = DType("float4_e2m1fn_x2", "f4x2", 1, "fs", None, "", None)
 
+_PACKED = tuple(DType(name, name, 1, "", None, "", None) for name in ("bits8", "bits1x8", "bits2x4", "bits4x2")) + (
+    DType("bits16", "bits16", 2, "", None, "", None),
+    *(DType(f"uint{n}", f"uint{n}", 1, "", None, "", None) for n in range(1, 8)),
+    *(DType(f"int{n}", f"int{n}", 1, "s", None, "", None) for n in range(1, 8)),
+    *(DType(name, name, 1, "s" if name == "qint8" else "", None, "", None)
+      for name in ("qint8", "quint8", "quint4x2", "quint2x4")),
+    DType("qint32", "qint32", 4, "s", None, "", None),
+)  # fmt: skip
+DTYPES = (
+    F32, BF16, F16, F64, I64, I32, I16, I8, U8, U16, U32, U64, BOOL, C32, C64, C128, F8_E4M3FN, F8_E5M2, F8_E4M3FNUZ,
+    F8_E5M2FNUZ, F8_E8M0FNU, F4_E2M1FN_X2, *_PACKED,
+)  # fmt: skip
 
-# Equal-sized types that move bits whatever they mean: not every dtype of torch can be copied with strides, or flipped.
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-
-_ROWS = _rows()
-_BY_TORCH = {row.torch: row for row in reversed(_ROWS)}
-FROM_SAFETENSORS = {row.safetensors: row.torch for row in _ROWS if row.safetensors}
-TO_SAFETENSORS = {row.torch: row.safetensors for row in reversed(_ROWS) if row.safetensors}
-FROM_STORAGE = {row.storage: row.torch for row in _ROWS if row.storage}
-FROM_NAME = {name: d for name, d in vars(torch).items() if isinstance(d, torch.dtype)}
+_ALIASES = {
+    "float": F32, "double": F64, "half": F16, "long": I64, "int": I32, "short": I16, "cfloat": C64, "cdouble": C128,
+    "chalf": C32,
+}  # fmt: skip
+FROM_NAME: dict[str, DType] = {d.name: d for d in DTYPES} | _ALIASES  # the names in torch
+FROM_NAME["bit"] = FROM_NAME["uint1"]
+FROM_SAFETENSORS = {d.safetensors: d for d in DTYPES if d.safetensors}
+FROM_STORAGE = {d.storage: d for d in DTYPES if d.storage} | {
+    # Integers of a quantized tensor are read as they are stored; their scale is elsewhere (see pickle/rebuild.py).
+    "QInt8Storage": I8, "QUInt8Storage": U8, "QInt32Storage": I32, "QUInt4x2Storage": U8, "QUInt2x4Storage": U8,
+}  # fmt: skip
 _FLOATS = {name: d for name, d in FROM_NAME.items() if name.startswith("float") and name != "float"}
 _WRITTEN = (  # lower case: torch's names, those shown to people, and float written as f or fp
     {start + name.removeprefix("float"): d for name, d in _FLOATS.items() for start in ("f", "fp")}
-    | {start + row.short[1:]: row.torch for row in _ROWS if row.short[0] == "f" for start in ("f", "fp", "float")}
-    | {row.short: row.torch for row in _ROWS}
+    | {start + d.short[1:]: d for d in DTYPES if d.short[0] == "f" for start in ("f", "fp", "float")}
+    | {d.short: d for d in DTYPES}
     | FROM_NAME
 )
+_of_torch: dict[Any, DType] = {}  # filled when they are first asked for
 
 
-def dtype_named(name: str) -> torch.dtype:
+def _named(name: str) -> DType:
+    return FROM_NAME[name]
+
+
+def _is_torch(value: object) -> bool:
+    torch = sys.modules.get("torch")  # there is no torch.dtype before it is imported
+    return torch is not None and isinstance(value, torch.dtype)
+
+
+def dtype_of(value: DType | torch.dtype | np.dtype[Any] | str) -> DType:
+    """The `DType` for a dtype of torch or numpy, or its name. Raises DataError for anything else.
+
+    >>> dtype_of("bf16"), dtype_of("torch.float32")
+    (torch.bfloat16, torch.float32)
+    """
+    if type(value) is DType:
+        return value
+    found = _of_torch.get(value)
+    if found is None:
+        if isinstance(value, str):
+            return dtype_named(value)
+        if _is_torch(value):
+            found = FROM_NAME.get(str(value).removeprefix("torch."))
+        elif hasattr(value, "itemsize") and hasattr(value, "newbyteorder"):  # of numpy, or of ml_dtypes
+            found = FROM_NAME.get(str(value.newbyteorder("=")))
+        if found is None:
+            raise DataError(f"{value!r} is not a dtype that lazyckpt knows: take one of torch's, such as torch.float32")
+        _of_torch[value] = found
+    return found
+
+
+def dtype_named(name: str) -> DType:
     """The dtype that a person means. Raises DataError.
 
     >>> dtype_named("bf16"), dtype_named("FP16"), dtype_named("torch.float32"), dtype_named("fp8_e4m3")
@@ -96,79 +224,32 @@ def dtype_named(name: str) -> torch.dtype:
     return found
 
 
-def check_converts(name: str, source: torch.dtype, to: torch.dtype) -> None:
+def check_converts(name: str, source: DType, to: DType) -> None:
     """Raise DataError if torch cannot convert elements of the tensor ``name`` from one dtype to the other."""
     if not converts(source, to):
         raise DataError(f"{name!r} is {source}, torch does not convert that to {to}{_instead(source)}")
 
 
-def _instead(dtype: torch.dtype) -> str:
+def _instead(dtype: DType) -> str:
     """The end of a message about a dtype that cannot be used: what to call on the tensor instead."""
     if dtype.is_complex:
         return ": convert it first, t.to(torch.complex64)"
-    if converts(dtype, torch.float32):
+    if dtype.is_number:
         return ": convert it first, t.to(torch.float32)"
-    bits = {1: torch.uint8, 2: torch.uint16}.get(dtype.itemsize)
+    bits = {1: U8, 2: U16}.get(dtype.itemsize)
     return f": its elements are packed bits, t[...].view({bits}) gives them as integers" if bits else ""
 
 
-@cache
-def converts(source: torch.dtype, to: torch.dtype) -> bool:
+def converts(source: DType, to: DType) -> bool:
     """Whether torch converts elements of one dtype to the other: of packed bits it does not."""
-    try:
-        torch.empty(1, dtype=source, device="cpu").to(to)
-    except (NotImplementedError, RuntimeError):  # torch's two ways to say that it has no such conversion
-        return False
-    return True
+    return source is to or (source.is_number and to.is_number)
 
 
-def short_name(dtype: torch.dtype) -> str:
-    """As shown to people: ``bf16``.
-
-    >>> short_name(torch.bfloat16)
-    'bf16'
-    """
-    row = _BY_TORCH.get(dtype)
-    return row.short if row else str(dtype).removeprefix("torch.")
-
-
-def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """What numpy (with ml_dtypes) calls it. Raises DataError if it has no such dtype.
-
-    >>> numpy_dtype(torch.bfloat16)
-    dtype(bfloat16)
-    """
-    row = _BY_TORCH.get(dtype)
-    if row is None or row.numpy is None:
-        raise DataError(f"numpy has no {dtype}{_instead(dtype)}")
-    found: np.dtype[Any] = np.dtype(row.numpy)
-    return found
-
-
-@cache
-def widened(dtype: torch.dtype) -> torch.dtype:
+def widened(dtype: DType) -> DType:
     """The dtype that numpy, Dask and xarray compute with: float32 for floating-point numbers of 8 and 16 bits, whose
     sums numpy would round at every step (or overflow); any other as it is.
 
-    >>> widened(torch.bfloat16), widened(torch.float64), widened(torch.int8)
+    >>> widened(BF16), widened(F64), widened(I8)
     (torch.float32, torch.float64, torch.int8)
     """
-    narrow = dtype.is_floating_point and dtype.itemsize <= 2 and converts(dtype, torch.float32)
-    return torch.float32 if narrow else dtype
-
-
-def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A CPU tensor as a numpy array over the same memory; bf16 and fp8 with the dtypes of ml_dtypes.
-
-    Raises DataError if numpy has no such dtype, or no array of that shape.
-    """
-    dtype = numpy_dtype(tensor.dtype)
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    try:
-        if dtype.isbuiltin == 1:  # numpy's own, not ml_dtypes'
-            return tensor.numpy()
-        raw: np.ndarray[Any, Any] = tensor.contiguous().view(BITS[tensor.itemsize]).numpy()
-        named: np.ndarray[Any, Any] = raw.view(dtype)
-        return named.reshape(tuple(tensor.shape))
-    except ValueError as e:  # an empty tensor with dimensions that are too long
-        raise DataError(f"numpy has no array of shape {tuple(tensor.shape)}: {e}") from None
+    return F32 if dtype.is_floating_point and dtype.is_number and dtype.itemsize <= 2 else dtype

@@ -1,5 +1,7 @@
 """The checkpoint as data: which bytes of which file sit where in which tensor.
 
+Dtypes are `DType`s. `Extent`, `Archive`, `Chunk` and `TensorSpec` also take a `torch.dtype`, and keep its `DType`.
+
 Everything here is picklable, holds no handle and does no I/O. A reader makes an `Index`; all the rest only looks at it.
 """
 
@@ -10,11 +12,9 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal, NamedTuple
 
-import torch
-
 from ..errors import Problem, printable
 from .box import Box, Shape, c_strides
-from .dtypes import check_converts
+from .dtypes import DType, check_converts, dtype_of
 
 
 class Rank(NamedTuple):
@@ -48,13 +48,17 @@ class Extent:
 
     path: str
     offset: int
-    dtype: torch.dtype
+    dtype: DType
     shape: Shape
     strides: Shape
     conj: bool = False
     neg: bool = False
     swapped: bool = False
     within: Packed | Inline | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.dtype) is not DType:
+            object.__setattr__(self, "dtype", dtype_of(self.dtype))
 
     @property
     def raw(self) -> bool:
@@ -74,9 +78,13 @@ class Archive:
     path: str
     offset: int
     length: int
-    dtype: torch.dtype
+    dtype: DType
     shape: Shape
     codecs: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if type(self.dtype) is not DType:
+            object.__setattr__(self, "dtype", dtype_of(self.dtype))
 
     @property
     def as_told(self) -> Extent:
@@ -146,7 +154,7 @@ class Chunk:
     """
 
     path: str
-    dtype: torch.dtype
+    dtype: DType
     shape: Shape
     strides: Shape
     nbytes: int
@@ -157,6 +165,10 @@ class Chunk:
     window: tuple[int, int] | None = None
     zipped: ZipEntry | None = None
     present: bool = True
+
+    def __post_init__(self) -> None:
+        if type(self.dtype) is not DType:
+            object.__setattr__(self, "dtype", dtype_of(self.dtype))
 
     @property
     def as_told(self) -> Extent:
@@ -240,11 +252,15 @@ class TensorSpec:
 
     name: str
     shape: Shape
-    dtype: torch.dtype
+    dtype: DType
     fragments: Sequence[Fragment]
     combine: Literal["first", "mean"] = "first"
     rule: str = ""
     stored_as: str = ""
+
+    def __post_init__(self) -> None:
+        if type(self.dtype) is not DType:
+            object.__setattr__(self, "dtype", dtype_of(self.dtype))
 
     @property
     def numel(self) -> int:
@@ -350,7 +366,7 @@ def renamed(spec: TensorSpec, name: str) -> TensorSpec:
     return spec if name == spec.name else replace(spec, name=name, stored_as=spec.stored_as or spec.name)
 
 
-def converted(specs: Mapping[str, TensorSpec], dtype: torch.dtype) -> dict[str, TensorSpec]:
+def converted(specs: Mapping[str, TensorSpec], dtype: DType) -> dict[str, TensorSpec]:
     """The same tensors, those of floating-point dtypes in ``dtype`` once they are read. Raises DataError if torch
     cannot convert one."""
     for kind, name in {s.dtype: name for name, s in specs.items() if s.dtype.is_floating_point}.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import operator
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,12 +16,10 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ..errors import SelectionError
 from .box import Box, Shape
-from .dtypes import BITS
 from .plan import Selection as Ranges
 
 Axis = range | NDArray[np.int64]
@@ -121,8 +120,8 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reads:
-    """``shape``: of the array to read into, one dimension per axis. `finish` turns it into the ``result``'s shape;
-    ``added``: the dimensions of that which are not of the array."""
+    """``shape``: of the array to read into, one dimension per axis. `io.reading.gather.finish` turns it into the
+    ``result``'s shape; ``added``: the dimensions of that which are not of the array."""
 
     shape: Shape
     runs: tuple[tuple[tuple[int, range], ...], ...]
@@ -138,22 +137,8 @@ class Reads:
 
     @property
     def in_place(self) -> bool:
-        """Whether `finish` leaves the array as it is."""
+        """Whether the array that is read is the result."""
         return self.shape == self.result and not (self.flips or self.orders or self.added)
-
-    def finish(self, array: torch.Tensor) -> torch.Tensor:
-        if self.flips or self.orders:
-            bits = array.view(BITS[array.itemsize])
-            bits = bits.flip(self.flips) if self.flips else bits
-            for n, order in self.orders:
-                bits = bits.index_select(n, torch.from_numpy(order).to(array.device))
-            array = bits.view(array.dtype)
-        array = array.reshape(tuple(1 if n in self.added else length for n, length in enumerate(self.result)))
-        for n in self.added:
-            length = self.result[n]  # 1, unless it was indexed since
-            if length != 1:
-                array = array.narrow(n, 0, 0) if length == 0 else array.repeat_interleave(length, n)
-        return array
 
 
 def _spread(key: Any, shape: Shape) -> list[Any]:
@@ -175,7 +160,8 @@ def _item(k: Any) -> Any:
         return k
     if isinstance(k, bool | np.bool_):
         raise SelectionError("a single bool is no index: use an int, a slice, or a mask of the dimension's length")
-    if isinstance(k, torch.Tensor):
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(k, torch.Tensor):
         k = k.detach().cpu().numpy()
     try:
         return operator.index(k)

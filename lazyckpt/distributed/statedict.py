@@ -48,7 +48,7 @@ def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
         raise DataError(
             f"{dtype!r} is no dtype: write it as torch does ('bfloat16', 'torch.float8_e4m3fn') or safetensors ('BF16')"
         )
-    return found
+    return found.torch
 
 
 def get_dtype_size(dtype: torch.dtype | str) -> int | float:

@@ -17,9 +17,8 @@ import torch
 
 from ..core.box import Box, Shape, tiles
 from ..core.chunking import chunk_box, grid_of
-from ..core.dtypes import BITS
 from ..formats.zarr.documents import RAW, Json
-from ..io.memory import as_bytes, empty
+from ..io.tensors import as_bytes, bits_of, empty
 from ..jobs.executor import OVERHEAD
 from ..jobs.places import PIECE, Place
 from ..jobs.write import differs, scratch
@@ -161,7 +160,7 @@ def _fill(tensor: LazyArray, tile: Box, out: torch.Tensor) -> torch.Tensor:
     inner = tile & Box.of(tensor.shape)
     if inner == tile:
         return tensor.lazy[tile.slices].read_into(out)
-    bits = out.view(BITS[out.itemsize])
+    bits = out.view(bits_of(out.itemsize))
     bits.zero_()
     if inner:
         part = tensor.lazy[inner.slices].read_into(torch.empty(inner.shape, dtype=tensor.dtype, device="cpu"))

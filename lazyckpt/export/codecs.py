@@ -14,10 +14,9 @@ import numpy as np
 import torch
 
 from ..core.box import Shape
-from ..core.dtypes import to_numpy
 from ..errors import DataError
 from ..formats.zarr.documents import RAW, Json
-from ..io.memory import as_bytes
+from ..io.tensors import as_bytes, to_numpy
 
 Codec: TypeAlias = Any  # as `encoding` says
 _SHUFFLES = {"noshuffle": 0, "shuffle": 1, "bitshuffle": 2}

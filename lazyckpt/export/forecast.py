@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ..core.chunking import grid_of
-from ..core.dtypes import short_name
+from ..core.dtypes import dtype_of
 from ..core.units import size_in_bytes
 from ..formats.zarr.documents import Part as ZarrPart
 from ..formats.zarr.documents import contents
@@ -140,7 +140,7 @@ def _amount(tensors: Iterable[LazyArray], dtype: torch.dtype | None = None) -> A
     count = nbytes = 0
     for t in tensors:
         of = dtype if dtype is not None and t.dtype.is_floating_point else t.dtype
-        kinds[short_name(of)] = None
+        kinds[dtype_of(of).short] = None
         count += 1
         nbytes += t.numel() * of.itemsize
     return Amount(count, nbytes, tuple(kinds))

@@ -25,6 +25,7 @@ import torch
 
 from ..core.box import Box
 from ..core.compose import Piece, compose
+from ..core.dtypes import DType
 from ..core.index import Index, Mesh, Rank, TensorSpec, renamed
 from ..errors import DataError, MeshError, some
 from ..formats.megatron.layers import sort_key
@@ -173,7 +174,7 @@ def _plan(view: View, mesh: Mesh, lost: Lost) -> _Plan:
             "source has no args and no config.json): write it with tp=1"
         )
     states = _without_padding(states, args, mesh.tp, lost)
-    of_16_bits = dtype is not None or any(_is_half(spec.dtype) for spec in states["weights"].values())
+    of_16_bits = dtype is not None or any(_is_half(spec.dtype.torch) for spec in states["weights"].values())
     unknown = [name for name in weights if _place(name) is None and not is_buffer(name)]
     if unknown and len(states) > 1:
         lost["optimizer"] = f"the place of {some(unknown)} among its parameters is not known: {NO_OPTIM}"
@@ -211,10 +212,10 @@ def _check(view: View, tensors: Mapping[str, LazyArray], mesh: Mesh) -> None:
 
 def _usual(weights: Mapping[str, TensorSpec]) -> torch.dtype:
     """The dtype of most weights."""
-    counts: dict[torch.dtype, int] = {}
+    counts: dict[DType, int] = {}
     for spec in weights.values():
         counts[spec.dtype] = counts.get(spec.dtype, 0) + prod(spec.shape)
-    return max(counts, key=lambda dtype: counts[dtype])
+    return max(counts, key=lambda dtype: counts[dtype]).torch
 
 
 def _trained_in(args: argparse.Namespace) -> torch.dtype | None:

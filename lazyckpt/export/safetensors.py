@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 
-from ..core.dtypes import TO_SAFETENSORS
+from ..core.dtypes import dtype_of
 from ..errors import DataError
 from ..jobs.places import Target
 from ..jobs.write import Layout, Placed, write_at
@@ -30,7 +30,7 @@ def _header(tensors: Tensors, aliases: Aliases) -> bytes:
     at = 0
     for name in _order(tensors):
         tensor = tensors[name]
-        kind = TO_SAFETENSORS.get(tensor.dtype)
+        kind = dtype_of(tensor.dtype).safetensors
         if kind is None:
             raise DataError(f"safetensors has no {tensor.dtype}, which {name!r} is: convert it, or write a torch file")
         if name == "__metadata__":

@@ -20,8 +20,8 @@ import torch
 from torch.serialization import skip_data
 
 from ..core.box import Shape
-from ..core.dtypes import BITS
 from ..errors import DataError
+from ..io.tensors import bits_of
 from ..jobs.held import Held, Viewed, Writable
 from ..jobs.places import Target
 from ..jobs.write import Layout, Placed, write_at
@@ -117,7 +117,7 @@ def placeholders(tensors: Sequence[Writable]) -> list[torch.Tensor]:
     found = []
     for n, t in enumerate(tensors):
         if t.numel():
-            bits = torch.frombuffer(memory, dtype=BITS[t.itemsize], count=t.numel(), offset=64 * n)
+            bits = torch.frombuffer(memory, dtype=bits_of(t.itemsize), count=t.numel(), offset=64 * n)
             found.append(bits.view(t.dtype).view(t.shape))
         else:
             found.append(torch.empty(t.shape, dtype=t.dtype, device="cpu"))

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import torch
-
 from ..core.box import Shape, hull
+from ..core.dtypes import U8, U16
 from ..core.plan import Copy
 from ..core.references import Reference, reference_chunk, references
 from ..errors import DataError, DestinationError, FormatError, LazyckptError
@@ -31,7 +30,7 @@ from ..lazy import LazyArray
 
 MOST = 64 << 20  # bytes of a chunk
 _RECORDS = 10_000  # references in a parquet file
-_BITS = {1: torch.uint8, 2: torch.uint16}
+_BITS = {1: U8, 2: U16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +106,7 @@ def _check_sources(referred: Mapping[str, _Referred]) -> None:
 
 
 def _array(one: _Referred, bits: bool) -> documents.Json:
-    dtype, shape = one.tensor.dtype, tuple(one.tensor.shape)
+    dtype, shape = one.tensor.spec.dtype, tuple(one.tensor.shape)
     if bits and NAMES[dtype] in FOREIGN:
         return documents.array(one.name, shape, _BITS[dtype.itemsize], one.chunk, holds=NAMES[dtype])
     return documents.array(one.name, shape, dtype, one.chunk)

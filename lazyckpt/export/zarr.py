@@ -164,7 +164,7 @@ def planned(
         if in_file is not None and tensor.shape:
             cut = Cut(shape, _shard_shape(tuple(tensor.shape), shape, size, in_file), cut.encoding)
         _check_memory(cut, size, memory, remote, found.names[path])
-        arrays[path] = array(found.names[path], tuple(tensor.shape), tensor.dtype, cut.file, cut.codecs, order=n)
+        arrays[path] = array(found.names[path], tuple(tensor.shape), tensor.spec.dtype, cut.file, cut.codecs, order=n)
         items.append(Item(tensor, path, cut))
     documents = {
         f"{path}/zarr.json".lstrip("/"): json.dumps(document, allow_nan=False, separators=(",", ":")).encode()

@@ -15,6 +15,7 @@ from ..errors import LazyckptError, Problem
 from ..io.storage.base import Entry, Store, present
 from ..io.storage.fsspec import is_url, split_url
 from ..io.storage.local import split
+from ..io.system import after_fork
 from .catalog import read_one
 from .reader import Source
 from .registry import read_index, recognising
@@ -69,8 +70,7 @@ def _forget() -> None:
     _lock = threading.Lock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+after_fork(_forget)
 
 
 # -- From a path or a URL to the store of its bytes and the index of what they are.

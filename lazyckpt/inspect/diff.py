@@ -15,8 +15,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 import torch
 
-from ..core.dtypes import BITS, converts, short_name
+from ..core.dtypes import dtype_of
 from ..errors import DataError, LazyckptError, and_more, printable
+from ..io.tensors import bits_of
 from ..jobs.executor import OVERHEAD, Task, runner
 from ..jobs.progress import Bar
 from ..lazy import LazyArray, named
@@ -201,7 +202,7 @@ def _together(runs: list[_Run]) -> _Run:
 
 
 def _text(t: LazyArray | None) -> str | None:
-    return None if t is None else f"{short_name(t.dtype)}{list(t.shape)}"
+    return None if t is None else f"{t.spec.dtype.short}{list(t.shape)}"
 
 
 def _index(flat: int, shape: torch.Size) -> tuple[int, ...]:
@@ -239,7 +240,7 @@ def _of_piece(ahead: int, x: torch.Tensor, y: torch.Tensor) -> _Run:
 
 def _numbers(dtype: torch.dtype) -> bool:
     """Whether elements are numbers to torch: packed bits are none."""
-    return converts(dtype, torch.complex128 if dtype.is_complex else torch.float64)
+    return dtype_of(dtype).is_number
 
 
 def _differing(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
@@ -249,7 +250,7 @@ def _differing(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
     if x.dtype == torch.complex128:  # no integer is as wide
         x, y = (t.view(torch.int64).view(-1, 2) for t in (x, y))
         return None if torch.equal(x, y) else (x != y).any(1)
-    bits = BITS[x.dtype.itemsize]
+    bits = bits_of(x.dtype.itemsize)
     x, y = x.view(bits), y.view(bits)
     return None if torch.equal(x, y) else x != y
 

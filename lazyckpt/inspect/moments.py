@@ -10,13 +10,17 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 
-from ..core.dtypes import converts
+from ..core.dtypes import dtype_of
 from ..errors import DataError
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from ..deferred import torch
 
 Array = np.ndarray[Any, Any]
 
@@ -193,7 +197,7 @@ def values(dtype: torch.dtype) -> Array:
     size = 1 << 8 * dtype.itemsize
     plain = torch.uint8 if dtype.itemsize == 1 else torch.uint16
     patterns = torch.arange(size, dtype=torch.int32, device="cpu").to(plain)
-    if not converts(dtype, torch.float64):
+    if not dtype_of(dtype).is_number:
         raise DataError(f"elements of {dtype} are packed bits, no numbers: there are no statistics of them")
     found: Array = patterns.view(dtype).to(torch.float64).numpy()
     return found

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.dtypes import converts
 from ..errors import DataError, LazyckptError
 from ..jobs.executor import OVERHEAD, Run, Task, runner
 from ..jobs.places import PIECE
@@ -70,7 +69,7 @@ def singular_values(tensor: LazyArray) -> torch.Tensor:
             f"as in t.lazy[:, :{LIMIT}], or read it: torch.linalg.svdvals(t[...].float())"
         )
     dtype = torch.complex128 if tensor.dtype.is_complex else torch.float64
-    if not converts(tensor.dtype, dtype):
+    if not tensor.spec.dtype.is_number:
         raise DataError(f"{tensor.name!r}: elements of {tensor.dtype} are no numbers")
     gram = torch.zeros(side, side, dtype=dtype, device="cpu")
     step = max(1, _PIECE // (max(1, side) * dtype.itemsize))

@@ -8,9 +8,7 @@ from dataclasses import dataclass, fields
 from html import escape
 from typing import Any, overload
 
-import torch
-
-from ..core.dtypes import short_name
+from ..core.dtypes import FROM_NAME
 from ..core.names import shortened
 from ..errors import TensorNotFoundError, and_more
 from ..lazy import LazyArray
@@ -297,4 +295,4 @@ def _name(name: str) -> str:
 
 
 def _short(dtype: str) -> str:
-    return short_name(getattr(torch, dtype)) if dtype else ""
+    return FROM_NAME[dtype].short if dtype else ""

@@ -13,13 +13,13 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
 
 from ..core.box import Shape
 from ..core.chunking import chunk_shape
-from ..core.dtypes import numpy_dtype, to_numpy, widened
+from ..core.dtypes import DType, widened
 from ..core.index import TensorSpec
 from ..errors import DataError
+from ..io.tensors import to_numpy
 from ..lazy import LazyArray
 
 LEAST, MOST = 8 << 20, 64 << 20  # bytes of a chunk: many smaller ones keep the scheduler busy, larger ones the memory
@@ -37,15 +37,16 @@ class Readable:
         self.tensor = tensor
         self.shape: Shape = tuple(tensor.shape)
         self.ndim = tensor.ndim
-        numpy_dtype(tensor.dtype)  # raises DataError for what numpy lacks
-        self.kind = widened(tensor.dtype) if widen else tensor.dtype
-        self.dtype: np.dtype[Any] = numpy_dtype(self.kind)
+        own = tensor.spec.dtype
+        self.dtype: np.dtype[Any] = own.numpy  # raises DataError for what numpy lacks
+        self.kind = widened(own) if widen else own
+        self.dtype = self.kind.numpy
 
     def __getitem__(self, key: Any) -> np.ndarray[Any, Any]:
-        return to_numpy(self.tensor[key].to(self.kind))
+        return to_numpy(self.tensor[key].to(self.kind.torch))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Readable, (self.tensor, self.kind != self.tensor.dtype)
+        return Readable, (self.tensor, self.kind is not self.tensor.spec.dtype)
 
     def __dask_tokenize__(self) -> object:
         return token(self.tensor), str(self.kind)
@@ -72,7 +73,7 @@ def to_dask(tensor: LazyArray, chunks: Any = None, widen: bool = True) -> Any:
     return dask.array.from_array(array, grid, name=f"lazyckpt-{dask.base.tokenize(array, grid)}", meta=meta)
 
 
-def chunks_of(tensor: LazyArray, dtype: torch.dtype) -> tuple[tuple[int, ...], ...]:
+def chunks_of(tensor: LazyArray, dtype: DType) -> tuple[tuple[int, ...], ...]:
     """The lengths of the chunks in every dimension, 8 to 64 MiB each in ``dtype``. Those of a block of a tensor are cut
     where the tensor's own are; what else was selected (steps, lists) is cut into rows."""
     if not tensor.numel():  # its other dimensions may be of any length

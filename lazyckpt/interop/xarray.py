@@ -115,8 +115,8 @@ def variable(
     attributes = {"name": spec.name, **attributes}
     attributes |= {key: value for key, value in (("stored_as", spec.stored_as), ("rule", spec.rule)) if value}
     array = Readable(tensor, widen)
-    if array.kind != tensor.dtype:
-        attributes["stored_dtype"] = str(tensor.dtype).removeprefix("torch.")
+    if array.kind is not tensor.spec.dtype:
+        attributes["stored_dtype"] = tensor.spec.dtype.name
     if chunks is not None:
         if not isinstance(chunks, Mapping):
             raise TypeError(f"chunks={chunks!r}: give None, {{}} or a table such as {{'d4096': 512}}")

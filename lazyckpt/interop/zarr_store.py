@@ -27,9 +27,9 @@ from zarr.core.buffer import Buffer, BufferPrototype
 
 from ..core.box import Shape
 from ..core.chunking import chunk_box, chunk_shape, grid_of
-from ..core.dtypes import BITS
 from ..formats.zarr import documents
 from ..formats.zarr.documents import NAMES, Part, contents
+from ..io.tensors import bits_of
 from ..lazy import LazyArray
 from . import zarr_dtypes as zarr_dtypes  # what bfloat16 is, zarr does not know by itself
 
@@ -62,7 +62,7 @@ class ViewStore(Store):
         super().__init__(read_only=True)
         self._view = view
         what = contents(view)
-        self._arrays = {path: t for path, t in what.arrays.items() if t.dtype in NAMES}
+        self._arrays = {path: t for path, t in what.arrays.items() if t.spec.dtype in NAMES}
         self._names = what.names
         lacking = [path for path in what.arrays if path not in self._arrays]
         problems = [f"{path}: zarr has no {what.arrays[path].dtype}: left out" for path in lacking]
@@ -168,7 +168,7 @@ class ViewStore(Store):
             if path in self._arrays:
                 tensor = self._arrays[path]
                 document = documents.array(
-                    self._names[path], tuple(tensor.shape), tensor.dtype, self._chunk_shape(path)
+                    self._names[path], tuple(tensor.shape), tensor.spec.dtype, self._chunk_shape(path)
                 )
             elif path in self._inside:
                 document = documents.group(self._about if not path else None)
@@ -269,7 +269,7 @@ def _read_chunk(tensor: LazyArray, place: Shape, chunk: Shape) -> memoryview:
     """The bytes of a chunk, filled up with zeros where the tensor ends before it does."""
     box = chunk_box(place, tensor.shape, chunk)
     data = tensor[box.slices if place else ...]
-    bits = data.contiguous().view(BITS[tensor.itemsize])
+    bits = data.contiguous().view(bits_of(tensor.itemsize))
     if box.shape != chunk:
         full = torch.zeros(chunk, dtype=bits.dtype, device="cpu")
         full[tuple(slice(0, n) for n in box.shape)] = bits

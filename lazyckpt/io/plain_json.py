@@ -12,18 +12,25 @@ import base64
 import datetime
 import decimal
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
-import torch
 
+from ..core.dtypes import FROM_NAME, DType
 from ..errors import CorruptError, DataError
 from .containers.pickle.plain import TensorRef
 from .containers.pickle.records import Opaque, short
+from .containers.pickle.values import Device, Size
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from ..deferred import torch
 
 _LIMIT = 1 << 23  # objects, and 64 characters or bytes each
 _EXACT = 1 << 63  # integers beyond it are text: other readers of JSON take 64 bits
@@ -64,7 +71,7 @@ def _encode(value: Any, where: str, left: list[int]) -> Any:
         return {"$namespace": _pairs(vars(value), where, left)}
     if isinstance(value, Mapping):
         return _dict(value, where, left)
-    if isinstance(value, torch.Size):
+    if isinstance(value, Size) or _is_torch(value, "Size"):
         return {"$size": list(value)}
     if isinstance(value, list):
         return [_encode(v, f"{where}[{n}]", left) for n, v in enumerate(value)]
@@ -80,7 +87,9 @@ def _encode(value: Any, where: str, left: list[int]) -> Any:
         return {"$numpy.dtype": _dtype_text(value)}
     if isinstance(value, np.ndarray | np.generic):
         return _numpy(np.asarray(value), isinstance(value, np.generic), where, left)
-    if isinstance(value, torch.Tensor):
+    if _is_torch(value, "dtype") or _is_torch(value, "device"):
+        return {f"$torch.{kind.__name__}": str(value)}
+    if _is_torch(value, "Tensor"):
         flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         about = {"dtype": str(value.dtype), "shape": list(value.shape), "data": _base64(flat.numpy().tobytes())}
         return {"$torch.tensor": about}
@@ -150,8 +159,7 @@ def _bytes(text: str) -> bytes:
 def _dtype_text(dtype: np.dtype[Any]) -> Any:
     if dtype.hasobject:
         raise DataError(f"a numpy array of {dtype} cannot be written as JSON")
-    named = getattr(ml_dtypes, dtype.name, None)
-    if dtype.kind == "V" and named is not None and np.dtype(named) == dtype:
+    if dtype.kind == "V" and dtype.name in _ML:
         return dtype.name
     return [list(field) for field in dtype.descr] if dtype.names else dtype.str
 
@@ -166,7 +174,7 @@ def _numpy(array: np.ndarray[Any, Any], scalar: bool, where: str, left: list[int
 def _np_dtype(told: Any) -> np.dtype[Any]:
     if isinstance(told, list):
         return np.dtype([tuple(tuple(x) if isinstance(x, list) else x for x in field) for field in told])
-    dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, told) if told in _ML else told)
+    dtype: np.dtype[Any] = np.dtype(getattr(import_module("ml_dtypes"), told) if told in _ML else told)
     return dtype
 
 
@@ -185,7 +193,7 @@ def _np_objects(told: Any) -> np.ndarray[Any, Any]:
 
 
 def _tensor(about: Any) -> torch.Tensor:
-    dtype = _torch_dtype(about["dtype"])
+    dtype = _torch_dtype(about["dtype"]).torch
     data = bytearray(_bytes(about["data"]))
     flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
     return flat.view(about["shape"])
@@ -198,11 +206,19 @@ def _string(value: Any) -> str:
     return text
 
 
-def _torch_dtype(text: str) -> torch.dtype:
-    dtype = getattr(torch, text.removeprefix("torch."))
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError("no dtype")
-    return dtype
+def _torch_dtype(text: str) -> DType:
+    return FROM_NAME[text.removeprefix("torch.")]
+
+
+def _torch_device(text: str) -> Device:
+    name, colon, index = text.partition(":")
+    return Device(name, int(index) if colon else None)
+
+
+def _is_torch(value: Any, name: str) -> bool:
+    """Whether it is an object of this class of torch; there is none before torch is imported."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, getattr(torch, name))
 
 
 def _opaque(about: Any) -> Opaque:
@@ -216,7 +232,13 @@ def _opaque(about: Any) -> Opaque:
     return record
 
 
-_ML = {name for name in dir(ml_dtypes) if name.startswith(("bfloat", "float", "int", "uint"))}
+_ML = frozenset(  # of ml_dtypes
+    (
+        "bfloat16", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e3m4", "float8_e4m3", "float8_e4m3fn",
+        "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "int1", "int2",
+        "int4", "uint1", "uint2", "uint4",
+    )
+)  # fmt: skip
 _SEQUENCES: dict[str, Any] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset, "$deque": deque}
 _SIMPLE: dict[type, tuple[str, Callable[[Any], Any]]] = {
     bytes: ("$bytes", _base64),
@@ -231,8 +253,8 @@ _SIMPLE: dict[type, tuple[str, Callable[[Any], Any]]] = {
     datetime.timedelta: ("$timedelta", lambda v: [v.days, v.seconds, v.microseconds]),
     datetime.timezone: ("$timezone", lambda v: v.utcoffset(None) // datetime.timedelta(microseconds=1)),
     decimal.Decimal: ("$decimal", str),
-    torch.dtype: ("$torch.dtype", str),
-    torch.device: ("$torch.device", str),
+    DType: ("$torch.dtype", str),
+    Device: ("$torch.device", str),
 }
 _READ: dict[str, Callable[[Any], Any]] = {
     "$int": lambda v: int(v, 16),
@@ -242,7 +264,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "$namespace": lambda v: argparse.Namespace(**{decode(k): decode(x) for k, x in v}),
     "$tensor": lambda v: TensorRef(_string(v)),
     "$opaque": _opaque,
-    "$size": torch.Size,
+    "$size": Size,
     "$tuple": lambda v: tuple(map(decode, v)),
     "$set": lambda v: set(map(decode, v)),
     "$frozenset": lambda v: frozenset(map(decode, v)),
@@ -260,7 +282,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "$timezone": lambda v: datetime.timezone(datetime.timedelta(microseconds=v)),
     "$decimal": decimal.Decimal,
     "$torch.dtype": _torch_dtype,
-    "$torch.device": torch.device,
+    "$torch.device": _torch_device,
     "$numpy.dtype": _np_dtype,
     "$numpy.array": _np_array,
     "$numpy.scalar": lambda v: _np_array(v)[()],

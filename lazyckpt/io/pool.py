@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from ..errors import ChangedFileError, MissingFileError
+from .system import after_fork
 
 # -- Reads that are checked together: of files whose store says only when it is asked what a file is now.
 
@@ -208,5 +209,4 @@ def _forget() -> None:
     _pool, _lookers, _lock = None, None, threading.Lock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+after_fork(_forget)

@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..core.box import Shape, c_strides, tiles
-from ..core.dtypes import BITS
 from ..errors import DataError
+from ..io.tensors import bits_of
 from ..lazy import LazyArray
 
 
@@ -68,7 +68,7 @@ class Held:
     def read_into(self, out: torch.Tensor) -> torch.Tensor:
         """Copy the elements to a contiguous CPU tensor of the same shape and dtype."""
         source = self.tensor.resolve_conj().resolve_neg()
-        bits = BITS[self.itemsize]  # not every dtype can be copied with strides
+        bits = bits_of(self.itemsize)  # not every dtype can be copied with strides
         out.view(bits).copy_(source.view(bits))
         return out
 

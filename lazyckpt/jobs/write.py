@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CorruptError
-from ..io.memory import as_bytes
+from ..io.tensors import as_bytes
 from ..lazy import LazyArray
 from .destination import check_room, check_unchanged
 from .executor import OVERHEAD, Run, Task

@@ -35,6 +35,7 @@ from ..formats.registry import recognising
 from ..io.storage.fsspec import is_url
 from ..io.storage.local import LocalStore
 from ..jobs.destination import local_path
+from ..namespace import plain_meta
 from ..view import CheckpointView
 
 _HIDDEN = re.compile(r"\..+\.[0-9a-f]{8}\.pruned")
@@ -235,10 +236,12 @@ def _looked_at(root: Path, found: Found, late: Mapping[str, str]) -> _State:
         view = CheckpointView(root / found.name, cache=False)
     except LazyckptError as e:
         return _State(found.number, " ".join(str(e).split()), _like_checkpoint(root / found.name), {})
-    told = told_step(view.meta)
+    told = told_step(plain_meta(view))
     if not found.is_dir and not found.sure and told is None and found.name.lower().startswith("model"):
-        return _State(None, "", True, view.meta)  # model_3.pt may as well be the third of three models
-    return _State(found.number if found.sure or told is None else told, _lacks(found, view, late), True, view.meta)
+        return _State(None, "", True, plain_meta(view))  # model_3.pt may as well be the third of three models
+    return _State(
+        found.number if found.sure or told is None else told, _lacks(found, view, late), True, plain_meta(view)
+    )
 
 
 def _lacks(found: Found, view: CheckpointView, late: Mapping[str, str]) -> str:

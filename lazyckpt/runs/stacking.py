@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..core.compose import Layer, readable, stack
-from ..core.dtypes import short_name
+from ..core.dtypes import BOOL, F64, DType, dtype_of
 from ..core.index import Index, TensorSpec
 from ..errors import Problem, only_one, some
 from ..view import CheckpointView
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from ..deferred import torch
 
 _SHOWN = 5  # names, or steps, in a line
 
@@ -29,7 +32,7 @@ class Checkpoint(NamedTuple):
 class Stacks(Mapping[str, TensorSpec]):
     """Name -> the stacked tensor, which is put together when it is asked for. ``layers``: what it is made of."""
 
-    def __init__(self, layers: Mapping[str, tuple[Layer, ...]], dtypes: Mapping[str, torch.dtype]) -> None:
+    def __init__(self, layers: Mapping[str, tuple[Layer, ...]], dtypes: Mapping[str, DType]) -> None:
         self.layers = layers
         self.steps = tuple(sorted({layer.step for each in layers.values() for layer in each}))
         self._dtypes = dtypes
@@ -119,7 +122,7 @@ def _stacks(
             tied[name] = owner
     every = [c.step for c, _ in views]
     layers: dict[str, tuple[Layer, ...]] = {}
-    dtypes: dict[str, torch.dtype] = {}
+    dtypes: dict[str, DType] = {}
     notes: dict[str, list[str]] = {}  # what is told -> of which names
     for name, one in held.items():
         if name in tied:
@@ -153,7 +156,7 @@ def _alike(layers: Sequence[Layer]) -> tuple[list[Layer], list[str]]:
     for what, same in (
         (f"the shape is another than {list(newest.shape)}", lambda s: s.shape == newest.shape),
         ("replicas are averaged at some steps only, not", lambda s: s.combine == newest.combine),
-        (f"torch has no common dtype with {short_name(newest.dtype)}", lambda s: _common(s.dtype, newest.dtype)),
+        (f"torch has no common dtype with {newest.dtype.short}", lambda s: _common(s.dtype, newest.dtype)),
     ):
         odd = [x.step for x in kept if not same(x.spec)]
         if odd:
@@ -162,9 +165,9 @@ def _alike(layers: Sequence[Layer]) -> tuple[list[Layer], list[str]]:
     return kept, told
 
 
-def _dtype(layers: Sequence[Layer]) -> tuple[torch.dtype, list[str]]:
+def _dtype(layers: Sequence[Layer]) -> tuple[DType, list[str]]:
     """-> (a dtype that holds all, a line if they differ)."""
-    steps: dict[torch.dtype, list[int]] = {}
+    steps: dict[DType, list[int]] = {}
     for layer in layers:
         steps.setdefault(layer.spec.dtype, []).append(layer.step)
     dtype, *others = steps
@@ -172,23 +175,23 @@ def _dtype(layers: Sequence[Layer]) -> tuple[torch.dtype, list[str]]:
         dtype = _common(dtype, other) or dtype
     if not others:
         return dtype, []
-    parts = ", ".join(f"{short_name(d)} {at(s)}" for d, s in steps.items())
-    return dtype, [f"{parts}: read as {short_name(dtype)}"]
+    parts = ", ".join(f"{d.short} {at(s)}" for d, s in steps.items())
+    return dtype, [f"{parts}: read as {dtype.short}"]
 
 
-def _common(a: torch.dtype, b: torch.dtype) -> torch.dtype | None:
+def _common(a: DType, b: DType) -> DType | None:
     """A dtype that holds the values of both: the one that torch promotes to, but float64 for integers beside floats,
     which torch would round. None if there is none.
 
-    >>> _common(torch.bfloat16, torch.float16), _common(torch.int64, torch.bfloat16)
+    >>> _common(dtype_of("bfloat16"), dtype_of("float16")), _common(dtype_of("int64"), dtype_of("bfloat16"))
     (torch.float32, torch.float64)
     """
     try:
-        both = torch.promote_types(a, b)
+        both = dtype_of(torch.promote_types(a.torch, b.torch))
     except RuntimeError:  # torch's way to say so, of 8-bit floats above all
         return None
-    counts = any(not (d.is_floating_point or d.is_complex or d == torch.bool) for d in (a, b))
-    return torch.float64 if counts and both.is_floating_point else both
+    counts = any(not (d.is_floating_point or d.is_complex or d is BOOL) for d in (a, b))
+    return F64 if counts and both.is_floating_point else both
 
 
 def at(steps: Sequence[int]) -> str:

@@ -36,6 +36,7 @@ from ..formats.catalog import OPENERS, Found, find, told_step, unfinished
 from ..io.storage.base import Store, closed_error
 from ..io.storage.fsspec import is_url, split_url
 from ..io.storage.local import split
+from ..namespace import plain_meta
 from ..show.html import view_html
 from ..tensor import LazyTensor
 from ..view import CheckpointView
@@ -313,7 +314,7 @@ class Line:
                 step = self.told[name]
             elif not found.sure and not found.side:
                 try:
-                    told = told_step(self.open(found).meta)
+                    told = told_step(plain_meta(self.open(found)))
                     step = found.number if told is None else told
                 except LazyckptError as e:
                     why = f"it cannot be read: {e}"
@@ -349,7 +350,7 @@ class Line:
                 if one.name in late:
                     line = f"step {step}: the save of {name} was not finished: {late[one.name]}"
                     problems.append(Problem("unfinished-save", line, name))
-                told = told_step(view.meta)
+                told = told_step(plain_meta(view))
                 if told not in (None, step) and name not in self.told:
                     line = f"step {step}: {name} says of itself that it is of step {told}"
                     problems.append(Problem("step-mismatch", line, name))

@@ -9,12 +9,11 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..core.dtypes import short_name
 from ..core.units import human_bytes, human_count, plural
 from ..errors import printable
 from ..formats.catalog import told_step
 from ..io.containers.pickle.records import Opaque, short
-from ..namespace import Namespace
+from ..namespace import Namespace, plain_meta
 from .outline import outline
 
 LINES = 400  # of metadata, unless all are asked for
@@ -42,14 +41,14 @@ def facts_of(view: Namespace[Any]) -> list[tuple[str, str]]:
         ("root", view.root),
         ("mesh", " ".join(f"{name}={n}" for name, n in degrees.items() if n > 1) or "one rank"),
         ("elements", f"{human_count(view.numel)}, {human_bytes(view.nbytes)} in {plural(len(view), 'tensor')}"),
-        ("dtypes", ", ".join(f"{short_name(dtype)} {human_bytes(nbytes)}" for dtype, nbytes in outline(view).dtypes())),
+        ("dtypes", ", ".join(f"{dtype.short} {human_bytes(nbytes)}" for dtype, nbytes in outline(view).dtypes())),
         ("states", ", ".join(f"{state} ({plural(len(part), 'tensor')})" for state, part in view.states.items())),
         ("files", f"{plural(len(view.files), 'file')}, {human_bytes(sum(info.size for info in view.files.values()))}"),
     ]
-    step = told_step(view.meta)
+    step = told_step(plain_meta(view))
     if step is not None:
         found.append(("step", f"{step:,}"))
-    loss = loss_of(view.meta)
+    loss = loss_of(plain_meta(view))
     if loss is not None:
         found.append(("loss", f"{loss[1]:.6g} ({loss[0]})"))
     if view.problems:
@@ -91,7 +90,7 @@ def meta_lines(meta: Any, depth: int | None = None, limit: int | None = LINES) -
     Parameters
     ----------
     meta
-        What `CheckpointView.meta` gives, or a part of it.
+        What `plain_meta` or `CheckpointView.meta` gives, or a part of it.
     depth
         Levels that are shown; None for all.
     limit

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core.dtypes import short_name
 from ..core.names import natural
 from ..core.units import plural
 from ..errors import DataError, printable
@@ -318,7 +317,7 @@ def _holder_text(cell: Cell) -> str:
 
 
 def _title(t: LazyArray) -> str:
-    return f"{_short(t.name)}  {short_name(t.dtype)} [{', '.join(map(str, t.shape))}]"
+    return f"{_short(t.name)}  {t.spec.dtype.short} [{', '.join(map(str, t.shape))}]"
 
 
 def _short(text: str) -> str:

@@ -9,14 +9,13 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
-from ..core.dtypes import short_name
 from ..core.index import TensorSpec
 from ..core.names import natural, shortened
 from ..core.units import human_bytes, human_count, plural
 from ..errors import and_more, printable
 from ..formats.catalog import told_step
-from ..lazy import LazyArray
-from ..namespace import Namespace
+from ..lazy import LazyArray, shape_of
+from ..namespace import Namespace, plain_meta
 from .about import loss_of
 from .outline import Node, chain, groups, outline
 
@@ -50,8 +49,8 @@ def facts(view: Namespace[Any]) -> list[str]:
 
 def training(view: Namespace[Any]) -> list[str]:
     """Its dtypes, if it has several, and the step and the loss that its metadata names."""
-    dtypes = [short_name(dtype) for dtype, _ in outline(view).dtypes()]
-    step, loss = told_step(view.meta), loss_of(view.meta)
+    dtypes = [dtype.short for dtype, _ in outline(view).dtypes()]
+    step, loss = told_step(plain_meta(view)), loss_of(plain_meta(view))
     parts = [", ".join(dtypes)] if len(dtypes) > 1 else []
     parts += [f"step {step:,}"] if step is not None else []
     parts += [f"loss {loss[1]:.4g} ({printable(loss[0])})"] if loss is not None else []
@@ -144,7 +143,8 @@ def _leaf(node: Node) -> tuple[str, str, str]:
 
 def kind(t: LazyArray | TensorSpec) -> str:
     """``bf16 [64, 64]``"""
-    return f"{short_name(t.dtype)} [{shortened(', '.join(map(str, t.shape)))}]"
+    dtype, shape = (t.spec.dtype, shape_of(t)) if isinstance(t, LazyArray) else (t.dtype, t.shape)
+    return f"{dtype.short} [{shortened(', '.join(map(str, shape)))}]"
 
 
 def oddities(view: Namespace[Any]) -> list[str]:
@@ -184,10 +184,10 @@ def rows_of(view: Namespace[Any]) -> list[dict[str, object]]:
         table.append(
             {
                 "name": t.name,
-                "dtype": str(t.dtype).removeprefix("torch."),
-                "shape": list(t.shape),
-                "numel": t.numel(),
-                "nbytes": t.nbytes,
+                "dtype": t.spec.dtype.name,
+                "shape": list(t.spec.shape),
+                "numel": t.spec.numel,
+                "nbytes": t.spec.nbytes,
                 "tied": owner if owner != t.name else None,
             }
         )

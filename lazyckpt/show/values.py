@@ -6,16 +6,20 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from ..core.dtypes import to_numpy
 from ..core.units import human_bytes, plural
 from ..errors import DataError
 from ..inspect.moments import even_edges
+from ..io.tensors import to_numpy
 from ..lazy import LazyArray
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from ..deferred import torch
 
 LIMIT = 1000  # elements that are shown in full
 JSON_LIMIT = 1_000_000  # elements that are given as JSON

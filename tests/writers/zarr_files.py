@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from lazyckpt.core.chunking import chunk_box, grid_of
+from lazyckpt.core.dtypes import dtype_of
 from lazyckpt.formats.zarr import documents
 from lazyckpt.formats.zarr import documents as nodes
 from lazyckpt.io.plain_json import encode
@@ -251,7 +252,7 @@ def export(path: Path, compressor: Mapping[str, Any] | None = None) -> Case:
             codecs = [*documents.RAW, *([compressor] if compressor else [])]
             if whole.element_size() == 1:
                 codecs[0] = {"name": "bytes"}
-            arrays[node] = documents.array(name, tuple(whole.shape), whole.dtype, chunk, codecs)
+            arrays[node] = documents.array(name, tuple(whole.shape), dtype_of(whole.dtype), chunk, codecs)
             _chunks(path / node, whole, chunk, compressor)
     about = {
         "format": "deepspeed-zero2",

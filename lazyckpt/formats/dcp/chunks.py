@@ -9,10 +9,10 @@ from math import prod
 from typing import Any, NamedTuple, overload
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ...core.box import Box, Shape
+from ...core.dtypes import DType
 from ...core.index import Archive, Extent, FileInfo, Fragment, Hole, Part, TensorSpec
 from ...core.plan import Selection
 from ...errors import CorruptError, Problem
@@ -68,7 +68,7 @@ Piece = Item | Extent | Hole
 class ChunkFragments(Sequence[Fragment]):
     """One fragment for every chunk, made on demand. ``starts`` and ``sizes``: [chunks, dimensions]."""
 
-    dtype: torch.dtype
+    dtype: DType
     starts: NDArray[np.int64]
     sizes: NDArray[np.int64]
     pieces: tuple[Piece, ...]
@@ -107,7 +107,7 @@ class ChunkFragments(Sequence[Fragment]):
 
 
 def in_chunks(
-    name: str, dtype: torch.dtype, shape: Shape, chunks: Sequence[tuple[Shape, Shape, Piece]], rule: str = ""
+    name: str, dtype: DType, shape: Shape, chunks: Sequence[tuple[Shape, Shape, Piece]], rule: str = ""
 ) -> TensorSpec:
     """A tensor from its chunks: (where it starts, its shape, its bytes). Empty ones are left out."""
     held = [chunk for chunk in chunks if 0 not in chunk[1]]
@@ -126,7 +126,7 @@ def uncovered(shape: Shape, chunks: Sequence[tuple[Shape, Shape]]) -> int:
     return max(0, prod(shape) - sum(prod(sizes) for _, sizes in chunks))
 
 
-def _extent(piece: Piece, dtype: torch.dtype, shape: Shape) -> Extent | Archive | Hole:
+def _extent(piece: Piece, dtype: DType, shape: Shape) -> Extent | Archive | Hole:
     if isinstance(piece, Item):
         return Archive(piece.path, piece.offset, piece.length, dtype, shape, piece.codecs)
     return piece

@@ -13,9 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
-
 from ...core.box import Shape, fits
+from ...core.dtypes import DType
 from ...errors import CorruptError
 from ...io.containers.pickle.machine import Pickle
 from ...io.containers.pickle.plain import Path
@@ -40,7 +39,7 @@ class Item(NamedTuple):
 class Tensor:
     """``chunks``: offset in the tensor and shape of each; in no order, empty ones among them."""
 
-    dtype: torch.dtype
+    dtype: DType
     shape: Shape
     chunks: list[tuple[Shape, Shape]]
 
@@ -220,7 +219,7 @@ def _tensor(key: str, entry: _Tensor) -> Tensor:
     if isinstance(properties, _Properties):
         told = properties.state
         dtype = told[0] if isinstance(told, tuple) and told else told.get("dtype") if isinstance(told, dict) else None
-    if not isinstance(dtype, torch.dtype):
+    if not isinstance(dtype, DType):
         raise CorruptError(f"{key!r} has the dtype {short(dtype)}")
     shape = _sizes(about.get("size"), key)
     if not fits(shape, dtype.itemsize):

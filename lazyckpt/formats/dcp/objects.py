@@ -12,8 +12,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
-
+from ...core.dtypes import U8
 from ...core.index import Archive, Extent, TensorSpec, whole
 from ...errors import CorruptError, FormatError, LazyckptError, Problem
 from ...io.containers.pickle.audit import dangers
@@ -71,7 +70,7 @@ class Objects:
         store, window = self._store, (item.offset, item.length)
         if item.codecs:
             room = _ROOM + _TIMES * item.length
-            within = Archive(item.path, item.offset, item.length, torch.uint8, (room,), item.codecs)
+            within = Archive(item.path, item.offset, item.length, U8, (room,), item.codecs)
             data = unpack(store, within)
             store, window = Memory(store, item.path, data), (0, len(data))
         try:
@@ -140,6 +139,7 @@ class Meta(Mapping[str, Any]):
         self._objects = objects
         self._below: dict[str, list[tuple[Path, str]]] = {}
         self._made: dict[str, Any] = {}
+        self._convert: Callable[[Any], Any] | None = None
         for path, key in [*((path, key) for key, (path, _) in objects.items.items()), *((p, k) for k, p in tensors)]:
             self._below.setdefault(str(path[0]), []).append((path, key))
 
@@ -149,7 +149,7 @@ class Meta(Mapping[str, Any]):
             for path, key in self._below[top]:
                 value = self._objects[key].rest if key in self._objects.items else TensorRef(key)
                 put(root, (top, *path[1:]), value)
-            self._made[top] = root.get(top)
+            self._made[top] = self._given(root.get(top))
         return self._made[top]
 
     @property
@@ -159,7 +159,16 @@ class Meta(Mapping[str, Any]):
 
     def object(self, key: str) -> Any:
         """The object of a raw key, with a `TensorRef` wherever a tensor stands."""
-        return self._objects.whole(key)
+        return self._given(self._objects.whole(key))
+
+    def _given(self, value: Any) -> Any:
+        return value if self._convert is None else self._convert(value)
+
+    def converted(self, convert: Callable[[Any], Any]) -> Meta:
+        """The same objects, each changed by ``convert`` when it is read."""
+        meta = Meta(self._objects, (), self.paths)
+        meta._below, meta._convert = self._below, convert
+        return meta
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._below)

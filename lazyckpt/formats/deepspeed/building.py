@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
 
-import torch
-
 from ...core.box import Shape
+from ...core.dtypes import DType
 from ...core.index import Extent, FileInfo, Fragment, Hole, Rank, TensorSpec
 from ...errors import CorruptError, LazyckptError, Problem
 from ...io.containers.pickle.plain import Plain
@@ -29,7 +28,7 @@ class Local(NamedTuple):
     """One model-parallel rank's tensor: its shape there, and its fragments over the data-parallel ranks' files."""
 
     shape: Shape
-    dtype: torch.dtype
+    dtype: DType
     fragments: Sequence[Fragment]
 
 

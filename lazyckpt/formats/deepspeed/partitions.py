@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
-import torch
-
 from ...core.box import Shape
+from ...core.dtypes import DType
 from ...core.index import Extent, Fragment, Hole, Rank
 from ...errors import CorruptError, LazyckptError, Problem, cannot_read
 from ...io.containers.pickle.rebuild import StoredTensor
@@ -372,7 +371,7 @@ def _flat_state(b: Building, state: str, cut: _Cut, stage: Stage12 | Stage3) -> 
         partitions = [Partition(Hole(p.extent.path, f"{p.extent.path}: {e}"), p.rank) for p in partitions]
     if state == "fp32" and isinstance(stage, Stage12):
         _compare_slices(b, g, places, width, cut.optim)
-    dtype: torch.dtype = next(t.dtype for t in found.values())
+    dtype: DType = next(t.dtype for t in found.values())
     parts = tuple(partitions)
     return {n: Local(s, dtype, stage.fragments(s, width, places[n], parts)) for n, s in shapes.items()}
 

@@ -14,9 +14,8 @@ from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any, TypeVar
 
-import torch
-
 from ...core.box import Shape
+from ...core.dtypes import F32
 from ...core.index import Fragment, Hole, Rank, TensorSpec
 from ...errors import LazyckptError, Problem, some
 from ...io.containers.pickle.records import short
@@ -196,7 +195,7 @@ def lost_stages(b: Building, seen: Mapping[str, int]) -> None:
     for state, specs in b.states.items():
         if state in ("weights", "step"):
             continue
-        dtype = next((s.dtype for s in specs.values()), torch.float32)
+        dtype = next((s.dtype for s in specs.values()), F32)
         for name, spec in b.states.get("weights", {}).items():
             if name.startswith("tied_modules."):
                 lost = stage < seen.get(name, stage + 1)

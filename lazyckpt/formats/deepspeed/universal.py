@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any, NamedTuple
 
-import torch
-
 from ...core.box import Shape, c_strides
+from ...core.dtypes import F32
 from ...core.index import Extent, Fragment, Hole, Index, TensorSpec
 from ...core.names import natural
 from ...errors import CorruptError, LazyckptError, Problem, cannot_read, sentences
@@ -94,7 +93,7 @@ def _holes(
                 unreadable.setdefault(name, f"{path} is missing, or cannot be read")
                 continue
             hole = Hole(path, f"{path} is missing, or cannot be read")
-            dtype = next((s.dtype for s in names.values()), torch.float32)
+            dtype = next((s.dtype for s in names.values()), F32)
             names[name] = TensorSpec(name, size, dtype, (Fragment(hole, size),))
     if listed.trained and listed.complete:
         problems += [

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-import torch
-
+from ...core.dtypes import DType
 from ...core.index import Hole, Rank
 from ...errors import LazyckptError, Problem, cannot_read, only_one, some
 from ...io.containers.pickle.rebuild import StoredTensor
@@ -62,7 +61,7 @@ def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first:
     tensors = tensors_in(first, model.get("module"))
     buffers = {n: c for n, t in tensors.items() if 0 not in t.shape and (c := crc_of(first.records, t)) is not None}
     pieces: dict[str, list[Partition]] = {name: [] for name in shapes}
-    dtypes: dict[str, torch.dtype] = {}
+    dtypes: dict[str, DType] = {}
     differ: dict[str, list[int]] = {}
     mp = rank.pp * b.tp + rank.tp
     for dp in range(b.world):

@@ -11,9 +11,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from ...core.box import Box, Shape, c_strides
+from ...core.dtypes import DType
 from ...core.index import Extent, Fragment, Hole, Part, Rank, TensorSpec
 from ...errors import Problem
 from ...layouts.megatron import gated_by, is_expert, is_gated, number, stack_of, vocabulary_note
@@ -29,7 +28,7 @@ class Shard:
     """One rank's tensor, and where it is stored: once, or several times."""
 
     shape: Shape
-    dtype: torch.dtype
+    dtype: DType
     copies: list[Fragment]
 
 

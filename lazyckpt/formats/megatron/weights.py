@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-
 from ...core.box import Shape, c_strides
+from ...core.dtypes import DType
 from ...core.index import Extent
 from ...errors import LazyckptError, Problem, cannot_read
 from ...io.containers.pickle.rebuild import StoredTensor
@@ -272,9 +271,9 @@ def _buffer(
     experts = for_experts(parts[n]) if n < len(parts) and len(parts) == count and groups_of(parts[n]) else None
     if experts is None:
         experts = count > 1 and n == count - 1
-    wanted: list[tuple[int, torch.dtype, dict[str, tuple[Shape, str]]]] = []
+    wanted: list[tuple[int, DType, dict[str, tuple[Shape, str]]]] = []
     for chunk, tensors in enumerate(rank.chunks):
-        by_dtype: dict[torch.dtype, dict[str, tuple[Shape, str]]] = {}
+        by_dtype: dict[DType, dict[str, tuple[Shape, str]]] = {}
         for own, name in namer.names(rank, chunk):
             if not is_buffer(own) and not (spread and is_expert(own) != experts):
                 by_dtype.setdefault(tensors[own].dtype, {})[own] = tensors[own].shape, name

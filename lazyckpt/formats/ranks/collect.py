@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
 from ...core.box import Shape, is_run
+from ...core.dtypes import DType
 from ...core.index import Extent, Hole, TensorSpec
 from ...errors import Problem, only_one, some
 from ...io.containers.pickle.plain import Path, Plain
@@ -45,7 +45,7 @@ class Held:
     key: str
     path: Path
     shape: Shape
-    dtype: torch.dtype
+    dtype: DType
     clash: str = ""
     tie: int = 0
 

@@ -9,10 +9,10 @@ from math import prod
 from typing import Any, overload
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ...core.box import Shape, c_strides
+from ...core.dtypes import DType
 from ...core.index import Extent, Fragment, Hole
 from ...core.plan import Selection
 from ...layouts.placements import Cut, Layout
@@ -34,7 +34,7 @@ class MeshFragments(Sequence[Fragment]):
     ``offsets[rank]`` of its file on; where it is not, ``odd`` has its extent."""
 
     shape: Shape
-    dtype: torch.dtype
+    dtype: DType
     layout: Layout
     team: Team
     offsets: NDArray[np.int64]

@@ -13,9 +13,8 @@ from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
-import torch
-
 from ...core.box import Shape, fits
+from ...core.dtypes import DType
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.pickle.records import Opaque, short
 from ...layouts.placements import Cut, Layout, Placement, Same, Summand
@@ -55,7 +54,7 @@ class ShardedTensor(NamedTuple):
     """``shards``: all of them, as every rank's file lists them; ``held``: those that this file holds."""
 
     shape: Shape
-    dtype: torch.dtype
+    dtype: DType
     shards: tuple[Shard, ...]
     held: tuple[Shard, ...]
     world: int | None
@@ -179,7 +178,7 @@ class Records:
         properties = _attribute(metadata, "tensor_properties")
         told = properties.state[0] if isinstance(properties, Opaque) and isinstance(properties.state, tuple) else None
         dtype = held[0].local.dtype if held and held[0].local is not None else told
-        if not isinstance(dtype, torch.dtype) or not fits(shape, dtype.itemsize):
+        if not isinstance(dtype, DType) or not fits(shape, dtype.itemsize):
             raise ValueError(f"it is of dtype {short(dtype)} and shape {short(shape)}")
         if any(s.local is not None and s.local.dtype != dtype for s in held):
             raise ValueError("its shards have several dtypes")

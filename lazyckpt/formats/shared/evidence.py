@@ -14,14 +14,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
+import numpy as np
 
-from ...core.dtypes import BITS, converts
+from ...core.dtypes import DType
 from ...core.index import TensorSpec
 from ...core.select import Selection
 from ...errors import ChangedFileError, LazyckptError, Problem
 from ...io.reading.gather import read
 from ...io.storage.base import Store
+from ...io.tensors import to_numpy
 
 _SAMPLE = 256  # elements of each row that is looked at
 _BLOCK = 1 << 20  # elements that are read at once, where rows do not tell
@@ -138,7 +139,7 @@ def _decided(store: Store, of: Copies) -> dict[str, tuple[str, str]]:
     may_be: dict[str, list[str]] = {number: [] for number in of.copies}
     unread: set[str] = set()
     for shape, dtype in dict.fromkeys((weight.shape, weight.dtype) for weight in of.weights.values()):
-        if not (dtype.is_floating_point and converts(torch.float32, dtype)):  # such a tensor has no fp32 copy
+        if not (dtype.is_floating_point and dtype.is_number):  # such a tensor has no fp32 copy
             continue
         numbers = {i: copy for i, copy in of.copies.items() if copy.shape == shape}
         weights = {n: weight for n, weight in of.weights.items() if (weight.shape, weight.dtype) == (shape, dtype)}
@@ -166,7 +167,7 @@ def _decided(store: Store, of: Copies) -> dict[str, tuple[str, str]]:
 
 
 def _alike(
-    store: Store, copies: Mapping[str, TensorSpec], weights: Mapping[str, TensorSpec], dtype: torch.dtype
+    store: Store, copies: Mapping[str, TensorSpec], weights: Mapping[str, TensorSpec], dtype: DType
 ) -> dict[str, list[str]]:
     """Number -> the weights that its copy rounds to, all of one shape and ``dtype``, as far as it takes to tell."""
     if not copies:
@@ -191,7 +192,7 @@ def _grouped(specs: Mapping[str, TensorSpec], key: Callable[[TensorSpec], bytes]
     return found
 
 
-def _sample(store: Store, spec: TensorSpec, dtype: torch.dtype) -> bytes:
+def _sample(store: Store, spec: TensorSpec, dtype: DType) -> bytes:
     """A few elements of the first, the middle and the last row, as ``dtype``."""
     if 0 in spec.shape or not spec.shape:
         return _digest(store, spec, dtype)
@@ -202,7 +203,7 @@ def _sample(store: Store, spec: TensorSpec, dtype: torch.dtype) -> bytes:
     return b"".join(_rounded(store, spec, key, dtype) for key in keys)
 
 
-def _digest(store: Store, spec: TensorSpec, dtype: torch.dtype) -> bytes:
+def _digest(store: Store, spec: TensorSpec, dtype: DType) -> bytes:
     """Of all elements as ``dtype``, read block by block."""
     digest = hashlib.blake2b()
     lead, row = 0, spec.numel
@@ -217,8 +218,9 @@ def _digest(store: Store, spec: TensorSpec, dtype: torch.dtype) -> bytes:
     return digest.digest()
 
 
-def _rounded(store: Store, spec: TensorSpec, key: Any, dtype: torch.dtype) -> bytes:
-    values = read(store, spec, Selection.all(spec.shape)[key].reads()).reshape(-1).to(dtype)
-    bits = values.view(BITS[dtype.itemsize])
-    bits[values.isnan()] = torch.iinfo(bits.dtype).max  # a NaN can have many patterns of bits: all as one of them
-    return bytes(bits.view(torch.uint8).numpy())
+def _rounded(store: Store, spec: TensorSpec, key: Any, dtype: DType) -> bytes:
+    values = read(store, spec, Selection.all(spec.shape)[key].reads()).reshape(-1).to(dtype.torch)
+    array = to_numpy(values)
+    raw = array.view(f"u{dtype.itemsize}")
+    raw[np.isnan(array)] = np.iinfo(raw.dtype).max  # a NaN can have many patterns of bits: all as one of them
+    return raw.tobytes()

@@ -15,47 +15,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-import torch
-
 from ...core.box import Shape
+from ...core.dtypes import BOOL, C32, DTYPES, DType
 from ...core.index import Mesh
 from ...errors import DataError, Problem
 from ...io.plain_json import encode
 
-# -- What zarr calls the dtypes of torch.
+# -- What zarr calls dtypes: as torch does.
 
-NAMES: dict[torch.dtype, str] = {
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.int64: "int64",
-    torch.int32: "int32",
-    torch.int16: "int16",
-    torch.int8: "int8",
-    torch.uint8: "uint8",
-    torch.uint16: "uint16",
-    torch.uint32: "uint32",
-    torch.uint64: "uint64",
-    torch.bool: "bool",
-    torch.complex64: "complex64",
-    torch.complex128: "complex128",
-    torch.float8_e4m3fn: "float8_e4m3fn",
-    torch.float8_e5m2: "float8_e5m2",
-    torch.float8_e4m3fnuz: "float8_e4m3fnuz",
-    torch.float8_e5m2fnuz: "float8_e5m2fnuz",
-}
-if hasattr(torch, "float8_e8m0fnu"):
-    NAMES[torch.float8_e8m0fnu] = "float8_e8m0fnu"
-DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in NAMES.items()}
+NAMES: dict[DType, str] = {d: d.name for d in DTYPES if d.is_number and d is not C32}
+FROM_ZARR: dict[str, DType] = {name: dtype for dtype, name in NAMES.items()}
 
 # Those that zarr-python (3.1.6) does not know by itself: interop/zarr_dtypes.py teaches it.
 FOREIGN = tuple(name for name in NAMES.values() if name == "bfloat16" or name.startswith("float8"))
 
 
-def fill_value(dtype: torch.dtype) -> Any:
+def fill_value(dtype: DType) -> Any:
     """Zero, as JSON spells it for the dtype. (Every chunk is written, so nobody reads it.)"""
-    if dtype == torch.bool:
+    if dtype is BOOL:
         return False
     if dtype.is_complex:
         return [0.0, 0.0]
@@ -133,9 +110,7 @@ RAW = ({"name": "bytes", "configuration": {"endian": "little"}},)
 Json = dict[str, Any]
 
 
-def array(
-    name: str, shape: Shape, dtype: torch.dtype, chunk: Shape, codecs: Sequence[Json] = RAW, **attributes: Any
-) -> Json:
+def array(name: str, shape: Shape, dtype: DType, chunk: Shape, codecs: Sequence[Json] = RAW, **attributes: Any) -> Json:
     """The document of an array. ``attributes``: further ones, beside its ``name``; ``order``: which of the view's
     tensors it is, where that is to be kept. Raises DataError for a dtype that zarr has not."""
     data_type = NAMES.get(dtype)

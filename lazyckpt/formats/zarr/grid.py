@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple, overload
 
-import torch
-
 from ...core.box import Box, Shape, c_strides
 from ...core.chunking import grid_of
+from ...core.dtypes import DType
 from ...core.index import Chunk, Codec, Extent, FileInfo, Fragment, Part, Shard, TensorSpec, ZipEntry
 from ...core.plan import Selection
 from ...errors import CorruptError
@@ -54,7 +53,7 @@ class Array:
     prefix and its numbers joined by ``separator``. ``fill``: the bytes of the fill value."""
 
     shape: Shape
-    dtype: torch.dtype
+    dtype: DType
     chunk: Shape
     packing: Packing
     fill: bytes
@@ -66,7 +65,8 @@ class Array:
         """Of a chunk, below the array's folder.
 
         >>> import torch
-        >>> array = Array((9, 9), torch.int8, (4, 4), Packing((0, 1)), b"0", "c", "/")
+        >>> from lazyckpt.core.dtypes import I8
+        >>> array = Array((9, 9), I8, (4, 4), Packing((0, 1)), b"0", "c", "/")
         >>> array.key((0, 2))
         'c/0/2'
         """
@@ -76,7 +76,8 @@ class Array:
         """The place in the grid of the chunk with a key; None if it is no chunk's.
 
         >>> import torch
-        >>> array = Array((9, 9), torch.int8, (4, 4), Packing((0, 1)), b"0", "c", "/")
+        >>> from lazyckpt.core.dtypes import I8
+        >>> array = Array((9, 9), I8, (4, 4), Packing((0, 1)), b"0", "c", "/")
         >>> array.place("c/0/2", (3, 3)), array.place("c/0/3", (3, 3)), array.place("zarr.json", (3, 3))
         ((0, 2), None, None)
         """

@@ -10,24 +10,25 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-import torch
+import numpy as np
 
 from ...core.box import Shape, fits
 from ...core.chunking import grid_of
+from ...core.dtypes import BOOL, C64, C128, F16, F32, F64, I8, I16, I32, I64, U8, U16, U32, U64, DType
 from ...errors import CorruptError
-from .documents import DTYPES
+from .documents import FROM_ZARR
 from .grid import Array
 from .packing import MAX_PACKED, NoTensorError, packing_v2, packing_v3
 
 # -- Fill values: the elements that absent chunks stand for, as JSON spells them.
 
-_PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+_PARTS = {C64: F32, C128: F64}
 
 
-def fill_bytes(value: Any, dtype: torch.dtype, where: str) -> bytes:
+def fill_bytes(value: Any, dtype: DType, where: str) -> bytes:
     """The bytes of one element, little-endian. Raises CorruptError.
 
-    >>> fill_bytes("0x3f80", torch.bfloat16, "").hex(), fill_bytes(-1, torch.int16, "").hex()
+    >>> fill_bytes("0x3f80", BF16, "").hex(), fill_bytes(-1, I16, "").hex()
     ('803f', 'ffff')
     """
     part = _PARTS.get(dtype)
@@ -44,34 +45,33 @@ def fill_bytes(value: Any, dtype: torch.dtype, where: str) -> bytes:
         if not isinstance(value, str | bool | int | float):
             raise TypeError(value)
         if dtype.is_floating_point:
-            # torch rounds twice by way of float32; every value of a narrower type is one of float32
-            wide = torch.float64 if dtype == torch.float64 else torch.float32
-            one = torch.tensor(float(value), dtype=wide, device="cpu").to(dtype)
-        elif dtype == torch.bool:
-            one = torch.tensor(bool(value), device="cpu")
-        else:
-            if int(value) != value:
-                raise ValueError(value)
-            return int(value).to_bytes(dtype.itemsize, "little", signed=dtype.is_signed)
+            # rounded by way of float32, as torch does; every value of a narrower type is one of float32
+            with np.errstate(all="ignore"):
+                wide = np.asarray(float(value), (F64 if dtype is F64 else F32).numpy)
+                return wide.astype(dtype.numpy.newbyteorder("<")).tobytes()
+        if dtype is BOOL:
+            return bytes((bool(value),))
+        if int(value) != value:
+            raise ValueError(value)
+        return int(value).to_bytes(dtype.itemsize, "little", signed=dtype.is_signed)
     except (ValueError, TypeError, OverflowError, RuntimeError):
         raise CorruptError(f"{where}: the fill value {value!r:.40} is none of {dtype}") from None
-    return one.reshape(1).view(torch.uint8).numpy().tobytes()
 
 
 # -- The documents of arrays, as data: zarr.json (v3) and .zarray (v2).
 
 _MAX_CHUNKS = 1 << 24  # of an array
 _V2 = {
-    "f2": torch.float16, "f4": torch.float32, "f8": torch.float64, "c8": torch.complex64, "c16": torch.complex128,
-    "i1": torch.int8, "i2": torch.int16, "i4": torch.int32, "i8": torch.int64, "b1": torch.bool,
-    "u1": torch.uint8, "u2": torch.uint16, "u4": torch.uint32, "u8": torch.uint64,
+    "f2": F16, "f4": F32, "f8": F64, "c8": C64, "c16": C128,
+    "i1": I8, "i2": I16, "i4": I32, "i8": I64, "b1": BOOL,
+    "u1": U8, "u2": U16, "u4": U32, "u8": U64,
 }  # fmt: skip
 
 
 def array_v3(about: Mapping[str, Any], where: str) -> Array:
     """Raises CorruptError, NoTensorError."""
     told = about.get("data_type")
-    dtype = DTYPES.get(told) if isinstance(told, str) else None
+    dtype = FROM_ZARR.get(told) if isinstance(told, str) else None
     if dtype is None:
         raise NoTensorError(f"dtype {told.get('name') if isinstance(told, dict) else told!s:.40}, which torch has not")
     grid, keys = _named(about.get("chunk_grid"), where), _named(about.get("chunk_key_encoding", "default"), where)
@@ -97,7 +97,7 @@ def array_v2(about: Mapping[str, Any], where: str, attributes: Mapping[str, Any]
     """Raises CorruptError, NoTensorError."""
     told = about.get("dtype")
     swapped = False
-    dtype = DTYPES.get(told) if isinstance(told, str) else None  # tensorstore's, and Megatron's
+    dtype = FROM_ZARR.get(told) if isinstance(told, str) else None  # tensorstore's, and Megatron's
     if dtype is None and isinstance(told, str) and told[:1] in ("<", ">", "|"):
         dtype = _V2.get(told[1:])
         swapped = told[0] == ">" and dtype is not None and dtype.itemsize > 1
@@ -131,7 +131,7 @@ def _named(about: Any, where: str) -> tuple[str, Mapping[str, Any]]:
     raise CorruptError(f"{where} describes no array: {about!r:.60} where a name and its configuration are due")
 
 
-def _shapes(shape: Any, chunk: Any, dtype: torch.dtype, where: str) -> tuple[Shape, Shape]:
+def _shapes(shape: Any, chunk: Any, dtype: DType, where: str) -> tuple[Shape, Shape]:
     if not isinstance(shape, list) or not isinstance(chunk, list) or len(shape) != len(chunk):
         raise CorruptError(f"{where}: an array of shape {shape!r:.60} in chunks of {chunk!r:.60}")
     sizes = [*shape, *chunk]

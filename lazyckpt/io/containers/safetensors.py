@@ -7,10 +7,8 @@ import json
 from math import prod
 from typing import Any, NamedTuple
 
-import torch
-
 from ...core.box import c_strides, fits
-from ...core.dtypes import FROM_SAFETENSORS
+from ...core.dtypes import F4_E2M1FN_X2, FROM_SAFETENSORS, U8
 from ...core.index import Extent, FileInfo
 from ...errors import CorruptError, Problem
 from ..storage.base import Store, StoreFile
@@ -137,13 +135,12 @@ def _extent(
 ) -> Extent:
     dtype = FROM_SAFETENSORS.get(kind)
     if dtype is None:
-        packed = getattr(torch, "float4_e2m1fn_x2", None) if kind == "F4" else None
-        if packed is not None and shape and shape[-1] % 2 == 0:
-            dtype, shape = packed, (*shape[:-1], shape[-1] // 2)
+        if kind == "F4" and shape and shape[-1] % 2 == 0:
+            dtype, shape = F4_E2M1FN_X2, (*shape[:-1], shape[-1] // 2)
         else:
             line = f"{name!r} is {kind} of shape {list(shape)}, which torch cannot hold: read as its packed bytes"
             notes.append(Problem("unsupported-tensor", line, name))
-            dtype, shape = torch.uint8, (nbytes,)
+            dtype, shape = U8, (nbytes,)
     return Extent(path, at, dtype, shape, c_strides(shape))
 
 

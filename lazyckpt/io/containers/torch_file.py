@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from ...core.box import hull
+from ...core.dtypes import DType
 from ...core.index import Extent, FileInfo, Inline
 from ...errors import CorruptError, FormatError
 from ..storage.base import Store, StoreFile
@@ -43,7 +42,7 @@ class TorchFile:
     globals: dict[tuple[str, str], bool]
     swapped: bool
     pickle_size: int
-    _dtypes: dict[str, torch.dtype | None] = field(default_factory=dict)
+    _dtypes: dict[str, DType | None] = field(default_factory=dict)
 
     def extent(self, tensor: StoredTensor, name: str) -> Extent:
         """Where a tensor of this file lies. Raises CorruptError if the file cannot hold it."""

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from math import prod
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ...core.box import Box, Shape, tiles
 from ...core.index import TensorSpec
@@ -17,6 +15,11 @@ from ...core.select import Reads
 from ..pool import run
 from ..storage.base import Store
 from .gather import tasks
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from ...deferred import torch
 
 PIECE = 32 << 20  # bytes of one pinned buffer
 _BUFFERS = 2
@@ -74,7 +77,7 @@ def read_to(store: Store, spec: TensorSpec, reads: Reads, target: torch.Tensor, 
         def fill(host: torch.Tensor, part: Reads = part) -> None:
             run(tasks(store, spec, part, host))
 
-        ring.send(box.shape, spec.dtype, fill, target[box.slices] if box.start else target)
+        ring.send(box.shape, spec.dtype.torch, fill, target[box.slices] if box.start else target)
 
 
 def pieces(reads: Reads, itemsize: int) -> Iterator[tuple[Reads, Box]]:

@@ -12,21 +12,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from math import prod
-from typing import NamedTuple, ParamSpec
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec
 
 from ...core.box import Box, c_strides, hull, is_run
-from ...core.dtypes import BITS
 from ...core.index import Extent, Inline, Packed, TensorSpec
 from ...core.plan import Copy, Selection, overlaps, plan
 from ...core.select import Reads
 from ...errors import decoding, foreign, undecodable
-from ..memory import as_bytes, empty
 from ..pool import Task, run, run_here
 from ..storage.base import Store, check
 from ..storage.mapping import Mapped
+from ..tensors import as_bytes, bits_of, empty
 from .packed import locate, locate_all, located, unpacked, unpacked_into
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from ...deferred import torch
 
 BLOCK = 8 << 20  # bytes that one read asks for at most, and that a buffer holds
 _RUN = 32 << 10  # runs this long are worth a read of their own
@@ -60,9 +62,27 @@ class Run(NamedTuple):
 
 def read(store: Store, spec: TensorSpec, reads: Reads) -> torch.Tensor:
     """What ``reads`` asks of a tensor, as a new CPU tensor. Errors as `core.plan.plan` and the store's reads."""
-    out = empty(reads.shape, spec.dtype)
+    out = empty(reads.shape, spec.dtype.torch)
     run(tasks(store, spec, reads, out))
-    return reads.finish(out)
+    return finish(reads, out)
+
+
+def finish(reads: Reads, array: torch.Tensor) -> torch.Tensor:
+    """What was asked for, from the array that was read for it: reversed, reordered and reshaped where it takes that."""
+    if reads.in_place:
+        return array
+    if reads.flips or reads.orders:
+        bits = array.view(bits_of(array.itemsize))
+        bits = bits.flip(reads.flips) if reads.flips else bits
+        for n, order in reads.orders:
+            bits = bits.index_select(n, torch.from_numpy(order).to(array.device))
+        array = bits.view(array.dtype)
+    array = array.reshape(tuple(1 if n in reads.added else length for n, length in enumerate(reads.result)))
+    for n in reads.added:
+        length = reads.result[n]  # 1, unless it was indexed since
+        if length != 1:
+            array = array.narrow(n, 0, 0) if length == 0 else array.repeat_interleave(length, n)
+    return array
 
 
 def tasks(store: Store, spec: TensorSpec, reads: Reads, out: torch.Tensor) -> Iterator[Task]:
@@ -83,7 +103,7 @@ def agree(store: Store, spec: TensorSpec, want: Selection) -> bool:
 
 def _alone(store: Store, copy: Copy) -> torch.Tensor:
     """The elements of one copy, as bytes."""
-    out = empty(copy.shape, copy.extent.dtype)
+    out = empty(copy.shape, copy.extent.dtype.torch)
     run_here(_copy_tasks(store, copy, out))
     return out.view(-1).view(torch.uint8)
 
@@ -123,7 +143,7 @@ def runs(store: Store, spec: TensorSpec, want: Selection) -> list[Run] | None:
     found: list[tuple[int, Run]] = []
     for copy in planned(store, spec, want):
         extent, size = copy.extent, copy.extent.dtype.itemsize
-        as_they_are = extent.raw and extent.dtype == spec.dtype
+        as_they_are = extent.raw and extent.dtype is spec.dtype
         if not (as_they_are and is_run(copy.shape, copy.strides) and is_run(copy.shape, strides)):
             return None
         at = sum(a * s for a, s in zip(copy.at, strides, strict=True))
@@ -133,12 +153,12 @@ def runs(store: Store, spec: TensorSpec, want: Selection) -> list[Run] | None:
 
 def _mean(store: Store, copies: list[Copy], out: torch.Tensor) -> None:
     """Every element is the mean of the copies that hold it, summed in float32 (float64 for float64)."""
-    own = copies[0].extent.dtype if copies else out.dtype  # what it is read as, whatever it is converted to then
+    own = copies[0].extent.dtype.torch if copies else out.dtype  # what it is read as, whatever it is converted to then
     wide = torch.float64 if own == torch.float64 else torch.float32
     total = torch.zeros(out.shape, dtype=wide, device="cpu")
     count = torch.zeros(out.shape, dtype=wide, device="cpu")
     for copy in copies:
-        one = torch.empty(copy.shape, dtype=copy.extent.dtype, device="cpu")
+        one = torch.empty(copy.shape, dtype=copy.extent.dtype.torch, device="cpu")
         run_here(_copy_tasks(store, copy, one))
         total[copy.slices] += one
         count[copy.slices] += 1
@@ -149,16 +169,17 @@ def _copy_tasks(store: Store, copy: Copy, target: torch.Tensor) -> Iterator[Task
     extent = copy.extent
     if extent.within is not None:
         return iter([(target.nbytes, partial(_unpack, store, extent.within, copy, target))])
-    if extent.raw and extent.dtype == target.dtype:  # only bits move
-        bits = BITS[extent.dtype.itemsize]
+    dtype = extent.dtype.torch
+    if extent.raw and dtype == target.dtype:  # only bits move
+        bits = bits_of(dtype.itemsize)
         return _cut(store, copy, target.view(bits), bits)
-    return _cut(store, copy, target, extent.dtype)
+    return _cut(store, copy, target, dtype)
 
 
 @_decodes
 def _unpack(store: Store, archive: Packed | Inline, copy: Copy, target: torch.Tensor) -> None:
     plain = copy._replace(extent=replace(copy.extent, within=None))
-    as_it_lies = plain.extent.raw and copy.extent.dtype == target.dtype and is_run(copy.shape, copy.strides)
+    as_it_lies = plain.extent.raw and copy.extent.dtype.torch == target.dtype and is_run(copy.shape, copy.strides)
     as_it_lies = as_it_lies and copy.start == copy.extent.offset == 0 and target.is_contiguous()
     if as_it_lies and unpacked_into(store, archive, as_bytes(target)):
         return

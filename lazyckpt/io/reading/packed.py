@@ -7,7 +7,6 @@ Sources: zarr-specs v3, codecs/sharding-indexed (index format).
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
@@ -26,6 +25,7 @@ from ..containers.torch_file import Pickles, read_torch_file
 from ..containers.zip import data_offset
 from ..pool import checked, each
 from ..storage.base import Buffer, Entry, Fetched, Store, StoreFile, look
+from ..system import after_fork
 
 _FILL = "lazyckpt.fill"  # a codec of our own: the bytes in its configuration, whatever it is given
 _NOWHERE = (1 << 64) - 1  # offset and length of a chunk that a shard has not
@@ -184,8 +184,7 @@ def _forget() -> None:
     _stores, _lock = weakref.WeakKeyDictionary(), threading.Lock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+after_fork(_forget)
 
 
 def _known(store: Store) -> _Known:

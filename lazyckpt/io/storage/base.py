@@ -15,8 +15,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-import torch
-
 from ...core.index import FileInfo
 from ...errors import ChangedFileError, CorruptError, DataError, MissingFileError
 from ..pool import each, verify_later
@@ -207,8 +205,8 @@ class Store(ABC):
         """Check that what was copied from a mapping are the bytes of the pinned file. Raises ChangedFileError."""
         self.verify(path)
 
-    def resident(self, view: torch.Tensor) -> bool:
-        """Whether a contiguous view into a mapped file is likely in memory already: touching it costs no I/O."""
+    def resident(self, address: int, nbytes: int) -> bool:
+        """Whether bytes of a mapped file are likely in memory already: touching them costs no I/O."""
         return False
 
     def private(self, path: str) -> Buffer | None:

@@ -19,10 +19,9 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import Any, TypeVar
 
-import torch
-
 from ...core.index import FileInfo
 from ...errors import ChangedFileError, CorruptError, DataError, MissingFileError
+from ..system import File, after_fork
 from .base import Entry, Fetched, Guard, Store, closed_error, guarded
 from .mapping import Mapped, map_file, resident
 
@@ -37,19 +36,6 @@ _GONE = (
 _stores: weakref.WeakSet[LocalStore] = weakref.WeakSet()
 _stores_lock = threading.Lock()
 T = TypeVar("T")
-
-
-class _File:
-    """An open descriptor; closed when the last user lets go of it."""
-
-    def __init__(self, full: str) -> None:
-        self.fd = os.open(full, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not keep us waiting
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at the interpreter's end `os` may be gone
-        if hasattr(self, "fd"):
-            close(self.fd)
 
 
 def _guarded(root: str, pins: Mapping[str, FileInfo], guards: Mapping[str, Guard]) -> Store:
@@ -128,30 +114,30 @@ class LocalStore(Store):
         done, wanted = 0, len(target)
         while done < wanted:
             try:
-                got = os.preadv(file.fd, [target[done:] if done else target], offset + done)
+                got = file.read_at(offset + done, target[done:] if done else target)
             except OSError as e:
                 raise self._missing(path, e) from None
             if got == 0:
                 break
             done += got
-        return done, self._info(path, os.fstat(file.fd))
+        return done, self._info(path, file.stat())
 
     def _fetch_pieces(self, path: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
         file = self._open(path)
         for offset, target in pieces:
             try:
-                whole = os.preadv(file.fd, [target], offset) == len(target)
+                whole = file.read_at(offset, target) == len(target)
             except OSError:
                 whole = False
             if not whole:  # it is truncated, cannot be read, or is read in parts
                 self.unguarded(path, offset, target)
-        self._judge(path, 0, 0, 0, self._info(path, os.fstat(file.fd)))
+        self._judge(path, 0, 0, 0, self._info(path, file.stat()))
 
     def map(self, path: str) -> Mapped | None:
         mapped = self._maps.get(path)
         if mapped is None:
             file = self._open(path)
-            mapped = map_file(file.fd, os.fstat(file.fd).st_size, file)
+            mapped = map_file(file.fd, file.stat().st_size, file)
             if mapped is None:
                 return None
             with self._lock:
@@ -161,7 +147,7 @@ class LocalStore(Store):
         return mapped
 
     def confirm(self, path: str, mapped: Mapped) -> None:
-        s = os.fstat(mapped.owner.fd)
+        s = mapped.owner.stat()
         if s.st_ctime_ns == mapped.state and not mapped.addresses.broken:  # nothing at all happened to the file
             return
         self._judge(path, 0, 0, 0, self._info(path, s))
@@ -172,13 +158,13 @@ class LocalStore(Store):
 
     def private(self, path: str) -> memoryview | None:
         file = self._open(path)
-        s = os.fstat(file.fd)
+        s = file.stat()
         self._judge(path, 0, 0, 0, self._info(path, s))
         mapped = map_file(file.fd, s.st_size, told=_GONE.format(self._full(path)))
         return None if mapped is None else mapped.buffer
 
-    def resident(self, view: torch.Tensor) -> bool:
-        return resident(view)
+    def resident(self, address: int, nbytes: int) -> bool:
+        return resident(address, nbytes)
 
     def _full(self, path: str) -> str:
         return os.path.join(self._root, path)
@@ -190,14 +176,14 @@ class LocalStore(Store):
         error.errno = getattr(e, "errno", None)
         return error
 
-    def _open(self, path: str) -> _File:
+    def _open(self, path: str) -> File:
         if self.closed:
             raise closed_error(self._root)
         file = self._files.get(path)
         if file is None:
             self._stat(path)  # only a regular file is opened
             try:
-                file = _again_if_full(lambda: _File(self._full(path)))
+                file = _again_if_full(lambda: File(self._full(path)))
             except OSError as e:
                 if e.errno in (errno.EMFILE, errno.ENFILE):
                     raise DataError(
@@ -232,7 +218,7 @@ class LocalStore(Store):
     def _forget(self) -> None:
         """Let go of all descriptors; what uses one now keeps it as long as it needs it."""
         self._lock = threading.Lock()
-        self._files: dict[str, _File] = {}
+        self._files: dict[str, File] = {}
         self._maps: dict[str, Mapped] = {}
 
 
@@ -263,8 +249,7 @@ def _after_fork() -> None:
         store._forget()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+after_fork(_after_fork)
 
 
 def split(path: str | os.PathLike[str]) -> tuple[LocalStore, str]:

@@ -17,13 +17,10 @@ import sys
 import threading
 import weakref
 from functools import partial
-from math import prod
 from typing import Any
 
-import torch
-
-from ...core.box import Shape
 from ...errors import ChangedFileError
+from ..system import after_fork, mapping_library
 
 _PAGE = mmap.PAGESIZE
 _SA_SIGINFO, _SA_NODEFER = 4, 0x40000000
@@ -35,7 +32,7 @@ _PLAIN_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 
 class _Action(ctypes.Structure):
-    """``struct sigaction`` of the C library, on the machines named below."""
+    """``struct sigaction`` of the C library, on the machines that `mapping_library` knows."""
 
     _fields_ = (
         ("handler", ctypes.c_void_p),
@@ -45,8 +42,7 @@ class _Action(ctypes.Structure):
     )
 
 
-_known = sys.platform == "linux" and sys.maxsize > 1 << 32 and os.uname().machine in ("x86_64", "aarch64", "riscv64")
-_libc = ctypes.CDLL(None) if _known else None
+_libc = mapping_library()
 if _libc is not None:
     _libc.mmap.restype = ctypes.c_void_p
     _libc.mmap.argtypes = (
@@ -92,28 +88,20 @@ class Addresses:
 
 
 class Mapped:
-    """A private mapping of a file (writing to it changes memory only), and the arrays over it that were asked for.
+    """A private mapping of a file (writing to it changes memory only).
 
     ``buffer`` keeps the mapping alive. ``owner``: kept alive with it, for whoever maps. ``state``: for whoever checks.
+    ``arrays``: tensors over it that were asked for (`io.tensors.array_over`).
     """
 
-    __slots__ = ("_arrays", "addresses", "buffer", "owner", "state")
+    __slots__ = ("addresses", "arrays", "buffer", "owner", "state")
 
     def __init__(self, addresses: Addresses, owner: Any) -> None:
         self.addresses, self.owner, self.state = addresses, owner, 0
         memory = (ctypes.c_char * (addresses.end - addresses.start)).from_address(addresses.start)
         weakref.finalize(memory, _unmap, addresses).atexit = False
         self.buffer = memoryview(memory).cast("B")
-        self._arrays: dict[tuple[int, torch.dtype, Shape], torch.Tensor] = {}
-
-    def array(self, offset: int, dtype: torch.dtype, shape: Shape) -> torch.Tensor:
-        """The bytes from ``offset`` on (a multiple of the item size) as a C-order array that is not empty."""
-        key = (offset, dtype, shape)
-        array = self._arrays.get(key)
-        if array is None:
-            flat = torch.frombuffer(self.buffer, dtype=dtype, count=prod(shape), offset=offset)
-            array = self._arrays[key] = flat.view(shape)
-        return array
+        self.arrays: dict[Any, Any] = {}
 
     def let_go(self, start: int, stop: int) -> None:
         """The pages stay in the system's cache, but count no longer as this process's memory. (Of a mapping that
@@ -145,13 +133,12 @@ def map_file(fd: int, size: int, owner: Any = None, *, told: str = "") -> Mapped
     return Mapped(addresses, owner)
 
 
-def resident(view: torch.Tensor) -> bool:
-    """Whether a contiguous view into a mapped file is likely in memory already: touching it costs no I/O."""
-    if _libc is None or view.numel() == 0:
-        return view.numel() == 0
-    start = view.data_ptr()
+def resident(address: int, nbytes: int) -> bool:
+    """Whether bytes of a mapped file are likely in memory already: touching them costs no I/O."""
+    if _libc is None or nbytes == 0:
+        return nbytes == 0
     # A sample, both ends: a wrong guess costs time, never correctness (so threads may share the answer's byte).
-    return _page_resident(start + view.nbytes - 1) and _page_resident(start)
+    return _page_resident(address + nbytes - 1) and _page_resident(address)
 
 
 def _page_resident(address: int) -> bool:
@@ -246,5 +233,4 @@ def _after_fork() -> None:
     _lock = threading.Lock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+after_fork(_after_fork)

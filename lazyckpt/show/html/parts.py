@@ -8,8 +8,7 @@ from functools import cache
 from html import escape
 from importlib.resources import files
 
-import torch
-
+from ...core.dtypes import BOOL, DType
 from ...errors import printable
 from ..layout import Holder, ranges
 
@@ -58,11 +57,11 @@ def _resource(name: str) -> str:
     return files(__package__).joinpath(name).read_text("utf-8")
 
 
-def dtype_class(dtype: torch.dtype) -> str:
+def dtype_class(dtype: DType) -> str:
     """The colour of a dtype: full floats, 16-bit floats, smaller ones, integers, all else."""
     if dtype.is_floating_point:
         return "float" if dtype.itemsize >= 4 else "half" if dtype.itemsize == 2 else "small"
-    if dtype.is_complex or dtype == torch.bool or str(dtype).startswith("torch.bits"):
+    if dtype.is_complex or dtype is BOOL or dtype.name.startswith("bits"):
         return "other"
     return "int"
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
-from ...core.dtypes import short_name
 from ...core.index import TensorSpec
 from ...core.units import human_bytes, human_count, plural
 from ...errors import and_more
-from ...lazy import LazyArray
+from ...lazy import LazyArray, shape_of
 from ...namespace import Namespace
 from ..layout import Holder, holders
 from ..outline import Node, chain, groups
@@ -196,8 +195,9 @@ def _label(row: Row) -> str:
 
 def kind_html(t: LazyArray | TensorSpec) -> str:
     """Its dtype, coloured, and its shape."""
-    shape = f"[{', '.join(map(str, t.shape))}]"
-    return f"{tag('b', short_name(t.dtype), dtype_class(t.dtype))} {safe(shape)}"
+    dtype, sizes = (t.spec.dtype, shape_of(t)) if isinstance(t, LazyArray) else (t.dtype, t.shape)
+    shape = f"[{', '.join(map(str, sizes))}]"
+    return f"{tag('b', dtype.short, dtype_class(dtype))} {safe(shape)}"
 
 
 def _strip(held: Sequence[Holder], colours: Colours) -> str:

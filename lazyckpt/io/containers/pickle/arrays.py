@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 
 from ....core.box import Shape
+from ....core.dtypes import DType
 from .records import Opaque, short
 
 _MAX_FIELDS = 256  # of a numpy dtype, over all levels
@@ -81,17 +81,19 @@ class NumpyArray:
         self.state: Any = None
         self.axes: Any = None  # of numpy 2: how to turn what is in C order into an array that was in none
         self._real: Any = None
-        self._held: dict[torch.dtype, tuple[Shape, bytes]] = {}
+        self._held: dict[DType, tuple[Shape, bytes]] = {}
 
     def set_state(self, state: Any) -> None:
         self.state, self._real, self._held = state, None, {}
 
-    def held(self, dtype: torch.dtype) -> tuple[Shape, bytes]:
+    def held(self, dtype: DType) -> tuple[Shape, bytes]:
         """Its shape, and its elements as bytes of a tensor of this dtype, in C order. Raises ValueError, TypeError."""
         if dtype not in self._held:
-            array = np.ascontiguousarray(self.real())
-            tensor = torch.from_numpy(array.astype(array.dtype.newbyteorder("=")).reshape(self.real().shape)).to(dtype)
-            self._held[dtype] = tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+            array = self.real()
+            if array.dtype.kind not in "biufc":
+                raise TypeError("not an array of numbers")
+            with np.errstate(all="ignore"):  # what does not fit becomes infinite, or wraps around, as torch has it
+                self._held[dtype] = array.shape, array.astype(dtype.numpy.newbyteorder("<")).tobytes()
         return self._held[dtype]
 
     def real(self) -> Any:

@@ -17,17 +17,17 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import torch
-
+from ....core.dtypes import DType
 from ....errors import CorruptError
 from .records import Opaque
+from .values import Device, Size
 
 FEW = 64  # items of a dict that is looked at: what is saved of a training run has some ten
 _LEAST = 4 << 10  # bytes of an item that are worth the trouble
 _MOST = 48  # items that are kept
 _CLEARED = object()
 _WHOLE = (str, int, float, bytes, bool, type(None))
-_LEAVES = frozenset((*_WHOLE, torch.dtype, torch.device, torch.Size, complex, range, slice))
+_LEAVES = frozenset((*_WHOLE, DType, Device, Size, complex, range, slice))
 
 
 class Changes(Exception):
@@ -170,10 +170,10 @@ def _at_hand(values: Iterable[Any]) -> frozenset[int]:
 def _lasts(value: Any) -> bool:
     """Whether nothing in a pickle can change it."""
     if isinstance(value, tuple):
-        return all(type(v) in _WHOLE or isinstance(v, torch.dtype) for v in value)
+        return all(type(v) in _WHOLE or isinstance(v, DType) for v in value)
     if isinstance(value, Opaque):
         return value.args is None  # named only: see `refuse_shared`
-    return type(value) in _WHOLE or isinstance(value, torch.dtype) or callable(value)
+    return type(value) in _WHOLE or isinstance(value, DType) or callable(value)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -13,8 +13,8 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
+from ....core.dtypes import U8
 from ....core.names import free
 from ....errors import CorruptError, Problem, some
 from ...limits import Budget
@@ -121,7 +121,7 @@ class Plain:
         if kind is StoredTensor:
             return self._tensor(value, path)
         if kind is StoredStorage:
-            return self._tensor(StoredTensor(value, value.dtype or torch.uint8, 0, (value.numel,), (1,)), path)
+            return self._tensor(StoredTensor(value, value.dtype or U8, 0, (value.numel,), (1,)), path)
         self._budget.objects()
         if isinstance(value, dict | list | tuple):
             self._budget.steps(len(value))
@@ -371,5 +371,5 @@ def _plain_list(original: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
 
 
 def _tuple(original: tuple[Any, ...], items: list[Any]) -> Any:
-    """torch.Size stays one; any other tuple is a plain tuple."""
+    """A Size stays one; any other tuple is a plain tuple."""
     return original if type(original) is not tuple and all(type(i) is int for i in items) else tuple(items)

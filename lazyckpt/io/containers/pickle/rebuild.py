@@ -7,17 +7,14 @@ ids).
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
-import torch
-
 from ....core.box import Shape, c_strides, fits, hull
-from ....core.dtypes import FROM_NAME, FROM_STORAGE
+from ....core.dtypes import BOOL, FROM_NAME, FROM_STORAGE, U8, DType
 from ....errors import CorruptError
 from .arrays import NUMPY, NumpyArray
 from .records import Opaque, short
-from .values import VALUES, listed
+from .values import VALUES, Device, Size, listed
 
 _MAX_DIMS = 64
 
@@ -25,7 +22,7 @@ _MAX_DIMS = 64
 class StorageType(NamedTuple):
     """A storage class of torch; ``dtype`` is None for UntypedStorage (its sizes count bytes)."""
 
-    dtype: torch.dtype | None
+    dtype: DType | None
 
 
 class StoredStorage(NamedTuple):
@@ -36,7 +33,7 @@ class StoredStorage(NamedTuple):
     """
 
     key: str
-    dtype: torch.dtype | None
+    dtype: DType | None
     numel: int
     location: str
     start: int | None = None
@@ -62,7 +59,7 @@ class StoredTensor:
     def __init__(
         self,
         storage: StoredStorage | None,
-        dtype: torch.dtype,
+        dtype: DType,
         offset: int,
         shape: Shape,
         strides: Shape,
@@ -113,7 +110,7 @@ class StoredTensor:
         return f"StoredTensor({'x'.join(map(str, self.shape)) or 'scalar'}, {self.dtype})"
 
 
-def _bits(metadata: Any, dtype: torch.dtype) -> tuple[bool, bool]:
+def _bits(metadata: Any, dtype: DType) -> tuple[bool, bool]:
     """Whether a tensor has the bits conj and neg: the keys alone set them, whatever their values
     (torch/csrc/jit/serialization/pickler.h `setTensorMetadata`)."""
     if not metadata:
@@ -125,13 +122,10 @@ def _bits(metadata: Any, dtype: torch.dtype) -> tuple[bool, bool]:
     return "conj" in metadata, "neg" in metadata
 
 
-@cache
-def _negates(dtype: torch.dtype) -> bool:
-    try:
-        torch._neg_view(torch.zeros(1, dtype=torch.uint8).expand(16).contiguous().view(dtype)).clone()
-    except RuntimeError:  # torch's way to say that it does not
-        return False
-    return True
+def _negates(dtype: DType) -> bool:
+    """Whether torch negates such elements: no bools, no floats of 8 bits, nothing that is packed."""
+    narrow = dtype.is_floating_point and dtype.itemsize == 1
+    return dtype.is_number and not narrow and dtype is not BOOL
 
 
 class TensorSubclass(Opaque):
@@ -207,7 +201,7 @@ def _stored(storage: Any) -> StoredStorage:
 
 def _tensor_v1(storage: Any, offset: Any, size: Any, stride: Any) -> StoredTensor:
     s = _stored(storage)
-    return StoredTensor(s, s.dtype or torch.uint8, offset, _ints(size), _ints(stride))
+    return StoredTensor(s, s.dtype or U8, offset, _ints(size), _ints(stride))
 
 
 def _tensor_v2(
@@ -220,13 +214,13 @@ def _tensor_v2(
     metadata: Any = None,
 ) -> StoredTensor:
     s = _stored(storage)
-    return StoredTensor(s, s.dtype or torch.uint8, offset, _ints(size), _ints(stride), requires_grad is True, metadata)
+    return StoredTensor(s, s.dtype or U8, offset, _ints(size), _ints(stride), requires_grad is True, metadata)
 
 
 def _tensor_v3(
     storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, metadata: Any = None
 ) -> StoredTensor:
-    if not isinstance(dtype, torch.dtype):
+    if not isinstance(dtype, DType):
         raise CorruptError(f"a tensor whose dtype is {short(dtype)}")
     return StoredTensor(_stored(storage), dtype, offset, _ints(size), _ints(stride), grad is True, metadata)
 
@@ -264,7 +258,7 @@ _PLAIN_TENSORS = {"", "torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.
 
 def _qtensor(storage: Any, offset: Any, size: Any, stride: Any, quantizer: Any, *rest: Any) -> StoredTensor:
     s = _stored(storage)
-    tensor = StoredTensor(s, s.dtype or torch.uint8, offset, _ints(size), _ints(stride))
+    tensor = StoredTensor(s, s.dtype or U8, offset, _ints(size), _ints(stride))
     scheme = quantizer[0].name if isinstance(quantizer[0], Opaque) else quantizer[0]
     tensor.note = f"is quantized ({short(scheme)}): read as the integers it stores, without scale and zero point"
     tensor.state = {"quantizer": quantizer}
@@ -281,7 +275,7 @@ def _nested(buffer: Any, sizes: Any, strides: Any, offsets: Any) -> Composite:
 
 
 def _meta(dtype: Any, size: Any, stride: Any, requires_grad: Any = False) -> StoredTensor:
-    if not isinstance(dtype, torch.dtype):
+    if not isinstance(dtype, DType):
         raise CorruptError(f"a tensor whose dtype is {short(dtype)}")
     return StoredTensor(
         None, dtype, 0, _ints(size), _ints(stride), requires_grad is True, note="is a meta tensor: it has no data"
@@ -304,18 +298,40 @@ def _from_cpu(data: Any, dtype: Any, device: Any, requires_grad: Any) -> StoredT
 def _from_numpy(data: Any, dtype: Any, device: Any, requires_grad: Any) -> StoredTensor:
     """A tensor of another device that was pickled as a numpy array (torch_xla, before torch 2.4): its bytes are in the
     pickle. numpy has no bfloat16, so the array may be of another dtype."""
-    if not isinstance(data, NumpyArray) or not isinstance(dtype, torch.dtype):
+    if not isinstance(data, NumpyArray) or not isinstance(dtype, DType):
         raise TypeError("not an array that is a tensor")
     shape, raw = data.held(dtype)
     storage = StoredStorage(f"array {id(raw)}", dtype, len(raw) // dtype.itemsize, short(device), data=raw)
     return StoredTensor(storage, dtype, 0, shape, c_strides(shape), requires_grad is True)
 
 
-def _size(*args: Any) -> torch.Size:
+def _size(*args: Any) -> Size:
     sizes = listed(*args)
     if not all(type(n) is int and abs(n) < 1 << 63 for n in sizes):
         raise TypeError("not sizes")
-    return torch.Size(sizes)
+    return Size(sizes)
+
+
+_DEVICES = frozenset(  # c10/core/DeviceType.cpp
+    (
+        "cpu", "cuda", "ipu", "xpu", "mkldnn", "opengl", "opencl", "ideep", "hip", "ve", "fpga", "maia", "xla", "lazy",
+        "vulkan", "mps", "meta", "hpu", "mtia", "privateuseone",
+    )
+)  # fmt: skip
+
+
+def _device(kind: Any, index: Any = None) -> Device:
+    """``torch.device("cuda:1")``, ``torch.device("cuda", 1)``."""
+    if type(kind) is not str or not (index is None or type(index) is int):
+        raise TypeError("not a device")
+    name, colon, number = kind.partition(":")
+    if colon:
+        if index is not None or not number.isdecimal():
+            raise ValueError("not a device")
+        index = int(number)
+    if name not in _DEVICES or not (index is None or 0 <= index < 1 << 15):
+        raise ValueError("not a device")
+    return Device(name, index)
 
 
 def _text(text: Any) -> str:
@@ -344,7 +360,7 @@ def _table() -> dict[tuple[str, str], Any]:
         ("torch.nested._internal.nested_tensor", "_rebuild_njt"): _jagged,
         ("torch.serialization", "_get_layout"): _text,
         ("torch", "Size"): _size,
-        ("torch", "device"): torch.device,
+        ("torch", "device"): _device,
         **VALUES,
         **NUMPY,
     }

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
-import torch
-
+from ....core.dtypes import DType
 from ....errors import CorruptError
 
 
@@ -146,7 +145,7 @@ def _leaf(value: Any) -> str:
         return f"int of {value.bit_length()} bits"
     if isinstance(value, str | bytes | bytearray):
         return repr(value[:60]) + ("..." if len(value) > 60 else "")
-    if value is None or type(value) in (bool, int, float, complex, torch.dtype):
+    if value is None or type(value) in (bool, int, float, complex, DType):
         return repr(value)
     size = f" of {len(value)}" if isinstance(value, dict | list | tuple | set | frozenset) else ""
     return f"{type(value).__name__}{size}"

@@ -7,6 +7,7 @@ import datetime
 import decimal
 import pathlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ....errors import CorruptError
@@ -150,6 +151,29 @@ def _reconstructor(cls: Any, base: Any, state: Any) -> Opaque:
     elif state is not None:
         record.args = (state,)
     return record
+
+
+class Size(tuple[int, ...]):
+    """A torch.Size, described without torch."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"torch.Size([{', '.join(map(str, self))}])"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A torch.device, described without torch."""
+
+    type: str
+    index: int | None = None
+
+    def __str__(self) -> str:
+        return self.type if self.index is None else f"{self.type}:{self.index}"
+
+    def __repr__(self) -> str:
+        return f"device(type={self.type!r}" + (")" if self.index is None else f", index={self.index})")
 
 
 class Deque(list[Any]):
