@@ -145,6 +145,7 @@ def every_way(view: lazyckpt.CheckpointView) -> dict[str, Callable[[], Any]]:
     return ways
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["same", "shorter", "longer"])
 def test_a_file_of_a_web_server_that_was_replaced(served: Served, tmp_path: Path, size: str) -> None:
     view = lazyckpt.open(served.url)

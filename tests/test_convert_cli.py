@@ -312,6 +312,7 @@ def test_a_shard_of_a_converted_shard(llama: Path) -> None:
 # -- the plan
 
 
+@pytest.mark.slow
 def test_the_plan_comes_first_and_is_true(source: Case, tmp_path: Path) -> None:
     for to in ("safetensors", "torch", "dcp", "universal", "zarr"):
         out = tmp_path / to

@@ -125,6 +125,7 @@ def regions(kind: str, data: bytes) -> Iterator[tuple[str, int, int]]:
         yield "length", 0, 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_mutations(kind: str, real: Path, victim: Path, seed: int) -> None:
     """Thousands of random changes."""
@@ -141,6 +142,7 @@ def test_mutations(kind: str, real: Path, victim: Path, seed: int) -> None:
         assert outcomes[True], f"nothing in {region} was noticed"
 
 
+@pytest.mark.slow
 def test_mutations_of_the_middle_records(kind: str, real: Path, victim: Path) -> None:
     """Truncated in the middle: cut out whole records, or all from one record's mark to another's."""
     data = real.read_bytes()

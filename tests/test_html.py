@@ -211,6 +211,7 @@ def huge() -> dict[str, dict[str, TensorSpec]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["layers", "flat", "odd"])
 def test_huge_views_are_few_rows(kind: str) -> None:
     specs = huge()[kind]

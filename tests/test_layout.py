@@ -139,6 +139,7 @@ def test_many_blocks_are_few_cells(shape: tuple[int, ...], cuts: tuple[int, ...]
     assert bool(held.all())
 
 
+@pytest.mark.slow
 def test_more_than_can_be_looked_at() -> None:
     d = drawing(grid((50_000,), (25_000,)))
     assert (d.blocks, d.complete, d.merged) == (20_000, False, True)

@@ -98,6 +98,7 @@ KEYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KEYS)
 def test_a_slice_reads_its_own_pages(big: Path, matrix: torch.Tensor, name: str) -> None:
     need_a_droppable_cache(big)

@@ -17,6 +17,8 @@ import torch
 
 import lazyckpt
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 SUITES = ("torch", "safetensors", "accelerate", "lightning")
@@ -103,7 +105,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, l
 Finished = tuple[str, dict[str, list[dict[str, Any]]]]
 
 
-@pytest.mark.slow
 def test_equal_saves_are_compared(finished: Finished) -> None:
     records = finished[1]["test_equal"]
     assert [record["saver"] for record in records] == [
