@@ -485,7 +485,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts 
 from lazyckpt.tensor import LazyTensor
 real, began = LazyTensor.read_into, itertools.count()
 LazyTensor.read_into = lambda self, out: (time.sleep(0.1 if next(began) < 8 else 4), real(self, out))[1]
-from lazyckpt.export import job
+from lazyckpt.jobs import executor as job
 job._TOGETHER = 2
 """
 

@@ -254,7 +254,7 @@ from pathlib import Path
 import torch
 import lazyckpt
 from lazyckpt.export import chunks
-from lazyckpt.export.places import Folder
+from lazyckpt.jobs.places import Folder
 
 torch.set_num_threads(1)  # the children are forked
 source, folder, target, kills = sys.argv[1:]
