@@ -463,7 +463,7 @@ def test_many_names_open_at_once(tmp_path: Path) -> None:
         assert shown(app, "2,400 tensors, 9.4 KiB")
         assert app.names.last_line == 501
         await press(app, pilot, "end")
-        assert shown(app, "… 700 more (Enter)")
+        assert shown(app, "700 more (Enter)")
         await press(app, pilot, "enter")
         assert app.names.last_line == 1001
         assert app.entry is not None and app.entry.start == "layers.500."

@@ -84,7 +84,7 @@ def test_what_stands_before_decides_what_an_item_means(tmp_path: Path, taken: li
         paths.append(tmp_path / f"{n}.pt")
         torch.save({"first": first, "model": tensors}, paths[-1])
     assert read(paths) == [read([path])[0] for path in paths]
-    assert {e.dtype for e in read(paths[1:2])[0].values() if not isinstance(e, dict)} == {torch.bfloat16}
+    assert {e.dtype.torch for e in read(paths[1:2])[0].values() if not isinstance(e, dict)} == {torch.bfloat16}
 
 
 def test_a_value_of_another_item_is_not_taken_for_the_same(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from lazyckpt.core.dtypes import F32, I32, DType
 from lazyckpt.formats.ranks.records import DTensor, Records
 from lazyckpt.io.containers.pickle.rebuild import StoredStorage, StoredTensor, TensorSubclass
 from lazyckpt.io.containers.pickle.records import Opaque
@@ -15,7 +16,7 @@ from lazyckpt.layouts.placements import Cut, Layout, Same, Summand
 MESH = ([0, 1, 2, 3], (2, 2))
 
 
-def stored(*shape: int, dtype: torch.dtype = torch.float32) -> StoredTensor:
+def stored(*shape: int, dtype: DType = F32) -> StoredTensor:
     whole = torch.empty(shape)
     storage = StoredStorage("0", dtype, whole.numel(), "cpu")
     return StoredTensor(storage, dtype, 0, shape, tuple(whole.stride()))
@@ -38,7 +39,7 @@ def old_mesh(**changes: Any) -> Opaque:
     ranks, shape = MESH
     state = {
         "device_type": "cuda",
-        "mesh": stored(*shape, dtype=torch.int32),
+        "mesh": stored(*shape, dtype=I32),
         "mesh_dim_names": ("dp", "tp"),
         "_flatten_mesh_list": tuple(ranks),
         "_dim_group_infos": [("", [0, 2], "1"), ("", [0, 1], "2")],
@@ -55,7 +56,7 @@ def layout_mesh(axes: Any, ranks: tuple[int, ...], coordinate: Any, **more: Any)
     state = {
         "_device_type": "cuda",
         "_layout": record("torch.distributed._mesh_layout", "_MeshLayout", {"axes": made}),
-        "_rank_map": stored(len(ranks), dtype=torch.int32),
+        "_rank_map": stored(len(ranks), dtype=I32),
         "_mesh_dim_names": None,
         "_flatten_rank_map": ranks,
         "_coordinate_on_dim": coordinate,
@@ -66,11 +67,9 @@ def layout_mesh(axes: Any, ranks: tuple[int, ...], coordinate: Any, **more: Any)
 
 def dtensor(mesh: Opaque, where: Any = None, shape: Any = (8, 3), local: Any = None, **spec: Any) -> TensorSubclass:
     made = TensorSubclass("torch.distributed._tensor.api", "DTensor")
-    meta = record(
-        "torch.distributed._tensor.placement_types", "TensorMeta", None, (torch.Size(shape), (3, 1), torch.float32)
-    )
+    meta = record("torch.distributed._tensor.placement_types", "TensorMeta", None, (torch.Size(shape), (3, 1), F32))
     state = {"mesh": mesh, "placements": where or placements(), "tensor_meta": meta, **spec}
-    made.args = (record("torch.distributed._tensor.api", "DTensor", None, None), torch.float32, shape, (3, 1), 0)
+    made.args = (record("torch.distributed._tensor.api", "DTensor", None, None), F32, shape, (3, 1), 0)
     inner = record("torch.distributed._tensor.placement_types", "DTensorSpec", state)
     made.state = ({}, {"_local_tensor": stored(2, 3) if local is None else local, "_spec": inner})
     return made
@@ -196,7 +195,7 @@ def sharded(**changes: Any) -> TensorSubclass:
     shard = record(
         f"{module}.shard", "Shard", (None, {"tensor": local, "metadata": changes.get("own", block([2, 0], [2, 3], 1))})
     )
-    properties = record(f"{module}.metadata", "TensorProperties", (torch.float32, "torch.strided", False, None, False))
+    properties = record(f"{module}.metadata", "TensorProperties", (F32, "torch.strided", False, None, False))
     metadata = {"shards_metadata": listed, "size": changes.get("size", (4, 3)), "tensor_properties": properties}
     made = TensorSubclass(f"{module}.api", "ShardedTensor")
     group = record(f"{module}.api", "ShardedTensor.ProcessGroupState", {"global_world_size": 2})

@@ -395,7 +395,7 @@ def test_as_text(odd_table: Table) -> None:
     assert len({len(line) for line in lines}) == 1
     assert "\x1b" not in str(odd_table)
     many = Table([odd_table[2]] * 100)
-    assert len(repr(many).splitlines()) == 43 and "... 60 more" in repr(many)
+    assert len(repr(many).splitlines()) == 43 and "60 more" in repr(many)
     assert len(str(many).splitlines()) == 102
 
 
