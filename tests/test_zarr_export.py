@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 import lazyckpt
 from lazyckpt.core.box import Box
+from lazyckpt.core.dtypes import I32
 from lazyckpt.core.index import Extent, Fragment, Part, TensorSpec
 from lazyckpt.errors import ChangedFileError, CorruptError, DataError, DestinationError, MissingFileError
 from lazyckpt.export import chunks
@@ -175,7 +176,7 @@ def test_any_grid(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory)
     place = places.Folder(str(folder / "out"))
     os.mkdir(place.root)
     item = export.Item(tensor, "t", cut)
-    document = export.array("t", shape, torch.int32, cut.file, cut.codecs)
+    document = export.array("t", shape, I32, cut.file, cut.codecs)
     place.put("t/zarr.json", [json.dumps(document).encode()])
     with mock.patch.object(chunks, "PIECE", data.draw(st.sampled_from([4, 12, 40, 4 << 20]))):
         for key, block in item.files():

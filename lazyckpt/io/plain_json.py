@@ -25,7 +25,7 @@ from ..core.dtypes import FROM_NAME, DType
 from ..errors import CorruptError, DataError
 from .containers.pickle.plain import TensorRef
 from .containers.pickle.records import Opaque, short
-from .containers.pickle.values import Device, Size
+from .containers.pickle.values import Device, Size, device, size
 
 if TYPE_CHECKING:
     import torch
@@ -210,11 +210,6 @@ def _torch_dtype(text: str) -> DType:
     return FROM_NAME[text.removeprefix("torch.")]
 
 
-def _torch_device(text: str) -> Device:
-    name, colon, index = text.partition(":")
-    return Device(name, int(index) if colon else None)
-
-
 def _is_torch(value: Any, name: str) -> bool:
     """Whether it is an object of this class of torch; there is none before torch is imported."""
     torch = sys.modules.get("torch")
@@ -264,7 +259,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "$namespace": lambda v: argparse.Namespace(**{decode(k): decode(x) for k, x in v}),
     "$tensor": lambda v: TensorRef(_string(v)),
     "$opaque": _opaque,
-    "$size": Size,
+    "$size": size,
     "$tuple": lambda v: tuple(map(decode, v)),
     "$set": lambda v: set(map(decode, v)),
     "$frozenset": lambda v: frozenset(map(decode, v)),
@@ -282,7 +277,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "$timezone": lambda v: datetime.timezone(datetime.timedelta(microseconds=v)),
     "$decimal": decimal.Decimal,
     "$torch.dtype": _torch_dtype,
-    "$torch.device": _torch_device,
+    "$torch.device": device,
     "$numpy.dtype": _np_dtype,
     "$numpy.array": _np_array,
     "$numpy.scalar": lambda v: _np_array(v)[()],

@@ -14,7 +14,7 @@ from ....core.dtypes import BOOL, FROM_NAME, FROM_STORAGE, U8, DType
 from ....errors import CorruptError
 from .arrays import NUMPY, NumpyArray
 from .records import Opaque, short
-from .values import VALUES, Device, Size, listed
+from .values import VALUES, device, size
 
 _MAX_DIMS = 64
 
@@ -305,35 +305,6 @@ def _from_numpy(data: Any, dtype: Any, device: Any, requires_grad: Any) -> Store
     return StoredTensor(storage, dtype, 0, shape, c_strides(shape), requires_grad is True)
 
 
-def _size(*args: Any) -> Size:
-    sizes = listed(*args)
-    if not all(type(n) is int and abs(n) < 1 << 63 for n in sizes):
-        raise TypeError("not sizes")
-    return Size(sizes)
-
-
-_DEVICES = frozenset(  # c10/core/DeviceType.cpp
-    (
-        "cpu", "cuda", "ipu", "xpu", "mkldnn", "opengl", "opencl", "ideep", "hip", "ve", "fpga", "maia", "xla", "lazy",
-        "vulkan", "mps", "meta", "hpu", "mtia", "privateuseone",
-    )
-)  # fmt: skip
-
-
-def _device(kind: Any, index: Any = None) -> Device:
-    """``torch.device("cuda:1")``, ``torch.device("cuda", 1)``."""
-    if type(kind) is not str or not (index is None or type(index) is int):
-        raise TypeError("not a device")
-    name, colon, number = kind.partition(":")
-    if colon:
-        if index is not None or not number.isdecimal():
-            raise ValueError("not a device")
-        index = int(number)
-    if name not in _DEVICES or not (index is None or 0 <= index < 1 << 15):
-        raise ValueError("not a device")
-    return Device(name, index)
-
-
 def _text(text: Any) -> str:
     if type(text) is not str:
         raise TypeError("not a text")
@@ -359,8 +330,8 @@ def _table() -> dict[tuple[str, str], Any]:
         ("torch._utils", "_rebuild_xla_tensor"): _from_numpy,
         ("torch.nested._internal.nested_tensor", "_rebuild_njt"): _jagged,
         ("torch.serialization", "_get_layout"): _text,
-        ("torch", "Size"): _size,
-        ("torch", "device"): _device,
+        ("torch", "Size"): size,
+        ("torch", "device"): device,
         **VALUES,
         **NUMPY,
     }

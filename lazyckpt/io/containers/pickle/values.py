@@ -176,6 +176,36 @@ class Device:
         return f"device(type={self.type!r}" + (")" if self.index is None else f", index={self.index})")
 
 
+def size(*args: Any) -> Size:
+    """What torch.Size makes of its arguments. Raises TypeError."""
+    sizes = listed(*args)
+    if not all(type(n) is int and abs(n) < 1 << 63 for n in sizes):
+        raise TypeError("not sizes")
+    return Size(sizes)
+
+
+_DEVICES = frozenset(  # c10/core/DeviceType.cpp
+    (
+        "cpu", "cuda", "ipu", "xpu", "mkldnn", "opengl", "opencl", "ideep", "hip", "ve", "fpga", "maia", "xla", "lazy",
+        "vulkan", "mps", "meta", "hpu", "mtia", "privateuseone",
+    )
+)  # fmt: skip
+
+
+def device(kind: Any, index: Any = None) -> Device:
+    """What torch.device makes of its arguments: ``"cuda:1"``, or ``"cuda", 1``. Raises TypeError, ValueError."""
+    if type(kind) is not str or not (index is None or type(index) is int):
+        raise TypeError("not a device")
+    name, colon, number = kind.partition(":")
+    if colon:
+        if index is not None or not number.isdecimal():
+            raise ValueError("not a device")
+        index = int(number)
+    if name not in _DEVICES or not (index is None or 0 <= index < 1 << 15):
+        raise ValueError("not a device")
+    return Device(name, index)
+
+
 class Deque(list[Any]):
     """A collections.deque: a list until its depth is known (freeing nested deques recurses in C)."""
 
