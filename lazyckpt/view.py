@@ -24,7 +24,7 @@ from .jobs.executor import Run, runner
 from .layouts.ranks import mesh_of
 from .namespace import STORED, Namespace, Step
 from .show.notebook import States
-from .show.text import COLUMNS, explain, header, rows_of, tree
+from .show.text import COLUMNS, explain, rows_of, summary, tree
 from .tensor import LazyTensor
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class CheckpointView(Namespace[LazyTensor]):
         raise DataError("to_frame needs pandas or polars: pip install pandas")
 
     def __repr__(self) -> str:
-        return "\n".join([*header(self), tree(self, None, limit=40, fold=True)])
+        return f"{summary(self)}\n{tree(self, None, limit=40, fold=True)}"
 
     def _repr_html_(self) -> str:
         """For Jupyter: a tree that opens and closes. Reads no tensor data."""

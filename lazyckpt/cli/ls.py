@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import and_more
-from ..show.text import header, oddities, rows, rows_of
+from ..show.text import oddities, rows, rows_of, summary
 from ..view import CheckpointView
 from .console import write_line, write_text
 from .options import (
@@ -47,10 +47,7 @@ def ls(
     if as_json:
         write_text(json.dumps(_described(part), indent=2))
         return
-    first, *more = header(part)
-    write_line((first, "bold"))
-    for line in more:
-        write_line((line, "dim"))
+    write_line((summary(part), "bold"))
     lines = oddities(view)
     for line in lines[:_PROBLEMS]:
         write_line(("problem: ", "yellow"), (line, ""))

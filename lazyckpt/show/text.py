@@ -36,6 +36,7 @@ def facts(view: Namespace[Any]) -> list[str]:
         f"{human_count(root.numel)} elements, {human_bytes(root.nbytes)} in {plural(len(view), 'tensor')}",
         plural(files, "file"),
     ]
+    parts += _training(view)
     states = [printable(s) for s in view.states]
     if view.state == "stored":
         parts.append("as stored")
@@ -47,19 +48,15 @@ def facts(view: Namespace[Any]) -> list[str]:
     return parts
 
 
-def training(view: Namespace[Any]) -> list[str]:
+def _training(view: Namespace[Any]) -> list[str]:
     """Its dtypes, if it has several, and the step and the loss that its metadata names."""
     dtypes = [dtype.short for dtype, _ in outline(view).dtypes()]
-    step, loss = told_step(plain_meta(view)), loss_of(plain_meta(view))
+    meta = plain_meta(view)
+    step, loss = told_step(meta), loss_of(meta)
     parts = [", ".join(dtypes)] if len(dtypes) > 1 else []
     parts += [f"step {step:,}"] if step is not None else []
-    parts += [f"loss {loss[1]:.4g} ({printable(loss[0])})"] if loss is not None else []
+    parts += [f"loss {loss[1]:.4g}"] if loss is not None else []
     return parts
-
-
-def header(view: Namespace[Any]) -> list[str]:
-    """The lines above a tree: its summary and, where there is anything to say, its dtypes and training progress."""
-    return [summary(view), *filter(None, (" | ".join(training(view)),))]
 
 
 class Row(NamedTuple):

@@ -11,7 +11,7 @@ from ...lazy import LazyArray
 from ...namespace import Namespace
 from ..layout import Cell, Drawing, Holder, drawing, ranges
 from ..outline import outline
-from ..text import facts, training
+from ..text import facts
 from ..values import Sample, sample, text_histogram
 from .parts import Colours, Shown, page, safe, tag, title
 from .tree import kind_html, plan, tree_html
@@ -130,7 +130,6 @@ def view_html(view: Namespace[Any], head: str = "") -> str:
     first, *rest = facts(view)
     if view.problems:  # they are below, in full
         rest.pop()
-    rest += training(view)
     line = " · ".join([tag("b", safe(first, 400)), *(safe(fact, 400) for fact in rest)])
     return page(
         [
