@@ -6,6 +6,7 @@ the store of its files; looking anything up reads no tensor data.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -357,8 +358,7 @@ class Namespace(Mapping[str, A]):
     def meta(self) -> Mapping[str, Any]:
         """Everything that is not a tensor, as plain objects and inert records (`Opaque`)."""
         if self._meta is None:
-            read = self._index.meta
-            self._meta = read.converted(with_torch) if isinstance(read, Meta) else with_torch(read)
+            self._meta = _converted(self._index.meta)
         return self._meta
 
     @property
@@ -437,6 +437,14 @@ class Namespace(Mapping[str, A]):
             # a function may not pickle, what it has selected does
             steps.append((kind, frozenset(view)) if kind == "select" and callable(what) else step)
         return tuple(steps)
+
+
+def _converted(meta: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Metadata with torch's objects in it."""
+    if isinstance(meta, ChainMap):
+        return ChainMap(*(_converted(part) for part in meta.maps))  # type: ignore[arg-type]  # it is only read
+    found: Mapping[str, Any] = meta.converted(with_torch) if isinstance(meta, Meta) else with_torch(meta)
+    return found
 
 
 def plain_meta(view: Namespace[Any]) -> Mapping[str, Any]:

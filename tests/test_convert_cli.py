@@ -563,7 +563,7 @@ def test_finished_ranks_stay(llama: Path, tmp_path: Path) -> None:
     args = (llama, out, "--to", "torch", "--tp", "2", "--pp", "2")
     stop_after = """
 import os, signal
-import lazyckpt.view as w
+import lazyckpt.export.files as w
 real, done = w.export, []
 def export(*args, **options):
     if len(done) == 2:

@@ -291,7 +291,7 @@ def test_any_model_any_layout_and_back(tmp_path: Path, data: st.DataObject) -> N
     cuts["norm.weight"] = lambda t, n: [t] * n
     view = save(tmp_path, model)
     mesh = Mesh(tp, pp, dp, ep)
-    shards = [view.shard(tp, pp, dp, ep, rank=n, rules=rules) for n in range(world_size(mesh))]
+    shards = [view.shard(tp=tp, pp=pp, dp=dp, ep=ep, rank=n, rules=rules) for n in range(world_size(mesh))]
     layers = sum(name.endswith(".w0") and "experts" not in name for name in model) // pp
     for n, shard in enumerate(shards):
         rank = rank_of(mesh, n)

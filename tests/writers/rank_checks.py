@@ -285,7 +285,7 @@ def guide(folder: Path) -> None:
     """The example of the guide, on a ZeRO-3 checkpoint."""
     case = inputs(folder)["zero3"]
     truth = torch.load(case["truth"])
-    text = (Path(__file__).parents[2] / "docs" / "guide" / "distributed.md").read_text("utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "how-to" / "distributed.md").read_text("utf-8")
     (code,) = [c for c in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE) if "LazyReader" in c]
     model = NastyModel(*case["sizes"], with_empty=False)
     for name, p in model.named_parameters():
