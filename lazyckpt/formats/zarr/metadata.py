@@ -28,8 +28,8 @@ _PARTS = {C64: F32, C128: F64}
 def fill_bytes(value: Any, dtype: DType, where: str) -> bytes:
     """The bytes of one element, little-endian. Raises CorruptError.
 
-    >>> fill_bytes("0x3f80", BF16, "").hex(), fill_bytes(-1, I16, "").hex()
-    ('803f', 'ffff')
+    >>> fill_bytes("0x3f800000", F32, "").hex(), fill_bytes(-1, I16, "").hex()
+    ('0000803f', 'ffff')
     """
     part = _PARTS.get(dtype)
     if value is None:
