@@ -34,6 +34,7 @@ if _TYPE_CHECKING:
     from . import recipes as recipes
     from .comparing import diff
     from .core.index import Mesh
+    from .export.writer import WriteResult
     from .inspect.diff import Diff, Difference
     from .io.containers.pickle.records import Opaque
     from .runs.prune import Pruned, prune
@@ -51,6 +52,7 @@ _HOMES = {
     "Opaque": "io.containers.pickle.records",
     "Pruned": "runs.prune",
     "RunView": "runs.view",
+    "WriteResult": "export.writer",
     "diff": "comparing",
     "prune": "runs.prune",
     "unshard": "view",
@@ -78,6 +80,7 @@ __all__ = [
     "SelectionError",
     "TensorNotFoundError",
     "WorkerError",
+    "WriteResult",
     "diff",
     "open",
     "open_run",

@@ -84,8 +84,9 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)  # the children are forked
 import lazyckpt
-from lazyckpt.export import dcp, files, job, ledger, staging, stream, universal  # all that import `write_at`
-from lazyckpt.export.staging import staging_path, unfinished
+from lazyckpt.export import dcp, files, universal  # all that import `write_at`
+from lazyckpt.jobs import executor as job, ledger, publish as staging, write as stream
+from lazyckpt.jobs.publish import staging_path, unfinished
 from tests import test_kills
 
 source, folder, name, kills, seed = sys.argv[1:]

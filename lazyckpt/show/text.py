@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from ..core.dtypes import short_name
 from ..core.index import TensorSpec
 from ..core.names import natural, shortened
 from ..core.units import human_bytes, human_count, plural
-from ..errors import printable
+from ..errors import DataError, printable
 from ..lazy import LazyArray
 from ..namespace import Namespace
 
@@ -221,3 +222,16 @@ def rows_of(view: Namespace[Any]) -> list[dict[str, object]]:
             }
         )
     return table
+
+
+def frame_of(view: Any) -> Any:
+    """`rows_of` as a data frame of pandas or polars. Raises DataError if neither is installed."""
+    table = rows_of(view)
+    columns = {key: [row[key] for row in table] for key in COLUMNS}
+    for package in ("pandas", "polars"):
+        try:
+            return import_module(package).DataFrame(columns)
+        except ModuleNotFoundError as e:
+            if e.name != package:
+                raise
+    raise DataError("to_frame needs pandas or polars: pip install pandas")
