@@ -35,6 +35,7 @@ if _TYPE_CHECKING:
     from . import recipes as recipes
     from .comparing import diff
     from .core.index import Mesh
+    from .export.options import WriteResult
     from .inspect.diff import Diff, Difference
     from .io.containers.pickle.records import Opaque
     from .runs.prune import Pruned, prune
@@ -52,6 +53,7 @@ _HOMES = {
     "Opaque": "io.containers.pickle.records",
     "Pruned": "runs.prune",
     "RunView": "runs.view",
+    "WriteResult": "export.options",
     "diff": "comparing",
     "prune": "runs.prune",
     "unshard": "view",
@@ -80,6 +82,7 @@ __all__ = [
     "SelectionError",
     "TensorNotFoundError",
     "WorkerError",
+    "WriteResult",
     "diff",
     "open",
     "open_run",

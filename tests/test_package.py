@@ -112,7 +112,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("likeness",),
     ("formats", "lazy"),
     ("jobs", "namespace"),
-    ("export", "inspect", "interop", "loading"),
+    ("export", "inspect", "interop", "loading", "reshaping"),
     ("show",),
     ("tensor",),
     ("view",),
@@ -180,9 +180,10 @@ def test_the_rule_sees_imports() -> None:
     view = imports(PACKAGE / "view.py")
     assert {"lazyckpt.namespace", "lazyckpt.tensor", "lazyckpt.show.text"} <= view
     assert "lazyckpt.inspect.table" in view, "for type checkers only"
-    assert "lazyckpt.export.zarr" in view, "in a function"
+    assert "lazyckpt.inspect.stats" in view, "in a function"
     assert {"lazyckpt.cli.ls", "lazyckpt.cli.convert"} <= imports(PACKAGE / "cli/program.py")
     assert {"lazyckpt.formats.zarr", "lazyckpt.formats.trainers.lightning"} <= imports(PACKAGE / "formats/registry.py")
+    assert {"lazyckpt.export.zarr", "lazyckpt.export.torch"} <= imports(PACKAGE / "export/registry.py")
 
 
 def test_the_core_does_no_io() -> None:

@@ -72,9 +72,9 @@ class Cut:
         return held + index + OVERHEAD
 
 
-def write(place: Place, key: str, tensor: LazyArray, cut: Cut) -> None:
-    """One file, of which the tensor is the block."""
-    place.put(key, content(tensor, cut))
+def write(place: Place, key: str, tensor: LazyArray, cut: Cut) -> int:
+    """One file, of which the tensor is the block. Returns its size."""
+    return place.put(key, content(tensor, cut))
 
 
 def content(tensor: LazyArray, cut: Cut) -> Iterator[memoryview]:
