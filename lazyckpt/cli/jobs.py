@@ -101,7 +101,7 @@ def check_files(job: Job) -> None:
     check_whole(job.view)
     for state in job.view.states.values() if not job.to.by_rank else [job.view]:
         for name in sorted(state, key=natural):
-            state[name].check()
+            state[name]._check()
 
 
 def carried_out(

@@ -178,7 +178,7 @@ def _owners(state_dict: StateDict) -> dict[str, str]:
 def _identity(tensor: Any) -> Any:
     """What two tensors have in common if and only if they are the same elements in the same memory."""
     if isinstance(tensor, LazyTensor):
-        return id(tensor.store), id(tensor.spec.fragments), tensor.dtype, tensor.shape, tensor.block or id(tensor)
+        return id(tensor.store), id(tensor.spec.fragments), tensor.dtype, tensor.shape, tensor._block or id(tensor)
     plain = tensor.detach()
     if hasattr(plain, "full_tensor"):
         return "DTensor", tensor.shape, plain.placements, _identity(plain.to_local())

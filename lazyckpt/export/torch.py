@@ -282,7 +282,7 @@ class Held:
             ahead = sum(a * s for a, s in zip(box.start, strides, strict=True))
             yield ahead, Held(self.tensor[box.slices])
 
-    def runs(self) -> None:
+    def _runs(self) -> None:
         """It stands in no file."""
 
     def read_into(self, out: torch.Tensor) -> torch.Tensor:
@@ -319,9 +319,9 @@ class Viewed:
         """As `LazyArray.pieces`."""
         return self.tensor.pieces(nbytes)
 
-    def runs(self) -> Any:
-        """As `LazyArray.runs`."""
-        return self.tensor.runs()
+    def _runs(self) -> Any:
+        """As `LazyArray._runs`."""
+        return self.tensor._runs()
 
 
 def held(tensor: torch.Tensor, name: str) -> Held:

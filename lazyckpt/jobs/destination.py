@@ -239,7 +239,7 @@ def check_unchanged(tensors: Iterable[LazyArray]) -> None:
     was opened. (Reading finds that too, but not if it happens after the last read.)"""
     files: dict[tuple[int, str], Store] = {}
     for tensor in tensors:
-        for path in {fragment.extent.path for fragment in tensor.held.fragments}:
+        for path in {fragment.extent.path for fragment in tensor._held.fragments}:
             files[id(tensor.store), path] = tensor.store
 
     def check(item: tuple[tuple[int, str], Store]) -> None:

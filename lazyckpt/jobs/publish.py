@@ -253,7 +253,7 @@ def fingerprint(tensors: Iterable[tuple[LazyArray, object]], texts: Iterable[byt
         spec = tensor.spec
         about = spec.name, spec.stored_as, spec.rule, spec.combine, where, len(spec.fragments)
         ends = (spec.fragments[0], spec.fragments[-1]) if spec.fragments else ()
-        wanted = [a if isinstance(a, range) else a.tobytes() for a in tensor.selection.axes], tensor.selection.dims
+        wanted = [a if isinstance(a, range) else a.tobytes() for a in tensor._sel.axes], tensor._sel.dims
         digest.update(repr((about, ends, wanted)).encode("utf-8", "surrogatepass"))
     for store in stores.values():
         digest.update(repr((store.root, sorted(store.pins.items()))).encode("utf-8", "surrogatepass"))

@@ -172,7 +172,7 @@ def _intact(target: Target, offset: int, known: Done) -> tuple[Target, int, bool
 def _contents(tensor: Any) -> Iterator[tuple[int, memoryview]]:
     """(byte of the tensor, the bytes from there on), in order, in memory of this thread's until the next are asked
     for."""
-    runs = tensor.runs()
+    runs = tensor._runs()
     if runs is None:
         for ahead, piece in tensor.pieces(PIECE):
             yield ahead * tensor.itemsize, read_piece(piece)
@@ -258,7 +258,7 @@ def _write(plan: WritePlan, dest: Destination, verify: bool, progress: bool | No
 
     dest.check(there())
     for tensor in plan.tensors:
-        tensor.check()
+        tensor._check()
     with staged(dest.place, plan.fingerprint) as staging, Ledger(staging) as ledger:
         already = there()
         where = content(staging, plan.fingerprint)
@@ -298,7 +298,7 @@ def _prepare(plan: WritePlan, staging: Folder, where: Folder, ledger: Ledger) ->
 
 def _upload(plan: WritePlan, dest: Remote, verify: bool, progress: bool | None, run: Run) -> int:
     for tensor in plan.tensors:
-        tensor.check()
+        tensor._check()
     bucket = dest.bucket
     with uploaded(bucket, plan.fingerprint, dest.overwrite) as there:
         with Bar(plan.nbytes * (1 + verify), bucket.url.rpartition("/")[2], progress) as bar:

@@ -74,11 +74,11 @@ class StepTensor(LazyTensor):
         return None
 
     @property
-    def held(self) -> TensorSpec:
+    def _held(self) -> TensorSpec:
         """``spec`` with the steps only that this part of it is of."""
         fragments = self.spec.fragments
         if self._selection is None or not isinstance(fragments, StackedFragments):
-            return super().held
+            return super()._held
         hull = self._selection.hull
         pieces = tuple(p for p in fragments.pieces if hull.start[0] <= p.start[0] < hull.stop[0])
         return replace(self.spec, fragments=replace(fragments, pieces=pieces))
