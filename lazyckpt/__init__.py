@@ -33,11 +33,11 @@ if _TYPE_CHECKING:
     from . import distributed as distributed
     from . import interop as interop
     from . import recipes as recipes
-    from .comparing import diff
     from .core.index import Mesh
     from .export.options import WriteResult
     from .inspect.diff import Diff, Difference
     from .io.containers.pickle.records import Opaque
+    from .runs.compare import diff
     from .runs.prune import Pruned, prune
     from .runs.view import RunView
     from .tensor import LazyTensor
@@ -54,7 +54,7 @@ _HOMES = {
     "Pruned": "runs.prune",
     "RunView": "runs.view",
     "WriteResult": "export.options",
-    "diff": "comparing",
+    "diff": "runs.compare",
     "prune": "runs.prune",
     "unshard": "view",
 }

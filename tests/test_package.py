@@ -108,18 +108,16 @@ for name in ("zero3", "model", "training.pt", "bomb.pt"):
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("deferred", "errors"),
     ("core",),
-    ("io", "layouts"),
-    ("likeness",),
+    ("io", "layouts", "likeness"),
     ("formats", "lazy"),
-    ("jobs", "namespace"),
-    ("export", "inspect", "interop", "loading", "reshaping"),
+    ("interop", "jobs", "namespace"),
+    ("export", "inspect", "loading", "reshaping"),
     ("show",),
     ("tensor",),
     ("view",),
     ("browse", "deepspeed", "distributed", "engine", "runs"),
-    ("comparing", "recipes"),
-    ("",),  # lazyckpt/__init__.py
-    ("demo",),
+    ("recipes",),
+    ("", "demo"),  # "": lazyckpt/__init__.py
     ("cli",),
     ("__main__",),
 )

@@ -16,8 +16,8 @@ import zarr
 from safetensors.torch import save_file
 
 import lazyckpt
+from lazyckpt.core.dtypes import to_numpy
 from lazyckpt.interop import zarr_dtypes as zarr_dtypes
-from lazyckpt.io.tensors import to_numpy
 
 from .contract import open_case
 from .test_zarr_store import equal, nodes

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 import lazyckpt
 from lazyckpt.core.box import Box
-from lazyckpt.core.dtypes import I32
+from lazyckpt.core.dtypes import I32, to_numpy
 from lazyckpt.core.index import Extent, Fragment, Part, TensorSpec
 from lazyckpt.errors import ChangedFileError, CorruptError, DataError, DestinationError, MissingFileError
 from lazyckpt.export import chunks
@@ -31,7 +31,6 @@ from lazyckpt.export import zarr as export
 from lazyckpt.formats.zarr.documents import NAMES
 from lazyckpt.interop import zarr_dtypes
 from lazyckpt.io.storage.local import LocalStore
-from lazyckpt.io.tensors import to_numpy
 from lazyckpt.jobs import destination, places
 from lazyckpt.tensor import LazyTensor
 

@@ -17,8 +17,9 @@ import torch
 
 from ..core.box import Box, Shape, tiles
 from ..core.chunking import chunk_box, grid_of
+from ..core.dtypes import bits_of
 from ..formats.zarr.documents import RAW, Json
-from ..io.tensors import as_bytes, bits_of, empty
+from ..io.tensors import as_bytes, empty
 from ..jobs.executor import OVERHEAD
 from ..jobs.places import PIECE, Place
 from ..jobs.write import differs, scratch

@@ -21,8 +21,8 @@ from torch.serialization import skip_data
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..core.box import Shape, c_strides, tiles
+from ..core.dtypes import bits_of
 from ..errors import DataError
-from ..io.tensors import bits_of
 from ..jobs.places import Target
 from ..jobs.plan import Layout, Placed, Writable
 from ..jobs.write import write_at

@@ -16,10 +16,9 @@ import numpy as np
 
 from ..core.box import Shape
 from ..core.chunking import chunk_shape
-from ..core.dtypes import DType, widened
+from ..core.dtypes import DType, to_numpy, widened
 from ..core.index import TensorSpec
 from ..errors import DataError
-from ..io.tensors import to_numpy
 from ..lazy import LazyArray
 
 LEAST, MOST = 8 << 20, 64 << 20  # bytes of a chunk: many smaller ones keep the scheduler busy, larger ones the memory
