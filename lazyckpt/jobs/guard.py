@@ -95,6 +95,11 @@ def ignores_case(folder: str, name: str) -> bool:
     return os.path.exists(os.path.join(folder, name.upper()))
 
 
+def usual_mode(path: Path) -> int:
+    """Return the mode that a new folder in this one gets."""
+    return stat.S_IMODE(_usual(path, 0o777).st_mode)
+
+
 def _usual(parent: Path | int, mode: int = 0o700) -> os.stat_result:
     """What a folder that is made here with a mode becomes: some file systems keep no owners or modes, or give what
     root makes to nobody."""

@@ -205,6 +205,9 @@ class Folder:
 
     def become(self, to: Path) -> None:
         """Give the folder itself another name."""
+        if not self.inside:
+            os.rename(self.root, to)
+            return
         *folders, name = self._parts(())
         with entered(self.root, self.owner, folders) as at:
             os.rename(name, to, src_dir_fd=at)

@@ -28,7 +28,7 @@ from ..errors import CorruptError, DestinationError, LazyckptError, MissingFileE
 from ..formats.zarr.documents import JOB  # holds the fingerprint
 from ..io.storage.base import Store
 from ..lazy import LazyArray
-from .guard import Owner, is_own, local_path, make_folder, own_folder
+from .guard import Owner, is_own, local_path, make_folder, own_folder, usual_mode
 from .ledger import told
 from .places import LEDGER, Bucket, Folder
 
@@ -93,9 +93,11 @@ def discard_upload(bucket: Bucket) -> None:
         bucket.remove_all()
 
 
-def content(staging: Folder, fingerprint: str) -> Folder:
-    """The folder for the files of a job whose runs a ledger lists."""
-    return staging.below(_content_name(fingerprint))
+def content(staging: Folder, fingerprint: str, plain: bool) -> Folder:
+    """Return the folder for the files of a job: one of its own in the staging folder, where no worker of an earlier job
+    can still write; or, if ``plain`` and there was no earlier job, the staging folder itself."""
+    own = _content_name(fingerprint)
+    return staging if plain and not os.path.isdir(os.path.join(staging.root, own)) else staging.below(own)
 
 
 def moved(dest: Path, fingerprint: str, keys: Sequence[str], verified: bool) -> set[str]:
@@ -151,7 +153,8 @@ def _staged(dest: Path, folder: Path, fingerprint: str) -> Iterator[Folder]:
     try:
         if os.pread(fd, 4096, 0) != fingerprint.encode():
             os.ftruncate(fd, 0)  # first: what is half removed is no job's to go on with
-            _empty(folder)
+            if _empty(folder):
+                os.mkdir(folder / _content_name(fingerprint))
             os.pwrite(fd, fingerprint.encode(), 0)
         yield Folder(str(folder), owner)
     except BaseException as e:
@@ -174,6 +177,10 @@ def _staged(dest: Path, folder: Path, fingerprint: str) -> Iterator[Folder]:
 
 def reveal(folder: Folder, dest: Path) -> None:
     """Rename a folder with all that is to be there to its destination; one that is there already is replaced."""
+    if not folder.inside:  # the staging folder itself
+        folder.remove(JOB)
+        folder.remove(LEDGER)
+        os.chmod(folder.root, usual_mode(Path(folder.root)))
     if dest.exists() and any(dest.iterdir()):
         old = _replaced(dest)
         os.rename(dest, old)
@@ -324,13 +331,15 @@ def _locked(folder: Path) -> tuple[int, Owner]:
         os.close(fd)  # the one who had it has finished, and removed or renamed it
 
 
-def _empty(folder: Path) -> None:
+def _empty(folder: Path) -> bool:
+    """Remove everything but the file with the fingerprint. Return whether there was anything."""
     at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         with os.scandir(at) as entries:
             found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries if entry.name != JOB]
         for name, is_folder in found:
             shutil.rmtree(name, dir_fd=at) if is_folder else os.unlink(name, dir_fd=at)
+        return bool(found)
     finally:
         os.close(at)
 

@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CorruptError
+from ..formats.zarr.documents import JOB
 from ..io.tensors import as_bytes
 from .destination import Destination, Remote, Session, Zip, check_room, check_unchanged
 from .executor import OVERHEAD, Run, Task
 from .ledger import Done, Ledger
-from .places import PIECE, Folder, Place, Target, combined, crc32
+from .places import LEDGER, PIECE, Folder, Place, Target, combined, crc32
 from .plan import File, Layout, Text, WritePlan
 from .progress import Bar
 from .publish import content, moved, staged, uploaded
@@ -261,7 +262,7 @@ def _write(plan: WritePlan, dest: Destination, verify: bool, progress: bool | No
         tensor._check()
     with staged(dest.place, plan.fingerprint) as staging, Ledger(staging) as ledger:
         already = there()
-        where = content(staging, plan.fingerprint)
+        where = content(staging, plan.fingerprint, plain=plan.chunks is not None and not isinstance(dest, Zip))
         files = [file for file in plan.files if file.key not in already]
         if not already:
             _prepare(plan, staging, where, ledger)
@@ -290,7 +291,7 @@ def _prepare(plan: WritePlan, staging: Folder, where: Folder, ledger: Ledger) ->
     ledger.anew()
     staging.check_distinct(plan.keys)
     where.make()
-    keep = {*plan.keys, *ledger.keys}
+    keep = {*plan.keys, *ledger.keys, JOB, LEDGER}
     where.tidy(keep.__contains__)
     twice = isinstance(plan.destination, Zip)  # the files, and what they are packed into
     check_room(Path(staging.root), max(0, plan.room * (1 + twice) - ledger.nbytes))
