@@ -31,8 +31,7 @@ from lazyckpt.browse import histogram as bars
 from lazyckpt.browse.tree import Entry, Levels, chosen
 from lazyckpt.show.layout import drawing
 from lazyckpt.show.values import sample
-
-from .counting import opened
+from lazyckpt.testing.counting import opened
 
 pytest.importorskip("textual")
 

@@ -21,8 +21,8 @@ import lazyckpt
 from lazyckpt import cli, demo
 from lazyckpt.cli import options, program
 from lazyckpt.core.select import parse_index
+from lazyckpt.testing.counting import Counts, opened
 
-from .counting import Counts, opened
 from .writers import Case
 
 ROOT = Path(__file__).parents[1]

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save as their
 
 import lazyckpt
 from lazyckpt.distributed import dcp_to_safetensors, dcp_to_torch_save
+from lazyckpt.testing.oracle import same
 
-from .oracle import same
 from .writers import Case
 from .writers.torch_dcp import CASES
 

@@ -18,11 +18,11 @@ import lazyckpt
 from lazyckpt.core.index import Archive, Hole
 from lazyckpt.formats.dcp.chunks import ChunkFragments, in_chunks
 from lazyckpt.formats.dcp.metadata import Item
+from lazyckpt.testing import contract
+from lazyckpt.testing.contract import Check
+from lazyckpt.testing.counting import opened
+from lazyckpt.testing.oracle import same
 
-from . import contract
-from .contract import Check
-from .counting import opened
-from .oracle import same
 from .writers import Case
 from .writers.dcp_contents import Reversed, Zstd, odd_objects
 

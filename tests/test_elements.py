@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 import lazyckpt
-
-from .counting import Counts, opened
+from lazyckpt.testing.counting import Counts, opened
 
 HELD = {
     "f32": torch.arange(12.0).view(3, 4),

@@ -19,11 +19,11 @@ import torch
 
 import lazyckpt
 from lazyckpt.errors import DataError, DestinationError
+from lazyckpt.testing.contract import open_case
+from lazyckpt.testing.oracle import as_ints
 
 from .conftest import HUGGINGFACE, MEGATRON_KINDS, TORCH, ZERO_KINDS
-from .contract import open_case
 from .lanes import sampled
-from .oracle import as_ints
 from .writers import Case, rank_files, torch_dcp, trainers
 
 zarr = pytest.importorskip("zarr")

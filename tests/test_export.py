@@ -35,8 +35,9 @@ from lazyckpt.jobs import write as output
 from lazyckpt.jobs import write as stream
 from lazyckpt.jobs.places import combined, crc32
 from lazyckpt.jobs.publish import discard
+from lazyckpt.testing import counting
 
-from . import counting, handmade
+from . import handmade
 from .writers import Case, bit_equal
 
 

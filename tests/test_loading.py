@@ -13,9 +13,9 @@ from torch import nn
 import lazyckpt
 from lazyckpt import CheckpointView, loading
 from lazyckpt.io.reading.device import Ring
+from lazyckpt.testing.counting import opened
+from lazyckpt.testing.oracle import same
 
-from .counting import opened
-from .oracle import same
 from .writers import Case
 from .writers.nasty_model import NastyModel
 

@@ -21,8 +21,7 @@ from safetensors.torch import save_file
 
 import lazyckpt
 from lazyckpt import LazyTensor
-
-from .oracle import indexed, same
+from lazyckpt.testing.oracle import indexed, same
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts pages with posix_fadvise and mincore")
 

@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import lazyckpt
+from lazyckpt.testing.counting import opened
 
-from .counting import opened
 from .groupings import GROUPINGS, MODELS, Stack, optimizer_of, wrong_names
 
 

@@ -118,7 +118,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("browse", "deepspeed", "distributed", "engine", "runs"),
     ("recipes",),
     ("", "demo"),  # "": lazyckpt/__init__.py
-    ("cli",),
+    ("cli", "testing"),
     ("__main__",),
 )
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}

@@ -13,11 +13,11 @@ import torch
 import lazyckpt
 from lazyckpt.core.index import Hole
 from lazyckpt.formats.ranks.fragments import MeshFragments
+from lazyckpt.testing import contract
+from lazyckpt.testing.contract import Check
+from lazyckpt.testing.counting import opened
+from lazyckpt.testing.oracle import same
 
-from . import contract
-from .contract import Check
-from .counting import opened
-from .oracle import same
 from .writers import Case
 
 

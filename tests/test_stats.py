@@ -29,9 +29,9 @@ from lazyckpt.core.dtypes import to_numpy
 from lazyckpt.errors import DataError, MissingFileError
 from lazyckpt.inspect import moments, stats
 from lazyckpt.inspect.table import Histogram, Stats, Table
+from lazyckpt.testing.counting import opened
 
 from .conftest import need
-from .counting import opened
 from .writers import Case
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -13,10 +13,10 @@ import lazyckpt
 from lazyckpt.core.select import Selection
 from lazyckpt.io.reading import device as transfer
 from lazyckpt.io.reading.device import Ring
+from lazyckpt.testing.counting import opened
+from lazyckpt.testing.oracle import indexed, keys, same, same_values, some_keys
 
 from .conftest import complete
-from .counting import opened
-from .oracle import indexed, keys, same, same_values, some_keys
 from .writers import Case
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ import torch
 
 import lazyckpt
 from lazyckpt import CheckpointView, LazyTensor
+from lazyckpt.testing.oracle import same
 
-from .oracle import same
 from .writers import Case
 
 LAYERS = (0, 1, 2, 10)

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 import lazyckpt
 from lazyckpt.core.dtypes import to_numpy
 from lazyckpt.interop import zarr_dtypes as zarr_dtypes
+from lazyckpt.testing.contract import open_case
 
-from .contract import open_case
 from .test_zarr_store import equal, nodes
 from .writers import Case
 

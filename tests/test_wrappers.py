@@ -16,9 +16,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import lazyckpt
+from lazyckpt.testing.oracle import same
 
 from .conftest import need
-from .oracle import same
 from .writers.dcp_contents import TinyNet
 
 

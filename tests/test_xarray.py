@@ -23,8 +23,8 @@ import lazyckpt
 from lazyckpt.core.dtypes import dtype_of, to_numpy, widened
 from lazyckpt.engine import LazyckptBackend
 from lazyckpt.interop.xarray import to_f32
+from lazyckpt.testing.counting import opened
 
-from .counting import opened
 from .writers import Case
 
 ENGINE: Any = LazyckptBackend

@@ -23,9 +23,9 @@ from lazyckpt.core.dtypes import to_numpy
 from lazyckpt.formats.zarr.documents import NAMES, component, paths
 from lazyckpt.interop.zarr_store import ViewStore
 from lazyckpt.io.plain_json import decode
+from lazyckpt.testing.contract import open_case
+from lazyckpt.testing.counting import opened
 
-from .contract import open_case
-from .counting import opened
 from .writers import Case
 
 DCP = ("ddp_dp4_adamw", "fsdp2_dp3_uneven")

@@ -19,8 +19,8 @@ import lazyckpt
 from lazyckpt import CorruptError
 from lazyckpt.io.containers.torch_file import Pickles, read_torch_file
 from lazyckpt.io.storage.local import LocalStore
+from lazyckpt.testing.counting import opened
 
-from .counting import opened
 from .handmade import dict_of, program, storage, tensor, text
 from .hostility import KINDS, Entry, attempt, raw_zip, tree, write_real
 
