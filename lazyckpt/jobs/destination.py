@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ChangedFileError, DestinationError
+from ..formats.zarr.documents import JOB
 from ..formats.zarr.tree import ROOTS
 from ..io.pool import each
 from ..io.storage.base import Store
 from ..io.storage.fsspec import is_url
 from ..lazy import LazyArray
-from .places import PART, PIECE, Bucket, Folder
+from .places import LEDGER, PART, PIECE, Bucket, Folder
 from .publish import check_replaceable, reveal
 
 
@@ -164,7 +165,7 @@ class Zip(Destination):
         check_paths([self.place], set(), self.overwrite)
 
     def publish(self, content: Folder) -> None:
-        complete = content.find()
+        complete = {key: size for key, size in content.find().items() if key not in (JOB, LEDGER)}
         packed = f"packed{PART}"
         with (
             open(content.open(packed, os.O_RDWR | os.O_CREAT | os.O_EXCL), "w+b") as file,

@@ -262,7 +262,7 @@ def _write(plan: WritePlan, dest: Destination, verify: bool, progress: bool | No
         tensor._check()
     with staged(dest.place, plan.fingerprint) as staging, Ledger(staging) as ledger:
         already = there()
-        where = content(staging, plan.fingerprint, plain=plan.chunks is not None and not isinstance(dest, Zip))
+        where = content(staging, plan.fingerprint, plain=plan.chunks is not None)
         files = [file for file in plan.files if file.key not in already]
         if not already:
             _prepare(plan, staging, where, ledger)
