@@ -220,7 +220,7 @@ def regrouped(spec: TensorSpec, degree: int, index: int, heads: Heads | None) ->
     if merge is None:
         return None
     shapes = [placement.shape for placement in merge.placements]
-    if any(0 in shape for shape in shapes) or (VOCABULARY.search(spec.name) and degree > len(shapes)):
+    if VOCABULARY.search(spec.name) and degree > len(shapes):
         return None
     known = Source(lambda name: (lambda _: merge, _HOW))
     try:
