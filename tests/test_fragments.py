@@ -92,7 +92,7 @@ def selections(draw: st.DrawFn, shape: Shape) -> tuple[range, ...]:
 
 def listed(draw: st.DrawFn, name: str = "w", shape: Shape | None = None) -> TensorSpec:
     """A plain tuple: rows of one file each, in any order, some twice."""
-    shape = draw(shapes(min_dims=1)) if shape is None else shape
+    shape = draw(shapes(1, 3, 0, 4)) if shape is None else shape
     cuts = [0, *sorted(draw(st.lists(st.integers(0, shape[0]), max_size=3))), shape[0]] if shape else []
     if not shape:
         extent = Extent(f"{name}.bin", 8, F32, (), ())
@@ -109,7 +109,7 @@ def listed(draw: st.DrawFn, name: str = "w", shape: Shape | None = None) -> Tens
 
 def table(draw: st.DrawFn) -> TensorSpec:
     """DCP: a table of blocks, which may overlap and leave gaps."""
-    shape = draw(shapes(min_dims=1))
+    shape = draw(shapes(1, 3, 0, 4))
     chunks = []
     for n in range(draw(st.integers(0, 5))):
         ends = [sorted((draw(st.integers(0, size)), draw(st.integers(0, size)))) for size in shape]
@@ -120,7 +120,7 @@ def table(draw: st.DrawFn) -> TensorSpec:
 
 def grid(draw: st.DrawFn) -> TensorSpec:
     """Zarr: a regular grid, whose last cells are cut off."""
-    shape = draw(shapes(min_dims=1))
+    shape = draw(shapes(1, 3, 0, 4))
     cell = tuple(draw(st.integers(1, n + 1)) for n in shape)
     array = Array(shape, F32, cell, Packing(tuple(range(len(shape)))), bytes(4), "c", "/")
     return spec_of("w", GridFragments(array, "w", complete=draw(st.booleans())))
@@ -128,7 +128,7 @@ def grid(draw: st.DrawFn) -> TensorSpec:
 
 def mesh(draw: st.DrawFn) -> TensorSpec:
     """DTensors: cut and replicated over a mesh, with files that are lost."""
-    shape = draw(shapes(min_dims=1))
+    shape = draw(shapes(1, 3, 0, 4))
     sizes = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=2)))
     over = tuple(
         Same() if draw(st.booleans()) else Cut(draw(st.integers(0, len(shape) - 1)), draw(st.integers(1, 2)))
@@ -144,7 +144,7 @@ def mesh(draw: st.DrawFn) -> TensorSpec:
 
 def partitioned(draw: st.DrawFn, name: str = "w", shape: Shape | None = None) -> TensorSpec:
     """ZeRO: flat partitions, of a parameter (stage 3) or of the group that it is in."""
-    shape = draw(shapes()) if shape is None else shape
+    shape = draw(shapes(0, 3, 0, 4)) if shape is None else shape
     total, dp = prod(shape), draw(st.integers(1, 4))
     within = draw(st.none() | st.integers(0, 5))
     width = max(1, -(-(total + (within or 0)) // dp))
@@ -167,7 +167,7 @@ def interval(draw: st.DrawFn) -> TensorSpec:
 
 def joined(draw: st.DrawFn) -> TensorSpec:
     """Intervals of one dimension, of any kind, as a tensor; some intervals are missing."""
-    shape = draw(shapes())
+    shape = draw(shapes(0, 3, 0, 4))
     total = prod(shape)
     cuts = [0, *sorted(draw(st.lists(st.integers(0, total), max_size=3))), total]
     held = []
@@ -206,7 +206,7 @@ def nested(draw: st.DrawFn) -> TensorSpec:
 def merged(draw: st.DrawFn) -> TensorSpec:
     """The shards of ranks, by a merge rule."""
     ranks = draw(st.integers(1, 3))
-    shape = draw(shapes(min_dims=1))
+    shape = draw(shapes(1, 3, 0, 4))
     kind = draw(st.sampled_from(("replicated", "concatenated", "in_parts")))
     if kind == "in_parts":
         shape = (2 * shape[0], *shape[1:])
@@ -225,7 +225,7 @@ def whole_only(spec: TensorSpec) -> Sequence[Fragment]:
 
 def stacked(draw: st.DrawFn) -> TensorSpec:
     """The steps of a run."""
-    shape = draw(shapes())
+    shape = draw(shapes(0, 3, 0, 4))
     one = st.sampled_from((listed, partitioned))
     layers = [
         Layer(10 * n, draw(st.sampled_from(("", f"step{n}"))), draw(one)(draw, f"s{n}.", shape))
@@ -304,7 +304,7 @@ def test_the_contract(kind: str, data: st.DataObject) -> None:
         plan(tensor, tuple(map(range, tensor.shape)))
     except LazyckptError:
         readable = False
-    assert fragments.intact in (None, readable)
+    assert readable or not fragments.intact
     if fragments.cell is not None:
         assert fragment_grid(tensor) == fragment_grid(TensorSpec("w", tensor.shape, F32, tuple(everything)))
     extents = [fragment.extent for fragment in everything]
@@ -331,7 +331,7 @@ def test_what_has_only_the_abstract_methods_works() -> None:
 
     least = Least()
     assert len(least) == 1 and least and least[0] == least[-1] and least.only() is None
-    assert (least.intact, least.cell, least.packed(), least.shards, least.steps) == (None, None, [], (), ())
+    assert (least.intact, least.cell, least.packed(), least.shards, least.steps) == (False, None, [], (), ())
     assert len(plan(TensorSpec("w", (2,), F32, least), (range(2),))) == 1
     assert least.inside(Box((0,), (1,))) is least and least.inside(Box((1,), (1,))) == ()
 

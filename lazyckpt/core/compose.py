@@ -101,9 +101,9 @@ class Composed(Fragments):
         return None if found is None else next(self._placed(0, [found]))
 
     @property
-    def intact(self) -> bool | None:
-        """True if every shard is: whoever merges them has made sure that together they are the whole."""
-        return True if self.merged and all(fragments_of(source).intact for source in self.sources) else None
+    def intact(self) -> bool:
+        """Whether every shard is: whoever merges them has made sure that together they are the whole."""
+        return self.merged and all(fragments_of(source).intact for source in self.sources)
 
     @property
     def shards(self) -> tuple[Placement, ...]:
@@ -130,12 +130,13 @@ class Composed(Fragments):
         if placement.parts is None:
             yield from fragments
             return
+        is_whole = self._is_whole(n)
         for fragment in fragments:
             if fragment.parts is None and fragment.axes is None:
                 yield replace(fragment, parts=placement.parts, axes=placement.axes)
                 continue
             parts = tuple(_parts(placement, fragment))
-            if parts:
+            if parts or is_whole:
                 yield replace(fragment, parts=parts, axes=_axes(placement, fragment))
 
 

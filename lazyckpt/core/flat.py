@@ -147,7 +147,7 @@ class Joined(Flat):
                 yield replace(fragment, local_shape=self.shape, parts=None, span=span, axes=None)
             else:
                 yield self._rows(fragment, start, axis, (at + a, at + b))
-        for group in _alike(runs, self.shape[-1]):
+        for group in _alike(runs, self.shape[-1] if self.shape else 1):
             if len(group) > 1:
                 yield from self._blocks(group, fragment)
             else:

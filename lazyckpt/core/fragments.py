@@ -78,9 +78,9 @@ class Fragments(Sequence[Fragment]):
         return None
 
     @property
-    def intact(self) -> bool | None:
-        """Whether every element of the tensor is in a file that is there; None if only a plan can find out."""
-        return None
+    def intact(self) -> bool:
+        """Whether every element of the tensor is known to be in a file that is there; else a plan finds out."""
+        return False
 
     @property
     def cell(self) -> Shape | None:
