@@ -43,8 +43,8 @@ class Fragments(Sequence[Fragment]):
 
         Returns
         -------
-        Every fragment that holds a wanted element, except for replicas of one that is returned. Each has the parts that
-        hold wanted elements, perhaps without others.
+        Every fragment that holds a wanted element; of replicas one is enough. Parts of a fragment that hold no wanted
+        element may be left out.
         """
 
     @abstractmethod

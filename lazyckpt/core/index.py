@@ -232,15 +232,15 @@ class Placement:
     parts: tuple[Part, ...] | None = None
     axes: tuple[int | None, ...] | None = None
 
-    @classmethod
-    def of(cls, shape: Shape, block: Box, start: Shape, axes: tuple[int | None, ...] | None = None) -> Placement:
+    @staticmethod
+    def of(shape: Shape, block: Box, start: Shape, axes: tuple[int | None, ...] | None = None) -> Placement:
         """One block of an array, from ``start`` on in the larger one."""
-        return cls(shape, (Part(block, start),), axes)
+        return Placement(shape, (Part(block, start),), axes)
 
-    @classmethod
-    def at(cls, shape: Shape, start: Shape, axes: tuple[int | None, ...] | None = None) -> Placement:
+    @staticmethod
+    def at(shape: Shape, start: Shape, axes: tuple[int | None, ...] | None = None) -> Placement:
         """All of an array, from ``start`` on in the larger one."""
-        return cls(shape, (Part(Box.of(shape), start),), axes)
+        return Placement(shape, (Part(Box.of(shape), start),), axes)
 
     @property
     def blocks(self) -> tuple[Part, ...]:
@@ -285,8 +285,8 @@ class Fragment:
 class TensorSpec:
     """One logical tensor.
 
-    ``fragments`` may be a tuple or any sequence that makes its fragments when they are asked for: a checkpoint of a
-    thousand ranks stores what its ranks share once. ``combine``: what to do where several fragments hold the same
+    ``fragments`` may be a tuple, or `Fragments`, which makes them when they are asked for: a checkpoint of a thousand
+    ranks stores what its ranks share once. ``combine``: what to do where several fragments hold the same
     element: "first" takes the first, "mean" averages (in fp32). ``rule``: how the fragments were put together and how
     that is known, for `explain`; empty if there was nothing to decide. ``stored_as``: the name it was saved under, if
     that is another.
