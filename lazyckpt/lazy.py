@@ -21,8 +21,9 @@ import numpy as np
 
 from .core.box import Box, Shape, c_strides, is_run, tiles
 from .core.dtypes import BF16, BOOL, F16, F32, F64, I8, I16, I32, I64, U8, check_converts, dtype_of
+from .core.fragments import fragments_of
 from .core.index import Extent, Fragment, Hole, Packed, TensorSpec
-from .core.plan import Copy, fragments_in, plan
+from .core.plan import Copy, plan
 from .core.select import Selection
 from .errors import DataError, SelectionError, and_more, printable
 from .io.pool import Task, run, run_here
@@ -142,7 +143,7 @@ class LazyArray(Likeness):
 
     def _check(self) -> None:
         """Raise the error that reading it would raise because a file is missing. Reads nothing."""
-        if self._plain is not None or getattr(self.spec.fragments, "intact", False):  # nothing to plan
+        if self._plain is not None or fragments_of(self.spec.fragments).intact:  # nothing to plan
             return
         for _, want in self._sel.reads().blocks():
             plan(self.spec, want)
@@ -151,10 +152,7 @@ class LazyArray(Likeness):
     def _archives(self) -> list[Packed]:
         """The archives and chunks that reading the whole of a stored tensor looks into, so that many can be looked up
         at once (`locate_all`); none for a part of one."""
-        told = getattr(self.spec.fragments, "archives", None)  # a sequence that makes its fragments on demand
-        if self._selection is not None or (told is None and not isinstance(self.spec.fragments, tuple)):
-            return []
-        return told() if told else [f.extent for f in self.spec.fragments if isinstance(f.extent, Packed)]
+        return [] if self._selection is not None else fragments_of(self.spec.fragments).packed()
 
     def explain(self, key: Any = ...) -> str:
         """Where ``t[key]`` comes from: files, byte ranges and their cost, as text. Reads nothing.
@@ -361,7 +359,7 @@ class LazyArray(Likeness):
         """``spec`` with those fragments only that hold elements of this part of it."""
         if self._selection is None:
             return self.spec
-        return replace(self.spec, fragments=fragments_in(self.spec.fragments, self._selection.hull))
+        return replace(self.spec, fragments=fragments_of(self.spec.fragments).inside(self._selection.hull))
 
     @property
     def _block(self) -> Box | None:
@@ -407,9 +405,9 @@ class LazyArray(Likeness):
     def _plain(self) -> Extent | None:
         """The extent, if the tensor is one contiguous run of raw bytes of one file."""
         spec = self.spec
-        if self._selection is not None or getattr(spec.fragments, "placed", False) or len(spec.fragments) != 1:
+        fragment = fragments_of(spec.fragments).only() if self._selection is None else None
+        if fragment is None:
             return None
-        fragment = spec.fragments[0]
         extent = fragment.extent
         if (
             fragment.parts is not None

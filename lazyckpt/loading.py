@@ -24,7 +24,7 @@ from .io.reading.packed import locate_all
 from .io.storage.base import Store
 from .io.tensors import empty
 from .jobs.progress import Bar
-from .layouts.placements import Cut, Layout, Placement, Same, Summand
+from .layouts.placements import Cut, Layout, MeshPlacement, Same, Summand
 from .lazy import LazyArray, named
 
 _GROUP = 256 << 20  # bytes that are read at once before their dtype is converted
@@ -321,7 +321,7 @@ def _own(tensor: LazyArray, target: torch.Tensor) -> LazyArray | None:
     return tensor
 
 
-def _placement(placement: Any) -> Placement:
+def _placement(placement: Any) -> MeshPlacement:
     if placement.is_partial():
         return Summand(str(getattr(placement, "reduce_op", "")))
     if placement.is_replicate():

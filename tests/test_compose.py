@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from lazyckpt.core.box import Box
-from lazyckpt.core.compose import Piece, compose, whole_of
-from lazyckpt.core.index import TensorSpec
+from lazyckpt.core.compose import compose
+from lazyckpt.core.index import Part, Placement, TensorSpec
 from lazyckpt.io.storage.local import LocalStore
 from lazyckpt.tensor import LazyTensor
 
@@ -55,7 +55,8 @@ def turned_block(draw: st.DrawFn, source: TensorSpec, truth: Array) -> tuple[Ten
         order.insert(d, None)
         array = np.expand_dims(array, d)
     shape = tuple(array.shape)
-    return compose("c", shape, [Piece(source, block, (0,) * len(shape), tuple(order))]), array
+    placement = Placement.of(source.shape, block, (0,) * len(shape), tuple(order))
+    return compose("c", shape, [(source, placement)]), array
 
 
 @property_test
@@ -84,13 +85,17 @@ def test_blocks_in_another_order_and_back(data: st.DataObject, case: Placed) -> 
     there, back, at = [], [], 0
     for a, b in blocks:
         start = box(at, at + b - a).start
-        there.append(Piece(case.spec, box(a, b), start))
+        there.append((case.spec, Placement.of(case.spec.shape, box(a, b), start)))
         back.append((box(at, at + b - a), box(a, b).start))
         at += b - a
     shuffled = compose("s", case.spec.shape, there)
     expected = np.concatenate([case.truth[box(a, b).slices] for a, b in blocks], axis=d)
     reads(case, shuffled, expected, data)
-    reads(case, compose("b", case.spec.shape, [Piece(shuffled, block, to) for block, to in back]), case.truth, data)
+    pieces = [(shuffled, Placement.of(case.spec.shape, block, to)) for block, to in back]
+    reads(case, compose("b", case.spec.shape, pieces), case.truth, data)
+    parts = tuple(Part(block, to) for block, to in back)  # the same as one placement of all blocks
+    again = compose("b", case.spec.shape, [(shuffled, Placement(case.spec.shape, parts))])
+    reads(case, again, case.truth, data)
 
 
 @property_test
@@ -101,12 +106,13 @@ def test_stacked_and_taken_from_the_stack(data: st.DataObject, case: Placed) -> 
     axes = (*range(at), None, *range(at, case.truth.ndim))
     shape = (*case.spec.shape[:at], count, *case.spec.shape[at:])
     zero = (0,) * case.truth.ndim
-    pieces = [whole_of(case.spec, (*zero[:at], n, *zero[at:]), axes) for n in range(count)]
+    pieces = [(case.spec, Placement.at(case.spec.shape, (*zero[:at], n, *zero[at:]), axes)) for n in range(count)]
     stack = compose("stack", shape, pieces)
     reads(case, stack, np.stack([case.truth] * count, axis=at), data)
     n = data.draw(st.integers(0, count - 1))
     block = Box((*zero[:at], n, *zero[at:]), (*case.spec.shape[:at], n + 1, *case.spec.shape[at:]))
-    taken = compose("one", case.spec.shape, [Piece(stack, block, zero, tuple(d for d in range(len(shape)) if d != at))])
+    left = tuple(d for d in range(len(shape)) if d != at)
+    taken = compose("one", case.spec.shape, [(stack, Placement.of(shape, block, zero, left))])
     reads(case, taken, case.truth, data)
 
 
@@ -114,16 +120,21 @@ def spec(dtype: torch.dtype = torch.float32, **more: Any) -> TensorSpec:
     return TensorSpec("x", (2, 3), dtype, (), **more)
 
 
+def at(start: tuple[int, int]) -> Placement:
+    return Placement.at((2, 3), start)
+
+
 @pytest.mark.parametrize(
     ("pieces", "words"),
     [
         ([], "0 pieces"),
-        ([whole_of(spec(), (0, 0)), whole_of(spec(torch.float16), (2, 0))], "2 dtypes"),
-        ([whole_of(spec(), (3, 0))], "does not fit"),
-        ([Piece(spec(), Box((0, 0), (3, 3)), (0, 0))], "does not fit"),
-        ([Piece(spec(), Box((0, 0), (2, 3)), (0, 0), (0, None))], "does not fit"),
+        ([(spec(), at((0, 0))), (spec(torch.float16), at((2, 0)))], "2 dtypes"),
+        ([(spec(), at((3, 0)))], "does not fit"),
+        ([(spec(), Placement.of((2, 3), Box((0, 0), (3, 3)), (0, 0)))], "does not fit"),
+        ([(spec(), Placement.of((2, 3), Box((0, 0), (2, 3)), (0, 0), (0, None)))], "does not fit"),
+        ([(spec(), Placement.at((2, 2), (0, 0)))], "does not fit"),
     ],
 )
-def test_pieces_that_cannot_be(pieces: list[Piece], words: str) -> None:
+def test_pieces_that_cannot_be(pieces: list[tuple[TensorSpec, Placement]], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         compose("c", (4, 3), pieces)

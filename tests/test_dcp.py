@@ -167,9 +167,9 @@ def test_thousands_of_chunks_are_found_without_making_them_all() -> None:
     items = [((n * 2, 0), (2, 3), Item("f", n * 100, 100)) for n in reversed(range(5000))]
     spec = in_chunks("t", torch.float32, (10_000, 3), [*items, ((10_000, 0), (0, 3), Item("f", 0, 100))])
     assert isinstance(spec.fragments, ChunkFragments) and len(spec.fragments) == 5000
-    near = spec.fragments.near((range(4001, 4003), range(3)))
+    near = spec.fragments.meeting((range(4001, 4003), range(3)))
     assert sorted(f.extent.offset for f in near if isinstance(f.extent, Archive)) == [200_000, 200_100]
-    assert spec.fragments.near((range(0), range(3))) == []
+    assert spec.fragments.meeting((range(0), range(3))) == []
     assert len(spec.fragments[3:5]) == 2 and spec.fragments[-1].extent == spec.fragments[4999].extent
 
 

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
-from lazyckpt.layouts.placements import Cut, Layout, Placement, Same, Summand
+from lazyckpt.layouts.placements import Cut, Layout, MeshPlacement, Same, Summand
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[Layout, tuple[int, ...]]:
     shape = draw(st.lists(st.integers(0, 13), max_size=3).map(tuple))
     mesh = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple))
-    placements: list[Placement] = []
+    placements: list[MeshPlacement] = []
     for _ in mesh:
         kinds = ["same", "cut", "strided"] if shape else ["same"]
         kind = draw(st.sampled_from(kinds))
@@ -29,7 +29,7 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, tuple[int, ...]]:
     return Layout(mesh, tuple(placements)), shape
 
 
-def of_torch(placement: Placement) -> Any:
+def of_torch(placement: MeshPlacement) -> Any:
     if isinstance(placement, Cut):
         return (
             Shard(placement.dim) if placement.split == 1 else _StridedShard(placement.dim, split_factor=placement.split)

@@ -17,7 +17,7 @@ from lazyckpt.core.index import Extent, Hole, Rank, TensorSpec
 from lazyckpt.formats.shared.flat import FlatFragments, Partition
 from lazyckpt.io.storage.local import LocalStore
 from lazyckpt.layouts.families import family_rules
-from lazyckpt.layouts.merge import MergedFragments, Source, decide, user_rules
+from lazyckpt.layouts.merge import Source, decide, user_rules
 from lazyckpt.layouts.universal import universal_rules
 
 from .algebra import Array, index, keys, often
@@ -96,7 +96,7 @@ def test_any_slice_of_any_merge_of_zero(tmp_path_factory: pytest.TempPathFactory
     merged = decide("w", [h.shape for h in held], [user_rules({"*": rule})])
     assert merged.shape == array.shape
     assert "rules['*']" in merged.rule
-    fragments = MergedFragments(tuple(local), merged.parts)
+    fragments = merged.join(local)
     assert [f.rank for f in fragments] == [fragments[n].rank for n in range(len(fragments))]
     tensor = lazyckpt.LazyTensor(LocalStore(folder), TensorSpec("w", merged.shape, torch.float32, fragments))
     assert np.array_equal(tensor.numpy(), array)
@@ -108,7 +108,7 @@ def test_the_mean_of_drifted_copies(tmp_path: Path) -> None:
     held = [np.float32([1, 2, 3]), np.float32([3, 2, 7])]
     local, _ = laid_out(tmp_path, held, 2, False)
     merged = decide("norm", [(3,), (3,)], [user_rules({"norm": "average"})])
-    spec = TensorSpec("norm", (3,), torch.float32, MergedFragments(tuple(local), merged.parts), merged.combine)
+    spec = TensorSpec("norm", (3,), torch.float32, merged.join(local), merged.combine)
     assert lazyckpt.LazyTensor(LocalStore(tmp_path), spec).numpy().tolist() == [2, 2, 5]
 
 
@@ -183,7 +183,7 @@ def test_what_universal_checkpoint_info_says(
 ) -> None:
     merged = decide(name, shapes, [universal_rules(INFO, family_rules())])
     assert merged.shape == shape
-    assert sum(len(p) for p in merged.parts if p is not None) == parts
+    assert sum(len(placement.parts or ()) for placement in merged.placements) == parts
     assert words in merged.rule
 
 
@@ -207,7 +207,7 @@ def test_an_affine_map_places_piece_by_piece(tmp_path: Path) -> None:
     array = np.arange(12, dtype=np.float32).reshape(4, 3)
     local, _ = laid_out(tmp_path, [array[[0, 2]], array[[1, 3]]], 2, True)
     merged = decide("w", [(2, 3), (2, 3)], [affine()])
-    spec = TensorSpec("w", merged.shape, torch.float32, MergedFragments(tuple(local), merged.parts))
+    spec = TensorSpec("w", merged.shape, torch.float32, merged.join(local))
     assert np.array_equal(lazyckpt.LazyTensor(LocalStore(tmp_path), spec).numpy(), array)
 
 
@@ -223,7 +223,7 @@ def test_a_lost_partition_is_named_and_the_rest_reads(tmp_path: Path) -> None:
     lost = Partition(Hole("tp1_dp1.bin", "tp1_dp1.bin is missing"), Rank(tp=1, dp=1))
     local[1] = FlatFragments((4, 3), local[1].width, (local[1].partitions[0], lost))
     merged = decide("w", [(4, 3), (4, 3)], [user_rules({"w": "column"})])
-    spec = TensorSpec("w", merged.shape, torch.float32, MergedFragments(tuple(local), merged.parts))
+    spec = TensorSpec("w", merged.shape, torch.float32, merged.join(local))
     tensor = lazyckpt.LazyTensor(LocalStore(tmp_path), spec)
     assert np.array_equal(tensor[:6].numpy(), array[:6])
     with pytest.raises(lazyckpt.MissingFileError, match="tp1_dp1"):

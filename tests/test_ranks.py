@@ -296,7 +296,7 @@ def test_a_thousand_ranks_are_few_facts(rank_cases: dict[str, Case]) -> None:
     t = view["emb.weight"]
     assert isinstance(t.fragments, MeshFragments)
     assert t.fragments.team is view["head.weight"].fragments.team, "what ranks share is kept once"  # type: ignore[attr-defined]
-    assert len(t.fragments.near((range(4, 5), range(5)))) == 1
+    assert len(t.fragments.meeting((range(4, 5), range(5)))) == 1
 
 
 def test_over_a_url_and_again(rank_cases: dict[str, Case]) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import lazyckpt
 from lazyckpt import cli, deepspeed, distributed, errors, interop, recipes
 from lazyckpt.cli import program
-from lazyckpt.core import box, index
+from lazyckpt.core import box, fragments, index
 from lazyckpt.deepspeed import constants
 from lazyckpt.export import options as export_options
 from lazyckpt.export import registry as export_registry
@@ -118,7 +118,8 @@ def _anchor(heading: str) -> str:
 
 
 def _data() -> list[Any]:
-    return [box.Box, *(getattr(index, name) for name in vars(index) if _is_public_class(index, name)), index.whole]
+    described = [getattr(index, name) for name in vars(index) if _is_public_class(index, name)]
+    return [box.Box, *described, fragments.Fragments, index.whole]
 
 
 def _is_public_class(of: ModuleType, name: str) -> bool:

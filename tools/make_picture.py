@@ -21,7 +21,8 @@ from matplotlib import pyplot as plt
 from matplotlib.patches import ConnectionPatch, Rectangle
 
 import lazyckpt
-from lazyckpt.core.plan import fragment_boxes, plan
+from lazyckpt.core.fragments import fragment_boxes
+from lazyckpt.core.plan import plan
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "docs" / "pictures" / "overview.png"

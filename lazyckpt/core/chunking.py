@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from math import prod
 
 from .box import Box, Shape
+from .fragments import fragment_boxes, fragments_of
 from .index import TensorSpec
-from .plan import fragment_boxes
 
 FEW = 16  # so many chunks of a tensor are no burden, however small they are
 
@@ -22,7 +22,7 @@ def fragment_grid(spec: TensorSpec) -> Shape | None:
     whole = Box.of(spec.shape)
     if not whole:
         return None
-    regular: Shape | None = getattr(spec.fragments, "cell", None)  # a grid that makes its fragments on demand
+    regular = fragments_of(spec.fragments).cell
     if regular is not None:
         return tuple(map(min, regular, spec.shape))
     cell = list(spec.shape)

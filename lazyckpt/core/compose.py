@@ -8,147 +8,193 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, NamedTuple
+from math import prod
+from typing import Any, Literal, NamedTuple, overload
 
 from ..errors import LazyckptError
 from .box import Box, Shape
 from .dtypes import DType
-from .index import Fragment, Hole, Part, TensorSpec, from_folder
-from .plan import OnDemand, Selection, fragments_near, plan
-
-Axes = tuple[int | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """``block`` of ``source`` stands from ``start`` on in another tensor. ``axes``: for each dimension of that tensor
-    the source's dimension that it is, or None for a new one of size 1; a dimension of the source that is left out has
-    to have one index in the block. None: the same dimensions."""
-
-    source: TensorSpec
-    block: Box
-    start: Shape
-    axes: Axes | None = None
-
-    @property
-    def turned(self) -> Axes:
-        return tuple(range(len(self.block.start))) if self.axes is None else self.axes
-
-    @property
-    def target(self) -> Box:
-        """Where it stands in the tensor."""
-        sizes = self.block.shape
-        return Box(
-            self.start, tuple(s + (1 if a is None else sizes[a]) for s, a in zip(self.start, self.turned, strict=True))
-        )
+from .fragments import Fragments, Selection, fragments_of
+from .index import Fragment, Hole, Part, Placement, TensorSpec, from_folder
+from .plan import plan
 
 
-def whole_of(source: TensorSpec, start: Shape, axes: Axes | None = None) -> Piece:
-    """All of a tensor."""
-    return Piece(source, Box.of(source.shape), start, axes)
-
-
-def compose(name: str, shape: Shape, pieces: Sequence[Piece], rule: str = "", stored_as: str = "") -> TensorSpec:
-    """A tensor of these pieces. Raises ValueError if they differ in dtype or in how replicas count, if one does not
-    fit, or if there is none."""
-    dtypes: set[DType] = {piece.source.dtype for piece in pieces}
-    combines: set[Literal["first", "mean"]] = {piece.source.combine for piece in pieces}
+def compose(
+    name: str, shape: Shape, pieces: Sequence[tuple[TensorSpec, Placement]], rule: str = "", stored_as: str = ""
+) -> TensorSpec:
+    """A tensor made of others, each with its placement. Raises ValueError if they differ in dtype or in how replicas
+    count, if one does not fit, or if there is none."""
+    dtypes: set[DType] = {source.dtype for source, _ in pieces}
+    combines: set[Literal["first", "mean"]] = {source.combine for source, _ in pieces}
     if len(dtypes) != 1 or len(combines) != 1:
         raise ValueError(
             f"{name!r} is made of {len(pieces)} pieces of {len(dtypes)} dtypes: {sorted(map(str, dtypes))}"
         )
-    for piece in pieces:
-        kept = {a for a in piece.turned if a is not None}
-        lost = [n for d, n in enumerate(piece.block.shape) if d not in kept and n != 1]
-        inside = (
-            Box.of(shape) & piece.target == piece.target and Box.of(piece.source.shape) & piece.block == piece.block
-        )
-        if lost or not (inside or not piece.block):
-            raise ValueError(f"{name!r} of shape {shape}: {piece.block} of {piece.source.name!r} does not fit")
-    return TensorSpec(
-        name, shape, dtypes.pop(), ComposedFragments(tuple(pieces)), combines.pop(), rule=rule, stored_as=stored_as
-    )
+    for source, placement in pieces:
+        for part in placement.blocks:
+            if not _fits(shape, source.shape, placement, part):
+                raise ValueError(f"{name!r} of shape {shape}: {part.local} of {source.name!r} does not fit")
+    fragments = Composed(tuple(source.fragments for source, _ in pieces), tuple(placed for _, placed in pieces))
+    return TensorSpec(name, shape, dtypes.pop(), fragments, combines.pop(), rule=rule, stored_as=stored_as)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ComposedFragments(OnDemand):
-    """The fragments of the pieces, each with the parts of it that lie in the piece. Made on demand. ``placed``: none of
-    them is the tensor as it is."""
+def _fits(shape: Shape, source: Shape, placement: Placement, part: Part) -> bool:
+    """Whether a block lies in both tensors, and a dimension that it loses has one index."""
+    kept = range(len(source)) if placement.axes is None else placement.axes
+    if placement.shape != source or any(n != 1 for d, n in enumerate(part.local.shape) if d not in kept):
+        return False
+    target = placement.target(part)
+    return not part.local or (Box.of(shape) & target == target and Box.of(source) & part.local == part.local)
 
-    placed: ClassVar[bool] = True
-    pieces: tuple[Piece, ...]
 
-    def near(self, want: Selection) -> list[Fragment]:
-        """Those that may hold wanted elements."""
-        if any(not r for r in want):
+@dataclass(frozen=True, slots=True)
+class Composed(Fragments):
+    """The fragments of several tensors, each with the parts of it that lie in the composed one.
+
+    ``sources``: the tensors' fragments; ``placements``: where each tensor lies. ``merged``: the sources are the shards
+    of ranks, in the order of the ranks, and hold together all elements that the tensor has.
+    """
+
+    sources: tuple[Sequence[Fragment], ...]
+    placements: tuple[Placement, ...]
+    merged: bool = False
+
+    def meeting(self, want: Selection) -> list[Fragment]:
+        if not all(map(len, want)):
             return []
-        box = Box(tuple(r[0] for r in want), tuple(r[-1] + 1 for r in want))
         found: list[Fragment] = []
-        for piece in self.pieces:
-            hit = box & piece.target
-            if hit:
-                found += _moved(piece, fragments_near(piece.source.fragments, _back(piece, hit)))
+        for n, (source, placement) in enumerate(zip(self.sources, self.placements, strict=True)):
+            wanted = want if placement.parts is None else _wanted(placement, want)
+            if wanted is not None:
+                found += self._placed(n, fragments_of(source).meeting(wanted))
         return found
 
     def __iter__(self) -> Iterator[Fragment]:
-        for piece in self.pieces:
-            yield from _moved(piece, fragments_near(piece.source.fragments, _back(piece, piece.target)))
+        for n in range(len(self.sources)):
+            yield from self._placed(n, self._held(n))
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return sum(map(self._count, range(len(self.sources))))
 
-    def __bool__(self) -> bool:
-        return any(True for _ in self)
+    @overload
+    def __getitem__(self, n: int) -> Fragment: ...
+    @overload
+    def __getitem__(self, n: slice) -> list[Fragment]: ...
+    def __getitem__(self, n: Any) -> Any:
+        if isinstance(n, slice):
+            return list(self)[n]
+        at = range(len(self))[n]
+        for which, source in enumerate(self.sources):
+            count = self._count(which)
+            if at < count:
+                chosen = [source[at]] if self._is_whole(which) else self._held(which)
+                found = list(self._placed(which, chosen))
+                return found[0 if self._is_whole(which) else at]
+            at -= count
+        raise IndexError(n)
+
+    def only(self) -> Fragment | None:
+        """That of the only source, if it is all of the tensor."""
+        if len(self.sources) != 1 or self.placements[0].parts is not None:
+            return None
+        found = fragments_of(self.sources[0]).only()
+        return None if found is None else next(self._placed(0, [found]))
+
+    @property
+    def intact(self) -> bool:
+        """Whether every shard is: whoever merges them has made sure that together they are the whole."""
+        return self.merged and all(fragments_of(source).intact for source in self.sources)
+
+    @property
+    def shards(self) -> tuple[Placement, ...]:
+        return self.placements if self.merged else ()
+
+    def _is_whole(self, n: int) -> bool:
+        """Whether all of a source is in the tensor, and so all of its fragments."""
+        placement = self.placements[n]
+        return placement.parts is None or 0 < prod(placement.shape) == placement.numel
+
+    def _count(self, n: int) -> int:
+        return len(self.sources[n]) if self._is_whole(n) else sum(1 for _ in self._placed(n, self._held(n)))
+
+    def _held(self, n: int) -> Sequence[Fragment]:
+        """The fragments of a source that may have a part in the tensor."""
+        if self._is_whole(n):
+            return self.sources[n]
+        blocks = [part.local for part in self.placements[n].blocks if part.local]
+        return fragments_of(self.sources[n]).meeting(_hull(blocks)) if blocks else ()
+
+    def _placed(self, n: int, fragments: Iterable[Fragment]) -> Iterator[Fragment]:
+        """Fragments of a source as those of the tensor."""
+        placement = self.placements[n]
+        if placement.parts is None:
+            yield from fragments
+            return
+        is_whole = self._is_whole(n)
+        for fragment in fragments:
+            if fragment.parts is None and fragment.axes is None:
+                yield replace(fragment, parts=placement.parts, axes=placement.axes)
+                continue
+            parts = tuple(_parts(placement, fragment))
+            if parts or is_whole:
+                yield replace(fragment, parts=parts, axes=_axes(placement, fragment))
 
 
-def _back(piece: Piece, box: Box) -> Selection:
-    """A block of the tensor within the piece's target, in the source's dimensions."""
-    wanted = [range(a, b) for a, b in zip(piece.block.start, piece.block.stop, strict=True)]
-    for d, axis in enumerate(piece.turned):
-        if axis is not None:
-            ahead = piece.block.start[axis] - piece.start[d]
-            wanted[axis] = range(box.start[d] + ahead, box.stop[d] + ahead)
-    return tuple(wanted)
-
-
-def _moved(piece: Piece, fragments: Iterable[Fragment]) -> list[Fragment]:
+def _wanted(placement: Placement, want: Selection) -> Selection | None:
+    """What of the placed array lies between the first and the last wanted element; None if nothing does."""
+    box = Box(tuple(r[0] for r in want), tuple(r[-1] + 1 for r in want))
     found = []
-    for fragment in fragments:
-        inner = fragment.axes
-        parts = tuple(_parts(piece, fragment))
-        if not parts:
+    for part in placement.blocks:
+        hit = box & placement.target(part)
+        if not hit:
             continue
-        axes: Axes | None = piece.axes
-        if inner is not None:
-            axes = tuple(None if a is None else inner[a] for a in piece.turned)
-        found.append(replace(fragment, parts=parts, axes=axes))
-    return found
-
-
-def _parts(piece: Piece, fragment: Fragment) -> Iterator[Part]:
-    """The fragment's parts, cropped to the piece's block, with their places in the tensor."""
-    origin = (0,) * len(piece.block.start)
-    for part in fragment.parts if fragment.parts is not None else (Part(Box.of(fragment.local_shape), origin),):
-        axes = tuple(range(len(origin))) if fragment.axes is None else fragment.axes
         start, stop = list(part.local.start), list(part.local.stop)
-        at = []  # where the cropped part begins, in the source
-        for d, axis in enumerate(axes):
-            width = 1 if axis is None else part.local.stop[axis] - part.local.start[axis]
-            lo, hi = max(part.start[d], piece.block.start[d]), min(part.start[d] + width, piece.block.stop[d])
-            if lo >= hi:
-                break
-            at.append(lo)
+        for d, axis in enumerate(range(len(start)) if placement.axes is None else placement.axes):
             if axis is not None:
-                start[axis] += lo - part.start[d]
-                stop[axis] -= part.start[d] + width - hi
-        else:
-            yield Part(
-                Box(tuple(start), tuple(stop)),
-                tuple(
-                    s if a is None else s + at[a] - piece.block.start[a]
-                    for s, a in zip(piece.start, piece.turned, strict=True)
-                ),
-            )
+                ahead = part.local.start[axis] - part.start[d]
+                start[axis], stop[axis] = hit.start[d] + ahead, hit.stop[d] + ahead
+        found.append(Box(tuple(start), tuple(stop)))
+    return _hull(found) if found else None
+
+
+def _hull(boxes: Sequence[Box]) -> Selection:
+    """All that lies between the boxes."""
+    if len(boxes) == 1:
+        return tuple(map(range, boxes[0].start, boxes[0].stop))
+    return tuple(
+        range(min(b.start[d] for b in boxes), max(b.stop[d] for b in boxes)) for d in range(len(boxes[0].start))
+    )
+
+
+def _axes(placement: Placement, fragment: Fragment) -> tuple[int | None, ...] | None:
+    if fragment.axes is None or placement.axes is None:
+        return fragment.axes if placement.axes is None else placement.axes
+    return tuple(None if axis is None else fragment.axes[axis] for axis in placement.axes)
+
+
+def _parts(placement: Placement, fragment: Fragment) -> Iterator[Part]:
+    """The fragment's parts, cropped to the blocks that are placed, with their places in the tensor."""
+    origin = (0,) * len(placement.shape)
+    turned = tuple(range(len(origin))) if placement.axes is None else placement.axes
+    axes = tuple(range(len(origin))) if fragment.axes is None else fragment.axes
+    for block, to in ((part.local, part.start) for part in placement.blocks):
+        for part in fragment.parts if fragment.parts is not None else (Part(Box.of(fragment.local_shape), origin),):
+            start, stop = list(part.local.start), list(part.local.stop)
+            at = []  # where the cropped part begins, in the source
+            for d, axis in enumerate(axes):
+                width = 1 if axis is None else part.local.stop[axis] - part.local.start[axis]
+                lo, hi = max(part.start[d], block.start[d]), min(part.start[d] + width, block.stop[d])
+                if lo >= hi:
+                    break
+                at.append(lo)
+                if axis is not None:
+                    start[axis] += lo - part.start[d]
+                    stop[axis] -= part.start[d] + width - hi
+            else:
+                yield Part(
+                    Box(tuple(start), tuple(stop)),
+                    tuple(s if a is None else s + at[a] - block.start[a] for s, a in zip(to, turned, strict=True)),
+                )
 
 
 # -- One tensor from several checkpoints, stacked along a new first dimension. Pure.
@@ -162,28 +208,55 @@ class Layer(NamedTuple):
     spec: TensorSpec
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StackedFragments(ComposedFragments):
-    """The fragments of all layers; ``steps``: the coordinates along the first dimension."""
+@dataclass(frozen=True, slots=True)
+class Stacked(Composed):
+    """The fragments of all layers, each with its files named from further up: from where its folder is the one of
+    ``folders`` that they are in. ``steps``: the coordinates along the first dimension."""
 
+    folders: tuple[str, ...] = ()
     steps: tuple[int, ...] = ()
+
+    def inside(self, box: Box) -> Stacked:
+        """The layers that have elements of the block, whole."""
+        lo, hi = box.start[0], box.stop[0]
+        kept = [n for n, placement in enumerate(self.placements) if lo <= placement.blocks[0].start[0] < hi]
+        return replace(
+            self,
+            sources=tuple(self.sources[n] for n in kept),
+            placements=tuple(self.placements[n] for n in kept),
+            folders=tuple(self.folders[n] for n in kept),
+        )
+
+    def _placed(self, n: int, fragments: Iterable[Fragment]) -> Iterator[Fragment]:
+        found = Composed._placed(self, n, fragments)
+        folder = self.folders[n]
+        if not folder:
+            return found
+        return (replace(f, extent=from_folder(folder, f.extent)) for f in found)
 
 
 def stack(name: str, layers: Sequence[Layer], dtype: DType) -> TensorSpec:
     """The tensors (of one shape, one at least) as one of shape (layers, ...), converted to ``dtype``. Raises ValueError
     if they differ in shape, or in whether replicas are averaged."""
-    pieces: list[Piece] = []
     shape = layers[0].spec.shape
-    for n, layer in enumerate(layers):
-        spec = replace(layer.spec, dtype=dtype, fragments=_Moved(layer.spec.fragments, layer.folder))
-        pieces.append(whole_of(spec, (n, *(0 for _ in shape)), (None, *range(len(shape)))))
+    axes = (None, *range(len(shape)))
+    pieces = [
+        (replace(layer.spec, dtype=dtype), Placement.at(layer.spec.shape, (n, *(0 for _ in shape)), axes))
+        for n, layer in enumerate(layers)
+    ]
     spec = compose(name, (len(layers), *shape), pieces, rule=f"stacked from {len(layers)} steps")
-    return replace(spec, fragments=StackedFragments(tuple(pieces), tuple(layer.step for layer in layers)))
+    fragments = Stacked(
+        tuple(layer.spec.fragments for layer in layers),
+        tuple(placement for _, placement in pieces),
+        folders=tuple(layer.folder for layer in layers),
+        steps=tuple(layer.step for layer in layers),
+    )
+    return replace(spec, fragments=fragments)
 
 
 def readable(spec: TensorSpec) -> bool:
     """Whether all of its elements stand in files that are there."""
-    if getattr(spec.fragments, "intact", False) or not spec.numel:
+    if fragments_of(spec.fragments).intact or not spec.numel:
         return True
     if spec.fragments and not any(isinstance(f.extent, Hole) for f in spec.fragments):
         return True
@@ -192,25 +265,3 @@ def readable(spec: TensorSpec) -> bool:
     except LazyckptError:
         return False
     return True
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Moved(OnDemand):
-    """Fragments whose files are named from further up, made on demand."""
-
-    fragments: Sequence[Fragment]
-    folder: str
-
-    def near(self, want: Selection) -> list[Fragment]:
-        return [self._moved(f) for f in fragments_near(self.fragments, want)]
-
-    def __iter__(self) -> Iterator[Fragment]:
-        return map(self._moved, self.fragments)
-
-    def __len__(self) -> int:
-        return len(self.fragments)
-
-    def _moved(self, fragment: Fragment) -> Fragment:
-        if not self.folder:
-            return fragment
-        return replace(fragment, extent=from_folder(self.folder, fragment.extent))

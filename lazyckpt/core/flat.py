@@ -1,4 +1,4 @@
-"""A flat interval of a tensor as a tensor of one dimension, and such intervals as the tensor again. Pure.
+"""Fragments that hold flat intervals; intervals as tensors of one dimension, and these as the tensor again. Pure.
 
 ZeRO cuts tensors so: elements lo to hi of the C-order ravel. An interval is rows of the tensor, and every row is a part
 of the fragment that holds it; where a fragment's elements follow each other in its file as they do in the tensor, many
@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
-from typing import ClassVar
 
 from .box import Box, Shape, c_strides, is_run, span_boxes
+from .fragments import Fragments, Selection, fragment_boxes, fragments_of
 from .index import Extent, Fragment, Hole, Part, TensorSpec
-from .plan import OnDemand, Selection, fragment_boxes, fragments_near
 
 
 def interval(source: TensorSpec, lo: int, hi: int) -> TensorSpec:
@@ -30,27 +29,36 @@ def joined(like: TensorSpec, shape: Shape, intervals: Sequence[tuple[int, Tensor
     return replace(like, shape=shape, fragments=Joined(shape, held))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Ravelled(OnDemand):
-    """Fragments that `near` makes. ``placed``: each of them says where it stands, none is the tensor as it is."""
+class Flat(Fragments):
+    """Fragments that are found by the flat interval of the tensor that is wanted."""
 
-    placed: ClassVar[bool] = True
+    __slots__ = ()
 
     @property
     @abstractmethod
-    def _shape(self) -> Shape:
-        """The tensor's."""
+    def shape(self) -> Shape:
+        """The shape of the tensor."""
+
+    @abstractmethod
+    def between(self, lo: int, hi: int) -> Iterator[Fragment]:
+        """The fragments that hold elements lo to hi of the tensor's C-order ravel."""
+
+    def meeting(self, want: Selection) -> list[Fragment]:
+        """Those that hold elements between the first and the last wanted one."""
+        if not all(map(len, want)):
+            return []
+        strides = c_strides(self.shape)
+        lo = sum(r[0] * s for r, s in zip(want, strides, strict=True))
+        hi = 1 + sum(r[-1] * s for r, s in zip(want, strides, strict=True))
+        return list(self.between(lo, hi))
 
     def __iter__(self) -> Iterator[Fragment]:
-        yield from self.near(tuple(map(range, self._shape)))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return self.between(0, prod(self.shape))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Interval(_Ravelled):
-    """The fragments of elements lo to hi of a tensor's ravel."""
+class Interval(Flat):
+    """The fragments of elements lo to hi of a tensor's ravel. ``source``: the tensor's shape."""
 
     source: Shape
     fragments: Sequence[Fragment]
@@ -58,21 +66,21 @@ class Interval(_Ravelled):
     hi: int
 
     @property
-    def _shape(self) -> Shape:
+    def shape(self) -> Shape:
         return (self.hi - self.lo,)
 
-    def near(self, want: Selection) -> list[Fragment]:
-        """Those that may hold wanted elements, with the parts that do."""
-        if any(not r for r in want):
-            return []
-        boxes = span_boxes(self.source, self.lo + want[0][0], self.lo + want[0][-1] + 1)
+    def between(self, lo: int, hi: int) -> Iterator[Fragment]:
+        """Those of them, with the parts that hold wanted elements."""
+        boxes = span_boxes(self.source, self.lo + lo, self.lo + hi)
         if not boxes:
-            return []
+            return
         hull = tuple(
             range(min(b.start[d] for b in boxes), max(b.stop[d] for b in boxes)) for d in range(len(self.source))
         )
-        found = (self._flat(f, boxes) for f in fragments_near(self.fragments, hull))
-        return [f for f in found if f.parts]
+        for fragment in fragments_of(self.fragments).meeting(hull):
+            found = self._flat(fragment, boxes)
+            if found.parts:
+                yield found
 
     def _flat(self, fragment: Fragment, boxes: Sequence[Box]) -> Fragment:
         shape, local_shape = self.source, fragment.local_shape
@@ -106,28 +114,18 @@ class Interval(_Ravelled):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Joined(_Ravelled):
+class Joined(Flat):
     """The fragments of a tensor whose ravel is held in intervals: (where it begins, elements, its fragments)."""
 
-    shape: Shape
+    shape: Shape = field()  # (else its default would be the property of the base class)
     held: tuple[tuple[int, int, Sequence[Fragment]], ...]
 
-    @property
-    def _shape(self) -> Shape:
-        return self.shape
-
-    def near(self, want: Selection) -> list[Fragment]:
-        """Those that may hold elements between the first and the last wanted one."""
-        if any(not r for r in want):
-            return []
-        lo, hi = _ravel([r[0] for r in want], self.shape), _ravel([r[-1] for r in want], self.shape) + 1
-        found: list[Fragment] = []
+    def between(self, lo: int, hi: int) -> Iterator[Fragment]:
         for at, count, fragments in self.held:
             a, b = max(lo - at, 0), min(hi - at, count)
             if a < b:
-                for fragment in fragments_near(fragments, (range(a, b),)):
-                    found += self._placed(fragment, at, a, b)
-        return found
+                for fragment in fragments_of(fragments).meeting((range(a, b),)):
+                    yield from self._placed(fragment, at, a, b)
 
     def _placed(self, fragment: Fragment, at: int, lo: int, hi: int) -> Iterator[Fragment]:
         runs: list[tuple[int, Extent]] = []
@@ -144,9 +142,12 @@ class Joined(_Ravelled):
                 yield Fragment(extent, self.shape, span=(at + a, at + b), rank=fragment.rank)
             elif isinstance(extent, Extent):
                 runs.append((at + a, _run(extent, fragment, start, axis, b - a, len(self.shape))))
+            elif len(fragment.local_shape) == 1 and b - a == fragment.local_shape[0] and fragment.span is None:
+                span = (at + a, at + b)  # all of a packed array of one dimension
+                yield replace(fragment, local_shape=self.shape, parts=None, span=span, axes=None)
             else:
                 yield self._rows(fragment, start, axis, (at + a, at + b))
-        for group in _alike(runs, self.shape[-1]):
+        for group in _alike(runs, self.shape[-1] if self.shape else 1):
             if len(group) > 1:
                 yield from self._blocks(group, fragment)
             else:

@@ -219,6 +219,48 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """Which blocks of an array lie where in a larger one: a shard in its tensor, a tensor in a stack, a layer of a
+    stack as a tensor of its own.
+
+    ``shape``: of the array. ``parts``: its blocks, and where each begins in the larger one. What is in none of them is
+    not there (padding). None: the array is all of the larger one. ``axes``: for each dimension of the larger one the
+    dimension of the array, as of a `Fragment`.
+    """
+
+    shape: Shape
+    parts: tuple[Part, ...] | None = None
+    axes: tuple[int | None, ...] | None = None
+
+    @staticmethod
+    def of(shape: Shape, block: Box, start: Shape, axes: tuple[int | None, ...] | None = None) -> Placement:
+        """One block of an array, from ``start`` on in the larger one."""
+        return Placement(shape, (Part(block, start),), axes)
+
+    @staticmethod
+    def at(shape: Shape, start: Shape, axes: tuple[int | None, ...] | None = None) -> Placement:
+        """All of an array, from ``start`` on in the larger one."""
+        return Placement(shape, (Part(Box.of(shape), start),), axes)
+
+    @property
+    def blocks(self) -> tuple[Part, ...]:
+        """``parts``, also where the array is all of the larger one."""
+        return self.parts if self.parts is not None else (Part(Box.of(self.shape), (0,) * len(self.shape)),)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the array that are in a block."""
+        return sum(part.local.numel for part in self.blocks)
+
+    def target(self, part: Part) -> Box:
+        """Where a block lies in the larger array."""
+        sizes = part.local.shape
+        if self.axes is not None:
+            sizes = tuple(1 if a is None else sizes[a] for a in self.axes)
+        return Box(part.start, tuple(s + n for s, n in zip(part.start, sizes, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
 class Fragment:
     """What one file contributes to a tensor.
 
@@ -243,8 +285,8 @@ class Fragment:
 class TensorSpec:
     """One logical tensor.
 
-    ``fragments`` may be a tuple or any sequence that makes its fragments when they are asked for: a checkpoint of a
-    thousand ranks stores what its ranks share once. ``combine``: what to do where several fragments hold the same
+    ``fragments`` may be a tuple, or `Fragments`, which makes them when they are asked for: a checkpoint of a thousand
+    ranks stores what its ranks share once. ``combine``: what to do where several fragments hold the same
     element: "first" takes the first, "mean" averages (in fp32). ``rule``: how the fragments were put together and how
     that is known, for `explain`; empty if there was nothing to decide. ``stored_as``: the name it was saved under, if
     that is another.
@@ -334,19 +376,16 @@ def _problem(line: str) -> Problem:
     return line if isinstance(line, Problem) else Problem("reader-note", line)
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """What a rank's tensor is of the whole one, ``source``, of shape ``whole``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed(Placement):
+    """The placement of a rank's array in the tensor ``source``, of shape ``whole``.
 
-    ``parts``: blocks of the rank's array, of this ``shape``, and where they begin in the whole; what is in none is
-    padding. ``flat``: which elements of that array's C order the tensor holds (of one dimension then); None: all, in
-    its shape.
+    ``flat``: which elements of that array's C order the rank's tensor holds (of one dimension then); None: all, in its
+    shape.
     """
 
     source: str
     whole: Shape
-    shape: Shape
-    parts: tuple[Part, ...]
     flat: tuple[int, int] | None = None
 
 

@@ -6,18 +6,18 @@ dimension, are the coordinates of the output array. A `Copy` moves a block of an
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from math import prod
 from operator import lt
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError, MissingFileError, sentences
-from .box import Box, Shape, c_strides, remainder, span_boxes
+from .box import Box, Shape, c_strides, remainder
+from .fragments import Selection, fragment_boxes, fragments_of
 from .index import Extent, Fragment, Hole, Packed, TensorSpec
 
 # -- Which of many boxes overlap, in about as much time as there are boxes and overlaps, whatever their order.
@@ -120,7 +120,6 @@ def _sweep(starts: Ints, stops: Ints, first: Ints, last: Ints) -> _Sweep:
 
 # -- From a wanted selection of a tensor to the copies that fill it: box intersections, nothing else.
 
-Selection = tuple[range, ...]
 Find = Callable[[Packed], Extent]
 
 
@@ -152,7 +151,7 @@ def plan(spec: TensorSpec, want: Selection, find: Find | None = None) -> list[Co
     whole = Box.of([len(r) for r in want])
     if not whole:
         return []
-    pieces = [p for f in fragments_near(spec.fragments, want) for p in _pieces(f, want, find)]
+    pieces = [p for f in fragments_of(spec.fragments).meeting(want) for p in _pieces(f, want, find)]
     copies = _cover(whole, [(target, piece) for target, piece in pieces if isinstance(piece, Copy)])
     left = whole.numel - sum(prod(copy.shape) for copy in copies)
     if left:
@@ -167,7 +166,7 @@ def overlaps(spec: TensorSpec, want: Selection, find: Find | None = None) -> Ite
     output, from the first fragment that holds it and from each of the others. What is missing is passed over."""
     pieces = [
         (number, target, piece)
-        for number, fragment in enumerate(fragments_near(spec.fragments, want))
+        for number, fragment in enumerate(fragments_of(spec.fragments).meeting(want))
         for target, piece in _pieces(fragment, want, find)
         if isinstance(piece, Copy)
     ]
@@ -177,64 +176,6 @@ def overlaps(spec: TensorSpec, want: Selection, find: Find | None = None) -> Ite
             owner, whole, copy = pieces[m]
             if owner != number:
                 yield _crop(copy, whole, inner), _crop(piece, target, inner)
-
-
-class OnDemand(Sequence[Fragment]):
-    """Fragments that are made when they are asked for, those near a selection without the others."""
-
-    __slots__ = ()
-
-    @abstractmethod
-    def near(self, want: Selection) -> Sequence[Fragment]:
-        """Those that may hold wanted elements."""
-
-    @overload
-    def __getitem__(self, n: int) -> Fragment: ...
-    @overload
-    def __getitem__(self, n: slice) -> list[Fragment]: ...
-    def __getitem__(self, n: Any) -> Any:
-        return list(self)[n]
-
-
-def fragments_near(fragments: Sequence[Fragment], want: Selection) -> Sequence[Fragment]:
-    """The fragments that may hold wanted elements; a sequence that can tell this quickly has a `near` method."""
-    near = getattr(fragments, "near", None)
-    return near(want) if near is not None else fragments
-
-
-def fragments_in(fragments: Sequence[Fragment], box: Box) -> Sequence[Fragment]:
-    """The fragments that hold elements of a block, replicas too where the sequence does not choose among them itself.
-    The sequence as it is where that is all of them: it may be more compact than its fragments are."""
-    want = tuple(range(a, b) for a, b in zip(box.start, box.stop, strict=True))
-    if not box:
-        return ()
-    near = fragments_near(fragments, want)
-    held = tuple(f for f in near if any(globe & box for _, globe in fragment_boxes(f)))
-    return held if len(held) < len(fragments) else fragments
-
-
-def fragment_boxes(fragment: Fragment) -> Iterator[tuple[Box, Box]]:
-    """What a fragment holds: pairs of (block of the rank-local array, the same block in the global tensor)."""
-    shape = fragment.local_shape
-    held = [Box.of(shape)] if fragment.span is None else span_boxes(shape, *fragment.span)
-    for box in held:
-        if fragment.parts is None:
-            yield box, _turned(box, fragment.axes)
-            continue
-        for part in fragment.parts:
-            local = box & part.local
-            if local:
-                moved = local.shift([-a for a in part.local.start])
-                yield local, _turned(moved, fragment.axes).shift(part.start)
-
-
-def _turned(box: Box, axes: tuple[int | None, ...] | None) -> Box:
-    """A block of a rank-local array in the dimensions of the tensor."""
-    if axes is None:
-        return box
-    return Box(
-        tuple(0 if a is None else box.start[a] for a in axes), tuple(1 if a is None else box.stop[a] for a in axes)
-    )
 
 
 def _pieces(fragment: Fragment, want: Selection, find: Find | None) -> Iterator[tuple[Box, Copy | Hole]]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ..errors import SelectionError
 from .box import Box, Shape
-from .plan import Selection as Ranges
+from .fragments import Selection as Ranges
 
 Axis = range | NDArray[np.int64]
 

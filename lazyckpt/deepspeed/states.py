@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from ..core.box import Shape
+from ..core.compose import Composed
 from ..core.index import Fragment, Hole, Rank, TensorSpec
 from ..errors import FormatError, LazyckptError
 from ..formats.deepspeed.building import Building, Local, Shapes, Stage, local, tensors_in
@@ -30,8 +31,8 @@ from ..io.storage.base import Store
 from ..io.storage.fsspec import is_url, split_url
 from ..io.storage.local import split
 from ..layouts.cut import reshard, stored_ranks
-from ..layouts.merge import MergedFragments, concatenated
 from ..layouts.merge import Source as RuleSource
+from ..layouts.merge import concatenated
 from ..tensor import LazyTensor
 from .mapping import Degrees
 
@@ -232,15 +233,8 @@ class Opened:
                 one = by_rank[r]
                 hole = lost.get(r) or Hole("", f"tensor-parallel rank {r} has no {name!r}")
                 fragments.append((Fragment(hole, shapes[r]),) if one is None else one.fragments)
-            spec = TensorSpec(
-                name,
-                shard.shape,
-                first.dtype,
-                MergedFragments(tuple(fragments), shard.parts),
-                shard.combine,
-                shard.rule,
-            )
-            merged[name] = self.tensor(spec)
+            whole = Composed(tuple(fragments), shard.placements, merged=True)
+            merged[name] = self.tensor(TensorSpec(name, shard.shape, first.dtype, whole, shard.combine, shard.rule))
         return merged
 
 

@@ -14,9 +14,9 @@ from math import prod
 from typing import Any
 
 from ..core.box import Box
-from ..core.index import Part, TensorSpec
+from ..core.compose import Composed
+from ..core.index import Placement, TensorSpec
 from ..errors import FormatError, MissingFileError
-from ..layouts.merge import MergedFragments
 from ..tensor import LazyTensor
 from . import constants as c
 from .mapping import Degrees, zero_ranks
@@ -169,12 +169,12 @@ class ZeROCheckpoint:
 
     def _concatenated(self, tensors: Sequence[LazyTensor], lengths: Sequence[int]) -> LazyTensor:
         """The first ``lengths`` elements of 1-d tensors, one after the other."""
-        parts, at = [], 0
-        for length in lengths:
-            parts.append((Part(Box((0,), (length,)), (at,)),) if length else ())
+        placements, at = [], 0
+        for tensor, length in zip(tensors, lengths, strict=True):
+            placements.append(Placement.of(tensor.spec.shape, Box((0,), (length,)), (at,)))
             at += length
         spec = tensors[0].spec
-        fragments = MergedFragments(tuple(t.spec.fragments for t in tensors), tuple(parts))
+        fragments = Composed(tuple(t.spec.fragments for t in tensors), tuple(placements), merged=True)
         return self._opened.tensor(TensorSpec(spec.name, (at,), spec.dtype, fragments))
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from torch.distributed.tensor import Replicate, Shard
 
-from ..core.plan import fragment_boxes
+from ..core.fragments import fragment_boxes
 from ..tensor import LazyTensor
 from .mesh import EPDegrees, EPSpecInfo, planned
 

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..core.box import Box, Shape, c_strides
-from ..core.compose import Piece, compose
-from ..core.index import relocated
+from ..core.compose import compose
+from ..core.index import Placement, TensorSpec, relocated
 from ..errors import MeshError, some
 from ..io.storage.base import Store, guarded, narrow
 from ..io.storage.local import LocalStore
@@ -47,13 +47,13 @@ def joined(pieces: Sequence[LazyTensor], dim: int, count: int) -> LazyTensor:
                 f"{tuple(first.shape)} of {first.dtype}: they do not make one tensor along dimension {dim}"
             )
     store, prefixes = _common([piece.store for piece in pieces], [_paths(piece) for piece in pieces], first.name)
-    placed: list[Piece] = []
+    placed: list[tuple[TensorSpec, Placement]] = []
     at = 0
     for piece, prefix in zip(pieces, prefixes, strict=True):
         start = [0] * piece.ndim
         start[dim] = at
         spec = relocated(piece.spec, prefix) if prefix else piece.spec
-        placed.append(Piece(spec, _block(piece), tuple(start)))
+        placed.append((spec, Placement.of(spec.shape, _block(piece), tuple(start))))
         at += piece.shape[dim]
     shape = (*first.shape[:dim], at, *first.shape[dim + 1 :])
     if any(piece.spec.combine != first.spec.combine for piece in pieces):

@@ -42,9 +42,9 @@ from typing import Any
 import torch
 
 from ..core.box import Box
-from ..core.compose import Piece, compose
+from ..core.compose import compose
 from ..core.dtypes import DType
-from ..core.index import Index, Mesh, Rank, TensorSpec, renamed
+from ..core.index import Index, Mesh, Placement, Rank, TensorSpec, renamed
 from ..errors import DataError, MeshError, some
 from ..formats.megatron.layers import sort_key
 from ..io.storage.base import Store
@@ -275,7 +275,9 @@ def _cropped(spec: TensorSpec, wanted: int, rows: int) -> TensorSpec:
     rest = (0,) * (len(spec.shape) - 1)
     shape = (wanted, *spec.shape[1:])
     rule = "; ".join(filter(None, (spec.rule, f"without {rows - wanted} rows of padding")))
-    return compose(spec.name, shape, [Piece(spec, Box((0, *rest), shape), (0, *rest))], rule, spec.stored_as)
+    return compose(
+        spec.name, shape, [(spec, Placement.of(spec.shape, Box.of(shape), (0, *rest)))], rule, spec.stored_as
+    )
 
 
 def _place(name: str) -> tuple[int, ...] | None:

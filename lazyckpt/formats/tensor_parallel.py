@@ -21,8 +21,8 @@ from ..io.limits import check_ranks
 from ..io.storage.base import Store
 from ..layouts.flat_rules import is_flat_rule
 from ..layouts.llama import PARAMS, llama_rules
-from ..layouts.merge import MergedFragments, decide, user_rules
 from ..layouts.merge import Source as RuleSource
+from ..layouts.merge import decide, user_rules
 from .huggingface import load_json, read_shard
 from .reader import Reader, Source
 from .shared.members import together
@@ -169,12 +169,10 @@ def _tensor(
     except ValueError as e:
         unmerged[name] = str(e)
         return TensorSpec(name, first.shape, first.dtype, (), rule=f"it cannot be put together: {e}")
-    if merged.parts == (None,):
+    if merged.is_one:
         return first
     rule = "; ".join(filter(None, (first.rule, merged.rule)))
-    return TensorSpec(
-        name, merged.shape, first.dtype, MergedFragments(tuple(fragments), merged.parts), merged.combine, rule
-    )
+    return TensorSpec(name, merged.shape, first.dtype, merged.join(fragments), merged.combine, rule)
 
 
 def _is_llama(source: Source) -> bool:

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..core.box import Box, Shape
-from ..core.index import Part
+from ..core.box import Shape
+from ..core.index import Placement
 from .merge import How, Merge, Rule, concatenated, replicated
 from .merge import Source as RuleSource
 
@@ -62,11 +62,11 @@ def _shared(rows: int) -> Rule:
         if held == rows or held % rows or len(shapes) % (held // rows):
             return concatenated(0)(shapes)
         times = held // rows
-        parts: list[tuple[Part, ...]] = []
+        placements = []
         at = 0
         for n, shape in enumerate(shapes):
-            parts.append((Part(Box.of(shape), (at, *(0,) * (len(shape) - 1))),))
+            placements.append(Placement.at(shape, (at, *(0,) * (len(shape) - 1))))
             at += shape[0] if n % times == times - 1 else 0
-        return Merge((rows, *shapes[0][1:]), tuple(parts), how=How("overlapping", len(shapes), copies=times))
+        return Merge((rows, *shapes[0][1:]), tuple(placements), how=How("overlapping", len(shapes), copies=times))
 
     return rule

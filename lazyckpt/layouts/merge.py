@@ -8,21 +8,17 @@ tensor then stays readable rank by rank, and reading it whole is an error that s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from math import prod
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 from ..core.box import Box, Shape, c_strides
-from ..core.index import Fragment, Part
+from ..core.compose import Composed
+from ..core.index import Fragment, Part, Placement
 from ..core.names import matcher
-from ..core.plan import Selection, fragments_near
 from ..errors import FormatError
 from .flat_rules import flat_rule, is_flat_rule
-
-Parts = tuple[Part, ...] | None
-
 
 By = Literal["user", "checkpoint", "names", "shapes"]
 
@@ -63,11 +59,11 @@ class How:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """``parts``: how each rank's shard maps into a tensor of ``shape``; None for a shard that is the whole. ``how``:
-    None where there was nothing to decide."""
+    """``placements``: where the shard of each rank lies in a tensor of ``shape``. ``how``: None where there was nothing
+    to decide."""
 
     shape: Shape
-    parts: tuple[Parts, ...]
+    placements: tuple[Placement, ...]
     combine: Literal["first", "mean"] = "first"
     how: How | None = None
 
@@ -76,9 +72,18 @@ class Merge:
         """`how`, as a sentence."""
         return "" if self.how is None else str(self.how)
 
+    @property
+    def is_one(self) -> bool:
+        """Whether there is one shard, which is the tensor."""
+        return len(self.placements) == 1 and self.placements[0].parts is None
+
     def known(self, by: By, evidence: str = "") -> Merge:
         """The same merge, with how it is known."""
         return self if self.how is None else replace(self, how=replace(self.how, by=by, evidence=evidence))
+
+    def join(self, shards: Iterable[Sequence[Fragment]]) -> Composed:
+        """The tensor's fragments, from those of all shards."""
+        return Composed(tuple(shards), self.placements, merged=True)
 
 
 # A rule: from the shards' shapes, in rank order, to a Merge. It raises ValueError where it cannot fit them.
@@ -91,13 +96,13 @@ Rule = Callable[[Sequence[Shape]], Merge]
 def replicated(shapes: Sequence[Shape]) -> Merge:
     """Every rank holds the whole; the lowest rank's is read."""
     _all_equal(shapes)
-    return Merge(shapes[0], (None,) * len(shapes), how=How("replicated", len(shapes)))
+    return Merge(shapes[0], (Placement(shapes[0]),) * len(shapes), how=How("replicated", len(shapes)))
 
 
 def averaged(shapes: Sequence[Shape]) -> Merge:
     """Every rank holds a whole that may have drifted; the mean is read (in float32)."""
     _all_equal(shapes)
-    return Merge(shapes[0], (None,) * len(shapes), "mean", How("averaged", len(shapes)))
+    return Merge(shapes[0], (Placement(shapes[0]),) * len(shapes), "mean", How("averaged", len(shapes)))
 
 
 def concatenated(dim: int) -> Rule:
@@ -155,16 +160,16 @@ def pieces(logical: Shape, ranks: Mapping[int, Sequence[tuple[Shape, int, Shape,
     """Blocks given as (shape, offset and strides in the tensor, offset and strides in the shard), in elements."""
 
     def rule(shapes: Sequence[Shape]) -> Merge:
-        parts = []
+        placements = []
         for r, shape in enumerate(shapes):
             found: list[Part] = []
             for block in ranks.get(r, ()):
                 found += _blocks(logical, shape, *block)
-            parts.append(tuple(found))
-        covered = sum(p.local.numel for ps in parts for p in ps)
+            placements.append(Placement(shape, tuple(found)))
+        covered = sum(placement.numel for placement in placements)
         if covered < prod(logical):
             raise ValueError(f"the pieces cover {covered:,} of {prod(logical):,} elements")
-        return Merge(logical, tuple(parts), how=How("pieces", len(shapes)))
+        return Merge(logical, tuple(placements), how=How("pieces", len(shapes)))
 
     return rule
 
@@ -201,7 +206,8 @@ def _interleaved(shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[in
             local[r] += width
             at += width
     shape = (*first[:dim], at, *first[dim + 1 :])
-    return Merge(shape, tuple(map(tuple, parts)), how=How("concatenated", len(shapes), dim, fused=len(widths)))
+    placements = tuple(Placement(tuple(s), tuple(own)) for s, own in zip(shapes, parts, strict=True))
+    return Merge(shape, placements, how=How("concatenated", len(shapes), dim, fused=len(widths)))
 
 
 def _blocks(
@@ -291,13 +297,13 @@ def _alone(name: str, shapes: Sequence[Shape], sources: Sequence[Source]) -> Mer
     """One shard is the whole tensor, but for the padding of a vocabulary."""
     found = next(((f, source.by) for source in sources if (f := source.find(name)) is not None), None)
     if found is None:
-        return Merge(shapes[0], (None,))
+        return Merge(shapes[0], (Placement(shapes[0]),))
     (rule, evidence), by = found
     try:
         merged = rule(shapes)
     except ValueError:  # how shards are cut need not fit what is not cut
-        return Merge(shapes[0], (None,))
-    return Merge(shapes[0], (None,)) if merged.shape == shapes[0] else merged.known(by, evidence)
+        return Merge(shapes[0], (Placement(shapes[0]),))
+    return Merge(shapes[0], (Placement(shapes[0]),)) if merged.shape == shapes[0] else merged.known(by, evidence)
 
 
 def _by_shape(shapes: Sequence[Shape]) -> Merge | None:
@@ -378,68 +384,3 @@ def _is_count(value: Any, least: int) -> bool:
 
 def _are_counts(values: Any) -> bool:
     return isinstance(values, list | tuple) and len(values) > 0 and all(_is_count(n, 0) for n in values)
-
-
-# -- fragments
-
-
-@dataclass(frozen=True, slots=True)
-class MergedFragments(Sequence[Fragment]):
-    """The fragments of all ranks' shards, placed; made on demand as the shards' own are."""
-
-    shards: tuple[Sequence[Fragment], ...]
-    parts: tuple[Parts, ...]
-
-    @property
-    def intact(self) -> bool:
-        """Whether every shard is; the rule has seen to it that together they are the whole."""
-        return all(getattr(shard, "intact", False) for shard in self.shards)
-
-    def near(self, want: Selection) -> list[Fragment]:
-        """The fragments of the shards that lie between the first and the last wanted element."""
-        if any(not r for r in want):
-            return []
-        wanted = Box(tuple(r[0] for r in want), tuple(r[-1] + 1 for r in want))
-        found: list[Fragment] = []
-        for shard, parts in zip(self.shards, self.parts, strict=True):
-            if parts is None:
-                found += fragments_near(shard, want)
-                continue
-            hit = [
-                (wanted & p.local.shift(_shift(p))).shift([-n for n in _shift(p)])
-                for p in parts
-                if wanted & p.local.shift(_shift(p))
-            ]
-            if hit:
-                ranges = tuple(
-                    range(min(b.start[d] for b in hit), max(b.stop[d] for b in hit)) for d in range(len(want))
-                )
-                found += [replace(f, parts=parts) for f in fragments_near(shard, ranges)]
-        return found
-
-    def __len__(self) -> int:
-        return sum(map(len, self.shards))
-
-    def __iter__(self) -> Iterator[Fragment]:
-        for shard, parts in zip(self.shards, self.parts, strict=True):
-            for fragment in shard:
-                yield fragment if parts is None else replace(fragment, parts=parts)
-
-    @overload
-    def __getitem__(self, n: int) -> Fragment: ...
-    @overload
-    def __getitem__(self, n: slice) -> list[Fragment]: ...
-    def __getitem__(self, n: Any) -> Any:
-        if isinstance(n, slice):
-            return list(self)[n]
-        for count, shard, parts in zip(accumulate(map(len, self.shards)), self.shards, self.parts, strict=True):
-            if 0 <= n < count:
-                fragment = shard[n - count + len(shard)]
-                return fragment if parts is None else replace(fragment, parts=parts)
-        if n < 0:
-            return self[len(self) + n] if n >= -len(self) else self[len(self)]
-        raise IndexError(n)
-
-
-def _shift(part: Part) -> Shape:
-    return tuple(g - a for g, a in zip(part.start, part.local.start, strict=True))

@@ -39,7 +39,7 @@ class Summand(NamedTuple):
     reduce: str
 
 
-Placement = Cut | Same | Summand
+MeshPlacement = Cut | Same | Summand
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Layout:
     ``order``: the mesh dimensions in the order in which they cut (None: from left to right)."""
 
     mesh: Shape
-    placements: tuple[Placement, ...]
+    placements: tuple[MeshPlacement, ...]
     order: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:

@@ -17,17 +17,19 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from ..core.box import Box, Shape
-from ..core.compose import Piece, compose, whole_of
+from ..core.box import Shape
+from ..core.compose import compose
 from ..core.flat import interval, joined
-from ..core.index import Chunk, Fragment, Index, Layout, Mesh, Part, Placed, Rank, TensorSpec, renamed
+from ..core.index import Chunk, Fragment, Index, Layout, Mesh, Placed, Placement, Rank, TensorSpec, renamed
 from ..core.names import matcher
 from ..errors import FormatError, MeshError, Problem, only_one, some
-from .cut import Cut, cut, everything, regrouped
+from .cut import Known, cut, regrouped
 from .merge import Rule
 from .ranks import RankLike, rank_of, within, world_size
 from .rules import heads_in, is_megatron, sources_of
 from .stages import Stages, expert_of, is_stack
+
+Piece = tuple[TensorSpec, Placement]
 
 _UNTIED = "untie_embeddings_and_output_weights"
 _HEADS = {  # what Megatron's last stage calls its copy of the embedding, where that is the head as well
@@ -85,7 +87,7 @@ class _Plan:
         self.multiple = _multiple(source.meta.get("args"))
         self.experts = _experts(self.every) if mesh.ep > 1 else {}
         self.stages = Stages(self.every, mesh.pp, is_megatron(source, self.every))
-        self.cuts: dict[tuple[str, Shape, int, int], Cut] = {}
+        self.cuts: dict[tuple[str, Shape, int, int], Known] = {}
         self._rules: dict[str, tuple[Rule, str] | None] = {}
 
     def rule(self, name: str) -> tuple[Rule, str] | None:
@@ -182,7 +184,7 @@ class _Sharding:
                     ties.setdefault(embedding, self._here(head))
         return ties, aliases
 
-    def _cut(self, state: str, name: str, spec: TensorSpec) -> Cut | None:
+    def _cut(self, state: str, name: str, spec: TensorSpec) -> Known | None:
         """The shard of the tensor, of this rank among the tensor- and expert-parallel ones; None if nothing tells."""
         key = (name, spec.shape, self.rank.tp, self.rank.ep)
         if key not in self.plan.cuts:
@@ -192,16 +194,16 @@ class _Sharding:
             self.plan.cuts[key] = found
         return self.plan.cuts[key]
 
-    def _find_cut(self, state: str, name: str, spec: TensorSpec) -> Cut | None:
+    def _find_cut(self, state: str, name: str, spec: TensorSpec) -> Known | None:
         shape, ahead, mesh = spec.shape, 0, self.mesh
         if self._is_number(spec):
-            return everything(shape)
+            return Placement(shape), ""
         if mesh.ep > 1 and is_stack(name):
             if shape[0] % mesh.ep:
                 raise MeshError(f"ep={mesh.ep}: the {shape[0]} experts of {name!r} {shape} cannot be dealt evenly")
             each = shape[0] // mesh.ep
             shape, ahead = (each, *shape[1:]), self.rank.ep * each
-        found = everything(shape)
+        found: Known = Placement(shape), ""
         if mesh.tp > 1 and 0 not in shape:
             try:
                 one = self._tensor_parallel(name, spec, shape)
@@ -213,9 +215,11 @@ class _Sharding:
             found = one
         if not ahead:
             return found
-        return replace(found, parts=tuple(replace(p, start=(p.start[0] + ahead, *p.start[1:])) for p in found.parts))
+        placement, rule = found
+        parts = tuple(replace(p, start=(p.start[0] + ahead, *p.start[1:])) for p in placement.blocks)
+        return replace(placement, parts=parts), rule
 
-    def _tensor_parallel(self, name: str, spec: TensorSpec, shape: Shape) -> Cut | None:
+    def _tensor_parallel(self, name: str, spec: TensorSpec, shape: Shape) -> Known | None:
         """The shard among tensor-parallel ranks of what has this shape; None if nothing tells. Raises ValueError."""
         degree, index = self.mesh.tp, self.rank.tp
         said = self.plan.rule_of[0].find(name) is not None  # by the user
@@ -227,10 +231,11 @@ class _Sharding:
         heads = None if said else self.plan.heads
         return None if rule is None else cut(name, shape, rule, degree, index, self.plan.multiple, heads, widths)
 
-    def _spec(self, local: str, whole: TensorSpec, one: Cut) -> tuple[TensorSpec, Placed]:
-        spec = _block(local, whole, one)
-        placed = Placed(whole.name, whole.shape, one.shape, one.parts)
-        dp, n = self.mesh.dp, prod(one.shape)
+    def _spec(self, local: str, whole: TensorSpec, found: Known) -> tuple[TensorSpec, Placed]:
+        spec = _block(local, whole, *found)
+        shape, parts = found[0].shape, found[0].blocks
+        placed = Placed(shape=shape, parts=parts, source=whole.name, whole=whole.shape)
+        dp, n = self.mesh.dp, prod(shape)
         if dp == 1 or self._is_number(whole):
             return spec, placed
         each = -(-n // dp)
@@ -238,9 +243,10 @@ class _Sharding:
         rule = f"{spec.rule}; elements {lo:,} to {hi:,} of {n:,}".lstrip("; ")
         flat = replace(interval(spec, lo, hi), rule=rule)
         if hi - lo < each:
-            pieces = [whole_of(flat, (0,))] if hi > lo else []
-            padding = Piece(_zeros(whole, (each - hi + lo,)), Box((0,), (each - hi + lo,)), (hi - lo,))
-            flat = compose(local, (each,), [*pieces, padding], f"{rule}, and zeros", spec.stored_as)
+            pieces = [(flat, Placement.at(flat.shape, (0,)))] if hi > lo else []
+            rest = (each - hi + lo,)
+            pieces.append((_zeros(whole, rest), Placement.at(rest, (hi - lo,))))
+            flat = compose(local, (each,), pieces, f"{rule}, and zeros", spec.stored_as)
         return flat, replace(placed, flat=(lo, hi))
 
     def _is_number(self, spec: TensorSpec) -> bool:
@@ -252,19 +258,20 @@ def _has_widths(rule: Any) -> bool:
     return isinstance(rule, Mapping) and "widths" in rule
 
 
-def _block(local: str, whole: TensorSpec, one: Cut) -> TensorSpec:
-    """The shard as a tensor, padding included."""
-    if one.shape == whole.shape and one.parts == everything(whole.shape).parts:
+def _block(local: str, whole: TensorSpec, placement: Placement, how: str) -> TensorSpec:
+    """The shard as a tensor, padding included. ``how``: how its placement is known."""
+    shape, blocks = placement.shape, placement.blocks
+    if shape == whole.shape and blocks == Placement(shape).blocks:
         return renamed(whole, local)
-    pieces = [Piece(whole, Box(p.start, _end(p)), p.local.start) for p in one.parts]
-    if one.held < prod(one.shape):  # (only a vocabulary's last rows)
-        full = max((p.local.stop[0] for p in one.parts), default=0)
-        rest = (one.shape[0] - full, *one.shape[1:])
-        pieces.append(whole_of(_zeros(whole, rest), (full, *(0 for _ in rest[1:]))))
+    pieces = [(whole, Placement.of(whole.shape, placement.target(p), p.local.start)) for p in blocks]
+    if placement.numel < prod(shape):  # (only a vocabulary's last rows)
+        full = max((p.local.stop[0] for p in blocks), default=0)
+        rest = (shape[0] - full, *shape[1:])
+        pieces.append((_zeros(whole, rest), Placement.at(rest, (full, *(0 for _ in rest[1:])))))
     if not pieces:  # nothing of it is here
-        pieces = [Piece(whole, Box((0,) * len(whole.shape), (0,) * len(whole.shape)), (0,) * len(whole.shape))]
-    rule = "; ".join(filter(None, (whole.rule, one.rule)))
-    return compose(local, one.shape, pieces, rule, whole.stored_as or whole.name)
+        pieces = [(whole, Placement(whole.shape, ()))]
+    rule = "; ".join(filter(None, (whole.rule, how)))
+    return compose(local, shape, pieces, rule, whole.stored_as or whole.name)
 
 
 def _zeros(like: TensorSpec, shape: Shape) -> TensorSpec:
@@ -273,10 +280,6 @@ def _zeros(like: TensorSpec, shape: Shape) -> TensorSpec:
     strides = (0,) * len(shape)
     chunk = Chunk(path, like.dtype, shape, strides, 0, fill=bytes(like.dtype.itemsize), present=False)
     return replace(like, shape=shape, fragments=(Fragment(chunk, shape),))
-
-
-def _end(part: Part) -> Shape:
-    return tuple(s + n for s, n in zip(part.start, part.local.shape, strict=True))
 
 
 def _multiple(args: Any) -> int:
@@ -319,8 +322,9 @@ def unsharded(shards: Sequence[Index]) -> Index:
         found: dict[str, dict[tuple[Shape, Shape], Piece]] = {}
         for placed, local in _locals(by_rank, every, state):
             blocks = found.setdefault(placed.source, {})
-            for part in placed.parts:
-                blocks.setdefault((part.start, part.local.shape), Piece(local, part.local, part.start))
+            for part in placed.blocks:
+                piece = local, Placement(placed.shape, (part,))
+                blocks.setdefault((part.start, part.local.shape), piece)
         states[state] = {name: _whole(spec, list(found[name].values()), len(every)) for name, spec in specs.items()}
     return replace(source, states=states, layout=None)
 
@@ -353,6 +357,7 @@ def _locals(by_rank: Mapping[Rank, Index], every: Sequence[Rank], state: str) ->
 def _whole(spec: TensorSpec, pieces: Sequence[Piece], ranks: int) -> TensorSpec:
     if not pieces:
         return spec
-    if len(pieces) == 1 and pieces[0].block.shape == spec.shape == pieces[0].source.shape:
-        return replace(pieces[0].source, name=spec.name, rule=spec.rule, stored_as=spec.stored_as)
+    source, placement = pieces[0]
+    if len(pieces) == 1 and placement.blocks[0].local.shape == spec.shape == source.shape:
+        return replace(source, name=spec.name, rule=spec.rule, stored_as=spec.stored_as)
     return compose(spec.name, spec.shape, pieces, f"joined from the shards of {ranks} ranks", spec.stored_as)

@@ -11,14 +11,13 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
 import torch
 
-from ..core.compose import StackedFragments
-from ..core.index import Index, TensorSpec
+from ..core.fragments import fragments_of
+from ..core.index import Index
 from ..core.names import natural
 from ..core.units import plural
 from ..errors import (
@@ -57,8 +56,7 @@ class StepTensor(LazyTensor):
     @property
     def steps(self) -> tuple[int, ...]:
         """The coordinates of the first dimension: the steps that the elements are of, in their order."""
-        fragments = self.spec.fragments
-        steps = fragments.steps if isinstance(fragments, StackedFragments) else ()
+        steps = fragments_of(self.spec.fragments).steps
         return steps if self._selection is None else tuple(steps[int(n)] for n in self._selection.axes[0])
 
     @property
@@ -67,21 +65,6 @@ class StepTensor(LazyTensor):
         from ..show.plot import StepPlots
 
         return StepPlots(self)
-
-    @property
-    def _plain(self) -> None:
-        """It is never one run of one file; to find that out would take a look at every step's fragments."""
-        return None
-
-    @property
-    def _held(self) -> TensorSpec:
-        """``spec`` with the steps only that this part of it is of."""
-        fragments = self.spec.fragments
-        if self._selection is None or not isinstance(fragments, StackedFragments):
-            return super()._held
-        hull = self._selection.hull
-        pieces = tuple(p for p in fragments.pieces if hull.start[0] <= p.start[0] < hull.stop[0])
-        return replace(self.spec, fragments=replace(fragments, pieces=pieces))
 
 
 class RunView(CheckpointView):

@@ -1,7 +1,7 @@
 """Which block of a tensor lies in which file, as data: HTML, plots and the terminal draw the same. No I/O.
 
-A fragment's span or parts are boxes (core/plan.py `fragment_boxes`). A `Drawing` is what is left of them on two of the
-tensor's dimensions, in so few cells that they can be drawn.
+A fragment's span or parts are boxes (core/fragments.py `fragment_boxes`). A `Drawing` is what is left of them on two of
+the tensor's dimensions, in so few cells that they can be drawn.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from math import ceil
 from typing import NamedTuple
 
 from ..core.box import Box
+from ..core.fragments import fragment_boxes, fragments_of
 from ..core.index import Fragment, Hole, Rank
-from ..core.plan import fragment_boxes, fragments_near
 from ..errors import some
 from ..lazy import LazyArray
 
@@ -68,7 +68,7 @@ def _fragments(t: LazyArray) -> list[Fragment]:
     if hull == Box.of(t.spec.shape):
         return list(t.spec.fragments)
     want = tuple(range(a, b) for a, b in zip(hull.start, hull.stop, strict=True))
-    return list(fragments_near(t.spec.fragments, want))
+    return list(fragments_of(t.spec.fragments).meeting(want))
 
 
 def _holders(fragments: Sequence[Fragment]) -> list[Holder]:

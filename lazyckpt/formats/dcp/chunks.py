@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ...core.blocks import Blocks, Boxes
 from ...core.box import Box, Shape
 from ...core.dtypes import DType
-from ...core.index import Archive, Extent, FileInfo, Fragment, Hole, Part, TensorSpec
-from ...core.plan import Selection
+from ...core.index import Archive, Extent, FileInfo, Fragment, Hole, Packed, Part, TensorSpec
 from ...errors import CorruptError, Problem
 from ...io.containers.safetensors import read_safetensors
 from ...io.storage.base import Store
@@ -61,53 +60,30 @@ def read_shard_file(store: Store, path: str, start: int = 0) -> ShardFile:
 
 # -- A tensor in chunks: boxes anywhere in it, in any order, each in a file of its own.
 
-Piece = Item | Extent | Hole
+ChunkBytes = Item | Extent | Hole  # what holds the elements of a chunk
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ChunkFragments(Sequence[Fragment]):
-    """One fragment for every chunk, made on demand. ``starts`` and ``sizes``: [chunks, dimensions]."""
+class ChunkFragments(Blocks):
+    """One fragment for every chunk. ``stored``: what holds the chunk of each number."""
 
     dtype: DType
-    starts: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    pieces: tuple[Piece, ...]
+    blocks: Boxes = field()  # (else its default would be the property of the base class)
+    stored: tuple[ChunkBytes, ...]
 
-    def _fragment(self, n: int) -> Fragment:
-        start, sizes = tuple(self.starts[n].tolist()), tuple(self.sizes[n].tolist())
-        return Fragment(_extent(self.pieces[n], self.dtype, sizes), sizes, (Part(Box.of(sizes), start),))
+    def fragment(self, n: int) -> Fragment:
+        box = self.blocks.box(n)
+        shape = box.shape
+        return Fragment(_extent(self.stored[n], self.dtype, shape), shape, (Part(Box.of(shape), box.start),))
 
-    def near(self, want: Selection) -> list[Fragment]:
-        """The chunks that lie between the first and the last wanted element."""
-        if any(not r for r in want):
-            return []
-        first = np.array([r[0] for r in want], np.int64)
-        last = np.array([r[-1] for r in want], np.int64)
-        hit = ((self.starts <= last) & (self.starts + self.sizes > first)).all(axis=1)
-        return [self._fragment(int(n)) for n in np.flatnonzero(hit)]
-
-    def archives(self) -> list[Archive]:
+    def packed(self) -> list[Packed]:
         """The archives that all of them together are in."""
-        found = (f.extent for f, piece in zip(self, self.pieces, strict=True) if isinstance(piece, Item))
+        found = (f.extent for f, stored in zip(self, self.stored, strict=True) if isinstance(stored, Item))
         return [extent for extent in found if isinstance(extent, Archive)]
-
-    def __len__(self) -> int:
-        return len(self.pieces)
-
-    @overload
-    def __getitem__(self, n: int) -> Fragment: ...
-    @overload
-    def __getitem__(self, n: slice) -> list[Fragment]: ...
-    def __getitem__(self, n: Any) -> Any:
-        numbers = range(len(self.pieces))[n]
-        return [self._fragment(i) for i in numbers] if isinstance(numbers, range) else self._fragment(numbers)
-
-    def __iter__(self) -> Iterator[Fragment]:
-        return map(self._fragment, range(len(self.pieces)))
 
 
 def in_chunks(
-    name: str, dtype: DType, shape: Shape, chunks: Sequence[tuple[Shape, Shape, Piece]], rule: str = ""
+    name: str, dtype: DType, shape: Shape, chunks: Sequence[tuple[Shape, Shape, ChunkBytes]], rule: str = ""
 ) -> TensorSpec:
     """A tensor from its chunks: (where it starts, its shape, its bytes). Empty ones are left out."""
     held = [chunk for chunk in chunks if 0 not in chunk[1]]
@@ -118,7 +94,9 @@ def in_chunks(
     count = len(held), len(shape)
     starts = np.array([start for start, _, _ in held], np.int64).reshape(count)
     sizes = np.array([sizes for _, sizes, _ in held], np.int64).reshape(count)
-    return TensorSpec(name, shape, dtype, ChunkFragments(dtype, starts, sizes, tuple(p for _, _, p in held)), rule=rule)
+    boxes = Boxes(starts, starts + sizes, range(len(held)))
+    fragments = ChunkFragments(dtype, boxes, tuple(stored for _, _, stored in held))
+    return TensorSpec(name, shape, dtype, fragments, rule=rule)
 
 
 def uncovered(shape: Shape, chunks: Sequence[tuple[Shape, Shape]]) -> int:
@@ -126,7 +104,7 @@ def uncovered(shape: Shape, chunks: Sequence[tuple[Shape, Shape]]) -> int:
     return max(0, prod(shape) - sum(prod(sizes) for _, sizes in chunks))
 
 
-def _extent(piece: Piece, dtype: DType, shape: Shape) -> Extent | Archive | Hole:
-    if isinstance(piece, Item):
-        return Archive(piece.path, piece.offset, piece.length, dtype, shape, piece.codecs)
-    return piece
+def _extent(stored: ChunkBytes, dtype: DType, shape: Shape) -> Extent | Archive | Hole:
+    if isinstance(stored, Item):
+        return Archive(stored.path, stored.offset, stored.length, dtype, shape, stored.codecs)
+    return stored

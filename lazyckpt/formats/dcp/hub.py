@@ -20,7 +20,7 @@ from ...errors import CorruptError, LazyckptError, Problem, cannot_read, some
 from ...io.storage.base import Entry, Store
 from .. import huggingface
 from ..reader import Reader, Source
-from .chunks import Piece, ShardFile, in_chunks, read_shard_file, uncovered
+from .chunks import ChunkBytes, ShardFile, in_chunks, read_shard_file, uncovered
 
 _SHARD = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 _FOLDER = "sharded"
@@ -80,7 +80,7 @@ def _sharded(store: Store, folder: str) -> Index:
     names = _shards(store.list(folder.rstrip("/")))
     problems = _lost_files(names)
     files: dict[str, FileInfo] = {}
-    chunks: dict[str, list[tuple[Shape, Shape, Piece]]] = {}
+    chunks: dict[str, list[tuple[Shape, Shape, ChunkBytes]]] = {}
     first: dict[str, Extent] = {}
     meta: dict[str, Any] = {}
     broken: list[LazyckptError] = []
@@ -122,7 +122,7 @@ def _sharded(store: Store, folder: str) -> Index:
 
 
 def _add(
-    store: Store, shard: ShardFile, chunks: dict[str, list[tuple[Shape, Shape, Piece]]], first: dict[str, Extent]
+    store: Store, shard: ShardFile, chunks: dict[str, list[tuple[Shape, Shape, ChunkBytes]]], first: dict[str, Extent]
 ) -> None:
     for key, (start, extent) in shard.chunks.items():
         known = first.setdefault(key, extent)

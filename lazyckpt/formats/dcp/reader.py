@@ -22,7 +22,7 @@ from ...io.reading.packed import CODECS
 from ...io.storage.base import Entry, Store
 from ..reader import Reader, Source
 from ..shared.members import Member, together
-from .chunks import Piece, ShardFile, in_chunks, read_shard_file, uncovered
+from .chunks import ChunkBytes, ShardFile, in_chunks, read_shard_file, uncovered
 from .metadata import Item, Metadata, Tensor, read_metadata
 from .objects import Meta, Objects, Stored
 
@@ -167,7 +167,7 @@ class _Building:
             line = ".metadata.tmp is there too: a later save into this folder was not finished"
             self._problems.append(Problem("unfinished-save", line, posixpath.join(folder, ".metadata.tmp")))
 
-    def _piece(self, key: str, tensor: Tensor, start: tuple[int, ...], sizes: tuple[int, ...]) -> Piece:
+    def _piece(self, key: str, tensor: Tensor, start: tuple[int, ...], sizes: tuple[int, ...]) -> ChunkBytes:
         item = self._metadata.items.get((key, start))
         piece = self._present(key, item)
         if not isinstance(piece, Item):
@@ -225,7 +225,7 @@ class _Building:
 
     def _in_safetensors(
         self, key: str, item: Item, tensor: Tensor, start: tuple[int, ...], sizes: tuple[int, ...]
-    ) -> Piece:
+    ) -> ChunkBytes:
         """All tensors of a rank's file are one safetensors file in it, whose header tells where they are; the metadata
         gives the same offset for all of them."""
         at = item.path, item.offset

@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from ...core.box import Box
-from ...core.index import Extent, Fragment, Hole, Part
+from ...core.compose import Composed
+from ...core.index import Extent, Fragment, Hole, Part, Placement
 from ...errors import Problem
-from ...layouts.merge import MergedFragments
 from .building import Building, Local
 
 _MOST = 4096  # experts of a layer
@@ -90,8 +90,11 @@ def stacked(ids: list[list[int]], ranks: Mapping[int, Local], lost: Mapping[int,
         else:
             hole = lost.get(ep) or Hole("", f"expert-parallel rank {ep} has no {shape} of it")
             fragments.append((Fragment(hole, shape),))
-    parts = tuple(tuple(_one(n, expert, rest) for n, expert in enumerate(own)) for own in ids)
-    return Local((sum(map(len, ids)), *rest), first.dtype, MergedFragments(tuple(fragments), parts))
+    placements = (
+        Placement((len(own), *rest), tuple(_one(n, expert, rest) for n, expert in enumerate(own))) for own in ids
+    )
+    merged = Composed(tuple(fragments), tuple(placements), merged=True)
+    return Local((sum(map(len, ids)), *rest), first.dtype, merged)
 
 
 def stacked_files(b: Building, names: dict[str, dict[int, Local]], known: Placements) -> dict[str, dict[int, Local]]:

@@ -16,7 +16,7 @@ from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.pickle.records import short
 from ...io.containers.torch_file import Pickles, TorchFile, read_torch_file
 from ...io.storage.base import Store
-from ...layouts.merge import How, MergedFragments, decide
+from ...layouts.merge import How, decide
 from ...layouts.merge import Source as RuleSource
 from ..torch_save import bloat, used_bytes
 from .files import RankFiles
@@ -152,11 +152,11 @@ class Building:
                 return TensorSpec(name, first.shape, first.dtype, (lost,), rule=rule)
             self.tell(Problem("unmerged-tensor", f"{name!r} cannot be put together: {e}", name))
             return TensorSpec(name, first.shape, first.dtype, (), rule=f"it cannot be put together: {e}")
-        if merged.parts == (None,):
+        if merged.is_one:
             return as_it_is
         if merged.how is not None:
             self.hows[name] = merged.how
-        fragments = MergedFragments(tuple(r.fragments for r in ranks), merged.parts)
+        fragments = merged.join(r.fragments for r in ranks)
         return TensorSpec(name, merged.shape, first.dtype, fragments, merged.combine, merged.rule)
 
     def _absent(self, tp: int, weight: Shape | None, like: Local) -> Local:

@@ -24,7 +24,7 @@ from .partitions import Optim, OptimFiles
 _GAP = "\0gap "  # stands for what only a lost rank's file names
 
 
-class Piece(NamedTuple):
+class RankSpan(NamedTuple):
     """What one rank has of a parameter: ``start`` and ``numel`` in elements, within the rank's partition."""
 
     dp: int
@@ -32,16 +32,16 @@ class Piece(NamedTuple):
     numel: int
 
 
-def pieces_by_name(optim: OptimFiles) -> list[dict[str, list[Piece]]]:
+def spans_by_name(optim: OptimFiles) -> list[dict[str, list[RankSpan]]]:
     """For each flat group: name -> its pieces, in the order of the ranks. Empty if no file has mappings."""
-    groups: list[dict[str, list[Piece]]] = []
+    groups: list[dict[str, list[RankSpan]]] = []
     for dp, rank in optim.items():
         mappings = rank.state.get("param_slice_mappings") if isinstance(rank, Optim) else None
         for g, mapping in enumerate(mappings if isinstance(mappings, list) else ()):
             if g == len(groups):
                 groups.append({})
             for name, start, numel in _addresses(mapping):
-                groups[g].setdefault(name, []).append(Piece(dp, start, numel))
+                groups[g].setdefault(name, []).append(RankSpan(dp, start, numel))
     return groups
 
 
@@ -53,7 +53,7 @@ def _addresses(mapping: Any) -> Iterator[tuple[str, int, int]]:
             yield name, start, numel
 
 
-def sizes(groups: list[dict[str, list[Piece]]]) -> dict[str, int]:
+def sizes(groups: list[dict[str, list[RankSpan]]]) -> dict[str, int]:
     """Name -> how many of its elements the mappings account for: all, if no rank's file is missing."""
     return {name: sum(p.numel for p in pieces) for group in groups for name, pieces in group.items()}
 
@@ -62,7 +62,7 @@ def mapped_groups(b: Building, optim: OptimFiles, shapes: Mapping[str, Shape], w
     """The parameters of every flat group, in its order, as ``param_shapes`` would list them. ``shapes``: of everything
     that the stage's layers hold. What only a lost rank names is a gap: see `without_gaps`."""
     found = []
-    for g, group in enumerate(pieces_by_name(optim)):
+    for g, group in enumerate(spans_by_name(optim)):
         try:
             found.append(_in_order(group, optim, _width(optim, g), shapes))
         except ValueError as e:
@@ -87,7 +87,9 @@ def _width(optim: OptimFiles, g: int) -> int:
     raise ValueError("no file has its fp32 partition")
 
 
-def _in_order(group: Mapping[str, list[Piece]], optim: OptimFiles, width: int, shapes: Mapping[str, Shape]) -> Shapes:
+def _in_order(
+    group: Mapping[str, list[RankSpan]], optim: OptimFiles, width: int, shapes: Mapping[str, Shape]
+) -> Shapes:
     begins: dict[str, int] = {}
     for name, pieces in group.items():
         if name not in shapes:
@@ -115,5 +117,5 @@ def _in_order(group: Mapping[str, list[Piece]], optim: OptimFiles, width: int, s
     return ordered
 
 
-def _lost_between(pieces: list[Piece], optim: OptimFiles) -> bool:
+def _lost_between(pieces: list[RankSpan], optim: OptimFiles) -> bool:
     return any(isinstance(optim[dp], Hole) for dp in range(pieces[0].dp, pieces[-1].dp))

@@ -40,7 +40,7 @@ from .building import (
     update,
 )
 from .files import RankFiles, find_folder
-from .mappings import mapped_groups, pieces_by_name, sizes, without_gaps
+from .mappings import mapped_groups, sizes, spans_by_name, without_gaps
 from .partitions import Optim, OptimFiles, Stage3, Stage12, flat_states, optim_files, shard_size
 from .pipeline import Layers, layer_shards, local_shapes, read_layers, tied_layers, without_repeats
 from .plainopt import named_shapes, numbered_groups
@@ -276,7 +276,7 @@ def _listed(stages: Mapping[int, Stage], optims: Mapping[int, OptimFiles]) -> di
     """The trained parameters that some file lists by name, with their shape or how many elements they have."""
     listed: dict[str, Shape | int] = {n: s for stage in stages.values() for g in stage.groups for n, s in g.items()}
     if not listed:
-        listed = {n: s for optim in optims.values() for n, s in sizes(pieces_by_name(optim)).items()}
+        listed = {n: s for optim in optims.values() for n, s in sizes(spans_by_name(optim)).items()}
     if not listed:
         optimizers = [numbered_groups(stage.model.get("optimizer")) for stage in stages.values()]
         listed = {n: s for groups in optimizers for n, s in named_shapes(groups).items()}

@@ -9,14 +9,10 @@ parameters of a rank follow from the weights, and where every chunk begins and e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from math import lcm, prod
-from typing import Any, overload
+from collections.abc import Sequence
+from math import lcm
 
-from ...core.box import Shape, c_strides
 from ...core.index import Fragment, TensorSpec
-from ...core.plan import Selection, fragments_near
 
 _ALIGNMENT = 64
 # what a bucket's length is padded to, with the number of ranks; the second with pad_buckets_for_high_nccl_busbw
@@ -91,44 +87,3 @@ def _is_cut(found: set[int], ends: set[int], ranks: int) -> bool:
             if found == ends.union(cuts):
                 return True
     return False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sliced(Sequence[Fragment]):
-    """A rank's parameter of ``shape`` in a flat tensor, from element ``at`` on. (No chunk holds more than one.)"""
-
-    fragments: Sequence[Fragment]
-    at: int
-    shape: Shape
-
-    def near(self, want: Selection) -> list[Fragment]:
-        """Those between the first and the last wanted element."""
-        if any(not r for r in want):
-            return []
-        strides = c_strides(self.shape)
-        first = sum(r[0] * s for r, s in zip(want, strides, strict=True))
-        last = sum(r[-1] * s for r, s in zip(want, strides, strict=True))
-        return list(self._moved(fragments_near(self.fragments, (range(self.at + first, self.at + last + 1),))))
-
-    def _moved(self, fragments: Iterable[Fragment]) -> Iterator[Fragment]:
-        for fragment in fragments:
-            start, stop = _interval(fragment)
-            if self.at <= start and stop <= self.at + prod(self.shape):
-                span = (start - self.at, stop - self.at)
-                yield replace(fragment, local_shape=self.shape, parts=None, span=span)
-
-    def _all(self) -> list[Fragment]:
-        return self.near(tuple(map(range, self.shape)))
-
-    def __iter__(self) -> Iterator[Fragment]:
-        return iter(self._all())
-
-    def __len__(self) -> int:
-        return len(self._all())
-
-    @overload
-    def __getitem__(self, n: int) -> Fragment: ...
-    @overload
-    def __getitem__(self, n: slice) -> list[Fragment]: ...
-    def __getitem__(self, n: Any) -> Any:
-        return self._all()[n]

@@ -28,7 +28,7 @@ from ...layouts.megatron import is_expert
 from ...layouts.merge import decide, user_rules
 from .. import torch_save as torchsave
 from ..dcp import reader as dcp
-from ..dcp.chunks import Piece, in_chunks
+from ..dcp.chunks import ChunkBytes, in_chunks
 from ..reader import Source
 from ..shared.members import Member, together
 from ..torch_save import member as torch_member
@@ -98,13 +98,13 @@ def _array(store: Store, folder: str, key: str, listed: Mapping[str, Entry], pro
     if prod(map(len, grid)) > min(_MAX_CHUNKS, 64 + 64 * len(listed)):
         raise CorruptError(f"{where}: {prod(map(len, grid)):,} chunks, the folder has {len(listed):,} files: damaged")
     nbytes = prod(chunk) * dtype.itemsize
-    chunks: list[tuple[Shape, Shape, Piece]] = []
+    chunks: list[tuple[Shape, Shape, ChunkBytes]] = []
     lost = []
     for place in itertools.product(*grid):
         name = array.key(place)
         path = f"{folder}/{name}"
         entry = listed.get(name)
-        piece: Piece = Extent(path, 0, dtype, chunk, c_strides(chunk))
+        piece: ChunkBytes = Extent(path, 0, dtype, chunk, c_strides(chunk))
         if entry is None or entry.info.size != nbytes:
             size = "is missing" if entry is None else f"has {entry.info.size:,} bytes in place of {nbytes:,}"
             piece = Hole(path, f"{path} {size}")

@@ -11,12 +11,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ...core.box import Box, Shape, c_strides
+from ...core.box import Shape, c_strides
+from ...core.compose import Composed
 from ...core.dtypes import DType
-from ...core.index import Extent, Fragment, Hole, Part, Rank, TensorSpec
+from ...core.index import Extent, Fragment, Hole, Placement, Rank, TensorSpec
 from ...errors import Problem
 from ...layouts.megatron import gated_by, is_expert, is_gated, number, stack_of, vocabulary_note
-from ...layouts.merge import Merge, MergedFragments, Parts, Source, concatenated, decide, in_parts
+from ...layouts.merge import Merge, Source, concatenated, decide, in_parts
 from .ranks import Grid
 
 _NUMBERS = re.compile(r"\d+")
@@ -104,9 +105,9 @@ class Gathered:
             self.unmerged.setdefault(name, str(e))
             return TensorSpec(name, first.shape, first.dtype, (), rule=f"it cannot be put together: {e}")
         rule = "; ".join(filter(None, (merged.rule, note if merged.shape[0] == first.shape[0] * ranks else "")))
-        if merged.parts == (None,):
+        if merged.is_one:
             return TensorSpec(name, first.shape, first.dtype, tuple(first.copies), rule=rule)
-        fragments = MergedFragments(tuple(tuple(s.copies) for s in row), merged.parts)
+        fragments = merged.join(tuple(s.copies) for s in row)
         return TensorSpec(name, merged.shape, first.dtype, fragments, merged.combine, rule)
 
     def _decide(self, name: str, shapes: tuple[Shape, ...]) -> Merge:
@@ -147,24 +148,23 @@ class Gathered:
             rule = concatenated(1)
         total = number(args, "num_experts") or first.shape[0] * d.ep
         fragments: list[Sequence[Fragment]] = []
-        parts: list[Parts] = []
+        placements: list[Placement] = []
         shape = first.shape
         for ep in range(d.ep):
             row = [shards.get((ep, r)) or self._absent(name, r, first) for r in range(d.etp)]
             merged = rule([s.shape for s in row])
             shape = merged.shape
-            for shard, blocks in zip(row, merged.parts, strict=True):
+            for shard, placement in zip(row, merged.placements, strict=True):
                 fragments.append(tuple(shard.copies))
-                blocks = blocks or (Part(Box.of(shard.shape), (0, 0, 0)),)
                 ahead = ep * first.shape[0]
-                parts.append(tuple(replace(b, start=(b.start[0] + ahead, *b.start[1:])) for b in blocks))
+                parts = tuple(replace(b, start=(b.start[0] + ahead, *b.start[1:])) for b in placement.blocks)
+                placements.append(replace(placement, parts=parts))
         if first.shape[0] * d.ep != total:
             raise ValueError(f"{d.ep} ranks have {first.shape[0]} experts each, args.num_experts says {total}")
         how = f"experts of {d.ep} expert-parallel ranks stacked, each cut over {d.etp} ranks"
         by = f"; known from args.num_experts, {gated_by(args)}"
-        return TensorSpec(
-            name, (total, *shape[1:]), first.dtype, MergedFragments(tuple(fragments), tuple(parts)), rule=how + by
-        )
+        whole = Composed(tuple(fragments), tuple(placements), merged=True)
+        return TensorSpec(name, (total, *shape[1:]), first.dtype, whole, rule=how + by)
 
 
 def stacked(extent: Extent, which: int, hidden: int, experts: int) -> Extent | None:

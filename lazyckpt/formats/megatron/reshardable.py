@@ -15,14 +15,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
+from math import prod
 from typing import Any
 
 from ...core.box import Shape
+from ...core.flat import Interval, Joined
+from ...core.fragments import fragment_boxes
 from ...core.index import TensorSpec
-from ...core.plan import fragment_boxes
 from ...layouts.megatron import Degrees, degrees, flag, is_buffer, is_expert, number
-from ...layouts.merge import Merge, MergedFragments, concatenated, in_parts, replicated
-from .buckets import Place, Sliced, chunk_ends, ends_of, ranks_of, walk
+from ...layouts.merge import Merge, concatenated, in_parts, replicated
+from .buckets import Place, chunk_ends, ends_of, ranks_of, walk
 from .layers import EXPERTS, LAYER, offsets, planned, sort_key, staged
 
 _KEY = re.compile(
@@ -207,7 +209,8 @@ def _merge_of(spec: TensorSpec, ranks: int) -> Merge:
         pieces = 2 if len(boxes) == 2 * ranks and dim == 0 and _FC1.search(spec.name) else 1
         if not rest and len(boxes) == pieces * ranks:
             merged = (in_parts(dim, 2) if pieces == 2 else concatenated(dim))(shapes)
-            if boxes == {(b.start, b.stop) for parts in merged.parts for b in _targets(parts or ())}:
+            targets = [one.target(part) for one in merged.placements for part in one.blocks]
+            if boxes == {(box.start, box.stop) for box in targets}:
                 return merged
     raise ValueError(f"{spec.name!r} is saved in {len(boxes)} blocks: over {ranks} ranks, how it was cut is not known")
 
@@ -215,11 +218,6 @@ def _merge_of(spec: TensorSpec, ranks: int) -> Merge:
 def _boxes(spec: TensorSpec) -> set[tuple[Shape, Shape]]:
     """The blocks that a tensor is saved in."""
     return {(box.start, box.stop) for fragment in spec.fragments for _, box in fragment_boxes(fragment)}
-
-
-def _targets(parts: Sequence[Any]) -> Iterator[Any]:
-    for part in parts:
-        yield part.local.shift([b - a for a, b in zip(part.local.start, part.start, strict=True)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +319,7 @@ def _laid_out(
 def _size(model: _Model, name: str) -> int:
     own = _EMBEDDING if name == _HEAD and name not in model.weights else name
     total = model.weights[own].numel
-    return total if model.merge(own).parts[0] is None else total // model.ranks(own)
+    return total if model.merge(own).placements[0].parts is None else total // model.ranks(own)
 
 
 def _plan(model: _Model, key: Callable[[str], Any], experts: bool | None) -> dict[tuple[int, int], _Buffers]:
@@ -354,31 +352,27 @@ def _expert(name: str) -> int | None:
 
 
 def _states(model: _Model, placed: Sequence[tuple[_Owner, _Buffer, list[tuple[str, Place]]]]) -> States:
-    shards: dict[str, dict[str, dict[int, Sliced]]] = {}
+    shards: dict[str, dict[str, dict[int, Joined]]] = {}
     first: dict[str, TensorSpec] = {}
     for owner, one, names in placed:
         for name, (bucket, at) in names:
             if name not in model.weights:
                 continue
             merged = model.merge(name)
-            shape = merged.shape if merged.parts[0] is None else _local(merged, owner.cut)
+            shape = merged.placements[owner.cut].shape
             for state, spec in one.buckets[bucket].items():
-                shards.setdefault(state, {}).setdefault(name, {})[owner.cut] = Sliced(spec.fragments, at, shape)
+                here = Interval(spec.shape, spec.fragments, at, at + prod(shape))
+                held = Joined(shape, ((0, prod(shape), here),))
+                shards.setdefault(state, {}).setdefault(name, {})[owner.cut] = held
                 first.setdefault(state, spec)
     how = f"taken from the distributed optimizer's buckets: laid out as {model.source} tell, as its chunks confirm"
     states: States = {}
     for state, table in shards.items():
         for name in (n for n in model.weights if n in table):
             merged = model.merge(name)
-            rows = tuple(table[name][r] for r in sorted(table[name]))
+            rows = [table[name][r] for r in sorted(table[name])]
             rule = f"{merged.rule}, as the weight is saved; {how}" if len(rows) > 1 else how
             states.setdefault(state, {})[name] = TensorSpec(
-                name, merged.shape, first[state].dtype, MergedFragments(rows, merged.parts), rule=rule
+                name, merged.shape, first[state].dtype, merged.join(rows), rule=rule
             )
     return states
-
-
-def _local(merged: Merge, rank: int) -> Shape:
-    """The shape of a rank's shard."""
-    parts = merged.parts[rank] or ()
-    return tuple(max(part.local.stop[d] for part in parts) for d in range(len(merged.shape)))

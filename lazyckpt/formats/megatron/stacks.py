@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from ...core.box import Box, Shape
-from ...core.compose import Piece, compose, whole_of
-from ...core.index import Fragment, Part, TensorSpec, renamed
-from ...core.plan import OnDemand, Selection, fragments_near
+from ...core.compose import compose
+from ...core.fragments import Fragments, Selection, fragments_of
+from ...core.index import Fragment, Part, Placement, TensorSpec, renamed
 from ...errors import CorruptError
 from ...layouts.megatron import PARTS
 
@@ -40,18 +40,19 @@ def regridded(spec: TensorSpec, shape: Shape | None) -> TensorSpec:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Regridded(OnDemand):
-    """``fragments`` of the grid; each is one flat interval of one block."""
+class Regridded(Fragments):
+    """Fragments of a tensor whose blocks are saved flat, as the last dimension of a grid: those of the grid, each of
+    which is one flat interval of one block."""
 
     fragments: Sequence[Fragment]
     block: Shape
 
-    def near(self, want: Selection) -> list[Fragment]:
+    def meeting(self, want: Selection) -> list[Fragment]:
         """Those of the blocks that are wanted."""
-        if any(not r for r in want):
+        if not all(map(len, want)):
             return []
         cells = [range(r[0] // n, r[-1] // n + 1) for r, n in zip(want, self.block, strict=True)]
-        return list(self._moved(fragments_near(self.fragments, (*cells, range(prod(self.block))))))
+        return list(self._moved(fragments_of(self.fragments).meeting((*cells, range(prod(self.block))))))
 
     def _moved(self, fragments: Iterable[Fragment]) -> Iterator[Fragment]:
         for fragment in fragments:
@@ -117,10 +118,15 @@ def _experts(spec: TensorSpec) -> Iterator[TensorSpec]:
 def _nth(spec: TensorSpec, n: int, name: str, what: str) -> TensorSpec:
     """One index of the first dimension, which goes."""
     rest = (0,) * (len(spec.shape) - 1)
-    piece = Piece(spec, Box((n, *rest), (n + 1, *spec.shape[1:])), rest, tuple(range(1, len(spec.shape))))
+    block = Box((n, *rest), (n + 1, *spec.shape[1:]))
+    placement = Placement.of(spec.shape, block, rest, tuple(range(1, len(spec.shape))))
     rule = f"{what} {n} of the {spec.shape[0]} that are stacked along the first dimension"
     return compose(
-        name, spec.shape[1:], [piece], f"{spec.rule}; {rule}" if spec.rule else rule, spec.stored_as or spec.name
+        name,
+        spec.shape[1:],
+        [(spec, placement)],
+        f"{spec.rule}; {rule}" if spec.rule else rule,
+        spec.stored_as or spec.name,
     )
 
 
@@ -180,7 +186,7 @@ def _above(name: str, specs: list[TensorSpec]) -> TensorSpec:
     rest = (0,) * (len(first.shape) - 1)
     pieces, at = [], 0
     for spec in specs:
-        pieces.append(whole_of(spec, (at, *rest)))
+        pieces.append((spec, Placement.at(spec.shape, (at, *rest))))
         at += spec.shape[0]
     rule = " above ".join([first.name, *(spec.name.rpartition(".")[2] for spec in specs[1:])])
     return compose(name, (at, *first.shape[1:]), pieces, rule, first.stored_as or first.name)

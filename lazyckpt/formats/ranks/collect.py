@@ -18,7 +18,7 @@ from ...errors import Problem, only_one, some
 from ...io.containers.pickle.plain import Path, Plain
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.torch_file import TorchFile
-from ...layouts.placements import Cut, Layout, Placement, Same
+from ...layouts.placements import Cut, Layout, MeshPlacement, Same
 from ..dcp.chunks import in_chunks, uncovered
 from ..shared.naming import MODELS
 from ..torch_save import crc_of
@@ -361,7 +361,7 @@ def describe(layout: Layout, names: Sequence[str] = ()) -> str:
     return ", ".join(f"{labels[m]}={layout.mesh[m]}: {_spelled(layout.placements[m])}" for m in order)
 
 
-def _spelled(placement: Placement) -> str:
+def _spelled(placement: MeshPlacement) -> str:
     if isinstance(placement, Cut):
         if placement.split > 1:
             return f"_StridedShard({placement.dim}, split_factor={placement.split})"

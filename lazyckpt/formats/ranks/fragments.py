@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
-from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.box import Shape, c_strides
+from ...core.blocks import Blocks, Boxes
+from ...core.box import Box, Shape, c_strides
 from ...core.dtypes import DType
+from ...core.fragments import Selection
 from ...core.index import Extent, Fragment, Hole
-from ...core.plan import Selection
 from ...layouts.placements import Cut, Layout
 
 
@@ -29,7 +29,7 @@ class Team:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MeshFragments(Sequence[Fragment]):
+class MeshFragments(Blocks):
     """One fragment for every rank that holds some of the tensor. A rank's array is taken to be in C order from byte
     ``offsets[rank]`` of its file on; where it is not, ``odd`` has its extent."""
 
@@ -40,7 +40,12 @@ class MeshFragments(Sequence[Fragment]):
     offsets: NDArray[np.int64]
     odd: Mapping[int, Extent] = field(default_factory=dict)
 
-    def _fragment(self, n: int) -> Fragment:
+    @property
+    def blocks(self) -> Boxes:
+        """Between which elements the blocks of each rank lie, by its number, for the ranks that hold any."""
+        return _hulls(self.layout, self.shape, self.team.coordinates)
+
+    def fragment(self, n: int) -> Fragment:
         coordinate = self.team.coordinates[n]
         local = self.layout.local_shape(self.shape, coordinate)
         extent: Extent | Hole
@@ -53,43 +58,18 @@ class MeshFragments(Sequence[Fragment]):
         return Fragment(extent, local, None if local == self.shape else self.layout.parts(self.shape, coordinate))
 
     @property
-    def _held(self) -> Sequence[int]:
-        return _hulls(self.layout, self.shape, self.team.coordinates)[2]
-
-    @property
     def intact(self) -> bool:
         """Whether every shard is there, on one rank at least."""
         return _intact(self.layout, self.team)
 
-    def near(self, want: Selection) -> list[Fragment]:
-        """The fragments that may hold wanted elements; of replicas the first that is there."""
-        if any(not r for r in want):
-            return []
-        starts, stops, held = _hulls(self.layout, self.shape, self.team.coordinates)
-        first = np.array([r[0] for r in want], np.int64)
-        last = np.array([r[-1] for r in want], np.int64)
-        hit = ((starts <= last) & (stops > first)).all(axis=1)
+    def meeting(self, want: Selection) -> list[Fragment]:
+        """Those that may hold wanted elements; of replicas the first that is there."""
         chosen: dict[Shape, int] = {}
-        for at in np.flatnonzero(hit).tolist():
-            n = held[at]
+        for n in self.blocks.meeting(want):
             key = self.layout.key(self.team.coordinates[n])
             if key not in chosen or (self.team.lost[chosen[key]] and not self.team.lost[n]):
                 chosen[key] = n
-        return [self._fragment(n) for n in chosen.values()]
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    @overload
-    def __getitem__(self, n: int) -> Fragment: ...
-    @overload
-    def __getitem__(self, n: slice) -> list[Fragment]: ...
-    def __getitem__(self, n: Any) -> Any:
-        found = self._held[n]
-        return [self._fragment(i) for i in found] if isinstance(n, slice) else self._fragment(found)
-
-    def __iter__(self) -> Iterator[Fragment]:
-        return map(self._fragment, self._held)
+        return list(map(self.fragment, chosen.values()))
 
 
 @lru_cache(maxsize=256)
@@ -99,12 +79,9 @@ def _intact(layout: Layout, team: Team) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _hulls(
-    layout: Layout, shape: Shape, coordinates: tuple[Shape, ...]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], tuple[int, ...]]:
-    """Between which elements each rank's blocks lie, for the ranks that hold any: (starts, stops, which ranks)."""
-    known: dict[Shape, Any] = {}
-    starts, stops, held = [], [], []
+def _hulls(layout: Layout, shape: Shape, coordinates: tuple[Shape, ...]) -> Boxes:
+    known: dict[Shape, Box] = {}
+    starts, stops, holders = [], [], []
     for n, coordinate in enumerate(coordinates):
         key = layout.key(coordinate)
         hull = known.get(key)
@@ -113,6 +90,6 @@ def _hulls(
         if hull:
             starts.append(hull.start)
             stops.append(hull.stop)
-            held.append(n)
-    size = len(held), len(shape)
-    return np.array(starts, np.int64).reshape(size), np.array(stops, np.int64).reshape(size), tuple(held)
+            holders.append(n)
+    size = len(holders), len(shape)
+    return Boxes(np.array(starts, np.int64).reshape(size), np.array(stops, np.int64).reshape(size), tuple(holders))

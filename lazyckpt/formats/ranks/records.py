@@ -17,7 +17,7 @@ from ...core.box import Shape, fits
 from ...core.dtypes import DType
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.pickle.records import Opaque, short
-from ...layouts.placements import Cut, Layout, Placement, Same, Summand
+from ...layouts.placements import Cut, Layout, MeshPlacement, Same, Summand
 
 _MAX_RANKS = 1 << 24  # of a mesh
 _MAX_SHARDS = 1 << 20  # of a tensor
@@ -200,7 +200,7 @@ def _shard(metadata: Any, local: StoredTensor | None, whole: Shape) -> Shard:
     return Shard(start, shape, rank if type(rank) is int else None, local)
 
 
-def _placement(record: Any) -> Placement:
+def _placement(record: Any) -> MeshPlacement:
     name = record.name.rpartition(".")[2] if isinstance(record, Opaque) else ""
     if name in ("Shard", "_StridedShard", "StridedShard"):
         dim = _attribute(record, "dim")

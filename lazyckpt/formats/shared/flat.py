@@ -6,14 +6,14 @@ A checkpoint of a thousand ranks has a million fragments, but few facts: what th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, overload
 
-from ...core.box import Shape, c_strides
+from ...core.box import Shape
+from ...core.flat import Flat
 from ...core.index import Extent, Fragment, Hole, Rank
-from ...core.plan import Selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Partition:
 
 
 @dataclass(frozen=True, slots=True)
-class FlatFragments(Sequence[Fragment]):
+class FlatFragments(Flat):
     """The fragments of a parameter, made on demand: one per rank that holds some of it.
 
     ZeRO-1 and 2: all ranks together hold a group's flat buffer, ``width`` elements each; the parameter begins at
@@ -33,7 +33,7 @@ class FlatFragments(Sequence[Fragment]):
     one's from element ``at`` of its extent on; what lies behind the parameter's end is padding (and garbage).
     """
 
-    shape: Shape
+    shape: Shape = field()  # (else its default would be the property of the base class)
     width: int
     partitions: tuple[Partition, ...]
     within: int | None = None
@@ -55,7 +55,7 @@ class FlatFragments(Sequence[Fragment]):
 
     @property
     def intact(self) -> bool:
-        """Whether every element is there. (Of a thousand ranks that is told sooner than planned.)"""
+        """Whether every element is there: of a thousand ranks that is sooner found out than planned."""
         total = prod(self.shape)
         ranks = self._ranks(0, total)
         if total and ranks.stop * self.width < (self.within or 0) + total:
@@ -67,7 +67,7 @@ class FlatFragments(Sequence[Fragment]):
                 return False
         return True
 
-    def _piece(self, r: int) -> Fragment:
+    def _of_rank(self, r: int) -> Fragment:
         lo, hi, start = self._bounds(r)
         part = self.partitions[r]
         extent = part.extent
@@ -88,17 +88,18 @@ class FlatFragments(Sequence[Fragment]):
                 )
         return Fragment(extent, self.shape, None, (lo, hi), part.rank)
 
-    def near(self, want: Selection) -> list[Fragment]:
-        """The fragments that hold elements between the first and the last wanted one."""
-        if any(not r for r in want):
-            return []
-        strides = c_strides(self.shape)
-        lo = sum(r[0] * s for r, s in zip(want, strides, strict=True))
-        hi = 1 + sum(r[-1] * s for r, s in zip(want, strides, strict=True))
-        return [self._piece(r) for r in self._ranks(lo, hi)]
+    def between(self, lo: int, hi: int) -> Iterator[Fragment]:
+        """The fragments of the ranks that hold these elements."""
+        return map(self._of_rank, self._ranks(lo, hi))
 
     def __len__(self) -> int:
         return len(self._ranks(0, prod(self.shape)))
+
+    def __bool__(self) -> bool:
+        return len(self) > 0
+
+    def only(self) -> Fragment | None:
+        return self[0] if len(self) == 1 else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         partitions, within = self.partitions, self.within
@@ -115,7 +116,4 @@ class FlatFragments(Sequence[Fragment]):
     def __getitem__(self, n: slice) -> list[Fragment]: ...
     def __getitem__(self, n: Any) -> Any:
         ranks = self._ranks(0, prod(self.shape))[n]
-        return [self._piece(r) for r in ranks] if isinstance(ranks, range) else self._piece(ranks)
-
-    def __iter__(self) -> Iterator[Fragment]:
-        return (self._piece(r) for r in self._ranks(0, prod(self.shape)))
+        return [self._of_rank(r) for r in ranks] if isinstance(ranks, range) else self._of_rank(ranks)

@@ -26,7 +26,7 @@ from ...io.containers.pickle.plain import Path
 from ...io.containers.pickle.records import short
 from ...io.containers.safetensors import SafetensorsFile, read_safetensors
 from ...io.storage.base import Store
-from ...layouts.placements import Cut, Layout, Placement, Same
+from ...layouts.placements import Cut, Layout, MeshPlacement, Same
 from ..huggingface import load_json
 from ..ranks.files import Series
 from ..ranks.reader import read_series
@@ -294,7 +294,7 @@ def _block(kind: Any, about: Mapping[str, Any], shape: Shape, rank: int) -> Bloc
     return Block(None, tuple(parts))
 
 
-def _placement(about: Mapping[str, Any]) -> Placement:
+def _placement(about: Mapping[str, Any]) -> MeshPlacement:
     kind = about["type"]
     if kind == "Replicate":
         return Same()

@@ -11,13 +11,14 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
+from ...core.blocks import Blocks, Grid, cells
 from ...core.box import Box, Shape, c_strides
-from ...core.chunking import grid_of
+from ...core.chunking import chunk_box, grid_of
 from ...core.dtypes import DType
-from ...core.index import Chunk, Codec, Extent, FileInfo, Fragment, Part, Shard, TensorSpec, ZipEntry
-from ...core.plan import Selection
+from ...core.fragments import Selection
+from ...core.index import Chunk, Codec, Extent, FileInfo, Fragment, Packed, Part, Shard, TensorSpec, ZipEntry
 from ...errors import CorruptError
 from ...io.storage.base import Store, present
 from .keys import Keys
@@ -101,7 +102,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GridFragments(Sequence[Fragment]):
+class GridFragments(Blocks):
     """One fragment for each cell. ``folder``: of the array, in the store. ``complete``: every chunk has to be there,
     as lazyckpt writes them. ``zip``: the zip that the array is in; ``places``: where in it the keys are; ``keys``:
     which there are in a folder."""
@@ -114,13 +115,9 @@ class GridFragments(Sequence[Fragment]):
     keys: Keys | None = None
 
     @property
-    def cell(self) -> Shape:
+    def blocks(self) -> Grid:
         levels = self.array.packing.levels
-        return levels[-1].cell if levels else self.array.chunk
-
-    @property
-    def grid(self) -> Shape:
-        return grid_of(self.array.shape, self.cell)
+        return Grid(self.array.shape, levels[-1].cell if levels else self.array.chunk)
 
     @property
     def intact(self) -> bool:
@@ -133,12 +130,11 @@ class GridFragments(Sequence[Fragment]):
         packing = self.array.packing
         return self.complete and self.zip is None and not packing.codecs and not packing.levels
 
-    def near(self, want: Selection) -> list[Fragment]:
+    def meeting(self, want: Selection) -> list[Fragment]:
         """The cells that hold wanted elements; of many cells, those that are absent as few large blocks."""
-        if self._is_sparse and prod(map(_count, want, self.cell)) > _FEW:
+        if self._is_sparse and prod(map(_count, want, self.blocks.cell)) > _FEW:
             return self._sparse(want)
-        numbers = [_cells(r, size) for r, size in zip(want, self.cell, strict=True)]
-        return [self.at(place) for place in itertools.product(*numbers)]
+        return Blocks.meeting(self, want)
 
     @property
     def _is_sparse(self) -> bool:
@@ -156,7 +152,7 @@ class GridFragments(Sequence[Fragment]):
         """The same in time and memory in proportion to the chunks that are there."""
         if not all(map(len, want)):
             return []
-        array, cell = self.array, self.cell
+        array, cell = self.array, self.blocks.cell
         start = tuple(r[0] // c for r, c in zip(want, array.chunk, strict=True))
         stop = tuple(r[-1] // c + 1 for r, c in zip(want, array.chunk, strict=True))
         there = sorted(p for p in self._there() if all(a <= n < b for a, n, b in zip(start, p, stop, strict=True)))
@@ -167,8 +163,8 @@ class GridFragments(Sequence[Fragment]):
                 inner = r[
                     max(0, -(-(n * whole - r.start) // r.step)) : max(0, -(-((n + 1) * whole - r.start) // r.step))
                 ]
-                numbers.append(_cells(inner, size))
-            found += map(self.at, itertools.product(*numbers))
+                numbers.append(cells(inner, size) if inner else ())
+            found += (self._held(chunk_box(at, array.shape, cell)) for at in itertools.product(*numbers))
         return found
 
     def _fill(self, box: Box) -> Fragment:
@@ -180,11 +176,11 @@ class GridFragments(Sequence[Fragment]):
         absent = Chunk(path, array.dtype, sizes, (0,) * len(sizes), 0, fill=array.fill, present=False)
         return Fragment(absent, sizes, (Part(Box.of(sizes), start),))
 
-    def archives(self) -> list[Chunk]:
+    def packed(self) -> list[Packed]:
         """The chunks that are looked up before they are read."""
         if self._plain:
             return []
-        return [f.extent for f in self.near(tuple(map(range, self.array.shape))) if isinstance(f.extent, Chunk)]
+        return [f.extent for f in self.meeting(tuple(map(range, self.array.shape))) if isinstance(f.extent, Chunk)]
 
     def paths(self) -> Iterator[str]:
         """The files that the chunks are in."""
@@ -205,15 +201,16 @@ class GridFragments(Sequence[Fragment]):
         key = path[len(self.folder) + 1 :] if self.folder else path
         return self.array.place(key, grid_of(self.array.shape, self.array.chunk)) is not None
 
-    def at(self, place: Sequence[int]) -> Fragment:
-        """The fragment of the cell at this place of the grid."""
-        array, cell = self.array, self.cell
-        start = tuple(p * c for p, c in zip(place, cell, strict=True))
-        sizes = tuple(min(c, n - a) for a, c, n in zip(start, cell, array.shape, strict=True))
-        return Fragment(self._extent(start, sizes), sizes, (Part(Box.of(sizes), start),))
+    def fragment(self, n: int) -> Fragment:
+        return self._held(self.blocks.box(n))
+
+    def _held(self, cell: Box) -> Fragment:
+        """The fragment of a cell."""
+        sizes = cell.shape
+        return Fragment(self._extent(cell.start, sizes), sizes, (Part(Box.of(sizes), cell.start),))
 
     def _extent(self, start: Shape, sizes: Shape) -> Extent | Chunk:
-        array, packing, cell = self.array, self.array.packing, self.cell
+        array, packing, cell = self.array, self.array.packing, self.blocks.cell
         key = array.key([a // c for a, c in zip(start, array.chunk, strict=True)])
         strides = _strides(cell, packing.order)
         path = self._path(key)
@@ -249,24 +246,6 @@ class GridFragments(Sequence[Fragment]):
 
     def _path(self, key: str) -> str:
         return self.zip if self.zip is not None else f"{self.folder}/{key}" if self.folder else key
-
-    def __len__(self) -> int:
-        return prod(self.grid)
-
-    @overload
-    def __getitem__(self, n: int) -> Fragment: ...
-    @overload
-    def __getitem__(self, n: slice) -> list[Fragment]: ...
-    def __getitem__(self, n: Any) -> Any:
-        numbers = range(len(self))[n]
-        return [self._numbered(i) for i in numbers] if isinstance(numbers, range) else self._numbered(numbers)
-
-    def _numbered(self, n: int) -> Fragment:
-        grid = self.grid
-        return self.at(tuple(n // s % g for s, g in zip(c_strides(grid), grid, strict=True)))
-
-    def __iter__(self) -> Iterator[Fragment]:
-        return map(self.at, itertools.product(*map(range, self.grid)))
 
 
 class ChunkFiles(Mapping[str, FileInfo]):
@@ -326,8 +305,8 @@ def spec_of(name: str, fragments: GridFragments, rule: str = "") -> TensorSpec:
     array = fragments.array
     if 0 in array.shape:
         return TensorSpec(name, array.shape, array.dtype, (), rule=rule)
-    if all(size == 1 for size in fragments.grid):
-        only = Fragment(fragments.at((0,) * len(array.shape)).extent, array.shape)
+    if len(fragments) == 1:
+        only = Fragment(fragments.fragment(0).extent, array.shape)
         return TensorSpec(name, array.shape, array.dtype, (only,), rule=rule)
     return TensorSpec(name, array.shape, array.dtype, fragments, rule=rule)
 
@@ -355,14 +334,6 @@ def _gaps(there: Sequence[Shape], start: Shape, stop: Shape, axis: int = 0) -> I
 
 def _count(wanted: range, size: int) -> int:
     return len(wanted) if not wanted or wanted.step > size else wanted[-1] // size - wanted[0] // size + 1
-
-
-def _cells(wanted: range, size: int) -> Iterable[int]:
-    if not wanted:
-        return ()
-    if wanted.step <= size:
-        return range(wanted[0] // size, wanted[-1] // size + 1)
-    return (i // size for i in wanted)
 
 
 def _strides(cell: Shape, order: Shape) -> Shape:

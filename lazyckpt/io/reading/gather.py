@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple, ParamSpec
 
 from ...core.box import Box, c_strides, hull, is_run
 from ...core.dtypes import bits_of
+from ...core.fragments import Selection
 from ...core.index import Extent, Inline, Packed, TensorSpec
-from ...core.plan import Copy, Selection, overlaps, plan
+from ...core.plan import Copy, overlaps, plan
 from ...core.select import Reads
 from ...errors import decoding, foreign, undecodable
 from ..pool import Task, run, run_here

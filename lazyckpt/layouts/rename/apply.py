@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from ...core.box import Box
-from ...core.compose import Piece, compose
-from ...core.index import Index, TensorSpec, renamed
+from ...core.compose import compose
+from ...core.index import Index, Placement, TensorSpec, renamed
 from ...errors import Problem
 from ..megatron import is_gated
 from .rewrite import Heads, Told, new_names, rename
@@ -47,10 +47,10 @@ def _apart(spec: TensorSpec, count: int) -> Iterator[TensorSpec]:
             yield renamed(spec, name)
             continue
         _, rows, columns = spec.shape
-        piece = Piece(spec, Box((n, 0, 0), (n + 1, rows, columns)), (0, 0), (2, 1))
+        placement = Placement.of(spec.shape, Box((n, 0, 0), (n + 1, rows, columns)), (0, 0), (2, 1))
         rule = f"expert {n} of {spec.name!r}, transposed"
         rule = f"{spec.rule}; {rule}" if spec.rule else rule
-        yield compose(name, (columns, rows), [piece], rule, spec.stored_as or spec.name)
+        yield compose(name, (columns, rows), [(spec, placement)], rule, spec.stored_as or spec.name)
 
 
 # -- Which of the tables fits a model, by its names and shapes.

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from ...core.box import Box, Shape
-from ...core.compose import Piece, compose
-from ...core.index import TensorSpec, renamed
+from ...core.compose import compose
+from ...core.index import Placement, TensorSpec, renamed
 from ...errors import Problem, only_one, some
 from .table import Cut, Entry, pattern
 
@@ -206,7 +206,8 @@ def _cut(spec: TensorSpec, targets: list[str], entry: Entry, heads: Heads | None
         for (a, b), at in zip(rows, _starts(rows), strict=True):
             block = Box((a, *(0,) * (len(spec.shape) - 1)), (b, *spec.shape[1:]))
             start = (at, *(0,) * (len(spec.shape) - 1))
-            pieces.append(Piece(spec, block, start[::-1] if turn else start, (1, 0) if turn else None))
+            axes = (1, 0) if turn else None
+            pieces.append((spec, Placement.of(spec.shape, block, start[::-1] if turn else start, axes)))
         shape = (sum(b - a for a, b in rows), *spec.shape[1:])
         made.append(compose(target, shape[::-1] if turn else shape, pieces, _rule(spec, entry, rows), _stored(spec)))
     return made
@@ -234,7 +235,8 @@ def _joined(specs: list[TensorSpec], target: str, entry: Entry, heads: Heads | N
         for (a, b), at in zip(rows, _starts(rows), strict=True):
             low, high = (at, *(0,) * len(rest)), (at + b - a, *rest)
             block = Box(low[::-1], high[::-1]) if turn else Box(low, high)
-            pieces.append(Piece(spec, block, (a, *(0,) * len(rest)), (1, 0) if turn else None))
+            start = (a, *(0,) * len(rest))
+            pieces.append((spec, Placement.of(spec.shape, block, start, (1, 0) if turn else None)))
     return compose(target, (count, *shapes[0][1:]), pieces, f"joined from {', '.join(s.name for s in specs)}")
 
 
