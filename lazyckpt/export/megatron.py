@@ -35,10 +35,11 @@ from ..jobs.executor import Run
 from ..jobs.held import Held, Viewed, Writable
 from ..jobs.publish import fingerprint
 from ..jobs.write import File, Plan
-from ..layouts.megatron import VOCABULARY, is_buffer, is_expert, stack_of
+from ..layouts.megatron import is_buffer, is_expert, stack_of
 from ..layouts.ranks import mesh_of
 from ..layouts.rename.apply import heads_of
 from ..layouts.shard import sharded
+from ..layouts.tables import pattern
 from ..lazy import LazyArray, named
 from .dcp import View
 from .folders import Kind, write_folder
@@ -241,7 +242,9 @@ def _without_padding(
     wanted = -(-true // step) * step
     if wanted >= rows:
         return states
-    names = [name for name, spec in weights.items() if VOCABULARY.search(name) and spec.shape[0] == rows]
+    names = [
+        name for name, spec in weights.items() if pattern("model.vocabulary").search(name) and spec.shape[0] == rows
+    ]
     for name in names:
         lost[name] = f"rows {wanted} to {rows} of its {rows}: padding that tp={tp} has not, behind {true} tokens"
     return {

@@ -8,7 +8,6 @@ they can exceed the partition; the padding follows from the shapes.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -21,13 +20,12 @@ from ...errors import CorruptError, LazyckptError, Problem, cannot_read
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.pickle.records import Opaque
 from ...io.containers.torch_file import TorchFile
+from ...layouts.tables import pattern
 from ..shared.flat import FlatFragments, Partition
 from .autoep import layer_of, stacked
 from .building import Building, Local, Shapes, Shards, Stage, table
 from .files import RankFiles, name_of_rank
 from .plainopt import state_name
-
-_EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")  # moe/experts.py: ids count from 0 on every ep rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,11 +313,11 @@ def global_experts(shapes: Shapes, ep: int) -> Shapes:
     """Local expert ids -> global ones: every expert-parallel rank holds equally many of a layer."""
     local_count: dict[str, int] = {}
     for name in shapes:
-        if m := _EXPERT.fullmatch(name):
+        if m := pattern("deepspeed.expert").fullmatch(name):
             local_count[m[1]] = max(local_count.get(m[1], 0), int(m[2]) + 1)
     renamed = {}
     for name, shape in shapes.items():
-        m = _EXPERT.fullmatch(name)
+        m = pattern("deepspeed.expert").fullmatch(name)
         renamed[f"{m[1]}{int(m[2]) + ep * local_count[m[1]]}{m[3]}" if m else name] = shape
     return renamed
 

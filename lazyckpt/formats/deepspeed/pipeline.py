@@ -8,7 +8,6 @@ which layers share a module, or its KEY; what an optimizer lists by name does.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -18,6 +17,7 @@ from ...core.index import Rank
 from ...errors import LazyckptError, cannot_read
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.torch_file import TorchFile
+from ...layouts.tables import pattern
 from ..shared.numbering import CONVENTIONS, Convention, Effort
 from ..torch_save import crc_of
 from .building import Building, Local, Shapes, Shards, local, tensors_in
@@ -125,8 +125,8 @@ def evident_ties(
     (idx,) = fitting
     keys = {
         m[1]
-        for pattern in _strings(info)
-        if (m := re.fullmatch(r"\^?tied_modules\\?\.(\w+)\\?\.(.+?)\$?", pattern))
+        for listed in _strings(info)
+        if (m := pattern("deepspeed.tied_pattern").fullmatch(listed))
         and any(m[2].replace("\\", "") in tensors for _, tensors in layers[idx].values())
     }
     return {idx: f"{_TIED}{keys.pop()}" if len(keys) == 1 else None}

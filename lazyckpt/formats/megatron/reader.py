@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +12,7 @@ from ...core.names import natural
 from ...errors import CorruptError, Problem, sentences
 from ...io.containers.pickle.plain import Plain
 from ...layouts.megatron import data_parallel, megatron_rules, number, place, version
+from ...layouts.tables import pattern
 from ..reader import Source
 from ..shared.paths import grouped
 from ..torch_save import warnings
@@ -23,8 +23,6 @@ from .ranks import Grid, read_grid
 from .weights import Attributes, Namer, add_buffers, add_states, add_weights, number_layers
 
 # -- Names that no file here has any more, as far as the other ranks' let them be guessed, and why each is lost.
-
-_EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)(.*)")
 
 
 def lost_names(grid: Grid, g: Gathered) -> dict[str, str]:
@@ -66,7 +64,8 @@ def _of_experts(grid: Grid, names: list[str]) -> Iterator[tuple[str, str]]:
         return
     each = experts // grid.degrees.ep
     lost = {ep: hole.reason for (_, ep), hole in grid.lost_experts.items()}
-    like = dict.fromkeys((m[1], m[3]) for name in names if (m := _EXPERT.fullmatch(name)))
+    found = ((name, pattern("megatron.expert").search(name)) for name in names)
+    like = dict.fromkeys((name[: m.end(1)], name[m.end(2) :]) for name, m in found if m is not None)
     for head, tail in like:
         for ep, why in lost.items():
             yield from ((f"{head}{n}{tail}", why) for n in range(ep * each, (ep + 1) * each))
@@ -74,13 +73,12 @@ def _of_experts(grid: Grid, names: list[str]) -> Iterator[tuple[str, str]]:
 
 # -- Query, key and value rows of checkpoints of version 0 and 1, in the order that Megatron gives them today.
 
-_FUSED = re.compile(r"(^|\.)(query_key_value|key_value)\.(weight|bias)$")
 _BLOCKS = 4096
 
 
 def splits_of(name: str, version: float) -> int:
     """How many matrices are fused in a tensor of that name in an old order; 0 if it is not one."""
-    match = _FUSED.search(name)
+    match = pattern("megatron.old_qkv").search(name)
     if match is None or version >= 2:
         return 0
     return 3 if match[2] == "query_key_value" else 2

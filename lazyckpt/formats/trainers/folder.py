@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 import json
+import pkgutil
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from importlib import resources
 from typing import Any, NamedTuple
 
 from ...core.index import Index, TensorSpec, renamed
@@ -166,7 +166,7 @@ def _types(config: Any, depth: int) -> Iterator[str]:
 
 @functools.cache
 def _table() -> dict[str, Any]:
-    table: dict[str, Any] = json.loads(resources.files(__package__).joinpath("hf_orders.json").read_text())
+    table: dict[str, Any] = json.loads(pkgutil.get_data(__package__, "hf_orders.json") or b"")
     return table
 
 
