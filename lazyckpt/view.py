@@ -17,7 +17,6 @@ from .core.names import matcher
 from .core.units import plural
 from .errors import DataError, MissingFileError, TensorNotFoundError
 from .formats.opening import opened
-from .formats.shared.wrappers import without_wrappers
 from .formats.zarr.documents import contents
 from .io.storage.base import Store
 from .jobs.executor import Run, runner
@@ -69,7 +68,7 @@ class CheckpointView(Namespace[LazyTensor]):
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         store, index = opened(path, format, tag, rules, cache, storage_options)
-        self._init(store, without_wrappers(index), next(iter(index.states)), (), True)
+        self._init(store, index, next(iter(index.states)), (), True)
 
     def _of(self, index: Index, steps: tuple[Step, ...] = ()) -> CheckpointView:
         # one rank's part of a checkpoint does not answer with what lies on the others

@@ -34,7 +34,7 @@ _KINDS = (".pt", ".pth", ".bin", ".safetensors")
 
 
 def _read_llama(source: Source) -> Index:
-    store, listed = source.store, source.entries or source.store.list()
+    store, listed = source.store, source.entries or source.listed("")
     ranks = {int(m[1]): n for n in listed if (m := _LLAMA.fullmatch(n))}
     check_ranks(source.where, max(ranks) + 1, len(ranks))
     params: dict[str, Any] = {}

@@ -18,7 +18,7 @@ from ...io.containers.torch_file import Pickles, TorchFile, read_torch_file
 from ...io.storage.base import Store
 from ...layouts.merge import How, MergedFragments, decide
 from ...layouts.merge import Source as RuleSource
-from ..torch_save import bloat, used_bytes
+from ..torch_save import Indexed, bloat, used_bytes
 from .files import RankFiles
 
 Shapes = dict[str, Shape]
@@ -76,6 +76,7 @@ class Building:
     placements: dict[str, list[list[int]]] = field(default_factory=dict)
     sources: tuple[RuleSource, ...] = ()
     files: dict[str, FileInfo] = field(default_factory=dict)
+    indexed: Indexed = field(default_factory=Indexed)
     lost: dict[int, str] = field(default_factory=dict)
     gone: list[tuple[Rank, Shapes, Hole]] = field(default_factory=list)
     problems: dict[Problem, None] = field(default_factory=dict)  # in order, each once
@@ -86,6 +87,7 @@ class Building:
     weight_shapes: dict[str, dict[int, Shape]] = field(default_factory=dict)  # name -> tensor-parallel rank -> shape
     hows: dict[str, How] = field(default_factory=dict)  # name -> how its shards are put together
     _read: dict[str, TorchFile | LazyckptError] = field(default_factory=dict)
+    _infos: dict[str, FileInfo] = field(default_factory=dict)
     _pickles: Pickles = field(default_factory=Pickles)
     _used: tuple[Any, dict[str, int]] = (None, {})
 
@@ -104,11 +106,18 @@ class Building:
             raise found
         if path not in self.files:
             self.files[path] = found.info
+            self.indexed.keep(found)
             if self._used[0] is not found.root:  # else its pickle is that of the file before
                 self._used = found.root, used_bytes(Plain(found.root, path, found.pickle_size))
             for problem in bloat(path, found, self._used[1]):
                 self.tell(problem)
         return found
+
+    def info(self, path: str) -> FileInfo:
+        """What a rank file is, whose contents need not be known. Raises MissingFileError."""
+        if path not in self._infos:
+            self._infos[path] = self.files.get(path) or self.store.stat(path)
+        return self._infos[path]
 
     def tell(self, problem: Problem) -> None:
         self.problems[problem] = None

@@ -129,7 +129,7 @@ def read(source: Source) -> Index:
         _tell_of_unlisted(b, first, module, aliases)
     bare = _complete(b, sharded, {n for s in stages.values() for g in s.groups for n in g})
     for path in files.zero_model.values():
-        b.files.setdefault(path, source.store.stat(path))
+        b.files.setdefault(path, b.info(path))
     found = {s: b.states[s] for s in sorted(b.states, key=_state_order) if b.states[s]}
     if not found:
         raise CorruptError(
@@ -144,6 +144,7 @@ def read(source: Source) -> Index:
         format=f"deepspeed-zero{stage_number}",
         states=with_undecided(b, found, undecided) if undecided else found,
         files=b.files,
+        indexed=b.indexed,
         aliases={a: o for a, o in aliases.items() if a != o},
         meta=_meta(plain, optims, files) | _kinds(stages, bare),
         mesh=Mesh(b.tp, b.ranks // b.tp, degree, _expert_parallel(optims, files, b)),

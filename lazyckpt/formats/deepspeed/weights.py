@@ -68,7 +68,7 @@ def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first:
         if (dp, mp) not in files.zero_model:
             path = name_of_rank(first.path, dp, mp)
             b.tell(Problem("missing-file", f"{path} is missing", path))
-        elif not (shapes or buffers or is_whole(b.store, path := files.zero_model[dp, mp])):
+        elif not (shapes or buffers or _is_whole(b, path := files.zero_model[dp, mp])):
             _tell_why(b, path)
     for dp in range(b.world) if shapes or buffers else ():
         path = files.zero_model.get((dp, mp)) or name_of_rank(next(iter(files.zero_model.values())), dp, mp)
@@ -105,6 +105,10 @@ def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first:
         fragments_ = FlatFragments(shape, -(-prod(shape) // b.world), tuple(pieces[name]))
         frozen[name] = {rank.tp: Local(shape, dtypes[name], fragments_)}
     return {"fp32": frozen}
+
+
+def _is_whole(b: Building, path: str) -> bool:
+    return is_whole(b.store, path, b.info(path).size)
 
 
 def _tell_why(b: Building, path: str) -> None:

@@ -159,6 +159,7 @@ def read(source: Source) -> Index:
         format="megatron",
         states=states,
         files=grid.files,
+        indexed=grid.indexed,
         meta=_meta(plain, found.folder),
         mesh=Mesh(grid.degrees.tp, grid.degrees.pp, data_parallel(grid.args, grid.degrees), grid.degrees.ep),
         problems=tuple(grid.problems),

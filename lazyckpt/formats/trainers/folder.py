@@ -242,13 +242,13 @@ def _parts(source: Source) -> list[Part]:
     files = sorted((n for n, e in source.entries.items() if not e.is_dir), key=natural)
     folders = sorted((n for n, e in source.entries.items() if e.is_dir), key=natural)
     return [
-        p for p in parts(files, folders) if not p.folder or ".metadata" in source.store.list(p.name) or _lost(source, p)
+        p for p in parts(files, folders) if not p.folder or ".metadata" in source.inside(p.name) or _lost(source, p)
     ]
 
 
 def _lost(source: Source, part: Part) -> bool:
     """Whether a folder is there whose save was not finished: it is told, as it cannot be read."""
-    return any(name.endswith(".distcp") for name in source.store.list(part.name))
+    return any(name.endswith(".distcp") for name in source.inside(part.name))
 
 
 def _one_of_each(found: Sequence[Part], problems: list[Problem]) -> list[Part]:

@@ -132,12 +132,12 @@ def _member(weights: Index) -> Member:
 def _beside(source: Source, names: list[str] | None, epoch: int | None) -> list[tuple[str, str]]:
     """Adapter and recipe state: (path, what it stands under)."""
     found = []
-    if names and source.entries[names[0]].is_dir and "adapter_model.pt" in source.store.list(names[0]):
+    if names and source.entries[names[0]].is_dir and "adapter_model.pt" in source.inside(names[0]):
         found.append((f"{names[0]}/adapter_model.pt", "adapter"))
     if f"adapter_{epoch}.pt" in source.entries:
         found.append((f"adapter_{epoch}.pt", "adapter"))
     state = source.entries.get(_STATE)
-    if state is not None and state.is_dir and f"{_STATE}.pt" in source.store.list(_STATE):
+    if state is not None and state.is_dir and f"{_STATE}.pt" in source.inside(_STATE):
         found.append((f"{_STATE}/{_STATE}.pt", ""))
     elif f"{_STATE}.pt" in source.entries:
         found.append((f"{_STATE}.pt", ""))
@@ -149,7 +149,7 @@ def _recognises(source: Source) -> bool:
         return False
     state = source.entries.get(_STATE)
     return f"{_STATE}.pt" in source.entries or (
-        state is not None and state.is_dir and f"{_STATE}.pt" in source.store.list(_STATE)
+        state is not None and state.is_dir and f"{_STATE}.pt" in source.inside(_STATE)
     )
 
 
