@@ -15,7 +15,8 @@ from ...core.box import Box
 from ...core.index import Extent, Fragment, Hole, Part
 from ...errors import Problem
 from ...layouts.merge import MergedFragments
-from .building import Building, Local
+from ..shared.rank_shards import Shard
+from .building import Building
 
 _MOST = 4096  # experts of a layer
 # the prefix of a layer's expert parameters -> for each expert-parallel rank the global ids of its experts, in order
@@ -77,7 +78,7 @@ def layer_of(name: str, known: Placements) -> list[list[int]] | None:
     return known.get(name.rpartition(".")[0])
 
 
-def stacked(ids: list[list[int]], ranks: Mapping[int, Local], lost: Mapping[int, Hole]) -> Local:
+def stacked(ids: list[list[int]], ranks: Mapping[int, Shard], lost: Mapping[int, Hole]) -> Shard:
     """The stack of all experts, from those of the expert-parallel ranks. ``lost``: why there is nothing of a rank."""
     first = ranks[min(ranks)]
     rest = first.shape[1:]
@@ -91,13 +92,13 @@ def stacked(ids: list[list[int]], ranks: Mapping[int, Local], lost: Mapping[int,
             hole = lost.get(ep) or Hole("", f"expert-parallel rank {ep} has no {shape} of it")
             fragments.append((Fragment(hole, shape),))
     parts = tuple(tuple(_one(n, expert, rest) for n, expert in enumerate(own)) for own in ids)
-    return Local((sum(map(len, ids)), *rest), first.dtype, MergedFragments(tuple(fragments), parts))
+    return Shard((sum(map(len, ids)), *rest), first.dtype, MergedFragments(tuple(fragments), parts))
 
 
-def stacked_files(b: Building, names: dict[str, dict[int, Local]], known: Placements) -> dict[str, dict[int, Local]]:
+def stacked_files(b: Building, names: dict[str, dict[int, Shard]], known: Placements) -> dict[str, dict[int, Shard]]:
     """Expert files' tensors, ``PREFIX.w1.ID`` -> one expert, as stacks."""
-    found: dict[str, dict[int, Local]] = {}
-    stacks: dict[tuple[str, int], dict[int, Local]] = {}
+    found: dict[str, dict[int, Shard]] = {}
+    stacks: dict[tuple[str, int], dict[int, Shard]] = {}
     for name, by_rank in names.items():
         stack, _, number = name.rpartition(".")
         if layer_of(stack, known) is None or not number.isdecimal():
@@ -122,7 +123,7 @@ def stacked_files(b: Building, names: dict[str, dict[int, Local]], known: Placem
                 )
             blocks.append(Fragment(extent, (1, *rest), part))
         dtype = next(iter(experts.values())).dtype
-        found.setdefault(name, {})[tp] = Local((len(blocks), *rest), dtype, tuple(blocks))
+        found.setdefault(name, {})[tp] = Shard((len(blocks), *rest), dtype, tuple(blocks))
     return found
 
 

@@ -19,8 +19,9 @@ from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.torch_file import TorchFile
 from ...layouts.tables import pattern
 from ..shared.numbering import CONVENTIONS, Convention, Effort
+from ..shared.rank_shards import Shard, Shards
 from ..torch_save import crc_of
-from .building import Building, Local, Shapes, Shards, local, tensors_in
+from .building import Building, Shapes, local, tensors_in
 from .files import RankFiles
 from .plainopt import Group, match
 
@@ -43,7 +44,7 @@ def read_layers(b: Building, files: RankFiles) -> Layers:
 
 def layer_shards(b: Building, layers: Layers, tied: Mapping[int, str]) -> Shards:
     """The weights of all layers. ``tied``: layer -> the ``tied_modules.KEY`` that its file holds."""
-    names: dict[str, dict[int, Local]] = {}
+    names: dict[str, dict[int, Shard]] = {}
     for idx, by_rank in layers.items():
         prefix = tied.get(idx, str(idx))
         for tp, (file, tensors) in by_rank.items():

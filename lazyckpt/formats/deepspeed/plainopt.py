@@ -34,7 +34,8 @@ from ..shared.numbering import (
     fitting,
     possible_shapes,
 )
-from .building import ALONE, Building, Shards, Unnamed, local
+from ..shared.rank_shards import Shards
+from .building import ALONE, Building, Unnamed, local
 
 
 @dataclass(frozen=True, slots=True)

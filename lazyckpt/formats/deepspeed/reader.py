@@ -23,22 +23,11 @@ from ...layouts.merge import Source as RuleSource
 from ...layouts.merge import replicated, user_rules
 from ...layouts.universal import universal_rules
 from ..reader import Source
+from ..shared.rank_shards import Shards, update
 from ..torch_save import ties, warnings
 from . import universal
 from .autoep import placements, router_aliases
-from .building import (
-    Building,
-    Shapes,
-    Shards,
-    Stage,
-    believed,
-    buffer_names,
-    settle,
-    shapes_of,
-    table,
-    tensors_in,
-    update,
-)
+from .building import Building, Shapes, Stage, believed, buffer_names, settle, shapes_of, table, tensors_in
 from .files import RankFiles, find_folder
 from .mappings import mapped_groups, pieces_by_name, sizes, without_gaps
 from .partitions import Optim, OptimFiles, Stage3, Stage12, flat_states, optim_files, shard_size
@@ -138,6 +127,7 @@ def read(source: Source) -> Index:
         )
     if b.tp > 1 and hasattr(first.model.get("args"), "num_attention_heads"):
         tell_of_fused_attention(b)
+    b.tell_unmerged()
     stage_number = 3 if sharded else _zero_stage(first.model, optims)
     undecided = copies_that_tell(b) if b.unnamed else None
     return Index(

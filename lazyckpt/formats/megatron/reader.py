@@ -15,9 +15,10 @@ from ...layouts.megatron import data_parallel, megatron_rules, number, place, ve
 from ...layouts.tables import pattern
 from ..reader import Source
 from ..shared.paths import grouped
+from ..shared.rank_shards import Shard
 from ..torch_save import warnings
 from .files import find_ranks
-from .gather import Gathered, Shard
+from .gather import Gathered
 from .layers import offsets, planned
 from .ranks import Grid, read_grid
 from .weights import Attributes, Namer, add_buffers, add_states, add_weights, number_layers
@@ -94,7 +95,7 @@ def in_todays_order(name: str, shards: Sequence[Shard], splits: int, version: fl
         heads, rest = divmod(shard.shape[0], splits * size)
         if rest or not heads or heads * splits > _BLOCKS:
             raise ValueError(f"{shard.shape[0]} rows are not {splits} x heads x {size}")
-        for copy in shard.copies:
+        for copy in shard.fragments:
             for head in range(heads):
                 for k in range(splits):
                     start = at + (head * splits + k) * size
@@ -151,7 +152,7 @@ def read(source: Source) -> Index:
     for state in sorted(g.states, key=_state_order):
         names = sorted(g.states[state], key=natural) if grid.degrees.pp > 1 else list(g.states[state])
         states[state] = {name: _spec(g, state, name, old) for name in names}
-    for problem in grouped("unmerged-tensor", g.unmerged, "cannot be put together"):
+    for problem in grouped("unmerged-tensor", g.merging.unmerged, "cannot be put together"):
         grid.tell(problem)
     if not states.get("weights"):
         raise CorruptError(f"{source.where}/{found.folder}: its files hold no weights; {sentences(grid.problems)}")
@@ -171,7 +172,7 @@ def _spec(g: Gathered, state: str, name: str, old: float) -> TensorSpec:
     splits = splits_of(name, old)
     shards = g.states[state][name]
     said = g.sources[0].find(name) is not None  # by the user
-    if said or not splits or (0, 0) not in shards or shards[0, 0].shape == ():
+    if said or not splits or 0 not in shards or shards[0].shape == ():
         return g.spec(state, name)
     heads = number(g.grid.args, "num_attention_heads")
     size = number(g.grid.args, "kv_channels")
