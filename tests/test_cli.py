@@ -202,7 +202,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
         total.log = counts.log
         return view
 
-    monkeypatch.setattr(options, "open_checkpoint", counting)
+    monkeypatch.setattr(options, "CheckpointView", counting)
     return total
 
 

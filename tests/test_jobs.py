@@ -262,14 +262,19 @@ folder, rng = Path(folder), random.Random(1)
 staging, out = folder / f".{target}.incomplete", folder / target
 
 
+def key_of(path, where):
+    key = os.path.relpath(path, where)
+    return key.partition("/")[2] if where == staging else key  # of the folder of the job
+
+
 def finished(where):
     found = {}
     for base, _, files in os.walk(where):
         for f in files:
             path = os.path.join(base, f)
             try:
-                if not f.endswith((".part", ".lazyckpt-job")):
-                    found[os.path.relpath(path, where)] = (os.stat(path).st_ino, os.stat(path).st_mtime_ns)
+                if not f.endswith((".part", ".lazyckpt-job", ".lazyckpt-ledger")):
+                    found[key_of(path, where)] = (os.stat(path).st_ino, os.stat(path).st_mtime_ns)
             except FileNotFoundError:
                 pass
     return found
@@ -284,7 +289,7 @@ def export():
             for piece in content:
                 time.sleep(0.02)
                 yield piece
-        real(self, key, pieces())
+        return real(self, key, pieces())
 
     Folder.put = slow
     view.to_zarr(out, chunk="4KB", progress=False, overwrite="overwrite" in sys.argv)
@@ -344,10 +349,13 @@ def _finished(folder: Path) -> dict[str, tuple[int, int]]:
     found = {}
     for base, _, files in os.walk(folder):
         for name in files:
-            if not name.endswith((".part", ".lazyckpt-job")):
+            if not name.endswith((".part", ".lazyckpt-job", ".lazyckpt-ledger")):
                 with suppress(FileNotFoundError):  # the folder has just been renamed
                     stat = os.stat(os.path.join(base, name))
-                    found[os.path.relpath(os.path.join(base, name), folder)] = (stat.st_ino, stat.st_mtime_ns)
+                    key = os.path.relpath(os.path.join(base, name), folder)
+                    # a staging folder has one of its job in it
+                    key = key.partition("/")[2] if folder.name.endswith(".incomplete") else key
+                    found[key] = (stat.st_ino, stat.st_mtime_ns)
     return found
 
 

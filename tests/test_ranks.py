@@ -208,7 +208,7 @@ def test_a_lost_file_is_a_hole(rank_cases: dict[str, Case], tmp_path: Path, name
             continue
         t = view[key]
         try:
-            t.check()
+            t._check()
         except lazyckpt.errors.MissingFileError as e:
             lost += 1
             assert victim in str(e)

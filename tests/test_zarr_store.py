@@ -19,10 +19,10 @@ from zarr.abc.store import OffsetByteRequest, RangeByteRequest, SuffixByteReques
 from zarr.core.buffer import default_buffer_prototype
 
 import lazyckpt
+from lazyckpt.core.dtypes import to_numpy
 from lazyckpt.formats.zarr.documents import NAMES, component, paths
 from lazyckpt.interop.zarr_store import ViewStore
 from lazyckpt.io.plain_json import decode
-from lazyckpt.io.tensors import to_numpy
 
 from .contract import open_case
 from .counting import opened
