@@ -190,6 +190,8 @@ class LocalStore(Store):
             raise closed_error(self._root)
         file = self._files.get(path)
         if file is None:
+            if path not in self.pins and path not in self._seen:
+                self._stat(path)  # only a regular file is opened
             try:
                 file = _again_if_full(lambda: File(self._full(path)))
             except OSError as e:
@@ -198,7 +200,6 @@ class LocalStore(Store):
                         f"{self._full(path)}: no file descriptor is left to open it with. Close files, or raise the "
                         "limit (ulimit -n)"
                     ) from None
-                self._stat(path)  # which says more of what cannot be opened
                 raise self._missing(path, e) from None
             self._check_kind(path, file.stat().st_mode)
             with self._lock:
