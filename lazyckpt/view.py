@@ -12,7 +12,6 @@ from .errors import DataError
 from .export.options import with_options
 from .export.registry import export
 from .formats.opening import opened
-from .formats.shared.wrappers import without_wrappers
 from .io.storage.base import Store
 from .namespace import Namespace, Step
 from .reshaping import of_rank, with_dtype, with_names
@@ -62,7 +61,7 @@ class CheckpointView(Namespace[LazyTensor]):
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         store, index = opened(path, format, tag, rules, cache, storage_options)
-        self._init(store, without_wrappers(index), next(iter(index.states)), (), True)
+        self._init(store, index, next(iter(index.states)), (), True)
 
     def _of(self, index: Index, steps: tuple[Step, ...] = ()) -> CheckpointView:
         # one rank's part of a checkpoint does not answer with what lies on the others

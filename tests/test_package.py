@@ -334,6 +334,7 @@ def test_the_wheel_is_whole(tmp_path: Path) -> None:
         "lazyckpt/demo/zero3.zip",
         "lazyckpt/formats/hf_ties.json",
         "lazyckpt/layouts/rename/tables.toml",
+        "lazyckpt/layouts/tables.toml",
     }
     assert {str(p.relative_to(ROOT)) for p in MODULES} | data <= names
     assert all(name.startswith(("lazyckpt/", "lazyckpt-")) for name in names)

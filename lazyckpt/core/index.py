@@ -337,7 +337,8 @@ class Index:
 
     ``states``: state name -> tensor name -> spec; the first is the one a plain ``view[...]`` reads. ``stored``: every
     tensor as it lies in the files, under its raw name; None if that has to be looked up in ``files`` again (formats of
-    many rank files). ``aliases``: tied name -> the name that owns the data. ``unreadable``: names that the checkpoint
+    many rank files). ``indexed``: of these files those that are kept as they were read; they do not travel.
+    ``aliases``: tied name -> the name that owns the data. ``unreadable``: names that the checkpoint
     lists but that cannot even be described (their file is gone), with the reason. ``ruled``: names that the user's
     rules are for and that are no tensors here any more (flat parameters that were taken apart). ``guards``: path ->
     what is to be checked of a file when it is read (io/store.py `Guard`). ``watched``: the files
@@ -350,6 +351,7 @@ class Index:
     states: Mapping[str, Mapping[str, TensorSpec]]
     files: Mapping[str, FileInfo]
     stored: Mapping[str, TensorSpec] | None = None
+    indexed: Mapping[str, Any] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     meta: Mapping[str, Any] = field(default_factory=dict)
     mesh: Mesh = field(default_factory=Mesh)

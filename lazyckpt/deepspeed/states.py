@@ -17,12 +17,13 @@ from ..core.box import Shape
 from ..core.compose import Composed
 from ..core.index import Fragment, Hole, Rank, TensorSpec
 from ..errors import FormatError, LazyckptError
-from ..formats.deepspeed.building import Building, Local, Shapes, Stage, local, tensors_in
+from ..formats.deepspeed.building import Building, Shapes, Stage, local, tensors_in
 from ..formats.deepspeed.files import Kind, RankFile, RankFiles, find_folder, parse_ckpt_name
 from ..formats.deepspeed.pipeline import read_layers, tied_layers
 from ..formats.deepspeed.present import num_experts
 from ..formats.deepspeed.reader import data_parallel_degree, degrees, merge_rules, read_stages
 from ..formats.reader import Source
+from ..formats.shared.rank_shards import Shard, undecided
 from ..formats.torch_save import spec_of
 from ..io.containers.pickle.plain import Plain
 from ..io.containers.pickle.rebuild import StoredTensor
@@ -137,7 +138,7 @@ class Opened:
         that it needs can be read."""
         ranks = stored_ranks(self.stored.tp, degree, index)
         errors: dict[int, LazyckptError] = {}
-        found: dict[int, dict[str, Local]] = {}
+        found: dict[int, dict[str, Shard]] = {}
         prefix = self._tied.get(layer, str(layer))
         for tp in range(self.stored.tp) if degree != self.stored.tp else ranks:
             path = self.layer_path(layer, tp)
@@ -215,7 +216,7 @@ class Opened:
         return merged
 
     def _merged(
-        self, found: Mapping[int, Mapping[str, Local]], lost: Mapping[int, Hole], ranks: range, degree: int, index: int
+        self, found: Mapping[int, Mapping[str, Shard]], lost: Mapping[int, Hole], ranks: range, degree: int, index: int
     ) -> dict[str, LazyTensor]:
         merged = {}
         for name in dict.fromkeys(n for r in ranks for n in found.get(r, ())):
@@ -225,7 +226,7 @@ class Opened:
             try:
                 shard = reshard(name, shapes, self.b.sources, degree, index)
             except ValueError as e:
-                spec = TensorSpec(name, first.shape, first.dtype, (), rule=f"it cannot be put together: {e}")
+                spec = undecided(name, first.shape, first.dtype, f"it cannot be put together: {e}")
                 merged[name] = self.tensor(spec)
                 continue
             fragments: list[Sequence[Fragment]] = []

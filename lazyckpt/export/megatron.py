@@ -51,10 +51,11 @@ from ..io.storage.base import Store
 from ..jobs.destination import Kind
 from ..jobs.plan import File, Writable, WritePlan
 from ..jobs.publish import fingerprint
-from ..layouts.megatron import VOCABULARY, is_buffer, is_expert, stack_of
+from ..layouts.megatron import is_buffer, is_expert, stack_of
 from ..layouts.ranks import mesh_of
 from ..layouts.rename.apply import heads_of
 from ..layouts.shard import sharded
+from ..layouts.tables import pattern
 from ..lazy import LazyArray, named
 from .megatron_args import EMBEDDING, complete, of_rank_files, source_args, true_vocabulary
 from .megatron_optimizer import NO_OPTIM, Optimizer, optimizer_of
@@ -260,7 +261,9 @@ def _without_padding(
     wanted = -(-true // step) * step
     if wanted >= rows:
         return states
-    names = [name for name, spec in weights.items() if VOCABULARY.search(name) and spec.shape[0] == rows]
+    names = [
+        name for name, spec in weights.items() if pattern("model.vocabulary").search(name) and spec.shape[0] == rows
+    ]
     for name in names:
         lost[name] = f"rows {wanted} to {rows} of its {rows}: padding that tp={tp} has not, behind {true} tokens"
     return {

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..core.index import Mesh, TensorSpec
-from ..formats.megatron.layers import LAYER
+from ..formats.megatron.layers import decoder_layer
 from ..layouts.megatron import is_gated, number
 from ..layouts.rename.apply import heads_of
 from ..layouts.stages import expert_of
@@ -108,7 +108,7 @@ def true_vocabulary(args: argparse.Namespace, rows: int) -> int | None:
 
 
 def _in_shapes(weights: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Any]]:
-    layers = {int(match[1]) for name in weights if (match := LAYER.match(name)) is not None}
+    layers = {layer for name in weights if (layer := decoder_layer(name)) is not None}
     if layers:
         yield "num_layers", max(layers) + 1
     if EMBEDDING in weights:
@@ -150,7 +150,7 @@ def _in_experts(
     shared = _ending(weights, ".mlp.shared_experts.linear_fc2.weight")
     if shared is not None:
         yield "moe_shared_expert_intermediate_size", shared.shape[1]
-    there = {int(match[1]) for name in experts if (match := LAYER.match(name)) is not None}
+    there = {layer for name in experts if (layer := decoder_layer(name)) is not None}
     yield "moe_layer_freq", 1 if len(there) == layers else [int(n in there) for n in range(layers)]
 
 

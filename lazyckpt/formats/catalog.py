@@ -175,7 +175,7 @@ def _rest(save: Save) -> list[int]:
 
 def _finished(source: Source, names: list[str]) -> tuple[list[str], dict[str, str]]:
     """-> (those that were finished, the others with the file that they lack)."""
-    listed = {name: source.store.list(name) for name in names if source.entries[name].is_dir}
+    listed = {name: source.inside(name) for name in names if source.entries[name].is_dir}
     lacking: dict[str, str] = {}
     for last in LAST:
         if any(last in inside for inside in listed.values()):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 import json
+import pkgutil
 import posixpath
 import re
 from collections.abc import Collection, Iterable, Mapping
-from importlib import resources
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from ..io.containers.pickle.plain import Plain
 from ..io.containers.safetensors import is_safetensors, read_safetensors
 from ..io.containers.torch_file import is_torch_file, read_torch_file
 from ..io.storage.base import Store
+from ..layouts.tables import pattern
 from .reader import Reader, Source
 from .shared.paths import inside
 from .torch_save import specs_of, ties, warnings
@@ -217,7 +218,7 @@ def _lost(
 @functools.cache
 def _ties() -> dict[str, Any]:
     """What tools/make_hf_ties.py found out."""
-    table: dict[str, Any] = json.loads(resources.files(__package__).joinpath("hf_ties.json").read_text())
+    table: dict[str, Any] = json.loads(pkgutil.get_data(__package__, "hf_ties.json") or b"")
     return table
 
 
@@ -284,7 +285,7 @@ def _pairs(config: Mapping[str, Any]) -> tuple[Mapping[str, str], bool]:
 
 
 def _embeddings(names: Iterable[str]) -> list[str]:
-    return [n for n in names if re.search(r"(^|\.)(embed_tokens|wte|word_embeddings|tok_embeddings)\.weight$", n)]
+    return [n for n in names if pattern("model.embedding").search(n)]
 
 
 def _find(source: Source) -> str:

@@ -19,6 +19,7 @@ from ..io.system import after_fork
 from .catalog import read_one
 from .reader import Source
 from .registry import read_index, recognising
+from .shared.wrappers import without_wrappers
 
 # -- Indexes that this process made before, for files that have not changed since.
 
@@ -29,36 +30,42 @@ _indexes: dict[tuple[Any, ...], tuple[Listings, Index]] = {}
 
 
 def cached_index(source: Source, format: str | None) -> Index:
-    """`read_index`, or what it gave before if no file or folder that it looked at has changed (names, sizes,
+    """`index_of`, or what it gave before if no file or folder that it looked at has changed (names, sizes,
     modification times, versions). With ``rules`` it is always read anew."""
     if source.rules:
-        return read_index(source, format)
+        return index_of(source, format)
     key = (source.store.key, source.path, source.tag, format)
     with _lock:
         known = _indexes.get(key)
     if known is not None:
         listings, index = known
-        if _unchanged(source.store, listings, index):
+        if _unchanged(source, listings, index):
             return index
     listable = source.store.listable
-    listed = source.store.list() if listable else {}  # before reading: what changes meanwhile must not pass for known
-    index = read_index(source, format)
+    if listable:
+        source.listed("")  # before reading: what changes meanwhile must not pass for known
+    index = index_of(source, format)
     folders = {posixpath.dirname(path) for path in index.pins} | {""} if listable else set()
     with _lock:
         _indexes.pop(key, None)
-        _indexes[key] = ({f: source.store.list(f) if f else listed for f in folders}, index)
+        _indexes[key] = ({folder: source.listed(folder) for folder in folders}, index)
         while len(_indexes) > _KEPT:
             del _indexes[next(iter(_indexes))]
     return index
 
 
-def _unchanged(store: Store, listings: Listings, index: Index) -> bool:
+def index_of(source: Source, format: str | None) -> Index:
+    """`read_index` under the model's own names."""
+    return without_wrappers(read_index(source, format))
+
+
+def _unchanged(source: Source, listings: Listings, index: Index) -> bool:
     """Whether the folders hold what they held; over http, which lists none, whether the files are the same, which takes
     that the server tells more of them than their size."""
-    if store.listable:
-        return all(store.list(folder) == seen for folder, seen in listings.items())
+    if source.store.listable:
+        return all(source.listed(folder) == seen for folder, seen in listings.items())
     for path, pin in index.pins.items():
-        now = present(store, path)
+        now = present(source.store, path)
         if now is None or not (pin.version or pin.mtime_ns) or not now.may_be(pin):
             return False
     return True
@@ -97,7 +104,7 @@ def opened(
     store, name = split_url(url, storage_options) if is_url(url) else split(url)
 
     def read(source: Source) -> Index:
-        return cached_index(source, format) if cache else read_index(source, format)
+        return cached_index(source, format) if cache else index_of(source, format)
 
     source, index = read_one(Source(store, name, tag, rules), read)
     if not is_url(url):  # listing what lies behind one is dear, or cannot be done
@@ -108,10 +115,10 @@ def opened(
             "by a file of the same size, other numbers are read and nothing shows it"
         )
         index = replace(index, problems=(*index.problems, Problem("unpinned-file", line, unknown[0])))
-    pinned = source.store.pinned(index.pins)
+    source.store.pin(index.pins)
     if index.guards:
-        pinned.guards = dict(index.guards)
-    return pinned, index
+        source.store.guards = dict(index.guards)
+    return source.store, index
 
 
 def _one_of_many(source: Source, index: Index) -> Index:
@@ -119,7 +126,7 @@ def _one_of_many(source: Source, index: Index) -> Index:
     so yet."""
     if not _PART.fullmatch(source.path) or any(p.code == "part-of-checkpoint" for p in index.problems):
         return index
-    folder = Source(source.store)
+    folder = source.around()
     try:
         reader = recognising(folder) if len(folder.entries) > 1 else None
     except (LazyckptError, OSError):  # a folder that cannot be looked into tells nothing; the file has been read

@@ -21,11 +21,17 @@ class Source:
     """What a reader is asked about: a file of a store, or (``path`` empty) the store's folder itself.
 
     What was sniffed is kept: ``entries``, the folder's listing, ``head``, the file's first bytes, listings of the
-    folders in it; and in ``known`` what readers found out, so that it is found out once.
+    folders in it; and in ``known`` what readers found out, so that it is found out once. ``listings``: those that are
+    known of the store's folders.
     """
 
     def __init__(
-        self, store: Store, path: str = "", tag: str | None = None, rules: Mapping[str, Any] | None = None
+        self,
+        store: Store,
+        path: str = "",
+        tag: str | None = None,
+        rules: Mapping[str, Any] | None = None,
+        listings: dict[str, Mapping[str, Entry]] | None = None,
     ) -> None:
         self.store = store
         self.path = path
@@ -33,6 +39,7 @@ class Source:
         self._rules = rules or {}
         self.asked_for_rules = False
         self.known: dict[Any, Any] = {}
+        self._listings = {} if listings is None else listings
 
     @property
     def rules(self) -> Mapping[str, Any]:
@@ -42,13 +49,17 @@ class Source:
 
     def inside(self, folder: str) -> Mapping[str, Entry]:
         """The listing of a folder in the folder; {} if there is none."""
-        if not folder:
-            return self.entries
-        key = "inside", folder
-        if key not in self.known:
-            self.known[key] = self.store.list(folder)
-        found: Mapping[str, Entry] = self.known[key]
-        return found
+        return self.listed(folder) if folder else self.entries
+
+    def listed(self, folder: str) -> Mapping[str, Entry]:
+        """The listing of a folder of the store, "" for its own; each is asked for once."""
+        if folder not in self._listings:
+            self._listings[folder] = self.store.list(folder)
+        return self._listings[folder]
+
+    def around(self) -> Source:
+        """The folder that the file is in."""
+        return Source(self.store, listings=self._listings)
 
     @property
     def where(self) -> str:
@@ -57,7 +68,7 @@ class Source:
 
     @cached_property
     def entries(self) -> Mapping[str, Entry]:
-        return {} if self.path else self.store.list()
+        return {} if self.path else self.listed("")
 
     @cached_property
     def size(self) -> int:

@@ -9,12 +9,13 @@ embedding is cut along 1 (ParallelEmbedding, Llama 1 and 2) or 0 (VocabParallelE
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
-from ..core.index import FileInfo, Fragment, Hole, Index, Mesh, Rank, TensorSpec
+from ..core.index import FileInfo, Hole, Index, Mesh, Rank, TensorSpec
 from ..core.names import natural
 from ..errors import LazyckptError, Problem, cannot_read, only_one, some
 from ..io.limits import check_ranks
@@ -27,6 +28,7 @@ from .huggingface import load_json, read_shard
 from .reader import Reader, Source
 from .shared.members import together
 from .shared.paths import grouped
+from .shared.rank_shards import Merging, Shard, missing
 from .torch_save import member
 
 _LLAMA = re.compile(r"consolidated\.(\d{1,18})\.pth")
@@ -34,7 +36,7 @@ _KINDS = (".pt", ".pth", ".bin", ".safetensors")
 
 
 def _read_llama(source: Source) -> Index:
-    store, listed = source.store, source.entries or source.store.list()
+    store, listed = source.store, source.entries or source.listed("")
     ranks = {int(m[1]): n for n in listed if (m := _LLAMA.fullmatch(n))}
     check_ranks(source.where, max(ranks) + 1, len(ranks))
     params: dict[str, Any] = {}
@@ -102,12 +104,13 @@ def _merged(format: str, store: Store, paths: Sequence[str], sources: Sequence[R
             files |= index.files
             stored |= {f"{path}/{name}": spec for name, spec in (index.stored or {}).items()}
             problems += index.problems
+    merging = Merging(lambda name, shapes: decide(name, shapes, sources), partial(_absent, paths))
     states: dict[str, dict[str, TensorSpec]] = {}
-    unmerged: dict[str, str] = {}
     for state in dict.fromkeys(s for index in there for s in index.states):
         for name in dict.fromkeys(n for index in there for n in index.states.get(state, {})):
-            shards = [None if i is None else i.states.get(state, {}).get(name, i) for i in ranks]
-            states.setdefault(state, {})[name] = _tensor(name, paths, shards, sources, problems, unmerged)
+            held = {r: i.states.get(state, {}).get(name) for r, i in enumerate(ranks) if i is not None}
+            states.setdefault(state, {})[name] = _tensor(name, held, len(paths), merging, problems)
+    problems += grouped("unmerged-tensor", merging.unmerged, "cannot be put together")
     return Index(
         format=format,
         states=states,
@@ -116,7 +119,9 @@ def _merged(format: str, store: Store, paths: Sequence[str], sources: Sequence[R
         aliases=there[0].aliases,
         meta=there[0].meta,
         mesh=Mesh(tp=len(paths)),
-        problems=tuple(dict.fromkeys([*problems, *grouped("unmerged-tensor", unmerged, "cannot be put together")])),
+        problems=tuple(
+            dict.fromkeys([*problems, *grouped("unmerged-tensor", merging.unmerged, "cannot be put together")])
+        ),
     )
 
 
@@ -136,43 +141,32 @@ def _of_rank(store: Store, path: str) -> Index:
 
 
 def _tensor(
-    name: str,
-    paths: Sequence[str],
-    shards: Sequence[TensorSpec | Index | None],
-    sources: Sequence[RuleSource],
-    problems: list[Problem],
-    unmerged: dict[str, str],
+    name: str, held: Mapping[int, TensorSpec | None], ranks: int, merging: Merging, problems: list[Problem]
 ) -> TensorSpec:
-    """One tensor from its shards: None where the rank's file is lost, the file's index where it has no such tensor.
-    ``unmerged``: gets why it cannot be put together."""
-    held = [s for s in shards if isinstance(s, TensorSpec)]
-    first = held[0]
-    if any(isinstance(s, Index) for s in shards):
-        line = f"{name!r} is on {len(held)} of {len(shards)} ranks only: the first of them is read"
+    """One tensor from its shards. ``held``: of each rank whose file can be read, None where that has no such tensor."""
+    specs = {rank: spec for rank, spec in held.items() if spec is not None}
+    first = specs[min(specs)]
+    if len(specs) < len(held):
+        line = f"{name!r} is on {len(specs)} of {ranks} ranks only: the first of them is read"
         problems.append(Problem("mismatched-shards", line, name))
         return first
-    if first.shape == () or len({s.dtype for s in held}) > 1:
+    if first.shape == () or len({s.dtype for s in specs.values()}) > 1:
         if first.shape:
             line = f"{name!r} has different dtypes on the ranks: the first is read"
             problems.append(Problem("mismatched-shards", line, name))
         return first
-    fragments: list[Sequence[Fragment]] = []
-    for rank, (path, shard) in enumerate(zip(paths, shards, strict=True)):
-        if isinstance(shard, TensorSpec):
-            fragments.append(tuple(replace(f, rank=Rank(tp=rank)) for f in shard.fragments))
-        else:
-            hole = Hole(path, f"{path} cannot be read: the shard of tensor-parallel rank {rank} is lost")
-            fragments.append((Fragment(hole, first.shape, rank=Rank(tp=rank)),))
-    shapes = [s.shape if isinstance(s, TensorSpec) else first.shape for s in shards]
-    try:
-        merged = decide(name, shapes, sources)
-    except ValueError as e:
-        unmerged[name] = str(e)
-        return TensorSpec(name, first.shape, first.dtype, (), rule=f"it cannot be put together: {e}")
-    if merged.is_one:
-        return first
-    rule = "; ".join(filter(None, (first.rule, merged.rule)))
-    return TensorSpec(name, merged.shape, first.dtype, merged.join(fragments), merged.combine, rule)
+    shards = {
+        rank: Shard(s.shape, s.dtype, tuple(replace(f, rank=Rank(tp=rank)) for f in s.fragments), s.rule)
+        for rank, s in specs.items()
+    }
+    spec = merging.whole(name, shards, ranks)
+    return first if ranks == 1 and spec.shape == first.shape else spec
+
+
+def _absent(paths: Sequence[str], name: str, rank: int, like: Shard) -> Shard:
+    """The shard of a rank whose file cannot be read."""
+    hole = Hole(paths[rank], f"{paths[rank]} cannot be read: the shard of tensor-parallel rank {rank} is lost")
+    return missing(hole, like.shape, like.dtype, Rank(tp=rank))
 
 
 def _is_llama(source: Source) -> bool:

@@ -20,6 +20,7 @@ from .reader import Reader, Source
 from .shared.members import Member, together
 from .shared.paths import paths, put
 
+_KEPT = 4 << 20  # bytes of pickles whose contents are kept for the raw namespace
 _BLOAT = 1 << 20  # bytes; what is less is alignment, and not worth a line
 
 
@@ -87,12 +88,6 @@ def bloat(path: str, file: TorchFile, used: Mapping[str, int]) -> list[Problem]:
     return [Problem("oversized-file", line, path)]
 
 
-def stored_tensors(store: Store, path: str, prefix: str, pickles: Pickles | None = None) -> dict[str, TensorSpec]:
-    """The raw namespace of one file among many: every tensor under ``prefix`` plus its dotted path."""
-    file = read_torch_file(store, path, pickles)
-    return specs_of(file, Plain(file.root, path, file.pickle_size), prefix)
-
-
 def member(store: Store, path: str, prefix: str = "") -> Member:
     """What one file holds; ``prefix`` stands before its raw names. Raises as `read_torch_file`."""
     file = read_torch_file(store, path)
@@ -150,10 +145,12 @@ READER = Reader("torch", "files of torch.save (.pt, .pth, .bin, .ckpt)", _recogn
 
 
 def stored_specs(store: Store, index: Index) -> dict[str, TensorSpec]:
-    """``file/dotted.path`` -> spec, for all files of torch.save that the checkpoint stands on. Reads their pickles."""
+    """``file/dotted.path`` -> spec, for all files of torch.save that the checkpoint consists of. Reads the pickles of
+    those that the index has not kept."""
     # a rank of Megatron's is a folder; others keep the files of a tag side by side, but for universal checkpoints
     least = 2 if index.format == "megatron" else 1
-    return _read_stored(store, _told_apart([path for path in index.files if path.endswith(".pt")], least))
+    names = _told_apart([path for path in index.files if path.endswith(".pt")], least)
+    return _read_stored(store, names, index.indexed)
 
 
 def _told_apart(paths: Sequence[str], least: int) -> dict[str, str]:
@@ -172,26 +169,49 @@ def _told_apart(paths: Sequence[str], least: int) -> dict[str, str]:
     return names
 
 
-def _read_stored(store: Store, names: Mapping[str, str]) -> dict[str, TensorSpec]:
+class Indexed(dict[str, TorchFile]):
+    """Rank files by path as they were indexed, so that the raw namespace takes no second look at them. Of many large
+    pickles only the first are kept, and a copy in another process has none."""
+
+    def __init__(self) -> None:
+        self._roots: set[int] = set()  # ranks whose pickles are the same share what is in them
+        self._left = _KEPT
+
+    def keep(self, file: TorchFile) -> None:
+        """Add a file, if there is room for what is in its pickle."""
+        if id(file.root) not in self._roots:
+            if file.pickle_size > self._left:
+                return
+            self._left -= file.pickle_size
+            self._roots.add(id(file.root))
+        self[file.path] = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Indexed, ()
+
+
+def _read_stored(store: Store, names: Mapping[str, str], indexed: Mapping[str, TorchFile]) -> dict[str, TensorSpec]:
     """``names``: path -> what the file's tensors stand under."""
     specs: dict[str, TensorSpec] = {}
     pickles = Pickles()
     for path, name in names.items():
-        specs |= stored_tensors(store, path, f"{name}/", pickles)
+        file = indexed.get(path) or read_torch_file(store, path, pickles)
+        specs |= specs_of(file, Plain(file.root, path, file.pickle_size), f"{name}/")
     return specs
 
 
 class RankStored(Mapping[str, TensorSpec]):
-    """The same of some files only, whose pickles are read when it is first looked into."""
+    """The same of some files only, made when it is first looked into."""
 
-    def __init__(self, store: Store, paths: tuple[str, ...]) -> None:
+    def __init__(self, store: Store, paths: tuple[str, ...], indexed: Indexed) -> None:
         self._store = store
         self._paths = paths
+        self._indexed = indexed
         self._known: dict[str, TensorSpec] | None = None
 
     def _all(self) -> dict[str, TensorSpec]:
         if self._known is None:
-            self._known = _read_stored(self._store, {path: path for path in self._paths})
+            self._known = _read_stored(self._store, {path: path for path in self._paths}, self._indexed)
         return self._known
 
     def __getitem__(self, name: str) -> TensorSpec:

@@ -7,7 +7,6 @@ cut evenly. Other degrees are refused. Padding (of a vocabulary) stays: a shard 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -17,6 +16,7 @@ from ..core.fragments import fragments_of
 from ..core.index import Part, Placement, TensorSpec
 from .merge import Merge, Rule, Source, concatenated, decide, in_parts, replicated
 from .rename.rewrite import Heads
+from .tables import pattern
 
 Known = tuple[Placement, str]  # where a shard lies in its tensor, and how that is known
 
@@ -123,16 +123,6 @@ def _split(merge: Merge, shape: Shape, rank: int, dim: int, count: int, index: i
 
 # -- Merge rules run backwards: the shard of one tensor-parallel rank, from the shape of the whole. Pure.
 
-VOCABULARY = re.compile(
-    r"(^|\.)(word_embeddings|word_embeddings_for_head|output_layer|lm_head|embed_tokens|wte|embed_in|embed_out|"
-    r"tok_embeddings)\.(weight|bias)$|^output\.weight$"
-)
-_ATTENTION = r"(?:^|\.)(?:self_|cross_|inter_)?(?:attention|attn|self_attn)\."
-_QKV = re.compile(_ATTENTION + r"(?:linear_qkv|query_key_value)\.(?:weight|bias)$")
-_Q = re.compile(_ATTENTION + r"(?:q_proj|linear_q|wq)\.(?:weight|bias)$")
-_KV = re.compile(_ATTENTION + r"(?:k_proj|v_proj|wk|wv)\.(?:weight|bias)$")
-_OUT = re.compile(_ATTENTION + r"(?:o_proj|out_proj|linear_proj|dense|wo)\.weight$")
-
 
 def cut(
     name: str,
@@ -149,7 +139,7 @@ def cut(
     fused part on every rank, where the rule has them. Raises ValueError if the tensor cannot be cut so."""
     rule, evidence = found
     step = degree * multiple
-    padded = (-(-whole[0] // step) * step, *whole[1:]) if VOCABULARY.search(name) else whole
+    padded = (-(-whole[0] // step) * step, *whole[1:]) if pattern("model.vocabulary").search(name) else whole
     said = ""
     for shapes in _candidates(whole, padded, degree, widths):
         try:
@@ -197,13 +187,13 @@ def check_heads(name: str, whole: Shape, degree: int, heads: Heads | None) -> No
     """Whole heads, and whole groups of them, stay together. (What is not as large as all heads is not theirs.)"""
     if heads is None:
         return
-    for pattern, dim, rows, count, what in (
-        (_QKV, 0, (heads.queries + 2 * heads.groups) * heads.dim, heads.groups, "groups of heads"),
-        (_Q, 0, heads.queries * heads.dim, heads.queries, "heads"),
-        (_KV, 0, heads.groups * heads.dim, heads.groups, "key-value heads"),
-        (_OUT, 1, heads.queries * heads.dim, heads.queries, "heads"),
+    for which, dim, rows, count, what in (
+        ("qkv", 0, (heads.queries + 2 * heads.groups) * heads.dim, heads.groups, "groups of heads"),
+        ("q", 0, heads.queries * heads.dim, heads.queries, "heads"),
+        ("kv", 0, heads.groups * heads.dim, heads.groups, "key-value heads"),
+        ("out", 1, heads.queries * heads.dim, heads.queries, "heads"),
     ):
-        if pattern.search(name) and dim < len(whole) and whole[dim] == rows and count % degree:
+        if pattern(f"attention.{which}").search(name) and dim < len(whole) and whole[dim] == rows and count % degree:
             raise ValueError(f"{name!r} of shape {whole} cannot be cut over {degree} ranks: it is of {count} {what}")
 
 
@@ -220,7 +210,7 @@ def regrouped(spec: TensorSpec, degree: int, index: int, heads: Heads | None) ->
     if merge is None:
         return None
     shapes = [placement.shape for placement in merge.placements]
-    if VOCABULARY.search(spec.name) and degree > len(shapes):
+    if pattern("model.vocabulary").search(spec.name) and degree > len(shapes):
         return None
     known = Source(lambda name: (lambda _: merge, _HOW))
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,15 +9,7 @@ from ..core.box import Shape
 from ..core.index import Placement
 from .merge import How, Merge, Rule, concatenated, replicated
 from .merge import Source as RuleSource
-
-_COLUMN = re.compile(r"(^|.*\.)(w1|w3|wq|wk|wv|output)\.(weight|bias)")
-
-
-_ROW = re.compile(r"(^|.*\.)(w2|wo)\.weight")
-
-
-_WHOLE = re.compile(r"(^|.*\.)([\w]*norm\.(weight|bias)|(w2|wo)\.bias|rope\.freqs)")
-
+from .tables import pattern
 
 PARAMS = "params.json"
 
@@ -30,16 +21,16 @@ def llama_rules(params: Mapping[str, Any]) -> RuleSource:
 
 def _llama_rule(name: str, params: Mapping[str, Any]) -> tuple[Rule, str] | None:
     why = "Meta's llama/model.py"
-    if _WHOLE.fullmatch(name):
+    if pattern("llama.replicated").fullmatch(name):
         return replicated, why
-    if _ROW.fullmatch(name):
+    if pattern("llama.row").fullmatch(name):
         return concatenated(1), why
-    if name.endswith("tok_embeddings.weight"):
+    if pattern("llama.embedding").fullmatch(name):
         dim = params.get("dim")
         return (_embedding(dim), f"{why} and the dim of {PARAMS}") if type(dim) is int else None
-    if not _COLUMN.fullmatch(name):
+    if not pattern("llama.column").fullmatch(name):
         return None
-    kv = re.search(r"\.w[kv]\.", name)
+    kv = pattern("llama.kv").search(name)
     heads, queries, dim = (params.get(key) for key in ("n_kv_heads", "n_heads", "dim"))
     if kv and all(type(n) is int and n > 0 for n in (heads, queries, dim)):
         return _shared(heads * (dim // queries)), f"{why} and the heads of {PARAMS}"  # type: ignore[operator]

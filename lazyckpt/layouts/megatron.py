@@ -5,7 +5,6 @@ Source: Megatron-LM megatron/training/arguments.py; the names are those of its c
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 from ..core.box import Shape
 from .families import family_rules
 from .merge import Merge, Rule, Source, concatenated, in_parts, replicated, user_rules
+from .tables import pattern
 
 _MOST = 1 << 20
 
@@ -89,14 +89,6 @@ def data_parallel(args: Any, degrees: Degrees) -> int:
 
 # -- Names in the rank files of Megatron, and what they are in the model on one rank. Pure.
 
-_LAYER = re.compile(r"((?:^|\.)(?:encoder|decoder|transformer)\.layers\.)(\d+)(?=\.)")
-_LOCAL = re.compile(r"(\.experts\.local_experts\.)(\d+)(?=\.)")
-_GROUPED = re.compile(r"(\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)$")
-_STACKED = re.compile(r"\.experts\.weight([12])$")
-_HEAD = re.compile(r"(^|\.)output_layer\.weight$|^word_embeddings_for_head\.weight$")
-# not trained, so no optimizer has them: transformer/moe/router.py, models/common/embeddings/rotary_pos_embedding.py
-_BUFFER = re.compile(r"(^|\.)(expert_bias|local_tokens_per_expert|inv_freq|_extra_state)$")
-
 
 class Place(NamedTuple):
     """Where a rank's tensor belongs. ``layer``: the number in its name, None if it is of no layer. ``expert``: whether
@@ -112,7 +104,7 @@ class Place(NamedTuple):
         """The name in the model on one rank, from the first layer and the first expert of the rank."""
         name = self.tail
         if self.number is not None:
-            match = _LOCAL.search(name) or _GROUPED.search(name)
+            match = pattern("megatron.expert").search(name)
             if match is not None:
                 name = f"{name[: match.start(2)]}{self.number + first_expert}{name[match.end(2) :]}"
         return name if self.layer is None else f"{self.head}{self.layer + first_layer}{name}"
@@ -126,11 +118,11 @@ def place(name: str) -> Place:
     >>> place("mtp.layers.0.eh_proj.weight").named(4, 8)
     'mtp.layers.0.eh_proj.weight'
     """
-    match = _LAYER.search(name)
+    match = pattern("megatron.layer").search(name)
     head, layer, tail = (
         ("", None, name) if match is None else (name[: match.end(1)], int(match[2][:9]), name[match.end() :])
     )
-    number = _LOCAL.search(tail) or _GROUPED.search(tail)
+    number = pattern("megatron.expert").search(tail)
     return Place(head, layer, tail, is_expert(name), int(number[2][:9]) if number else None)
 
 
@@ -141,13 +133,26 @@ def is_expert(name: str) -> bool:
 
 def stack_of(name: str) -> int | None:
     """1 or 2 for the first or second matrix of all experts of a rank in one (GroupedMLP); else None."""
-    match = _STACKED.search(name)
-    return int(match[1]) if match else None
+    match = pattern("megatron.expert_stack").fullmatch(name)
+    return int(match[2]) if match else None
+
+
+def second_matrix(name: str) -> str | None:
+    """The weight of the second matrix of an MLP, by a parameter of the first; None for other parameters.
+
+    >>> second_matrix("mlp.experts.linear_fc1.bias3"), second_matrix("mlp.dense_h_to_4h.weight")
+    ('mlp.experts.linear_fc2.weight3', 'mlp.dense_4h_to_h.weight')
+    """
+    match = pattern("megatron.fc1").fullmatch(name)
+    if match is None:
+        return None
+    number = match[3].removeprefix(".weight").removeprefix(".bias")
+    return f"{match[1]}{_SECOND[match[2]]}.weight{number}"
 
 
 def is_head(name: str) -> bool:
     """Whether it is the output layer's matrix, a copy of the embedding's where these are tied."""
-    return _HEAD.search(name) is not None
+    return pattern("megatron.head").search(name) is not None
 
 
 def tied_to(name: str) -> str:
@@ -163,7 +168,7 @@ def tied_to(name: str) -> str:
 
 def is_buffer(name: str) -> bool:
     """Whether no optimizer has it, though the model's state does."""
-    return _BUFFER.search(name) is not None
+    return pattern("megatron.buffer").search(name) is not None
 
 
 # -- Layers that mix tokens without softmax (Mamba, gated delta nets): what is fused in their matrices.
@@ -175,19 +180,16 @@ PARTS = (
     ("conv1d", ("x", "B", "C")),
     ("conv1d", ("query", "key", "value")),
 )
-_MIXER = re.compile(r"(^|\.)(mixer|self_attention)\.(in_proj|conv1d)\.(weight|bias)$")
-_BY_HEAD = re.compile(r"(^|\.)(mixer|self_attention)\.(A_log|dt_bias|D)$|(^|\.)mixer\.norm\.weight$")
-_ROW = re.compile(r"(^|\.)mixer\.out_proj\.(weight|bias)$")
 
 
 def mixer_rule(name: str, args: Any) -> tuple[Rule, str] | None:
     """The rule for a parameter of such a layer, and how it is known; None for others."""
-    if _BY_HEAD.search(name):
+    if pattern("megatron.mixer_by_head").search(name):
         return concatenated(0), "its name: of each head, or each group of them"
-    row = _ROW.search(name)
+    row = pattern("megatron.mixer_row").search(name)
     if row is not None:
         return (concatenated(1) if row[2] == "weight" else replicated), "its name"
-    match = _MIXER.search(name)
+    match = pattern("megatron.mixer").search(name)
     if match is None:
         return None
     sizes = _mamba(args) if match[2] == "mixer" else _delta_net(args)
@@ -225,11 +227,7 @@ def _fused(sizes: list[int] | None, convolution: bool) -> Rule:
 
 # -- How the tensor-parallel shards of Megatron's parameters form the whole, and how that is known.
 
-_FC1 = re.compile(r"\.(linear_fc1|dense_h_to_4h)\.(weight|bias)\d*$")
-_QKV = re.compile(r"\.(linear_qkv|query_key_value)\.(weight|bias)$")
-_DOWN = re.compile(r"\.linear_(q|kv)_down_proj\.weight$")
-_OFFSET = re.compile(r"\.softmax_offset$")
-VOCABULARY = re.compile(r"(^|\.)(word_embeddings|output_layer|word_embeddings_for_head|lm_head)\.(weight|bias)$")
+_SECOND = {"linear_fc1": "linear_fc2", "dense_h_to_4h": "dense_4h_to_h"}
 _GATED = ("swiglu", "quick_geglu", "geglu", "gated_linear_unit")
 # name -> the attributes of the parameter on the ranks
 Attributes = Mapping[str, Mapping[str, Any]]
@@ -261,20 +259,20 @@ def gated_by(args: Any) -> str:
 def _by_arguments(
     name: str, args: Any, gated: bool | None, attributes: Mapping[str, Any] | None
 ) -> tuple[Rule, str] | None:
-    if _FC1.search(name) and gated is not None:
+    if pattern("megatron.fc1").fullmatch(name) and gated is not None:
         rule = in_parts(0, 2) if gated else concatenated(0)
         return rule, gated_by(args) + _second_opinion(attributes, 0)
-    if _QKV.search(name):
+    if pattern("megatron.qkv").search(name):
         groups = number(args, "num_query_groups") if flag(args, "group_query_attention") else None
         heads = number(args, "num_attention_heads")
         how = f"{groups or heads or 'all'} query groups, whole ones on every rank"
         return concatenated(0), f"its name: {how}" + _second_opinion(attributes, 0)
-    if _OFFSET.search(name):
+    if pattern("megatron.softmax_offset").search(name):
         return concatenated(0), "its name: one of each head"
     mixer = mixer_rule(name, args)
     if mixer is not None:
         return mixer
-    down = _DOWN.search(name)
+    down = pattern("megatron.down").search(name)
     if down is not None:
         width = number(args, "q_lora_rank" if down[1] == "q" else "kv_lora_rank")
         extra = (number(args, "qk_pos_emb_head_dim") or 0) if down[1] == "kv" else 0
@@ -300,7 +298,7 @@ def _by_name(found: tuple[Rule, str] | None, attributes: Mapping[str, Any] | Non
 
 
 def _by_attributes(name: str, args: Any, attributes: Mapping[str, Any] | None) -> tuple[Rule, str] | None:
-    if attributes is None or _FC1.search(name):  # (they do not tell what is fused)
+    if attributes is None or pattern("megatron.fc1").fullmatch(name):  # (they do not tell what is fused)
         return None
     if attributes.get("tensor_model_parallel") is not True:
         return replicated, _said(attributes)
@@ -331,7 +329,7 @@ def _cut(attributes: Mapping[str, Any]) -> int | None:
 
 def vocabulary_note(name: str, args: Any, rows: int) -> str:
     """What the arguments say of the rows of a vocabulary; "" for other tensors."""
-    if not VOCABULARY.search(name):
+    if not pattern("model.vocabulary").search(name):
         return ""
     said = [f"args.{key} = {n}" for key in ("padded_vocab_size", "vocab_size") if (n := number(args, key)) is not None]
     return f"{rows:,} rows as stored, padding included" + (f" ({', '.join(said)})" if said else "")

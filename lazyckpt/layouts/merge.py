@@ -28,11 +28,12 @@ class How:
     """How the shards of ``ranks`` ranks form a tensor, and how that is known; `str` makes the sentence for people.
 
     ``kind``: "concatenated" along ``dim``, where ``fused`` tensors are in one, or "pieces" placed one by one; of
-    "overlapping" shards ``copies`` neighbours hold the same. ``padding``: logical rows, and rows of padding behind
+    "overlapping" shards ``copies`` neighbours hold the same; "stacked" are those of ``copies`` groups of ranks.
+    ``padding``: logical rows, and rows of padding behind
     them. ``by``: what says so, the user's rules, the checkpoint, the family's names or the shapes; ``evidence``: where.
     """
 
-    kind: Literal["replicated", "averaged", "concatenated", "pieces", "overlapping"]
+    kind: Literal["replicated", "averaged", "concatenated", "pieces", "overlapping", "stacked"]
     ranks: int
     dim: int = 0
     fused: int = 1
@@ -49,6 +50,7 @@ class How:
             "concatenated": f"concatenated{fused} along dimension {self.dim} over {self.ranks} ranks",
             "pieces": f"placed piece by piece over {self.ranks} ranks",
             "overlapping": f"along dimension {self.dim}, each shard on {self.copies} ranks",
+            "stacked": f"experts of {self.copies} expert-parallel ranks stacked, each cut over {self.ranks} ranks",
         }[self.kind]
         if self.padding is not None:
             text += f"; the first {self.padding[0]:,} rows, {self.padding[1]:,} are padding"
@@ -154,6 +156,29 @@ def rows(rule: Rule, count: int) -> Rule:
         return replace(merged, shape=(count, *merged.shape[1:]), how=how)
 
     return cut
+
+
+def stacked(rule: Rule, groups: int) -> Rule:
+    """Stacks of experts, one behind the other along dimension 0. Each of ``groups`` groups of ranks has one, which they
+    cut by ``rule``."""
+
+    def stack(shapes: Sequence[Shape]) -> Merge:
+        each = len(shapes) // groups
+        placements: list[Placement] = []
+        ahead = 0
+        inner: set[Shape] = set()
+        for n in range(groups):
+            merged = rule(shapes[n * each : (n + 1) * each])
+            for placement in merged.placements:
+                parts = tuple(replace(b, start=(b.start[0] + ahead, *b.start[1:])) for b in placement.blocks)
+                placements.append(replace(placement, parts=parts))
+            ahead += merged.shape[0]
+            inner.add(merged.shape[1:])
+        if len(inner) > 1:
+            raise ValueError(f"the stacks of the ranks differ: {sorted(inner)}")
+        return Merge((ahead, *inner.pop()), tuple(placements), how=How("stacked", each, copies=groups))
+
+    return stack
 
 
 def pieces(logical: Shape, ranks: Mapping[int, Sequence[tuple[Shape, int, Shape, int, Shape]]]) -> Rule:

@@ -16,34 +16,20 @@ from ..core.index import Index, TensorSpec
 from .cut import as_merged
 from .families import family_rules
 from .llama import llama_rules
-from .megatron import is_gated, megatron_rules, stack_of
+from .megatron import is_gated, megatron_rules, second_matrix, stack_of
 from .merge import Rule, Source, concatenated, in_parts, replicated, user_rules
 from .rename.apply import heads_of
 from .rename.rewrite import Heads
 from .stages import is_stack
+from .tables import pattern, patterns
 from .universal import universal_rules
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-_FC1 = re.compile(r"(.*\.)(linear_fc1|dense_h_to_4h)(\.(?:weight|bias)\d*)$")
-_SECOND = {"linear_fc1": "linear_fc2", "dense_h_to_4h": "dense_4h_to_h"}
-_DOWN = re.compile(r"\.linear_(q|kv)_down_proj\.weight$")
-_MEGATRON = re.compile(r"\.(linear_qkv|linear_fc1|linear_proj)\.|^language_model\.")
-# names of whole models, beside those of families.py: transformers' mixtures of experts, GPT-NeoX, BERT-like heads
-_COLUMN = re.compile(
-    r"\.experts\.\d+\.(gate_proj|up_proj|w1|w3)\.(weight|bias)$|\.shared_experts?\.(gate_proj|up_proj)\.(weight|bias)$|"
-    r"(^|\.)(embed_in|embed_out)\.weight$"
-)
-_ROW = re.compile(r"\.experts\.\d+\.(down_proj|w2)\.weight$|\.shared_experts?\.down_proj\.weight$")
-_WHOLE = re.compile(
-    r"\.experts\.\d+\.(down_proj|w2)\.bias$|\.shared_experts?\.down_proj\.bias$|\.block_sparse_moe\.gate\.weight$|"
-    r"\.(shared_expert_gate|e_score_correction_bias|gate\.e_score_correction_bias)(\.weight)?$|"
-    r"(^|\.)(rotary_emb|rotary_pos_emb)\.(\w+_)?inv_freq$|(^|\.)norm\.(weight|bias)$"
-)
 
 
 def is_megatron(index: Index, names: Mapping[str, TensorSpec]) -> bool:
     """Whether the names are Megatron's: then a rank counts its layers and experts from 0."""
-    return index.format.startswith("megatron") or any(_MEGATRON.search(name) for name in names)
+    return index.format.startswith("megatron") or any(pattern("megatron.own").search(name) for name in names)
 
 
 def sources_of(index: Index, specs: Mapping[str, TensorSpec], rules: Mapping[str, Any]) -> tuple[Source, ...]:
@@ -59,7 +45,7 @@ def sources_of(index: Index, specs: Mapping[str, TensorSpec], rules: Mapping[str
     if is_megatron(index, specs):
         own.append(Source(lambda name: _stack(name, shapes, is_gated(args))))
         own.append(Source(lambda name: _down(name, getattr(args, "transformer_impl", None))))
-        own += [Source(_without(source, _DOWN)) for source in megatron_rules(args, {}, {})]
+        own += [Source(_without_down(source)) for source in megatron_rules(args, {}, {})]
     else:
         own.append(family_rules())
     stored = Source(lambda name: None if is_stack(name) else as_merged(specs.get(name)))
@@ -108,11 +94,9 @@ def _stack(name: str, shapes: Mapping[str, Shape], gated: bool | None) -> tuple[
 
 def _first_matrix(name: str, shapes: Mapping[str, Shape]) -> tuple[Rule, str] | None:
     """The first matrix of an MLP is gate and up in one if it has twice the rows that the second has columns."""
-    match = _FC1.fullmatch(name)
-    if match is None or not shapes.get(name):
+    second = shapes.get(second_matrix(name) or "", ())
+    if not shapes.get(name):
         return None
-    number = match[3].removeprefix(".weight").removeprefix(".bias")
-    second = shapes.get(f"{match[1]}{_SECOND[match[2]]}.weight{number}", ())
     if len(second) != 2 or shapes[name][0] not in (second[1], 2 * second[1]):
         return None
     gated = shapes[name][0] == 2 * second[1]
@@ -121,18 +105,19 @@ def _first_matrix(name: str, shapes: Mapping[str, Shape]) -> tuple[Rule, str] | 
 
 def _down(name: str, implementation: Any) -> tuple[Rule, str] | None:
     """MLA's matrices that project down: cut by Megatron's own layers, on every rank with Transformer Engine's."""
-    if _DOWN.search(name) is None or implementation not in ("local", "transformer_engine"):
+    if pattern("megatron.down").search(name) is None or implementation not in ("local", "transformer_engine"):
         return None
     rule = concatenated(0) if implementation == "local" else replicated
     return rule, f"args.transformer_impl = {implementation!r}"
 
 
-def _without(source: Source, pattern: re.Pattern[str]) -> Any:
-    return lambda name: None if pattern.search(name) else source.find(name)
+def _without_down(source: Source) -> Any:
+    return lambda name: None if pattern("megatron.down").search(name) else source.find(name)
 
 
 def _by_name(name: str) -> tuple[Rule, str] | None:
-    for pattern, rule in ((_COLUMN, concatenated(0)), (_ROW, concatenated(1)), (_WHOLE, replicated)):
-        if pattern.search(name):
-            return rule, f"the name pattern {pattern.pattern!r}"
+    for which, rule in (("column", concatenated(0)), ("row", concatenated(1)), ("replicated", replicated)):
+        for one in patterns(f"whole.{which}"):
+            if one.search(name):
+                return rule, f"the name pattern {one.pattern!r}"
     return None

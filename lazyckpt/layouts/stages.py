@@ -15,25 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-_EXPERT = re.compile(
-    r"(\.experts\.(?:local_experts\.|deepspeed_experts\.)?|\.experts\.linear_fc[12]\.(?:weight|bias))(\d{1,6})(?=\.|$)"
-)
-_COUNTED = re.compile(r"(local_experts\.|deepspeed_experts\.|\.(weight|bias))$")  # before a number that is the rank's
-_LAYER = re.compile(r"((?:^|.*?\.)(?:layers|layer|h|blocks|block)\.|^)(\d{1,6})(?=\.)")
-_LOCAL_LAYER = re.compile(r"(^|\.)(encoder|decoder|transformer)\.layers\.$")
-_MTP = re.compile(r"(^|\.)mtp\.")
-_FIRST = re.compile(
-    r"(^|\.)(word_embeddings|position_embeddings|tokentype_embeddings|embed_tokens|embed_positions|wte|wpe|embed_in|"
-    r"tok_embeddings|word_embeddings_layernorm|word_embeddings_norm|emb_norm|patch_embed\w*|pos_embed\w*|cls_token)"
-    r"(\.|$)|(^|\.)embeddings?\."
-)
-_LAST = re.compile(
-    r"(^|\.)(output_layer|lm_head|embed_out|output|score|classifier|pooler|binary_head|word_embeddings_for_head|"
-    r"final_layernorm|final_layer_norm|final_norm|ln_f|head)(\.|$)|^((model|transformer|backbone)\.)?norm(_f)?\.|"
-    r"(^|\.)(encoder|decoder)\.(layer_?norm|norm)\.(weight|bias)$"
-)
-_BOTH = re.compile(r"^tied_modules\.")
-_EVERY = re.compile(r"(^|\.)(rotary_emb|rotary_pos_emb|rope)\.|inv_freq$|(^|\.)relative_(pos\w*|attention_bias)\b")
+from .tables import pattern
 
 
 class Expert(NamedTuple):
@@ -54,10 +36,10 @@ def expert_of(name: str) -> Expert | None:
     >>> expert_of("model.layers.1.mlp.experts.3.up_proj.weight")[1:3]
     (3, False)
     """
-    match = _EXPERT.search(name)
+    match = pattern("model.expert").search(name)
     if match is None:
         return None
-    counted = _COUNTED.search(match[1]) is not None
+    counted = pattern("model.counted_expert").search(match[1]) is not None
     return Expert(name[: match.end(1)], int(match[2]), counted, name[match.end() :])
 
 
@@ -94,15 +76,16 @@ class Stages:
             return [(0, name)]
         if match is not None and int(match[2]) in self._stacks.get(match[1], ()):
             stage, number = self._deal(match[1])[int(match[2])]
-            counted = self.local and _LOCAL_LAYER.search(match[1])
+            own = pattern("megatron.layer").search(name) if self.local else None
+            counted = own is not None and own.end(1) == match.end(1)
             return [(stage, f"{match[1]}{number}{name[match.end() :]}" if counted else name)]
-        if _BOTH.search(name):
+        if pattern("stage.both").search(name):
             return [(0, name), (last, name)]
-        if _FIRST.search(name) and not _MTP.search(name):
+        if pattern("stage.first").search(name) and not pattern("stage.mtp").search(name):
             return [(0, name)]
-        if _LAST.search(name) or _MTP.search(name):
+        if pattern("stage.last").search(name) or pattern("stage.mtp").search(name):
             return [(last, name)]
-        if not _EVERY.search(name):
+        if not pattern("stage.every").search(name):
             self.every[name] = None
         return [(stage, name) for stage in range(self.pp)]
 
@@ -122,7 +105,7 @@ class Stages:
 
 
 def _layer(name: str) -> re.Match[str] | None:
-    return None if _MTP.search(name) else _LAYER.match(name)
+    return None if pattern("stage.mtp").search(name) else pattern("model.layer").match(name)
 
 
 def _inner(layers: Mapping[int, set[str]], pp: int) -> tuple[list[int], dict[int, tuple[int, int]]]:

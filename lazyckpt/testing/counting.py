@@ -27,11 +27,15 @@ class Request(NamedTuple):
 
 
 class Counts:
-    """Every read since the last `clear`, of a store and of all stores made from it by `pinned`."""
+    """Every read since the last `clear`, of a store and of all stores made from it by `pinned`. ``listed``, ``looked``:
+    the folders and files that `Store.list` and `Store.stat` were asked for; ``made``: the stores by `pinned`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.log: list[Request] = []
+        self.listed: list[str] = []
+        self.looked: list[str] = []
+        self.made = 0
 
     def add(self, request: Request) -> None:
         with self._lock:
@@ -40,6 +44,9 @@ class Counts:
     def clear(self) -> None:
         with self._lock:
             self.log.clear()
+            self.listed.clear()
+            self.looked.clear()
+            self.made = 0
 
     @property
     def requests(self) -> int:
@@ -71,19 +78,34 @@ class CountingStore:
         return self.inner.root
 
     @property
+    def key(self) -> str:
+        return self.inner.key
+
+    @property
+    def listable(self) -> bool:
+        return self.inner.listable
+
+    @property
     def gap(self) -> int:
         return self._gap
 
     def pinned(self, pins: Mapping[str, FileInfo]) -> CountingStore:
+        self.counts.made += 1
         return CountingStore(self.inner.pinned(pins), self.counts, self._gap)
+
+    def pin(self, pins: Mapping[str, FileInfo]) -> None:
+        self.inner.pin(pins)
+        self.pins = self.inner.pins
 
     def below(self, folder: str) -> CountingStore:
         return CountingStore(self.inner.below(folder), self.counts, self._gap)
 
     def list(self, folder: str = "") -> Mapping[str, Entry]:
+        self.counts.listed.append(folder)
         return self.inner.list(folder)
 
     def stat(self, path: str) -> FileInfo:
+        self.counts.looked.append(path)
         return self.inner.stat(path)
 
     def read(self, path: str, offset: int, length: int) -> Buffer:

@@ -29,7 +29,7 @@ _FOLDER = "sharded"
 def _read(source: Source) -> Index:
     if _shards(source.entries):
         return _sharded(source.store, "")
-    listed = source.store.list(_FOLDER)
+    listed = source.inside(_FOLDER)
     if "model.safetensors.index.json" not in source.entries:  # it is written last
         index = _sharded(source.store, f"{_FOLDER}/")
         if not any(name.endswith(".safetensors") for name in source.entries):
@@ -161,7 +161,7 @@ def _recognises(source: Source) -> bool:
     if _shards(source.entries):
         return True
     folder = source.entries.get(_FOLDER)
-    return folder is not None and folder.is_dir and bool(_shards(source.store.list(_FOLDER)))
+    return folder is not None and folder.is_dir and bool(_shards(source.inside(_FOLDER)))
 
 
 READER = Reader(

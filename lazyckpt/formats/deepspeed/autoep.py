@@ -15,7 +15,8 @@ from ...core.box import Box
 from ...core.compose import Composed
 from ...core.index import Extent, Fragment, Hole, Part, Placement
 from ...errors import Problem
-from .building import Building, Local
+from ..shared.rank_shards import Shard
+from .building import Building
 
 _MOST = 4096  # experts of a layer
 # the prefix of a layer's expert parameters -> for each expert-parallel rank the global ids of its experts, in order
@@ -77,7 +78,7 @@ def layer_of(name: str, known: Placements) -> list[list[int]] | None:
     return known.get(name.rpartition(".")[0])
 
 
-def stacked(ids: list[list[int]], ranks: Mapping[int, Local], lost: Mapping[int, Hole]) -> Local:
+def stacked(ids: list[list[int]], ranks: Mapping[int, Shard], lost: Mapping[int, Hole]) -> Shard:
     """The stack of all experts, from those of the expert-parallel ranks. ``lost``: why there is nothing of a rank."""
     first = ranks[min(ranks)]
     rest = first.shape[1:]
@@ -94,13 +95,13 @@ def stacked(ids: list[list[int]], ranks: Mapping[int, Local], lost: Mapping[int,
         Placement((len(own), *rest), tuple(_one(n, expert, rest) for n, expert in enumerate(own))) for own in ids
     )
     merged = Composed(tuple(fragments), tuple(placements), merged=True)
-    return Local((sum(map(len, ids)), *rest), first.dtype, merged)
+    return Shard((sum(map(len, ids)), *rest), first.dtype, merged)
 
 
-def stacked_files(b: Building, names: dict[str, dict[int, Local]], known: Placements) -> dict[str, dict[int, Local]]:
+def stacked_files(b: Building, names: dict[str, dict[int, Shard]], known: Placements) -> dict[str, dict[int, Shard]]:
     """Expert files' tensors, ``PREFIX.w1.ID`` -> one expert, as stacks."""
-    found: dict[str, dict[int, Local]] = {}
-    stacks: dict[tuple[str, int], dict[int, Local]] = {}
+    found: dict[str, dict[int, Shard]] = {}
+    stacks: dict[tuple[str, int], dict[int, Shard]] = {}
     for name, by_rank in names.items():
         stack, _, number = name.rpartition(".")
         if layer_of(stack, known) is None or not number.isdecimal():
@@ -125,7 +126,7 @@ def stacked_files(b: Building, names: dict[str, dict[int, Local]], known: Placem
                 )
             blocks.append(Fragment(extent, (1, *rest), part))
         dtype = next(iter(experts.values())).dtype
-        found.setdefault(name, {})[tp] = Local((len(blocks), *rest), dtype, tuple(blocks))
+        found.setdefault(name, {})[tp] = Shard((len(blocks), *rest), dtype, tuple(blocks))
     return found
 
 

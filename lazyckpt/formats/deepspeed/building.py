@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
 
 from ...core.box import Shape
-from ...core.dtypes import DType
 from ...core.index import Extent, FileInfo, Fragment, Hole, Rank, TensorSpec
 from ...errors import CorruptError, LazyckptError, Problem
 from ...io.containers.pickle.plain import Plain
@@ -16,28 +15,19 @@ from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.pickle.records import short
 from ...io.containers.torch_file import Pickles, TorchFile, read_torch_file
 from ...io.storage.base import Store
-from ...layouts.merge import How, decide
 from ...layouts.merge import Source as RuleSource
-from ..torch_save import bloat, used_bytes
+from ...layouts.merge import decide
+from ..shared.rank_shards import Merging, Shard, Shards, missing, undecided
+from ..torch_save import Indexed, bloat, used_bytes
 from .files import RankFiles
 
 Shapes = dict[str, Shape]
-
-
-class Local(NamedTuple):
-    """One model-parallel rank's tensor: its shape there, and its fragments over the data-parallel ranks' files."""
-
-    shape: Shape
-    dtype: DType
-    fragments: Sequence[Fragment]
 
 
 _RANKS = 4096  # as many may be claimed however few files there are; and then so many for each file
 _RANKS_A_FILE = 64
 # The tensor-parallel rank of what has no counterpart on other ranks, and is not to be merged.
 ALONE = -1
-# state -> name -> tensor-parallel rank -> tensor, of one pipeline stage
-Shards = dict[str, dict[str, dict[int, Local]]]
 
 
 class Stage(NamedTuple):
@@ -76,6 +66,7 @@ class Building:
     placements: dict[str, list[list[int]]] = field(default_factory=dict)
     sources: tuple[RuleSource, ...] = ()
     files: dict[str, FileInfo] = field(default_factory=dict)
+    indexed: Indexed = field(default_factory=Indexed)
     lost: dict[int, str] = field(default_factory=dict)
     gone: list[tuple[Rank, Shapes, Hole]] = field(default_factory=list)
     problems: dict[Problem, None] = field(default_factory=dict)  # in order, each once
@@ -84,10 +75,14 @@ class Building:
     unnamed: list[Unnamed] = field(default_factory=list)
     named: dict[str, str] = field(default_factory=dict)  # parameter that has a number in a file -> how that is known
     weight_shapes: dict[str, dict[int, Shape]] = field(default_factory=dict)  # name -> tensor-parallel rank -> shape
-    hows: dict[str, How] = field(default_factory=dict)  # name -> how its shards are put together
+    merging: Merging = field(init=False)
     _read: dict[str, TorchFile | LazyckptError] = field(default_factory=dict)
+    _infos: dict[str, FileInfo] = field(default_factory=dict)
     _pickles: Pickles = field(default_factory=Pickles)
     _used: tuple[Any, dict[str, int]] = (None, {})
+
+    def __post_init__(self) -> None:
+        self.merging = Merging(lambda name, shapes: decide(name, shapes, self.sources), self._absent)
 
     def file(self, path: str, keep: bool = True) -> TorchFile:
         """Index a rank file, once. ``keep``: whether it will be asked for again (a thousand files are much to keep).
@@ -104,11 +99,18 @@ class Building:
             raise found
         if path not in self.files:
             self.files[path] = found.info
+            self.indexed.keep(found)
             if self._used[0] is not found.root:  # else its pickle is that of the file before
                 self._used = found.root, used_bytes(Plain(found.root, path, found.pickle_size))
             for problem in bloat(path, found, self._used[1]):
                 self.tell(problem)
         return found
+
+    def info(self, path: str) -> FileInfo:
+        """What a rank file is, whose contents need not be known. Raises MissingFileError."""
+        if path not in self._infos:
+            self._infos[path] = self.files.get(path) or self.store.stat(path)
+        return self._infos[path]
 
     def tell(self, problem: Problem) -> None:
         self.problems[problem] = None
@@ -128,53 +130,35 @@ class Building:
                     line = f"several pipeline stages hold {name!r}: the first stage's is read (the others: view.stored)"
                     self.tell(Problem("duplicate-tensor", line, name))
 
-    def _merged(self, state: str, name: str, by_rank: dict[int, Local]) -> TensorSpec:
+    def _merged(self, state: str, name: str, by_rank: dict[int, Shard]) -> TensorSpec:
         first = by_rank[min(by_rank)]
         weights = self.weight_shapes.get(name, {})
         reshaped = any(weights.get(t, r.shape) != r.shape for t, r in by_rank.items())
-        as_it_is = TensorSpec(name, first.shape, first.dtype, first.fragments)
         if ALONE in by_rank or first.shape == () or (self.tp == 1 and reshaped):  # (a number is the same on all ranks)
-            return as_it_is
-        ranks = [by_rank.get(t) or self._absent(t, weights.get(t), first) for t in range(self.tp)]
-        if reshaped:
-            reason = (
-                f"{state!r} has another shape than the weights: how its shards on tensor-parallel ranks belong "
-                "together is not known; each reads on its own in view.stored"
-            )
-            self.tell(Problem("unmerged-tensor", f"the optimizer's state {reason}", name))
-            return TensorSpec(name, first.shape, first.dtype, (), rule=f"it cannot be put together: {reason}")
-        try:
-            merged = decide(name, [r.shape for r in ranks], self.sources)
-        except ValueError as e:
-            lost = next((r.fragments[0] for t, r in enumerate(ranks) if t not in by_rank and r.fragments), None)
-            if lost is not None:  # its shape was a guess; what there is of the tensor is in view.stored
-                rule = "not whole: the files of a tensor-parallel rank are lost"
-                return TensorSpec(name, first.shape, first.dtype, (lost,), rule=rule)
-            self.tell(Problem("unmerged-tensor", f"{name!r} cannot be put together: {e}", name))
-            return TensorSpec(name, first.shape, first.dtype, (), rule=f"it cannot be put together: {e}")
-        if merged.is_one:
-            return as_it_is
-        if merged.how is not None:
-            self.hows[name] = merged.how
-        fragments = merged.join(r.fragments for r in ranks)
-        return TensorSpec(name, merged.shape, first.dtype, fragments, merged.combine, merged.rule)
+            return TensorSpec(name, first.shape, first.dtype, first.fragments)
+        if not reshaped:
+            return self.merging.whole(name, by_rank, self.tp)
+        reason = (
+            f"{state!r} has another shape than the weights: how its shards on tensor-parallel ranks belong "
+            "together is not known; each reads on its own in view.stored"
+        )
+        self.tell(Problem("unmerged-tensor", f"the optimizer's state {reason}", name))
+        return undecided(name, first.shape, first.dtype, f"it cannot be put together: {reason}")
 
-    def _absent(self, tp: int, weight: Shape | None, like: Local) -> Local:
+    def _absent(self, name: str, tp: int, like: Shard) -> Shard:
         """What a tensor-parallel rank has of a tensor that its files do not list: nothing, if its weight has no
-        elements (no optimizer lists such a shard); else its files are lost, and its shard is taken to be like the
-        others."""
+        elements (no optimizer lists such a shard); else its files are lost."""
+        weight = self.weight_shapes.get(name, {}).get(tp)
         if weight is not None and prod(weight) == 0:
-            return Local(weight, like.dtype, ())
+            return Shard(weight, like.dtype, ())
         paths = [path for mp, path in self.lost.items() if mp % self.tp == tp]
         hole = Hole(paths[0] if paths else "", f"tensor-parallel rank {tp} is lost: {', '.join(paths)}")
-        return Local(like.shape, like.dtype, (Fragment(hole, like.shape),))
+        return missing(hole, like.shape, like.dtype)
 
-
-def update(shards: Shards, more: Shards) -> None:
-    for state, names in more.items():
-        known = shards.setdefault(state, {})
-        for name, by_rank in names.items():
-            known.setdefault(name, {}).update(by_rank)
+    def tell_unmerged(self) -> None:
+        """Tell of the tensors whose shards could not be put together."""
+        for name, reason in self.merging.unmerged.items():
+            self.tell(Problem("unmerged-tensor", f"{name!r} cannot be put together: {reason}", name))
 
 
 def believed(count: int, what: str, files: int, where: str) -> None:
@@ -209,10 +193,10 @@ def shapes_of(file: TorchFile, value: Any) -> Shapes:
     return shapes
 
 
-def local(file: TorchFile, name: str, tensor: StoredTensor, rank: Rank) -> Local:
+def local(file: TorchFile, name: str, tensor: StoredTensor, rank: Rank) -> Shard:
     """A tensor that a rank file holds as it is. Raises CorruptError if the file cannot hold it."""
     extent: Extent = file.extent(tensor, name)
-    return Local(extent.shape, extent.dtype, (Fragment(extent, extent.shape, rank=rank),))
+    return Shard(extent.shape, extent.dtype, (Fragment(extent, extent.shape, rank=rank),))
 
 
 def tensors_in(file: TorchFile, value: Any) -> dict[str, StoredTensor]:

@@ -251,8 +251,11 @@ def _latest(store: Store, source: Source, strict: bool) -> str | None:
     name = next((n for n in ("latest", "latest_universal") if n in source.entries), None)
     if name is None:
         return None
-    size = source.entries[name].info.size
-    tag = bytes(store.read(name, 0, size)).decode("utf-8", "replace").strip() if 0 < size < 4096 else ""
+    if _latest not in source.known:
+        size = source.entries[name].info.size
+        text = bytes(store.read(name, 0, size)) if 0 < size < 4096 else b""
+        source.known[_latest] = text.decode("utf-8", "replace").strip()
+    tag: str = source.known[_latest]
     if "\\" in tag or not {"", ".", ".."}.isdisjoint(tag.split("/")):
         if strict and source.tag is None:
             raise CorruptError(

@@ -18,7 +18,8 @@ from ...core.index import Hole
 from ...errors import Problem
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.pickle.records import Opaque
-from .building import Building, Shapes, Shards
+from ..shared.rank_shards import Shards
+from .building import Building, Shapes
 from .partitions import Optim, OptimFiles
 
 _GAP = "\0gap "  # stands for what only a lost rank's file names

@@ -8,7 +8,6 @@ they can exceed the partition; the padding follows from the shapes.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -21,13 +20,13 @@ from ...errors import CorruptError, LazyckptError, Problem, cannot_read
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.pickle.records import Opaque
 from ...io.containers.torch_file import TorchFile
+from ...layouts.tables import pattern
 from ..shared.flat import FlatFragments, Partition
+from ..shared.rank_shards import Shard, Shards
 from .autoep import layer_of, stacked
-from .building import Building, Local, Shapes, Shards, Stage, table
+from .building import Building, Shapes, Stage, table
 from .files import RankFiles, name_of_rank
 from .plainopt import state_name
-
-_EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")  # moe/experts.py: ids count from 0 on every ep rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +215,7 @@ def flat_states(
             cuts.append(_cut(g, global_experts(shapes, ep), mine, stage, rank._replace(ep=ep)))
     other = _not_by_element(b, cuts, stage)
     shards: Shards = {}
-    stacks: dict[tuple[str, str], dict[int, Local]] = {}  # (state, name) -> expert-parallel rank -> its experts
+    stacks: dict[tuple[str, str], dict[int, Shard]] = {}  # (state, name) -> expert-parallel rank -> its experts
     same: set[tuple[str, str]] = set()
     for cut in cuts:
         own: Shards = {}
@@ -315,11 +314,11 @@ def global_experts(shapes: Shapes, ep: int) -> Shapes:
     """Local expert ids -> global ones: every expert-parallel rank holds equally many of a layer."""
     local_count: dict[str, int] = {}
     for name in shapes:
-        if m := _EXPERT.fullmatch(name):
+        if m := pattern("deepspeed.expert").fullmatch(name):
             local_count[m[1]] = max(local_count.get(m[1], 0), int(m[2]) + 1)
     renamed = {}
     for name, shape in shapes.items():
-        m = _EXPERT.fullmatch(name)
+        m = pattern("deepspeed.expert").fullmatch(name)
         renamed[f"{m[1]}{int(m[2]) + ep * local_count[m[1]]}{m[3]}" if m else name] = shape
     return renamed
 
@@ -338,7 +337,7 @@ def _group_states(b: Building, cut: _Cut, other: set[str], stage: Stage12 | Stag
             optim = cut.optim[dp]
             assert isinstance(optim, Optim)
             extent = optim.file.extent(found[dp], state)
-            one = Local((), extent.dtype, (Fragment(extent, (), rank=cut.rank._replace(dp=dp)),))
+            one = Shard((), extent.dtype, (Fragment(extent, (), rank=cut.rank._replace(dp=dp)),))
             for name in cut.shapes:
                 names.setdefault(name, {})[cut.rank.tp] = one
         elif dims == {1}:
@@ -349,7 +348,7 @@ def _group_states(b: Building, cut: _Cut, other: set[str], stage: Stage12 | Stag
             b.tell(Problem("undecided-layout", line))
 
 
-def _flat_state(b: Building, state: str, cut: _Cut, stage: Stage12 | Stage3) -> dict[str, Local]:
+def _flat_state(b: Building, state: str, cut: _Cut, stage: Stage12 | Stage3) -> dict[str, Shard]:
     g, shapes, found = cut.g, cut.shapes, cut.found[state]
     world = len(cut.optim)
     partitions = []
@@ -373,7 +372,7 @@ def _flat_state(b: Building, state: str, cut: _Cut, stage: Stage12 | Stage3) -> 
         _compare_slices(b, g, places, width, cut.optim)
     dtype: DType = next(t.dtype for t in found.values())
     parts = tuple(partitions)
-    return {n: Local(s, dtype, stage.fragments(s, width, places[n], parts)) for n, s in shapes.items()}
+    return {n: Shard(s, dtype, stage.fragments(s, width, places[n], parts)) for n, s in shapes.items()}
 
 
 def _compare_slices(b: Building, g: int, places: Mapping[str, tuple[int, int]], width: int, optim: OptimFiles) -> None:

@@ -8,7 +8,6 @@ which layers share a module, or its KEY; what an optimizer lists by name does.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -18,9 +17,11 @@ from ...core.index import Rank
 from ...errors import LazyckptError, cannot_read
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.torch_file import TorchFile
+from ...layouts.tables import pattern
 from ..shared.numbering import CONVENTIONS, Convention, Effort
+from ..shared.rank_shards import Shard, Shards
 from ..torch_save import crc_of
-from .building import Building, Local, Shapes, Shards, local, tensors_in
+from .building import Building, Shapes, local, tensors_in
 from .files import RankFiles
 from .plainopt import Group, match
 
@@ -43,7 +44,7 @@ def read_layers(b: Building, files: RankFiles) -> Layers:
 
 def layer_shards(b: Building, layers: Layers, tied: Mapping[int, str]) -> Shards:
     """The weights of all layers. ``tied``: layer -> the ``tied_modules.KEY`` that its file holds."""
-    names: dict[str, dict[int, Local]] = {}
+    names: dict[str, dict[int, Shard]] = {}
     for idx, by_rank in layers.items():
         prefix = tied.get(idx, str(idx))
         for tp, (file, tensors) in by_rank.items():
@@ -125,8 +126,8 @@ def evident_ties(
     (idx,) = fitting
     keys = {
         m[1]
-        for pattern in _strings(info)
-        if (m := re.fullmatch(r"\^?tied_modules\\?\.(\w+)\\?\.(.+?)\$?", pattern))
+        for listed in _strings(info)
+        if (m := pattern("deepspeed.tied_pattern").fullmatch(listed))
         and any(m[2].replace("\\", "") in tensors for _, tensors in layers[idx].values())
     }
     return {idx: f"{_TIED}{keys.pop()}" if len(keys) == 1 else None}

@@ -20,6 +20,7 @@ from ...errors import Problem
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.pickle.records import short
 from ...io.containers.torch_file import TorchFile
+from ...layouts.tables import pattern
 from ..shared.numbering import (
     CONVENTIONS,
     Assignment,
@@ -33,10 +34,8 @@ from ..shared.numbering import (
     fitting,
     possible_shapes,
 )
-from .building import ALONE, Building, Shards, Unnamed, local
-
-_NUMBERED = re.compile(r"(.*\.deepspeed_experts\.)(\d{1,9})(\..*)")
-_EXPERT = re.compile(r".*(\.deepspeed_experts\..*|\.experts\.w[123])")  # DeepSpeed's own layers, AutoEP's
+from ..shared.rank_shards import Shards
+from .building import ALONE, Building, Unnamed, local
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +112,10 @@ def matches(
     marked = any(group.experts for group in groups)
     of_group = [(group.experts if spread else bool(group.experts)) if marked else 0 for group in groups]
     given = _as_on_the_rank(names)  # by which the rank may have sorted them
-    of_name = {g: (spread or {}).get(n, 1) if marked and _EXPERT.fullmatch(n) else 0 for g, n in given.items()}
+    of_name = {
+        g: (spread or {}).get(n, 1) if marked and pattern("deepspeed.experts").fullmatch(n) else 0
+        for g, n in given.items()
+    }
 
     def deal(ordered: Sequence[Named], wanted: Sequence[Sequence[Wanted]], left: Effort) -> Assignment | None:
         found: list[list[str | None]] = [[] for _ in wanted]
@@ -141,7 +143,7 @@ def _as_on_the_rank(names: Mapping[str, Shape]) -> dict[str, str]:
     {'m.deepspeed_experts.0.w': 'm.deepspeed_experts.6.w', 'm.deepspeed_experts.1.w': 'm.deepspeed_experts.7.w'}
     """
     numbers: dict[str, dict[str, None]] = {}
-    parts = {name: match for name in names if (match := _NUMBERED.fullmatch(name))}
+    parts = {name: match for name in names if (match := pattern("deepspeed.expert").fullmatch(name))}
     for match in parts.values():
         numbers.setdefault(match[1], {})[match[2]] = None
     local = {layer: {i: n for n, i in enumerate(sorted(ids, key=int))} for layer, ids in numbers.items()}

@@ -19,7 +19,8 @@ from ...core.dtypes import F32
 from ...core.index import Fragment, Hole, Rank, TensorSpec
 from ...errors import LazyckptError, Problem, some
 from ...io.containers.pickle.records import short
-from .building import Building, Local, Shapes, Shards, table, tensors_in
+from ..shared.rank_shards import Shard, Shards, missing
+from .building import Building, Shapes, table, tensors_in
 from .files import RankFiles
 from .plainopt import numbered_groups
 
@@ -97,13 +98,13 @@ def with_lost_layers(
                 lost[int(head), rank.tp] = hole.path
             else:
                 hole = _lost_shared(b, files, weights, rank.tp)
-            weights.setdefault(name, {})[rank.tp] = Local(shape, dtype, (Fragment(hole, shape, rank=rank),))
+            weights.setdefault(name, {})[rank.tp] = missing(hole, shape, dtype, rank)
     for idx, tp in lost:  # what is not trained is known from the other tensor-parallel ranks
         for name, by_rank in weights.items():
             if name.startswith(f"{idx}.") and tp not in by_rank:
                 first = by_rank[min(by_rank)]
                 hole = _lost_layer(b, files, idx, tp)
-                by_rank[tp] = Local(first.shape, first.dtype, (Fragment(hole, first.shape, rank=Rank(tp=tp)),))
+                by_rank[tp] = missing(hole, first.shape, first.dtype, Rank(tp=tp))
     paths = {str(idx): path for (idx, _), path in lost.items()}
     for name in buffers:
         if name not in weights and (head := name.split(".", 1)[0]) in paths:
@@ -171,8 +172,8 @@ def with_lost_experts(b: Building, files: RankFiles, model: Mapping[Any, Any], s
                 known, tensors = sibling or (0, {})
                 for name, (shape, dtype) in tensors.items():
                     own = name.replace(f".deepspeed_experts.{known}.", f".deepspeed_experts.{expert}.")
-                    fragment = Fragment(Hole(path, f"{path} is missing, or cannot be read"), shape)
-                    weights.setdefault(own, {})[mp % b.tp] = Local(shape, dtype, (fragment,))
+                    hole = Hole(path, f"{path} is missing, or cannot be read")
+                    weights.setdefault(own, {})[mp % b.tp] = missing(hole, shape, dtype)
     return shards
 
 
@@ -208,7 +209,7 @@ def lost_stages(b: Building, seen: Mapping[str, int]) -> None:
 def with_lost_states(b: Building, stages: list[Shards]) -> list[Shards]:
     """The shards of every pipeline stage, with holes for the groups of which no rank's file is there (``b.gone``), in
     every state that other ranks have."""
-    known: dict[str, Local] = {}
+    known: dict[str, Shard] = {}
     for shards in stages:
         for state, names in shards.items():
             if state != "weights":
@@ -220,5 +221,5 @@ def with_lost_states(b: Building, stages: list[Shards]) -> list[Shards]:
             for name, whole in shapes.items():
                 shape = () if state == "step" and like.shape == () else whole
                 by_rank = stages[rank.pp].setdefault(state, {}).setdefault(name, {})
-                by_rank.setdefault(rank.tp, Local(shape, like.dtype, (Fragment(hole, shape, rank=rank),)))
+                by_rank.setdefault(rank.tp, missing(hole, shape, like.dtype, rank))
     return stages

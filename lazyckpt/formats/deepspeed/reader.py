@@ -23,22 +23,11 @@ from ...layouts.merge import Source as RuleSource
 from ...layouts.merge import replicated, user_rules
 from ...layouts.universal import universal_rules
 from ..reader import Source
+from ..shared.rank_shards import Shards, update
 from ..torch_save import ties, warnings
 from . import universal
 from .autoep import placements, router_aliases
-from .building import (
-    Building,
-    Shapes,
-    Shards,
-    Stage,
-    believed,
-    buffer_names,
-    settle,
-    shapes_of,
-    table,
-    tensors_in,
-    update,
-)
+from .building import Building, Shapes, Stage, believed, buffer_names, settle, shapes_of, table, tensors_in
 from .files import RankFiles, find_folder
 from .mappings import mapped_groups, sizes, spans_by_name, without_gaps
 from .partitions import Optim, OptimFiles, Stage3, Stage12, flat_states, optim_files, shard_size
@@ -129,7 +118,7 @@ def read(source: Source) -> Index:
         _tell_of_unlisted(b, first, module, aliases)
     bare = _complete(b, sharded, {n for s in stages.values() for g in s.groups for n in g})
     for path in files.zero_model.values():
-        b.files.setdefault(path, source.store.stat(path))
+        b.files.setdefault(path, b.info(path))
     found = {s: b.states[s] for s in sorted(b.states, key=_state_order) if b.states[s]}
     if not found:
         raise CorruptError(
@@ -138,12 +127,14 @@ def read(source: Source) -> Index:
         )
     if b.tp > 1 and hasattr(first.model.get("args"), "num_attention_heads"):
         tell_of_fused_attention(b)
+    b.tell_unmerged()
     stage_number = 3 if sharded else _zero_stage(first.model, optims)
     undecided = copies_that_tell(b) if b.unnamed else None
     return Index(
         format=f"deepspeed-zero{stage_number}",
         states=with_undecided(b, found, undecided) if undecided else found,
         files=b.files,
+        indexed=b.indexed,
         aliases={a: o for a, o in aliases.items() if a != o},
         meta=_meta(plain, optims, files) | _kinds(stages, bare),
         mesh=Mesh(b.tp, b.ranks // b.tp, degree, _expert_parallel(optims, files, b)),

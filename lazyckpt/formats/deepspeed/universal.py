@@ -17,7 +17,6 @@ from ...core.names import natural
 from ...errors import CorruptError, LazyckptError, Problem, cannot_read, sentences
 from ...io.containers.pickle.plain import Plain
 from ...io.containers.pickle.rebuild import StoredTensor
-from ...io.storage.base import Entry
 from ..reader import Source
 from ..torch_save import ties
 from .autoep import router_aliases
@@ -31,10 +30,10 @@ def read(source: Source, files: RankFiles) -> Index:
     root = f"{files.folder}/zero" if files.folder else "zero"
     shapes, aliases, meta, listed = _model_states(b, files)
     problems = []
-    for name, entry in sorted(source.store.list(root).items(), key=lambda item: natural(item[0])):
+    for name, entry in sorted(source.inside(root).items(), key=lambda item: natural(item[0])):
         if not entry.is_dir:
             continue
-        states = {n: e for n, e in source.store.list(f"{root}/{name}").items() if n.endswith(".pt")}
+        states = {n: e for n, e in source.inside(f"{root}/{name}").items() if n.endswith(".pt")}
         for file_name in sorted(states, key=natural):
             path = f"{root}/{name}/{file_name}"
             state = file_name.removesuffix(".pt")
@@ -48,7 +47,7 @@ def read(source: Source, files: RankFiles) -> Index:
             else:
                 line = f"{path} holds no tensor: its value is in view.stored's file only"
                 problems.append(Problem("unsupported-tensor", line, path))
-    lost, unreadable = _holes(b, root, source.store.list(root), listed, shapes)
+    lost, unreadable = _holes(b, source, root, listed, shapes)
     problems += lost
     problems += _slices(b, meta)
     if not b.states:
@@ -60,6 +59,7 @@ def read(source: Source, files: RankFiles) -> Index:
         format="deepspeed-universal",
         states={s: b.states[s] for s in names},
         files=b.files,
+        indexed=b.indexed,
         # a tied name with a folder of its own is not the owner's: it was written in the training dtype
         aliases={a: o for a, o in aliases.items() if o in known and a not in known},
         meta={**meta, "tag": files.folder},
@@ -69,12 +69,13 @@ def read(source: Source, files: RankFiles) -> Index:
 
 
 def _holes(
-    b: Building, root: str, folders: Mapping[str, Entry], listed: Listed, shapes: dict[str, Shape]
+    b: Building, source: Source, root: str, listed: Listed, shapes: dict[str, Shape]
 ) -> tuple[list[Problem], dict[str, str]]:
     """Holes for the files that parameters lack though others have them. -> (the problems of missing and left-over
     files, name -> why it cannot even be described)."""
     problems = []
     unreadable: dict[str, str] = {}
+    folders = source.inside(root)
     for name in sorted(listed.trained, key=natural):
         known = next((names[name].shape for s, names in b.states.items() if s != "step" and name in names), None)
         shape = known or shapes.get(name)
@@ -87,7 +88,7 @@ def _holes(
                 continue
             path = f"{root}/{name}/{state}.pt"
             size = () if state == "step" else shape
-            if name in folders and f"{state}.pt" not in b.store.list(f"{root}/{name}"):
+            if name in folders and f"{state}.pt" not in source.inside(f"{root}/{name}"):
                 problems.append(Problem("missing-file", f"{path} is missing", path))
             if size is None:
                 unreadable.setdefault(name, f"{path} is missing, or cannot be read")

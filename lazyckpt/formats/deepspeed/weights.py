@@ -16,15 +16,16 @@ from ...errors import LazyckptError, Problem, cannot_read, only_one, some
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.torch_file import TorchFile, is_whole
 from ..shared.flat import FlatFragments, Partition
+from ..shared.rank_shards import Shard, Shards
 from ..torch_save import crc_of
 from .autoep import layer_of, stacked_files
-from .building import Building, Local, Shards, buffer_names, local, shapes_of, table, tensors_in
+from .building import Building, buffer_names, local, shapes_of, table, tensors_in
 from .files import RankFiles, name_of_rank
 
 
 def expert_shards(b: Building, files: RankFiles) -> Shards:
     """Experts have files of their own, under global ids."""
-    names: dict[str, dict[int, Local]] = {}
+    names: dict[str, dict[int, Shard]] = {}
     for (_, _, mp), path in files.experts.items():
         try:
             file = b.file(path)
@@ -68,7 +69,7 @@ def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first:
         if (dp, mp) not in files.zero_model:
             path = name_of_rank(first.path, dp, mp)
             b.tell(Problem("missing-file", f"{path} is missing", path))
-        elif not (shapes or buffers or is_whole(b.store, path := files.zero_model[dp, mp])):
+        elif not (shapes or buffers or _is_whole(b, path := files.zero_model[dp, mp])):
             _tell_why(b, path)
     for dp in range(b.world) if shapes or buffers else ():
         path = files.zero_model.get((dp, mp)) or name_of_rank(next(iter(files.zero_model.values())), dp, mp)
@@ -99,12 +100,16 @@ def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first:
     for name, ranks in differ.items():
         line = f"the buffer {name!r} differs on ranks {some(ranks, 8)}: the lowest's is read (the others: view.stored)"
         b.tell(Problem("differing-replicas", line, name))
-    frozen: dict[str, dict[int, Local]] = {}
+    frozen: dict[str, dict[int, Shard]] = {}
     for name in dtypes:
         shape = shapes[name]
         fragments_ = FlatFragments(shape, -(-prod(shape) // b.world), tuple(pieces[name]))
-        frozen[name] = {rank.tp: Local(shape, dtypes[name], fragments_)}
+        frozen[name] = {rank.tp: Shard(shape, dtypes[name], fragments_)}
     return {"fp32": frozen}
+
+
+def _is_whole(b: Building, path: str) -> bool:
+    return is_whole(b.store, path, b.info(path).size)
 
 
 def _tell_why(b: Building, path: str) -> None:
@@ -142,7 +147,7 @@ def tell_of_fused_attention(b: Building) -> None:
         name
         for name in weights
         if "query_key_value" in name
-        and (how := b.hows.get(name)) is not None
+        and (how := b.merging.hows.get(name)) is not None
         and (how.kind, how.fused) == ("concatenated", 1)
         and how.by != "user"
     ]

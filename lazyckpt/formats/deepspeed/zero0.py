@@ -14,8 +14,9 @@ from ...core.index import TensorSpec
 from ...errors import LazyckptError, Problem, cannot_read
 from ..shared.evidence import Copies, Undecided, UndecidedTable
 from ..shared.numbering import Effort
+from ..shared.rank_shards import Shard, Shards, update
 from .autoep import layer_of, stacked
-from .building import Building, Local, Shapes, Shards, Stage, buffer_names, table, tensors_in, update
+from .building import Building, Shapes, Stage, buffer_names, table, tensors_in
 from .files import RankFiles
 from .pipeline import Layers, evident_ties, local_shapes, stage_names
 from .plainopt import Group, match, numbered_groups, optimizer_shards
@@ -133,7 +134,7 @@ def _expert_optimizers(b: Building, files: RankFiles, stage: Stage, names: dict[
     weights = b.states.get("weights", {})
     experts = {n: s.shape for n, s in weights.items() if EXPERTS in n}
     degree = 1 + max(ep for ep, _ in files.expert_optim)
-    stacks: dict[tuple[str, str], dict[int, Local]] = {}  # AutoEP: (state, name) -> expert-parallel rank -> its experts
+    stacks: dict[tuple[str, str], dict[int, Shard]] = {}  # AutoEP: (state, name) -> expert-parallel rank -> its experts
     for (ep, mp), path in files.expert_optim.items():
         if mp != stage.rank.pp * b.tp + stage.rank.tp:
             continue

@@ -152,7 +152,7 @@ def is_dist(source: Source) -> bool:
     if _is_here(source.store, "", source.entries):
         return True
     folder = find_iteration(source, strict=False)
-    return bool(folder) and _is_here(source.store, folder or "", source.store.list(folder or ""))
+    return bool(folder) and _is_here(source.store, folder or "", source.inside(folder or ""))
 
 
 def read_dist(source: Source) -> Index:

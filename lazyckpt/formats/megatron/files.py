@@ -8,12 +8,10 @@ Writer: Megatron-LM megatron/training/checkpointing.py `get_checkpoint_name` and
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...core.names import natural
 from ...errors import CorruptError, FormatError, MissingFileError, Problem, only_one, some
-from ...io.storage.base import Entry, Store
 from ..reader import Source
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -51,16 +49,17 @@ class Iteration:
         return int(found[1]) if found else None
 
 
-def rank_folders(store: Store, folder: str, names: Mapping[str, Entry]) -> Iteration:
+def rank_folders(source: Source, folder: str) -> Iteration:
     """The rank folders in a folder. Those without a model's file are told of."""
     found = Iteration(folder)
     others: list[str] = []
+    names = source.inside(folder)
     for name in sorted(names, key=natural):
         match = _RANK.fullmatch(name)
         if match is None or not names[name].is_dir:
             continue
         path = f"{folder}/{name}" if folder else name
-        inside = store.list(path)
+        inside = source.inside(path)
         model = next((n for n in MODEL if n in inside), None)
         others += [f"{path}/{n}" for n in sorted(inside, key=natural) if _OTHER.fullmatch(n)]
         if model is None and "optim.pt" in inside:
@@ -123,7 +122,7 @@ def find_ranks(source: Source) -> Iteration:
     folder = find_iteration(source)
     if folder is None:
         raise FormatError(f"{source.where} is no folder of Megatron's: it has neither iter_* nor mp_rank_* in it")
-    found = rank_folders(source.store, folder, source.store.list(folder) if folder else source.entries)
+    found = rank_folders(source, folder)
     if not found.ranks:
         others = ", ".join(n for n in sorted(_iterations(source), key=natural) if n != folder) or "none"
         why = f" ({found.notes[0]})" if found.notes else ""
@@ -142,10 +141,10 @@ def is_legacy(source: Source) -> bool:
         return False
     folder = find_iteration(source, strict=False)
     if TRACKER not in source.entries and folder != "":  # others, too, may name a folder so
-        return any(_RANK.fullmatch(name) for folder in _iterations(source) for name in source.store.list(folder))
+        return any(_RANK.fullmatch(name) for folder in _iterations(source) for name in source.inside(folder))
     if folder is None:
         return True
-    names = source.store.list(folder) if folder else source.entries
+    names = source.inside(folder)
     return not any(name in names for name in _DISTRIBUTED) and (bool(folder) or any(map(_RANK.fullmatch, names)))
 
 
@@ -175,8 +174,11 @@ def _tracker(source: Source, strict: bool) -> str | None:
     """What the tracker names (checkpointing.py `read_metadata`): a number or ``release``."""
     if TRACKER not in source.entries:
         return None
-    size = source.entries[TRACKER].info.size
-    text = bytes(source.store.read(TRACKER, 0, size)).decode("utf-8", "replace").strip() if 0 < size < 64 else ""
+    if _tracker not in source.known:
+        size = source.entries[TRACKER].info.size
+        data = bytes(source.store.read(TRACKER, 0, size)) if 0 < size < 64 else b""
+        source.known[_tracker] = data.decode("utf-8", "replace").strip()
+    text: str = source.known[_tracker]
     if text == "release" or (text.isdecimal() and text.isascii() and len(text) < 19):
         return text
     if strict:

@@ -12,6 +12,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ...layouts.megatron import place
+from ...layouts.tables import pattern
+
 Counts = dict[tuple[int, int], int]  # (pipeline rank, chunk) -> layers
 
 _MOST = 100_000
@@ -94,11 +97,11 @@ def _layout(layout: Any) -> list[int] | None:
     if not isinstance(layout, str) or len(layout) > 10_000:
         return None
     text = layout.replace(",", "")
-    for pattern in (r"\(([^)]+)\)\*(\d{1,4})", r"(.)\*(\d{1,4})"):
-        size = sum(len(m[1]) * int(m[2]) for m in re.finditer(pattern, text))
+    for repeated in (r"\(([^)]+)\)\*(\d{1,4})", r"(.)\*(\d{1,4})"):
+        size = sum(len(m[1]) * int(m[2]) for m in re.finditer(repeated, text))
         if size > _MOST:
             return None
-        text = re.sub(pattern, lambda m: m[1] * int(m[2]), text)
+        text = re.sub(repeated, lambda m: m[1] * int(m[2]), text)
     return [stage.count("t") for stage in text.split("|")] if set(text) <= set("EtmL|") else None
 
 
@@ -120,8 +123,6 @@ _ORDER = (
     *("final_layernorm", "output_layer"),
 )
 _RANK = {name: n for n, name in enumerate(_ORDER)}
-LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-_ONE_EXPERT = re.compile(r"(.*\.experts)\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)")
 
 Key = tuple[int, ...]
 # the modules that may have made the same names: experts one after the other (SequentialMLP); all first matrices, then
@@ -140,7 +141,7 @@ def sort_key(name: str, experts: str = EXPERTS[0], unfused: bool = False) -> Key
     name = name.replace(".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm.")  # the same place, if there is such a fc1
     if unfused:
         name = name.replace(".self_attention.linear_qkv.layer_norm_", ".input_layernorm.")
-    one = _ONE_EXPERT.fullmatch(name)
+    one = pattern("megatron.expert_matrix").fullmatch(name)
     if one is not None:
         head, e, fc, leaf = one.groups()
         name = f"{head}.{experts.format(e=e, fc=fc, leaf=leaf)}"
@@ -153,6 +154,16 @@ def sort_key(name: str, experts: str = EXPERTS[0], unfused: bool = False) -> Key
     return tuple(found)
 
 
+def decoder_layer(name: str) -> int | None:
+    """The number of the decoder's layer that a parameter is of; None for other parameters.
+
+    >>> decoder_layer("decoder.layers.12.mlp.linear_fc2.weight"), decoder_layer("mtp.layers.0.eh_proj.weight")
+    (12, None)
+    """
+    at = place(name)
+    return at.layer if at.head == "decoder.layers." else None
+
+
 def staged(names: Iterable[str], starts: Mapping[tuple[int, int], int], counts: Counts) -> dict[str, tuple[int, int]]:
     """The (pipeline rank, chunk) of every parameter. ``starts``, ``counts``: the first layer and the number of layers
     of each. Raises ValueError if a parameter's is not known."""
@@ -161,9 +172,9 @@ def staged(names: Iterable[str], starts: Mapping[tuple[int, int], int], counts: 
     stages = {n: at for at, count in counts.items() for n in range(starts[at], starts[at] + count)}
     found: dict[str, tuple[int, int]] = {}
     for name in names:
-        layer = LAYER.match(name)
-        if layer is not None and int(layer[1][:9]) in stages:
-            found[name] = stages[int(layer[1][:9])]
+        layer = decoder_layer(name)
+        if layer is not None and layer in stages:
+            found[name] = stages[layer]
         elif name.startswith("embedding."):
             found[name] = first
         elif name.startswith(("decoder.final_layernorm.", "output_layer.")):

@@ -19,6 +19,7 @@ from ...io.containers.pickle.records import short
 from ...io.containers.torch_file import Pickles, TorchFile, read_torch_file
 from ...io.storage.base import Store
 from ...layouts.megatron import Degrees, degrees, is_expert
+from ..torch_save import Indexed
 from .files import Iteration, RankFolder
 
 _DEPTH = 8
@@ -48,6 +49,7 @@ class Grid:
     lost: dict[tuple[int, int], Hole]
     first: RankFile
     files: dict[str, FileInfo]
+    indexed: Indexed
     problems: dict[Problem, None]  # in order, each once
     lost_experts: dict[tuple[int, int], Hole] = field(default_factory=dict)
 
@@ -93,8 +95,10 @@ def read_grid(store: Store, found: Iteration) -> Grid:
     _believe(degree, len(read), found.folder)
     ranks: dict[tuple[int, int, int], RankFile] = {}
     files = {}
+    indexed = Indexed()
     for (folder, file, root, chunks), own in zip(read, owns, strict=True):
         files[file.path] = file.info
+        indexed.keep(file)
         at = degree.place(folder.numbers)
         if (_iteration(root), own) != save:
             problems[_stranger(folder, _iteration(root), own, save)] = None
@@ -105,7 +109,7 @@ def read_grid(store: Store, found: Iteration) -> Grid:
             ranks[at] = RankFile(Rank(at[0], at[1], 0, at[2]), folder, file, root, chunks)
     if not ranks:
         raise CorruptError(f"{store.root}/{found.folder}: {sentences(problems)}")
-    grid = Grid(degree, ranks, {}, ranks[min(ranks)], files, problems)
+    grid = Grid(degree, ranks, {}, ranks[min(ranks)], files, indexed, problems)
     _find_lost(grid, found)
     return grid
 

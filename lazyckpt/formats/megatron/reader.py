@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,18 +12,18 @@ from ...core.names import natural
 from ...errors import CorruptError, Problem, sentences
 from ...io.containers.pickle.plain import Plain
 from ...layouts.megatron import data_parallel, megatron_rules, number, place, version
+from ...layouts.tables import pattern
 from ..reader import Source
 from ..shared.paths import grouped
+from ..shared.rank_shards import Shard
 from ..torch_save import warnings
 from .files import find_ranks
-from .gather import Gathered, Shard
+from .gather import Gathered
 from .layers import offsets, planned
 from .ranks import Grid, read_grid
 from .weights import Attributes, Namer, add_buffers, add_states, add_weights, number_layers
 
 # -- Names that no file here has any more, as far as the other ranks' let them be guessed, and why each is lost.
-
-_EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)(.*)")
 
 
 def lost_names(grid: Grid, g: Gathered) -> dict[str, str]:
@@ -66,7 +65,8 @@ def _of_experts(grid: Grid, names: list[str]) -> Iterator[tuple[str, str]]:
         return
     each = experts // grid.degrees.ep
     lost = {ep: hole.reason for (_, ep), hole in grid.lost_experts.items()}
-    like = dict.fromkeys((m[1], m[3]) for name in names if (m := _EXPERT.fullmatch(name)))
+    found = ((name, pattern("megatron.expert").search(name)) for name in names)
+    like = dict.fromkeys((name[: m.end(1)], name[m.end(2) :]) for name, m in found if m is not None)
     for head, tail in like:
         for ep, why in lost.items():
             yield from ((f"{head}{n}{tail}", why) for n in range(ep * each, (ep + 1) * each))
@@ -74,13 +74,12 @@ def _of_experts(grid: Grid, names: list[str]) -> Iterator[tuple[str, str]]:
 
 # -- Query, key and value rows of checkpoints of version 0 and 1, in the order that Megatron gives them today.
 
-_FUSED = re.compile(r"(^|\.)(query_key_value|key_value)\.(weight|bias)$")
 _BLOCKS = 4096
 
 
 def splits_of(name: str, version: float) -> int:
     """How many matrices are fused in a tensor of that name in an old order; 0 if it is not one."""
-    match = _FUSED.search(name)
+    match = pattern("megatron.old_qkv").search(name)
     if match is None or version >= 2:
         return 0
     return 3 if match[2] == "query_key_value" else 2
@@ -96,7 +95,7 @@ def in_todays_order(name: str, shards: Sequence[Shard], splits: int, version: fl
         heads, rest = divmod(shard.shape[0], splits * size)
         if rest or not heads or heads * splits > _BLOCKS:
             raise ValueError(f"{shard.shape[0]} rows are not {splits} x heads x {size}")
-        for copy in shard.copies:
+        for copy in shard.fragments:
             for head in range(heads):
                 for k in range(splits):
                     start = at + (head * splits + k) * size
@@ -153,7 +152,7 @@ def read(source: Source) -> Index:
     for state in sorted(g.states, key=_state_order):
         names = sorted(g.states[state], key=natural) if grid.degrees.pp > 1 else list(g.states[state])
         states[state] = {name: _spec(g, state, name, old) for name in names}
-    for problem in grouped("unmerged-tensor", g.unmerged, "cannot be put together"):
+    for problem in grouped("unmerged-tensor", g.merging.unmerged, "cannot be put together"):
         grid.tell(problem)
     if not states.get("weights"):
         raise CorruptError(f"{source.where}/{found.folder}: its files hold no weights; {sentences(grid.problems)}")
@@ -161,6 +160,7 @@ def read(source: Source) -> Index:
         format="megatron",
         states=states,
         files=grid.files,
+        indexed=grid.indexed,
         meta=_meta(plain, found.folder),
         mesh=Mesh(grid.degrees.tp, grid.degrees.pp, data_parallel(grid.args, grid.degrees), grid.degrees.ep),
         problems=tuple(grid.problems),
@@ -172,7 +172,7 @@ def _spec(g: Gathered, state: str, name: str, old: float) -> TensorSpec:
     splits = splits_of(name, old)
     shards = g.states[state][name]
     said = g.sources[0].find(name) is not None  # by the user
-    if said or not splits or (0, 0) not in shards or shards[0, 0].shape == ():
+    if said or not splits or 0 not in shards or shards[0].shape == ():
         return g.spec(state, name)
     heads = number(g.grid.args, "num_attention_heads")
     size = number(g.grid.args, "kv_channels")

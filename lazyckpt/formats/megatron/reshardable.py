@@ -22,18 +22,17 @@ from ...core.box import Shape
 from ...core.flat import Interval, Joined
 from ...core.fragments import fragment_boxes
 from ...core.index import TensorSpec
-from ...layouts.megatron import Degrees, degrees, flag, is_buffer, is_expert, number
+from ...layouts.megatron import Degrees, degrees, flag, is_buffer, is_expert, number, place
 from ...layouts.merge import Merge, concatenated, in_parts, replicated
+from ...layouts.tables import pattern
 from .buckets import Place, chunk_ends, ends_of, ranks_of, walk
-from .layers import EXPERTS, LAYER, offsets, planned, sort_key, staged
+from .layers import EXPERTS, decoder_layer, offsets, planned, sort_key, staged
 
 _KEY = re.compile(
     r"(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<buffer>\d+)\."
     r"dtype_\((?P<dtype>[\w.]+), [\w.]+\)\.bucket_idx_(?P<bucket>\d+)\.(?P<state>\w+)"
 )
 _NAMES = {"param": "fp32"}
-_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
-_FC1 = re.compile(r"\.linear_fc1\.(weight|bias)$")
 _NUMBERS = re.compile(r"\d+")
 _MOST = 4096  # ranks without buffers for one that has some
 _HEAD = "output_layer.weight"
@@ -118,7 +117,7 @@ def _inferred(sets: Sets, weights: Mapping[str, TensorSpec]) -> Any:
     chains = sorted({chain for chain, _ in sets})
     spread = fc2 is not None and len(chains) > 1
     dense = [found for (chain, _), found in sets.items() if not spread or chain != chains[-1]]
-    numbers = [int(match[1][:9]) for name in weights if (match := LAYER.match(name))]
+    numbers = [layer for name in weights if (layer := decoder_layer(name)) is not None]
     if _EMBEDDING not in weights or not numbers or not dense:
         return None
     tp = len(_boxes(weights[_EMBEDDING]))
@@ -206,7 +205,7 @@ def _merge_of(spec: TensorSpec, ranks: int) -> Merge:
         dim = cut[0]
         width, rest = divmod(spec.shape[dim], ranks)
         shapes = [(*spec.shape[:dim], width, *spec.shape[dim + 1 :])] * ranks
-        pieces = 2 if len(boxes) == 2 * ranks and dim == 0 and _FC1.search(spec.name) else 1
+        pieces = 2 if len(boxes) == 2 * ranks and dim == 0 and pattern("megatron.fc1").fullmatch(spec.name) else 1
         if not rest and len(boxes) == pieces * ranks:
             merged = (in_parts(dim, 2) if pieces == 2 else concatenated(dim))(shapes)
             targets = [one.target(part) for one in merged.placements for part in one.blocks]
@@ -347,8 +346,7 @@ def _plan(model: _Model, key: Callable[[str], Any], experts: bool | None) -> dic
 
 
 def _expert(name: str) -> int | None:
-    match = _EXPERT.search(name)
-    return int(match[1][:9]) if match else None
+    return place(name).number
 
 
 def _states(model: _Model, placed: Sequence[tuple[_Owner, _Buffer, list[tuple[str, Place]]]]) -> States:

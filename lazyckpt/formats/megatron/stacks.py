@@ -9,7 +9,6 @@ singletons), ssm/mamba_mixer.py `_split_tensor_factory` (``in_proj.weight.z``, `
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -20,6 +19,7 @@ from ...core.fragments import Fragments, Selection, fragments_of
 from ...core.index import Fragment, Part, Placement, TensorSpec, renamed
 from ...errors import CorruptError
 from ...layouts.megatron import PARTS
+from ...layouts.tables import pattern
 
 # -- Tensors that megatron-core reshapes before it saves them: a grid of blocks, each block flat.
 
@@ -75,9 +75,6 @@ class Regridded(Fragments):
 
 # -- From the keys of megatron-core's distributed checkpoints to the names of the model with tp = pp = ep = 1.
 
-_LAYERS = re.compile(r"(?P<head>(?:^|.*\.)layers)\.(?P<tail>(?!\d+\.).+)")
-_EXPERTS = re.compile(r"(?P<head>.*\.mlp\.experts)\.experts\.(?P<tail>(?!\d+\.).+)")
-_ONE_EXPERT = re.compile(r"(?P<head>.*\.mlp\.experts)\.(?P<expert>\d+)\.(?P<tail>.+)")
 _MOST = 1 << 16  # layers, or experts, that a model may have
 _FUSED = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
@@ -94,7 +91,7 @@ def logical(keys: Mapping[str, TensorSpec], local: bool | None) -> dict[str, Ten
 
 
 def _layers(spec: TensorSpec) -> Iterator[TensorSpec]:
-    match = _LAYERS.fullmatch(spec.name)
+    match = pattern("megatron.dist_layers").fullmatch(spec.name)
     if match is None or not spec.shape or spec.shape[0] > _MOST:
         yield spec
         return
@@ -103,11 +100,11 @@ def _layers(spec: TensorSpec) -> Iterator[TensorSpec]:
 
 
 def _experts(spec: TensorSpec) -> Iterator[TensorSpec]:
-    one = _ONE_EXPERT.fullmatch(spec.name)
+    one = pattern("megatron.dist_expert").fullmatch(spec.name)
     if one is not None:
         yield renamed(spec, f"{one['head']}.local_experts.{one['expert']}.{one['tail']}")
         return
-    match = _EXPERTS.fullmatch(spec.name)
+    match = pattern("megatron.dist_experts").fullmatch(spec.name)
     if match is None or not spec.shape or spec.shape[0] > _MOST:
         yield spec
         return

@@ -246,6 +246,7 @@ def add_buffers(g: Gathered, namer: Namer, store: Store) -> None:
         try:
             file = read_torch_file(store, path, pickles)
             g.grid.files[path] = file.info
+            g.grid.indexed.keep(file)
             entries = file.root if isinstance(file.root, list) else [file.root]
             for n, entry in enumerate(entries):
                 if isinstance(entry, dict):

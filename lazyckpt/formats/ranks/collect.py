@@ -21,6 +21,7 @@ from ...io.containers.torch_file import TorchFile
 from ...layouts.placements import Cut, Layout, MeshPlacement, Same
 from ..dcp.chunks import in_chunks, uncovered
 from ..shared.naming import MODELS
+from ..shared.rank_shards import undecided
 from ..torch_save import crc_of
 from .fragments import MeshFragments, Team
 from .records import DTensor, Records, ShardedTensor, is_dtensor
@@ -213,7 +214,7 @@ class Collected:
         name = held.key
         if held.clash:
             reason = f"{held.clash}: are these the files of two saves? What each rank holds is in view.stored"
-            return TensorSpec(name, held.shape, held.dtype, (), rule=reason)
+            return undecided(name, held.shape, held.dtype, reason)
         if isinstance(held, Meshed):
             return self._mesh_spec(name, held, lost)
         if isinstance(held, Sharded):
@@ -228,7 +229,7 @@ class Collected:
                 f"the ranks hold parts that have yet to be reduced ({held.layout.partial}): it was saved as a DTensor "
                 "with a Partial placement. What each rank holds is in view.stored"
             )
-            return TensorSpec(name, held.shape, held.dtype, (), rule=reason)
+            return undecided(name, held.shape, held.dtype, reason)
         places = dict(held.places)
         for ranks, shape in held.meshes.items():
             if any(rank not in places for rank in ranks):

@@ -27,7 +27,7 @@ from ..reader import Reader, Source
 from ..shared.members import Member, together
 from ..shared.naming import MODELS, sort
 from ..shared.paths import at, paths, put
-from ..torch_save import RankStored
+from ..torch_save import Indexed, RankStored
 from .collect import Collected, Meshed, Sharded
 from .files import Series, chosen, recognised
 from .flat import FLAT, Hints, Split, split
@@ -82,7 +82,7 @@ def read_series(
         meta=meta,
         named=named,
         files=folder.files,
-        stored=RankStored(source.store.pinned(folder.files), tuple(folder.files)),
+        stored=RankStored(source.store.pinned(folder.files), tuple(folder.files), folder.indexed),
         aliases=collected.ties(tensors),
         problems=problems,
     )
@@ -130,7 +130,7 @@ def _optimizers(source: Source, problems: list[Problem]) -> list[tuple[Path, Mem
     names = [n for n, e in sorted(source.entries.items()) if e.is_dir and n.startswith("optim")]
     found: list[tuple[Path, Member]] = []
     for name in names:
-        if ".metadata" in source.store.list(name):
+        if ".metadata" in source.inside(name):
             try:
                 found.append(((name,) if found else (), in_folder(source.store, name)))
             except LazyckptError as e:
@@ -183,11 +183,12 @@ class _Folder:
         self.collected = Collected()
         self.series = series
         self.roots: dict[Path, Series] = {}  # where the objects of a series stand
+        self.indexed = Indexed()
         self._pickles = Pickles()
         self._notes: dict[Problem, list[str]] = {}  # what is odd of a file -> the files
         for name, key in _JSON.items():
             where, _, last = name.rpartition("/")
-            if last in (source.entries if not where else self.store.list(where)):
+            if last in (source.entries if not where else source.inside(where)):
                 try:
                     self.meta[key] = load_json(self.store, name)
                 except LazyckptError as e:
@@ -214,6 +215,7 @@ class _Folder:
                 self.broken[path] = e
                 continue
             self.files[path] = file.info
+            self.indexed.keep(file)
             for note in (*dangers(file.globals), *plain.notes):
                 self._notes.setdefault(note, []).append(path)
             if first:

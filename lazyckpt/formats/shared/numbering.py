@@ -17,6 +17,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ...core.box import Shape
+from ...layouts.tables import pattern
 
 _TRIES = 500_000  # states of a search, times the groups; past that the order is called undetermined
 
@@ -94,7 +95,6 @@ def assign(
 # -- the orders that people use
 
 Named = tuple[str, Shape]
-_HEADS = re.compile(r"(?:\w*_)?(?:head|heads|classifier|score|logits|cls|output|fc|predictor)", re.IGNORECASE)
 
 
 class Convention(NamedTuple):
@@ -120,7 +120,7 @@ def _head_first(names: Sequence[Named]) -> list[Named]:
     [('m.head.w', (2,)), ('m.up.w', (2,)), ('m.up.b', (2,))]
     """
     tops = _tops(names)
-    if not tops or not _HEADS.fullmatch(tops[-1]):
+    if not tops or not pattern("model.head").fullmatch(tops[-1]):
         return list(names)
     return [item for own in (True, False) for item, top in zip(names, tops, strict=True) if (top == tops[-1]) is own]
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 import json
+import pkgutil
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from importlib import resources
 from typing import Any, NamedTuple
 
 from ...core.index import Index, TensorSpec, renamed
@@ -166,7 +166,7 @@ def _types(config: Any, depth: int) -> Iterator[str]:
 
 @functools.cache
 def _table() -> dict[str, Any]:
-    table: dict[str, Any] = json.loads(resources.files(__package__).joinpath("hf_orders.json").read_text())
+    table: dict[str, Any] = json.loads(pkgutil.get_data(__package__, "hf_orders.json") or b"")
     return table
 
 
@@ -242,13 +242,13 @@ def _parts(source: Source) -> list[Part]:
     files = sorted((n for n, e in source.entries.items() if not e.is_dir), key=natural)
     folders = sorted((n for n, e in source.entries.items() if e.is_dir), key=natural)
     return [
-        p for p in parts(files, folders) if not p.folder or ".metadata" in source.store.list(p.name) or _lost(source, p)
+        p for p in parts(files, folders) if not p.folder or ".metadata" in source.inside(p.name) or _lost(source, p)
     ]
 
 
 def _lost(source: Source, part: Part) -> bool:
     """Whether a folder is there whose save was not finished: it is told, as it cannot be read."""
-    return any(name.endswith(".distcp") for name in source.store.list(part.name))
+    return any(name.endswith(".distcp") for name in source.inside(part.name))
 
 
 def _one_of_each(found: Sequence[Part], problems: list[Problem]) -> list[Part]:

@@ -19,6 +19,7 @@ from ...core.index import FileInfo, Index, TensorSpec, relocated
 from ...core.names import natural
 from ...errors import LazyckptError, MissingFileError, Problem, cannot_read
 from ...io.containers.pickle.plain import Path
+from ...layouts.tables import pattern
 from .. import huggingface
 from ..reader import Reader, Source
 from ..shared.members import Member, together
@@ -28,8 +29,6 @@ from ..torch_save import member
 _STATE = "recipe_state"
 _EPOCH = re.compile(r"epoch_(\d+)")
 _OLD = re.compile(r"(?:hf_model_\d+|meta_model|torchtune_model|model)_(\d+)\.(?:pt|bin|safetensors)")
-# of a model in the layout of transformers: its query and key rows are permuted against torchtune's
-_CONVERTED = re.compile(r"(^|\.)(self_attn\.q_proj|embed_tokens)\.weight$")
 
 
 def _read(source: Source) -> Index:
@@ -60,7 +59,7 @@ def _read(source: Source) -> Index:
     if not members:
         raise broken[0]
     # recipes/full_finetune_*.py, lora_finetune_*.py `_setup_optimizer`: the optimizer is given model.parameters()
-    by: By = "nothing" if any(map(_CONVERTED.search, names)) else "modules"
+    by: By = "nothing" if any(map(pattern("torchtune.converted").search, names)) else "modules"
     done = next((m.meta["epochs_run"] for _, m in members if "epochs_run" in m.meta), None)
     models = ["model"]
     if type(done) is int and chosen is not None and done != chosen + 1:
@@ -133,12 +132,12 @@ def _member(weights: Index) -> Member:
 def _beside(source: Source, names: list[str] | None, epoch: int | None) -> list[tuple[str, str]]:
     """Adapter and recipe state: (path, what it stands under)."""
     found = []
-    if names and source.entries[names[0]].is_dir and "adapter_model.pt" in source.store.list(names[0]):
+    if names and source.entries[names[0]].is_dir and "adapter_model.pt" in source.inside(names[0]):
         found.append((f"{names[0]}/adapter_model.pt", "adapter"))
     if f"adapter_{epoch}.pt" in source.entries:
         found.append((f"adapter_{epoch}.pt", "adapter"))
     state = source.entries.get(_STATE)
-    if state is not None and state.is_dir and f"{_STATE}.pt" in source.store.list(_STATE):
+    if state is not None and state.is_dir and f"{_STATE}.pt" in source.inside(_STATE):
         found.append((f"{_STATE}/{_STATE}.pt", ""))
     elif f"{_STATE}.pt" in source.entries:
         found.append((f"{_STATE}.pt", ""))
@@ -150,7 +149,7 @@ def _recognises(source: Source) -> bool:
         return False
     state = source.entries.get(_STATE)
     return f"{_STATE}.pt" in source.entries or (
-        state is not None and state.is_dir and f"{_STATE}.pt" in source.store.list(_STATE)
+        state is not None and state.is_dir and f"{_STATE}.pt" in source.inside(_STATE)
     )
 
 

@@ -248,7 +248,7 @@ def _recognises_folder(source: Source) -> bool:
         return True
     folders = [name for name, entry in source.entries.items() if entry.is_dir][:_LOOKED_INTO]
     return not source.path and any(
-        any(root in listed for root in ROOTS) for listed in (source.store.list(folder) for folder in folders)
+        any(root in listed for root in ROOTS) for listed in (source.inside(folder) for folder in folders)
     )
 
 

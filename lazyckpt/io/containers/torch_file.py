@@ -84,9 +84,9 @@ def is_torch_file(head: bytes) -> bool:
     return head.startswith(ZIP_MAGIC) or LEGACY_MAGIC in head[:32]
 
 
-def is_whole(store: Store, path: str) -> bool:
-    """Whether the file ends as the zips of torch.save do: a truncated one does not. It takes one small read."""
-    size = store.stat(path).size
+def is_whole(store: Store, path: str, size: int) -> bool:
+    """Whether a file of that size ends as the zips of torch.save do: a truncated one does not. It takes one small
+    read."""
     return size >= _ZIP_END and bytes(store.read(path, size - _ZIP_END, 4)) == b"PK\x05\x06"
 
 

@@ -107,14 +107,25 @@ class Store(ABC):
     def pinned(self, pins: Mapping[str, FileInfo]) -> Store:
         """The same store with other pins. Raises ChangedFileError if a file was written to since this store, which has
         no pins, has first looked at it."""
-        for path, first in list(self._seen.items()):
-            pin = pins.get(path)
-            if pin is not None and not first.may_be(pin):
-                raise changed(self.root, path, first, pin)
+        self._compare(pins)
         store = self._with(pins)
         store.guards = self.guards
         store._seen.update((path, first) for path, first in list(self._seen.items()) if path not in pins)
         return store
+
+    def pin(self, pins: Mapping[str, FileInfo]) -> None:
+        """Read these files from now on as they were. Raises as `pinned`."""
+        self._compare(pins)
+        self.pins = pins
+        for path in pins:
+            self._seen.pop(path, None)
+
+    def _compare(self, pins: Mapping[str, FileInfo]) -> None:
+        """Raise ChangedFileError if a pin is another state of a file than the first that was seen."""
+        for path, first in list(self._seen.items()):
+            pin = pins.get(path)
+            if pin is not None and not first.may_be(pin):
+                raise changed(self.root, path, first, pin)
 
     def stat(self, path: str) -> FileInfo:
         """Size and modification time now. Raises MissingFileError; its ``errno`` is ENOENT or ENOTDIR if there is no

@@ -100,14 +100,23 @@ class LocalStore(Store):
         store._changes = self._changes
         return store
 
+    def pin(self, pins: Mapping[str, FileInfo]) -> None:
+        super().pin(pins)
+        with self._lock:  # a file that is replaced meanwhile must be seen: open them again
+            self._files.clear()
+            self._maps.clear()
+
     def _stat(self, path: str) -> FileInfo:
         try:
             s = os.stat(self._full(path))
         except (OSError, ValueError) as e:
             raise self._missing(path, e) from None
-        if not S_ISREG(s.st_mode):
-            raise CorruptError(f"{self._full(path)} is {'a folder' if S_ISDIR(s.st_mode) else 'no regular file'}")
+        self._check_kind(path, s.st_mode)
         return FileInfo(s.st_size, s.st_mtime_ns)
+
+    def _check_kind(self, path: str, mode: int) -> None:
+        if not S_ISREG(mode):
+            raise CorruptError(f"{self._full(path)} is {'a folder' if S_ISDIR(mode) else 'no regular file'}")
 
     def _fetch(self, path: str, offset: int, target: memoryview) -> Fetched:
         file = self._open(path)
@@ -181,7 +190,8 @@ class LocalStore(Store):
             raise closed_error(self._root)
         file = self._files.get(path)
         if file is None:
-            self._stat(path)  # only a regular file is opened
+            if path not in self.pins and path not in self._seen:
+                self._stat(path)  # only a regular file is opened
             try:
                 file = _again_if_full(lambda: File(self._full(path)))
             except OSError as e:
@@ -191,6 +201,7 @@ class LocalStore(Store):
                         "limit (ulimit -n)"
                     ) from None
                 raise self._missing(path, e) from None
+            self._check_kind(path, file.stat().st_mode)
             with self._lock:
                 file = self._files.setdefault(path, file)
                 while len(self._files) > _OPEN_FILES:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,14 +10,14 @@ from ...core.box import Box
 from ...core.compose import compose
 from ...core.index import Index, Placement, TensorSpec, renamed
 from ...errors import Problem
-from ..megatron import is_gated
+from ..megatron import is_gated, second_matrix, stack_of
+from ..tables import pattern
 from .rewrite import Heads, Told, new_names, rename
 from .table import Entry, table
 
 # -- Experts that megatron-core's GroupedMLP keeps in one array, as the matrices of each: as SequentialMLP has
 # them.
 
-_STACK = re.compile(r"(.*\.experts\.)weight([12])")
 _MOST = 1 << 16
 
 
@@ -28,7 +27,7 @@ def apart(states: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, dict[str,
         name: spec.shape[0]
         for specs in states.values()
         for name, spec in specs.items()
-        if len(spec.shape) == 3 and spec.shape[0] <= _MOST and _STACK.fullmatch(name)
+        if len(spec.shape) == 3 and spec.shape[0] <= _MOST and stack_of(name)
     }
     return {
         state: {one.name: one for name, spec in specs.items() for one in _apart(spec, counts.get(name, 0))}
@@ -37,7 +36,7 @@ def apart(states: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, dict[str,
 
 
 def _apart(spec: TensorSpec, count: int) -> Iterator[TensorSpec]:
-    match = _STACK.fullmatch(spec.name)
+    match = pattern("megatron.expert_stack").fullmatch(spec.name)
     if match is None or (spec.shape and (len(spec.shape) != 3 or spec.shape[0] != count)) or not count:
         yield spec
         return
@@ -54,8 +53,6 @@ def _apart(spec: TensorSpec, count: int) -> Iterator[TensorSpec]:
 
 
 # -- Which of the tables fits a model, by its names and shapes.
-
-_FC1 = re.compile(r"(.*\.)linear_fc1(\.weight\d*)")
 
 
 def hugging_face(specs: Mapping[str, TensorSpec], args: Mapping[str, Any], heads: Heads | None) -> str:
@@ -89,8 +86,7 @@ def megatron(names: Mapping[str, TensorSpec]) -> str:
 def _gated(specs: Mapping[str, TensorSpec], args: Mapping[str, Any]) -> bool:
     """Whether an MLP's first matrix is gate and up in one: it has twice the rows that the second has columns."""
     for name, spec in specs.items():
-        match = _FC1.fullmatch(name)
-        second = specs.get(f"{match[1]}linear_fc2{match[2]}") if match is not None else None
+        second = specs.get(second_matrix(name) or "")
         if second is not None and len(spec.shape) == len(second.shape) == 2:
             return spec.shape[0] == 2 * second.shape[1]
         if name.endswith(".experts.weight1") and len(spec.shape) == 3:

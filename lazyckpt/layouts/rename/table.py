@@ -5,15 +5,14 @@ from __future__ import annotations
 import functools
 import json
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
 from ...core.names import Names
 from ...errors import FormatError, MissingFileError
+from ..tables import read_toml
 
 Cut = Literal["", "qkv", "halves"]
 _FIELD = re.compile(r"\{([a-z]+)\}")
@@ -53,9 +52,8 @@ def known() -> tuple[str, ...]:
     return tuple(_tables())
 
 
-@functools.cache
 def _tables() -> dict[str, Any]:
-    return tomllib.loads(resources.files(__package__).joinpath("tables.toml").read_text())
+    return read_toml(__package__, "tables.toml")
 
 
 def _entry(left: str, value: Any) -> Entry:
@@ -103,6 +101,8 @@ ENDINGS = (".toml", ".json")
 
 def read_table(path: str) -> dict[str, Any]:
     """The table in a file. Raises MissingFileError; FormatError for what is no table of names."""
+    import tomllib
+
     kind = "JSON" if path.endswith(".json") else "TOML"
     try:
         text = Path(path).read_text(encoding="utf-8")
