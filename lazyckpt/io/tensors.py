@@ -1,4 +1,4 @@
-"""Memory as tensors, and tensors as memory: fresh ones, those over mapped files, their bytes, numpy's view of them."""
+"""Conversion between memory and tensors: allocation, tensors over mapped files, bytes of tensors, numpy arrays."""
 
 from __future__ import annotations
 
@@ -23,23 +23,22 @@ _BITS = {1: U8, 2: I16, 4: I32, 8: I64, 16: C128}
 
 
 def bits_of(itemsize: int) -> torch.dtype:
-    """A dtype of this size that moves bits, whatever they mean: torch cannot copy every dtype with strides, or flip
-    it."""
+    """Return a dtype of this item size for moving raw bits: torch cannot do strided copies or flips of every dtype."""
     return _BITS[itemsize].torch
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """`torch.empty` on the CPU, in huge pages where it is large. Raises DataError if there is not so much memory.
+    """Allocate a CPU tensor, in huge pages if it is large. Raises DataError if there is not enough memory.
 
-    First touch of fresh memory is most of the cost of a large read (measured: 64 MiB in 4 KiB pages 8.6 ms, in huge
-    pages 2.4 ms, the copy itself 2 ms), so the kernel is asked for huge pages. It is free to say no.
+    The first touch of new memory is most of the cost of a large read (measured: 64 MiB in 4 KiB pages 8.6 ms, in huge
+    pages 2.4 ms, the copy itself 2 ms), so large tensors request huge pages. The kernel may refuse.
     """
     try:
         tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
-    except RuntimeError as e:  # torch's way to say that there is not so much memory
+    except RuntimeError as e:  # torch raises this if there is not enough memory
         nbytes = prod(shape) * dtype.itemsize
         raise DataError(
-            f"{nbytes:,} bytes for a tensor of shape {tuple(shape)} cannot be had: read it in slices"
+            f"{nbytes:,} bytes for a tensor of shape {tuple(shape)} cannot be allocated: read it in slices"
         ) from e
     if tensor.nbytes >= HUGE:
         advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
@@ -47,15 +46,15 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, writable."""
+    """Return the memory of a contiguous CPU tensor as a writable memoryview."""
     if not tensor.numel():
         return memoryview(b"")
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
 def array_over(mapped: Mapped, offset: int, dtype: torch.dtype, shape: Shape) -> torch.Tensor:
-    """The bytes of a mapped file from ``offset`` on (a multiple of the item size) as a C-order tensor that is not
-    empty. The mapping keeps it."""
+    """Return a non-empty C-order tensor over a mapped file from ``offset`` on (bytes, a multiple of the item size).
+    The mapping caches the tensor."""
     key = (offset, dtype, shape)
     array: torch.Tensor | None = mapped.arrays.get(key)
     if array is None:
@@ -65,17 +64,17 @@ def array_over(mapped: Mapped, offset: int, dtype: torch.dtype, shape: Shape) ->
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A CPU tensor as a numpy array over the same memory; bf16 and fp8 with the dtypes of ml_dtypes.
+    """Return a numpy array over the memory of a CPU tensor; bf16 and fp8 use the dtypes of ml_dtypes.
 
-    Raises DataError if numpy has no such dtype, or no array of that shape.
+    Raises DataError if numpy has no such dtype or cannot represent the shape.
     """
     dtype = dtype_of(tensor.dtype).numpy
     tensor = tensor.detach().resolve_conj().resolve_neg()
     try:
-        if dtype.isbuiltin == 1:  # numpy's own, not ml_dtypes'
+        if dtype.isbuiltin == 1:  # a dtype of numpy, not of ml_dtypes
             return tensor.numpy()
         raw: np.ndarray[Any, Any] = tensor.contiguous().view(bits_of(tensor.itemsize)).numpy()
         named: np.ndarray[Any, Any] = raw.view(dtype)
         return named.reshape(tuple(tensor.shape))
-    except ValueError as e:  # an empty tensor with dimensions that are too long
+    except ValueError as e:  # an empty tensor with dimensions too long for numpy
         raise DataError(f"numpy has no array of shape {tuple(tensor.shape)}: {e}") from None
