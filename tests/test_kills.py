@@ -134,8 +134,8 @@ def export(phase, calls, log):
 
 def finished():
     # run by run, with what the file's name is
-    told = ledger.told(staging_path(dest) / staging.LEDGER)
-    return {(key, at, run.nbytes) for key, file in told.files.items() for at, run in file.runs.items()}
+    state = ledger.read_ledger(staging_path(dest) / staging.LEDGER)
+    return {(key, at, run.nbytes) for key, file in state.files.items() for at, run in file.runs.items()}
 
 
 log_path = Path(folder + ".log")
@@ -454,7 +454,7 @@ def test_after_a_restart_of_the_machine_what_its_cache_lost_is_done_again(
     kept = interrupted(training, dest)
     (tmp_path / "boot").write_text("another")
     (path,) = staging.staging_path(dest).glob(f"*/{dest.name}")
-    (file,) = ledger.told(staging.staging_path(dest) / staging.LEDGER).files.values()
+    (file,) = ledger.read_ledger(staging.staging_path(dest) / staging.LEDGER).files.values()
     lost = sorted(file.runs)[3:7]
     with path.open("r+b") as opened:
         for offset in lost:
