@@ -171,6 +171,6 @@ def _result(future: Future[list[Any]]) -> list[Any]:
 
 def _lost(e: BaseException) -> WorkerError:
     return WorkerError(
-        f"the executor lost workers, or no longer accepts work ({type(e).__name__}: {e}): were they killed, for "
+        f"the executor lost workers, or does not take work any more ({type(e).__name__}: {e}): were they killed, for "
         "example for lack of memory? Call again with another executor, or with a smaller memory="
     )

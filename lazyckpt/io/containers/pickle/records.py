@@ -11,11 +11,18 @@ from ....errors import CorruptError
 
 
 class Opaque:
-    """An inert record of a class or function that a pickle names, with the arguments and state from the pickle.
+    """An inert record of a class or function that a pickle names, or of an object that unpickling would create with it.
 
-    ``args`` are the arguments of the call (None: the pickle only names it), ``state`` holds its attributes, ``items``
-    the appended elements, ``entries`` the keys and values that are set. The keys of the state are readable as
-    attributes.
+    The keys of ``state`` are readable as attributes of the record.
+
+    Parameters
+    ----------
+    module, name
+        Where the class or function is, as the pickle spells it.
+    args
+        Positional arguments of the call; None if the pickle only names the class or function.
+    kwargs
+        Keyword arguments of the call as a dict; None if there are none.
     """
 
     __slots__ = ("_entries", "_items", "args", "kwargs", "module", "name", "state")
