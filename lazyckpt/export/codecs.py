@@ -83,7 +83,7 @@ def encoding(codec: Codec | None, dtype: torch.dtype) -> Encoding:
         return _numcodec(dict(codec))
     name, given = codec.get("name"), codec.get("configuration") or {}
     if not isinstance(given, Mapping):
-        raise DataError(f"the configuration of the codec {name!r} is {given!r}: pass a mapping of its parameters")
+        raise DataError(f"the configuration of the codec {name!r} is {given!r}: pass a table of its parameters")
     given = dict(given)
     if isinstance(name, str) and name.startswith("numcodecs."):
         return _numcodec({"id": name.removeprefix("numcodecs."), **given})
