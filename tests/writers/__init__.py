@@ -1,6 +1,6 @@
-"""Writers of test checkpoints: the real libraries make the files, the writing process itself says what is in them.
+"""Writers of test checkpoints: real libraries write the files, and the writing process records their true content.
 
-A :class:`Case` is one checkpoint beside the truth that its training process held in memory when it saved.  Nothing here
+A :class:`Case` is a checkpoint with the truth that its training process had in memory when it saved.  Nothing here
 reads a checkpoint back: the truth never passes through the files under test.
 """
 
@@ -18,7 +18,7 @@ __all__ = ["Case", "TruthFiles", "bit_equal"]
 
 
 class TruthFiles(Mapping[str, dict[str, torch.Tensor]]):
-    """The safetensors files of a folder, by stem; each access loads afresh, so no test can spoil another's truth."""
+    """The safetensors files of a folder, by stem; each access loads anew, so no test can modify another's truth."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -41,26 +41,26 @@ class TruthFiles(Mapping[str, dict[str, torch.Tensor]]):
 
 @dataclass(frozen=True)
 class Case:
-    """One checkpoint and what it must turn out to hold."""
+    """A checkpoint and its expected content."""
 
     path: Path
-    """The checkpoint as a user would open it."""
+    """The path that a user opens."""
     truth: Mapping[str, dict[str, torch.Tensor]]
     """State name ("weights", "fp32", "exp_avg", ...) -> logical name -> tensor."""
     info: dict[str, Any]
-    """What the writer knows about itself: tied, frozen, buffers, dtype, stage, dp, ..."""
+    """Facts that the writer knows: tied, frozen, buffers, dtype, stage, dp, ..."""
     rank_buffers: Mapping[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     """"rank0", "rank1", ... -> persistent buffers of that rank, for writers whose ranks hold different ones."""
     shards: Mapping[str, dict[str, torch.Tensor]] = field(default_factory=dict)
-    """"mp_rank_00.fp32", ... -> what that model-parallel rank held of a state, before any merging."""
+    """"mp_rank_00.fp32", ... -> that model-parallel rank's part of a state, before merging."""
     stored: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Raw name -> tensor, if the test knows them all."""
+    """Raw name -> tensor, if the test knows all of them."""
     reference: Mapping[str, dict[str, torch.Tensor]] = field(default_factory=dict)
-    """What the library's own tools read from the checkpoint, for comparison: "zero_to_fp32", or whole states."""
+    """Tensors that the library's own tools read from the checkpoint, for comparison: "zero_to_fp32" or whole states."""
 
 
 def bit_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Same dtype, same shape and the same bits (so NaN equals itself, and -0.0 is not 0.0); strides do not matter."""
+    """Return whether dtype, shape and bits are equal (so NaN equals itself and -0.0 differs from 0.0)."""
     for t in (a, b):
         if t.layout != torch.strided or t.is_quantized or t.is_nested or t.is_meta:
             raise TypeError(f"no single block of bytes to compare: {t.layout}, {t.dtype}, {t.device}")
@@ -73,6 +73,6 @@ def bit_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _bytes(t: torch.Tensor) -> torch.Tensor:
     t = t.detach().resolve_conj().resolve_neg()
-    if t.element_size() == 1:  # torch copies some one-byte types (float4_e2m1fn_x2) only under another name
+    if t.element_size() == 1:  # torch can copy some one-byte dtypes (float4_e2m1fn_x2) only as another dtype
         return t.view(torch.uint8).contiguous()
     return t.contiguous().flatten().view(torch.uint8)
