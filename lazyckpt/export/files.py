@@ -242,7 +242,7 @@ def under(
             if name not in tensors and name not in aliases:
                 near = Names([*tensors, *aliases]).near(name)
                 hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-                raise TensorNotFoundError(f"names= tells of {name!r}, which is not among what is written.{hint}")
+                raise TensorNotFoundError(f"names= contains {name!r}, which is not the name of a written tensor.{hint}")
     found: dict[str, LazyArray] = {}
     tied: dict[str, str] = {}
     was: dict[str, str] = {}  # new name -> first old name that is renamed to it

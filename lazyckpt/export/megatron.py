@@ -190,8 +190,8 @@ def _model(view: View, mesh: Mesh, lost: Lost) -> _Model:
     complete(args, weights, view.meta, tied, dtype or _usual(weights))
     if mesh.tp > 1 and heads_of({"args": args}) is None and any(".linear_qkv." in name for name in weights):
         raise DataError(
-            f"tp={mesh.tp}: nothing tells how many heads and groups of them linear_qkv is of, so it cannot be cut (the "
-            "source has no args and no config.json): write it with tp=1"
+            f"tp={mesh.tp}: the numbers of attention heads and groups in linear_qkv are not known, so it cannot be cut "
+            "(the source has no args and no config.json): write it with tp=1"
         )
     states = _without_padding(states, args, mesh.tp, lost)
     of_16_bits = dtype is not None or any(_is_half(spec.dtype.torch) for spec in states["weights"].values())
@@ -263,7 +263,7 @@ def _without_padding(
         return states
     names = [name for name, spec in weights.items() if VOCABULARY.search(name) and spec.shape[0] == rows]
     for name in names:
-        lost[name] = f"rows {wanted} to {rows} of its {rows}: padding that tp={tp} has not, behind {true} tokens"
+        lost[name] = f"rows {wanted} to {rows} of its {rows}: padding behind {true} tokens that tp={tp} does not need"
     return {
         state: {name: _cropped(spec, wanted, rows) if name in names else spec for name, spec in specs.items()}
         for state, specs in states.items()
@@ -338,20 +338,20 @@ def _around(view: View, optimizer: Optimizer | None, args: argparse.Namespace, l
     if iteration and optimizer is None:
         lost.setdefault("optimizer", f"the source has none: {NO_OPTIM}")
     if iteration:
-        lost["rng_state"] = "generators' states are of the source's ranks: load with --no-load-rng"
+        lost["rng_state"] = "generators' states belong to the source's ranks: load with --no-load-rng"
     for key in ("opt_param_scheduler", "num_floating_point_operations_so_far"):
         made = restored(meta.get(key), key, partial(named, view.stored), lost)
         if made is not None:
             around[key] = made
     if optimizer is not None and "opt_param_scheduler" not in around:
-        lost["opt_param_scheduler"] = "the source has none: load with --override-opt_param-scheduler, it begins anew"
+        lost["opt_param_scheduler"] = "the source has none: load with --override-opt_param-scheduler to start a new one"
         rate = next((group["lr"] for groups in optimizer.chain for group in groups.values() if "lr" in group), 0.0)
         around["opt_param_scheduler"] = {
             "max_lr": rate, "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": 1, "lr_decay_style": "constant",
             "num_steps": 0,
         }  # fmt: skip
     if meta.get("rerun_state_machine") is not None:
-        lost["rerun_state_machine"] = "it is of the source's ranks"
+        lost["rerun_state_machine"] = "it belongs to the source's ranks"
     return around
 
 

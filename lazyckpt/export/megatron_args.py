@@ -93,7 +93,7 @@ def of_rank_files(
         args.moe_grouped_gemm = ".local_experts." not in text
     for name in _COMPARED:
         if getattr(args, name, None) is None:
-            lost[f"args.{name}"] = "nothing tells it, and Megatron's loader stops without it unless it has --finetune"
+            lost[f"args.{name}"] = "it is not known, and Megatron's loader fails without it: load with --finetune"
 
 
 def true_vocabulary(args: argparse.Namespace, rows: int) -> int | None:

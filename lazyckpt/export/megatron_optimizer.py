@@ -116,7 +116,7 @@ def optimizer_of(
     kinds = [kind for kind in states if kind not in (*_FULL, "step")]
     for kind in kinds:
         if kind not in _TRAINED:
-            lost[kind] = "none of the states that Megatron's optimizers have"
+            lost[kind] = "not one of the states that Megatron's optimizers have"
     kinds = [kind for kind in kinds if kind in _TRAINED]
     if not kinds:
         return None
@@ -137,7 +137,7 @@ def optimizer_of(
     known = {key for group in options for key in group}
     for key in ("betas", "eps"):  # the scheduler sets the other options
         if "exp_avg" in kinds and key not in known:
-            lost[f"optimizer.param_groups.{key}"] = f"nothing tells it, {_OPTIONS[key]} is written"
+            lost[f"optimizer.param_groups.{key}"] = f"it is not known, {_OPTIONS[key]} is written"
     counted = ["step"] if "exp_avg" in kinds and steps == Steps() else []
     chain = _chain(shapes, options, ep, steps.in_groups)
     return Optimizer(chain, [*counted, *kinds], steps.each, half, _scaler(view, lost) if half else None)
@@ -224,7 +224,9 @@ def _steps(
         done = {float(view.states["step"][name][...].max()) for name in shapes}
         if len(done) == 1:
             return Steps(int(done.pop()))
-        lost["optimizer"] = f"its parameters have done {min(done):g} to {max(done):g} steps, Megatron's all the same"
+        lost["optimizer"] = (
+            f"its parameters have done {min(done):g} to {max(done):g} steps, Megatron has one count for all"
+        )
     else:
         step = step_of(view)
         if step is not None:

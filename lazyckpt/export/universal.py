@@ -153,7 +153,7 @@ def _states(view: View, masters: Mapping[str, LazyArray], lost: Lost) -> dict[st
             continue
         for name, tensor in tensors.items():
             if name not in masters:
-                lost[f"{state}.{name}"] = "a state of something that is no parameter of this view"
+                lost[f"{state}.{name}"] = "a state of a tensor that is no parameter of this view"
             elif prod(tensor.shape) != prod(masters[name].shape):
                 lost[f"{state}.{name}"] = f"a state of shape {tuple(tensor.shape)}: DeepSpeed takes a parameter's shape"
             else:

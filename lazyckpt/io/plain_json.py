@@ -202,7 +202,7 @@ def _tensor(about: Any) -> torch.Tensor:
 def _string(value: Any) -> str:
     text = decode(value)
     if not isinstance(text, str):
-        raise TypeError("a name that is no text")
+        raise TypeError("a name that is not a string")
     return text
 
 

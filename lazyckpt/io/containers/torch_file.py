@@ -169,8 +169,8 @@ def _read_zip(file: StoreFile, pickles: Pickles) -> TorchFile:
     pickle = pickles.read(data, f"{where} (data.pkl)")
     if pickle.end != len(data):
         raise CorruptError(
-            f"{where}: data.pkl goes on for {len(data) - pickle.end:,} bytes behind the end of its pickle, which torch "
-            "does not read: the file is damaged, or hides something. Save it again from where you trust it."
+            f"{where}: data.pkl has {len(data) - pickle.end:,} bytes behind the end of its pickle, which torch does "
+            "not read: the file is damaged, or hides something. Save it again from where you trust it."
         )
     return TorchFile(file.path, file.info, pickle.value, storages, pickle.globals, order == b"big", len(data))
 

@@ -110,8 +110,8 @@ def _ends(file: StoreFile) -> tuple[int, int, int]:
     if start + size != behind:
         raise refused(
             file,
-            f"its directory is said to take {size:,} bytes from {start:,} on, which is not where its end record is "
-            f"({behind:,})",
+            f"its end record at {behind:,} claims a directory of {size:,} bytes from {start:,} on, which does not end "
+            "there",
         )
     return count, size, start
 
