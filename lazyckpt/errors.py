@@ -1,22 +1,22 @@
-"""Every error that lazyckpt raises on purpose, as one tree.
+"""The exceptions that lazyckpt raises deliberately, and the problems that views report.
 
     LazyckptError
-    ├── FormatError (ValueError)             no reader knows this layout, or it is one that is refused by name
+    ├── FormatError (ValueError)             no reader supports this layout, or lazyckpt rejects it by name
     ├── CorruptError (ValueError)            a file contradicts itself: truncated, flipped bytes, offsets out of range
-    ├── MissingFileError (FileNotFoundError) a file that a tensor stands on is not there (or could not be indexed)
-    ├── ChangedFileError (OSError)           a file is not the one that was indexed any more
-    ├── TensorNotFoundError (KeyError)       no tensor and no prefix of that name; the message names near misses
-    ├── SelectionError (IndexError)          an index that does not fit the tensor's shape
-    ├── DataError (RuntimeError)             the tensor is known, its elements cannot be given (no data, no such dtype)
-    ├── MeshError (ValueError)               a device mesh, placement or plan of experts that does not fit
-    ├── WorkerError (RuntimeError)           the workers of a job died; what they finished is kept where that can be
-    └── DestinationError (OSError)           nothing was written: something is there already, no room, no right to
+    ├── MissingFileError (FileNotFoundError) a file that holds elements of a tensor is missing or could not be indexed
+    ├── ChangedFileError (OSError)           a file changed after it was indexed
+    ├── TensorNotFoundError (KeyError)       no tensor and no prefix has this name; the message lists similar names
+    ├── SelectionError (IndexError)          an index does not fit the tensor's shape
+    ├── DataError (RuntimeError)             the tensor exists but its elements cannot be read (no data, no dtype)
+    ├── MeshError (ValueError)               a device mesh, placement or expert plan does not fit the tensors or ranks
+    ├── WorkerError (RuntimeError)           workers of a job died; finished output is kept where possible
+    └── DestinationError (OSError)           nothing was written: target exists, disk is full, or permission is denied
 
-A message says what is wrong, in which file, and what to do. Names in it come from files: as text (``str(error)``) it
-is one paragraph without control characters.
+Each message says what is wrong, in which file, and what to do. ``str(error)`` is a single paragraph without control
+characters, even where it contains names read from files.
 
-What is missing or odd in a checkpoint that can be read all the same is a `Problem` in ``view.problems``: a sentence
-with a code to filter by.
+Defects that do not prevent reading a checkpoint are not exceptions: each is a `Problem` in ``view.problems``, a
+sentence with a code to filter by.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-# -- Text that comes from files (names, paths, messages), made safe to print, and long lists made short.
+# -- Printable text and shortened lists for messages.
 
-_LONG = 80  # characters of an item of a list in a message
+_LONG = 80  # maximum characters of one list item in a message
 
 
 def printable(text: str) -> str:
-    """The text as one line: every character that a terminal would not print as itself is escaped.
+    """Escape every non-printable character, so that text read from files is one safe line on a terminal.
 
     >>> print(printable("red\\x1b[31m"), printable("two\\nlines"))
     red\\x1b[31m two\\nlines
@@ -42,7 +42,7 @@ def printable(text: str) -> str:
 
 
 def some(items: Iterable[object], most: int = 3) -> str:
-    """The first items of a list for a message, each cut if it is long, and how many are left out.
+    """Join the first items of a list for a message; shorten long items and count the omitted ones.
 
     >>> some("abc"), some("abcdef"), some(range(12), 8)
     ('a, b, c', 'a, b, c and 3 more', '0, 1, 2, 3, 4, 5, 6, 7 and 4 more')
@@ -53,7 +53,7 @@ def some(items: Iterable[object], most: int = 3) -> str:
 
 
 def sentences(items: Iterable[str], most: int = 3) -> str:
-    """The first sentences for a message, in full, and how many are left out.
+    """Join the first sentences for a message, without shortening them, and count the omitted ones.
 
     >>> sentences(["a is missing", "b is missing", "c is missing"], 2)
     'a is missing; b is missing; and 1 more'
@@ -63,7 +63,7 @@ def sentences(items: Iterable[str], most: int = 3) -> str:
 
 
 def and_more(count: int, what: str = "", start: str = "... and ") -> str:
-    """What to write below the first lines of a list about the ``count`` that are left out; "" if there are none.
+    """Return the note "... and N more" for a shortened list, or "" if nothing was omitted.
 
     >>> and_more(1200, "files"), and_more(0)
     ('... and 1,200 more files', '')
@@ -71,7 +71,7 @@ def and_more(count: int, what: str = "", start: str = "... and ") -> str:
     return f"{start}{count:,} more{f' {what}' if what else ''}" if count > 0 else ""
 
 
-# -- Every error that lazyckpt raises on purpose, as one tree.
+# -- Exceptions and problems.
 
 __all__ = [
     "ChangedFileError",
@@ -87,7 +87,7 @@ __all__ = [
     "WorkerError",
 ]
 
-# Code of a `Problem` -> what it means. docs/reference/problems.md says what to do about each.
+# Code of a `Problem` -> its meaning. docs/reference/problems.md says what to do about each.
 PROBLEM_CODES = {
     # -- files
     "missing-file": "A file that the checkpoint should have is not there.",
@@ -129,7 +129,7 @@ PROBLEM_CODES = {
     "replaced-tensor": "A tensor is read from another file, because the usual one does not hold its values.",
     "unsupported-tensor": "A tensor cannot be represented as it is; the message says what is read instead.",
     "nested-tensor": "A tensor consists of others, which are read under its name.",
-    # -- what the user asks for
+    # -- options that the user passed
     "unused-rule": "A rule of rules=, or an entry of steps=, has no effect.",
     "not-renamed": "A tensor keeps its name: the table has no entry for it, or it cannot be cut or joined.",
     "unlike-values": "Values mean something else under the new names: a model with those names computes otherwise.",
@@ -140,9 +140,10 @@ PROBLEM_CODES = {
 
 
 class Problem(str):
-    """Something missing or odd in a checkpoint that can be read all the same.
+    """A defect of a checkpoint that does not prevent reading the rest of it.
 
-    A problem is a `str`, the sentence for people, with a ``code`` to filter by. Sentences may change; codes do not:
+    A problem is a `str`, a human-readable sentence, with a ``code`` to filter by. Sentences may change between
+    versions; codes do not:
 
     >>> lost = Problem("missing-file", "mp_rank_01/model.pt is missing", "mp_rank_01/model.pt")
     >>> lost.code, lost.path
@@ -153,12 +154,12 @@ class Problem(str):
     Parameters
     ----------
     code
-        What kind of problem it is, one of those that docs/reference/problems.md lists (other readers may have more).
+        The kind of problem, one of the codes in docs/reference/problems.md (readers of other packages may add codes).
     message
         What is wrong, where, and what to do, as one sentence. Control characters in it are escaped.
     path
-        The file, folder or tensor that it is about, as `CheckpointView.files` or the view names it; None if it is about
-        the checkpoint as a whole, or about several.
+        The affected file, folder or tensor, as named in `CheckpointView.files` or in the view; None if the problem
+        concerns several of them or the whole checkpoint.
     """
 
     __slots__ = ("code", "path")
@@ -178,7 +179,7 @@ class Problem(str):
         return str(self)
 
     def prefixed(self, prefix: str, path: str | None = None) -> Problem:
-        """The same problem, with a text in front of the message, and the path if it has none yet."""
+        """Return a copy with ``prefix`` in front of the message, and with ``path`` if this problem has no path."""
         return Problem(self.code, f"{prefix}: {self}", self.path or path)
 
     def __repr__(self) -> str:
@@ -190,14 +191,14 @@ class Problem(str):
 
 
 class LazyckptError(Exception):
-    """Base of all errors that lazyckpt raises on purpose."""
+    """Base class of all exceptions that lazyckpt raises deliberately."""
 
     def __str__(self) -> str:
         return printable(super().__str__())
 
 
 class FormatError(LazyckptError, ValueError):
-    """No reader knows this layout, or it is one that is refused by name."""
+    """No reader supports this layout, or lazyckpt rejects it by name."""
 
 
 class CorruptError(LazyckptError, ValueError):
@@ -205,30 +206,30 @@ class CorruptError(LazyckptError, ValueError):
 
 
 class MissingFileError(LazyckptError, FileNotFoundError):
-    """A file that a tensor stands on is not there, or could not be indexed."""
+    """A file that holds elements of a tensor is missing, or could not be indexed."""
 
 
 class ChangedFileError(LazyckptError, OSError):
-    """A file is not the one that was indexed any more (size or modification time differ)."""
+    """A file changed after it was indexed: its size, version or modification time differs."""
 
 
 class TensorNotFoundError(LazyckptError, KeyError):
-    """No tensor and no prefix of that name; the message names near misses.
+    """No tensor and no prefix has this name; the message lists similar names.
 
     Parameters
     ----------
     message
         What was not found.
     hint
-        Called when the message is first shown; its result is appended. Near names are searched for there, so that
-        ``name in view`` and ``view.get(name)`` do not pay for a message that nobody sees.
+        A function that searches for similar names. It is called when the message is first formatted, and its result
+        is appended, so that ``name in view`` and ``view.get(name)`` do not pay for an unused message.
     """
 
     def __init__(self, message: str = "", hint: Callable[[], str] | None = None) -> None:
         super().__init__(message)
         self._hint = hint
 
-    def __str__(self) -> str:  # KeyError would show the repr of the message
+    def __str__(self) -> str:  # KeyError.__str__ returns the repr of the message
         hint = self._hint
         if hint is not None:
             self.args = (f"{self.args[0]} {hint()}".rstrip(),)
@@ -240,50 +241,50 @@ class TensorNotFoundError(LazyckptError, KeyError):
 
 
 class SelectionError(LazyckptError, IndexError):
-    """An index that does not fit the tensor's shape."""
+    """An index does not fit the tensor's shape."""
 
 
 class DataError(LazyckptError, RuntimeError):
-    """The tensor is known, but its elements cannot be given (it has no data, or no dtype can hold it)."""
+    """The tensor exists but its elements cannot be read: it has no data, or no dtype can represent them."""
 
 
 class MeshError(LazyckptError, ValueError):
-    """A device mesh, a placement or a plan of experts that does not fit the tensors, or the ranks."""
+    """A device mesh, a placement or an expert plan does not fit the tensors or the ranks."""
 
 
 class WorkerError(LazyckptError, RuntimeError):
-    """The workers of a job died (processes, machines of a cluster), or take no work any more."""
+    """Workers of a job (processes or machines of a cluster) died or no longer accept work."""
 
 
 class DestinationError(LazyckptError, OSError):
-    """Nothing was written: something is there already, there is no room, or no right to write."""
+    """Nothing was written: the target exists, the disk is full, or permission is denied."""
 
 
 class CredentialsWarning(UserWarning):
-    """A pickle holds storage options that are secrets (keys, tokens, passwords, headers) in the open."""
+    """A pickle contains storage options that are secrets (keys, tokens, passwords, headers) in plain text."""
 
 
 def only_one(items: Sequence[str]) -> str | None:
-    """The one item; None if there are several: the ``path`` of a problem that may be about many."""
+    """Return the item if there is exactly one, else None: the ``path`` of a problem about one or several items."""
     return items[0] if len(items) == 1 else None
 
 
 def cannot_read(path: str, error: LazyckptError, so: str = "") -> Problem:
-    """The problem of a file that cannot be read. ``so``: what follows from it, as in ", its tensors are lost"."""
+    """Return the problem of an unreadable file. ``so`` states the consequence, as in ", its tensors are lost"."""
     code = "missing-file" if isinstance(error, MissingFileError) else "unreadable-file"
     return Problem(code, f"{path} cannot be read{so}: {error}", path)
 
 
 @contextmanager
 def decoding(where: str, what: str) -> Iterator[None]:
-    """Turn whatever a parser raises into CorruptError, with its cause (see `foreign`).
+    """Convert a parser's exceptions to CorruptError, with the original as cause (`foreign` decides which).
 
     Parameters
     ----------
     where
-        The file or folder that is read.
+        The file or folder that is parsed.
     what
-        The part of lazyckpt, or of another package, that reads it.
+        The parser: a part of lazyckpt or of another package.
     """
     try:
         yield
@@ -294,14 +295,14 @@ def decoding(where: str, what: str) -> Iterator[None]:
 
 
 def foreign(error: Exception) -> bool:
-    """Whether an error says something about the bytes that were parsed: it is neither lazyckpt's own nor about the file
-    system, nor about a package that is not installed."""
+    """Return whether an error concerns the parsed bytes: it is not lazyckpt's own, and neither the file system nor a
+    missing package caused it."""
     if isinstance(error, OSError):
-        return type(error) is OSError and error.errno is None  # as bz2 raises for damage
+        return type(error) is OSError and error.errno is None  # bz2 raises this for damaged data
     return not isinstance(error, LazyckptError | ImportError)
 
 
 def undecodable(where: str, what: str, error: Exception) -> CorruptError:
-    """The error for bytes that made a parser raise another one, which is its cause."""
+    """Return the CorruptError for bytes on which a parser raised ``error``."""
     cause = " ".join(f"{type(error).__name__}: {error}"[:160].split())
     return CorruptError(f"{where}: {what} failed ({cause}): it is damaged, or of a kind that lazyckpt does not know")

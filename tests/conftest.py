@@ -28,9 +28,9 @@ from .writers import Case, megatron_core, rank_files, torch_contents, torch_dcp,
 T = TypeVar("T")
 Checkpoints = Callable[[str], Path]
 
-collect_ignore = ["writers"]  # they have no tests, and import what they write with
+collect_ignore = ["writers"]  # they contain no tests and import optional libraries
 
-# The fixtures that have cases which are not all recorded, and the group that each takes them from.
+# Fixtures with cases that are not recorded -> the group of recordings.
 FIXTURES = {"zero_cases": "deepspeed_zero", "kinds": "deepspeed_kinds", "trainer_cases": "trainers"}
 
 
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _not_recorded(item: pytest.Item) -> bool:
-    """Whether a test has the name of a case that is not recorded as a parameter."""
+    """Return whether a parameter of a test is the name of a case that is not recorded."""
     if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
         return False
     values = {value for value in item.callspec.params.values() if isinstance(value, str)}
@@ -51,7 +51,7 @@ def _not_recorded(item: pytest.Item) -> bool:
 
 
 def once(folder: Path, name: str, write: Callable[[Path], T]) -> T:
-    """What ``write`` returns, by the first process of the session that asks; the others wait and get the same."""
+    """Call ``write`` once per session, in the first process that needs it; return the same result in all processes."""
     done = folder / f"{name}.pickle"
     with FileLock(folder / f"{name}.lock"):
         if not done.exists():
@@ -81,12 +81,12 @@ def session_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
-# -- what real writers made
+# -- checkpoints of real writers
 
 
 @pytest.fixture(scope="session")
 def checkpoints(session_folder: Path, pytestconfig: pytest.Config) -> Checkpoints:
-    """The folder with the cases of a group of recordings.py, by the group's name."""
+    """A function that returns the folder with the cases of a group of recordings.py."""
     anew = pytestconfig.getoption("lane") == "all"
 
     def of(group: str) -> Path:
@@ -102,7 +102,7 @@ def checkpoints(session_folder: Path, pytestconfig: pytest.Config) -> Checkpoint
 
 
 class Cases(Mapping[str, Case]):
-    """The cases of a group, by name, loaded when they are asked for."""
+    """The cases of a group, by name, loaded on access."""
 
     def __init__(self, group: str, folder: Path) -> None:
         self.group, self.folder = recordings.GROUPS[group], folder
@@ -125,7 +125,7 @@ class Cases(Mapping[str, Case]):
 
 # -- DeepSpeed
 
-# one of every layout, for what does not depend on sizes and dtypes
+# one case of each layout, for tests that do not depend on sizes and dtypes
 ZERO_KINDS = (
     "zero1_fp16_dp3",
     "zero1_no_frozen",
@@ -182,7 +182,7 @@ def huggingface_case(request: pytest.FixtureRequest, huggingface_cases: Mapping[
 
 
 def torch_case(path: Path, tree: Any, more: Mapping[str, torch.Tensor] | None = None) -> Case:
-    """The tensors of a saved tree under dotted names; ``more``: those inside objects, which only pickle walks into."""
+    """Return the tensors of a saved tree by name. ``more`` are tensors inside objects that only pickle enters."""
     found = {".".join(map(str, keys)): t for keys, t in torch_contents.walk(tree).items()}
     found |= more or {}
     weights = {name: t.detach().as_subclass(torch.Tensor) for name, t in found.items()}
@@ -223,7 +223,7 @@ def _list_root(folder: Path) -> Case:
 
 
 def _big_endian(folder: Path) -> Case:
-    """What torch.save leaves on a big-endian machine: its byte order in a record, and every element turned round."""
+    """A file as torch.save writes it on a big-endian machine: with a byteorder record and byte-swapped elements."""
     plain = torch_contents.tied_state_dict() | torch_contents.classic_dtypes()
     turned = {name: _turned(t) for name, t in plain.items()}
     plain |= {"transposed": plain["mlp.weight"].t(), "column": plain["mlp.weight"][:, 1], "conj": plain["complex64"].mH}
@@ -284,7 +284,7 @@ def dcp_case(request: pytest.FixtureRequest, dcp_cases: Mapping[str, Case]) -> C
 
 @pytest.fixture
 def dcp_hole(dcp_cases: Mapping[str, Case], tmp_path: Path) -> tuple[lazyckpt.CheckpointView, Case]:
-    """A checkpoint of three ranks whose second one has lost its file."""
+    """A checkpoint of three ranks in which the second rank's file is missing."""
     case = dcp_cases["fsdp2_uneven"]
     shutil.copytree(case.path, tmp_path / "ckpt")
     (tmp_path / "ckpt" / "__1_0.distcp").unlink()
@@ -315,7 +315,7 @@ def megatron_cases(megatron_folder: Path) -> dict[str, Case]:
     return {name: megatron_core.load_case(megatron_folder, name, "legacy") for name in megatron_core.CASES}
 
 
-# one of every kind of layout, for what does not depend on sizes and degrees
+# one case of each kind of layout, for tests that do not depend on sizes and degrees
 MEGATRON_KINDS = ("tp2_gelu_tied", "pp2_vpp2", "tp2_pp2_distopt_tied", "tp2_ep2_etp1", "tp2_dp2_grouped_etp2")
 
 
@@ -324,7 +324,7 @@ def megatron_kind(request: pytest.FixtureRequest, megatron_cases: dict[str, Case
     return megatron_cases[request.param]
 
 
-# -- what trainers write
+# -- checkpoints of trainers
 
 
 @pytest.fixture(scope="session")

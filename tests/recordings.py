@@ -1,12 +1,12 @@
-"""Golden checkpoints: what real writers left, with the truth beside it, as ``tests/golden/GROUP/CASE.tar.xz``.
+"""Golden checkpoints: recorded output of real writers with its truth, as ``tests/golden/GROUP/CASE.tar.xz``.
 
-A group is what one writer makes: a folder with a subfolder for each case. ``golden/GROUP/writers.json`` has the
+A group is the output of one writer: a folder with a subfolder for each case. ``golden/GROUP/writers.json`` has the
 versions of the packages that wrote the recordings. The fixtures of conftest.py unpack them; with ``--lane=all`` they
 run the writers instead, which also write the cases that are not recorded.
 
 ``python -m tests.recordings [GROUP...]`` runs the installed writers and compares their checkpoints with the recorded
 ones: the cases, the files of each, every tensor in them by name, shape and dtype, and the values of the truth and of
-all states. It exits with 1 if they differ. ``--write`` then replaces the recordings.
+all states. It exits with 1 if they differ. With ``--write``, it replaces the recordings.
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ from .writers import (
 __all__ = ["GOLDEN", "GROUPS", "Group", "archives", "missing", "recorded", "unpack"]
 
 GOLDEN = Path(__file__).parent / "golden"
-# Every recorded file has this time and owner: a case that did not change gives the same archive.
+# The time of every recorded file, so that an unchanged case results in an identical archive.
 CHANGED = 1_700_000_000
-# DeepSpeed puts copies of its scripts into each checkpoint: 40 KB, in which there is no tensor.
+# DeepSpeed copies its scripts into each checkpoint: 40 KB without tensors.
 LEFT_OUT = ("zero_to_fp32.py", "zero_to_torch.py")
-CLOSE = 1e-3  # how far a value may be from the recorded one, relative to the largest: processors round differently
+CLOSE = 1e-3  # tolerance for recorded values, relative to the largest value: processors round differently
 
 
 @dataclass(frozen=True)
 class Group:
-    """What one writer makes."""
+    """The cases of one writer."""
 
     names: tuple[str, ...]
-    """Its cases: each has a folder of this name."""
+    """Names of the cases, and of their folders."""
     write: Callable[[Path], object]
     """Writes all cases into a folder."""
     load: Callable[[Path, str], Mapping[str, Case]]
-    """One case in that folder; a case of several checkpoints has several names."""
+    """Loads one case from that folder; a case with several checkpoints returns several names."""
     packages: tuple[str, ...]
-    """The distributions that write it."""
+    """Distributions of the writer, whose versions are recorded."""
     modules: tuple[str, ...] = ()
-    """What has to be importable to write it."""
+    """Modules that the writer needs."""
     unrecorded: frozenset[str] = frozenset()
-    """The cases that only ``--lane=all`` writes: combinations of what others have one by one."""
+    """Cases that only ``--lane=all`` writes: combinations of properties that other cases have individually."""
 
 
 def _deepspeed(folder: Path, name: str) -> dict[str, Case]:
@@ -175,7 +175,7 @@ def recorded(group: str) -> list[str]:
 
 
 def archives(group: str) -> list[str]:
-    """The names of the archives: a case and what was converted from it (``CASE.universal``) have one."""
+    """Return the names of the archives. A case and its conversions (``CASE.universal``) share one archive."""
     return list(dict.fromkeys(name.partition(".")[0] for name in recorded(group)))
 
 
@@ -187,7 +187,7 @@ def unpack(group: str, folder: Path) -> None:
 
 
 def pack(folder: Path, name: str) -> bytes:
-    """A case, and what was converted from it, as an archive which depends on names and bytes only."""
+    """Pack a case and its conversions into an archive that depends only on names and bytes."""
     plain = io.BytesIO()
     with tarfile.open(fileobj=plain, mode="w", format=tarfile.PAX_FORMAT) as archive:
         tops = [folder / name, *sorted(folder.glob(f"{name}.*"))]
@@ -204,7 +204,7 @@ def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def record(group: str, folder: Path) -> None:
-    """Replace the recordings of a group by what a folder has."""
+    """Replace the recordings of a group with the cases in a folder."""
     target = GOLDEN / group
     target.mkdir(parents=True, exist_ok=True)
     for old in target.iterdir():
@@ -219,7 +219,7 @@ def record(group: str, folder: Path) -> None:
 
 
 def differences(group: str, old: Path, new: Path) -> Iterator[str]:
-    """How the cases in one folder differ from those in another, a line for each difference."""
+    """Yield the differences between the cases in two folders, one line each."""
     for name in recorded(group):
         if not (old / name).is_dir() or not (new / name).is_dir():
             yield f"{name}: {'not recorded yet' if (new / name).is_dir() else 'no longer written'}"
@@ -249,7 +249,7 @@ def _of_cases(name: str, old: Case, new: Case) -> Iterator[str]:
     views = [lazyckpt.open(case.path, **case.info.get("open", {})) for case in (old, new)]
     if views[0].format != views[1].format:
         yield f"{name}: the format was {views[0].format} and is {views[1].format}"
-    # (values as stored are not compared: DeepSpeed leaves padding as the allocator gave it)
+    # stored values are not compared, because DeepSpeed's padding is uninitialized memory
     yield from _of_tensors(f"{name}: stored", *(view.stored.to("meta") for view in views))
     yield from _named(name, "states read", views[0].states, views[1].states)
     for state in set(views[0].states) & set(views[1].states):

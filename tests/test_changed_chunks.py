@@ -72,7 +72,7 @@ def test_chunks_that_change_are_noticed(
 
 
 @pytest.mark.parametrize("change", [_rewritten, _removed, _truncated, _added])
-def test_of_many_chunks_those_that_were_read_are_remembered(tmp_path: Path, change: Callable[[Path], int]) -> None:
+def test_states_of_read_chunks_are_remembered(tmp_path: Path, change: Callable[[Path], int]) -> None:
     path = _hierarchy(tmp_path, 2000)
     tensor = next(iter(lazyckpt.open(path, cache=False).values()))
     old = tensor[: 30 * LENGTH]

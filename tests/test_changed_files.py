@@ -40,7 +40,7 @@ def child(*args: str | Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="POSIX files")
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_local_file_that_changes_is_noticed_and_kills_nothing(tmp_path: Path, change: str) -> None:
+def test_changed_local_file_is_detected_without_a_crash(tmp_path: Path, change: str) -> None:
     done = child(tmp_path / "x.pt", change)
     assert done.returncode == 0, f"{done.returncode}: {done.stderr[-2000:]}"
 
@@ -48,7 +48,7 @@ def test_a_local_file_that_changes_is_noticed_and_kills_nothing(tmp_path: Path, 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="SIGBUS")
 @pytest.mark.parametrize("more", [(), ("faulthandler",)], ids=["alone", "faulthandler"])
-def test_touching_a_mapped_tensor_of_a_truncated_file_raises(tmp_path: Path, more: tuple[str, ...]) -> None:
+def test_access_to_a_mapped_tensor_of_a_truncated_file_raises(tmp_path: Path, more: tuple[str, ...]) -> None:
     done = child(tmp_path / "x.pt", "touch", *more)
     assert done.returncode == 0, f"{done.returncode}: {done.stderr[-2000:]}"
 
@@ -56,7 +56,7 @@ def test_touching_a_mapped_tensor_of_a_truncated_file_raises(tmp_path: Path, mor
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="SIGBUS")
 @pytest.mark.parametrize("more", [(), ("faulthandler",)], ids=["alone", "faulthandler"])
-def test_faults_of_others_end_the_process_as_ever(tmp_path: Path, more: tuple[str, ...]) -> None:
+def test_foreign_bus_errors_end_the_process_as_usual(tmp_path: Path, more: tuple[str, ...]) -> None:
     done = child(tmp_path / "x.pt", "fault", *more)
     assert done.returncode == -signal.SIGBUS
     assert ("Fatal Python error: Bus error" in done.stderr) == bool(more)
@@ -178,7 +178,7 @@ def test_checking_costs_no_request_over_http(served: Served) -> None:
 
 
 @pytest.mark.parametrize("served", [()], indirect=True, ids=["nothing"])
-def test_a_server_that_tells_only_the_size(served: Served, tmp_path: Path) -> None:
+def test_server_that_reports_only_the_size(served: Served, tmp_path: Path) -> None:
     view = lazyckpt.open(served.url)
     assert any(problem.code == "unpinned-file" for problem in view.problems), "that it cannot be noticed is said"
     assert torch.equal(view["w"][...], OLD)
@@ -191,11 +191,11 @@ def test_a_server_that_tells_only_the_size(served: Served, tmp_path: Path) -> No
     assert lazyckpt.open(served.url)["w"].shape == (1100, 600), "no index that may be stale is kept"
 
 
-def test_a_server_that_tells_says_no_problem(served: Served) -> None:
+def test_server_that_reports_versions_causes_no_problem(served: Served) -> None:
     assert not lazyckpt.open(served.url).problems
 
 
-def test_an_index_that_was_kept_is_compared_with_the_server(served: Served, tmp_path: Path) -> None:
+def test_cached_index_is_compared_with_the_server(served: Served, tmp_path: Path) -> None:
     assert lazyckpt.open(served.url)["w"].shape == (600, 1100)
     served.asked.clear()
     lazyckpt.open(served.url)
@@ -207,7 +207,7 @@ def test_an_index_that_was_kept_is_compared_with_the_server(served: Served, tmp_
     assert lazyckpt.open(served.url)["w"].shape == (1100, 600)
 
 
-def test_an_index_is_kept_for_the_same_options_only(served: Served) -> None:
+def test_cached_index_is_used_for_the_same_options_only(served: Served) -> None:
     served.key = "right"
     options = {"client_kwargs": {"headers": {"X-Key": "right"}}}
     assert torch.equal(lazyckpt.open(served.url, storage_options=options)["w"][3], OLD[3])
@@ -236,7 +236,7 @@ def test_a_file_in_memory_that_was_replaced(tmp_path: Path, extension: str) -> N
     fs.rm("/changing", recursive=True)
 
 
-def test_a_bulk_read_asks_once_what_a_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bulk_read_checks_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where answers do not say what state of the file they are of: one question for a read, not for each request."""
     from fsspec.implementations.memory import MemoryFileSystem
 
@@ -277,7 +277,7 @@ def test_a_file_that_changes_while_it_is_opened(tmp_path: Path, monkeypatch: pyt
         lazyckpt.open(path, cache=False)
 
 
-def test_a_change_of_links_is_no_change(tmp_path: Path) -> None:
+def test_changed_link_count_is_not_a_change(tmp_path: Path) -> None:
     save_file({"w": OLD}, tmp_path / "x.safetensors")
     t = lazyckpt.open(tmp_path / "x.safetensors")["w"]
     assert torch.equal(t[3], OLD[3])

@@ -387,7 +387,7 @@ def test_long_names(tmp_path: Path, to: str, length: int) -> None:
 
 
 @pytest.mark.parametrize("to", ["zarr", "universal"])
-def test_names_that_are_one_file_where_case_does_not_count(
+def test_names_that_collide_on_a_file_system_that_ignores_case(
     tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On such a file system one tensor would silently replace the other."""
@@ -401,7 +401,7 @@ def test_names_that_are_one_file_where_case_does_not_count(
     CHECKS[to](view.select("other"), tmp_path / "out")
 
 
-def test_states_that_an_engine_of_zero_3_does_not_load_are_told_of(tmp_path: Path) -> None:
+def test_states_that_zero_3_does_not_load_are_reported(tmp_path: Path) -> None:
     weights = {"a": torch.ones(3), "b": torch.ones(2, 2)}
     for states, told in (
         (("exp_avg", "exp_avg_sq"), set()),
@@ -415,7 +415,7 @@ def test_states_that_an_engine_of_zero_3_does_not_load_are_told_of(tmp_path: Pat
         assert set(lost.left_out) == told and all("ZeRO-3" in why for why in lost.values())
 
 
-def test_a_head_that_megatron_does_not_have_is_named(tmp_path: Path) -> None:
+def test_tensors_unknown_to_megatron_are_named(tmp_path: Path) -> None:
     names = ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "score.weight"]
     torch.save({name: torch.ones(4, 4) for name in names}, tmp_path / "m.pt")
     with pytest.raises(DataError) as raised:

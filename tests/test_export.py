@@ -131,7 +131,7 @@ def test_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     assert bit_equal(torch.load(tmp_path / "again.pt")["t"], tensor)
 
 
-def test_a_dtype_that_the_format_lacks_is_told_before_anything_is_written(tmp_path: Path) -> None:
+def test_unsupported_dtype_is_reported_before_anything_is_written(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(3), "c": torch.ones(2, dtype=torch.complex128)}, tmp_path / "t.pt")
     view = lazyckpt.open(tmp_path / "t.pt")
     with pytest.raises(DataError, match=r"complex128.*'c'"):
@@ -204,7 +204,7 @@ def test_sizes(text: str | int, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GB", "5 GX", "-1", "0", 0, "1e3"])
-def test_sizes_that_are_none(text: str | int, tmp_path: Path) -> None:
+def test_invalid_sizes(text: str | int, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"size|holds nothing"):
         size_in_bytes(text)
 
@@ -312,7 +312,7 @@ def test_a_url_is_refused(saved: tuple[Path, dict[str, torch.Tensor]], dest: str
         lazyckpt.open(saved[0]).to_safetensors(dest)
 
 
-def test_a_file_stands_where_a_folder_should(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+def test_destination_folder_is_a_file(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
     (tmp_path / "f").write_text("x")
     view = lazyckpt.open(saved[0])
     with pytest.raises(DestinationError, match="is a file"):
@@ -336,7 +336,7 @@ def test_no_room(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
-def test_what_fails_midway_leaves_nothing(
+def test_failed_export_leaves_nothing(
     saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     view = lazyckpt.open(saved[0])
@@ -365,7 +365,7 @@ def test_what_fails_midway_leaves_nothing(
     assert _left(out) == ["model.safetensors"]
 
 
-def test_a_missing_file_is_told_before_anything_is_written(zero_cases: dict[str, Case], tmp_path: Path) -> None:
+def test_missing_source_is_reported_before_anything_is_written(zero_cases: dict[str, Case], tmp_path: Path) -> None:
     case = shutil.copytree(zero_cases["zero2_bf16_dp2"].path, tmp_path / "in")
     next(case.glob("*/*zero_pp_rank_1_*")).unlink()
     view = lazyckpt.open(case).states["fp32"]
@@ -375,7 +375,7 @@ def test_a_missing_file_is_told_before_anything_is_written(zero_cases: dict[str,
 
 
 @pytest.mark.parametrize("to", ["to_safetensors", "to_torch", "to_zarr", "to_dcp", "to_universal", "to_megatron"])
-def test_nothing_is_left_out_in_silence(tmp_path: Path, to: str) -> None:
+def test_unreadable_tensors_are_not_left_out_silently(tmp_path: Path, to: str) -> None:
     """Of a folder that lost a shard, only the index tells the names of what was in it."""
     names = {"x": "model-00001-of-00002.safetensors", "y.w": "model-00002-of-00002.safetensors"}
     (tmp_path / "hf").mkdir()
@@ -388,7 +388,7 @@ def test_nothing_is_left_out_in_silence(tmp_path: Path, to: str) -> None:
     assert list(view.unreadable) == ["y.w"] and not view.select("x").unreadable
 
 
-def test_what_is_readable_is_written_if_asked(tmp_path: Path) -> None:
+def test_readable_tensors_can_be_selected_for_export(tmp_path: Path) -> None:
     names = {"x": "model-00001-of-00002.safetensors", "y.w": "model-00002-of-00002.safetensors"}
     (tmp_path / "hf").mkdir()
     save_file({"x": torch.ones(2)}, tmp_path / "hf" / names["x"])
@@ -398,9 +398,7 @@ def test_what_is_readable_is_written_if_asked(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "out.pt")["x"].tolist() == [1, 1]
 
 
-def test_what_comes_there_meanwhile_is_not_mixed_in(
-    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
+def test_files_created_meanwhile_are_not_mixed_in(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
     """What was free at first is looked at again before the files appear."""
     view = lazyckpt.open(saved[0])
     out = tmp_path / "out"
@@ -440,7 +438,7 @@ def test_two_exports_at_once(saved: tuple[Path, dict[str, torch.Tensor]], tmp_pa
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
 
 
-def test_if_the_rest_cannot_be_moved_it_goes_on(
+def test_resume_after_publishing_failed_midway(
     saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.replace
@@ -464,7 +462,7 @@ def test_if_the_rest_cannot_be_moved_it_goes_on(
         lazyckpt.open(saved[0]).to_safetensors(out, max_shard_size="5KB")
 
 
-def test_a_second_interrupt_waits_for_what_still_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_interrupt_waits_for_running_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a thread may write to a descriptor that has been closed, and is another file's by then."""
     running, finish = threading.Event(), threading.Event()
     done = []
@@ -506,7 +504,7 @@ def test_names_that_no_file_can_hold(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tensor_that_is_called_as_the_writer_is_no_alias(tmp_path: Path) -> None:
+def test_tensor_named_like_the_format_is_not_an_alias(tmp_path: Path) -> None:
     save_file({"pt": torch.ones(2)}, tmp_path / "t.safetensors", metadata={"format": "pt"})
     assert list(lazyckpt.open(tmp_path / "t.safetensors")) == ["pt"]
 
@@ -520,7 +518,7 @@ def test_a_header_that_readers_would_refuse(tmp_path: Path, monkeypatch: pytest.
     view.to_safetensors(tmp_path / "out", max_shard_size=100)
 
 
-def test_what_cannot_be_converted(tmp_path: Path) -> None:
+def test_unsupported_conversions(tmp_path: Path) -> None:
     dtypes = [d for name in ("float4_e2m1fn_x2",) if (d := getattr(torch, name, None))]
     torch.save({str(d): torch.zeros(4, dtype=torch.uint8).view(d) for d in (torch.float16, *dtypes)}, tmp_path / "t.pt")
     view = lazyckpt.open(tmp_path / "t.pt")

@@ -178,7 +178,7 @@ def test_prune_stays_inside_of_the_folder(tmp_path: Path, monkeypatch: pytest.Mo
     assert names(victim) == before
 
 
-def test_prune_removes_links_and_not_what_they_lead_to(tmp_path: Path) -> None:
+def test_prune_removes_links_but_not_their_targets(tmp_path: Path) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
     run_of(run, 1, 2, 3)
     run_of(other, 9)
@@ -198,7 +198,7 @@ def test_prune_removes_links_and_not_what_they_lead_to(tmp_path: Path) -> None:
 # -- what is written, and not loaded
 
 
-def test_the_command_tells_what_an_engine_of_zero_3_does_not_load(tmp_path: Path) -> None:
+def test_command_reports_states_that_zero_3_does_not_load(tmp_path: Path) -> None:
     weights = {"a": torch.ones(3), "b": torch.ones(2, 2)}
     kinds = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     state = {n: {kind: torch.ones_like(t) for kind in kinds} for n, t in enumerate(weights.values())}

@@ -192,7 +192,7 @@ def test_a_page_instead_of_a_file(tmp_path: Path) -> None:
                 lazyckpt.open(tmp_path / name)
 
 
-def test_what_is_no_checkpoint_says_what_is_read(tmp_path: Path) -> None:
+def test_unknown_files_are_refused_with_the_supported_formats(tmp_path: Path) -> None:
     for content in (
         b"GGUF\x03\x00\x00\x00",
         b"some text\n",

@@ -176,7 +176,7 @@ def test_the_honest_folder_reads(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", CLAIMS, indirect=True)
-def test_absurd_claims_are_refused_or_told(folder: Path) -> None:
+def test_absurd_claims_are_refused_or_reported(folder: Path) -> None:
     with deadline(120):
         try:
             view = lazyckpt.open(folder, cache=False)

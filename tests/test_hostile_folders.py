@@ -169,14 +169,14 @@ CONFIGS: list[Any] = [
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=repr)
-def test_odd_configs_do_no_harm(config: Any, tmp_path: Path) -> None:
+def test_odd_configs_are_harmless(config: Any, tmp_path: Path) -> None:
     view = lazyckpt.open(folder_of(tmp_path / "model", config=config))
     assert view["a"][...].tolist() == [1.0, 1.0]
     repr(view)
 
 
 @pytest.mark.parametrize("config", [b"", b"[]", b"{", b"\xff", b"[" * 200_000])
-def test_a_broken_config_is_told(config: bytes, tmp_path: Path) -> None:
+def test_broken_config_is_reported(config: bytes, tmp_path: Path) -> None:
     """As an error or as a problem; the weights do not stand on it."""
     try:
         view = lazyckpt.open(folder_of(tmp_path / "model", config=config))
@@ -254,7 +254,7 @@ def test_a_pipe_in_the_place_of_a_file(name: str, tmp_path: Path) -> None:
 
 @posix
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors", ".json", ""])
-def test_what_is_no_file_is_refused(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_special_files_are_refused(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # the name of a socket may not be long
     os.mkfifo(f"pipe{suffix}")
     os.symlink("nowhere", f"dangling{suffix}")
@@ -272,7 +272,7 @@ def test_what_is_no_file_is_refused(suffix: str, tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("path", ["", "a" * 5000, "a/" * 3000, "a\0b", "\udcff\udcfe", "nowhere/at/all.pt", "a" * 300])
-def test_paths_that_cannot_be(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_paths(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(LazyckptError):
         lazyckpt.open(path)

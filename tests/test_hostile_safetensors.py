@@ -173,7 +173,7 @@ def reference(path: Path) -> dict[str, torch.Tensor] | None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_as_the_reference_does(name: str, tmp_path: Path) -> None:
+def test_accepts_and_rejects_like_the_reference_reader(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(CASES[name])
     expected = reference(path)
@@ -199,7 +199,7 @@ def test_as_the_reference_does(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["good", "two", "metadata of texts"])
-def test_the_metadata_is_as_the_reference_gives_it(name: str, tmp_path: Path) -> None:
+def test_metadata_equals_that_of_the_reference_reader(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(CASES[name])
     with safe_open(path, "pt") as file:
@@ -224,7 +224,7 @@ def test_a_gigabyte_of_zeros(tmp_path: Path) -> None:
         lazyckpt.open(path)
 
 
-def test_random_headers_are_judged_as_the_reference_does(tmp_path: Path) -> None:
+def test_random_headers_are_judged_like_the_reference_reader(tmp_path: Path) -> None:
     """Hundreds of random tables: sizes, offsets and dtypes that almost fit."""
     rng = random.Random(1)
     path = tmp_path / "model.safetensors"

@@ -107,7 +107,7 @@ REFUSED: dict[str, list[Entry]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_lies_are_refused(name: str, tmp_path: Path) -> None:
+def test_false_claims_are_refused(name: str, tmp_path: Path) -> None:
     path = tmp_path / "liar.pt"
     path.write_bytes(raw_zip(REFUSED[name]))
     assert attempt(path) is None
@@ -175,7 +175,7 @@ AMBIGUOUS: dict[str, list[Entry]] = {
 
 
 @pytest.mark.parametrize("name", AMBIGUOUS)
-def test_what_can_be_read_in_two_ways(name: str, tmp_path: Path) -> None:
+def test_ambiguous_zips(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     path.write_bytes(raw_zip(AMBIGUOUS[name]))
     agrees_with_torch(path)
@@ -376,7 +376,7 @@ RELATIVES = {
 
 
 @pytest.mark.parametrize("write", RELATIVES)
-def test_relatives_are_refused_with_what_to_do(write: Callable[[Path], tuple[Path, Any]], tmp_path: Path) -> None:
+def test_related_formats_are_refused_with_advice(write: Callable[[Path], tuple[Path, Any]], tmp_path: Path) -> None:
     path, _ = write(tmp_path)
     renamed = path.rename(tmp_path / "model.pt")
     with pytest.raises(FormatError, match=RELATIVES[write]) as caught:  # type: ignore[index]

@@ -55,7 +55,7 @@ def test_results_come_with_their_tasks(executor: Executor | None) -> None:
     assert found == {n: n * n for n in range(500)}
 
 
-def test_memory_bounds_what_is_in_flight() -> None:
+def test_memory_limits_tasks_in_flight() -> None:
     lock, held, most, alone = threading.Lock(), 0, 0, 0
 
     def work(memory: int) -> None:
@@ -76,7 +76,7 @@ def test_memory_bounds_what_is_in_flight() -> None:
     assert 50 < most <= 100
 
 
-def test_tasks_are_asked_for_as_their_turn_comes() -> None:
+def test_tasks_are_consumed_lazily() -> None:
     done = made = ahead = 0
 
     def tasks() -> Any:
@@ -94,7 +94,7 @@ def test_tasks_are_asked_for_as_their_turn_comes() -> None:
     assert done == made == 2000 and ahead <= 22
 
 
-def test_the_first_error_stops_what_has_not_started() -> None:
+def test_first_error_cancels_tasks_that_have_not_started() -> None:
     ran = []
     work: list[Callable[[], Any]] = [*(partial(ran.append, n) for n in range(3)), partial(_fails, 3)]
     later: list[int] = []
@@ -109,7 +109,7 @@ def test_the_first_error_stops_what_has_not_started() -> None:
     assert len(ran) == 3 and len(later) < 250
 
 
-def test_an_error_of_the_tasks_themselves_waits_for_what_runs() -> None:
+def test_error_in_the_iterable_waits_for_running_tasks() -> None:
     started, finished = threading.Event(), threading.Event()
 
     def slow() -> None:
@@ -323,7 +323,7 @@ print("done", len(before), "of", len(now))
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_it_goes_on(model: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+def test_resume_after_a_kill_at_any_moment(model: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
     path, _ = model
     folder = tmp_path / "out"
     folder.mkdir()
@@ -377,7 +377,7 @@ print((kib("VmHWM") - before) << 10)
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads peaks from /proc")
-def test_memory_is_what_was_asked_for(tmp_path: Path) -> None:
+def test_peak_memory_of_exports_stays_within_the_limit(tmp_path: Path) -> None:
     state = {f"w{n}": torch.randn(2048, 8192) for n in range(8)}  # 64 MiB each
     torch.save(state, tmp_path / "m.pt")
     del state

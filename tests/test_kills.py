@@ -134,8 +134,8 @@ def export(phase, calls, log):
 
 def finished():
     # run by run, with what the file's name is
-    told = ledger.told(staging_path(dest) / staging.LEDGER)
-    return {(key, at, run.nbytes) for key, file in told.files.items() for at, run in file.runs.items()}
+    state = ledger.read_ledger(staging_path(dest) / staging.LEDGER)
+    return {(key, at, run.nbytes) for key, file in state.files.items() for at, run in file.runs.items()}
 
 
 log_path = Path(folder + ".log")
@@ -178,7 +178,7 @@ print(json.dumps({"kept": kept, "written": total}))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks up descriptors in /proc")
 @pytest.mark.parametrize("name", WRITERS)
-def test_killed_at_any_moment_it_goes_on(
+def test_resume_after_a_kill_at_any_moment(
     training: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for folder in ("killed", "whole"):
@@ -360,7 +360,9 @@ def test_a_source_that_changes(
 
 
 @pytest.mark.usefixtures("small")
-def test_a_file_that_comes_back(training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_after_a_source_file_was_lost_and_restored(
+    training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = Path(shutil.copy2(training, tmp_path / "in.pt"))
     dest = tmp_path / "x.pt"
     with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output"):
@@ -415,7 +417,7 @@ def gone_on(training: Path, dest: Path, patch: pytest.MonkeyPatch) -> int:
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_a_ledger_that_was_cut_off_or_spoilt(
+def test_truncated_or_corrupted_ledger(
     training: Path, tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nbytes = sum(t.nbytes for t in torch.load(training)["model"].values()) - 2002  # the tied one
@@ -432,7 +434,7 @@ def test_a_ledger_that_was_cut_off_or_spoilt(
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_files_that_are_not_those_of_the_ledger(
+def test_files_that_do_not_match_the_ledger(
     training: Path, tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nbytes = sum(t.nbytes for t in torch.load(training)["model"].values()) - 2002
@@ -446,7 +448,7 @@ def test_files_that_are_not_those_of_the_ledger(
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_after_a_restart_of_the_machine_what_its_cache_lost_is_done_again(
+def test_writes_lost_in_a_reboot_are_repeated(
     training: Path, tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nbytes = sum(t.nbytes for t in torch.load(training)["model"].values()) - 2002
@@ -454,7 +456,7 @@ def test_after_a_restart_of_the_machine_what_its_cache_lost_is_done_again(
     kept = interrupted(training, dest)
     (tmp_path / "boot").write_text("another")
     (path,) = staging.staging_path(dest).glob(f"*/{dest.name}")
-    (file,) = ledger.told(staging.staging_path(dest) / staging.LEDGER).files.values()
+    (file,) = ledger.read_ledger(staging.staging_path(dest) / staging.LEDGER).files.values()
     lost = sorted(file.runs)[3:7]
     with path.open("r+b") as opened:
         for offset in lost:
@@ -490,7 +492,7 @@ REPLACING: dict[str, Callable[[Any, Path], Any]] = {
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("name", REPLACING)
-def test_written_again_after_all_was_in_place(
+def test_repeated_export_after_all_files_were_published(
     training: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     view, dest = lazyckpt.open(training), tmp_path / "x"
@@ -510,7 +512,7 @@ def test_written_again_after_all_was_in_place(
 
 
 @pytest.mark.usefixtures("small")
-def test_stopped_while_it_removes_what_another_job_has_left(
+def test_kill_while_removing_files_of_another_job(
     training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     view, dest = lazyckpt.open(training), tmp_path / "x"
@@ -534,9 +536,7 @@ def test_stopped_while_it_removes_what_another_job_has_left(
 
 
 @pytest.mark.usefixtures("small")
-def test_files_that_were_about_to_appear_when_the_machine_was_restarted(
-    training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reboot_while_files_are_published(training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     view, dest = lazyckpt.open(training), tmp_path / "x"
     write = partial(REPLACING["safetensors"], view, dest)
     write()
@@ -557,7 +557,7 @@ def test_files_that_were_about_to_appear_when_the_machine_was_restarted(
 
 
 @pytest.mark.usefixtures("small")
-def test_unfinished_exports_are_told_of_and_removed(training: Path, tmp_path: Path) -> None:
+def test_unfinished_and_discard(training: Path, tmp_path: Path) -> None:
     dest = tmp_path / "x.pt"
     assert unfinished(dest) is None
     discard(dest)
@@ -591,9 +591,7 @@ def fails_always(*_: Any) -> int:
 
 
 @pytest.mark.usefixtures("small")
-def test_one_file_of_a_distributed_checkpoint_goes_on(
-    training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_of_a_single_dcp_file(training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lazyckpt.open(training).to_dcp(tmp_path / "dcp")
     dest = tmp_path / "x.pt"
     with monkeypatch.context() as patch, pytest.raises(DestinationError, match="call again"):
@@ -609,7 +607,7 @@ def test_one_file_of_a_distributed_checkpoint_goes_on(
 
 
 @pytest.mark.usefixtures("small")
-def test_what_is_in_memory_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_of_tensors_in_memory_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {f"w{n}": torch.randn(64, 64) for n in range(8)}
     with monkeypatch.context() as patch, pytest.raises(DestinationError, match="Nothing was written"):
         after(20, fails(OSError(5, "Input/output error")), patch)
@@ -617,7 +615,7 @@ def test_what_is_in_memory_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert os.listdir(tmp_path) == []
 
 
-def test_a_process_that_was_killed_while_it_replaced_a_folder(training: Path, tmp_path: Path) -> None:
+def test_recovery_after_a_kill_while_replacing_a_folder(training: Path, tmp_path: Path) -> None:
     view = lazyckpt.open(training)
     view.select("b").to_dcp(tmp_path / "out")
     os.rename(tmp_path / "out", tmp_path / ".out.replaced")
@@ -633,7 +631,7 @@ def test_a_process_that_was_killed_while_it_replaced_a_folder(training: Path, tm
 
 
 @pytest.mark.parametrize("to", ["to_safetensors", "to_torch", "to_dcp", "to_universal", "to_zarr"])
-def test_inside_of_the_source(training: Path, tmp_path: Path, to: str) -> None:
+def test_destination_inside_of_the_source_is_refused(training: Path, tmp_path: Path, to: str) -> None:
     lazyckpt.open(training).to_safetensors(tmp_path / "in", max_shard_size="60KB")
     before = content(tmp_path / "in")
     view = lazyckpt.open(tmp_path / "in")
@@ -644,7 +642,7 @@ def test_inside_of_the_source(training: Path, tmp_path: Path, to: str) -> None:
 
 
 @pytest.mark.parametrize("to", ["to_safetensors", "to_torch", "to_dcp", "to_universal", "to_zarr"])
-def test_a_link_stays_one(training: Path, tmp_path: Path, to: str) -> None:
+def test_destination_link_is_kept(training: Path, tmp_path: Path, to: str) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for overwrite in (False, True):
         getattr(lazyckpt.open(training), to)(tmp_path / "link", overwrite=overwrite)
@@ -653,7 +651,7 @@ def test_a_link_stays_one(training: Path, tmp_path: Path, to: str) -> None:
 
 
 @pytest.mark.parametrize("to", ["to_safetensors", "to_torch", "to_dcp", "to_universal", "to_zarr"])
-def test_paths_that_are_none(training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
+def test_invalid_paths(training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
     write = getattr(lazyckpt.open(training), to)
     monkeypatch.chdir(tmp_path)
     os.symlink("loop", "loop")

@@ -283,7 +283,7 @@ def test_more_files_than_descriptors(tmp_path: Path, views: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_descriptors_are_given_back(tmp_path: Path) -> None:
+def test_descriptors_are_released(tmp_path: Path) -> None:
     torch.save({"w": _WHOLE}, tmp_path / "x.pt")
 
     def use() -> None:

@@ -58,8 +58,8 @@ def test_names_that_cannot_be(saved: tuple[Path, dict[str, torch.Tensor]], tmp_p
         view.to_safetensors(tmp_path / "out", names=lambda name: "x")
     with pytest.raises(DataError, match="gives 'f32' a int"):
         view.to_safetensors(tmp_path / "out", names=len)  # type: ignore[arg-type]
-    with pytest.raises(TensorNotFoundError, match=r"tells of 'f31'.*Did you mean 'f32'"):
+    with pytest.raises(TensorNotFoundError, match=r"contains 'f31'.*Did you mean 'f32'"):
         view.to_safetensors(tmp_path / "out", names={"f31": "g"})
-    with pytest.raises(TensorNotFoundError, match="tells of 'f32'"):
+    with pytest.raises(TensorNotFoundError, match="contains 'f32'"):
         view.select("b*").to_safetensors(tmp_path / "out", names={"f32": "g"})
     assert not (tmp_path / "out").exists()

@@ -327,7 +327,7 @@ def test_legacy_bomb(name: str, tmp_path: Path, bomb_range: tuple[Range, int]) -
     assert answer["memory"] < usual + (200 << 20) + 20 * path.stat().st_size
 
 
-def test_the_range_sees_what_goes_wrong(tmp_path: Path, bomb_range: tuple[Range, int]) -> None:
+def test_bomb_range_detects_excess(tmp_path: Path, bomb_range: tuple[Range, int]) -> None:
     """Else a test above could pass for nothing."""
     made, usual = bomb_range
     path = tmp_path / "large.pt"

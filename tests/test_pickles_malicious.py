@@ -269,7 +269,7 @@ def test_nothing_runs(name: str, tmp_path: Path, probe: Path, monkeypatch: pytes
         assert all("model.pt" in line and "nothing was run" in line for line in lines)
 
 
-def test_a_record_of_it_is_there_to_look_at(tmp_path: Path) -> None:
+def test_payload_is_kept_as_a_record(tmp_path: Path) -> None:
     path = write_pickle(tmp_path / "m.pt", program(dict_of(text("x"), call(named("os", "system"), text("rm -rf /")))))
     record = lazyckpt.open(path).meta["x"]
     assert type(record) is Opaque
@@ -307,7 +307,7 @@ NAMES = """
 
 
 @pytest.mark.parametrize("dotted", NAMES.split())
-def test_dangerous_names_are_told(dotted: str, tmp_path: Path) -> None:
+def test_dangerous_names_are_reported(dotted: str, tmp_path: Path) -> None:
     """Called or only named, also where it hides, and wherever the dot between module and name is put."""
 
     def named_in(body: bytes, module: str, name: str) -> bool:
@@ -325,7 +325,7 @@ def test_dangerous_names_are_told(dotted: str, tmp_path: Path) -> None:
     assert named_in(dict_of(text("w"), tensor(hidden)), module, name)
 
 
-def test_legacy_files_tell_too(tmp_path: Path) -> None:
+def test_dangerous_names_in_legacy_files_are_reported(tmp_path: Path) -> None:
     """In any of their five pickles."""
     marker, path = tmp_path / "marker", tmp_path / "legacy.pt"
     torch.save({"a": 1}, path, _use_new_zipfile_serialization=False)
@@ -339,7 +339,7 @@ def test_legacy_files_tell_too(tmp_path: Path) -> None:
     assert any("posix.system" in line for line in view.problems)
 
 
-def test_shards_tell_too(tmp_path: Path) -> None:
+def test_dangerous_names_in_shards_are_reported(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model-00001-of-00002.bin")
     torch.save({"v": torch.ones(2), "x": Exploit(marker)}, tmp_path / "pytorch_model-00002-of-00002.bin")

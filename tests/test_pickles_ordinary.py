@@ -221,7 +221,7 @@ def test_foreign_classes_are_not_called_dangerous(line: str, tmp_path: Path) -> 
     assert (view.meta["a"].module, view.meta["a"].name) == (module, name)
 
 
-def test_streams_in_memory_do_no_harm(tmp_path: Path) -> None:
+def test_in_memory_streams_are_harmless(tmp_path: Path) -> None:
     """What get_extra_state of TransformerEngine's modules returns."""
     torch.save(
         {"w": torch.ones(2), "layer._extra_state": io.BytesIO(b"abc"), "text": io.StringIO("x")}, tmp_path / "a.pt"

@@ -86,7 +86,7 @@ CUT = {
 
 
 @pytest.mark.parametrize("name", CUT)
-def test_what_a_frame_cuts_is_refused(name: str, tmp_path: Path) -> None:
+def test_opcode_cut_by_a_frame_is_refused(name: str, tmp_path: Path) -> None:
     data = b"\x80\x04" + CUT[name]
     assert ours(data) == "an error"
     path = tmp_path / "model.pt"
@@ -142,7 +142,7 @@ def test_bytes_behind_the_end_are_refused(behind: bytes, tmp_path: Path) -> None
         lazyckpt.open(path)
 
 
-def test_legacy_files_go_on_behind_the_end_of_each_pickle(tmp_path: Path) -> None:
+def test_legacy_files_have_data_after_each_pickle(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     path.write_bytes(legacy(program(dict_of(text("w"), tensor())), program(list_of(text("0")))))
     assert torch.equal(lazyckpt.open(path)["w"][...], torch.tensor([1.0, 2, 3, 4]))

@@ -135,7 +135,7 @@ def test_opcode(name: str) -> None:
 
 
 @pytest.mark.parametrize("byte", sorted(set(range(256)) - {ord(op.code) for op in pickletools.opcodes}))
-def test_what_is_no_opcode_is_refused(byte: int) -> None:
+def test_unknown_opcodes_are_refused(byte: int) -> None:
     with pytest.raises(CorruptError, match=r"test\.pt.*0x"):
         machine(program(bytes([byte])))
 
@@ -313,7 +313,7 @@ def test_cyclic_objects(tmp_path: Path) -> None:
     repr(view.meta["v"])
 
 
-def test_what_a_record_would_return_is_a_record() -> None:
+def test_result_of_calling_a_record_is_a_record() -> None:
     """Calls of calls, states of what a call returned, keys and items of it: all recorded."""
     inner = call(named("a", "f"), number(1))
     found = machine(program(call(inner, number(2)) + dict_of(text("k"), number(3)) + b"b"))
@@ -323,7 +323,7 @@ def test_what_a_record_would_return_is_a_record() -> None:
     assert found.state == {"k": 3}
 
 
-def test_a_record_answers_for_no_special_name() -> None:
+def test_records_have_no_special_attributes() -> None:
     """Whatever its state says: it is no array, no context manager, no number."""
     names = [
         "__array__",

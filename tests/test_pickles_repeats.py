@@ -56,7 +56,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-def test_ranks_share_what_they_have_in_common(tmp_path: Path, taken: list[Any]) -> None:
+def test_ranks_share_identical_items(tmp_path: Path, taken: list[Any]) -> None:
     paths = []
     for n in (0, 1, 255, 256, 70_000):  # a number takes one, two or four bytes
         model = OrderedDict((f"layers.{k}.weight", torch.randn(3, k + 1)) for k in range(60))
@@ -75,7 +75,7 @@ def test_ranks_share_what_they_have_in_common(tmp_path: Path, taken: list[Any]) 
             assert bit_equal(torch.frombuffer(bytearray(data), dtype=tensor.dtype).view(tensor.shape), tensor)
 
 
-def test_what_stands_before_decides_what_an_item_means(tmp_path: Path, taken: list[Any]) -> None:
+def test_shared_items_depend_on_the_memo_before_them(tmp_path: Path, taken: list[Any]) -> None:
     """The same bytes refer to what the memo has: another shape, dtype or text there, and they mean something else."""
     paths = []
     for n, dtype in enumerate((torch.float32, torch.bfloat16, torch.float32)):
@@ -87,7 +87,7 @@ def test_what_stands_before_decides_what_an_item_means(tmp_path: Path, taken: li
     assert {e.dtype.torch for e in read(paths[1:2])[0].values() if not isinstance(e, dict)} == {torch.bfloat16}
 
 
-def test_a_value_of_another_item_is_not_taken_for_the_same(tmp_path: Path) -> None:
+def test_values_of_different_items_are_not_shared(tmp_path: Path) -> None:
     """An item that changes a list that stands before it."""
     from lazyckpt.io.containers.pickle.machine import Pickle
 
@@ -103,7 +103,7 @@ def test_a_value_of_another_item_is_not_taken_for_the_same(tmp_path: Path) -> No
     assert [v["c"] for v in values] == [[1, 7], [2, 7], [1, 7]]
 
 
-def test_many_items_are_not_looked_at(tmp_path: Path) -> None:
+def test_dicts_of_many_items_are_not_shared(tmp_path: Path) -> None:
     """Notes of a flat state dict, or of a hostile pickle, would take memory by the square of its length."""
     path = tmp_path / "flat.pt"
     torch.save({f"w{n}": torch.zeros(1) for n in range(3000)}, path)
@@ -111,7 +111,7 @@ def test_many_items_are_not_looked_at(tmp_path: Path) -> None:
     assert len(found) == 3001
 
 
-def test_a_dict_that_is_still_open_is_no_item(tmp_path: Path) -> None:
+def test_unfinished_dict_is_not_an_item(tmp_path: Path) -> None:
     """A dict with one key is pushed, then filled: where its key begins, it is as if an item had ended."""
     tensors = {f"layers.{k}.weight": torch.zeros(4, 5) for k in range(60)}
     paths = []
@@ -123,7 +123,7 @@ def test_a_dict_that_is_still_open_is_no_item(tmp_path: Path) -> None:
     assert {"optimizer.model.layers.3.weight", "model.layers.3.weight"} <= set(together[2])
 
 
-def test_an_object_that_is_still_built_is_no_item(tmp_path: Path) -> None:
+def test_unfinished_object_is_not_an_item(tmp_path: Path) -> None:
     """An object is pushed, then its state: where that begins, it is as if an item had ended."""
     from lazyckpt.io.containers.pickle.machine import Pickle
     from lazyckpt.io.containers.pickle.rebuild import REBUILD

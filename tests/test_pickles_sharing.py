@@ -154,12 +154,12 @@ EDITED = {
 
 
 @pytest.mark.parametrize("name", EDITED)
-def test_nothing_that_a_rank_edits_is_shared(name: str, tmp_path: Path) -> None:
+def test_modified_objects_are_not_shared(name: str, tmp_path: Path) -> None:
     shared, poison = EDITED[name]
     check(tmp_path, family(poison, shared))
 
 
-def test_an_item_that_edits_what_stands_before_it(tmp_path: Path) -> None:
+def test_item_that_modifies_an_earlier_object(tmp_path: Path) -> None:
     def rank(n: int, first: bytes) -> bytes:
         change = get(0) + text("w") + OTHER + b"s" + FILLER + b"0"
         return program(dict_of(text("a"), first + put(0), text("b"), number(n), text("c"), change, text("d"), b"N"))
@@ -168,7 +168,7 @@ def test_an_item_that_edits_what_stands_before_it(tmp_path: Path) -> None:
     check(tmp_path, ranks + [rank(n, call(ORDERED)) for n in range(3)])
 
 
-def test_an_item_that_refers_to_what_differs_before_it(tmp_path: Path) -> None:
+def test_item_that_refers_to_a_differing_object(tmp_path: Path) -> None:
     """Values that Python calls equal, and are not the same."""
 
     def rank(n: int, value: bytes) -> bytes:

@@ -104,7 +104,7 @@ def test_a_file_at_the_root_of_a_protocol(tmp_path: Path) -> None:
     assert view["w"][...].tolist() == [0, 1, 2] and view.root == "memory://"
 
 
-def test_an_unknown_protocol_is_told() -> None:
+def test_unknown_protocol_is_reported() -> None:
     with pytest.raises(lazyckpt.FormatError, match="nosuch"):
         lazyckpt.open("nosuch://bucket/model.pt")
 
@@ -139,7 +139,7 @@ class Refusing(MemoryFileSystem):
 
 
 @pytest.mark.parametrize("command", [["ls", "{}"], ["convert", "memory://conv/model.pt", "{}.zarr"]])
-def test_errors_of_a_file_system_are_told_with_the_url(command: list[str]) -> None:
+def test_file_system_errors_name_the_url(command: list[str]) -> None:
     fsspec.register_implementation("refusing", Refusing, clobber=True)
     with fsspec.filesystem("memory").open("/conv/model.pt", "wb") as f:
         torch.save(TENSORS, f)
@@ -152,7 +152,7 @@ def test_errors_of_a_file_system_are_told_with_the_url(command: list[str]) -> No
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-def test_a_server_without_ranges_is_told_before_it_sends_all(tmp_path: Path) -> None:
+def test_server_without_ranges_is_refused_before_it_sends_everything(tmp_path: Path) -> None:
     """As `python -m http.server`. A folder there is a page that lists it."""
     pytest.importorskip("aiohttp", reason="fsspec's http file system needs aiohttp")
     sent: list[int] = []

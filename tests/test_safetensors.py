@@ -140,7 +140,7 @@ def test_agrees_with_the_official_reader(cases: dict[str, Case]) -> None:
 
 
 @pytest.mark.parametrize("name", ["renamed", "model.pt", "model.bin"])
-def test_the_content_counts_not_the_name(cases: dict[str, Case], tmp_path: Path, name: str) -> None:
+def test_format_is_detected_by_content_not_name(cases: dict[str, Case], tmp_path: Path, name: str) -> None:
     case = cases["unaligned"]
     (tmp_path / name).write_bytes(case.path.read_bytes())
     view = lazyckpt.open(tmp_path / name)
@@ -161,7 +161,7 @@ def test_opening_reads_the_header_alone(tmp_path: Path) -> None:
     assert (counts.bytes, counts.requests) == (400, 1)
 
 
-def test_a_gap_that_the_store_states_saves_requests(tmp_path: Path) -> None:
+def test_gap_of_the_store_saves_requests(tmp_path: Path) -> None:
     whole = torch.arange(60 * 100).view(60, 100)
     save_file({"m": whole}, tmp_path / "x.safetensors")
     for key, runs, wanted, hull in (
@@ -206,7 +206,7 @@ def test_packed_floats_are_read_as_what_torch_can_hold(tmp_path: Path, kind: str
             same(t[key], indexed(t[...], key), key)
 
 
-def test_unknown_fields_in_an_entry_are_passed_over(tmp_path: Path) -> None:
+def test_unknown_fields_of_an_entry_are_ignored(tmp_path: Path) -> None:
     header = json.dumps({"x": {"dtype": "I8", "shape": [2], "data_offsets": [0, 2], "note": "later version"}}).encode()
     (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\x01\xff")
     same(lazyckpt.open(tmp_path / "x.safetensors")["x"][...], torch.tensor([1, -1], dtype=torch.int8), "x")

@@ -150,7 +150,7 @@ def test_a_link_in_place_of_the_lock_truncates_nothing(source: Path, victim: Pat
 
 
 @every_writer
-def test_links_among_what_is_left_are_not_followed(source: Path, victim: Path, tmp_path: Path, name: str) -> None:
+def test_links_among_unfinished_files_are_not_followed(source: Path, victim: Path, tmp_path: Path, name: str) -> None:
     """Neither when an export goes on, nor when what another has left is removed."""
     dest = tmp_path / WRITERS[name][0]
     before = contents(victim)
@@ -196,7 +196,7 @@ def test_a_folder_of_somebody_else_is_refused(source: Path, tmp_path: Path, name
 
 
 @as_root
-def test_an_old_folder_of_somebody_else_is_not_put_back(source: Path, victim: Path, tmp_path: Path) -> None:
+def test_replaced_folder_of_another_user_is_not_restored(source: Path, victim: Path, tmp_path: Path) -> None:
     dest = tmp_path / "x"
     old = tmp_path / ".x.replaced"
     old.symlink_to(victim)
@@ -230,7 +230,7 @@ def test_nobody_else_can_enter_while_it_is_written(source: Path, tmp_path: Path,
 
 
 @every_writer
-def test_a_folder_that_is_exchanged_meanwhile_leads_nowhere_else(
+def test_replacing_a_folder_meanwhile_has_no_effect(
     source: Path, victim: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dest = tmp_path / WRITERS[name][0]
@@ -263,7 +263,7 @@ def test_a_folder_that_is_exchanged_meanwhile_leads_nowhere_else(
 
 
 @every_writer
-def test_damage_to_what_is_finished_is_found_and_written_again(source: Path, tmp_path: Path, name: str) -> None:
+def test_damaged_finished_work_is_found_and_written_again(source: Path, tmp_path: Path, name: str) -> None:
     """Without ``verify``: also in the header and between tensors, and where the size stays."""
     dest = tmp_path / WRITERS[name][0]
     whole = tmp_path / f"whole{dest.suffix}"
@@ -284,7 +284,7 @@ def test_damage_to_what_is_finished_is_found_and_written_again(source: Path, tmp
 
 
 @every_writer
-def test_files_that_were_put_among_the_finished_ones_are_not_published(source: Path, tmp_path: Path, name: str) -> None:
+def test_foreign_files_in_the_staging_folder_are_not_published(source: Path, tmp_path: Path, name: str) -> None:
     dest = tmp_path / WRITERS[name][0]
     interrupted(source, name, dest)
     folders = [p for p in staging_path(dest).rglob("*") if p.is_dir()] or [staging_path(dest)]
@@ -296,7 +296,7 @@ def test_files_that_were_put_among_the_finished_ones_are_not_published(source: P
     assert dest.is_dir() or b"stranger.json" not in dest.read_bytes()
 
 
-def test_damage_is_found_between_the_last_file_and_its_appearance(source: Path, tmp_path: Path) -> None:
+def test_damage_before_publishing_is_found(source: Path, tmp_path: Path) -> None:
     """Some files of the folder have their names already, the others are damaged where they wait."""
     dest = tmp_path / "x"
     dest.mkdir()
@@ -342,9 +342,7 @@ def test_recipes_replace_links_and_do_not_follow_them(tmp_path: Path, victim: Pa
 
 
 @every_writer
-def test_a_pipe_where_the_staging_folder_names_its_job_is_refused_at_once(
-    source: Path, tmp_path: Path, name: str
-) -> None:
+def test_pipe_in_place_of_the_job_file_is_refused_at_once(source: Path, tmp_path: Path, name: str) -> None:
     file, write = WRITERS[name]
     dest = tmp_path / "out" / file
     staging = staging_path(dest)

@@ -140,7 +140,7 @@ def test_parts_and_other_states(training: Path, tmp_path: Path) -> None:
     }
 
 
-def test_masters_steps_and_classes(zero_cases: dict[str, Case], tmp_path: Path) -> None:
+def test_fp32_copies_steps_and_custom_classes(zero_cases: dict[str, Case], tmp_path: Path) -> None:
     """ZeRO-2: fp32 beside the weights, steps, DeepSpeed's groups by name, and objects of its classes left out."""
     view = lazyckpt.open(zero_cases[ZERO2].path)
     lost = view.to_dcp(tmp_path / "out")
@@ -155,7 +155,7 @@ def test_masters_steps_and_classes(zero_cases: dict[str, Case], tmp_path: Path) 
     assert found.meta["global_steps"] == 3
 
 
-def test_every_class_is_torchs(training: Path, tmp_path: Path) -> None:
+def test_metadata_names_only_classes_of_torch(training: Path, tmp_path: Path) -> None:
     lazyckpt.open(training).to_dcp(tmp_path / "out")
     metadata = pickle.loads((tmp_path / "out" / ".metadata").read_bytes())
     assert type(metadata).__module__ == "torch.distributed.checkpoint.metadata"
@@ -171,7 +171,7 @@ def test_every_class_is_torchs(training: Path, tmp_path: Path) -> None:
 # -- how
 
 
-def test_it_goes_on_and_appears_at_the_end(training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_and_publish(training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(written, "CHUNK", 200)
     monkeypatch.setattr(written, "FILE", 4000)
     monkeypatch.setattr("lazyckpt.jobs.executor._TOGETHER", 1)
@@ -200,7 +200,7 @@ def test_it_goes_on_and_appears_at_the_end(training: Path, tmp_path: Path, monke
     same(lazyckpt.open(out), lazyckpt.open(training))
 
 
-def test_damage_on_the_way_is_found(training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_finds_damage(training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = saved._finish
 
     def finish(path: Path, *args: Any) -> None:
@@ -215,7 +215,7 @@ def test_damage_on_the_way_is_found(training: Path, tmp_path: Path, monkeypatch:
     assert sorted(os.listdir(tmp_path)) == ["training.pt"]
 
 
-def test_where_it_may_not_be_written(training: Path, tmp_path: Path) -> None:
+def test_refused_destinations(training: Path, tmp_path: Path) -> None:
     view = lazyckpt.open(training)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")

@@ -79,7 +79,7 @@ def check_whole(found: lazyckpt.CheckpointView, wanted: lazyckpt.CheckpointView,
     ("name", "kind"),
     [*((name, "legacy") for name in EVEN), *((n, "dist") for n in ("tp2_pp2_bf16", "tp2_dp2_ep2_etp2", "tp2_mla"))],
 )
-def test_as_megatrons_ranks_wrote_them(
+def test_files_equal_those_of_megatron(
     megatron_folder: Path, megatron_cases: dict[str, Case], tmp_path: Path, name: str, kind: str
 ) -> None:
     spec, genuine = CASES[name], megatron_cases[name].path
@@ -140,7 +140,7 @@ def test_fp32_copies_alone(megatron_cases: dict[str, Case], tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_by_way_of_other_formats(megatron_cases: dict[str, Case], tmp_path: Path) -> None:
+def test_through_other_formats(megatron_cases: dict[str, Case], tmp_path: Path) -> None:
     view = lazyckpt.open(megatron_cases["tp2_pp2_bf16"].path)
     view.to_dcp(tmp_path / "dcp")
     lost = lazyckpt.open(tmp_path / "dcp").to_megatron(tmp_path / "of_dcp", tp=2, pp=2)
@@ -237,7 +237,7 @@ def _llama(folder: Path, tied: bool, spec: MegatronSpec) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_megatron_core_goes_on(
+def test_megatron_core_resumes_training(
     resumed: dict[str, dict[str, Any]], megatron_folder: Path, megatron_cases: dict[str, Case], name: str
 ) -> None:
     source, _, _ = RUNS[name]
@@ -334,7 +334,7 @@ def test_steps_in_the_groups(megatron_cases: dict[str, Case], tmp_path: Path) ->
     check_same(found["optimizer"], wanted["optimizer"], "as it was")
 
 
-def test_an_optimizer_that_is_not_whole(megatron_cases: dict[str, Case], tmp_path: Path) -> None:
+def test_incomplete_optimizer(megatron_cases: dict[str, Case], tmp_path: Path) -> None:
     def torn(root: dict[str, Any]) -> None:
         del root["optimizer"]["state"][3]
 
@@ -372,7 +372,7 @@ def test_names_of_transformer_engines_layers(tmp_path: Path, megatron_cases: dic
     ]
 
 
-def test_what_cannot_be_written(megatron_cases: dict[str, Case], tmp_path: Path) -> None:
+def test_unsupported_models(megatron_cases: dict[str, Case], tmp_path: Path) -> None:
     view = lazyckpt.open(megatron_cases["single"].path)
     with pytest.raises(DataError, match=r"rename\('megatron'\)"):
         view.rename("hf").to_megatron(tmp_path / "out")
@@ -399,7 +399,7 @@ def test_what_cannot_be_written(megatron_cases: dict[str, Case], tmp_path: Path)
     assert lazyckpt.open(tmp_path / "out").mesh.tp == 2
 
 
-def test_it_goes_on_where_it_was_stopped(
+def test_resume_of_interrupted_export(
     megatron_cases: dict[str, Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     view = lazyckpt.open(megatron_cases["single"].path)

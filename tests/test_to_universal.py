@@ -90,14 +90,14 @@ def losses(folder: Path, name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_training_goes_on(resumed: Path, name: str) -> None:
+def test_training_resumes(resumed: Path, name: str) -> None:
     of, spec = TARGETS[name]
     tolerance = {"rel": 2e-2} if spec.dtype == "bf16" else {"rel": 2e-5}
     assert losses(resumed, name) == pytest.approx(losses(resumed, of), **tolerance)
 
 
 @pytest.mark.parametrize("name", COMPARED)
-def test_as_from_ds_to_universal(resumed: Path, name: str) -> None:
+def test_equals_ds_to_universal(resumed: Path, name: str) -> None:
     assert losses(resumed, name) == losses(resumed, f"{name}.theirs")
 
 
@@ -139,9 +139,7 @@ FULL = ("weights", "fp32")
 NEVER = {"pos", "unused.weight", "unused.bias"}
 
 
-def test_it_goes_on_and_where_it_may_not_be_written(
-    resumed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_and_refused_destinations(resumed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     view = lazyckpt.open(resumed / "torch" / "ckpt" / "training.pt")
     monkeypatch.setattr("lazyckpt.jobs.executor._TOGETHER", 1)
     real, calls = saved.write_at, []

@@ -175,7 +175,7 @@ def test_what_is_left_out_and_why(tmp_path: Path) -> None:
     assert root.attrs["lazyckpt"]["left_out"] == left_out and list(root["weights"]) == ["fine"]
 
 
-def test_a_missing_file_leaves_out_what_is_in_it(dcp_cases: dict[str, Case], tmp_path: Path) -> None:
+def test_tensors_of_a_missing_file_are_left_out(dcp_cases: dict[str, Case], tmp_path: Path) -> None:
     import shutil
 
     case = next(
@@ -189,7 +189,7 @@ def test_a_missing_file_leaves_out_what_is_in_it(dcp_cases: dict[str, Case], tmp
 
 
 @pytest.mark.parametrize("dest", ["x.json", "x"])
-def test_references_that_are_there_are_replaced_if_asked(folder: Path, tmp_path: Path, dest: str) -> None:
+def test_overwrite_replaces_references(folder: Path, tmp_path: Path, dest: str) -> None:
     if dest == "x":
         parquet()
     view = lazyckpt.open(folder)
@@ -219,7 +219,7 @@ def test_destinations(folder: Path, tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a checkpoint", "full", "taken.json"]
 
 
-def test_the_source_is_not_written_and_has_to_be_as_it_was(dcp_cases: dict[str, Case], tmp_path: Path) -> None:
+def test_source_is_not_written_to_and_must_be_unchanged(dcp_cases: dict[str, Case], tmp_path: Path) -> None:
     import shutil
 
     case = next(iter(dcp_cases.values()))
@@ -261,7 +261,7 @@ def test_missing_packages_are_named(folder: Path, tmp_path: Path, monkeypatch: p
     assert not (tmp_path / "repo").exists() and not (tmp_path / "refs").exists()
 
 
-def test_a_url_stays_one(folder: Path, truth: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_references_to_urls(folder: Path, truth: dict[str, torch.Tensor], tmp_path: Path) -> None:
     fsspec = pytest.importorskip("fsspec")
     memory = fsspec.filesystem("memory")
     memory.pipe("/virtual/model.safetensors", (folder / "model.safetensors").read_bytes())

@@ -56,7 +56,7 @@ def test_shards_are_a_sequence_of_paths(source: Path, tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(result)) == result
 
 
-def test_what_is_left_out_is_a_table() -> None:
+def test_left_out_is_a_mapping() -> None:
     result = WriteResult((Path("dcp"),), {"args.rank": "a reason"}, 7)
     assert result["args.rank"] == "a reason" and "args.rank" in result and "other" not in result
     assert result == {"args.rank": "a reason"} and result != {}
@@ -80,9 +80,7 @@ def test_every_method_takes_the_options(source: Path, tmp_path: Path, name: str)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_without_resume_it_begins_anew(
-    source: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_false_starts_anew(source: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     method: Write = getattr(lazyckpt.open(source), f"to_{name}")
     dest = tmp_path / FORMATS[name]
 
@@ -113,7 +111,7 @@ def test_the_registry_names_every_method() -> None:
 
 
 @pytest.mark.parametrize("name", ["dcp", "zarr"])
-def test_dtype_is_that_of_astype(source: Path, tmp_path: Path, name: str) -> None:
+def test_dtype_option_equals_astype(source: Path, tmp_path: Path, name: str) -> None:
     view = lazyckpt.open(source)
     getattr(view, f"to_{name}")(tmp_path / "out", dtype=torch.bfloat16)
     found = lazyckpt.open(tmp_path / "out")

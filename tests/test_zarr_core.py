@@ -99,7 +99,7 @@ def test_chunks_follow_the_fragments(
             assert len({copy.extent.path for copy in plan(spec, tuple(map(range, box.start, box.stop)))}) == 1
 
 
-def test_that_flat_spans_are_no_grid_shows_at_the_first_of_them() -> None:
+def test_irregular_flat_spans_are_rejected_at_the_first_span() -> None:
     looked: list[Fragment] = []
 
     class Watched(tuple[Fragment, ...]):
@@ -156,7 +156,7 @@ def test_references_are_the_bytes_of_the_chunks(spec: TensorSpec, most: int) -> 
     assert len(places) == prod(grid_of(spec.shape, chunk))
 
 
-def test_what_references_cannot_tell() -> None:
+def test_tensors_that_references_cannot_express() -> None:
     odd = spans((1 << 10, 1 << 10), [12345])
     with pytest.raises(lazyckpt.DataError, match=r"1,048,576 references"):
         reference_chunk(odd, plan(odd, (range(1 << 10), range(1 << 10))), 1 << 20)
@@ -194,7 +194,7 @@ def test_paths_are_unique_and_legal(given_names: set[str]) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(st.sets(names, max_size=8))
-def test_zarr_finds_what_is_consolidated(given_names: set[str]) -> None:
+def test_zarr_reads_consolidated_metadata(given_names: set[str]) -> None:
     arrays = {f"weights/{path}": documents.array(name, (2,), F32, (2,)) for name, path in paths(given_names).items()}
     nodes = documents.hierarchy(arrays, {}, ["weights", "fp32"])
     store = MemoryStore()
@@ -383,7 +383,7 @@ assert data_type_registry.get("float8_e5m2") is lazyckpt.interop.zarr_dtypes.Flo
     subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=120)
 
 
-def test_doors_are_opened_when_used() -> None:
+def test_interop_modules_are_imported_on_first_use() -> None:
     code = """
 import sys, lazyckpt
 assert not {"zarr", "lazyckpt.interop"} & set(sys.modules)

@@ -325,9 +325,7 @@ def test_states_of_a_training(zero_cases: dict[str, Case], tmp_path: Path) -> No
     ],
     ids=str,
 )
-def test_codecs_that_do_not_take_it(
-    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, codec: Any, why: str
-) -> None:
+def test_unsupported_codecs(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, codec: Any, why: str) -> None:
     with pytest.raises(DataError, match=why):
         lazyckpt.open(saved[0]).to_zarr(tmp_path / "out", codec=codec)
     assert os.listdir(tmp_path) == ["in"]
@@ -369,7 +367,7 @@ def test_a_filter_of_integers(tmp_path: Path) -> None:
     assert np.array_equal(got, np.arange(1000, 3000).reshape(40, 50))
 
 
-def test_a_filter_that_gives_another_dtype_back(tmp_path: Path) -> None:
+def test_filter_that_changes_the_dtype_is_refused(tmp_path: Path) -> None:
     torch.save({"w": torch.randn(40).to(torch.float8_e5m2), "i": torch.arange(6, dtype=torch.int32)}, tmp_path / "m.pt")
     view = lazyckpt.open(tmp_path / "m.pt")
     for name, delta in (("w", "u1"), ("i", "i2")):  # zarr would take its numbers for those of the array
@@ -439,7 +437,7 @@ def test_no_room(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, mo
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=str)
 @pytest.mark.parametrize("name", ["x.zarr", "x.zip"])
-def test_what_fails_midway_goes_on(
+def test_resume_after_a_failure(
     saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, error: BaseException, name: str
 ) -> None:
     path, state = saved
@@ -487,7 +485,7 @@ def _interrupted(view: Any, out: Path, **options: Any) -> None:
         view.to_zarr(out, **options)
 
 
-def test_another_job_begins_anew(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+def test_another_job_starts_anew(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
     """What an interrupted export left is used by the same one only: same files, tensors, grid and codec."""
     path, state = saved
     out = tmp_path / "out"
@@ -550,7 +548,7 @@ def test_a_source_that_changes_meanwhile(saved: tuple[Path, dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("to", ["x.zarr", "memory://export/verify.zarr", "x.safetensors", "x.pt"])
-def test_verify_finds_what_is_wrong(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, to: str) -> None:
+def test_verify_finds_wrong_bytes(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, to: str) -> None:
     from lazyckpt.jobs import write as stream
 
     view = lazyckpt.open(saved[0]).select("a.*")

@@ -97,7 +97,7 @@ def test_arrays_of_tensorstore(tmp_path: Path) -> None:
 # -- lazyckpt's own exports
 
 
-def test_an_export_is_what_it_was(zarr_cases: dict[str, Case]) -> None:
+def test_export_round_trip(zarr_cases: dict[str, Case]) -> None:
     case = zarr_cases["own"]
     view, counts = opened(case.path)
     assert counts.paths == {"zarr.json"}, "the root's document tells everything"
@@ -133,7 +133,7 @@ def test_a_chunk_of_an_export_has_to_be_there(zarr_cases: dict[str, Case], tmp_p
             lazyckpt.open(path, cache=False)["embed.weight"].to(copy=False)
 
 
-def test_exports_that_are_not_right(zarr_cases: dict[str, Case], tmp_path: Path) -> None:
+def test_damaged_exports(zarr_cases: dict[str, Case], tmp_path: Path) -> None:
     path = tmp_path / "own"
     shutil.copytree(zarr_cases["own"].path, path)
     root = json.loads((path / "zarr.json").read_text())
@@ -199,7 +199,7 @@ def test_fill_values(value: Any, dtype: torch.dtype, bits: str) -> None:
     [("x", torch.float32), (300, torch.uint8), (1.5, torch.int8), ({}, torch.int8), ("0xfffff", torch.float16),
      ([1], torch.complex64), ("NaN", torch.int32), (10**400, torch.float32)],
 )  # fmt: skip
-def test_fill_values_that_are_none(value: Any, dtype: torch.dtype) -> None:
+def test_invalid_fill_values(value: Any, dtype: torch.dtype) -> None:
     with pytest.raises(CorruptError, match="here"):
         fill_bytes(value, dtype_of(dtype), "here")
 
@@ -294,7 +294,7 @@ def test_large_chunks_unpack_into_place(tmp_path: Path, codec: str) -> None:
 # -- what is not read
 
 
-def test_what_is_no_tensor_is_told(tmp_path: Path) -> None:
+def test_arrays_that_are_not_tensors_are_reported(tmp_path: Path) -> None:
     for version in (2, 3):
         group = zarr.open_group(str(tmp_path / f"z{version}"), mode="w", zarr_format=version)
         group.create_array("ok", shape=(3,), dtype="f4")[...] = 1
@@ -399,7 +399,7 @@ V3 = {
 
 
 @pytest.mark.parametrize("field", V3)
-def test_documents_that_cannot_be(tmp_path: Path, field: str) -> None:
+def test_invalid_documents(tmp_path: Path, field: str) -> None:
     zarr.create_array(str(tmp_path / "z"), shape=(4,), chunks=(2,), dtype="f4")[...] = 1
     document = tmp_path / "z/zarr.json"
     plain = document.read_text()

@@ -273,7 +273,7 @@ def test_opening_and_listing_read_nothing(dcp_cases: dict[str, Case]) -> None:
     assert counts.requests == 0
 
 
-def test_a_missing_file_is_an_error_and_no_zeros(zero_cases: dict[str, Case], tmp_path: Path) -> None:
+def test_missing_file_is_an_error_not_zeros(zero_cases: dict[str, Case], tmp_path: Path) -> None:
     import dask.array
     import xarray
 
@@ -335,7 +335,7 @@ def test_no_key_begins_with_a_slash(view: lazyckpt.CheckpointView) -> None:
             asyncio.run(store.getsize(key))
 
 
-def test_what_zarr_asks_of_a_store(view: lazyckpt.CheckpointView) -> None:
+def test_store_interface_of_zarr(view: lazyckpt.CheckpointView) -> None:
     store = ViewStore(view)
     again = pickle.loads(pickle.dumps(store))
     assert store == again and store.read_only and not store.supports_writes and not store.supports_deletes

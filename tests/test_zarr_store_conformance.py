@@ -148,7 +148,7 @@ def test_reads_as_a_store_of_zarr(both: tuple[ViewStore, MemoryStore]) -> None:
 
 
 @pytest.mark.parametrize("wrong", [(0, 2), 3, slice(0, 2), "0-2"])
-def test_a_range_that_is_none_raises(both: tuple[ViewStore, MemoryStore], wrong: Any) -> None:
+def test_invalid_range_raises(both: tuple[ViewStore, MemoryStore], wrong: Any) -> None:
     for store in both:
         for key in ("zarr.json", "weights/scalar/c"):
             with pytest.raises((ValueError, TypeError), match=r"Unexpected byte_range, got.*"):

@@ -198,21 +198,21 @@ POLYGLOTS: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("name", POLYGLOTS)
-def test_what_two_readers_could_see_differently_is_refused(name: str, tmp_path: Path) -> None:
+def test_zips_that_readers_interpret_differently_are_refused(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     path.write_bytes(POLYGLOTS[name]())
     with pytest.raises(CorruptError, match=r"model\.pt"):
         lazyckpt.open(path, format="torch", cache=False)
 
 
-def test_the_zips_that_the_lies_are_made_from_read(tmp_path: Path) -> None:
+def test_unmodified_zips_are_readable(tmp_path: Path) -> None:
     for n, data in enumerate([raw_zip(members()), zip64(raw_zip(members())), raw_zip(members(), comment=b"a comment")]):
         path = tmp_path / f"{n}.pt"
         path.write_bytes(data)
         assert lazyckpt.open(path)["w"][...].tolist() == TRUTH == torch.load(path)["w"].tolist()
 
 
-def test_a_lie_about_one_of_many_ranks(tmp_path: Path) -> None:
+def test_false_claim_about_one_of_many_ranks(tmp_path: Path) -> None:
     """Also where the directory is the same as that of a file that was read before."""
     data = torch_file(tmp_path / "model.pt", a=torch.full((16,), 1.0), b=torch.full((64,), 2.0))
     at = header_of(data, b"model/data/0")

@@ -62,7 +62,7 @@ def check(path: Path, pickles: Pickles) -> None:
         assert path.read_bytes()[extent.offset : extent.offset + whole.nbytes] == whole.numpy().tobytes()
 
 
-def test_alike_directories_are_read_once(tmp_path: Path, parsed: list[str]) -> None:
+def test_identical_directories_are_parsed_once(tmp_path: Path, parsed: list[str]) -> None:
     """Also where the pickles differ in length, which moves the header behind them."""
     pickles = Pickles()
     for n, note in enumerate(["a", "b", "cc", "ddd"]):
@@ -74,7 +74,7 @@ def test_alike_directories_are_read_once(tmp_path: Path, parsed: list[str]) -> N
     assert len(parsed) == len(sizes) < 4
 
 
-def test_others_of_the_same_length_are_not_taken_for_them(tmp_path: Path, parsed: list[str]) -> None:
+def test_different_directories_of_the_same_length_are_not_confused(tmp_path: Path, parsed: list[str]) -> None:
     """Tensors of other sizes that add up to the same length; a header that is not the one that the directory has in
     mind; a pickle that claims to be longer."""
     pickles = Pickles()
@@ -89,7 +89,7 @@ def test_others_of_the_same_length_are_not_taken_for_them(tmp_path: Path, parsed
 
 
 @pytest.mark.parametrize("what", ["length", "one length", "header", "magic"])
-def test_damage_is_not_hidden_by_a_file_that_is_alike(tmp_path: Path, what: str) -> None:
+def test_damage_is_not_hidden_by_a_similar_file(tmp_path: Path, what: str) -> None:
     """A damaged file gives the same, whether a sound one was read before or not."""
     save(tmp_path / "sound.pt", 0, "a")
     data = bytearray((tmp_path / "sound.pt").read_bytes())

@@ -1,7 +1,7 @@
-"""From lazy tensors to files, in bounded memory: the output formats.
+"""The output formats: write lazy tensors to files in bounded memory.
 
-A format is a module with a `writer.Writer`, whose ``plan`` says which files and bytes there will be, and a line in
-`registry`. The engine of `lazyckpt.jobs` carries the plan out: it streams runs of bytes, resumes, verifies, publishes.
-`files` is shared by the formats of weights, `torch` by all that write files of torch.save, `training` by those with
-optimizers and metadata.
+A format is a module with a `writer.Writer`, whose ``plan`` determines all files and bytes, and a line in `registry`.
+The engine in `lazyckpt.jobs` executes the plan: it streams runs of bytes, resumes, verifies and publishes. The formats
+of weights share `files`, all that write torch.save files share `torch`, and those with optimizers and metadata share
+`training`.
 """

@@ -1,8 +1,8 @@
-"""The files of a zarr array: which there are, what is in each, and whether it is what the source holds.
+"""The files of a zarr array: their keys and content, and their comparison with the source.
 
-A file holds one chunk, or as a shard many of them and an index. Chunks always have the same shape: what is beyond the
-tensor's end is zero. Source: the zarr v3 core specification (regular chunk grid, default chunk key encoding) and its
-codec "sharding_indexed": the index has offset and bytes of each inner chunk as uint64, and their CRC-32C.
+A file holds one chunk or, as a shard, many chunks and an index. All chunks have the same shape; elements beyond the
+tensor's end are zero. Source: the zarr v3 core specification (regular chunk grid, default chunk key encoding) and its
+codec "sharding_indexed": the index has the offset and size of each inner chunk as uint64, and their CRC-32C.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ..jobs.write import differs, scratch
 from ..lazy import LazyArray
 from .codecs import Encoding
 
-_ABSENT = (1 << 64) - 1  # offset and bytes of an inner chunk that is not there
+_ABSENT = (1 << 64) - 1  # offset and size of an absent inner chunk
 INDEX_CODECS = (*RAW, {"name": "crc32c"})
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How an array is cut and written. ``shard``: the shape of a file, a multiple of the chunk's; None for files of one
-    chunk."""
+    """The chunking and encoding of an array. ``shard`` is the shape of a file, a multiple of the chunk shape; None if
+    each file has one chunk."""
 
     chunk: Shape
     shard: Shape | None
@@ -41,45 +41,45 @@ class Cut:
 
     @property
     def file(self) -> Shape:
-        """The shape of what is in a file."""
+        """The shape of the block of elements in a file."""
         return self.shard or self.chunk
 
     @property
     def codecs(self) -> tuple[Json, ...]:
         if self.shard is None:
             return self.encoding.json
-        told = {
+        sharding = {
             "chunk_shape": list(self.chunk),
             "codecs": list(self.encoding.json),
             "index_codecs": list(INDEX_CODECS),
             "index_location": "end",
         }
-        return ({"name": "sharding_indexed", "configuration": told},)
+        return ({"name": "sharding_indexed", "configuration": sharding},)
 
     def files(self, shape: Shape) -> Iterator[tuple[str, Box]]:
-        """(key below the array, the block of the tensor) of all files."""
+        """Yield all files: (key relative to the array, block of the tensor)."""
         for at in product(*map(range, grid_of(shape, self.file))):
             yield "/".join(["c", *map(str, at)]), chunk_box(at, shape, self.file)
 
     def most(self, itemsize: int) -> int:
-        """Bytes of a file, before compression."""
+        """Return the size of a file in bytes, before compression."""
         index = 16 * prod(grid_of(self.shard, self.chunk)) + 4 if self.shard else 0
         return prod(self.file) * itemsize + index
 
     def memory(self, itemsize: int) -> int:
-        """Bytes that writing or checking a file takes, if it is written in pieces."""
+        """Return the memory in bytes needed to write or check a file in pieces."""
         held = 2 * PIECE if self.encoding.raw else 3 * prod(self.chunk) * itemsize
         index = 32 * prod(grid_of(self.shard, self.chunk)) if self.shard else 0
         return held + index + OVERHEAD
 
 
 def write(place: Place, key: str, tensor: LazyArray, cut: Cut) -> int:
-    """One file, of which the tensor is the block. Returns its size."""
+    """Write the file with this block of a tensor; return its size in bytes."""
     return place.put(key, content(tensor, cut))
 
 
 def content(tensor: LazyArray, cut: Cut) -> Iterator[memoryview]:
-    """The bytes of a file, in pieces, each good until the next is asked for."""
+    """Yield the bytes of a file in pieces. A piece is valid until the next one."""
     if cut.shard is None:
         yield from _chunk(tensor, cut.chunk, cut.encoding)
         return
@@ -104,9 +104,9 @@ def check(place: Place, key: str, tensor: LazyArray, cut: Cut) -> None:
         return
     inners = list(_inner(tensor, cut))
     length = 16 * len(inners) + 4
-    told = place.get(key, size - length, length) if size >= length else b""
-    index = np.frombuffer(told[:-4], "<u8").tolist() if told else []
-    if not told or bytes(told) != bytes(_index(index)):
+    stored = place.get(key, size - length, length) if size >= length else b""
+    index = np.frombuffer(stored[:-4], "<u8").tolist() if stored else []
+    if not stored or bytes(stored) != bytes(_index(index)):
         raise differs(where, f"the last {length:,} bytes")
     for n, inner in enumerate(inners):
         offset, nbytes = index[2 * n : 2 * n + 2]
@@ -130,7 +130,8 @@ def _same(place: Place, key: str, offset: int, nbytes: int, tensor: LazyArray, c
 
 
 def _inner(tensor: LazyArray, cut: Cut) -> Iterator[LazyArray | None]:
-    """What the chunks of a shard hold, in the order of its index; None where one is all beyond the tensor's end."""
+    """Yield the parts of the tensor in the chunks of a shard, in index order; None for a chunk beyond the tensor's
+    end."""
     inside = Box.of(tensor.shape)
     for at in product(*map(range, grid_of(cut.file, cut.chunk))):
         box = chunk_box(at, cut.file, cut.chunk) & inside
@@ -157,7 +158,7 @@ def _whole(tensor: LazyArray, chunk: Shape) -> torch.Tensor:
 
 
 def _fill(tensor: LazyArray, tile: Box, out: torch.Tensor) -> torch.Tensor:
-    """A run of a chunk's C order; zero where the chunk goes beyond the tensor."""
+    """Fill ``out`` with a tile of a chunk; elements beyond the tensor's end are zero."""
     inner = tile & Box.of(tensor.shape)
     if inner == tile:
         return tensor.lazy[tile.slices].read_into(out)

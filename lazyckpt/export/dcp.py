@@ -1,18 +1,18 @@
-"""A folder of torch.distributed.checkpoint: `.metadata`, and files that are rows of small files of torch.save.
+"""The torch.distributed.checkpoint format: a folder with `.metadata` and files of concatenated torch.save items.
 
-What the view reads, "weights" or "fp32", becomes ``model.NAME``; the optimizer's states ``optim.state.NAME.STATE``,
-its options ``optim.param_groups.N.OPTION`` where the checkpoint says which parameters they are for; "fp32" beside
-"weights" ``fp32.NAME``; ``meta`` keeps its keys. A view of one of the optimizer's states brings that alone. Tied
-names are both there, on the same bytes. A count of steps that no tensor holds becomes ``optim.state.NAME.step``.
-`dcp.load` takes it as ``{"model": ..., "optim": ...}`` of torch's `get_state_dict`, on any number of ranks (FSDP2,
-tensor parallelism).
+The tensors that the view reads, "weights" or "fp32", become ``model.NAME``. Optimizer states become
+``optim.state.NAME.STATE``, and optimizer options ``optim.param_groups.N.OPTION`` if the checkpoint says to which
+parameters they apply. "fp32" beside "weights" becomes ``fp32.NAME``; ``meta`` keeps its keys. A view of a single
+optimizer state writes only that state. Both names of a tied tensor are written and share the same bytes. A step count
+that no tensor holds becomes ``optim.state.NAME.step``. `dcp.load` loads the folder as ``{"model": ..., "optim": ...}``
+of torch's `get_state_dict`, on any number of ranks (FSDP2, tensor parallelism).
 
-Source: torch/distributed/checkpoint/filesystem.py `_FileSystemWriter` (the files, and what it says where items lie),
-default_planner.py (the metadata), _traverse.py `traverse_state_dict` (what of a state dict is an item of its own),
+Source: torch/distributed/checkpoint/filesystem.py `_FileSystemWriter` (the files, and the places of items),
+default_planner.py (the metadata), _traverse.py `traverse_state_dict` (which parts of a state dict are items),
 state_dict.py `get_state_dict` (names: ``model.NAME``, ``optim.state.NAME.exp_avg``, ``optim.param_groups.0.lr``).
 
-A large tensor is several chunks of whole rows, so that each of many ranks reads its part only. Tied names are two
-keys whose chunks are the same bytes: torch reads both, as it does where it wrote the tensor twice.
+A large tensor is split into chunks of whole rows, so that each of many ranks reads only its part. Tied names are two
+keys whose chunks are the same bytes; torch reads both as if it had written the tensor twice.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from .torch import Held, Item, row
 from .training import Lost, param_groups, restored, step_of
 from .writer import BY_NAMES, NO_RANKS, WEIGHTS, View, Writer, check_names, forecast_of_states, plan_of_folder
 
-CHUNK = 32 << 20  # bytes of a chunk, at most, unless a row has more
-FILE = 1 << 30  # the same of a file
+CHUNK = 32 << 20  # maximum bytes of a chunk, unless a single row is larger
+FILE = 1 << 30  # maximum bytes of a file, unless a single chunk is larger
 Key = tuple[str | int, ...]
 
 
 class _Chunk(NamedTuple):
-    """A chunk of a tensor: of which, where it begins in that, and where it stands in its file."""
+    """A chunk of a tensor: the tensor's key, the start of the chunk within the tensor, and its place in the file."""
 
     key: str
     start: Shape
@@ -55,8 +55,8 @@ class _Chunk(NamedTuple):
 
 @dataclass(slots=True)
 class _State:
-    """A state dict, taken apart: key -> where it stood; those that are tensors; those that are not; further keys of
-    the same tensor."""
+    """A flattened state dict, by dotted key: the path of each value, the tensors, the other objects, and the aliases
+    (additional keys of a tensor)."""
 
     paths: dict[str, Key] = field(default_factory=dict)
     tensors: dict[str, Writable] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class _State:
     def add(self, path: Key, value: Any) -> None:
         key = ".".join(map(str, path))
         if key in self.paths:
-            raise DataError(f"two things would be called {key!r} in the distributed checkpoint: select one of them")
+            raise DataError(f"two values would be called {key!r} in the distributed checkpoint: select one of them")
         self.paths[key] = path
         (self.tensors if isinstance(value, LazyArray | Held) else self.objects)[key] = value
 
@@ -92,17 +92,17 @@ def _plan(view: View, dest: str | os.PathLike[str], options: WriteOptions) -> Wr
         list(lazy.values()),
         fingerprint(where, [objects, metadata]),
         files,
-        {**texts, ".metadata": metadata},  # last: without it the others are a save that was not finished
+        {**texts, ".metadata": metadata},  # last, because it completes the checkpoint
         lost,
         around=2048 * max((len(chunks) for _, chunks in rows), default=1),
     )
 
 
-# -- what it holds
+# -- the state dict
 
 
 def _state_dict(view: View, lost: Lost) -> _State:
-    """The view as the state dict that training saves: ``model``, ``optim``, and whatever else there is."""
+    """Convert the view to the state dict that a training script saves: ``model``, ``optim``, and other entries."""
     state = _State()
     states = view.states
     if view.state in WEIGHTS:
@@ -144,7 +144,7 @@ def _add_meta(state: _State, view: View, lost: Lost) -> None:
     for n, group in enumerate(restored(groups, "optim.param_groups", tensor, lost)):
         for option, value in group.items():
             state.add((*ours, n, option), value)
-    # DeepSpeed's tables belong together; other state dicts are taken apart as torch does
+    # keep DeepSpeed's dicts whole; flatten other state dicts as torch does
     apart = not view.format.startswith("deepspeed")
     for top, value in view.meta.items():
         made = restored(value, str(top), tensor, lost)
@@ -158,7 +158,7 @@ def _add_meta(state: _State, view: View, lost: Lost) -> None:
 
 
 def _leaves(value: Any, path: Key) -> Iterator[tuple[Key, Any]]:
-    """As `traverse_state_dict`: dicts are gone into, lists if a tensor or a dict is in them."""
+    """Flatten a value like `traverse_state_dict`: descend into dicts, and into lists that contain a tensor or dict."""
     if isinstance(value, dict) and all(type(key) in (str, int) for key in value):
         for key, part in value.items():
             yield from _leaves(part, (*path, str(key)))
@@ -176,7 +176,7 @@ def _terminal(values: list[Any]) -> bool:
 
 
 def _whole(value: Any) -> Any:
-    """An object with its tensors read: those that stand in tuples are small, a generator's state."""
+    """Read the tensors inside an object, which are small (a generator's state in a tuple); keep a lazy tensor lazy."""
     if isinstance(value, LazyArray | Held):
         return value
     return _read(value)
@@ -196,7 +196,7 @@ def _read(value: Any) -> Any:
 
 
 def _chunks(tensor: Writable) -> Iterator[tuple[Shape, Writable]]:
-    """(where it begins, rows of at most `CHUNK` bytes)."""
+    """Split a tensor into chunks of whole rows of at most `CHUNK` bytes; yield (start, chunk)."""
     shape = tuple(tensor.shape)
     width = prod(shape[1:]) * tensor.itemsize
     rows = max(1, CHUNK // max(width, 1))
@@ -208,7 +208,7 @@ def _chunks(tensor: Writable) -> Iterator[tuple[Shape, Writable]]:
 
 
 def _files(tensors: Mapping[str, Writable]) -> Iterator[tuple[str, list[_Chunk]]]:
-    """Name -> the chunks in each file of tensors."""
+    """Distribute the chunks over files; yield (file name, chunks)."""
     chunks: list[_Chunk] = []
     offset, number = 0, 1
     for key, tensor in tensors.items():
@@ -225,7 +225,7 @@ def _files(tensors: Mapping[str, Writable]) -> Iterator[tuple[str, list[_Chunk]]
 
 
 def _objects(objects: Mapping[str, Any]) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """The file of all that is no tensor, and where in it each of them is: offset, bytes."""
+    """Return the content of the file of all objects that are not tensors, and the (offset, size) of each object."""
     file = io.BytesIO()
     spans = {}
     for key, value in objects.items():

@@ -1,8 +1,8 @@
-"""Writing named tensors as one file, or as shards in a folder with an index: what all formats of weights share.
+"""The common part of file formats of weights: one file, or shards in a folder with an index.
 
-Source of the plan of shards: huggingface_hub/serialization/_base.py `split_state_dict_into_shards_factory`: tensors
-stay in order, a shard is closed when the next tensor would make it larger than wanted, and a tensor larger than that
-has a shard to itself.
+Source of the sharding: huggingface_hub/serialization/_base.py `split_state_dict_into_shards_factory`: tensors stay in
+order, a shard is closed when the next tensor would exceed the limit, and a tensor larger than the limit gets its own
+shard.
 """
 
 from __future__ import annotations
@@ -33,17 +33,25 @@ if TYPE_CHECKING:
 
 Tensors = Mapping[str, Writable]
 NewNames = Mapping[str, str | None] | Callable[[str], str | None]
-Aliases = Mapping[str, str]  # further names -> the name of the same tensor
+Aliases = Mapping[str, str]  # additional name -> name of the same tensor
 
 
 @dataclass(frozen=True, slots=True)
 class FileFormat:
     """A file format of named tensors.
 
-    ``stem`` and ``suffix`` name its files in a folder, as Hugging Face's tools do; ``endings`` are those of a path that
-    is one file. ``lists_aliases``: whether the index lists them. ``size``: bytes that a file is going to have, at most;
-    it raises DataError for what the format cannot hold. ``layout``: make a file, with everything but the tensors'
-    elements; those that are there already stay.
+    Attributes
+    ----------
+    stem, suffix
+        Parts of the names of files in a folder, as in Hugging Face's tools.
+    endings
+        File extensions of a destination that is a single file.
+    lists_aliases
+        Whether the index lists aliases.
+    size
+        Returns the maximum size of a file in bytes. Raises DataError for tensors that the format cannot represent.
+    layout
+        Creates a file without the tensors' elements; elements that are there already are kept.
     """
 
     stem: str
@@ -55,7 +63,7 @@ class FileFormat:
 
 
 def file_writer(name: str, what: str, form: FileFormat) -> Writer:
-    """The writer of a file format."""
+    """Return the writer of a file format."""
     return Writer(
         name=name,
         what=what,
@@ -89,7 +97,7 @@ def _forecast(
     one = Path(dest).suffix in form.endings or max_shard_size is None
     shards = 1 if one else len(split(tensors, size_in_bytes(max_shard_size or 0)))
     amount = Amount.of(tensors.values())
-    return Forecast({view.state: amount}, shards + (shards > 1), amount.nbytes)  # with the index
+    return Forecast({view.state: amount}, shards + (shards > 1), amount.nbytes)  # including the index
 
 
 def plan_of_files(
@@ -101,10 +109,10 @@ def plan_of_files(
     max_shard_size: int | str | None,
     overwrite: bool,
 ) -> WritePlan:
-    """Tensors, each once. A ``dest`` with one of the format's endings is the file to write; any other is a folder,
-    which gets one file, or shards of at most ``max_shard_size`` and an index.
+    """Plan the files of tensors, each written once. A ``dest`` with one of the format's endings is a single file; any
+    other is a folder with one file, or with shards of at most ``max_shard_size`` and an index.
 
-    Raises DataError, and DestinationError for what is no path.
+    Raises DataError, and DestinationError for an invalid path.
     """
     place = local_path(dest)
     check_names([*tensors, *aliases])
@@ -157,7 +165,7 @@ def _file(form: FileFormat, key: str, shard: Tensors, aliases: Aliases) -> File:
 
 
 def _converted(tensor: LazyArray, dtype: torch.dtype | None) -> LazyArray:
-    """As `nn.Module.to` does: integers and bools stay what they are."""
+    """Convert a floating-point tensor; keep integers and bools unchanged, like `nn.Module.to`."""
     return tensor if dtype is None or not tensor.dtype.is_floating_point else tensor.astype(dtype)
 
 
@@ -173,7 +181,7 @@ T = TypeVar("T", bound=_Sized)
 
 
 def split(tensors: Mapping[str, T], limit: int | None) -> list[dict[str, T]]:
-    """The tensors of each file, in order; at least one file."""
+    """Split tensors into shards of at most ``limit`` bytes, in order; return at least one shard."""
     shards: list[dict[str, T]] = []
     current: dict[str, T] = {}
     size = 0
@@ -193,7 +201,8 @@ def split(tensors: Mapping[str, T], limit: int | None) -> list[dict[str, T]]:
 
 
 def file_names(stem: str, suffix: str, count: int) -> list[str]:
-    """
+    """Return the file names of ``count`` shards.
+
     >>> file_names("model", ".safetensors", 2)
     ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
     """
@@ -203,28 +212,28 @@ def file_names(stem: str, suffix: str, count: int) -> list[str]:
 
 
 def is_of_family(name: str, stem: str, suffix: str) -> bool:
-    """Whether a file name is one that `file_names` gives for some count, or the index beside them."""
+    """Return whether a file name is one of `file_names` for any count, or that of the index."""
     pattern = rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?{re.escape(suffix)}(\.index\.json)?"
     return re.fullmatch(pattern, name) is not None
 
 
 def index_text(weight_map: Mapping[str, str], total_size: int) -> str:
-    """The JSON that says which tensor is in which file. ``total_size``: bytes of all tensors."""
+    """Return the JSON index that maps tensors to files. ``total_size`` is the size of all tensors in bytes."""
     table = {"metadata": {"total_size": total_size}, "weight_map": dict(weight_map)}
     return json.dumps(table, indent=2, sort_keys=True) + "\n"
 
 
-# -- names that tensors get in the files, where these are not those of the view
+# -- renaming of tensors in the files
 
 
 def under(
     names: NewNames | None, tensors: Mapping[str, LazyArray], aliases: Mapping[str, str]
 ) -> tuple[dict[str, LazyArray], dict[str, str]]:
-    """The tensors, and the further names of tied ones, under new names: of a mapping, where a name that it lacks stays
-    as it is, or of a function. None leaves a name out; a tensor stays if a tied name of it does.
+    """Rename tensors and aliases with a mapping, which keeps names that it lacks, or with a function. None removes a
+    name; a tensor is kept as long as one of its tied names is kept.
 
-    Raises DataError (two tensors get one name, or a name is no text), TensorNotFoundError (a mapping tells of a name
-    that is not there).
+    Raises DataError (two tensors get the same name, or a name is not a string), TensorNotFoundError (a mapping contains
+    an unknown name).
     """
     if names is None:
         return dict(tensors), dict(aliases)
@@ -233,11 +242,11 @@ def under(
             if name not in tensors and name not in aliases:
                 near = Names([*tensors, *aliases]).near(name)
                 hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-                raise TensorNotFoundError(f"names= tells of {name!r}, which is not among what is written.{hint}")
+                raise TensorNotFoundError(f"names= contains {name!r}, which is not the name of a written tensor.{hint}")
     found: dict[str, LazyArray] = {}
     tied: dict[str, str] = {}
-    was: dict[str, str] = {}  # new name -> the first old name that got it
-    kept: dict[str, str] = {}  # the old name of a tensor -> the new one
+    was: dict[str, str] = {}  # new name -> first old name that is renamed to it
+    kept: dict[str, str] = {}  # old name of a tensor -> new name
     for old, owner in [(name, name) for name in tensors] + list(aliases.items()):
         new = names(old) if callable(names) else names.get(old, old)
         if new is None:

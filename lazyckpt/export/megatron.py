@@ -1,29 +1,29 @@
-"""Megatron-LM's checkpoint of rank files (``--ckpt-format torch``): one for each tp, pp and ep rank, and the tracker.
+"""Megatron-LM's checkpoints of rank files (``--ckpt-format torch``): a file per tp, pp and ep rank, and the tracker.
 
-A rank has what `CheckpointView.shard` gives it: layers are dealt evenly, experts are cut as everything else is
-(expert-tensor-parallel degree = tp). The vocabulary is padded with zeros to a multiple of
-make_vocab_size_divisible_by * tp where the arguments of the source have that, else of tp; rows of padding that fewer
-ranks lack are removed where the arguments distinguish them from tokens. The last of several stages has its copy of a
-tied embedding. ``args`` is the source's, with the new degrees, or what names, shapes and a config.json say. Weights
-of a view of fp32 copies get the dtype that the arguments name.
+A rank's file has the tensors of `CheckpointView.shard`: layers are distributed evenly over stages, and experts are
+split like all other weights (expert-tensor-parallel degree = tp). The vocabulary is padded with zeros to a multiple of
+make_vocab_size_divisible_by * tp if the source's arguments have that value, else of tp; padding rows that fewer ranks
+do not need are removed if the arguments distinguish them from tokens. With several stages, the last one has its own
+copy of a tied embedding. ``args`` are the source's with the new degrees, or are derived from names, shapes and a
+config.json. If the view reads fp32 copies, the weights get the dtype that the arguments name.
 
-The optimizer is written as Megatron has it without ``--use-distributed-optimizer``, if the view has Adam's or SGD's
-states of all parameters and, for weights of 16 bits, their fp32 copies: groups and options are the source's. Adam's
-count of steps is where a source of Megatron has it (with each parameter: torch's AdamW; in the groups: FusedAdam of
-Transformer Engine or apex), for other sources in the groups. Without a known iteration the checkpoint is a "release",
-of which Megatron loads the weights alone. States of generators are not written: load with ``--no-load-rng``.
+The optimizer is written as Megatron saves it without ``--use-distributed-optimizer``, if the view has the states of
+Adam or SGD for all parameters and, for 16-bit weights, their fp32 copies. Groups and options are the source's. Adam's
+step count is at the same place as in a Megatron source (with each parameter: torch's AdamW; in the groups: FusedAdam of
+Transformer Engine or apex); for other sources it is in the groups. Without a known iteration the checkpoint is a
+"release", from which Megatron loads only the weights. States of random generators are not written: load with
+``--no-load-rng``.
 
-Experts keep the form that they have names of: SequentialMLP (``local_experts.N``), TEGroupedMLP
-(``linear_fc1.weightN``), GroupedMLP (``weight1``). So do norms: models of Transformer Engine's layers call theirs
-``linear_qkv.layer_norm_weight`` and ``mlp.linear_fc1.layer_norm_weight`` (``view.rename`` with a table of your own),
-those of ``--transformer-impl local`` ``input_layernorm.weight`` and ``pre_mlp_layernorm.weight``.
+Experts keep the form that their names imply: SequentialMLP (``local_experts.N``), TEGroupedMLP
+(``linear_fc1.weightN``), GroupedMLP (``weight1``). Norms also keep theirs: models of Transformer Engine's layers use
+``linear_qkv.layer_norm_weight`` and ``mlp.linear_fc1.layer_norm_weight`` (``view.rename`` with your own table),
+models of ``--transformer-impl local`` use ``input_layernorm.weight`` and ``pre_mlp_layernorm.weight``.
 
-Source: megatron/training/checkpointing.py `get_checkpoint_name` (the names), `generate_state_dict` (what is in a
-file), `read_metadata`, `_load_base_checkpoint` and `load_checkpoint` (what is looked for when it is loaded: ``args``,
-``checkpoint_version``, ``iteration``, ``model``, ``optimizer``, ``opt_param_scheduler``; of a "release" no more than
-the model); megatron/core/tensor_parallel/layers.py (`get_extra_state`: each of its layers has an ``_extra_state``,
-None). A file's tensors are those that `layouts.shard` gives the rank, in the order in which Megatron's model has its
-parameters.
+Source: megatron/training/checkpointing.py `get_checkpoint_name` (the names), `generate_state_dict` (the content of a
+file), `read_metadata`, `_load_base_checkpoint` and `load_checkpoint` (what the loader looks up: ``args``,
+``checkpoint_version``, ``iteration``, ``model``, ``optimizer``, ``opt_param_scheduler``; for a "release" only the
+model); megatron/core/tensor_parallel/layers.py (`get_extra_state`: each of its layers has an ``_extra_state``,
+None). A file's tensors are those of `layouts.shard` for the rank, in the parameter order of Megatron's model.
 """
 
 from __future__ import annotations
@@ -65,22 +65,22 @@ from .training import Lost, restored, step_of
 from .writer import BY_NAMES, WEIGHTS, View, Writer, forecast_of_states, plan_of_folder
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_VERSION = 3.0  # checkpoint_version: rows of fused q, k and v by group
+_VERSION = 3.0  # checkpoint_version in which rows of fused q, k and v are ordered by group
 _HEAD = "output_layer.weight"
-_HEAD_MODULE = "output_layer"  # is there on the last stage, whether it has a matrix of its own or not
+_HEAD_MODULE = "output_layer"  # the last stage has it even if its matrix is tied
 _NAME = re.compile(r"(embedding|decoder\.layers\.\d+|decoder\.final_\w+|output_layer|mtp)\.")
 _LINEAR = re.compile(r"(.*\.linear_\w+|output_layer)\.(?:weight|bias)\d*")
 _GROUPED = re.compile(r"(\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)$")
 _RANK_FOLDER = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-_BEHIND = (1 << 30,)  # sorts behind all others
-_PER_TENSOR = 1024  # bytes that a tensor takes in a file besides its data, about
+_BEHIND = (1 << 30,)  # sorts after all others
+_PER_TENSOR = 1024  # approximate bytes of a tensor in a file besides its data
 
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """What all ranks' files are made of. ``index``: the whole model, in Megatron's names; ``extra``: the modules, as
-    patterns, that have an ``_extra_state``; ``dtype``: of the weights, where these are made of fp32 copies."""
+    """The content that all ranks' files are made from. ``index`` is the whole model with Megatron's names; ``extra``
+    has patterns of the modules with an ``_extra_state``; ``dtype`` is the dtype of weights made from fp32 copies."""
 
     store: Store
     index: Index
@@ -90,10 +90,10 @@ class _Model:
     around: Mapping[str, Any]
     extra: frozenset[str]
     dtype: torch.dtype | None
-    kept: dict[str, Any] = field(default_factory=dict)  # of `sharded`, from one rank to the next
+    kept: dict[str, Any] = field(default_factory=dict)  # cache of `sharded`, shared by all ranks
 
     def file(self, rank: Rank) -> dict[str, Any]:
-        """A rank's file, with lazy tensors."""
+        """Return the content of a rank's file, with lazy tensors."""
         names = {state: tuple(specs) for state, specs in self.index.states.items()}
         here = sharded(self.index, names, self.mesh, rank, {}, self.kept).states
         tensors = {
@@ -110,9 +110,10 @@ class _Model:
         return whole
 
     def _in_file(self, state: str, spec: TensorSpec) -> Writable:
-        """A tensor as the file has it. All experts of a rank in one, GroupedMLP's, of [experts, hidden, width] as
-        [hidden, experts * width], the other as [experts * width, hidden], of the same bytes (transformer/moe/experts.py
-        `GroupedMLP.forward`: ``view`` of the parameter)."""
+        """Return a tensor in the shape that the file has. GroupedMLP keeps all experts of a rank in two tensors of
+        shape [experts, hidden, width] and [experts, width, hidden]; the file has the same bytes as [hidden, experts *
+        width] and [experts * width, hidden] (transformer/moe/experts.py `GroupedMLP.forward`: ``view`` of the
+        parameter)."""
         tensor = LazyArray(self.store, spec)
         if self.dtype is not None and state == "weights" and spec.dtype.is_floating_point:
             tensor = tensor.astype(self.dtype)
@@ -124,7 +125,7 @@ class _Model:
 
 
 def rank_folder(tp: int, pp: int, ep: int, pp_size: int, ep_size: int) -> str:
-    """The folder of a rank, as Megatron names it.
+    """Return Megatron's folder name of a rank.
 
     >>> rank_folder(1, 0, 0, 1, 1), rank_folder(0, 2, 1, 4, 2)
     ('mp_rank_01', 'mp_rank_00_002_001')
@@ -133,7 +134,7 @@ def rank_folder(tp: int, pp: int, ep: int, pp_size: int, ep_size: int) -> str:
 
 
 def is_rank_folder(name: str) -> bool:
-    """Whether `rank_folder` gives such a name."""
+    """Return whether a name has the form of `rank_folder`."""
     return _RANK_FOLDER.fullmatch(name) is not None
 
 
@@ -177,7 +178,7 @@ def _model(view: View, mesh: Mesh, lost: Lost) -> _Model:
     _check(view, tensors, mesh)
     args = source_args(view.meta, lost)
     own = view.states[view.state]
-    # (a head that is tied is no tensor of the model's)
+    # a tied head is not a separate tensor of the model
     weights = {
         name: renamed(own[name].spec, name) for name in (*tensors, *aliases) if name not in aliases or name != _HEAD
     }
@@ -190,8 +191,8 @@ def _model(view: View, mesh: Mesh, lost: Lost) -> _Model:
     complete(args, weights, view.meta, tied, dtype or _usual(weights))
     if mesh.tp > 1 and heads_of({"args": args}) is None and any(".linear_qkv." in name for name in weights):
         raise DataError(
-            f"tp={mesh.tp}: nothing tells how many heads and groups of them linear_qkv is of, so it cannot be cut (the "
-            "source has no args and no config.json): write it with tp=1"
+            f"tp={mesh.tp}: the numbers of attention heads and groups in linear_qkv are not known, so it cannot be cut "
+            "(the source has no args and no config.json): write it with tp=1"
         )
     states = _without_padding(states, args, mesh.tp, lost)
     of_16_bits = dtype is not None or any(_is_half(spec.dtype.torch) for spec in states["weights"].values())
@@ -231,7 +232,7 @@ def _check(view: View, tensors: Mapping[str, LazyArray], mesh: Mesh) -> None:
 
 
 def _usual(weights: Mapping[str, TensorSpec]) -> torch.dtype:
-    """The dtype of most weights."""
+    """Return the dtype of most weights, by number of elements."""
     counts: dict[DType, int] = {}
     for spec in weights.values():
         counts[spec.dtype] = counts.get(spec.dtype, 0) + prod(spec.shape)
@@ -239,9 +240,9 @@ def _usual(weights: Mapping[str, TensorSpec]) -> torch.dtype:
 
 
 def _trained_in(args: argparse.Namespace) -> torch.dtype | None:
-    """The 16 bits that the weights of a source of fp32 copies had in training."""
-    said = getattr(args, "params_dtype", None)
-    return said if isinstance(said, torch.dtype) and _is_half(said) else None
+    """Return the 16-bit dtype that the arguments state for the weights; None if there is none."""
+    stated = getattr(args, "params_dtype", None)
+    return stated if isinstance(stated, torch.dtype) and _is_half(stated) else None
 
 
 def _is_half(dtype: torch.dtype) -> bool:
@@ -251,7 +252,7 @@ def _is_half(dtype: torch.dtype) -> bool:
 def _without_padding(
     states: dict[str, dict[str, TensorSpec]], args: argparse.Namespace, tp: int, lost: Lost
 ) -> dict[str, dict[str, TensorSpec]]:
-    """Vocabularies without those rows of padding that fewer tensor-parallel ranks do not have."""
+    """Remove the padding rows from vocabularies that this tensor-parallel degree does not need."""
     weights = states["weights"]
     rows = weights[EMBEDDING].shape[0] if EMBEDDING in weights else 0
     true = true_vocabulary(args, rows)
@@ -265,7 +266,7 @@ def _without_padding(
         name for name, spec in weights.items() if pattern("model.vocabulary").search(name) and spec.shape[0] == rows
     ]
     for name in names:
-        lost[name] = f"rows {wanted} to {rows} of its {rows}: padding that tp={tp} has not, behind {true} tokens"
+        lost[name] = f"rows {wanted} to {rows} of its {rows}: padding behind {true} tokens that tp={tp} does not need"
     return {
         state: {name: _cropped(spec, wanted, rows) if name in names else spec for name, spec in specs.items()}
         for state, specs in states.items()
@@ -273,7 +274,7 @@ def _without_padding(
 
 
 def _cropped(spec: TensorSpec, wanted: int, rows: int) -> TensorSpec:
-    if not spec.shape or spec.shape[0] != rows:  # a count of steps
+    if not spec.shape or spec.shape[0] != rows:  # a step count
         return spec
     rest = (0,) * (len(spec.shape) - 1)
     shape = (wanted, *spec.shape[1:])
@@ -284,7 +285,7 @@ def _cropped(spec: TensorSpec, wanted: int, rows: int) -> TensorSpec:
 
 
 def _place(name: str) -> tuple[int, ...] | None:
-    """What sorts names as the model has its parameters; None if the place of one is not known."""
+    """Return a key that sorts names in the order of the model's parameters; None for an unknown name."""
     which = stack_of(name)
     if which is not None:
         name = f"{name[: -len('.weight1')]}.linear_fc{which}.weight"
@@ -294,7 +295,7 @@ def _place(name: str) -> tuple[int, ...] | None:
 
 
 def _extra(view: View, weights: Mapping[str, TensorSpec]) -> frozenset[str]:
-    """The modules with an ``_extra_state``: Megatron's linear layers, and what the source's file has besides."""
+    """Return patterns of the modules with an ``_extra_state``: Megatron's linear layers, and those in the source."""
     model = view.meta.get("model")
     theirs = [key for key in model if isinstance(key, str)] if isinstance(model, Mapping) else []
     found = {key.removesuffix("._extra_state") for key in theirs if key.endswith("._extra_state")}
@@ -303,8 +304,8 @@ def _extra(view: View, weights: Mapping[str, TensorSpec]) -> frozenset[str]:
 
 
 def _with_extra(model: Mapping[str, Writable], extra: frozenset[str], more: list[str]) -> OrderedDict[str, Any]:
-    """The model's state dict: behind the parameters of each such module, also of those that have none here (``more``),
-    its ``_extra_state``."""
+    """Build the model's state dict, in which the parameters of each module in ``extra`` are followed by its
+    ``_extra_state``. ``more`` are modules without parameters on this rank."""
     made: OrderedDict[str, Any] = OrderedDict()
     last = ""
     for name, tensor in model.items():
@@ -320,18 +321,18 @@ def _with_extra(model: Mapping[str, Writable], extra: frozenset[str], more: list
 
 
 def _left(name: str, after: str) -> list[str]:
-    """The modules, the inner ones first, that have this parameter and not the one after it."""
+    """Return the modules, innermost first, that contain this parameter but not the one after it."""
     parts = name.split(".")[:-1]
     modules = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
     return [module for module in modules if not after.startswith(f"{module}.")]
 
 
-# -- what stands around it
+# -- the other entries of a file
 
 
 def _around(view: View, optimizer: Optimizer | None, args: argparse.Namespace, lost: Lost) -> dict[str, Any]:
-    """The count of iterations, the schedule, the generators' states as far as a rank of another layout can have them.
-    Iteration 0: the weights are released, not those of a run to go on with."""
+    """Return the iteration, the scheduler and other entries that do not depend on the source's ranks. Iteration 0
+    means a release: weights only, not a run that can be resumed."""
     meta = view.meta
     steps = step_of(view)
     counts = (meta.get("iteration"), meta.get("step"), int(steps.done) if steps is not None else None)
@@ -342,20 +343,20 @@ def _around(view: View, optimizer: Optimizer | None, args: argparse.Namespace, l
     if iteration and optimizer is None:
         lost.setdefault("optimizer", f"the source has none: {NO_OPTIM}")
     if iteration:
-        lost["rng_state"] = "generators' states are of the source's ranks: load with --no-load-rng"
+        lost["rng_state"] = "generators' states belong to the source's ranks: load with --no-load-rng"
     for key in ("opt_param_scheduler", "num_floating_point_operations_so_far"):
         made = restored(meta.get(key), key, partial(named, view.stored), lost)
         if made is not None:
             around[key] = made
     if optimizer is not None and "opt_param_scheduler" not in around:
-        lost["opt_param_scheduler"] = "the source has none: load with --override-opt_param-scheduler, it begins anew"
+        lost["opt_param_scheduler"] = "the source has none: load with --override-opt_param-scheduler to start a new one"
         rate = next((group["lr"] for groups in optimizer.chain for group in groups.values() if "lr" in group), 0.0)
         around["opt_param_scheduler"] = {
             "max_lr": rate, "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": 1, "lr_decay_style": "constant",
             "num_steps": 0,
         }  # fmt: skip
     if meta.get("rerun_state_machine") is not None:
-        lost["rerun_state_machine"] = "it is of the source's ranks"
+        lost["rerun_state_machine"] = "it belongs to the source's ranks"
     return around
 
 

@@ -1,4 +1,4 @@
-"""The arguments of the run that a Megatron checkpoint has in every file: the source's, made right; else what is known.
+"""The run's arguments that every file of a Megatron checkpoint has: the source's, adapted, or derived from the model.
 
 Source: megatron/training/checkpointing.py `load_checkpoint` -> `check_checkpoint_args` (compares num_layers,
 hidden_size, num_attention_heads and the degrees with those of the run, and stops where one is missing),
@@ -22,7 +22,7 @@ from .training import Lost, restored
 
 EMBEDDING = "embedding.word_embeddings.weight"
 _COMPARED = ("num_layers", "hidden_size", "num_attention_heads")
-# how the source's layers were dealt over its stages: here they are dealt evenly, without chunks
+# The source's distribution of layers over stages. The export distributes them evenly, without virtual stages.
 _DEALT = (
     "virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "pipeline_model_parallel_layout",
     "num_layers_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
@@ -45,7 +45,7 @@ _CONFIG = {
 
 
 def source_args(meta: Mapping[str, Any], lost: Lost) -> argparse.Namespace:
-    """A copy of the arguments in the source, without what cannot be written; an empty one if it has none."""
+    """Copy the source's arguments without those that cannot be written; return an empty namespace if it has none."""
     args = meta.get("args")
     if not isinstance(args, argparse.Namespace) or not hasattr(args, "num_layers"):
         return argparse.Namespace()
@@ -60,7 +60,7 @@ def complete(
     tied: bool,
     dtype: torch.dtype,
 ) -> None:
-    """Add what the arguments do not say, but names, shapes and Hugging Face's config do."""
+    """Add missing arguments that follow from names, shapes and Hugging Face's config."""
     gated = is_gated(args)
     for name, value in (*_in_shapes(weights), *_in_config(meta), *_in_dtype(dtype)):
         if getattr(args, name, None) is None and (name != "gated_linear_unit" or gated is None):
@@ -71,7 +71,7 @@ def complete(
 def of_rank_files(
     args: argparse.Namespace, weights: Mapping[str, TensorSpec], mesh: Mesh, iteration: int, lost: Lost
 ) -> None:
-    """Make the arguments those of the files that are written."""
+    """Set the arguments that depend on the written files, such as the parallel degrees."""
     for name in (*_DEALT, *_SWITCHED_OFF):
         if hasattr(args, name):
             setattr(args, name, None if name in _DEALT else False)
@@ -80,7 +80,7 @@ def of_rank_files(
     args.expert_model_parallel_size = mesh.ep
     args.expert_tensor_parallel_size = mesh.tp
     args.context_parallel_size = 1
-    args.data_parallel_size = mesh.ep  # experts are dealt over data-parallel ranks
+    args.data_parallel_size = mesh.ep  # experts are distributed over data-parallel ranks
     args.world_size = mesh.tp * mesh.pp * mesh.ep
     args.ckpt_format = "torch"
     args.iteration = iteration
@@ -93,18 +93,19 @@ def of_rank_files(
         args.moe_grouped_gemm = ".local_experts." not in text
     for name in _COMPARED:
         if getattr(args, name, None) is None:
-            lost[f"args.{name}"] = "nothing tells it, and Megatron's loader stops without it unless it has --finetune"
+            lost[f"args.{name}"] = "it is not known, and Megatron's loader fails without it: load with --finetune"
 
 
 def true_vocabulary(args: argparse.Namespace, rows: int) -> int | None:
-    """How many rows of the embedding are tokens, if the arguments tell; the others are padding. (tokenizer.py
-    `_vocab_size_with_padding`; --vocab-size is that before the end-of-document token, and of NullTokenizer alone.)"""
-    said, multiple = number(args, "vocab_size"), number(args, "make_vocab_size_divisible_by")
+    """Return how many rows of the embedding are tokens and not padding; None if the arguments do not determine it.
+    (tokenizer.py `_vocab_size_with_padding`; --vocab-size excludes the end-of-document token and applies only to
+    NullTokenizer.)"""
+    stated, multiple = number(args, "vocab_size"), number(args, "make_vocab_size_divisible_by")
     tp, kind = number(args, "tensor_model_parallel_size"), getattr(args, "tokenizer_type", None)
-    if said is None or multiple is None or tp is None or kind not in (None, "NullTokenizer"):
+    if stated is None or multiple is None or tp is None or kind not in (None, "NullTokenizer"):
         return None
     step = multiple * tp
-    return said + 1 if -(-(said + 1) // step) * step == rows else None
+    return stated + 1 if -(-(stated + 1) // step) * step == rows else None
 
 
 def _in_shapes(weights: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Any]]:

@@ -1,13 +1,13 @@
-"""An optimizer as Megatron-LM saves it in a rank's file, without the distributed one: numbered states, fp32 copies.
+"""The non-distributed optimizer in a Megatron-LM rank file: numbered states and fp32 copies.
 
 Source: megatron/core/optimizer/__init__.py `_get_param_groups` (groups: no weight decay for biases and 1-d parameters;
 within one, the order of the model's parameters), optimizer.py `Float16OptimizerWithFloat16Params.state_dict`,
 `FP32Optimizer.state_dict`, `ChainedOptimizer.state_dict` (with expert parallelism a list: dense parameters, experts),
-`_filter_and_reorder_param_groups` (wd_mult, lr_mult, is_expert_parallel, is_decoupled_lr tell groups apart; the n-th
+`_filter_and_reorder_param_groups` (wd_mult, lr_mult, is_expert_parallel, is_decoupled_lr distinguish groups; the n-th
 group's parameters are those of the n-th group of the run).
 
-A count of steps stands with each parameter's states (torch's AdamW) or in the groups (FusedAdam of Transformer Engine
-and apex, whose `load_state_dict` takes no other states than its own): neither loads the other's.
+The step count is among each parameter's states (torch's AdamW) or in the groups (FusedAdam of Transformer Engine and
+apex, whose `load_state_dict` accepts only its own states). Neither optimizer loads the other's form.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NO_OPTIM = "load with --no-load-optim"
 
 
 class Group(NamedTuple):
-    """A group of parameters, by what Megatron tells groups apart."""
+    """A parameter group, identified by the properties that distinguish groups in Megatron."""
 
     decays: bool
     decoupled: bool
@@ -45,7 +45,8 @@ class Group(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The count of steps, by where it is written: in the groups; with each parameter; neither: it is a state."""
+    """The step count: written into the groups (``in_groups``) or to each parameter (``each``). If both are None, the
+    source has it as a state."""
 
     in_groups: int | None = None
     each: float | None = None
@@ -53,9 +54,11 @@ class Steps(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """What is alike on all ranks. ``chain``: the groups of each optimizer, and their options; ``states``: those that
-    each parameter has, and ``each`` as their count of steps, if that is none of them; ``half``: whether the weights are
-    trained in 16 bits, with fp32 copies; ``scaler``: of fp16's loss."""
+    """The part of the optimizer that is the same on all ranks.
+
+    ``chain`` has the groups of each optimizer with their options, ``states`` the names of each parameter's states.
+    ``each`` is the step count of each parameter if it is not one of the states. ``half`` says whether the weights have
+    16 bits and fp32 copies; ``scaler`` is the state of fp16's loss scaler."""
 
     chain: Sequence[Mapping[Group, Mapping[str, Any]]]
     states: Sequence[str]
@@ -66,7 +69,8 @@ class Optimizer:
     def of_rank(
         self, names: Iterable[str], shapes: Mapping[str, Shape], tensors: Mapping[str, Mapping[str, Writable]]
     ) -> Any:
-        """The optimizer of a rank with these parameters, in the model's order. ``shapes``: as the file has them."""
+        """Return the optimizer of a rank with these parameters in the model's order. ``shapes`` are the shapes in the
+        file."""
         made = []
         trained = [name for name in names if not is_buffer(name)]
         for groups in self.chain:
@@ -106,13 +110,13 @@ class Optimizer:
 def optimizer_of(
     view: View, states: Mapping[str, Mapping[str, TensorSpec]], half: bool, ep: int, lost: Lost
 ) -> Optimizer | None:
-    """What of the view's optimizer is written; None if there is none, or (why: in ``lost``) not for all parameters.
-    ``states``: the view's, by the names in the model."""
+    """Return the optimizer to write; None if the view has none, or lacks states of some parameters (the reason is added
+    to ``lost``). ``states`` are the view's, with the model's names."""
     shapes = {name: spec.shape for name, spec in states["weights"].items() if not is_buffer(name)}
     kinds = [kind for kind in states if kind not in (*_FULL, "step")]
     for kind in kinds:
         if kind not in _TRAINED:
-            lost[kind] = "none of the states that Megatron's optimizers have"
+            lost[kind] = "not one of the states that Megatron's optimizers have"
     kinds = [kind for kind in kinds if kind in _TRAINED]
     if not kinds:
         return None
@@ -131,9 +135,9 @@ def optimizer_of(
         return None
     options = restored(groups, "optimizer.param_groups", lambda name: None, lost) or []
     known = {key for group in options for key in group}
-    for key in ("betas", "eps"):  # (the others are the schedule's)
+    for key in ("betas", "eps"):  # the scheduler sets the other options
         if "exp_avg" in kinds and key not in known:
-            lost[f"optimizer.param_groups.{key}"] = f"nothing tells it, {_OPTIONS[key]} is written"
+            lost[f"optimizer.param_groups.{key}"] = f"it is not known, {_OPTIONS[key]} is written"
     counted = ["step"] if "exp_avg" in kinds and steps == Steps() else []
     chain = _chain(shapes, options, ep, steps.in_groups)
     return Optimizer(chain, [*counted, *kinds], steps.each, half, _scaler(view, lost) if half else None)
@@ -147,7 +151,8 @@ def _group(name: str, shape: Shape, decoupled: bool, chained: bool) -> Group:
 def _chain(
     shapes: Mapping[str, Shape], options: Sequence[Mapping[str, Any]], ep: int, step: int | None
 ) -> list[dict[Group, dict[str, Any]]]:
-    """The groups of each optimizer: the source's in its order, then others with the options of the nearest one."""
+    """Return the groups of each optimizer: the source's in its order, then new ones with the options of the most
+    similar group."""
     theirs = [(_of(group), group) for group in options]
     decoupled = any(group.decoupled for group, _ in theirs)
     wanted = {_group(name, shape, decoupled, ep > 1) for name, shape in shapes.items()}
@@ -165,7 +170,7 @@ def _nearness(theirs: Group, ours: Group) -> tuple[bool, ...]:
 
 
 def _options(group: Group, of: Group, theirs: Mapping[str, Any], step: int | None) -> dict[str, Any]:
-    """The options of a group, by those of one of the source."""
+    """Return the options of a group, derived from those of a group of the source."""
     kept = {k: v for k, v in theirs.items() if k not in ("params", "param_names", "step")}
     decay = kept.get("weight_decay", 0.0) if group.decays else 0.0
     return {
@@ -181,13 +186,13 @@ def _options(group: Group, of: Group, theirs: Mapping[str, Any], step: int | Non
 
 
 def _of(group: Mapping[str, Any]) -> Group:
-    """Which group it is, of Megatron's or by its weight decay."""
+    """Classify a group of the source, by Megatron's properties or else by its weight decay."""
     decays = group.get("wd_mult", group.get("weight_decay", 0.0)) != 0.0
     return Group(decays, group.get("is_decoupled_lr") is True, group.get("is_expert_parallel") is True)
 
 
 def _source_groups(view: View) -> list[dict[str, Any]]:
-    """Those of the source's optimizers: Megatron's if there are any, else the first ones."""
+    """Return the groups of the source's optimizers: all of Megatron's if there are any, else the first list."""
     found = [
         [group for group in groups if isinstance(group, dict)]
         for groups in below(view.meta, "param_groups", 0)
@@ -204,19 +209,24 @@ def _steps(
     shapes: Mapping[str, Shape],
     lost: Lost,
 ) -> Steps | None:
-    """As a source of Megatron's has it; of others, in the groups. None, and why in ``lost``, if it is not known."""
+    """Return the step count in the form of a Megatron source, or in the groups for other sources. If it is unknown,
+    return None and add the reason to ``lost``."""
     stated = shapes.keys() <= counts.keys()
     if any("wd_mult" in group for group in groups):
-        told = [group["step"] for group in groups if type(group.get("step")) in (int, float)]
-        if told:  # a float: torch's Adam has it with the parameters, and the distributed optimizer moved it to here
-            return Steps(max(told)) if type(max(told)) is int else Steps(each=max(told))
+        counts_of_groups = [group["step"] for group in groups if type(group.get("step")) in (int, float)]
+        if counts_of_groups:
+            # A float comes from torch's Adam, which has it with each parameter; the distributed optimizer moved it.
+            most = max(counts_of_groups)
+            return Steps(most) if type(most) is int else Steps(each=most)
         if stated:
             return Steps()
     if stated:
         done = {float(view.states["step"][name][...].max()) for name in shapes}
         if len(done) == 1:
             return Steps(int(done.pop()))
-        lost["optimizer"] = f"its parameters have done {min(done):g} to {max(done):g} steps, Megatron's all the same"
+        lost["optimizer"] = (
+            f"its parameters have done {min(done):g} to {max(done):g} steps, Megatron has one count for all"
+        )
     else:
         step = step_of(view)
         if step is not None:

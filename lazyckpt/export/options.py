@@ -1,4 +1,4 @@
-"""The options that every ``to_...`` method takes, and the result that it returns."""
+"""The options of every ``to_...`` method, and the result that it returns."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WriteResult(Sequence[Path]):
-    """What a ``to_...`` method wrote.
+    """The result of a ``to_...`` method.
 
-    It is a sequence of its paths: ``for path in result``, ``result[0]``, ``len(result)``, ``(file,) = result``. By
-    text it is the table of what was left out: ``result["args.rank"]``, ``"args.rank" in result``, ``result.items()``.
-    It equals a list of the same paths, and a dict of the same table.
+    The result is a sequence of the written paths: ``for path in result``, ``result[0]``, ``len(result)``,
+    ``(file,) = result``. With string keys, it is a mapping of the parts that were left out: ``result["args.rank"]``,
+    ``"args.rank" in result``, ``result.items()``. It compares equal to a list of the same paths, and to a dict equal to
+    ``left_out``.
 
     Attributes
     ----------
     paths
-        The files that were written (`to_safetensors`, `to_torch`), or the one file or folder that other formats are.
-        Empty for a URL, and for the store of an Icechunk session.
+        The written files (`to_safetensors`, `to_torch`), or the one file or folder of other formats. Empty for a URL
+        and for the store of an Icechunk session.
     left_out
-        What was not written, or is not loaded by every reader -> why. Keys are dotted paths in ``meta``, names of
-        tensors or states, or paths in the hierarchy, as the method says.
+        Part that was not written, or that not every reader loads -> reason. Keys are dotted paths in ``meta``, names of
+        tensors or states, or paths in the hierarchy, as the method documents.
     nbytes
-        Bytes of all files, also of those that an interrupted call had written.
+        Size of all files in bytes, including those that an interrupted call wrote.
     """
 
     paths: tuple[Path, ...]
@@ -69,19 +70,19 @@ class WriteResult(Sequence[Path]):
         return [*self.paths, *other]
 
     def keys(self) -> KeysView[str]:
-        """Keys of `left_out`."""
+        """Return the keys of `left_out`."""
         return self.left_out.keys()
 
     def values(self) -> ValuesView[str]:
-        """Reasons of `left_out`."""
+        """Return the reasons in `left_out`."""
         return self.left_out.values()
 
     def items(self) -> ItemsView[str, str]:
-        """Keys and reasons of `left_out`."""
+        """Return the keys and reasons of `left_out`."""
         return self.left_out.items()
 
     def get(self, key: str, default: str | None = None) -> str | None:
-        """The reason why something was left out; ``default`` if it was not."""
+        """Return the reason why a part was left out, or ``default`` if it was not."""
         return self.left_out.get(key, default)
 
 
@@ -89,25 +90,27 @@ class WriteResult(Sequence[Path]):
 
 
 class WriteOptions(TypedDict, total=False):
-    """The options that all ``to_...`` methods take.
+    """The options of all ``to_...`` methods.
 
     Parameters
     ----------
     overwrite
-        Replace what is there, if it is of the same format. By default that raises DestinationError.
+        Replace an existing destination of the same format. By default, an existing destination raises
+        DestinationError.
     resume
-        Continue what an interrupted call with the same arguments has left in the hidden folder beside the destination:
-        the default. False begins anew.
+        Resume an interrupted call with the same arguments from its staging directory, a hidden folder beside the
+        destination (default). False starts anew.
     verify
-        Read everything again, from the disk, and compare it with the source before it appears.
+        Read the written files from the disk and compare them with the source before publishing them.
     progress
-        Show a progress bar, or lines in a log. By default a bar on a terminal or in a notebook.
+        Show a progress bar, or lines if stderr is not a terminal. By default, show a bar on a terminal or in a
+        notebook, and nothing elsewhere.
     executor
-        Where the work is done: any of concurrent.futures, such as a pool of processes or ``client.get_executor()`` of
-        Dask. Its workers read the source and write the files, so both have to be within their reach. By default
-        threads of this process.
+        An executor of concurrent.futures that does the work, such as a process pool or ``client.get_executor()`` of
+        Dask. Its workers read the source and write the files, so they need access to both. By default, threads of this
+        process.
     memory
-        Bytes that the work in flight may hold, as a number or text such as "2GB"; by default 1 GiB.
+        Maximum bytes that the work in flight holds, as a number or text such as "2GB". By default 1 GiB.
     """
 
     overwrite: bool
@@ -124,7 +127,7 @@ DEFAULTS: WriteOptions = {
 
 
 def with_options(method: F) -> F:
-    """Show the options of `WriteOptions` in the signature that notebooks and ``help`` look at."""
+    """Decorate a method so that its signature in notebooks and ``help`` shows the options of `WriteOptions`."""
     signature = inspect.signature(method)
     named = [p for p in signature.parameters.values() if p.kind != p.VAR_KEYWORD]
     types = WriteOptions.__annotations__
@@ -141,7 +144,7 @@ def _text(annotation: Any) -> Any:
 
 
 def complete(given: WriteOptions, method: str) -> WriteOptions:
-    """The options with their defaults. Raises TypeError for one that there is not."""
+    """Add the defaults to the given options. Raises TypeError for an unknown option."""
     for name in given:
         if name not in DEFAULTS:
             raise TypeError(f"{method}() got an unexpected keyword argument {name!r}")

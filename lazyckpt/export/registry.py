@@ -1,4 +1,4 @@
-"""The output formats, by name. A format's module is imported when it is asked for."""
+"""The registry of output formats, by name. A format's module is imported on first use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .options import WriteOptions, WriteResult
     from .writer import View, Writer
 
-# Modules of this package, each with its `WRITER`, in the order in which they are listed.
+# Modules of this package, each with a `WRITER`, in the order of lists and help texts.
 NAMES = (
     "safetensors",
     "torch",
@@ -23,17 +23,17 @@ NAMES = (
 
 
 def writer(name: str) -> Writer:
-    """The writer of a format."""
+    """Return the writer of a format."""
     found: Writer = import_module(f".{name}", __package__).WRITER
     return found
 
 
 def export(name: str, view: View, dest: Any, options: WriteOptions, **own: Any) -> WriteResult:
-    """Write a view in a format. ``own``: options that only this format has. Raises what
+    """Write a view in a format. ``own`` are options that only this format has. Raises what
     `CheckpointView.to_safetensors` raises."""
     return writer(name).write(view, dest, options, **own)
 
 
 def convertible() -> Iterator[Writer]:
-    """The writers that `lazyckpt convert` offers."""
+    """Yield the writers that `lazyckpt convert` offers."""
     return (found for found in map(writer, NAMES) if found.forecast is not None)

@@ -1,4 +1,4 @@
-"""Safetensors files. The library's own writer wants all bytes in memory at once; the layout is a header and the data.
+"""Safetensors files: a header and the data. (The safetensors library's writer needs all bytes in memory at once.)
 
 Source: safetensors/src/tensor.rs `prepare`, and bindings/python/py_src/safetensors/torch.py `save_model`: a tied tensor
 is stored once, and the header's metadata maps its other names to that one.
@@ -16,17 +16,19 @@ from ..jobs.plan import Layout, Placed
 from ..jobs.write import write_at
 from .files import Aliases, FileFormat, Tensors, file_writer
 
-_LONGEST = 100_000_000  # bytes of a header that readers take (safetensors/src/tensor.rs MAX_HEADER_SIZE)
+_LONGEST = 100_000_000  # maximum bytes of a header (safetensors/src/tensor.rs MAX_HEADER_SIZE)
 
 
 def _order(tensors: Tensors) -> list[str]:
-    """Large items first: then every tensor is aligned, whatever stands before it."""
+    """Sort by item size, largest first, so that every tensor is aligned."""
     return sorted(tensors, key=lambda name: -tensors[name].itemsize)
 
 
 def _header(tensors: Tensors, aliases: Aliases) -> bytes:
     if "format" in aliases:
-        raise DataError("safetensors cannot name a tied tensor 'format': its header says there what wrote the file")
+        raise DataError(
+            "safetensors cannot name a tied tensor 'format': the header uses this key for the file's format"
+        )
     entries: dict[str, object] = {"__metadata__": {"format": "pt"} | dict(aliases)}
     at = 0
     for name in _order(tensors):

@@ -1,7 +1,7 @@
-"""Files of torch.save, written by torch itself but for the tensors' bytes: those are streamed in afterwards.
+"""Files of torch.save, written by torch itself except for the tensors' bytes, which are streamed in afterwards.
 
-Source: torch/serialization.py `skip_data`: storages get their place in the zip, and nothing is written there. What is
-left to do is the data, and the checksum of each record: torch writes it behind the data and in the zip's directory.
+Source: torch/serialization.py `skip_data`: storages get their place in the zip, but no data is written. This module
+adds the data and the checksum of each record, which torch writes after the data and in the zip's directory.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from ..jobs.write import write_at
 from ..lazy import LazyArray
 from .files import Aliases, FileFormat, Tensors, file_writer
 
-_DESCRIPTOR = b"PK\x07\x08"  # stands behind a record's data, followed by the checksum
-_PER_TENSOR = 512  # bytes that a tensor takes besides its data, at most, without its name
+_DESCRIPTOR = b"PK\x07\x08"  # follows a record's data and precedes the checksum
+_PER_TENSOR = 512  # maximum bytes of a tensor besides its data and its name
 
 
 def _size(tensors: Tensors, aliases: Aliases) -> int:
@@ -43,10 +43,10 @@ def _layout(target: Target, tensors: Tensors, aliases: Aliases) -> Layout:
 
 
 def layout_of(target: Target, value: Any) -> Layout:
-    """Begin a file of torch.save of any object; in its dicts, lists and tuples, nested, `Writable`s stand where tensors
-    are to be, the same one twice for a tied tensor. Data of theirs that is there already stays.
+    """Create a torch.save file of an object whose nested dicts, lists and tuples contain `Writable`s in place of
+    tensors (the same one twice for a tied tensor). Tensor data that is already in the file is kept.
 
-    Raises DataError where a tensor of torch's is left in it: its data would not be written.
+    Raises DataError if the object contains a torch tensor elsewhere, because its data would not be written.
     """
     tensors = list({id(t): t for t in leaves(value)}.values())
     shown = dict(zip(map(id, tensors), placeholders(tensors), strict=True))
@@ -58,7 +58,7 @@ def layout_of(target: Target, value: Any) -> Layout:
         records = {info.filename.split("/", 1)[1]: info for info in infos}
         if f"data/{len(tensors)}" in records:
             raise DataError("an object that is to be saved has tensors in its attributes, which cannot be written")
-        # torch numbers storages in the order in which it meets them
+        # torch numbers storages in the order of pickling
         held = [records[f"data/{n}"] for n in range(len(tensors))]
         begins = [_data_offset(made.fileno(), info.header_offset) for info in held]
 
@@ -79,7 +79,7 @@ def layout_of(target: Target, value: Any) -> Layout:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """The `Writable`s in an object, in the order in which torch.save meets them."""
+    """Yield the `Writable`s in an object, in the order in which torch.save pickles them."""
     if isinstance(value, dict | list | tuple):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from leaves(inner)
@@ -88,7 +88,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def replaced(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """A copy of the object with something else for each `Writable`; dicts keep their class and attributes."""
+    """Copy the object with each `Writable` replaced by ``leaf(writable)``; dicts keep their class and attributes."""
     if isinstance(value, LazyArray | Held | Viewed):
         return leaf(value)
     if isinstance(value, dict):
@@ -108,9 +108,10 @@ def replaced(value: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 def placeholders(tensors: Sequence[Writable]) -> list[torch.Tensor]:
-    """Tensors of the right shapes and dtypes over memory that is never touched: address space is all that they take.
+    """Return tensors of the same shapes and dtypes over memory that is never touched, so that they use only address
+    space.
 
-    They overlap, but no two begin at the same address: torch.save refuses different dtypes there.
+    They overlap, but no two begin at the same address, because torch.save rejects different dtypes at one address.
     """
     span = max((64 * n + t.nbytes for n, t in enumerate(tensors)), default=0)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
@@ -126,13 +127,13 @@ def placeholders(tensors: Sequence[Writable]) -> list[torch.Tensor]:
 
 
 def _data_offset(fd: int, header: int) -> int:
-    """Where a record's bytes begin: behind its header, its name and the padding (zip: local file header)."""
+    """Return the offset of a record's data, after its header, name and padding (zip: local file header)."""
     name, extra = struct.unpack("<HH", os.pread(fd, 4, header + 26))
     return header + 30 + int(name) + int(extra)
 
 
 def _patch_directory(fd: int, at: int, infos: list[zipfile.ZipInfo], checksums: dict[str, int]) -> None:
-    """Put the checksums into the zip's directory, whose entries follow each other from byte ``at`` on."""
+    """Write the checksums into the zip's directory, which begins at byte ``at``."""
     for info in infos:
         if info.filename in checksums:
             write_at(fd, struct.pack("<I", checksums[info.filename]), at + 16)
@@ -144,18 +145,19 @@ TORCH = FileFormat("pytorch_model", ".bin", (".bin", ".pt", ".pth", ".ckpt"), Tr
 WRITER = file_writer("torch", "files of torch.save", TORCH)
 
 
-# -- Files of torch.save of a single tensor, alone or in rows: what stands around the tensor's bytes.
+# -- torch.save files of a single tensor, alone or concatenated.
 
-_SAVED_DESCRIPTOR = b"PK\x07\x08"  # stands behind a record's data, followed by the checksum
+_SAVED_DESCRIPTOR = b"PK\x07\x08"  # follows a record's data and precedes the checksum
 _ENTRY = b"PK\x01\x02"  # begins an entry of the zip's directory
 _RECORD = b"/data/0"
 
 
-About = tuple[tuple[str, Any], ...]  # what stands beside the tensor in a dict, where it is "param"
+About = tuple[tuple[str, Any], ...]  # the other entries of a dict whose entry "param" is the tensor
 
 
 class Saved(NamedTuple):
-    """``head`` + the tensor's bytes + ``tail``. ``checksums``: where in the tail the CRC-32 of these bytes belongs."""
+    """A torch.save file without the tensor's bytes, which belong between ``head`` and ``tail``. ``checksums`` are the
+    offsets in ``tail`` for the CRC-32 of these bytes."""
 
     head: bytes
     tail: bytes
@@ -163,7 +165,7 @@ class Saved(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A file of torch.save at an ``offset`` of a larger one: of a tensor, or of a dict with that as "param"."""
+    """A torch.save file at an ``offset`` of a larger file: of a tensor, or of a dict with the tensor as "param"."""
 
     offset: int
     tensor: Writable
@@ -171,7 +173,7 @@ class Item(NamedTuple):
 
     @property
     def around(self) -> Saved:
-        """What it has besides the tensor's bytes."""
+        """The file's content without the tensor's bytes."""
         return _saved(self.tensor.dtype, tuple(self.tensor.shape), self.about)
 
     @property
@@ -181,7 +183,7 @@ class Item(NamedTuple):
 
 
 def row(items: Sequence[Item], target: Target) -> Layout:
-    """Make a file of such files, in which everything stands but the tensors' bytes (those that are there stay)."""
+    """Create a file of concatenated items without the tensors' bytes; bytes that are already there are kept."""
     placed: list[Placed] = []
     fd = target.descriptor(os.O_WRONLY | os.O_CREAT)
     try:
@@ -209,7 +211,7 @@ def _finish(target: Target, items: Sequence[Item], checksums: list[int]) -> None
 
 
 class _Around(io.RawIOBase):
-    """What is written before the one gap that is passed over, and behind it."""
+    """A stream that collects the bytes written before and after a single skipped gap."""
 
     def __init__(self) -> None:
         self.parts = [bytearray()]
@@ -231,7 +233,7 @@ class _Around(io.RawIOBase):
 
 @lru_cache(maxsize=1 << 12)
 def _saved(dtype: torch.dtype, shape: Shape, about: About | None) -> Saved:
-    # (a tensor of this shape that takes no memory)
+    # an expanded scalar, which has this shape but needs no memory
     (shown,) = placeholders([Held(torch.empty((), dtype=dtype, device="cpu").expand(shape))])
     around = _Around()
     with skip_data():
@@ -247,11 +249,11 @@ def _saved(dtype: torch.dtype, shape: Shape, about: About | None) -> Saved:
     return Saved(head, tail, (*behind, entry + 16))
 
 
-# -- Tensors of torch in memory, wherever and however they lie, as something to write.
+# -- Adapters that make tensors `Writable`.
 
 
 class Held:
-    """A dense tensor of torch's in memory, on any device, with any strides, as something to write."""
+    """A `Writable` over a dense torch tensor on any device, with any strides."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -276,14 +278,14 @@ class Held:
         return self.tensor.numel()
 
     def pieces(self, nbytes: int) -> Iterator[tuple[int, Held]]:
-        """As `LazyArray.pieces`."""
+        """Yield pieces like `LazyArray.pieces`."""
         strides = c_strides(self.shape)
         for box in tiles(self.shape, nbytes // self.itemsize):
             ahead = sum(a * s for a, s in zip(box.start, strides, strict=True))
             yield ahead, Held(self.tensor[box.slices])
 
     def _runs(self) -> None:
-        """It stands in no file."""
+        """Return None, because the tensor is not in a file."""
 
     def read_into(self, out: torch.Tensor) -> torch.Tensor:
         """Copy the elements to a contiguous CPU tensor of the same shape and dtype."""
@@ -294,7 +296,7 @@ class Held:
 
 
 class Viewed:
-    """A lazy tensor's elements, in C order, under another shape of as many."""
+    """A `Writable` over a lazy tensor's elements in C order, with another shape of the same size."""
 
     def __init__(self, tensor: LazyArray, shape: Shape) -> None:
         self.tensor = tensor
@@ -316,19 +318,19 @@ class Viewed:
         return self.tensor.numel()
 
     def pieces(self, nbytes: int) -> Iterator[tuple[int, Any]]:
-        """As `LazyArray.pieces`."""
+        """Yield pieces like `LazyArray.pieces`."""
         return self.tensor.pieces(nbytes)
 
     def _runs(self) -> Any:
-        """As `LazyArray._runs`."""
+        """Return the same as `LazyArray._runs`."""
         return self.tensor._runs()
 
 
 def held(tensor: torch.Tensor, name: str) -> Held:
-    """Raises DataError for a tensor that is not one dense array with its data on this rank.
+    """Wrap a tensor as `Held`. Raises DataError unless it is a dense tensor whose data is on this rank.
 
-    A DTensor is written where this rank holds all of it (its mesh is one device, or it is replicated); gathering it is
-    a matter for all ranks, which a function that one rank may call alone cannot do.
+    A DTensor is accepted if this rank holds all of it (its mesh is a single device, or it is replicated). It is not
+    gathered: gathering is a collective operation, and a single rank may call this function.
     """
     plain: Any = tensor.detach()
     if hasattr(plain, "full_tensor"):

@@ -1,6 +1,7 @@
-"""What a checkpoint holds besides tensors, as objects that can be saved again by torch.save without any other package.
+"""Conversion of a checkpoint's metadata and optimizer options to objects that torch.save can write without other
+packages.
 
-Records of classes that are not imported here cannot: they are left out, and told.
+Records of classes that are not imported cannot be written: they are left out and reported.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from ..io.containers.pickle.plain import TensorRef
 from ..io.containers.pickle.records import Opaque
 from ..lazy import LazyArray
 
-Lost = dict[str, str]  # dotted path in the metadata -> why it is not written
+Lost = dict[str, str]  # dotted path in the metadata -> reason why it is not written
 _GONE = object()
 _DEPTH = 100
 
 
 class NotLoaded(str):
-    """A reason of `Lost` for what is written, and what not every program loads."""
+    """A reason in `Lost` for a part that is written but that not every program loads."""
 
     __slots__ = ()
 
 
 def restored(value: Any, path: str, tensor: Callable[[str], Any], lost: Lost) -> Any:
-    """The object without records: what holds one is left out of its dict, None stands for it in a list. Dicts become
-    plain ones. ``tensor``: what stands for the tensor of a raw name. None if there is nothing left.
+    """Copy an object without records, which are removed from dicts and replaced by None in lists; return None if
+    nothing is left. Mappings become plain dicts. ``tensor`` returns the replacement for the tensor of a raw name.
 
     >>> lost = {}
     >>> restored({"a": [1, Opaque("some.module", "Class")], "b": 2}, "top", lambda name: None, lost), lost
@@ -78,11 +79,11 @@ def _made(value: Any, path: str, tensor: Callable[[str], Any], lost: Lost, depth
 
 
 def _all_gone(parts: Collection[Any], path: str, lost: Lost) -> bool:
-    """Whether nothing is left of a container that held something; then it is told once, not for each part."""
+    """Return whether nothing is left of a non-empty container; report such a container once, not each of its parts."""
     if not parts or not all(part is _GONE for part in parts):
         return False
-    told = [key for key in lost if key.startswith(f"{path}.")]
-    for key in told:
+    reported = [key for key in lost if key.startswith(f"{path}.")]
+    for key in reported:
         lost[path] = lost.pop(key)
     return True
 
@@ -93,10 +94,10 @@ _PLAIN = (
 )  # fmt: skip
 
 
-# -- The options of an optimizer, by the names of the parameters they are for, as far as a checkpoint tells.
+# -- Optimizer options by parameter names, as far as the checkpoint has them.
 
 _GROUPS_DEPTH = 5
-# torch/optim/adam.py, adamw.py: options that a state dict of another Adam lacks, as they are by default
+# torch/optim/adam.py, adamw.py: defaults of options that state dicts of other Adam implementations lack
 _ADAM = {
     "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
     "decoupled_weight_decay": True,
@@ -105,7 +106,7 @@ _WEIGHTS = ("weights", "fp32")
 
 
 class Part(Protocol):
-    """The tensors of a state."""
+    """The tensors of one state of a view."""
 
     def __iter__(self) -> Iterator[str]: ...
     def __getitem__(self, name: str, /) -> LazyArray: ...
@@ -114,7 +115,7 @@ class Part(Protocol):
 
 
 class Training(Protocol):
-    """What is asked of a view."""
+    """The part of a view that this module uses."""
 
     @property
     def meta(self) -> Mapping[str, Any]: ...
@@ -123,11 +124,11 @@ class Training(Protocol):
 
 
 def param_groups(view: Training, complete: bool = True) -> list[dict[str, Any]]:
-    """The groups, ``params`` being names; [] if the checkpoint does not tell. ``complete``: an Adam's get the options
-    that torch's have and others (DeepSpeed's, apex') do not.
+    """Return the parameter groups with names in ``params``; [] if the checkpoint does not have them. ``complete`` adds
+    the options of torch's Adam that other implementations (DeepSpeed's, apex') lack.
 
-    Numbers are names by: the flat groups of DeepSpeed (``param_shapes``), the states that were read under both, or the
-    names that the optimizer was given.
+    Parameter numbers are resolved to names with DeepSpeed's flat groups (``param_shapes``), with states that have both
+    a number and a name, or with the names that the optimizer was given.
     """
     made = [
         {**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "params": names}
@@ -139,14 +140,14 @@ def param_groups(view: Training, complete: bool = True) -> list[dict[str, Any]]:
 
 
 def unnamed(view: Training) -> bool:
-    """Whether the optimizer has parameters besides those that `param_groups` names: numbers without states."""
+    """Return whether the optimizer has parameters that `param_groups` cannot name: numbers without states."""
     if isinstance(view.meta.get("param_shapes"), list):
         return False
     return any(len(group["params"]) > len(names) for group, names in _named(view))
 
 
 def _named(view: Training) -> list[tuple[dict[str, Any], list[str]]]:
-    """The groups, and the names of the parameters of each."""
+    """Return the groups, each with the names of its parameters."""
     shapes, numbers = view.meta.get("param_shapes"), _numbers(view)
     for groups in _found(view.meta, 0):
         named = [(group, list(_names(group, shapes, numbers))) for group in groups]
@@ -156,7 +157,8 @@ def _named(view: Training) -> list[tuple[dict[str, Any], list[str]]]:
 
 
 class Steps(NamedTuple):
-    """``done``: how many an optimizer has done. ``option``: its groups tell. ``whole``: it counts them as an int."""
+    """An optimizer's step count: ``done`` steps. ``option`` says whether the count is in the groups, ``whole`` whether
+    it is an int."""
 
     done: float
     option: bool = False
@@ -164,8 +166,8 @@ class Steps(NamedTuple):
 
 
 def step_of(view: Training) -> Steps | None:
-    """The optimizer's count of steps where no tensor tells: an option of its groups, a number among its states, or the
-    count of the training."""
+    """Return the optimizer's step count if it is not a tensor: from an option of its groups, a number among its states,
+    or the training's step count."""
     for groups in _found(view.meta, 0):
         for group in groups:
             step = group.get("step")
@@ -181,14 +183,14 @@ def step_of(view: Training) -> Steps | None:
 
 
 def _found(value: Any, depth: int) -> Iterator[list[dict[str, Any]]]:
-    """Every list of groups in nested dicts and lists, the outer ones first."""
+    """Yield every list of groups in nested dicts and lists, outer ones first."""
     for groups in below(value, "param_groups", depth):
         if isinstance(groups, list) and groups and all(isinstance(g, dict) and _listed(g) for g in groups):
             yield groups
 
 
 def below(value: Any, key: str, depth: int) -> Iterator[Any]:
-    """What stands under a key in nested dicts and lists, the outer ones first."""
+    """Yield the values of a key in nested dicts and lists, outer ones first."""
     inner: Iterable[Any] = ()
     if isinstance(value, Mapping):
         if key in value:
@@ -221,7 +223,7 @@ def _names(group: Mapping[str, Any], shapes: Any, numbers: Mapping[str, str]) ->
 
 
 def _numbers(view: Training) -> dict[str, str]:
-    """Number -> name: the raw name of a state ends with "state.NUMBER.exp_avg"."""
+    """Return number -> name, from raw names of states that end like "state.NUMBER.exp_avg"."""
     found: dict[str, str] = {}
     for state, tensors in view.states.items():
         if state in _WEIGHTS:

@@ -1,18 +1,18 @@
-"""A DeepSpeed universal checkpoint: a folder for each parameter with a file for each state, and the model states.
+"""The DeepSpeed universal checkpoint format: a folder per parameter with a file per state, and the model states.
 
-``zero/NAME/`` has the parameter in float32 (fp32.pt) and the states of its shape, whatever the optimizer; step.pt;
-buffers and frozen parameters as fp32.pt alone. The model states, ``mp_rank_00_model_states.pt``, have what the engine
-continues with: of a DeepSpeed checkpoint its counters, scheduler, client state and universal_checkpoint_info; of
-others, ``meta["step"]`` as ``global_steps`` and defaults (no scheduler: pass ``load_lr_scheduler_states=False`` if
-the engine has one). The optimizer's options come along where the checkpoint has them, in the source's order of
-groups; else the engine keeps its own. Objects of DeepSpeed's own classes (the state of fp16's loss scaler) are left
-out. Engines of ZeRO-3 load exp_avg and exp_avg_sq alone.
+``zero/NAME/`` has the parameter in float32 (fp32.pt), the states that have its shape, for any optimizer, and step.pt.
+Buffers and frozen parameters have only fp32.pt. The model states, ``mp_rank_00_model_states.pt``, contain what the
+engine needs to resume: for a DeepSpeed source its counters, scheduler, client state and universal_checkpoint_info; for
+other sources, ``meta["step"]`` as ``global_steps`` and defaults (there is no scheduler: pass
+``load_lr_scheduler_states=False`` if the engine has one). The optimizer's options are written if the checkpoint has
+them, in the source's order of groups; else the engine keeps its own. Objects of DeepSpeed's own classes (the state of
+fp16's loss scaler) are left out. ZeRO-3 engines load only exp_avg and exp_avg_sq.
 
 Source: deepspeed/checkpoint/ds_to_universal.py (what it writes), universal_checkpoint.py `load_hp_checkpoint_state`
 (ZeRO-1, 2 and BF16_Optimizer read it: every file of a parameter), runtime/base_optimizer.py
 `load_hp_checkpoint_state_from_checkpoint_dir` (the groups' options), runtime/zero/stage3.py
 `load_hp_checkpoint_state_from_checkpoint_dir_stage3` (ZeRO-3: other keys of the same files), runtime/engine.py
-`_load_checkpoint` (the model states). What it writes here, engines of any stage read.
+`_load_checkpoint` (the model states). Engines of any ZeRO stage read the export.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from .writer import (
     plan_of_folder,
 )
 
-_OF_STAGE_3 = ("exp_avg", "exp_avg_sq")  # the states that an engine of ZeRO-3 loads
+_OF_STAGE_3 = ("exp_avg", "exp_avg_sq")  # the states that a ZeRO-3 engine loads
 _VERSION = "0.4"  # deepspeed/checkpoint/constants.py UNIVERSAL_CHECKPOINT_VERSION_VALUE
-_NO_GROUPS = 1024  # an engine takes no more groups than are listed, and states of these only
-# of a source's model states, what is made anew or is none of theirs
+_NO_GROUPS = 1024  # empty groups; an engine loads states only for as many groups as are listed
+# entries of a source's model states that are created anew or do not belong there
 _OURS = ("module", "optimizer", "tag", "step", "frozen_parameters", "param_shapes", "frozen_param_fragments")
-_DEEPSPEED = "0.16.0"  # the version that is told where no DeepSpeed wrote the source
+_DEEPSPEED = "0.16.0"  # the DeepSpeed version that is written if the source is not from DeepSpeed
 
 
 def _plan(view: View, dest: str | os.PathLike[str], options: WriteOptions) -> WritePlan:
@@ -92,7 +92,7 @@ def _plan(view: View, dest: str | os.PathLike[str], options: WriteOptions) -> Wr
     where += [(t, ("module", str(t.dtype))) for t in kept]
     whole = {"module": {**module, **{a: module[o] for a, o in aliases.items() if o in module}}, **model}
     files.append(File("mp_rank_00_model_states.pt", sum(t.nbytes for t in kept), partial(layout_of, value=whole)))
-    # the same for an engine of ZeRO-3, which has no parameters in its file
+    # the model states for a ZeRO-3 engine, whose file has no parameters
     empty = dict.fromkeys(whole["module"], Held(torch.empty(0, device="cpu")))
     counts = {id(step): _saved(step) for step in {id(step): step for step in steps.values()}.values()}  # mostly one
     texts = {f"zero/{name}/step.pt": counts[id(step)] for name, step in steps.items()}
@@ -106,7 +106,7 @@ def _plan(view: View, dest: str | os.PathLike[str], options: WriteOptions) -> Wr
 
 
 def _forecast(view: View, dest: str, options: WriteOptions) -> Forecast:
-    """Masters of all weights in float32, and what has their shapes."""
+    """Forecast the float32 copies of all weights and the states that have their shapes."""
     weights = view.once()[0]
     masters = dict(view.states["fp32"].once()[0]) if "fp32" in view.states else {}
     masters = {**weights, **masters}
@@ -123,7 +123,8 @@ def _forecast(view: View, dest: str, options: WriteOptions) -> Forecast:
 
 
 def _masters(view: View) -> tuple[dict[str, LazyArray], Mapping[str, str]]:
-    """The parameters in float32, as optimizers have them; and tied names. What is no float (buffers) stays so."""
+    """Return the parameters in float32, and the aliases of tied ones. Tensors that are not floating-point (buffers) are
+    not converted."""
     part = view.states.get("fp32", view)
     tensors, aliases = part.once()
     weights = view.once()[0] if view.state == "weights" else {}
@@ -132,7 +133,7 @@ def _masters(view: View) -> tuple[dict[str, LazyArray], Mapping[str, str]]:
 
 
 def _check(names: Mapping[str, object]) -> None:
-    """Names become folders. Raises DataError for those that cannot."""
+    """Raise DataError for names that cannot be folder names, because each parameter is a folder."""
     check_names(names)
     for name in names:
         if name in ("", ".", "..") or "/" in name or "\0" in name or len(os.fsencode(name)) > 255:
@@ -142,7 +143,7 @@ def _check(names: Mapping[str, object]) -> None:
 
 
 def _states(view: View, masters: Mapping[str, LazyArray], lost: Lost) -> dict[str, dict[str, Writable]]:
-    """Parameter -> the states that have its shape."""
+    """Return, for each parameter, the states that have its shape."""
     found: dict[str, dict[str, Writable]] = {}
     for state, tensors in view.states.items():
         if state in (*WEIGHTS, "step"):
@@ -152,7 +153,7 @@ def _states(view: View, masters: Mapping[str, LazyArray], lost: Lost) -> dict[st
             continue
         for name, tensor in tensors.items():
             if name not in masters:
-                lost[f"{state}.{name}"] = "a state of something that is no parameter of this view"
+                lost[f"{state}.{name}"] = "a state of a tensor that is no parameter of this view"
             elif prod(tensor.shape) != prod(masters[name].shape):
                 lost[f"{state}.{name}"] = f"a state of shape {tuple(tensor.shape)}: DeepSpeed takes a parameter's shape"
             else:
@@ -161,7 +162,7 @@ def _states(view: View, masters: Mapping[str, LazyArray], lost: Lost) -> dict[st
 
 
 def _not_for_stage_3(states: Iterable[str]) -> Lost:
-    """What has to be said of states that are written, and that not every engine loads."""
+    """Return notes about states that are written but that not every engine loads."""
     there = list(states)
     if not all(state in there for state in _OF_STAGE_3):
         why = f"an engine of ZeRO-3 loads no optimizer that lacks {' or '.join(_OF_STAGE_3)}"
@@ -173,8 +174,8 @@ def _not_for_stage_3(states: Iterable[str]) -> Lost:
 def _without_states(
     view: View, masters: Mapping[str, LazyArray], states: Mapping[str, object], groups: list[dict[str, Any]]
 ) -> list[str]:
-    """Parameters that never had a gradient, of which torch's optimizers have no states: DeepSpeed wants all parameters
-    of a group to have the same. Where the optimizer has them as mere numbers: all that may be meant."""
+    """Return the parameters without states, because they never had a gradient. DeepSpeed requires all parameters of a
+    group to have the same states. If the optimizer only has numbers for them, return all candidates."""
     names = {name for group in groups for name in group["params"]}
     if unnamed(view):
         others = [view.meta.get(key) for key in ("buffer_names", "frozen_parameters")]
@@ -184,7 +185,7 @@ def _without_states(
 
 
 def _steps(view: View, masters: Mapping[str, LazyArray]) -> dict[str, Any]:
-    """Parameter -> its count of steps, as the optimizer had it: a tensor, or a number."""
+    """Return the step count of each parameter in the optimizer's form: a tensor or a number."""
     if "step" in view.states:
         return {name: tensor[...] for name, tensor in view.states["step"].items() if name in masters}
     step = step_of(view)
@@ -194,11 +195,12 @@ def _steps(view: View, masters: Mapping[str, LazyArray]) -> dict[str, Any]:
     return {name: value for name in view.states["exp_avg"] if name in masters}
 
 
-# -- what stands around them
+# -- the model states
 
 
 def _module(view: View, masters: Mapping[str, LazyArray]) -> dict[str, Writable]:
-    """The weights as they were trained; without them, what ZeRO-3 writes: no parameters, but what else there is."""
+    """Return the weights in their training dtype. If the view has none, do as ZeRO-3: empty parameters, and all other
+    tensors."""
     if view.state == "weights":
         return dict(view.once()[0])
     return {n: Held(torch.empty(0, device="cpu")) if t.dtype.is_floating_point else t for n, t in masters.items()}
@@ -213,7 +215,7 @@ def _model_states(
     info: Mapping[str, Any],
     lost: Lost,
 ) -> dict[str, Any]:
-    """All of the model states but the module: what DeepSpeed's engine asks for, then what the source has besides."""
+    """Return all model states except the module: the entries that DeepSpeed's engine needs, and those of the source."""
 
     def tensor(name: str) -> Any:
         found = named(view.stored, name)
@@ -251,14 +253,14 @@ def _model_states(
         "param_shapes": [group for group in shapes if group] or None,
         "frozen_param_fragments": None,
         "shared_params": dict(aliases),
-        "mp_world_size": 1,  # one file, which ranks of any number read
+        "mp_world_size": 1,  # one file, which any number of ranks can read
         "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
     }
 
 
 def _optimizer_state(view: View, groups: list[dict[str, Any]], steps: Mapping[str, Any], lost: Lost) -> dict[str, Any]:
-    """The optimizer without its states, as engines of ZeRO-1 and 2 look it up, and below "optimizer_state_dict" as
-    those of ZeRO-3 do. Where no options are known, empty groups leave those of the engine."""
+    """Return the optimizer without its states: at the top level for engines of ZeRO-1 and 2, and in
+    "optimizer_state_dict" for those of ZeRO-3. If no options are known, empty groups make the engine keep its own."""
     named = restored(groups, "optimizer.param_groups", lambda name: None, lost) or []
     options = [{**{k: v for k, v in g.items() if k != "params"}, "params": [n]} for n, g in enumerate(named)]
     options = options or [{"params": [n]} for n in range(_NO_GROUPS)]
@@ -276,13 +278,13 @@ def _optimizer_state(view: View, groups: list[dict[str, Any]], steps: Mapping[st
 
 
 def _common(groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """The options that all groups share: an engine of ZeRO-3 gives those of the first group to all of its own."""
+    """Return the options that all groups share, because a ZeRO-3 engine applies those of the first group to all."""
     first = groups[0]
     return {k: v for k, v in first.items() if k == "params" or all(k in g and g[k] == v for g in groups)}
 
 
 def _scalars(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """What a ZeRO optimizer has besides groups and states: whether it scales the loss, its clipping."""
+    """Return the scalar entries of a ZeRO optimizer besides groups and states, such as loss scaling and clipping."""
     saved = meta.get("optimizer")
     inner = saved.get("optimizer_state_dict") if isinstance(saved, Mapping) else None
     table = inner if isinstance(inner, Mapping) else {}
@@ -290,7 +292,7 @@ def _scalars(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_tensors(value: Any) -> Any:
-    """An object with torch's tensors where the empty ones stand."""
+    """Replace each `Held` in an object by its torch tensor."""
     if isinstance(value, Held):
         return value.tensor
     return {k: _with_tensors(v) for k, v in value.items()} if isinstance(value, dict) else value

@@ -1,7 +1,7 @@
-"""References: a zarr hierarchy whose chunks are the bytes of the rank files where they lie. Nothing is copied.
+"""Virtual zarr hierarchies: the chunks are references to bytes of the checkpoint's files, and nothing is copied.
 
-JSON holds the documents of zarr v3, parquet those of zarr v2: fsspec's reader of it (`LazyReferenceMapper`) looks for
-".zarray". Sources: the kerchunk specification of references, version 1; fsspec/implementations/reference.py.
+JSON contains documents of zarr v3. Parquet contains those of zarr v2, because fsspec's reader (`LazyReferenceMapper`)
+looks for ".zarray". Sources: the kerchunk specification of references, version 1; fsspec/implementations/reference.py.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from ..lazy import LazyArray
 from .options import WriteOptions
 from .writer import Writer
 
-MOST = 64 << 20  # bytes of a chunk
+MOST = 64 << 20  # maximum bytes of a chunk
 _RECORDS = 10_000  # references in a parquet file
 _BITS = {1: U8, 2: U16}
 
 
 @dataclass(frozen=True, slots=True)
 class _Referred:
-    """A tensor that can be told as references: the name that the view has for it, its chunks, where they lie."""
+    """A tensor that can be expressed as references: its name in the view, its chunk shape, and its copies in files."""
 
     name: str
     tensor: LazyArray
@@ -48,7 +48,7 @@ class _Referred:
     copies: list[Copy]
 
     def references(self) -> Iterator[Reference]:
-        """Where its chunks are: path is a URL."""
+        """Yield the references to its chunks, with a URL as path."""
         for reference in references(self.copies, self.chunk):
             yield reference._replace(path=url_of(self.tensor.store.root, reference.path))
 
@@ -68,7 +68,7 @@ def _plan(
 
 @dataclass(frozen=True, slots=True)
 class _References:
-    """What is written, and where."""
+    """The content of an export and its destination."""
 
     what: Contents[LazyArray]
     referred: Mapping[str, _Referred]
@@ -82,16 +82,16 @@ class _References:
         return list(self.what.arrays.values())
 
     def nodes(self) -> dict[str, documents.Json]:
-        """Path -> the document of a group or an array."""
+        """Return the documents of groups and arrays, by path."""
         arrays = {path: _array(one, self.bits) for path, one in self.referred.items()}
         nodes = documents.hierarchy(arrays, self.what.about, self.what.groups)
         if any(node.get("data_type") in FOREIGN for node in nodes.values()):
-            # a reader that does not know one of them would not even open the others: let it look at each by itself
+            # A reader that does not know one of these dtypes would reject the consolidated metadata, and all arrays.
             del nodes[""]["consolidated_metadata"]
         return nodes
 
     def folder(self, place: Path, marks: tuple[str, ...], build: Callable[[str], None]) -> WritePlan:
-        """A folder that another library writes."""
+        """Return the plan of a folder that another library writes."""
         return WritePlan(
             destination=Whole(place, self.tensors, self.overwrite, Kind("folder of references", marks)),
             tensors=(),
@@ -103,7 +103,7 @@ class _References:
 
 
 def url_of(root: str, path: str) -> str:
-    """A file of a store, as fsspec and others take it."""
+    """Return the URL of a file of a store, in the form that fsspec accepts."""
     return f"{root}/{path}" if is_url(root) else f"file://{os.path.abspath(root)}/{path}"
 
 
@@ -116,7 +116,7 @@ def _form(dest: Any) -> str:
 
 
 def _referred(what: Contents[LazyArray]) -> tuple[dict[str, _Referred], dict[str, str]]:
-    """Path -> a tensor that references can tell; path -> why another one cannot be told."""
+    """Return the tensors that can be expressed as references, and for the others the reason why not, by path."""
     found: dict[str, _Referred] = {}
     left_out: dict[str, str] = {}
     for path, tensor in what.arrays.items():
@@ -132,13 +132,13 @@ def _referred(what: Contents[LazyArray]) -> tuple[dict[str, _Referred], dict[str
 
 
 def _check_sources(referred: Mapping[str, _Referred]) -> None:
-    """Raise MissingFileError or ChangedFileError if a file is not what it was: its bytes may lie elsewhere now; and
-    CorruptError for bytes that must not be used."""
+    """Raise MissingFileError or ChangedFileError if a file changed, because the references may no longer be valid;
+    raise CorruptError for bytes that must not be used."""
     files = {(id(one.tensor.store), c.extent.path): one.tensor.store for one in referred.values() for c in one.copies}
     for (_, path), store in files.items():
-        store.read(path, 0, 1)  # which compares
+        store.read(path, 0, 1)  # compares the file with its pin
     for one in referred.values():
-        for copy in one.copies:  # whoever follows the references does not
+        for copy in one.copies:  # readers of the references do not check
             extent = copy.extent
             if extent.within is None:
                 size = extent.dtype.itemsize
@@ -217,14 +217,14 @@ def _count(node: documents.Json) -> int:
 
 
 def _v2(nodes: Mapping[str, documents.Json]) -> Iterator[tuple[str, documents.Json]]:
-    """The same documents in the words of zarr v2."""
+    """Convert the documents to zarr v2."""
     for path, node in nodes.items():
         start = f"{path}/" if path else ""
         attributes = dict(node["attributes"])
         if node["node_type"] == "group":
             yield f"{start}.zgroup", {"zarr_format": 2}
         else:
-            attributes["_ARRAY_DIMENSIONS"] = node["dimension_names"]  # where xarray looks for them
+            attributes["_ARRAY_DIMENSIONS"] = node["dimension_names"]  # the attribute that xarray reads
             yield (
                 f"{start}.zarray",
                 {
@@ -233,7 +233,7 @@ def _v2(nodes: Mapping[str, documents.Json]) -> Iterator[tuple[str, documents.Js
                     "chunks": node["chunk_grid"]["configuration"]["chunk_shape"],
                     "dtype": _V2.get(node["data_type"], node["data_type"]),
                     "compressor": None,
-                    "fill_value": None,  # xarray would take equal elements for missing ones
+                    "fill_value": None,  # xarray would treat elements equal to a fill value as missing
                     "order": "C",
                     "filters": None,
                     "dimension_separator": ".",
@@ -253,7 +253,7 @@ _V2 = {
 
 
 def _plan_icechunk(of: _References) -> WritePlan:
-    """Into the store of a session of the caller's, or into a new repository in a local folder."""
+    """Plan an export to the store of the caller's session, or to a new repository in a local folder."""
     try:
         import icechunk
     except ImportError as e:
@@ -271,11 +271,11 @@ def _plan_icechunk(of: _References) -> WritePlan:
     roots = {url_of(one.tensor.store.root, "") for one in of.referred.values()}
     if any(not root.startswith("file://") for root in roots):
         raise DestinationError(
-            f"{place}: of files behind a URL only you can say how Icechunk gets at them: make a repository with a "
+            f"{place}: for files behind a URL, Icechunk needs your settings to access them: make a repository with a "
             "VirtualChunkContainer for them, and pass the store of a writable session of it instead of a path"
         )
     odd = [root for root in roots if quote(root, safe=":/") != root]
-    if odd:  # it compares the escaped path with the plain one, or the reverse (1.1.21)
+    if odd:  # Icechunk 1.1.21 compares the escaped path with the unescaped one
         raise DestinationError(f"{odd[0]}: Icechunk finds no files below a path that a URL has to escape: move them")
     config = icechunk.RepositoryConfig.default()
     for root in roots:
@@ -294,7 +294,7 @@ def _plan_icechunk(of: _References) -> WritePlan:
 
 
 def _quoted(url: str) -> str:
-    """As Icechunk takes it: fsspec takes a path as it is."""
+    """Escape a file URL for Icechunk; fsspec uses unescaped paths."""
     return f"file://{quote(url.removeprefix('file://'))}" if url.startswith("file://") else url
 
 
@@ -305,7 +305,7 @@ def _fill(store: Any, nodes: Mapping[str, documents.Json], referred: Mapping[str
 
     async def write() -> None:
         for path, node in nodes.items():
-            document = {k: v for k, v in node.items() if k != "consolidated_metadata"}  # Icechunk has its own way
+            document = {k: v for k, v in node.items() if k != "consolidated_metadata"}  # Icechunk does not need it
             data = default_buffer_prototype().buffer.from_bytes(json.dumps(document).encode())
             await store.set(f"{path}/zarr.json".lstrip("/"), data)
 

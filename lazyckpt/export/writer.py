@@ -1,7 +1,7 @@
-"""What an output format is.
+"""The interface of output formats.
 
-A format is a `Writer` in a module of this package, and a line in `registry`. Its ``plan`` decides what is written, from
-names, shapes and dtypes, as a `WritePlan`; `lazyckpt.jobs` carries it out.
+A format is a `Writer` in a module of this package, and a line in `registry`. Its ``plan`` derives a `WritePlan` from
+names, shapes and dtypes; `lazyckpt.jobs` executes the plan.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ if TYPE_CHECKING:
     import torch
 
 WEIGHTS = ("weights", "fp32")
-# why writers refuse options
+# reasons why writers reject options
 NO_RANKS = "its layout does not depend on ranks, any number of them loads it"
 BY_NAMES = "it is of parameters by their names"
 
 
-# -- what will be written, from names, shapes and dtypes
+# -- forecasts of the output, from names, shapes and dtypes
 
 
 class Amount(NamedTuple):
-    """``tensors``: how many, each tied one once; ``nbytes``: of their elements, as they are written; ``dtypes``."""
+    """The number of tensors (a tied one counts once), the size of their elements in bytes as written, and their
+    dtypes."""
 
     tensors: int
     nbytes: int
@@ -48,7 +49,7 @@ class Amount(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Iterable[LazyArray], dtype: torch.dtype | None = None) -> Amount:
-        """``dtype``: that of floating-point tensors when they are written."""
+        """Sum up tensors. ``dtype`` is the dtype in which floating-point tensors are written."""
         kinds: dict[str, None] = {}
         count = nbytes = 0
         for t in tensors:
@@ -59,15 +60,15 @@ class Amount(NamedTuple):
         return cls(count, nbytes, tuple(kinds))
 
     def plus(self, other: Amount) -> Amount:
-        """Both."""
+        """Return the sum of both amounts."""
         dtypes = tuple(dict.fromkeys((*self.dtypes, *other.dtypes)))
         return Amount(self.tensors + other.tensors, self.nbytes + other.nbytes, dtypes)
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """``states``: what is written, by state; ``files``: how many there will be, None where that is not known before;
-    ``room``: bytes that the target has to have, about; None where that depends on how well they compress."""
+    """A forecast of an export: the amount written per state, the number of files (None if unknown in advance), and the
+    approximate space in bytes that the destination needs (``room``; None if it depends on compression)."""
 
     states: Mapping[str, Amount]
     files: int | None
@@ -75,16 +76,16 @@ class Forecast:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Size of all tensors in bytes."""
         return sum(amount.nbytes for amount in self.states.values())
 
     @property
     def tensors(self) -> int:
-        """How many there are, counted in each state."""
+        """Number of tensors, summed over the states."""
         return sum(amount.tensors for amount in self.states.values())
 
     def plus(self, other: Forecast) -> Forecast:
-        """Both, of the same states."""
+        """Return the sum of both forecasts, which must have the same states."""
         states = {state: amount.plus(other.states[state]) for state, amount in self.states.items()}
         known = self.files is not None and other.files is not None
         files = (self.files or 0) + (other.files or 0) if known else None
@@ -92,16 +93,16 @@ class Forecast:
         return Forecast(states, files, room)
 
 
-_AROUND = 2048  # bytes of a file of torch.save besides its tensor, about
+_AROUND = 2048  # approximate bytes of a torch.save file besides its tensor
 
 
 def forecast_of_folder(states: Mapping[str, Amount]) -> Forecast:
-    """Of a folder of files of torch.save."""
+    """Forecast a folder of torch.save files."""
     return Forecast(states, None, sum(amount.nbytes + _AROUND * amount.tensors for amount in states.values()))
 
 
 def forecast_of_states(view: View, dest: str, options: WriteOptions, **own: Any) -> Forecast:
-    """Of a folder with what the view reads and the states beside it; what all ranks have counts once."""
+    """Forecast a folder with the tensors that the view reads and its other states; replicated tensors count once."""
     states: dict[str, Amount] = {}
     if view.state in WEIGHTS:
         states[view.state] = Amount.of(view.once()[0].values())
@@ -113,7 +114,7 @@ def forecast_of_states(view: View, dest: str, options: WriteOptions, **own: Any)
 
 
 def free_at(dest: str) -> int | None:
-    """Bytes that are free where ``dest`` is to be; None for a URL."""
+    """Return the free bytes of the file system of ``dest``; None for a URL."""
     if is_remote(dest):
         return None
     at = Path(os.path.abspath(local_path(dest.removeprefix("file://"))))
@@ -123,7 +124,7 @@ def free_at(dest: str) -> int | None:
 
 
 def is_remote(dest: str) -> bool:
-    """Whether a destination is a URL of something else than local files."""
+    """Return whether a destination is a URL other than of local files."""
     return is_url(dest) and not dest.startswith("file://")
 
 
@@ -131,7 +132,7 @@ def is_remote(dest: str) -> bool:
 
 
 class View(Training, Protocol):
-    """What a writer asks of a view."""
+    """The part of a view that writers use."""
 
     @property
     def state(self) -> str: ...
@@ -149,30 +150,30 @@ class Writer:
     """An output format."""
 
     name: str
-    """As in ``to_NAME`` and ``lazyckpt convert --to NAME``."""
+    """The name in ``to_NAME`` and ``lazyckpt convert --to NAME``."""
     what: str
-    """What it is, in a few words, for lists."""
+    """A short description, for lists."""
     plan: Callable[..., WritePlan]
-    """(view, dest, options, **own) -> the plan. Raises DataError for what the format cannot hold."""
+    """(view, dest, options, **own) -> the plan. Raises DataError for tensors that the format cannot represent."""
     forecast: Callable[..., Forecast] | None = None
-    """(view, dest, options, **own) -> how much it will be. None: `lazyckpt convert` does not offer the format."""
+    """(view, dest, options, **own) -> the forecast. None if `lazyckpt convert` does not offer the format."""
     endings: tuple[str, ...] = ()
-    """Of destinations that are of this format."""
+    """File extensions of destinations in this format."""
     options: frozenset[str] = frozenset()
-    """Options of its own that `lazyckpt convert` offers: dtype, mesh, stored, max_shard_size, codec."""
+    """Format-specific options that `lazyckpt convert` offers: dtype, mesh, stored, max_shard_size, codec."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Why it does not take one of these, where that is not because others do."""
+    """Option that the format does not support -> reason, if the reason is not just that other formats have it."""
     replaces: Callable[[str], bool] = lambda name: True
-    """Whether a name in a folder that is there is of a file that would have to be replaced."""
+    """Returns whether an export to an existing folder replaces a file of this name."""
     urls: bool = False
-    """Whether it is written to object stores."""
+    """Whether the format can be written to object stores."""
     takes_parts: bool = False
-    """Whether tensors of which nothing is known but the name are left out, instead of refused."""
+    """Whether tensors of which only the name is known are left out; if False, they raise an error."""
     by_rank: bool = False
-    """Whether each rank of a mesh gets a folder (`plan_of_ranks`), instead of options tp, pp and ep."""
+    """Whether each rank of a mesh gets its own folder (`plan_of_ranks`); if not, the format has options tp, pp, ep."""
 
     def write(self, view: View, dest: Any, given: WriteOptions, **own: Any) -> WriteResult:
-        """Write a view. ``own``: options that only this format has."""
+        """Write a view. ``own`` are options that only this format has."""
         options = complete(given, f"to_{self.name}")
         if not self.takes_parts:
             check_whole(view)
@@ -180,7 +181,7 @@ class Writer:
 
 
 def carry_out(plan: WritePlan, options: WriteOptions) -> WriteResult:
-    """Write what a plan says."""
+    """Execute a plan with the given options."""
     if not options["resume"]:
         if isinstance(plan.destination, Destination):
             discard(plan.destination.place)
@@ -202,8 +203,8 @@ def plan_of_folder(
     lost: Mapping[str, str],
     around: int = 2048,
 ) -> WritePlan:
-    """A folder that appears as a whole. ``same``: the fingerprint; ``lost``: what is left out; ``around``: bytes of a
-    file that no tensor has, about."""
+    """Plan a folder that is published as a whole. ``same`` is the fingerprint, ``lost`` has the parts that are left
+    out, ``around`` is the approximate number of bytes of a file besides its tensors."""
     place = followed(local_path(dest))
     return WritePlan(
         destination=Whole(place, tensors, options["overwrite"], kind),
@@ -220,8 +221,8 @@ def plan_of_folder(
 def plan_of_ranks(
     plans: Mapping[str, WritePlan], dest: str, overwrite: bool, is_rank: Callable[[str], bool]
 ) -> WritePlan:
-    """A folder for each rank, in one that appears as a whole. ``plans``: name of the folder -> what goes into it.
-    ``is_rank``: whether a name is that of such a folder."""
+    """Plan a folder with a subfolder for each rank, published as a whole. ``plans`` has a plan per subfolder;
+    ``is_rank`` returns whether a name is that of a rank's folder."""
     place = local_path(dest)
 
     def other(names: Sequence[str]) -> str | None:
@@ -240,7 +241,7 @@ def plan_of_ranks(
 
 
 def check_whole(view: View) -> None:
-    """Raises MissingFileError for a view that lacks tensors of which nothing is known but the name."""
+    """Raise MissingFileError for a view with tensors of which only the name is known."""
     for name, why in view.unreadable.items():
         raise MissingFileError(
             f"{plural(len(view.unreadable), 'tensor')} would be missing in what is written: {name}: {why}. Without "
@@ -249,7 +250,7 @@ def check_whole(view: View) -> None:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Names go into the files as UTF-8, which a hostile pickle's need not fit. Raises DataError."""
+    """Raise DataError for a name that cannot be encoded as UTF-8, which a hostile pickle may contain."""
     for name in names:
         if not name.isascii():
             try:

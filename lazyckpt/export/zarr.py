@@ -1,10 +1,10 @@
-"""A view as a zarr v3 hierarchy: in a folder, a zip file, or a prefix of an object store.
+"""The zarr v3 format: a hierarchy in a folder, a zip file, or a prefix of an object store.
 
 bfloat16 and float8 have their own data types; names, tied names, mesh and ``meta`` are attributes. A folder or zip
-file appears when it is complete (while it is made, a zip file needs its size twice). An object store is written in
-place, and the root's document last.
+file is published when it is complete (a zip file temporarily needs twice its size). An object store is written in
+place, with the root's document last.
 
-`formats/zarr` says which documents and arrays there are, `chunks` what is in the files of arrays.
+`formats/zarr` determines the documents and arrays, `chunks` the content of the arrays' files.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from .codecs import check as check_codec
 from .options import WriteOptions
 from .writer import NO_RANKS, Amount, Forecast, Writer, is_remote
 
-CHUNK = 64 << 20  # bytes of a chunk, at most
-IN_SHARD = 4 << 20  # the same for chunks that are many in a file
+CHUNK = 64 << 20  # maximum bytes of a chunk
+IN_SHARD = 4 << 20  # maximum bytes of a chunk in a shard
 SHARD = 512 << 20
-_LEAST = 8  # chunks are joined until they have the most bytes divided by this
+_LEAST = 8  # chunks are merged until they have at least the maximum size divided by this
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An array to write: where, and how it is cut."""
+    """An array to write, with its path and chunking."""
 
     tensor: LazyArray
     path: str
     cut: Cut
 
     def files(self) -> Iterator[tuple[str, LazyArray]]:
-        """(key, the block of the tensor) of all files."""
+        """Yield all files: (key, block of the tensor)."""
         t = self.tensor
         for key, box in self.cut.files(tuple(t.shape)):
             yield f"{self.path}/{key}", (t if box.shape == t.shape else t.lazy[box.slices])
@@ -60,18 +60,18 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that is to be written. ``documents``: key -> text, in the order in which they are written."""
+    """The arrays and documents to write. ``documents`` are by key, in the order in which they are written."""
 
     items: list[Item]
     documents: dict[str, bytes]
 
     @property
     def nbytes(self) -> int:
-        """Of the tensors."""
+        """Size of the tensors in bytes."""
         return sum(item.tensor.nbytes for item in self.items)
 
     def room(self) -> int:
-        """Bytes that it takes at least: what is compressed may take next to nothing."""
+        """Return the minimum size in bytes, in which compressed arrays count as nothing."""
         files = 0
         for item in self.items:
             if item.cut.encoding.raw:
@@ -80,7 +80,7 @@ class Plan:
         return files + sum(map(len, self.documents.values()))
 
     def chunks(self, place: Place) -> Iterator[Chunk]:
-        """The files of all arrays."""
+        """Yield the files of all arrays."""
         for item in self.items:
             memory = memory_of(item.cut, item.tensor.itemsize, place.buffers)
             for key, block in item.files():
@@ -142,7 +142,7 @@ def planned(
     memory: int | None,
     remote: bool,
 ) -> Plan:
-    """Decide everything, and find what cannot be done. Raises DataError."""
+    """Determine chunking, codecs and documents. Raises DataError for unsupported combinations."""
     most = size_in_bytes(chunk) if chunk is not None else IN_SHARD if shard else CHUNK
     in_file = None if not shard else SHARD if shard is True else size_in_bytes(shard)
     if memory is not None and chunk is None and (codec is not None or remote):
@@ -169,8 +169,8 @@ def planned(
 
 
 def memory_of(cut: Cut, itemsize: int, remote: bool) -> int:
-    """Bytes that the task of one file holds."""
-    whole = 2 * cut.most(itemsize) if remote else 0  # in pieces, and then together
+    """Return the memory in bytes that the task of one file needs."""
+    whole = 2 * cut.most(itemsize) if remote else 0  # the collected pieces, and their concatenation
     return whole + cut.memory(itemsize)
 
 
@@ -184,7 +184,8 @@ def _check_memory(cut: Cut, itemsize: int, memory: int | None, remote: bool, nam
 
 
 def _shard_shape(shape: Shape, chunk: Shape, itemsize: int, most: int) -> Shape:
-    """Whole chunks, as many as there are in ``most`` bytes, along the last dimensions first."""
+    """Return the shape of a shard of whole chunks with at most ``most`` bytes, extended along the last dimensions
+    first."""
     shard = list(chunk)
     for d in reversed(range(len(chunk))):
         times = max(1, most // (prod(shard) * itemsize))

@@ -1,1 +1,1 @@
-"""Bytes: where they come from (stores), what containers they lie in (torch files, safetensors), and the read engine."""
+"""Input: stores that provide bytes, container formats (torch files, safetensors, zip), and the read engine."""

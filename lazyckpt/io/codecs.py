@@ -1,7 +1,7 @@
-"""What chunks of arrays are packed with, unpacked by numcodecs and the standard library.
+"""Decompression of array chunks, with numcodecs and the standard library.
 
-Never to more bytes than there can be, for a few may stand for gigabytes: zlib, bz2 and lzma stop where they are told
-to; of the others the size that they state is compared before memory is taken for it.
+A few hostile bytes can expand to gigabytes, so every codec has an output limit: zlib, bz2 and lzma stop at the limit;
+for the others, the declared size is checked before memory is allocated.
 Sources: numcodecs (blosc.pyx, lz4.pyx, checksum32.py, ...); the c-blosc header, README_CHUNK_FORMAT.rst.
 """
 
@@ -19,31 +19,31 @@ from ..core.index import Codec
 from ..errors import CorruptError, DataError
 from .storage.base import Buffer
 
-# -- Zstandard frames, unpacked by numcodecs, and not more of them than there can honestly be.
+# -- Zstandard frames, with a limit on the decompressed size.
 
 _MAGIC = 0xFD2FB528
-_BLOCK = 128 << 10  # bytes that a block unpacks to at most
-_LOOSE = 64 << 20  # bytes; a block may hold less than it could
+_BLOCK = 128 << 10  # maximum decompressed bytes of a block
+_LOOSE = 64 << 20  # bytes; tolerance, because blocks may decompress to less than the maximum
 
 
 def unpack_zstd(data: bytes, where: str, limit: int, out: memoryview | None = None) -> bytes | memoryview:
-    """What the frames hold; in ``out`` if they say that they are as long as that.
+    """Decompress zstd frames, into ``out`` if the frames declare a total size of ``len(out)``.
 
-    Raises CorruptError if they are damaged, or would hold far more than ``limit`` bytes.
+    Raises CorruptError if the frames are damaged or may expand to far more than ``limit`` bytes.
     """
     try:
-        most, told = _most(data)
+        most, declared = _most(data)
     except IndexError:
         raise CorruptError(f"{where}: its zstd frame is truncated") from None
     if most is None:
-        raise CorruptError(f"{where}: it is no zstd frame, or a damaged one")
+        raise CorruptError(f"{where}: this is not a zstd frame, or it is damaged")
     if most > 4 * limit + _LOOSE:
         raise CorruptError(
             f"{where}: its zstd frame unpacks to up to {most:,} bytes, where {limit:,} are all that can be needed: "
             "damaged or hostile"
         )
-    into = out if told and out is not None and len(out) == most else None
-    from numcodecs import zstd  # heavy to import, and seldom needed
+    into = out if declared and out is not None and len(out) == most else None
+    from numcodecs import zstd  # slow to import and rarely needed
 
     try:
         found: bytes = zstd.decompress(data, into)
@@ -53,12 +53,12 @@ def unpack_zstd(data: bytes, where: str, limit: int, out: memoryview | None = No
 
 
 def _most(data: bytes) -> tuple[int | None, bool]:
-    """Bytes that the frames unpack to at most, by their block headers and by what they say themselves; None if they are
-    none. And whether all of them say it. Raises IndexError past the end."""
-    at, total, said = 0, 0, True
+    """Return the maximum decompressed size in bytes, from frame and block headers (None if the data are not zstd
+    frames), and whether every frame declares its size. Raises IndexError past the end."""
+    at, total, all_declared = 0, 0, True
     while at < len(data):
         magic = _number(data, at, 4)
-        if 0x184D2A50 <= magic <= 0x184D2A5F:  # a frame to be skipped
+        if 0x184D2A50 <= magic <= 0x184D2A5F:  # a skippable frame
             at += 8 + _number(data, at + 4, 4)
             continue
         if magic != _MAGIC:
@@ -67,7 +67,7 @@ def _most(data: bytes) -> tuple[int | None, bool]:
         single = bool(descriptor & 0x20)
         at += 5 + (not single) + (0, 1, 2, 4)[descriptor & 3]
         width = (int(single), 2, 4, 8)[descriptor >> 6]
-        told = _number(data, at, width) + (256 if width == 2 else 0) if width else None
+        declared = _number(data, at, width) + (256 if width == 2 else 0) if width else None
         at += width
         size, last = 0, False
         while not last:
@@ -76,9 +76,9 @@ def _most(data: bytes) -> tuple[int | None, bool]:
             size += count if kind < 2 else _BLOCK
             at += 3 + (1 if kind == 1 else count)
         at += 4 * bool(descriptor & 4)
-        said = said and told is not None
-        total += size if told is None else told  # memory for what is told is taken before a block is seen
-    return (total if at == len(data) else None), said
+        all_declared = all_declared and declared is not None
+        total += size if declared is None else declared  # zstd allocates the declared size before it reads a block
+    return (total if at == len(data) else None), all_declared
 
 
 def _number(data: bytes, at: int, width: int) -> int:
@@ -87,18 +87,18 @@ def _number(data: bytes, at: int, width: int) -> int:
     return int.from_bytes(data[at : at + width], "little")
 
 
-# -- What chunks of arrays are packed with, unpacked by numcodecs and the standard library.
+# -- Chains of codecs.
 
 Config = dict[str, Any]
-_WIDENING = 16  # what a filter may make of a byte: from 8-bit integers to complex128
-_SLACK = 1 << 10  # checksums, headers, what cannot be packed
+_WIDENING = 16  # maximum output bytes of a filter per input byte: 8-bit integers to complex128
+_SLACK = 1 << 10  # bytes for checksums, headers and incompressible data
 
 
 def decode(codecs: Sequence[Codec], data: Buffer, where: str, nbytes: int, out: memoryview | None = None) -> Buffer:
-    """Unpack with one codec after another; ``nbytes``: what the result has to have. ``out``: memory of that size, which
-    the result may be in then.
+    """Apply the codecs one after another to decompress ``data`` to ``nbytes`` bytes.
 
-    Raises DataError for a codec that is not known, CorruptError for damage and for more bytes than there can be.
+    The last codec may write its result into ``out``, memory of ``nbytes`` bytes. Raises DataError for an unknown
+    codec, CorruptError for damaged data and for output above the limit.
     """
     unknown = [codec.name for codec in codecs if codec.name not in KNOWN]
     if unknown:
@@ -122,7 +122,7 @@ def decode(codecs: Sequence[Codec], data: Buffer, where: str, nbytes: int, out: 
                     data = _UNPACK[codec.name](memoryview(data), config, where, limit)
         except (CorruptError, DataError):
             raise
-        except Exception as e:  # each library has its own errors for bytes that it cannot unpack
+        except Exception as e:  # each library raises its own exceptions for damaged data
             raise CorruptError(f"{where}: {codec.name} cannot unpack it ({e!r:.120}): damaged") from None
     return data
 
@@ -140,7 +140,7 @@ def _too_large(where: str, limit: int, found: str) -> CorruptError:
 
 
 def _stream(make: Callable[[], Any], data: memoryview, where: str, limit: int) -> bytes:
-    """Streams one after another, as gzip, bz2 and lzma allow, to at most ``limit`` bytes."""
+    """Decompress concatenated streams, which gzip, bz2 and lzma allow, to at most ``limit`` bytes."""
     parts: list[bytes] = []
     size = 0
     rest: Any = data
@@ -151,7 +151,7 @@ def _stream(make: Callable[[], Any], data: memoryview, where: str, limit: int) -
         if size > limit:
             raise _too_large(where, limit, f"more than {limit:,}")
         if not stream.eof:
-            raise CorruptError(f"{where}: what it is packed in is truncated")
+            raise CorruptError(f"{where}: the compressed data is truncated")
         rest = stream.unused_data
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
@@ -174,7 +174,7 @@ def _bz2(data: memoryview, config: Config, where: str, limit: int) -> bytes:
 
 def _lzma(data: memoryview, config: Config, where: str, limit: int) -> bytes:
     form, filters = config.get("format", lzma.FORMAT_XZ), config.get("filters")
-    memory = None if form == lzma.FORMAT_RAW else (128 << 20) + 4 * limit  # of its dictionary
+    memory = None if form == lzma.FORMAT_RAW else (128 << 20) + 4 * limit  # bytes for the dictionary
     raw = filters if form == lzma.FORMAT_RAW else None
     return _stream(lambda: lzma.LZMADecompressor(form, memory, raw), data, where, limit)
 
@@ -184,13 +184,13 @@ def _zstd(data: memoryview, where: str, limit: int, out: memoryview | None) -> B
 
 
 def _blosc(data: memoryview, where: str, limit: int, out: memoryview | None) -> Any:
-    from numcodecs import blosc  # heavy to import, and not always needed
+    from numcodecs import blosc  # slow to import and not always needed
 
     size, packed = int.from_bytes(data[4:8], "little"), int.from_bytes(data[12:16], "little")
     if size > limit:
         raise _too_large(where, limit, f"{size:,}")
     if packed != len(data):
-        raise CorruptError(f"{where}: its blosc header tells of {packed:,} bytes, there are {len(data):,}: truncated")
+        raise CorruptError(f"{where}: its blosc header declares {packed:,} bytes, there are {len(data):,}: truncated")
     if out is None or len(out) != size:
         return blosc.decompress(data)
     blosc.decompress(data, out)
@@ -224,9 +224,9 @@ def _adler32(data: memoryview, config: Config, where: str, limit: int) -> memory
 
 
 def _checked(data: memoryview, checksum: Callable[[memoryview], int], location: str, where: str) -> memoryview:
-    told, body = (data[:4], data[4:]) if location == "start" else (data[-4:], data[:-4])
-    if len(data) < 4 or int.from_bytes(told, "little") != checksum(body):
-        raise CorruptError(f"{where}: its checksum is another: the bytes were changed, or are truncated")
+    stored, body = (data[:4], data[4:]) if location == "start" else (data[-4:], data[:-4])
+    if len(data) < 4 or int.from_bytes(stored, "little") != checksum(body):
+        raise CorruptError(f"{where}: the checksum does not match: the bytes were changed, or are truncated")
     return body
 
 
@@ -240,13 +240,13 @@ _UNPACK: dict[str, Callable[[memoryview, Config, str, int], Buffer]] = {
     "crc32": _crc32,
     "adler32": _adler32,
 }
-# Those that can unpack straight into memory that is there.
+# Codecs that can decompress directly into given memory.
 _INTO: dict[str, Callable[[memoryview, str, int, memoryview | None], Buffer]] = {
     "zstd": _zstd,
     "blosc": _blosc,
     "lz4": _lz4,
 }
-# Those whose result is of a known size: at most so many times what they are given. They keep the order of elements.
+# Codecs whose output has at most _WIDENING times the size of their input. They keep the order of elements.
 _FILTERS = (
     "shuffle",
     "delta",
@@ -270,7 +270,7 @@ def _made(codec: Codec) -> Any:
     for key in ("dtype", "astype", "encode_dtype", "decode_dtype"):
         dtype = np.dtype(config.get(key) or "u1")
         if dtype.kind not in "biufc" or dtype.itemsize > _WIDENING:
-            raise CorruptError(f"{codec.name} is told to make {dtype} of numbers")
+            raise CorruptError(f"{codec.name}: {key} is {dtype}, which is not numeric or is too wide")
     return numcodecs.get_codec({**config, "id": codec.name})
 
 

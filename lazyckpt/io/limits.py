@@ -1,8 +1,8 @@
-"""The resource policy: what parsing a file may cost, as a function of the file's size.
+"""The resource policy: limits on the cost of parsing a file, as a function of the file's size.
 
-Every parser of checkpoint files (pickles, JSON, zip directories, Zarr documents, indexes) takes a `Budget` for the
-file it parses and charges what it makes to it. A hostile file of a few kilobytes can describe gigabytes; honest files
-stay far below these limits. The constants are here and nowhere else.
+Every parser of checkpoint files (pickles, JSON, zip directories, Zarr documents, indexes) takes a `Budget` for its
+file and charges to it what it creates. A hostile file of a few kilobytes can describe gigabytes; honest files stay
+far below these limits. All of the constants are in this module.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import time
 
 from ..errors import CorruptError
 
-OBJECTS, OBJECTS_PER_BYTE = 1 << 18, 0.25  # containers and records that a file may make
+OBJECTS, OBJECTS_PER_BYTE = 1 << 18, 0.25  # containers and records that a file may create
 CHARACTERS, CHARACTERS_PER_BYTE = 1 << 24, 16  # characters of names and texts that are built from a file's content
-INFLATED, INFLATED_PER_BYTE = 64 << 20, 32  # bytes that a compressed document may unpack to
-STEPS, STEPS_PER_BYTE = 1 << 22, 8  # elements that are copied or hashed again because something refers to them
-SECONDS, SECONDS_PER_BYTE = 60.0, 20e-6  # of parsing; the other limits are reached first unless a parser is at fault
-RANKS, RANKS_PER_FILE = 4096, 64  # ranks that names or records may count, however few files there are; and for each
+INFLATED, INFLATED_PER_BYTE = 64 << 20, 32  # decompressed bytes of a compressed document
+STEPS, STEPS_PER_BYTE = 1 << 22, 8  # elements that are copied or hashed again because of references to them
+SECONDS, SECONDS_PER_BYTE = 60.0, 20e-6  # of parsing; the other limits are reached first unless a parser has a bug
+RANKS, RANKS_PER_FILE = 4096, 64  # ranks that names or records may claim: for any number of files, and per file
 
 
 def check_ranks(where: str, count: int, files: int) -> None:
-    """Raise CorruptError if a name or record counts far more ranks (``count``) than there are ``files``."""
+    """Raise CorruptError if a name or record claims far more ranks (``count``) than there are ``files``."""
     if count > max(RANKS, RANKS_PER_FILE * files):
         raise CorruptError(
             f"{where}: {short_number(count)} ranks are claimed, {files:,} files are here: most of the checkpoint is "
@@ -29,16 +29,16 @@ def check_ranks(where: str, count: int, files: int) -> None:
 
 
 def short_number(n: int) -> str:
-    """A number for a message, also one of thousands of digits."""
+    """Format a number for a message; cap numbers that may have thousands of digits."""
     return f"{n:,}" if n < 10**18 else "more than 10**18"
 
 
 class ExcessError(CorruptError):
-    """A file describes more than its size can be worth; the message names the file."""
+    """A file describes more than a file of its size plausibly can; the message names the file."""
 
 
 class Budget:
-    """What is left of the cost that parsing one file may cause.
+    """The remaining cost that parsing one file may cause.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ class Budget:
             raise self._refused("unpacked bytes")
 
     def steps(self, count: int) -> None:
-        """Charge ``count`` elements that are copied, hashed or looked at because a reference leads to them. Raises
+        """Charge ``count`` elements that are copied, hashed or visited because of a reference to them. Raises
         CorruptError past the limit."""
         self._steps -= count
         if self._steps < 0:
@@ -86,16 +86,16 @@ class Budget:
 
     @property
     def spent(self) -> int:
-        """Containers and records that were charged."""
+        """Number of containers and records charged so far."""
         return OBJECTS + int(self.size * OBJECTS_PER_BYTE) - self._objects
 
     @property
     def inflated_left(self) -> int:
-        """Bytes that may still be unpacked."""
+        """Number of bytes that may still be decompressed."""
         return self._inflated
 
     def time(self) -> None:
-        """Raise CorruptError if parsing has taken longer than a file of this size can need."""
+        """Raise CorruptError if parsing takes longer than a file of this size can need."""
         if time.monotonic() > self._deadline:
             raise self._refused("seconds")
 

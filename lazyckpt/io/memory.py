@@ -1,4 +1,4 @@
-"""The garbage collector while very many objects are made that all stay: it looks for cyclic garbage less often."""
+"""Fewer garbage collections while a parser creates many long-lived objects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 from .system import after_fork
 
-_THRESHOLD = 50_000  # new objects between two looks; Python's own, 700 (2,000 since 3.13), nearly doubles some openings
+# New objects between two collections. Python's default, 700 (2,000 since 3.13), nearly doubles the time of some opens.
+_THRESHOLD = 50_000
 _lock = threading.Lock()
 _running = 0
 _before = gc.get_threshold()
@@ -17,10 +18,10 @@ _before = gc.get_threshold()
 
 @contextmanager
 def many_objects() -> Iterator[None]:
-    """Raise the threshold of the garbage collector, for all threads, until the last such context ends.
+    """Raise the threshold of the garbage collector, for all threads, until the last such context exits.
 
-    Garbage of other threads is collected meanwhile. What somebody else sets meanwhile is left as it is, and so is a
-    collector that is switched off or has a higher threshold.
+    Garbage of other threads is still collected. The context does not touch a collector that is disabled or has a
+    higher threshold, and does not overwrite a threshold that other code sets meanwhile.
     """
     global _running, _before
     with _lock:

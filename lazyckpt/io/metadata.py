@@ -1,7 +1,7 @@
-"""Metadata as users get it: with torch's own dtypes, sizes and devices.
+"""Conversion of parsed metadata to torch's dtypes, sizes and devices.
 
-Files are read without torch, so what is read of them has a `DType` for a torch.dtype, a `Size` for a torch.Size and a
-`Device` for a torch.device. `CheckpointView.meta` gives torch's objects; what only shows metadata needs none of them.
+Parsers work without torch and use `DType` for torch.dtype, `Size` for torch.Size and `Device` for torch.device.
+`CheckpointView.meta` returns torch's objects; code that only prints metadata does not need the conversion.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray
 
 
 def with_torch(value: Any) -> Any:
-    """The same object with torch's objects in it; the object itself if nothing in it is to be replaced."""
+    """Replace lazyckpt's stand-ins by torch's objects, recursively; return ``value`` itself if it contains none."""
     kind = type(value)
     if kind in _PLAIN:
         return value

@@ -1,8 +1,8 @@
-"""Plain objects as JSON and back, losing nothing: what `view.meta` holds, for formats that keep JSON.
+"""Lossless conversion of plain objects, the content of `view.meta`, to JSON and back.
 
-What JSON has is written as it is. Everything else is a dict of one key that begins with "$" and says what it was:
-{"$tuple": [...]}, {"$bytes": "base64"}, {"$opaque": {...}}, ...; a dict whose keys are not all text, or look like that,
-is {"$dict": [[key, value], ...]}.
+JSON types are written unchanged. Any other object is a dict with a single key that begins with "$" and names the type:
+{"$tuple": [...]}, {"$bytes": "base64"}, {"$opaque": {...}}, ...; a dict whose keys are not all strings, or that looks
+like such a tagged dict, is written as {"$dict": [[key, value], ...]}.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 else:
     from ..deferred import torch
 
-_LIMIT = 1 << 23  # objects, and 64 characters or bytes each
-_EXACT = 1 << 63  # integers beyond it are text: other readers of JSON take 64 bits
+_LIMIT = 1 << 23  # objects; 64 characters or bytes of a string count as one more
+_EXACT = 1 << 63  # larger integers are written as text: other JSON readers use 64 bits
 _FIELDS = {"args": tuple, "kwargs": object, "state": object, "items": list, "entries": dict}
 
 
 def encode(value: Any, where: str = "meta") -> Any:
-    """The object as what `json.dumps` takes. Raises DataError for what is no plain object, naming the place, and for
-    what is too deep or too much to write (a pickle may hold the same object in a thousand places)."""
+    """Convert an object to what `json.dumps` accepts. Raises DataError, naming the place, for an object of another
+    type, and for input that is too deep or too large (a pickle may contain one object in a thousand places)."""
     try:
         return _encode(value, where, [_LIMIT])
     except RecursionError:
@@ -50,7 +50,7 @@ def _encode(value: Any, where: str, left: list[int]) -> Any:
     kind = type(value)
     left[0] -= 1 + (len(value) >> 6 if kind in (str, bytes, bytearray) else 0)
     if left[0] < 0:
-        raise DataError(f"{where}: there is too much in it to be written as JSON")
+        raise DataError(f"{where}: it is too large to be written as JSON")
     if value is None or kind is bool:
         return value
     if kind is int:
@@ -97,7 +97,7 @@ def _encode(value: Any, where: str, left: list[int]) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What `encode` was given, from what it gave. Raises CorruptError for what it never gives."""
+    """Invert `encode`. Raises CorruptError for JSON that `encode` never writes."""
     try:
         return _decode(value)
     except RecursionError:
@@ -115,7 +115,7 @@ def _decode(value: Any) -> Any:
     read = _READ.get(tag)
     if read is None:
         raise CorruptError(
-            f"{tag!r:.60} in the attributes is nothing that lazyckpt writes: written by a later version?"
+            f"{tag!r:.60} in the attributes is not a tag that lazyckpt writes: written by a later version?"
         )
     try:
         return read(inner)
@@ -123,7 +123,7 @@ def _decode(value: Any) -> Any:
         raise
     except (
         TypeError, ValueError, LookupError, AttributeError, RuntimeError, ArithmeticError, MemoryError,
-        SyntaxError,  # numpy, of the text of a dtype
+        SyntaxError,  # numpy, for the text of a dtype
     ) as e:  # fmt: skip
         raise CorruptError(f"{tag!r} in the attributes: {inner!r:.80} cannot be read ({e!r:.80})") from None
 
@@ -131,7 +131,7 @@ def _decode(value: Any) -> Any:
 def _text(value: str) -> Any:
     try:
         value.encode()
-    except UnicodeEncodeError:  # a lone surrogate, which UTF-8 has not
+    except UnicodeEncodeError:  # a lone surrogate, which UTF-8 cannot represent
         return {"$surrogates": _base64(value.encode("utf-8", "surrogatepass"))}
     return value
 
@@ -171,10 +171,10 @@ def _numpy(array: np.ndarray[Any, Any], scalar: bool, where: str, left: list[int
     return {"$numpy.scalar" if scalar else "$numpy.array": about}
 
 
-def _np_dtype(told: Any) -> np.dtype[Any]:
-    if isinstance(told, list):
-        return np.dtype([tuple(tuple(x) if isinstance(x, list) else x for x in field) for field in told])
-    dtype: np.dtype[Any] = np.dtype(getattr(import_module("ml_dtypes"), told) if told in _ML else told)
+def _np_dtype(text: Any) -> np.dtype[Any]:
+    if isinstance(text, list):
+        return np.dtype([tuple(tuple(x) if isinstance(x, list) else x for x in field) for field in text])
+    dtype: np.dtype[Any] = np.dtype(getattr(import_module("ml_dtypes"), text) if text in _ML else text)
     return dtype
 
 
@@ -185,8 +185,8 @@ def _np_array(about: Any) -> np.ndarray[Any, Any]:
     return np.frombuffer(_bytes(about["data"]), dtype).reshape(about["shape"]).copy()
 
 
-def _np_objects(told: Any) -> np.ndarray[Any, Any]:
-    shape, items = told
+def _np_objects(about: Any) -> np.ndarray[Any, Any]:
+    shape, items = about
     array = np.empty(len(items), object)
     array[:] = [decode(v) for v in items]
     return array.reshape(shape)
@@ -202,7 +202,7 @@ def _tensor(about: Any) -> torch.Tensor:
 def _string(value: Any) -> str:
     text = decode(value)
     if not isinstance(text, str):
-        raise TypeError("a name that is no text")
+        raise TypeError("a name that is not a string")
     return text
 
 
@@ -211,7 +211,7 @@ def _torch_dtype(text: str) -> DType:
 
 
 def _is_torch(value: Any, name: str) -> bool:
-    """Whether it is an object of this class of torch; there is none before torch is imported."""
+    """Return whether ``value`` is an instance of this class of torch, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, getattr(torch, name))
 
@@ -227,7 +227,7 @@ def _opaque(about: Any) -> Opaque:
     return record
 
 
-_ML = frozenset(  # of ml_dtypes
+_ML = frozenset(  # names of dtypes of ml_dtypes
     (
         "bfloat16", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e3m4", "float8_e4m3", "float8_e4m3fn",
         "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "int1", "int2",

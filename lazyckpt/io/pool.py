@@ -1,4 +1,4 @@
-"""The threads that reads run on: started when a job is large enough to want them, shared by all views."""
+"""Thread pools for reads: shared by all views and started by the first job that is large enough."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from ..errors import ChangedFileError, MissingFileError
 from .system import after_fork
 
-# -- Reads that are checked together: of files whose store says only when it is asked what a file is now.
+# -- Batched checks of files whose store does not report a file's state with each read.
 
 _own = threading.local()
 
@@ -23,7 +23,7 @@ class _Verifying(Protocol):
 
 
 class Batch:
-    """The files that a job has read and not asked about yet."""
+    """The files that a job has read and whose state is not verified yet."""
 
     def __init__(self) -> None:
         self._files: dict[tuple[int, str], _Verifying] = {}
@@ -32,14 +32,14 @@ class Batch:
         self._files[id(store), path] = store
 
     def verify(self) -> None:
-        """Ask. Raises ChangedFileError, MissingFileError."""
+        """Verify all added files. Raises ChangedFileError, MissingFileError."""
         for (_, path), store in self._files.items():
             store.verify(path)
         self._files = {}
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """What this thread reads belongs to the batch."""
+        """Add the files that this thread reads within the context to the batch."""
         before = getattr(_own, "batch", None)
         _own.batch = self
         try:
@@ -50,10 +50,10 @@ class Batch:
 
 @contextmanager
 def checked(apart: bool = False) -> Iterator[Batch]:
-    """Check what was read within when it ends, once for each file; where the thread is in such a context already, when
-    that one ends. ``apart``: in any case when this one ends, for what is kept and used again.
+    """Verify every file that was read within the context once, when the outermost such context exits.
 
-    Raises ChangedFileError also in place of another error: what did not fit was another file's.
+    With ``apart``, verify when this context exits even if it is nested, before its result goes into a cache. Raises
+    ChangedFileError in place of any other error: bytes of a replaced file may have caused that error.
     """
     outer: Batch | None = getattr(_own, "batch", None)
     if outer is not None and not apart:
@@ -73,7 +73,7 @@ def checked(apart: bool = False) -> Iterator[Batch]:
 
 
 def verify_later(store: _Verifying, path: str) -> None:
-    """Check the file when the batch of this thread ends; now if there is none."""
+    """Verify the file when the current batch of this thread ends, or now if there is no batch."""
     batch: Batch | None = getattr(_own, "batch", None)
     if batch is None:
         store.verify(path)
@@ -81,33 +81,33 @@ def verify_later(store: _Verifying, path: str) -> None:
         batch.add(store, path)
 
 
-# -- The threads that reads run on: started when a job is large enough to want them, shared by all views.
+# -- Thread pools.
 
-Task = tuple[int, Callable[[], None]]  # (bytes it moves, what to do)
+Task = tuple[int, Callable[[], None]]  # (bytes that the task moves, the function to call)
 T = TypeVar("T")
 
-_INLINE = 4 << 20  # bytes; below this a job is done before threads have woken up
+_INLINE = 4 << 20  # bytes; a smaller job finishes before threads have woken up
 _BATCH = 8 << 20
-_THREADS = max(4, min(8, os.cpu_count() or 1))  # also on two cores: they wait for disks; each may need some 20 MiB
-_LOOKERS = 8  # these need next to nothing
+_THREADS = max(4, min(8, os.cpu_count() or 1))  # at least 4: they wait for disks; each may need some 20 MiB
+_LOOKERS = 8  # these threads need almost no memory
 _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
 _lookers: ThreadPoolExecutor | None = None
-_looking = threading.local()  # ``here``: whether this thread is one of `each`
+_looking = threading.local()  # ``here``: whether this thread belongs to the pool of `each`
 
 
 def run(tasks: Iterable[Task]) -> None:
-    """Do all tasks, on several threads if they move enough bytes. Planning goes on while the first ones read.
+    """Run all tasks, on several threads if they move enough bytes. The first tasks run while ``tasks`` yields more.
 
-    The first error, also one of the iterable itself, is raised when everything that was started has stopped. What was
-    read is checked together (`io.batch`).
+    Raises the first error, including one of the iterable itself, after every started task has stopped. The files read
+    are verified together at the end (see `checked`).
     """
     with checked() as batch:
         _run(tasks, batch)
 
 
 def run_here(tasks: Iterable[Task]) -> None:
-    """The same on this thread alone."""
+    """Run all tasks on the calling thread."""
     with checked():
         for _, do in tasks:
             do()
@@ -128,18 +128,18 @@ def _run(tasks: Iterable[Task], reads: Batch) -> None:
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
         for future in done:
             future.result()
-    finally:  # nothing to do unless something failed: let go of what has not started, wait for what has
+    finally:  # after a failure: cancel the futures that have not started and wait for the others
         for future in futures:
             future.cancel()
         stopped(futures)
 
 
 def each(do: Callable[[T], object], items: Sequence[T]) -> None:
-    """``do`` each of the items, several at a time: small requests, which wait for a store and not for each other. They
-    have threads of their own, because those of `run` wait for them. On one of these threads, one item after the other:
-    what waits there for another of them may wait for ever.
+    """Call ``do`` for every item, several at a time, for small independent requests to a store.
 
-    The first error is raised when everything that was started has stopped.
+    The calls use a separate pool, because threads of `run` wait for them. A nested call runs its items one after
+    another on the calling thread: waiting for another thread of the same pool could deadlock. Raises the first error
+    after every started call has stopped.
     """
     if len(items) < 2 or getattr(_looking, "here", False):
         for item in items:
@@ -166,13 +166,13 @@ def each(do: Callable[[T], object], items: Sequence[T]) -> None:
 
 
 def stopped(futures: Sequence[Future[Any]]) -> None:
-    """Wait for all, whatever happens meanwhile: they still write to memory and files of whoever called, who is going to
-    close these. (A second Ctrl-C is no reason to write to a descriptor that may be another file's by then.)"""
+    """Wait for all futures, ignoring Ctrl-C: they still write to memory and files that the caller is about to release,
+    and a closed descriptor may already be that of another file."""
     while True:
         try:
             wait(futures)
             return
-        except KeyboardInterrupt:  # the first one is on its way up
+        except KeyboardInterrupt:  # an earlier exception is already propagating
             continue
 
 
@@ -187,7 +187,7 @@ def _each(batch: list[Task]) -> None:
 
 
 def threads() -> ThreadPoolExecutor:
-    """The threads that move tensors' bytes. What runs on them must not wait for others of them."""
+    """Return the pool that moves the bytes of tensors. A task on it must not wait for another task on it."""
     global _pool
     with _lock:
         if _pool is None:
@@ -204,7 +204,7 @@ def _look_threads() -> ThreadPoolExecutor:
 
 
 def _forget() -> None:
-    """A forked child has the pools' objects but none of their threads."""
+    """Reset the pools in a forked child, which has the pool objects but none of their threads."""
     global _pool, _lookers, _lock
     _pool, _lookers, _lock = None, None, threading.Lock()
 

@@ -1,4 +1,4 @@
-"""Memory as tensors, and tensors as memory: fresh ones, those over mapped files, their bytes, numpy's view of them."""
+"""Conversion between memory and tensors: allocation, tensors over mapped files, bytes of tensors, numpy arrays."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ else:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """`torch.empty` on the CPU, in huge pages where it is large. Raises DataError if there is not so much memory.
+    """Allocate a CPU tensor, in huge pages if it is large. Raises DataError if there is not enough memory.
 
-    First touch of fresh memory is most of the cost of a large read (measured: 64 MiB in 4 KiB pages 8.6 ms, in huge
-    pages 2.4 ms, the copy itself 2 ms), so the kernel is asked for huge pages. It is free to say no.
+    The first touch of new memory is most of the cost of a large read (measured: 64 MiB in 4 KiB pages 8.6 ms, in huge
+    pages 2.4 ms, the copy itself 2 ms), so large tensors request huge pages. The kernel may refuse.
     """
     try:
         tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
-    except RuntimeError as e:  # torch's way to say that there is not so much memory
+    except RuntimeError as e:  # torch raises this if there is not enough memory
         nbytes = prod(shape) * dtype.itemsize
         raise DataError(
-            f"{nbytes:,} bytes for a tensor of shape {tuple(shape)} cannot be had: read it in slices"
+            f"{nbytes:,} bytes for a tensor of shape {tuple(shape)} cannot be allocated: read it in slices"
         ) from e
     if tensor.nbytes >= HUGE:
         advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
@@ -36,15 +36,15 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, writable."""
+    """Return the memory of a contiguous CPU tensor as a writable memoryview."""
     if not tensor.numel():
         return memoryview(b"")
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
 def array_over(mapped: Mapped, offset: int, dtype: torch.dtype, shape: Shape) -> torch.Tensor:
-    """The bytes of a mapped file from ``offset`` on (a multiple of the item size) as a C-order tensor that is not
-    empty. The mapping keeps it."""
+    """Return a non-empty C-order tensor over a mapped file from ``offset`` on (bytes, a multiple of the item size).
+    The mapping caches the tensor."""
     key = (offset, dtype, shape)
     array: torch.Tensor | None = mapped.arrays.get(key)
     if array is None:

@@ -1,6 +1,6 @@
-"""The engine of long work.
+"""The engine of long-running jobs.
 
-`executor` runs tasks on threads, processes or a cluster, in bounded memory; `progress` shows how far they are. An
-export is a `plan`, which `write` carries out: into a staging folder (`publish`, which `guard` protects) or an object
-store (`places`), with a `ledger` of what is finished, until the `destination` makes it appear.
+`executor` runs tasks on threads, processes or a cluster, in bounded memory; `progress` displays their progress. An
+export is a `plan`. `write` executes the plan in a staging directory (`publish`, protected by `guard`) or in an object
+store (`places`) and records finished work in a `ledger`; the `destination` publishes the result.
 """

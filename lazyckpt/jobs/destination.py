@@ -1,7 +1,7 @@
-"""Where exports go: files in a folder, a whole folder, a zip file, or a prefix of an object store.
+"""Destinations of exports: files in a folder, a whole folder, a zip file, or a prefix of an object store.
 
-A destination checks that what is written may appear there, and makes what is complete appear. Until then whatever is
-there stays as it is. (That outlives the process, not the machine: the system is not asked to flush its cache to the
+A destination checks whether an export may be written there, and publishes the complete export. Until then it does not
+change existing files. (The guarantee covers a crash of the process, not of the machine: caches are not flushed to
 disk.)
 """
 
@@ -29,33 +29,50 @@ from .publish import check_replaceable, reveal
 
 
 class Destination(ABC):
-    """A place of the local file system. ``place``: its path, which staging folders are named after."""
+    """A destination in the local file system. The name of the staging directory derives from its path, ``place``."""
 
     place: Path
-    one_by_one = False  # whether files appear one after the other, so that a call may be killed between them
+    one_by_one = False  # whether files are published one by one, so that a process may be killed in between
 
     @abstractmethod
     def check(self, there: Set[str] = frozenset()) -> None:
-        """Raise DestinationError if what is written must not appear there. ``there``: the keys of files that an earlier
-        call has put there already."""
+        """Raise DestinationError if the export must not be written. ``there`` are the keys of files that an earlier
+        call published."""
 
     @abstractmethod
     def publish(self, content: Folder) -> None:
-        """Make the files of a folder, which are complete, appear."""
+        """Move the complete files of a folder to the destination."""
 
     @abstractmethod
     def path(self, key: str) -> Path:
-        """Where a file is going to be."""
+        """Return the final path of a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Files(Destination):
-    """Files, among others in a folder, or one file.
+    """Files in a folder that may contain other files, or a single file.
 
-    ``place``: the folder, or the file if it is one. ``keys``: their names, in the order in which they appear.
-    ``tensors``: those that are read. ``of_family``: whether a file of some name in the folder would be mistaken for one
-    of these; None where nothing else can be. ``index``: whether the last file says what is in the others. ``ending``:
-    that of a file, for an error. ``apart``: checks that the place is not in the checkpoint that is read.
+    Attributes
+    ----------
+    place
+        The folder, or the file if ``one`` is true.
+    keys
+        Names of the files, in the order in which they are published.
+    tensors
+        The tensors that are read.
+    overwrite
+        Whether existing files are replaced.
+    one
+        Whether the destination is a single file.
+    of_family
+        Returns whether a file of this name in the folder would be mistaken for part of the export; None if that is
+        impossible.
+    index
+        Whether the last file is an index of the others.
+    ending
+        The file extension, for an error message.
+    apart
+        Checks that the place is outside the checkpoint that is read.
     """
 
     place: Path
@@ -103,15 +120,17 @@ class Files(Destination):
         with alone(self.path(self.keys[0]).parent):
             there = [key for key in self.keys if content.size(key) is not None]
             if self.index and self.keys[-1] in there:
-                self.path(self.keys[-1]).unlink(missing_ok=True)  # an old index must not speak of new files
+                self.path(self.keys[-1]).unlink(missing_ok=True)  # an old index must not refer to new files
             for key in there:
                 content.move(key, self.path(key))
 
 
 @dataclass(frozen=True, slots=True)
 class Whole(Destination):
-    """A folder that appears as a whole, in the place of an older one of its kind. ``other``: why a folder with files of
-    these names is not one; None if it is. ``hint``: what may be named besides a folder."""
+    """A folder that is published as a whole and may replace an older one of the same kind.
+
+    ``other`` returns why a folder with files of these names is of another kind, or None if it is of this kind. ``hint``
+    completes the error message for a file with other possible destinations."""
 
     place: Path
     tensors: Sequence[LazyArray]
@@ -140,7 +159,7 @@ class Whole(Destination):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of folder, for `Whole`: what it is called, and the files or folders in it that make it one."""
+    """A kind of folder, for `Whole`: its name, and the files or folders that identify it (``marks``)."""
 
     name: str
     marks: tuple[str, ...]
@@ -151,7 +170,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Zip(Destination):
-    """A zip file of all files, not compressed, as zarr's ZipStore reads it."""
+    """An uncompressed zip file of all files, which zarr's ZipStore can read."""
 
     place: Path
     tensors: Sequence[LazyArray]
@@ -174,7 +193,7 @@ class Zip(Destination):
             for key in sorted(complete):
                 info = zipfile.ZipInfo(key, (1980, 1, 1, 0, 0, 0))
                 info.external_attr = 0o644 << 16
-                info.file_size = complete[key]  # decides whether it needs zip64
+                info.file_size = complete[key]  # zipfile decides by it whether the entry needs zip64
                 with open(content.open(key, os.O_RDONLY), "rb") as source, archive.open(info, "w") as target:
                     shutil.copyfileobj(source, target, PIECE)
         content.move(packed, self.place)
@@ -182,7 +201,7 @@ class Zip(Destination):
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """A prefix of an object store, which holds nothing that a reader opens before the last file is there."""
+    """A prefix of an object store. Readers cannot open it before its last file is written."""
 
     bucket: Bucket
     overwrite: bool
@@ -190,13 +209,13 @@ class Remote:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A transaction of the caller's, who commits it. ``write`` puts everything into it."""
+    """A transaction that the caller commits. ``write`` writes everything into it."""
 
     write: Callable[[], None]
 
 
 def source_files(tensors: Iterable[LazyArray]) -> set[Path]:
-    """The files that the tensors' checkpoints stand on."""
+    """Return the files of the checkpoints that the tensors belong to."""
     return {path for store in {id(t.store): t.store for t in tensors}.values() for path in _files(store)}
 
 
@@ -205,7 +224,7 @@ def _files(store: Store) -> set[Path]:
 
 
 def check_apart(dest: Path, tensors: Iterable[LazyArray]) -> None:
-    """Raise DestinationError if what is written there would be in the checkpoint that is read, or in its place."""
+    """Raise DestinationError if ``dest`` is inside of the checkpoint that is read, or contains it."""
     real = Path(os.path.realpath(dest))
     stores = {id(t.store): t.store for t in tensors}.values()
     for store in stores:
@@ -214,15 +233,15 @@ def check_apart(dest: Path, tensors: Iterable[LazyArray]) -> None:
         root = Path(os.path.realpath(store.root))
         if any(real in (source, *source.parents) for source in _files(store)):
             raise DestinationError(f"{dest} holds the checkpoint that is read: choose another place")
-        # a file was opened in a folder that may hold anything; a folder that was opened is the checkpoint
+        # an opened folder is the checkpoint; the folder of an opened file may contain anything
         folder = len(store.pins) > 1 or any(name in store.pins for name in ROOTS)
         if folder and root in real.parents:
             raise DestinationError(f"{dest} is inside of the checkpoint that is read, {root}: choose another place")
 
 
 def check_inside(dest: Path, tensors: Iterable[LazyArray]) -> None:
-    """Raise DestinationError if a folder of files that are read has ``dest`` in it, itself or further below; unless
-    only one file of it is read: that may lie in a folder with anything."""
+    """Raise DestinationError if ``dest`` is below a folder with files that are read. A checkpoint of a single file does
+    not count, because its folder may contain anything."""
     real = Path(os.path.realpath(dest))
     for store in {id(t.store): t.store for t in tensors}.values():
         if len(store.pins) < 2 or is_url(store.root):
@@ -236,8 +255,8 @@ def check_inside(dest: Path, tensors: Iterable[LazyArray]) -> None:
 
 
 def check_unchanged(tensors: Iterable[LazyArray]) -> None:
-    """Raise ChangedFileError or MissingFileError if a file that the tensors are read from is not what it was when it
-    was opened. (Reading finds that too, but not if it happens after the last read.)"""
+    """Raise ChangedFileError or MissingFileError if a source file of the tensors changed since it was opened. (Reads
+    detect that, too, but not after the last read.)"""
     files: dict[tuple[int, str], Store] = {}
     for tensor in tensors:
         for path in {fragment.extent.path for fragment in tensor._held.fragments}:
@@ -247,7 +266,7 @@ def check_unchanged(tensors: Iterable[LazyArray]) -> None:
         (_, path), store = item
         if path in store.pins and store.stat(path) != store.pins[path]:
             raise ChangedFileError(
-                f"{store.root}/{path} was written to while it was read: what was made of it is not kept. Open the "
+                f"{store.root}/{path} was written to while it was read: the export is discarded. Open the "
                 "checkpoint again when nobody writes to it"
             )
 
@@ -255,7 +274,7 @@ def check_unchanged(tensors: Iterable[LazyArray]) -> None:
 
 
 def check_paths(paths: Iterable[Path], sources: set[Path], overwrite: bool) -> None:
-    """Raise DestinationError for a path that is a source's or a folder, or that is taken (unless ``overwrite``)."""
+    """Raise DestinationError for a path that is a source file or a folder, or that exists (unless ``overwrite``)."""
     for path in paths:
         if Path(os.path.realpath(path)) in sources:
             raise DestinationError(f"{path} is a file of the checkpoint that is read: choose another place")
@@ -271,10 +290,10 @@ def _taken(path: Path) -> DestinationError:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """While files are renamed in a folder, no other export does: shards of two would be mixed."""
+    """Hold a lock while files are renamed in a folder, so that two exports do not mix their shards."""
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        with suppress(OSError):  # a file system without locks: then two exports at once are the user's to avoid
+        with suppress(OSError):  # a file system without locks: users must not run two exports at once
             fcntl.flock(fd, fcntl.LOCK_EX)
         yield
     finally:
@@ -282,7 +301,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def check_room(folder: Path, total: int) -> None:
-    """Raise DestinationError if there is no room for so many bytes."""
+    """Raise DestinationError if the file system of ``folder`` has less than ``total`` bytes free."""
     free = shutil.disk_usage(folder).free
     if total > free:
         raise DestinationError(f"{folder}: {total:,} bytes are to be written, {free:,} are free there")

@@ -1,8 +1,8 @@
-"""The engine of everything that is written: many small tasks, on threads, processes or a cluster, in bounded memory.
+"""Execution of many small tasks on threads, processes or a cluster, in bounded memory.
 
-A task reads its part of the source and writes it to its place by itself; what it returns is small (a checksum). Tasks
-do not depend on each other, and each may be done twice (a cluster does those of a lost worker again). For other
-processes they are pickled: a lazy tensor is its description then, never its elements.
+A task reads its part of the source, writes it to the destination, and returns a small result (a checksum). Tasks are
+independent of each other, and a task may run twice (a cluster repeats the tasks of a lost worker). Tasks for other
+processes are pickled; the pickle of a lazy tensor contains its description, never its elements.
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ from ..core.units import size_in_bytes
 from ..errors import DataError, LazyckptError, WorkerError
 from ..io.pool import stopped, threads
 
-MEMORY = 1 << 30  # bytes that running tasks hold together, if nothing else is said
-OVERHEAD = 12 << 20  # bytes that a task takes to read, besides what it reads into
-_MOST = 256  # futures at a time
-_TOGETHER = 64  # tasks in one future, at most, ...
-_NEAR = 8 << 20  # ... or so many bytes, for threads
-_FAR = 64 << 20  # the same for other processes: a future costs them more
+MEMORY = 1 << 30  # default limit in bytes on the memory of all running tasks
+OVERHEAD = 12 << 20  # bytes that a reading task needs besides its target buffer
+_MOST = 256  # maximum number of pending futures
+_TOGETHER = 64  # maximum number of tasks in one future
+_NEAR = 8 << 20  # maximum bytes of the tasks in one future, for threads
+_FAR = 64 << 20  # the same for other processes, where a future has a higher cost
 
 
 class Task(NamedTuple):
-    """``nbytes``: bytes of tensors that it moves, for the bar. ``memory``: bytes it holds while it runs. ``do``: what
-    to do; for other processes it has to pickle (a `functools.partial` of a function of a module)."""
+    """A unit of work.
+
+    ``nbytes`` is the number of tensor bytes that it moves, for the progress bar; ``memory`` is the number of bytes that
+    it holds while it runs. ``do`` is the function to call; for other processes it must be picklable (a
+    `functools.partial` of a module-level function)."""
 
     nbytes: int
     memory: int
@@ -54,15 +57,15 @@ Run: TypeAlias = Callable[[Iterable[Task], Done], None]
 
 
 def run(tasks: Iterable[Task], done: Done, executor: Executor | None = None, memory: int | None = None) -> None:
-    """Do all tasks; ``done`` is called here, with each that is done and what it returned.
+    """Run all tasks, and call ``done`` on this thread with each finished task and its result.
 
-    ``executor``: where they run, any of concurrent.futures; None for this process's own threads. ``memory``: bytes that
-    the tasks in flight may hold together (1 GiB); one that holds more by itself runs alone. The tasks are asked for as
-    their turn comes.
+    ``executor`` is any executor of concurrent.futures; None uses this process's threads. ``memory`` limits the bytes
+    that tasks in flight hold together (default 1 GiB); a task that holds more runs alone. The iterable is consumed
+    lazily.
 
-    The first error is raised when what has not started is cancelled and what has is over, of which ``done`` still hears
-    if it went well. Raises WorkerError if the
-    executor lost its workers, DataError if a task cannot be sent to them.
+    The first error is raised after tasks that have not started are cancelled and running tasks have finished; ``done``
+    is still called for those that succeed. Raises WorkerError if the executor lost its workers, DataError if a task
+    cannot be sent to them.
     """
     near = shares_memory(executor)
     workers = threads() if executor is None else executor
@@ -91,7 +94,7 @@ def run(tasks: Iterable[Task], done: Done, executor: Executor | None = None, mem
         for future in pending:
             future.cancel()
         stopped(list(pending))
-        for future, batch in pending.items():  # what is done is done
+        for future, batch in pending.items():  # report the tasks that succeeded
             if not future.cancelled() and future.exception() is None:
                 for task, result in zip(batch, future.result(), strict=True):
                     done(task, result)
@@ -99,17 +102,18 @@ def run(tasks: Iterable[Task], done: Done, executor: Executor | None = None, mem
 
 
 def runner(executor: Executor | None, memory: int | str | None) -> Run:
-    """`run` there, with so many bytes, or text such as "2GB". Raises DataError for a size that is none."""
+    """Bind `run` to an executor and a memory limit: bytes, or text such as "2GB". Raises DataError for an invalid
+    size."""
     return partial(run, executor=executor, memory=None if memory is None else size_in_bytes(memory))
 
 
 def shares_memory(executor: Executor | None) -> bool:
-    """Whether tasks run in this process."""
+    """Return whether tasks run in this process."""
     return executor is None or isinstance(executor, ThreadPoolExecutor)
 
 
 def batches(items: Iterable[Sized], nbytes: int, count: int) -> Iterator[list[Sized]]:
-    """Items in their order, together until they move so many bytes or are so many."""
+    """Group consecutive items into batches, each closed when it reaches ``nbytes`` bytes or ``count`` items."""
     batch: list[Sized] = []
     size = 0
     for item in items:
@@ -131,11 +135,11 @@ def _submit(workers: Executor, batch: list[Task], near: bool) -> Future[list[Any
     try:
         if near:
             return workers.submit(_each, work)
-        # The text of its own: Dask takes two calls with equal arguments for one.
+        # The unique text is needed because Dask treats two calls with equal arguments as one.
         return workers.submit(_unpickled, _pickled(work), uuid4().hex)
     except LazyckptError:
         raise
-    except (BrokenExecutor, RuntimeError) as e:  # RuntimeError: it has been shut down
+    except (BrokenExecutor, RuntimeError) as e:  # RuntimeError: the executor was shut down
         raise _lost(e) from e
 
 
@@ -160,7 +164,7 @@ def _result(future: Future[list[Any]]) -> list[Any]:
     except (BrokenExecutor, CancelledError) as e:
         raise _lost(e) from e
     except Exception as e:
-        if type(e).__name__ == "KilledWorker":  # distributed's, which tried it several times
+        if type(e).__name__ == "KilledWorker":  # raised by distributed after several attempts
             raise _lost(e) from e
         raise
 
@@ -168,5 +172,5 @@ def _result(future: Future[list[Any]]) -> list[Any]:
 def _lost(e: BaseException) -> WorkerError:
     return WorkerError(
         f"the executor lost workers, or does not take work any more ({type(e).__name__}: {e}): were they killed, for "
-        "instance for want of memory? Call again with another executor, or with a smaller memory="
+        "example for lack of memory? Call again with another executor, or with a smaller memory="
     )

@@ -1,11 +1,11 @@
-"""Folders that nobody else can write to: how they are made, recognised, opened and walked.
+"""Folders that no other user can write to: creation, verification and access through descriptors.
 
-A staging folder has a name that anybody can guess, in a folder where others may write. So it is made for its owner
-alone (mode 0700). One that is there already is used only if it is a folder, not a link, belongs to whoever owns what
-this process makes there, and lets nobody else write. What is below it is reached by descriptors, without following
-links, so that a name that is exchanged meanwhile leads nowhere else.
+A staging directory has a predictable name, in a folder where others may be able to write. It is therefore created with
+mode 0700. An existing one is used only if it is a folder and not a link, belongs to the owner of files that this
+process creates there, and is not writable by anybody else. Files below it are accessed through descriptors, without
+following links, so that replacing a name with a link has no effect.
 
-This needs `dir_fd` and `O_NOFOLLOW` of POSIX, as the locks of this package do.
+This needs POSIX's `dir_fd` and `O_NOFOLLOW`; the locks of this package need POSIX, too.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from ..io.storage.fsspec import is_url
 
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_NOT_OURS = (errno.ELOOP, errno.ENOTDIR)  # opening a link or a file as a folder
+_NOT_OURS = (errno.ELOOP, errno.ENOTDIR)  # errors from opening a link or a file as a folder
 
 
 class Owner(NamedTuple):
-    """Who owns a folder, and the bits of its mode that let others write to it."""
+    """The required owner of a folder, and the mode bits for other writers that are tolerated."""
 
     uid: int
     others: int
 
     def accepts(self, info: os.stat_result) -> bool:
-        """Whether a folder has this owner, and lets no more people write."""
+        """Return whether a folder has this owner and is not writable by more users."""
         return info.st_uid == self.uid and not info.st_mode & _OTHERS & ~self.others
 
 
 def own_folder(path: Path) -> tuple[int, Owner]:
-    """Open a folder that only its owner can write to; it is made if it is not there, its parent has to be there.
+    """Open a folder that only its owner can write to, and create it if it is missing. Its parent must exist.
 
-    Returns the descriptor, and the owner for `enter`. Raises DestinationError if what is there is a link or a file,
-    somebody else's, or writable by others; OSError if it cannot be made.
+    Returns the descriptor, and the owner for `entered`. Raises DestinationError if the path is a link or a file,
+    belongs to another user, or is writable by others; OSError if the folder cannot be created.
     """
     above = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -60,8 +60,8 @@ def own_folder(path: Path) -> tuple[int, Owner]:
 
 @contextmanager
 def entered(root: str, owner: Owner | None, below: Sequence[str] = (), make: bool = False) -> Iterator[int]:
-    """The descriptor of a folder below ``root``, which has to be ``owner``'s; ``make``: folders below the root that
-    are missing are made. Raises DestinationError, OSError."""
+    """Open a folder below ``root``, which must belong to ``owner``, and yield its descriptor. ``make`` creates missing
+    folders below the root. Raises DestinationError, OSError."""
     at = opened(root, owner)
     try:
         for name in below:
@@ -74,7 +74,7 @@ def entered(root: str, owner: Owner | None, below: Sequence[str] = (), make: boo
 
 
 def opened(root: str, owner: Owner | None) -> int:
-    """The descriptor of a folder, which has to be ``owner``'s. Raises DestinationError, OSError."""
+    """Open a folder that must belong to ``owner`` and return its descriptor. Raises DestinationError, OSError."""
     if owner is None:
         return os.open(root, _FOLDER & ~os.O_NOFOLLOW)
     fd = _open(Path(root))
@@ -85,13 +85,13 @@ def opened(root: str, owner: Owner | None) -> int:
 
 
 def is_own(path: Path) -> bool:
-    """Whether a folder is there that belongs to whoever owns what this process makes beside it."""
+    """Return whether the path is a folder with the owner that new folders of this process beside it have."""
     info = os.stat(path, follow_symlinks=False)
     return stat.S_ISDIR(info.st_mode) and (info.st_uid == os.geteuid() or info.st_uid == _usual(path.parent).st_uid)
 
 
 def ignores_case(folder: str, name: str) -> bool:
-    """Whether a file of that name, which is there, is found under its name in upper case, too."""
+    """Return whether an existing file is also found under its upper-case name."""
     return os.path.exists(os.path.join(folder, name.upper()))
 
 
@@ -101,8 +101,8 @@ def usual_mode(path: Path) -> int:
 
 
 def _usual(parent: Path | int, mode: int = 0o700) -> os.stat_result:
-    """What a folder that is made here with a mode becomes: some file systems keep no owners or modes, or give what
-    root makes to nobody."""
+    """Return the status of a new folder created here with a mode: some file systems do not store owners or modes, or
+    assign root's files to the user nobody."""
     above = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) if isinstance(parent, Path) else parent
     name = f".{uuid4().hex}"
     try:
@@ -151,24 +151,24 @@ def _inner(name: str, above: int, make: bool) -> int:
 
 def _refused(path: Path, why: str) -> DestinationError:
     return DestinationError(
-        f"{path}: unfinished files are kept there, and {why}: what is in it cannot be trusted. Nothing was written. "
+        f"{path}: unfinished files are kept there, and {why}: its content cannot be trusted. Nothing was written. "
         "Remove it, or choose another destination"
     )
 
 
-# -- Paths of users.
+# -- Paths that users pass.
 
 
 def local_path(dest: str | os.PathLike[str]) -> Path:
-    """A path of the user's, without ``..``, which means something else behind a link than it says. Raises
-    DestinationError for a URL, for what no path can be, and for what the system does not look up."""
+    """Convert a user's path to a Path without ``..``, which does not mean the parent after a link. Raises
+    DestinationError for a URL, for text that cannot be a path, and for a path that cannot be looked up."""
     text = os.fspath(dest)
     if not text:
         raise DestinationError("the destination is an empty text: name a file or a folder ('.' is the current one)")
     if is_url(text):
         raise DestinationError(f"{text}: writing to a URL is not supported: write to a local path and upload that")
     if "\0" in text:
-        raise DestinationError(f"{text!r} is no path: it has a null character in it")
+        raise DestinationError(f"{text!r} is not a path: it contains a null character")
     path = Path(os.path.expanduser(text))
     if path.name == "..":
         path = Path(os.path.realpath(path))
@@ -177,14 +177,14 @@ def local_path(dest: str | os.PathLike[str]) -> Path:
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
-        pass  # it is to be made
-    except OSError as e:  # a name too long, links in a circle, a folder without the right to look into it
+        pass  # the export creates it
+    except OSError as e:  # the name is too long, links form a loop, or a folder is not searchable
         raise DestinationError(f"{text}: {e.strerror or e}. Nothing was written") from e
     return path
 
 
 def make_folder(folder: Path) -> list[Path]:
-    """Make a folder and its parents; which of them were not there."""
+    """Create a folder and its parents; return the ones that were missing."""
     missing = []
     at = folder
     while not at.exists():
@@ -197,14 +197,13 @@ def make_folder(folder: Path) -> list[Path]:
 
 
 def followed(dest: Path) -> Path:
-    """The destination, or what it leads to if it is a link: a folder cannot be renamed onto a link. Raises
-    DestinationError for a link that belongs to somebody else, who may have made it lead anywhere."""
+    """Return the destination, or its target if it is a link, because a folder cannot be renamed onto a link. Raises
+    DestinationError for a link of another user, which may lead anywhere."""
     if not dest.is_symlink():
         return dest
     owner = os.lstat(dest).st_uid
     if owner not in (os.geteuid(), 0) and owner != _usual(dest.parent).st_uid:
         raise DestinationError(
-            f"{dest} is a link that belongs to another user: name the place that it leads to, {os.readlink(dest)}, if "
-            "that is the one you mean"
+            f"{dest} is a link that belongs to another user: if you mean its target, name {os.readlink(dest)}"
         )
     return Path(os.path.realpath(dest))

@@ -1,13 +1,13 @@
-"""What an export has finished: a text with a line for each run of bytes in a file, and for each file that one task has
-written as a whole. It only ever grows.
+"""The ledger of an export's finished work: an append-only text file.
 
-The process that gives out the tasks adds a line when a run is written. Lines are held back for a moment: a process that
-is killed loses so much work. The line of a whole file is added by the worker that writes it (`places.Folder.put`),
-before the file gets its name. A line that was cut off does not count, and neither does what follows it.
+It has a line for each written run of bytes in a file, and a line for each file that one task writes as a whole. The
+coordinating process appends the line of a run after the run is written. It buffers lines for a moment, so a killed
+process loses that much work. The worker that writes a whole file appends its line (`places.Folder.put`) before it
+renames the file to its final name. A truncated line and all lines after it are ignored.
 
-The next call reads the runs again and keeps those whose bytes still have the checksum recorded here: a disk may have
-damaged them, or a cache lost them with the machine. That all files were complete is believed only until the machine is
-started again.
+The next call verifies the runs and keeps those whose bytes still match the recorded checksum: the disk may have damaged
+them, or a crash of the machine may have lost cached writes. The record that all files were complete is valid only until
+the next boot.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import IO, Any, NamedTuple
 
 from .places import LEDGER, Folder, Target
 
-_WHOLE = -1  # the number of files that have no runs
-_HELD = 0.5  # seconds that lines wait for each other
-_BOOT = Path("/proc/sys/kernel/random/boot_id")  # of Linux: another one after each start
+_WHOLE = -1  # the number of files that were written as a whole
+_HELD = 0.5  # seconds for which lines are buffered
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # on Linux: a new id after each boot
 
 
 class Done(NamedTuple):
-    """A run that was written: its bytes and their CRC-32."""
+    """A written run: its number of bytes and their CRC-32."""
 
     nbytes: int
     checksum: int
@@ -37,7 +37,7 @@ class Done(NamedTuple):
 
 @dataclass(slots=True)
 class _File:
-    """``size``: bytes of the whole file. ``runs``: byte where one begins -> the run."""
+    """A file in the ledger: its ``size`` in bytes, and its ``runs`` by byte offset."""
 
     number: int
     size: int
@@ -45,9 +45,11 @@ class _File:
 
 
 @dataclass(slots=True)
-class Told:
-    """What stands in a ledger. ``files``: by key. ``moving``: whether the files were complete, for sure, and on their
-    way to where they belong; whether they had been verified; None if not. ``length``: bytes of the lines that count."""
+class LedgerState:
+    """The content of a ledger.
+
+    ``files`` are by key; ``count`` is the next file number. ``moving`` is not None if all files were complete and being
+    published; it is True if they had been verified. ``length`` is the number of bytes of the valid lines."""
 
     files: dict[str, _File] = field(default_factory=dict)
     count: int = 0
@@ -56,22 +58,22 @@ class Told:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all runs."""
+        """Number of bytes of all runs."""
         return sum(run.nbytes for file in self.files.values() for run in file.runs.values())
 
 
-def told(path: Path) -> Told:
-    """Read a ledger; nothing if there is none."""
+def read_ledger(path: Path) -> LedgerState:
+    """Read a ledger; return an empty state if there is none."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        return Told()
+        return LedgerState()
     with os.fdopen(fd, "rb") as file:
         return _read(file)
 
 
-def _read(file: IO[bytes]) -> Told:
-    found, by_number, boot, now = Told(), dict[int, _File](), "", _boot()
+def _read(file: IO[bytes]) -> LedgerState:
+    found, by_number, boot, now = LedgerState(), dict[int, _File](), "", _boot()
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         for line in file:
             match _parsed(line):
@@ -99,12 +101,12 @@ def _parsed(line: bytes) -> Any:
         return None
     try:
         return json.loads(line)
-    except (ValueError, RecursionError):  # a cache that was lost leaves anything
+    except (ValueError, RecursionError):  # lost cached writes can leave any bytes
         return None
 
 
 def _boot() -> str:
-    """What differs if the machine was started again; "" where the system does not tell."""
+    """Return an id that changes with each boot, or "" if the system does not provide one."""
     try:
         return _BOOT.read_text().strip()
     except OSError:
@@ -112,67 +114,67 @@ def _boot() -> str:
 
 
 class Ledger:
-    """A ledger that is written to. For one thread."""
+    """A ledger open for writing. Not thread-safe."""
 
     def __init__(self, folder: Folder) -> None:
         self._file = os.fdopen(folder.open(LEDGER, os.O_RDWR | os.O_CREAT | os.O_APPEND), "rb+", buffering=0)
         with os.fdopen(os.dup(self._file.fileno()), "rb") as file:
-            self._told = _read(file)
-        self._file.truncate(self._told.length)
+            self._state = _read(file)
+        self._file.truncate(self._state.length)
         self._lines: list[str] = []
         self._since = time.monotonic()
         self._add("boot", _boot())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all runs that it tells of."""
-        return self._told.nbytes
+        """Number of bytes of all recorded runs."""
+        return self._state.nbytes
 
     @property
     def keys(self) -> list[str]:
-        """The files that it lists."""
-        return list(self._told.files)
+        """Keys of the recorded files."""
+        return list(self._state.files)
 
     def whole(self, key: str) -> int | None:
-        """The bytes of a file that was written as a whole; None for others, and where `strike` was called."""
-        file = self._told.files.get(key)
+        """Return the size of a file that was written as a whole; None for other files, and after `strike`."""
+        file = self._state.files.get(key)
         return file.size if file is not None and file.number == _WHOLE and file.runs else None
 
     def runs(self, key: str, target: Target) -> dict[int, Done]:
-        """What is there of a file: byte where a run begins -> the run. A file of another size than it had is removed:
-        it is none of those that were written."""
-        file = self._told.files.get(key)
+        """Return the written runs of a file by byte offset. A file that is not recorded, or has another size than the
+        recorded one, is removed."""
+        file = self._state.files.get(key)
         if file is not None and file.size == target.size:
             return file.runs
-        self._told.files.pop(key, None)
+        self._state.files.pop(key, None)
         target.folder.remove(key)
         return {}
 
     def strike(self, key: str, offset: int) -> None:
-        """The bytes of a run are not what was written: it is to be written again."""
-        del self._told.files[key].runs[offset]
+        """Forget a run whose bytes are damaged, so that it is written again."""
+        del self._state.files[key].runs[offset]
 
     def begin(self, key: str, size: int) -> int:
-        """The number of a file, of which all but the runs stands there."""
-        file = self._told.files.get(key)
+        """Record a file that exists without its runs; return its number."""
+        file = self._state.files.get(key)
         if file is None:
-            file = self._told.files[key] = _File(self._told.count, size)
-            self._told.count += 1
+            file = self._state.files[key] = _File(self._state.count, size)
+            self._state.count += 1
             self._add("file", file.number, key, size)
         return file.number
 
     def add(self, number: int, offset: int, nbytes: int, checksum: int) -> None:
-        """A run stands in its file."""
+        """Record that a run is written."""
         self._add(number, offset, nbytes, checksum)
 
     def anew(self) -> None:
-        """Files are written (again): before the first of them, because they are not complete any more."""
-        if self._told.moving is not None:
+        """Record that files are no longer complete, before the first one is written again."""
+        if self._state.moving is not None:
             self._add("anew")
             self.flush()
 
     def move(self, verified: bool) -> None:
-        """All files are complete and are going to where they belong."""
+        """Record that all files are complete and are being published."""
         self._add("moving", verified)
         self.flush()
 
@@ -192,6 +194,6 @@ class Ledger:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):  # a full disk: what it would tell of is done again
+        with suppress(OSError):  # on a full disk, unrecorded work is repeated
             self.flush()
         self._file.close()

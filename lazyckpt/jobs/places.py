@@ -1,6 +1,6 @@
-"""Where named pieces of an export land: a local folder, or a prefix of an object store. Each is there whole or not.
+"""Places that hold the files of an export: a local folder, or a prefix of an object store.
 
-A place pickles to its path or URL, so that workers write to it by themselves.
+A place writes files atomically and pickles to its path or URL, so that workers can write to it directly.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from ..formats.zarr.documents import JOB
 from ..io.storage.fsspec import asking
 from .guard import Owner, entered, ignores_case, opened
 
-# -- CRC-32: by the processor's own instructions, and of a whole from the CRC-32s of its pieces.
+# -- CRC-32, hardware-accelerated where possible, and its combination from the CRC-32s of pieces.
 
 try:
     from zlib_ng.zlib_ng import crc32
-except ImportError:  # a platform that it has no wheel for
+except ImportError:  # a platform without a wheel of zlib-ng
     from zlib import crc32
 
 __all__ = ["combined", "crc32"]
 
-_POLYNOMIAL = 0xEDB88320  # of zip and zlib, lowest bit first
+_POLYNOMIAL = 0xEDB88320  # the polynomial of zip and zlib, lowest bit first
 
-# A linear map of 32 bits: what becomes of each of them.
+# A linear map of 32 bits: the image of each bit.
 Matrix = tuple[int, ...]
 
 
 def combined(pieces: Iterable[tuple[int, int]]) -> int:
-    """The CRC-32 of pieces that follow each other: (CRC-32, bytes) of each.
+    """Return the CRC-32 of consecutive pieces from their (CRC-32, number of bytes).
 
     >>> import zlib
     >>> combined([(zlib.crc32(b"lazy"), 4), (zlib.crc32(b"ckpt!"), 5)]) == zlib.crc32(b"lazyckpt!")
@@ -64,45 +64,44 @@ def _apply(matrix: Matrix, vector: int) -> int:
 
 @lru_cache
 def _zeros(n: int) -> Matrix:
-    """What appending 2**n zero bits does to a CRC."""
+    """Return the linear map of a CRC that corresponds to appending 2**n zero bits."""
     if n == 0:
         return (_POLYNOMIAL, *(1 << k for k in range(31)))
     half = _zeros(n - 1)
     return tuple(_apply(half, row) for row in half)
 
 
-# -- Where named pieces of an export land: a local folder, or a prefix of an object store. Each is there whole
-# or not.
+# -- Places.
 
-PART = ".part"  # ends the name of a file that is being written
-LEDGER = ".lazyckpt-ledger"  # lists what is finished, see `ledger`
+PART = ".part"  # suffix of a file that is being written
+LEDGER = ".lazyckpt-ledger"  # file that lists finished work, see `ledger`
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 PIECE = 4 << 20  # bytes; a buffer of this size stays in the processor's cache between read and write
 
 
 class Place(Protocol):
-    """All methods may be called from several threads and processes."""
+    """A place that files are written to, safe to use from several threads and processes."""
 
     @property
     def buffers(self) -> bool:
-        """Whether a file is held in memory until it is complete."""
+        """Whether a file is kept in memory until it is complete."""
 
     def put(self, key: str, content: Iterable[bytes | memoryview]) -> int:
-        """Write a file, in pieces, and return its size; it appears when it is complete. Raises OSError."""
+        """Write a file atomically, in pieces, and return its size in bytes. Raises OSError."""
 
     def get(self, key: str, offset: int, length: int) -> bytes:
-        """Bytes of a file that is there, fewer at its end."""
+        """Read bytes of an existing file; fewer than ``length`` at its end."""
 
     def forget(self, key: str) -> int:
-        """The size of a file, which is to be read from where it is kept, not from a cache."""
+        """Drop a file from caches, so that the next read returns the stored bytes; return its size in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder of the local file system. It has to be there: what is below it is made.
+    """An existing folder of the local file system, in which subfolders are created on demand.
 
-    ``owner``: who has to own ``root``, see `guard`. ``inside``: the folder below the root that keys are relative to.
-    ``listed``: whether the ledger in the root gets a line for each file that `put` writes.
+    ``owner`` is the required owner of ``root`` (see `guard`). Keys are relative to the folder ``inside`` below the
+    root. If ``listed`` is true, `put` appends a line for each file to the ledger in the root.
     """
 
     root: str
@@ -116,14 +115,14 @@ class Folder:
         return os.path.join(self.root, self.inside) if self.inside else self.root
 
     def below(self, folder: str) -> Folder:
-        """A folder of this one."""
+        """Return a subfolder of this folder."""
         return replace(self, inside=f"{self.inside}/{folder}" if self.inside else folder)
 
     def open(self, key: str, flags: int) -> int:
-        """The descriptor of a file; the folders that it is in are made if it is. Links are not followed."""
+        """Open a file and return its descriptor; O_CREAT also creates its folders. Links are not followed."""
         flags |= os.O_NOFOLLOW | os.O_CLOEXEC
         root = opened(self.root, self.owner)
-        try:  # nobody else can have made a folder below the root a link
+        try:  # nobody else can replace a folder below the root with a link
             return os.open(f"{self.inside}/{key}" if self.inside else key, flags, 0o666, dir_fd=root)
         except FileNotFoundError:
             if not flags & os.O_CREAT:
@@ -150,7 +149,7 @@ class Folder:
                 finally:
                     os.close(fd)
                 if self.listed:
-                    self._list(key, size, checksum)  # first: what has its name has its checksum
+                    self._list(key, size, checksum)  # before the rename, so that every renamed file has a checksum
                 os.replace(part, name, src_dir_fd=at, dst_dir_fd=at)
             except BaseException:
                 with suppress(OSError):
@@ -177,7 +176,7 @@ class Folder:
             os.close(fd)
 
     def size(self, key: str) -> int | None:
-        """The bytes of a file; None if there is none of that name."""
+        """Return the size of a regular file in bytes; None if there is none of that name."""
         *folders, name = key.split("/")
         try:
             with entered(self.root, self.owner, self._parts(folders)) as at:
@@ -187,24 +186,24 @@ class Folder:
         return info.st_size if stat.S_ISREG(info.st_mode) else None
 
     def remove(self, key: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file if it exists."""
         *folders, name = key.split("/")
         with suppress(FileNotFoundError), entered(self.root, self.owner, self._parts(folders)) as at:
             os.unlink(name, dir_fd=at)
 
     def make(self) -> None:
-        """Make the folder itself, below its root."""
+        """Create the folder itself below its root."""
         with entered(self.root, self.owner, self._parts(()), make=True):
             pass
 
     def move(self, key: str, to: Path) -> None:
-        """Give a file another name, in any folder of the same file system; one that has it is replaced."""
+        """Move a file to a path on the same file system, replacing an existing file."""
         *folders, name = key.split("/")
         with entered(self.root, self.owner, self._parts(folders)) as at:
             os.replace(name, to, src_dir_fd=at)
 
     def become(self, to: Path) -> None:
-        """Give the folder itself another name."""
+        """Rename the folder itself."""
         if not self.inside:
             os.rename(self.root, to)
             return
@@ -213,7 +212,7 @@ class Folder:
             os.rename(name, to, src_dir_fd=at)
 
     def find(self) -> dict[str, int]:
-        """The keys of all files in it, and their bytes; -1 for what is no regular file."""
+        """Return the sizes of all files in bytes, by key; -1 for everything else, such as links."""
         found: dict[str, int] = {}
         with entered(self.root, self.owner, self._parts(())) as top:
             for where, _, files, at in os.fwalk(".", dir_fd=top):
@@ -224,19 +223,19 @@ class Folder:
         return found
 
     def check_distinct(self, keys: Iterable[str]) -> None:
-        """Raise DestinationError for two keys that are one file here: file systems that do not tell upper from lower
-        case, or composed from decomposed characters, would keep the last of them."""
+        """Raise DestinationError for two keys that are the same file here. A file system that ignores case or Unicode
+        normalization would keep only the last one."""
         known: dict[str, str] = {}
         for key in keys:
             first = known.setdefault(unicodedata.normalize("NFC", key).casefold(), key)
             if first != key and ignores_case(self.root, JOB):
                 raise DestinationError(
                     f"{first!r:.200} and {key!r:.200} would be the same file: {self.root} is on a file system that "
-                    "does not tell upper from lower case. Write to another one, or rename tensors (view.rename)"
+                    "ignores case. Write to another one, or rename tensors (view.rename)"
                 )
 
     def tidy(self, keep: Callable[[str], bool]) -> None:
-        """Remove all files but those whose keys are to be kept."""
+        """Remove all files except those for whose keys ``keep`` returns true."""
         for key in self.find():
             if not keep(key):
                 self.remove(key)
@@ -248,7 +247,7 @@ class Folder:
         fd = replace(self, inside="").open(LEDGER, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         line = json.dumps(["whole", key, size, checksum])
         try:
-            os.write(fd, f"{line}\n".encode("utf-8", "surrogatepass"))  # in one call: not mixed with others' lines
+            os.write(fd, f"{line}\n".encode("utf-8", "surrogatepass"))  # one call, so that lines do not mix
         finally:
             os.close(fd)
 
@@ -266,19 +265,19 @@ class Target(NamedTuple):
         return os.fspath(self)
 
     def descriptor(self, flags: int) -> int:
-        """The file, opened; it is made with O_CREAT, and so are the folders that it is in."""
+        """Open the file and return its descriptor; O_CREAT creates the file and its folders."""
         return self.folder.open(self.key, flags)
 
     @property
     def size(self) -> int | None:
-        """Its bytes; None if it is not there."""
+        """The file's size in bytes; None if it does not exist."""
         return self.folder.size(self.key)
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A prefix of what fsspec reaches by a URL. Object stores show a file when it is complete, so it is held in memory
-    until it is."""
+    """A prefix of an object store, addressed by a URL of fsspec. A file is kept in memory until it is complete, because
+    object stores write files atomically."""
 
     url: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -290,7 +289,7 @@ class Bucket:
 
     def put(self, key: str, content: Iterable[bytes | memoryview]) -> int:
         whole = bytearray()
-        for piece in content:  # good until the next is asked for
+        for piece in content:  # a piece is valid only until the next one
             whole += piece
         data = bytes(whole)
         del whole
@@ -298,7 +297,7 @@ class Bucket:
             path = f"{base}/{key}"
             try:
                 fs.pipe_file(path, data)
-            except FileNotFoundError:  # one that has folders
+            except FileNotFoundError:  # a file system with folders
                 fs.makedirs(path.rpartition("/")[0], exist_ok=True)
                 fs.pipe_file(path, data)
         return len(data)
@@ -322,7 +321,7 @@ class Bucket:
             fs.rm(base, recursive=True)
 
     def find(self) -> dict[str, int]:
-        """The keys of all that is there, and its bytes."""
+        """Return the sizes of all files in bytes, by key."""
         with self._fs() as (fs, base):
             fs.invalidate_cache(base)
             try:
@@ -333,12 +332,12 @@ class Bucket:
 
     @contextmanager
     def _fs(self) -> Iterator[tuple[Any, str]]:
-        """The file system, and the prefix there. What it raises becomes an OSError, see `asking`."""
-        import fsspec  # which keeps its file systems
+        """Yield the file system and the prefix within it. Convert its errors to OSError (see `asking`)."""
+        import fsspec  # caches its file systems
 
         try:
             fs, base = fsspec.core.url_to_fs(self.url, **self.options)
-        except (ImportError, ValueError) as e:  # the protocol's package is not installed, or there is no such protocol
+        except (ImportError, ValueError) as e:  # the protocol's package is not installed, or the protocol is unknown
             raise DestinationError(f"{self.url}: {e}") from None
         with asking(self.url):
             yield fs, str(base).rstrip("/")
@@ -351,7 +350,7 @@ def _write(fd: int, data: bytes | memoryview) -> None:
 
 
 def forget(fd: int) -> None:
-    """Bring a file to the disk and out of the system's cache, so that what is read next comes from the disk."""
+    """Flush a file to disk and drop it from the page cache, so that the next read comes from the disk."""
     os.fsync(fd)
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,4 +1,4 @@
-"""What the engine of exports is given: files with runs of bytes, chunks, texts, and where they go."""
+"""Write plans: the files, chunks and texts of an export and its destination."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Writable(Protocol):
-    """Shape and dtype at once, the elements in pieces: what a `LazyArray` is to a writer."""
+    """The part of `LazyArray` that writers use: shape, dtype, and the elements in pieces."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -32,15 +32,15 @@ class Writable(Protocol):
 
 
 class Placed(NamedTuple):
-    """A tensor, and the byte of the file where its elements begin, in C order."""
+    """A tensor, and the byte offset in the file at which its elements begin, in C order."""
 
     offset: int
     tensor: Writable
 
 
 class Layout(NamedTuple):
-    """A file in which everything is written but the tensors' elements. ``finish``: is called with the CRC-32s of all
-    tensors' bytes when these are written; None if nobody asks for them."""
+    """A file that is complete except for the elements of its tensors. ``finish``, if not None, is called with the
+    CRC-32 of each tensor's bytes after all of them are written."""
 
     file: Target
     placed: Sequence[Placed]
@@ -48,8 +48,10 @@ class Layout(NamedTuple):
 
 
 class File(NamedTuple):
-    """A file that tensors go into. ``key``: its path in the folder. ``nbytes``: of its tensors. ``layout``: makes it at
-    a path, without their elements; a file of the same call that is there keeps what it has of them."""
+    """A file of tensors.
+
+    ``key`` is its path in the folder, ``nbytes`` the size of its tensors. ``layout`` creates the file without the
+    tensors' elements; elements that an earlier call of the same job wrote are kept."""
 
     key: str
     nbytes: int
@@ -57,9 +59,11 @@ class File(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A file that one task writes as a whole, with `Place.put`. ``nbytes``: of the tensor's elements in it. ``memory``:
-    bytes that the task holds. ``write`` returns the bytes of the file; ``check`` reads it again, and raises
-    CorruptError. Both have to pickle."""
+    """A file that one task writes as a whole, with `Place.put`.
+
+    ``nbytes`` is the size of the tensor's elements in it, ``memory`` the number of bytes that the task holds. ``write``
+    writes the file and returns its size in bytes; ``check`` reads it again and raises CorruptError if it differs. Both
+    must be picklable."""
 
     key: str
     nbytes: int
@@ -69,7 +73,7 @@ class Chunk(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """``nbytes``: of the tensors. ``at``: the chunks, as they are written to a place."""
+    """All chunks of an export: ``nbytes`` of their tensors, and a function ``at`` that yields chunks for a place."""
 
     nbytes: int
     at: Callable[[Place], Iterator[Chunk]]
@@ -80,31 +84,31 @@ Text = bytes | Callable[[], Iterable[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class WritePlan:
-    """What is going to be written. Making it reads no tensor data, and writes nothing.
+    """The plan of an export. Creating a plan reads no tensor data and writes nothing.
 
     Parameters
     ----------
     destination
-        Where to, and what may be replaced there.
+        Where to write, and what may be replaced there.
     tensors
         The lazy arrays that are read.
     fingerprint
-        What two calls have in common that may continue each other's work: `publish.fingerprint`, or `publish.once`.
+        Identifies the job: a call resumes only the work of a call with the same fingerprint (`publish.fingerprint`, or
+        `publish.once` for a job that cannot be resumed).
     files
-        Files that tensors are streamed into, run by run, in this order.
+        Files of tensors, written run by run, in this order.
     chunks
         Files that are written as a whole, by one task each.
     texts
-        Key -> the content of a small file. They are written last, in this order: the last one may be what makes the
-        others a checkpoint.
+        Key -> content of a small file. They are written last, in this order: the last one may complete the checkpoint.
     build
-        Writes files of its own to a local folder: other libraries do.
+        Writes additional files to a local folder, for formats that another library writes.
     room
-        Bytes that the files take, about.
+        Approximate size of the files in bytes.
     paths
-        What `WriteResult.paths` says.
+        The value of `WriteResult.paths`.
     left_out
-        What is not written -> why.
+        Name of a part that is not written -> reason.
     """
 
     destination: Destination | Remote | Session
@@ -120,10 +124,10 @@ class WritePlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors."""
+        """Size of the tensors in bytes."""
         return sum(file.nbytes for file in self.files) + (self.chunks.nbytes if self.chunks is not None else 0)
 
     @property
     def keys(self) -> list[str]:
-        """The files and texts."""
+        """Keys of the files and texts."""
         return [*(file.key for file in self.files), *self.texts]

@@ -1,4 +1,4 @@
-"""What is said of what takes long: tqdm's bar where somebody is looking, lines now and then in a log."""
+"""Progress of long-running jobs: tqdm's bar on a terminal or in a notebook, occasional lines in a log."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from functools import partial
 from typing import Any
 
 _EVERY = 10.0  # seconds between two lines of a log, or ...
-_SHARE = 0.1  # ... so much of the whole, ...
-_LEAST = 1.0  # ... but no more than a line in so many seconds
+_SHARE = 0.1  # ... this share of the whole, whichever comes first, ...
+_LEAST = 1.0  # ... but at least this many seconds apart
 
 
 class Bar:
-    """Bytes done of ``total``. ``show``: True for a bar, or lines where stderr is no terminal; None for a bar on a
-    terminal or in a notebook only."""
+    """A progress display of ``total`` bytes.
+
+    With ``show=True`` it is a bar, or lines if stderr is not a terminal; with None, it is a bar on a terminal or in a
+    notebook, and nothing elsewhere."""
 
     def __init__(self, total: int, label: str, show: bool | None) -> None:
-        looked_at = sys.stderr.isatty() or _in_notebook()
+        interactive = sys.stderr.isatty() or _in_notebook()
         self._bar: Any = None
-        if show or (show is None and looked_at):
-            if looked_at:
+        if show or (show is None and interactive):
+            if interactive:
                 tqdm = _tqdm()
                 self._bar = tqdm(total=total, desc=label, unit="B", unit_scale=True, unit_divisor=1024)
             else:
                 self._bar = _Lines(total, label)
 
     def add(self, nbytes: int) -> None:
-        """So many more bytes are done."""
+        """Advance by ``nbytes`` bytes."""
         if self._bar is not None:
             self._bar.update(nbytes)
 
@@ -41,14 +43,14 @@ class Bar:
 
 
 def _in_notebook() -> bool:
-    """Whether this is a kernel of Jupyter: that its packages are imported does not tell."""
+    """Return whether this process is a Jupyter kernel; imported Jupyter packages alone do not prove it."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return hasattr(shell, "kernel")
 
 
 def _tqdm() -> Any:
-    """tqdm's choice for where it runs. In a notebook without ipywidgets it would only warn: then a bar of text."""
+    """Return the tqdm class for the environment: a text bar, without a warning, in a notebook without ipywidgets."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from tqdm.auto import tqdm
@@ -56,7 +58,7 @@ def _tqdm() -> Any:
 
 
 class _Lines:
-    """As much of a tqdm bar as `Bar` uses, as lines of text."""
+    """The part of tqdm's interface that `Bar` uses, printed as lines of text."""
 
     def __init__(self, total: int, label: str) -> None:
         self._total, self._label, self._done = total, label, 0

@@ -1,11 +1,13 @@
-"""Folders that appear when they are complete, and exports that go on where they were stopped.
+"""Staging directories: exports are published when complete, and interrupted exports are resumed.
 
-Files are made in a hidden folder beside the destination, whose name follows from the destination's: a second call finds
-what the first one finished, if both are the same job (the folder holds its fingerprint). Nobody else may write to that
-folder (`guard`). While somebody works there, the file with the fingerprint is locked. What is finished is listed with
-checksums in a `ledger`; the files are in a folder of this job alone, where no worker of an earlier one can still write.
-On object stores, which cannot rename, the fingerprint is a marker in the prefix, and what tells a reader that there is
-something is written last.
+Files are written to a hidden staging directory beside the destination, whose name derives from the destination's. A
+second call finds the finished work of the first one if both are the same job, which the fingerprint in the staging
+directory decides. No other user can write to the directory (`guard`), and the file with the fingerprint is locked while
+an export runs. A `ledger` lists finished work with checksums. The files are in a subfolder for this job, so that a
+leftover worker of another job cannot write to them.
+
+Object stores cannot rename. There, the fingerprint is a marker file in the prefix, and the file that makes the export
+readable is written last.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from ..formats.zarr.documents import JOB  # holds the fingerprint
 from ..io.storage.base import Store
 from ..lazy import LazyArray
 from .guard import Owner, is_own, local_path, make_folder, own_folder, usual_mode
-from .ledger import told
+from .ledger import read_ledger
 from .places import LEDGER, Bucket, Folder
 
 _ONCE = "once-"
@@ -38,8 +40,8 @@ _working: set[str] = set()
 
 
 def staging_path(dest: Path) -> Path:
-    """Where what is to be at ``dest`` is made: beside it, or in it if it is a folder that has to stay where it is (a
-    mounted volume) or that nothing can be put beside."""
+    """Return the path of the staging directory for ``dest``: beside it, or inside it if ``dest`` is a mounted volume or
+    in a folder without write permission."""
     real = Path(os.path.realpath(dest) if os.path.isdir(dest) else os.path.abspath(dest))
     name = f".{real.name}.incomplete"
     fixed = real.is_dir() and (os.path.ismount(real) or not os.access(real.parent, os.W_OK | os.X_OK))
@@ -47,25 +49,48 @@ def staging_path(dest: Path) -> Path:
 
 
 def check_replaceable(dest: Path) -> None:
-    """Raise DestinationError if no folder can be given the name ``dest``."""
+    """Raise DestinationError if no folder can be renamed to ``dest``."""
     if dest.is_dir() and staging_path(dest).parent == Path(os.path.realpath(dest)):
         raise DestinationError(
-            f"{dest} is a mounted volume, or in a folder without the right to write, and cannot be replaced by the new "
-            "folder: name one inside of it"
+            f"{dest} is a mounted volume, or in a folder without write permission, and cannot be replaced by the new "
+            "folder: name a folder inside it"
         )
 
 
 def unfinished(dest: str | os.PathLike[str]) -> int | None:
-    """The bytes that an interrupted export (or one that runs) to this local destination has finished; None if there is
-    none. Calling it again with the same arguments goes on there."""
+    """Return the number of bytes that an interrupted or running export to a local destination has finished.
+
+    Repeat the interrupted call with the same arguments to resume it.
+
+    Parameters
+    ----------
+    dest
+        The destination of the export.
+
+    Returns
+    -------
+    int or None
+        Finished bytes; None if there is no interrupted or running export.
+    """
     staging = staging_path(_local(dest))
-    return told(staging / LEDGER).nbytes if os.path.isdir(staging) else None
+    return read_ledger(staging / LEDGER).nbytes if os.path.isdir(staging) else None
 
 
 def discard(dest: str | os.PathLike[str]) -> None:
-    """Remove what an interrupted export to this local destination has left, if there is something: the next one starts
-    afresh. What is at ``dest`` itself stays. Raises DestinationError if an export is writing there, or if somebody else
-    may have written what is there."""
+    """Remove the unfinished files of an interrupted export to a local destination, so that the next export starts anew.
+
+    Does nothing if there are none. Published files at ``dest`` are not touched.
+
+    Parameters
+    ----------
+    dest
+        The destination of the export.
+
+    Raises
+    ------
+    DestinationError
+        An export to ``dest`` is running, or another user may have written the unfinished files.
+    """
     staging = staging_path(_local(dest))
     if not os.path.isdir(staging):
         return
@@ -88,7 +113,7 @@ def _local(dest: str | os.PathLike[str]) -> Path:
 
 
 def discard_upload(bucket: Bucket) -> None:
-    """The same for an object store."""
+    """Remove the files of an interrupted export to an object store."""
     if JOB in bucket.find():
         bucket.remove_all()
 
@@ -101,10 +126,10 @@ def content(staging: Folder, fingerprint: str, plain: bool) -> Folder:
 
 
 def moved(dest: Path, fingerprint: str, keys: Sequence[str], verified: bool) -> set[str]:
-    """Which files of the folder ``dest`` an earlier call of the same job has put there, if it was killed before it had
-    all of them there; ``verified``: after it had verified them."""
+    """Return the keys of the files that an earlier call of the same job moved to ``dest`` before it was killed. With
+    ``verified``, only if that call had verified them."""
     staging = staging_path(dest)
-    try:  # anybody may have made that folder, and anything in it: it is not checked yet
+    try:  # the staging directory is not checked yet: any user may have created it
         fd = os.open(staging / JOB, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode) or os.read(fd, 4096) != fingerprint.encode():
@@ -113,7 +138,7 @@ def moved(dest: Path, fingerprint: str, keys: Sequence[str], verified: bool) -> 
             os.close(fd)
     except OSError:
         return set()
-    state = told(staging / LEDGER).moving
+    state = read_ledger(staging / LEDGER).moving
     if state is None or state < verified:
         return set()
     gone = {key for key in keys if not (staging / _content_name(fingerprint) / key).exists()}
@@ -126,11 +151,11 @@ def _content_name(fingerprint: str) -> str:
 
 @contextmanager
 def staged(dest: Path, fingerprint: str) -> Iterator[Folder]:
-    """A folder to write into, with what an earlier call of this job has left there; gone at the end of the block, by
-    which it should have been renamed or packed.
+    """Create or reopen the staging directory of a job, and remove it at the end of the block. The block has to publish
+    the files.
 
-    If the block fails, what is finished is kept for the next call, unless that would fail too (the source is damaged);
-    OSErrors become DestinationErrors and say so.
+    If the block fails, finished work is kept for the next call, unless that call would fail, too (the source is
+    damaged). An OSError becomes a DestinationError that says whether anything was kept.
     """
     folder = staging_path(dest)
     with _of_this_process(folder):
@@ -152,21 +177,21 @@ def _staged(dest: Path, folder: Path, fingerprint: str) -> Iterator[Folder]:
         raise
     try:
         if os.pread(fd, 4096, 0) != fingerprint.encode():
-            os.ftruncate(fd, 0)  # first: what is half removed is no job's to go on with
+            os.ftruncate(fd, 0)  # first, so that no job resumes from half-removed files
             if _empty(folder):
                 os.mkdir(folder / _content_name(fingerprint))
             os.pwrite(fd, fingerprint.encode(), 0)
         yield Folder(str(folder), owner)
     except BaseException as e:
-        kept = _goes_on(e) and not fingerprint.startswith(_ONCE) and bool(told(folder / LEDGER).nbytes)
+        kept = _resumable(e) and not fingerprint.startswith(_ONCE) and bool(read_ledger(folder / LEDGER).nbytes)
         if not kept:
             os.ftruncate(fd, 0)
             shutil.rmtree(folder, ignore_errors=True)
             _unmake(made)
         if isinstance(e, WorkerError) and kept:
-            raise WorkerError(f"{e}. {_said(folder)}") from e
+            raise WorkerError(f"{e}. {_kept_note(folder)}") from e
         if isinstance(e, OSError) and not isinstance(e, LazyckptError):
-            what = _said(folder) if kept else "Nothing was written"
+            what = _kept_note(folder) if kept else "Nothing was written"
             raise DestinationError(f"{dest}: {e.strerror or e}. {what}") from e
         raise
     else:
@@ -176,7 +201,7 @@ def _staged(dest: Path, folder: Path, fingerprint: str) -> Iterator[Folder]:
 
 
 def reveal(folder: Folder, dest: Path) -> None:
-    """Rename a folder with all that is to be there to its destination; one that is there already is replaced."""
+    """Rename a complete folder to its destination, replacing an existing folder."""
     if not folder.inside:  # the staging folder itself
         folder.remove(JOB)
         folder.remove(LEDGER)
@@ -199,14 +224,15 @@ def _replaced(dest: Path) -> Path:
 
 
 def _put_back(dest: Path) -> None:
-    """A process was killed while it replaced a folder: give the old one its name again, or let it go."""
+    """Recover from a process that was killed while it replaced a folder: rename the old folder back, or remove it if
+    the new one is in place."""
     old = _replaced(dest)
     if not os.path.lexists(old):
         return
     if not is_own(old):
         raise DestinationError(
-            f"{old}: an export that replaces {dest} keeps the old folder under this name, and what is there belongs to "
-            "another user or is no folder. Nothing was written. Rename or remove it, or choose another destination"
+            f"{old}: an export that replaces {dest} keeps the old folder under this name, but it belongs to another "
+            "user or is not a folder. Nothing was written. Rename or remove it, or choose another destination"
         )
     if os.path.lexists(dest):
         shutil.rmtree(old)
@@ -216,22 +242,23 @@ def _put_back(dest: Path) -> None:
 
 @contextmanager
 def uploaded(bucket: Bucket, fingerprint: str, overwrite: bool) -> Iterator[Mapping[str, int]]:
-    """The same for an object store, where the prefix itself is written to: key of what is there -> its bytes. What must
-    come last is the block's to order.
+    """Prepare the prefix of an object store for a job, and yield the sizes of the files that are there already, by key.
+    The block has to write the file that completes the export last.
 
-    Raises DestinationError if something else is there and not ``overwrite``, or not such a hierarchy.
+    Raises DestinationError if the prefix holds another export and not ``overwrite``, or anything that is not a zarr
+    hierarchy.
     """
     try:
         there = bucket.find()
         ours = JOB in there and bucket.get(JOB, 0, 4096) == fingerprint.encode()
         if there and not ours:
             if JOB not in there and "zarr.json" not in there:
-                raise DestinationError(f"{bucket} is not empty, and what is there is no zarr hierarchy: choose another")
+                raise DestinationError(f"{bucket} is not empty, and not a zarr hierarchy: choose another place")
             if not overwrite:
                 what = "an unfinished export of something else" if JOB in there else "a zarr hierarchy"
                 raise DestinationError(f"{bucket} holds {what}: choose another place, or pass overwrite=True")
             if "zarr.json" in there:
-                bucket.remove("zarr.json")  # first, so that nobody opens what is going
+                bucket.remove("zarr.json")  # first, so that no reader opens a half-removed hierarchy
             bucket.remove_all()
             there = {}
         bucket.put(JOB, [fingerprint.encode()])
@@ -245,15 +272,15 @@ def uploaded(bucket: Bucket, fingerprint: str, overwrite: bool) -> Iterator[Mapp
             raise
         what = (e.strerror or str(e)).removeprefix(f"{bucket}: ").removesuffix(".")
         raise DestinationError(
-            f"{bucket}: {what}. What is finished is kept there (no reader takes it for a hierarchy): call again to "
+            f"{bucket}: {what}. What is finished is kept there (readers do not see a hierarchy yet): call again to "
             "go on"
         ) from e
 
 
 def fingerprint(tensors: Iterable[tuple[LazyArray, object]], texts: Iterable[bytes]) -> str:
-    """What two calls have in common that may go on with each other's files: the source's files, the tensors, each with
-    what is said of where and how it is written, and what is written besides."""
-    digest = hashlib.sha256(torch.__version__.encode())  # which decides where in a file of torch.save a tensor begins
+    """Return a digest that identifies a job: the source files, the tensors, where and how each is written, and the
+    other content. Calls with the same fingerprint may resume each other's work."""
+    digest = hashlib.sha256(torch.__version__.encode())  # offsets in a torch.save file depend on the version
     stores: dict[int, Store] = {}
     for tensor, where in tensors:
         stores[id(tensor.store)] = tensor.store
@@ -270,7 +297,7 @@ def fingerprint(tensors: Iterable[tuple[LazyArray, object]], texts: Iterable[byt
 
 
 def once() -> str:
-    """The fingerprint of a job that no other call can go on with."""
+    """Return a unique fingerprint for a job that cannot be resumed."""
     return f"{_ONCE}{uuid4().hex}"
 
 
@@ -278,18 +305,18 @@ def _busy(folder: Path) -> DestinationError:
     return DestinationError(f"{folder}: another export is writing there. Wait for it")
 
 
-def _said(folder: Path) -> str:
+def _kept_note(folder: Path) -> str:
     return f"What is finished is kept in {folder}: call again to go on, or remove it"
 
 
-def _goes_on(e: BaseException) -> bool:
-    """Whether the same call may succeed later."""
+def _resumable(e: BaseException) -> bool:
+    """Return whether the same call may succeed later."""
     return not isinstance(e, LazyckptError) or isinstance(e, WorkerError | DestinationError | MissingFileError)
 
 
 @contextmanager
 def _of_this_process(folder: Path) -> Iterator[None]:
-    """Locks of files are the process's: its threads exclude each other by name."""
+    """Exclude other threads of this process by the folder's name; file locks only exclude other processes."""
     name = os.path.realpath(folder)
     with _lock:
         if name in _working:
@@ -302,9 +329,9 @@ def _of_this_process(folder: Path) -> Iterator[None]:
 
 
 def _locked(folder: Path) -> tuple[int, Owner]:
-    """The open file with the fingerprint, locked for this process (its forked workers may outlive it, and must not keep
-    the lock), and the owner of the folder, which is made if it is not there. Raises DestinationError if another process
-    has the lock, or if the folder is not ours."""
+    """Open and lock the file with the fingerprint, creating the folder if needed; return its descriptor and the
+    folder's owner. The lock belongs to this process only: forked workers may outlive it and must not keep the lock.
+    Raises DestinationError if another process has the lock, or if the folder belongs to another user."""
     path = folder / JOB
     while True:
         above, owner = own_folder(folder)
@@ -317,18 +344,18 @@ def _locked(folder: Path) -> tuple[int, Owner]:
             os.close(above)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
-            raise DestinationError(f"{path} is no regular file. Nothing was written. Remove {folder}")
+            raise DestinationError(f"{path} is not a regular file. Nothing was written. Remove {folder}")
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
             if e.errno in (errno.EACCES, errno.EAGAIN):
                 os.close(fd)
                 raise _busy(folder) from None
-            # else a file system without locks: then two exports at once are the user's to avoid
+            # otherwise a file system without locks: users must not run two exports at once
         with suppress(OSError):
             if os.fstat(fd).st_ino == os.stat(path, follow_symlinks=False).st_ino:
                 return fd, owner
-        os.close(fd)  # the one who had it has finished, and removed or renamed it
+        os.close(fd)  # the previous holder of the lock finished and removed or renamed the file
 
 
 def _empty(folder: Path) -> bool:
@@ -346,5 +373,5 @@ def _empty(folder: Path) -> bool:
 
 def _unmake(made: list[Path]) -> None:
     for path in reversed(made):
-        with suppress(OSError):  # somebody put a file there meanwhile
+        with suppress(OSError):  # the folder is no longer empty
             path.rmdir()

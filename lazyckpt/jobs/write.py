@@ -1,8 +1,8 @@
-"""The engine of exports: a plan of files, the tasks that write them, and the steps from the first check to publishing.
+"""The engine of exports: executes a write plan, from the first check to publishing.
 
-There are two kinds of tasks. One writes a run of a tensor to its place in a file, piece by piece, with one buffer; the
-other writes a whole file (a chunk of zarr). Memory is bounded by the number of tasks in flight, not by the size of a
-tensor. Tasks are planned when their turn comes, so a million fragments or chunks are no list of a million.
+There are two kinds of tasks: one writes a run of a tensor to its place in a file, piece by piece, with one buffer; the
+other writes a whole file (a zarr chunk). Memory is bounded by the number of tasks in flight, not by the size of a
+tensor. Tasks are created lazily, so a million fragments or chunks do not become a list of a million tasks.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .plan import File, Layout, Text, WritePlan
 from .progress import Bar
 from .publish import content, moved, staged, uploaded
 
-_NEAR = 1 << 20  # the same for what is only copied, if its store has no price for a request: fits a core's own cache
-RUN = 16 << 20  # bytes that a task moves, at most
+_NEAR = 1 << 20  # bytes of a piece that is copied unchanged from a local store: fits into a core's private cache
+RUN = 16 << 20  # maximum bytes that a task moves
 _own = threading.local()
 
 
@@ -38,8 +38,8 @@ _own = threading.local()
 
 @dataclass(slots=True)
 class _Filling:
-    """A file that is being filled. ``left``: tasks that are not done, and one more until all are given out. ``found``:
-    tensor -> (byte, CRC-32, bytes) of its runs, if somebody asks."""
+    """A file that is being written. ``left`` is the number of unfinished tasks, plus one until all tasks are submitted.
+    ``found`` has the (offset, CRC-32, number of bytes) of each tensor's runs if the layout needs them."""
 
     number: int
     layout: Layout
@@ -59,11 +59,10 @@ class _Filling:
 
 
 def fill(files: Sequence[File], folder: Folder, ledger: Ledger, run: Run, moved: Callable[[int], None]) -> list[Layout]:
-    """Write files, but for runs that are there: the ledger lists them, and their bytes have the checksums that it has.
-    Each file is begun when its turn comes. ``moved`` is called with the bytes that each task has moved, and with those
-    that are there.
+    """Write files, except for the runs that are listed in the ledger and therefore intact (see `keep_intact`). Files
+    are created lazily. ``moved`` is called with the number of bytes of each run, written or already present.
 
-    Raises what reading raises, and OSError of the files.
+    Raises what reading raises, and OSError for the written files.
     """
     filling: dict[int, _Filling] = {}
     layouts: list[Layout] = []
@@ -100,7 +99,7 @@ def fill(files: Sequence[File], folder: Folder, ledger: Ledger, run: Run, moved:
 
 
 def keep_intact(folder: Folder, ledger: Ledger, run: Run) -> None:
-    """Strike from the ledger what does not hold what was written."""
+    """Strike the runs from the ledger whose bytes do not match their checksums."""
 
     def tasks() -> Iterator[Task]:
         for key in ledger.keys:
@@ -117,7 +116,7 @@ def keep_intact(folder: Folder, ledger: Ledger, run: Run) -> None:
 
 
 def compare(layouts: Sequence[Layout], run: Run, moved: Callable[[int], None]) -> None:
-    """Read what `fill` has written, from the disk, and the source again. Raises CorruptError if they differ."""
+    """Compare the files that `fill` wrote, read from the disk, with the source. Raises CorruptError if they differ."""
     for layout in layouts:
         layout.file.folder.forget(layout.file.key)
 
@@ -130,7 +129,7 @@ def compare(layouts: Sequence[Layout], run: Run, moved: Callable[[int], None]) -
 
 
 def _runs(layout: Layout) -> Iterator[tuple[int, int, Any]]:
-    """(which tensor, byte of the file, a run of its elements) of all that have any."""
+    """Yield the runs of all non-empty tensors: (number of the tensor, byte offset in the file, part of the tensor)."""
     for n, (offset, tensor) in enumerate(layout.placed):
         if tensor.nbytes:
             for ahead, part in tensor.pieces(max(RUN, PIECE)):
@@ -138,7 +137,7 @@ def _runs(layout: Layout) -> Iterator[tuple[int, int, Any]]:
 
 
 class _Run(NamedTuple):
-    """Which file, which tensor of it, where in the file."""
+    """A run: the numbers of its file and of the tensor within the file, and the byte offset in the file."""
 
     file: int
     tensor: int
@@ -146,7 +145,7 @@ class _Run(NamedTuple):
 
 
 def _move(target: Target, tensor: Any, about: _Run) -> tuple[_Run, int]:
-    """One run, into a file that is there. Returns it and its CRC-32."""
+    """Write one run into an existing file; return the run and its CRC-32."""
     fd = target.descriptor(os.O_WRONLY)
     try:
         crc = 0
@@ -159,7 +158,7 @@ def _move(target: Target, tensor: Any, about: _Run) -> tuple[_Run, int]:
 
 
 def _intact(target: Target, offset: int, known: Done) -> tuple[Target, int, bool]:
-    """Whether the bytes of a run have the checksum that they had when they were written."""
+    """Return the run's file and offset, and whether its bytes still match the recorded checksum."""
     crc, end = 0, offset + known.nbytes
     fd = target.descriptor(os.O_RDONLY)
     try:
@@ -171,8 +170,7 @@ def _intact(target: Target, offset: int, known: Done) -> tuple[Target, int, bool
 
 
 def _contents(tensor: Any) -> Iterator[tuple[int, memoryview]]:
-    """(byte of the tensor, the bytes from there on), in order, in memory of this thread's until the next are asked
-    for."""
+    """Yield a tensor's bytes in order: (byte offset, bytes). The memory is valid until the next item."""
     runs = tensor._runs()
     if runs is None:
         for ahead, piece in tensor.pieces(PIECE):
@@ -207,19 +205,18 @@ def _compare(target: Target, offset: int, tensor: Any) -> None:
 
 def differs(path: str, where: str) -> CorruptError:
     return CorruptError(
-        f"{path}: {where} do not hold what the source holds: the disk or the memory is faulty, or something else wrote "
-        "there. It is not kept"
+        f"{path}: {where} do not hold what the source holds: the disk or the memory is faulty, or another program "
+        "wrote there. The file is not kept: export again"
     )
 
 
 def read_piece(piece: Any) -> memoryview:
-    """The elements of a piece of at most PIECE bytes (or one element), in memory of this thread's, until it asks
-    again."""
+    """Read a piece of at most PIECE bytes (or one element) into scratch memory, valid until the thread's next call."""
     return as_bytes(piece.read_into(scratch(piece.nbytes).view(piece.dtype).view(piece.shape)))
 
 
 def scratch(nbytes: int) -> torch.Tensor:
-    """Bytes of this thread's, until it asks again."""
+    """Return scratch memory of this thread, valid until its next call."""
     buffer: torch.Tensor | None = getattr(_own, "buffer", None)
     if buffer is None or buffer.numel() < nbytes:
         buffer = _own.buffer = torch.empty(max(nbytes, PIECE), dtype=torch.uint8, device="cpu")
@@ -227,7 +224,7 @@ def scratch(nbytes: int) -> torch.Tensor:
 
 
 def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
-    """All of ``data``, from byte ``offset`` of the file on."""
+    """Write all of ``data`` at byte ``offset`` of the file."""
     rest = memoryview(data)
     while rest:
         count = os.pwrite(fd, rest, offset)
@@ -238,11 +235,11 @@ def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def write(plan: WritePlan, *, verify: bool, progress: bool | None, run: Run) -> int:
-    """Carry a plan out, and return the bytes of the files. What is written appears when all of it is complete; the
-    destination is checked first, and again before that, because others may write there meanwhile.
+    """Execute a plan and return the size of the files in bytes. The files are published after all are complete. The
+    destination is checked at the start and again before publishing, because others may write there meanwhile.
 
-    Raises DestinationError, CorruptError (``verify``: what was written differs), ChangedFileError (a source was written
-    to meanwhile), and what reading raises.
+    Raises DestinationError, CorruptError (``verify``: a written file differs from the source), ChangedFileError (a
+    source file changed meanwhile), and what reading raises.
     """
     if isinstance(plan.destination, Session):
         plan.destination.write()
@@ -293,7 +290,7 @@ def _prepare(plan: WritePlan, staging: Folder, where: Folder, ledger: Ledger) ->
     where.make()
     keep = {*plan.keys, *ledger.keys, JOB, LEDGER}
     where.tidy(keep.__contains__)
-    twice = isinstance(plan.destination, Zip)  # the files, and what they are packed into
+    twice = isinstance(plan.destination, Zip)  # the files, and the zip file
     check_room(Path(staging.root), max(0, plan.room * (1 + twice) - ledger.nbytes))
 
 
@@ -309,7 +306,7 @@ def _upload(plan: WritePlan, dest: Remote, verify: bool, progress: bool | None, 
             if verify:
                 _check_chunks(plan, bucket, run, bar.add)
         check_unchanged(plan.tensors)
-        nbytes += _put(bucket, *last)  # without it there is no hierarchy
+        nbytes += _put(bucket, *last)  # makes the hierarchy readable
     return nbytes
 
 
@@ -320,7 +317,7 @@ def _put(place: Place, key: str, text: Text) -> int:
 def _put_chunks(
     plan: WritePlan, place: Place, size_of: Callable[[str], int | None], run: Run, moved: Callable[[int], None]
 ) -> int:
-    """Write the chunks that are not there yet, which have no size. Returns the bytes of all."""
+    """Write the chunks for which ``size_of`` returns None; return the size of all chunks in bytes."""
     nbytes = 0
 
     def tasks() -> Iterator[Task]:

@@ -45,7 +45,7 @@ def open_case(case: Case) -> CheckpointView:
 
 
 def each(view: CheckpointView, case: Case) -> Iterator[tuple[str, str, LazyTensor, Tensor]]:
-    """(state, name, lazy tensor, truth) of everything there is."""
+    """Yield (state, name, lazy tensor, truth) of all tensors of a case."""
     for state in case.truth:
         for name, whole in case.truth[state].items():
             yield state, name, view.states[state][name], whole
@@ -215,7 +215,7 @@ def slices_of_slices(case: Case) -> None:
 
 
 def reads_what_it_returns(case: Case) -> None:
-    """The elements that a slice wants and nothing else; with a store that states a gap, at most that between two."""
+    """A slice reads only its own elements; with a store that has a gap, at most the gap between two elements."""
     for gap in (0, 64):
         view, counts = opened(case.path, gap=gap, **case.info.get("open", {}))
         for state, name, t, whole in each(view, case):
@@ -247,7 +247,7 @@ def wrong_keys(case: Case) -> None:
 
 
 def results_are_yours(case: Case) -> None:
-    """Writing to what was read changes neither a file nor what is read next."""
+    """Writing to a result changes neither a file nor the results of later reads."""
     view = open_case(case)
     before = _digests(view)
     reads: tuple[Callable[[LazyTensor], Tensor], ...] = (

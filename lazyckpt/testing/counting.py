@@ -1,7 +1,6 @@
-"""A store that counts what is read through it. It cannot map files, as a bucket cannot: every byte is a request.
+"""A store that counts reads. Like a bucket, it cannot map files, so every byte that is read belongs to a request.
 
-A read through a mapping leaves no trace in a process; behind this store there is none, so what the counts say is all
-that was read.
+Reads through a mapping cannot be counted. This store has no mappings, so its counts are complete.
 """
 
 from __future__ import annotations
@@ -27,8 +26,10 @@ class Request(NamedTuple):
 
 
 class Counts:
-    """Every read since the last `clear`, of a store and of all stores made from it by `pinned`. ``listed``, ``looked``:
-    the folders and files that `Store.list` and `Store.stat` were asked for; ``made``: the stores by `pinned`."""
+    """All reads since the last `clear`, of a store and of all stores that `pinned` derives from it.
+
+    ``listed`` and ``looked`` are the folders and files that `Store.list` and `Store.stat` were called with; ``made``
+    counts the stores that `pinned` has made."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -65,7 +66,7 @@ class Counts:
 
 
 class CountingStore:
-    """Passes reads on to ``inner`` and counts them. ``gap``: what the store states as its own."""
+    """A wrapper that forwards reads to ``inner`` and counts them. ``gap`` is the gap that it reports."""
 
     def __init__(self, inner: Store, counts: Counts | None = None, gap: int = 0) -> None:
         self.inner = inner
@@ -130,9 +131,9 @@ class CountingStore:
 
 
 def opened(path: str | os.PathLike[str], *, gap: int = 0, **options: Any) -> tuple[CheckpointView, Counts]:
-    """A view like ``lazyckpt.open(path, **options)`` over a counting store, and its counts: what opening has read.
+    """Open a view like ``lazyckpt.open(path, **options)`` over a counting store; return it with the counts so far.
 
-    The counts are those of the view and of all tensors and views that come from it.
+    The counts include later reads of the view and of all tensors and views derived from it.
     """
     counts = Counts()
 

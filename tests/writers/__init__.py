@@ -1,6 +1,6 @@
-"""Writers of test checkpoints: the real libraries make the files, the writing process itself says what is in them.
+"""Writers of test checkpoints: real libraries write the files, and the writing process records their true content.
 
-A `lazyckpt.testing.Case` is one checkpoint beside the truth that its training process held in memory when it saved.
+A `lazyckpt.testing.Case` is a checkpoint with the truth that its training process had in memory when it saved.
 Nothing here reads a checkpoint back: the truth never passes through the files under test.
 """
 
@@ -18,7 +18,7 @@ __all__ = ["Case", "TruthFiles", "bit_equal"]
 
 
 class TruthFiles(Mapping[str, dict[str, torch.Tensor]]):
-    """The safetensors files of a folder, by stem; each access loads afresh, so no test can spoil another's truth."""
+    """The safetensors files of a folder, by stem; each access loads anew, so no test can modify another's truth."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

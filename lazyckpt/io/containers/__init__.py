@@ -1,1 +1,1 @@
-"""Files that hold tensors: zips and pickles of torch, safetensors."""
+"""Container formats that hold tensors: torch's zips and pickles, safetensors."""

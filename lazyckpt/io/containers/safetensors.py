@@ -1,5 +1,8 @@
-"""The header of a safetensors file: where its tensors lie. The checks are those of the reference implementation
-(safetensors 0.8 src/tensor.rs `Metadata::validate`): no gap, no overlap, no byte too many."""
+"""The index of a safetensors file, from its header.
+
+The checks are those of the reference implementation (safetensors 0.8 src/tensor.rs `Metadata::validate`): no gaps, no
+overlaps, no bytes after the last tensor.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from ...core.index import Extent, FileInfo
 from ...errors import CorruptError, Problem
 from ..storage.base import Store, StoreFile
 
-MAX_HEADER = 100_000_000  # bytes, as in the reference
-# bits of an element; the 4- and 6-bit kinds are packed, so that their shape is not the shape of torch's tensor
+MAX_HEADER = 100_000_000  # bytes, as in the reference implementation
+# bits per element; the 4- and 6-bit dtypes are packed, so their shape differs from that of torch's tensor
 _BITS = {name: dtype.itemsize * 8 for name, dtype in FROM_SAFETENSORS.items()} | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 
 class SafetensorsFile(NamedTuple):
-    """``extents``: name -> where, in the order of the data. ``metadata``: the header's ``__metadata__``. ``notes``:
-    lines about tensors that are not what they seem."""
+    """The index of one file: ``extents`` by name in data order, the header's ``__metadata__``, and ``notes`` about
+    tensors that torch cannot represent."""
 
     path: str
     info: FileInfo
@@ -30,24 +33,24 @@ class SafetensorsFile(NamedTuple):
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Names of tied tensors that are stored under another name only: alias -> that name. The header's metadata
-        tells them (bindings/python/py_src/safetensors/torch.py `save_model`)."""
+        """Tied tensors that are stored only under another name, from the header's metadata: alias -> stored name
+        (bindings/python/py_src/safetensors/torch.py `save_model`)."""
         return {
             a: name
             for a, name in self.metadata.items()
-            if name in self.extents and a not in self.extents and a != "format"  # which is "pt", "tf", ...
+            if name in self.extents and a not in self.extents and a != "format"  # its value is "pt", "tf", ...
         }
 
 
 def is_safetensors(head: bytes, size: int) -> bool:
-    """Whether a file of ``size`` bytes that begins so can be safetensors: a length, then JSON."""
+    """Return whether a file of ``size`` bytes with these first bytes can be safetensors: a length, then JSON."""
     if len(head) < 9 or head[8:9] not in (b"{", b" "):
         return False
     return int.from_bytes(head[:8], "little") < 1 << 40 or size < 16
 
 
 def read_safetensors(store: Store, path: str, start: int = 0) -> SafetensorsFile:
-    """Index a safetensors file, or what of a file begins at byte ``start``. Raises CorruptError, MissingFileError."""
+    """Index a safetensors file, or the part of a file from byte ``start`` on. Raises CorruptError, MissingFileError."""
     file = StoreFile(store, path)
     if start:
         file = StoreFile(store, path, window=(start, max(0, file.size - start)))
@@ -67,7 +70,7 @@ def read_safetensors(store: Store, path: str, start: int = 0) -> SafetensorsFile
     metadata = header.pop("__metadata__", None)
     metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise CorruptError(f"{where}: __metadata__ is not a table of texts")
+        raise CorruptError(f"{where}: __metadata__ is not an object of strings")
 
     begin_data, size = file.start + 8 + length, file.size - 8 - length
     extents: dict[str, Extent] = {}
@@ -105,7 +108,7 @@ def _json(where: str, raw: bytes) -> dict[str, Any]:
 
 
 def _no_constant(text: str) -> None:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not JSON")
 
 
 def _entry(where: str, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:

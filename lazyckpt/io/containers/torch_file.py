@@ -1,4 +1,4 @@
-"""Files of torch.save: where their tensors lie, and the objects around them. Nothing of a file is executed.
+"""Index of torch.save files: the places of their tensors and the objects around them. Nothing in a file is executed.
 
 Zip files (torch >= 1.6): writer torch/serialization.py `_save` and caffe2/serialize/inline_container.cc. Legacy files:
 torch/serialization.py `_legacy_save`. Only the pickle and the zip's directory are read, no tensor data.
@@ -23,17 +23,17 @@ from .pickle.rebuild import REBUILD, StoredStorage, StoredTensor, persistent_sto
 from .pickle.records import short
 from .zip_directory import ZIP_MAGIC, Directories, Record
 
-LEGACY_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # the number 0x1950a86a20f9469cfc6c as a pickle spells it
-_HEAD = 4 << 20  # what stands before the first storage is read at once if it is at most this long
-_END = 2 << 10  # bytes in which the pickle of a single tensor, or the directory of its archive, ends
+LEGACY_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # the pickled number 0x1950a86a20f9469cfc6c
+_HEAD = 4 << 20  # bytes before the first storage that are read in one request
+_END = 2 << 10  # bytes that hold the pickle of a single tensor, or the directory of its archive
 _ZIP_END = 22  # bytes of a zip's last record (torch writes no comment behind it)
-_PICKLES = 4  # kept at a time: model states and optimizer states, of rank 0 and of the others
-_LEGACY_PICKLES = 256 << 20  # bytes of a legacy file that its pickles may take
+_PICKLES = 4  # cached pickles: model states and optimizer states, of rank 0 and of the others
+_LEGACY_PICKLES = 256 << 20  # maximum bytes of the pickles of a legacy file
 
 
 @dataclass(frozen=True, slots=True)
 class TorchFile:
-    """One file of torch.save, indexed. ``root``: what was saved, with `StoredTensor` records for tensors."""
+    """The index of one torch.save file. ``root`` is the saved object, with `StoredTensor` records for tensors."""
 
     path: str
     info: FileInfo
@@ -45,7 +45,7 @@ class TorchFile:
     _dtypes: dict[str, DType | None] = field(default_factory=dict)
 
     def extent(self, tensor: StoredTensor, name: str) -> Extent:
-        """Where a tensor of this file lies. Raises CorruptError if the file cannot hold it."""
+        """Return the place of a tensor's elements. Raises CorruptError if the file cannot hold them."""
         storage = tensor.storage
         if storage is None:
             raise CorruptError(f"{self.path}: {name!r} has no storage")
@@ -80,20 +80,20 @@ class TorchFile:
 
 
 def is_torch_file(head: bytes) -> bool:
-    """Whether a file that begins so is (or claims to be) one of torch.save, or one of its relatives."""
+    """Return whether the first bytes of a file are those of a torch.save file or of a related format."""
     return head.startswith(ZIP_MAGIC) or LEGACY_MAGIC in head[:32]
 
 
 def is_whole(store: Store, path: str, size: int) -> bool:
-    """Whether a file of that size ends as the zips of torch.save do: a truncated one does not. It takes one small
-    read."""
+    """Return whether a file of that size ends like a torch.save zip, that is, is complete. Takes one small read."""
     return size >= _ZIP_END and bytes(store.read(path, size - _ZIP_END, 4)) == b"PK\x05\x06"
 
 
 class Pickles:
-    """Pickles and directories that were read before. Hundreds of ranks save files whose pickles are the same, byte for
-    byte, or large parts of them: then what is in them is the same too, only their storages lie elsewhere. (What was
-    read of one is never changed.)"""
+    """A cache of parsed pickles and zip directories.
+
+    Hundreds of ranks save files whose pickles are identical, byte for byte, in whole or in large part. Their objects
+    are then identical, too; only the places of the storages differ. Cached objects are never modified."""
 
     def __init__(self) -> None:
         self.directories = Directories()
@@ -102,11 +102,11 @@ class Pickles:
         self._lock = threading.Lock()
 
     def read(self, data: bytes, where: str) -> Pickle:
-        with self._lock:  # unpickling is Python's own work: several threads would not be faster
+        with self._lock:  # unpickling holds the GIL, so several threads would not be faster
             pickle = self._known.get(data)
             if pickle is None:
                 pickle = self._known[data] = Pickle(data, where, REBUILD, persistent_storage, known=self._items)
-                if len(self._known) > _PICKLES:  # ranks whose pickles all differ gain nothing from it
+                if len(self._known) > _PICKLES:  # if all ranks' pickles differ, the cache is of no use
                     del self._known[next(iter(self._known))]
         return pickle
 
@@ -114,11 +114,11 @@ class Pickles:
 def read_torch_file(
     store: Store, path: str, pickles: Pickles | None = None, window: tuple[int, int] | None = None
 ) -> TorchFile:
-    """Index a file of torch.save, zip or legacy. ``pickles``: those of files that are alike. ``window`` (start,
-    length): it is that part of the file only; the offsets of its records are those in the file all the same.
+    """Index a torch.save file, zip or legacy.
 
-    Raises FormatError for what is something else (TorchScript, .pt2, torch.package, other zips, plain pickles),
-    CorruptError for damage, MissingFileError.
+    ``pickles`` is a cache for similar files. With ``window`` (start, length), the torch.save file is this part of the
+    file; the offsets of its records are still relative to the whole file. Raises FormatError for other formats
+    (TorchScript, .pt2, torch.package, other zips, plain pickles), CorruptError for damage, MissingFileError.
     """
     file = StoreFile(store, path) if window is None else StoreFile(store, path, *_ends(window[1]), window)
     head = file.at(0, min(file.size, 512))
@@ -140,7 +140,7 @@ def read_torch_file(
 
 
 def _ends(size: int) -> tuple[int, int]:
-    """How many bytes at the end and at the start of a small archive are worth a read each."""
+    """Return the number of bytes to read in one request at the end and at the start of a small archive."""
     return (size, 0) if size <= 4 * _END else (_END, _END)
 
 
@@ -168,8 +168,8 @@ def _read_zip(file: StoreFile, pickles: Pickles) -> TorchFile:
     pickle = pickles.read(data, f"{where} (data.pkl)")
     if pickle.end != len(data):
         raise CorruptError(
-            f"{where}: data.pkl goes on for {len(data) - pickle.end:,} bytes behind the end of its pickle, which torch "
-            "does not read: the file is damaged, or hides something. Save it again from where you trust it."
+            f"{where}: data.pkl has {len(data) - pickle.end:,} bytes behind the end of its pickle, which torch does "
+            "not read: the file is damaged, or hides something. Save it again from where you trust it."
         )
     return TorchFile(file.path, file.info, pickle.value, storages, pickle.globals, order == b"big", len(data))
 
@@ -195,7 +195,7 @@ def _read_legacy(file: StoreFile) -> TorchFile:
     records, at = {}, pickles[-1].end
     for key in keys:
         storage = storages[key]
-        # little-endian on any machine (torch/csrc/serialization.cpp THPStorage_writeFileRaw), whatever the header says
+        # always little-endian (torch/csrc/serialization.cpp THPStorage_writeFileRaw), regardless of the header
         count = int.from_bytes(file.at(at, 8), "little", signed=True)
         nbytes = count * (storage.dtype.itemsize if storage.dtype else 1)
         at += 8
@@ -209,7 +209,7 @@ def _read_legacy(file: StoreFile) -> TorchFile:
 
 
 def _legacy_pickles(data: bytes, where: str) -> tuple[list[Pickle], dict[str, StoredStorage]]:
-    """The five pickles at the start: magic number, protocol, system, the object, the order of the storages."""
+    """Parse the five pickles at the start: magic number, protocol, system, the object, the order of the storages."""
     storages: dict[str, StoredStorage] = {}
     views: dict[Any, StoredStorage] = {}
 
@@ -217,7 +217,7 @@ def _legacy_pickles(data: bytes, where: str) -> tuple[list[Pickle], dict[str, St
         storage = viewed_storage(pid)
         if isinstance(storage, StoredStorage):
             first = storages.setdefault(storage.key, storage)
-            if first.dtype != storage.dtype:  # torch takes the dtype that it meets first
+            if first.dtype != storage.dtype:  # torch uses the first dtype
                 raise CorruptError(f"the storage {storage.key!r} is described as {first.dtype} and as {storage.dtype}")
             if storage.start is not None and views.setdefault(pid[5][0], storage) != storage:
                 raise CorruptError(f"the view {short(pid[5][0])} of a storage is described in two ways")

@@ -1,14 +1,13 @@
-"""A strict reader of zips: one directory, one place for each record, nothing that another reader could see otherwise.
+"""A strict zip reader that rejects every file that two zip readers could interpret differently.
 
-Readers of zips differ in what they trust. miniz, which torch reads with, takes the last end record, believes the zip64
-locator, looks names up without regard to case and takes the lengths in a record's own header; Python's zipfile shifts
-all offsets by the number of bytes in front; Info-ZIP reads on past gaps. A file on which they could disagree is
-refused: the directory must end where the end records begin, the records must follow each other from byte 0 to the
-directory without gap or overlap, and the header in front of a record's data and the descriptor behind it must repeat
-what the directory says.
+Zip readers trust different fields. miniz, which torch uses, takes the last end record, trusts the zip64 locator,
+ignores case in names and uses the lengths in a record's own header; Python's zipfile shifts all offsets by the number
+of bytes before the first record; Info-ZIP skips gaps. To rule out disagreement, this reader requires that the directory
+ends where the end records begin, that the records follow each other from byte 0 to the directory without gap or
+overlap, and that the header before a record's data and the descriptor after it repeat the directory's values.
 
-Readers that this follows: third_party/miniz-3.0.2/miniz.c `mz_zip_reader_read_central_dir`, `mz_zip_reader_locate_file`
-and caffe2/serialize/inline_container.cc `getRecordOffset` of torch; Lib/zipfile of Python.
+Reference readers: third_party/miniz-3.0.2/miniz.c `mz_zip_reader_read_central_dir`, `mz_zip_reader_locate_file` and
+caffe2/serialize/inline_container.cc `getRecordOffset` of torch; Lib/zipfile of Python.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from .pickle.records import short
 ZIP_MAGIC = b"PK\x03\x04"
 STORED, DEFLATED = 0, 8
 ENCRYPTED = 0x2041  # flags of an encrypted record or directory
-DESCRIBED = 0x0008  # flag: checksum and sizes stand behind the data
+DESCRIBED = 0x0008  # flag: a descriptor with checksum and sizes follows the data
 _UTF8 = 0x0800
-_REPEATED = ENCRYPTED | DESCRIBED | _UTF8  # flags that a record's header has to repeat
-_FOLDER = 0x10  # MS-DOS attribute, by which miniz takes a record for a folder and reads nothing
-_MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF  # the number is in a zip64 field
+_REPEATED = ENCRYPTED | DESCRIBED | _UTF8  # flags that a record's header must repeat
+_FOLDER = 0x10  # MS-DOS attribute; miniz treats a record that has it as a folder and reads nothing
+_MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF  # placeholders: the actual number is in a zip64 field
 
 _END = struct.Struct("<4s4H2IH")  # end of the directory
 _LOCATOR = struct.Struct("<4sIQI")
@@ -44,7 +43,7 @@ ENTRY_SIZE = _ENTRY.size  # bytes of an entry before its name
 _HEADER = struct.Struct("<4s5H3I2H")
 HEADER_SIZE = _HEADER.size  # bytes of a record's header before its name
 _SIGNED = b"PK\x07\x08"
-_DESCRIPTORS = {12: "<3I", 16: "<4x3I", 20: "<I2Q", 24: "<4xI2Q"}  # bytes behind the data -> checksum, two sizes
+_DESCRIPTORS = {12: "<3I", 16: "<4x3I", 20: "<I2Q", 24: "<4xI2Q"}  # length of a descriptor -> checksum, two sizes
 _LONGEST = 24
 _USUAL_NAME = 512  # bytes; headers of records with longer names are compared one by one
 _FIELDS = np.dtype(
@@ -55,30 +54,29 @@ _FIELDS = np.dtype(
 )  # fmt: skip
 _DESCRIPTOR = np.dtype([("magic", "<u4"), ("crc", "<u4"), ("stored", "<u4"), ("nbytes", "<u4")])
 _DESCRIPTOR64 = np.dtype([("magic", "<u4"), ("crc", "<u4"), ("stored", "<u8"), ("nbytes", "<u8")])
-_EXTRA = 32  # bytes behind a header's name in which its zip64 field ends, if it has one
-NEAR = 32 << 10  # bytes between two headers that are read with them
-_WINDOW = 1 << 20  # bytes that one read of headers takes at most
-_SMALL_WINDOW = 128 << 10  # of a few
-_AT_ONCE = 16 << 20  # bytes of such reads that are kept at a time
+_EXTRA = 32  # bytes after a header's name that contain its zip64 field, if it has one
+NEAR = 32 << 10  # bytes; headers with a smaller gap are read together
+_WINDOW = 1 << 20  # maximum bytes of one read of headers
+_SMALL_WINDOW = 128 << 10  # the same for zips with few records
+_AT_ONCE = 16 << 20  # maximum bytes of such reads in memory at a time
 
 
 class Zip(NamedTuple):
-    """``start``: where the directory begins. ``entries``: in its order."""
+    """A parsed zip: the offset of its directory (``start``) and its ``entries`` in directory order."""
 
     start: int
     entries: list[ZipEntry]
 
 
 def read_zip(file: StoreFile) -> Zip:
-    """The directory of a zip.
+    """Read the directory of a zip, without the records' own headers (see `data_offsets` for those).
 
-    Raises CorruptError for damage and for what two readers could see differently. The records' own headers are not
-    read: see `data_offsets`.
+    Raises CorruptError for damage and for ambiguities between zip readers.
     """
     count, size, start = _ends(file)
     data = file.at(start, size)
     entries = list(_entries(file, data, count))
-    if len({e.name for e in entries}) < len(entries):  # readers differ in which of the two they take
+    if len({e.name for e in entries}) < len(entries):  # readers differ in which one they return
         raise refused(file, "a record is in it twice")
     ordered = sorted(entries, key=lambda e: e.header)
     if ordered and ordered[0].header != 0:
@@ -90,7 +88,7 @@ def read_zip(file: StoreFile) -> Zip:
 
 
 def _ends(file: StoreFile) -> tuple[int, int, int]:
-    """How many entries the directory has, its size, and where it begins."""
+    """Return the directory's number of entries, its size and its offset."""
     at, end = _find_end(file)
     disk, first_disk, here, count, size, start, _ = _END.unpack(end[: _END.size])[1:]
     behind = at  # the directory ends here
@@ -112,14 +110,15 @@ def _ends(file: StoreFile) -> tuple[int, int, int]:
     if start + size != behind:
         raise refused(
             file,
-            f"its directory is said to take {size:,} bytes from {start:,} on, which is not where its end record is "
-            f"({behind:,})",
+            f"its end record at {behind:,} claims a directory of {size:,} bytes from {start:,} on, which does not end "
+            "there",
         )
     return count, size, start
 
 
 def _find_end(file: StoreFile) -> tuple[int, bytes]:
-    """Where the end record begins, and the file from there on. It has to be the only one that a reader may choose."""
+    """Return the offset of the end record, and the bytes from there on. Raises CorruptError unless the end record is
+    the only one that a reader may choose."""
     tail = file.at(max(0, file.size - _END.size), min(_END.size, file.size))
     if not (tail.startswith(b"PK\x05\x06") and tail.endswith(b"\0\0")):  # perhaps a comment follows
         tail = file.at(max(0, file.size - _END.size - _MAX16), min(_END.size + _MAX16, file.size))
@@ -163,7 +162,7 @@ def _entries(file: StoreFile, data: bytes, count: int) -> Iterator[ZipEntry]:
 
 
 def _name(file: StoreFile, raw: bytes, flags: int) -> str:
-    """A record's name, if all readers call it so."""
+    """Decode a record's name. Raises CorruptError if readers could interpret the name differently."""
     try:
         name = raw.decode("utf-8" if flags & _UTF8 else "ascii")
     except UnicodeDecodeError:
@@ -178,8 +177,8 @@ def _is_crooked(name: str) -> bool:
 
 
 def _large(file: StoreFile, name: str, extra: bytes, small: tuple[int, int, int]) -> tuple[int, int, int]:
-    """The size, the size in the file and the header's place, those that are too large for their fields from the zip64
-    field among the extra ones."""
+    """Return size, stored size and header offset; take those that are too large for 32 bits from the zip64 extra
+    field."""
     field = _zip64(file, name, extra)
     wanted = [n for n, value in enumerate(small) if value == _MAX32]
     if not wanted:
@@ -195,7 +194,7 @@ def _large(file: StoreFile, name: str, extra: bytes, small: tuple[int, int, int]
 
 
 def _zip64(file: StoreFile, name: str, extra: bytes) -> bytes | None:
-    """What the zip64 field holds. There may be one, or none."""
+    """Return the content of the zip64 extra field; None if there is none."""
     found, at = None, 0
     while at < len(extra):
         kind, length = struct.unpack_from("<2H", extra, at) if at + 4 <= len(extra) else (0, len(extra))
@@ -211,8 +210,8 @@ def _zip64(file: StoreFile, name: str, extra: bytes) -> bytes | None:
 
 
 class Records(NamedTuple):
-    """Entries of a zip in the order in which they lie in it, as columns. ``raw``: their names as they are in the file,
-    those that are not too long, filled up with zeros; ``lengths``: of all names."""
+    """Entries of a zip in file order, as columns. ``raw`` holds the encoded names, cut to a fixed width and padded with
+    zeros; ``lengths`` holds the full lengths of the names in bytes."""
 
     names: Sequence[str]
     raw: NDArray[np.uint8]
@@ -229,7 +228,7 @@ class Records(NamedTuple):
         names = [e.name.encode() for e in entries]
         lengths = np.fromiter(map(len, names), np.int64, len(names))
         width = min(int(lengths.max(initial=1)), _USUAL_NAME)
-        # text of a fixed width is cut and filled up by numpy
+        # numpy cuts and pads strings of a fixed width
         raw = np.array(names, f"S{width}").view(np.uint8).reshape(len(names), width)
         _, header, nbytes, stored, crc, method, flags, *_ = zip(*entries, strict=True) if entries else [()] * 9
         return cls(
@@ -245,7 +244,7 @@ class Records(NamedTuple):
         )
 
     def part(self, n: int, stop: int) -> Records:
-        """Those from ``n`` up to ``stop``."""
+        """Return the records from ``n`` up to ``stop``."""
         return Records(
             self.names[n:stop],
             self.raw[n:stop],
@@ -265,21 +264,21 @@ class Records(NamedTuple):
 
 
 def data_offsets(file: StoreFile, start: int, records: Records) -> NDArray[np.int64]:
-    """Where the data of these records begin, which are all of a zip, in the order in which they lie in it.
+    """Return the offsets of the data of all records of a zip, in file order.
 
-    Reads what lies between the records' data: neighbouring headers at once, others each by itself. Raises
-    CorruptError unless it repeats what the directory, which begins at ``start``, says.
+    Reads the bytes between the records' data, several headers in one read if they are close. Raises CorruptError unless
+    these bytes repeat the values of the directory, which begins at ``start``.
     """
     if not len(records.header):
         return records.header
     nexts = np.append(records.header[1:], start)
-    # a row for each header with what stands in front of it, and one for what stands in front of the directory
+    # one row per header, with the bytes before it, and a last row for the bytes before the directory
     width = _LONGEST + _HEADER.size + records.raw.shape[1] + _EXTRA
     rows = _rows(file, np.append(records.header, start) - _LONGEST, width)
     headers, behind = rows[:-1, _LONGEST:], rows[1:, :_LONGEST]
     fields = np.ascontiguousarray(headers[:, : _HEADER.size]).view(_FIELDS)[:, 0]
     begins: NDArray[np.int64] = records.header + _HEADER.size + fields["n_name"] + fields["n_extra"]
-    for n in np.flatnonzero(~_repeats(records, headers, fields)).tolist():  # zip64 fields, long names, or a lie
+    for n in np.flatnonzero(~_repeats(records, headers, fields)).tolist():  # zip64 fields, long names, contradictions
         entry = records.entry(n)
         if records.lengths[n] > records.raw.shape[1]:
             begins[n] = data_offset(file, entry)
@@ -293,7 +292,7 @@ def data_offsets(file: StoreFile, start: int, records: Records) -> NDArray[np.in
 
 
 def data_offsets_of_few(file: StoreFile, start: int, entries: Sequence[ZipEntry]) -> list[int]:
-    """The same for entries, of a local file: for some ten of them arrays would take longer."""
+    """Return the same as `data_offsets` for the entries of a local file. Faster than arrays for a few dozen entries."""
     places = [*(e.header for e in entries), start]
     lengths = [*(_HEADER.size + len(e.name.encode()) + _EXTRA for e in entries), 0]
     found: list[int] = []
@@ -309,7 +308,7 @@ def data_offsets_of_few(file: StoreFile, start: int, entries: Sequence[ZipEntry]
         low = max(0, places[first] - _LONGEST)
         window = file.at(low, min(file.size, places[last] + lengths[last]) - low)
         if low == 0:
-            file.keep(window)  # the pickle is there, as a rule
+            file.keep(window)  # it usually contains the pickle
         for n in range(first, last + 1):
             at = places[n] - low
             if n:
@@ -322,10 +321,10 @@ def data_offsets_of_few(file: StoreFile, start: int, entries: Sequence[ZipEntry]
 
 
 def data_offset(file: StoreFile, entry: ZipEntry) -> int:
-    """Where the data of one record begin.
+    """Return the offset of the data of one record.
 
     Reads its header and, if ``after`` is known, the descriptor behind its data, if it has one. Raises CorruptError
-    unless they repeat what the directory says, and the data end where the next record begins.
+    unless both repeat the directory's values and the data ends where the next record begins.
     """
     room = _HEADER.size + len(entry.name.encode()) + _EXTRA
     found = _check_header(file, entry, file.at(entry.header, max(_HEADER.size, min(room, file.size - entry.header))))
@@ -337,7 +336,8 @@ def data_offset(file: StoreFile, entry: ZipEntry) -> int:
 
 
 def _repeats(records: Records, headers: NDArray[np.uint8], fields: NDArray[np.void]) -> NDArray[np.bool_]:
-    """Which headers repeat the directory in the usual way: `_check_header` accepts these, and perhaps others."""
+    """Return a mask of the headers that repeat the directory in the usual way. `_check_header` accepts all of these,
+    and possibly others."""
     name = headers[:, _HEADER.size : _HEADER.size + records.raw.shape[1]]
     inside = np.arange(records.raw.shape[1]) < records.lengths[:, None]
     sizes = (fields["crc"], fields["stored"], fields["nbytes"])
@@ -357,8 +357,8 @@ def _repeats(records: Records, headers: NDArray[np.uint8], fields: NDArray[np.vo
 
 
 def _described(records: Records, behind: NDArray[np.uint8], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Behind which records so many bytes are the usual descriptor, or none are where there is none: `_check_behind`
-    accepts these, and perhaps others."""
+    """Return a mask of the records that are followed by the usual descriptor of this length, or by zero bytes if they
+    have no descriptor. `_check_behind` accepts all of these, and possibly others."""
     described = records.flags & DESCRIBED != 0
     found: NDArray[np.bool_] = ~described & (lengths == 0)
     for kind in (_DESCRIPTOR, _DESCRIPTOR64):
@@ -375,7 +375,7 @@ def _described(records: Records, behind: NDArray[np.uint8], lengths: NDArray[np.
 
 
 def _check_header(file: StoreFile, entry: ZipEntry, data: bytes) -> int:
-    """Where the record's data begin, behind the header that ``data`` begins with."""
+    """Return the offset of a record's data, after checking the record's header at the start of ``data``."""
     magic, _, flags, method, _, _, crc, stored, nbytes, n_name, n_extra = _HEADER.unpack_from(data)
     if magic != ZIP_MAGIC:
         raise refused(file, f"the header of the record {short(entry.name)} is not where the directory says")
@@ -384,28 +384,28 @@ def _check_header(file: StoreFile, entry: ZipEntry, data: bytes) -> int:
     if not same or (flags ^ entry.flags) & _REPEATED:
         raise refused(file, f"the header of the record {short(entry.name)} contradicts the directory")
     found: int = entry.header + _HEADER.size + n_name + n_extra
-    told = (crc, nbytes, stored)
-    if told == (0, 0, 0) and flags & DESCRIBED:
+    stated = (crc, nbytes, stored)
+    if stated == (0, 0, 0) and flags & DESCRIBED:
         return found
     if _MAX32 in (nbytes, stored):
         extra = data[begins : begins + n_extra]
         field = _zip64(file, entry.name, extra) if len(extra) == n_extra else _first64(extra)
         sizes = struct.unpack("<2Q", field[:16]) if field is not None and len(field) >= 16 else (-1, -1)
-        told = (crc, *(b if a == _MAX32 else a for a, b in zip((nbytes, stored), sizes, strict=True)))
+        stated = (crc, *(b if a == _MAX32 else a for a, b in zip((nbytes, stored), sizes, strict=True)))
     unknown = flags & DESCRIBED
     real = (entry.crc, entry.nbytes, entry.stored)
-    if any(a != b and not (unknown and a == 0) for a, b in zip(told, real, strict=True)):
+    if any(a != b and not (unknown and a == 0) for a, b in zip(stated, real, strict=True)):
         raise refused(file, f"the header of the record {short(entry.name)} states other sizes than the directory")
     return found
 
 
 def _first64(extra: bytes) -> bytes | None:
-    """The zip64 field if it is the first one, of extra fields whose end is not known."""
+    """Return the zip64 field from truncated extra fields if it is the first one, else None."""
     return extra[4:20] if extra[:2] == b"\1\0" and len(extra) >= 20 else None
 
 
 def _check_behind(file: StoreFile, entry: ZipEntry, data: bytes, length: int) -> None:
-    """Raise CorruptError unless what follows a record's data is its descriptor, or nothing where it has none."""
+    """Raise CorruptError unless a record's data is followed by its descriptor, or by nothing if it has none."""
     if not entry.flags & DESCRIBED:
         if length == 0:
             return
@@ -419,8 +419,8 @@ def _check_behind(file: StoreFile, entry: ZipEntry, data: bytes, length: int) ->
 
 
 def _rows(file: StoreFile, starts: NDArray[np.int64], width: int) -> NDArray[np.uint8]:
-    """The ``width`` bytes from each of the ascending places on; zeros for those that are not in the file. Neighbours
-    are read together, or taken from a mapping of the file."""
+    """Return a row of ``width`` bytes from each of the ascending offsets on, with zeros outside the file. Close rows
+    are read together or taken from a mapping of the file."""
     rows = np.zeros((len(starts), width), np.uint8)
     near = max(NEAR, file.store.gap)
     outside = (starts < 0) | (starts + width > file.size)
@@ -469,7 +469,7 @@ def _rows(file: StoreFile, starts: NDArray[np.int64], width: int) -> NDArray[np.
 
 
 def refused(file: StoreFile, what: str) -> CorruptError:
-    """The error for a zip that readers could see differently."""
+    """Return the error for a zip that readers could interpret differently."""
     return CorruptError(
         f"{file.where}: {what}. The zip is damaged, or made so that other readers see something else in it: copy it "
         "again from its source"

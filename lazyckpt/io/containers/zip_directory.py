@@ -1,7 +1,7 @@
-"""The directory of a zip that torch.save wrote: where the bytes of every record begin.
+"""The directory of a zip written by torch.save: the offset and size of every record.
 
-Writer: caffe2/serialize/inline_container.cc (miniz). Hundreds of ranks save zips whose directories are the same but for
-the checksums: such a directory is taken apart once.
+Writer: caffe2/serialize/inline_container.cc (miniz). Hundreds of ranks save zips whose directories differ only in
+checksums; such a directory is parsed once.
 """
 
 from __future__ import annotations
@@ -33,20 +33,18 @@ from .zip_headers import ALIGNMENT, HeaderGuard, aligned_offsets, reads_of_heade
 
 __all__ = ["ZIP_MAGIC", "Directories", "Record"]
 
-_MOST = 64  # layouts that are kept; ranks' files differ by some bytes in length
-_FEW = 64  # records of a local zip that is taken apart anew each time: that is as quick as comparing it
-_MANY = 16  # reads of headers; a file that takes fewer is checked when it is opened
-_LARGEST = 4 << 20  # bytes of a directory that is kept
-_PLAIN = re.compile(
-    rb"(?!\.{1,2}/)[\w.+=@ -]{1,255}/", re.ASCII
-)  # the name of a folder that no reader takes for another
-_CRC, _OFFSET = 16, 42  # where an entry has its checksum (two lengths follow), and where its header is
-_DESCRIPTORS = (16, 24)  # bytes behind a record's data
+_MOST = 64  # cached layouts; the lengths of ranks' files differ by some bytes
+_FEW = 64  # records; a local zip with fewer is parsed each time, which is as fast as comparing layouts
+_MANY = 16  # reads of headers; a file that needs fewer is checked when it is opened
+_LARGEST = 4 << 20  # maximum bytes of a cached directory
+_PLAIN = re.compile(rb"(?!\.{1,2}/)[\w.+=@ -]{1,255}/", re.ASCII)  # a folder name that all readers interpret alike
+_CRC, _OFFSET = 16, 42  # positions within an entry of the checksum (two lengths follow) and of the header's offset
+_DESCRIPTORS = (16, 24)  # bytes of the descriptor behind a record's data
 _KNOWN = {"data.pkl", "byteorder", "version", ".format_version", ".storage_alignment", "constants.pkl"}
 
 
 class Record(NamedTuple):
-    """The bytes of one record; ``crc`` is the CRC-32 of all of them, None if the file does not tell."""
+    """The bytes of one record; ``crc`` is their CRC-32, None if the file does not store it."""
 
     offset: int
     nbytes: int
@@ -62,16 +60,16 @@ class Place(NamedTuple):
 
 
 class Directory(NamedTuple):
-    """Names, without the folder that all of a zip's records are in -> records; ``data``: of those below "data/", which
-    are the storages, under the rest of their names."""
+    """The records of a zip, by name without the common top-level folder. ``data`` holds the storages, which are the
+    records below "data/", by the rest of their names."""
 
     members: Mapping[str, Record]
     data: Mapping[str, Record]
 
 
 class _Shared(Mapping[str, Record]):
-    """Records made when asked for: a thousand files have as many tables of the same places. ``start``: where the zip
-    begins in its file."""
+    """A table that creates its records on access, because a thousand files may share the same places. ``start`` is the
+    offset of the zip within its file."""
 
     __slots__ = ("_crcs", "_places", "_start")
 
@@ -96,12 +94,14 @@ class _Shared(Mapping[str, Record]):
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """A directory but for its checksums, the name of the folder that all records are in, the length of data.pkl, and
-    where the next record's header is, which comes from that: data is aligned, headers are not. ``start``: where it
-    begins; ``rest``: its bytes to the end of the zip, zeros for all that may differ: checksums, at ``crcs``, the
-    folder, at ``folders`` (a row for each record), the length, twice, at ``length``, and the place, at ``next``, of the
-    header of the record ``behind``. ``records``: in the order in which they lie in the zip, ``order``: the
-    numbers that they have in the directory; ``offsets``: where their data begin."""
+    """A directory without the parts that differ between ranks: the checksums, the name of the top-level folder, the
+    length of data.pkl, and the offset of the next record's header, which depends on that length (data is aligned,
+    headers are not).
+
+    ``start`` is the offset of the directory. ``rest`` holds the bytes from there to the end of the zip, with zeros for
+    the parts that differ: checksums at ``crcs``, the folder at ``folders`` (a row per record), the length twice at
+    ``length``, and at ``next`` the header offset of the record number ``behind``. ``records`` are in file order,
+    ``order`` are their numbers in the directory, ``offsets`` are the offsets of their data."""
 
     start: int
     rest: NDArray[np.uint8]
@@ -118,8 +118,8 @@ class _Layout:
     storages: Mapping[str, Place]
 
     def of(self, file: StoreFile) -> Directory | None:
-        """The records of another zip of the same length, if it has this layout. Raises CorruptError if it has, but its
-        records contradict it."""
+        """Return the records of another zip of the same length; None if it has another layout. Raises CorruptError if
+        its records contradict its directory."""
         found = np.frombuffer(file.at(self.start, file.size - self.start), np.uint8).copy()
         crcs = np.ascontiguousarray(found[self.crcs]).view("<u4").reshape(-1)
         found[self.crcs] = 0
@@ -151,13 +151,13 @@ class _Layout:
 
 
 class Directories:
-    """The layouts of directories that were read before."""
+    """A cache of directory layouts."""
 
     def __init__(self) -> None:
         self._known: dict[int, _Layout] = {}  # length of the zip -> the last layout
 
     def read(self, file: StoreFile) -> Directory:
-        """The records of a zip. Raises CorruptError, and FormatError if it is none that torch.save writes."""
+        """Read the records of a zip. Raises CorruptError, and FormatError if torch.save does not write such a zip."""
         known = self._known.get(file.size)
         found = None if known is None else known.of(file)
         if found is not None:
@@ -197,14 +197,14 @@ def _read(file: StoreFile) -> tuple[Directory, _Layout | None]:
 
 
 def _offsets(file: StoreFile, start: int, records: Records) -> NDArray[np.int64]:
-    """Where the data of all records of a zip begin. Headers of large storages are compared with the directory when they
-    are read, if the store allows that; all others here."""
+    """Return the offsets of the data of all records. Check all headers against the directory now, except those of large
+    storages if a guard of the store can check them when the storages are read."""
     deferred = _deferred(file, start, records)
     return data_offsets(file, start, records) if deferred is None else deferred
 
 
 def _deferred(file: StoreFile, start: int, records: Records) -> NDArray[np.int64] | None:
-    """The same where a guard of the store compares most of the headers; None if that cannot be left to it."""
+    """Return the offsets of the data and leave the check of most headers to a guard; None if a guard cannot do it."""
     store = file.store
     if not isinstance(store, Store) or file.start:
         return None
@@ -225,10 +225,10 @@ def _deferred(file: StoreFile, start: int, records: Records) -> NDArray[np.int64
     for n in others:
         entry = records.entry(n)._replace(after=nexts[n])
         begins[n] = data_offset(file, entry)
-        said = entry.name.endswith("/.storage_alignment")
-        if said and file.at(int(begins[n]), min(entry.stored, 20)) != str(ALIGNMENT).encode():
+        alignment = entry.name.endswith("/.storage_alignment")
+        if alignment and file.at(int(begins[n]), min(entry.stored, 20)) != str(ALIGNMENT).encode():
             return None
-    if data_offset(file, records.entry(first)) != begins[first]:  # another writer's
+    if data_offset(file, records.entry(first)) != begins[first]:  # not written by torch
         return None
     if not guarded:
         store.guards[file.path] = HeaderGuard(records, begins, bytes(~certain))
@@ -266,8 +266,8 @@ def _layout(
 
 
 def _check(where: str, prefix: str, entry: ZipEntry) -> None:
-    """Raise FormatError for a record that is packed, CorruptError for one that torch would find under another name: it
-    looks into one folder only, and does not tell capital letters from small ones."""
+    """Raise FormatError for a compressed or encrypted record, CorruptError for a record that torch would find under
+    another name: torch looks into one folder only and ignores case."""
     if entry.method != STORED or entry.flags & ENCRYPTED:
         raise FormatError(
             f"{where}: the record {short(entry.name)} is {'encrypted' if entry.flags & ENCRYPTED else 'compressed'}, "
@@ -282,7 +282,7 @@ def _check(where: str, prefix: str, entry: ZipEntry) -> None:
 
 
 def _refuse_relatives(where: str, members: set[str]) -> None:
-    """The same container is used for other things; each is refused by its name."""
+    """Raise FormatError for other formats that use the same container, naming the format."""
     if "constants.pkl" in members:
         raise FormatError(
             f"{where} is a TorchScript archive: it holds code. Save its weights where you trust it: "

@@ -1,4 +1,4 @@
-"""Headers of large records of torch's zips, compared with the directory when the records are read."""
+"""Deferred checks of record headers in torch's zips: they are compared with the directory when a record is read."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ..storage.mapping import Mapped
 from .pickle.records import short
 from .zip import DESCRIBED, HEADER_SIZE, NEAR, Records, data_offset, data_offsets, read_zip, refused
 
-ALIGNMENT = 64  # bytes, of what torch stores unless a record says otherwise
+ALIGNMENT = 64  # bytes; torch's default alignment of storages (the record .storage_alignment may change it)
 _STORAGE = re.compile(r"[^/]+/data/[^/]+")
-_AHEAD = 64  # headers that are checked together where records are read one after the other
+_AHEAD = 64  # headers that are checked together when records are read sequentially
 
 
 class Unchecked(Store):
-    """A store's files without what guards check, for a guard."""
+    """A wrapper of a store that reads without the guards' checks, for use by a guard."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(store.pins)
@@ -64,11 +64,10 @@ class Unchecked(Store):
 
 
 class HeaderGuard:
-    """Compares the header of each record of torch's storages with the zip's directory before the record's first bytes
-    are used.
+    """A guard that compares the header of a storage's record with the zip's directory before the record is first used.
 
-    Reading all headers when a file is opened takes a read for each large tensor. torch's writer aligns what it stores,
-    so the directory alone tells where the data of a record have to begin; here that is checked.
+    Reading all headers when a file is opened would take a read for each large tensor. torch's writer aligns records, so
+    the directory alone determines where the data of a record must begin; the guard checks this.
     """
 
     __slots__ = ("_ahead", "_begins", "_checked", "_records")
@@ -77,13 +76,13 @@ class HeaderGuard:
         self, records: Records | None = None, begins: NDArray[np.int64] | None = None, checked: bytes = b""
     ) -> None:
         self._records, self._begins, self._checked = records, begins, bytearray(checked)
-        self._ahead = 0  # records before this one are looked at one by one
+        self._ahead = 0  # headers of records before this one are checked one by one
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return HeaderGuard, ()  # the directory is read again where it is needed
+        return HeaderGuard, ()  # the other process reads the directory again if it needs it
 
     def check(self, store: Store, path: str, offset: int, length: int) -> None:
-        """Raise CorruptError if a header in front of these bytes contradicts the directory."""
+        """Raise CorruptError if the header of a record that contains these bytes contradicts the directory."""
         if self._records is None or self._begins is None:
             self._load(_without_guards(store, path))
         records, begins = self._records, self._begins
@@ -92,18 +91,18 @@ class HeaderGuard:
         while n < len(begins) and begins[n] < offset + length:
             if not self._checked[n] and records.stored[n] and begins[n] + records.stored[n] > offset:
                 file = _without_guards(store, path)
-                if n >= self._ahead and n > 0 and self._checked[n - 1] and not store.gap:  # somebody reads on and on
+                if n >= self._ahead and n > 0 and self._checked[n - 1] and not store.gap:  # a sequential read
                     self._look_ahead(file, n)
                 if not self._checked[n]:
                     entry = records.entry(n)
                     if data_offset(file, entry) != begins[n]:
-                        what = f"the header of the record {short(entry.name)} has not the length of torch's"
+                        what = f"the header of the record {short(entry.name)} has another length than torch writes"
                         raise refused(file, what)
                     self._checked[n] = 1
             n += 1
 
     def _load(self, file: StoreFile) -> None:
-        """Read the directory again, in another process."""
+        """Read the directory again, after unpickling in another process."""
         start, entries = read_zip(file)
         records = Records.of(sorted(entries, key=lambda e: e.header))
         begins, certain = aligned_offsets(start, records)
@@ -113,12 +112,12 @@ class HeaderGuard:
         self._checked, self._begins, self._records = bytearray(bytes(~certain)), begins, records
 
     def _look_ahead(self, file: StoreFile, n: int) -> None:
-        """Check the headers from this one on together, as far as they are as they should be."""
+        """Check the next headers together, and mark those that are correct as checked."""
         records, begins = self._records, self._begins
         assert records is not None and begins is not None
-        stop = min(n + _AHEAD, len(begins) - 1)  # behind the last record is the directory
-        self._ahead = max(stop, n + 1)  # other threads, and failures, take one by one
-        with suppress(CorruptError):  # the one who reads that record gets the error
+        stop = min(n + _AHEAD, len(begins) - 1)  # without the last record, which the directory follows
+        self._ahead = max(stop, n + 1)  # other threads check one by one, and so do reads after a failure
+        with suppress(CorruptError):  # the read of the faulty record raises the error
             if stop > n:
                 found = data_offsets(file, int(records.header[stop]), records.part(n, stop))
                 right = (found == begins[n:stop]) | (records.stored[n:stop] == 0)
@@ -131,13 +130,13 @@ def _without_guards(store: Store, path: str) -> StoreFile:
 
 
 def reads_of_headers(file: StoreFile, records: Records) -> int:
-    """How many reads it takes to compare all headers."""
+    """Return the number of reads needed to check all headers."""
     return 1 + int((np.diff(records.header) > max(NEAR, file.store.gap)).sum())
 
 
 def aligned_offsets(start: int, records: Records) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Where the data of these records have to begin if torch wrote them, and of which records that is certain without
-    their headers: of storages behind which a descriptor fits up to the next record in one way only.
+    """Return the offsets at which the data of these records begins if torch wrote them, and a mask of the records for
+    which this is certain without their headers: storages whose descriptor can have only one length.
 
     caffe2/serialize/inline_container.cc `getPadding` aligns the data of every record.
     """

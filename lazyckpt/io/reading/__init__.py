@@ -1,1 +1,1 @@
-"""From planned byte runs to tensors."""
+"""Execution of read plans: from byte ranges of files to tensors."""

@@ -1,6 +1,7 @@
-"""From files to an accelerator: through pinned memory in pieces, never through a second whole copy.
+"""Reads from files to an accelerator, in pieces through pinned memory, without a full copy on the host.
 
-While one piece travels to the device, the next is read: a ring of buffers, each free again when its event has passed.
+The next piece is read while the previous one is copied to the device. The buffers form a ring; a buffer is free again
+when the device event recorded after its copy has completed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _BUFFERS = 2
 
 
 class Ring:
-    """Buffers on the host that pieces pass through on their way to one device. Not for several threads."""
+    """A ring of host buffers for copies to one device. Not thread-safe."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -38,7 +39,7 @@ class Ring:
     def send(
         self, shape: Shape, dtype: torch.dtype, fill: Callable[[torch.Tensor], None], target: torch.Tensor
     ) -> None:
-        """Fill a host array of this shape and start copying it to ``target``, converting there if dtypes differ."""
+        """Fill a host buffer of this shape and start its copy to ``target``; convert the dtype on the device."""
         turn = self._turn
         self._turn = (turn + 1) % _BUFFERS
         passed = self._passed[turn]
@@ -49,7 +50,7 @@ class Ring:
         fill(host)
         if target.dtype == dtype:
             target.copy_(host, non_blocking=True)
-        else:  # a conversion on the way would go through unpinned memory
+        else:  # a conversion during the copy would use unpinned memory
             target.copy_(host.to(self.device, non_blocking=True))
         self._passed[turn] = self._event()
 
@@ -71,7 +72,8 @@ class Ring:
 
 
 def read_to(store: Store, spec: TensorSpec, reads: Reads, target: torch.Tensor, ring: Ring) -> None:
-    """Fill ``target`` (any device and dtype, of shape ``reads.shape``) with what ``reads`` asks, before `finish`."""
+    """Read the elements that ``reads`` selects into ``target`` (any device and dtype, shape ``reads.shape``). `finish`
+    still has to reorder and reshape them."""
     for part, box in pieces(reads, spec.dtype.itemsize):
 
         def fill(host: torch.Tensor, part: Reads = part) -> None:
@@ -81,7 +83,8 @@ def read_to(store: Store, spec: TensorSpec, reads: Reads, target: torch.Tensor, 
 
 
 def pieces(reads: Reads, itemsize: int) -> Iterator[tuple[Reads, Box]]:
-    """The reads in pieces of at most PIECE bytes (or one element): (what to read, its place in the whole)."""
+    """Split the reads into pieces of at most PIECE bytes (at least one element); yield each with its box in the
+    whole."""
     for at, want in reads.blocks():
         for box in tiles(tuple(map(len, want)), PIECE // itemsize):
             part = tuple(r[a:b] for r, a, b in zip(want, box.start, box.stop, strict=True))

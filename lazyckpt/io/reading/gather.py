@@ -1,8 +1,8 @@
-"""Runs a plan: fills an output array with the bytes that its copies name, and reads no others.
+"""Execution of a plan: fill an output array with the bytes of its copies.
 
-A copy whose elements are one run in the file and in the output is read straight into place. Everything else goes
-through a window of the file: a dense one is read into a small buffer, a sparse one is touched through a mapping; where
-a store cannot map, it is split until what lies between two wanted runs is at most the store's gap.
+A copy that is one contiguous run both in the file and in the output is read directly into the output. Any other copy
+reads a window of the file: a dense window through a small buffer, a sparse one through a mapping of the file. If the
+store cannot map files, a sparse window is split until the gaps between wanted runs are at most the store's ``gap``.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 else:
     from ...deferred import torch
 
-BLOCK = 8 << 20  # bytes that one read asks for at most, and that a buffer holds
-_RUN = 32 << 10  # runs this long are worth a read of their own
+BLOCK = 8 << 20  # maximum bytes of one read, and of a buffer
+_RUN = 32 << 10  # bytes; longer runs are worth a separate read
 _own = threading.local()
 P = ParamSpec("P")
 
 
 def _decodes(read: Callable[P, None]) -> Callable[P, None]:
-    """What reads a copy, raising CorruptError for elements that cannot be what the file says that they are."""
+    """Decorate a function that reads a copy: convert errors about the elements to CorruptError."""
 
     @wraps(read)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -55,7 +55,7 @@ def _decodes(read: Callable[P, None]) -> Callable[P, None]:
 
 
 class Run(NamedTuple):
-    """Bytes of a file that follow each other."""
+    """A contiguous range of bytes of a file."""
 
     path: str
     offset: int
@@ -63,14 +63,15 @@ class Run(NamedTuple):
 
 
 def read(store: Store, spec: TensorSpec, reads: Reads) -> torch.Tensor:
-    """What ``reads`` asks of a tensor, as a new CPU tensor. Errors as `core.plan.plan` and the store's reads."""
+    """Read the elements that ``reads`` selects into a new CPU tensor. Raises what `core.plan.plan` and the store's
+    reads raise."""
     out = empty(reads.shape, spec.dtype.torch)
     run(tasks(store, spec, reads, out))
     return finish(reads, out)
 
 
 def finish(reads: Reads, array: torch.Tensor) -> torch.Tensor:
-    """What was asked for, from the array that was read for it: reversed, reordered and reshaped where it takes that."""
+    """Flip, reorder and reshape an array that was read, so that it is the result of the selection."""
     if reads.in_place:
         return array
     if reads.flips or reads.orders:
@@ -81,21 +82,21 @@ def finish(reads: Reads, array: torch.Tensor) -> torch.Tensor:
         array = bits.view(array.dtype)
     array = array.reshape(tuple(1 if n in reads.added else length for n, length in enumerate(reads.result)))
     for n in reads.added:
-        length = reads.result[n]  # 1, unless it was indexed since
+        length = reads.result[n]  # 1, unless a later index changed it
         if length != 1:
             array = array.narrow(n, 0, 0) if length == 0 else array.repeat_interleave(length, n)
     return array
 
 
 def tasks(store: Store, spec: TensorSpec, reads: Reads, out: torch.Tensor) -> Iterator[Task]:
-    """The work that fills ``out``, of shape ``reads.shape``, contiguous, on the CPU."""
+    """Yield the tasks that fill ``out``, a contiguous CPU tensor of shape ``reads.shape``."""
     for at, want in reads.blocks():
         box = Box(at, tuple(a + len(r) for a, r in zip(at, want, strict=True)))
         yield from _block_tasks(store, spec, want, out[box.slices] if at else out)
 
 
 def agree(store: Store, spec: TensorSpec, want: Selection) -> bool:
-    """Whether all fragments that hold the same elements of the selection hold the same bytes. Reads those only."""
+    """Return whether fragments that overlap within the selection hold the same bytes. Reads only the overlaps."""
     for pair in overlaps(spec, want, lambda archive: locate(store, archive, spec.name)):
         first, second = (_alone(store, copy) for copy in pair)
         if not torch.equal(first, second):
@@ -104,7 +105,7 @@ def agree(store: Store, spec: TensorSpec, want: Selection) -> bool:
 
 
 def _alone(store: Store, copy: Copy) -> torch.Tensor:
-    """The elements of one copy, as bytes."""
+    """Read the elements of one copy, as bytes."""
     out = empty(copy.shape, copy.extent.dtype.torch)
     run_here(_copy_tasks(store, copy, out))
     return out.view(-1).view(torch.uint8)
@@ -120,7 +121,7 @@ def _block_tasks(store: Store, spec: TensorSpec, want: Selection, out: torch.Ten
 
 
 def planned(store: Store, spec: TensorSpec, want: Selection) -> list[Copy]:
-    """The plan, with all archives looked up that it needs."""
+    """Plan the selection after looking up all archives and chunks that it needs."""
     unknown: list[tuple[Packed, str]] = []
 
     def find(archive: Packed) -> Extent:
@@ -138,15 +139,15 @@ def planned(store: Store, spec: TensorSpec, want: Selection) -> list[Copy]:
 
 
 def runs(store: Store, spec: TensorSpec, want: Selection) -> list[Run] | None:
-    """The bytes of the selection in C order, as they stand in files; None if they do not, or not in such an order."""
+    """Return the file ranges that hold the selection's bytes in C order; None if files do not hold them like that."""
     if spec.combine == "mean":
         return None
     strides = c_strides([len(r) for r in want])
     found: list[tuple[int, Run]] = []
     for copy in planned(store, spec, want):
         extent, size = copy.extent, copy.extent.dtype.itemsize
-        as_they_are = extent.raw and extent.dtype is spec.dtype
-        if not (as_they_are and is_run(copy.shape, copy.strides) and is_run(copy.shape, strides)):
+        unconverted = extent.raw and extent.dtype is spec.dtype
+        if not (unconverted and is_run(copy.shape, copy.strides) and is_run(copy.shape, strides)):
             return None
         at = sum(a * s for a, s in zip(copy.at, strides, strict=True))
         found.append((at, Run(extent.path, extent.offset + copy.start * size, prod(copy.shape) * size)))
@@ -154,8 +155,8 @@ def runs(store: Store, spec: TensorSpec, want: Selection) -> list[Run] | None:
 
 
 def _mean(store: Store, copies: list[Copy], out: torch.Tensor) -> None:
-    """Every element is the mean of the copies that hold it, summed in float32 (float64 for float64)."""
-    own = copies[0].extent.dtype.torch if copies else out.dtype  # what it is read as, whatever it is converted to then
+    """Set every element to the mean of the copies that hold it, summed in float32 (float64 for float64)."""
+    own = copies[0].extent.dtype.torch if copies else out.dtype  # round to the stored dtype before any conversion
     wide = torch.float64 if own == torch.float64 else torch.float32
     total = torch.zeros(out.shape, dtype=wide, device="cpu")
     count = torch.zeros(out.shape, dtype=wide, device="cpu")
@@ -181,15 +182,15 @@ def _copy_tasks(store: Store, copy: Copy, target: torch.Tensor) -> Iterator[Task
 @_decodes
 def _unpack(store: Store, archive: Packed | Inline, copy: Copy, target: torch.Tensor) -> None:
     plain = copy._replace(extent=replace(copy.extent, within=None))
-    as_it_lies = plain.extent.raw and copy.extent.dtype.torch == target.dtype and is_run(copy.shape, copy.strides)
-    as_it_lies = as_it_lies and copy.start == copy.extent.offset == 0 and target.is_contiguous()
-    if as_it_lies and unpacked_into(store, archive, as_bytes(target)):
+    whole = plain.extent.raw and copy.extent.dtype.torch == target.dtype and is_run(copy.shape, copy.strides)
+    whole = whole and copy.start == copy.extent.offset == 0 and target.is_contiguous()
+    if whole and unpacked_into(store, archive, as_bytes(target)):
         return
     run_here(_copy_tasks(unpacked(store, archive), plain, target))
 
 
 def _cut(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype) -> Iterator[Task]:
-    """The tasks of a copy whose elements are taken from the file as ``dtype``, cut until each is one read."""
+    """Yield the tasks of a copy whose elements have ``dtype`` in the file, split until each task is one read."""
     extent, size = copy.extent, dtype.itemsize
     plain = extent.raw and dtype == target.dtype
     if plain and is_run(copy.shape, copy.strides) and target.is_contiguous():
@@ -205,7 +206,7 @@ def _cut(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype) -> 
             yield from _split(store, copy, target, dtype, BLOCK)
         return
     mapped = store.map(extent.path) if plain and _inner_run(copy) * size < _RUN else None
-    if mapped is None or extent.offset + copy.start * size + span > len(mapped.buffer):  # reading tells of truncation
+    if mapped is None or extent.offset + copy.start * size + span > len(mapped.buffer):  # a read reports truncation
         yield from _split(store, copy, target, dtype, 0)
     elif span > 4 * BLOCK:
         yield from _split(store, copy, target, dtype, 4 * BLOCK)
@@ -215,7 +216,7 @@ def _cut(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype) -> 
 
 
 def _split(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype, limit: int) -> Iterator[Task]:
-    """Cut along the dimension with the largest stride, into pieces that span at most ``limit`` bytes."""
+    """Split along the dimension with the largest stride, into pieces that span at most ``limit`` bytes."""
     d = max(range(len(copy.shape)), key=lambda d: (copy.shape[d] > 1, copy.strides[d]))
     stride, length = copy.strides[d], copy.shape[d]
     inner = hull((*copy.shape[:d], 1, *copy.shape[d + 1 :]), copy.strides)
@@ -228,7 +229,7 @@ def _split(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype, l
 
 
 def run_tasks(store: Store, path: str, offset: int, target: torch.Tensor) -> Iterator[Task]:
-    """Fill a contiguous array with one run of a file's bytes."""
+    """Yield the tasks that fill a contiguous array with one run of a file's bytes."""
     memory = as_bytes(target)
     for at in range(0, len(memory), BLOCK):
         piece = memory[at : at + BLOCK]
@@ -247,8 +248,8 @@ def _through_buffer(store: Store, copy: Copy, span: int, target: torch.Tensor, d
 
 
 def _scratch(nbytes: int) -> torch.Tensor:
-    """Memory of this thread's own, until it asks again. (New memory each time would be most of the cost, and the C
-    library keeps up to 64 MiB of it for every thread.)"""
+    """Return scratch memory of this thread, valid until its next call. (Allocating each time would be most of the cost
+    of a read, and the C library keeps up to 64 MiB of freed memory per thread.)"""
     buffer: torch.Tensor | None = getattr(_own, "buffer", None)
     if buffer is None or buffer.numel() < nbytes:
         buffer = _own.buffer = torch.empty(max(nbytes, _RUN), dtype=torch.uint8, device="cpu")
@@ -262,7 +263,7 @@ def _through_mapping(store: Store, mapped: Mapped, copy: Copy, span: int, target
     if offset % size == 0:
         source = torch.frombuffer(mapped.buffer, dtype=target.dtype, count=span // size, offset=offset)
         target.copy_(source.as_strided(copy.shape, copy.strides))
-    else:  # vectorised kernels may rely on alignment: move bytes
+    else:  # vectorised kernels may rely on alignment, so copy bytes
         source = torch.frombuffer(mapped.buffer, dtype=torch.uint8, count=span, offset=offset)
         _as_byte_array(target).copy_(source.as_strided((*copy.shape, size), (*(s * size for s in copy.strides), 1)))
     if span > BLOCK:
@@ -271,7 +272,7 @@ def _through_mapping(store: Store, mapped: Mapped, copy: Copy, span: int, target
 
 
 def _as_byte_array(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory with one more dimension, of bytes, whatever the strides."""
+    """View a tensor with any strides as uint8, with one more dimension for the bytes of an element."""
     size = tensor.itemsize
     flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
     strides = (*(s * size for s in tensor.stride()), 1)
@@ -285,7 +286,7 @@ def _resolved(extent: Extent, source: torch.Tensor) -> torch.Tensor:
 
 
 def _inner_run(copy: Copy) -> int:
-    """Elements that follow each other in the file before a jump, along the innermost dimensions."""
+    """Return the number of elements that are contiguous in the file, along the innermost dimensions."""
     run_length = 1
     for n, s in sorted(zip(copy.shape, copy.strides, strict=True), key=lambda ns: ns[1]):
         if n == 1:
@@ -297,7 +298,7 @@ def _inner_run(copy: Copy) -> int:
 
 
 def _largest_gap(copy: Copy) -> int:
-    """Elements between one wanted run and the next, at most."""
+    """Return the largest number of elements between two consecutive wanted runs."""
     gap, reach = 0, 1
     for n, s in sorted(zip(copy.shape, copy.strides, strict=True), key=lambda ns: ns[1]):
         if n > 1:
@@ -307,8 +308,8 @@ def _largest_gap(copy: Copy) -> int:
 
 
 class Range(NamedTuple):
-    """Where a copy reads: ``times`` runs of ``nbytes`` bytes, the first at ``start``; ``in_all``: bytes, with what
-    lies between runs so near to each other that the store reads them as one."""
+    """The bytes that a copy reads: ``times`` runs of ``nbytes`` bytes, the first at ``start``. ``in_all`` is the total
+    number of bytes, with the gaps between runs that the store reads in one request."""
 
     path: str
     start: int
@@ -318,7 +319,7 @@ class Range(NamedTuple):
 
 
 def ranges(store: Store, copies: Sequence[Copy]) -> Iterator[tuple[Copy, Range]]:
-    """Where copies read; what touches is told as one."""
+    """Yield the range that each copy reads; adjacent runs count as one."""
     for copy in copies:
         size = copy.extent.dtype.itemsize
         length = _inner_run(copy)

@@ -1,7 +1,7 @@
-"""Chunks of arrays: whether one is there and where, and what it unpacks to.
+"""Lookup and decompression of array chunks and of `torch.save` archives.
 
-A chunk is a file, an entry of a zip, or a part of a shard, whose table says where it is. One that is absent stands for
-the fill value: one element in memory, which all indices show.
+A chunk is a file, an entry of a zip, or a part of a shard whose table records its place. An absent chunk has the fill
+value everywhere: one element in memory that all indices refer to (strides of 0).
 Sources: zarr-specs v3, codecs/sharding-indexed (index format).
 """
 
@@ -27,9 +27,9 @@ from ..pool import checked, each
 from ..storage.base import Buffer, Entry, Fetched, Store, StoreFile, look
 from ..system import after_fork
 
-_FILL = "lazyckpt.fill"  # a codec of our own: the bytes in its configuration, whatever it is given
-_NOWHERE = (1 << 64) - 1  # offset and length of a chunk that a shard has not
-_KEPT = 64 << 20  # bytes of tables
+_FILL = "lazyckpt.fill"  # a private codec whose output is the bytes in its configuration
+_NOWHERE = (1 << 64) - 1  # offset and length of a chunk that is absent from a shard
+_KEPT = 64 << 20  # bytes of cached tables
 _LOCKS = 64
 _ENTRY = np.dtype([("offset", "<u8"), ("length", "<u8")])
 
@@ -38,7 +38,7 @@ Table = NDArray[Any]
 
 
 class Tables:
-    """The tables of the last shards that were looked into. Several threads that want the same wait for one of them."""
+    """A cache of shard tables. If several threads need the same table, one reads it and the others wait."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -63,9 +63,9 @@ class Tables:
 
 
 def place(store: Store, chunk: Chunk, tables: Tables) -> Extent:
-    """Where the elements of a chunk lie: in the file or, if it is packed or absent, within what it unpacks to.
+    """Locate the elements of a chunk: in the file or, if it is compressed or absent, in its decompressed bytes.
 
-    Raises MissingFileError (absent, and there is no fill value), CorruptError (a size or a table that cannot be).
+    Raises MissingFileError (the chunk is absent and has no fill value), CorruptError (an impossible size or table).
     """
     window = _window(store, chunk)
     for shard in chunk.shards:
@@ -80,31 +80,31 @@ def place(store: Store, chunk: Chunk, tables: Tables) -> Extent:
         return Extent(chunk.path, 0, chunk.dtype, chunk.shape, chunk.strides, swapped=chunk.swapped, within=found)
     if length != chunk.nbytes:
         raise CorruptError(
-            f"{store.root}/{chunk.path}: {chunk} has {length:,} bytes where it takes {chunk.nbytes:,}: truncated, or "
-            "not of this array"
+            f"{store.root}/{chunk.path}: {chunk} has {length:,} bytes, expected {chunk.nbytes:,}: truncated, or "
+            "not a chunk of this array"
         )
     return Extent(chunk.path, offset, chunk.dtype, chunk.shape, chunk.strides, swapped=chunk.swapped)
 
 
 def unpack_chunk(store: Store, chunk: Chunk, out: memoryview | None = None) -> Buffer:
-    """The bytes of a chunk that `place` has found; perhaps in ``out``, memory for so many bytes.
+    """Decompress a chunk that `place` located; the result may be in ``out``, memory of the chunk's size.
 
-    Raises DataError (an unknown codec), CorruptError (damaged).
+    Raises DataError (an unknown codec), CorruptError (damaged data).
     """
     where = f"{store.root}/{chunk.path} ({chunk})"
     if chunk.codecs[0].name == _FILL:
         return bytes.fromhex(chunk.codecs[0].config)
     offset, length = chunk.window or (0, store.stat(chunk.path).size)
-    packed = np.empty(length, np.uint8).data  # memory that nobody has to clear first
+    packed = np.empty(length, np.uint8).data  # unlike a bytearray, not cleared first
     store.read_into(chunk.path, offset, packed)
     data = decode(chunk.codecs, packed, where, chunk.nbytes, out)
     if len(data) != chunk.nbytes:
-        raise CorruptError(f"{where} unpacks to {len(data):,} bytes in place of {chunk.nbytes:,}: damaged")
+        raise CorruptError(f"{where} unpacks to {len(data):,} bytes instead of {chunk.nbytes:,}: damaged")
     return data
 
 
 def _window(store: Store, chunk: Chunk) -> Window | None:
-    """The bytes of the chunk, or of the shard it is in."""
+    """Return the window of the chunk's file that holds the chunk or its shard; None if that is absent."""
     if not chunk.present:
         return None
     if chunk.window is None:
@@ -118,7 +118,7 @@ def _window(store: Store, chunk: Chunk) -> Window | None:
 
 
 def _inside(store: Store, path: str, window: Window, shard: Shard, tables: Tables) -> Window | None:
-    """The bytes of a chunk of a shard that takes these bytes of the file; None if the shard has it not."""
+    """Return the bytes of a chunk within the shard at ``window``; None if the chunk is absent from the shard."""
     table = tables.get(store, path, window, shard)
     offset, length = int(table["offset"][shard.number]), int(table["length"][shard.number])
     if offset == length == _NOWHERE:
@@ -153,18 +153,17 @@ def _filled(store: Store, chunk: Chunk) -> Extent:
     return Extent(chunk.path, 0, chunk.dtype, chunk.shape, (0,) * len(chunk.shape), within=one)
 
 
-# -- What is packed: where in an archive of torch.save or a chunk of an array the elements lie, and what they
-# unpack to.
+# -- Archives of torch.save and chunks of arrays: locating the elements and decompressing them.
 
-_PLACES = 1 << 16  # archives whose inside a store remembers
-_UNPACKED = 128 << 20  # bytes of unpacked archives that it keeps (the last one whatever its size)
-_SMALL = 1 << 20  # bytes; what takes less is always kept, for the next slice
+_PLACES = 1 << 16  # located archives that are cached per store
+_UNPACKED = 128 << 20  # bytes of decompressed archives that are cached per store (at least the last one)
+_SMALL = 1 << 20  # bytes; smaller chunks are always cached, for the next slice
 _SLACK = 1 << 20  # bytes that the archive of a tensor may have besides the elements
 CODECS = {"stream.zstd/1": unpack_zstd}
 
 
 class _Known:
-    """What one store remembers."""
+    """The caches of one store."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -179,7 +178,7 @@ _lock = threading.Lock()
 
 
 def _forget() -> None:
-    """A forked child looks everything up anew: threads of its parent may hold any of the locks."""
+    """Drop all caches in a forked child: threads of its parent may hold any of the locks."""
     global _stores, _lock
     _stores, _lock = weakref.WeakKeyDictionary(), threading.Lock()
 
@@ -196,11 +195,11 @@ def _known(store: Store) -> _Known:
 
 
 def locate(store: Store, archive: Packed, name: str) -> Extent:
-    """Where the elements of an archive or a chunk lie; within what it unpacks to, if it is packed. One or two small
-    reads.
+    """Locate the elements of an archive or a chunk: in the file or, if compressed, in the decompressed bytes. Takes one
+    or two small reads.
 
-    Raises CorruptError (it is no archive of a tensor of this dtype and shape), DataError (a codec that is not known),
-    and what reading raises. ``name``: of the tensor, for messages.
+    ``name`` is the tensor's name, for messages. Raises CorruptError (not an archive of a tensor of this dtype and
+    shape), DataError (an unknown codec), and what reading raises.
     """
     extent = located(store, archive, name)
     if extent is None:
@@ -219,7 +218,7 @@ def locate(store: Store, archive: Packed, name: str) -> Extent:
 
 
 def located(store: Store, archive: Packed, name: str) -> Extent | None:
-    """The same, if it was looked up before; reads nothing."""
+    """Return the result of an earlier `locate` from the cache, without reading; None if there is none."""
     extent = _known(store).places.get(archive.key)
     if extent is not None:
         _compare(store, archive, name, extent)
@@ -227,10 +226,11 @@ def located(store: Store, archive: Packed, name: str) -> Extent | None:
 
 
 def locate_all(store: Store, archives: Iterable[tuple[Packed, str]]) -> None:
-    """Look up all (archive, name of its tensor) that are not known yet, several at a time: over a network each takes
-    as long as a slice of the tensor does. Packed archives are left out: looking into them is reading them.
+    """Locate all archives that are not in the cache, several at a time: over a network, one lookup takes as long as
+    reading a slice. ``archives`` yields pairs (archive, name of its tensor).
 
-    Raises as `locate` does.
+    Compressed archives are skipped, because locating their elements means reading all of them. Raises what `locate`
+    raises.
     """
     places = _known(store).places
     open_ones = [
@@ -257,7 +257,7 @@ def _look(store: Store, archive: Archive, name: str, known: _Known) -> Extent:
             file = read_torch_file(store, archive.path, known.pickles, (archive.offset, archive.length))
         tensor = file.root
         if not isinstance(tensor, StoredTensor):
-            raise CorruptError(f"{_where(store, archive)}: it holds {type(tensor).__name__}, no tensor")
+            raise CorruptError(f"{_where(store, archive)}: it holds {type(tensor).__name__}, not a tensor")
         extent = file.extent(tensor, name)
     except (ChangedFileError, MissingFileError, DataError):
         raise
@@ -272,8 +272,8 @@ def _look(store: Store, archive: Archive, name: str, known: _Known) -> Extent:
 
 
 def unpacked(store: Store, archive: Packed | Inline, limit: int | None = None) -> Memory:
-    """What an archive or a chunk (one that `locate` gave) unpacks to, as a store of one file. ``limit``: bytes that it
-    may take at most; by default what the tensor needs. Raises DataError for a codec that is not known, CorruptError."""
+    """Decompress an archive, or a chunk that `locate` returned, to a store of one file. ``limit`` is the maximum size
+    in bytes, by default what the tensor needs. Raises DataError for an unknown codec, CorruptError for damaged data."""
     if isinstance(archive, Inline):
         return Memory(store, archive.path, archive.data)
     known = _known(store)
@@ -291,8 +291,8 @@ def unpacked(store: Store, archive: Packed | Inline, limit: int | None = None) -
 
 
 def unpacked_into(store: Store, packed: Packed | Inline, target: memoryview) -> bool:
-    """Unpack straight into place what is wanted as a whole, and keep nothing: whether that was done. It is not if it is
-    small, unpacks to something else in size, or is kept already. Errors as `unpacked`."""
+    """Decompress a whole chunk directly into ``target``, without caching it, and return True. Return False for a chunk
+    that is small, has another size, or is cached already. Raises what `unpacked` raises."""
     if not isinstance(packed, Chunk) or not _SMALL <= len(target) == packed.nbytes:
         return False
     if packed.key in _known(store).unpacked:
@@ -304,13 +304,13 @@ def unpacked_into(store: Store, packed: Packed | Inline, target: memoryview) -> 
 
 
 def unpack(store: Store, archive: Archive, limit: int | None = None) -> bytes:
-    """The same of an archive as bytes, not kept."""
+    """Decompress an archive to bytes, without caching them."""
     where = _where(store, archive)
     unknown = [c for c in archive.codecs if c not in CODECS]
     if unknown:
         raise DataError(
             f"{where}: the elements are packed with {', '.join(map(repr, unknown))}, which lazyckpt cannot unpack (it "
-            f"can: {', '.join(CODECS)}). Save the checkpoint again without that extension."
+            f"supports: {', '.join(CODECS)}). Save the checkpoint again without that extension."
         )
     if limit is None:
         limit = prod(archive.shape) * archive.dtype.itemsize + _SLACK
@@ -325,9 +325,9 @@ def _where(store: Store, archive: Archive) -> str:
 
 
 class Memory(Store):
-    """A store of one file that is in memory, for what reads through a store. ``name``: what it is called."""
+    """A store of one in-memory file, called ``name``, for code that reads through a store."""
 
-    gap = 1 << 62  # nothing is saved by reading less
+    gap = 1 << 62  # reading less saves nothing
 
     def __init__(self, origin: Store, name: str, data: Buffer) -> None:
         super().__init__()
@@ -352,7 +352,7 @@ class Memory(Store):
 
     def read(self, path: str, offset: int, length: int) -> memoryview:
         if offset + length > len(self._data):
-            raise CorruptError(f"{self.root}/{path}: bytes past the end of what it unpacks to are wanted: damaged")
+            raise CorruptError(f"{self.root}/{path}: a read goes past the end of its unpacked bytes: damaged")
         return memoryview(self._data)[offset : offset + length]
 
     def _fetch(self, path: str, offset: int, target: memoryview) -> Fetched:

@@ -1,10 +1,10 @@
-"""A store: the folder (or bucket prefix) that a checkpoint lies in, as names, sizes and byte ranges.
+"""The store interface: the folder (or bucket prefix) of a checkpoint as names, sizes and byte ranges.
 
-Names are relative to the store's root, with "/" between folders. A store does no caching of data and knows no format.
-It pickles to its root and options alone, so that a tensor can travel to another process.
+Names are relative to the store's root, with "/" between folders. A store does not cache data and does not know file
+formats. Its pickle holds its root, options and pins, so that a tensor can be sent to another process.
 
-The base class checks what was read: bytes of a file that is not the one that was indexed are never returned. The
-stores of this package implement the raw operations (names with an underscore) and cannot forget the check.
+The base class checks every read: it never returns bytes of a file that changed since it was indexed. Subclasses
+implement only the raw operations (names with an underscore) and cannot omit the check.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from ..pool import each, verify_later
 from .mapping import Mapped
 
 Buffer = bytes | memoryview
-_SEEN = 1 << 16  # files without pins whose first state a store remembers
+_SEEN = 1 << 16  # maximum number of unpinned files whose first state a store remembers
 _ABSENT = FileInfo(0, 0)
 
 
 class Entry(NamedTuple):
-    """What `Store.list` tells of a name."""
+    """An entry of a listing by `Store.list`."""
 
     info: FileInfo
     is_dir: bool
 
 
-# What a raw read delivered: the number of bytes, and what the file was then; None if the answer does not say.
+# The result of a raw read: the number of bytes, and the file's state at that time (None if the response lacks it).
 Fetched = tuple[int, FileInfo | None]
 
 
 class Guard(Protocol):
-    """What has to be checked of a file before its bytes are used, at the latest when they are read. It pickles."""
+    """A picklable check of a file that must pass before bytes of the file are used."""
 
     def check(self, store: Store, path: str, offset: int, length: int) -> None:
-        """Raise CorruptError if the bytes must not be used. Called before each read; reads by `Store.unguarded`."""
+        """Raise CorruptError if the bytes must not be used. Called before each read; may call `Store.unguarded`."""
 
 
 class Store(ABC):
-    """Where bytes come from. All methods may be called from several threads.
+    """A source of bytes, safe to use from several threads.
 
-    ``pins`` are the files as they were when they were indexed. Reading or mapping a pinned file that is not the same
-    any more (size, version or modification time) raises ChangedFileError; a file that is gone, MissingFileError.
-    Of files without pins a store remembers what they were when it first looked at them, and `pinned` compares: an
-    index is never pinned to another state of a file than the one that it was made from.
+    ``pins`` are the states of the files when they were indexed. Reading or mapping a pinned file whose size, version or
+    modification time changed raises ChangedFileError; a file that no longer exists raises MissingFileError. For
+    unpinned files, a store remembers their state at the first access, and `pinned` compares it with the new pins: an
+    index is never pinned to another state of a file than the one that it was built from.
     """
 
     def __init__(self, pins: Mapping[str, FileInfo] | None = None) -> None:
@@ -57,56 +57,56 @@ class Store(ABC):
         self._seen: dict[str, FileInfo] = {}
         self.closed = False
         self.guards: dict[str, Guard] = {}
-        # how many reads headers of zips may take before the rest is left to guards; None: none is left
+        # the number of reads of zip headers before further checks are left to guards; None: no limit
         self.reads_of_headers: int | None = None
 
-    # -- what a store implements
+    # -- methods that subclasses implement
 
     @property
     @abstractmethod
     def root(self) -> str:
-        """What a user would pass to `lazyckpt.open` for this folder."""
+        """The path or URL that a user passes to `lazyckpt.open` for this folder."""
 
     @property
     @abstractmethod
     def gap(self) -> int:
-        """Unwanted bytes between two wanted runs that are worth reading to save a request."""
+        """The largest gap in bytes between two wanted runs that is cheaper to read than a second request."""
 
     @abstractmethod
     def below(self, folder: str) -> Store:
-        """A store of its own for a folder of this one."""
+        """Return a separate store for a folder of this store."""
 
     @abstractmethod
     def list(self, folder: str = "") -> Mapping[str, Entry]:
-        """The names directly inside a folder; {} if there is no such folder."""
+        """Return the entries directly inside a folder, by name; {} if there is no such folder."""
 
     @abstractmethod
     def _with(self, pins: Mapping[str, FileInfo]) -> Store:
-        """The same store with other pins."""
+        """Return a store like this one, with other pins."""
 
     @abstractmethod
     def _stat(self, path: str) -> FileInfo:
-        """See `stat`; never from a cache."""
+        """Return the state of a file, never from a cache (see `stat`)."""
 
     @abstractmethod
     def _fetch(self, path: str, offset: int, target: memoryview) -> Fetched:
-        """Fill ``target``, which is not empty, as far as the file goes, from ``offset`` on."""
+        """Fill the non-empty ``target`` with bytes from ``offset`` on, as far as the file goes."""
 
-    # -- what is asked of a store
+    # -- methods that callers use
 
     @property
     def key(self) -> str:
-        """What tells the store from others of this process: its root, and what it is read with."""
+        """A string that identifies the store within this process: its root and access options."""
         return self.root
 
     @property
     def listable(self) -> bool:
-        """Whether `list` gives all names, with what tells one state of a file from another."""
+        """Whether `list` returns all names, with the size and the time or version of each file."""
         return True
 
     def pinned(self, pins: Mapping[str, FileInfo]) -> Store:
-        """The same store with other pins. Raises ChangedFileError if a file was written to since this store, which has
-        no pins, has first looked at it."""
+        """Return a store like this one, with other pins. Raises ChangedFileError if a file changed since this store
+        first accessed it."""
         self._compare(pins)
         store = self._with(pins)
         store.guards = self.guards
@@ -128,33 +128,34 @@ class Store(ABC):
                 raise changed(self.root, path, first, pin)
 
     def stat(self, path: str) -> FileInfo:
-        """Size and modification time now. Raises MissingFileError; its ``errno`` is ENOENT or ENOTDIR if there is no
-        such file, something else (or None) if it cannot be told."""
+        """Return the current size and modification time of a file. Raises MissingFileError, whose ``errno`` is ENOENT
+        or ENOTDIR if there is no such file, and another value or None if its existence is unknown."""
         info = self._stat(path)
         if path not in self.pins:
             self._remember(path, info)
         return info
 
     def read(self, path: str, offset: int, length: int) -> Buffer:
-        """Exactly ``length`` bytes from ``offset`` on. Raises CorruptError past the end of the file."""
+        """Read exactly ``length`` bytes from ``offset`` on. Raises CorruptError past the end of the file."""
         data = bytearray(length)
         self.read_into(path, offset, memoryview(data))
         return bytes(data)
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from ``offset`` on; errors as `read`."""
+        """Fill ``target`` with bytes from ``offset`` on. Raises what `read` raises."""
         if self.guards:
             self.check(path, offset, len(target))
         self.unguarded(path, offset, target)
 
     def check(self, path: str, offset: int, length: int) -> None:
-        """Raise CorruptError if bytes of a file must not be used: before they are read, or touched in a mapping."""
+        """Raise CorruptError if bytes of a file must not be used. Call it before reading them or accessing them in a
+        mapping."""
         guard = self.guards.get(path)
         if guard is not None:
             guard.check(self, path, offset, length)
 
     def unguarded(self, path: str, offset: int, target: memoryview) -> None:
-        """`read_into` without what a guard checks: for guards."""
+        """Fill ``target`` like `read_into`, but without the check of a guard, so that guards can read."""
         if self.closed:
             raise closed_error(self.root)
         if not len(target):
@@ -165,23 +166,23 @@ class Store(ABC):
             self._judge(path, offset, len(target), count, info)
 
     def read_pieces(self, path: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill each target from its offset on, as `read_into` does: many small ones, several at a time."""
+        """Fill each target from its offset on, as `read_into` does. For many small reads; several run concurrently."""
         if self.guards:
             for offset, target in pieces:
                 self.check(path, offset, len(target))
         self._fetch_pieces(path, pieces)
 
     def _fetch_pieces(self, path: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
-        """The same without what a guard checks."""
+        """Fill each target without the check of a guard."""
         each(lambda piece: self.unguarded(path, *piece), pieces)
 
     def _look_first(self, path: str) -> None:
-        """What a file is before its first bytes come, where it is not pinned and answers do not say."""
-        if not self._tells and path not in self.pins and path not in self._seen:
+        """Remember the state of an unpinned file before its first read, if responses do not report it."""
+        if not self._reports_state and path not in self.pins and path not in self._seen:
             self._remember(path, self._stat(path))
 
     def _judge(self, path: str, offset: int, wanted: int, count: int, info: FileInfo | None) -> None:
-        """Raise what is wrong with ``count`` bytes that a file of this state delivered, if anything is."""
+        """Raise an error if a read of ``wanted`` bytes returned too few bytes, or bytes of a changed file."""
         pin = self.pins.get(path)
         if pin is not None and info is not None and not info.may_be(pin):
             raise changed(self.root, path, pin, info)
@@ -194,12 +195,12 @@ class Store(ABC):
         if info is None:
             self.verify(path)
         raise CorruptError(
-            f"{self.root}/{path}: {wanted:,} bytes from {offset:,} on are wanted, {count:,} came: truncated? Copy it "
+            f"{self.root}/{path}: expected {wanted:,} bytes from {offset:,} on, got {count:,}: truncated? Copy it "
             "again from its source."
         )
 
     def verify(self, path: str) -> None:
-        """Ask what a file is now. Raises ChangedFileError if that is not what is pinned, MissingFileError."""
+        """Compare the current state of a file with its pin. Raises ChangedFileError, MissingFileError."""
         pin = self.pins.get(path)
         if pin is not None:
             info = self._stat(path)
@@ -207,32 +208,31 @@ class Store(ABC):
                 raise changed(self.root, path, pin, info)
 
     def map(self, path: str) -> Mapped | None:
-        """The whole file as memory whose pages are read when touched; None if this store cannot, or the file is empty.
-        For reading only, and not to be kept: the store keeps it as long as it has room. What was copied from it is
-        right if `confirm` says so afterwards."""
+        """Map the whole file for reading; return None if the store cannot map it or the file is empty. The store caches
+        the mapping, so callers must not keep it. Call `confirm` after copying from it."""
         return None
 
     def confirm(self, path: str, mapped: Mapped) -> None:
-        """Check that what was copied from a mapping are the bytes of the pinned file. Raises ChangedFileError."""
+        """Check that bytes copied from a mapping are those of the pinned file. Raises ChangedFileError."""
         self.verify(path)
 
     def resident(self, address: int, nbytes: int) -> bool:
-        """Whether bytes of a mapped file are likely in memory already: touching them costs no I/O."""
+        """Return whether bytes of a mapped file are probably in memory already, so that access costs no I/O."""
         return False
 
     def private(self, path: str) -> Buffer | None:
-        """A mapping of the caller's own, which may be written to (the file never is); None as for `map`. Who touches it
-        after the file was truncated gets ChangedFileError."""
+        """Map the file privately for the caller, who may write to the memory (never to the file); return None as `map`
+        does. Access after the file was truncated raises ChangedFileError."""
         return None
 
     def close(self) -> None:
-        """Let go of files and connections of its own; reading raises DataError from then on. Closing twice is fine, and
-        other stores of the same folder stay as they are."""
+        """Release this store's files and connections; later reads raise DataError. Closing twice is allowed. Other
+        stores of the same folder are not affected."""
         self.closed = True
 
-    # -- how
+    # -- implementation
 
-    _tells = True  # whether every answer says what the file was; if not, it has to be asked for
+    _reports_state = True  # whether every read reports the file's state; if False, `_stat` has to be called for it
 
     def _remember(self, path: str, info: FileInfo) -> None:
         first = self._seen.setdefault(path, info)
@@ -243,7 +243,7 @@ class Store(ABC):
 
 
 def changed(root: str, path: str, pin: FileInfo, now: FileInfo) -> ChangedFileError:
-    """What reading a file raises that is not the pinned one."""
+    """Return the error for a read of a file that changed since it was pinned."""
     return ChangedFileError(
         f"{root}/{path} is not the file that was opened: it had {pin.size:,} bytes, now it has "
         f"{now.size:,}, or it was written to since. Open the checkpoint again."
@@ -251,12 +251,13 @@ def changed(root: str, path: str, pin: FileInfo, now: FileInfo) -> ChangedFileEr
 
 
 def closed_error(root: str) -> DataError:
-    """What reading from a closed store raises."""
+    """Return the error for a read from a closed store."""
     return DataError(f"{root} is closed: its view was closed, or its with-statement has ended. Open it again to read.")
 
 
 def present(store: Store, path: str) -> FileInfo | None:
-    """Size and modification time now; None if there is no such file. Raises MissingFileError if that cannot be told."""
+    """Return the current size and modification time of a file, None if there is no such file. Raises MissingFileError
+    if its existence is unknown."""
     try:
         return store.stat(path)
     except MissingFileError as e:
@@ -266,21 +267,21 @@ def present(store: Store, path: str) -> FileInfo | None:
 
 
 def look(store: Store, path: str) -> FileInfo | None:
-    """What a file is that may be absent (None). Raises ChangedFileError if it is not what it was when the store first
-    looked at it: also if it came or went since. Other errors as `Store.stat`."""
+    """Return the state of a file, None if it is absent. Raises ChangedFileError if the file changed, appeared or
+    disappeared since the store first accessed it, and what `Store.stat` raises."""
     info = present(store, path)
     now = _ABSENT if info is None else info
     pin = store.pins.get(path)
     if pin is not None and not pin.may_be(now):
         raise changed(store.root, path, pin, now)
-    if isinstance(store, Store) and info is None:  # a store that wraps another one leaves remembering to it
+    if isinstance(store, Store) and info is None:  # the store inside a wrapper remembers its own files
         store._remember(path, _ABSENT)
     return info
 
 
 def narrow(store: Store, paths: Iterable[str]) -> Store:
-    """The store with the pins of these files only, and what it remembers of those without: what has to travel with one
-    tensor."""
+    """Return the store with the pins of these files only, and the remembered states of unpinned ones: the part that a
+    pickled tensor needs."""
     seen = store._seen if isinstance(store, Store) else {}
     known = ((path, store.pins.get(path) or seen.get(path)) for path in paths)
     found = store.pinned({path: info for path, info in known if info is not None})
@@ -290,29 +291,29 @@ def narrow(store: Store, paths: Iterable[str]) -> Store:
 
 
 def check(store: Store, path: str, offset: int, length: int) -> None:
-    """`Store.check`; a store that wraps another one leaves it to that."""
+    """Call `Store.check`; skip wrappers of stores, whose inner store checks."""
     if isinstance(store, Store):
         store.check(path, offset, length)
 
 
 def guarded(store: Store, guards: Mapping[str, Guard]) -> Store:
-    """The same store object, with these guards: how a pickled store comes back."""
+    """Set the guards of a store and return it; used to unpickle a store."""
     store.guards = dict(guards)
     return store
 
 
 class StoreFile(io.RawIOBase):
-    """A file of a store as a seekable stream, for libraries that want one (zipfile).
+    """A file of a store as a seekable stream, for libraries such as zipfile.
 
-    The last ``tail`` bytes are fetched with the first read that touches them: a zip's directory is there; and so are
-    the first ``head`` bytes. ``window`` (start, length): the stream is this part of the file only.
+    The first read within the last ``tail`` bytes, where a zip has its directory, fetches all of them; the same applies
+    to the first ``head`` bytes. With ``window`` (start, length), the stream covers only this part of the file.
     """
 
     def __init__(
         self, store: Store, path: str, tail: int = 1 << 13, head: int = 0, window: tuple[int, int] | None = None
     ) -> None:
         self.store, self.path = store, path
-        # of a window the file was looked at before, and there may be thousands of them
+        # a file read by windows was checked before, and there may be thousands of windows
         self.info = (store.pins.get(path) if window else None) or store.stat(path)
         self.start, self.size = window or (0, self.info.size)
         self._at = 0
@@ -323,7 +324,7 @@ class StoreFile(io.RawIOBase):
 
     @property
     def where(self) -> str:
-        """What it is, for messages."""
+        """The file, and the window's offset if it is not the whole file, for messages."""
         whole = f"{self.store.root}/{self.path}"
         return whole if (self.start, self.size) == (0, self.info.size) else f"{whole} (at byte {self.start:,})"
 
@@ -351,10 +352,10 @@ class StoreFile(io.RawIOBase):
         return data
 
     def at(self, offset: int, size: int) -> bytes:
-        """``size`` bytes from ``offset`` on, without moving the stream. Raises CorruptError past the end."""
+        """Read ``size`` bytes from ``offset`` on, without moving the stream. Raises CorruptError past the end."""
         if offset < 0 or offset + size > self.size:
             raise CorruptError(
-                f"{self.where}: bytes {offset:,} to {offset + size:,} are wanted, it has {self.size:,}: truncated?"
+                f"{self.where}: bytes {offset:,} to {offset + size:,} are needed, it has {self.size:,}: truncated?"
             )
         if size == 0:
             return b""
@@ -370,12 +371,12 @@ class StoreFile(io.RawIOBase):
         return bytes(memoryview(self._tail)[start : start + size])
 
     def keep(self, head: bytes) -> None:
-        """Take what was read from byte 0 on for the head: it is not read again."""
+        """Cache ``head``, bytes that were read from offset 0 on, so that they are not read again."""
         if len(head) > self._head_size:
             self._head, self._head_size = head, len(head)
 
     def read_pieces(self, pieces: Iterable[tuple[int, memoryview]]) -> None:
-        """Fill each target from its offset on. What the head and the tail hold costs no further request."""
+        """Fill each target from its offset on. Bytes of the cached head and tail need no further request."""
         far = []
         for offset, target in pieces:
             if offset + len(target) <= self._head_size or offset >= self._tail_at:

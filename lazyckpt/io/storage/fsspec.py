@@ -1,12 +1,12 @@
-"""Files behind a URL, through fsspec: memory://, http(s)://, and (with their packages) s3://, gs://, hf://, ssh://.
+"""Files at URLs, through fsspec: memory://, http(s)://, and (with their packages) s3://, gs://, hf://, ssh://.
 
-Every read is a request for a byte range. Requests are slow to start, so a little over-reading is cheaper than two of
-them: `gap` says how much.
+Every read is a request for a byte range. Requests have a high latency, so reading a few unneeded bytes is cheaper than
+a second request; `gap` limits how many.
 
-What tells one state of a file from another (`FileInfo`): its size, and over http the ETag and Last-Modified of the very
-answer that brings the bytes; of an object store the ETag, version or generation and the time of modification, of other
-file systems that time, which are asked for once after all requests of a read. A web server that gives neither ETag
-nor Last-Modified leaves the size alone.
+A file's state (`FileInfo`) consists of its size and, over http, the ETag and Last-Modified of the response that carries
+the bytes. For object stores it includes the ETag, version or generation, and the modification time; for other file
+systems, the modification time. Those are queried once after all requests of a read. If a web server sends neither ETag
+nor Last-Modified, only the size is compared.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from ...core.index import FileInfo
 from ...errors import CorruptError, CredentialsWarning, FormatError, LazyckptError, MissingFileError
 from .base import Entry, Fetched, Guard, Store, guarded
 
-_KEY = os.urandom(32)  # of this process: what options hash to says nothing about them elsewhere
-GAP = 256 << 10  # bytes; about what 5 ms of waiting transfer at 50 MB/s
+_KEY = os.urandom(32)  # of this process, so that hashes of options reveal nothing about them elsewhere
+GAP = 256 << 10  # bytes; about as many as 50 MB/s transfer in 5 ms
 _TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created", "Last-Modified")
-# An ETag first: listings and answers about one object both have it, the version id of S3 not.
+# The ETag is first because both listings and responses contain it; S3's version id is not in listings.
 _VERSIONS = ("ETag", "etag", "generation", "VersionId", "version_id", "blob_id")
 _SECRET = re.compile(
     r"(?i)key|secret|token|passw|credential|auth|cookie|header|sas|signature|account|connection_string"
@@ -37,14 +37,14 @@ _SECRET = re.compile(
 
 
 def is_url(path: str) -> bool:
-    """Whether a path of the user names a protocol (a Windows drive does not)."""
+    """Return whether a user's path has a protocol; a Windows drive is not one."""
     return "://" in path
 
 
 @contextmanager
 def asking(url: str) -> Iterator[None]:
-    """What a file system raises besides "not found" (no credentials, no connection, a refused request; each package has
-    errors of its own) becomes an OSError that names the URL."""
+    """Convert a file system's errors other than "not found" (no credentials, no connection, a rejected request; each
+    package has its own exceptions) to an OSError that names the URL."""
     try:
         yield
     except (LazyckptError, FileNotFoundError, NotADirectoryError):
@@ -58,7 +58,7 @@ def _guarded(url: str, options: Mapping[str, Any], pins: Mapping[str, FileInfo],
 
 
 class RemoteStore(Store):
-    """A folder behind a URL. ``options`` go to fsspec's file system (credentials, endpoints, ...)."""
+    """A folder at a URL. ``options`` (credentials, endpoints, ...) are passed to fsspec's file system."""
 
     def __init__(
         self, url: str, options: Mapping[str, Any] | None = None, pins: Mapping[str, FileInfo] | None = None
@@ -67,7 +67,7 @@ class RemoteStore(Store):
         self._url = _folder(url)
         self._options = dict(options or {})
         self._connect()
-        self._tells = self._http
+        self._reports_state = self._http
 
     def _connect(self) -> None:
         import fsspec
@@ -75,20 +75,20 @@ class RemoteStore(Store):
         self._process = os.getpid()
         try:
             self._files, base = fsspec.core.url_to_fs(self._url, **self._options)
-        except (ImportError, ValueError) as e:  # the protocol's package is not installed, or there is no such protocol
+        except (ImportError, ValueError) as e:  # the protocol's package is not installed, or the protocol is unknown
             raise FormatError(f"{self._url}: {e}") from None
         self._base = base.rstrip("/")
 
     @property
     def fs(self) -> Any:
-        """fsspec's file system. A forked child needs one of its own: the threads that serve it were not copied."""
+        """fsspec's file system. A forked child creates a new one, because fsspec's threads were not copied."""
         if self._process != os.getpid():
             self._connect()
         return self._files
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """What fsspec's file system was made with."""
+        """The options that were passed to fsspec's file system."""
         return self._options
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -96,7 +96,7 @@ class RemoteStore(Store):
         if secret:
             warnings.warn(
                 f"a pickle of tensors of {self._url} holds storage options in the open: {', '.join(secret)}. Keep it "
-                "secret, or give them where it is read (fsspec's configuration or environment) and not to open().",
+                "secret, or set them in fsspec's configuration or environment instead of passing them to open().",
                 CredentialsWarning,
                 stacklevel=2,
             )
@@ -131,7 +131,7 @@ class RemoteStore(Store):
         return found
 
     def forget(self) -> None:
-        """Let fsspec forget what it has listed: another opening must see what is there now."""
+        """Clear fsspec's listing cache, so that another open sees the current files."""
         self.fs.invalidate_cache()
 
     @property
@@ -154,7 +154,7 @@ class RemoteStore(Store):
         full = self.full(path)
         try:
             with asking(f"{self._url}/{path}"):
-                if self.pins:  # what a file is now; while a checkpoint is opened, a listing of that time will do
+                if self.pins:  # a pinned file needs its current state; while opening, a cached listing is recent enough
                     self.fs.invalidate_cache(full)
                 return _info(self.fs.info(full))
         except (FileNotFoundError, NotADirectoryError) as e:
@@ -172,14 +172,15 @@ class RemoteStore(Store):
             raise self._gone(path, e) from None
         if len(data) > len(target):
             raise CorruptError(
-                f"{self._url}/{path}: {len(target):,} bytes from {offset:,} on are wanted, {len(data):,} came: the "
+                f"{self._url}/{path}: expected {len(target):,} bytes from {offset:,} on, got {len(data):,}: the "
                 "server does not serve ranges"
             )
         target[: len(data)] = data
         return len(data), info
 
     def _get(self, url: str, start: int, stop: int) -> tuple[bytes, FileInfo | None]:
-        """A range of a file of a web server, and what the answer says of the file (fsspec gives the bytes alone)."""
+        """Request a range of a file over http; return its bytes and the file's state from the response headers (fsspec
+        returns only the bytes)."""
         from fsspec.asyn import sync
 
         fs = self.fs
@@ -194,9 +195,9 @@ class RemoteStore(Store):
             }
             async with session.get(fs.encode_url(url), headers=headers, **options) as answer:
                 total = re.fullmatch(r"bytes (?:\d+-\d+|\*)/(\d+)", answer.headers.get("Content-Range", ""))
-                told = {name: answer.headers.get(name) for name in ("ETag", "Last-Modified")}
-                info = _info({**told, "size": int(total[1])}) if total else None
-                if answer.status == 416 and info is not None:  # it is shorter now
+                state = {name: answer.headers.get(name) for name in ("ETag", "Last-Modified")}
+                info = _info({**state, "size": int(total[1])}) if total else None
+                if answer.status == 416 and info is not None:  # the file is shorter now
                     return b"", info
                 if answer.status in (404, 410):
                     raise FileNotFoundError(url)
@@ -204,8 +205,8 @@ class RemoteStore(Store):
                 if answer.status != 206:
                     whole = answer.headers.get("Content-Length", "")
                     if start or whole != str(stop):
-                        raise OSError("the server answers with other bytes than the range that was asked for")
-                    info = _info({**told, "size": int(whole)})
+                        raise OSError("the server answers with other bytes than the requested range")
+                    info = _info({**state, "size": int(whole)})
                 return await answer.read(), info
 
         got: tuple[bytes, FileInfo | None] = sync(fs.loop, get)
@@ -217,12 +218,12 @@ class RemoteStore(Store):
         return error
 
     def full(self, path: str) -> str:
-        """The name of a file for `fs`."""
+        """Return the name of a file within `fs`."""
         return f"{self._base}/{path}" if path else self._base
 
 
 def _info(entry: Mapping[str, Any]) -> FileInfo:
-    """What fsspec, or the headers of an answer, say of a file. fsspec's names differ by protocol."""
+    """Build a file's state from an fsspec entry or from response headers. The keys differ by protocol."""
     known = {key: entry[key] for key in (*_TIMES, *_VERSIONS) if entry.get(key)}
     changed = next((known[k] for k in _TIMES if k in known), 0)
     version = next((str(known[k]) for k in _VERSIONS if k in known and known[k] != "null"), "")
@@ -244,20 +245,21 @@ def _nanoseconds(time: Any) -> int:
 
 
 def _hides(value: Any) -> bool:
-    """Whether something in a nested option has the name of a secret."""
+    """Return whether a nested option contains a key that looks like the name of a secret."""
     if isinstance(value, Mapping):
         return any(_SECRET.search(str(name)) or _hides(part) for name, part in value.items())
     return False
 
 
 def _folder(url: str) -> str:
-    """Without slashes at the end; the root of a protocol keeps its own ("memory://")."""
+    """Remove trailing slashes, except those of a protocol's root ("memory://")."""
     url = url.rstrip("/")
     return f"{url}//" if url.endswith(":") else url
 
 
 def split_url(url: str, options: Mapping[str, Any] | None) -> tuple[RemoteStore, str]:
-    """The store and the name inside it: a URL that lists is a folder, any other is a file in its parent."""
+    """Return the store for a user's URL and the name within the store. A folder has the name ""; a file is opened in
+    the store of its parent folder."""
     url = _folder(url)
     parent, _, name = url.rpartition("/")
     store = RemoteStore(url, options)
@@ -279,8 +281,8 @@ def split_url(url: str, options: Mapping[str, Any] | None) -> tuple[RemoteStore,
 
 
 def _check_served(store: RemoteStore, info: Mapping[str, Any]) -> None:
-    """Raise FormatError for what a web server has under the URL of ``store`` but cannot be read in parts. A server that
-    ignores ranges would send all of a file each time: it is asked for the last byte, and hung up on if more comes."""
+    """Raise FormatError if the URL of ``store`` is an HTML page or its server does not serve ranges. To find out
+    without a full download, request the last byte and close the connection if more than that arrives."""
     url, size = store.root, info.get("size")
     if info.get("mimetype") == "text/html":
         raise FormatError(
@@ -292,7 +294,7 @@ def _check_served(store: RemoteStore, info: Mapping[str, Any]) -> None:
     if size is not None and info.get("partial") is not False:
         with asking(url), store.fs.open(store.full(""), "rb", size=size, cache_type="none") as file:
             file.seek(size - 1)
-            with suppress(ValueError):  # fsspec's: the answer is not the range
+            with suppress(ValueError):  # fsspec raises it if the response is not the requested range
                 file.read(1)
                 served = True
     if not served:

@@ -1,11 +1,11 @@
-"""Files on this machine: positioned reads, and a mapping for what is sparse, or small and already in memory.
+"""Local files: positioned reads, and mappings for sparse reads and for small reads that are already in memory.
 
 Measured (warm, 2 cores): a mapped slice of 64 KiB to 16 MiB copies about twice as fast as a positioned read of it;
-above that, reads on several threads win, and they do not fill the process with file pages. Cold, a positioned read
-fetches exactly its pages, while a mapping faults them one by one: so a mapping is touched only where it is resident
-or where few pages are wanted. No read-ahead is asked for: a slice must not cost its neighbours.
+above that, reads on several threads are faster and do not add file pages to the process. Cold, a positioned read
+fetches exactly its pages, while a mapping faults them one by one, so a mapping is used only where it is resident or
+where few pages are needed. Read-ahead is disabled: reading a slice must not read its neighbours.
 
-A file is checked after its bytes were copied, not before: who writes to it meanwhile is noticed, too.
+A file is checked after its bytes were copied, not before, so that concurrent writes are detected, too.
 """
 
 from __future__ import annotations
@@ -26,12 +26,9 @@ from .base import Entry, Fetched, Guard, Store, closed_error, guarded
 from .mapping import Mapped, map_file, resident
 
 _OPEN_FILES = 128  # well under the usual limit of 1,024 descriptors
-_MAPPINGS = 128  # each keeps one, too
-_RETRIES = 5  # of opening while other threads take the descriptors that were freed
-_GONE = (
-    "{}: bytes that are touched through a mapping are gone: the file was truncated, or its disk failed. Open the "
-    "checkpoint again."
-)
+_MAPPINGS = 128  # each keeps a descriptor open, too
+_RETRIES = 5  # attempts to open a file while other threads take the freed descriptors
+_GONE = "{}: mapped bytes of this file are gone: the file was truncated, or its disk failed. Open the checkpoint again."
 
 _stores: weakref.WeakSet[LocalStore] = weakref.WeakSet()
 _stores_lock = threading.Lock()
@@ -48,7 +45,7 @@ class LocalStore(Store):
     def __init__(self, root: str | os.PathLike[str], pins: Mapping[str, FileInfo] | None = None) -> None:
         super().__init__(pins)
         self._root = os.path.abspath(os.fspath(root))
-        # when the inode of a file last changed, as this process has first seen it: a modification time can be set back
+        # ctime and link count of each file at its first access by this process: a modification time can be set back
         self._changes: dict[str, tuple[int, int]] = {}
         self._forget()
         with _stores_lock:
@@ -86,7 +83,7 @@ class LocalStore(Store):
                 for entry in entries:
                     try:
                         s = entry.stat()
-                    except OSError:  # a dangling link, or removed while we look
+                    except OSError:  # a dangling link, or removed during the scan
                         continue
                     found[entry.name] = Entry(FileInfo(s.st_size, s.st_mtime_ns), entry.is_dir())
         except (FileNotFoundError, NotADirectoryError):
@@ -138,7 +135,7 @@ class LocalStore(Store):
                 whole = file.read_at(offset, target) == len(target)
             except OSError:
                 whole = False
-            if not whole:  # it is truncated, cannot be read, or is read in parts
+            if not whole:  # truncated, unreadable, or a short read
                 self.unguarded(path, offset, target)
         self._judge(path, 0, 0, 0, self._info(path, file.stat()))
 
@@ -157,7 +154,7 @@ class LocalStore(Store):
 
     def confirm(self, path: str, mapped: Mapped) -> None:
         s = mapped.owner.stat()
-        if s.st_ctime_ns == mapped.state and not mapped.addresses.broken:  # nothing at all happened to the file
+        if s.st_ctime_ns == mapped.state and not mapped.addresses.broken:  # the file is untouched
             return
         self._judge(path, 0, 0, 0, self._info(path, s))
         if mapped.addresses.broken:
@@ -169,7 +166,7 @@ class LocalStore(Store):
         file = self._open(path)
         s = file.stat()
         self._judge(path, 0, 0, 0, self._info(path, s))
-        mapped = map_file(file.fd, s.st_size, told=_GONE.format(self._full(path)))
+        mapped = map_file(file.fd, s.st_size, message=_GONE.format(self._full(path)))
         return None if mapped is None else mapped.buffer
 
     def resident(self, address: int, nbytes: int) -> bool:
@@ -191,7 +188,7 @@ class LocalStore(Store):
         file = self._files.get(path)
         if file is None:
             if path not in self.pins and path not in self._seen:
-                self._stat(path)  # only a regular file is opened
+                self._stat(path)  # raises if it is not a regular file
             try:
                 file = _again_if_full(lambda: File(self._full(path)))
             except OSError as e:
@@ -209,25 +206,25 @@ class LocalStore(Store):
         return file
 
     def _info(self, path: str, s: os.stat_result) -> FileInfo:
-        """What an open file is now. Raises ChangedFileError if it was written to and its time set back."""
+        """Return the state of an open file. Raises ChangedFileError if it was written to and its time was set back."""
         info = FileInfo(s.st_size, s.st_mtime_ns)
         pin = self.pins.get(path)
         if pin is None and self.pins:
             return info
         change = (s.st_ctime_ns, s.st_nlink)
         first = self._changes.setdefault(path, change)
-        # a link more or less (another name, or this one given to a new file) changes the time, too, but no bytes
+        # adding or removing a hard link changes the ctime, too, but no bytes
         if first[0] != change[0] and first[1] == change[1]:
             if info == pin:
                 raise ChangedFileError(
-                    f"{self._full(path)} is not the file that was opened: it, or its rights, changed since, though "
-                    "size and modification time are the same. Open the checkpoint again."
+                    f"{self._full(path)} is not the file that was opened: its content or permissions changed since, "
+                    "though size and modification time are the same. Open the checkpoint again."
                 )
             self._changes[path] = change
         return info
 
     def _forget(self) -> None:
-        """Let go of all descriptors; what uses one now keeps it as long as it needs it."""
+        """Drop all cached descriptors; reads in progress keep theirs open until they end."""
         self._lock = threading.Lock()
         self._files: dict[str, File] = {}
         self._maps: dict[str, Mapped] = {}
@@ -239,7 +236,7 @@ def _all_stores() -> list[LocalStore]:
 
 
 def _again_if_full(make: Callable[[], T]) -> T:
-    """What ``make`` gives; if the process is out of descriptors, again after all stores have let go of theirs."""
+    """Call ``make``; if the process is out of descriptors, retry after all stores have dropped their cached ones."""
     for _ in range(_RETRIES):
         try:
             return make()
@@ -253,7 +250,7 @@ def _again_if_full(make: Callable[[], T]) -> T:
 
 
 def _after_fork() -> None:
-    """A thread of a forked child's parent may hold any of the locks."""
+    """Replace the locks in a forked child: a thread of its parent may hold any of them."""
     global _stores_lock
     _stores_lock = threading.Lock()
     for store in _all_stores():
@@ -264,9 +261,10 @@ after_fork(_after_fork)
 
 
 def split(path: str | os.PathLike[str]) -> tuple[LocalStore, str]:
-    """The store and the name inside it for a path of the user: a folder is ("" in itself), a file lies in its parent.
+    """Return the store for a user's path and the name within the store. A folder has the name ""; a file is opened in
+    the store of its parent folder.
 
-    Raises MissingFileError if there is nothing.
+    Raises MissingFileError if the path does not exist.
     """
     if not os.fspath(path):
         raise MissingFileError("the path is empty: name a file or folder ('.' is the current folder)")

@@ -1,10 +1,10 @@
-"""Mapped files, and a guard for those that are truncated while they are touched.
+"""Memory-mapped files, with a guard against files that are truncated while they are mapped.
 
-Touching a page of a mapping that its file no longer has sends SIGBUS, which ends the process, and no check beforehand
-prevents that. So the first mapping installs a handler of SIGBUS: where the address lies in a mapping of this module, it
-puts zeros there and marks the mapping as broken, and the copy ends like any other. Who copies then looks at the mark.
-Any other fault goes to the handler that was there before, or ends the process as it would have. On systems for which
-this module does not know how to do that, it maps nothing.
+Access to a page that a truncated file no longer has raises SIGBUS, which kills the process, and no check beforehand can
+prevent it. The first mapping therefore installs a SIGBUS handler. For an address inside a mapping of this module, the
+handler maps zeros there and marks the mapping as broken; the copy completes, and its caller checks the mark. Any other
+fault goes to the previous handler, or ends the process as usual. On systems without a known way to do this, the module
+maps nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PAGE = mmap.PAGESIZE
 _SA_SIGINFO, _SA_NODEFER = 4, 0x40000000
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _FAILED = ctypes.c_void_p(-1).value
-_DEFAULT, _IGNORE = None, 1  # as ctypes shows the addresses SIG_DFL and SIG_IGN
+_DEFAULT, _IGNORE = None, 1  # ctypes' representation of the addresses SIG_DFL and SIG_IGN
 _HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 _PLAIN_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
@@ -59,28 +59,31 @@ _raise_in.argtypes = (ctypes.c_ulong, ctypes.py_object)
 _lock = threading.Lock()
 _ranges: dict[
     int, Addresses
-] = {}  # by the first address; the handler reads it without the lock, which it may interrupt
+] = {}  # by start address; the handler reads it without the lock, whose holder it may have interrupted
 _previous = _Action()
-_empty = -1  # a file without bytes
+_empty = -1  # descriptor of an empty file
 _passing_on = False
 
 
 class Addresses:
-    """The addresses of a mapping. ``told``: the message of the error that a thread gets that touches what is gone; none
-    if it is empty. ``broken``: zeros came in place of bytes that the file no longer has, or that could not be read."""
+    """The address range of a mapping.
 
-    __slots__ = ("broken", "end", "start", "told")
+    A thread that accesses bytes that are gone gets an error with ``message``, or none if ``message`` is empty.
+    ``broken`` is True once zeros have replaced bytes that the file no longer has or that could not be read.
+    """
 
-    def __init__(self, start: int, size: int, told: str) -> None:
-        self.start, self.end, self.told = start, start + size, told
+    __slots__ = ("broken", "end", "message", "start")
+
+    def __init__(self, start: int, size: int, message: str) -> None:
+        self.start, self.end, self.message = start, start + size, message
         self.broken = False
 
     def error(self, gone: int) -> type[Exception]:
-        """What is raised when the bytes from ``gone`` on were touched."""
+        """Return the exception type to raise after an access to the bytes from the address ``gone`` on."""
 
         def before_it_is_raised(error: ChangedFileError) -> None:
-            super(ChangedFileError, error).__init__(self.told)
-            if _ranges.get(self.start) is self:  # the next one who touches them gets an error, too
+            super(ChangedFileError, error).__init__(self.message)
+            if _ranges.get(self.start) is self:  # so that the next access raises an error, too
                 _map(gone, self.end - gone, mmap.MAP_PRIVATE | _MAP_FIXED, _empty)
 
         names = {"__init__": before_it_is_raised, "__module__": ChangedFileError.__module__}
@@ -88,10 +91,10 @@ class Addresses:
 
 
 class Mapped:
-    """A private mapping of a file (writing to it changes memory only).
+    """A private mapping of a file: writes to it change memory only.
 
-    ``buffer`` keeps the mapping alive. ``owner``: kept alive with it, for whoever maps. ``state``: for whoever checks.
-    ``arrays``: tensors over it that were asked for (`io.tensors.array_over`).
+    ``buffer`` keeps the mapping alive, and the mapping keeps ``owner`` alive. The store that checks the file uses
+    ``state``. ``arrays`` caches tensors over the mapping (`io.tensors.array_over`).
     """
 
     __slots__ = ("addresses", "arrays", "buffer", "owner", "state")
@@ -104,18 +107,17 @@ class Mapped:
         self.arrays: dict[Any, Any] = {}
 
     def let_go(self, start: int, stop: int) -> None:
-        """The pages stay in the system's cache, but count no longer as this process's memory. (Of a mapping that
-        nobody writes to.)"""
+        """Release the pages of a range from this process's memory; they stay in the page cache. Discards writes."""
         assert _libc is not None
         start = start // _PAGE * _PAGE
         _libc.madvise(self.addresses.start + start, stop - start, mmap.MADV_DONTNEED)
 
 
-def map_file(fd: int, size: int, owner: Any = None, *, told: str = "") -> Mapped | None:
-    """The first ``size`` bytes of a file as memory whose pages are read when touched; None if that cannot be done here.
+def map_file(fd: int, size: int, owner: Any = None, *, message: str = "") -> Mapped | None:
+    """Map the first ``size`` bytes of a file; return None if that is not possible on this system.
 
-    ``told``: a message; then ChangedFileError with it is raised in a thread (the main thread, if it is not one of
-    Python's) that touches what the file no longer has. Without it, `Addresses.broken` has to be looked at.
+    With ``message``, a thread that accesses bytes that the file no longer has gets a ChangedFileError with that message
+    (the main thread gets it for threads not created by Python). Without it, check `Addresses.broken` after a copy.
     """
     if _libc is None or size <= 0:
         return None
@@ -127,17 +129,17 @@ def map_file(fd: int, size: int, owner: Any = None, *, told: str = "") -> Mapped
         start = _map(None, size, flags, fd)
         if start is None:  # no address space is left, or the file system cannot map
             return None
-        addresses = _ranges[start] = Addresses(start, size, told)
-    if not told:
+        addresses = _ranges[start] = Addresses(start, size, message)
+    if not message:
         _libc.madvise(start, size, mmap.MADV_RANDOM)
     return Mapped(addresses, owner)
 
 
 def resident(address: int, nbytes: int) -> bool:
-    """Whether bytes of a mapped file are likely in memory already: touching them costs no I/O."""
+    """Return whether bytes of a mapped file are probably in memory already, so that access costs no I/O."""
     if _libc is None or nbytes == 0:
         return nbytes == 0
-    # A sample, both ends: a wrong guess costs time, never correctness (so threads may share the answer's byte).
+    # Sample both ends only. A wrong guess costs time, never correctness, so threads may share the result byte `_state`.
     return _page_resident(address + nbytes - 1) and _page_resident(address)
 
 
@@ -146,7 +148,7 @@ def _page_resident(address: int) -> bool:
 
 
 def _map(start: int | None, size: int, flags: int, fd: int) -> int | None:
-    """mmap(2); None if it fails."""
+    """Call mmap(2); return None if it fails."""
     assert _libc is not None
     address: int | None = _libc.mmap(start, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
     return None if address == _FAILED else address
@@ -154,12 +156,12 @@ def _map(start: int | None, size: int, flags: int, fd: int) -> int | None:
 
 def _unmap(addresses: Addresses) -> None:
     assert _libc is not None
-    _ranges.pop(addresses.start, None)  # before somebody else can have the addresses
+    _ranges.pop(addresses.start, None)  # before the system can reuse the addresses
     _libc.munmap(addresses.start, addresses.end - addresses.start)
 
 
 def _guard() -> bool:
-    """Have the handler in place, also if somebody has put another one there since."""
+    """Install the SIGBUS handler, again if other code has replaced it; return whether it is installed."""
     global _empty
     assert _libc is not None
     now = _Action()
@@ -179,7 +181,7 @@ def _guard() -> bool:
 
 
 def _handle(signum: int, info: int, context: int | None) -> object:
-    """What happens on SIGBUS. This interrupts a copy, never Python's own work, so that any Python code may run here."""
+    """Handle SIGBUS. It interrupts a copy, never the interpreter itself, so any Python code may run here."""
     sent = ctypes.c_int.from_address(info + 8).value <= 0  # si_code: by a process, not for an access to memory
     address = ctypes.c_void_p.from_address(info + 16).value or 0  # si_addr
     for addresses in () if sent else list(_ranges.values()):
@@ -191,14 +193,14 @@ def _handle(signum: int, info: int, context: int | None) -> object:
     start = address & -_PAGE
     addresses.broken = True
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
-    if _map(start, addresses.end - start, flags, -1) is None:  # what follows is gone, too
+    if _map(start, addresses.end - start, flags, -1) is None:  # to the end: everything after the address is gone, too
         _pass_on(signum, info, context, sent)
         return None
-    if not addresses.told:
+    if not addresses.message:
         return None
     own = sys._getframe().f_back is not None
     thread = threading.get_ident() if own else threading.main_thread().ident
-    # Set while Python code runs, the error would be raised here. So what is returned sets it when it is deleted.
+    # An exception set now would be raised in this function. Return an object that sets it when it is deleted.
     return type("Raise", (), {"__del__": staticmethod(partial(_raise_in, thread, addresses.error(start)))})()
 
 
@@ -206,17 +208,17 @@ _on_fault = _HANDLER(_handle)
 
 
 def _pass_on(signum: int, info: int, context: int | None, sent: bool) -> None:
-    """To the handler that was there before; the default, if there was none, ends the process."""
+    """Call the previous handler; without one, the default action ends the process."""
     global _passing_on
     assert _libc is not None
     handler = _previous.handler
     if handler == _IGNORE and sent:
         return
-    if handler in (_DEFAULT, _IGNORE) or _passing_on:  # the second time: the other one has passed it on to this one
+    if handler in (_DEFAULT, _IGNORE) or _passing_on:  # _passing_on: the previous handler called this one in turn
         _libc.sigaction(signum, _Action(), None)
         if sent:
             signal.raise_signal(signum)
-        return  # the access is tried again
+        return  # the access is retried
     _passing_on = True
     try:
         if _previous.flags & _SA_SIGINFO:
@@ -228,7 +230,7 @@ def _pass_on(signum: int, info: int, context: int | None, sent: bool) -> None:
 
 
 def _after_fork() -> None:
-    """A thread of a forked child's parent may hold the lock."""
+    """Replace the lock in a forked child: a thread of its parent may hold it."""
     global _lock
     _lock = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""Dtypes, arrays and scalars of numpy as pickles give them: records, which become real ones when they are asked for.
+"""Records of pickled numpy dtypes, arrays and scalars, which become real numpy objects on demand.
 
 numpy/_core/multiarray (`_reconstruct`, `scalar`), numpy/_core/numeric (`_frombuffer`), `__setstate__` of both types.
 """
@@ -13,11 +13,11 @@ from ....core.box import Shape
 from ....core.dtypes import DType
 from .records import Opaque, short
 
-_MAX_FIELDS = 256  # of a numpy dtype, over all levels
+_MAX_FIELDS = 256  # maximum fields of a numpy dtype, over all levels
 
 
 class NumpyDtype:
-    """A dtype as numpy pickles it: a code, then a state with byte order and fields."""
+    """A pickled numpy dtype: a code, then a state with byte order and fields."""
 
     def __init__(self, code: Any, align: Any = False, copy: Any = True) -> None:
         self.code, self.state = code, ()
@@ -28,7 +28,7 @@ class NumpyDtype:
         self.state, self._real = state, None
 
     def real(self, budget: list[int] | None = None) -> np.dtype[Any]:
-        """The dtype. ``budget``: how many more fields it may have, over all levels. Raises ValueError."""
+        """Return the dtype. ``budget`` limits the number of fields over all levels. Raises ValueError."""
         budget = [_MAX_FIELDS] if budget is None else budget
         if self._real is None:
             before = budget[0]
@@ -75,11 +75,11 @@ class NumpyDtype:
 
 
 class NumpyArray:
-    """An array as numpy pickles it: empty first, then a state with shape, dtype and bytes."""
+    """A pickled numpy array: an empty array, then a state with shape, dtype and bytes."""
 
     def __init__(self, *args: Any) -> None:
         self.state: Any = None
-        self.axes: Any = None  # of numpy 2: how to turn what is in C order into an array that was in none
+        self.axes: Any = None  # numpy 2: transposition of an array that was contiguous in neither C nor F order
         self._real: Any = None
         self._held: dict[DType, tuple[Shape, bytes]] = {}
 
@@ -87,18 +87,19 @@ class NumpyArray:
         self.state, self._real, self._held = state, None, {}
 
     def held(self, dtype: DType) -> tuple[Shape, bytes]:
-        """Its shape, and its elements as bytes of a tensor of this dtype, in C order. Raises ValueError, TypeError."""
+        """Return the shape, and the elements converted to ``dtype`` as bytes in C order. Raises ValueError,
+        TypeError."""
         if dtype not in self._held:
             array = self.real()
             if array.dtype.kind not in "biufc":
                 raise TypeError("not an array of numbers")
-            with np.errstate(all="ignore"):  # what does not fit becomes infinite, or wraps around, as torch has it
+            with np.errstate(all="ignore"):  # out-of-range values become infinite or wrap around, as in torch
                 self._held[dtype] = array.shape, array.astype(dtype.numpy.newbyteorder("<")).tobytes()
         return self._held[dtype]
 
     def real(self) -> Any:
-        """The array, made once; an array of objects keeps what the pickle lists. Raises ValueError if it contradicts
-        itself."""
+        """Return the array, created once; an array of objects holds the values from the pickle. Raises ValueError if
+        the record contradicts itself."""
         if self._real is None:
             self._real = self._made()
         return self._real
@@ -116,7 +117,7 @@ class NumpyArray:
         else:
             data: Any = raw.encode("latin1") if isinstance(raw, str) else raw
             array = np.frombuffer(data, dtype=kind).copy()
-        # (the list of an array of objects is in C order even where the array was not)
+        # (the list of an array of objects is always in C order)
         array = array.reshape(shape, order="F" if fortran and not kind.hasobject else "C")
         return array if self.axes is None else array.transpose(self.axes)
 
@@ -138,7 +139,8 @@ def _scalar(dtype: Any, raw: Any = None) -> Any:
 
 
 def plain_numpy(value: Any) -> Any:
-    """The real dtype or array of a numpy record, an Opaque where it contradicts itself; anything else as it is."""
+    """Convert a numpy record to the real dtype or array, or to an Opaque if it contradicts itself; return any other
+    value unchanged."""
     if not isinstance(value, NumpyArray | NumpyDtype):
         return value
     try:

@@ -1,8 +1,8 @@
-"""Which names in a pickle deserve a warning: what would do harm if the file were unpickled the usual way.
+"""Warnings about names in a pickle that could do harm if the file were unpickled the usual way.
 
-lazyckpt runs none of them. The standard library is judged by what is known to be harmless in it, functions of
-torch and numpy by whether checkpoints are known to name them, and what is unknown (the classes of a training script) is
-taken to be what it seems. A dotted name is judged by what it reaches: ``logging`` with ``os.system`` is ``os.system``.
+lazyckpt runs none of them. Names of the standard library pass only if they are known to be harmless, functions of torch
+and numpy only if checkpoints are known to name them; unknown packages (the classes of a training script) pass. A dotted
+name is judged by its target: ``logging`` with ``os.system`` is ``os.system``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _HARMLESS: dict[str, frozenset[str]] = {
     "time": frozenset({"struct_time"}),
     "logging": frozenset({"getLogger", "Logger", "RootLogger", "root"}),
     "http": frozenset({"HTTPStatus"}),
-    "io": frozenset({"BytesIO", "StringIO"}),  # as get_extra_state of TransformerEngine's modules gives them
+    "io": frozenset({"BytesIO", "StringIO"}),  # returned by get_extra_state of TransformerEngine's modules
     "_io": frozenset({"BytesIO", "StringIO"}),
     "weakref": frozenset({"WeakSet", "WeakKeyDictionary", "WeakValueDictionary", "ref"}),
 }  # fmt: skip
@@ -61,7 +61,7 @@ _PYTHON_2 = {
     "cStringIO", "Queue", "thread", "telnetlib", "nntplib", "distutils", "lib2to3", "asyncore", "smtpd",
 }  # fmt: skip
 _STANDARD = sys.stdlib_module_names | _PYTHON_2
-# Packages whose trade is to run, fetch or unpickle things.
+# Packages whose purpose is to run, download or unpickle things.
 _TOOLS = {
     "aiohttp", "requests", "httpx", "urllib3", "paramiko", "fabric", "sh", "plumbum", "pexpect", "dill", "cloudpickle",
     "joblib", "jsonpickle", "pip", "setuptools", "fsspec", "boto3",
@@ -71,7 +71,8 @@ _REACHED = {
     "os", "sys", "subprocess", "builtins", "posix", "nt", "shutil", "socket", "importlib", "runpy", "ctypes", "pickle",
     "multiprocessing", "pty", "codecs", "io", "tempfile", "asyncio", "urllib", "http", "hub", "f2py", "cpp_extension",
 }  # fmt: skip
-# Functions of torch and numpy that checkpoints may well name (layers hold their activation), and names that none does.
+# Functions of torch and numpy that checkpoints legitimately name (layers store their activation), and names that no
+# checkpoint needs.
 _FUNCTIONS = (
     "torch._utils._rebuild", "torch._tensor._rebuild", "torch.nn.functional.", "torch._C._nn.", "torch.nn.init.",
     "torch.storage._load_from_bytes", "torch.distributed.", "numpy.core.", "numpy._core.", "numpy.random.",
@@ -84,8 +85,8 @@ _NO_CHECKPOINT = (
 
 
 def dangers(named: Iterable[tuple[str, str]], loading: str = "torch.load this file") -> list[Problem]:
-    """A problem for each name that deserves a warning, of the (module, name) that a pickle names. ``loading``: what
-    would run it."""
+    """Return a problem for each (module, name) in a pickle that deserves a warning. ``loading`` describes the action
+    that would run it."""
     return [
         Problem(
             "unsafe-pickle",
@@ -104,7 +105,7 @@ def _dangerous(module: str, name: str) -> bool:
     *path, last = name.split(".")
     if root in _STANDARD:
         harmless = _HARMLESS.get(module, frozenset())
-        if harmless is _ALL:  # but not what can be reached through it
+        if harmless is _ALL:  # except dotted names that pass through the module
             return bool(path)
         return (path[0] if path else last) not in harmless
     if root in _TOOLS or not _REACHED.isdisjoint(path):

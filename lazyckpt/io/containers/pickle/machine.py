@@ -1,13 +1,13 @@
-"""A pickle machine that cannot run anything: it has no import and no call.
+"""A pickle machine that cannot execute anything: it never imports or calls what a pickle names.
 
-It interprets the opcodes of protocols 0 to 5 over plain containers. What a pickle would call is looked up in a table
-that the reader brings (`Rebuild`: tensors, numpy arrays, dates, ...); everything else becomes an `Opaque` record. The
-machine never recurses, never allocates by a size that the file merely claims, and its memo is a dict: a hostile file
-costs time and memory in proportion to its own length (io/limits.py). Where two unpicklers of Python would read a pickle
-differently (its C and its Python one, from memory and from a file), it is refused.
+It interprets the opcodes of protocols 0 to 5 over plain containers. Callables that a pickle names are looked up in a
+closed table (`Rebuild`: tensors, numpy arrays, dates, ...); any other becomes an `Opaque` record. The machine never
+recurses, never allocates by a size that the file merely claims, and its memo is a dict, so the time and memory for a
+hostile file are proportional to the file's length (io/limits.py). Pickles that Python's unpicklers interpret
+differently (the C and the Python one, from memory and from a file) are rejected.
 
-Opcodes: CPython's Lib/pickletools.py. A global that a pickle names is kept with its spelling, so a reader can tell what
-the file would have done.
+Opcodes: CPython's Lib/pickletools.py. The names of globals are kept as the pickle spells them, to report what the file
+would have done.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .opcodes import COUNTED, LINES, exactly, place
 from .records import Opaque, build, extend, through_partial
 from .values import Keys
 
-# What rebuilds a value of a known class from the arguments that the pickle gives it; raising means "make it Opaque".
+# (module, name) -> a function that rebuilds the value from the pickled arguments. If it raises, the value is an Opaque.
 Rebuild = Mapping[tuple[str, str], Any]
 
-_STRIDE = 1 << 16  # bytes between two looks at what was made
-_DEEP = 10_000  # marks that are open at a time; a pickler's own recursion ends at a thousand
-_TENSOR = 6  # arguments that a tensor is rebuilt from at least
+_STRIDE = 1 << 16  # bytes between two charges to the budget
+_DEEP = 10_000  # maximum open marks; a pickler's own recursion ends at a thousand
+_TENSOR = 6  # minimum number of arguments from which a tensor is rebuilt
 _COPIED = (str, bytes, bytearray, list, tuple, dict, set, frozenset)
 _DAMAGE = (
     IndexError, KeyError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError, MemoryError,
@@ -37,10 +37,10 @@ _DAMAGE = (
 
 
 class Pickle:
-    """One pickle, read: ``value``, the ``globals`` it names (name -> whether it would be called), where it ``end``s.
+    """A parsed pickle: its ``value``, its ``end`` offset, the ``globals`` it names (name -> whether it would call it).
 
-    ``known``: items of the dicts that other pickles were, which are taken over where the same bytes mean the same here.
-    What is read is the same with and without it.
+    ``known`` is a cache of dict items of other pickles, which are reused for identical bytes. It does not change the
+    result.
     """
 
     __slots__ = ("end", "globals", "value")
@@ -61,7 +61,7 @@ class Pickle:
                 self.value, self.end, self.globals = machine.run(start), machine.end, machine.globals
                 return
             except (Changes, CorruptError, *_DAMAGE):
-                pass  # read alone, it may be whole, or broken in another place
+                pass  # without sharing, parsing may succeed, or fail at another offset
         machine = _Machine(data, rebuild, persistent, Budget(where, len(data)))
         try:
             self.value = machine.run(start)
@@ -72,13 +72,13 @@ class Pickle:
         except _DAMAGE as e:
             raise CorruptError(
                 f"{where}: not a valid pickle near byte {machine.end:,} ({type(e).__name__}: {e!s:.200}). "
-                "The file is damaged, or it is no torch file: copy it again from its source."
+                "The file is damaged, or it is not a torch file: copy it again from its source."
             ) from e
         self.end, self.globals = machine.end, machine.globals
 
 
 class _Machine:
-    """The state of one run: what is named, how far it is, what it may still cost."""
+    """The state of one run: the named globals, the current offset and the remaining budget."""
 
     __slots__ = (
         "_budget", "_data", "_keys", "_known", "_persistent", "_rebuild", "_taken", "end", "framed", "globals"
@@ -108,8 +108,8 @@ class _Machine:
         stack: list[Any] | None = None,
         named: dict[tuple[str, str], Any] | None = None,
     ) -> Any:
-        """Interpret the opcodes from byte ``i`` on. -> what STOP finds on the stack."""
-        # One long loop, the most frequent opcodes of torch files first: it runs some forty times per tensor.
+        """Interpret the opcodes from byte ``i`` on and return the object on top of the stack at STOP."""
+        # One long loop, with the most frequent opcodes of torch files first: it runs about forty times per tensor.
         data, rebuild, persistent, known = self._data, self._rebuild, self._persistent, self._known
         memo = {} if memo is None else memo
         stack = [] if stack is None else stack
@@ -118,8 +118,8 @@ class _Machine:
         push = stack.append
         int_from = int.from_bytes
         size = len(data)
-        notes: list[Note] = []  # where the items of the outermost dict may begin
-        fence = i + _STRIDE  # where the frame ends, or the cost is to be looked at
+        notes: list[Note] = []  # states at which an item of the outermost dict may begin
+        fence = i + _STRIDE  # offset at which the frame ends or the next charge to the budget follows
         frame = made = seen = 0
 
         def find(module: str, name: str) -> Any:
@@ -127,7 +127,7 @@ class _Machine:
             value = named.get(key, memo)
             if value is memo:
                 value = named[key] = rebuild[key] if key in rebuild else Opaque(module, name)
-            self.globals.setdefault(key, False)  # (others may have named it before)
+            self.globals.setdefault(key, False)  # also if another pickle put it into `named`
             return value
 
         try:
@@ -259,7 +259,7 @@ class _Machine:
                     name = stack.pop()
                     module = stack[-1]
                     if type(name) is not str or type(module) is not str:
-                        raise CorruptError("a global whose name is no text")
+                        raise CorruptError("a global whose name is not a string")
                     stack[-1] = find(module, name)
                 elif op == 0x62:  # BUILD
                     state = stack.pop()
@@ -384,7 +384,7 @@ class _Machine:
             self.end = i
 
     def _charge(self, made: int, memo: dict[int, Any], seen: int, marks: list[Any]) -> int:
-        """Charge what was made since the last time. -> how much of the memo is charged."""
+        """Charge the objects created since the last call; return the number of memo entries charged so far."""
         size = dict.__len__(memo)
         self._budget.objects(made + max(0, size - seen) // 2)
         self._budget.time()
@@ -393,7 +393,7 @@ class _Machine:
         return max(size, seen)
 
     def _shared(self, at: int, memo: dict[int, Any]) -> Item | None:
-        """The item of another pickle that stands at this byte and means the same here."""
+        """Return the cached item of another pickle that is valid at this byte offset, or None."""
         known = self._known
         item = None if known is None else known.find(self._data, at, memo, self._alone)
         if item is not None:
@@ -404,8 +404,8 @@ class _Machine:
         return item
 
     def _alone(self, item: Item, memo: Memo) -> None:
-        """Read an item by itself, to see what it means and to what of the memo it refers. Raises if it is more than
-        pairs of keys and values."""
+        """Parse an item separately, to get its values and the memo entries that it refers to. Raises Changes if it is
+        not a sequence of keys and values."""
         assert self._known is not None
         budget = Budget(self._budget.where, self._budget.size)
         machine = _Machine(item.data + b"N.", self._rebuild, self._persistent, budget)
@@ -416,18 +416,18 @@ class _Machine:
         item.values, item.globals, item.cost = tuple(stack), machine.globals, budget.spent
 
     def _made(self, what: Any, args: Any, kwargs: Any = None) -> Any:
-        """What a call would have made: by our own table, or a record of it."""
+        """Return the result of a call: rebuilt by the table, or a record of the call."""
         if not isinstance(args, tuple):
-            raise CorruptError("arguments that are no tuple")
+            raise CorruptError("call arguments that are not a tuple")
         if isinstance(what, Opaque):
             if what.args is None:
                 self.globals[what.module, what.name] = True
                 return Opaque(what.module, what.name, args, kwargs)
             made = through_partial(what)
-            return made or Opaque(what.module, f"{what.name:.200}(...)", args, kwargs)  # what a record would return
+            return made or Opaque(what.module, f"{what.name:.200}(...)", args, kwargs)  # the result of calling a result
         if not callable(what):
-            raise CorruptError(f"a call of {type(what).__name__}, which is nothing to call")
-        if 0 < len(args) < _TENSOR:  # what copies its arguments has few of them
+            raise CorruptError(f"a call of {type(what).__name__}, which is not callable")
+        if 0 < len(args) < _TENSOR:  # functions that copy their arguments have few of them
             for arg in args:
                 if isinstance(arg, _COPIED):
                     self._budget.steps(len(arg))
@@ -435,7 +435,7 @@ class _Machine:
             made = what(*args) if not kwargs else what(*args, **kwargs)
         except CorruptError:
             raise
-        except _DAMAGE:  # not what the real thing takes, or more than we want to take
+        except _DAMAGE:  # invalid arguments, or arguments that the table does not support
             module, name = next((key for key, value in self._rebuild.items() if value is what), ("", "call"))
             return Opaque(module, name, args, kwargs)
         if isinstance(made, Opaque) and made.args is None:  # an attribute of a named thing is a named thing

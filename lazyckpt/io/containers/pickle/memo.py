@@ -1,13 +1,13 @@
-"""What the pickles of many ranks have in common: the same items, byte for byte, of the dict that each of them is.
+"""Items that the pickles of many ranks share: byte-identical entries of the top-level dict, parsed only once.
 
 Ranks' files differ in a rank number or the state of a generator; the names and places of their tensors, most of the
-pickle, are often the same. Such an item is read once, by itself, and taken over where the same bytes stand in another
-pickle and refer to equal entries of its memo. A file that is read among others is read as if it were alone:
+pickle, are often identical. Such an item is parsed once, separately, and reused in other pickles that contain the same
+bytes and refer to equal memo entries. Sharing never changes the result of parsing a file:
 
-- An item is read on an empty stack, and its memo notes what of the other memo it refers to. If it takes anything from
-  the stack, or refers to something that can change, it is not shared.
-- What is shared never changes: a pickle that edits something shared, or a class or function that it names, is read
-  again alone (`refuse_shared`).
+- An item is parsed on an empty stack, and its memo records the entries of the outer memo that it refers to. An item
+  that uses the outer stack, or refers to something mutable, is not shared.
+- Shared objects are never modified. A pickle that modifies one, or modifies a class or function that it names, is
+  parsed again without sharing (`refuse_shared`).
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ from ....errors import CorruptError
 from .records import Opaque
 from .values import Device, Size
 
-FEW = 64  # items of a dict that is looked at: what is saved of a training run has some ten
-_LEAST = 4 << 10  # bytes of an item that are worth the trouble
-_MOST = 48  # items that are kept
+FEW = 64  # maximum items of a dict whose items are shared; checkpoints of training runs have about ten
+_LEAST = 4 << 10  # minimum bytes of an item that is worth sharing
+_MOST = 48  # cached items
 _CLEARED = object()
 _WHOLE = (str, int, float, bytes, bool, type(None))
 _LEAVES = frozenset((*_WHOLE, DType, Device, Size, complex, range, slice))
 
 
 class Changes(Exception):
-    """A pickle changes what it would share, or an item is not one by itself: to be read alone."""
+    """A pickle modifies a shared object, or an item depends on its surroundings: parse without sharing."""
 
 
 class Note(NamedTuple):
-    """A state of the machine: the byte it is at, what is on the stack, how many memo entries there are; ``size``: of
-    the container on top."""
+    """A state of the machine: byte offset, stack, number of memo entries, and ``size`` of the container on top."""
 
     at: int
     stack: tuple[Any, ...]
@@ -49,18 +48,18 @@ class Note(NamedTuple):
         return cls(at, tuple(stack), memo, len(top) if isinstance(top, dict | list) else -1)
 
     def between(self, items: Sequence[Any]) -> bool:
-        """Whether it seems to be one between two of these items of a dict: the values so far are what they were, and
-        whole."""
+        """Return whether the state seems to lie between two of these dict items: the values on its stack are among the
+        first ``items`` and are complete."""
         if len(self.stack) % 2 or not all(a is b for a, b in zip(self.stack, items, strict=False)):
             return False
         top: Any = self.stack[-1] if self.stack else None
         if isinstance(top, dict | list):
             return self.size == len(top)
-        return type(top) in _WHOLE  # an object might still be given its state
+        return type(top) in _WHOLE  # the state of any other object may still follow
 
 
 class Memo(dict[int, Any]):
-    """The memo of an item that is read by itself. ``asked``: entries of the pickle's own memo that it refers to."""
+    """The memo of an item that is parsed separately. ``asked`` holds the entries of the outer memo that it uses."""
 
     def __init__(self, outer: Mapping[int, Any]) -> None:
         super().__init__()
@@ -74,13 +73,14 @@ class Memo(dict[int, Any]):
         return value
 
     def __len__(self) -> int:
-        raise Changes  # MEMOIZE: which entry that is depends on all that stands before
+        raise Changes  # MEMOIZE: the number of the entry depends on everything before the item
 
 
 @dataclass(slots=True)
 class Item:
-    """Some items of a dict: their bytes, and what they leave on the stack and in the memo, once they were ``read`` by
-    themselves (None: not yet; False: they are not to be shared)."""
+    """One or more dict items: their bytes and, once parsed, the values and memo entries that they produce.
+
+    ``read`` is None before the item is parsed, and False if it cannot be shared."""
 
     data: bytes
     first: int
@@ -93,31 +93,31 @@ class Item:
     holds: frozenset[int] = frozenset()
 
     def understand(self, memo: Mapping[int, Any], alone: Callable[[Item, Memo], None]) -> None:
-        """Read it by itself, after the items that left this memo."""
+        """Parse the item separately, with the memo that the items before it produced."""
         own = Memo(memo)
         self.read = False
         try:
             alone(self, own)
         except (Changes, CorruptError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError,
                 RuntimeError, MemoryError):  # fmt: skip
-            return  # what it means depends on more than its bytes, or it is broken: each pickle reads it for itself
+            return  # it depends on its surroundings or is damaged, so each pickle parses its own copy
         self.memo, self.before, self.read = dict(own), own.asked, True
         self.holds = _at_hand((*self.values, *self.memo.values()))
 
     def fits(self, memo: Mapping[int, Any]) -> bool:
-        """Whether it means the same after the items that left this memo."""
+        """Return whether the item has the same value with this memo of the items before it."""
         return all(_same(value, memo.get(n, _CLEARED)) for n, value in self.before.items())
 
 
 @dataclass(slots=True)
 class Items:
-    """Those of the pickles that were read last. ``named``: one object for each thing that any of them names."""
+    """A cache of the items of recent pickles. ``named`` has one object for each global that any of them names."""
 
     known: list[Item] = field(default_factory=list)
     named: dict[tuple[str, str], Any] = field(default_factory=dict)
 
     def find(self, data: bytes, at: int, memo: Mapping[int, Any], alone: Callable[[Item, Memo], None]) -> Item | None:
-        """The item that stands at this byte, if it is known. ``alone``: reads one by itself."""
+        """Return the cached item at this byte offset, or None. ``alone`` parses an item separately."""
         count = len(memo)
         for item in self.known:
             if item.first == count and item.read is not False and data.startswith(item.data, at):
@@ -128,8 +128,8 @@ class Items:
         return None
 
     def learn(self, data: bytes, notes: Sequence[Note]) -> None:
-        """Keep the items of a dict. ``notes``: states where a key may have begun, and the last one with all of them on
-        the stack; it tells which are right (a value may be taken from the stack again)."""
+        """Cache the items of a dict. ``notes`` are states at which a key may begin; the last note, with all items on
+        its stack, decides which of them do (values may have been popped again)."""
         items = notes[-1].stack
         for note, after in pairwise([note for note in notes if note.between(items)]):
             if after.at - note.at < _LEAST:
@@ -138,13 +138,13 @@ class Items:
             if any(k.first == note.memo and k.data == text for k in self.known):
                 continue
             self.known.append(Item(text, note.memo))
-            if len(self.known) > _MOST:  # what was of no use yet (another rank's arguments) goes first
+            if len(self.known) > _MOST:  # evict unused items first, such as the arguments of one rank
                 unused = (n for n, item in enumerate(self.known) if not item.read)
                 del self.known[next(unused, 0)]
 
 
 def refuse_shared(target: Any, taken: Iterable[Item]) -> None:
-    """Raise Changes if what is about to be edited is shared: a part of an item, or a class or function by its name."""
+    """Raise Changes if the object to be modified is shared: a part of an item, or a named class or function."""
     if isinstance(target, Opaque) and target.args is None:
         raise Changes
     for item in taken:
@@ -153,8 +153,8 @@ def refuse_shared(target: Any, taken: Iterable[Item]) -> None:
 
 
 def _at_hand(values: Iterable[Any]) -> frozenset[int]:
-    """The ids of all objects that a pickle can come by through these: they themselves, and what is in their tuples (the
-    arguments of a call, which may return one of them)."""
+    """Return the ids of all objects that a pickle can reach through these values: the values and the elements of their
+    tuples (the arguments of a call, which may return one of them)."""
     seen: set[int] = set()
     left = list(values)
     while left:
@@ -168,7 +168,7 @@ def _at_hand(values: Iterable[Any]) -> frozenset[int]:
 
 
 def _lasts(value: Any) -> bool:
-    """Whether nothing in a pickle can change it."""
+    """Return whether no pickle opcode can modify the value."""
     if isinstance(value, tuple):
         return all(type(v) in _WHOLE or isinstance(v, DType) for v in value)
     if isinstance(value, Opaque):
@@ -177,7 +177,7 @@ def _lasts(value: Any) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two memo entries, of which the first lasts, are the same."""
+    """Return whether two memo entries are equal. The first one is immutable (see `_lasts`)."""
     if a is b:
         return True
     if type(a) is tuple and type(b) is tuple:

@@ -1,4 +1,4 @@
-"""Arguments of pickle opcodes as values. What Python's two unpicklers would read differently is refused."""
+"""Decoding of pickle opcode arguments. Arguments that Python's two unpicklers decode differently are rejected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def exactly(data: bytes, at: int, n: int) -> bytes:
 
 
 def _decimal(line: bytes) -> Any:
-    return line == b"01" if line in (b"00", b"01") else _integer(line)  # protocol 0 spells booleans so
+    return line == b"01" if line in (b"00", b"01") else _integer(line)  # 00 and 01 are protocol 0's booleans
 
 
 def _long(line: bytes) -> int:
@@ -61,7 +61,7 @@ def _utf8(raw: bytes) -> str:
     return raw.decode("utf-8", "surrogatepass")
 
 
-# opcode -> (bytes of the length, what the counted bytes are)
+# opcode -> (bytes of the length field, decoder of the bytes that follow)
 COUNTED: dict[int, tuple[int, Callable[[bytes], Any]]] = {
     0x54: (4, _latin1),  # BINSTRING
     0x55: (1, _latin1),  # SHORT_BINSTRING

@@ -1,7 +1,7 @@
-"""A saved object, taken apart: its tensors under dotted names, and everything else as plain objects.
+"""Separation of a saved object into tensors with dotted names and the remaining plain objects.
 
-``{"model": {"w": tensor}, "step": 3}`` gives the tensor ``model.w`` and the rest ``{"step": 3}``. Keys are joined as
-`str` gives them, list items by position, attributes of records by name.
+``{"model": {"w": tensor}, "step": 3}`` becomes the tensor ``model.w`` and the rest ``{"step": 3}``. A name joins the
+``str`` of dict keys, the positions of list items and the names of attributes.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .rebuild import Composite, StoredStorage, StoredTensor, TensorSubclass
 from .records import Attributed, Opaque, short
 from .values import Deque, Namespace
 
-Path = tuple[str | int, ...]  # keys as text, places in lists as numbers
+Path = tuple[str | int, ...]  # keys as text, positions in lists as numbers
 
-ATTRIBUTES = "tensor_attributes"  # the entry of `meta` that holds them
-_MAX_DEPTH = 100  # the walk recurses; honest checkpoints are some ten levels deep
-_GONE = object()  # stands for "there were only tensors here"
+ATTRIBUTES = "tensor_attributes"  # the entry of `meta` that holds attributes of tensors
+_MAX_DEPTH = 100  # the walk recurses; honest checkpoints are about ten levels deep
+_GONE = object()  # result of a part that contains only tensors
 
 
 class TensorRef(NamedTuple):
-    """In ``meta``: here, among other things, stood the tensor of this name."""
+    """A placeholder in ``meta`` for the tensor of this name."""
 
     name: str
 
@@ -40,12 +40,28 @@ class TensorRef(NamedTuple):
 
 
 class Plain:
-    """``tensors``: dotted name -> record, in the order of the file; ``paths``: dotted name -> where that stood (names,
-    places in lists); ``rest``: the object without its tensors; ``notes``: lines about tensors that are not what they
-    seem. ``attributes``: dotted name of a tensor -> the attributes that the file gives it. Tensors among them are in
-    ``tensors`` too, behind all others; they are the ``inner`` ones.
-    ``taken``: dotted name -> the record that stood there, of those that the caller reads itself.
-    ``subclasses``: a subclass of Tensor -> names of those that are one."""
+    """A saved object, separated into its tensors and the rest.
+
+    Attributes
+    ----------
+    tensors
+        Dotted name -> record, in the order of the file.
+    paths
+        Dotted name -> path of the tensor in the object (keys and list positions).
+    rest
+        The object without its tensors.
+    notes
+        Problems with tensors that are not read as they were saved.
+    attributes
+        Dotted name of a tensor -> its attributes. Tensors among the attributes are also in ``tensors``, after all
+        others.
+    inner
+        Names of the tensors that are attributes of other tensors.
+    taken
+        Dotted name -> record, for records that the caller reads itself (see ``take``).
+    subclasses
+        Name of a Tensor subclass -> dotted names of the tensors of that class.
+    """
 
     def __init__(
         self,
@@ -56,21 +72,22 @@ class Plain:
         keep: Callable[[str, StoredTensor], Any] | None = None,
         take: Callable[[Opaque], bool] | None = None,
     ) -> None:
-        """``size``: bytes of the pickle, which bounds how much its shared references may expand to. ``prefix``: what
-        stands before a tensor's name where the rest refers to it. ``keep``: gives what stands in the rest where a
-        tensor was, from its name and record; by default tensors leave the rest. ``take``: whether a record stands for
-        a tensor that the caller knows: it leaves the rest too, and nothing is looked for in it."""
+        """Separate ``value``, the content of a pickle of ``size`` bytes (which limits how far shared parts expand).
+
+        References to tensors in the rest have ``prefix`` before the name. ``keep`` returns the object that replaces a
+        tensor in the rest, from its name and record; by default tensors are removed from the rest. ``take`` returns
+        whether a record is a tensor that the caller reads itself; such a record is removed and not searched."""
         self.tensors: dict[str, StoredTensor] = {}
         self.taken: dict[str, Opaque] = {}
         self.paths: dict[str, Path] = {}
         self.notes: list[Problem] = []
         self.attributes: dict[str, Any] = {}
-        self._given: list[tuple[str, Path, Any]] = []  # names and paths of tensors with attributes, and these
-        self._having: set[int] = set()  # the ids of the tensors' records
+        self._given: list[tuple[str, Path, Any]] = []  # name, path and attributes of tensors with attributes
+        self._having: set[int] = set()  # ids of the records of these tensors
         self.subclasses: dict[str, list[str]] = {}
         self._where = where
         self._budget = Budget(where, size)
-        self._arrays: dict[int, Any] = {}  # by the id of their record: one that is referred to twice is made once
+        self._arrays: dict[int, Any] = {}  # by the id of the record, so that a shared array is created once
         self._open: set[int] = set()
         self._prefix = prefix
         self._keep = keep
@@ -93,22 +110,21 @@ class Plain:
 
     @property
     def meta(self) -> Any:
-        """``rest``, with the attributes of tensors, if there are any, as a further entry."""
+        """``rest``, with an additional entry for the attributes of tensors if there are any."""
         if not self.attributes:
             return self.rest
         rest = self.rest if isinstance(self.rest, dict) else {"": self.rest}
         return {**rest, free(ATTRIBUTES, rest): self.attributes}
 
     def _add_attributes(self) -> list[str]:
-        """Take the attributes of tensors apart, after all that has a name of its own. -> the names of those that are
-        tensors."""
+        """Separate the attributes of tensors, after everything else; return the names of the tensors among them."""
         before = len(self.tensors)
-        for key, path, state in self._given:  # (it grows: tensors among them may have attributes)
+        for key, path, state in self._given:  # the list grows: tensors among the attributes may have attributes
             self.attributes[free(key, self.attributes)] = self._state(state, path, 0)
         return list(self.tensors)[before:]
 
     def _give(self, value: StoredTensor | Composite, key: str, path: Path) -> None:
-        """Note the attributes of a tensor, once for each tensor that has several names."""
+        """Record the attributes of a tensor, once even if the tensor has several names."""
         state = value.state
         if id(value) not in self._having and not (isinstance(state, tuple) and not any(state)):
             self._having.add(id(value))
@@ -138,7 +154,7 @@ class Plain:
             self._open.discard(id(value))
 
     def _leaf(self, value: Any) -> Any:
-        """A text or number, charged. An int that is too long to be printed becomes a record of how to make it."""
+        """Charge a text or number and return it. An int that is too long to print becomes a record."""
         if type(value) in _TEXTS:
             self._budget.characters(len(value))
         elif type(value) is int and value.bit_length() > _WIDE:
@@ -200,7 +216,7 @@ class Plain:
         found = self._arrays.get(id(value))
         if found is None:
             found = plain_numpy(value)
-            if isinstance(found, Opaque):  # it contradicts itself
+            if isinstance(found, Opaque):  # the numpy record contradicts itself
                 found = self._opaque(found, path, depth)
             elif isinstance(found, np.ndarray):
                 self._budget.inflated(found.nbytes)
@@ -208,11 +224,11 @@ class Plain:
                     found = self._objects(found, path, depth)
             self._arrays[id(value)] = found
         if isinstance(found, np.ndarray):
-            self._budget.characters(12 * min(found.size, 1000))  # as many as numpy prints
+            self._budget.characters(12 * min(found.size, 1000))  # numpy prints at most 1000 elements
         return found
 
     def _objects(self, array: np.ndarray[Any, Any], path: Path, depth: int) -> np.ndarray[Any, Any]:
-        """The same array of objects, taken apart like a list."""
+        """Separate an array of objects like a list; return an array of the rest."""
         self._budget.steps(array.size)
         plain = np.empty(array.size, object)
         for n, value in enumerate(array.reshape(-1)):
@@ -247,7 +263,7 @@ class Plain:
         return plain if plain or not value else _GONE
 
     def _opaque(self, value: Opaque, path: Path, depth: int) -> Opaque:
-        """A copy of a record in which tensors are only named, so that it can be kept without the file."""
+        """Copy a record with tensors replaced by references, so that it can be kept without the file."""
         if isinstance(value, TensorSubclass):
             self.subclasses.setdefault(f"{value.module}.{value.name}", []).append(self._name(path))
         record = Opaque(value.module, value.name)
@@ -264,7 +280,7 @@ class Plain:
 
     def _state(self, state: Any, path: Path, depth: int) -> Any:
         if isinstance(state, tuple) and len(state) == 2 and all(s is None or isinstance(s, dict) for s in state):
-            return tuple(self._attributes(s, path, depth) for s in state)  # those in slots are apart
+            return tuple(self._attributes(s, path, depth) for s in state)  # (attributes, attributes in slots)
         return self._attributes(state, path, depth)
 
     def _attributes(self, state: Any, path: Path, depth: int) -> Any:
@@ -289,7 +305,7 @@ class Plain:
         return _GONE if self._keep is None else self._keep(key, tensor)
 
     def _key(self, path: Path) -> str:
-        """The name of a tensor that stands there; it is no other's."""
+        """Return a unique name for the tensor at this path."""
         key = self._name(path)
         self._budget.objects(_TENSOR)
         if key in self.paths:
@@ -302,7 +318,7 @@ class Plain:
         return key
 
     def _name(self, path: Path) -> str:
-        """The dotted name of a place, charged to the budget."""
+        """Return the dotted name of a path, charged to the budget."""
         name = ".".join(map(str, path))
         self._budget.characters(len(name) + 1)
         return name
@@ -312,15 +328,15 @@ _NUMBERS = frozenset({type(None), bool, int, float, complex, range, slice})
 _BOUNDED = frozenset({range, slice})
 _TEXTS = frozenset({str, bytes, bytearray})
 _LEAVES = _NUMBERS | _TEXTS
-_WIDE = 256  # bits of an int that counts as a text
+_WIDE = 256  # bits; a longer int is charged like a text
 _LARGE = 1 << _WIDE
-_UNPRINTABLE = 10_000  # bits of an int that is kept as a text; Python refuses to print one of more than 14,283
-_TENSOR = 8  # objects that a tensor is worth: what becomes of it takes about a kilobyte
-_LONG = 1000  # characters of a name that a key other than a text gets
+_UNPRINTABLE = 10_000  # bits; a longer int is kept as a text (Python refuses to print more than 14,283 bits)
+_TENSOR = 8  # objects charged for a tensor, which takes about a kilobyte
+_LONG = 1000  # maximum characters of the name of a key that is not a string
 
 
 def _key(key: Any) -> Any:
-    """A key, or an element of a set, without ints that Python does not print: as texts."""
+    """Convert a key or set element; ints that are too long to print become texts."""
     if type(key) is int and key.bit_length() > _UNPRINTABLE:
         return hex(key)
     if type(key) in (tuple, frozenset):
@@ -329,22 +345,22 @@ def _key(key: Any) -> Any:
 
 
 def _has_large(values: Sequence[Any], kinds: set[type]) -> bool:
-    """Whether one of the ints among them is long to print."""
+    """Return whether one of the ints among the values has more than _WIDE bits."""
     ints = values if kinds == {int} else [v for v in values if type(v) is int]
     return bool(max(ints) >= _LARGE or min(ints) <= -_LARGE)
 
 
 def text(key: Any) -> str:
-    """A key of a dict as a part of a dotted name."""
+    """Format a dict key as a part of a dotted name."""
     if type(key) is str:
         return key
-    if weight(key) > _LONG:  # (and Python refuses to print ints of thousands of digits)
+    if weight(key) > _LONG:  # also because Python refuses to print ints of thousands of digits
         return short(key)
     return str(key)
 
 
 def weight(value: Any) -> int:
-    """About as many characters as it takes to write a key or an element of a set, with all that it refers to."""
+    """Estimate the number of characters needed to write a key or set element, with everything that it refers to."""
     total, left = 0, [value]
     while left:
         one = left.pop()
@@ -371,5 +387,5 @@ def _plain_list(original: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
 
 
 def _tuple(original: tuple[Any, ...], items: list[Any]) -> Any:
-    """A Size stays one; any other tuple is a plain tuple."""
+    """Keep a Size of ints unchanged; convert any other tuple to a plain tuple."""
     return original if type(original) is not tuple and all(type(i) is int for i in items) else tuple(items)

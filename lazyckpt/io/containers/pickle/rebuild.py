@@ -1,5 +1,7 @@
-"""What the pickles of checkpoints may build: tensors as records of where they lie, and plain values of the standard
-library (`values`) and numpy (`numpyrecords`). Nothing here is looked up by what a pickle says; it is a closed table.
+"""The closed table of callables that pickles of checkpoints may use.
+
+They rebuild tensors as records of their places, and plain values of the standard library (`values`) and of numpy
+(`arrays`). Nothing is imported by a name from a pickle.
 
 Tensors: torch/_utils.py (`_rebuild_*`), torch/_tensor.py (`_rebuild_from_type_v2`), torch/serialization.py (persistent
 ids).
@@ -26,10 +28,10 @@ class StorageType(NamedTuple):
 
 
 class StoredStorage(NamedTuple):
-    """A storage that a file holds: ``key`` names its record, ``numel`` counts elements of ``dtype`` (bytes if None).
+    """A storage in a file: ``key`` names its record, ``numel`` counts elements of ``dtype`` (bytes if None).
 
-    ``start``: the element of the record that it begins at (None: it is all of it, and no view of another).
-    ``data``: the bytes themselves, where they are in the pickle and not in a record.
+    ``start`` is its first element within the record (None: the storage is the whole record, not a view of another).
+    ``data`` holds the bytes if they are in the pickle and not in a record.
     """
 
     key: str
@@ -45,14 +47,16 @@ class StoredStorage(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """Bytes of the record up to its end."""
+        """Number of bytes of the record up to the end of the storage."""
         return ((self.start or 0) + self.numel) * (self.dtype.itemsize if self.dtype else 1)
 
 
 class StoredTensor:
-    """A tensor that a file holds. ``offset`` and ``strides`` are in elements of ``dtype``, within its storage; a
-    ``storage`` of None means that it has no data (a meta tensor). ``note`` says what reading it as it is stored leaves
-    out; empty for ordinary tensors. ``state``: attributes that the pickle gives it."""
+    """A record of a tensor in a file.
+
+    ``offset`` and ``strides`` are in elements of ``dtype`` within its storage. ``storage`` is None if the tensor has no
+    data (a meta tensor). ``note`` says what is lost when the stored elements are read; it is empty for ordinary
+    tensors. ``state`` holds attributes from the pickle."""
 
     __slots__ = ("conj", "dtype", "neg", "note", "offset", "requires_grad", "shape", "state", "storage", "strides")
 
@@ -93,14 +97,15 @@ class StoredTensor:
         self.state: Any = None
 
     def set_state(self, state: Any) -> None:
-        """What torch.Tensor.__setstate__ takes, but nothing that says where the tensor lies (of 4 or 5 elements)."""
+        """Set the state as torch.Tensor.__setstate__ does. Raises CorruptError for a state that replaces the storage (4
+        or 5 elements)."""
         if not isinstance(state, dict | tuple) or len(state) in (4, 5):
             raise CorruptError(f"a tensor whose place is given by a state ({short(state)}), not where it is rebuilt")
-        # (three: whether it requires a gradient, nothing, and its hooks)
+        # a tuple of three: requires_grad, None and the hooks
         self.state = _joined(self.state, state[2] if isinstance(state, tuple) and len(state) == 3 else state)
 
     def having(self, **attributes: Any) -> StoredTensor:
-        """The same tensor with other attributes."""
+        """Return a copy with these attributes replaced."""
         other: StoredTensor = object.__new__(StoredTensor)
         for slot in self.__slots__:
             setattr(other, slot, attributes[slot] if slot in attributes else getattr(self, slot))
@@ -111,7 +116,7 @@ class StoredTensor:
 
 
 def _bits(metadata: Any, dtype: DType) -> tuple[bool, bool]:
-    """Whether a tensor has the bits conj and neg: the keys alone set them, whatever their values
+    """Return a tensor's conj and neg bits. The presence of a key sets a bit, whatever its value
     (torch/csrc/jit/serialization/pickler.h `setTensorMetadata`)."""
     if not metadata:
         return False, False
@@ -123,20 +128,20 @@ def _bits(metadata: Any, dtype: DType) -> tuple[bool, bool]:
 
 
 def _negates(dtype: DType) -> bool:
-    """Whether torch negates such elements: no bools, no floats of 8 bits, nothing that is packed."""
+    """Return whether torch can negate elements of this dtype: not bools, 8-bit floats or packed dtypes."""
     narrow = dtype.is_floating_point and dtype.itemsize == 1
     return dtype.is_number and not narrow and dtype is not BOOL
 
 
 class TensorSubclass(Opaque):
-    """A subclass of Tensor that wraps others (DTensor, torchao): a record of what it was made from."""
+    """A record of a Tensor subclass that wraps other tensors (DTensor, torchao), with its pickled parts."""
 
     __slots__ = ()
 
 
 class Composite(NamedTuple):
-    """A tensor whose data is several plain tensors (sparse, nested): they are found under their own names. ``state``:
-    attributes that the pickle gives it."""
+    """A tensor that consists of several plain tensors (sparse, nested), which have their own names. ``state`` holds
+    attributes from the pickle."""
 
     kind: str
     parts: dict[str, Any]
@@ -144,7 +149,7 @@ class Composite(NamedTuple):
 
 
 def _joined(state: Any, more: Any) -> Any:
-    """The attributes of a tensor that is given attributes twice; the later ones replace those of the same name."""
+    """Merge two states of a tensor; attributes of the second one replace those of the same name."""
     if not more or not state:
         return more or state
     if isinstance(state, dict) and isinstance(more, dict):
@@ -153,10 +158,10 @@ def _joined(state: Any, more: Any) -> Any:
 
 
 def persistent_storage(pid: Any) -> Any:
-    """A persistent id of torch.save: ``("storage", class, key, location, numel)``, or a module's class."""
+    """Resolve a persistent id of torch.save: ``("storage", class, key, location, numel)``, or a module's class."""
     if isinstance(pid, tuple) and len(pid) >= 5 and pid[0] == "storage":
         kind, key, location, numel = pid[1:5]
-        if isinstance(kind, Opaque):  # a storage class of an extension: its elements are unknown, its bytes are not
+        if isinstance(kind, Opaque):  # a storage class of an extension: the dtype is unknown, so count bytes
             kind = StorageType(None)
         if not isinstance(kind, StorageType) or not _counts(numel):
             raise CorruptError(f"a storage that is described as {short(pid)}")
@@ -171,8 +176,8 @@ def persistent_storage(pid: Any) -> Any:
 
 
 def viewed_storage(pid: Any) -> Any:
-    """The same of a legacy file, where a storage may be a part of another: ``(..., numel, (key, start, numel))``
-    (torch/serialization.py `_legacy_load`; torch before 0.4 wrote them)."""
+    """Resolve a persistent id of a legacy file, where a storage may be a view of another one:
+    ``(..., numel, (key, start, numel))`` (torch/serialization.py `_legacy_load`; written by torch before 0.4)."""
     if not (isinstance(pid, tuple) and len(pid) == 6 and pid[0] == "storage" and isinstance(pid[5], tuple)):
         return persistent_storage(pid)
     whole, view = persistent_storage(pid[:5]), pid[5]
@@ -238,7 +243,7 @@ def _parameter(data: Any, requires_grad: Any = True, hooks: Any = None, state: A
 
 
 def _from_type_v2(func: Any, kind: Any, args: Any, state: Any) -> Any:
-    """A subclass of Tensor, or a tensor with attributes: the tensor that it was made from, if that is one."""
+    """Rebuild a Tensor subclass or a tensor with attributes: as the plain tensor that it holds, or as a record."""
     name = f"{kind.module}.{kind.name}" if isinstance(kind, Opaque) else ""
     if callable(func) and isinstance(args, tuple):
         made = func(*args)
@@ -289,15 +294,15 @@ def _jagged(parts: Any) -> Composite:
 
 
 def _from_cpu(data: Any, dtype: Any, device: Any, requires_grad: Any) -> StoredTensor:
-    """A tensor of another device that was pickled as a CPU tensor."""
+    """Rebuild a tensor of another device that was pickled as a CPU tensor."""
     if not isinstance(data, StoredTensor) or data.dtype != dtype:
         raise TypeError("not a tensor of this dtype")
     return data.having(requires_grad=requires_grad is True)
 
 
 def _from_numpy(data: Any, dtype: Any, device: Any, requires_grad: Any) -> StoredTensor:
-    """A tensor of another device that was pickled as a numpy array (torch_xla, before torch 2.4): its bytes are in the
-    pickle. numpy has no bfloat16, so the array may be of another dtype."""
+    """Rebuild a tensor of another device that was pickled as a numpy array (torch_xla, before torch 2.4). Its bytes are
+    in the pickle. numpy has no bfloat16, so the array may have another dtype."""
     if not isinstance(data, NumpyArray) or not isinstance(dtype, DType):
         raise TypeError("not an array that is a tensor")
     shape, raw = data.held(dtype)

@@ -1,4 +1,4 @@
-"""What a pickle gives that is no plain value: records of the classes and functions it names. They are inert."""
+"""Inert records of the classes and functions that a pickle names."""
 
 from __future__ import annotations
 
@@ -11,10 +11,18 @@ from ....errors import CorruptError
 
 
 class Opaque:
-    """A class or function that a pickle names, with what the pickle gives it: a record, never the thing itself.
+    """An inert record of a class or function that a pickle names, or of an object that unpickling would create with it.
 
-    ``args``: what it would be called with (None: it is only named). ``state``: what would become its attributes.
-    ``items`` / ``entries``: what would be appended to it / set as its keys. The state's keys can be read as attributes.
+    The keys of ``state`` are readable as attributes of the record.
+
+    Parameters
+    ----------
+    module, name
+        Where the class or function is, as the pickle spells it.
+    args
+        Positional arguments of the call; None if the pickle only names the class or function.
+    kwargs
+        Keyword arguments of the call as a dict; None if there are none.
     """
 
     __slots__ = ("_entries", "_items", "args", "kwargs", "module", "name", "state")
@@ -25,12 +33,12 @@ class Opaque:
         self.args = args
         self.kwargs = kwargs
         self.state: Any = None
-        self._items: list[Any] | None = None  # most records have none, and a file may hold a million records
+        self._items: list[Any] | None = None  # created on demand: a file may contain a million records without items
         self._entries: dict[Any, Any] | None = None
 
     @property
     def items(self) -> list[Any]:
-        """What would be appended to it."""
+        """The elements that unpickling would append to the object."""
         if self._items is None:
             self._items = []
         return self._items
@@ -41,7 +49,7 @@ class Opaque:
 
     @property
     def entries(self) -> dict[Any, Any]:
-        """What would be set as its keys."""
+        """The keys and values that unpickling would set on the object."""
         if self._entries is None:
             self._entries = {}
         return self._entries
@@ -52,7 +60,7 @@ class Opaque:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The state as attribute names and values, also where a class keeps part of it in slots."""
+        """The state as attribute names and values, including the part of a class with slots."""
         found: dict[str, Any] = {}
         for part in self.state if isinstance(self.state, tuple) and len(self.state) == 2 else (self.state,):
             if isinstance(part, dict):
@@ -85,14 +93,15 @@ class Opaque:
 
 
 class Attributed(dict[Any, Any]):
-    """A dict that a pickle may give attributes (an OrderedDict with ``_metadata``): they are kept in ``state``."""
+    """A dict with attributes from the pickle (such as ``_metadata`` of an OrderedDict) in ``state``."""
 
     __slots__ = ("state",)
     state: Any
 
 
 def through_partial(what: Opaque) -> Opaque | None:
-    """How protocols 2 and 3 spell __new__ with keywords: the call of functools.partial(cls.__new__, cls, ...)."""
+    """Resolve the call functools.partial(cls.__new__, cls, ...), by which protocols 2 and 3 encode __new__ with
+    keywords."""
     state = what.state
     if (what.module, what.name) != ("functools", "partial") or not isinstance(state, tuple) or len(state) < 3:
         return None
@@ -104,7 +113,7 @@ def through_partial(what: Opaque) -> Opaque | None:
 
 
 def extend(target: Any, items: Iterable[Any]) -> None:
-    if isinstance(target, Opaque) and target.args is not None:  # nothing is appended to a class or function
+    if isinstance(target, Opaque) and target.args is not None:  # an instance, not a class or function
         target.items.extend(items)
     elif isinstance(target, list):
         target.extend(items)
@@ -113,7 +122,7 @@ def extend(target: Any, items: Iterable[Any]) -> None:
 
 
 def build(target: Any, state: Any) -> None:
-    """Give a record its state; our own records of numpy things take it by `set_state`."""
+    """Set the state of a record, with `set_state` if it has that method."""
     if isinstance(target, Opaque | Attributed):
         target.state = state
         return
@@ -124,7 +133,7 @@ def build(target: Any, state: Any) -> None:
 
 
 def short(value: Any) -> str:
-    """Anything that a pickle holds, in at most a line: never deeper than two containers, in little time."""
+    """Format any value from a pickle on one line, quickly: at most four items of a container, two levels deep."""
     if isinstance(value, dict):
         inner = ", ".join(f"{_leaf(k)}: {_leaf(v)}" for k, v in islice(value.items(), 4))
         return "{" + inner + (", ..." if len(value) > 4 else "") + "}"
@@ -134,7 +143,7 @@ def short(value: Any) -> str:
 
 
 def _word(name: str) -> str:
-    """A name that a pickle gives, as one short word without control characters."""
+    """Return a name from a pickle as a short word without control characters."""
     return repr(name[:100])[1:-1] + ("..." if len(name) > 100 else "")
 
 

@@ -14,19 +14,19 @@ from ....errors import CorruptError
 from ...limits import Budget
 from .records import Attributed, Opaque
 
-# -- What may be a key of a dict or an element of a set: hashing and finding it must not take long.
+# -- Limits on dict keys and set elements, so that hashing and finding them stays fast.
 
-COMMON = (1 << 61) - 1  # integers below it are their own hashes
-_MOST = 100  # keys of one container that may have the same hash
-_ELEMENTS = 4096  # of a tuple that is a key, over all levels
+COMMON = (1 << 61) - 1  # smaller integers are their own hashes
+_MOST = 100  # maximum keys of one container with the same hash
+_ELEMENTS = 4096  # maximum elements of a tuple that is a key, over all levels
 _LEVELS = 16
 
 
 def check_key(key: Any) -> int:
-    """What hashing the key costs, in elementary steps.
+    """Return the cost of hashing the key, in elementary steps.
 
-    Hashing a tuple recurses in C, and visits a shared element as often as it is referred to. Raises CorruptError for
-    what no honest key is.
+    Hashing a tuple recurses in C and visits a shared element once per reference. Raises CorruptError for keys that no
+    honest file has.
     """
     if isinstance(key, int):
         return 1 + key.bit_length() // 64
@@ -48,7 +48,7 @@ def check_key(key: Any) -> int:
 
 
 def check_keys(keys: Iterable[Any]) -> None:
-    """Raise CorruptError if these are made to take long as the keys of one container."""
+    """Raise CorruptError if hashing these keys in one container would take too long."""
     equal: dict[int, int] = {}
     for key in keys:
         kind = type(key)
@@ -61,16 +61,16 @@ def check_keys(keys: Iterable[Any]) -> None:
 
 
 class Keys:
-    """Refuses keys of the dicts and sets of one file that are made to take long to hash or to find."""
+    """A check that rejects dict keys and set elements of one file that are slow to hash or to find."""
 
     __slots__ = ("_budget", "_equal")
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
-        self._equal: dict[tuple[int, int], int] = {}  # (a dict or set, a hash) -> keys that have it, where that is rare
+        self._equal: dict[tuple[int, int], int] = {}  # (id of a dict or set, hash) -> number of keys with that hash
 
     def check(self, target: Any, keys: Iterable[Any]) -> None:
-        """Charge the keys that ``target`` is given. Raises CorruptError past the limit."""
+        """Charge keys that are added to ``target``. Raises CorruptError past the limit."""
         for key in keys:
             kind = type(key)
             if kind is str or (kind is int and -COMMON < key < COMMON):
@@ -81,13 +81,13 @@ class Keys:
             self._budget.steps(number)
 
 
-# -- Plain values of the standard library that a pickle may build: containers, dates, paths, namespaces.
+# -- Constructors of plain values.
 
-_PATH = 1 << 15  # characters of a path
+_PATH = 1 << 15  # maximum characters of a path
 
 
 def listed(*args: Any) -> Sequence[Any]:
-    """The elements that a container is made of; only what the pickle itself lists, so none can be larger than it."""
+    """Return the elements for a container. Only containers from the pickle are accepted, so the size is bounded."""
     if not args:
         return []
     (values,) = args
@@ -97,14 +97,14 @@ def listed(*args: Any) -> Sequence[Any]:
 
 
 def _keys(*args: Any) -> Sequence[Any]:
-    """Elements that will be hashed."""
+    """Return the elements for a container that hashes them."""
     values = listed(*args)
     check_keys(values)
     return values
 
 
 def _attributed(*args: Any) -> Attributed:
-    if not args:  # the hooks of every tensor
+    if not args:  # the common case: hooks of a tensor
         return Attributed()
     values = listed(*args)
     for pair in () if isinstance(values, dict) else values:
@@ -115,7 +115,7 @@ def _attributed(*args: Any) -> Attributed:
 
 
 def _decimal(text: Any) -> decimal.Decimal:
-    if type(text) is not str or len(text) > 1000:  # a long one takes quadratic time
+    if type(text) is not str or len(text) > 1000:  # parsing a long text takes quadratic time
         raise TypeError("not a short text")
     return decimal.Decimal(text)
 
@@ -133,14 +133,14 @@ def _range(*args: Any) -> range:
 
 
 def _getattr(thing: Any, name: Any, *default: Any) -> Opaque:
-    """How protocols 2 and 3 spell a nested class: getattr(Outer, "Inner")."""
+    """Resolve getattr(Outer, "Inner"), by which protocols 2 and 3 encode a nested class."""
     if not isinstance(thing, Opaque) or thing.args is not None or type(name) is not str:
         raise TypeError("not an attribute of a named thing")
     return Opaque(thing.module, f"{thing.name}.{name}")
 
 
 def _reconstructor(cls: Any, base: Any, state: Any) -> Opaque:
-    """How protocols 0 and 1 spell an object of a plain class."""
+    """Return a record of an object of a plain class, as protocols 0 and 1 encode it."""
     if not isinstance(cls, Opaque) or cls.args is not None:
         raise TypeError("not an object of a named class")
     record = Opaque(cls.module, cls.name, ())
@@ -154,7 +154,7 @@ def _reconstructor(cls: Any, base: Any, state: Any) -> Opaque:
 
 
 class Size(tuple[int, ...]):
-    """A torch.Size, described without torch."""
+    """A stand-in for torch.Size that does not need torch."""
 
     __slots__ = ()
 
@@ -164,7 +164,7 @@ class Size(tuple[int, ...]):
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A torch.device, described without torch."""
+    """A stand-in for torch.device that does not need torch."""
 
     type: str
     index: int | None = None
@@ -177,7 +177,7 @@ class Device:
 
 
 def size(*args: Any) -> Size:
-    """What torch.Size makes of its arguments. Raises TypeError."""
+    """Create a `Size` from the arguments of torch.Size. Raises TypeError."""
     sizes = listed(*args)
     if not all(type(n) is int and abs(n) < 1 << 63 for n in sizes):
         raise TypeError("not sizes")
@@ -193,7 +193,8 @@ _DEVICES = frozenset(  # c10/core/DeviceType.cpp
 
 
 def device(kind: Any, index: Any = None) -> Device:
-    """What torch.device makes of its arguments: ``"cuda:1"``, or ``"cuda", 1``. Raises TypeError, ValueError."""
+    """Create a `Device` from the arguments of torch.device: ``"cuda:1"`` or ``"cuda", 1``. Raises TypeError,
+    ValueError."""
     if type(kind) is not str or not (index is None or type(index) is int):
         raise TypeError("not a device")
     name, colon, number = kind.partition(":")
@@ -207,7 +208,7 @@ def device(kind: Any, index: Any = None) -> Device:
 
 
 class Deque(list[Any]):
-    """A collections.deque: a list until its depth is known (freeing nested deques recurses in C)."""
+    """A list in place of a collections.deque until its depth is known: freeing nested deques recurses in C."""
 
 
 def _posix_path(*args: Any) -> pathlib.PurePosixPath:
@@ -238,7 +239,7 @@ def _bytearray(*args: Any) -> bytearray:
 
 
 class Namespace(argparse.Namespace):
-    """argparse.Namespace that takes its attributes as data."""
+    """An argparse.Namespace whose attributes are set from pickled data."""
 
     def set_state(self, state: Any) -> None:
         if isinstance(state, dict):
