@@ -1,9 +1,9 @@
-"""Folders with a file for each tensor-parallel rank: Meta's Llama, and any other when the user gives the rules.
+"""Folders with a file for each tensor-parallel rank: Meta's Llama, and others for which the user gives merge rules.
 
 Llama: ``consolidated.00.pth``, ... and params.json. Meta's llama/model.py cuts with fairscale (ColumnParallelLinear:
-wq, wk, wv, w1, w3 and output along dimension 0; RowParallelLinear: wo and w2 along 1; norms are on every rank). The
+wq, wk, wv, w1, w3 and output along dimension 0; RowParallelLinear: wo and w2 along 1; norms are replicated). The
 embedding is cut along 1 (ParallelEmbedding, Llama 1 and 2) or 0 (VocabParallelEmbedding, Llama 3); params.json's
-``dim`` tells which. With more ranks than key-value heads these are on several ranks.
+``dim`` determines which. If there are more ranks than key-value heads, several ranks hold the same head.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _read_files(source: Source) -> Index:
 
 
 def _numbered(source: Source) -> list[list[str]]:
-    """Files whose names differ in one number, in its order."""
+    """Group the files whose names differ in their last number only, sorted by that number."""
     names = sorted((n for n, e in source.entries.items() if n.endswith(_KINDS) and not e.is_dir), key=natural)
     found = []
     for _, group in groupby(sorted(names, key=_stem), key=_stem):
@@ -80,8 +80,7 @@ def _stem(name: str) -> str:
 
 
 def _merged(format: str, store: Store, paths: Sequence[str], sources: Sequence[RuleSource]) -> Index:
-    """The shards of the ranks, in this order, put together by the rules. Raises what reading raises if no file can be
-    read."""
+    """Merge the ranks' files, given in rank order, by the rules. Raises the first error if no file can be read."""
     ranks: list[Index | None] = []
     problems: list[Problem] = []
     errors: list[LazyckptError] = []
@@ -143,8 +142,10 @@ def _tensor(
     problems: list[Problem],
     unmerged: dict[str, str],
 ) -> TensorSpec:
-    """One tensor from its shards: None where the rank's file is lost, the file's index where it has no such tensor.
-    ``unmerged``: gets why it cannot be put together."""
+    """Merge the shards of one tensor.
+
+    A shard is None if the rank's file is lost, and the file's index if the file lacks the tensor. If the shards cannot
+    be merged, the reason is added to ``unmerged``."""
     held = [s for s in shards if isinstance(s, TensorSpec)]
     first = held[0]
     if any(isinstance(s, Index) for s in shards):
@@ -184,8 +185,8 @@ def _is_llama(source: Source) -> bool:
 
 
 def _is_numbered(source: Source) -> bool:
-    """Only with rules of the user (of flat parameters there are other readers), and where no index says what the files
-    are."""
+    """Recognise a folder only if the user gives merge rules and no index describes the files; other readers merge flat
+    parameters."""
     merging = any(not is_flat_rule(rule) for rule in source.rules.values())
     if source.path or not merging or any(".index." in n for n in source.entries):
         return False
