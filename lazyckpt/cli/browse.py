@@ -43,7 +43,7 @@ def browse(
         raise LazyckptError("browse needs a terminal: ls and show print, also into pipes")
     if os.environ.get("TERM") in ("dumb", "unknown"):
         raise LazyckptError(
-            "browse needs a terminal with a cursor, and TERM says that this terminal has none: use ls and show"
+            "browse needs a terminal with a cursor to place, and TERM says that this one has none: use ls and show"
         )
     from ..browse.app import Browser
 

@@ -1,7 +1,7 @@
-"""Where a parameter lies in flat buffers that are cut over data-parallel ranks.
+"""The fragments of parameters in flat buffers that are partitioned over data-parallel ranks.
 
-A checkpoint of a thousand ranks has a million fragments, but few facts: what the ranks hold of a group is stored once
-(`Partition`), and a parameter's fragments are made when it is touched.
+A checkpoint of a thousand ranks has a million fragments, but they follow from few numbers: a group's partitions are
+stored once (`Partition`), and the fragments of a parameter are created on demand.
 """
 
 from __future__ import annotations
