@@ -29,7 +29,7 @@ _PROBLEMS = 20  # maximum number of problems that `ls` prints
 def ls(
     path: PathArg,
     prefix: Annotated[
-        str, typer.Argument(metavar="PREFIX", help="Only names below it: layers.3.mlp", show_default=False)
+        str, typer.Argument(metavar="PREFIX", help="Prefix, name or glob: layers.3.mlp", show_default=False)
     ] = "",
     depth: Annotated[int | None, typer.Option(min=1, metavar="N", help="Levels of the tree to print.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Do not fold equal layers into one line.")] = False,

@@ -83,15 +83,24 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """A reader of one format."""
+    """A reader of one format.
+
+    Attributes
+    ----------
+    name
+        Name of the format, as in ``open(format=...)``.
+    what
+        Description of the format, as `lazyckpt formats` lists it.
+    recognises
+        Return whether a source has this format, by names and first bytes only.
+    read
+        Read the index of a source.
+    tags
+        Whether ``read`` itself resolves ``Source.tag`` in a folder with several checkpoints.
+    """
 
     name: str
-    """Name of the format, as in ``open(format=...)``."""
     what: str
-    """Description of the format, as `lazyckpt formats` lists it."""
     recognises: Callable[[Source], bool]
-    """Return whether a source has this format, by names and first bytes only."""
     read: Callable[[Source], Index]
-    """Read the index of a source."""
     tags: bool = False
-    """Whether ``read`` itself resolves ``Source.tag`` in a folder with several checkpoints."""
