@@ -160,8 +160,8 @@ def _with_unused(index: Index, rules: Mapping[str, Any]) -> Index:
     unused = [
         Problem(
             "unused-rule",
-            f"rules[{glob!r}] matches no tensor: it has no effect (it is compared with the full names, as the view "
-            "lists them; a tied tensor's is its owner's)",
+            f"rules[{glob!r}] matches no tensor: it has no effect (it is compared with full names, as the view lists "
+            "them; a tied tensor has the name of its owner)",
         )
         for glob in rules
         if not any(map(matcher(glob), names))

@@ -194,7 +194,7 @@ def _in_model(name: str, root: Path, weights: Mapping[str, TensorSpec], models: 
 def _copies(
     tensors: Mapping[str, tuple[Path, TensorSpec]], skip: int, weights: Mapping[str, TensorSpec], found: Sorted
 ) -> dict[str, dict[str, TensorSpec]]:
-    """Move complete copies of the model's state dict ("ema": {...}) out of the rest and return them as states."""
+    """Move state dicts with names and shapes of the weights ("ema": {...}) out of the rest; return them as states."""
     groups: dict[str, dict[str, TensorSpec]] = {}
     for key in found.rest:
         path, spec = tensors[key]

@@ -1,7 +1,7 @@
 """The documents that describe a checkpoint as a zarr v3 hierarchy: zarr.json of the root, groups and arrays.
 
 /zarr.json                     attributes.lazyckpt: facts about the checkpoint; and the consolidated metadata
-/weights/layers/3/up/weight    an array: state, then the parts of the name (`nodes.paths`)
+/weights/layers/3/up/weight    an array: state, then the parts of the name (`paths`)
 /exp_avg/...                   further states
 Source: the zarr v3 core specification; consolidated metadata as zarr-python writes it (core/metadata/v3.py,
 core/group.py `ConsolidatedMetadata`).

@@ -117,7 +117,7 @@ def _arrays(tree: Tree, found: Nodes, problems: list[Problem], unreadable: dict[
             unreadable[_name(path)] = str(e)
             continue
         for codec in unknown_codecs(array.packing):
-            others.setdefault(f"cannot be read, for lazyckpt lacks their codec {codec!r:.60}", []).append(path)
+            others.setdefault(f"cannot be read, because lazyckpt lacks their codec {codec!r:.60}", []).append(path)
         arrays[path] = array
     problems += [
         Problem("unsupported-tensor", f"{_count(paths)} {reason}: {some(paths)}", only_one(paths))

@@ -38,7 +38,7 @@ class Folder:
         return f"{self.store.root}/{path}"
 
     def listed(self, folder: str) -> Mapping[str, bool]:
-        """The names directly inside: whether each is a folder."""
+        """Return the names directly inside a folder, each with whether it is a folder."""
         return {name: entry.is_dir for name, entry in self.store.list(folder).items()}
 
     def is_circle(self, folder: str) -> bool:
@@ -92,7 +92,7 @@ class Zip:
         return f"{self.store.root}/{self.path}/{self._base}{path}"
 
     def listed(self, folder: str) -> Mapping[str, bool]:
-        """The names directly inside: whether each is a folder."""
+        """Return the names directly inside a folder, each with whether it is a folder."""
         return self._folders.get(folder, {})
 
     def is_circle(self, folder: str) -> bool:
