@@ -1,8 +1,7 @@
-"""The browser of a terminal (`lazyckpt browse`), with Textual: the tree of names, and of a tensor what it is, which
-file holds which block, its values and a histogram.
+"""The terminal browser (`lazyckpt browse`), built with Textual: a tree of names, and for each tensor its description, a
+map of which file holds which block, its values and a histogram.
 
-What is drawn is made of plain data by functions (`levels`, `detail`, `fragments`, `bars`, `sheet`, `code`); `app` and
-the widgets (`tree`, `grid`, `histogram`, `screens`) put it on the screen. Moving around reads no tensor data. What is
-read, or may take long, is done by threads (`background`), so that the screen never waits. What a checkpoint brings is
-printed literally.
+Functions of `tree`, `detail`, `fragments`, `grid` and `histogram` turn plain data into content; `app`, the widgets and
+`screens` display it. Navigation reads no tensor data. Reading and slow work run on threads (`background`), so that the
+screen never blocks. Text of a checkpoint is printed literally.
 """

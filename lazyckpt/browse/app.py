@@ -1,4 +1,4 @@
-"""The browser: one screen, and what its keys do."""
+"""The browser application: its screen and the actions of its keys."""
 
 from __future__ import annotations
 
@@ -20,24 +20,27 @@ from ..tensor import LazyTensor
 from ..view import CheckpointView
 from . import detail, fragments, screens
 from . import detail as code
-from .background import Background, told, wrong
+from .background import Background, error_content, error_text
 from .grid import Grid
 from .histogram import Histogram
 from .tree import Entry, Levels, NameTree, Row, chosen
 
-_PROBLEMS = 2  # lines of problems on top
-_PAUSE = 0.15  # seconds after the last key of a filter
+_PROBLEMS = 2  # maximum number of problems at the top of the screen
+_PAUSE = 0.15  # seconds between the last key typed into the filter and filtering
 _STORED = "stored"
 
 
 class Browser(App[Exception]):
-    """``open_views``: opens what is to be shown: (the state that is read by default, the one to show at first).
-    ``path``, ``options``: of `lazyckpt.open`, for the lines of Python. Ends with the error of opening, or None."""
+    """The application. Its result is the error of opening, or None.
+
+    ``open_views`` opens and returns two views: the default state, and the state to show first. ``path`` and ``options``
+    are the arguments of `lazyckpt.open` for the line of Python that is shown.
+    """
 
     CSS_PATH = "app.tcss"
     TITLE = "lazyckpt"
     ENABLE_COMMAND_PALETTE = False
-    AUTO_FOCUS = "#names"  # not the filter, which is first: keys that are typed while it starts are no text
+    AUTO_FOCUS = "#names"  # not the filter, which comes first: keys typed during startup are commands, not text
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (72, "-normal"), (110, "-wide")]  # noqa: RUF012
     VERTICAL_BREAKPOINTS = [(0, "-short"), (16, "-high")]  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -67,13 +70,13 @@ class Browser(App[Exception]):
         self._open = open_views
         self._opened = code.opening(path, options)
         self._path = path
-        self._facts = Content("opening")  # the second line
-        self.base: CheckpointView | None = None  # of the default state
-        self.view: CheckpointView | None = None  # of the chosen one
+        self._facts = Content("opening")  # the second line of the screen
+        self.base: CheckpointView | None = None  # the default state
+        self.view: CheckpointView | None = None  # the selected state
         self.entry: Entry | None = None
         self._levels: Levels | None = None
-        self._at = ""  # its name or prefix, also while there is none
-        self._filtered = ""  # what the names that are shown, or looked for, are filtered by
+        self._at = ""  # name or prefix of the entry; kept while a filter hides the entry
+        self._filtered = ""  # the filter of the names that are shown or being computed
         self._index: str | None = None
         self._map: Drawing | None = None
         self.head, self.problems = Static(id="head", markup=False), Static(id="problems", markup=False)
@@ -84,19 +87,19 @@ class Browser(App[Exception]):
         self.index = Input(placeholder="i: an index, as 0:8, ::64", id="index")
         self.told, self.grid = Static(id="told", markup=False), Grid()
         self.bars, self.code = Histogram(self, self._indicate), Static(id="code", markup=False)
-        self._names = Background(self, self._indicate)  # opening, states, filters
+        self._names = Background(self, self._indicate)  # opens views, changes states, filters names
         self._about = Background(self, self._indicate)
         self._values = Background(self, self._indicate)
 
     @property
     def busy(self) -> bool:
-        """Whether something is being found out, or read."""
+        """Whether any background work is running or pending."""
         threads = (self._names, self._about, self._values, self.bars)
         return self.filter.value != self._filtered or any(b.busy for b in threads)
 
     @property
     def tensor(self) -> LazyTensor | None:
-        """The one that is looked at."""
+        """The tensor at the cursor; None if the cursor is on a level."""
         if self.view is None or self.entry is None or not self.entry.leaf:
             return None
         found: LazyTensor = self.view[self.entry.start]
@@ -133,7 +136,7 @@ class Browser(App[Exception]):
         self.bars.drop()
 
     def _indicate(self) -> None:
-        """What is on top, and whether something is being read."""
+        """Update the two lines at the top, with a mark while work is running."""
         mark = Content.styled(" reading… ", "reverse") if self.busy else Content("")
         self.head.update(Content.assemble(mark, (printable(self._path), "bold"), "\n", self._facts))
 
@@ -141,11 +144,11 @@ class Browser(App[Exception]):
 
     def _work_open(self) -> tuple[CheckpointView, CheckpointView, Levels, str]:
         base, view = self._open()
-        return base, view, Levels(view), _told(view)
+        return base, view, Levels(view), _summary(view)
 
     def _have_view(self, found: tuple[CheckpointView, CheckpointView, Levels, str]) -> None:
         self.base, self.view, levels, text = found
-        self.entry = None  # the one that the cursor comes to is looked at, be it of the same name
+        self.entry = None  # the next entry at the cursor is a new one, even if its name is the same
         self._facts = Content.assemble((printable(self.view.state), "bold"), " | ", text)
         problems = oddities(self.view)
         lines = [printable(p) for p in problems[:_PROBLEMS]]
@@ -174,7 +177,7 @@ class Browser(App[Exception]):
 
         def work() -> tuple[CheckpointView, CheckpointView, Levels, str]:
             view = _state(base, state)
-            return base, view, Levels(chosen(view, text)), _told(view)
+            return base, view, Levels(chosen(view, text)), _summary(view)
 
         self._filtered = text
         self._names.ask(work, self._have_view, self._name_error)
@@ -188,15 +191,15 @@ class Browser(App[Exception]):
 
     def _filter(self, text: str) -> None:
         view = self.view
-        if view is not None and text == self.filter.value:  # nothing was typed since
+        if view is not None and text == self.filter.value:  # the user has stopped typing
             self._filtered = text
             self._names.ask(lambda: Levels(chosen(view, text)), self._have_levels, self._name_error)
 
     def _name_error(self, error: Exception) -> None:
-        self.notify(printable(told(error)), severity="error", markup=False)
+        self.notify(printable(error_text(error)), severity="error", markup=False)
 
     def action_leave(self) -> None:
-        """Out of what one is in, one thing at a time."""
+        """Go back one step: stop a histogram, leave the index, or clear the filter."""
         box = self.filter
         if self.bars.stop():
             return
@@ -207,14 +210,14 @@ class Browser(App[Exception]):
                 box.value = ""
             self.names.focus()
 
-    # -- what is looked at
+    # -- the entry at the cursor
 
     def on_tree_node_highlighted(self, event: NameTree.NodeHighlighted[Row]) -> None:
         entry = event.node.data
         late = self.names.moving or event.node is not self.names.cursor_node
         if not isinstance(entry, Entry) or late:
             return
-        if entry != self.entry:  # a filter changes labels only: what is shown stays
+        if entry != self.entry:  # a filter may change the label of the same entry: keep what is shown
             self._look(entry)
 
     def on_tree_node_selected(self, event: NameTree.NodeSelected[Row]) -> None:
@@ -222,11 +225,11 @@ class Browser(App[Exception]):
             self.action_values()
 
     def _look(self, entry: Entry) -> None:
-        """Tell of a tensor, or of a level, what is known without reading."""
+        """Show what is known about a tensor or a level without reading tensor data."""
         self.entry, self._at, self._index, self._map = entry, entry.start, None, None
         self._values.drop()
         view, levels, t = self.view, self._levels, self.tensor
-        assert view is not None and levels is not None  # entries are of levels
+        assert view is not None and levels is not None  # an entry exists only if both do
         self.index.value = ""
         self.grid.show(None)
         hint = "" if t is None else f"v reads values of {kind(t)}"
@@ -242,7 +245,7 @@ class Browser(App[Exception]):
                 return detail.drawn(detail.of_prefix(shown, entry, names)), None
             return detail.drawn(detail.of_tensor(view, entry.start)), drawing(t) if t.numel() else None
 
-        self._about.ask(work, self._have_about, lambda e: self.about.update(wrong(e)))
+        self._about.ask(work, self._have_about, lambda e: self.about.update(error_content(e)))
 
     def _have_about(self, found: tuple[Content, Drawing | None]) -> None:
         about, self._map = found
@@ -251,7 +254,7 @@ class Browser(App[Exception]):
 
     @property
     def _width(self) -> int:
-        """Columns of a drawing: those on the right, less padding and a scroll bar."""
+        """Columns of a drawing: the width of the right side without padding and scroll bar."""
         return self.tabs.size.width - 4
 
     def _draw_map(self) -> None:
@@ -288,14 +291,14 @@ class Browser(App[Exception]):
             self._read()
 
     def _read(self) -> None:
-        """Show the values that the index selects, from the first on."""
+        """Show the values that the index selects, starting at the first."""
         t, grid = self.tensor, self.grid
-        assert t is not None  # asked only of tensors
+        assert t is not None  # the callers check it
         text = self.index.value.strip()
         try:
             part = t.lazy[parse_index(text)] if text else t
         except Exception as e:
-            self._tell(told(e), wrong=True)
+            self._tell(error_text(e), wrong=True)
             return
         self._index = text or None
         self._tell(f"{kind(part)}" + (f" of {kind(t)}" if text else ""))
@@ -315,7 +318,7 @@ class Browser(App[Exception]):
 
     def _values_error(self, error: Exception) -> None:
         self.grid.show(None)
-        self._tell(told(error), wrong=True)
+        self._tell(error_text(error), wrong=True)
 
     def _tell(self, text: str, wrong: bool = False) -> None:
         self.told.set_class(wrong, "wrong")
@@ -336,11 +339,11 @@ class Browser(App[Exception]):
             self.names.focus()
             self.bars.read(t, whole, self._width)
 
-    # -- the line of Python, and the rest
+    # -- the line of Python and the remaining actions
 
     @property
     def line(self) -> str:
-        """The Python that reads what is shown."""
+        """The Python expression that reads what is shown."""
         base, view, entry = self.base, self.view, self.entry
         if base is None or view is None or entry is None:
             return self._opened
@@ -362,7 +365,7 @@ class Browser(App[Exception]):
 
     def action_copy(self) -> None:
         self.copy_to_clipboard(self.line)
-        self.notify("copied (if the terminal takes it: OSC 52); the line is above the keys", markup=False)
+        self.notify("copied (if the terminal supports OSC 52); the line is above the keys", markup=False)
 
     def action_problems(self) -> None:
         if self.view is not None:
@@ -381,6 +384,6 @@ def _state(base: CheckpointView, state: str) -> CheckpointView:
     return base.stored if state == _STORED else base.states[state]
 
 
-def _told(view: CheckpointView) -> str:
-    """Format, mesh and counts: what else a summary says is on the screen anyway."""
+def _summary(view: CheckpointView) -> str:
+    """Return format, mesh and counts; the other parts of a summary are elsewhere on the screen."""
     return " | ".join(facts(view)[:3])

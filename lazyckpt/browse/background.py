@@ -1,5 +1,4 @@
-"""Work that may take long, on threads: one at a time for each place of the screen, and of what is asked for meanwhile
-only the last."""
+"""Slow work on threads: one job at a time for each part of the screen, and only the last of the waiting jobs."""
 
 from __future__ import annotations
 
@@ -22,8 +21,10 @@ class _Job(NamedTuple):
 
 
 class Background:
-    """The work of one place of the screen. Its threads die with the process: a read that hangs keeps nobody from
-    leaving. ``changed`` is called when it begins or ends to be busy."""
+    """The jobs of one part of the screen.
+
+    Its threads are daemons, so that a read that hangs does not keep the process alive. ``changed`` is called when
+    ``busy`` changes."""
 
     def __init__(self, app: App[Any], changed: Callable[[], None]) -> None:
         self._app = app
@@ -36,8 +37,9 @@ class Background:
         return self._now is not None
 
     def ask(self, work: Callable[[], Any], done: Callable[[Any], None], failed: Callable[[Exception], None]) -> None:
-        """Do ``work`` on a thread, then ``done`` (with what it returned) or ``failed`` on this one, unless something
-        else has been asked for in the meantime."""
+        """Run ``work`` on a thread, then call ``done`` with its result, or ``failed`` with its error, on this thread.
+
+        Neither is called if another job has been requested in the meantime."""
         job = _Job(work, done, failed)
         if self._now is None:
             self._start(job)
@@ -45,7 +47,7 @@ class Background:
             self._next = job
 
     def drop(self) -> None:
-        """What was asked for is of no use any more; what is asked for next does not wait for it."""
+        """Discard the current and the waiting job; the next job does not wait for them."""
         if self._now is not None:
             self._now = self._next = None
             self._changed()
@@ -59,9 +61,9 @@ class Background:
             error: Exception | None = None
             try:
                 result = job.work()
-            except Exception as e:  # whatever a file system of a URL raises, too: it is shown
+            except Exception as e:  # file systems of URLs raise their own types; every error is shown
                 error = e
-            with suppress(RuntimeError):  # the program has ended meanwhile
+            with suppress(RuntimeError):  # the program has ended and its loop is closed
                 loop.call_soon_threadsafe(self._app.call_later, self._end, job, result, error)
 
         Thread(target=go, daemon=True).start()
@@ -69,7 +71,7 @@ class Background:
 
     def _end(self, job: _Job, result: Any, error: Exception | None) -> None:
         if job is not self._now:
-            return  # dropped
+            return  # the job was discarded
         self._now = None
         if self._next is not None:
             self._start(self._next)
@@ -81,12 +83,12 @@ class Background:
             job.failed(error)
 
 
-def told(error: Exception) -> str:
-    """An error as one line; one that is not among those that reading is known for says what it is."""
+def error_text(error: Exception) -> str:
+    """Return an error as one line, with its type unless it is an expected error of reading."""
     text = " ".join(str(error).split())
     return text if text and isinstance(error, LazyckptError | OSError) else f"{type(error).__name__}: {text}"
 
 
-def wrong(error: Exception) -> Content:
-    """An error where what could not be read would be."""
-    return Content.styled(f"cannot be read: {printable(told(error))}", "$text-error")
+def error_content(error: Exception) -> Content:
+    """Return the content to show in place of data that could not be read."""
+    return Content.styled(f"cannot be read: {printable(error_text(error))}", "$text-error")

@@ -1,4 +1,4 @@
-"""What is known of a tensor, or of the tensors below a prefix, without reading elements."""
+"""The description of a tensor or of the tensors below a prefix, without reading elements, and its line of Python."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .tree import Entry
 
 
 def quoted(text: str) -> str:
-    """A Python string, in double quotes where it needs no escapes.
+    """Return a Python string literal, in double quotes unless it needs escapes.
 
     >>> print(quoted("model.norm.weight"), quoted('"\\x1b'))
     "model.norm.weight" '"\\x1b'
@@ -29,7 +29,8 @@ def quoted(text: str) -> str:
 
 
 def opening(path: str, options: Mapping[str, Any]) -> str:
-    """
+    """Return the call of `lazyckpt.open`.
+
     >>> print(opening("ckpt", {"tag": "step9", "format": None}))
     lazyckpt.open("ckpt", tag="step9")
     """
@@ -38,15 +39,17 @@ def opening(path: str, options: Mapping[str, Any]) -> str:
 
 
 def of_state(opened: str, state: str | None) -> str:
-    """Of a state by its name; None: the one that is read by default."""
+    """Append the look-up of a state to a line; None is the default state."""
     if state is None:
         return opened
     return f"{opened}.stored" if state == "stored" else f"{opened}.states[{quoted(state)}]"
 
 
 def of_window(index: str | None, shape: Sequence[int], first: Sequence[int], last: Sequence[int]) -> str:
-    """The index of a window of what ``index`` selects, which has ``shape``: from the element ``first`` to ``last``,
-    both included, in C order; a window that is more than one block is read with what is around it.
+    """Return the index of a window within the selection of ``index``, which has ``shape``.
+
+    The window extends from the element ``first`` to ``last``, both included, in C order. A window that is not a block
+    is extended to one.
 
     >>> of_window(None, (512, 128), (0, 0), (7, 127)), of_window("0:4, ::8", (4, 16), (0, 0), (3, 15))
     ('[0:8]', '[0:4, ::8]')
@@ -54,7 +57,7 @@ def of_window(index: str | None, shape: Sequence[int], first: Sequence[int], las
     ('.lazy[::2][8:16, 4:8]', '[...]')
     """
     parts: list[str] = []
-    if not first:  # no elements, or one: no dimensions
+    if not first:  # an empty tensor or a scalar
         shape = ()
     for dim, (n, a, b) in enumerate(zip(shape, first, last, strict=True)):
         crossing = any(x != y for x, y in zip(first[:dim], last[:dim], strict=True)) and dim < len(shape) - 1
@@ -72,17 +75,17 @@ def of_window(index: str | None, shape: Sequence[int], first: Sequence[int], las
     return f".lazy[{index}]{window}" if index else window
 
 
-# -- What is known of a tensor, or of the tensors below a prefix, without reading elements.
+# -- The description of a tensor or of the tensors below a prefix, without reading elements.
 
-_LINES = 200  # of files and byte ranges
-_TIED = 20  # names
-_COUNTED = 20_000  # tensors of which the dtypes are looked at
+_LINES = 200  # maximum number of lines of files and byte ranges
+_TIED = 20  # maximum number of tied names
+_COUNTED = 20_000  # dtypes are counted for at most this many tensors
 
-Detail = list[tuple[str, str]]  # (what, text); "error" is one
+Detail = list[tuple[str, str]]  # (label, text) pairs; the label "error" marks an error
 
 
 def of_tensor(view: CheckpointView, name: str) -> Detail:
-    """Name, kind, size, tied names, rule, and the files and byte ranges that hold it."""
+    """Return name, kind, size, tied names and merge rule of a tensor, and the files and byte ranges that hold it."""
     t, owner = view[name], view.owner(name)
     found = [("name", name), ("kind", kind(t)), ("size", f"{t.nbytes:,} bytes ({human_bytes(t.nbytes)})")]
     found.append(("elements", f"{t.numel():,}"))
@@ -109,7 +112,7 @@ def of_tensor(view: CheckpointView, name: str) -> Detail:
 
 
 def of_prefix(view: CheckpointView, entry: Entry, names: list[str]) -> Detail:
-    """Counts and sizes of what is below; ``names``: of the tensors there."""
+    """Return counts and sizes of the tensors below an entry, whose names are ``names``."""
     found = [("prefix", entry.start[:-1])] if entry.start else []
     found += [
         ("tensors", f"{entry.tensors:,}"),
@@ -123,7 +126,7 @@ def of_prefix(view: CheckpointView, entry: Entry, names: list[str]) -> Detail:
 
 
 def drawn(detail: Detail) -> Content:
-    """As lines, literally."""
+    """Return a description as lines, printed literally."""
     width = max((len(what) for what, _ in detail), default=0)
     lines = []
     for what, text in detail:

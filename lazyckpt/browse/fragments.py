@@ -1,4 +1,4 @@
-"""Which file holds which block of a tensor, drawn with letters: colour is not needed to tell them apart."""
+"""A map of which file holds which block of a tensor. Letters mark the files, so that it is readable without colour."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from ..errors import and_more, printable
 from ..show.layout import Cell, Drawing, Holder, ranges
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_COLOURS = ("primary", "success", "warning", "accent", "secondary")  # of the theme
+_COLOURS = ("primary", "success", "warning", "accent", "secondary")  # names of the theme's colours
 _MISSING = "!"
-_HEIGHT = 10  # lines of a map of two dimensions
-_LISTED = 52  # holders below a map
+_HEIGHT = 10  # maximum number of lines of a two-dimensional map
+_LISTED = 52  # maximum number of holders in the legend
 
 
 def drawn(d: Drawing, width: int) -> Content:
-    """A map of so many columns, to scale, and whose the letters are."""
+    """Return a map of ``width`` columns, to scale, with a legend of the letters."""
     if not d.blocks:
         return Content("no file holds elements of it")
     number = {holder: n for n, holder in enumerate(d.holders)}
@@ -28,7 +28,7 @@ def drawn(d: Drawing, width: int) -> Content:
 
 
 def _grid(d: Drawing, width: int, height: int) -> list[list[Cell | None]]:
-    """The cell at each place of the screen; the larger are drawn first."""
+    """Return the cell at each position of the map. Larger cells come first in a drawing, so smaller ones cover them."""
     grid: list[list[Cell | None]] = [[None] * width for _ in range(height)]
     for cell in d.cells:
         top, bottom = _places(cell.rows, d.rows, height)
@@ -39,14 +39,14 @@ def _grid(d: Drawing, width: int, height: int) -> list[list[Cell | None]]:
 
 
 def _places(part: tuple[int, int], whole: tuple[int, int], size: int) -> tuple[int, int]:
-    """Where a part is, of ``size`` places; it has one at least."""
+    """Scale an interval to ``size`` positions; the result has at least one position."""
     length = whole[1] - whole[0]
     first = min(size - 1, (part[0] - whole[0]) * size // length)
     return first, max(first + 1, (part[1] - whole[0]) * size // length)
 
 
 def _line(row: list[Cell | None], number: dict[Holder, int]) -> Content:
-    """Neighbours of one holder are one piece of text."""
+    """Return a row of the map, with adjacent cells of the same holder in one piece of text."""
     pieces: list[tuple[str, str]] = []
     for cell in row:
         mark, style = (" ", "") if cell is None else _mark(number[cell.holders[0]], cell.missing)
@@ -79,7 +79,7 @@ def _notes(d: Drawing) -> list[str]:
         notes.append(f"also cut along dimension {', '.join(map(str, d.undrawn))}")
     most = max(len(c.holders) for c in d.cells)
     if most > 1 and not d.merged and not d.undrawn:
-        notes.append(f"held {most:,} times: the first that is read is drawn")
+        notes.append(f"held {most:,} times: the copy that is read first is drawn")
     return ["; ".join(notes), ""]
 
 
@@ -87,12 +87,12 @@ def _legend(d: Drawing, number: dict[Holder, int]) -> list[Content]:
     lines = [Content("")]
     for h in d.holders[:_LISTED]:
         mark, style = _mark(number[h], bool(h.missing))
-        told = f"cannot be read: {h.missing}" if h.missing else "" if h.path == h.label else h.path
+        note = f"cannot be read: {h.missing}" if h.missing else "" if h.path == h.label else h.path
         lines.append(
             Content.assemble(
                 (f" {mark} ", style),
                 f" {printable(h.label)}  ",
-                (printable(told), "$text-error" if h.missing else "$text-muted"),
+                (printable(note), "$text-error" if h.missing else "$text-muted"),
             )
         )
     if len(d.holders) > _LISTED:

@@ -1,4 +1,4 @@
-"""The widget that shows a window of a tensor's elements, and moves it."""
+"""The widget that shows a movable window of a tensor's elements."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ..tensor import LazyTensor
 
 # -- A window of the elements of a tensor, as rows and columns of text. Only the window is read.
 
-_MOST = 20_000  # elements of a window, whatever the terminal's size
+_MOST = 20_000  # maximum number of elements of a window, whatever the terminal's size
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """``labels`` of the rows, ``heads`` of the columns, ``cells``: what is in them; ``first``, ``last``: the index of
-    the first element and of the last."""
+    """The text of a window: the labels of its rows, the heads of its columns, its cells, and the indices of its first
+    and last elements."""
 
     labels: tuple[str, ...]
     heads: tuple[str, ...]
@@ -34,7 +34,7 @@ class Window:
 
 
 def cell_width(t: LazyTensor) -> int:
-    """Characters of a column: as many as the widest value of its dtype has."""
+    """Return the width of a column: the number of characters of the widest value of the dtype."""
     if t.dtype.is_complex:
         return 23
     if t.dtype.is_floating_point:
@@ -43,19 +43,19 @@ def cell_width(t: LazyTensor) -> int:
 
 
 def extent(t: LazyTensor, width: int) -> tuple[int, int]:
-    """(rows, columns) of all of it; ``width``: columns that a line of a vector has."""
+    """Return the numbers of rows and columns of the whole tensor; a vector is wrapped at ``width`` columns."""
     if t.ndim < 2:
         return -(-t.numel() // width), min(width, t.numel())
     return prod(t.shape[:-1]), t.shape[-1]
 
 
 def label_width(t: LazyTensor) -> int:
-    """Characters of a row's label."""
+    """Return the number of characters of a row's label."""
     return sum(len(str(n)) + 1 for n in (t.shape if t.ndim < 2 else t.shape[:-1])) or 1
 
 
 def window(t: LazyTensor, row: int, col: int, height: int, width: int) -> Window:
-    """Read so many rows and columns from there on, or as many as there are. Raises what reading raises."""
+    """Read at most ``height`` rows and ``width`` columns from (``row``, ``col``) on. Raises the errors of reading."""
     height = max(1, min(height, _MOST // max(1, width)))
     if not t.numel():
         return Window((), (), (), (), ())
@@ -87,7 +87,7 @@ def _line(t: LazyTensor, row: int, height: int, width: int) -> Window:
 
 
 def _lead(t: LazyTensor, row: int) -> tuple[Sequence[int], int]:
-    """(the leading indices, the index along the last dimension but one) of a row."""
+    """Return the leading indices of a row and its index along the second to last dimension."""
     outer, inner = divmod(row, t.shape[-2])
     lead = []
     for n in reversed(t.shape[:-2]):
@@ -102,11 +102,11 @@ def _text(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, np.floating) else str(value)
 
 
-# -- The widget that shows a window of a tensor's elements, and moves it.
+# -- The widget that shows a movable window of a tensor's elements.
 
 
 class Grid(Widget, can_focus=True):
-    """Asks for windows (`Wanted`) as it is moved, and shows what it is given."""
+    """A view of a window of elements. It posts `Wanted` when the window moves; the application sets ``window``."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up", "move(-1, 0)", "up", show=False),
@@ -122,7 +122,7 @@ class Grid(Widget, can_focus=True):
     ]
 
     class Wanted(Message):
-        """The window has moved: what it shows has to be read."""
+        """The window has moved and has to be read."""
 
     def __init__(self) -> None:
         super().__init__(id="grid")
@@ -131,7 +131,7 @@ class Grid(Widget, can_focus=True):
         self.row = self.col = 0
 
     def show(self, t: LazyTensor | None) -> None:
-        """Of another tensor, from its first element on; None: of none."""
+        """Show another tensor from its first element on, or nothing if it is None."""
         self.tensor, self.window, self.row, self.col, self.at_end = t, None, 0, 0, False
         self.refresh()
         if t is not None:
@@ -139,15 +139,15 @@ class Grid(Widget, can_focus=True):
 
     @property
     def room(self) -> tuple[int, int]:
-        """(rows, columns) that fit."""
-        assert self.tensor is not None  # asked only when there is one
+        """The numbers of rows and columns that fit."""
+        assert self.tensor is not None  # the callers check it
         width = self.size.width - label_width(self.tensor)
         columns = max(1, width // (cell_width(self.tensor) + 1))
         return max(1, self.size.height - 1), min(8, columns) if self.tensor.ndim < 2 else columns
 
     def read(self) -> Window:
-        """What it has to show, from the files."""
-        assert self.tensor is not None  # asked only when there is one
+        """Read the current window from the files."""
+        assert self.tensor is not None  # the callers check it
         return window(self.tensor, self.row, self.col, *self.room)
 
     def action_move(self, rows: int, cols: int) -> None:
@@ -174,7 +174,7 @@ class Grid(Widget, can_focus=True):
 
     def on_resize(self) -> None:
         if self.tensor is not None:
-            if self.at_end:  # the last row stays in sight
+            if self.at_end:  # keep the last row visible
                 self._go(1 << 62, self.col)
             self.post_message(self.Wanted())
 

@@ -1,4 +1,4 @@
-"""The pane of the histogram: it reads a sample, or all elements until it is stopped."""
+"""The pane of the histogram, which reads a sample, or all elements until it is stopped."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from ..inspect.stats import stats_of
 from ..inspect.table import Stats
 from ..show.values import Sample, sample
 from ..tensor import LazyTensor
-from .background import Background, wrong
+from .background import Background, error_content
 
 # -- A histogram as columns of blocks.
 
 BINS = 48
-_HEIGHT = 8  # lines
+_HEIGHT = 8  # lines of the columns
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def of_sample(found: Sample, width: int) -> Content:
-    """Of the elements that were looked at, in at most so many columns."""
+    """Draw the histogram of a sample in at most ``width`` columns."""
     return _drawn(found.counts, found.edges, found.facts, width)
 
 
 def of_stats(found: Stats, nbytes: int, width: int) -> Content:
-    """Of all elements; ``nbytes``: of the tensor."""
+    """Draw the histogram of all elements of a tensor of ``nbytes`` bytes in at most ``width`` columns."""
     lines = [f"histogram of all {found.count:,} elements ({human_bytes(nbytes)})"]
     if found.finite:
         lines.append(f"min {found.min:.4g}, max {found.max:.4g}, mean {found.mean:.4g}, std {found.std:.4g}")
@@ -45,7 +45,7 @@ def _drawn(counts: Sequence[int], edges: Sequence[float], lines: Sequence[str], 
     text = [Content(line) for line in lines]
     if not counts:
         return Content("\n").join([*text, Content(""), Content("there are no finite elements")])
-    together = -(-len(counts) // max(8, width))  # bins that are one column
+    together = -(-len(counts) // max(8, width))  # bins per column
     counts = [sum(counts[n : n + together]) for n in range(0, len(counts), together)]
     top = max(counts)
     text.append(Content(f"highest column: {plural(top, 'element')}"))
@@ -56,13 +56,13 @@ def _drawn(counts: Sequence[int], edges: Sequence[float], lines: Sequence[str], 
     return Content("\n").join([*text, Content(""), *(Content.styled(r, "$text-primary") for r in rows), Content(axis)])
 
 
-# -- The pane of the histogram: it reads a sample, or all elements until it is stopped.
+# -- The pane.
 
-_MEMORY = 256 << 20  # bytes that reading all elements holds
+_MEMORY = 256 << 20  # bytes of memory for reading all elements
 
 
 class Histogram(Static):
-    """``changed`` is called when it begins or ends to read."""
+    """The pane of the histogram; ``changed`` is called when it starts or finishes reading."""
 
     def __init__(self, app: App[Any], changed: Callable[[], None]) -> None:
         super().__init__(markup=False)
@@ -74,12 +74,12 @@ class Histogram(Static):
         return self._work.busy
 
     def show(self, t: LazyTensor | None) -> None:
-        """Another tensor is looked at; None: none."""
+        """Show the hint for another tensor, or for none."""
         self.drop()
         self.update("choose a tensor" if t is None else f"h: a sample, a: all elements {_size(t)}")
 
     def read(self, t: LazyTensor, whole: bool, width: int) -> None:
-        """Read all elements, or a sample, and draw them in so many columns."""
+        """Read all elements, or a sample, and draw the histogram in at most ``width`` columns."""
         self.drop()
         executor = self._executor = ThreadPoolExecutor(thread_name_prefix="lazyckpt-browse") if whole else None
         self.update(f"reading {f'all elements {_size(t)}; Esc stops' if whole else 'a sample'}…")
@@ -93,10 +93,10 @@ class Histogram(Static):
             self.drop()
             self.update(found)
 
-        self._work.ask(work, done, lambda e: done(wrong(e)))
+        self._work.ask(work, done, lambda e: done(error_content(e)))
 
     def stop(self) -> bool:
-        """Read no more of all elements. Whether it did."""
+        """Stop reading all elements. Return whether that was in progress."""
         if self._executor is None:
             return False
         self.drop()
@@ -104,7 +104,7 @@ class Histogram(Static):
         return True
 
     def drop(self) -> None:
-        """What is being read is of no use any more: an executor that takes no work ends what gives it some."""
+        """Discard the current read. Shutting down the executor ends the job that submits work to it."""
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._executor = None

@@ -1,4 +1,4 @@
-"""What lies over the browser for a moment: the states to choose from, all problems, the keys."""
+"""Modal screens of the browser: the choice of a state, the list of problems, and the keys."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ KEYS = (
     ("/", "filter: a part of a name, or a glob (*.norm.weight)"),
     ("Esc", "clear the filter, stop a histogram; back to the names"),
     ("s", "state: weights, fp32, exp_avg, ..., as stored"),
-    ("d", "tensor: what it is, which bytes of which files"),
+    ("d", "tensor: description, and which bytes of which files hold it"),
     ("m", "map: which file holds which block"),
-    ("v, Enter", "values: reads what it shows"),
+    ("v, Enter", "values: reads only what is shown"),
     ("i", "index of the values, as in Python: 0:8, ::64"),
     ("arrows, PgUp/Dn", "move in the values; < > by a page, Home, End"),
     ("h", "histogram of a sample (4 MiB are read)"),
@@ -36,7 +36,7 @@ KEYS = (
 
 
 class Text(ModalScreen[None]):
-    """Lines to read; Esc closes it."""
+    """A modal screen of text; Esc closes it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [("escape,q,question_mark", "dismiss", "Close")]
 
@@ -56,7 +56,7 @@ class Text(ModalScreen[None]):
 
 def keys() -> Text:
     width = max(len(key) for key, _ in KEYS)
-    return Text("Keys", [Content.assemble((f"{key:<{width}}  ", "$text-accent"), told) for key, told in KEYS])
+    return Text("Keys", [Content.assemble((f"{key:<{width}}  ", "$text-accent"), text) for key, text in KEYS])
 
 
 def problems(lines: Sequence[str]) -> Text:
@@ -65,7 +65,7 @@ def problems(lines: Sequence[str]) -> Text:
 
 
 class States(ModalScreen[str | None]):
-    """Chooses a state by its name; None: stay."""
+    """A modal screen to choose a state; its result is the name, or None to keep the current state."""
 
     BINDINGS: ClassVar[list[BindingType]] = [("escape,q", "dismiss(None)", "Close")]
 
@@ -74,8 +74,8 @@ class States(ModalScreen[str | None]):
         self._states, self._now = states, now
 
     def compose(self) -> ComposeResult:
-        told = {"stored": "stored: every tensor as it is in the files"}
-        options = [Option(Content(told.get(name, printable(name)))) for name in self._states]
+        labels = {"stored": "stored: every tensor as it is in the files"}
+        options = [Option(Content(labels.get(name, printable(name)))) for name in self._states]
         box = OptionList(*options, classes="sheet")
         box.border_title = Content("State")
         box.border_subtitle = Content("Enter chooses")

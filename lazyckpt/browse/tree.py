@@ -1,4 +1,4 @@
-"""The tree of names. A level's rows are made when it is opened, some hundred at a time."""
+"""The tree of names. The rows of a level are created when it is opened, some hundred at a time."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ..show.outline import chain, outline
 from ..show.text import kind
 from ..view import CheckpointView
 
-# -- The names of a view, level by level: a level is found when it is asked for, however many names there are
-# below.
+# -- The names of a view, level by level. A level is computed on demand, whatever the number of names below it.
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A row of a level. ``label``: what it adds to the names above. ``start``: what the names below it begin with, up
-    to a dot; of a tensor its name. ``tensors``, ``numel``, ``nbytes``: of what is below, each tied tensor once.
-    ``node``: what it is made from."""
+    """A row of a level. Counts and sizes include everything below it, each tied tensor once."""
 
     label: str = field(compare=False)
+    """The part of the name that this row adds to the rows above it."""
     start: str
+    """Common prefix of the names below, with the final dot; the name of a tensor."""
     leaf: bool
+    """Whether the row is a tensor."""
     tensors: int
     numel: int
     nbytes: int
@@ -37,7 +37,7 @@ class Entry:
 
 
 class Levels:
-    """The levels of a view. Making it looks at every name once. Reads no tensor data."""
+    """The levels of a view. The constructor visits every name once and reads no tensor data."""
 
     def __init__(self, view: CheckpointView) -> None:
         self.view = view
@@ -45,13 +45,15 @@ class Levels:
 
     @property
     def whole(self) -> Entry:
-        """All of it."""
+        """The entry of the whole view."""
         root = self._root
         return Entry("", "", False, root.tensors, root.numel, root.nbytes, root)
 
     def below(self, entry: Entry) -> list[Entry]:
-        """What there is one level below an entry, in natural order. Chains of levels that leave nothing to choose are
-        one entry; a name that begins others is two, its tensor and what is below it."""
+        """Return the entries one level below an entry, in natural order.
+
+        A chain of single children is one entry. A tensor whose name is also a prefix is two entries: the tensor, and
+        the level below it."""
         return [found for child in entry.node.children for found in _entries(child)]
 
 
@@ -70,7 +72,7 @@ def _entries(node: OutlineNode, above: str = "") -> Iterator[Entry]:
 
 
 def chosen(view: CheckpointView, text: str) -> CheckpointView:
-    """The names that a filter leaves: those that hold the text, or match it as a glob (``*`` also crosses dots)."""
+    """Filter the names that contain the text or match it as a glob, in which ``*`` matches dots, too."""
     if not text:
         return view
     names = set(view.select(lambda name: text in name))
@@ -79,17 +81,17 @@ def chosen(view: CheckpointView, text: str) -> CheckpointView:
     return view.select(names.__contains__)
 
 
-# -- The tree of names. A level's rows are made when it is opened, some hundred at a time.
+# -- The widget.
 
-_ROWS = 500  # of a level that are made at a time
-_OPENED = 40  # rows up to which levels are opened at first
+_ROWS = 500  # rows of a level that are created at a time
+_OPENED = 40  # levels are opened at first as long as the tree has at most this many rows
 
-Row = Entry | list[Entry]  # a list: the rest of a level, which has not been made yet
+Row = Entry | list[Entry]  # a list is the rest of a level whose rows have not been created yet
 Node = TreeNode[Row]
 
 
 class NameTree(Tree[Row]):
-    """Shows `Levels`; a node's ``data`` is its entry."""
+    """The tree of `Levels`; the ``data`` of a node is its entry."""
 
     ICON_NODE = "▸ "
     ICON_NODE_EXPANDED = "▾ "
@@ -99,10 +101,10 @@ class NameTree(Tree[Row]):
         self.show_root = False
         self.guide_depth = 2
         self.levels: Levels | None = None
-        self.moving = False  # other names are being shown: where the cursor is meanwhile means nothing
+        self.moving = False  # while the names are replaced, the cursor's position is meaningless
 
     def show(self, levels: Levels, name: str = "") -> None:
-        """Show other names; the cursor goes to this one, as far as it is there."""
+        """Show other names, and move the cursor to ``name`` or to the nearest level above it."""
         self.levels, self.moving = levels, True
         self.clear()
         self.root.data = levels.whole
@@ -112,22 +114,22 @@ class NameTree(Tree[Row]):
         while True:
             level = [child for node in level for child in node.children if child.allow_expand]
             rows += sum(len(levels.below(n.data)) for n in level[:_OPENED] if isinstance(n.data, Entry))
-            if not level or (len(level) > 1 and rows > _OPENED):  # one row alone has nothing to choose from
+            if not level or (len(level) > 1 and rows > _OPENED):  # a single row is always opened
                 break
             for node in level:
                 self._fill(node)
                 node.expand()
-        # the cursor is set when the lines are known
+        # Textual computes the lines at the next refresh; the cursor can be set after that
         self.call_after_refresh(self._go_to, self._reveal(name))
 
     def _go_to(self, node: Node | None) -> None:
         self.moving = False
         self.move_cursor(node)
-        if node is not None:  # a cursor that stays in its line tells nobody that another node is there now
+        if node is not None:  # Textual posts no message if the line of the cursor stays the same
             self.post_message(self.NodeHighlighted(node))
 
     def _reveal(self, name: str) -> Node | None:
-        """The node of a name, opened down to it, or the nearest above it; the first row if it is nowhere."""
+        """Open the levels down to a name and return its node, or the nearest node above it, or the first row."""
         node = self.root
         while True:
             self._fill(node)
@@ -168,7 +170,7 @@ class NameTree(Tree[Row]):
             node.add_leaf(Text(f"{and_more(len(rest))} (Enter)", "dim"), rest)
 
     def _label(self, entry: Entry) -> Text:
-        assert self.levels is not None  # entries are of levels
+        assert self.levels is not None  # an entry exists only if they do
         label = printable(shortened(entry.label)) or "''"
         if entry.leaf:
             tied = "" if entry.numel or not self.levels.view[entry.start].numel() else "  tied"

@@ -1,9 +1,10 @@
 """The command line: `lazyckpt ls`, `lazyckpt show`, `lazyckpt convert` and so on.
 
-A module has the name of its command, and is imported when the command is called. Output is coloured on a terminal, and
-plain text elsewhere. What comes from a checkpoint (names, paths, problems) is printed literally: no markup, no escape
-codes. An error is one line on stderr, with exit code 2; 130 is Ctrl-C, 141 a pipe that its reader has closed. `program`
-is what all commands have in common, `console` prints, `options` has the options that say what to open.
+Each command has a module of the same name, which is imported when the command is called. Output is coloured on a
+terminal and plain text elsewhere. Text of a checkpoint (names, paths, problems) is printed literally, without markup or
+escape codes. An error is one line on stderr, with exit code 2; the code is 130 after Ctrl-C, and 141 if the reader of a
+pipe has closed it. `program` has what all commands share, `console` prints, and `options` defines the options that
+select what to open.
 """
 
 from .program import app, main

@@ -1,4 +1,4 @@
-"""`lazyckpt browse`: a checkpoint in the terminal, to move around in."""
+"""`lazyckpt browse`: the interactive terminal browser."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def browse(
     format: FormatOption = None,
     rules: RulesOption = None,
 ) -> None:
-    """Move around in a checkpoint.
+    """Browse a checkpoint interactively in the terminal.
 
-    Names, details, which file holds what, values, histograms. Reads what it shows; ? lists the keys. Needs a terminal
-    (over ssh, too), and Textual: pip install 'lazyckpt[browse]'.
+    Shows names, details, which file holds which block, values and histograms. Only the data that is shown is read.
+    Press ? for the keys. Needs a terminal (ssh works) and Textual: pip install 'lazyckpt[browse]'.
     """
     if find_spec("textual") is None:
         raise LazyckptError("browse needs Textual: pip install 'lazyckpt[browse]'")
@@ -43,7 +43,7 @@ def browse(
         raise LazyckptError("browse needs a terminal: ls and show print, also into pipes")
     if os.environ.get("TERM") in ("dumb", "unknown"):
         raise LazyckptError(
-            "browse needs a terminal with a cursor to place, TERM says that this is none: use ls and show"
+            "browse needs a terminal with a cursor to place, and TERM says that this one has none: use ls and show"
         )
     from ..browse.app import Browser
 
@@ -56,5 +56,5 @@ def browse(
     error = browser.run()
     if error is not None:
         raise error
-    if browser.return_code:  # it has said why
+    if browser.return_code:  # Textual has printed the reason
         raise typer.Exit(browser.return_code)

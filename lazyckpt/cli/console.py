@@ -1,4 +1,4 @@
-"""Printing: lines for people, literally, and text for machines."""
+"""Printing of styled lines for people and of text for machines."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ..errors import printable
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Arguments of Python that commands have as options.
+# Python arguments that are options of commands.
 _ARGUMENT = re.compile(
     r"(?<![\w./=-])(overwrite|tag|rules|format|memory|resume|verify|max_shard_size|codec|state|dtype|bins|keep|delete"
     r"|incomplete)=(True\b|False\b|\.\.\.|'[^']*'|[\w-]+(?:,\d{3})*|(?!\{))"
 )
 _RENAME = re.compile(r"view\.rename\('([^']*)'\)")
-# What lazyckpt itself prints beyond ASCII, for terminals that cannot.
+# Replacements for the characters beyond ASCII that lazyckpt itself prints, for terminals that cannot show them.
 _ASCII = str.maketrans({**dict(zip("▁▂▃▄▅▆▇█", "_.-=+*%#", strict=True)), "…": "...", "─": "-", "│": "|"})
 
 
 def in_ascii(error: UnicodeError) -> tuple[str, int]:
-    """An error handler of codecs: bars and lines as ASCII, all else that cannot be encoded escaped."""
+    """Replace bars and lines by ASCII and escape all other characters: an error handler of codecs."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     lost = error.object[error.start : error.end].translate(_ASCII)
@@ -36,7 +36,7 @@ codecs.register_error("lazyckpt", in_ascii)
 
 
 def as_options(text: str) -> str:
-    """An error message with the command's options where it names arguments of Python.
+    """Replace Python arguments in an error message by the options of the command line.
 
     >>> as_options("is there already: overwrite=True replaces it, tag='step-5' opens another")
     'is there already: --overwrite replaces it, --tag step-5 opens another'
@@ -54,7 +54,8 @@ def as_options(text: str) -> str:
 
 
 def write_text(text: str) -> None:
-    """Text for machines, in pieces: an unbuffered stdout would not notice that the reader left in the middle of one."""
+    """Write text for machines in pieces: an unbuffered stdout does not notice that the reader closes the pipe in the
+    middle of a write."""
     for at in range(0, len(text), 1 << 14):
         sys.stdout.write(text[at : at + (1 << 14)])
     sys.stdout.write("\n")
@@ -62,11 +63,11 @@ def write_text(text: str) -> None:
 
 @cache
 def console(err: bool = False) -> Console:
-    """Where lines go: stdout, or stderr."""
+    """Return the rich console of stdout or stderr."""
     from rich.console import Console
 
     class _Console(Console):
-        """Leaves a pipe that nobody reads to `program`, as all that is written is."""
+        """A console that leaves closed pipes to `program`, which handles them for all output."""
 
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError
@@ -75,14 +76,14 @@ def console(err: bool = False) -> Console:
 
 
 def _styled(err: bool) -> bool:
-    """Whether lines may have colours: on a terminal, or where the user asks for them. Elsewhere rich, which is slow to
-    import and to print with, is not needed."""
+    """Return whether lines are coloured: on a terminal, or if the environment forces colours. Otherwise rich, which is
+    slow to import and to print with, is not used."""
     forced = os.environ.get("FORCE_COLOR") or os.environ.get("TTY_COMPATIBLE") == "1"
     return bool(forced) or (sys.stderr if err else sys.stdout).isatty()
 
 
 def write_line(*pieces: tuple[str, str], err: bool = False, strip: bool = False) -> None:
-    """One line of (text, style) pieces, literally."""
+    """Print (text, style) pieces literally as one line."""
     if not _styled(err):
         text = "".join(printable(text) for text, _ in pieces)
         (sys.stderr if err else sys.stdout).write((text.rstrip() if strip else text) + "\n")
@@ -98,5 +99,5 @@ def write_line(*pieces: tuple[str, str], err: bool = False, strip: bool = False)
 
 
 def write_error(text: str) -> None:
-    """One line on stderr."""
+    """Print an error as one line on stderr."""
     write_line(("error: ", "bold red"), (as_options(" ".join(text.split())), ""), err=True)

@@ -1,7 +1,7 @@
-"""`lazyckpt convert`: a checkpoint of any layout as one of another.
+"""`lazyckpt convert`: write a checkpoint in another format.
 
-Exit codes: 0 done; 2 an error, and the same call would end in it again; 3 stopped half way, what is finished is kept,
-and the same call goes on; 130 the same after Ctrl-C.
+Exit codes: 0 done; 2 an error that the same call would raise again; 3 stopped half way, the finished part is kept and
+the same call resumes; 130 the same after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -17,34 +17,43 @@ from ..errors import LazyckptError, and_more
 from ..export.registry import NAMES
 from ..show.text import oddities
 from .console import as_options, write_error, write_line, write_text
-from .jobs import Job, carried_out, check_files, goes_on, kept, planned
+from .jobs import Job, can_resume, check_files, kept, planned, run_job
 from .options import FormatOption, PathArg, RulesOption, StateOption, StoredOption, TagOption, open_view
 from .targets import Wanted, check, target_of
 
-_PROBLEMS = 10  # lines of problems that are printed
-AGAIN = 3  # exit code: stopped half way, the same call goes on
+_PROBLEMS = 10  # maximum number of problems that are printed
+AGAIN = 3  # exit code: stopped half way, the same call resumes
 INTERRUPTED = 130
 
-_Dest = Annotated[str, typer.Argument(metavar="DST", help="A folder, a file, or for zarr a URL.", show_default=False)]
+_Dest = Annotated[
+    str, typer.Argument(metavar="DST", help="Destination: a folder, a file, or a URL (zarr only).", show_default=False)
+]
 _To = Annotated[
     str | None,
     typer.Option(
-        metavar="FORMAT", help=f"{'|'.join(n for n in NAMES if n != 'virtual')}; by default what the end of DST says."
+        metavar="FORMAT", help=f"{'|'.join(n for n in NAMES if n != 'virtual')}; default: by the ending of DST."
     ),
 ]
-_Select = Annotated[str | None, typer.Option(metavar="GLOB", help="Only tensors whose names (as ls prints) match.")]
-_Dtype = Annotated[str | None, typer.Option(metavar="NAME", help="Convert floats: bf16, fp16, fp32, fp8_e4m3, ...")]
+_Select = Annotated[str | None, typer.Option(metavar="GLOB", help="Only tensors whose names, as printed by ls, match.")]
+_Dtype = Annotated[str | None, typer.Option(metavar="NAME", help="Convert floats to bf16, fp16, fp32, fp8_e4m3, ...")]
 _Rename = Annotated[
-    str | None, typer.Option(metavar="TABLE", help="Names of hf, megatron, llama, ..., or a .toml or .json file.")
+    str | None, typer.Option(metavar="TABLE", help="Rename for hf, megatron, llama, ..., or by a .toml or .json file.")
 ]
 _Degree = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Megatron's ranks; of safetensors and torch a folder for each.")
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Parallel degree to shard to: megatron, or safetensors and torch with a folder per rank.",
+    ),
 ]
-_Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="What the work in flight may hold (1GiB).")]
-_Resume = Annotated[bool, typer.Option(help="Go on with what an interrupted call finished, or begin anew.")]
-_Shard = Annotated[str | None, typer.Option(metavar="SIZE", help="Of safetensors and torch files in a folder (5GB).")]
-_Codec = Annotated[str | None, typer.Option(metavar="NAME", help="zarr's: blosc, zstd, gzip.")]
-_Workers = Annotated[int | None, typer.Option(min=1, metavar="N", help="Processes (by default threads of this one).")]
+_Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Memory for the work in flight (default: 1GiB).")]
+_Resume = Annotated[bool, typer.Option(help="Resume an interrupted conversion, or discard it.")]
+_Shard = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Largest safetensors or torch file in a folder (default: 5GB).")
+]
+_Codec = Annotated[str | None, typer.Option(metavar="NAME", help="Compression of zarr: blosc, zstd, gzip.")]
+_Workers = Annotated[int | None, typer.Option(min=1, metavar="N", help="Worker processes (default: threads).")]
 
 
 def convert(
@@ -64,26 +73,30 @@ def convert(
     memory: _Memory = None,
     workers: _Workers = None,
     resume: _Resume = True,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there, of the same format.")] = False,
-    verify: Annotated[bool, typer.Option("--verify", help="Read all again and compare before it appears.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, write nothing.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Neither plan nor progress.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an existing output of the same format.")
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read the output back and compare before publishing.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print neither plan nor progress.")] = False,
     tag: TagOption = None,
     format: FormatOption = None,
     rules: RulesOption = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Plan, result and error as one JSON object, once there is a plan.")
+        bool, typer.Option("--json", help="Print plan, result and error as one JSON object, once there is a plan.")
     ] = False,
 ) -> None:
-    """Write a checkpoint in another layout.
+    """Write a checkpoint in another format.
 
-    Prints a plan, then works in bounded memory. Nothing is visible at DST before all of it is complete.
+    Prints a plan, then works in bounded memory. DST appears only when the output is complete.
 
-    safetensors and torch get one state (--state), the others all that they can hold.
+    safetensors and torch contain one state (--state); the other formats contain every state that they can hold.
 
-    Exit codes: 0 done; 2 an error, nothing was written and the same call would not help; 3 stopped half way (no space,
-    dead workers): what is finished is kept and the same call goes on; 130 the same after Ctrl-C. After a kill the same
-    call goes on, too.
+    Exit codes: 0 done; 2 an error: nothing was written and the same call would fail again; 3 stopped half way (no
+    space, dead workers): the finished part is kept and the same call resumes; 130 the same after Ctrl-C. After a kill
+    the same call resumes, too.
     """
     mesh = None if tp is pp is ep is None else (tp or 1, pp or 1, ep or 1)
     wanted = Wanted(select, dtype, rename, mesh, stored, max_shard_size, codec)
@@ -99,7 +112,7 @@ def convert(
         if dry_run:
             check_files(job)
         else:
-            result = carried_out(
+            result = run_job(
                 job,
                 memory=memory,
                 overwrite=overwrite,
@@ -114,7 +127,7 @@ def convert(
         code, error = INTERRUPTED, "interrupted" + (f"; {_finished(left)}" if left is not None else "")
     except (LazyckptError, OSError) as e:
         left = None if dry_run else kept(dst)
-        if left is not None and goes_on(job, e, left):
+        if left is not None and can_resume(job, e, left):
             code, error = AGAIN, as_options(f"{e} ({_finished(left)})")
         else:
             code, error = 2, as_options(str(e))
@@ -133,23 +146,22 @@ def _finished(nbytes: int) -> str:
 
 
 def _print_plan(job: Job, resume: bool) -> None:
-    source, told = job.source, job.forecast
+    source, forecast = job.source, job.forecast
     degrees = " ".join(f"{k}={v}" for k, v in _degrees(job) if v > 1)
     _print("source", f"{job.src}: {source.format}{f' ({degrees})' if degrees else ''}, {_files(len(source.files))}")
-    for state, amount in told.states.items():
+    for state, amount in forecast.states.items():
         dtypes = ", ".join(amount.dtypes)
         _print("write", f"{state}: {plural(amount.tensors, 'tensor')}, {human_bytes(amount.nbytes)} as {dtypes or '-'}")
-    _print(
-        "to", f"{job.dest}: {job.to.name}" + (f", {_files(told.files)}" if told.files is not None else "") + _ranks(job)
-    )
+    files = f", {_files(forecast.files)}" if forecast.files is not None else ""
+    _print("to", f"{job.dest}: {job.to.name}{files}{_ranks(job)}")
     _print("memory", f"{human_bytes(job.memory)} for the work in flight")
-    needed = "as much as compresses" if told.room is None else f"{human_bytes(told.room)} needed"
+    needed = "depends on the compression" if forecast.room is None else f"{human_bytes(forecast.room)} needed"
     _print("space", needed + (f", {human_bytes(job.free)} free" if job.free is not None else ""))
     if job.kept is not None:
-        what = "used, if that was the same one" if resume else "thrown away"
+        what = "used if it was the same conversion" if resume else "discarded"
         _print("resume", f"{human_bytes(job.kept)} of an interrupted conversion are there: {what}")
     if job.exists:
-        _print("there", f"{job.dest} exists already: only --overwrite replaces it")
+        _print("exists", f"{job.dest} exists already: only --overwrite replaces it")
     lines = oddities(job.view)
     for line in lines[:_PROBLEMS]:
         _print("problem", line, "yellow")

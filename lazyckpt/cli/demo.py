@@ -1,4 +1,4 @@
-"""`lazyckpt demo`: a walk through what lazyckpt does, on checkpoints that it writes."""
+"""`lazyckpt demo`: a guided tour of lazyckpt on small checkpoints that it writes."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _COLOURS = (
 def demo(
     keep: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Write the files there, and keep them (default: a temporary folder)."),
+        typer.Option(metavar="DIR", help="Write the files to DIR and keep them (default: a temporary folder)."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write small real checkpoints and walk through them."""
     if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
-        raise LazyckptError(f"{keep} is not an empty folder: the demo would overwrite what is there")
+        raise LazyckptError(f"{keep} is not an empty folder: give --keep a new or an empty one")
     folder = keep or Path(tempfile.mkdtemp(prefix="lazyckpt-demo-"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -70,5 +70,5 @@ def _show(step: Step) -> None:
 
 
 def _pieces(line: str) -> list[tuple[str, str]]:
-    """A line of output, with the bars in it in colours of their height."""
+    """Split a line of output into (text, style) pieces in which bars are coloured by their height."""
     return [(c, _COLOURS[BARS.index(c)] if c in BARS else "") for c in line]

@@ -1,4 +1,4 @@
-"""`lazyckpt diff`: what differs between two checkpoints."""
+"""`lazyckpt diff`: the differences between two checkpoints."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from ..runs.compare import diff as diff_views
 from .console import write_line, write_text
 from .options import FormatOption, JsonOption, RulesOption, StateOption, open_view
 
-_STYLES = {"equal": "dim", "values": "red", "unreadable": "bold red"}  # the others: yellow
+_STYLES = {"equal": "dim", "values": "red", "unreadable": "bold red"}  # every other status is yellow
 
 
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint: a file, a folder, a URL.", show_default=False)],
-    b: Annotated[str, typer.Argument(metavar="B", help="The other.", show_default=False)],
+    b: Annotated[str, typer.Argument(metavar="B", help="The checkpoint to compare with.", show_default=False)],
     select: Annotated[
         str | None, typer.Option(metavar="GLOB", help="Only names that match: '*.norm.weight'", show_default=False)
     ] = None,
     state: StateOption = None,
-    all_states: Annotated[bool, typer.Option("--all-states", help="The weights and every state.")] = False,
-    every: Annotated[bool, typer.Option("--all", help="Print tensors that are equal, too.")] = False,
-    memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Bytes to hold at most: 2GB")] = None,
+    all_states: Annotated[
+        bool, typer.Option("--all-states", help="Compare the weights and every other state.")
+    ] = False,
+    every: Annotated[bool, typer.Option("--all", help="Print equal tensors, too.")] = False,
+    memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory for the work in flight: 2GB")] = None,
     format: FormatOption = None,
     rules: RulesOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare two checkpoints of any formats, tensor by tensor.
 
-    Works in bounded memory. Tensors of one dtype are compared bit by bit, others by their numbers. Exit codes: 0 all
-    tensors are equal, 1 something differs, 2 an error.
+    Works in bounded memory. Tensors of equal dtype are compared bit by bit, others by value. Exit codes: 0 all tensors
+    are equal, 1 something differs, 2 an error.
     """
     if all_states and state is not None:
         raise typer.BadParameter("--all-states compares every state: leave out --state")

@@ -1,4 +1,4 @@
-"""`lazyckpt formats`: what lazyckpt reads."""
+"""`lazyckpt formats`: the formats that lazyckpt reads."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .options import JsonOption
 
 
 def formats(as_json: JsonOption = False) -> None:
-    """List the formats that are read.
+    """List the formats that lazyckpt reads.
 
-    In the order in which they are tried. The names are those that --format takes. Readers that other packages install
-    are listed, too.
+    Formats are listed in the order in which they are tried, by the names that --format accepts. Readers of other
+    installed packages are included.
     """
     own = {reader.name for reader in builtin()}
     rows = [{"name": r.name, "reads": r.what, "plugin": r.name not in own} for r in readers()]

@@ -1,4 +1,4 @@
-"""`lazyckpt info`: what a checkpoint is, and its metadata."""
+"""`lazyckpt info`: the description and the metadata of a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ def info(
         str, typer.Argument(metavar="KEY", help="A part of the metadata: args, or args.lr", show_default=False)
     ] = "",
     depth: Annotated[int | None, typer.Option(min=1, metavar="N", help="Levels of the metadata to print.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every line of the metadata, however many.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Print the metadata without a limit of lines.")] = False,
     tag: TagOption = None,
     format: FormatOption = None,
     rules: RulesOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print what a checkpoint is, and its metadata as a tree.
+    """Describe a checkpoint and print its metadata as a tree.
 
-    Format, mesh, sizes, dtypes, states, step, loss; then all that is no tensor. Reads no tensor data.
+    Prints format, mesh, sizes, dtypes, states, step and loss, then everything that is not a tensor. No tensor data is
+    read.
     """
     view = open_view(path, None, False, tag, format, rules)
     meta = _part(plain_meta(view), typed(key))
@@ -52,7 +53,7 @@ def info(
 
 
 def _part(meta: Any, key: str) -> Any:
-    """What stands at a dotted key. Raises TensorNotFoundError if nothing does."""
+    """Return the metadata at a dotted key, or raise TensorNotFoundError."""
     for n, part in enumerate(key.split(".") if key else []):
         if isinstance(meta, list | tuple) and part.isdigit() and int(part) < len(meta):
             meta = meta[int(part)]

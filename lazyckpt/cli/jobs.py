@@ -1,4 +1,4 @@
-"""A conversion: what it is going to do, as data, and doing it."""
+"""The plan of a conversion as data, and its execution."""
 
 from __future__ import annotations
 
@@ -32,26 +32,31 @@ from .targets import Wanted, prepared
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """``src``: what was opened, as it was called; ``view``: what of it is written, of all ranks; ``ranks``: folder ->
-    the view of each rank, if each gets one; ``free``: bytes at the target, None if that cannot be known; ``kept``:
-    bytes that an interrupted conversion has finished, None if there is none; ``exists``: whether something has to be
-    replaced."""
+    """The plan of a conversion."""
 
     src: str
+    """Path of the source, as the user typed it."""
     source: CheckpointView
+    """The source as opened."""
     view: CheckpointView
+    """The selected, renamed and converted part of the source, of all ranks."""
     ranks: dict[str, CheckpointView]
+    """Folder -> view of each rank; empty unless every rank gets a folder."""
     to: Writer
     dest: str
     wanted: Wanted
     memory: int
+    """Limit of the work in flight, in bytes."""
     forecast: Forecast
     free: int | None
+    """Free bytes at the destination; None if unknown."""
     kept: int | None
+    """Bytes that an interrupted conversion has finished; None if there is none."""
     exists: bool
+    """Whether the destination has an output that would have to be replaced."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as plain objects; sizes in bytes."""
+        """Return the plan as plain objects, with sizes in bytes."""
         source, mesh, amounts = self.source, self.source.mesh, self.forecast.states
         return {
             "source": {
@@ -79,8 +84,10 @@ class Job:
 
 
 def planned(src: str, source: CheckpointView, to: Writer, dest: str, wanted: Wanted, memory: str | None) -> Job:
-    """Decide what is written, and find what cannot be. Reads no tensor data. Raises what `targets.prepared` and
-    `CheckpointView.shard` raise, and DataError."""
+    """Plan a conversion without reading tensor data.
+
+    Raises DataError for tensors that cannot be written, and the errors of `targets.prepared` and
+    `CheckpointView.shard`."""
     view = prepared(source, wanted)
     limit = MEMORY if memory is None else size_in_bytes(memory)
     ranks: dict[str, CheckpointView] = {}
@@ -90,21 +97,21 @@ def planned(src: str, source: CheckpointView, to: Writer, dest: str, wanted: Wan
             ranks[rank_folder(t, p, e, pp, ep)] = view.shard(tp=tp, pp=pp, ep=ep, rank={"tp": t, "pp": p, "ep": e})
     assert to.forecast is not None
     options = complete({"memory": memory}, "convert")
-    told = [to.forecast(one, dest, options, **wanted.own(to)) for one in ranks.values() or [view]]
-    whole = reduce(Forecast.plus, told)
+    forecasts = [to.forecast(one, dest, options, **wanted.own(to)) for one in ranks.values() or [view]]
+    whole = reduce(Forecast.plus, forecasts)
     there = _exists(to, dest, bool(ranks))
     return Job(src, source, view, ranks, to, dest, wanted, limit, whole, free_at(dest), kept(dest), there)
 
 
 def check_files(job: Job) -> None:
-    """Raise the error that reading would raise because a file is missing."""
+    """Raise the error that reading would raise for a missing file."""
     check_whole(job.view)
     for state in job.view.states.values() if not job.to.by_rank else [job.view]:
         for name in sorted(state, key=natural):
             state[name]._check()
 
 
-def carried_out(
+def run_job(
     job: Job,
     *,
     memory: str | None,
@@ -114,8 +121,10 @@ def carried_out(
     progress: bool | None,
     workers: int | None,
 ) -> dict[str, Any]:
-    """Do it. Returns what there is to report: ``files`` (paths), ``left_out`` and ``not_loaded``, which is written
-    (what -> reason). Raises what the view's `to_...` methods raise."""
+    """Execute the plan and return a report, or raise as the view's `to_...` methods do.
+
+    The report has ``files`` (paths), ``nbytes``, ``left_out`` (item -> reason why it is not written) and ``not_loaded``
+    (item -> reason why the trainer does not load it although it is written)."""
     own = job.wanted.own(job.to)
     with _executor(workers) as executor:
         given: WriteOptions = {
@@ -132,28 +141,28 @@ def carried_out(
                 own |= dict(zip(("tp", "pp", "ep"), job.wanted.mesh, strict=True))
             plan = job.to.plan(job.view, job.dest, options, **own)
         written = carry_out(plan, options)
-    told = written.left_out
+    reasons = written.left_out
     return {
         "files": list(map(str, written.paths)),
         "nbytes": written.nbytes,
-        "left_out": {what: why for what, why in told.items() if not isinstance(why, NotLoaded)},
-        "not_loaded": {what: why for what, why in told.items() if isinstance(why, NotLoaded)},
+        "left_out": {what: why for what, why in reasons.items() if not isinstance(why, NotLoaded)},
+        "not_loaded": {what: why for what, why in reasons.items() if isinstance(why, NotLoaded)},
     }
 
 
-def goes_on(job: Job, error: Exception, left: int) -> bool:
-    """Whether the same call may finish what an error has stopped, with ``left`` bytes of it kept."""
+def can_resume(job: Job, error: Exception, left: int) -> bool:
+    """Return whether the same call may finish a job that an error has stopped, of which ``left`` bytes are kept."""
     if isinstance(error, WorkerError):
         return True
     if not isinstance(error, DestinationError):
         return isinstance(error, OSError) and not isinstance(error, LazyckptError)
     free = free_at(job.dest)
     short = free is not None and job.forecast.room is not None and job.forecast.room - left > free
-    return short or isinstance(error.__cause__, OSError)  # and not: something is there already
+    return short or isinstance(error.__cause__, OSError)  # other errors, such as an existing output, would recur
 
 
 def kept(dest: str) -> int | None:
-    """Bytes that an interrupted conversion to ``dest`` has finished; None if there is none."""
+    """Return the number of bytes that an interrupted conversion to ``dest`` has finished; None if there is none."""
     if not is_remote(dest):
         return unfinished(dest.removeprefix("file://"))
     there = Bucket(dest).find()
@@ -162,7 +171,7 @@ def kept(dest: str) -> int | None:
 
 @contextmanager
 def _executor(workers: int | None) -> Iterator[Executor | None]:
-    """Processes that leave Ctrl-C to this one; None for its own threads."""
+    """Yield an executor of processes that leave Ctrl-C to this process, or None to use this process's threads."""
     if workers is None:
         yield None
         return
@@ -173,7 +182,7 @@ def _executor(workers: int | None) -> Iterator[Executor | None]:
 
 
 def _exists(to: Writer, dest: str, ranks: bool) -> bool:
-    """Whether something is there already that would have to be replaced."""
+    """Return whether the destination has an output that would have to be replaced."""
     if is_remote(dest):
         there = Bucket(dest).find()
         return bool(there) and JOB not in there

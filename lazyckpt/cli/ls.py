@@ -1,4 +1,4 @@
-"""`lazyckpt ls`: what is in a checkpoint."""
+"""`lazyckpt ls`: the tensors of a checkpoint as a tree."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ from .options import (
     part_of,
 )
 
-_PROBLEMS = 20  # lines of problems that `ls` prints
+_PROBLEMS = 20  # maximum number of problems that `ls` prints
 
 
 def ls(
     path: PathArg,
-    prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="A part: layers.3.mlp", show_default=False)] = "",
+    prefix: Annotated[
+        str, typer.Argument(metavar="PREFIX", help="Prefix, name or glob: layers.3.mlp", show_default=False)
+    ] = "",
     depth: Annotated[int | None, typer.Option(min=1, metavar="N", help="Levels of the tree to print.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="List layers that are alike one by one.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Do not fold equal layers into one line.")] = False,
     state: StateOption = None,
     stored: StoredOption = False,
     tag: TagOption = None,
@@ -40,7 +42,8 @@ def ls(
 ) -> None:
     """List the tensors of a checkpoint as a tree.
 
-    Names, dtypes, shapes, sizes, parameter counts. Layers that are alike are one line. Reads no data.
+    Prints names, dtypes, shapes, sizes and parameter counts. Equal layers are folded into one line. No tensor data is
+    read.
     """
     view = open_view(path, state, stored, tag, format, rules)
     part = part_of(view, prefix)
@@ -62,7 +65,7 @@ def ls(
 
 
 def _described(view: CheckpointView) -> dict[str, Any]:
-    """Everything that `ls` shows, as plain objects."""
+    """Return everything that `ls` shows as plain objects."""
     return {
         "root": view.root,
         "format": view.format,

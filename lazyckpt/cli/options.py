@@ -1,4 +1,4 @@
-"""The options that say what to open, and what they stand for."""
+"""The options and arguments that select what to open, and their evaluation."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from ..view import CheckpointView
 PathArg = Annotated[
     str, typer.Argument(metavar="PATH", help="A checkpoint: a file, a folder, a URL.", show_default=False)
 ]
-StateOption = Annotated[str | None, typer.Option(metavar="NAME", help="weights, fp32, exp_avg, ... (view.states)")]
-StoredOption = Annotated[bool, typer.Option("--stored", help="Every tensor as it is stored (view.stored).")]
-TagOption = Annotated[str | None, typer.Option(metavar="TAG", help="Which of several checkpoints in the folder.")]
+StateOption = Annotated[str | None, typer.Option(metavar="NAME", help="State to open: weights, fp32, exp_avg, ...")]
+StoredOption = Annotated[bool, typer.Option("--stored", help="All tensors as stored, under their raw names.")]
+TagOption = Annotated[str | None, typer.Option(metavar="TAG", help="Checkpoint to open if the folder has several.")]
 FormatOption = Annotated[
-    str | None, typer.Option(metavar="NAME", help="The reader to use, where it is not to be guessed.")
+    str | None, typer.Option(metavar="NAME", help="Reader to use (default: detect; see `lazyckpt formats`).")
 ]
 RulesOption = Annotated[str | None, typer.Option(metavar="FILE", help="Merge rules: a TOML file with a table [rules].")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Everything as JSON.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
 
 def open_view(
     path: str, state: str | None, stored: bool, tag: str | None, format: str | None, rules: str | None
 ) -> CheckpointView:
-    """The view that the options name. Raises what opening raises, TensorNotFoundError (no such state)."""
+    """Open the view that the options select. Raises the errors of opening, and TensorNotFoundError for an unknown
+    state."""
     view = CheckpointView(path, tag=tag, format=format, rules=None if rules is None else read_rules(rules))
     return state_of(view, path, state, stored)
 
 
 def state_of(view: CheckpointView, path: str, state: str | None, stored: bool) -> CheckpointView:
-    """That state of what was opened at the path. Raises TensorNotFoundError if there is none."""
+    """Return the selected state of a view, or raise a TensorNotFoundError that names the path."""
     if stored and state is not None:
         raise TensorNotFoundError("--stored lists the tensors of all states under their raw names: leave out --state")
     if stored:
@@ -51,7 +52,7 @@ def state_of(view: CheckpointView, path: str, state: str | None, stored: bool) -
 
 
 def typed(name: str) -> str:
-    """A name of the command line as text: it is UTF-8, also where the locale says otherwise."""
+    """Decode an argument of the command line as UTF-8, whatever the locale's encoding."""
     try:
         return os.fsencode(name).decode("utf-8")
     except UnicodeError:
@@ -59,7 +60,7 @@ def typed(name: str) -> str:
 
 
 def part_of(view: CheckpointView, prefix: str) -> CheckpointView:
-    """The part of a view that a prefix, the name of one tensor, or a glob of either stands for."""
+    """Return the part of a view below a prefix or of the name of one tensor; either may be a glob."""
     prefix = typed(prefix)
     if not prefix:
         return view
@@ -68,19 +69,19 @@ def part_of(view: CheckpointView, prefix: str) -> CheckpointView:
     found = view[prefix]
     if isinstance(found, CheckpointView):
         return found
-    # a state of the optimizer lists the owner of a tied name only; what is found by its stored name may be unlisted
+    # an optimizer state lists only the owner of a tied name, and a tensor found by its raw name may not be listed
     listed = set(view)
     name = next((n for n in (prefix, found.name, view.owner(prefix)) if n in listed), None)
     return view.stored.select({found.name}.__contains__) if name is None else view.select({name}.__contains__)
 
 
 def is_glob(text: str) -> bool:
-    """Whether a text of the command line may be a glob."""
+    """Return whether an argument of the command line may be a glob."""
     return bool(set(text) & set("*?["))
 
 
 def _globbed(view: CheckpointView, pattern: str) -> CheckpointView:
-    """The tensors whose names, or prefixes of names, match a glob. Raises TensorNotFoundError if there are none."""
+    """Select the tensors whose names, or prefixes of names, match a glob, or raise TensorNotFoundError."""
     below = f"{pattern.removesuffix('.')}.*"
     names = {*view.select(pattern), *view.select(below)}
     if not names:
@@ -91,7 +92,7 @@ def _globbed(view: CheckpointView, pattern: str) -> CheckpointView:
 
 
 def matching(view: CheckpointView, pattern: str, option: str) -> CheckpointView:
-    """What a glob selects. Raises TensorNotFoundError if that is nothing."""
+    """Select the tensors whose names match a glob, or raise a TensorNotFoundError that names the option."""
     part = view.select(typed(pattern))
     if not part:
         raise TensorNotFoundError(
@@ -102,8 +103,9 @@ def matching(view: CheckpointView, pattern: str, option: str) -> CheckpointView:
 
 
 def find(view: CheckpointView, text: str) -> tuple[LazyTensor, Any, str | None]:
-    """(the tensor, the key, the key as it was written) of ``NAME[INDEX]``. A name may hold brackets of its own, so the
-    longest name that there is wins. Without a name, it is the only tensor."""
+    """Return the tensor, the key and the text of the key of ``NAME[INDEX]``.
+
+    Names may contain brackets, so the longest existing name wins. Without a name, the only tensor is found."""
     text = typed(text)
     splits = [len(text)]
     if text.endswith("]"):
@@ -146,9 +148,9 @@ def _indexed(t: LazyTensor, text: str, n: int) -> tuple[LazyTensor, Any, str | N
 
 
 def read_rules(path: str | Path) -> dict[str, Any]:
-    """The rules in a TOML file: glob of the logical name -> rule (see `lazyckpt.layouts.merge.user_rules`).
+    """Read merge rules from a TOML file: glob of the logical name -> rule (see `lazyckpt.layouts.merge.user_rules`).
 
-    Raises MissingFileError; FormatError if it is no TOML, has no such table, or has a rule that is none.
+    Raises MissingFileError; FormatError if the file is not TOML, lacks the table [rules], or has an invalid rule.
     """
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -159,8 +161,8 @@ def read_rules(path: str | Path) -> dict[str, Any]:
     rules = table.get("rules")
     if not isinstance(rules, dict) or len(table) > 1:
         raise FormatError(
-            f"{path} has {', '.join(f'[{k}]' for k in table) or 'nothing in it'}: it should have one table [rules], "
-            "of pattern = rule"
+            f"{path} has {', '.join(f'[{k}]' for k in table) or 'nothing in it'}: it should have one table [rules] "
+            "with lines of pattern = rule"
         )
     try:
         user_rules(rules)

@@ -1,6 +1,6 @@
-"""The program: which commands it has, how they end, and its own options.
+"""The program: its commands, its exit codes and its own options.
 
-A command's module is imported when the command is called, or its help is asked for: most of them import torch, which
+A command's module is imported only when the command or its help is called, because most of them import torch, which
 takes a second or two.
 """
 
@@ -19,25 +19,25 @@ from typer.core import TyperGroup
 from ..errors import LazyckptError
 from .console import write_error
 
-# Command -> the first line of its help. Its module and function have the same name.
+# Command -> first line of its help. The command's module and function have the same name.
 COMMANDS = {
     "ls": "List the tensors of a checkpoint as a tree.",
-    "show": "Print a tensor or, as in Python, a part of it.",
-    "info": "Print what a checkpoint is, and its metadata as a tree.",
-    "browse": "Move around in a checkpoint.",
-    "stats": "What the elements of every tensor are like.",
+    "show": "Print a tensor or a slice of it.",
+    "info": "Describe a checkpoint and print its metadata as a tree.",
+    "browse": "Browse a checkpoint interactively in the terminal.",
+    "stats": "Compute statistics of every tensor.",
     "diff": "Compare two checkpoints of any formats, tensor by tensor.",
-    "convert": "Write a checkpoint in another layout.",
+    "convert": "Write a checkpoint in another format.",
     "prune": "Remove the older checkpoints of a run.",
-    "formats": "List the formats that are read.",
+    "formats": "List the formats that lazyckpt reads.",
     "demo": "Write small real checkpoints and walk through them.",
 }
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
-_PIPE = 128 + 13  # what a shell tells of a program that SIGPIPE ends
+_PIPE = 128 + 13  # exit code that a shell reports for a program killed by SIGPIPE
 
 
 class _Group(TyperGroup):
-    """Commands whose expected errors are one line, and that end quietly when the reader of a pipe has seen enough."""
+    """The group of commands. It prints expected errors as one line, and exits quietly when the reader closes a pipe."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -50,7 +50,7 @@ class _Group(TyperGroup):
             formatter.write_dl(list(COMMANDS.items()))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """``lazyckpt PATH`` is ``lazyckpt ls PATH``: of what is no command, but a path."""
+        """Treat ``lazyckpt PATH`` as ``lazyckpt ls PATH`` if the first argument is a path and not a command."""
         first = args[0] if args else ""
         if first not in COMMANDS and (set(first) & set("/.:") or os.path.exists(first)):
             args = ["ls", *args]
@@ -58,13 +58,13 @@ class _Group(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return self._told(ctx)
+            return self._report_errors(ctx)
         except BrokenPipeError:
-            # the interpreter flushes stdout once more at its end: into nothing
+            # the interpreter flushes stdout again when it exits: that must not fail
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(_PIPE) from None
 
-    def _told(self, ctx: Any) -> Any:
+    def _report_errors(self, ctx: Any) -> Any:
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()
@@ -81,7 +81,7 @@ class _Group(TyperGroup):
 
 @cache
 def command(name: str) -> Any:
-    """The click command of this name; its module is imported."""
+    """Import the module of a command and return its click command."""
     alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     alone.command(name, context_settings=_SETTINGS)(getattr(import_module(f".{name}", __package__), name))
     return typer.main.get_command(alone)
@@ -98,9 +98,9 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """The console script."""
+    """Run the console script."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # names may hold what the terminal's encoding lacks
+        if isinstance(stream, io.TextIOWrapper):  # names may have characters that the terminal's encoding lacks
             stream.reconfigure(errors="lazyckpt")
     app(prog_name="lazyckpt")
 
@@ -119,5 +119,5 @@ def _options(
 ) -> None:
     """Open huge model checkpoints as one namespace of lazy tensors.
 
-    `lazyckpt PATH` is `lazyckpt ls PATH`.
+    `lazyckpt PATH` is short for `lazyckpt ls PATH`.
     """

@@ -1,4 +1,4 @@
-"""`lazyckpt prune`: the older checkpoints of a run."""
+"""`lazyckpt prune`: remove the older checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from .options import JsonOption
 
 def prune(
     folder: Annotated[str, typer.Argument(metavar="DIR", help="The folder of a run.", show_default=False)],
-    keep: Annotated[int, typer.Option(metavar="N", help="How many of the newest complete checkpoints stay.")],
-    delete: Annotated[bool, typer.Option("--delete", help="Remove them; without it, only say what would go.")] = False,
+    keep: Annotated[int, typer.Option(metavar="N", help="Number of the newest complete checkpoints to keep.")],
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Remove checkpoints; by default they are only listed.")
+    ] = False,
     incomplete: Annotated[
-        bool, typer.Option("--incomplete", help="Also those that are not complete: not while a trainer is writing.")
+        bool, typer.Option("--incomplete", help="Also remove incomplete ones; unsafe while a trainer is writing.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Remove the older checkpoints of a run.
 
-    Not the newest N complete ones, nor what `latest` and the like name.
+    Keeps the newest N complete checkpoints, and those that `latest` or a similar file names. Without --delete nothing
+    is removed.
 
-    Exit codes: 0 done (or nothing to do), 1 something could not be removed, 2 an error, and nothing was.
+    Exit codes: 0 done or nothing to do, 1 something could not be removed, 2 an error and nothing was removed.
     """
     done = prune_folder(folder, keep, delete=delete, incomplete=incomplete)
     if as_json:
@@ -42,7 +45,7 @@ def prune(
             write_line(("failed: ", "bold red"), (line, ""), err=True)
         count = plural(len(done.remove) + len(done.leftovers), "checkpoint")
         freed = human_bytes(done.nbytes)
-        tail = "removed" if delete else "would go; --delete removes them"
+        tail = "removed" if delete else "would be removed; --delete removes them"
         write_line((f"{count}, {freed} {tail}" if done.remove or done.leftovers else "nothing to remove", ""))
     if done.failed:
         raise typer.Exit(1)

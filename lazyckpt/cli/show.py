@@ -1,4 +1,4 @@
-"""`lazyckpt show`: the values of a tensor, or of a part of it."""
+"""`lazyckpt show`: the values of a tensor or of a slice of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .options import (
     open_view,
 )
 
-_PLAIN_WIDTH = 100  # columns for values where there is no terminal
+_PLAIN_WIDTH = 100  # columns for values if stdout is not a terminal
 
 
 def show(
@@ -32,12 +32,12 @@ def show(
         str,
         typer.Argument(
             metavar="NAME[INDEX]",
-            help="'layers.3.mlp.up.weight[0:4, ::8]'; not needed where there is one tensor only",
+            help="'layers.3.mlp.up.weight[0:4, ::8]'; optional if there is only one tensor",
             show_default=False,
         ),
     ] = "",
     explain: Annotated[
-        bool, typer.Option("--explain", help="Which bytes of which files it takes; reads none.")
+        bool, typer.Option("--explain", help="Print which bytes of which files would be read, and read none.")
     ] = False,
     state: StateOption = None,
     stored: StoredOption = False,
@@ -46,10 +46,10 @@ def show(
     rules: RulesOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print a tensor or, as in Python, a part of it.
+    """Print a tensor or a slice of it.
 
-    The index may have ints, slices, ..., None, a list of ints. Reads what it prints; of a large tensor that is its
-    edges.
+    INDEX is as in Python: ints, slices, ..., None and a list of ints. Only the printed elements are read; a large
+    tensor is printed as its edges.
     """
     view = open_view(path, state, stored, tag, format, rules)
     whole, key, text = find(view, name)

@@ -1,4 +1,4 @@
-"""`lazyckpt stats`: what the elements of tensors are like."""
+"""`lazyckpt stats`: statistics of the elements of tensors."""
 
 from __future__ import annotations
 
@@ -47,13 +47,14 @@ _COLUMNS = (
 def stats(
     path: PathArg,
     names: Annotated[
-        str, typer.Argument(metavar="NAMES", help="A part: layers.3.mlp, '*.norm.weight'", show_default=False)
+        str,
+        typer.Argument(metavar="NAMES", help="A prefix or a glob: layers.3.mlp, '*.norm.weight'", show_default=False),
     ] = "",
     sort: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="Numbers from the largest on: std, absmax, nan, l2, zeros, ...")
+        str | None, typer.Option(metavar="COLUMN", help="Sort, largest first: std, absmax, nan, l2, zeros, ...")
     ] = None,
     bins: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Histograms as well; reads elements above 16 bits twice.")
+        int | None, typer.Option(min=1, metavar="N", help="Add histograms; elements wider than 16 bits are read twice.")
     ] = None,
     state: StateOption = None,
     stored: StoredOption = False,
@@ -61,13 +62,13 @@ def stats(
     format: FormatOption = None,
     rules: RulesOption = None,
     as_json: JsonOption = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="The table as CSV, without histograms.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print the table as CSV, without histograms.")] = False,
 ) -> None:
-    """What the elements of every tensor are like.
+    """Compute statistics of every tensor.
 
-    Mean, standard deviation, range, norms, zeros, NaN and infinities. Reads everything once.
+    Prints mean, standard deviation, range, norms and counts of zeros, NaN and infinities. All data is read once.
 
-    NaN and infinities are counted and left out of the rest. A tensor that cannot be read is a row that says why.
+    The other statistics exclude NaN and infinities. The row of a tensor that cannot be read says why.
     """
     if sort is not None and sort not in _COLUMNS:  # before everything is read
         raise DataError(f"there is no column {sort!r} to sort by; there are: {', '.join(_COLUMNS)}")
@@ -83,8 +84,8 @@ def stats(
 
 
 def _ordered(table: Table, column: str | None) -> Table:
-    """By a column: texts ascending, numbers from the largest to the least; then those that have no number. None: as it
-    is."""
+    """Sort a table by a column: texts ascending; numbers descending, with missing numbers last. None keeps the
+    order."""
     if column is None:
         return table
 
@@ -113,13 +114,13 @@ def _print(table: Table) -> None:
 
 
 def _json(table: Table) -> str:
-    """Rows and total. JSON has no NaN and no infinity: null, and the texts "Infinity" and "-Infinity"."""
+    """Return rows and total as JSON. NaN becomes null; infinities become the strings "Infinity" and "-Infinity"."""
     found = {"tensors": table.as_dicts(), "total": table.total.as_dict()}
     return json.dumps(_plain(found), indent=2, allow_nan=False)
 
 
 def _csv(table: Table) -> str:
-    """A line for every tensor, with a header; shapes as "4x5", no histograms."""
+    """Return a header and a line for every tensor as CSV, with shapes as "4x5" and without histograms."""
     out = io.StringIO()
     names = [name for name in Stats.__dataclass_fields__ if name != "histogram"]
     writer = csv.writer(out, lineterminator="\n")

@@ -1,1 +1,1 @@
-"""One module per family of layouts; each is a function from files to an Index."""
+"""Readers of checkpoint formats: one module or package per family, each a function from files to an Index."""

@@ -1,9 +1,9 @@
-"""Folders that hold the checkpoints of a run, one for each step that was saved: which of them is opened.
+"""Folders that hold the checkpoints of a run, one for each saved step, and the choice of the one to open.
 
 Names: `checkpoint-N` (transformers/trainer.py), `checkpoint_N` (accelerate/accelerator.py `save_state`), `step-N`
 (torchtitan/components/checkpoint.py `_create_checkpoint_id`), `epoch_N` and `dist_epoch_N` (torchtune's checkpointers),
 `epoch=N-step=M.ckpt` (lightning/pytorch/callbacks/model_checkpoint.py), and files of scripts (`ckpt_10.pt`,
-`model_step_100.safetensors`). DeepSpeed's and Megatron's readers find their tags themselves.
+`model_step_100.safetensors`). The readers of DeepSpeed and Megatron resolve tags themselves.
 """
 
 from __future__ import annotations
@@ -22,30 +22,32 @@ from .reader import Reader, Source
 from .registry import checkpoints_in, is_checkpoint_file, only_checkpoint, recognising
 from .zarr.tree import ROOTS
 
-# A word and the number that it counts.
+# A word and its number.
 _COUNT = re.compile(
     r"(?<![A-Za-z])(?:(?P<step>(?:global_?)?steps?|iter(?:ation)?s?)|(?P<epoch>epochs?)|(?P<save>checkpoint|ckpt))"
-    r"[-_=]?(?P<number>\d{1,18})(?!\d|[.e]\d)",  # "1.5" and "1e6" are other numbers than 1
+    r"[-_=]?(?P<number>\d{1,18})(?!\d|[.e]\d)",  # "1.5" and "1e6" are numbers other than 1
     re.IGNORECASE,
 )
-_TRIED = 16  # checkpoints that are tried, from the newest on
-_KINDS = ("step", "epoch", "save")  # the first of them that all names have orders them
-_VERSION = re.compile(r"-v(\d{1,18})$")  # what Lightning adds where the name is taken
+_TRIED = 16  # maximum number of checkpoints to try, newest first
+_KINDS = ("step", "epoch", "save")  # checkpoints are ordered by the first kind of number that all names have
+_VERSION = re.compile(r"-v(\d{1,18})$")  # Lightning's suffix for a name that is already taken
 _ENDING = re.compile(r"\.[A-Za-z]+$")
-_FOLDERS = ("", "dist_")  # what may stand before the word in a folder's name: others are not checkpoints (eval_step_5)
-# A file that is a part of a checkpoint, or is named for something else than its step.
+_FOLDERS = ("", "dist_")  # allowed prefixes of a folder's name; eval_step_5 is not a checkpoint
+# A file that is part of a checkpoint, or that is named after something other than its step.
 _OTHER = re.compile(
     r"\d-of-\d|rank[-_.]?\d|(?<![a-z])(?:best|last|latest|final|release)(?![a-z])"
     r"|optim|sched|(?<![a-z])rng|random_state|scaler|training_args",
     re.IGNORECASE,
 )
-# What a trainer writes last. A folder without it, beside others that have it, is a save that was not finished.
+# Files that trainers write last. A folder that lacks one while other folders have it is an unfinished save.
 LAST = ("trainer_state.json", "random_states_0.pkl")
 
 
 class Save(NamedTuple):
-    """A checkpoint of a run. ``series``: what its name has in common with those of the same run. ``counts``: "step",
-    "epoch", "save" -> the number in the name."""
+    """A checkpoint of a run.
+
+    ``series`` is the part of the name that all checkpoints of the run share; ``counts`` maps "step", "epoch" and "save"
+    to the numbers in the name."""
 
     name: str
     series: tuple[str, str]
@@ -55,12 +57,13 @@ class Save(NamedTuple):
 
 
 def read_one(source: Source, read: Callable[[Source], Index]) -> tuple[Source, Index]:
-    """The index of a source, or of the checkpoint in it that was meant: what ``tag`` names, else, if the folder is no
-    checkpoint itself, the newest that was saved completely, or the only one there is. -> (the source that was read, its
-    index).
+    """Read the index of a source, or of a checkpoint in it; return the source that was read and its index.
 
-    Raises MissingFileError if there is no such tag (a single checkpoint has none), FormatError if nothing tells which
-    of several checkpoints is meant, and what ``read`` raises.
+    The checkpoint is the one that ``tag`` names. Without a tag, and if the folder is not a checkpoint itself, it is the
+    newest completely saved one, or the only one.
+
+    Raises MissingFileError for an unknown tag (a single checkpoint has none), FormatError if the names of several
+    checkpoints do not identify the newest one, and the errors of ``read``.
     """
     if source.path:
         if source.tag is not None:
@@ -70,7 +73,7 @@ def read_one(source: Source, read: Callable[[Source], Index]) -> tuple[Source, I
         return _tagged(source, source.tag, read)
     saves = _saves(source.entries)
     known = recognising(source) if saves else None
-    if saves and (known is None or known.name == "zarr-arrays"):  # which takes any hierarchies
+    if saves and (known is None or known.name == "zarr-arrays"):  # zarr-arrays recognises folders of any hierarchies
         return _newest(source, _ordered(source, saves), read)
     try:
         return source, read(source)
@@ -96,13 +99,14 @@ def _tagged(source: Source, tag: str, read: Callable[[Source], Index]) -> tuple[
             f"{source.where} is one checkpoint ({reader.name}), there is no {tag!r} in it: open it without tag="
         )
     names = names or checkpoints_in(source)
-    there = f"there are: {some(names, 8)}" if names else "nor any other checkpoint"
+    there = f"there are: {some(names, 8)}" if names else "it has no other checkpoint either"
     raise MissingFileError(f"{source.where} has no checkpoint {tag!r}; {there}")
 
 
 def _newest(source: Source, saves: list[Save], read: Callable[[Source], Index]) -> tuple[Source, Index]:
-    """The newest that can be read, with a problem for each that is newer. Raises the error of the newest if none of the
-    first `_TRIED` can be read."""
+    """Read the newest readable checkpoint, with a problem for each newer one.
+
+    Raises the error of the newest checkpoint if none of the first `_TRIED` can be read."""
     names = [save.name for save in saves]
     finished, others = _finished(source, names)
     notes = {
@@ -132,7 +136,7 @@ def _newest(source: Source, saves: list[Save], read: Callable[[Source], Index]) 
 
 
 def _saves(entries: Mapping[str, Entry]) -> list[Save]:
-    """The checkpoints that are named by their step, epoch or number."""
+    """Return the checkpoints that are named by their step, epoch or number."""
     return [save for name, entry in entries.items() if (save := _save(name, entry))]
 
 
@@ -158,7 +162,7 @@ def _save(name: str, entry: Entry) -> Save | None:
 
 
 def _ordered(source: Source, saves: list[Save]) -> list[Save]:
-    """Newest first. Raises FormatError if the names do not tell."""
+    """Sort checkpoints, newest first. Raises FormatError if their names do not determine the order."""
     kind = next((kind for kind in _KINDS if all(kind in save.counts for save in saves)), None)
     if kind is None or len({save.series for save in saves}) > 1:
         names = sorted((save.name for save in saves), key=natural)
@@ -174,7 +178,7 @@ def _rest(save: Save) -> list[int]:
 
 
 def _finished(source: Source, names: list[str]) -> tuple[list[str], dict[str, str]]:
-    """-> (those that were finished, the others with the file that they lack)."""
+    """Split checkpoints into finished ones and unfinished ones, the latter with the file that they lack."""
     listed = {name: source.inside(name) for name in names if source.entries[name].is_dir}
     lacking: dict[str, str] = {}
     for last in LAST:
@@ -184,7 +188,7 @@ def _finished(source: Source, names: list[str]) -> tuple[list[str], dict[str, st
 
 
 def _find(store: Store, tag: str) -> Entry | None:
-    """What a tag names inside the store: a folder or file, of one name or of several (``runs/step-5``)."""
+    """Return the entry of the folder or file that a tag names in the store; the tag may be a path (``runs/step-5``)."""
     folder, entry = "", None
     for part in tag.split("/"):
         entry = store.list(folder).get(part) if part not in ("", ".", "..") and "\\" not in part else None
@@ -200,56 +204,59 @@ def _sub(source: Source, name: str, is_dir: bool) -> Source:
     return Source(source.store, name, rules=source.rules)
 
 
-# -- The checkpoints that a run's folder holds, and the step of each.
+# -- The checkpoints in a run's folder, and the step of each.
 
-OPENERS = 8  # checkpoints that are opened at a time: mostly they wait for a disk, or for a network
+OPENERS = 8  # checkpoints opened at the same time: opening mostly waits for a disk or a network
 _SURE = re.compile(
     r"(?:.*?(?<![A-Za-z]))??(?:global_?step|step|iter|iteration)s?[-_=]?(\d{1,18})(?!\d).*|checkpoint-(\d{1,18})"
 )
-_FOLDER = re.compile(  # what no reader has to recognise before it counts as a checkpoint, if perhaps a broken one
+_FOLDER = re.compile(  # a folder with such a name counts as a checkpoint, perhaps a broken one, without asking a reader
     r"(?:global_step|checkpoint[-_]|step[-_]|epoch_|dist_epoch_|iter_)\d{1,18}(?:_universal)?"
     r"|epoch=\d{1,18}(?:-step=\d{1,18})?(?:-v\d+)?(?:\.ckpt)?"
 )
 _ITERATION = re.compile(r"iter_(\d{1,18})")
 _NUMBER = re.compile(r"\d{1,18}")
-_ZIP = ".zip"  # of a zarr hierarchy
+_ZIP = ".zip"  # a zip may contain a zarr hierarchy
 _FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", _ZIP)
 _SHARD = re.compile(r".*\d-of-\d.*")
-# what stands in the folder of a checkpoint, and not among checkpoints
+# files in the folder of one checkpoint; a folder of several checkpoints does not have them
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "pytorch_model.bin.index.json")
 _HIDDEN = re.compile(r"\..*|tmp-.*|.*[._](?:tmp|part|incomplete)")
 _SIDE = re.compile(r"optim|sched|(?<![a-z])rng|random_state|scaler|training_args", re.IGNORECASE)
 _SERIES = re.compile(r"(?<![a-z])(?:checkpoint|ckpt|(?:dist_)?epoch|model)[-_=]?\d", re.IGNORECASE)
 _NAMED = re.compile(r"best|last|latest|final|release", re.IGNORECASE)
-_ANY = ("huggingface", "zarr-arrays")  # readers that take any safetensors, and any hierarchies, in a folder for one
-_DEEP = 3  # folders between that of the run and a checkpoint, at most
-# where writers put the step, in the order of their trustworthiness
+_ANY = ("huggingface", "zarr-arrays")  # readers that recognise any safetensors files, or any hierarchies, of a folder
+_DEEP = 3  # maximum number of folders between the run's folder and a checkpoint
+# keys under which writers store the step, the most reliable first
 _TOLD = ("global_steps", "global_step", "iteration", "step", "iter_num", "steps")
 _WITHIN = ("trainer_state", "train_state")
 
 
 class Found(NamedTuple):
-    """A checkpoint: its ``name`` from the run's folder on ("" for that folder itself), the number in it, and whether
-    that is surely the step. ``side``: it is named as an optimizer's file, or the like, beside the model's.
-    ``numbered``: the name is one of a series (and not "best_step_5"; other numbers may tell experiments apart).
-    ``here``: weights that lie beside checkpoints."""
+    """A checkpoint of a run's folder."""
 
     name: str
+    """Path relative to the run's folder; "" for that folder itself."""
     number: int | None
+    """The number in the name."""
     sure: bool
+    """Whether the number is certainly the step."""
     is_dir: bool
     side: bool = False
+    """Whether the name is that of an optimizer's file or the like, beside the model's file."""
     numbered: bool = True
+    """Whether the name belongs to a series; the number of "best_step_5" or of an experiment does not count."""
     here: bool = False
+    """Whether this is the weights of a folder that also contains checkpoints."""
 
 
 def find(store: Store) -> list[Found]:
-    """The checkpoints in a folder and in the folders in it, as far as names and first bytes tell."""
+    """Find the checkpoints in a folder and its subfolders by names and first bytes."""
     return list(_find_steps(store, "", (store.list(),)))
 
 
 def told_step(meta: Mapping[str, Any]) -> int | None:
-    """The step that a checkpoint says it is of; None if it does not.
+    """Return the step in the metadata of a checkpoint; None if there is none.
 
     >>> told_step({"trainer_state": {"global_step": 500}, "epoch": 3})
     500
@@ -263,9 +270,10 @@ def told_step(meta: Mapping[str, Any]) -> int | None:
 
 
 def unfinished(store: Store, found: Sequence[Found]) -> dict[str, str]:
-    """The checkpoints whose save did not come to its end, although what there is may be readable -> how that is known:
-    their folder lacks what others beside it have and what their writer puts there last (`runs.LAST`), or Megatron's
-    tracker does not name their iteration yet."""
+    """Return the unfinished checkpoints, which may be readable nevertheless, each with the evidence.
+
+    The folder of an unfinished checkpoint lacks a file that its writer writes last (`LAST`) and that other folders
+    have, or its iteration is later than the one in Megatron's tracker."""
     series: dict[str, list[str]] = {}
     for f in found:
         if f.is_dir and f.numbered and f.name:
@@ -276,20 +284,22 @@ def unfinished(store: Store, found: Sequence[Found]) -> dict[str, str]:
         for last in LAST:
             if any(last in inside for inside in listed.values()):
                 lines |= {n: f"others beside it have {last}" for n, inside in listed.items() if last not in inside}
-        told = tracked(Source(store.below(folder) if folder else store))
-        if told is not None:
+        last_done = tracked(Source(store.below(folder) if folder else store))
+        if last_done is not None:
             late = [(n, _ITERATION.fullmatch(n.rpartition("/")[2])) for n in names]
-            lines |= {n: f"{TRACKER} still names {told}" for n, match in late if match and int(match[1]) > told}
+            lines |= {
+                n: f"{TRACKER} still names {last_done}" for n, match in late if match and int(match[1]) > last_done
+            }
     return lines
 
 
 def _find_steps(store: Store, folder: str, listings: tuple[Mapping[str, Entry], ...]) -> Iterator[Found]:
-    """``listings``: of the run's folder, and so on down to this one."""
+    """Yield the checkpoints in a folder; ``listings`` are those of all folders from the run's down to this one."""
     entries = listings[-1]
     here = any(name in entries for name in _WEIGHTS)
-    groups = any(name in entries for name in ROOTS)  # of a zarr hierarchy: no checkpoints, unless they are called so
+    groups = any(name in entries for name in ROOTS)  # folders of a zarr hierarchy are checkpoints only by their names
     candidates = [name for name, entry in entries.items() if not entry.is_dir and name.endswith(_FILES)]
-    single = not here and not (candidates and _is_one(store, folder))  # files are checkpoints of their own
+    single = not here and not (candidates and _is_one(store, folder))  # each file is a checkpoint
     if here:
         yield Found(folder, None, False, True, numbered=False, here=True)
     for name, entry in entries.items():
@@ -303,16 +313,16 @@ def _find_steps(store: Store, folder: str, listings: tuple[Mapping[str, Entry], 
                 yield from _inside(store, path, name, listings)
         elif single and name in candidates and not _SHARD.fullmatch(name) and entry.info.size:
             if name.endswith(_ZIP) and _recognised(Source(store, path)) is None:
-                continue  # any zip
+                continue  # a zip of something else
             found = _found(path, name.rpartition(".")[0], False)
             if found.number is not None or not found.side:
                 yield found
 
 
 def _inside(store: Store, path: str, name: str, above: tuple[Mapping[str, Entry], ...]) -> Iterator[Found]:
-    """A folder that may be a checkpoint, or a folder of checkpoints."""
+    """Yield the checkpoints of a folder that may be a checkpoint or contain checkpoints."""
     entries = store.list(path)
-    if entries in above:  # a link back to a folder that this one lies in
+    if entries in above:  # a link to a parent folder
         return
     if any(e.is_dir and _FOLDER.fullmatch(n) for n, e in entries.items()):
         yield from _find_steps(store, path, (*above, entries))
@@ -320,12 +330,12 @@ def _inside(store: Store, path: str, name: str, above: tuple[Mapping[str, Entry]
     if _recognised(Source(store.below(path))) is not None:
         yield _found(path, name, True)
         return
-    # of what lies deeper only names that leave no doubt: there are folders of all kinds beside checkpoints
+    # folders of all kinds lie beside checkpoints, so deeper down only unambiguous names count
     yield from (f for f in _find_steps(store, path, (*above, entries)) if f.sure)
 
 
 def _is_one(store: Store, folder: str) -> bool:
-    """Whether the files in a folder are those of one checkpoint."""
+    """Return whether the files of a folder belong to one checkpoint."""
     source = Source(store.below(folder) if folder else store)
     reader = _recognised(source)
     if reader is None or reader.name in _ANY:
@@ -336,7 +346,7 @@ def _is_one(store: Store, folder: str) -> bool:
 def _recognised(source: Source) -> Reader | None:
     try:
         return recognising(source)
-    except LazyckptError:  # it cannot even be looked at
+    except LazyckptError:  # not even its names and first bytes can be read
         return None
 
 

@@ -1,7 +1,7 @@
-"""Folders that transformers (and all who follow it) write: shards with an index, or one file, and config.json.
+"""Hugging Face folders: shards with an index, or one file, and config.json.
 
 Writer: transformers/modeling_utils.py `save_pretrained`, huggingface_hub `split_torch_state_dict_into_shards`. Tied
-weights are left out on disk; which those are follows from the architecture that config.json names (hf_ties.json).
+weights are not stored; their names follow from the architecture in config.json (hf_ties.json).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from .reader import Reader, Source
 from .shared.paths import inside
 from .torch_save import specs_of, ties, warnings
 
-_MAX_JSON = 256 << 20  # bytes of an index file
-_BROKEN = 100  # files that get a line of their own if they cannot be read
-# in the order in which transformers prefers them
+_MAX_JSON = 256 << 20  # maximum size of a JSON file, in bytes
+_BROKEN = 100  # maximum number of unreadable files that get a problem of their own
+# in transformers' order of preference
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLES = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
-_CUT_BIN = re.compile(r"(?:ft-|pytorch_)?model-\d+-of-\d+\.bin")  # torchtune writes no index where it does not convert
-# A shard of one model: its number of how many, or its rank.
+_CUT_BIN = re.compile(r"(?:ft-|pytorch_)?model-\d+-of-\d+\.bin")  # torchtune writes no index unless it converts
+# A shard of a model: its number and their count, or its rank.
 _SHARD = re.compile(
     r"(?P<before>.*?)(?:\d{1,6}(?P<behind>-of-(?P<of>\d{1,6})\..*)|(?<![A-Za-z])rank[-_.]?\d{1,7}(?P<rest>\D*))"
 )
@@ -42,7 +42,7 @@ _JSON = ("config.json", "generation_config.json", "adapter_config.json", "traine
 
 
 class Shard(NamedTuple):
-    """One file's tensors, whatever kind of file it is."""
+    """The tensors of one file, in either container format."""
 
     info: FileInfo
     specs: dict[str, TensorSpec]
@@ -52,8 +52,9 @@ class Shard(NamedTuple):
 
 
 def read_shard(store: Store, path: str) -> Shard:
-    """Index one shard, of the kind that its name says or, where that is damaged, that its first bytes say. Raises the
-    errors of its kind."""
+    """Index one shard in the container format of its name's ending or, if that fails, of its first bytes.
+
+    Raises the errors of the container format."""
     named = path.lower().endswith(".safetensors")
     try:
         return _read_shard(store, path, named)
@@ -84,7 +85,9 @@ def _read_shard(store: Store, path: str, is_safe: bool) -> Shard:
 
 
 def read(source: Source) -> Index:
-    """Index such a folder. Raises the errors of its files' kinds, FormatError for names that clash."""
+    """Index a Hugging Face folder.
+
+    Raises FormatError for a name that two files hold, and the errors of the files' container formats."""
     store = source.store
     index_path = source.path if source.path.endswith(".json") else _find(source)
     meta: dict[str, Any] = {}
@@ -94,7 +97,7 @@ def read(source: Source) -> Index:
         table = load_json(store, index_path)
         weight_map = _weight_map(f"{store.root}/{index_path}", table)
         meta["index"] = table.get("metadata", {})
-        paths = sorted(set(weight_map.values()), key=natural)  # shards are cut in the order of the state dict
+        paths = sorted(set(weight_map.values()), key=natural)  # shards follow the order of the state dict
     else:
         paths = [index_path] if index_path else _loose(source)
         if not paths:
@@ -155,14 +158,14 @@ def read(source: Source) -> Index:
 
 
 def configs(store: Store, problems: list[Problem]) -> dict[str, Any]:
-    """What stands in the JSON files beside the weights: name without ".json" -> object."""
+    """Read the JSON files beside the weights: name without ".json" -> object."""
     found: dict[str, Any] = {}
     listed = store.list()
     for name in _JSON:
         if name in listed:
             try:
                 found[name.removesuffix(".json")] = load_json(store, name)
-            except LazyckptError as e:  # the weights are intact all the same
+            except LazyckptError as e:  # the weights can be read without it
                 problems.append(cannot_read(name, e))
     return found
 
@@ -179,7 +182,7 @@ def _shards(store: Store, paths: list[str]) -> tuple[dict[str, Shard], dict[str,
 
 
 def _union(shards: Mapping[str, Shard]) -> tuple[dict[str, TensorSpec], dict[str, str], list[str]]:
-    """-> (all tensors, the file of each, names that several files hold)."""
+    """Merge the tensors of all shards; return the tensors, the file of each, and the names that several files hold."""
     stored: dict[str, TensorSpec] = {}
     owners: dict[str, str] = {}
     clashes = []
@@ -198,7 +201,7 @@ def _lost(
     broken: Mapping[str, LazyckptError],
     problems: list[Problem],
 ) -> dict[str, str]:
-    """Names of the index that no readable file holds -> why."""
+    """Return the names in the index that no readable file holds, each with the reason."""
     lost = {}
     nowhere = []
     for name, path in (weight_map or {}).items():
@@ -217,13 +220,13 @@ def _lost(
 
 @functools.cache
 def _ties() -> dict[str, Any]:
-    """What tools/make_hf_ties.py found out."""
+    """Load the table that tools/make_hf_ties.py writes."""
     table: dict[str, Any] = json.loads(pkgutil.get_data(__package__, "hf_ties.json") or b"")
     return table
 
 
 def tied_names(config: Any, weights: Mapping[str, TensorSpec], problems: list[Problem]) -> dict[str, str]:
-    """Names that the model has and the files leave out because another name owns the tensor: alias -> owner."""
+    """Return the tied names of the model that the files do not store: alias -> owner."""
     if not _ties_names(config):
         return {}
     pairs, known = _pairs(config)
@@ -233,7 +236,7 @@ def tied_names(config: Any, weights: Mapping[str, TensorSpec], problems: list[Pr
             return aliases
     names = _architectures(config)
     if names and not any(re.search("LM|Generation", name) for name in names):
-        return {}  # a model without a language model's head: nothing to tie
+        return {}  # a model without a language model's head has nothing to tie
     embeddings = _embeddings(weights)
     if _HEAD in weights or len(embeddings) != 1:
         return {}
@@ -246,8 +249,7 @@ def tied_names(config: Any, weights: Mapping[str, TensorSpec], problems: list[Pr
 
 
 def ties_of(config: Any, weights: Collection[str]) -> dict[str, str]:
-    """Of the names that are there, those that a model of this config.json ties to another one, and its files leave out:
-    alias -> owner."""
+    """Return which of the names a model of this config.json ties to others, and so would not store: alias -> owner."""
     if not _ties_names(config):
         return {}
     pairs, known = _pairs(config)
@@ -263,7 +265,7 @@ def _architectures(config: Mapping[str, Any]) -> list[str]:
 
 
 def _known(config: Mapping[str, Any]) -> list[Any] | None:
-    """What the table says of the architecture: [which map of names, whether it ties by default]."""
+    """Return the table's entry for the architecture: [key of the map of names, whether it ties by default]."""
     table = _ties()["architectures"]
     return next((table[a] for a in _architectures(config) if a in table), None)
 
@@ -279,7 +281,7 @@ def _ties_names(config: Any) -> bool:
 
 
 def _pairs(config: Mapping[str, Any]) -> tuple[Mapping[str, str], bool]:
-    """-> (alias -> owner, whether the architecture is known)."""
+    """Return the architecture's ties (alias -> owner), and whether the architecture is known."""
     known = _known(config)
     return (_ties()["maps"][known[0]], True) if known else ({}, False)
 
@@ -289,7 +291,7 @@ def _embeddings(names: Iterable[str]) -> list[str]:
 
 
 def _find(source: Source) -> str:
-    """The index, or the only file; "" if there are just loose files."""
+    """Return the path of the index or of the single file of weights; "" if there are only loose files."""
     names = source.entries
     for wanted in (_INDEXES[0], _SINGLES[0], _INDEXES[1], *_SINGLES[1:]):
         if wanted in names:
@@ -301,7 +303,7 @@ def _find(source: Source) -> str:
 
 
 def _loose(source: Source) -> list[str]:
-    """Files of weights without an index: one file alone, or what their names say are the shards of one model."""
+    """Return the weight files of a folder without an index: a single file, or shards of one model by their names."""
     files = [n for n, e in source.entries.items() if not e.is_dir]
     found = [n for n in files if n.lower().endswith(".safetensors")] or list(filter(_CUT_BIN.fullmatch, files))
     if len(found) > 1 and len({_series(name) for name in found}) > 1:
@@ -310,13 +312,13 @@ def _loose(source: Source) -> list[str]:
 
 
 def _series(name: str) -> tuple[str, str] | None:
-    """What the names of all shards of one model have in common; None if the name is not one of a shard."""
+    """Return the common part of the names of all shards of one model; None if the name is not that of a shard."""
     match = _SHARD.fullmatch(name)
     return (match["before"], match["behind"] or match["rest"]) if match else None
 
 
 def _without_index(paths: list[str]) -> list[Problem]:
-    """The problems of files without an index."""
+    """Return the problems of files without an index."""
     problems = []
     if len(paths) > 1:
         line = f"{len(paths):,} files without an index: taken as the shards of one model, as their names say"
@@ -330,7 +332,7 @@ def _without_index(paths: list[str]) -> list[Problem]:
 
 
 def load_json(store: Store, path: str) -> dict[str, Any]:
-    """A JSON object that a file holds. Raises CorruptError, MissingFileError."""
+    """Read a JSON object from a file. Raises CorruptError or MissingFileError."""
     where = f"{store.root}/{path}"
     size = store.stat(path).size
     if size > _MAX_JSON:
@@ -351,7 +353,7 @@ def _weight_map(where: str, table: Mapping[str, Any]) -> dict[str, str]:
     for name, path in weight_map.items():
         if not inside(path):
             raise CorruptError(
-                f"{where} sends {name!r} to {str(path)[:120]!r}, outside its folder: "
+                f"{where} maps {name!r} to {str(path)[:120]!r}, outside its folder: "
                 "not followed, the index is wrong or hostile"
             )
     return {name: posixpath.normpath(path) for name, path in weight_map.items()}

@@ -1,4 +1,4 @@
-"""From a path or a URL to the store of its bytes and the index of what they are."""
+"""Opening of a path or a URL: the store of its bytes and its index."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from .reader import Source
 from .registry import read_index, recognising
 from .shared.wrappers import without_wrappers
 
-# -- Indexes that this process made before, for files that have not changed since.
+# -- The process's cache of indexes, valid as long as the files do not change.
 
-_KEPT = 8  # checkpoints; an index is small beside what it describes, but not nothing
+_KEPT = 8  # indexes kept; an index is small compared to its checkpoint, but not negligible
 _lock = threading.Lock()
 Listings = Mapping[str, Mapping[str, Entry]]
 _indexes: dict[tuple[Any, ...], tuple[Listings, Index]] = {}
 
 
 def cached_index(source: Source, format: str | None) -> Index:
-    """`index_of`, or what it gave before if no file or folder that it looked at has changed (names, sizes,
-    modification times, versions). With ``rules`` it is always read anew."""
+    """Return the result of `index_of`, cached as long as no file or folder that it read has changed.
+
+    Names, sizes, modification times and versions are compared. With ``rules`` the cache is not used."""
     if source.rules:
         return index_of(source, format)
     key = (source.store.key, source.path, source.tag, format)
@@ -43,7 +44,7 @@ def cached_index(source: Source, format: str | None) -> Index:
             return index
     listable = source.store.listable
     if listable:
-        source.listed("")  # before reading: what changes meanwhile must not pass for known
+        source.listed("")  # before reading, so that later changes invalidate the entry
     index = index_of(source, format)
     folders = {posixpath.dirname(path) for path in index.pins} | {""} if listable else set()
     with _lock:
@@ -55,13 +56,14 @@ def cached_index(source: Source, format: str | None) -> Index:
 
 
 def index_of(source: Source, format: str | None) -> Index:
-    """`read_index` under the model's own names."""
+    """Return the result of `read_index` under the model's own names."""
     return without_wrappers(read_index(source, format))
 
 
 def _unchanged(source: Source, listings: Listings, index: Index) -> bool:
-    """Whether the folders hold what they held; over http, which lists none, whether the files are the same, which takes
-    that the server tells more of them than their size."""
+    """Return whether the listings of the folders are unchanged.
+
+    http cannot list folders, so there the files are compared; that needs more than their sizes from the server."""
     if source.store.listable:
         return all(source.listed(folder) == seen for folder, seen in listings.items())
     for path, pin in index.pins.items():
@@ -72,7 +74,7 @@ def _unchanged(source: Source, listings: Listings, index: Index) -> bool:
 
 
 def _forget() -> None:
-    """A thread of a forked child's parent may hold the lock."""
+    """Replace the lock after a fork, because a thread of the parent may hold it."""
     global _lock
     _lock = threading.Lock()
 
@@ -80,9 +82,9 @@ def _forget() -> None:
 after_fork(_forget)
 
 
-# -- From a path or a URL to the store of its bytes and the index of what they are.
+# -- Opening.
 
-# Names of files that hold a part: a rank's (DeepSpeed, FSDP, Meta's Llama), a shard, an optimizer.
+# Names of files that are part of a checkpoint: a rank's file (DeepSpeed, FSDP, Meta's Llama), a shard, an optimizer.
 _PART = re.compile(r".*rank_?\d+.*|.*-\d{5}-of-\d{5}\..*|consolidated\.\d+\.pth|optimizer(_\d+)?\.(pt|bin)")
 
 
@@ -94,7 +96,8 @@ def opened(
     cache: bool = True,
     storage_options: Mapping[str, Any] | None = None,
 ) -> tuple[Store, Index]:
-    """What `lazyckpt.open` makes a view of; of a run's folder, its newest complete checkpoint or ``tag``."""
+    """Return the store and the index for `lazyckpt.open`; for a run's folder, those of the newest complete checkpoint
+    or of ``tag``."""
     if not (tag is None or isinstance(tag, str)):
         raise TypeError(f"tag={tag!r}: the name of a checkpoint is due, a text such as 'checkpoint-500'")
     if not (rules is None or (isinstance(rules, Mapping) and all(isinstance(glob, str) for glob in rules))):
@@ -107,12 +110,12 @@ def opened(
         return cached_index(source, format) if cache else index_of(source, format)
 
     source, index = read_one(Source(store, name, tag, rules), read)
-    if not is_url(url):  # listing what lies behind one is dear, or cannot be done
+    if not is_url(url):  # listing a remote folder is expensive or impossible
         index = _one_of_many(source, index)
     elif unknown := [path for path, pin in index.pins.items() if not (pin.version or pin.mtime_ns)]:
         line = (
-            f"the server gives neither an ETag nor a time of modification for {unknown[0]}: if it is replaced "
-            "by a file of the same size, other numbers are read and nothing shows it"
+            f"the server gives neither an ETag nor a time of modification for {unknown[0]}: if the file is replaced "
+            "by one of the same size, the new numbers are read without an error"
         )
         index = replace(index, problems=(*index.problems, Problem("unpinned-file", line, unknown[0])))
     source.store.pin(index.pins)
@@ -122,14 +125,13 @@ def opened(
 
 
 def _one_of_many(source: Source, index: Index) -> Index:
-    """With a problem for a file that is only a part, if its folder, with others, is the checkpoint, and no problem says
-    so yet."""
+    """Add a problem to the index of a file that is only part of the checkpoint in its folder, unless it has one."""
     if not _PART.fullmatch(source.path) or any(p.code == "part-of-checkpoint" for p in index.problems):
         return index
     folder = source.around()
     try:
         reader = recognising(folder) if len(folder.entries) > 1 else None
-    except (LazyckptError, OSError):  # a folder that cannot be looked into tells nothing; the file has been read
+    except (LazyckptError, OSError):  # the file itself is readable, and an unreadable folder adds no information
         return index
     if reader is None:
         return index

@@ -1,7 +1,7 @@
-"""What a reader of a format is, and what it is asked about.
+"""The interface of format readers: `Reader`, and `Source`, the file or folder that it reads.
 
-A reader of another package registers itself under the entry-point group ``lazyckpt.readers`` (its value: a `Reader`).
-`registry` asks it after the built-in ones, or by name (``open(path, format="its name")``).
+Another package registers a reader as an entry point of the group ``lazyckpt.readers``, whose value is a `Reader`. It is
+tried after the built-in readers, and can be selected by name (``open(path, format="its name")``).
 """
 
 from __future__ import annotations
@@ -18,11 +18,22 @@ GROUP = "lazyckpt.readers"
 
 
 class Source:
-    """What a reader is asked about: a file of a store, or (``path`` empty) the store's folder itself.
+    """A file of a store, or the store's folder itself if ``path`` is empty.
 
-    What was sniffed is kept: ``entries``, the folder's listing, ``head``, the file's first bytes, listings of the
-    folders in it; and in ``known`` what readers found out, so that it is found out once. ``listings``: those that are
-    known of the store's folders.
+    The listings of folders, the first bytes of the file, and whatever readers put into ``known`` are cached.
+
+    Parameters
+    ----------
+    store
+        The store of the folder.
+    path
+        Path of the file in the store; "" for the folder.
+    tag
+        The checkpoint that the user selected with ``open(tag=...)``.
+    rules
+        The user's merge rules.
+    listings
+        Listings of the store's folders that are known already.
     """
 
     def __init__(
@@ -43,47 +54,62 @@ class Source:
 
     @property
     def rules(self) -> Mapping[str, Any]:
-        """The user's merge rules. A reader that never asks for them has no use for them."""
+        """The user's merge rules. Rules have no effect if the reader never gets this property."""
         self.asked_for_rules = True
         return self._rules
 
     def inside(self, folder: str) -> Mapping[str, Entry]:
-        """The listing of a folder in the folder; {} if there is none."""
+        """Return the listing of a subfolder: name -> entry; empty if there is no such folder."""
         return self.listed(folder) if folder else self.entries
 
     def listed(self, folder: str) -> Mapping[str, Entry]:
-        """The listing of a folder of the store, "" for its own; each is asked for once."""
+        """Return the listing of a folder of the store, "" for the store's own. Each folder is listed once."""
         if folder not in self._listings:
             self._listings[folder] = self.store.list(folder)
         return self._listings[folder]
 
     def around(self) -> Source:
-        """The folder that the file is in."""
+        """Return the folder that the file is in."""
         return Source(self.store, listings=self._listings)
 
     @property
     def where(self) -> str:
-        """As the user knows it, for messages."""
+        """The path as the user knows it, for messages."""
         return f"{self.store.root}/{self.path}" if self.path else self.store.root
 
     @cached_property
     def entries(self) -> Mapping[str, Entry]:
+        """The listing of the folder: name -> entry; empty if the source is a file."""
         return {} if self.path else self.listed("")
 
     @cached_property
     def size(self) -> int:
+        """Size of the file in bytes; 0 if the source is a folder."""
         return self.store.stat(self.path).size if self.path else 0
 
     @cached_property
     def head(self) -> bytes:
+        """The first 512 bytes of the file; empty if the source is a folder."""
         return bytes(self.store.read(self.path, 0, min(512, self.size))) if self.path and self.size else b""
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """``name``: what `open(format=...)` calls it. ``recognises`` looks at names and first bytes only; ``read`` indexes.
-    ``what``: the layout in words, for the message that no reader recognised a path. ``tags``: it knows itself which of
-    several checkpoints in the folder is meant by a tag."""
+    """A reader of one format.
+
+    Attributes
+    ----------
+    name
+        Name of the format, as in ``open(format=...)``.
+    what
+        Description of the format, as `lazyckpt formats` lists it.
+    recognises
+        Return whether a source has this format, by names and first bytes only.
+    read
+        Read the index of a source.
+    tags
+        Whether ``read`` itself resolves ``Source.tag`` in a folder with several checkpoints.
+    """
 
     name: str
     what: str

@@ -23,7 +23,7 @@ def _read(source: Source) -> Index:
 
 
 def _recognises(source: Source) -> bool:
-    if not source.path or is_torch_file(source.head):  # names lie: people rename files
+    if not source.path or is_torch_file(source.head):  # the ending may be wrong, because people rename files
         return False
     return is_safetensors(source.head, source.size) or source.path.endswith(".safetensors")
 

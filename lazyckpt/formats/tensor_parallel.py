@@ -1,9 +1,9 @@
-"""Folders with a file for each tensor-parallel rank: Meta's Llama, and any other when the user gives the rules.
+"""Folders with a file for each tensor-parallel rank: Meta's Llama, and others for which the user gives merge rules.
 
 Llama: ``consolidated.00.pth``, ... and params.json. Meta's llama/model.py cuts with fairscale (ColumnParallelLinear:
-wq, wk, wv, w1, w3 and output along dimension 0; RowParallelLinear: wo and w2 along 1; norms are on every rank). The
+wq, wk, wv, w1, w3 and output along dimension 0; RowParallelLinear: wo and w2 along 1; norms are replicated). The
 embedding is cut along 1 (ParallelEmbedding, Llama 1 and 2) or 0 (VocabParallelEmbedding, Llama 3); params.json's
-``dim`` tells which. With more ranks than key-value heads these are on several ranks.
+``dim`` determines which. If there are more ranks than key-value heads, several ranks hold the same head.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _read_files(source: Source) -> Index:
 
 
 def _numbered(source: Source) -> list[list[str]]:
-    """Files whose names differ in one number, in its order."""
+    """Group the files whose names differ in their last number only, sorted by that number."""
     names = sorted((n for n, e in source.entries.items() if n.endswith(_KINDS) and not e.is_dir), key=natural)
     found = []
     for _, group in groupby(sorted(names, key=_stem), key=_stem):
@@ -82,8 +82,7 @@ def _stem(name: str) -> str:
 
 
 def _merged(format: str, store: Store, paths: Sequence[str], sources: Sequence[RuleSource]) -> Index:
-    """The shards of the ranks, in this order, put together by the rules. Raises what reading raises if no file can be
-    read."""
+    """Merge the ranks' files, given in rank order, by the rules. Raises the first error if no file can be read."""
     ranks: list[Index | None] = []
     problems: list[Problem] = []
     errors: list[LazyckptError] = []
@@ -143,7 +142,8 @@ def _of_rank(store: Store, path: str) -> Index:
 def _tensor(
     name: str, held: Mapping[int, TensorSpec | None], ranks: int, merging: Merging, problems: list[Problem]
 ) -> TensorSpec:
-    """One tensor from its shards. ``held``: of each rank whose file can be read, None where that has no such tensor."""
+    """Merge the shards of one tensor. ``held`` has an entry for each rank whose file can be read: its part, or None if
+    the file lacks the tensor."""
     specs = {rank: spec for rank, spec in held.items() if spec is not None}
     first = specs[min(specs)]
     if len(specs) < len(held):
@@ -176,8 +176,8 @@ def _is_llama(source: Source) -> bool:
 
 
 def _is_numbered(source: Source) -> bool:
-    """Only with rules of the user (of flat parameters there are other readers), and where no index says what the files
-    are."""
+    """Recognise a folder only if the user gives merge rules and no index describes the files; other readers merge flat
+    parameters."""
     merging = any(not is_flat_rule(rule) for rule in source.rules.values())
     if source.path or not merging or any(".index." in n for n in source.entries):
         return False

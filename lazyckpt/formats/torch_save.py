@@ -21,23 +21,23 @@ from .shared.members import Member, together
 from .shared.paths import paths, put
 
 _KEPT = 4 << 20  # bytes of pickles whose contents are kept for the raw namespace
-_BLOAT = 1 << 20  # bytes; what is less is alignment, and not worth a line
+_BLOAT = 1 << 20  # bytes; less than that is mostly alignment and not worth a problem
 
 
 def specs_of(file: TorchFile, plain: Plain, prefix: str = "") -> dict[str, TensorSpec]:
-    """Every tensor of a file as it is stored. Raises CorruptError if the file cannot hold one of them."""
+    """Return the specs of all tensors of a file as stored. Raises CorruptError for a tensor beyond the file's bytes."""
     return {prefix + key: spec_of(file, tensor, prefix + key) for key, tensor in plain.tensors.items()}
 
 
 def spec_of(file: TorchFile, tensor: StoredTensor, name: str) -> TensorSpec:
-    """One tensor of a file as it is stored. Raises CorruptError if the file cannot hold it."""
+    """Return the spec of a tensor of a file as stored. Raises CorruptError if the tensor exceeds the file's bytes."""
     if tensor.storage is None:
         return TensorSpec(name, tensor.shape, tensor.dtype, (), rule=tensor.note)
     return whole(name, file.extent(tensor, name))
 
 
 def ties(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """Names whose tensors are one and the same memory: later name -> first name."""
+    """Return the names whose tensors share all their memory with an earlier tensor: later name -> first name."""
     first: dict[tuple[Any, ...], str] = {}
     aliases = {}
     for name, t in tensors.items():
@@ -50,7 +50,7 @@ def ties(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
 
 
 def crc_of(records: Mapping[str, Record], tensor: StoredTensor) -> int | None:
-    """The checksum of a tensor's bytes, where it is all of its storage."""
+    """Return the CRC-32 of a tensor's bytes; None unless the tensor is its whole storage."""
     if tensor.storage is None:
         return None
     record = records.get(tensor.storage.key)
@@ -60,13 +60,13 @@ def crc_of(records: Mapping[str, Record], tensor: StoredTensor) -> int | None:
 
 
 def warnings(path: str, file: TorchFile, plain: Plain) -> list[Problem]:
-    """What a user should know of a file: harm that its pickle names, tensors that are not what they seem."""
+    """Return the problems of a file: dangerous globals of its pickle, tensors that are not stored plainly, bloat."""
     notes = [*dangers(file.globals), *plain.notes]
     return [*(note.prefixed(path, path) for note in notes), *bloat(path, file, used_bytes(plain))]
 
 
 def used_bytes(plain: Plain) -> dict[str, int]:
-    """Storage key -> bytes of it that tensors use, at most."""
+    """Return an upper limit of the bytes of each storage that tensors use, by storage key."""
     used: dict[str, int] = {}
     for t in plain.tensors.values():
         if t.storage is not None:
@@ -76,7 +76,7 @@ def used_bytes(plain: Plain) -> dict[str, int]:
 
 
 def bloat(path: str, file: TorchFile, used: Mapping[str, int]) -> list[Problem]:
-    """A problem if no tensor uses much of a file: torch.save writes whole storages, also for a small view."""
+    """Return a problem if tensors use little of a file: torch.save writes whole storages, even for small views."""
     held = sum(record.nbytes for record in file.records.values())
     needed = sum(min(used.get(key, 0), record.nbytes) for key, record in file.records.items())
     if held - needed < max(_BLOAT, held // 10):
@@ -89,7 +89,7 @@ def bloat(path: str, file: TorchFile, used: Mapping[str, int]) -> list[Problem]:
 
 
 def member(store: Store, path: str, prefix: str = "") -> Member:
-    """What one file holds; ``prefix`` stands before its raw names. Raises as `read_torch_file`."""
+    """Return the content of one file, whose raw names start with ``prefix``. Raises the errors of `read_torch_file`."""
     file = read_torch_file(store, path)
     plain = Plain(file.root, f"{store.root}/{path}", file.pickle_size, prefix)
     rest = plain.rest if isinstance(plain.rest, dict) else {"": plain.rest}
@@ -116,7 +116,7 @@ def member(store: Store, path: str, prefix: str = "") -> Member:
 
 
 def shards(store: Store, path: str, plain: Plain) -> list[Problem]:
-    """A problem if a file holds one rank's pieces of tensors (formats/ranks)."""
+    """Return a problem if a file holds one rank's shards of tensors, which formats/ranks merges."""
     kinds = [kind.rpartition(".") for kind in plain.subclasses]
     if not any(m.startswith("torch.distributed.") and name in ("DTensor", "ShardedTensor") for m, _, name in kinds):
         return []
@@ -129,7 +129,7 @@ def _read(source: Source) -> Index:
 
 
 def _recognises(source: Source) -> bool:
-    # every other kind of file ends here too: its error says what it is
+    # files of other kinds with these endings are read here, too: the error then says what they are
     return bool(source.path) and (is_torch_file(source.head) or _like_torch(source))
 
 
@@ -140,23 +140,22 @@ def _like_torch(source: Source) -> bool:
 READER = Reader("torch", "files of torch.save (.pt, .pth, .bin, .ckpt)", _recognises, _read)
 
 
-# -- The raw namespace of formats that are made of many rank files: every tensor of every file, under the file's
-# name.
+# -- The raw namespace of formats with many rank files: all tensors of all files, under the names of their files.
 
 
 def stored_specs(store: Store, index: Index) -> dict[str, TensorSpec]:
-    """``file/dotted.path`` -> spec, for all files of torch.save that the checkpoint consists of. Reads the pickles of
-    those that the index has not kept."""
-    # a rank of Megatron's is a folder; others keep the files of a tag side by side, but for universal checkpoints
+    """Return the tensors of all torch.save files of a checkpoint: ``file/dotted.path`` -> spec. Reads the pickles that
+    the index has not kept."""
+    # a Megatron rank is a folder; other writers put all files of a tag into one, except for universal checkpoints
     least = 2 if index.format == "megatron" else 1
-    names = _told_apart([path for path in index.files if path.endswith(".pt")], least)
+    names = _distinct_ends([path for path in index.files if path.endswith(".pt")], least)
     return _read_stored(store, names, index.indexed)
 
 
-def _told_apart(paths: Sequence[str], least: int) -> dict[str, str]:
-    """Path -> as many of its last parts as no other path has, at least so many.
+def _distinct_ends(paths: Sequence[str], least: int) -> dict[str, str]:
+    """Shorten each path to its last parts: as many as make it unique, but at least ``least``.
 
-    >>> _told_apart(["t/zero/a/fp32.pt", "t/zero/b/fp32.pt", "t/model.pt"], 1)
+    >>> _distinct_ends(["t/zero/a/fp32.pt", "t/zero/b/fp32.pt", "t/model.pt"], 1)
     {'t/model.pt': 'model.pt', 't/zero/a/fp32.pt': 'a/fp32.pt', 't/zero/b/fp32.pt': 'b/fp32.pt'}
     """
     names: dict[str, str] = {}
@@ -170,15 +169,16 @@ def _told_apart(paths: Sequence[str], least: int) -> dict[str, str]:
 
 
 class Indexed(dict[str, TorchFile]):
-    """Rank files by path as they were indexed, so that the raw namespace takes no second look at them. Of many large
-    pickles only the first are kept, and a copy in another process has none."""
+    """Rank files by path, as they were read for the index, so that the raw namespace does not read them again.
+
+    Only the first 4 MiB of pickles are kept. A pickled copy is empty."""
 
     def __init__(self) -> None:
-        self._roots: set[int] = set()  # ranks whose pickles are the same share what is in them
+        self._roots: set[int] = set()  # ranks with equal pickles share their content
         self._left = _KEPT
 
     def keep(self, file: TorchFile) -> None:
-        """Add a file, if there is room for what is in its pickle."""
+        """Add a file if there is room for the content of its pickle."""
         if id(file.root) not in self._roots:
             if file.pickle_size > self._left:
                 return
@@ -191,7 +191,7 @@ class Indexed(dict[str, TorchFile]):
 
 
 def _read_stored(store: Store, names: Mapping[str, str], indexed: Mapping[str, TorchFile]) -> dict[str, TensorSpec]:
-    """``names``: path -> what the file's tensors stand under."""
+    """Read the tensors of files; ``names`` maps each path to the prefix of the names of its tensors."""
     specs: dict[str, TensorSpec] = {}
     pickles = Pickles()
     for path, name in names.items():
@@ -201,7 +201,7 @@ def _read_stored(store: Store, names: Mapping[str, str], indexed: Mapping[str, T
 
 
 class RankStored(Mapping[str, TensorSpec]):
-    """The same of some files only, made when it is first looked into."""
+    """The raw namespace of some files as a mapping that is computed on first use."""
 
     def __init__(self, store: Store, paths: tuple[str, ...], indexed: Indexed) -> None:
         self._store = store

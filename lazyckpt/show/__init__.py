@@ -1,1 +1,1 @@
-"""What people see: text, HTML, what is drawn of a tensor. Tensor data is read only for values and samples of them."""
+"""Text, HTML and plots of views and tensors. Only values, samples and plots of values read tensor data."""

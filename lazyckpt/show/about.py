@@ -1,6 +1,6 @@
-"""A checkpoint in words: its layout, size and training progress as facts, and its metadata as an indented tree.
+"""A description of a checkpoint: its layout, size and training progress, and its metadata as an indented tree.
 
-Texts come from files: control characters are shown escaped, long values are cut.
+The texts come from untrusted files: control characters are escaped and long values are cut.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from ..io.containers.pickle.records import Opaque, short
 from ..namespace import Namespace, plain_meta
 from .outline import outline
 
-LINES = 400  # of metadata, unless all are asked for
-_ITEMS = 8  # of a list that are shown on its line
+LINES = 400  # default limit for lines of metadata
+_ITEMS = 8  # items of a list that are shown on its line
 _WIDTH = 160  # characters of a value
 _LOSSES = ("loss", "train_loss", "training_loss", "lm_loss", "lm loss", "val_loss", "eval_loss", "best_loss")
-_DEEP = 4  # levels of metadata in which a loss is looked for
-_LOOKED_AT = 10_000  # entries of metadata among which it is looked for
+_DEEP = 4  # levels of metadata that are searched for a loss
+_LOOKED_AT = 10_000  # entries of metadata that are searched for a loss
 
 
 class Line(NamedTuple):
-    """A line of the tree of metadata: how deep it is, the key, and the value (empty: what follows is below it)."""
+    """A line of the tree of metadata: its depth, key and value; an empty value means that its items follow."""
 
     depth: int
     key: str
@@ -33,7 +33,7 @@ class Line(NamedTuple):
 
 
 def facts_of(view: Namespace[Any]) -> list[tuple[str, str]]:
-    """(what, value) of a checkpoint. Reads no tensor data."""
+    """Return the facts about a checkpoint as (label, value) pairs. No tensor data is read."""
     mesh = view.mesh
     degrees = {"tp": mesh.tp, "pp": mesh.pp, "dp": mesh.dp, "ep": mesh.ep}
     found = [
@@ -57,7 +57,7 @@ def facts_of(view: Namespace[Any]) -> list[tuple[str, str]]:
 
 
 def loss_of(meta: Mapping[str, Any]) -> tuple[str, float] | None:
-    """The path and the value of the first loss that the metadata names; of a log, its last one.
+    """Return the path and the value of the first loss in the metadata; a list is searched from its end.
 
     >>> loss_of({"epoch": 2, "trainer_state": {"log_history": [{"loss": 3.5}, {"loss": 2.25}, {"eval_runtime": 1.0}]}})
     ('trainer_state.log_history.1.loss', 2.25)
@@ -77,7 +77,8 @@ def loss_of(meta: Mapping[str, Any]) -> tuple[str, float] | None:
 
 
 def _inside(value: Any) -> Iterator[tuple[Any, Any]]:
-    """What may hold a loss: the values of a dict, the items of a log from its end on."""
+    """Yield the (key, item) pairs that may hold a loss: the values of a dict, the last 100 items of a list in
+    reverse."""
     if isinstance(value, Mapping):
         yield from ((key, item) for key, item in value.items() if isinstance(key, str))
     elif isinstance(value, list):
@@ -85,16 +86,16 @@ def _inside(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def meta_lines(meta: Any, depth: int | None = None, limit: int | None = LINES) -> tuple[list[Line], int]:
-    """The metadata as the lines of a tree, and how many lines are left out.
+    """Return the metadata as the lines of a tree, and the number of lines that are left out.
 
     Parameters
     ----------
     meta
-        What `plain_meta` or `CheckpointView.meta` gives, or a part of it.
+        The result of `plain_meta`, `CheckpointView.meta`, or a part of either.
     depth
-        Levels that are shown; None for all.
+        Number of levels to show; None shows all.
     limit
-        Lines that are shown at most; None for all.
+        Maximum number of lines; None shows all.
     """
     lines: list[Line] = []
     left_out = 0
@@ -118,7 +119,7 @@ def _walk(value: Any, level: int, depth: int | None) -> Iterator[Line]:
 
 
 def _items(value: Any) -> list[tuple[str, Any]]:
-    """What stands below a value, on lines of its own."""
+    """Return the (key, item) pairs of a value that are shown on lines of their own."""
     if isinstance(value, argparse.Namespace):
         value = vars(value)
     if isinstance(value, Opaque):
@@ -133,7 +134,7 @@ def _items(value: Any) -> list[tuple[str, Any]]:
 
 
 def _headline(value: Any) -> str:
-    """What stands beside the key of something whose parts follow."""
+    """Return the text beside the key of a value whose items follow on their own lines."""
     if isinstance(value, Opaque):
         return f"<{value.module:.80}.{value.name:.80}>"
     return ""

@@ -1,7 +1,7 @@
-"""Which block of a tensor lies in which file, as data: HTML, plots and the terminal draw the same. No I/O.
+"""Which file holds which block of a tensor, as pure data that HTML, plots and the terminal draw. No I/O.
 
-A fragment's span or parts are boxes (core/fragments.py `fragment_boxes`). A `Drawing` is what is left of them on two of
-the tensor's dimensions, in so few cells that they can be drawn.
+`fragment_boxes` of core/fragments.py turns a fragment's span or parts into boxes. A `Drawing` projects these boxes onto
+two dimensions of the tensor and merges them into few enough cells to draw.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from ..core.index import Fragment, Hole, Rank
 from ..errors import some
 from ..lazy import LazyArray
 
-_MOST = 20_000  # blocks that a drawing looks at
-_CELLS = 200  # cells of a drawing
+_MOST = 20_000  # maximum number of blocks that a drawing considers
+_CELLS = 200  # default maximum number of cells of a drawing
 
 
 class Holder(NamedTuple):
-    """A file that holds some of a tensor, and whose it is. ``label``: short, of one line: "tp 1 dp 3" or, where the
-    checkpoint tells no rank, the file's name. ``missing``: why the file cannot be read; "" if it can."""
+    """A file that holds part of a tensor, and the rank that it belongs to.
+
+    ``label`` is a short text such as "tp 1 dp 3", or the file's name where the checkpoint does not name ranks.
+    ``missing`` says why the file cannot be read; "" if it can."""
 
     label: str
     path: str
@@ -32,8 +34,10 @@ class Holder(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of a tensor, in elements of the whole tensor, and what holds it. ``stored``: whether its fragment is a
-    flat interval (ZeRO, FSDP1), which several blocks may be of: "span"; else "block"."""
+    """A block of a tensor, in coordinates of the whole tensor, and the file that holds it.
+
+    ``stored`` is "span" if its fragment is a flat interval (ZeRO, FSDP1), which may consist of several blocks, and
+    "block" otherwise."""
 
     box: Box
     holder: Holder
@@ -41,8 +45,9 @@ class Block(NamedTuple):
 
 
 def boxes(t: LazyArray) -> Iterator[Block]:
-    """The blocks that files hold of what ``t`` selects of its tensor, cut to the hull of that: replicas, too, in the
-    order in which reading takes the first. Padding is left out. Reads nothing.
+    """Yield the blocks that files hold of the selection of ``t``, clipped to the hull of the selection.
+
+    Replicas are included; reading takes the first block that covers an element. Padding is left out. No file is read.
 
     >>> import lazyckpt
     >>> list(boxes(lazyckpt.open("model.safetensors")["up.weight"]))  # doctest: +SKIP
@@ -59,7 +64,7 @@ def boxes(t: LazyArray) -> Iterator[Block]:
 
 
 def holders(t: LazyArray) -> tuple[Holder, ...]:
-    """What holds elements of what ``t`` selects of its tensor, or may: each once, in the order of the fragments."""
+    """Return the files that may hold elements of the selection of ``t``, without repetition, in fragment order."""
     return tuple(dict.fromkeys(_holders(_fragments(t))))
 
 
@@ -72,7 +77,7 @@ def _fragments(t: LazyArray) -> list[Fragment]:
 
 
 def _holders(fragments: Sequence[Fragment]) -> list[Holder]:
-    """Of each fragment, with labels that tell them apart as shortly as the ranks allow."""
+    """Return the holder of each fragment, with the shortest labels that distinguish the ranks."""
     ranks = {f.rank for f in fragments if f.rank is not None}
     named = [n for n in Rank._fields if any(getattr(r, n) for r in ranks)]
     names: dict[str, set[str]] = {}
@@ -91,9 +96,10 @@ def _holders(fragments: Sequence[Fragment]) -> list[Holder]:
 
 
 class Cell(NamedTuple):
-    """A rectangle of a drawing: half-open intervals of elements along its two dimensions. ``holders``: of all blocks
-    that fall into it, the first that is read first; several where there are replicas, or blocks that differ in
-    dimensions that are not drawn, or where blocks are drawn together."""
+    """A rectangle of a drawing: half-open intervals of elements along its two dimensions.
+
+    ``holders`` are those of all blocks in the rectangle, in reading order. There are several if blocks are replicated,
+    if they differ only along dimensions that are not drawn, or if neighbouring blocks are merged."""
 
     rows: tuple[int, int]
     cols: tuple[int, int]
@@ -102,32 +108,39 @@ class Cell(NamedTuple):
 
     @property
     def missing(self) -> bool:
-        """Whether none of its holders can be read."""
+        """Whether no holder of the cell can be read."""
         return all(h.missing for h in self.holders)
 
 
 class Drawing(NamedTuple):
-    """``row_dim``, ``col_dim``: the dimensions that are drawn; None: there is none, and the interval is (0, 1).
-    ``rows``, ``cols``: what is drawn of them. ``cells``: the larger first, so that none hides another.
-    ``holders``: all of them, in order. ``blocks``: how many there are, ``complete``: whether these are all (a drawing
-    looks at 20,000). ``merged``: cells are hulls of several neighbouring blocks. ``undrawn``: dimensions that the
-    tensor is cut along as well."""
+    """The blocks of a tensor as cells on two of its dimensions."""
 
     row_dim: int | None
+    """Dimension that is drawn from top to bottom; None if fewer than two are drawn."""
     col_dim: int | None
+    """Dimension that is drawn from left to right; None if none is drawn."""
     rows: tuple[int, int]
+    """Interval of elements along ``row_dim``; (0, 1) if that is None."""
     cols: tuple[int, int]
+    """Interval of elements along ``col_dim``; (0, 1) if that is None."""
     cells: tuple[Cell, ...]
+    """The cells, larger ones first so that none hides another."""
     holders: tuple[Holder, ...]
+    """All holders, without repetition, in fragment order."""
     blocks: int
+    """Number of blocks considered."""
     complete: bool
+    """Whether ``blocks`` counts all blocks; at most 20,000 are considered."""
     merged: bool
+    """Whether a cell is the hull of several neighbouring blocks."""
     undrawn: tuple[int, ...]
+    """Further dimensions along which the tensor is cut."""
 
 
 def drawing(t: LazyArray, cells: int = _CELLS) -> Drawing:
-    """The blocks of `boxes` on two dimensions, in at most so many cells: those along which the tensor is cut into most
-    pieces or, where there are not two, that are longest. Reads nothing."""
+    """Project the blocks of `boxes` onto two dimensions, in at most ``cells`` cells. No file is read.
+
+    The dimensions are those along which the tensor is cut into the most pieces; ties are decided by length."""
     hull = t._sel.hull
     stream = boxes(t)
     found = list(islice(stream, _MOST))
@@ -156,7 +169,7 @@ def _along(box: Box, dim: int | None) -> tuple[int, int]:
 
 
 def _fewer(cells: Iterable[Cell], most: int) -> Iterator[Cell]:
-    """Neighbours together: as many as it takes, from the top left on."""
+    """Merge neighbouring cells, in row-major order, until at most ``most`` are left."""
     order = sorted(cells, key=lambda c: (c.rows[0], c.cols[0]))
     size = ceil(len(order) / most)
     for n in range(0, len(order), size):
@@ -170,14 +183,14 @@ def _fewer(cells: Iterable[Cell], most: int) -> Iterator[Cell]:
 
 
 def ranges(holders: Iterable[Holder], most: int = 6) -> str:
-    """The holders in one short line: those that differ in one number only, one after the other, as a range.
+    """Return the labels of the holders on one line, with labels that end in consecutive numbers as a range.
 
     >>> ranges([Holder(f"tp 0 dp {n}", "") for n in range(64)])
     'tp 0 dp 0-63'
     >>> ranges([Holder(f"tp {n}", "") for n in (0, 1, 3)])
     'tp 0-1, tp 3'
     """
-    runs: list[tuple[str, int | None, int | None]] = []  # (what is in front, first number, last number)
+    runs: list[tuple[str, int | None, int | None]] = []  # (text before the number, first number, last number)
     for label in dict.fromkeys(h.label for h in holders):
         front, _, last = label.rpartition(" ")
         number = int(last) if last.isascii() and last.isdigit() and front and len(last) < 10 else None

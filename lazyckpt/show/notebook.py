@@ -1,4 +1,4 @@
-"""The states of a checkpoint as a mapping that says what it holds."""
+"""Display of a checkpoint's states in terminals and notebooks, and permission for IPython to complete on views."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .html.parts import page, safe, tag
 
 
 class States(Base[Any]):
-    """The same, with what a terminal and a notebook show of it."""
+    """Mapping of state names to views, with text and HTML representations."""
 
     __slots__ = ()
 
@@ -25,32 +25,32 @@ class States(Base[Any]):
         ]
 
     def __repr__(self) -> str:
-        lines = [(printable(state), told) for state, told in self._lines()]
+        lines = [(printable(state), size) for state, size in self._lines()]
         width = max((len(state) for state, _ in lines), default=0)
-        return "\n".join(f"{state:<{width}}  {told}" for state, told in lines) or "(no states)"
+        return "\n".join(f"{state:<{width}}  {size}" for state, size in lines) or "(no states)"
 
     def _repr_html_(self) -> str:
-        lines = (tag("li", f"{tag('code', safe(state))} {tag('span', told, 'dim')}") for state, told in self._lines())
+        lines = (tag("li", f"{tag('code', safe(state))} {tag('span', size, 'dim')}") for state, size in self._lines())
         return page([tag("ul", "\n".join(lines))])
 
 
-# -- What IPython may look at while it completes, once a user has asked for it (``%load_ext lazyckpt``).
+# -- IPython's completion: ``%load_ext lazyckpt`` allows it to evaluate look-ups in views.
 
 
 def allow(*views: type) -> None:
-    """Let IPython's completion look into views of these classes, and into their states."""
+    """Allow IPython's completion to evaluate attributes and items of views of these classes and of their states."""
     for allowed in _allowed():
         allowed.update((*views, States))
 
 
 def forbid(*views: type) -> None:
-    """Take that back."""
+    """Revoke the permission of `allow`."""
     for allowed in _allowed():
         allowed.difference_update((*views, States))
 
 
 def _allowed() -> Iterator[set[type]]:
-    """IPython's sets of classes that are looked into; none in versions of it that have no such policy."""
+    """Yield IPython's sets of classes that completion may evaluate; nothing in versions without such a policy."""
     try:
         policies = getattr(import_module("IPython.core.guarded_eval"), "EVALUATION_POLICIES", {})
     except ImportError:

@@ -1,7 +1,7 @@
-"""The names of a view as a tree whose levels are made when they are asked for, and layers that are alike.
+"""The names of a view as a lazily built tree, and the detection of equal layers.
 
-Making an outline looks at every name once; drawing its first levels then costs what is drawn, however many names there
-are below. A view keeps its outline.
+Building an outline visits every name once. After that, the cost of drawing the first levels depends on the number of
+nodes drawn, not on the number of names below them. A view caches its outline.
 """
 
 from __future__ import annotations
@@ -19,17 +19,25 @@ from ..core.index import TensorSpec
 from ..core.names import natural
 from ..namespace import Namespace
 
-LEVELS = 100  # of a tree; it is walked by recursion, and what lies deeper is one label
-_ALIKE = 4  # siblings that are alike, from which on they are one row
+LEVELS = 100  # maximum depth, because the tree is walked by recursion; deeper levels share one label
+_ALIKE = 4  # minimum number of equal siblings that are folded into one row
 
 
 class Outline:
-    """The names of a view in plain sorted order, with the sums of their sizes.
+    """The names of a view in plain sorted order, with prefix sums of their sizes.
 
-    ``names``: the names. ``specs``: their tensors. ``tied``: name -> the full name that owns its tensor, of those that
-    do not own theirs. ``twice``: names whose tensor is in the totals under another name. ``marks``: a number for the
-    shape and dtype of each; -1 for those that are not in the totals. ``numels``, ``nbytes``: the sums of elements and
-    bytes before each, and of all.
+    Attributes
+    ----------
+    names, specs
+        The sorted names, and the spec of each.
+    tied
+        For each name that does not own its tensor, the full name of the owner.
+    twice
+        Names whose tensor is counted in the totals under another name.
+    marks
+        A number for the shape and dtype of each tensor; -1 for tensors that are not counted in the totals.
+    numels, nbytes
+        Prefix sums of elements and of bytes; the last one is the total.
     """
 
     def __init__(self, view: Namespace[Any]) -> None:
@@ -37,7 +45,7 @@ class Outline:
         self.specs: list[TensorSpec] = []
         self.tied: dict[str, str] = {}
         specs, full_names = view.specs, view.full_names
-        twice: set[str] = set()  # names whose tensor has been counted under another name, first in the view's order
+        twice: set[str] = set()  # a tied tensor is counted under the name that comes first in the view's order
         if len(full_names) == len(specs) and full_names.keys() == specs.keys():
             self.specs = [specs[name] for name in self.names]
         else:
@@ -63,7 +71,7 @@ class Outline:
         self.nbytes = list(accumulate((sizes[n] for n in self.marks), initial=0))
 
     def dtypes(self) -> list[tuple[Any, int]]:
-        """(dtype, bytes of the tensors that have it, each tied one once), the most bytes first."""
+        """Return (dtype, bytes) pairs, the largest first; tied tensors are counted once."""
         found: dict[Any, int] = {}
         for mark, count in Counter(self.marks).items():
             if mark >= 0:
@@ -73,61 +81,61 @@ class Outline:
 
     @cached_property
     def root(self) -> Node:
-        """The node of all names."""
+        """The root of the tree."""
         return Node(self, "", "", None, 0, len(self.names))
 
 
 @dataclass(slots=True)
 class Node:
-    """A level of the tree.
-
-    ``label``: what it adds to the names above. ``start``: what the names below it begin with, which ends with a dot, or
-    "" at the root. ``leaf``: the place of its own tensor among the sorted names; None if it has none. ``low``,
-    ``high``: the places of the names below it.
-    """
+    """A node of the tree; it can have children and a tensor of its own at the same time."""
 
     outline: Outline
     label: str
+    """The part of the name that this node adds to its parent's."""
     start: str
+    """Common prefix of the names below the node, with the final dot; "" for the root."""
     leaf: int | None
+    """Index of the node's own tensor in the sorted names; None if it has none."""
     low: int
+    """Index of the first name below the node."""
     high: int
+    """Index after the last name below the node."""
     level: int = 0
     _children: list[Node] | None = None
 
     @property
     def name(self) -> str:
-        """The name of its own tensor in the view; "" if it has none."""
+        """Name of the node's own tensor in the view; "" if it has none."""
         return "" if self.leaf is None else self.outline.names[self.leaf]
 
     @property
     def spec(self) -> TensorSpec | None:
-        """Its own tensor."""
+        """Spec of the node's own tensor; None if it has none."""
         return None if self.leaf is None else self.outline.specs[self.leaf]
 
     @property
     def tied(self) -> str:
-        """The full name that owns its own tensor; "" if it is this one."""
+        """Full name of the owner of the node's tensor; "" if this name owns it."""
         return self.outline.tied.get(self.name, "")
 
     @property
     def counted(self) -> bool:
-        """Whether its own tensor is in the totals under this name."""
+        """Whether the node's own tensor is counted in the totals under this name."""
         return self.name not in self.outline.twice
 
     @property
     def tensors(self) -> int:
-        """Names at and below it."""
+        """Number of names at and below the node."""
         return self.high - self.low + (self.leaf is not None)
 
     @property
     def numel(self) -> int:
-        """Elements at and below it, each tied tensor once."""
+        """Number of elements at and below the node; tied tensors are counted once."""
         return self._sum(self.outline.numels)
 
     @property
     def nbytes(self) -> int:
-        """Bytes at and below it, each tied tensor once."""
+        """Number of bytes at and below the node; tied tensors are counted once."""
         return self._sum(self.outline.nbytes)
 
     def _sum(self, sums: Sequence[int]) -> int:
@@ -136,15 +144,15 @@ class Node:
 
     @property
     def children(self) -> list[Node]:
-        """What is one level below, in natural order."""
+        """The child nodes in natural order."""
         if self._children is None:
             found = {node.label: node for node in self._found()}
             self._children = sorted(found.values(), key=lambda node: natural(node.label))
         return self._children
 
     def _found(self) -> Iterator[Node]:
-        """The children, in the order of the sorted names; one that is a name and begins others comes twice, the second
-        time whole."""
+        """Yield the children in the order of the sorted names. A child that has both a tensor and children comes twice:
+        first with its tensor only, then complete."""
         names, length = self.outline.names, len(self.start)
         leaves: dict[str, int] = {}
         at = self.low
@@ -158,13 +166,13 @@ class Node:
                 at += 1
             else:
                 start = name[: dot + 1]
-                stop = bisect_left(names, start[:-1] + "/", at, self.high)  # "/" is the character behind "."
+                stop = bisect_left(names, start[:-1] + "/", at, self.high)  # "/" follows "." in ASCII
                 label = start[length:-1]
                 yield Node(self.outline, label, start, leaves.get(label), at, stop, self.level + 1)
                 at = stop
 
     def looks(self) -> object:
-        """What it looks like from its label on: equal for siblings that are alike."""
+        """Return a key of the subtree below the label, equal for siblings with the same names, shapes and dtypes."""
         length, outline = len(self.start), self.outline
         own = None if self.leaf is None else outline.marks[self.leaf]
         names = outline.names[self.low : self.high]
@@ -172,7 +180,7 @@ class Node:
 
 
 def outline(view: Namespace[Any]) -> Outline:
-    """The outline of a view, made the first time that it is asked for. Reads no tensor data."""
+    """Return the outline of a view, which is built on first use and cached. No tensor data is read."""
     kept = view.kept.get("outline")
     if kept is None:
         kept = view.kept["outline"] = Outline(view)
@@ -181,7 +189,9 @@ def outline(view: Namespace[Any]) -> Outline:
 
 
 def chain(node: Node) -> tuple[str, Node]:
-    """The label and the last of the nodes below which there is only one other: they are drawn as one."""
+    """Follow single children down from a node; return their joined label and the last node.
+
+    A chain of single children is drawn as one row."""
     labels = [node.label]
     while node.leaf is None and len(node.children) == 1:
         (node,) = node.children
@@ -190,12 +200,13 @@ def chain(node: Node) -> tuple[str, Node]:
 
 
 def groups(nodes: Sequence[Node]) -> list[tuple[str, Sequence[Node]]]:
-    """Siblings, with those that have numbers and are alike together.
+    """Group numbered siblings that are equal.
 
     Returns
     -------
     list
-        (the numbers, as "0-125" or "1-125/2" for every second, or "" for a node alone; the nodes), in their order.
+        (numbers, nodes) pairs in the order of the nodes. The numbers are "0-125", or "1-125/2" for every second one,
+        and "" for a node alone.
     """
     numbered = [n for n in nodes if n.label.isascii() and n.label.isdigit() and str(int(n.label[:18])) == n.label]
     if len(numbered) < _ALIKE:
@@ -214,7 +225,7 @@ def groups(nodes: Sequence[Node]) -> list[tuple[str, Sequence[Node]]]:
 
 
 def _classes(nodes: Iterable[Node]) -> Iterable[list[Node]]:
-    """The nodes that look alike, in their order."""
+    """Group the nodes that look alike; both groups and nodes keep their order."""
     found: dict[object, list[Node]] = {}
     for node in nodes:
         found.setdefault(node.looks(), []).append(node)
@@ -222,8 +233,8 @@ def _classes(nodes: Iterable[Node]) -> Iterable[list[Node]]:
 
 
 def _runs(nodes: list[Node]) -> Iterator[list[Node]]:
-    """Cut where the numbers are no longer evenly spaced. Of a run that is too short for a row, the next begins with its
-    second node."""
+    """Split the nodes into runs of evenly spaced numbers. After a run that is too short to fold, the next run starts at
+    its second node."""
     at = 0
     while at < len(nodes):
         run = _run(nodes, at)
@@ -232,7 +243,7 @@ def _runs(nodes: list[Node]) -> Iterator[list[Node]]:
 
 
 def _run(nodes: list[Node], start: int) -> list[Node]:
-    """Those from ``start`` on, as far as their numbers are evenly spaced."""
+    """Return the longest run from ``start`` whose numbers are evenly spaced."""
     numbers = [int(n.label) for n in nodes[start : start + 2]]
     end = start + 1
     while end < len(nodes) and int(nodes[end].label) - int(nodes[end - 1].label) == numbers[1] - numbers[0]:

@@ -1,7 +1,8 @@
-"""Plots, with matplotlib: imported when the first is drawn.
+"""Plots with matplotlib, which is imported when the first plot is drawn.
 
-Each draws into ``ax`` or, without one, into a new figure, and returns the Axes. None shows the figure or changes
-matplotlib's settings. What is drawn is read in pieces, in bounded memory. Without matplotlib they raise DataError.
+Every plot is drawn into ``ax``, or into a new figure if ``ax`` is None, and returns the Axes. Plots do not show the
+figure and do not change matplotlib's settings. Data is read in pieces, in bounded memory. Without matplotlib every
+plot raises DataError.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ if TYPE_CHECKING:
 
 _TICKS = 40  # labels along an axis
 _LABEL = 40  # characters of a label
-_LEGEND = 16  # entries of a legend, and colours that are told apart
-_TEXTS = 80  # cells that have their label written on them
+_LEGEND = 16  # maximum number of entries of a legend, and of distinct colours
+_TEXTS = 80  # labels are written on the cells of drawings with at most this many
 _QUANTITIES = ("mean", "std", "min", "max", "absmax", "l1", "l2", "zeros", "nan", "posinf", "neginf")
 
 
 class TensorPlots:
-    """Plots of one tensor: ``t.plot``."""
+    """The plots of one tensor: ``t.plot``."""
 
     __slots__ = ("_tensor",)
 
@@ -41,14 +42,25 @@ class TensorPlots:
         return f"<plots of {self._tensor.name!r}: {_kinds(self)}>"
 
     def hist(self, bins: Bins = 100, *, ax: Axes | None = None) -> Axes:
-        """A histogram of the finite elements, of so many bins or between these edges. Reads the tensor once; twice
-        where elements are wider than 16 bits and ``bins`` is a number.
+        """Plot a histogram of the finite elements.
 
-        Raises what `LazyTensor.stats` raises.
+        The tensor is read once, or twice if its elements are wider than 16 bits and ``bins`` is a number.
+
+        Parameters
+        ----------
+        bins
+            Number of bins of equal width, or the edges of the bins.
+        ax
+            Axes to draw into; None creates a figure.
+
+        Raises
+        ------
+        DataError
+            If matplotlib is not installed, or as `LazyTensor.stats` raises it.
         """
         import_matplotlib()
         found = stats_of(self._tensor, bins)
-        assert found.histogram is not None  # it was asked for
+        assert found.histogram is not None  # because bins were given
         ax = _axes() if ax is None else ax
         ax.stairs(found.histogram.counts, found.histogram.edges, fill=True)
         lines = [_title(self._tensor)]
@@ -59,11 +71,21 @@ class TensorPlots:
         return ax
 
     def singular_values(self, *, ax: Axes | None = None) -> Axes:
-        """The singular values of a matrix, largest first, on a logarithmic axis; those below the dotted line are noise
-        (`lazyckpt.inspect.stats.singular_values` tells of accuracy, memory, and the largest matrix). Reads it once.
+        """Plot the singular values of a matrix, largest first, on a logarithmic axis.
 
-        Raises DataError (it is no matrix, too large, of packed bits, or has NaN or infinities), and what reading
-        raises.
+        Values below the dotted line are noise; `lazyckpt.inspect.stats.singular_values` documents the accuracy, the
+        memory and the largest matrix. The tensor is read once.
+
+        Parameters
+        ----------
+        ax
+            Axes to draw into; None creates a figure.
+
+        Raises
+        ------
+        DataError
+            If the tensor is not a matrix, is too large, has packed elements, NaN or infinities, or if matplotlib is not
+            installed. Errors of reading are raised, too.
         """
         import_matplotlib()
         values = singular_values(self._tensor)
@@ -80,8 +102,21 @@ class TensorPlots:
         return ax
 
     def layout(self, *, ax: Axes | None = None) -> Axes:
-        """Which rank holds what of the tensor: its fragments as boxes, coloured by rank, along the two dimensions that
-        it is cut along (or its longest ones). What cannot be read is hatched. Reads no data."""
+        """Plot which rank holds which block of the tensor.
+
+        The fragments are boxes, coloured by rank, along the two dimensions that the tensor is cut along, or its longest
+        ones. Blocks that cannot be read are hatched. No tensor data is read.
+
+        Parameters
+        ----------
+        ax
+            Axes to draw into; None creates a figure.
+
+        Raises
+        ------
+        DataError
+            If matplotlib is not installed.
+        """
         import_matplotlib()
         from matplotlib.patches import Patch, Rectangle
 
@@ -121,16 +156,28 @@ class TensorPlots:
 
 
 class StepPlots(TensorPlots):
-    """Plots of a tensor of a run."""
+    """The plots of a tensor of a run."""
 
     __slots__ = ()
 
     def steps(self, quantity: str | Callable[[torch.Tensor], Any] = "norm", *, ax: Axes | None = None) -> Axes:
-        """A quantity of the tensor over the steps of the run: "norm" (L2), a column of `LazyTensor.stats` ("std",
-        "absmax", "zeros", ...), or a function of the tensor at a step, which gives a number. Reads one step after the
-        other, for a function as a whole tensor.
+        """Plot a quantity of the tensor over the steps of the run.
 
-        Raises DataError for a quantity that there is not, or a function that gives no number; and what reading raises.
+        The steps are read one after the other. A function is called with the whole tensor of a step in memory.
+
+        Parameters
+        ----------
+        quantity
+            "norm" (L2), a column of `LazyTensor.stats` ("std", "absmax", "zeros", ...), or a function that maps the
+            tensor of a step to a number.
+        ax
+            Axes to draw into; None creates a figure.
+
+        Raises
+        ------
+        DataError
+            If there is no such quantity, the function does not return a number, the first dimension of the tensor is
+            not the steps, or matplotlib is not installed. Errors of reading are raised, too.
         """
         column = "l2" if quantity == "norm" else quantity
         if not callable(quantity) and column not in _QUANTITIES:
@@ -154,7 +201,7 @@ class StepPlots(TensorPlots):
 
 
 class ViewPlots:
-    """Plots of a view: ``view.plot``."""
+    """The plots of a view: ``view.plot``."""
 
     __slots__ = ("_view",)
 
@@ -165,25 +212,34 @@ class ViewPlots:
         return f"<plots of {plural(len(self._view), 'tensor')}: {_kinds(self)}>"
 
     def hist(self, name: str, bins: Bins = 100, *, ax: Axes | None = None) -> Axes:
-        """`TensorPlots.hist` of a tensor of the view."""
+        """Plot `TensorPlots.hist` of the tensor ``name``."""
         return TensorPlots(_one(self._view, name)).hist(bins, ax=ax)
 
     def singular_values(self, name: str, *, ax: Axes | None = None) -> Axes:
-        """`TensorPlots.singular_values` of a tensor of the view."""
+        """Plot `TensorPlots.singular_values` of the tensor ``name``."""
         return TensorPlots(_one(self._view, name)).singular_values(ax=ax)
 
     def layout(self, name: str, *, ax: Axes | None = None) -> Axes:
-        """`TensorPlots.layout` of a tensor of the view."""
+        """Plot `TensorPlots.layout` of the tensor ``name``."""
         return TensorPlots(_one(self._view, name)).layout(ax=ax)
 
     def norms(self, *, ax: Axes | None = None) -> Axes:
-        """L2 norms of all tensors as a heat map: a row for each layer (the first number between dots of a full name), a
-        column for each kind of parameter (the name with "*" for every such number); tensors of one layer and kind
-        (experts) together. Names without a number are in a row of their own, "-". A cell is marked "!" where there
-        are NaN or infinities (the norm is that of the rest) or the squares are beyond float64, "?" where a tensor
-        cannot be read. Reads the view once.
+        """Plot the L2 norms of all tensors as a heat map of layers and kinds of parameters.
 
-        Raises DataError if the view has no tensors.
+        A row is a layer: the first number between dots of a full name. A column is a kind of parameter: the full name
+        with "*" for every such number. Tensors of the same layer and kind (experts) share a cell. Names without a
+        number share the row "-". A cell is marked "!" if it has NaN or infinities (the norm is that of the other
+        elements) or if its squares overflow float64, and "?" if a tensor cannot be read. The view is read once.
+
+        Parameters
+        ----------
+        ax
+            Axes to draw into; None creates a figure.
+
+        Raises
+        ------
+        DataError
+            If the view has no tensors, or matplotlib is not installed.
         """
         import_matplotlib()
         from matplotlib.colors import LogNorm
@@ -218,35 +274,37 @@ class ViewPlots:
 
 
 class RunPlots(ViewPlots):
-    """Plots of a run: ``run.plot``."""
+    """The plots of a run: ``run.plot``."""
 
     __slots__ = ()
 
     def steps(
         self, name: str, quantity: str | Callable[[torch.Tensor], Any] = "norm", *, ax: Axes | None = None
     ) -> Axes:
-        """`StepPlots.steps` of a tensor of the run."""
+        """Plot `StepPlots.steps` of the tensor ``name``."""
         return StepPlots(_one(self._view, name)).steps(quantity, ax=ax)
 
 
 def _value(found: Any) -> float:
-    """What a function gives of a tensor, as a number."""
+    """Convert the result of a user's function to a number, or raise DataError."""
     try:
         return float(found)
     except (TypeError, ValueError, RuntimeError) as e:
-        raise DataError(f"a quantity is a number at every step; the function gives {type(found).__name__}: {e}") from e
+        raise DataError(
+            f"a quantity is a number at every step; the function returns {type(found).__name__}: {e}"
+        ) from e
 
 
 _QUANTITY = {"norm": "L2 norm", "l2": "L2 norm", "l1": "L1 norm", "std": "standard deviation", "absmax": "largest |x|"}
 
 
 def _kinds(plots: object) -> str:
-    """What there is to call, which is what one who prints `plot` looks for."""
+    """Return the names of the plots, for ``repr``."""
     return ", ".join(f".{name}()" for name in dir(plots) if not name.startswith("_"))
 
 
 def import_matplotlib() -> Any:
-    """matplotlib.pyplot. Raises DataError, which says what to install."""
+    """Import matplotlib.pyplot, or raise a DataError that says what to install."""
     try:
         import matplotlib.pyplot as plt
     except ImportError as e:
@@ -255,7 +313,7 @@ def import_matplotlib() -> Any:
 
 
 def _axes(size: tuple[float, float] | None = None) -> Any:
-    """Of a new figure, whose labels have the room that they need."""
+    """Return the Axes of a new figure; the constrained layout makes room for its labels."""
     return import_matplotlib().subplots(figsize=size, layout="constrained")[1]
 
 
@@ -269,7 +327,7 @@ def _one(view: Mapping[str, LazyArray], name: str) -> LazyArray:
 def _grid(
     found: Mapping[str, Stats],
 ) -> tuple[list[int | None], list[str], dict[tuple[int | None, str], list[Stats]]]:
-    """-> (layers, kinds in their order, the statistics of each)."""
+    """Return the layers, the kinds in order of appearance, and the statistics of each (layer, kind)."""
     cells: dict[tuple[int | None, str], list[Stats]] = {}
     for name, one in found.items():
         parts = name.split(".")
@@ -285,19 +343,19 @@ def _is_number(part: str) -> bool:
 
 
 def _kind_labels(kinds: list[str]) -> list[str]:
-    """What comes after the number of the layer, where that is enough to tell one kind from all others."""
+    """Shorten each kind to the part after the layer's number where that part is unique."""
     tails = [kind.partition("*")[2].lstrip(".") or kind for kind in kinds]
     return [_short(t if tails.count(t) == 1 else k) for t, k in zip(tails, kinds)]
 
 
 def _ticks(place: Callable[..., Any], labels: list[str], style: dict[str, Any]) -> None:
-    """As many of the labels as can be read."""
+    """Place at most ``_TICKS`` of the labels."""
     step = -(-len(labels) // _TICKS) or 1
     place(range(0, len(labels), step), labels=labels[::step], **style)
 
 
 def _colours(labels: list[str]) -> dict[str, Any]:
-    """Colours that can be told apart, of more labels than there are such: along a scale."""
+    """Return a colour for each label: distinct colours for few labels, a colour scale for many."""
     colours = import_matplotlib().get_cmap("tab20" if len(labels) <= _LEGEND else "viridis")
     if len(labels) <= _LEGEND:
         return {label: colours((2 * n + 1) % 20 if n < 10 else 2 * n % 20) for n, label in enumerate(labels)}
@@ -305,7 +363,7 @@ def _colours(labels: list[str]) -> dict[str, Any]:
 
 
 def _roomy(cell: Cell, rows: tuple[int, int], cols: tuple[int, int]) -> bool:
-    """Whether a label fits into a cell, about."""
+    """Estimate whether the label of a cell fits into it."""
     high = (cell.rows[1] - cell.rows[0]) / max(1, rows[1] - rows[0])
     wide = (cell.cols[1] - cell.cols[0]) / max(1, cols[1] - cols[0])
     return high >= 0.05 and wide >= 0.015 * len(_holder_text(cell))
@@ -321,11 +379,11 @@ def _title(t: LazyArray) -> str:
 
 
 def _short(text: str) -> str:
-    """Its end, which tells more than its beginning."""
+    """Shorten a text to its end, which is more specific than its beginning."""
     text = printable(text)
     return _plain(text if len(text) <= _LABEL else "\N{HORIZONTAL ELLIPSIS}" + text[1 - _LABEL :])
 
 
 def _plain(text: str) -> str:
-    """Text that matplotlib takes for no mathematics."""
+    """Escape "$", which starts mathematics in matplotlib."""
     return text.replace("$", r"\$")

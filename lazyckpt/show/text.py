@@ -1,6 +1,6 @@
-"""A view as text: one summary line, a tree, what it would cost to read.
+"""A view as text: a summary line, a tree of names, and the cost of reading it.
 
-Names come from files: what a terminal would not print as a character (escape codes above all) is shown escaped.
+Names come from untrusted files: characters that a terminal does not print, above all escape codes, are escaped.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .outline import Node, chain, groups, outline
 
 
 def summary(view: Namespace[Any]) -> str:
-    """Format, mesh, size and counts on one line."""
+    """Return format, mesh, size and counts on one line."""
     return " | ".join(facts(view))
 
 
 def facts(view: Namespace[Any]) -> list[str]:
-    """What `summary` says, one thing after the other."""
+    """Return the items of `summary`."""
     root = outline(view).root
     m = view.mesh
     degrees = " ".join(f"{k}={v}" for k, v in (("tp", m.tp), ("pp", m.pp), ("dp", m.dp), ("ep", m.ep)) if v > 1)
@@ -50,7 +50,7 @@ def facts(view: Namespace[Any]) -> list[str]:
 
 
 def _training(view: Namespace[Any]) -> list[str]:
-    """Its dtypes, if it has several, and the step and the loss that its metadata names."""
+    """Return the dtypes, if there are several, and the step and the loss of the metadata."""
     dtypes = [dtype.short for dtype, _ in outline(view).dtypes()]
     meta = plain_meta(view)
     step, loss = told_step(meta), loss_of(meta)
@@ -67,25 +67,25 @@ class Row(NamedTuple):
     cells: tuple[str, str, str, str]  # indented name, dtype and shape, size, parameter count or the name it is tied to
 
 
-LINES = 100  # of a tree, from which on layers that are alike are one line each
+LINES = 100  # default length of a tree above which equal layers are folded into one line
 
 
 def tree(view: Namespace[Any], depth: int | None = None, limit: int | None = None, fold: bool = False) -> str:
-    """The lines of `rows` as text."""
+    """Return `rows` as lines of text."""
     return "\n".join("  ".join(row.cells).rstrip() for row in rows(view, depth, limit, fold)) or "(no tensors)"
 
 
 def rows(view: Namespace[Any], depth: int | None = None, limit: int | None = None, fold: bool = False) -> list[Row]:
-    """The names of a view as a tree, in columns.
+    """Return the names of a view as the rows of a tree, padded to columns.
 
     Parameters
     ----------
     depth
-        Levels that are shown; None for all.
+        Number of levels to show; None shows all.
     limit
-        Lines from which on only as many levels are shown as fit, at least one; None for no limit.
+        Maximum number of lines: a longer tree is cut to the levels that fit, at least one. None sets no limit.
     fold
-        Whether layers that are alike are one line, where there are more than ``limit`` (else `LINES`) lines.
+        Whether equal layers are folded into one line if the tree has more than ``limit`` (or `LINES`) lines.
     """
     root, most = outline(view).root, LINES if limit is None else limit
     folded = fold and sum(1 for _ in islice(_rows(root, depth, False), most + 1)) > most
@@ -108,10 +108,10 @@ def rows(view: Namespace[Any], depth: int | None = None, limit: int | None = Non
 
 
 def _rows(node: Node, depth: int | None, fold: bool, level: int = 0) -> Iterator[Row]:
-    """Everything below a node."""
+    """Yield the rows of everything below a node, unpadded."""
     for alike, members in groups(node.children) if fold else (("", [child]) for child in node.children):
         first = members[0]
-        # a chain of single children is one line: it has nothing to choose from
+        # a chain of single children is one line, because there is nothing to choose between
         label, end = (alike, first) if alike else chain(first)
         name = "  " * level + (printable(shortened(label)) or "''")
         if alike:
@@ -134,24 +134,24 @@ _SUMS = ("tensors", "numel", "nbytes")
 
 def _leaf(node: Node) -> tuple[str, str, str]:
     spec = node.spec
-    assert spec is not None  # asked only of leaves
+    assert spec is not None  # called for leaves only
     size = human_bytes(spec.nbytes) if node.counted else ""
     return kind(spec), size, f"= {printable(shortened(node.tied))}" if node.tied else human_count(spec.numel)
 
 
 def kind(t: LazyArray | TensorSpec) -> str:
-    """``bf16 [64, 64]``"""
+    """Return dtype and shape as text: ``bf16 [64, 64]``."""
     dtype, shape = (t.spec.dtype, shape_of(t)) if isinstance(t, LazyArray) else (t.dtype, t.shape)
     return f"{dtype.short} [{shortened(', '.join(map(str, shape)))}]"
 
 
 def oddities(view: Namespace[Any]) -> list[str]:
-    """Its problems, and the names that cannot even be described, as lines."""
+    """Return the problems of a view and its unreadable names, as lines."""
     return [*view.problems, *(f"cannot be read: {name}: {why}" for name, why in view.unreadable.items())]
 
 
 def explain(view: Namespace[Any]) -> str:
-    """What a view stands on and what reading it all would cost."""
+    """Describe the states, problems and files of a view, and the number of bytes that reading all of it takes."""
     per_file: dict[str, int] = {}
     for name in {view.owner(n): n for n in view}.values():
         for fragment in view[name].fragments:
@@ -174,8 +174,9 @@ COLUMNS = ("name", "dtype", "shape", "numel", "nbytes", "tied")
 
 
 def rows_of(view: Namespace[Any]) -> list[dict[str, object]]:
-    """A view as a table for machines, a row for every name; ``name`` is the full one, ``tied``: the name that owns the
-    tensor, None where that is this one."""
+    """Return a view as a table with a row for every name.
+
+    ``name`` is the full name; ``tied`` is the full name of the tensor's owner, or None if this name owns it."""
     table: list[dict[str, object]] = []
     for name, t in view.items():
         owner = view.owner(name)
@@ -193,7 +194,7 @@ def rows_of(view: Namespace[Any]) -> list[dict[str, object]]:
 
 
 def frame_of(view: Any) -> Any:
-    """`rows_of` as a data frame of pandas or polars. Raises DataError if neither is installed."""
+    """Return `rows_of` as a data frame of pandas or polars, or raise DataError if neither is installed."""
     table = rows_of(view)
     columns = {key: [row[key] for row in table] for key in COLUMNS}
     for package in ("pandas", "polars"):

@@ -1,4 +1,4 @@
-"""The elements of a tensor as text, and as JSON. Of a large tensor its edges are shown, and no more is read."""
+"""The elements of a tensor as text and as JSON. Only the edges of a large tensor are shown and read."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 else:
     from ..deferred import torch
 
-LIMIT = 1000  # elements that are shown in full
-JSON_LIMIT = 1_000_000  # elements that are given as JSON
+LIMIT = 1000  # maximum number of elements of a tensor that is shown in full
+JSON_LIMIT = 1_000_000  # maximum number of elements that are returned as JSON
 
 
 def values(t: LazyArray, width: int = 100) -> str:
-    """All elements of a small tensor, the first and last few along every dimension of a large one."""
+    """Return all elements of a small tensor as text, or the first and last few along every dimension of a large one."""
     if t.numel() <= LIMIT:
         return _text(as_numbers(t[...]), width, sys.maxsize, 3)
     rest = t.shape
-    while prod(min(n, 2) for n in rest) > LIMIT:  # more dimensions than have corners to show
+    while prod(min(n, 2) for n in rest) > LIMIT:  # too many dimensions to show even the corners of all
         rest = rest[1:]
     first = t.ndim - len(rest)
     if first:
@@ -41,14 +41,16 @@ def values(t: LazyArray, width: int = 100) -> str:
         ends = [*range(edge), *range(-edge, 0)]
         t = t.lazy[(slice(None),) * d + (ends,)]
     array = as_numbers(t[...])
-    for d in cut:  # numpy prints "..." for the middle of what is longer than two edges
+    for d in cut:  # one more element in the middle, so that numpy prints "..." between the edges
         array = np.insert(array, edge, array.take(0, axis=d), axis=d)
     return _text(array, width, 0, edge)
 
 
 def json_values(t: LazyArray) -> Any:
-    """All elements as nested lists. JSON has no NaN, no infinity and no complex numbers: they are the texts "NaN",
-    "Infinity", "-Infinity", and pairs of numbers. Raises DataError where there are more than `JSON_LIMIT` elements.
+    """Return all elements as nested lists, or raise DataError if there are more than `JSON_LIMIT`.
+
+    JSON has no NaN, infinities or complex numbers: they become the strings "NaN", "Infinity" and "-Infinity", and pairs
+    of numbers.
     """
     if t.numel() > JSON_LIMIT:
         raise DataError(
@@ -70,8 +72,10 @@ _ODD = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 def as_numbers(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """As numbers that numpy prints: small floats become float32, which holds them exactly; what has no numbers (packed
-    4-bit floats, raw bits) its bytes."""
+    """Convert a tensor to an array that numpy can print.
+
+    Floats of less than 32 bits become float32, which represents them exactly. Packed 4-bit floats and raw bits become
+    their bytes."""
     if tensor.dtype == torch.complex32:
         tensor = tensor.to(torch.complex64)
     elif tensor.dtype.is_floating_point and tensor.dtype.itemsize < 4:
@@ -91,52 +95,62 @@ def _text(array: np.ndarray[Any, Any], width: int, threshold: int, edge: int) ->
     )
 
 
-# -- A look at the elements of a tensor: from a bounded number of bytes, taken evenly over all of it.
+# -- A sample of the elements of a tensor: a bounded number of bytes, spread evenly over all of it.
 
-_BYTES = 4 << 20  # that are read of a tensor
-_PLACES = 64  # that they are taken from
+_BYTES = 4 << 20  # bytes to read of a tensor
+_PLACES = 64  # places to read them from
 _BINS = 48
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """``read``, ``nbytes``: elements and bytes that were read; ``total``: elements that there are. ``nan``, ``inf``:
-    how many of those read are NaN, or infinite. Of the finite ones: smallest, largest, mean, standard deviation (all 0
-    if there are none), and how many of them fall between one of ``edges`` and the next."""
+    """Statistics of a sample of a tensor's elements. ``low``, ``high``, ``mean`` and ``std`` are 0 if no element of the
+    sample is finite."""
 
     read: int
+    """Number of elements in the sample."""
     nbytes: int
+    """Number of bytes read."""
     total: int
+    """Number of elements of the tensor."""
     nan: int
+    """Number of NaN in the sample."""
     inf: int
+    """Number of infinities in the sample."""
     low: float
+    """Smallest finite element."""
     high: float
+    """Largest finite element."""
     mean: float
+    """Mean of the finite elements."""
     std: float
+    """Standard deviation of the finite elements."""
     counts: tuple[int, ...]
+    """Number of finite elements in each bin of the histogram."""
     edges: tuple[float, ...]
+    """Edges of the bins: one more than ``counts``."""
 
     @property
     def facts(self) -> tuple[str, ...]:
-        """What was read, and what there is in it, a text each."""
+        """The size of the sample, its statistics, and its counts of NaN and infinities, as texts."""
         part = "all of" if self.read == self.total else f"{self.read:,} of"
-        told = f"histogram of {part} {plural(self.total, 'element')} ({human_bytes(self.nbytes)} read)"
+        size = f"histogram of {part} {plural(self.total, 'element')} ({human_bytes(self.nbytes)} read)"
         stats = f"min {self.low:.4g}, max {self.high:.4g}, mean {self.mean:.4g}, std {self.std:.4g}"
         odd = [f"{n:,} {what}" for n, what in ((self.nan, "NaN"), (self.inf, "infinite")) if n]
-        return told, stats, *odd
+        return size, stats, *odd
 
     @property
     def lines(self) -> tuple[str, str]:
         """`facts` as two lines."""
-        told, *stats = self.facts
-        return told, "; ".join(stats)
+        size, *stats = self.facts
+        return size, "; ".join(stats)
 
 
 def sample(t: LazyArray, nbytes: int = _BYTES) -> Sample:
-    """Read about ``nbytes`` bytes of a tensor, all of a smaller one, else from 64 places over all of it. Of complex
-    numbers it looks at the absolute values; what torch has no numbers for (packed 4-bit floats) is taken as bytes.
+    """Read about ``nbytes`` bytes of a tensor, from 64 places spread over it, or all of a smaller tensor.
 
-    Raises what reading raises: MissingFileError where a file is lost.
+    Complex numbers are represented by their absolute values, packed 4-bit floats by their bytes. Errors of reading are
+    raised, such as MissingFileError.
     """
     pieces = list(_pieces(t, nbytes))
     parts = [as_numbers(piece[...]).reshape(-1) for piece in pieces]
@@ -144,13 +158,13 @@ def sample(t: LazyArray, nbytes: int = _BYTES) -> Sample:
     values = (np.abs(values) if values.dtype.kind == "c" else values).astype(np.float64)
     finite = values[np.isfinite(values)]
     nan = int(np.isnan(values).sum())
-    told: dict[str, float] = dict.fromkeys(("low", "high", "mean", "std"), 0.0)
+    moments: dict[str, float] = dict.fromkeys(("low", "high", "mean", "std"), 0.0)
     counts, edges = np.empty(0, np.int64), np.empty(0)
     if finite.size:
-        with np.errstate(over="ignore", invalid="ignore"):  # of numbers near the largest: then it says inf
-            told = {"mean": float(finite.mean()), "std": float(finite.std())}
-            told |= {"low": float(finite.min()), "high": float(finite.max())}
-            counts, edges = np.histogram(finite, even_edges(told["low"], told["high"], _BINS))
+        with np.errstate(over="ignore", invalid="ignore"):  # sums of the largest floats overflow to inf
+            moments = {"mean": float(finite.mean()), "std": float(finite.std())}
+            moments |= {"low": float(finite.min()), "high": float(finite.max())}
+            counts, edges = np.histogram(finite, even_edges(moments["low"], moments["high"], _BINS))
     return Sample(
         read=sum(piece.numel() for piece in pieces),
         nbytes=sum(piece.nbytes for piece in pieces),
@@ -159,7 +173,7 @@ def sample(t: LazyArray, nbytes: int = _BYTES) -> Sample:
         inf=len(values) - nan - len(finite),
         counts=tuple(counts.tolist()),
         edges=tuple(edges.tolist()),
-        **told,
+        **moments,
     )
 
 
@@ -174,7 +188,7 @@ def _pieces(t: LazyArray, nbytes: int) -> Iterator[LazyArray]:
 
 
 def text_histogram(found: Sample) -> str:
-    """A line of blocks, as high as the counts.
+    """Return the histogram of a sample as a line of block characters.
 
     >>> text_histogram(Sample(3, 12, 3, 0, 0, 0, 2, 1, 1, (0, 1, 4), (0, 1, 2, 3)))
     ' ▂█'

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint: folders with `.metadata`, and those of its HuggingFaceStorageWriter."""
+"""Readers of torch.distributed.checkpoint: folders with `.metadata`, and those of its HuggingFaceStorageWriter."""
 
 from .hub import READER as HUB
 from .reader import READER

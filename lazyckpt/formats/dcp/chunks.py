@@ -1,4 +1,4 @@
-"""A tensor in chunks: boxes anywhere in it, in any order, each in a file of its own."""
+"""Tensors in chunks: boxes at any place of the tensor, in any order, each in its own file."""
 
 from __future__ import annotations
 

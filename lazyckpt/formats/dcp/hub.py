@@ -1,9 +1,9 @@
 """Folders of torch's HuggingFaceStorageWriter: the ranks' safetensors files, consolidated or not.
 
-Writer: torch/distributed/checkpoint/hf_storage.py. Each rank writes `shard-RANK-model-FILE-of-FILES.safetensors`; there
-is neither an index nor a `.metadata`, so a tensor's shape is as far as its chunks reach. Consolidated
-(_consolidate_hf_safetensors.py) these lie in `sharded/`, beside the files of an ordinary Hugging Face folder. In those,
-torch 2.13 writes tensors of one number (0 dimensions) as zeros: they are taken from the ranks' files.
+Writer: torch/distributed/checkpoint/hf_storage.py. Each rank writes `shard-RANK-model-FILE-of-FILES.safetensors`. There
+is neither an index nor a `.metadata`, so a tensor's shape is the extent of its chunks. After consolidation
+(_consolidate_hf_safetensors.py) the ranks' files are in `sharded/`, beside the files of an ordinary Hugging Face
+folder. torch 2.13 consolidates scalars (0 dimensions) as zeros, so these are read from the ranks' files.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _read(source: Source) -> Index:
         return replace(index, problems=(problem, *index.problems))
     try:
         whole = huggingface.read(source)
-    except LazyckptError as e:  # consolidation fails on some models, the ranks' files are complete all the same
+    except LazyckptError as e:  # consolidation fails on some models, but the ranks' files are complete
         index = _sharded(source.store, f"{_FOLDER}/")
         line = f"the consolidated files cannot be read, the ranks' files in {_FOLDER}/ are read instead: {e}"
         return replace(index, problems=(Problem("unreadable-file", line), *index.problems))
@@ -51,7 +51,7 @@ def _read(source: Source) -> Index:
 
 
 def _repaired(whole: Index, ranks: Index) -> Index:
-    """The consolidated files, with what torch writes wrong taken from the ranks' files."""
+    """Replace the tensors of the consolidated files that torch writes wrong by those of the ranks' files."""
     good, held = whole.states["weights"], ranks.states["weights"]
     single = [name for name, spec in good.items() if spec.shape == () and name in held]
     missing = [name for name in held if name not in good]
@@ -129,7 +129,7 @@ def _add(
         if (known.dtype, len(known.shape)) != (extent.dtype, len(extent.shape)):
             raise CorruptError(
                 f"{store.root}/{shard.path}: {key!r} is {extent.dtype} with {len(extent.shape)} dimensions, in "
-                f"{known.path} it is {known.dtype} with {len(known.shape)}: these are no files of one save"
+                f"{known.path} it is {known.dtype} with {len(known.shape)}: these files are not of one save"
             )
         chunks.setdefault(key, []).append((start, extent.shape, extent))
 
@@ -139,7 +139,7 @@ def _shards(entries: Mapping[str, Entry]) -> list[str]:
 
 
 def _lost_files(names: list[str]) -> list[Problem]:
-    """Ranks that lack although a higher one is there. (That the last ones are lost shows nowhere.)"""
+    """Return problems of missing ranks below the highest one. (The loss of the last ranks cannot be detected.)"""
     ranks = {int(m[1]) for n in names if (m := _SHARD.fullmatch(n))}
     counts = {m[3] for n in names if (m := _SHARD.fullmatch(n))}
     lost = (

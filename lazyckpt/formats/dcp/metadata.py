@@ -1,9 +1,9 @@
-"""`.metadata` of torch.distributed.checkpoint: which chunk of which tensor is which bytes of which file.
+"""`.metadata` of torch.distributed.checkpoint: the files and byte ranges of all chunks of tensors.
 
 Writer: torch/distributed/checkpoint/filesystem.py `_FileSystemWriter.finish` (a plain pickle of metadata.py's
-`Metadata`), default_planner.py (`planner_data`: where in the state dict a key stood). torch 2.3 writes three of its
-attributes only.
-torch itself unpickles it; here its classes are records, and what they claim is checked.
+`Metadata`), default_planner.py (`planner_data`: the path of each key in the state dict). torch 2.3 writes only three of
+its attributes.
+torch unpickles the file; here its classes are plain records, and their content is validated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MODULE = "torch.distributed.checkpoint"
 
 
 class Item(NamedTuple):
-    """``length`` bytes of a file from ``offset`` on, packed with ``codecs`` (to be unpacked in this order)."""
+    """``length`` bytes of a file at ``offset``, packed with ``codecs``, which are listed in the order of unpacking."""
 
     path: str
     offset: int
@@ -37,7 +37,7 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """``chunks``: offset in the tensor and shape of each; in no order, empty ones among them."""
+    """A tensor. ``chunks`` has the offset and the shape of each chunk, in any order; chunks may be empty."""
 
     dtype: DType
     shape: Shape
@@ -46,22 +46,24 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """``tensors``: key -> what it is. ``others``: the keys of all that is no tensor. ``paths``: key -> where it stood
-    in the state dict that was saved, in its order. ``items``: (key, offset of the chunk or None) -> its bytes.
-    ``reshaped``: key -> the shape of a tensor that megatron-core reshaped to save it (its `mcore_data`). ``files``: all
-    files with items, also of an item that another file has, too."""
+    """The content of `.metadata`."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
+    """Keys of all objects other than tensors."""
     paths: dict[str, Path] = field(default_factory=dict)
+    """Key -> path in the saved state dict, in the order of the state dict."""
     items: dict[tuple[str, Shape | None], Item] = field(default_factory=dict)
+    """(key, offset of the chunk; None for an object) -> its bytes."""
     globals: dict[tuple[str, str], bool] = field(default_factory=dict)
     reshaped: dict[str, Shape] = field(default_factory=dict)
+    """Key -> original shape of a tensor that megatron-core reshaped for saving (its `mcore_data`)."""
     files: set[str] = field(default_factory=set)
+    """All files with items, including items that another file has, too."""
 
 
 class _Record:
-    """An object of one of the classes that are known, as the state that the pickle gives it."""
+    """An object of a known class, represented by its pickled state."""
 
     __slots__ = ("state",)
 
@@ -113,9 +115,9 @@ _CLASSES = REBUILD | {
 
 
 def read_metadata(store: Store, names: Iterable[str]) -> Metadata:
-    """What `.metadata` says, or all files of ``use_collectives=False`` together (every rank lists its own chunks).
+    """Read `.metadata`, or merge the ranks' files of ``use_collectives=False``, each of which lists the rank's chunks.
 
-    Raises CorruptError for damage and for claims that cannot be; MissingFileError.
+    Raises CorruptError for damaged or inconsistent files, and MissingFileError.
     """
     whole = Metadata()
     for name in names:
@@ -129,7 +131,7 @@ def read_metadata(store: Store, names: Iterable[str]) -> Metadata:
             if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
                 raise CorruptError(
                     f"{where}: {key!r} is {tensor.dtype} of shape {tensor.shape}, another rank says {known.dtype} of "
-                    f"shape {known.shape}: these are no files of one save"
+                    f"shape {known.shape}: these files are not of one save"
                 )
             listed = {start for start, _ in known.chunks}
             known.chunks.extend(chunk for chunk in tensor.chunks if chunk[0] not in listed)
@@ -166,7 +168,7 @@ def _no_persistent(pid: Any) -> Any:
 
 
 def _checked(state: dict[str, Any], pickle: Pickle, size: int) -> Metadata:
-    budget = size  # chunks: lists that are shared must not expand to more than the file could list
+    budget = size  # limit of the number of chunks: shared lists must not expand beyond the file's size
     found = Metadata(globals=pickle.globals)
     entries, storage = state.get("state_dict_metadata"), state.get("storage_data")
     if not isinstance(entries, dict) or not isinstance(storage, dict):
@@ -184,7 +186,7 @@ def _checked(state: dict[str, Any], pickle: Pickle, size: int) -> Metadata:
             found.others.append(key)
         else:
             raise CorruptError(f"{key!r} is described by {short(entry)}")
-    normal: dict[str, str] = {}  # paths that were looked at: a few, of a hundred thousand items
+    normal: dict[str, str] = {}  # path -> normalised path; a hundred thousand items have only a few paths
     for index, item in storage.items():
         if not isinstance(index, _Key) or not isinstance(item, _Item):
             raise CorruptError(f"an item is {short(index)}: {short(item)}")
@@ -192,7 +194,7 @@ def _checked(state: dict[str, Any], pickle: Pickle, size: int) -> Metadata:
         key, offset = about.get("fqn"), about.get("offset")
         if type(key) is not str:
             raise CorruptError(f"an item is of {short(key)}")
-        # (a bytes item has no offset; equal keys: the last counts, as in a dict of the real objects)
+        # (an object has no offset; of equal keys the last one counts, as in torch's dict)
         found.items[key, None if offset is None else _sizes(offset, key)] = _bytes_of(key, item, normal)
     for key, about in _dict(state.get("mcore_data")).items():
         shape = _dict(about).get("nd_reformulated_orig_global_shape")
@@ -217,13 +219,13 @@ def _tensor(key: str, entry: _Tensor) -> Tensor:
     properties = about.get("properties")
     dtype = None
     if isinstance(properties, _Properties):
-        told = properties.state
-        dtype = told[0] if isinstance(told, tuple) and told else told.get("dtype") if isinstance(told, dict) else None
+        held = properties.state
+        dtype = held[0] if isinstance(held, tuple) and held else held.get("dtype") if isinstance(held, dict) else None
     if not isinstance(dtype, DType):
         raise CorruptError(f"{key!r} has the dtype {short(dtype)}")
     shape = _sizes(about.get("size"), key)
     if not fits(shape, dtype.itemsize):
-        raise CorruptError(f"{key!r} has the shape {short(shape)}: more bytes than there can be")
+        raise CorruptError(f"{key!r} has the shape {short(shape)}, which is too large")
     listed = about.get("chunks")
     if not isinstance(listed, list):
         raise CorruptError(f"{key!r} has the chunks {short(listed)}")
@@ -237,7 +239,7 @@ def _tensor(key: str, entry: _Tensor) -> Tensor:
             raise CorruptError(f"{key!r} of shape {shape} has a chunk of shape {sizes} at {start}")
         if any(a + n > m for a, n, m in zip(start, sizes, shape, strict=True)):
             raise CorruptError(f"{key!r} of shape {shape} has a chunk of shape {sizes} at {start}, which is outside")
-        if 0 not in sizes or start not in chunks:  # an empty one may stand where another begins
+        if 0 not in sizes or start not in chunks:  # an empty chunk may have the offset of another chunk
             chunks[start] = sizes
     return Tensor(dtype, shape, list(chunks.items()))
 
@@ -266,7 +268,7 @@ def _sizes(value: Any, key: str) -> Shape:
 
 
 def _paths(planned: Any, entries: Mapping[str, Any], letters: int) -> dict[str, Path]:
-    """Key -> path, in the order of the state dict; a key alone where there is no path, or one that is not its own."""
+    """Return the path of each key, in the order of the state dict; a key without a valid path is its own path."""
     found: dict[str, Path] = {}
     for key, path in planned.items() if isinstance(planned, dict) else ():
         if key in entries and isinstance(path, tuple) and 0 < len(path) < 100:

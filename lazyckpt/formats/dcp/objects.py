@@ -1,8 +1,8 @@
-"""What a distributed checkpoint holds besides tensors: every object is a file of torch.save of its own.
+"""The objects of a distributed checkpoint other than tensors; each is an embedded file of torch.save.
 
-Writer: torch/distributed/checkpoint/planner_helpers.py `_create_write_items` (whatever is no tensor), state dicts taken
-apart by _traverse.py `traverse_state_dict`. torch unpickles them; here they are read as data. A checkpoint may have
-tens of thousands (a learning rate for each parameter), so they are read when they are asked for.
+Writer: torch/distributed/checkpoint/planner_helpers.py `_create_write_items` (everything that is not a tensor), state
+dicts flattened by _traverse.py `traverse_state_dict`. torch unpickles the objects; here they are read as data. A
+checkpoint may have tens of thousands (a learning rate for each parameter), so they are read on demand.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ...io.storage.base import Store
 from ..shared.paths import put
 from .metadata import Item
 
-_ROOM = 64 << 20  # bytes that a packed object may take whatever its packed size, and how often that size
+_ROOM = 64 << 20  # a packed object may unpack to _ROOM bytes plus _TIMES its packed size
 _TIMES = 100
 
 
 class Object(NamedTuple):
-    """One object, read: ``rest``, without its tensors; these by their raw names; its problems."""
+    """An object that has been read: the object without its tensors, the tensors by raw name, and its problems."""
 
     rest: Any
     tensors: dict[str, TensorSpec]
@@ -38,7 +38,7 @@ class Object(NamedTuple):
 
 
 class Objects:
-    """All objects of a checkpoint: key -> where it stood in the state dict, and its bytes."""
+    """All objects of a checkpoint. ``items`` maps each key to its path in the state dict and its bytes."""
 
     def __init__(self, store: Store, items: Mapping[str, tuple[Path, Item]]) -> None:
         self.items = dict(items)
@@ -54,14 +54,14 @@ class Objects:
         self._pickles = Pickles()
 
     def __getitem__(self, key: str) -> Object:
-        """Raises CorruptError, DataError (an unknown codec), and what reading raises."""
+        """Return the object of a key. Raises CorruptError, DataError (unknown codec), and the errors of reading."""
         found = self._read.get(key)
         if found is None:
             found = self._read[key] = self._load(key)
         return found
 
     def whole(self, key: str) -> Any:
-        """The object with a `TensorRef` wherever a tensor stands. Raises what reading it raises."""
+        """Return an object with a `TensorRef` in place of each tensor. Raises as `__getitem__`."""
         return self._load(key, lambda inner, _: TensorRef(f"{key}.{inner}" if inner else key)).rest
 
     def _load(self, key: str, keep: Callable[[str, StoredTensor], Any] | None = None) -> Object:
@@ -89,7 +89,7 @@ class Objects:
         return Object(plain.meta, tensors, [n.prefixed(f"{item.path}: {key!r}", item.path) for n in notes])
 
     def check(self) -> list[Problem]:
-        """Read all of them; what cannot be read is left out from then on, with a problem."""
+        """Read all objects, remove those that cannot be read, and return the problems."""
         failed: dict[str, LazyckptError] = {}
 
         def read(key: str) -> None:
@@ -100,7 +100,7 @@ class Objects:
 
         each(read, [key for key, (_, item) in self.items.items() if not item.codecs])
         for key in [key for key, (_, item) in self.items.items() if item.codecs]:
-            read(key)  # one at a time: who knows what they unpack to
+            read(key)  # one at a time, because their unpacked sizes are unknown
         problems: list[Problem] = []
         for key in list(self.items):
             if key in failed:
@@ -113,7 +113,7 @@ class Objects:
 
     @property
     def tensors(self) -> Iterator[tuple[str, Path, TensorSpec]]:
-        """The tensors inside objects: (raw name, path, where they lie). Reads what has not been read."""
+        """The tensors inside objects as (raw name, path, spec). Reads all objects that have not been read yet."""
         for key, (path, _) in self.items.items():
             for name, spec in self[key].tensors.items():
                 inner = name[len(key) + 1 :]
@@ -125,9 +125,10 @@ def _moved(extent: Extent, within: Archive | None) -> Extent:
 
 
 class Meta(Mapping[str, Any]):
-    """The objects as the nested dicts and lists that were saved; each top level is read when it is first asked for.
-    ``tensors``: what else stands there, by raw name: named only. ``paths``: where every key of the checkpoint stood in
-    the state dict that was saved, tensors and objects alike."""
+    """The objects as the nested dicts and lists that were saved. Each top-level item is read on first use.
+
+    ``tensors`` are (raw name, path) pairs of tensors that appear as `TensorRef`. ``paths`` has the paths of all keys of
+    the checkpoint in the saved state dict, those of tensors and of objects."""
 
     def __init__(
         self,
@@ -154,18 +155,18 @@ class Meta(Mapping[str, Any]):
 
     @property
     def objects(self) -> Collection[str]:
-        """The keys that are no tensors."""
+        """The keys of objects other than tensors."""
         return self._objects.items.keys()
 
     def object(self, key: str) -> Any:
-        """The object of a raw key, with a `TensorRef` wherever a tensor stands."""
+        """Return the object of a raw key, with a `TensorRef` in place of each tensor."""
         return self._given(self._objects.whole(key))
 
     def _given(self, value: Any) -> Any:
         return value if self._convert is None else self._convert(value)
 
     def converted(self, convert: Callable[[Any], Any]) -> Meta:
-        """The same objects, each changed by ``convert`` when it is read."""
+        """Return a mapping of the same objects that applies ``convert`` to each when it is read."""
         meta = Meta(self._objects, (), self.paths)
         meta._below, meta._convert = self._below, convert
         return meta
@@ -181,7 +182,7 @@ class Meta(Mapping[str, Any]):
 
 
 class Stored(Mapping[str, TensorSpec]):
-    """The raw namespace: the tensors of the checkpoint, then those inside its objects, which are read to list them."""
+    """The raw namespace: the tensors of the checkpoint and those inside its objects. Listing it reads the objects."""
 
     def __init__(self, tensors: Mapping[str, TensorSpec], objects: Objects) -> None:
         self._tensors = tensors

@@ -1,9 +1,9 @@
 """Folders of torch.distributed.checkpoint: `.metadata` and `__RANK_NUMBER.distcp`.
 
-Writer: torch/distributed/checkpoint/filesystem.py `FileSystemWriter`. A rank's file is a row of items; each is a file
-of torch.save of its own (see core/index.py `Archive`), or all its tensors are one safetensors file behind the
-other items.
-`.metadata` is written last, under another name, and renamed: a folder without it is a save that was not finished.
+Writer: torch/distributed/checkpoint/filesystem.py `FileSystemWriter`. A rank's file is a sequence of items. Either each
+item is a file of torch.save (see core/index.py `Archive`), or all tensors are in one safetensors file after the other
+items.
+`.metadata` is written last, under a temporary name, and renamed: a folder without it is an unfinished save.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .objects import Meta, Objects, Stored
 
 _WHOLE = ".metadata"
 _RANKS = re.compile(r"__\d+\.metadata")
-_FRAME = 256  # bytes in which what a codec makes of nothing, and the start of a safetensors file behind it, lie
-_FEW = 256  # objects that are read at once, for what is to be told of them
+_FRAME = 256  # bytes that contain the empty frame of a codec and the start of the safetensors file behind it
+_FEW = 256  # up to this many objects are read on opening, so that their problems are reported
 
 
 def _read(source: Source) -> Index:
@@ -42,8 +42,9 @@ def _read(source: Source) -> Index:
 
 
 def in_folder(store: Store, folder: str = "", wanted: Callable[[str], bool] = lambda key: True) -> Member:
-    """What a folder of the store holds; of what is no tensor, the keys that are ``wanted``. Raises MissingFileError if
-    the save was not finished, CorruptError."""
+    """Return the content of a folder: all tensors, and the objects whose keys are ``wanted``.
+
+    Raises MissingFileError if the save was not finished, and CorruptError."""
     listed = store.list(folder)
     names = [_WHOLE] if _WHOLE in listed else sorted(filter(_RANKS.fullmatch, listed), key=natural)
     if not names:
@@ -64,7 +65,7 @@ def in_folder(store: Store, folder: str = "", wanted: Callable[[str], bool] = la
     for key, path in metadata.paths.items():
         if key in tensors:
             found[key] = path, tensors[key]
-    if few:  # not flattened state dicts are objects with tensors inside
+    if few:  # a state dict that was not flattened is an object with tensors inside
         found |= {name: (path, spec) for name, path, spec in objects.tensors if name not in found}
     return Member(
         format="dcp-safetensors" if building.shards else "dcp",
@@ -81,8 +82,9 @@ def in_folder(store: Store, folder: str = "", wanted: Callable[[str], bool] = la
 
 
 def _ties(metadata: Metadata) -> dict[str, str]:
-    """Keys whose chunks are all the same bytes as another's: later key -> first. torch writes a tied tensor twice, but
-    reads one that was written once."""
+    """Return keys whose chunks are all the same bytes as those of an earlier key: later key -> first.
+
+    torch writes a tied tensor twice, but reads one that was written once."""
     found: dict[str, str] = {}
     first: dict[Item, str] = {}
     for key in filter(metadata.tensors.__contains__, metadata.paths):
@@ -110,7 +112,7 @@ def _unfinished(root: str, listed: Mapping[str, Entry]) -> str:
 
 
 class _Building:
-    """The pieces of a checkpoint, looked up in the files that are there; what is lost is kept, to be told once."""
+    """Builder of the tensors of a checkpoint. It locates pieces in the existing files and collects what is lost."""
 
     def __init__(self, store: Store, metadata: Metadata, problems: list[Problem]) -> None:
         self.files: dict[str, FileInfo] = {}
@@ -119,9 +121,9 @@ class _Building:
         self._metadata = metadata
         self._problems = problems
         self._folders: dict[str, Mapping[str, Entry]] = {}
-        self._lost: dict[Problem, dict[str, int]] = {}  # reason -> keys of which something is lost
+        self._lost: dict[Problem, dict[str, int]] = {}  # reason -> keys that are partly or wholly lost
         self._gaps: dict[str, int] = {}
-        self._last: dict[str, int] = {}  # file -> where the last item of a tensor begins
+        self._last: dict[str, int] = {}  # file -> offset of the last item of a tensor
         self._blobs: dict[str, int | None] = {}
 
     def tensor(self, key: str, tensor: Tensor) -> TensorSpec:
@@ -145,7 +147,7 @@ class _Building:
         return found
 
     def tell(self, listed: Mapping[str, Entry], folder: str) -> None:
-        """Add the problems of what is lost, and what is left over in the folder."""
+        """Add the problems of lost data and of left-over files in the folder."""
         for reason, keys in self._lost.items():
             count = f"{len(keys):,} {'keys' if len(keys) > 1 else 'key'}"
             line = f"{reason}: it affects {count} ({some(keys)})"
@@ -155,7 +157,7 @@ class _Building:
             line = f"{lost:,} elements of {len(self._gaps):,} tensors are in no chunk of any file: {some(self._gaps)}"
             self._problems.append(Problem("missing-elements", line))
         used = self._metadata.files
-        extra = sorted(  # an empty file is of a rank that had nothing to write
+        extra = sorted(  # an empty file belongs to a rank that had nothing to write
             path
             for n, entry in listed.items()
             if n.endswith(".distcp") and entry.info.size and (path := posixpath.join(folder, n)) not in used
@@ -172,7 +174,7 @@ class _Building:
         piece = self._present(key, item)
         if not isinstance(piece, Item):
             return piece
-        # an archive is longer than what it holds; a tensor in a safetensors file is told to be just as long
+        # an archive is longer than its tensor; a tensor in a safetensors file is listed with its exact length
         if piece.length == prod(sizes) * tensor.dtype.itemsize:
             at = self._behind_frames(piece.path) if piece.codecs else piece.offset
             if at is not None:
@@ -181,7 +183,7 @@ class _Building:
         return piece
 
     def _present(self, key: str, item: Item | None) -> Item | Hole:
-        """The item, if its file is there and long enough."""
+        """Return the item if its file exists and is long enough, and else a hole."""
         if item is None:
             line = "the metadata does not say where all chunks are"
             return self._hole(_WHOLE, key, Problem("inconsistent-metadata", line))
@@ -209,8 +211,10 @@ class _Building:
                 self._lost.setdefault(Problem("unsupported-tensor", reason), {})[key] = 1
 
     def _behind_frames(self, path: str) -> int | None:
-        """Where in a file of packed items the safetensors file begins; None if none does. torch does not pack it: it
-        packs nothing for each tensor, and the safetensors file stands behind the last of these empty frames."""
+        """Return the offset of the safetensors file in a file of packed items; None if there is none.
+
+        torch does not pack the safetensors file: it packs zero bytes for each tensor, and the safetensors file follows
+        the last of these empty frames."""
         if not self._last:
             for (_, start), item in self._metadata.items.items():
                 if start is not None:
@@ -226,8 +230,9 @@ class _Building:
     def _in_safetensors(
         self, key: str, item: Item, tensor: Tensor, start: tuple[int, ...], sizes: tuple[int, ...]
     ) -> ChunkBytes:
-        """All tensors of a rank's file are one safetensors file in it, whose header tells where they are; the metadata
-        gives the same offset for all of them."""
+        """Locate a chunk in the safetensors file that contains all tensors of a rank's file.
+
+        The positions are in the header of the safetensors file; the metadata has the same offset for all tensors."""
         at = item.path, item.offset
         if at not in self.shards:
             try:

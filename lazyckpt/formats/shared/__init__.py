@@ -1,1 +1,1 @@
-"""What several formats need."""
+"""Building blocks that several formats share."""

@@ -1,8 +1,8 @@
-"""Names of an optimizer's parameters from values, where order and shapes leave a choice: by their fp32 copies.
+"""Names of an optimizer's parameters from the values of their fp32 copies, if order and shapes are ambiguous.
 
 DeepSpeed's runtime/fp16/unfused_optimizer.py keeps an fp32 copy of every parameter and writes it into the 16-bit weight
-after each step: a copy that does not round to a weight is another's. A few elements exclude all weights of its shape
-but one, as a rule; opening reads none of them, the first look at the names of such a state does.
+after each step, so a copy belongs to a weight only if it rounds to it. A few elements usually exclude all weights of
+the same shape but one. Opening reads none of them; the first use of the names of such a state does.
 """
 
 from __future__ import annotations
@@ -23,30 +23,31 @@ from ...errors import ChangedFileError, LazyckptError, Problem
 from ...io.reading.gather import read
 from ...io.storage.base import Store
 
-_SAMPLE = 256  # elements of each row that is looked at
-_BLOCK = 1 << 20  # elements that are read at once, where rows do not tell
+_SAMPLE = 256  # elements of each sampled row
+_BLOCK = 1 << 20  # elements that are read at a time if samples do not decide
 _ROUNDS = "named by the fp32 copy, which rounds to this weight and to no other of its shape"
 _FITS = "named by the one order of the parameters that the fp32 copies fit"
 
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """The fp32 copies of an optimizer whose parameters order and shapes do not tell.
-
-    ``total``: how many parameters it has. ``copies``: key of a numbered parameter -> its copy. ``weights``: name ->
-    a weight that may be one of them. ``ways``: key -> name, for each usual order that fits.
-    """
+    """The fp32 copies of an optimizer whose parameters cannot be named by order and shapes."""
 
     where: str
+    """The file, for problems."""
     total: int
+    """Number of parameters of the optimizer."""
     copies: Mapping[str, TensorSpec]
+    """Key of a numbered parameter -> its copy."""
     weights: Mapping[str, TensorSpec]
+    """Name -> weight that may be one of the parameters."""
     ways: Sequence[Mapping[str, str]] = ()
+    """Key -> name, for each convention that fits."""
 
 
 class Undecided:
-    """The names of numbers, which are looked for when the first is asked for. Picklable; it has no lock, which a
-    fork could leave locked."""
+    """The names of numbered parameters, determined on first use. Picklable, and without a lock, which a fork could
+    leave locked."""
 
     def __init__(self, store: Store, optimizers: Sequence[Copies]) -> None:
         self._store = store
@@ -58,16 +59,16 @@ class Undecided:
 
     @property
     def names(self) -> Mapping[str, tuple[str, str]]:
-        """Key of a numbered parameter -> its name, and how that is known. The first call reads some of the weights."""
+        """Key of a numbered parameter -> its name and the evidence. The first use reads some of the weights."""
         if self._names is None:
             found: dict[str, tuple[str, str]] = {}
             for optimizer in self._optimizers:
                 found |= _decided(self._store, optimizer)
-            self._names = found  # threads that get here at the same time have found the same
+            self._names = found  # concurrent threads compute the same result
         return self._names
 
     def problems(self) -> tuple[Problem, ...]:
-        """One for each optimizer that has parameters without a name, or without one so far. Reads nothing."""
+        """Return a problem for each optimizer with parameters that have no name, or none yet. Nothing is read."""
         names = self._names
         problems = []
         for of in self._optimizers:
@@ -85,8 +86,10 @@ class Undecided:
 
 
 class UndecidedTable(Mapping[str, TensorSpec]):
-    """A state by name, as far as numbers have names in the end. ``spare``: what it also has, by name, if it has nothing
-    else of that name and no number of that shape is left; ``renames``: of the names."""
+    """A state by name, or by number for parameters that stay without a name.
+
+    ``spare`` has further tensors by name, which are included if nothing else has the name and no number of the same
+    shape is left. ``renames`` maps names to other names."""
 
     def __init__(
         self,
@@ -102,7 +105,7 @@ class UndecidedTable(Mapping[str, TensorSpec]):
         return UndecidedTable, self._made
 
     def renamed(self, renames: Mapping[str, str]) -> UndecidedTable:
-        """The same under other names."""
+        """Return the same table under other names."""
         specs, undecided, spare, _ = self._made
         return UndecidedTable(specs, undecided, spare, renames)
 
@@ -110,7 +113,7 @@ class UndecidedTable(Mapping[str, TensorSpec]):
         if self._known is None:
             specs, undecided, spare, renames = self._made
             known: dict[str, TensorSpec] = {}
-            open_shapes = set()  # a spare one of these may be what a number is
+            open_shapes = set()  # a spare tensor of such a shape may be one of the numbers
             for number, spec in specs.items():
                 name, rule = undecided.names.get(number, (number, spec.rule))
                 known.setdefault(name, replace(spec, name=name, rule=rule))
@@ -134,7 +137,7 @@ class UndecidedTable(Mapping[str, TensorSpec]):
 
 
 def _decided(store: Store, of: Copies) -> dict[str, tuple[str, str]]:
-    """Number -> name, and how it is known. Raises ChangedFileError."""
+    """Return the names of numbers, each with the evidence. Raises ChangedFileError."""
     may_be: dict[str, list[str]] = {number: [] for number in of.copies}
     unread: set[str] = set()
     for shape, dtype in dict.fromkeys((weight.shape, weight.dtype) for weight in of.weights.values()):
@@ -147,7 +150,7 @@ def _decided(store: Store, of: Copies) -> dict[str, tuple[str, str]]:
                 may_be[number] += names
         except ChangedFileError:
             raise
-        except LazyckptError:  # what cannot be read excludes nothing
+        except LazyckptError:  # unreadable values exclude no name
             for number in numbers:
                 may_be[number] += weights
             unread |= numbers.keys()
@@ -168,7 +171,8 @@ def _decided(store: Store, of: Copies) -> dict[str, tuple[str, str]]:
 def _alike(
     store: Store, copies: Mapping[str, TensorSpec], weights: Mapping[str, TensorSpec], dtype: DType
 ) -> dict[str, list[str]]:
-    """Number -> the weights that its copy rounds to, all of one shape and ``dtype``, as far as it takes to tell."""
+    """Return the weights that each number's copy rounds to; all have the same shape and ``dtype``. No more is read than
+    is needed to decide."""
     if not copies:
         return {}
     found: dict[str, list[str]] = {}
@@ -184,7 +188,7 @@ def _alike(
 
 
 def _grouped(specs: Mapping[str, TensorSpec], key: Callable[[TensorSpec], bytes]) -> dict[bytes, dict[str, TensorSpec]]:
-    """By what the key is of each."""
+    """Group specs by key."""
     found: dict[bytes, dict[str, TensorSpec]] = {}
     for name, spec in specs.items():
         found.setdefault(key(spec), {})[name] = spec
@@ -192,7 +196,7 @@ def _grouped(specs: Mapping[str, TensorSpec], key: Callable[[TensorSpec], bytes]
 
 
 def _sample(store: Store, spec: TensorSpec, dtype: DType) -> bytes:
-    """A few elements of the first, the middle and the last row, as ``dtype``."""
+    """Read a few elements of the first, the middle and the last row, converted to ``dtype``."""
     if 0 in spec.shape or not spec.shape:
         return _digest(store, spec, dtype)
     rows = dict.fromkeys((0, spec.shape[0] // 2, max(0, spec.shape[0] - (_SAMPLE if len(spec.shape) == 1 else 1))))
@@ -203,7 +207,7 @@ def _sample(store: Store, spec: TensorSpec, dtype: DType) -> bytes:
 
 
 def _digest(store: Store, spec: TensorSpec, dtype: DType) -> bytes:
-    """Of all elements as ``dtype``, read block by block."""
+    """Return a digest of all elements, converted to ``dtype`` and read block by block."""
     digest = hashlib.blake2b()
     lead, row = 0, spec.numel
     while lead < len(spec.shape) and row > _BLOCK:
@@ -221,5 +225,5 @@ def _rounded(store: Store, spec: TensorSpec, key: Any, dtype: DType) -> bytes:
     values = read(store, spec, Selection.all(spec.shape)[key].reads()).reshape(-1).to(dtype.torch)
     array = to_numpy(values)
     raw = array.view(f"u{dtype.itemsize}")
-    raw[np.isnan(array)] = np.iinfo(raw.dtype).max  # a NaN can have many patterns of bits: all as one of them
+    raw[np.isnan(array)] = np.iinfo(raw.dtype).max  # NaN has many bit patterns; use one for all
     return raw.tobytes()

@@ -1,7 +1,7 @@
-"""Where a parameter lies in flat buffers that are cut over data-parallel ranks.
+"""The fragments of parameters in flat buffers that are partitioned over data-parallel ranks.
 
-A checkpoint of a thousand ranks has a million fragments, but few facts: what the ranks hold of a group is stored once
-(`Partition`), and a parameter's fragments are made when it is touched.
+A checkpoint of a thousand ranks has a million fragments, but they follow from few numbers: a group's partitions are
+stored once (`Partition`), and the fragments of a parameter are created on demand.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...core.index import Extent, Fragment, Hole, Rank
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """What one rank's file holds of a group: a flat extent (or the reason why there is none)."""
+    """One rank's partition of a group: a flat extent in its file, or a hole with the reason why there is none."""
 
     extent: Extent | Hole
     rank: Rank
@@ -28,9 +28,10 @@ class Partition:
 class FlatFragments(Flat):
     """The fragments of a parameter, made on demand: one per rank that holds some of it.
 
-    ZeRO-1 and 2: all ranks together hold a group's flat buffer, ``width`` elements each; the parameter begins at
-    element ``within`` of it. ZeRO-3 (``within`` is None): every rank holds ``width`` elements of every parameter, this
-    one's from element ``at`` of its extent on; what lies behind the parameter's end is padding (and garbage).
+    ZeRO-1 and 2: a group's flat buffer is partitioned over all ranks, ``width`` elements each, and the parameter starts
+    at element ``within`` of the buffer. ZeRO-3 (``within`` is None): every rank holds ``width`` elements of every
+    parameter, those of this one from element ``at`` of its extent on; elements beyond the parameter's end are padding
+    with arbitrary values.
     """
 
     shape: Shape = field()  # (else its default would be the property of the base class)
@@ -40,14 +41,14 @@ class FlatFragments(Flat):
     at: int = 0
 
     def _ranks(self, lo: int, hi: int) -> range:
-        """The ranks that hold elements [lo, hi) of the ravel."""
+        """Return the ranks that hold elements [lo, hi) of the flattened parameter."""
         if lo >= hi or not self.width:
             return range(0)
         base = self.within or 0
         return range((base + lo) // self.width, min((base + hi - 1) // self.width + 1, len(self.partitions)))
 
     def _bounds(self, r: int) -> tuple[int, int, int]:
-        """Which elements [lo, hi) of the ravel rank r holds, and where they begin in its extent."""
+        """Return the elements [lo, hi) of the flattened parameter that rank r holds, and their start in its extent."""
         base = self.within or 0
         lo = max(0, r * self.width - base)
         hi = min(prod(self.shape), (r + 1) * self.width - base)
@@ -73,7 +74,7 @@ class FlatFragments(Flat):
         extent = part.extent
         if isinstance(extent, Extent):
             held = extent.shape[0]
-            if start + hi - lo > held:  # checked by the reader; a group that lies shows here
+            if start + hi - lo > held:  # the reader has checked sizes, but a group may be inconsistent
                 extent = Hole(
                     extent.path, f"{extent.path} holds {held:,} elements of a group, {start + hi - lo:,} are needed"
                 )
@@ -103,7 +104,7 @@ class FlatFragments(Flat):
 
     def __reduce__(self) -> tuple[Any, ...]:
         partitions, within = self.partitions, self.within
-        if within is not None:  # of a group of a thousand ranks, the few that hold this parameter
+        if within is not None:  # pickle only the few of a thousand ranks that hold this parameter
             ranks = self._ranks(0, prod(self.shape))
             held = partitions[ranks.start : ranks.stop]
             if len(held) < len(partitions):

@@ -1,7 +1,7 @@
-"""A training state from its members: each a file or a folder that holds a part of it, at some place in the whole.
+"""A training state from its members: files or folders, each with a part of it at some path of the whole.
 
-What one file of torch.save holds as {"model": ..., "optimizer": ...}, others write as two files, or as two folders of
-torch.distributed.checkpoint. So every such format gives members, and what they are is decided once, here and in naming.
+One writer puts {"model": ..., "optimizer": ...} into one file of torch.save, another into two files or into two folders
+of torch.distributed.checkpoint. Every such format returns members; this module and `naming` assign them to states.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from .paths import at, put
 
 @dataclass(slots=True)
 class Member:
-    """What a file or folder holds.
-
-    ``tensors``: raw name -> where it stood in the state dict, and the tensor (under its raw name). ``objects``: the
-    paths of what is no tensor; ``meta`` has it all; ``named`` gives the same with some tensors named in their places.
-    ``stored``: the raw namespace, if it has more than ``tensors``. ``aliases``: raw names that are one memory, later
-    name -> first. ``reshaped``: raw names of tensors that were reshaped to be saved -> their shape before.
-    """
+    """The content of a file or folder."""
 
     format: str
     tensors: dict[str, tuple[Path, TensorSpec]]
+    """Raw name -> path in the state dict, and spec under the raw name."""
     objects: Sequence[Path]
+    """Paths of the objects other than tensors."""
     meta: Mapping[str, Any]
+    """The objects."""
     named: Callable[[Sequence[tuple[Path, str]]], Mapping[str, Any]]
+    """Return ``meta`` with references to the given (path, raw name) tensors."""
     files: Mapping[str, FileInfo]
     stored: Mapping[str, TensorSpec] | None = None
+    """The raw namespace, if it differs from ``tensors``."""
     aliases: Mapping[str, str] = field(default_factory=dict)
+    """Raw names that share memory: later name -> first name."""
     reshaped: Mapping[str, Shape] = field(default_factory=dict)
+    """Raw names of tensors that were reshaped for saving -> their original shapes."""
     problems: Sequence[Problem] = ()
 
     @property
@@ -48,8 +49,8 @@ class Member:
 def together(
     format: str, members: Sequence[tuple[Path, Member]], models: Sequence[str] = (), by: By = "order"
 ) -> Index:
-    """The index of members, each with the path that it stands at (() for one whose own paths say it all). ``models``,
-    ``by``: as in `sort`."""
+    """Return the index of members, each with its path in the whole (() if its own paths are complete). ``models`` and
+    ``by`` are those of `sort`."""
     tensors = {key: ((*base, *path), spec) for base, member in members for key, (path, spec) in member.tensors.items()}
     objects = [(*base, *path) for base, member in members for path in member.objects]
     meta = _meta([(base, member.meta) for base, member in members])
@@ -73,7 +74,7 @@ def together(
 
 
 def _meta(parts: Sequence[tuple[Path, Mapping[str, Any]]]) -> Mapping[str, Any]:
-    """One mapping of all of them; what is only read when asked for stays so."""
+    """Merge mappings into one; lazy mappings stay lazy."""
     placed: list[Mapping[str, Any]] = []
     table: dict[str, Any] = {}
     for base, meta in parts:
@@ -93,7 +94,7 @@ def _union(tables: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _aliases(raw: Mapping[str, str], found: Sorted) -> dict[str, str]:
-    """Ties by raw names -> those among the weights, by their names there; the tied names leave the weights."""
+    """Translate ties between raw names to names of weights, and remove the aliases from the weights."""
     weights = found.states.get("weights")
     if not weights or not raw:
         return {}

@@ -1,10 +1,10 @@
-"""What the tensors of a saved training state are: weights, copies of them (an average), or optimizer states.
+"""Classification of the tensors of a training state: weights, copies of them (an average), and optimizer states.
 
-A name alone does not tell (names have dots): where it stood in the state dict does. Models: whatever stands below
-"model", "state_dict" and the like; else everything that is no optimizer's. Optimizers: torch/optim/optimizer.py
-`state_dict` ("optimizer", "state", NUMBER, "exp_avg"), torch/distributed/checkpoint/state_dict.py
-`_get_optim_state_dict` (names for numbers), or the same flattened (`_flatten_optim_state_dict`: "optim",
-"state.NAME.exp_avg").
+A name is not enough, because names contain dots; the path in the state dict decides. Models are everything below
+"model", "state_dict" and the like, or else everything that does not belong to an optimizer. Optimizers:
+torch/optim/optimizer.py `state_dict` ("optimizer", "state", NUMBER, "exp_avg"),
+torch/distributed/checkpoint/state_dict.py `_get_optim_state_dict` (names instead of numbers), or the same flattened
+(`_flatten_optim_state_dict`: "optim", "state.NAME.exp_avg").
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from .numbering import CONVENTIONS, MODULES, Assignment, Convention, Wanted, agr
 from .wrappers import by_names, label, owner
 
 MODELS = ("model", "state_dict", "module", "model_state_dict", "model_state")
-# torchtitan/components/checkpoint.py: the model's names stand beside these
+# torchtitan/components/checkpoint.py: these keys are at the same level as the model's names
 _NO_MODELS = ("train_state", "lr_scheduler", "dataloader")
 
 Slots = Mapping[str, Mapping[str, TensorSpec]]  # parameter -> name of the state -> tensor
 
 
 class Numbered(NamedTuple):
-    """An optimizer's parameters by number: those with states; those of each group; the names it was given, if any."""
+    """The numbered parameters of an optimizer: those with states, those of each group, and the names that the optimizer
+    received, if any."""
 
     numbers: list[str]
     ids: list[list[str]]
@@ -37,7 +38,7 @@ class Numbered(NamedTuple):
 
 
 class Known(NamedTuple):
-    """The name of a numbered parameter, and how it is known."""
+    """The name of a numbered parameter, and the evidence for it."""
 
     name: str
     by: str
@@ -45,8 +46,9 @@ class Known(NamedTuple):
 
 Names = dict[tuple[Path, str], Known]  # (optimizer, number) -> name
 
-# "order": weights stand in the order of the modules; "modules": so do the optimizer's parameters, by the code of what
-# wrote them; "shape": weights stand in another order; "nothing": they are no longer what the optimizer had
+# The evidence for the names of numbered parameters. "order": the weights are in the order of the modules; "modules":
+# the optimizer's parameters are, too, by the code of their writer; "shape": the weights are in another order;
+# "nothing": the weights differ from the parameters that the optimizer had
 By = Literal["order", "modules", "shape", "nothing"]
 _WHY = {
     "modules": "order and shapes leave more than one way to name them, or none",
@@ -58,11 +60,12 @@ _WHY = {
 
 @dataclass(slots=True)
 class Sorted:
-    """``states``: name of the state -> name of the parameter -> tensor; "weights" first, if there are any. ``rest``:
-    raw names of what is neither."""
+    """The result of `sort`."""
 
     states: dict[str, dict[str, TensorSpec]] = field(default_factory=dict)
+    """Name of the state -> name of the parameter -> tensor; "weights" is first, if there are any."""
     rest: list[str] = field(default_factory=list)
+    """Raw names of tensors that belong to no state."""
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -74,15 +77,27 @@ def sort(
     tied: Container[str] = (),
     by: By = "order",
 ) -> Sorted:
-    """``tensors``: raw name -> path and tensor, in the order of the state dict. ``objects``: the paths of what is no
-    tensor. ``lookup`` reads the object at a path (None if there is none). ``models``: what the models' parts of the
-    state dict are called, if that is known; of several, each name begins with that. ``tied``: raw names that are
-    another's tensor too. ``by``: what tells which number of an optimizer is which parameter.
+    """Sort the tensors of a training state into states.
+
+    Parameters
+    ----------
+    tensors
+        Raw name -> path and tensor, in the order of the state dict.
+    objects
+        Paths of the objects other than tensors.
+    lookup
+        Return the object at a path; None if there is none.
+    models
+        Top keys of the models in the state dict, if known. If there are several, each name starts with its model's key.
+    tied
+        Raw names of tensors that also have another name.
+    by
+        The evidence for the names of an optimizer's numbered parameters.
     """
     paths = [path for path, _ in tensors.values()]
     grouped_at_root = any(str(p[0]).startswith("param_groups") for p in objects)
     if not models and not grouped_at_root and all(len(path) == 1 for path in paths):
-        # a state dict and no more: the common file
+        # the most common kind of file: a plain state dict
         alone = {str(path[0]): renamed(spec, str(path[0])) for path, spec in tensors.values()}
         return Sorted({"weights": alone} if alone else {})
     skip = 0 if models else _wrapper(paths, objects)
@@ -116,7 +131,7 @@ def sort(
     lengths = sorted({len(name) for name in weights}) if flat else []
     for root, text, spec in flat:
         name, state = _split(text, weights, lengths)
-        if not name:  # of the optimizer as a whole (Megatron's common_step)
+        if not name:  # a state of the whole optimizer (Megatron's common_step)
             found.rest.append(spec.name)
             continue
         slots.setdefault(root, {}).setdefault(name, {})[state] = spec
@@ -155,7 +170,8 @@ def sort(
 
 
 def _of_a_model(path: Path, skip: int, models: Sequence[str]) -> Path | None:
-    """The path of a weight within its model; of several models, the model's name too. None if it is no weight."""
+    """Return the path of a weight within its model, with the model's key if there are several; None if it is not a
+    weight."""
     nested = len(path) > skip + 1
     if not models:
         return None if nested and path[skip] in _NO_MODELS else path
@@ -165,7 +181,7 @@ def _of_a_model(path: Path, skip: int, models: Sequence[str]) -> Path | None:
 
 
 def _in_model(name: str, root: Path, weights: Mapping[str, TensorSpec], models: Sequence[str]) -> str:
-    """The name among those of several models: of the one that has the optimizer's number, or that alone has it."""
+    """Prefix a name with its model: the one with the optimizer's number, or the only one that has the name."""
     if name in weights or len(models) < 2:
         return name
     having = [model for model in models if f"{model}.{name}" in weights]
@@ -178,7 +194,7 @@ def _in_model(name: str, root: Path, weights: Mapping[str, TensorSpec], models: 
 def _copies(
     tensors: Mapping[str, tuple[Path, TensorSpec]], skip: int, weights: Mapping[str, TensorSpec], found: Sorted
 ) -> dict[str, dict[str, TensorSpec]]:
-    """Whole further state dicts of the same model ("ema": {...}), taken out of the rest: states of their own."""
+    """Move state dicts with names and shapes of the weights ("ema": {...}) out of the rest; return them as states."""
     groups: dict[str, dict[str, TensorSpec]] = {}
     for key in found.rest:
         path, spec = tensors[key]
@@ -196,7 +212,7 @@ def _copies(
 
 
 def _wrapper(paths: Sequence[Path], objects: Sequence[Path]) -> int:
-    """How many levels all of the state dict stands below: {"app": {"model": ..., "optim": ...}}."""
+    """Return the number of outer levels around the state dict: 1 for {"app": {"model": ..., "optim": ...}}."""
     everything = [*paths, *objects]
     depth = 0
     while everything and all(len(p) > depth + 1 and p[depth] == everything[0][depth] for p in everything):
@@ -212,7 +228,7 @@ def _wrapper(paths: Sequence[Path], objects: Sequence[Path]) -> int:
 
 
 def _optimizer(path: Path, skip: int, grouped: set[Path]) -> Path | None:
-    """The path of the optimizer that a tensor is a state of: it has param_groups, or a name that says so."""
+    """Return the path of the optimizer that a tensor is a state of, which has param_groups or a name like "optim"."""
     for n in range(skip, min(skip + 3, len(path))):
         part, root = path[n], path[:n]
         state = part == "state" and len(path) > n + 1
@@ -224,8 +240,8 @@ def _optimizer(path: Path, skip: int, grouped: set[Path]) -> Path | None:
 
 
 def _split(text: str, weights: Mapping[str, TensorSpec], lengths: Sequence[int]) -> tuple[str, str]:
-    """``layers.0.weight.exp_avg`` -> the parameter and the state; the names of states may have dots too. ``lengths``:
-    of the weights' names, each once, the shortest first."""
+    """Split ``layers.0.weight.exp_avg`` into the parameter and the state, whose name may have dots, too. ``lengths``
+    are the distinct lengths of the weights' names, ascending."""
     for length in lengths:
         if text[length : length + 1] == "." and text[:length] in weights:
             return text[:length], text[length + 1 :]
@@ -237,8 +253,8 @@ def _split(text: str, weights: Mapping[str, TensorSpec], lengths: Sequence[int])
 
 
 def _trainable(name: str, weights: Mapping[str, TensorSpec]) -> bool:
-    """Whether it can be a parameter: no integers, and no statistics of a BatchNorm (torch/nn/modules/batchnorm.py
-    `_NormBase`: three buffers)."""
+    """Return whether a tensor can be a parameter: not an integer, nor a statistic of a BatchNorm
+    (torch/nn/modules/batchnorm.py `_NormBase`: three buffers)."""
     module, _, last = name.rpartition(".")
     statistics = last in ("running_mean", "running_var") and f"{module}.num_batches_tracked" in weights
     dtype = weights[name].dtype
@@ -248,7 +264,7 @@ def _trainable(name: str, weights: Mapping[str, TensorSpec]) -> bool:
 def _others(
     tensors: Mapping[str, tuple[Path, TensorSpec]], skip: int, rest: Sequence[str]
 ) -> dict[str, dict[str, TensorSpec]]:
-    """Further state dicts beside the model's: what they are called -> name, which begins with that -> tensor."""
+    """Return further state dicts beside the model's: top key -> name, which starts with the top key -> tensor."""
     found: dict[str, dict[str, TensorSpec]] = {}
     for key in rest:
         path, spec = tensors[key]
@@ -264,7 +280,7 @@ def _numbers(
     numbered: Mapping[Path, Numbered],
     by: By,
 ) -> Names:
-    """Names among the candidates, for optimizers that number their parameters, as far as these are determined."""
+    """Return the names of numbered parameters, chosen from the candidates, as far as the evidence determines them."""
     names: Names = {}
     wanted: dict[Path, list[list[Wanted]]] = {}
     shapes = dict(candidates)
@@ -275,7 +291,7 @@ def _numbers(
         shown: list[list[Wanted]] = [
             [possible_shapes({k: s.shape for k, s in parameters.get(i, {}).items()}) for i in m] for m in ids
         ]
-        if listed is not None:  # an optimizer that was given named parameters
+        if listed is not None:  # the optimizer received named parameters
             flat = [i for m in ids for i in m]
             given = by_names(listed, [w for m in shown for w in m], shapes, root)
             names |= {(root, i): Known(n, "param_names") for i, n in zip(flat, given or (), strict=False)}
@@ -290,14 +306,14 @@ def _numbers(
 def _numbered(
     slots: Mapping[Path, Slots], lookup: Callable[[Path], Any], weights: Container[str]
 ) -> dict[Path, Numbered]:
-    """The optimizers that number their parameters. A number may be a name (torch.nn.ParameterList): then the groups
-    tell what it is."""
+    """Return the optimizers that number their parameters. A number may also be a name (torch.nn.ParameterList); the
+    groups distinguish the two."""
     found = {}
     for root, parameters in slots.items():
         if not any(p.isdecimal() for p in parameters):
             continue
-        told = lookup((*root, "param_groups"))
-        groups = [g for g in told if isinstance(g, dict)] if isinstance(told, list) else []
+        listed_groups = lookup((*root, "param_groups"))
+        groups = [g for g in listed_groups if isinstance(g, dict)] if isinstance(listed_groups, list) else []
         ids = [[str(i) for i in m if type(i) is int] if isinstance(m := g.get("params"), list) else [] for g in groups]
         members = {i for m in ids for i in m}
         numbers = [p for p in parameters if p in members or (p.isdecimal() and p not in weights)]
@@ -317,8 +333,9 @@ def _lost(
     by: By,
     problems: list[Problem],
 ) -> dict[tuple[Path, str], str]:
-    """What stands under its number, told. Where that is a name, or another optimizer's number too, the optimizer's own
-    name stands before it."""
+    """Return the keys of parameters that stay under their numbers, and add a problem.
+
+    A number is prefixed with the optimizer's path if it is also a name, or a number of another optimizer."""
     lost = {root: [i for i in of.numbers if (root, i) not in names] for root, of in numbered.items()}
     count = sum(map(len, lost.values()))
     if count:
@@ -337,8 +354,9 @@ def _lost(
 
 
 def _without_disputed(names: Names) -> Names:
-    """Without the names that optimizers share with others: of these at most one is the model's, that which has no name
-    of its own ("optimizer" beside "teacher_optimizer")."""
+    """Remove the names of optimizers that claim the same names as others.
+
+    At most one of these belongs to the model: the one with a generic name ("optimizer" beside "teacher_optimizer")."""
     claims: dict[str, set[Path]] = {}
     for (root, _), known in names.items():
         claims.setdefault(known.name, set()).add(root)
@@ -353,14 +371,14 @@ def _without_disputed(names: Names) -> Names:
 def _assigned(
     candidates: Sequence[tuple[str, Shape]], wanted: Mapping[Path, list[list[Wanted]]], by: By
 ) -> dict[Path, Assignment]:
-    """Optimizer -> names of the parameters of its groups, as far as they are determined."""
+    """Return the names of the parameters of each optimizer's groups, as far as the evidence determines them."""
     groups = [group for table in wanted.values() for group in table]
     conventions = (MODULES,) if by == "modules" else CONVENTIONS
     together = None
     if by == "shape":
         together = assign_by_shape(candidates, groups)
     elif len(wanted) > 1 and sum(map(len, groups)) == len(candidates):
-        # several optimizers of one model that leave no parameter out: none is in two of them
+        # several optimizers of one model that cover all parameters: no parameter is in two of them
         together = agreed(candidates, groups, conventions)
         together = together if together is not None and together.complete else None
     if together is not None:
@@ -374,8 +392,8 @@ def _assigned(
 def _in_order(
     candidates: Sequence[tuple[str, Shape]], table: Sequence[Sequence[Wanted]], conventions: Sequence[Convention]
 ) -> Assignment:
-    """By the order of the parameters; in no known order by their shapes, if the optimizer has as many as there are (of
-    fewer, one may be of another model that was not saved)."""
+    """Name the parameters by their order, or by their shapes if no known order fits and the optimizer has all
+    parameters. (If it has fewer, it may belong to another model that was not saved.)"""
     found = agreed(candidates, table, conventions)
     if found is None and sum(map(len, table)) == len(candidates):
         found = assign_by_shape(candidates, table)

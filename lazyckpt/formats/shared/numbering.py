@@ -1,9 +1,9 @@
-"""Which number of a torch optimizer is which parameter: the orders that people use, and which of them fit. Pure.
+"""Names for the numbered parameters of a torch optimizer, from the orders in common use and the shapes. Pure.
 
 torch/optim/optimizer.py `state_dict` numbers the parameters in the order of the groups, within a group in the order in
-which the client listed them. No file says which order that was. `CONVENTIONS` has those that are in use; `assign` finds
-every way to deal the parameters to the groups in one of them, and `agreed` gives the names that all conventions that
-fit the shapes have in common. What they disagree on stays without a name.
+which the client listed them. No file records that order. `CONVENTIONS` has the orders in use, `assign` finds all ways
+to distribute the parameters over the groups in one of them, and `agreed` returns the names on which all conventions
+that fit the shapes agree. Other parameters stay without a name.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import Any, NamedTuple
 from ...core.box import Shape
 from ...layouts.tables import pattern
 
-_TRIES = 500_000  # states of a search, times the groups; past that the order is called undetermined
+_TRIES = 500_000  # maximum number of search states times groups; beyond that the order counts as undetermined
 
-Wanted = Collection[Shape] | None  # the shapes that a parameter may have; None: any
-State = tuple[int, ...]  # how many parameters of each group have a name
+Wanted = Collection[Shape] | None  # the shapes that a parameter may have; None allows any
+State = tuple[int, ...]  # number of parameters of each group that have a name
 
 
 @dataclass(slots=True)
 class Effort:
-    """What is left of the work that a search, or several of them together, may take."""
+    """The remaining budget of one search, or of several searches together."""
 
     left: int = _TRIES
 
 
 class Assignment(NamedTuple):
-    """For every parameter of every group its name, or None where several are possible. ``by``: how that is known."""
+    """The name of every parameter of every group, or None if several are possible. ``by`` names the evidence."""
 
     names: list[list[str | None]]
     by: str = ""
@@ -46,9 +46,11 @@ class Assignment(NamedTuple):
 def assign(
     names: Sequence[tuple[str, Shape]], groups: Sequence[Sequence[Wanted]], effort: Effort | None = None
 ) -> Assignment | None:
-    """Names for the parameters of each group: each group lists some of the names, in their order, of the shapes it
-    wants; no name stands in two; some may stand in none (frozen, buffers). A parameter has a name if it is
-    the same in every way to do that. None if there is no way, or if there are too many to look at.
+    """Assign names to the parameters of each group.
+
+    Every group contains some of the names, in their order, with the shapes that it wants. No name is in two groups;
+    some may be in none (frozen parameters, buffers). A parameter gets a name if the name is the same in all such
+    assignments. Return None if there is no assignment, or if there are too many to examine.
 
     >>> assign([("w", (2, 3)), ("frozen", (9,)), ("b", (2,))], [[{(2, 3)}], [{(2,)}]]).names
     [['w'], ['b']]
@@ -58,10 +60,10 @@ def assign(
     [[None, 'w']]
     """
     goal = tuple(map(len, groups))
-    unused = len(names) - sum(goal)  # so many names stand in no group
+    unused = len(names) - sum(goal)  # number of names that are in no group
     if unused < 0:
         return None
-    # before each name: the states that can be reached ...
+    # forward pass: the states that can be reached before each name
     ahead: list[set[State]] = [{(0,) * len(groups)}]
     effort = effort or Effort()
     for n, (_, shape) in enumerate(names):
@@ -74,7 +76,7 @@ def assign(
         if not following:
             return None
         ahead.append(following)
-    # ... and from there on back, which of them lead to the goal
+    # backward pass: the reachable states that lead to the goal
     good = {goal} & ahead[-1]
     if not good:
         return None
@@ -92,20 +94,21 @@ def assign(
     return Assignment([[names[next(iter(p))][0] if len(p) == 1 else None for p in group] for group in possible])
 
 
-# -- the orders that people use
+# -- the orders in common use
 
 Named = tuple[str, Shape]
 
 
 class Convention(NamedTuple):
-    """An order of all parameters, from which each group takes some. ``order``: from that of the modules to it."""
+    """An order of all parameters, of which each group contains some. ``order`` converts from the order of the
+    modules."""
 
     name: str
     order: Callable[[Sequence[Named]], list[Named]]
 
 
 def _tops(names: Sequence[Named]) -> list[str]:
-    """Of each name the first component that not all names share."""
+    """Return the first component of each name that not all names share."""
     parts = [name.split(".") for name, _ in names]
     shared = 0
     while parts and all(len(p) > shared + 1 and p[shared] == parts[0][shared] for p in parts):
@@ -114,7 +117,7 @@ def _tops(names: Sequence[Named]) -> list[str]:
 
 
 def _head_first(names: Sequence[Named]) -> list[Named]:
-    """The parameters of the last top-level module come first, if its name is that of a head.
+    """Move the parameters of the last top-level module to the front if its name is that of a head.
 
     >>> _head_first([("m.up.w", (2,)), ("m.up.b", (2,)), ("m.head.w", (2,))])
     [('m.head.w', (2,)), ('m.up.w', (2,)), ('m.up.b', (2,))]
@@ -130,7 +133,8 @@ def _sorted(names: Sequence[Named]) -> list[Named]:
 
 
 def _sorted_by_value(names: Sequence[Named]) -> list[Named]:
-    """
+    """Sort by name, with numbers in numeric order.
+
     >>> [name for name, _ in _sorted_by_value([("10.w", (2,)), ("9.w", (2,)), ("9.b", (2,))])]
     ['9.b', '9.w', '10.w']
     """
@@ -142,12 +146,13 @@ def _reversed(names: Sequence[Named]) -> list[Named]:
 
 
 def _module(item: Named) -> str:
-    """The module whose own parameter it is."""
+    """Return the name of the module that directly owns a parameter."""
     return item[0].rpartition(".")[0]
 
 
 def _modules_reversed(names: Sequence[Named]) -> list[Named]:
-    """
+    """Reverse the order of the modules, but not that of the parameters of each module.
+
     >>> _modules_reversed([("0.w", (2, 2)), ("0.b", (2,)), ("1.w", (2, 2)), ("1.b", (2,))])
     [('1.w', (2, 2)), ('1.b', (2,)), ('0.w', (2, 2)), ('0.b', (2,))]
     """
@@ -155,7 +160,8 @@ def _modules_reversed(names: Sequence[Named]) -> list[Named]:
 
 
 def _parts_reversed(names: Sequence[Named]) -> list[Named]:
-    """
+    """Reverse the order of the top-level modules, but not that of their parameters.
+
     >>> _parts_reversed([("m.a.0.w", (2,)), ("m.a.1.w", (2,)), ("m.b.w", (2,))])
     [('m.b.w', (2,)), ('m.a.0.w', (2,)), ('m.a.1.w', (2,))]
     """
@@ -164,13 +170,14 @@ def _parts_reversed(names: Sequence[Named]) -> list[Named]:
 
 
 def _blocks_reversed(names: Sequence[Named], key: Callable[[Named], str]) -> list[Named]:
-    """The last of the neighbours of one key first, these in their order."""
+    """Group adjacent names by key, and reverse the order of the groups."""
     blocks = [list(block) for _, block in itertools.groupby(names, key)]
     return [item for block in blocks[::-1] for item in block]
 
 
 def _by_shape(key: Callable[[Shape], Any], *before: Callable[[Sequence[Named]], list[Named]]) -> tuple[Convention, ...]:
-    """Sorted by ``key`` of the shape, ascending and descending; equal ones keep one of the orders ``before``."""
+    """Return conventions that sort by ``key`` of the shape, ascending and descending; ties keep an order of
+    ``before``."""
 
     def made(first: Callable[[Sequence[Named]], list[Named]], down: bool) -> Convention:
         def order(names: Sequence[Named]) -> list[Named]:
@@ -181,12 +188,12 @@ def _by_shape(key: Callable[[Shape], Any], *before: Callable[[Sequence[Named]], 
     return tuple(made(first, down) for down in (False, True) for first in before)
 
 
-# The order of the modules, dealt to groups in any way: one for all; with and without weight decay; head and body; one
-# for each layer, in either direction; biases, weights of norms and other weights (ultralytics, yolov5); one for each
-# shape. Who makes one group of all parameters gives model.parameters().
+# The order of the modules, distributed over groups in any way: one group for all; with and without weight decay; head
+# and body; one for each layer, in either direction; biases, weights of norms and other weights (ultralytics, yolov5);
+# one for each shape. A single group of all parameters is usually model.parameters().
 MODULES = Convention("the order of the modules", list)
 _HEAD_FIRST = Convention("the order of the modules, the head first", _head_first)
-# The others may stand in one group or be dealt, too. karpathy/minGPT `configure_optimizers` sorts names.
+# Other orders, also of one group or of several. karpathy/minGPT `configure_optimizers` sorts names.
 CONVENTIONS = (
     MODULES,
     Convention("sorted names", _sorted),
@@ -194,16 +201,16 @@ CONVENTIONS = (
     Convention("the reversed order of the modules", _reversed),
     _HEAD_FIRST,
 )
-# Those that are looked at only where the order of the modules does not fit. KellerJordan/Muon `MuonWithAuxAdam` sorts
-# each group by shape.
+# Orders that are tried only if the order of the modules does not fit. KellerJordan/Muon `MuonWithAuxAdam` sorts each
+# group by shape.
 _RARE = (
     Convention("sorted names, reversed", lambda names: _sorted(names)[::-1]),
     *_by_shape(prod, list, _sorted, _reversed),
     *_by_shape(tuple, list, _sorted, _reversed),
     *_by_shape(len, list, _sorted, _reversed),
 )
-# And of one group, although the order of the modules fits: whole modules in another order. A model of equal layers fits
-# all of these.
+# Orders that are tried for a single group even if the order of the modules fits: whole modules in another order. A
+# model of equal layers fits all of these.
 _ALSO_IN_ONE_GROUP = (
     Convention("sorted names, reversed", lambda names: _sorted(names)[::-1]),
     Convention("the reversed order of the modules, of each its parameters in order", _modules_reversed),
@@ -222,9 +229,11 @@ def agreed(
     effort: Effort | None = None,
     deal: Deal = assign,
 ) -> Assignment | None:
-    """The names that every convention gives that fits all groups; ``names`` are in the order of the modules. None if
-    none fits, or if there are too many ways to look at (``effort``: what all conventions may take together; without it
-    the order of the modules has one of its own, and the others have one together).
+    """Return the names on which all conventions that fit all groups agree.
+
+    ``names`` are in the order of the modules. Return None if no convention fits, or if there are too many assignments
+    to examine. ``effort`` is the budget of all conventions together; by default the order of the modules has its own
+    budget, and the other conventions share one.
 
     >>> names = [("up.w", (2, 3)), ("up.b", (2,)), ("out.w", (5, 2)), ("out.b", (5,))]
     >>> agreed(names, [[{(2, 3)}, {(2,)}, {(5, 2)}, {(5,)}]])
@@ -246,15 +255,17 @@ def fitting(
     effort: Effort | None = None,
     deal: Deal = assign,
 ) -> list[Assignment]:
-    """What each convention gives that fits; nothing if there are too many ways to look at. ``deal``: finds the ways in
-    one order. Any parameters may be left out (frozen ones, buffers) where the order of the modules fits; where it does
-    not, only those whose shapes no group has: an order that is found by trying has to be that of everything."""
+    """Return the assignment of each convention that fits; none if there are too many to examine.
+
+    ``deal`` finds the assignments in one order. If the order of the modules fits, any parameters may be unassigned
+    (frozen ones, buffers). If it does not, only parameters whose shapes no group has may be, because an order that is
+    found by trial must explain all parameters."""
     found: list[Assignment] = []
     tried: list[list[Named]] = []
     left = effort or Effort()
 
     def attempt(convention: Convention) -> bool:
-        """Whether there are not too many ways."""
+        """Try a convention; return False if there are too many assignments to examine."""
         ordered = convention.order(names)
         if ordered not in tried:
             tried.append(ordered)
@@ -281,8 +292,9 @@ def fitting(
 
 
 def common(found: Sequence[Assignment], groups: Sequence[Sequence[Wanted]]) -> Assignment:
-    """The names that all of these give. Where two disagree on a parameter, none of its shape has a name: what fits by
-    chance decides nothing."""
+    """Return the names on which all assignments agree.
+
+    If two disagree on a parameter, no parameter of its shape gets a name, because the fit may be by chance."""
     if len(found) == 1:
         return found[0]
     given = [list(zip(*tables, strict=True)) for tables in zip(*(one.names for one in found), strict=True)]
@@ -297,7 +309,7 @@ def common(found: Sequence[Assignment], groups: Sequence[Sequence[Wanted]]) -> A
 
 
 def _wanted(names: Sequence[Named], groups: Sequence[Sequence[Wanted]]) -> Sequence[Named]:
-    """The parameters whose shapes the groups have."""
+    """Return the parameters whose shapes occur in the groups."""
     if any(shapes is None for group in groups for shapes in group):
         return names
     shapes = {shape for group in groups for wanted in group for shape in wanted or ()}
@@ -305,8 +317,9 @@ def _wanted(names: Sequence[Named], groups: Sequence[Sequence[Wanted]]) -> Seque
 
 
 def assign_by_shape(names: Sequence[tuple[str, Shape]], groups: Sequence[Sequence[Wanted]]) -> Assignment:
-    """Names for the parameters whose shape one name and one parameter have, whatever the order: for groups that the
-    client did not list in the module's order.
+    """Assign names by shapes that exactly one name and one parameter have, whatever the order.
+
+    This is for groups that the client did not list in the order of the modules.
 
     >>> assign_by_shape([("a", (2,)), ("b", (3,)), ("w", (2, 3))], [[{(2, 3)}, {(2,)}]]).names
     [['w', 'a']]
@@ -326,10 +339,10 @@ def assign_by_shape(names: Sequence[tuple[str, Shape]], groups: Sequence[Sequenc
 
 
 def possible_shapes(states: Mapping[Any, Shape]) -> frozenset[Shape] | None:
-    """The shapes that a parameter may have whose optimizer states have these; None if it has none.
+    """Return the shapes that a parameter may have, given the shapes of its optimizer states; None if it has no states.
 
-    A single number (a step) shows nothing. Not every state is of the parameter's shape: 8-bit optimizers keep tables
-    and scales besides, and Adafactor a state of the rows and one of the columns, of transformers or of torch.
+    A scalar state (a step) is no evidence. Not every state has the parameter's shape: 8-bit optimizers also have tables
+    and scales, and Adafactor, in transformers and in torch, has one state of the rows and one of the columns.
     """
     shapes = {shape for shape in states.values() if shape != ()}
     if "exp_avg_sq_row" in states and "exp_avg_sq_col" in states:
@@ -340,7 +353,7 @@ def possible_shapes(states: Mapping[Any, Shape]) -> frozenset[Shape] | None:
 
 
 def _steps(state: State, shape: Shape, groups: Sequence[Sequence[Wanted]]) -> list[tuple[int, State]]:
-    """The groups whose next parameter may be of that shape, and the states after it."""
+    """Return the groups whose next parameter may have the shape, each with the state after it."""
     return [
         (g, (*state[:g], state[g] + 1, *state[g + 1 :]))
         for g, wanted in enumerate(groups)

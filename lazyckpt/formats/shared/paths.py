@@ -1,4 +1,4 @@
-"""Names of files that a file claims, and one problem of many tensors."""
+"""Validation of paths that files refer to, grouped problems, and access to nested dicts and lists."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...io.containers.pickle.plain import Path, text
 
 
 def inside(path: Any) -> bool:
-    """Whether what a file gives as the name of another is one, and lies in the same folder or below.
+    """Return whether a path in a file is a valid relative path in the file's folder or below.
 
     >>> inside("shards/a.bin"), inside("../a.bin"), inside("/etc/passwd")
     (True, False, False)
@@ -24,7 +24,7 @@ def inside(path: Any) -> bool:
 
 
 def grouped(code: str, reasons: Mapping[str, str], what: str) -> list[Problem]:
-    """A problem for each reason, of the names that differ in numbers only: a model has a hundred layers.
+    """Return one problem for all names that differ only in numbers and have the same reason.
 
     >>> for p in grouped("unmerged-tensor", {"a.0.w": "it is odd", "a.1.w": "it is odd", "b": "it is odd"}, "stay"):
     ...     print(p)
@@ -42,11 +42,11 @@ def grouped(code: str, reasons: Mapping[str, str], what: str) -> list[Problem]:
     return problems
 
 
-# -- What stands at a path of nested dicts and lists. Pure.
+# -- Access to nested dicts and lists by path. Pure.
 
 
 def at(root: Any, path: Path) -> Any:
-    """What stands there; None if nothing does. Asks a mapping for no more than the keys of the path.
+    """Return the value at a path; None if there is none. A mapping is asked only for the keys of the path.
 
     >>> at({"groups": [{"lr": 0.1}]}, ("groups", 0, "lr"))
     0.1
@@ -63,8 +63,10 @@ def at(root: Any, path: Path) -> Any:
 
 
 def put(root: dict[Any, Any], path: Path, value: Any) -> None:
-    """Put a value there: numbers are places in lists (torch/distributed/checkpoint/_traverse.py `set_element`), which
-    may have gaps. Does nothing if a value of another kind stands on the way."""
+    """Set the value at a path, and create the dicts and lists on the way.
+
+    Numbers are indices of lists (torch/distributed/checkpoint/_traverse.py `set_element`), which may have gaps. Nothing
+    is set if a value on the way is neither a dict nor a list."""
     here_at: Any = root
     for here, after in zip(path, (*path[1:], None), strict=True):
         fresh: Any = value if after is None else [] if isinstance(after, int) else {}
@@ -82,7 +84,7 @@ def put(root: dict[Any, Any], path: Path, value: Any) -> None:
 
 
 def paths(root: Any, depth: int) -> Iterator[Path]:
-    """The paths of what stands in nested dicts and in lists of dicts, down to ``depth`` levels. Keys are text.
+    """Yield the paths of the values in nested dicts and in lists of dicts, down to ``depth`` levels. Keys become text.
 
     >>> list(paths({"a": {"b": {"c": 1}}, "d": [2, 3]}, 2))
     [('a', 'b'), ('d',)]

@@ -1,8 +1,9 @@
-"""Names as the model's own, without what wraps it: the modules of data parallelism, compilation and adapters.
+"""Removal of wrappers from names: the modules of data parallelism, compilation and adapters around a model.
 
-Wrappers are modules, so their attribute stands in the names: those of core/names.py wherever they stand, and
-torch/nn/parallel/distributed.py (`module`), lightning/fabric/wrappers.py `_FabricModule` (`_forward_module`),
-peft/peft_model.py (`base_model.model`) in front of all of them: these words could be a model's own.
+A wrapper is a module, so its attribute becomes part of the names. The attributes in core/names.py are removed wherever
+they are. Those of torch/nn/parallel/distributed.py (`module`), lightning/fabric/wrappers.py `_FabricModule`
+(`_forward_module`) and peft/peft_model.py (`base_model.model`) could be a model's own names, and are removed only if
+all names start with them.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ _LEADING = ("_forward_module.", "base_model.model.", "module.")
 
 
 def without_wrappers(index: Index) -> Index:
-    """The index under the model's own names; each tensor keeps the name it is stored under. Unchanged if nothing wraps
-    the model, in a zarr hierarchy, or if two tensors would get one name (that is told)."""
-    if index.format == "zarr":  # an export has the names of the view that it was; others are no modules
+    """Rename the tensors of an index to the model's own names; each tensor keeps its raw name.
+
+    The index is returned unchanged if there are no wrappers, if it is a zarr hierarchy, or, with a problem, if two
+    tensors would get the same name."""
+    if index.format == "zarr":  # an export has the names of its view, and other arrays do not belong to modules
         return index
     names = {n for table in index.states.values() if not isinstance(table, UndecidedTable) for n in table}
     first = next(iter(index.states.values()), {})
-    # deepspeed takes its own wrapper off before it saves: there the word is the model's
+    # deepspeed removes its own wrapper before it saves, so there "module." belongs to the model
     own = "module." if index.format.startswith("deepspeed") else ""
     leading = _leading(first or names, own)
     bare = {name: new for name in (*names, *index.aliases, *index.unreadable) if (new := _bare(name, leading)) != name}
@@ -38,12 +41,12 @@ def without_wrappers(index: Index) -> Index:
         return index
     states: dict[str, Mapping[str, TensorSpec]] = {}
     for state, table in index.states.items():
-        if isinstance(table, UndecidedTable):  # it has names of weights, or numbers
+        if isinstance(table, UndecidedTable):  # its names are those of weights, or numbers
             states[state] = table.renamed(bare)
             continue
         states[state] = {bare.get(name, name): renamed(spec, bare.get(name, name)) for name, spec in table.items()}
         if len(states[state]) < len(table):
-            line = f"two tensors of {state!r} have one name but for what wraps their module: names stay as stored"
+            line = f"two tensors of {state!r} have one name without the wrappers of modules: names stay as stored"
             return replace(index, problems=(*index.problems, Problem("duplicate-tensor", line)))
     return replace(
         index,
@@ -54,7 +57,7 @@ def without_wrappers(index: Index) -> Index:
 
 
 def own_names(names: Collection[str]) -> dict[str, str]:
-    """Name in a module that may be wrapped -> the model's own.
+    """Return the model's own name for each name in a module that may be wrapped.
 
     >>> own_names(["module.up.weight", "module._orig_mod.up.bias"])
     {'module.up.weight': 'up.weight', 'module._orig_mod.up.bias': 'up.bias'}
@@ -64,7 +67,7 @@ def own_names(names: Collection[str]) -> dict[str, str]:
 
 
 def _leading(names: Collection[str] | Mapping[str, TensorSpec], own: str = "") -> str:
-    """What all names begin with, of the prefixes that wrappers give, once the words that go anywhere are gone.
+    """Return the wrappers' prefix that all names share after wrappers at any position have been removed.
 
     >>> _leading(["module._orig_mod.base_model.model.a", "module.base_model.model.b"])
     'module.base_model.model.'
@@ -81,7 +84,7 @@ def _leading(names: Collection[str] | Mapping[str, TensorSpec], own: str = "") -
 
 
 def bare_names(names: Collection[str]) -> dict[str, str]:
-    """Every name -> what it is without wrappers.
+    """Return each name without wrappers.
 
     >>> bare_names(["_orig_mod.a", "_orig_mod.b"])
     {'_orig_mod.a': 'a', '_orig_mod.b': 'b'}
@@ -94,13 +97,13 @@ def _bare(name: str, leading: str) -> str:
     return unwrapped(name).removeprefix(leading)
 
 
-# -- Which of several state dicts an optimizer is of, and under which of its names. Pure.
+# -- The state dict that an optimizer belongs to, and the names of its parameters there. Pure.
 
 _COMMON = re.compile(r"optimi[sz]ers?|optim|opt|states?|dicts?|models?|modules?|nets?|[^a-z0-9]+")
 
 
 def label(name: Any) -> str:
-    """What tells a model or an optimizer from the others of its kind; empty for a word that any may be called.
+    """Return the part of a name that distinguishes a model or an optimizer from others; "" for generic names.
 
     >>> label("critic_optimizer"), label("critic"), label("optimizer_2"), label("model2"), label("optim")
     ('critic', 'critic', '2', '2', '')
@@ -109,7 +112,7 @@ def label(name: Any) -> str:
 
 
 def owner(root: Path, tops: Iterable[str]) -> str | None:
-    """Which of the state dicts an optimizer at that path is of; None if it is not called after one of them.
+    """Return the state dict that the optimizer at a path is named after; None if there is not exactly one.
 
     >>> owner(("critic_optimizer",), ["critic", "ema"]), owner(("optimizer",), ["critic", "ema"])
     ('critic', None)
@@ -122,8 +125,10 @@ def owner(root: Path, tops: Iterable[str]) -> str | None:
 def by_names(
     listed: Sequence[str], wanted: Sequence[Wanted], shapes: Mapping[str, Shape], root: Path
 ) -> list[str] | None:
-    """The model's names for those that an optimizer was given with its parameters: the same but for what wraps either,
-    or below one of several models. None if one is of no such name or shape, or of two models."""
+    """Return the model's names for the names that an optimizer received with its parameters.
+
+    Names may differ by wrappers, or by the name of one of several models. Return None if a name or its shape does not
+    exist in the model, or if two models match."""
     own, given = bare_names(shapes), bare_names(listed)
     own_by_bare = {bare: name for name, bare in own.items()}
     if len(own_by_bare) < len(own):

@@ -1,1 +1,1 @@
-"""What trainers write around weights: optimizers, schedulers, random states, in files and folders of their own."""
+"""Readers of the checkpoints of trainers: weights, and separate files of optimizers, schedulers and random states."""

@@ -1,8 +1,8 @@
 """Folders of transformers' Trainer (`checkpoint-N`) and of accelerate's `save_state`.
 
-Weights are as Hugging Face folders have them, or for FSDP a folder of torch.distributed.checkpoint or one torch file;
-optimizers, schedulers, random states and the rest are files of torch.save beside them (`files` has the names). The
-Trainer's FSDP and DeepSpeed files are accelerate's; those of DeepSpeed are its own reader's.
+Weights are those of a Hugging Face folder or, with FSDP, a folder of torch.distributed.checkpoint or one torch file.
+Optimizers, schedulers, random states and the rest are files of torch.save beside them. accelerate writes the Trainer's
+FSDP and DeepSpeed files; DeepSpeed's reader reads the latter.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ..shared.members import Member, together
 from ..shared.naming import By
 from ..torch_save import member
 
-# -- Which file or folder that a trainer writes beside the weights is what. Pure.
+# -- The kinds of the files and folders that a trainer writes beside the weights. Pure.
 
-_PLAIN = {  # files: names -> what stands in them; a number makes it the next of its kind
+_PLAIN = {  # pattern of a file's name -> kind; the group is the number among files of the same kind
     r"optimizer(?:_(\d+))?\.bin": "optimizer",
     r"scheduler(?:_(\d+))?\.bin": "scheduler",
     r"optimizer\.pt()": "optimizer",
@@ -45,20 +45,20 @@ _PLAIN = {  # files: names -> what stands in them; a number makes it the next of
 _MODELS = {
     r"pytorch_model_fsdp(?:_(\d+))?\.bin": "model",
     r"(?:pytorch_)?model_(\d+)\.(?:bin|safetensors)": "model",
-    r"model\.(?:pt|pth)()": "model",  # nobody's in particular, and everybody's
+    r"model\.(?:pt|pth)()": "model",  # a common name that belongs to no particular writer
 }
 _FOLDERS = {r"pytorch_model_fsdp_(\d+)": "model", r"optimizer_(\d+)": "optimizer"}
 _FILES = [(re.compile(pattern), kind) for pattern, kind in (_PLAIN | _MODELS).items()]
 _DIRS = [(re.compile(pattern), kind) for pattern, kind in _FOLDERS.items()]
-# these are numbered by rank, or from 0 on, and keep the number; of the others the first has none
+# kinds that keep the number 0, because they are numbered by rank or from 0 on; the others drop it
 _ALWAYS = ("random_states", "rng_state", "custom_checkpoint")
-# these never number the first: a folder with such files is of a file for each rank (torch_checkpointing's)
+# accelerate never numbers the first of these: a folder with such files has one for each rank (torch_checkpointing)
 _RANK = re.compile(r"(?:model|optimizer|scheduler)_0\.(?:pt|bin|safetensors)")
 _FIRST = re.compile(r"(?:pytorch_)?model\.(?:bin|safetensors)(?:\.index\.json)?")  # the first model, of Hugging Face
 
 
 class Part(NamedTuple):
-    """``name``: the file or folder; ``place``: what it stands under in the whole: "optimizer", "model_1", ..."""
+    """A file or folder of a checkpoint. ``place`` is the key of its content: "optimizer", "model_1", ..."""
 
     name: str
     kind: str
@@ -67,7 +67,7 @@ class Part(NamedTuple):
 
 
 def parts(files: Iterable[str], folders: Iterable[str]) -> list[Part]:
-    """What there is, of the weights all but what an ordinary Hugging Face folder has.
+    """Return the parts of a checkpoint, except for the weights of an ordinary Hugging Face folder.
 
     >>> [p.place for p in parts(["optimizer_1.bin", "rng_state_0.pth", "notes.txt"], ["pytorch_model_fsdp_0"])]
     ['optimizer_1', 'rng_state_0', 'model']
@@ -79,11 +79,11 @@ def parts(files: Iterable[str], folders: Iterable[str]) -> list[Part]:
         return []
     found = [p for name in files if (p := _part(name, _FILES, False))]
     later = sorted(int(p.place.rpartition("_")[2]) for p in found if p.kind == "model" and p.place != "model")
-    if later != list(range(1, len(later) + 1)):  # not the models of one state, but saves of several steps
+    if later != list(range(1, len(later) + 1)):  # saves of several steps, not several models of one state
         found = [p for p in found if p.kind != "model"]
     found += [p for name in folders if (p := _part(name, _DIRS, True))]
     if all(p.place.startswith("model_") for p in found) and not any(map(_FIRST.fullmatch, files)):
-        return []  # of a state there would be a first model, or an optimizer: these are models by themselves
+        return []  # a saved state would include the first model or an optimizer: these are separate models
     return found
 
 
@@ -97,13 +97,13 @@ def _part(name: str, table: list[tuple[re.Pattern[str], str]], folder: bool) -> 
     return None
 
 
-# -- The order in which a model of transformers has its parameters: that of its modules, not that of a file.
+# -- The order of the parameters of a transformers model, which is that of its modules, not that of a file.
 
 Orders = tuple[tuple[str, ...], ...]
 
 
 def in_module_order(names: Iterable[str], orders: Orders) -> list[str] | None:
-    """The names as the modules have them; None where no order, or no one order, is known for the parts of a module.
+    """Sort names in the order of the modules; return None if the order of a module's parts is unknown or ambiguous.
 
     >>> in_module_order(["a.bias", "a.weight", "b.10.w", "b.9.w"], (("weight", "bias"), ("a", "b")))
     ['a.weight', 'a.bias', 'b.9.w', 'b.10.w']
@@ -115,7 +115,7 @@ def in_module_order(names: Iterable[str], orders: Orders) -> list[str] | None:
         *modules, last = name.split(".")
         for part in modules:
             node = node.setdefault(part, {})
-            if not isinstance(node, dict):  # a tensor has the name of a module
+            if not isinstance(node, dict):  # the name of a tensor is also that of a module
                 return None
         if last in node:
             return None
@@ -148,7 +148,7 @@ def _ordered(parts: frozenset[str], orders: Orders) -> list[str]:
 
 
 def orders_of(config: Any) -> Orders:
-    """What is known of the modules of a model whose config.json says this: of its type, and of those within it."""
+    """Return the known orders of modules for the model types that a config.json names, nested ones included."""
     table = _table()
     types = dict.fromkeys(_types(config, 4))
     found = dict.fromkeys(n for name in types for n in table["types"].get(name, ()))
@@ -247,12 +247,12 @@ def _parts(source: Source) -> list[Part]:
 
 
 def _lost(source: Source, part: Part) -> bool:
-    """Whether a folder is there whose save was not finished: it is told, as it cannot be read."""
+    """Return whether a folder is an unfinished save, which is kept so that its error is reported."""
     return any(name.endswith(".distcp") for name in source.inside(part.name))
 
 
 def _one_of_each(found: Sequence[Part], problems: list[Problem]) -> list[Part]:
-    """Of two parts in one place the folder: one file for all ranks is what another save left."""
+    """Choose the folder if a folder and a file have the same place: the file is left from another save."""
     places: dict[str, Part] = {}
     for part in sorted(found, key=lambda part: not part.folder):
         kept = places.setdefault(part.place, part)
@@ -274,26 +274,26 @@ def _member(store: Store, part: Part) -> tuple[Path, Member]:
             "", tensors, [], {}, lambda _: {}, {part.name: shard.info}, problems=shard.problems
         )
     held = member(store, part.name, f"{part.name}/")
-    if set(held.meta) == {""}:  # no dict, but one object
+    if set(held.meta) == {""}:  # the file has a single object instead of a dict
         return (), replace(held, tensors=_below(held.tensors, part.place), **_object(part.place, held.meta[""]))
     return (part.place,), held
 
 
 def _made_by_the_trainer(members: Sequence[tuple[Path, Member]]) -> bool:
-    """Whether the Trainer made the optimizer: two groups, with the learning rate of the training's arguments, the first
-    with their weight decay, the second with none.
+    """Return whether the Trainer itself created the optimizer.
 
-    transformers/trainer.py `create_optimizer` lists the parameters of both in the order of the modules. A Trainer that
-    was given an optimizer saves that one, with whatever groups it has.
+    Such an optimizer has two groups with the learning rate of the training arguments: the first with their weight
+    decay, the second without. transformers/trainer.py `create_optimizer` lists the parameters of both in the order of
+    the modules. An optimizer that was passed to the Trainer can have any groups.
     """
     groups: Any = next((m.meta.get("param_groups") for base, m in members if base == ("optimizer",)), None)
     record = next((m.meta["training_args"] for base, m in members if not base and "training_args" in m.meta), None)
-    told = getattr(record, "state", None)
-    if not (isinstance(told, dict) and isinstance(groups, list) and len(groups) == 2):
+    arguments = getattr(record, "state", None)
+    if not (isinstance(arguments, dict) and isinstance(groups, list) and len(groups) == 2):
         return False
-    rate = told.get("learning_rate")
+    rate = arguments.get("learning_rate")
     options = [(g.get("weight_decay"), g.get("initial_lr", rate)) for g in groups if isinstance(g, dict)]
-    return options == [(told.get("weight_decay"), rate), (0.0, rate)]
+    return options == [(arguments.get("weight_decay"), rate), (0.0, rate)]
 
 
 def _object(place: str, value: Any) -> dict[str, Any]:
@@ -306,7 +306,7 @@ def _below(tensors: Mapping[str, tuple[Path, TensorSpec]], place: str) -> dict[s
 
 
 def _moved(held: Member, prefix: str, top: str) -> Member:
-    """The same under another top name, with a prefix for the raw names: the next model has the keys of the first."""
+    """Return a member under another top key, with a prefix of its raw names: all models have the same top key."""
     tensors = {
         prefix + key: ((top, *path[1:]), replace(spec, name=prefix + key)) for key, (path, spec) in held.tensors.items()
     }
@@ -327,7 +327,8 @@ def _only_meta(meta: Mapping[str, Any]) -> Member:
 
 
 def _as_member(whole: Index) -> tuple[bool, Member]:
-    """The weights of a Hugging Face folder -> (whether they stand in the order of the modules, the member)."""
+    """Return whether the weights of a Hugging Face folder are in the order of the modules, and the weights as a
+    member."""
     weights = whole.states["weights"]
     names: list[str] | None = list(weights)
     if any(path.endswith(".safetensors") for path in whole.files):
@@ -338,7 +339,7 @@ def _as_member(whole: Index) -> tuple[bool, Member]:
 
 
 def _with_ties(index: Index, whole: Index, prefix: str) -> Index:
-    """With what the weights' own files or config.json say of tied names, and of names that no file holds."""
+    """Add the tied names and the unreadable names of the weights' index."""
     return replace(
         index,
         aliases={prefix + a: prefix + o for a, o in whole.aliases.items()} | dict(index.aliases),
@@ -350,7 +351,7 @@ def _recognises(source: Source) -> bool:
     if source.path or ".metadata" in source.entries:
         return False
     found = _parts(source)
-    if [part.name for part in found] == ["model.pt"]:  # anybody's file
+    if [part.name for part in found] == ["model.pt"]:  # too common a name
         return False
     return bool(found) or ("trainer_state.json" in source.entries and huggingface.READER.recognises(source))
 

@@ -1,8 +1,8 @@
-"""Folders that Lightning writes: torch.distributed.checkpoint, and `meta.pt` with what is no shard.
+"""Lightning's sharded checkpoints: torch.distributed.checkpoint, and everything that is not sharded in `meta.pt`.
 
 Writers: lightning/fabric/strategies/fsdp.py and model_parallel.py (the keys of the user's state), and
-lightning/pytorch/strategies/fsdp.py and model_parallel.py ("model" or "state_dict", "optimizer_0", ...) with all the
-rest of a Lightning checkpoint in `meta.pt`. DeepSpeed's folders of Lightning are DeepSpeed's.
+lightning/pytorch/strategies/fsdp.py and model_parallel.py ("model" or "state_dict", "optimizer_0", ...) with the rest
+of a Lightning checkpoint in `meta.pt`. Folders of Lightning's DeepSpeed strategy are read as DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def _read(source: Source) -> Index:
     problems = []
     try:
         members.append(((), member(source.store, _META, f"{_META}/")))
-    except LazyckptError as e:  # nothing of the shards depends on it
+    except LazyckptError as e:  # the shards can be read without it
         problems.append(cannot_read(_META, e, ", what it holds is not in view.meta"))
     index = together("lightning", members, _models(shards))
     return replace(index, problems=(*problems, *index.problems))
 
 
 def _models(shards: Member) -> list[str]:
-    """What the model is called: only a model and its optimizers are sharded, and an optimizer has param_groups."""
+    """Return the top keys of models: only models and optimizers are sharded, and an optimizer also has param_groups."""
     optimizers = {path[0] for path in shards.objects if len(path) > 1}
     optimizers |= {path[0] for path, _ in shards.tensors.values() if len(path) > 1 and path[1] == "state"}
     tops = dict.fromkeys(str(path[0]) for path, _ in shards.tensors.values() if len(path) > 1)

@@ -1,10 +1,10 @@
-"""Folders of torch_checkpointing: a file for each item and rank, and `metadata.pkl`, which says how items are sharded.
+"""Folders of torch_checkpointing: a file for each item and rank, and the sharding of the items in `metadata.pkl`.
 
-Writer: torch_checkpointing/checkpoint_writer.py; names of files, and what kind they are: checkpoint_layout.py. By
-default an item is a file of torch.save, whose DTensors tell their own layout. As safetensors a file has the rank's
-local arrays only: their places follow from the metadata (distributed_metadata.py, dtensor_metadata.py,
-default_metadata.py), which torch_checkpointing unpickles; here it is read as data. Without a resharder there is no
-metadata, and nothing tells the folder from any other: ``open(folder, format="torch-checkpointing")``.
+Writer: torch_checkpointing/checkpoint_writer.py; names and kinds of files: checkpoint_layout.py. By default an item is
+a file of torch.save, whose DTensors describe their own layout. A safetensors file has only the rank's local arrays,
+whose placement is in the metadata (distributed_metadata.py, dtensor_metadata.py, default_metadata.py).
+torch_checkpointing unpickles the metadata; here it is read as data. Without a resharder there is no metadata, and
+nothing identifies the folder: ``open(folder, format="torch-checkpointing")``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _KINDS = {"TorchSerialization": "pt", "JsonSerialization": "json", "SafetensorsS
 
 
 class Block(NamedTuple):
-    """What a rank holds of a tensor: the shape of its array (None: as it is), and where its blocks stand."""
+    """A rank's part of a tensor: the shape of its array (None accepts the stored one), and the placement of its
+    blocks."""
 
     local: Shape | None
     parts: tuple[Part, ...]
@@ -53,7 +54,8 @@ class Sharding(NamedTuple):
 
 @dataclass(slots=True)
 class Item:
-    """``files``: rank -> name; ``kind``: "pt", "json", "safetensors" or what else the writer called it."""
+    """An item of a checkpoint. ``kind`` is "pt", "json", "safetensors" or another name of the writer's; ``files`` maps
+    ranks to file names."""
 
     kind: str = "pt"
     files: dict[int, str] = field(default_factory=dict)
@@ -97,7 +99,7 @@ def _read(source: Source) -> Index:
 
 
 def _series(name: str, item: Item, world: int | None, source: Source) -> Series | None:
-    """The files of an item as a series; None if their names differ in more than the rank."""
+    """Return the files of an item as a series; None if their names differ in more than the rank."""
     rank, path = next(iter(item.files.items()))
     before, number, after = path.rpartition(str(rank))
     if not number or any(path != f"{before}{rank}{after}" for rank, path in item.files.items()):
@@ -121,13 +123,13 @@ def _safetensors(store: Store, name: str, item: Item, problems: list[Problem]) -
         for key, extent in file.extents.items()
     }
     tensors: dict[str, tuple[Path, TensorSpec]] = {}
-    told = {".".join(map(str, path)): path for path in item.shardings}
+    sharded = {".".join(map(str, path)): path for path in item.shardings}
     for key, extent in ((key, extent) for file in files.values() for key, extent in file.extents.items()):
         raw = f"{name}.{key}"
         if raw in tensors:
             continue
-        place = told.get(key)
-        if place is None:  # every rank has its own: the lowest's
+        place = sharded.get(key)
+        if place is None:  # every rank has its own tensor: read that of the lowest rank
             tensors[raw] = (name, key), whole(raw, extent)
         else:
             tensors[raw] = (name, *place), _global(store, raw, key, item.shardings[place], item, files, lost)
@@ -146,7 +148,7 @@ def _global(
 ) -> TensorSpec:
     dtype = next(file.extents[key].dtype for file in files.values() if key in file.extents)
     if not fits(sharding.shape, dtype.itemsize):
-        raise CorruptError(f"{store.root}/{_METADATA}: {key!r} has the shape {sharding.shape}: more than there can be")
+        raise CorruptError(f"{store.root}/{_METADATA}: {key!r} has the shape {sharding.shape}, which is too large")
     fragments = []
     for rank, block in sharding.blocks.items():
         if not any(prod(part.local.shape) for part in block.parts) and 0 not in sharding.shape:
@@ -159,8 +161,8 @@ def _global(
             continue
         if extent.dtype != dtype or (block.local is not None and extent.shape != block.local):
             raise CorruptError(
-                f"{store.root}/{path}: {key!r} is {extent.dtype} of shape {extent.shape}, by {_METADATA} the rank's "
-                f"part is {dtype} of shape {block.local}: these are no files of one save"
+                f"{store.root}/{path}: {key!r} is {extent.dtype} of shape {extent.shape}, but {_METADATA} says "
+                f"{dtype} of shape {block.local}: these files are not of one save"
             )
         if not all(Box((0,) * len(extent.shape), extent.shape) & part.local == part.local for part in block.parts):
             raise CorruptError(f"{store.root}/{path}: {key!r} of shape {extent.shape} is smaller than its parts")
@@ -169,7 +171,7 @@ def _global(
 
 
 def _json(store: Store, name: str, item: Item, problems: list[Problem]) -> Member:
-    """The lowest rank's under the item's name, others that differ under the name with their rank."""
+    """Read a JSON item: the lowest rank's value under the item's name, differing values under the name and rank."""
     meta: dict[str, Any] = {}
     infos = {}
     for rank in sorted(item.files):
@@ -204,17 +206,17 @@ def _metadata(store: Store, problems: list[Problem]) -> tuple[int | None, dict[s
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as e:
         raise CorruptError(
             f"{where} is not the metadata of torch_checkpointing ({type(e).__name__}: {str(e)[:120]}): the file is "
-            "damaged, or of a version that is not known"
+            "damaged, or of an unknown version"
         ) from None
 
 
 class _Known:
-    """Shardings by what the metadata says: those of the many tensors of one layout and shape are worked out once."""
+    """A cache of shardings by their metadata, because many tensors share a layout and shape."""
 
     def __init__(self, left: int) -> None:
-        """``left``: objects that may be looked at; shared references must not expand to more than the file has."""
+        """Limit the number of visited objects to ``left``: shared references must not expand beyond the file's size."""
         self._left = left
-        self._by_id: dict[int, Sharding] = {}  # the pickle's objects stay as long as this does
+        self._by_id: dict[int, Sharding] = {}  # ids are stable because the pickle's objects outlive this cache
         self._by_content: dict[Any, Sharding] = {}
 
     def sharding(self, groups: Any) -> Sharding:
@@ -226,7 +228,7 @@ class _Known:
         return self._by_id[id(groups)]
 
     def _content(self, value: Any) -> Any:
-        """Equal for what says the same."""
+        """Return a hashable key that is equal for equal metadata."""
         self._left -= 1
         if self._left < 0:
             raise ValueError("its references expand to far more objects than it has bytes")
@@ -246,11 +248,11 @@ def _item(name: str, about: Mapping[str, Any], world: int, known: _Known) -> Ite
             raise ValueError(f"the file of rank {rank} is {short(path)}")
         item.files[rank] = path
         if layout is not None:
-            told = layout["serialization_format"]["type"]
-            item.kind = _KINDS.get(told, _text(told)[:80])
+            kind = layout["serialization_format"]["type"]
+            item.kind = _KINDS.get(kind, _text(kind)[:80])
     for text, groups in about["nested_path_to_metadata"].items():
         path = tuple(part if isinstance(part, int) else str(part) for part in json.loads(text))
-        if item.kind == "safetensors":  # files of torch.save tell it themselves
+        if item.kind == "safetensors":  # files of torch.save contain their sharding
             item.shardings[path] = known.sharding(groups)
     return item
 

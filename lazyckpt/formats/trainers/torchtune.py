@@ -1,11 +1,11 @@
-"""What torchtune's checkpointers leave: a folder for each epoch, and one with the state of the recipe.
+"""Output folders of torchtune's checkpointers: a folder for each epoch, and one with the state of the recipe.
 
 Writer: torchtune/training/checkpointing/_checkpointer.py. `epoch_N` is a Hugging Face folder (FullModelHFCheckpointer:
 weights converted to the names and layout of transformers, with an index) or has `model-0000n-of-0000m.bin` without one
 (torchtune's own names, or Meta's), besides `adapter_model.pt`. `recipe_state/recipe_state.pt` has the optimizer and the
 counters of the last epoch that was not the final one. Before 0.5 all files were in one folder: `hf_model_0001_N.pt`,
-`meta_model_N.pt`, `torchtune_model_N.pt`, `adapter_N.pt`, `recipe_state.pt`. Its distributed checkpoints
-(`dist_epoch_N`) are torch's.
+`meta_model_N.pt`, `torchtune_model_N.pt`, `adapter_N.pt`, `recipe_state.pt`. torchtune's distributed checkpoints
+(`dist_epoch_N`) have the format of torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _read(source: Source) -> Index:
             problems.append(cannot_read(path, e))
     if not members:
         raise broken[0]
-    # recipes/full_finetune_*.py, lora_finetune_*.py `_setup_optimizer`: the optimizer is given model.parameters()
+    # recipes/full_finetune_*.py, lora_finetune_*.py `_setup_optimizer`: the optimizer receives model.parameters()
     by: By = "nothing" if any(map(pattern("torchtune.converted").search, names)) else "modules"
     done = next((m.meta["epochs_run"] for _, m in members if "epochs_run" in m.meta), None)
     models = ["model"]
@@ -75,7 +75,7 @@ def _read(source: Source) -> Index:
 
 
 def _epochs(source: Source) -> dict[int, list[str]]:
-    """Epoch -> its folder, or its files where all epochs share one."""
+    """Return the folder of each epoch, or its files if all epochs share one folder."""
     found: dict[int, list[str]] = {}
     for name in sorted(source.entries, key=natural):
         match = _EPOCH.fullmatch(name) if source.entries[name].is_dir else _OLD.fullmatch(name)
@@ -95,7 +95,7 @@ def _chosen(source: Source, epochs: Mapping[int, list[str]]) -> int | None:
 
 
 def _weights(source: Source, names: list[str]) -> Index:
-    """Raises what reading the files does."""
+    """Index the weights of an epoch, from its folder or its files. Raises the errors of reading."""
     store = source.store
     if source.entries[names[0]].is_dir:
         return _below(huggingface.read(Source(store.below(names[0]))), names[0])
@@ -112,7 +112,7 @@ def _weights(source: Source, names: list[str]) -> Index:
 
 
 def _below(index: Index, folder: str) -> Index:
-    """The index of a folder, as that of the one above."""
+    """Turn the index of a subfolder into one relative to the parent folder."""
     files: dict[str, FileInfo] = {f"{folder}/{path}": info for path, info in index.files.items()}
     states = {
         state: {name: relocated(spec, folder) for name, spec in table.items()} for state, table in index.states.items()
@@ -130,7 +130,7 @@ def _member(weights: Index) -> Member:
 
 
 def _beside(source: Source, names: list[str] | None, epoch: int | None) -> list[tuple[str, str]]:
-    """Adapter and recipe state: (path, what it stands under)."""
+    """Return the files of adapter and recipe state as (path, key of their content) pairs."""
     found = []
     if names and source.entries[names[0]].is_dir and "adapter_model.pt" in source.inside(names[0]):
         found.append((f"{names[0]}/adapter_model.pt", "adapter"))

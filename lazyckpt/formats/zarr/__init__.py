@@ -1,4 +1,4 @@
-"""Zarr hierarchies, as lazyckpt writes and reads them."""
+"""Zarr hierarchies: the layout that lazyckpt writes, and readers of any hierarchy."""
 
 from .reader import FOLDER, READER
 

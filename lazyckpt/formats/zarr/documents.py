@@ -1,7 +1,7 @@
 """The documents that describe a checkpoint as a zarr v3 hierarchy: zarr.json of the root, groups and arrays.
 
-/zarr.json                     attributes.lazyckpt: what the checkpoint is (`about`), and everything consolidated
-/weights/layers/3/up/weight    an array: state, then the parts of the name (`nodes.paths`)
+/zarr.json                     attributes.lazyckpt: facts about the checkpoint; and the consolidated metadata
+/weights/layers/3/up/weight    an array: state, then the parts of the name (`paths`)
 /exp_avg/...                   further states
 Source: the zarr v3 core specification; consolidated metadata as zarr-python writes it (core/metadata/v3.py,
 core/group.py `ConsolidatedMetadata`).
@@ -21,17 +21,17 @@ from ...core.index import Mesh
 from ...errors import DataError, Problem
 from ...io.plain_json import encode
 
-# -- What zarr calls dtypes: as torch does.
+# -- The names of dtypes in zarr are those of torch.
 
 NAMES: dict[DType, str] = {d: d.name for d in DTYPES if d.is_number and d is not C32}
 FROM_ZARR: dict[str, DType] = {name: dtype for dtype, name in NAMES.items()}
 
-# Those that zarr-python (3.1.6) does not know by itself: interop/zarr_dtypes.py teaches it.
+# Dtypes that zarr-python (3.1.6) lacks; interop/zarr_dtypes.py registers them.
 FOREIGN = tuple(name for name in NAMES.values() if name == "bfloat16" or name.startswith("float8"))
 
 
 def fill_value(dtype: DType) -> Any:
-    """Zero, as JSON spells it for the dtype. (Every chunk is written, so nobody reads it.)"""
+    """Return zero as JSON for a dtype. (It is never read, because every chunk is written.)"""
     if dtype is BOOL:
         return False
     if dtype.is_complex:
@@ -39,18 +39,19 @@ def fill_value(dtype: DType) -> Any:
     return 0.0 if dtype.is_floating_point else 0
 
 
-# -- Where a tensor stands in a zarr hierarchy: groups follow the dotted names, below a group for the state.
+# -- The path of a tensor in a zarr hierarchy: a group for the state, then groups for the parts of the dotted name.
 
-_EMPTY = "%empty"  # no other component is written so, either
-_SELF = "%"  # the array of a tensor "a" where there are tensors below "a", too: no component is written so
-_CUT = "%~"  # what is left of a long component, then its digest: no component is written so
-_LONGEST = 200  # bytes of a component; file systems take 255
+# `component` never produces these texts for any other component.
+_EMPTY = "%empty"
+_SELF = "%"  # the array of a tensor "a" if there are also tensors below "a"
+_CUT = "%~"  # separates the start of a long component from its digest
+_LONGEST = 200  # maximum bytes of a component; file systems allow 255
 _LONGEST_START = 100
-_LEGAL = re.compile(r"[^/\\%\x00-\x1f]+")  # zarr-python takes a backslash for a slash
+_LEGAL = re.compile(r"[^/\\%\x00-\x1f]+")  # zarr-python treats a backslash as a slash
 
 
 def paths(names: Iterable[str]) -> dict[str, str]:
-    """Name -> the path of its node, with "/" between groups. All of them at once: they depend on each other.
+    """Return the path of the node of each name, with "/" between groups. A path depends on all names.
 
     >>> paths(["a.weight", "a.weight.scale", "x/y", ""])
     {'a.weight': 'a/weight/%', 'a.weight.scale': 'a/weight/scale', 'x/y': 'x%2Fy', '': '%empty'}
@@ -61,9 +62,10 @@ def paths(names: Iterable[str]) -> dict[str, str]:
 
 
 def component(text: str) -> str:
-    """A part of a name as the name of a node. Zarr keeps "", ".", "..", names of dots only and those that begin with
-    two underscores for itself; what is no ordinary character is written as in a URL. Of one that is longer than the
-    names of files may be, the beginning and a digest are left.
+    """Return the name of a node for a part of a tensor's name.
+
+    Zarr reserves "", names of dots only, and names that start with two underscores. Special characters are escaped as
+    in a URL. A text that is too long for a file name is replaced by its beginning and a digest.
 
     >>> component("mlp"), component(""), component(".."), component("__x"), component("50%")
     ('mlp', '%empty', '%2E.', '%5F_x', '50%25')
@@ -81,7 +83,7 @@ def component(text: str) -> str:
 
 
 def dimension_names(shape: Shape) -> list[str]:
-    """Names that are the same for the same size, so that dimensions of different tensors line up in xarray.
+    """Return names of dimensions that depend on their sizes, so that xarray aligns dimensions of different tensors.
 
     >>> dimension_names((4096, 11008, 4096))
     ['d4096', 'd11008', 'd4096_2']
@@ -103,16 +105,16 @@ def _escaped_char(char: str) -> str:
 
 # -- The documents that describe a checkpoint as a zarr v3 hierarchy: zarr.json of the root, groups and arrays.
 
-LAYOUT = 1  # of the attributes; readers refuse a higher one
+LAYOUT = 1  # version of the attributes; readers refuse a higher one
 ATTRIBUTE = "lazyckpt"
-JOB = ".lazyckpt-job"  # stands in a folder or prefix while an export is written there
+JOB = ".lazyckpt-job"  # exists in a folder or prefix while an export is being written there
 RAW = ({"name": "bytes", "configuration": {"endian": "little"}},)
 Json = dict[str, Any]
 
 
 def array(name: str, shape: Shape, dtype: DType, chunk: Shape, codecs: Sequence[Json] = RAW, **attributes: Any) -> Json:
-    """The document of an array. ``attributes``: further ones, beside its ``name``; ``order``: which of the view's
-    tensors it is, where that is to be kept. Raises DataError for a dtype that zarr has not."""
+    """Return the document of an array. ``attributes`` are stored beside its ``name``, such as ``order``, the position
+    of the tensor in the view. Raises DataError for a dtype that zarr lacks."""
     data_type = NAMES.get(dtype)
     if data_type is None:
         raise DataError(f"zarr has no {dtype}, which {name!r} is: leave it out (view.select) or convert it")
@@ -132,12 +134,12 @@ def array(name: str, shape: Shape, dtype: DType, chunk: Shape, codecs: Sequence[
 
 
 def group(attributes: Mapping[str, Any] | None = None) -> Json:
-    """The document of a group."""
+    """Return the document of a group."""
     return {"zarr_format": 3, "node_type": "group", "attributes": dict(attributes or {})}
 
 
 def groups_of(arrays: Iterable[str]) -> list[str]:
-    """The paths of all groups that arrays at these paths are in, but for the root's."""
+    """Return the paths of all groups that contain arrays at these paths, except for the root."""
     found: dict[str, None] = {}
     for path in arrays:
         found.update(dict.fromkeys(_ancestry(path)[:-1]))
@@ -145,15 +147,15 @@ def groups_of(arrays: Iterable[str]) -> list[str]:
 
 
 def _ancestry(path: str) -> list[str]:
-    """The paths of the groups that a node is in, from the top, and its own."""
+    """Return the paths of the groups that contain a node, from the top, and its own path."""
     parts = path.split("/")
     return ["/".join(parts[:n]) for n in range(1, len(parts) + 1)]
 
 
 def hierarchy(arrays: Mapping[str, Json], about: Mapping[str, Any], states: Iterable[str]) -> dict[str, Json]:
-    """Path -> document of all nodes, the root's ("") last; it lists all others, so that opening reads one document.
-    ``states``: the paths of groups that are there even if they are empty."""
-    # what is in one group stands together: zarr-python (core/group.py, _flat_to_nested) loses it otherwise
+    """Return the documents of all nodes by path. The root's ("") is last and lists all others, so that opening reads
+    one document. ``states`` are the paths of groups that exist even if they are empty."""
+    # the nodes of a group are consecutive: zarr-python (core/group.py, _flat_to_nested) loses them otherwise
     order: dict[str, int] = {}
     for path in (*states, *arrays):
         for above in _ancestry(path):
@@ -161,7 +163,7 @@ def hierarchy(arrays: Mapping[str, Json], about: Mapping[str, Any], states: Iter
     known = {path: arrays[path] if path in arrays else group() for path in order}
     nodes = {path: known[path] for path in sorted(known, key=lambda path: [order[p] for p in _ancestry(path)])}
     root = group({ATTRIBUTE: {"layout": LAYOUT, **about}})
-    # a group that stands in a consolidated one has an empty list of its own
+    # a group inside a consolidated group has an empty list itself
     listed = {p: d | {"consolidated_metadata": _NONE} if d["node_type"] == "group" else d for p, d in nodes.items()}
     root["consolidated_metadata"] = {"kind": "inline", "must_understand": False, "metadata": listed}
     return {**nodes, "": root}
@@ -170,14 +172,14 @@ def hierarchy(arrays: Mapping[str, Json], about: Mapping[str, Any], states: Iter
 _NONE: Json = {"kind": "inline", "must_understand": False, "metadata": {}}
 
 
-# -- What of a view goes into a zarr hierarchy, where it stands there, and what the root says about it.
+# -- The contents of a view as a zarr hierarchy: arrays, paths, and the attributes of the root.
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
 class Part(Protocol[T_co]):
-    """What is asked of a view."""
+    """The part of a view's interface that `contents` needs."""
 
     @property
     def state(self) -> str: ...
@@ -196,24 +198,28 @@ class Part(Protocol[T_co]):
 
 @dataclass(frozen=True, slots=True)
 class Contents(Generic[T]):
-    """``arrays``: path -> tensor; ``names``: path -> the name that the view has for it; ``groups``: the paths of the
-    states' groups; ``about``: what the root's attributes say (documents.hierarchy)."""
+    """The contents of a view as a zarr hierarchy."""
 
     arrays: dict[str, T]
+    """Path -> tensor."""
     names: dict[str, str]
+    """Path -> name of the tensor in the view."""
     groups: tuple[str, ...]
+    """Paths of the states' groups."""
     about: dict[str, Any]
+    """Attributes of the root, for `hierarchy`."""
 
 
 def contents(view: Part[T], only: Sequence[str] | None = None) -> Contents[T]:
-    """The hierarchy of a view; ``only``: of these states. Reads no tensor data. Raises DataError for metadata that is
-    no plain object, or a state that there is not."""
+    """Return the contents of a view, or only those of the states ``only``. No tensor data is read.
+
+    Raises DataError for metadata that JSON cannot represent, or an unknown state."""
     whole = view.state == next(iter(view.states), None)
     states: Mapping[str, Part[T]] = view.states if whole else {view.state: view}
     if only is not None:
         only = (only,) if isinstance(only, str) else only
         if not only:
-            raise DataError("states=[]: there is nothing to write; None stands for all")
+            raise DataError("states=[]: there is nothing to write; None writes all states")
         for state in only:
             if state not in view.states:
                 raise DataError(f"there is no state {state!r}: there are {', '.join(map(repr, view.states))}")

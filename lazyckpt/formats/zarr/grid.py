@@ -1,8 +1,7 @@
-"""The chunks of an array as fragments, made when they are asked for: an array has thousands, a hierarchy of them
-millions.
+"""The chunks of an array as fragments that are created on demand, because a hierarchy can have millions of chunks.
 
-The cells of the grid are the innermost chunks, those that are read on their own: of a sharded array the chunks in the
-shards, elsewhere the chunks.
+The cells of the grid are the innermost chunks, which are read individually: the chunks inside the shards of a sharded
+array, and the chunks of any other array.
 """
 
 from __future__ import annotations

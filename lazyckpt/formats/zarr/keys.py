@@ -1,4 +1,4 @@
-"""Which keys of an array's chunks there are: where most are absent, a list of those that are there is short."""
+"""The existing keys of an array's chunks. If most chunks are absent, their list is short."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ...io.storage.base import Store
 
 
 class Keys:
-    """The names below the folder of an array, as deep as the keys of its chunks are. They are listed once, when they
-    are first asked for."""
+    """The names below the folder of an array, down to the depth of the keys of its chunks. They are listed once, on
+    first use."""
 
     def __init__(self, store: Store, folder: str, prefix: str, separator: str, ndim: int) -> None:
         self._store = store

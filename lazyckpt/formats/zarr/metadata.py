@@ -1,7 +1,7 @@
-"""The documents of arrays, as data: zarr.json (v3) and .zarray (v2).
+"""Parsing and validation of the documents of arrays: zarr.json (v3) and .zarray (v2).
 
 Sources: the zarr core specifications, versions 2 and 3; tensorstore driver/zarr/metadata.cc for v2's "bfloat16" and the
-8-bit floats. What a document claims is checked, for it may be anybody's.
+8-bit floats. Documents are untrusted, so everything in them is validated.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .documents import FROM_ZARR
 from .grid import Array
 from .packing import MAX_PACKED, NoTensorError, packing_v2, packing_v3
 
-# -- Fill values: the elements that absent chunks stand for, as JSON spells them.
+# -- Fill values: the elements of absent chunks, as JSON represents them.
 
 _PARTS = {C64: F32, C128: F64}
 
 
 def fill_bytes(value: Any, dtype: DType, where: str) -> bytes:
-    """The bytes of one element, little-endian. Raises CorruptError.
+    """Return the little-endian bytes of one element with the fill value. Raises CorruptError.
 
     >>> fill_bytes("0x3f800000", F32, "").hex(), fill_bytes(-1, I16, "").hex()
     ('0000803f', 'ffff')
@@ -45,7 +45,7 @@ def fill_bytes(value: Any, dtype: DType, where: str) -> bytes:
         if not isinstance(value, str | bool | int | float):
             raise TypeError(value)
         if dtype.is_floating_point:
-            # rounded by way of float32, as torch does; every value of a narrower type is one of float32
+            # round via float32, as torch does; float32 represents every value of a narrower type
             with np.errstate(all="ignore"):
                 wide = np.asarray(float(value), (F64 if dtype is F64 else F32).numpy)
                 return wide.astype(dtype.numpy.newbyteorder("<")).tobytes()
@@ -58,9 +58,9 @@ def fill_bytes(value: Any, dtype: DType, where: str) -> bytes:
         raise CorruptError(f"{where}: the fill value {value!r:.40} is none of {dtype}") from None
 
 
-# -- The documents of arrays, as data: zarr.json (v3) and .zarray (v2).
+# -- The documents of arrays: zarr.json (v3) and .zarray (v2).
 
-_MAX_CHUNKS = 1 << 24  # of an array
+_MAX_CHUNKS = 1 << 24  # maximum number of chunks of an array
 _V2 = {
     "f2": F16, "f4": F32, "f8": F64, "c8": C64, "c16": C128,
     "i1": I8, "i2": I16, "i4": I32, "i8": I64, "b1": BOOL,
@@ -69,11 +69,11 @@ _V2 = {
 
 
 def array_v3(about: Mapping[str, Any], where: str) -> Array:
-    """Raises CorruptError, NoTensorError."""
-    told = about.get("data_type")
-    dtype = FROM_ZARR.get(told) if isinstance(told, str) else None
+    """Parse a v3 document. Raises CorruptError or NoTensorError."""
+    kind = about.get("data_type")
+    dtype = FROM_ZARR.get(kind) if isinstance(kind, str) else None
     if dtype is None:
-        raise NoTensorError(f"dtype {told.get('name') if isinstance(told, dict) else told!s:.40}, which torch has not")
+        raise NoTensorError(f"dtype {kind.get('name') if isinstance(kind, dict) else kind!s:.40}, which torch lacks")
     grid, keys = _named(about.get("chunk_grid"), where), _named(about.get("chunk_key_encoding", "default"), where)
     if grid[0] != "regular":
         raise NoTensorError(f"chunk grid {grid[0]!r:.40}, which is not read")
@@ -94,15 +94,15 @@ def array_v3(about: Mapping[str, Any], where: str) -> Array:
 
 
 def array_v2(about: Mapping[str, Any], where: str, attributes: Mapping[str, Any] | None = None) -> Array:
-    """Raises CorruptError, NoTensorError."""
-    told = about.get("dtype")
+    """Parse a v2 document. Raises CorruptError or NoTensorError."""
+    kind = about.get("dtype")
     swapped = False
-    dtype = FROM_ZARR.get(told) if isinstance(told, str) else None  # tensorstore's, and Megatron's
-    if dtype is None and isinstance(told, str) and told[:1] in ("<", ">", "|"):
-        dtype = _V2.get(told[1:])
-        swapped = told[0] == ">" and dtype is not None and dtype.itemsize > 1
+    dtype = FROM_ZARR.get(kind) if isinstance(kind, str) else None  # names that tensorstore and Megatron write
+    if dtype is None and isinstance(kind, str) and kind[:1] in ("<", ">", "|"):
+        dtype = _V2.get(kind[1:])
+        swapped = kind[0] == ">" and dtype is not None and dtype.itemsize > 1
     if dtype is None:
-        raise NoTensorError(f"dtype {told!s:.40}, which torch has not")
+        raise NoTensorError(f"dtype {kind!s:.40}, which torch lacks")
     shape, chunk = _shapes(about.get("shape"), about.get("chunks"), dtype, where)
     packing = packing_v2(about, len(shape), swapped, where)
     fill = fill_bytes(about.get("fill_value"), dtype, where)
@@ -121,14 +121,14 @@ def _counted(array: Array, where: str) -> Array:
 
 
 def _named(about: Any, where: str) -> tuple[str, Mapping[str, Any]]:
-    """A name with its configuration, as v3 has them everywhere."""
+    """Return the name and the configuration of a v3 extension point."""
     if isinstance(about, str):
         return about, {}
     if isinstance(about, dict) and isinstance(about.get("name"), str):
         config = about.get("configuration", {})
         if isinstance(config, dict):
             return about["name"], config
-    raise CorruptError(f"{where} describes no array: {about!r:.60} where a name and its configuration are due")
+    raise CorruptError(f"{where} describes no array: {about!r:.60} instead of a name and its configuration")
 
 
 def _shapes(shape: Any, chunk: Any, dtype: DType, where: str) -> tuple[Shape, Shape]:
@@ -137,12 +137,12 @@ def _shapes(shape: Any, chunk: Any, dtype: DType, where: str) -> tuple[Shape, Sh
     sizes = [*shape, *chunk]
     if any(type(n) is not int or not 0 <= n < 1 << 62 for n in sizes) or len(shape) > 32:
         raise CorruptError(f"{where}: an array of shape {shape!s:.60} in chunks of {chunk!s:.60}")
-    if 0 in shape:  # it has no chunks, whatever their shape; zarr-python makes it as large as the array
+    if 0 in shape:  # the array has no chunks; zarr-python writes the array's shape as that of the chunks
         chunk = [max(1, n) for n in chunk]
     if 0 in chunk:
         raise CorruptError(f"{where}: an array of shape {shape!s:.60} in chunks of {chunk!s:.60}")
     if not fits(shape, dtype.itemsize) or not fits(chunk, dtype.itemsize):
-        raise CorruptError(f"{where}: an array of shape {shape!s:.60}: more bytes than there can be")
+        raise CorruptError(f"{where}: an array of shape {shape!s:.60}, which is too large")
     return tuple(shape), tuple(chunk)
 
 

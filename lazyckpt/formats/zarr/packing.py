@@ -1,8 +1,8 @@
-"""What the codecs of a zarr v3 array make of a chunk: shards, the order of dimensions, what has to be unpacked.
+"""The codecs of a zarr array as the packing of its chunks: shards, the order of dimensions, and codecs to unpack.
 
-A transposition is nothing but other strides, big-endian bytes are a property of an extent, and a shard is a place: only
-what is left is work for a codec. Sources: zarr-specs v3 (codecs/transpose, bytes, sharding-indexed), zarr-python
-codecs/sharding.py, zarr/codecs/numcodecs (names "numcodecs.*", parameters as numcodecs has them).
+A transposition is expressed by strides, big-endian bytes by a property of an extent, and a shard by a place in a file;
+only the remaining codecs have to be run. Sources: zarr-specs v3 (codecs/transpose, bytes, sharding-indexed),
+zarr-python codecs/sharding.py, zarr/codecs/numcodecs (names "numcodecs.*", parameters of numcodecs).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ...errors import CorruptError, FormatError
 from ...io.codecs import KNOWN
 from .grid import Level, Packing
 
-_DEPTH = 8  # of shards in shards
+_DEPTH = 8  # maximum depth of nested shards
 _FILTERS = ("delta", "fixedscaleoffset", "astype", "quantize", "bitround")
-_MAX_TABLE = 1 << 24  # chunks of a shard
-MAX_PACKED = 1 << 34  # bytes that a packed chunk unpacks to
+_MAX_TABLE = 1 << 24  # maximum number of chunks of a shard
+MAX_PACKED = 1 << 34  # maximum bytes of an unpacked chunk
 
 
 class _Named(NamedTuple):
@@ -30,7 +30,7 @@ class _Named(NamedTuple):
 
 
 class NoTensorError(FormatError):
-    """An array that is all right, but of a kind that is no tensor or not read; ``kind`` says which, in a few words."""
+    """A valid array that is not a tensor, or that lazyckpt does not read. ``kind`` says why in a few words."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(kind)
@@ -38,12 +38,13 @@ class NoTensorError(FormatError):
 
 
 def packing_v3(codecs: Any, chunk: Shape, itemsize: int, where: str) -> Packing:
-    """Raises CorruptError (it cannot be right), NoTensorError (it may be, but lazyckpt does not read it)."""
+    """Return the packing of a v3 array's chunks. Raises CorruptError for invalid codecs, and NoTensorError for valid
+    ones that lazyckpt does not read."""
     return _packing(codecs, chunk, tuple(range(len(chunk))), itemsize, where, _DEPTH)
 
 
 def packing_v2(about: Mapping[str, Any], ndim: int, swapped: bool, where: str) -> Packing:
-    """The same of a v2 array: filters, then a compressor; ``order`` C or F. Raises CorruptError."""
+    """Return the packing of a v2 array's chunks: filters, then a compressor, in C or F order. Raises CorruptError."""
     order, filters, compressor = about.get("order", "C"), about.get("filters") or [], about.get("compressor")
     if order not in ("C", "F"):
         raise CorruptError(f"{where}: the order {order!r:.20} is neither C nor F")
@@ -59,7 +60,7 @@ def packing_v2(about: Mapping[str, Any], ndim: int, swapped: bool, where: str) -
 
 
 def unknown_codecs(packing: Packing) -> list[str]:
-    """The names of those that lazyckpt cannot unpack."""
+    """Return the names of the codecs that lazyckpt cannot unpack."""
     return [codec.name for codec in packing.codecs if codec.name not in KNOWN]
 
 

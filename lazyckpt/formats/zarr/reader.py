@@ -1,8 +1,8 @@
-"""Zarr hierarchies as checkpoints: those that lossless exports of lazyckpt are, and any others.
+"""Readers of zarr hierarchies: lossless exports of lazyckpt, and any others.
 
-An export tells everything itself (documents.py). In any other, every array is a tensor of the weights, under its path
-with dots; attributes are in ``view.meta["attributes"]``. Opening reads the documents, of a consolidated hierarchy the
-one of the root; chunks are looked at when they are read.
+An export describes itself completely (documents.py). In any other hierarchy every array is a tensor of the weights,
+named by its path with dots, and attributes are in ``view.meta["attributes"]``. Opening reads the documents, or only the
+root's document of a consolidated hierarchy; chunks are examined when they are read.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .metadata import array_v2, array_v3
 from .packing import NoTensorError, unknown_codecs
 from .tree import ROOTS, Folder, Nodes, Tree, Zip, is_zip_of_zarr, nodes
 
-_ALONE = "array"  # the name of the tensor where the hierarchy is an array itself
-_LOOKED = 256  # chunks of which the store remembers what they were at opening; of others, at the first read
+_ALONE = "array"  # name of the tensor if the hierarchy is a single array
+_LOOKED = 256  # chunks whose versions the store records on opening; those of the others it records at the first read
 _DIMENSION = re.compile(r"d\d+(?:_\d+)?")
-_LOOKED_INTO = 64  # folders without a document of their own that are looked into
+_LOOKED_INTO = 64  # maximum number of subfolders that are examined in a folder without a document
 
 
 def _read(source: Source) -> Index:
@@ -36,7 +36,7 @@ def _read(source: Source) -> Index:
     if isinstance(tree, Zip) and not (found.root or found.arrays or found.attributes or found.damaged):
         raise FormatError(
             f"{source.where} is a zip file of {_named(tree.names)}, and no Zarr hierarchy. Unpack it, and open the "
-            "checkpoint that is in it"
+            "checkpoint in it"
         )
     top = found.attributes.get("", {})
     about: dict[str, Any] = top[ATTRIBUTE] if _is_export(top) else {}
@@ -51,7 +51,7 @@ def _read(source: Source) -> Index:
     if not own and exported and not found.root:
         raise MissingFileError(
             f"{source.where} is an export of lazyckpt without the root's zarr.json, which is written last: it was not "
-            "finished. The same export again goes on where it stopped."
+            "finished. Run the same export again: it goes on where it stopped."
         )
     if own and found.damaged:
         raise CorruptError(next(iter(found.damaged.values())))
@@ -70,7 +70,7 @@ def _read(source: Source) -> Index:
     files: Mapping[str, FileInfo] = tree.documents
     if isinstance(tree, Folder):
         files = chunks = ChunkFiles(source.store, tree.documents, list(fragments.values()))
-        if not source.store.gap:  # over a network, each look is a request
+        if not source.store.gap:  # over a network, each chunk would take a request
             for path in islice(chunks.paths(), _LOOKED):
                 look(source.store, path)
     if own:
@@ -94,13 +94,14 @@ def _named(names: list[str]) -> str:
 
 
 def _is_export(attributes: Mapping[str, Any]) -> bool:
-    told = attributes.get(ATTRIBUTE)
-    return isinstance(told, dict) and "layout" in told
+    own = attributes.get(ATTRIBUTE)
+    return isinstance(own, dict) and "layout" in own
 
 
 def _arrays(tree: Tree, found: Nodes, problems: list[Problem], unreadable: dict[str, str] | None) -> dict[str, Array]:
-    """Path -> array, of those that are tensors; ``problems`` gets those of the others. ``unreadable`` gets those whose
-    documents are damaged; None: then CorruptError is raised."""
+    """Return the arrays that are tensors, by path, and add problems for the others to ``problems``.
+
+    Arrays with damaged documents are added to ``unreadable``; if that is None, CorruptError is raised."""
     arrays: dict[str, Array] = {}
     others: dict[str, list[str]] = {}
     for path, (version, about, attributes, document) in found.arrays.items():
@@ -108,7 +109,7 @@ def _arrays(tree: Tree, found: Nodes, problems: list[Problem], unreadable: dict[
         try:
             array = array_v3(about, where) if version == 3 else array_v2(about, where, attributes)
         except NoTensorError as e:
-            others.setdefault(f"not in the view for their {e.kind}", []).append(path)
+            others.setdefault(f"not in the view because of their {e.kind}", []).append(path)
             continue
         except CorruptError as e:
             if unreadable is None:
@@ -116,7 +117,7 @@ def _arrays(tree: Tree, found: Nodes, problems: list[Problem], unreadable: dict[
             unreadable[_name(path)] = str(e)
             continue
         for codec in unknown_codecs(array.packing):
-            others.setdefault(f"cannot be read, for lazyckpt does not know their codec {codec!r:.60}", []).append(path)
+            others.setdefault(f"cannot be read, because lazyckpt lacks their codec {codec!r:.60}", []).append(path)
         arrays[path] = array
     problems += [
         Problem("unsupported-tensor", f"{_count(paths)} {reason}: {some(paths)}", only_one(paths))
@@ -137,7 +138,7 @@ def _index(
     problems: list[Problem],
     unreadable: Mapping[str, str],
 ) -> Index:
-    """The index of a hierarchy that somebody else wrote."""
+    """Return the index of a hierarchy that lazyckpt did not write."""
     tensors: dict[str, TensorSpec] = {}
     for path, grid in fragments.items():
         name = _name(path)
@@ -167,26 +168,26 @@ def _own_index(
     tree: Tree,
     problems: list[Problem],
 ) -> Index:
-    """The index of an export: what was exported, as it was."""
+    """Return the index of an export, which restores the exported view."""
     where = tree.where("zarr.json")
     if type(about["layout"]) is not int or about["layout"] > LAYOUT:
         raise FormatError(
             f"{where}: an export of layout {about['layout']!r:.20}, this version of lazyckpt reads up to {LAYOUT}: use "
             "a later one"
         )
-    told, first, listed = about.get("format"), about.get("state"), about.get("states")
+    origin, first, listed = about.get("format"), about.get("state"), about.get("states")
     aliases, degrees, notes = about.get("aliases") or {}, about.get("mesh") or {}, about.get("problems") or []
     try:
         mesh = Mesh(**degrees)
-        valid = isinstance(told, str) and isinstance(first, str) and isinstance(listed, list) and first in listed
+        valid = isinstance(origin, str) and isinstance(first, str) and isinstance(listed, list) and first in listed
         texts = (*(listed or ()), *aliases.keys(), *aliases.values(), *notes)
         valid = valid and all(isinstance(text, str) for text in texts)
     except (TypeError, AttributeError):
         valid = False
     if not valid or any(type(n) is not int or n < 1 for n in (mesh.tp, mesh.pp, mesh.dp, mesh.ep)):
         raise CorruptError(f"{where}: its attributes do not describe an export of lazyckpt: damaged")
-    rule = f"exported from a checkpoint of the format {told}"
-    # `view.stored` is no state that a view could show, beside its own stored arrays: its raw names are all there is
+    rule = f"exported from a checkpoint of the format {origin}"
+    # an export of `view.stored` has only raw names, and "stored" cannot be the name of a state of the opened view
     called = {
         state: "weights" if listed == ["stored"] else state for state in dict.fromkeys([str(first), *(listed or ())])
     }
@@ -206,7 +207,7 @@ def _own_index(
         raise CorruptError(f"{where}: names are tied to {lost[0]!r:.80}, which is no array: damaged")
     try:
         meta = decode(about.get("meta") or {})
-    except Exception as e:  # whatever numpy and others say of texts that they cannot make an object of
+    except Exception as e:  # numpy and others raise various errors for invalid texts
         raise CorruptError(f"{where}: its meta is damaged ({e!s:.120})") from e
     if not isinstance(meta, dict):
         raise CorruptError(f"{where}: its meta is no dict: damaged")
@@ -224,14 +225,14 @@ def _own_index(
 
 
 def _check_shape(array: Array, named: Any, where: str) -> None:
-    """Dimensions are called by their size (unless somebody gave them other names), so a damaged size shows."""
+    """Check a shape against the names of its dimensions, which contain their sizes unless somebody renamed them."""
     ours = isinstance(named, list) and all(isinstance(name, str) and _DIMENSION.fullmatch(name) for name in named)
     if ours and named != dimension_names(array.shape):
         raise CorruptError(f"{where} has the shape {list(array.shape)}, but its dimensions are called {named}: damaged")
 
 
 def _order(grid: GridFragments) -> int:
-    """Where an array stood in the view that was exported."""
+    """Return the position of an array in the exported view."""
     own = (grid.array.attributes or {}).get(ATTRIBUTE)
     order = own.get("order") if isinstance(own, dict) else None
     return order if type(order) is int else 0

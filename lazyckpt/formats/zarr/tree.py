@@ -1,7 +1,7 @@
-"""Where the documents of a hierarchy are: a folder of a store, or a zip.
+"""The documents of a hierarchy in a folder of a store or in a zip.
 
-Writers of zips: zarr/storage/_zip.py `ZipStore`; and whoever packs a folder. Entries that are not compressed are read
-where they lie.
+Writers of zips: zarr/storage/_zip.py `ZipStore`, or any tool that packs a folder. Uncompressed entries are read in
+place.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ...io.storage.base import Store, StoreFile, present
 from ...io.storage.fsspec import is_url
 from .grid import Place
 
-_MAX_DOCUMENT = 1 << 28  # bytes
+_MAX_DOCUMENT = 1 << 28  # maximum size of a document, in bytes
 ROOTS = ("zarr.json", ".zmetadata", ".zgroup", ".zarray")
 
 
 class Folder:
-    """The folder of a store. ``documents``: those that were looked at."""
+    """The folder of a store. ``documents`` has the files of all documents that have been read."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -38,11 +38,11 @@ class Folder:
         return f"{self.store.root}/{path}"
 
     def listed(self, folder: str) -> Mapping[str, bool]:
-        """The names directly inside: whether each is a folder."""
+        """Return the names directly inside a folder, each with whether it is a folder."""
         return {name: entry.is_dir for name, entry in self.store.list(folder).items()}
 
     def is_circle(self, folder: str) -> bool:
-        """Whether a folder is a link to one that it is in."""
+        """Return whether a folder is a link to one of its parents."""
         path = os.path.join(self.store.root, folder)
         if is_url(self.store.root) or not os.path.islink(path):
             return False
@@ -50,7 +50,7 @@ class Folder:
         return os.path.commonpath([real, above]) == real
 
     def document(self, path: str) -> bytes | None:
-        """Its bytes; None if it is not there. Raises CorruptError if it is absurdly large."""
+        """Read a document; return None if it does not exist. Raises CorruptError if it is too large."""
         info = present(self.store, path)
         if info is None:
             return None
@@ -61,7 +61,7 @@ class Folder:
 
 
 class Zip:
-    """A zip; or the only folder in it. Raises CorruptError if it is damaged."""
+    """A zip, or the only folder in it. The constructor raises CorruptError if the zip is damaged."""
 
     def __init__(self, store: Store, path: str) -> None:
         self.store = store
@@ -70,7 +70,7 @@ class Zip:
         self.documents = {path: self._file.info}
         self._budget = Budget(f"{store.root}/{path}", self._file.info.size)
         self._base = ""
-        start, entries = read_zip(self._file)  # refuses what other readers could see otherwise
+        start, entries = read_zip(self._file)  # refuses zips that other programs could read differently
         ordered = sorted(entries, key=lambda e: e.header)
         entries = [a._replace(after=b) for a, b in zip(ordered, [*(e.header for e in ordered[1:]), start], strict=True)]
         self._entries = {entry.name: entry for entry in entries if not entry.name.endswith("/")}
@@ -92,15 +92,16 @@ class Zip:
         return f"{self.store.root}/{self.path}/{self._base}{path}"
 
     def listed(self, folder: str) -> Mapping[str, bool]:
-        """The names directly inside: whether each is a folder."""
+        """Return the names directly inside a folder, each with whether it is a folder."""
         return self._folders.get(folder, {})
 
     def is_circle(self, folder: str) -> bool:
-        """A zip has no links that are followed."""
+        """Return False, because links in a zip are not followed."""
         return False
 
     def document(self, path: str) -> bytes | None:
-        """Its bytes; None if it is not there. Raises CorruptError; FormatError if it is encrypted, or not deflated."""
+        """Read a document; return None if it does not exist. Raises CorruptError, or FormatError if it is encrypted or
+        compressed by a method other than deflate."""
         entry = self._entries.get(path)
         if entry is None:
             return None
@@ -129,12 +130,12 @@ class Zip:
 
     @property
     def names(self) -> list[str]:
-        """The paths of all entries, as they stand in the zip."""
+        """The paths of all entries in the zip."""
         return [f"{self._base}{name}" for name in self._entries]
 
     def places(self, folders: Iterable[str]) -> dict[str, dict[str, Place]]:
-        """For each of these folders, where the keys below it are. Raises CorruptError, FormatError (a compression that
-        zarr does not use)."""
+        """Return the places of the keys below each folder. Raises CorruptError, or FormatError for a compression method
+        that zarr does not use."""
         found: dict[str, dict[str, Place]] = {folder: {} for folder in folders}
         for name, entry in self._entries.items():
             folder = posixpath.dirname(name)
@@ -151,7 +152,8 @@ Tree = Folder | Zip
 
 
 def is_zip_of_zarr(path: str, head: bytes) -> bool:
-    """By its first bytes and name: a zip that begins with an entry of zarr, or is called .zip and none of torch's."""
+    """Return whether a file is a zip of zarr: its first entry is one of zarr, or its name ends with .zip and the first
+    entry is not one of torch."""
     if not head.startswith(b"PK\x03\x04"):
         return False
     name = head[30 : 30 + int.from_bytes(head[26:28], "little")].decode("utf-8", "replace")
@@ -160,29 +162,30 @@ def is_zip_of_zarr(path: str, head: bytes) -> bool:
     return path.endswith(".zip") and not name.endswith(("/data.pkl", "/.format_version", "/byteorder"))
 
 
-# -- The nodes of a hierarchy of either version: from its consolidated metadata, or by going through the
-# folders.
+# -- The nodes of a hierarchy of either version, from its consolidated metadata or by walking its folders.
 
-_DEPTH = 64  # of groups in groups
-_MANY = 1 << 20  # folders that are gone through
+_DEPTH = 64  # maximum depth of groups
+_MANY = 1 << 20  # maximum number of folders to walk
 
 Json = dict[str, Any]
 
 
 @dataclass(slots=True)
 class Nodes:
-    """``root``: the root's document and attributes, as v3 has them; {} if there is none. ``arrays``: path -> (version,
-    document, attributes, the document's path). ``attributes``: path of a group -> its attributes. ``damaged``: path of
-    a node that cannot be read -> why."""
+    """The nodes of a hierarchy."""
 
     root: Json = field(default_factory=dict)
+    """The root's v3 document; {} if there is none."""
     arrays: dict[str, tuple[int, Json, Json, str]] = field(default_factory=dict)
+    """Path -> (version, document, attributes, path of the document)."""
     attributes: dict[str, Json] = field(default_factory=dict)
+    """Path of a group -> its attributes."""
     damaged: dict[str, str] = field(default_factory=dict)
+    """Path of a node that cannot be read -> reason."""
 
 
 def nodes(tree: Tree) -> Nodes:
-    """Raises CorruptError."""
+    """Read the nodes of a hierarchy. Raises CorruptError."""
     found = Nodes()
     data = tree.document("zarr.json")
     if data is not None:
@@ -235,7 +238,7 @@ def _walk(tree: Tree, found: Nodes) -> None:
 
 
 def _visit(tree: Tree, folder: str, found: Nodes) -> list[str]:
-    """Note what a folder is; its folders, if it is no array."""
+    """Record the node of a folder; return its subfolders unless it is an array."""
     names = tree.listed(folder)
     if "zarr.json" in names:
         path = posixpath.join(folder, "zarr.json")
@@ -253,7 +256,7 @@ def _visit(tree: Tree, folder: str, found: Nodes) -> list[str]:
     circles = [path for path in inside if tree.is_circle(path)]
     for path in circles:
         found.damaged[path] = (
-            f"{tree.where(path)} is a link to a folder that it is in, which is no hierarchy: remove it"
+            f"{tree.where(path)} is a link to a folder that contains it, which is no hierarchy: remove the link"
         )
     return [path for path in inside if path not in circles]
 
@@ -264,12 +267,12 @@ def _attributes(tree: Tree, folder: str, names: Mapping[str, bool]) -> Json:
 
 
 def _add_v3(found: Nodes, folder: str, about: Any, path: str, tree: Tree) -> bool:
-    """Whether it is an array."""
+    """Record a node from its v3 document; return whether it is an array."""
     where = tree.where(path)
     about = _object(about, where)
     attributes = _object(about.get("attributes") or {}, where)
     kind = about.get("node_type")
-    if about.get("zarr_format") == 2 and "chunks" in about:  # zarr-python consolidates a hierarchy of both so
+    if about.get("zarr_format") == 2 and "chunks" in about:  # zarr-python's consolidation of mixed versions
         found.arrays[folder] = 2, about, attributes, path
     elif kind == "array" and about.get("zarr_format") == 3:
         found.arrays[folder] = 3, about, attributes, path
@@ -282,7 +285,7 @@ def _add_v3(found: Nodes, folder: str, about: Any, path: str, tree: Tree) -> boo
 
 
 def _inside(path: Any, where: str) -> str:
-    """The path of a node, if it is one that lies in the hierarchy."""
+    """Return the path of a node, or raise CorruptError if it is outside the hierarchy."""
     if not isinstance(path, str) or "\0" in path or any(part in ("", ".", "..") for part in path.split("/") if path):
         raise CorruptError(f"{where} lists {path!r:.80}, which is no path of a node: damaged or hostile")
     return path
@@ -290,7 +293,7 @@ def _inside(path: Any, where: str) -> str:
 
 def _object(value: Any, where: str) -> Json:
     if not isinstance(value, dict):
-        raise CorruptError(f"{where}: {value!r:.60} where an object is due: damaged")
+        raise CorruptError(f"{where}: {value!r:.60} instead of a JSON object: damaged")
     return value
 
 

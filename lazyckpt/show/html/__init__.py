@@ -1,7 +1,7 @@
-"""Views and tensors as HTML, for Jupyter and whatever else shows notebooks. Drawing reads no tensor data.
+"""Views and tensors as HTML, for Jupyter and other notebook viewers. Rendering reads no tensor data.
 
-Plain nested lists, `<details>` and inline CSS; nothing is fetched from anywhere. Where scripts run there is a search
-box; where scripts and styles are taken out (GitHub) the lists still read.
+The HTML consists of nested lists, `<details>` and inline CSS, and fetches nothing. A search box appears where scripts
+run; the lists remain readable where scripts and styles are stripped (GitHub).
 """
 
 from .pages import shown, tensor_html, view_html

@@ -1,4 +1,4 @@
-"""A view, and a tensor, as one output each."""
+"""The HTML output of a view and of a tensor."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ..values import Sample, sample, text_histogram
 from .parts import Colours, Shown, page, safe, tag, title
 from .tree import kind_html, plan, tree_html
 
-# -- Which file holds which block of a tensor, drawn to scale.
+# -- A map of which file holds which block of a tensor, drawn to scale.
 
-_LISTED = 16  # holders below a map
+_LISTED = 16  # holders in the legend of a map
 
 
 def map_html(t: LazyArray) -> str:
-    """A map of the tensor's blocks, or of the hull of what is selected of it, and whose they are."""
+    """Return a map of the blocks of the tensor, or of the hull of its selection, with a legend of their holders."""
     d = drawing(t)
     if not d.blocks:
         return tag("p", "no file holds elements of it" if t.numel() else "it has no elements", "dim")
     colours = Colours()
-    for holder in d.holders:  # colours go by rank, however cells are ordered
+    for holder in d.holders:  # assign colours in fragment order, which does not depend on the order of the cells
         colours.of((holder,))
     height, width = _length(d.rows), _length(d.cols)
     flat = d.row_dim is None or len(d.cells) == 1
@@ -86,21 +86,21 @@ def _notes(d: Drawing) -> str:
 def _legend(holders: Sequence[Holder], colours: Colours) -> str:
     lines = []
     for h in holders[:_LISTED]:
-        told = "" if h.path == h.label else tag("code", safe(h.path, 400), "dim")
+        note = "" if h.path == h.label else tag("code", safe(h.path, 400), "dim")
         if h.missing:
-            told = f"{tag('b', 'cannot be read')}: {safe(h.missing, 400)}"
-        lines.append(tag("li", f"{tag('span', '', f'swatch {colours.of((h,))}')} {safe(h.label)} {told}"))
+            note = f"{tag('b', 'cannot be read')}: {safe(h.missing, 400)}"
+        lines.append(tag("li", f"{tag('span', '', f'swatch {colours.of((h,))}')} {safe(h.label)} {note}"))
     if len(holders) > _LISTED:
         lines.append(tag("li", and_more(len(holders) - _LISTED), "dim"))
     return tag("ul", "\n".join(lines), "legend")
 
 
-# -- A histogram of some of a tensor's elements, as bars.
+# -- A histogram of a sample of a tensor's elements, as bars.
 
 
 def histogram_html(found: Sample) -> str:
-    """The bars, what was read for them and what there is in it."""
-    told, stats = found.lines
+    """Return the histogram of a sample as bars, with its size and statistics below."""
+    size, stats = found.lines
     top = max(found.counts, default=0)
     bars = "".join(
         tag(
@@ -112,23 +112,23 @@ def histogram_html(found: Sample) -> str:
         )
         for n, a, b in zip(found.counts, found.edges[:-1], found.edges[1:], strict=True)
     )
-    # attributes, not text: where styles are taken out there are no bars that they could be the ends of
+    # attributes instead of text: where styles are stripped there are no bars, and the labels of their ends disappear
     ends = tag("span", "", data_l=f"{found.low:.4g}") + " " + tag("span", "", data_l=f"{found.high:.4g}")
     drawn = tag("div", bars, "bars") + tag("div", ends, "ends", aria_hidden="true") if top else ""
-    return drawn + tag("div", safe(told, 400), "note") + tag("div", safe(stats, 400), "note")
+    return drawn + tag("div", safe(size, 400), "note") + tag("div", safe(stats, 400), "note")
 
 
-# -- A view, and a tensor, as one output each.
+# -- The output of a view and of a tensor.
 
-_PROBLEMS = 20  # lines that are listed
-_SEEN = 5  # lines that are seen before anything is opened
+_PROBLEMS = 20  # maximum number of problems that are listed
+_SEEN = 5  # maximum length of a list of problems that is open at first
 
 
 def view_html(view: Namespace[Any], head: str = "") -> str:
-    """A view as a tree that opens and closes, its problems first. ``head``: a line above. Reads no tensor data."""
+    """Return a view as a collapsible tree below its problems. ``head`` is a line above both. No tensor data is read."""
     root = outline(view).root
     first, *rest = facts(view)
-    if view.problems:  # they are below, in full
+    if view.problems:  # the last fact is their number; the list below has it, too
         rest.pop()
     line = " · ".join([tag("b", safe(first, 400)), *(safe(fact, 400) for fact in rest)])
     return page(
@@ -154,12 +154,12 @@ def _problems(problems: tuple[Problem, ...]) -> str:
 
 
 def tensor_html(t: LazyArray, more: str = "") -> str:
-    """A tensor: what it is, which file holds which block of it, and ``more`` (HTML). Reads no tensor data."""
+    """Return a description of a tensor, a map of its blocks, and ``more`` (HTML) below. No tensor data is read."""
     size = f"{human_bytes(t.nbytes)} · {human_count(t.numel())} element{'s' * (t.numel() != 1)}"
     head = f"{tag('b', tag('code', safe(t.name, 400)))} · {kind_html(t)} · {size}"
     notes = []
     if tuple(t.shape) != t.spec.shape:
-        notes.append(f"of a tensor of shape [{', '.join(map(str, t.spec.shape))}]")
+        notes.append(f"part of a tensor of shape [{', '.join(map(str, t.spec.shape))}]")
     if t.spec.stored_as:
         notes.append(f"stored as {t.spec.stored_as!r}")
     if t.spec.combine == "mean":
@@ -177,7 +177,7 @@ def tensor_html(t: LazyArray, more: str = "") -> str:
 
 
 def shown(t: LazyArray, histogram: bool) -> Shown:
-    """See `LazyTensor.show`."""
+    """Return the result of `LazyTensor.show`."""
     if not histogram:
         return Shown(repr(t), tensor_html(t))
     found = sample(t)

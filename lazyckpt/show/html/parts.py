@@ -1,4 +1,4 @@
-"""What all HTML of lazyckpt is made of: text that stays text, the frame with style and script, colours."""
+"""Building blocks of all HTML of lazyckpt: escaped text, elements, the frame with style and script, and colours."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from ...core.dtypes import BOOL, DType
 from ...errors import printable
 from ..layout import Holder, ranges
 
-_COLOURS = 8  # of holders; then they begin anew
+_COLOURS = 8  # distinct colours of holders; further holders reuse them
 _LONG = 160  # characters of a name that are shown
 
 
 def safe(text: str, limit: int = _LONG) -> str:
-    """Text of a checkpoint as HTML text or the value of an attribute: no markup, no control characters, no end of
-    the world if it is long.
+    """Escape text of a checkpoint for use as HTML text or as an attribute's value, and cut it at ``limit`` characters.
+
+    Markup and control characters are escaped.
 
     >>> safe('<b>"\\x1b')
     '&lt;b&gt;&quot;\\\\x1b'
@@ -28,19 +29,19 @@ def safe(text: str, limit: int = _LONG) -> str:
 
 
 def tag(name: str, body: str, css: str = "", **attributes: str) -> str:
-    """An element; ``body`` is HTML, the values of ``attributes`` (``data_x`` for data-x) are text.
+    """Return an element. ``body`` is HTML; the values of ``attributes`` (``data_x`` for data-x) are text.
 
     >>> tag("b", "x", "dim", title="a<b")
     '<b class="dim" title="a&lt;b">x</b>'
     """
-    told = {"class": css} if css else {}
-    told |= {key.replace("_", "-"): value for key, value in attributes.items()}
-    inner = "".join(f' {key}="{safe(value, 400)}"' for key, value in told.items())
+    values = {"class": css} if css else {}
+    values |= {key.replace("_", "-"): value for key, value in attributes.items()}
+    inner = "".join(f' {key}="{safe(value, 400)}"' for key, value in values.items())
     return f"<{name}{inner}>{body}</{name}>"
 
 
 def page(parts: Iterable[str], searched: bool = False) -> str:
-    """The parts as one output. Its style reaches nothing else on the page, nor do notebooks typeset "$" in it."""
+    """Join the parts to one output. Its style does not affect the rest of the page, and "$" is not typeset in it."""
     script = f"<script>(() => {{\n{_resource('search.js')}}})();</script>" if searched else ""
     body = "\n".join(part for part in parts if part)
     return f'<div class="lazyckpt tex2jax_ignore mathjax_ignore">\n<style>\n{_style()}</style>\n{body}\n{script}</div>'
@@ -58,7 +59,7 @@ def _resource(name: str) -> str:
 
 
 def dtype_class(dtype: DType) -> str:
-    """The colour of a dtype: full floats, 16-bit floats, smaller ones, integers, all else."""
+    """Return the CSS class of a dtype: wide floats, 16-bit floats, smaller floats, integers, or other."""
     if dtype.is_floating_point:
         return "float" if dtype.itemsize >= 4 else "half" if dtype.itemsize == 2 else "small"
     if dtype.is_complex or dtype is BOOL or dtype.name.startswith("bits"):
@@ -67,18 +68,18 @@ def dtype_class(dtype: DType) -> str:
 
 
 def owner(holder: Holder) -> object:
-    """What has one colour: a rank, all files of which have the same, or a file of which no rank is known."""
+    """Return the key of a holder's colour: its rank, which all files of the rank share, or else its path."""
     return holder.rank if holder.rank is not None else holder.path
 
 
 @dataclass(slots=True)
 class Colours:
-    """The same colour for the same owner, in all of an output."""
+    """The assignment of colours to owners within one output."""
 
     known: dict[object, int] = field(default_factory=dict)
 
     def of(self, holders: Sequence[Holder]) -> str:
-        """The class of what they hold: of the first that can be read."""
+        """Return the CSS class of the first holder that can be read, or "lost"."""
         there = next((h for h in holders if not h.missing), None)
         if there is None:
             return "lost"
@@ -86,7 +87,7 @@ class Colours:
 
 
 def title(holders: Sequence[Holder]) -> str:
-    """What a box says when one points at it."""
+    """Return the tooltip of a box."""
     text = ranges(holders)
     lost = sum(bool(h.missing) for h in holders)
     if len(holders) == 1:
@@ -96,7 +97,7 @@ def title(holders: Sequence[Holder]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Something to look at: text for a terminal, HTML for a notebook."""
+    """An object with two representations: text for a terminal and HTML for a notebook."""
 
     text: str
     html: str

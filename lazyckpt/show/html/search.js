@@ -1,6 +1,6 @@
-// Gives every output that has none yet its search box. A query is found anywhere in a label; with dots, the end of one
-// label, whole labels, and the beginning of one, as they follow each other. "0-125" and "0-126/2" (every second) stand
-// for the numbers in them.
+// Add a search box to every output that has none yet. A query without dots matches anywhere in a label. A query with
+// dots matches the end of one label, then whole labels, then the beginning of one label on consecutive levels. "0-125"
+// and "0-126/2" (every second) represent the numbers in the range.
 for (const root of document.querySelectorAll(".lazyckpt:not([data-on])")) {
   root.dataset.on = "1";
   const tree = root.querySelector(".tree");

@@ -1,4 +1,4 @@
-"""The rows of a view as nested lists that open and close."""
+"""The tree of a view as collapsible nested lists."""
 
 from __future__ import annotations
 
@@ -16,32 +16,39 @@ from ..layout import Holder, holders
 from ..outline import Node, chain, groups
 from .parts import Colours, dtype_class, owner, safe, tag, title
 
-# -- The tree of a view as few enough rows: of layers that are alike one is shown, and what is left is cut.
+# -- The rows of the tree: in a long tree equal layers are folded into one row, and long lists of siblings are cut.
 
-ROWS = 800  # of a tree, at most
+ROWS = 800  # maximum number of rows of a tree
 
 
 @dataclass(slots=True)
 class Row:
-    """A line of the tree. ``label``: what it adds to the names above it. ``alike``: the numbers it stands for, as
-    "0-125" or "1-125/2" (every second), of ``times`` siblings; the rows below are then those of the first.
-    ``left_out``: siblings that this row says are not listed."""
+    """A line of the tree."""
 
     label: str
+    """The part of the name that this row adds to the rows above it."""
     node: Node
+    """The node that is shown; the first one of several equal nodes."""
     leaf: bool = False
+    """Whether the row is a tensor."""
     alike: str = ""
+    """Numbers of the equal siblings that the row represents: "0-125", or "1-125/2" for every second one."""
     times: int = 1
+    """Number of siblings that the row represents."""
     left_out: int = 0
+    """Number of siblings that are not listed; such a row has no other content."""
     tensors: int = 0
     numel: int = 0
     nbytes: int = 0
     below: list[Row] = field(default_factory=list)
+    """Rows below this one; those of the first of several equal siblings."""
 
 
 def plan(root: Node, most: int = ROWS) -> list[Row]:
-    """The rows of a tree: all of them if they are few; else siblings that are alike as one, and then no more of one
-    node's than fit."""
+    """Return at most about ``most`` rows of a tree.
+
+    A longer tree is shortened in two ways: equal siblings are folded into one row, then the number of children per node
+    is limited."""
     room = _Room(most)
     rows = _rows(root, False, most, room)
     if room.left >= 0:
@@ -56,13 +63,14 @@ def plan(root: Node, most: int = ROWS) -> list[Row]:
 
 @dataclass(slots=True)
 class _Room:
-    """For how many more rows there is room; below 0 none is needed any more."""
+    """The number of rows that still fit; negative once the tree does not fit."""
 
     left: int
 
 
 def _rows(node: Node, fold: bool, most: int, room: _Room) -> list[Row]:
-    """What is below a node, as far as there is room. ``fold``: whether what is alike is to be one row."""
+    """Return the rows below a node, as long as there is room. ``fold`` makes equal siblings one row; ``most`` limits
+    the rows of one node."""
     rows: list[Row] = []
     if not fold and len(node.children) > room.left:
         room.left = -1
@@ -74,7 +82,7 @@ def _rows(node: Node, fold: bool, most: int, room: _Room) -> list[Row]:
         if room.left < 0:
             return rows
         end = members[0]
-        label, end = (end.label, end) if alike else chain(end)  # nothing to choose from: one row
+        label, end = (end.label, end) if alike else chain(end)  # a chain of single children is one row
         sums = _sums(members)
         if end.spec is not None:
             own = (end.spec.numel, end.spec.nbytes) if end.counted else (0, 0)
@@ -93,28 +101,28 @@ def _sums(nodes: Sequence[Node]) -> tuple[int, int, int]:
     return sum(n.tensors for n in nodes), sum(n.numel for n in nodes), sum(n.nbytes for n in nodes)
 
 
-# -- The rows of a view as nested lists that open and close.
+# -- The rows as collapsible nested lists.
 
-_OPEN = 40  # rows that are seen before anything is opened
-_BOXES = 12  # of a strip
-_LOOKED_AT = 40_000  # fragments, for the strips of one tree
+_OPEN = 40  # maximum number of rows that are visible at first
+_BOXES = 12  # maximum number of boxes of a strip
+_LOOKED_AT = 40_000  # maximum number of fragments that are examined for the strips of one tree
 
 
 def tree_html(view: Namespace[Any], rows: Sequence[Row]) -> str:
-    """The rows, which are of this view, and below them which colour is whose."""
+    """Return the rows of a view as nested lists, with the legend of the colours below."""
     if not rows:
         return tag("p", "(no tensors)", "dim")
     held = _held(view, rows)
     colours = Colours()
     listed = {holder: None for each in held.values() for holder in each}
     if len(set(map(owner, listed))) < 2 and not any(holder.missing for holder in listed):
-        held = {}  # of one file, which is there, strips tell nothing
+        held = {}  # strips carry no information if there is one file and it is readable
     body = tag("ul", _items(rows, _levels(rows), held, colours), "tree")
     return body + (_legend(tuple(listed), colours) if held else "")
 
 
 def _levels(rows: Sequence[Row]) -> int:
-    """How many levels are open at first."""
+    """Return the number of levels that are open at first."""
     levels, seen, level = 0, len(rows), list(rows)
     while level:
         level = [child for row in level for child in row.below]
@@ -126,7 +134,8 @@ def _levels(rows: Sequence[Row]) -> int:
 
 
 def _held(view: Namespace[Any], rows: Sequence[Row]) -> dict[int, tuple[Holder, ...]]:
-    """What holds each row's tensor, by the node's id; of very many fragments the first rows' only."""
+    """Return the holders of each row's tensor by the id of its node, for the first rows only if there are very many
+    fragments."""
     found: dict[int, tuple[Holder, ...]] = {}
     left = _LOOKED_AT
     for row in _leaves(rows):
@@ -194,27 +203,27 @@ def _label(row: Row) -> str:
 
 
 def kind_html(t: LazyArray | TensorSpec) -> str:
-    """Its dtype, coloured, and its shape."""
+    """Return the coloured dtype and the shape of a tensor."""
     dtype, sizes = (t.spec.dtype, shape_of(t)) if isinstance(t, LazyArray) else (t.dtype, t.shape)
     shape = f"[{', '.join(map(str, sizes))}]"
     return f"{tag('b', dtype.short, dtype_class(dtype))} {safe(shape)}"
 
 
 def _strip(held: Sequence[Holder], colours: Colours) -> str:
-    """A box for everyone who holds some of a tensor; of very many, several share a box."""
+    """Return a strip with a box for each holder of a tensor; if there are very many, several share a box."""
     size = ceil(len(held) / _BOXES)
     groups = [held[n : n + size] for n in range(0, len(held), size)] if held else []
     return tag("span", "".join(tag("span", "", colours.of(g), title=_title(g)) for g in groups), "strip")
 
 
 def _title(held: Sequence[Holder]) -> str:
-    """What a box says, short enough to stand there a thousand times: the end of it tells files apart."""
+    """Return a tooltip that is cut to its end, which distinguishes files: a page can have thousands."""
     text = title(held)
     return text if len(text) <= 100 else "…" + text[-99:]
 
 
 def _legend(listed: Sequence[Holder], colours: Colours, most: int = 24) -> str:
-    """Which colour is whose: a line for every rank or, where no rank is known, every file."""
+    """Return the legend of the colours, with a line for each rank or, where ranks are unknown, each file."""
     owned: dict[object, list[Holder]] = {}
     for holder in listed:
         owned.setdefault(owner(holder), []).append(holder)
@@ -222,14 +231,14 @@ def _legend(listed: Sequence[Holder], colours: Colours, most: int = 24) -> str:
     for held in list(owned.values())[:most]:
         label = max((h.label for h in held), key=lambda label: (label != "rank 0", len(label)))
         paths = {h.path: h.missing for h in held}
-        told = plural(len(paths), "file") if len(paths) > 1 else held[0].path if held[0].path != label else ""
+        note = plural(len(paths), "file") if len(paths) > 1 else held[0].path if held[0].path != label else ""
         lost = sum(map(bool, paths.values()))
-        told += " (missing)" if lost == len(paths) else f" ({lost:,} missing)" if lost else ""
+        note += " (missing)" if lost == len(paths) else f" ({lost:,} missing)" if lost else ""
         swatch = tag("span", "", f"swatch {colours.of(held)}")
-        lines.append(tag("li", f"{swatch} {safe(label)} {tag('span', safe(told), 'dim')}"))
+        lines.append(tag("li", f"{swatch} {safe(label)} {tag('span', safe(note), 'dim')}"))
     if len(owned) > most:
         lines.append(tag("li", and_more(len(owned) - most), "dim"))
     kinds = "ranks" if listed[0].rank else "files"
-    which = f"which of {len(owned):,} {kinds} has which colour" if len(owned) > 1 else "where they lie"
+    which = f"colours of {len(owned):,} {kinds}" if len(owned) > 1 else "location"
     head = tag("summary", which, "dim")
     return tag("details", head + tag("ul", "\n".join(lines)), "legend")
