@@ -22,7 +22,7 @@ from filelock import FileLock  # torch depends on it
 
 import lazyckpt
 
-from . import recordings
+from . import processes, recordings
 from .writers import Case, megatron_core, rank_files, torch_contents, torch_dcp, torch_files, trainers
 
 T = TypeVar("T")
@@ -39,6 +39,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _not_recorded(item):
             item.add_marker("full")
+
+
+def pytest_sessionfinish() -> None:
+    processes.end()
 
 
 def _not_recorded(item: pytest.Item) -> bool:

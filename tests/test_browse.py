@@ -32,6 +32,7 @@ from lazyckpt.browse.tree import Entry, Levels, chosen
 from lazyckpt.show.layout import drawing
 from lazyckpt.show.values import sample
 
+from . import processes
 from .counting import opened
 
 pytest.importorskip("textual")
@@ -597,9 +598,7 @@ def test_an_error_of_opening_ends_it(tmp_path: Path) -> None:
 
 def process(*args: str, code: str = "") -> subprocess.CompletedProcess[str]:
     start = f"import sys; {code or ''}\nfrom lazyckpt.cli import main; sys.argv[1:] = {list(args)!r}; main()"
-    return subprocess.run(
-        [sys.executable, "-c", start], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
+    return processes.run("-c", start)
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from lazyckpt import cli, demo
 from lazyckpt.cli import options, program
 from lazyckpt.core.select import parse_index
 
+from . import processes
 from .counting import Counts, opened
 from .writers import Case
 
@@ -61,8 +62,7 @@ def load(*args: str | Path) -> Any:
 def process(*args: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
     """A real process, piped."""
     clean = {k: v for k, v in os.environ.items() if k not in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "COLUMNS")}
-    command = [sys.executable, "-m", "lazyckpt", *map(str, args)]
-    return subprocess.run(command, cwd=ROOT, env=clean | env, capture_output=True, text=True, timeout=120, check=False)
+    return processes.run("-m", "lazyckpt", *args, env=clean | env)
 
 
 # -- ls

@@ -31,6 +31,7 @@ from lazyckpt.core.dtypes import dtype_named
 from lazyckpt.errors import DataError
 from lazyckpt.jobs import destination, places, progress
 
+from . import processes
 from .conftest import complete
 from .writers import Case, bit_equal
 
@@ -471,12 +472,12 @@ def test_what_is_there_stays(model: tuple[Path, dict[str, torch.Tensor]], tmp_pa
 
 def process(*args: str | Path, code: str = "") -> subprocess.CompletedProcess[str]:
     """A real process, piped; ``code`` is run in it first."""
-    return subprocess.run(command(*args, code=code), cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    return processes.run(*command(*args, code=code))
 
 
 def command(*args: str | Path, code: str = "") -> list[str]:
     start = f"{code}\nimport sys\nfrom lazyckpt.cli import main\nsys.argv[0] = 'lazyckpt'\nmain()"
-    return [sys.executable, "-c", start, "convert", *map(str, args)]
+    return ["-c", start, "convert", *map(str, args)]
 
 
 SLOW = """
@@ -503,8 +504,9 @@ def stop(dest: Path, how: signal.Signals, *args: str | Path) -> tuple[int, str]:
     """Begin a conversion, stop it when some of it is finished; (exit code, stderr)."""
     staging = dest.parent / f".{dest.name}.incomplete"
     with subprocess.Popen(
-        command(*args, dest, code=SLOW), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as p:
+        [sys.executable, *command(*args, dest, code=SLOW)],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as p:  # fmt: skip
         while p.poll() is None and len(stamps(staging)) < 3:
             time.sleep(0.01)
         assert p.poll() is None, p.communicate()

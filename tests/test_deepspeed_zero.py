@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from math import prod
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 
 import lazyckpt
 
-from . import contract
+from . import contract, processes
 from .conftest import complete
 from .contract import Check
 from .counting import opened
@@ -224,6 +222,6 @@ def test_nothing_of_deepspeed_is_imported(zero_cases: dict[str, Case]) -> None:
         str(zero_cases[name].path)
         for name in ("zero1_fp16_dp3", "zero2_bf16_dp2", "zero3_bf16_dp2", "bf16_optimizer_dp1")
     ]
-    done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True)
+    done = processes.run("-c", code, *paths)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []

@@ -7,8 +7,6 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import zipfile
 import zlib
@@ -36,7 +34,7 @@ from lazyckpt.jobs import write as stream
 from lazyckpt.jobs.places import combined, crc32
 from lazyckpt.jobs.publish import discard
 
-from . import counting, handmade
+from . import counting, handmade, processes
 from .writers import Case, bit_equal
 
 
@@ -251,10 +249,8 @@ print(value("VmHWM") - before)
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is asked of Linux")
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     torch.save({"big": torch.zeros(64 << 20, dtype=torch.float32), "small": torch.zeros(3)}, tmp_path / "t.pt")
-    done = subprocess.run(
-        [sys.executable, "-c", _PEAK, str(tmp_path / "t.pt"), str(tmp_path)],
-        capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+    done = processes.run("-c", _PEAK, tmp_path / "t.pt", tmp_path)
+    assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 128 << 20  # the model has 256 MiB
 
 

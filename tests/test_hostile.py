@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 import lazyckpt
 from lazyckpt import CorruptError, FormatError, LazyckptError
 
+from . import processes
 from .handmade import dict_of, nested, program, tensor, text, write_pickle
 from .hostility import KINDS, attempt, deadline, parts, write_real
 
@@ -248,8 +247,5 @@ for t in view.values():
 """
     path = tmp_path / real.name
     path.write_bytes(real.read_bytes())
-    root = Path(lazyckpt.__file__).parent.parent
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(path)], cwd=root, timeout=100, capture_output=True, text=True
-    )
+    done = processes.run("-c", script, path)
     assert done.returncode == 0, done.stderr

@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from . import processes
 from .conftest import need
 from .writers.deepspeed_zero import ZeroSpec, write_many
 
@@ -50,8 +50,7 @@ print(json.dumps([grown, digest]))
 
 def _measured(path: Path, state: str, name: str, expression: str) -> tuple[int, str]:
     """-> (bytes by which the process grew at most, digest of what it read)."""
-    args = [sys.executable, "-c", _CHILD, str(path), state, name, expression]
-    done = subprocess.run(args, capture_output=True, text=True)
+    done = processes.run("-c", _CHILD, path, state, name, expression)
     if "clear_refs" in done.stderr:
         pytest.skip("this system does not let a process reset its peak")
     assert done.returncode == 0, done.stderr

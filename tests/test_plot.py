@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +19,7 @@ from lazyckpt.inspect.stats import singular_values
 from lazyckpt.show import plot
 from lazyckpt.show.layout import drawing
 
+from . import processes
 from .counting import opened
 from .writers import Case
 
@@ -275,7 +274,7 @@ for draw in (view["w"].plot.hist, view["w"].plot.singular_values, view["w"].plot
     else:
         raise AssertionError("no error")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = processes.run("-c", program)
     assert done.returncode == 0, done.stderr
 
 
@@ -284,7 +283,7 @@ def test_looking_at_plots_loads_nothing(tmp_path: Path) -> None:
     saved(tmp_path, {"w": torch.ones(3)})
     program = f"import sys, lazyckpt; v = lazyckpt.open({str(tmp_path / 'model.pt')!r}); v.plot, v['w'].plot.hist; "
     program += "assert 'matplotlib' not in sys.modules"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+    assert processes.run("-c", program).returncode == 0
 
 
 def test_plot_says_what_there_is_to_call(tmp_path: Path) -> None:

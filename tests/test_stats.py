@@ -7,7 +7,6 @@ import math
 import os
 import pickle
 import re
-import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
@@ -30,6 +29,7 @@ from lazyckpt.inspect import moments, stats
 from lazyckpt.inspect.table import Histogram, Stats, Table
 from lazyckpt.io.tensors import to_numpy
 
+from . import processes
 from .conftest import need
 from .counting import opened
 from .writers import Case
@@ -259,7 +259,7 @@ before = kib("VmRSS")
 found = view["w"].stats(memory="64MB")
 print(kib("VmHWM") - before, found.zeros)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = processes.run("-c", program)
     if "clear_refs" in done.stderr:
         pytest.skip("this system does not let a process reset its peak")
     assert done.returncode == 0, done.stderr
@@ -278,8 +278,8 @@ def test_the_same_digits_wherever_it_runs(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(here)).as_dicts()[0] == here.as_dicts()[0]
     with ThreadPoolExecutor(1) as alone:
         assert view.select("[ab]").stats(bins=5, executor=alone) == here[:2]
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as processes:
-        assert view.select("[ab]").stats(bins=5, executor=processes) == here[:2]
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        assert view.select("[ab]").stats(bins=5, executor=pool) == here[:2]
 
 
 # -- of views
@@ -504,9 +504,8 @@ def test_shell_json_and_csv(model: Path) -> None:
 
 @pytest.mark.slow
 def test_shell_colours(model: Path) -> None:
-    command = [sys.executable, "-m", "lazyckpt", "stats", str(model)]
     env = {k: v for k, v in os.environ.items() if k not in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "COLUMNS")}
-    done = subprocess.run(command, capture_output=True, text=True, env=env | {"FORCE_COLOR": "1"}, check=True)
+    done = processes.run("-m", "lazyckpt", "stats", model, env=env | {"FORCE_COLOR": "1"})
     assert "\x1b[1;31m" in done.stdout  # NaN and Inf
     plain = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
     assert plain == shell(model)

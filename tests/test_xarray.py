@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import pickle
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +23,7 @@ from lazyckpt.engine import LazyckptBackend
 from lazyckpt.interop.xarray import to_f32
 from lazyckpt.io.tensors import to_numpy
 
+from . import processes
 from .counting import opened
 from .writers import Case
 
@@ -334,5 +333,5 @@ for make in (lambda: view.to_xarray(chunks={{}}), view["l.w"].to_dask):
     else:
         raise AssertionError("no error")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = processes.run("-c", program)
     assert done.returncode == 0, done.stderr
