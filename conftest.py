@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import pytest
 
@@ -21,22 +20,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def thin(products: Iterable[Any]) -> None:
-    """Mark two thirds of each product of parameters slow: those whose numbers, added, are no multiple of 3."""
-    seen: dict[tuple[str, str], list[Any]] = {}
+def thin(products: Iterable[pytest.Function]) -> None:
+    """Mark most of each product of parameters full, two thirds of it where each parameter has three values or more.
+
+    The values of each parameter are numbered. What stays has numbers whose sum is a multiple of three, or of two: so
+    each value stays with another value of another parameter.
+    """
+    by_function: dict[str, list[pytest.Function]] = {}
     for item in products:
-        total = 0
-        for name, value in item.callspec.params.items():
-            values = seen.setdefault((item.nodeid.partition("[")[0], name), [])
-            if value not in values:
-                values.append(value)
-            total += values.index(value)
-        if total % 3:
-            item.add_marker("slow")
+        by_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for items in by_function.values():
+        seen: dict[str, list[object]] = {}
+        totals = []
+        for item in items:
+            total = 0
+            for name, value in item.callspec.params.items():
+                values = seen.setdefault(name, [])
+                if value not in values:
+                    values.append(value)
+                total += values.index(value)
+            totals.append(total)
+        among = min(3, sorted(map(len, seen.values()))[-2])  # the second largest
+        for item, total in zip(items, totals, strict=True):
+            if total % among:
+                item.add_marker("full")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    thin(item for item in items if item.get_closest_marker("product"))
+    thin(item for item in items if isinstance(item, pytest.Function) and item.get_closest_marker("product"))
     marks = LANES[config.getoption("lane")]
     left_out = {item for item in items if any(item.get_closest_marker(mark) for mark in marks)}
     if left_out:

@@ -319,6 +319,12 @@ def megatron_cases(megatron_folder: Path) -> dict[str, Case]:
     return {name: megatron_core.load_case(megatron_folder, name, "legacy") for name in megatron_core.CASES}
 
 
+@pytest.fixture(scope="session")
+def megatron_logits(session_folder: Path, megatron_folder: Path) -> dict[str, dict[str, float]]:
+    """How far the logits of the model on one rank are from the parallel model's: kind -> name -> relative distance."""
+    return once(session_folder, "megatron_logits", lambda _: megatron_core.logits_alone(megatron_folder))
+
+
 # one of every kind of layout, for what does not depend on sizes and degrees
 MEGATRON_KINDS = ("tp2_gelu_tied", "pp2_vpp2", "tp2_pp2_distopt_tied", "tp2_ep2_etp1", "tp2_dp2_grouped_etp2")
 

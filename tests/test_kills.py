@@ -328,6 +328,7 @@ CHANGES: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.product
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_source_that_changes(
