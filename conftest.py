@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 import pytest
@@ -18,6 +19,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="fast: no test marked slow or full; default: no test marked full; all: every test, on checkpoints that "
         "the installed writers write anew",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ["LAZYCKPT_TEST_LANE"] = config.getoption("lane")  # tests/lanes.py asks for it
 
 
 def thin(products: Iterable[pytest.Function]) -> None:

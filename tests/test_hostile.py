@@ -16,7 +16,7 @@ from lazyckpt import CorruptError, FormatError, LazyckptError
 from . import processes
 from .handmade import dict_of, nested, program, tensor, text, write_pickle
 from .hostility import KINDS, attempt, deadline, parts, write_real
-from .lanes import sampled
+from .lanes import rounds, sampled
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -133,7 +133,7 @@ def test_mutations(kind: str, real: Path, victim: Path, seed: int) -> None:
     data = real.read_bytes()
     for region, low, high in regions(kind, data):
         outcomes = {True: 0, False: 0}
-        for _ in range(300):
+        for _ in range(rounds(300)):
             changed = bytearray(data)
             rng.choice(CHANGES)(rng, changed, low, high)
             victim.write_bytes(changed)
@@ -148,7 +148,7 @@ def test_mutations_of_the_middle_records(kind: str, real: Path, victim: Path) ->
     data = real.read_bytes()
     marks = parts(data) if kind.startswith("zip") else list(range(0, len(data), 37))
     rng = random.Random(5)
-    for _ in range(400):
+    for _ in range(rounds(400)):
         a, b = sorted(rng.sample(marks, 2))
         victim.write_bytes(data[:a] + data[b:])
         attempt(victim)

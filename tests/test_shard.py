@@ -25,6 +25,7 @@ from lazyckpt.layouts.ranks import rank_of, world_size
 from lazyckpt.tensor import LazyTensor
 
 from .counting import opened
+from .lanes import rounds
 from .megatron_handmade import args
 from .placements import Placed, PlainStore, placed
 from .writers import Case, bit_equal
@@ -318,7 +319,7 @@ def test_any_model_any_layout_and_back(tmp_path: Path, data: st.DataObject) -> N
     check_same(twice, view.shard(**wide, rank=deep, rules=rules))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=rounds(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(placed(), st.data())
 def test_intervals_of_tensors_in_any_files(tmp_path: Path, one: Placed, data: st.DataObject) -> None:
     one.write(tmp_path)

@@ -32,6 +32,7 @@ from lazyckpt.io.tensors import to_numpy
 from . import processes
 from .conftest import need
 from .counting import opened
+from .lanes import rounds
 from .writers import Case
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -119,7 +120,7 @@ def pieces(piece: int, run: int, block: int) -> Any:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=rounds(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     dtype=st.sampled_from(FLOATS + INTS + OTHERS),
     shape=st.lists(st.integers(0, 12), max_size=4).map(tuple),
@@ -234,7 +235,7 @@ def test_every_byte_is_read_once(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads peaks from /proc")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_memory_is_bounded(tmp_path: Path, dtype: torch.dtype) -> None:
-    nbytes = 640 << 20
+    nbytes = 320 << 20
     path = tmp_path / "model.safetensors"
     header = json.dumps(
         {

@@ -36,6 +36,7 @@ from lazyckpt.jobs import destination, places
 from lazyckpt.tensor import LazyTensor
 
 from .conftest import need
+from .lanes import rounds
 from .writers import Case, bit_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:Numcodecs codecs are not in the Zarr")
@@ -150,7 +151,7 @@ def test_every_dtype(dtype: torch.dtype, codec: Any, tmp_path: Path) -> None:
     assert np.asarray(array[...]).tobytes() == raw.numpy().tobytes()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=rounds(60), deadline=None)
 @given(data=st.data())
 def test_any_grid(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Chunks, shards, edges and pieces of all sizes, of tensors in fragments."""
