@@ -103,6 +103,7 @@ DEGREES: tuple[dict[str, int], ...] = (
 
 
 @pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("degrees", DEGREES, ids=lambda d: ",".join(d) or "stored")
 @pytest.mark.parametrize("name", sorted(ALL.keys() - REFUSED))
 def test_the_same_answers(cases: dict[str, Case], name: str, degrees: dict[str, int]) -> None:
