@@ -26,10 +26,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def thin(products: Iterable[pytest.Function]) -> None:
-    """Mark most of each product of parameters full, two thirds of it where each parameter has three values or more.
+    """Mark most of each product of parameters full, and most of what stays slow.
 
-    The values of each parameter are numbered. What stays has numbers whose sum is a multiple of three, or of two: so
-    each value stays with another value of another parameter.
+    The values of each parameter are numbered. What stays by default has numbers whose sum is a multiple of three, in
+    the fast lane of twelve; of fewer where the parameters have fewer values. So each value of each parameter stays.
     """
     by_function: dict[str, list[pytest.Function]] = {}
     for item in products:
@@ -45,10 +45,14 @@ def thin(products: Iterable[pytest.Function]) -> None:
                     values.append(value)
                 total += values.index(value)
             totals.append(total)
-        among = min(3, sorted(map(len, seen.values()))[-2])  # the second largest
+        least = sorted(map(len, seen.values()))[-2]  # of the two parameters with the most values
+        few = min(3, least)
+        fewer = few * max(1, min(12, least) // few)
         for item, total in zip(items, totals, strict=True):
-            if total % among:
+            if total % few:
                 item.add_marker("full")
+            elif total % fewer:
+                item.add_marker("slow")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

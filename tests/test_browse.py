@@ -261,6 +261,7 @@ def test_opens_and_moves_without_reading(files: Path, size: tuple[int, int]) -> 
     drive(files / "model", do, size, view=view)
 
 
+@pytest.mark.slow
 def test_expanding_and_collapsing(files: Path) -> None:
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
         names = app.names
@@ -475,6 +476,7 @@ def test_many_names_open_at_once(tmp_path: Path) -> None:
     drive(tmp_path / "big.safetensors", do)
 
 
+@pytest.mark.slow
 def test_a_url() -> None:
     fs = pytest.importorskip("fsspec").filesystem("memory")
     with fs.open("/browse/model.pt", "wb") as f:
@@ -557,6 +559,7 @@ def test_ten_lines_are_enough_to_see_values(files: Path) -> None:
     drive(files / "training.pt", do, (40, 10))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_the_screen_is_as_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]) -> None:
     """To renew: run with LAZYCKPT_SCREENSHOTS=folder, look at the pictures, copy the .txt files to tests/screens."""
@@ -585,6 +588,7 @@ def test_quitting(files: Path) -> None:
     assert (app.return_code, app.return_value) == (0, None)
 
 
+@pytest.mark.slow
 def test_an_error_of_opening_ends_it(tmp_path: Path) -> None:
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
         await pilot.pause()

@@ -523,6 +523,7 @@ def test_demo_keeps_its_files(tmp_path: Path) -> None:
     assert len(lazyckpt.open(tmp_path / "new" / "folder" / "model")) == 39
 
 
+@pytest.mark.slow
 def test_demo_json() -> None:
     steps = load("demo")
     assert {"code": '(folder / "it_ran").exists()', "text": "False\n"} in steps

@@ -119,6 +119,7 @@ def test_to_torch(source: Case, tmp_path: Path) -> None:
     same(lazyckpt.open(tmp_path / "out.pt"), truth)
 
 
+@pytest.mark.slow
 def test_to_dcp(source: Case, tmp_path: Path) -> None:
     convert(source.path, tmp_path / "out", "--to", "dcp")
     view, (_, truth) = lazyckpt.open(tmp_path / "out"), first(source)
@@ -147,6 +148,7 @@ def test_to_universal(source: Case, tmp_path: Path) -> None:
     assert state in ("weights", "fp32")
 
 
+@pytest.mark.slow
 def test_to_zarr(source: Case, tmp_path: Path) -> None:
     convert(source.path, tmp_path / "out.zarr", "--codec", "zstd")
     view = lazyckpt.open(tmp_path / "out.zarr")
@@ -244,6 +246,7 @@ def test_rename_by_a_file(model: tuple[Path, dict[str, torch.Tensor]], tmp_path:
         assert f"names.{ending}" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_folder_for_each_rank(llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     told = json.loads(convert(llama, out, "--to", "safetensors", "--tp", "2", "--dtype", "fp16", "--json"))

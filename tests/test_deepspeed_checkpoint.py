@@ -325,6 +325,7 @@ def test_model_states_of_one_rank_of_autotp(cases: dict[str, Case]) -> None:
             assert group == {key: tuple(truth[key].shape) for key in group}
 
 
+@pytest.mark.slow
 def test_the_optimizer_of_several_ranks_says_that_it_cannot_be_read(cases: dict[str, Case]) -> None:
     path = tag(cases["autotp_zero0"])
     moment = "exp_avg"

@@ -543,6 +543,7 @@ def test_the_bar(
 # -- what it stands on
 
 
+@pytest.mark.slow
 def test_pieces_and_read_into(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
     path, state = saved
     view = lazyckpt.open(path)

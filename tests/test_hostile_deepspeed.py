@@ -209,6 +209,7 @@ def test_a_pattern_that_cannot_be_used_merges_nothing() -> None:
             decide("w", [(4, 4), (4, 4)], [source])
 
 
+@pytest.mark.slow
 def test_as_many_patterns_as_a_large_model_has_parameters() -> None:
     """AutoTP lists one for each; compiled again for each name, a model of 126 layers took 15 s for every state."""
     names = [f"model.layers.{n}.{part}.weight" for n in range(200) for part in "qkvoabcdef"]

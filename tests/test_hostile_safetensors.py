@@ -225,6 +225,7 @@ def test_a_gigabyte_of_zeros(tmp_path: Path) -> None:
         lazyckpt.open(path)
 
 
+@pytest.mark.slow
 def test_random_headers_are_judged_as_the_reference_does(tmp_path: Path) -> None:
     """Hundreds of random tables: sizes, offsets and dtypes that almost fit."""
     rng = random.Random(1)

@@ -284,6 +284,7 @@ def test_more_files_than_descriptors(tmp_path: Path, views: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_descriptors_are_given_back(tmp_path: Path) -> None:
     torch.save({"w": _WHOLE}, tmp_path / "x.pt")
 

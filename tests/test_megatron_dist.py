@@ -185,6 +185,7 @@ def test_a_layer_of_a_stack_reads_its_own_bytes(cases: dict[str, Case]) -> None:
     assert view.stored["decoder.layers.mlp.linear_fc1.weight"].shape[0] == 2
 
 
+@pytest.mark.slow
 def test_under_hugging_faces_names(cases: dict[str, Case]) -> None:
     for name, table in (("tp2_pp2_bf16", "llama"), ("ep2", "mixtral"), ("tp2_gelu_tied", "gpt2")):
         view = lazyckpt.open(cases[name].path)

@@ -98,6 +98,7 @@ def test_no_order_of_groups_gives_a_wrong_name(
     assert not found, "grouping -> wrong names, names, parameters, whether a problem tells of numbers"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("model", "grouping"),
@@ -220,6 +221,7 @@ def with_copies(folder: Path, model: nn.Module, grouping: str, dtype: torch.dtyp
     return zero0(folder, model, wrapped, dtype), truth
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     ("name", "grouping"),

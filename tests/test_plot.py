@@ -77,6 +77,7 @@ def test_hist(tmp_path: Path, dtype: torch.dtype) -> None:
 # -- norms
 
 
+@pytest.mark.slow
 def test_norms(tmp_path: Path) -> None:
     g = torch.Generator().manual_seed(0)
     layers, experts = 60, 3
@@ -125,6 +126,7 @@ def test_norms_beyond_float64(tmp_path: Path) -> None:
     assert [(t.get_text(), t.get_position()) for t in ax.texts] == [("!", (0, 0))]
 
 
+@pytest.mark.slow
 def test_names_are_no_mathematics(tmp_path: Path) -> None:
     name = r"a.0.$\bad{$"
     view = saved(tmp_path, {name: torch.eye(4), "a.0.b$": torch.ones(2)})
@@ -192,6 +194,7 @@ def test_what_has_no_singular_values(tmp_path: Path) -> None:
 # -- steps
 
 
+@pytest.mark.slow
 def test_steps(tmp_path: Path) -> None:
     tensors = {step: torch.randn(6, 5) * step for step in (10, 20, 40)}
     for step, w in tensors.items():

@@ -117,6 +117,7 @@ def test_a_shard_is_what_megatrons_rank_held(megatron_cases: dict[str, Case], tm
             assert bit_equal(back.states[state][key][...], whole), (state, key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "degrees"),
     [
@@ -181,6 +182,7 @@ def test_gate_and_up_are_cut_each(megatron_cases: dict[str, Case]) -> None:
         assert bit_equal(shard["model.layers.0.mlp.up_proj.weight"][...], up.chunk(2)[n])
 
 
+@pytest.mark.slow
 def test_what_deepspeeds_ranks_held(kinds: Mapping[str, Case]) -> None:
     """Shards of different sizes (AutoTP), a pipeline, fused parts: with the stored degree, the stored shards."""
     from .test_deepspeed_checkpoint import tag

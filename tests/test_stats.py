@@ -213,6 +213,7 @@ def test_no_negative_zero(tmp_path: Path) -> None:
 # -- how it is done
 
 
+@pytest.mark.slow
 def test_every_byte_is_read_once(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(3000, 2000), "b": torch.randn(5000, 999).bfloat16(), "c": torch.arange(7)}
     saved(tmp_path, tensors)
@@ -320,6 +321,7 @@ def test_the_total_is_that_of_all_elements(tmp_path: Path) -> None:
     assert Table([]).total.count == 0
 
 
+@pytest.mark.slow
 def test_what_cannot_be_read_is_a_row(dcp_hole: tuple[lazyckpt.CheckpointView, Case]) -> None:
     view, case = dcp_hole
     table = view.stats()

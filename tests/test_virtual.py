@@ -50,14 +50,17 @@ def check(case: Case, dest: Path, **options: Any) -> dict[str, str]:
     return left_out
 
 
+@pytest.mark.slow
 def test_files_of_torch(torch_save_case: Case, tmp_path: Path) -> None:
     check(torch_save_case, tmp_path / "refs.json")
 
 
+@pytest.mark.slow
 def test_distributed_checkpoints(dcp_case: Case, tmp_path: Path) -> None:
     check(dcp_case, tmp_path / "refs.json")
 
 
+@pytest.mark.slow
 def test_deepspeed(zero_kind: Case, tmp_path: Path) -> None:
     from .conftest import complete
 
@@ -135,6 +138,7 @@ def read_elsewhere(refs: Path, *names: str) -> tuple[dict[str, Any], str]:
     return found, form
 
 
+@pytest.mark.slow
 def test_without_lazyckpt_or_torch(folder: Path, truth: dict[str, torch.Tensor], tmp_path: Path) -> None:
     """What is bfloat16 zarr-python does not open by itself; it does not keep it from opening the rest."""
     view = lazyckpt.open(folder)

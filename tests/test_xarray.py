@@ -314,6 +314,7 @@ def test_zarr_takes_it(tmp_path: Path) -> None:
     assert again["l/0/w"].attrs["name"] == "l.0.w"
 
 
+@pytest.mark.slow
 def test_without_dask(tmp_path: Path) -> None:
     """xarray needs it for chunks only, and so do we."""
     save_file({"l.w": torch.arange(12.0).view(3, 4)}, tmp_path / "m.safetensors")

@@ -317,6 +317,7 @@ def test_deep_and_huge_objects_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
 # -- data types
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", zarr_dtypes.TYPES, ids=lambda kind: kind._zarr_v3_name)
 def test_data_types_that_zarr_lacks(kind: Any, tmp_path: Path) -> None:
     dtype = np.dtype(kind._scalar)
@@ -385,6 +386,7 @@ assert data_type_registry.get("float8_e5m2") is lazyckpt.interop.zarr_dtypes.Flo
     subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_doors_are_opened_when_used() -> None:
     code = """
 import sys, lazyckpt

@@ -93,6 +93,7 @@ def _check(root: Any, state: dict[str, torch.Tensor]) -> None:
     assert about["aliases"] == {"tied": "a.w"} and about["format"] == "torch" and about["states"] == ["weights"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", [None, 20_000], ids=["chunks", "shards"])
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_zarr_reads_what_was_written(
