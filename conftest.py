@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def thin(products: Iterable[pytest.Function]) -> None:
     """Mark most of each product of parameters full, and most of what stays slow.
 
-    The values of each parameter are numbered. What stays by default has numbers whose sum is a multiple of three, in
+    The values of each parameter are numbered. What stays by default has numbers whose sum is a multiple of six, in
     the fast lane of twelve; of fewer where the parameters have fewer values. So each value of each parameter stays.
     """
     by_function: dict[str, list[pytest.Function]] = {}
@@ -46,7 +46,7 @@ def thin(products: Iterable[pytest.Function]) -> None:
                 total += values.index(value)
             totals.append(total)
         least = sorted(map(len, seen.values()))[-2]  # of the two parameters with the most values
-        few = min(3, least)
+        few = min(6, least)
         fewer = few * max(1, min(12, least) // few)
         for item, total in zip(items, totals, strict=True):
             if total % few:

@@ -144,6 +144,10 @@ ZERO_KINDS = (
 )
 
 
+# a few of them, where a test costs much of each
+ZERO_FEW = ("zero1_fp16_dp3", "zero2_aligned_round_robin", "zero3_sub_groups", "bf16_optimizer_dp3")
+
+
 @pytest.fixture(scope="session")
 def zero_cases(checkpoints: Checkpoints) -> Mapping[str, Case]:
     """All DeepSpeed cases, as their writer left them."""
@@ -263,6 +267,10 @@ TORCH: dict[str, Callable[[Path], Case]] = {
 }
 
 
+# one of each layout of storages, without the versions of the pickle protocol and of the zip
+TORCH_FEW = ("flat", "views", "wrapped", "training", "legacy", "big_endian", "single")
+
+
 @pytest.fixture(scope="session")
 def torch_cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     return {name: write(tmp_path_factory.mktemp(name)) for name, write in TORCH.items()}
@@ -281,7 +289,15 @@ def dcp_cases(checkpoints: Checkpoints) -> Mapping[str, Case]:
     return Cases("dcp", checkpoints("dcp"))
 
 
-@pytest.fixture(params=[name for name in torch_dcp.CASES if name != "unknown_codec"])
+DCP_NAMES = tuple(name for name in torch_dcp.CASES if name != "unknown_codec")
+# one of each kind of placement, file and name
+DCP_FEW = (
+    "flat", "fsdp2_uneven", "hsdp", "tensor_parallel", "wrapped", "zstd", "odd", "hub_ranks", "file_per_item",
+    "experts",
+)  # fmt: skip
+
+
+@pytest.fixture(params=DCP_NAMES)
 def dcp_case(request: pytest.FixtureRequest, dcp_cases: Mapping[str, Case]) -> Case:
     return dcp_cases[request.param]
 

@@ -30,6 +30,8 @@ from .counting import CountingStore, Counts
 from .writers import Case, bit_equal
 from .writers.deepspeed_more import RESHAPED, SPECS
 
+pytestmark = pytest.mark.xdist_group("deepspeed")  # its import takes seconds: in one process only
+
 TAKEN = (
     "zero0_fp32", "zero1", "zero2_fp32_dp3", "zero3", "bf16opt", "pipe_zero1_dp2", "pipe_zero1_model_axis_dp2",
     "pipe_zero1_pp3", "pipe_zero0_fp32", "moe_zero1_fp32", "moe_zero0_fp32", "autotp_zero1", "autotp_zero3_dp2",

@@ -195,7 +195,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_planning_takes_about_as_long_as_there_are_blocks(layout: str) -> None:
     """Four times as many blocks: less than nine times as long."""
-    small, large = LAYOUTS[layout](32), LAYOUTS[layout](64)
+    small, large = LAYOUTS[layout](24), LAYOUTS[layout](48)
     if seconds(large[1], large[0], 1) >= 9 * seconds(small[1], small[0], 1):  # once more: the machine may be busy
         assert seconds(large[1], large[0]) < 9 * seconds(small[1], small[0])
 

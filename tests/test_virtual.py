@@ -19,7 +19,9 @@ import lazyckpt
 from lazyckpt.interop import zarr_dtypes as zarr_dtypes
 from lazyckpt.io.tensors import to_numpy
 
+from .conftest import DCP_FEW, DCP_NAMES, TORCH, TORCH_FEW, ZERO_FEW, ZERO_KINDS, complete
 from .contract import open_case
+from .lanes import sampled
 from .test_zarr_store import equal, nodes
 from .writers import Case
 
@@ -51,19 +53,20 @@ def check(case: Case, dest: Path, **options: Any) -> dict[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("torch_save_case", sampled(TORCH, TORCH_FEW), indirect=True)
 def test_files_of_torch(torch_save_case: Case, tmp_path: Path) -> None:
     check(torch_save_case, tmp_path / "refs.json")
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dcp_case", sampled(DCP_NAMES, DCP_FEW), indirect=True)
 def test_distributed_checkpoints(dcp_case: Case, tmp_path: Path) -> None:
     check(dcp_case, tmp_path / "refs.json")
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("zero_kind", sampled(ZERO_KINDS, ZERO_FEW), indirect=True)
 def test_deepspeed(zero_kind: Case, tmp_path: Path) -> None:
-    from .conftest import complete
-
     check(complete(zero_kind), tmp_path / "refs.json")
 
 

@@ -24,8 +24,10 @@ from lazyckpt.interop.zarr_store import ViewStore
 from lazyckpt.io.plain_json import decode
 from lazyckpt.io.tensors import to_numpy
 
+from .conftest import DCP_FEW, DCP_NAMES, TORCH, TORCH_FEW, ZERO_FEW, ZERO_KINDS, complete
 from .contract import open_case
 from .counting import opened
+from .lanes import sampled
 from .writers import Case
 
 DCP = ("ddp_dp4_adamw", "fsdp2_dp3_uneven")
@@ -81,19 +83,20 @@ def check(case: Case) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("torch_save_case", sampled(TORCH, TORCH_FEW), indirect=True)
 def test_files_of_torch(torch_save_case: Case) -> None:
     pytest.importorskip("dask")
     check(torch_save_case)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("zero_kind", sampled(ZERO_KINDS, ZERO_FEW), indirect=True)
 def test_deepspeed(zero_kind: Case) -> None:
-    from .conftest import complete
-
     check(complete(zero_kind))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dcp_case", sampled(DCP_NAMES, DCP_FEW), indirect=True)
 def test_distributed_checkpoints(dcp_case: Case) -> None:
     check(dcp_case)
 
