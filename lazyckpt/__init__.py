@@ -33,10 +33,11 @@ if _TYPE_CHECKING:
     from . import distributed as distributed
     from . import interop as interop
     from . import recipes as recipes
-    from .comparing import diff
     from .core.index import Mesh
+    from .export.options import WriteResult
     from .inspect.diff import Diff, Difference
     from .io.containers.pickle.records import Opaque
+    from .runs.compare import diff
     from .runs.prune import Pruned, prune
     from .runs.view import RunView
     from .tensor import LazyTensor
@@ -52,7 +53,8 @@ _HOMES = {
     "Opaque": "io.containers.pickle.records",
     "Pruned": "runs.prune",
     "RunView": "runs.view",
-    "diff": "comparing",
+    "WriteResult": "export.options",
+    "diff": "runs.compare",
     "prune": "runs.prune",
     "unshard": "view",
 }
@@ -80,6 +82,7 @@ __all__ = [
     "SelectionError",
     "TensorNotFoundError",
     "WorkerError",
+    "WriteResult",
     "diff",
     "open",
     "open_run",

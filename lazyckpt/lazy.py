@@ -76,7 +76,7 @@ class Cost:
 
 def cost_of(t: LazyArray) -> Cost:
     """What reading all of an array takes. Reads nothing. Raises the errors that reading would raise."""
-    return t._cost(t.selection)
+    return t._cost(t._sel)
 
 
 class LazyArray(Likeness):
@@ -140,7 +140,7 @@ class LazyArray(Likeness):
         """Where its bytes come from."""
         return self._store
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Raise the error that reading it would raise because a file is missing. Reads nothing."""
         if self._plain is not None or getattr(self.spec.fragments, "intact", False):  # nothing to plan
             return
@@ -148,7 +148,7 @@ class LazyArray(Likeness):
             plan(self.spec, want)
 
     @property
-    def archives(self) -> list[Packed]:
+    def _archives(self) -> list[Packed]:
         """The archives and chunks that reading the whole of a stored tensor looks into, so that many can be looked up
         at once (`locate_all`); none for a part of one."""
         told = getattr(self.spec.fragments, "archives", None)  # a sequence that makes its fragments on demand
@@ -252,7 +252,7 @@ class LazyArray(Likeness):
                 f"{self.name!r} is read into a contiguous CPU tensor of shape {tuple(self.shape)} and {self.dtype}, "
                 f"not {tuple(out.shape)} and {out.dtype} on {out.device}"
             )
-        work, ready = self.start(out)
+        work, ready = self._start(out)
         run_here(work)
         return ready()
 
@@ -266,7 +266,7 @@ class LazyArray(Likeness):
             ahead = sum(a * s for a, s in zip(box.start, strides, strict=True))
             yield ahead, (self if box.shape == self.shape else self.lazy[box.slices])
 
-    def runs(self) -> list[Run] | None:
+    def _runs(self) -> list[Run] | None:
         """The bytes of all elements in C order, as they stand in files; None if they have to be gathered, converted or
         unpacked. Reads no elements; errors as reading."""
         extent = self._plain
@@ -316,17 +316,17 @@ class LazyArray(Likeness):
             check_converts(self.name, self.spec.dtype, dtype_of(dtype))
         if place.type != "cpu":
             ring = Ring(place)
-            out = self.read_through(ring, dtype)
+            out = self._read_through(ring, dtype)
             ring.finish()
             return out
         if not copy and dtype in (None, self.dtype):
-            mapped = self.mapped({})
+            mapped = self._mapped({})
             if mapped is not None:
                 return mapped
         out = self._whole()
         return out if dtype is None else out.to(dtype)
 
-    def read_through(
+    def _read_through(
         self, ring: Ring, dtype: torch.dtype | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Read the whole to the ring's device, into ``out`` (of the same shape; any dtype and strides) if it is given;
@@ -342,7 +342,7 @@ class LazyArray(Likeness):
         ring.finish()
         return out.copy_(finish(reads, array))
 
-    def start(self, out: torch.Tensor | None = None) -> tuple[Iterable[Task], Callable[[], torch.Tensor]]:
+    def _start(self, out: torch.Tensor | None = None) -> tuple[Iterable[Task], Callable[[], torch.Tensor]]:
         """Reading the whole, as work to do with that of other tensors: (tasks, what to call when they are done). Into
         ``out``, a contiguous CPU tensor of the same shape and dtype, if it is given."""
         extent = self._plain
@@ -357,25 +357,20 @@ class LazyArray(Likeness):
         return tasks(self._store, self.spec, reads, array), lambda: _moved(finish(reads, array), out)
 
     @property
-    def held(self) -> TensorSpec:
+    def _held(self) -> TensorSpec:
         """``spec`` with those fragments only that hold elements of this part of it."""
         if self._selection is None:
             return self.spec
         return replace(self.spec, fragments=fragments_in(self.spec.fragments, self._selection.hull))
 
     @property
-    def selection(self) -> Selection:
-        """Which elements of the tensor of ``spec`` this is, in which order."""
-        return self._sel
-
-    @property
-    def block(self) -> Box | None:
+    def _block(self) -> Box | None:
         """The block of the tensor of ``spec`` that this is; None if it is none (steps, indices, other dimensions)."""
         if self._selection is None:
             return Box.of(self.spec.shape)
         return self._selection.block
 
-    def mapped(self, maps: dict[str, Buffer | None]) -> torch.Tensor | None:
+    def _mapped(self, maps: dict[str, Buffer | None]) -> torch.Tensor | None:
         """The tensor over a private mapping of its file (kept in ``maps``, path -> mapping), or None if it is not one
         contiguous run of one file."""
         extent = self._plain
@@ -391,7 +386,7 @@ class LazyArray(Likeness):
         return flat.view(self.spec.shape)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        spec = self.held
+        spec = self._held
         paths = sorted({f.extent.path for f in spec.fragments})  # the same description is the same bytes
         return type(self), (narrow(self._store, paths), spec, self._selection)
 
@@ -399,12 +394,13 @@ class LazyArray(Likeness):
 
     def _whole(self) -> torch.Tensor:
         """Read all of it, past any mapping: going through a checkpoint must not fill this process with file pages."""
-        work, ready = self.start()
+        work, ready = self._start()
         run(work)
         return ready()
 
     @property
     def _sel(self) -> Selection:
+        """Which elements of the tensor of ``spec`` this is, in which order."""
         return Selection.all(self.spec.shape) if self._selection is None else self._selection
 
     @property

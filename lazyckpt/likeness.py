@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .core.dtypes import dtype_of, widened
+from .core.dtypes import dtype_of, to_numpy, widened
 from .errors import DataError
-from .io.tensors import to_numpy
 
 if TYPE_CHECKING:
     import torch

@@ -46,7 +46,7 @@ def read_all(
         else:
             ring = Ring(place)
             for name, t in lazy.items():
-                done[name] = t.read_through(ring, _target_dtype(t.dtype, dtype))
+                done[name] = t._read_through(ring, _target_dtype(t.dtype, dtype))
                 bar.add(t.nbytes)
             ring.finish()
     return done
@@ -58,7 +58,7 @@ def _read_to_cpu(
     maps: dict[str, Any] = {}
     reading: list[str] = []
     for name, t in lazy.items():
-        mapped = None if copy or _target_dtype(t.dtype, dtype) not in (None, t.dtype) else t.mapped(maps)
+        mapped = None if copy or _target_dtype(t.dtype, dtype) not in (None, t.dtype) else t._mapped(maps)
         if mapped is None:
             reading.append(name)
         else:
@@ -92,7 +92,7 @@ def _read_together(
 
     def tasks() -> Iterator[Task]:
         for name in _looked_up(names, lazy.__getitem__):
-            more, ready[name] = lazy[name].start()
+            more, ready[name] = lazy[name]._start()
             yield from more
             bar.add(lazy[name].nbytes)  # its last tasks are on their way
 
@@ -107,7 +107,7 @@ def _looked_up(items: Iterable[T], lazy: Callable[[T], LazyArray]) -> Iterator[T
     for item in items:
         t = lazy(item)
         group.append(item)
-        found += [(t.store, archive, t.name) for archive in t.archives]
+        found += [(t.store, archive, t.name) for archive in t._archives]
         if len(found) >= _LOOKED_UP:
             _look_up(found)
             yield from group
@@ -141,7 +141,7 @@ def fill(pairs: Iterable[tuple[LazyArray, torch.Tensor]], bar: Bar | None = None
         if target.device.type != "cpu":
             if target.device not in rings:
                 rings[target.device] = Ring(target.device)
-            lazy.read_through(rings[target.device], out=target)
+            lazy._read_through(rings[target.device], out=target)
             bar.add(lazy.nbytes)
             continue
         group.append((lazy, target))
@@ -166,7 +166,7 @@ def _fill_together(pairs: list[tuple[LazyArray, torch.Tensor]], bar: Bar) -> Non
     def tasks() -> Iterator[Task]:
         for lazy, target in _looked_up(pairs, lambda pair: pair[0]):
             direct = _direct(lazy, target)
-            more, done = lazy.start(target if direct else None)
+            more, done = lazy._start(target if direct else None)
             ready.append((done, None if direct else target))
             yield from more
             bar.add(lazy.nbytes)
@@ -205,7 +205,7 @@ def load_into(view: Mapping[str, LazyArray], module: torch.nn.Module, strict: bo
             continue
         own = _own(lazy, target)
         if own is not None:
-            own.check()  # a missing file is told before anything is written
+            own._check()  # a missing file is told before anything is written
             found[name] = own
     if problems:
         raise DataError(f"nothing was loaded: {'; '.join(problems)}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
@@ -246,6 +247,65 @@ class Namespace(Mapping[str, A]):
         part._full = {name[cut:]: listed[name] for name in sorted(names, key=position.__getitem__)}
         return part
 
+    def tensor(self, name: str) -> A:
+        """Return the tensor that ``view[name]`` gives.
+
+        Parameters
+        ----------
+        name
+            A full name, a tied name, or a path that occurs at one place inside the names.
+
+        Raises
+        ------
+        TensorNotFoundError
+            There is none, or the name is a prefix.
+        MissingFileError
+            The tensor's file does not exist.
+        """
+        found = self[name]
+        if isinstance(found, Namespace):
+            raise TensorNotFoundError(
+                f"{name!r} is a prefix of {len(found):,} names, no tensor: view.prefix gives them"
+            )
+        tensor: A = found
+        return tensor
+
+    def prefix(self, path: str) -> Self:
+        """Return the part of the view that ``view[path]`` gives, with names relative to it.
+
+        Parameters
+        ----------
+        path
+            A prefix of names, or a path that occurs at one place inside them.
+
+        Raises
+        ------
+        TensorNotFoundError
+            There is no such prefix, or the path is a tensor's name.
+        """
+        found = self[path]
+        if not isinstance(found, type(self)):
+            raise TensorNotFoundError(f"{path!r} is a tensor: view.tensor gives it")
+        return found
+
+    def search(self, text: str) -> Self:
+        """Return the tensors whose names have all words of a text in them, whatever their case.
+
+        Parameters
+        ----------
+        text
+            Words separated by spaces. One with ``*``, ``?`` or ``[`` is a glob of the whole name. An empty text gives
+            all tensors.
+
+        Returns
+        -------
+        Self
+            The tensors under their names in this view; empty if none matches.
+        """
+        words = text.casefold().split()
+        tests = [matcher(word) if set(word) & set("*?[") else partial(_holds, word) for word in words]
+        return self.select(lambda name: all(test(name.casefold()) for test in tests))
+
     def _spec(self, name: str) -> TensorSpec | None:
         """The spec of an exact name of this view; a tied name gets its owner's, under its own name."""
         full = self._listed.get(name)
@@ -450,6 +510,10 @@ def _converted(meta: Mapping[str, Any]) -> Mapping[str, Any]:
 def plain_meta(view: Namespace[Any]) -> Mapping[str, Any]:
     """`Namespace.meta` as it was read, without torch: a `DType` for a torch.dtype, and such."""
     return view._index.meta
+
+
+def _holds(word: str, name: str) -> bool:
+    return word in name
 
 
 def _quoted(name: str) -> str:

@@ -5,34 +5,27 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import replace
-from functools import partial
-from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
-from .core.dtypes import dtype_of
-from .core.index import Index, TensorSpec, converted, renamed
-from .core.names import matcher
-from .core.units import plural
-from .errors import DataError, MissingFileError, TensorNotFoundError
+from .core.index import Index
+from .errors import DataError
+from .export.options import with_options
+from .export.registry import export
 from .formats.opening import opened
 from .formats.shared.wrappers import without_wrappers
-from .formats.zarr.documents import contents
 from .io.storage.base import Store
-from .jobs.executor import Run, runner
-from .layouts.ranks import mesh_of
-from .namespace import STORED, Namespace, Step
+from .namespace import Namespace, Step
+from .reshaping import of_rank, with_dtype, with_names
 from .show.notebook import States
-from .show.text import COLUMNS, explain, rows_of, summary, tree
+from .show.text import explain, frame_of, summary, tree
 from .tensor import LazyTensor
 
 if TYPE_CHECKING:
     import torch
     import xarray as xr
 
-    from .export.files import FileFormat
-    from .export.names import NewNames
+    from .export.files import NewNames
+    from .export.options import WriteOptions, WriteResult
     from .inspect.table import Table
     from .show.plot import ViewPlots
 else:
@@ -75,66 +68,6 @@ class CheckpointView(Namespace[LazyTensor]):
         # one rank's part of a checkpoint does not answer with what lies on the others
         return _restore(self._store, index, self._state, steps, self._of_all and index.layout is None)
 
-    # -- the namespace, typed
-
-    def tensor(self, name: str) -> LazyTensor:
-        """Return the tensor that ``view[name]`` gives.
-
-        Parameters
-        ----------
-        name
-            A full name, a tied name, or a path that occurs at one place inside the names.
-
-        Raises
-        ------
-        TensorNotFoundError
-            There is none, or the name is a prefix.
-        MissingFileError
-            The tensor's file does not exist.
-        """
-        found = self[name]
-        if not isinstance(found, LazyTensor):
-            raise TensorNotFoundError(
-                f"{name!r} is a prefix of {len(found):,} names, no tensor: view.prefix gives them"
-            )
-        return found
-
-    def prefix(self, path: str) -> CheckpointView:
-        """Return the part of the view that ``view[path]`` gives, with names relative to it.
-
-        Parameters
-        ----------
-        path
-            A prefix of names, or a path that occurs at one place inside them.
-
-        Raises
-        ------
-        TensorNotFoundError
-            There is no such prefix, or the path is a tensor's name.
-        """
-        found = self[path]
-        if not isinstance(found, CheckpointView):
-            raise TensorNotFoundError(f"{path!r} is a tensor: view.tensor gives it")
-        return found
-
-    def search(self, text: str) -> CheckpointView:
-        """Return the tensors whose names have all words of a text in them, whatever their case.
-
-        Parameters
-        ----------
-        text
-            Words separated by spaces. One with ``*``, ``?`` or ``[`` is a glob of the whole name. An empty text gives
-            all tensors.
-
-        Returns
-        -------
-        CheckpointView
-            The tensors under their names in this view; empty if none matches.
-        """
-        words = text.casefold().split()
-        tests = [matcher(word) if set(word) & set("*?[") else partial(_holds, word) for word in words]
-        return self.select(lambda name: all(test(name.casefold()) for test in tests))
-
     # -- showing
 
     def tree(self, depth: int | None = None) -> str:
@@ -160,15 +93,7 @@ class CheckpointView(Namespace[LazyTensor]):
         DataError
             Neither pandas nor polars is installed.
         """
-        table = rows_of(self)
-        columns = {key: [row[key] for row in table] for key in COLUMNS}
-        for package in ("pandas", "polars"):
-            try:
-                return import_module(package).DataFrame(columns)
-            except ModuleNotFoundError as e:
-                if e.name != package:
-                    raise
-        raise DataError("to_frame needs pandas or polars: pip install pandas")
+        return frame_of(self)
 
     def __repr__(self) -> str:
         return f"{summary(self)}\n{tree(self, None, limit=40, fold=True)}"
@@ -182,10 +107,7 @@ class CheckpointView(Namespace[LazyTensor]):
     # -- reading
 
     def to(
-        self,
-        device: str | torch.device | torch.dtype = "cpu",
-        dtype: torch.dtype | None = None,
-        copy: bool = True,
+        self, device: str | torch.device | torch.dtype = "cpu", dtype: torch.dtype | None = None, copy: bool = True
     ) -> dict[str, torch.Tensor]:
         """Read all tensors of the view.
 
@@ -282,10 +204,7 @@ class CheckpointView(Namespace[LazyTensor]):
         What no line is about, or cannot be cut, keeps its name, with a line in ``problems``. Raises FormatError (no
         such table, or a line that cannot be), DataError (of a part of a checkpoint below a prefix: rename first).
         """
-        from .layouts.rename.apply import renamed_index
-
-        index, shown = self._shown("rename")
-        return self._of(renamed_index(index, shown, names, reverse))
+        return self._of(with_names(self, names, reverse))
 
     def astype(self, dtype: torch.dtype) -> CheckpointView:
         """The same view with the floating-point tensors that it reads converted to ``dtype`` when they are read.
@@ -294,18 +213,7 @@ class CheckpointView(Namespace[LazyTensor]):
 
         Raises DataError for a dtype that is no floating-point one, or that torch cannot convert a tensor to.
         """
-        wanted = dtype_of(dtype)
-        if not wanted.is_floating_point:
-            raise DataError(f"floating-point tensors are not converted to {dtype}: name a floating-point dtype")
-
-        def of(index: Index) -> Index:
-            if self._state == STORED:
-                return replace(index, stored=converted(self.specs, wanted))
-            layout = index.layout and replace(index.layout, source=of(index.layout.source))
-            states = {**index.states, self._state: converted(index.states[self._state], wanted)}
-            return replace(index, states=states, layout=layout)
-
-        return self._of(of(self._index), self._steps)
+        return self._of(with_dtype(self, dtype), self._steps)
 
     def shard(
         self,
@@ -330,45 +238,11 @@ class CheckpointView(Namespace[LazyTensor]):
         Raises MeshError (a degree that does not divide), FormatError (a tensor that no rule is known of, or rules that
         are not understood), SelectionError (no such rank), DataError (of a part below a prefix).
         """
-        from .layouts.shard import sharded
+        return self._of(of_rank(self, (tp, pp, dp, ep), rank, rules or {}))
 
-        index, shown = self._shown("shard")
-        return self._of(sharded(index, shown, mesh_of(tp, pp, dp, ep), rank, rules or {}, self.kept))
+    # -- writing (``options`` are those of `WriteOptions`)
 
-    def _shown(self, what: str) -> tuple[Index, dict[str, dict[str, TensorSpec]]]:
-        """The index, and what this view shows of every state, by full names. The index ties no name that is not shown;
-        of a tensor whose own name is not, the first tied one that is owns it."""
-        if any(kind == "below" for kind, _ in self._steps):
-            raise DataError(
-                f"the names of this view are relative to a prefix: {what} the whole view, then take the part"
-            )
-        index, sides = self._index, self.states
-        shown = {
-            state: {name: side.specs[name] for name in side._listed if name in side.specs}
-            for state, side in sides.items()
-        }
-        if not self._steps:
-            return index, shown
-        listed = {name for side in sides.values() for name in side._listed}
-        aliases: dict[str, str] = {}
-        heirs: dict[str, str] = {}
-        for alias, owner in index.aliases.items():
-            if alias in listed:
-                new = owner if owner in listed else heirs.setdefault(owner, alias)
-                aliases |= {alias: new} if new != alias else {}
-        if heirs and index.layout is not None:
-            owner, alias = next(iter(heirs.items()))
-            raise DataError(f"{alias!r} is a tied name of {owner!r} in this shard: select that to {what} it")
-        states = dict(index.states)
-        for state, side in sides.items():
-            own = {o: heir for o, heir in heirs.items() if heir in side._listed and o in side.specs}
-            added = {heir: renamed(side.specs[owner], heir) for owner, heir in own.items()}
-            states[state] = {**states[state], **added}
-            shown[state] |= added
-        return replace(index, states=states, aliases=aliases), shown
-
-    # -- writing
-
+    @with_options
     def to_safetensors(
         self,
         dest: str | os.PathLike[str],
@@ -376,41 +250,47 @@ class CheckpointView(Namespace[LazyTensor]):
         dtype: torch.dtype | None = None,
         max_shard_size: int | str | None = "5GB",
         names: NewNames | None = None,
-        overwrite: bool = False,
-        progress: bool | None = None,
-        executor: Executor | None = None,
-        memory: int | str | None = None,
-        verify: bool = False,
-    ) -> list[Path]:
-        """Write the view as safetensors, in bounded memory (some 16 MiB a thread), and return the paths of the files.
+        **options: Unpack[WriteOptions],
+    ) -> WriteResult:
+        """Write the view as safetensors, in bounded memory. A tied tensor is stored once; its other names are in the
+        header's metadata. `lazyckpt.recipes` adds what transformers needs beside the tensors.
 
-        ``dest``: a folder, which gets ``model.safetensors`` or, above ``max_shard_size`` (bytes, or text such as
-        "5GB"; None for one file), numbered shards and their index, as Hugging Face names them; or a file that ends
-        with ``.safetensors``. A tied tensor is stored once; its other names stand in the header's metadata. ``dtype``
-        converts floating-point tensors. ``names``: other names, as {old: new} or a function of the name; None for a new
-        name leaves the tensor out. ``progress``: a bar; None for one on a terminal or in a notebook.
+        Parameters
+        ----------
+        dest
+            A file that ends with ``.safetensors``, or a folder. A folder gets ``model.safetensors`` or, above
+            ``max_shard_size``, numbered shards and their index, as Hugging Face names them.
+        dtype
+            Convert floating-point tensors to it.
+        max_shard_size
+            Bytes, or text such as "5GB"; None for one file.
+        names
+            Other names: {old: new}, or a function of the name. None as a new name leaves the tensor out.
+        **options
+            ``overwrite``, ``resume``, ``verify``, ``progress``, ``executor``, ``memory``: see `WriteOptions`.
 
-        Only tensors are written: what transformers wants beside them (config.json, a tokenizer) `lazyckpt.recipes`
-        brings along.
+        Returns
+        -------
+        WriteResult
+            The files. They appear when all are complete; after an interrupted call the same call continues, also within
+            a file, with what is kept in a hidden folder beside ``dest``.
 
-        ``executor``: who does the work, any of concurrent.futures: threads of this process by default, processes, or a
-        Dask cluster's ``client.get_executor()``; workers read the source and write the files themselves, so both have
-        to be where they can reach them. ``memory``: bytes (or "2GB") that the work in flight may hold, 1 GiB by
-        default. ``verify``: read everything again and compare it with the source before the files appear.
-
-        The files appear when all are complete. If it is interrupted, the same call goes on where it was, also within a
-        file: what is finished is kept in a hidden folder beside ``dest``. Raises DestinationError (something is there
-        already and not ``overwrite``, no room, no right to write), DataError (a dtype that the format lacks, one name
-        for two tensors), TensorNotFoundError (``names`` tells of one that is not there), WorkerError (workers died),
-        CorruptError (``verify``: what was written differs), ChangedFileError (a source was written to meanwhile), and
-        what reading raises.
+        Raises
+        ------
+        DestinationError
+            Something is there already and not ``overwrite``; no room; no right to write.
+        DataError
+            A dtype that the format lacks, or one name for two tensors.
+        TensorNotFoundError
+            ``names`` has a name that is not in the view.
+        WorkerError, CorruptError, ChangedFileError
+            Workers died; ``verify`` found what differs; a source was written to meanwhile.
+        LazyckptError
+            What reading raises; for a missing file before anything is written.
         """
-        from .export.safetensors import SAFETENSORS
+        return export("safetensors", self, dest, options, dtype=dtype, max_shard_size=max_shard_size, names=names)
 
-        return self._export(
-            SAFETENSORS, dest, dtype, max_shard_size, names, overwrite, progress, runner(executor, memory), verify
-        )
-
+    @with_options
     def to_torch(
         self,
         dest: str | os.PathLike[str],
@@ -418,155 +298,88 @@ class CheckpointView(Namespace[LazyTensor]):
         dtype: torch.dtype | None = None,
         max_shard_size: int | str | None = "5GB",
         names: NewNames | None = None,
-        overwrite: bool = False,
-        progress: bool | None = None,
-        executor: Executor | None = None,
-        memory: int | str | None = None,
-        verify: bool = False,
-    ) -> list[Path]:
-        """Write the view as state dicts that `torch.load` reads, tied names on the same storage; otherwise as
-        `to_safetensors`. ``dest``: a file that ends with .pt, .pth, .bin or .ckpt, or a folder, which gets
-        ``pytorch_model.bin`` or numbered shards and their index."""
-        from .export.torch import TORCH
+        **options: Unpack[WriteOptions],
+    ) -> WriteResult:
+        """Write the view as state dicts that `torch.load` reads, with tied names on the same storage.
 
-        return self._export(
-            TORCH, dest, dtype, max_shard_size, names, overwrite, progress, runner(executor, memory), verify
-        )
+        Parameters, result and errors are those of `to_safetensors`. ``dest`` is a file that ends with .pt, .pth, .bin
+        or .ckpt, or a folder, which gets ``pytorch_model.bin`` or numbered shards and their index.
+        """
+        return export("torch", self, dest, options, dtype=dtype, max_shard_size=max_shard_size, names=names)
 
+    @with_options
     def to_zarr(
         self,
         dest: str | os.PathLike[str],
         *,
+        dtype: torch.dtype | None = None,
         states: Sequence[str] | None = None,
         codec: Any = None,
         chunk: int | str | None = None,
         shard: int | str | bool | None = None,
-        memory: int | str | None = None,
-        executor: Executor | None = None,
-        overwrite: bool = False,
-        verify: bool = False,
-        progress: bool | None = None,
         storage_options: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Write the view as a Zarr v3 hierarchy: a group for each state, below it groups by the dotted names; bfloat16
-        and float8 under their own data types; names, tied names, mesh and ``meta`` as attributes.
+        **options: Unpack[WriteOptions],
+    ) -> WriteResult:
+        """Write the view as a Zarr v3 hierarchy: a group for each state, below it groups by the dotted names.
 
-        ``dest``: a folder; a file that ends with ``.zip``; or a URL of fsspec's (``storage_options`` are for it).
-        ``states``: by default all, of which the same part is written, or the one that this view reads if that is not
-        the checkpoint's default. ``codec``: None, "zstd", "blosc" (byte-shuffled zstd), "gzip", any codec of numcodecs
-        (instance or configuration), or a Zarr v3 codec as JSON: {"name": "zstd", "configuration": {"level": 9}}.
-        ``chunk``: bytes of a chunk at most, 64 MiB by default (4 MiB in shards); chunks follow the files' own pieces
-        where these form a grid. ``shard``: True, or bytes: put chunks together in files of at most so much (512 MiB).
-        Sizes are numbers of bytes or text such as "64MiB".
+        Parameters
+        ----------
+        dest, storage_options
+            A folder, a file that ends with ``.zip``, or a URL with the options of fsspec's file system for it.
+        dtype
+            Convert floating-point tensors that the view reads, as `astype` does.
+        states
+            By default all, of which the same part is written, or the one that this view reads if that is not the
+            checkpoint's default.
+        codec
+            None, "zstd", "blosc" (byte-shuffled zstd), "gzip", any codec of numcodecs (instance or configuration), or a
+            Zarr v3 codec as JSON: ``{"name": "zstd", "configuration": {"level": 9}}``.
+        chunk, shard
+            Bytes of a chunk at most: by default "64MiB", in shards "4MiB". Chunks follow the files' own pieces where
+            these form a grid. ``shard``: True, or bytes: put chunks together in files of at most so much ("512MiB").
+        **options
+            See `WriteOptions`; ``memory`` also bounds the chunks.
 
-        ``memory``: bytes that the work in flight may hold, 1 GiB by default. ``executor``: who does it, as for
-        `to_safetensors`. ``verify``: read everything again and compare it with the source before it appears.
-        ``progress``: a bar; None for one on a terminal or in a notebook.
+        Returns
+        -------
+        WriteResult
+            The folder or zip file, which appears when it is complete.
 
-        A folder or zip file appears when it is complete; of an object store, the root's document is written last. If
-        it is interrupted, the same call goes on with what is finished: that is kept in a hidden folder beside ``dest``
-        (where a zip file needs its size twice while it is made), on an object store in place.
-
-        Raises DestinationError (something is there already, and not ``overwrite`` or no Zarr hierarchy; no room, no
-        right to write), DataError (a dtype that Zarr or the codec does not take, too little
-        ``memory``), WorkerError (workers died), CorruptError (``verify``: what was written differs), and what reading
-        raises; a missing file before anything is written.
+        Raises
+        ------
+        DataError
+            A dtype that Zarr or the codec does not take, or too little ``memory``.
+        LazyckptError
+            What `to_safetensors` raises; DestinationError also for a folder that holds anything else.
         """
-        from .export.zarr import export_zarr
+        own = {"states": states, "codec": codec, "chunk": chunk, "shard": shard, "storage_options": storage_options}
+        return export("zarr", self if dtype is None else self.astype(dtype), dest, options, **own)
 
-        check_whole(self)
-        export_zarr(
-            contents(self, states),
-            dest,
-            codec=codec,
-            chunk=chunk,
-            shard=shard,
-            memory=memory,
-            executor=executor,
-            overwrite=overwrite,
-            verify=verify,
-            progress=progress,
-            storage_options=storage_options,
-        )
-
+    @with_options
     def to_dcp(
-        self,
-        dest: str | os.PathLike[str],
-        *,
-        overwrite: bool = False,
-        progress: bool | None = None,
-        executor: Executor | None = None,
-        memory: int | str | None = None,
-        verify: bool = False,
-    ) -> dict[str, str]:
+        self, dest: str | os.PathLike[str], *, dtype: torch.dtype | None = None, **options: Unpack[WriteOptions]
+    ) -> WriteResult:
         """Write the view as a folder of torch.distributed.checkpoint, which `dcp.load` reads into a model on any number
-        of ranks (FSDP2, tensor parallelism), with its optimizer: ``{"model": ..., "optim": ...}`` of torch's
-        `get_state_dict`.
+        of ranks, with its optimizer. `lazyckpt.export.dcp` says which keys it has.
 
-        What this view reads, "weights" or "fp32", becomes ``model.NAME``; the optimizer's states
-        ``optim.state.NAME.STATE``, its options ``optim.param_groups.N.OPTION`` where the checkpoint tells of which
-        parameters they are; "fp32" beside "weights" ``fp32.NAME``; ``meta`` as it stands there. A view of one of the
-        optimizer's states brings that alone. Tied names are there both, on the same bytes. Tensors are cut in chunks of
-        whole rows, of at most 32 MiB where a row is not larger; a count of steps that no tensor holds becomes
-        ``optim.state.NAME.step``.
-
-        Options are those of `to_safetensors`; as with `to_zarr`, the folder appears when it is complete, and the same
-        call goes on with what an interrupted one finished. Returns what of ``meta`` is left out: dotted path -> reason
-        (objects of classes that would have to be imported). Raises as `to_safetensors` does; DestinationError also for
-        a folder that holds anything else.
+        Parameters, files and errors are those of `to_zarr`. ``left_out`` of the result has what of ``meta`` is not
+        written: dotted path -> reason (objects of classes that would have to be imported).
         """
-        from .export.dcp import export_dcp
+        return export("dcp", self if dtype is None else self.astype(dtype), dest, options)
 
-        check_whole(self)
-        return export_dcp(
-            self,
-            dest,
-            overwrite=overwrite,
-            verify=verify,
-            progress=progress,
-            run=runner(executor, memory),
-        )
-
-    def to_universal(
-        self,
-        dest: str | os.PathLike[str],
-        *,
-        overwrite: bool = False,
-        progress: bool | None = None,
-        executor: Executor | None = None,
-        memory: int | str | None = None,
-        verify: bool = False,
-    ) -> dict[str, str]:
+    @with_options
+    def to_universal(self, dest: str | os.PathLike[str], **options: Unpack[WriteOptions]) -> WriteResult:
         """Write the view as a DeepSpeed universal checkpoint, which an engine with ``"checkpoint": {"load_universal":
-        true}`` loads on any number of ranks, with any stage of ZeRO but 0: ``engine.load_checkpoint(dest)``. Of any
-        checkpoint that lazyckpt reads; names stay as they are, and have to be the engine's.
+        true}`` loads on any number of ranks, with any stage of ZeRO but 0: ``engine.load_checkpoint(dest)``. Names have
+        to be the engine's. `lazyckpt.export.universal` says what is in it.
 
-        ``zero/NAME/`` has the parameter in float32 (fp32.pt) and the states of its shape, whatever the optimizer;
-        step.pt; buffers and frozen parameters as fp32.pt alone. The model states, ``mp_rank_00_model_states.pt``, have
-        what the engine goes on with: of a DeepSpeed checkpoint its counters, scheduler, client state and
-        universal_checkpoint_info; of others, ``meta["step"]`` as ``global_steps`` and defaults (no scheduler: pass
-        ``load_lr_scheduler_states=False`` if the engine has one). The optimizer's options come along where the
-        checkpoint tells them, in the source's order of groups; else the engine keeps its own. Objects of DeepSpeed's
-        own classes (the state of fp16's loss scaler) are left out.
-
-        Options are those of `to_safetensors`; as with `to_zarr`, the folder appears when it is complete, and the same
-        call goes on with what an interrupted one finished. Returns what is left out: dotted path -> reason; and the
-        states that are written, but that engines of ZeRO-3 do not load: they take exp_avg and exp_avg_sq alone. Raises
-        as `to_safetensors` does; DataError also for a view of another state than "weights" or "fp32", and for a name
-        that no folder can have.
+        Options, files and errors are those of `to_dcp`. ``left_out`` of the result has dotted path -> reason, and the
+        states that are written, but that engines of ZeRO-3 do not load. Raises DataError also for a view of another
+        state than "weights" or "fp32", and for a name that no folder can have.
         """
-        from .export.universal import export_universal
+        return export("universal", self, dest, options)
 
-        check_whole(self)
-        return export_universal(
-            self,
-            dest,
-            overwrite=overwrite,
-            verify=verify,
-            progress=progress,
-            run=runner(executor, memory),
-        )
-
+    @with_options
     def to_megatron(
         self,
         dest: str | os.PathLike[str],
@@ -574,55 +387,73 @@ class CheckpointView(Namespace[LazyTensor]):
         tp: int = 1,
         pp: int = 1,
         ep: int = 1,
-        overwrite: bool = False,
-        progress: bool | None = None,
-        executor: Executor | None = None,
-        memory: int | str | None = None,
-        verify: bool = False,
-    ) -> dict[str, str]:
+        dtype: torch.dtype | None = None,
+        **options: Unpack[WriteOptions],
+    ) -> WriteResult:
         """Write the view as Megatron-LM's checkpoint of rank files (``--ckpt-format torch``), which its own loader
-        takes with these tensor-, pipeline- and expert-parallel degrees: ``iter_0000003/mp_rank_TT[_PPP][_EEE]/
-        model_optim_rng.pt`` and ``latest_checkpointed_iteration.txt``. Names have to be megatron-core's: other
-        checkpoints' after ``view.rename("megatron")``. What a rank has is what `CheckpointView.shard` gives it:
-        layers are dealt evenly, experts cut as all else is (expert-tensor-parallel degree = tp).
+        takes. Names have to be megatron-core's: other checkpoints' after ``view.rename("megatron")``.
+        `lazyckpt.export.megatron` says what the files have.
 
-        The vocabulary is padded with zeros to a multiple of make_vocab_size_divisible_by * tp where the arguments of
-        the source tell that, else of tp; rows of padding that fewer ranks lack go where the arguments tell them from
-        tokens. The last of several stages has its copy of a tied embedding. ``args`` is the source's, with the degrees
-        made right, or what names, shapes and a config.json tell. Weights of a view of fp32 copies get the dtype
-        that the arguments name.
+        Parameters
+        ----------
+        dest
+            A folder, which gets ``iter_0000003/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`` and
+            ``latest_checkpointed_iteration.txt``.
+        tp, pp, ep
+            Tensor-, pipeline- and expert-parallel degrees. A rank gets what `shard` gives it.
+        dtype, **options
+            As for `to_dcp`, and so is the result.
 
-        The optimizer is written as Megatron has it without ``--use-distributed-optimizer``, if the view has Adam's or
-        SGD's states of all parameters and, of weights of 16 bits, their fp32 copies: groups and options are the
-        source's. Adam's count of steps stands where a source of Megatron's has it (with each parameter: torch's AdamW;
-        in the groups: FusedAdam of Transformer Engine or apex), of other sources in the groups. Without a known
-        iteration the checkpoint is a "release", of which Megatron loads the weights alone. States of generators are not
-        written: load with ``--no-load-rng``.
-
-        Experts stay in the form that they have names of: SequentialMLP (``local_experts.N``), TEGroupedMLP
-        (``linear_fc1.weightN``), GroupedMLP (``weight1``). So do norms: models of Transformer Engine's layers call
-        theirs ``linear_qkv.layer_norm_weight`` and ``mlp.linear_fc1.layer_norm_weight`` (``view.rename`` with a table
-        of your own), those of ``--transformer-impl local`` ``input_layernorm.weight`` and ``pre_mlp_layernorm.weight``.
-
-        Options are those of `to_safetensors`; as with `to_zarr`, the folder appears when it is complete, and the same
-        call goes on with what an interrupted one finished. Returns what is left out: dotted path -> reason. Raises as
-        `to_safetensors` does; DataError also for names that are not megatron-core's and for a view of another state
-        than "weights" or "fp32", MeshError for degrees that do not divide the layers, heads, experts or tensors.
+        Raises
+        ------
+        MeshError
+            Degrees that do not divide the layers, heads, experts or tensors.
+        LazyckptError
+            What `to_dcp` raises; DataError also for names that are not megatron-core's, and for a view of another state
+            than "weights" or "fp32".
         """
-        from .export.megatron import export_megatron
+        return export("megatron", self if dtype is None else self.astype(dtype), dest, options, tp=tp, pp=pp, ep=ep)
 
-        check_whole(self)
-        return export_megatron(
-            self,
-            dest,
-            tp=tp,
-            pp=pp,
-            ep=ep,
-            overwrite=overwrite,
-            verify=verify,
-            progress=progress,
-            run=runner(executor, memory),
-        )
+    def to_virtual(
+        self,
+        dest: str | os.PathLike[str] | Any,
+        *,
+        format: str | None = None,
+        bits: bool = False,
+        overwrite: bool = False,
+    ) -> WriteResult:
+        """Write references to the bytes of the checkpoint's files, as a zarr hierarchy that copies none of them: any
+        reader of zarr opens it, through fsspec's "reference" file system, without lazyckpt or torch. The layout is
+        that of `to_zarr`; the files have to stay where they are.
+
+        Parameters
+        ----------
+        dest
+            A file that ends with .json, or a folder, which gets parquet (needs kerchunk, pandas and pyarrow).
+        format
+            "json", "parquet", or "icechunk": a new Icechunk repository in that folder; ``dest`` may also be the store
+            of a writable Icechunk session, which the caller commits.
+        bits
+            Show bfloat16 and 8-bit floats as unsigned integers of the same bits, for readers that lack these dtypes.
+        overwrite
+            Replace references that are there.
+
+        Returns
+        -------
+        WriteResult
+            ``left_out`` has path in the hierarchy -> why references cannot express the tensor: a span that ends within
+            a row, packed or swapped bytes, a missing file. The root's attributes list it, too.
+
+        Raises
+        ------
+        FormatError
+            A package is missing.
+        MissingFileError, ChangedFileError
+            A file is not what it was when it was opened.
+        LazyckptError
+            What `to_zarr` raises.
+        """
+        return export("virtual", self, dest, {"overwrite": overwrite}, format=format, bits=bits)
 
     def to_xarray(self, *, chunks: Mapping[str, Any] | None = None, widen: bool = True) -> xr.DataTree:
         """The view as an `xarray.DataTree`: groups are the dotted names, variables the tensors, dimensions are named by
@@ -641,64 +472,8 @@ class CheckpointView(Namespace[LazyTensor]):
 
         return tree(self, chunks, widen=widen)
 
-    def to_virtual(
-        self, dest: str | os.PathLike[str] | Any, *, format: str | None = None, bits: bool = False
-    ) -> dict[str, str]:
-        """Write references to the bytes of the checkpoint's files, as a zarr hierarchy that copies none of them: any
-        reader of zarr opens it, through fsspec's "reference" file system, without lazyckpt or torch. The layout is
-        that of `to_zarr`; the files have to stay where they are.
-
-        ``dest``: a file that ends with .json, or a folder, which gets parquet (kerchunk, pandas and pyarrow have to be
-        installed). ``format``: "json", "parquet", or "icechunk": a new Icechunk repository in that folder; ``dest``
-        may also be the store of a writable Icechunk session, which the caller commits. ``bits``: bfloat16 and 8-bit
-        floats appear as unsigned integers of the same bits, their attributes say what they are: for readers that do
-        not have these dtypes, as zarr-python by itself has not.
-
-        A tensor can be told as references if its fragments form a grid of plain runs of bytes. Returns what is left
-        out: path in the hierarchy -> reason (a span that ends within a row, packed or swapped bytes, a missing file);
-        the root's attributes list it, too. Raises DestinationError, FormatError (a package is missing), DataError, and
-        MissingFileError or ChangedFileError if a file is not what it was when it was opened.
-        """
-        from .export.virtual import to_virtual
-
-        return to_virtual(self, dest, format, bits)
-
-    def _export(
-        self,
-        form: FileFormat,
-        dest: str | os.PathLike[str],
-        dtype: torch.dtype | None,
-        max_shard_size: int | str | None,
-        names: NewNames | None,
-        overwrite: bool,
-        progress: bool | None,
-        run: Run,
-        verify: bool,
-    ) -> list[Path]:
-        from .export.files import export
-        from .export.names import under
-
-        check_whole(self)
-        tensors, aliases = under(names, *self.once())
-        return export(
-            form,
-            tensors,
-            aliases,
-            dest,
-            dtype=dtype,
-            max_shard_size=max_shard_size,
-            overwrite=overwrite,
-            progress=progress,
-            run=run,
-            verify=verify,
-        )
-
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (self._store, self._index, self._state, self._pickled_steps(), self._of_all)
-
-
-def _holds(word: str, name: str) -> bool:
-    return word in name
 
 
 def unshard(views: Iterable[CheckpointView]) -> CheckpointView:
@@ -713,15 +488,6 @@ def unshard(views: Iterable[CheckpointView]) -> CheckpointView:
         raise DataError("these views are parts of shards: put the whole shards together, then take the part")
     index = unsharded([view._index for view in shards])
     return shards[0]._of(index)
-
-
-def check_whole(view: Namespace[Any]) -> None:
-    """Raises MissingFileError for a view that lacks tensors of which nothing is known but the name."""
-    for name, why in view.unreadable.items():
-        raise MissingFileError(
-            f"{plural(len(view.unreadable), 'tensor')} would be missing in what is written: {name}: {why}. Without "
-            f"{'it' if len(view.unreadable) == 1 else 'them'}: view.select(lambda name: name not in view.unreadable)"
-        )
 
 
 def with_wrappers(path: str | os.PathLike[str], format: str, tag: str | None = None) -> CheckpointView:

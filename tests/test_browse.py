@@ -31,9 +31,9 @@ from lazyckpt.browse import histogram as bars
 from lazyckpt.browse.tree import Entry, Levels, chosen
 from lazyckpt.show.layout import drawing
 from lazyckpt.show.values import sample
+from lazyckpt.testing.counting import opened
 
 from . import processes
-from .counting import opened
 
 pytest.importorskip("textual")
 

@@ -21,9 +21,9 @@ import lazyckpt
 from lazyckpt import cli, demo
 from lazyckpt.cli import options, program
 from lazyckpt.core.select import parse_index
+from lazyckpt.testing.counting import Counts, opened
 
 from . import processes
-from .counting import Counts, opened
 from .writers import Case
 
 ROOT = Path(__file__).parents[1]
@@ -202,7 +202,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
         total.log = counts.log
         return view
 
-    monkeypatch.setattr(options, "open_checkpoint", counting)
+    monkeypatch.setattr(options, "CheckpointView", counting)
     return total
 
 

@@ -10,8 +10,7 @@ import torch
 
 import lazyckpt
 from lazyckpt.core.names import Names
-
-from .counting import opened
+from lazyckpt.testing.counting import opened
 
 Complete = Callable[[str], list[str]]
 

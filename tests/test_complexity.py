@@ -247,7 +247,7 @@ def test_a_wide_tensor_is_drawn_at_once(elements: int, tmp_path: Path) -> None:
     def draw() -> None:
         t = view["w"]
         for one in (t, t.lazy[5:], t.lazy[::-3], t.lazy[None, 7:-7:2]):
-            repr(one), one._repr_html_(), list(one.fragments), one.selection.hull
+            repr(one), one._repr_html_(), list(one.fragments), one._sel.hull
 
     view["v"]._repr_html_()
     assert seconds(draw) < 1

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save as their
 
 import lazyckpt
 from lazyckpt.distributed import dcp_to_safetensors, dcp_to_torch_save
+from lazyckpt.testing.oracle import same
 
-from .oracle import same
 from .writers import Case
 from .writers.torch_dcp import CASES
 
@@ -53,6 +53,7 @@ def torchs(folder: Path, out: Path) -> Any:
     return torch.load(out, weights_only=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(CASES.keys() - BEYOND - HUB))
 def test_the_file_is_that_of_torch(dcp_cases: dict[str, Case], tmp_path: Path, name: str) -> None:
     folder = dcp_cases[name].path

@@ -19,14 +19,13 @@ import torch
 from safetensors.torch import save_file
 
 import lazyckpt
-from lazyckpt.core.dtypes import dtype_of, widened
+from lazyckpt.core.dtypes import dtype_of, to_numpy, widened
 from lazyckpt.core.index import Extent, FileInfo, Rank, TensorSpec
 from lazyckpt.formats.shared.flat import FlatFragments, Partition
 from lazyckpt.io.storage.local import LocalStore
-from lazyckpt.io.tensors import to_numpy
+from lazyckpt.testing.counting import opened
+from lazyckpt.testing.oracle import indexed, same
 
-from .counting import opened
-from .oracle import indexed, same
 from .writers import Case
 
 dask = pytest.importorskip("dask")

@@ -25,8 +25,8 @@ from lazyckpt.errors import DataError, FormatError, MissingFileError, SelectionE
 from lazyckpt.io.storage.local import split
 from lazyckpt.layouts.cut import reshard
 from lazyckpt.layouts.merge import user_rules
+from lazyckpt.testing.counting import CountingStore, Counts
 
-from .counting import CountingStore, Counts
 from .writers import Case, bit_equal
 from .writers.deepspeed_more import RESHAPED, SPECS
 

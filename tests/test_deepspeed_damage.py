@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import lazyckpt
+from lazyckpt.testing.oracle import same
 
 from .conftest import complete
-from .oracle import same
 from .test_deepspeed_zero import ranks_of
 from .writers import Case
 

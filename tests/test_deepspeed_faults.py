@@ -15,9 +15,9 @@ import torch
 
 import lazyckpt
 from lazyckpt.core.index import Extent
+from lazyckpt.testing.oracle import same
 
 from .conftest import complete
-from .oracle import same
 from .writers import Case, bit_equal
 
 TAG = "global_step3"

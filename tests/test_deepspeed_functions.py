@@ -233,7 +233,7 @@ def test_what_is_missing_is_known_without_a_plan(zero_kind: Case, tmp_path: Path
                 except MissingFileError:
                     assert not intact
                     with pytest.raises(MissingFileError):
-                        tensor.check()
+                        tensor._check()
                 else:
                     assert intact is not False
-                    tensor.check()
+                    tensor._check()

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import lazyckpt
+from lazyckpt.testing import contract
+from lazyckpt.testing.contract import Check
+from lazyckpt.testing.counting import opened
+from lazyckpt.testing.oracle import indexed, keys, same, same_values
 
-from . import contract, processes
+from . import processes
 from .conftest import complete
-from .contract import Check
-from .counting import opened
-from .oracle import indexed, keys, same, same_values
 from .writers import Case
 from .writers.nasty_model import NastyModel
 

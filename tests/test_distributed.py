@@ -20,10 +20,10 @@ from lazyckpt.distributed import (
     restore_ep_dim,
     restore_ep_dims,
 )
+from lazyckpt.testing.counting import opened
+from lazyckpt.testing.oracle import same
 
 from .conftest import complete, once
-from .counting import opened
-from .oracle import same
 from .writers import Case, rank_checks, ranks
 
 MODULE = "tests.writers.rank_checks"

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 import lazyckpt
+from lazyckpt.testing.counting import Counts, opened
 
 from . import processes
-from .counting import Counts, opened
 
 HELD = {
     "f32": torch.arange(12.0).view(3, 4),

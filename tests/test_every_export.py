@@ -19,11 +19,11 @@ import torch
 
 import lazyckpt
 from lazyckpt.errors import DataError, DestinationError
+from lazyckpt.testing.contract import open_case
+from lazyckpt.testing.oracle import as_ints
 
 from .conftest import HUGGINGFACE, MEGATRON_KINDS, TORCH, ZERO_KINDS
-from .contract import open_case
 from .lanes import sampled
-from .oracle import as_ints
 from .writers import Case, rank_files, torch_dcp, trainers
 
 zarr = pytest.importorskip("zarr")
@@ -201,7 +201,7 @@ def check_virtual(view: Any, dest: Path) -> None:
     from zarr.storage import FsspecStore
 
     dest = dest.with_suffix(".json")
-    left_out = view.to_virtual(dest)
+    left_out = view.to_virtual(dest).left_out
     fs = fsspec.filesystem("reference", fo=str(dest), remote_protocol="file", asynchronous=True)
     root = zarr.open_group(FsspecStore(fs, read_only=True, path=""), mode="r")
     # zarr lists nothing below the first groups there, but opens whatever it is asked for
@@ -320,7 +320,7 @@ def test_dtypes(tmp_path: Path, to: str, dtype: str) -> None:
     if dtype not in UNKNOWN.get(to, ()):
         CHECKS[to](view, tmp_path / "out")
         if to == "virtual":
-            left_out = view.to_virtual(tmp_path / "again.json")
+            left_out = view.to_virtual(tmp_path / "again.json").left_out
             assert len(left_out) == (len(state) if dtype in UNKNOWN["zarr"] else 0)
         return
     with pytest.raises(DataError, match=dtype.removeprefix("of.")):
@@ -410,7 +410,7 @@ def test_states_that_an_engine_of_zero_3_does_not_load_are_told_of(tmp_path: Pat
         optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
         torch.save({"model": weights, "optimizer": optimizer}, tmp_path / "m.pt")
         lost = lazyckpt.open(tmp_path / "m.pt", cache=False).to_universal(tmp_path / "u", overwrite=True)
-        assert set(lost) == told and all("ZeRO-3" in why for why in lost.values())
+        assert set(lost.left_out) == told and all("ZeRO-3" in why for why in lost.values())
 
 
 def test_a_head_that_megatron_does_not_have_is_named(tmp_path: Path) -> None:

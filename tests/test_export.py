@@ -25,16 +25,17 @@ import lazyckpt
 from lazyckpt.core.dtypes import FROM_SAFETENSORS
 from lazyckpt.core.units import size_in_bytes
 from lazyckpt.errors import DataError, DestinationError, MissingFileError
-from lazyckpt.export import files, safetensors
-from lazyckpt.export.shards import file_names, split
+from lazyckpt.export import safetensors
+from lazyckpt.export.files import file_names, split
 from lazyckpt.io import pool
 from lazyckpt.jobs import destination
 from lazyckpt.jobs import write as output
 from lazyckpt.jobs import write as stream
 from lazyckpt.jobs.places import combined, crc32
 from lazyckpt.jobs.publish import discard
+from lazyckpt.testing import counting
 
-from . import counting, handmade, processes
+from . import handmade, processes
 from .writers import Case, bit_equal
 
 
@@ -449,7 +450,7 @@ def test_if_the_rest_cannot_be_moved_it_goes_on(
     out.mkdir()
     (out / "config.json").write_text("{}")
     with monkeypatch.context() as patch, pytest.raises(DestinationError, match=r"denied\. What is finished is kept in"):
-        patch.setattr(files.os, "replace", replace)
+        patch.setattr(os, "replace", replace)
         lazyckpt.open(saved[0]).to_safetensors(out, max_shard_size="5KB")
     assert len(_left(out)) == 2
     written = lazyckpt.open(saved[0]).to_safetensors(out, max_shard_size="5KB")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 import lazyckpt
 from lazyckpt import cli
 from lazyckpt.errors import DestinationError
+from lazyckpt.jobs import executor, write
 
 from .writers import bit_equal
 
@@ -33,7 +35,34 @@ def damage(path: Path) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-@pytest.mark.parametrize("what", ["bytes", "cut", "gone", "more", "note"])
+def second_rank_fails(patch: pytest.MonkeyPatch, runs: int) -> list[str]:
+    """Let the file of the second rank fail when ``runs`` runs of the first are written; the files of all runs."""
+    moved: list[str] = []
+    real = write._move
+
+    def move(target: Any, *args: Any) -> Any:
+        if "mp_rank_01" in target.key:
+            while len(moved) < runs:
+                time.sleep(0.001)
+            raise OSError(28, "No space left on device")
+        done = real(target, *args)
+        moved.append(target.key)
+        return done
+
+    patch.setattr(write, "_move", move)
+    patch.setattr(executor, "_TOGETHER", 1)
+    return moved
+
+
+def runs_moved(patch: pytest.MonkeyPatch) -> list[str]:
+    """The files of all runs that are written from now on."""
+    moved: list[str] = []
+    real = write._move
+    patch.setattr(write, "_move", lambda target, *args: (moved.append(target.key), real(target, *args))[1])
+    return moved
+
+
+@pytest.mark.parametrize("what", ["bytes", "cut", "gone", "more", "ledger"])
 def test_a_finished_rank_that_was_damaged_is_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -44,17 +73,9 @@ def test_a_finished_rank_that_was_damaged_is_written_again(
     config = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 16}
     (tmp_path / "model/config.json").write_text(json.dumps(config))
     job = (tmp_path / "model", tmp_path / "out", "--to", "safetensors", "--tp", "2", "-q")
-    written: list[str] = []
-    real = lazyckpt.CheckpointView.to_safetensors
-
-    def write(self: Any, dest: Path, **options: Any) -> list[Path]:
-        written.append(dest.name)
-        if len(written) == 2:
-            raise OSError(28, "No space left on device")
-        return real(self, dest, **options)
-
-    monkeypatch.setattr(lazyckpt.CheckpointView, "to_safetensors", write)
-    assert convert(*job).exit_code == 3 and written == ["mp_rank_00", "mp_rank_01"]
+    with monkeypatch.context() as patch:
+        second_rank_fails(patch, len(names))
+        assert convert(*job).exit_code == 3
     (done,) = tmp_path.rglob("mp_rank_00/model.safetensors")
     good = done.read_bytes()
     if what == "bytes":
@@ -66,14 +87,17 @@ def test_a_finished_rank_that_was_damaged_is_written_again(
     elif what == "more":
         (done.parent / "model-00001-of-00001.safetensors").write_bytes(good)
     else:
-        (note,) = (path for path in done.parent.iterdir() if path != done)
-        note.write_bytes(b"[[[")
+        (ledger,) = tmp_path.rglob(".lazyckpt-ledger")
+        ledger.write_bytes(b"[[[")
+    moved = runs_moved(monkeypatch)
     again = convert(*job)
     assert again.exit_code == 0, again.output
-    assert written[2:] == ["mp_rank_00", "mp_rank_01"]
+    count = {"bytes": 1, "more": 0}.get(what, len(names))
+    assert [key.partition("/")[0] for key in moved].count("mp_rank_00") == count
     view = lazyckpt.open(tmp_path / "model")
     for tp in range(2):
         folder = tmp_path / "out" / f"mp_rank_{tp:02d}"
+        assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
         found = load_file(folder / "model.safetensors")
         wanted = view.shard(tp=2, rank=tp)
         assert found.keys() == set(wanted)
@@ -84,18 +108,11 @@ def test_a_finished_rank_that_was_damaged_is_written_again(
 def test_finished_ranks_are_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save({"layers.0.mlp.up_proj.weight": torch.ones(4, 4)}, tmp_path / "m.pt")
     job = (tmp_path / "m.pt", tmp_path / "out", "--to", "torch", "--tp", "2", "-q")
-    written: list[str] = []
-    real = lazyckpt.CheckpointView.to_torch
-
-    def write(self: Any, dest: Path, **options: Any) -> list[Path]:
-        written.append(dest.name)
-        if len(written) == 2:
-            raise OSError(28, "No space left on device")
-        return real(self, dest, **options)
-
-    monkeypatch.setattr(lazyckpt.CheckpointView, "to_torch", write)
-    assert convert(*job).exit_code == 3
-    assert convert(*job).exit_code == 0 and written == ["mp_rank_00", "mp_rank_01", "mp_rank_01"]
+    with monkeypatch.context() as patch:
+        second_rank_fails(patch, 1)
+        assert convert(*job).exit_code == 3
+    moved = runs_moved(monkeypatch)
+    assert convert(*job).exit_code == 0 and moved == ["mp_rank_01/pytorch_model.bin"]
     assert sorted(path.name for path in (tmp_path / "out/mp_rank_00").iterdir()) == ["pytorch_model.bin"]
 
 

@@ -41,6 +41,7 @@ def test_the_real_file_reads(real: Path) -> None:
     assert len(found) >= 7
 
 
+@pytest.mark.slow
 def test_every_truncation_is_refused(kind: str, real: Path, victim: Path) -> None:
     """From zero bytes to all but the last, byte by byte but for padding and data; what is left of a file must not pass
     for the whole."""

@@ -175,6 +175,7 @@ def test_the_honest_folder_reads(folder: Path) -> None:
     assert torch.equal(view.states["exp_avg"]["b"][...], torch.arange(16.0, 20))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", CLAIMS, indirect=True)
 def test_absurd_claims_are_refused_or_told(folder: Path) -> None:
     with deadline(120):

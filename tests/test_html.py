@@ -17,10 +17,10 @@ from lazyckpt.io.storage.local import LocalStore
 from lazyckpt.show.html.tree import ROWS, Row, plan
 from lazyckpt.show.outline import outline
 from lazyckpt.show.values import sample, text_histogram
+from lazyckpt.testing.contract import open_case
+from lazyckpt.testing.counting import opened
 from lazyckpt.view import CheckpointView
 
-from .contract import open_case
-from .counting import opened
 from .writers import Case
 
 VOID = {"input", "br", "hr", "img", "meta"}

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import lazyckpt
+from lazyckpt.testing.contract import open_case
 
 from .browser import Browser, running
-from .contract import open_case
 from .test_html import NASTY, huge, made, one
 from .writers import Case
 

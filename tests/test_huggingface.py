@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import lazyckpt
+from lazyckpt.testing import contract
+from lazyckpt.testing.contract import Check
+from lazyckpt.testing.counting import opened
+from lazyckpt.testing.oracle import same
 
-from . import contract
-from .contract import Check
-from .counting import opened
-from .oracle import same
 from .writers import Case
 
 

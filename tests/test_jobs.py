@@ -268,7 +268,7 @@ def finished(where):
         for f in files:
             path = os.path.join(base, f)
             try:
-                if not f.endswith((".part", ".lazyckpt-job")):
+                if not f.endswith((".part", ".lazyckpt-job", ".lazyckpt-ledger")):
                     found[os.path.relpath(path, where)] = (os.stat(path).st_ino, os.stat(path).st_mtime_ns)
             except FileNotFoundError:
                 pass
@@ -284,7 +284,7 @@ def export():
             for piece in content:
                 time.sleep(0.02)
                 yield piece
-        real(self, key, pieces())
+        return real(self, key, pieces())
 
     Folder.put = slow
     view.to_zarr(out, chunk="4KB", progress=False, overwrite="overwrite" in sys.argv)
@@ -339,7 +339,7 @@ def _finished(folder: Path) -> dict[str, tuple[int, int]]:
     found = {}
     for base, _, files in os.walk(folder):
         for name in files:
-            if not name.endswith((".part", ".lazyckpt-job")):
+            if not name.endswith((".part", ".lazyckpt-job", ".lazyckpt-ledger")):
                 with suppress(FileNotFoundError):  # the folder has just been renamed
                     stat = os.stat(os.path.join(base, name))
                     found[os.path.relpath(os.path.join(base, name), folder)] = (stat.st_ino, stat.st_mtime_ns)

@@ -87,7 +87,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)  # the children are forked
 import lazyckpt
-from lazyckpt.export import dcp, files, universal  # all that import `write_at`, and:
+from lazyckpt.export import dcp, files, universal  # all that import `write_at`
 from lazyckpt.jobs import executor as job, ledger, publish as staging, write as stream
 from lazyckpt.jobs.publish import staging_path, unfinished
 from tests import test_kills

@@ -14,9 +14,9 @@ from lazyckpt.core.index import Extent, Fragment, Part, Rank, TensorSpec
 from lazyckpt.io.storage.local import LocalStore
 from lazyckpt.show.layout import boxes, drawing, ranges
 from lazyckpt.tensor import LazyTensor
+from lazyckpt.testing.contract import each, open_case
+from lazyckpt.testing.counting import opened
 
-from .contract import each, open_case
-from .counting import opened
 from .writers import Case
 
 

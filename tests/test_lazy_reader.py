@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import lazyckpt
 from lazyckpt.distributed import LazyReader
+from lazyckpt.testing.counting import opened
+from lazyckpt.testing.oracle import same
 
-from .counting import opened
-from .oracle import same
 from .writers import Case
 from .writers.dcp_contents import TinyNet, adam
 from .writers.nasty_model import NastyModel

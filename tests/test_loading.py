@@ -13,9 +13,9 @@ from torch import nn
 import lazyckpt
 from lazyckpt import CheckpointView, loading
 from lazyckpt.io.reading.device import Ring
+from lazyckpt.testing.counting import opened
+from lazyckpt.testing.oracle import same
 
-from .counting import opened
-from .oracle import same
 from .writers import Case
 from .writers.nasty_model import NastyModel
 
@@ -268,7 +268,7 @@ def test_through_a_ring_into_any_memory(saved: tuple[Path, dict[str, torch.Tenso
     for lazy, want in cases:
         rows, columns = want.shape
         for out in (torch.empty(rows, columns), torch.empty(columns, rows).t(), torch.empty(rows, columns).double()):
-            assert lazy.read_through(ring, out=out) is out
+            assert lazy._read_through(ring, out=out) is out
             ring.finish()
             same(out, want.to(out.dtype), "through a ring")
 

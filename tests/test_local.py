@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 
 import lazyckpt
 from lazyckpt import LazyTensor
+from lazyckpt.testing.oracle import indexed, same
 
 from . import processes
-from .oracle import indexed, same
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts pages with posix_fadvise and mincore")
 

@@ -17,9 +17,9 @@ from lazyckpt.io.pool import each
 from lazyckpt.io.reading.packed import locate_all
 from lazyckpt.io.storage.base import Buffer, Store
 from lazyckpt.io.storage.local import split
+from lazyckpt.testing.counting import CountingStore, Counts
+from lazyckpt.testing.oracle import same
 
-from .counting import CountingStore, Counts
-from .oracle import same
 from .writers import Case
 
 

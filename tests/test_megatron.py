@@ -14,9 +14,9 @@ from lazyckpt.core.index import whole as in_one_piece
 from lazyckpt.formats.megatron.stacks import logical
 from lazyckpt.layouts.megatron import megatron_rules
 from lazyckpt.layouts.merge import decide
+from lazyckpt.testing.contract import CHECKS, Check
+from lazyckpt.testing.counting import opened
 
-from .contract import CHECKS, Check
-from .counting import opened
 from .megatron_handmade import (
     Cut,
     args,

@@ -20,10 +20,10 @@ from lazyckpt.formats.megatron.buckets import ranks_of, walk
 from lazyckpt.formats.megatron.stacks import regridded
 from lazyckpt.io.storage.local import LocalStore
 from lazyckpt.tensor import LazyTensor
+from lazyckpt.testing.contract import CHECKS, Check
+from lazyckpt.testing.counting import opened
+from lazyckpt.testing.oracle import indexed, keys, same
 
-from .contract import CHECKS, Check
-from .counting import opened
-from .oracle import indexed, keys, same
 from .writers import Case
 from .writers.megatron_core import CASES, load_case
 

@@ -14,8 +14,7 @@ import lazyckpt
 from lazyckpt.core.index import Index, TensorSpec
 from lazyckpt.errors import FormatError
 from lazyckpt.formats.shared.wrappers import without_wrappers
-
-from .oracle import same
+from lazyckpt.testing.oracle import same
 
 
 def trained(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:

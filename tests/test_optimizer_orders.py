@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import lazyckpt
+from lazyckpt.testing.counting import opened
 
-from .counting import opened
 from .groupings import GROUPINGS, MODELS, Stack, optimizer_of, wrong_names
 
 
@@ -135,6 +135,7 @@ def test_layers_sorted_by_their_text_or_their_value_stay_under_numbers(
     assert any(line.code == "undecided-name" for line in view.problems)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("model", "grouping", "known"),

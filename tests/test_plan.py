@@ -107,12 +107,12 @@ def test_runs_are_the_bytes_in_their_order(data: st.DataObject, case: Placed) ->
     with files(case) as folder:
         tensor = LazyTensor(LocalStore(folder), case.spec)
         for part, expected in ((tensor, case.truth), (tensor.lazy[block], case.truth[block])):
-            runs = part.runs()
+            runs = part._runs()
             event("runs" if runs is not None else "none")
             if runs is not None:
                 found = b"".join(case.files[r.path][r.offset : r.offset + r.nbytes] for r in runs)
                 assert found == np.ascontiguousarray(expected).tobytes()
-        assert tensor._plain is None or tensor.runs() is not None
+        assert tensor._plain is None or tensor._runs() is not None
 
 
 @property_test

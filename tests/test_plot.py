@@ -18,9 +18,9 @@ from lazyckpt.inspect import stats as spectrum
 from lazyckpt.inspect.stats import singular_values
 from lazyckpt.show import plot
 from lazyckpt.show.layout import drawing
+from lazyckpt.testing.counting import opened
 
 from . import processes
-from .counting import opened
 from .writers import Case
 
 matplotlib = pytest.importorskip("matplotlib")

@@ -16,10 +16,10 @@ from torch import nn
 import lazyckpt
 from lazyckpt import DataError, DestinationError, FormatError, MissingFileError, TensorNotFoundError, recipes
 from lazyckpt.recipes import parts
+from lazyckpt.testing import counting
+from lazyckpt.testing.oracle import same
 
-from . import counting
 from .conftest import Checkpoints, need
-from .oracle import same
 from .writers import Case, bit_equal
 from .writers.megatron_core import CASES, MegatronSpec
 

@@ -15,8 +15,7 @@ import xarray as xr
 import lazyckpt
 from lazyckpt.engine import LazyckptBackend
 from lazyckpt.interop.xarray import to_f32
-
-from .counting import opened
+from lazyckpt.testing.counting import opened
 
 ENGINE: Any = LazyckptBackend
 TOLERANCE = 1e-5  # of the sum of magnitudes: docs/how-to/xarray.md

@@ -10,8 +10,7 @@ from safetensors.torch import save_file
 
 import lazyckpt
 from lazyckpt.formats import reader
-
-from .oracle import same
+from lazyckpt.testing.oracle import same
 
 _PLUGIN = """
 from lazyckpt.core.index import Extent, Index, whole

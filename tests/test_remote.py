@@ -21,8 +21,7 @@ from typer.testing import CliRunner
 import lazyckpt
 from lazyckpt import cli
 from lazyckpt.io.storage.fsspec import GAP, RemoteStore
-
-from .counting import opened
+from lazyckpt.testing.counting import opened
 
 TENSORS = {"a.weight": torch.arange(600_000, dtype=torch.float32).reshape(600, 1000), "b": torch.arange(7)}
 

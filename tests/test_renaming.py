@@ -11,9 +11,9 @@ import torch
 
 import lazyckpt
 from lazyckpt import DataError, FormatError
+from lazyckpt.testing.oracle import indexed, keys, same
 
 from .conftest import need
-from .oracle import indexed, keys, same
 from .writers import Case
 
 

@@ -19,9 +19,9 @@ from lazyckpt.errors import DataError, DestinationError, FormatError, MissingFil
 from lazyckpt.formats.catalog import find
 from lazyckpt.io.storage.local import LocalStore, split
 from lazyckpt.runs.view import StepTensor
+from lazyckpt.testing.counting import CountingStore, Counts
 
 from .conftest import Checkpoints, complete
-from .counting import CountingStore, Counts
 from .writers import Case, deepspeed_run
 
 

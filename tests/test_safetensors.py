@@ -14,11 +14,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import lazyckpt
+from lazyckpt.testing import contract
+from lazyckpt.testing.contract import Check
+from lazyckpt.testing.counting import opened
+from lazyckpt.testing.oracle import indexed, keys, same
 
-from . import contract
-from .contract import Check
-from .counting import opened
-from .oracle import indexed, keys, same
 from .writers import Case, torch_contents
 
 _METADATA = {"format": "pt", "author": "nobody", "größe": "klein"}

@@ -23,8 +23,8 @@ from lazyckpt.core.flat import interval, joined
 from lazyckpt.core.index import Mesh, Rank
 from lazyckpt.layouts.ranks import rank_of, world_size
 from lazyckpt.tensor import LazyTensor
+from lazyckpt.testing.counting import opened
 
-from .counting import opened
 from .lanes import rounds
 from .megatron_handmade import args
 from .placements import Placed, PlainStore, placed

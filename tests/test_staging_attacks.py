@@ -76,7 +76,7 @@ def interrupted(source: Path, name: str, dest: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(DestinationError, match="kept in"):
         if name in ("zarr", "zip"):
-            patch.setattr("lazyckpt.export.zarr.check_unchanged", fail)
+            patch.setattr("lazyckpt.jobs.write.check_unchanged", fail)
         else:
             move = stream._move
 

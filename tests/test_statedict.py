@@ -29,9 +29,9 @@ from lazyckpt.distributed import (
     save_state_dict,
     synchronize,
 )
+from lazyckpt.testing.oracle import same
 
 from .conftest import need
-from .oracle import same
 from .writers import Case
 from .writers.dcp_contents import odd_tensors
 

@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 
 import lazyckpt
 from lazyckpt import cli
-
-from .counting import opened
+from lazyckpt.testing.counting import opened
 
 
 def _trained(folder: Path, layout: str) -> Path:

@@ -24,14 +24,14 @@ from typer.testing import CliRunner
 
 import lazyckpt
 from lazyckpt import cli
+from lazyckpt.core.dtypes import to_numpy
 from lazyckpt.errors import DataError, MissingFileError
 from lazyckpt.inspect import moments, stats
 from lazyckpt.inspect.table import Histogram, Stats, Table
-from lazyckpt.io.tensors import to_numpy
+from lazyckpt.testing.counting import opened
 
 from . import processes
 from .conftest import need
-from .counting import opened
 from .lanes import rounds
 from .writers import Case
 

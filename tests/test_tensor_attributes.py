@@ -13,8 +13,8 @@ import torch
 
 import lazyckpt
 from lazyckpt.io.containers.pickle.plain import TensorRef
+from lazyckpt.testing.contract import same
 
-from .contract import same
 from .handmade import (
     call,
     dict_of,

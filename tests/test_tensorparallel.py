@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 import lazyckpt
+from lazyckpt.testing import contract
+from lazyckpt.testing.contract import Check
+from lazyckpt.testing.oracle import same
 
-from . import contract
-from .contract import Check
-from .oracle import same
 from .writers import Case
 
 DIM, HEADS, VOCAB, HIDDEN = 24, 4, 34, 20

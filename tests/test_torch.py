@@ -19,11 +19,11 @@ import torch
 import lazyckpt
 from lazyckpt.io.containers.torch_file import Pickles, read_torch_file
 from lazyckpt.io.storage.local import LocalStore
+from lazyckpt.testing import contract
+from lazyckpt.testing.contract import Check
+from lazyckpt.testing.counting import opened
+from lazyckpt.testing.oracle import as_ints, indexed, keys, same
 
-from . import contract
-from .contract import Check
-from .counting import opened
-from .oracle import as_ints, indexed, keys, same
 from .writers import Case, torch_contents, torch_files
 
 

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 
 import lazyckpt
 from lazyckpt.errors import LazyckptError, MissingFileError
+from lazyckpt.testing import contract
+from lazyckpt.testing.contract import Check
+from lazyckpt.testing.oracle import same
 
-from . import contract
-from .contract import Check
-from .oracle import same
 from .writers import Case
 
 

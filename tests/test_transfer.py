@@ -13,10 +13,10 @@ import lazyckpt
 from lazyckpt.core.select import Selection
 from lazyckpt.io.reading import device as transfer
 from lazyckpt.io.reading.device import Ring
+from lazyckpt.testing.counting import opened
+from lazyckpt.testing.oracle import indexed, keys, same, same_values, some_keys
 
 from .conftest import complete
-from .counting import opened
-from .oracle import indexed, keys, same, same_values, some_keys
 from .writers import Case
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 def test_every_tensor_arrives_whole(torch_cases: dict[str, Case], name: str, piece: int) -> None:
     case = torch_cases[name]
     view, ring = lazyckpt.open(case.path), Ring(CPU)
-    arrived = {key: t.read_through(ring) for key, t in view.items()}
+    arrived = {key: t._read_through(ring) for key, t in view.items()}
     ring.finish()
     for key, tensor in arrived.items():
         same(tensor, case.truth["weights"][key], key)
@@ -51,7 +51,7 @@ def test_slices_flips_and_lists_arrive(torch_cases: dict[str, Case], name: str, 
     for n, (key, whole) in enumerate(case.truth["weights"].items()):
         chosen = keys(whole.shape, f"{key}") if n % 5 == 0 else some_keys(whole.shape, f"{key} {piece}", 4)
         for item in chosen:
-            got = view[key].lazy[item].read_through(ring)
+            got = view[key].lazy[item]._read_through(ring)
             ring.finish()
             same(got, indexed(whole, item), (key, item))
 
@@ -66,7 +66,7 @@ def test_fragments_of_many_ranks_arrive(zero_cases: dict[str, Case], name: str, 
         for key, whole in truth.items():
             t = view.states[state][key]
             for item in (..., *some_keys(whole.shape, f"{name} {key}", 1)):
-                got = t.lazy[item].read_through(ring)
+                got = t.lazy[item]._read_through(ring)
                 ring.finish()
                 same(got, indexed(whole, item), (state, key, item))
 
@@ -80,12 +80,12 @@ def test_a_dtype_is_converted_on_the_way(torch_cases: dict[str, Case], dtype: to
             continue  # torch does not convert it, or leaves open what infinity is as an int
         if whole.is_complex() and not dtype.is_complex:
             continue  # discards a part, with a warning
-        got = view[key].read_through(ring, dtype)
+        got = view[key]._read_through(ring, dtype)
         ring.finish()
         same_values(got, whole.to(dtype), key)
         if not whole.ndim:
             continue
-        got = view[key].lazy[::-1].read_through(ring, dtype)
+        got = view[key].lazy[::-1]._read_through(ring, dtype)
         ring.finish()
         same_values(got, whole.to(dtype).flip(0), key)
 
@@ -97,7 +97,7 @@ def test_no_host_buffer_is_larger_than_a_piece(torch_cases: dict[str, Case], mon
     ring = Ring(CPU)
     for key, t in view.items():
         counts.clear()
-        same(t.read_through(ring), case.truth["weights"][key], key)
+        same(t._read_through(ring), case.truth["weights"][key], key)
         assert max((request.length for request in counts.log), default=0) <= 1000, f"{key}: {counts}"
         assert counts.bytes <= t.nbytes, f"{key}: {counts}"
 
@@ -152,7 +152,7 @@ def test_a_buffer_is_filled_again_only_when_its_piece_has_passed(
 
     ring = Watched(CPU)
     case = torch_cases["views"]
-    same(lazyckpt.open(case.path)["base"].read_through(ring), case.truth["weights"]["base"], "base")
+    same(lazyckpt.open(case.path)["base"]._read_through(ring), case.truth["weights"]["base"], "base")
     assert sent == 30, "two rows a piece"
     filled = [n for what, n in events if what == "filled"]
     assert filled == list(range(sent))
@@ -168,7 +168,7 @@ def test_errors_come_through(zero_cases: dict[str, Case], tmp_path: Any) -> None
     t = lazyckpt.open(tmp_path / "x.pt")["w"]
     (tmp_path / "x.pt").write_bytes(b"")
     with pytest.raises(lazyckpt.ChangedFileError):
-        t.read_through(Ring(CPU))
+        t._read_through(Ring(CPU))
 
 
 # -- devices

@@ -13,9 +13,9 @@ import torch
 
 import lazyckpt
 from lazyckpt import CheckpointView, LazyTensor
+from lazyckpt.testing.oracle import same
 
 from . import processes
-from .oracle import same
 from .writers import Case
 
 LAYERS = (0, 1, 2, 10)

@@ -16,11 +16,11 @@ import zarr
 from safetensors.torch import save_file
 
 import lazyckpt
+from lazyckpt.core.dtypes import to_numpy
 from lazyckpt.interop import zarr_dtypes as zarr_dtypes
-from lazyckpt.io.tensors import to_numpy
+from lazyckpt.testing.contract import open_case
 
 from .conftest import DCP_FEW, DCP_NAMES, TORCH, TORCH_FEW, ZERO_FEW, ZERO_KINDS, complete
-from .contract import open_case
 from .lanes import sampled
 from .test_zarr_store import equal, nodes
 from .writers import Case
@@ -39,7 +39,7 @@ def group_of(dest: Path) -> zarr.Group:
 
 def check(case: Case, dest: Path, **options: Any) -> dict[str, str]:
     view = open_case(case)
-    left_out = view.to_virtual(dest, **options)
+    left_out = view.to_virtual(dest, **options).left_out
     root = group_of(dest)
     assert root.attrs["lazyckpt"]["left_out"] == left_out
     there = nodes(view)
@@ -175,7 +175,7 @@ def test_what_is_left_out_and_why(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     torch.save(tree, tmp_path / "in" / "m.pt")
     view = lazyckpt.open(tmp_path / "in" / "m.pt")
-    left_out = view.to_virtual(tmp_path / "refs.json")
+    left_out = view.to_virtual(tmp_path / "refs.json").left_out
     assert set(left_out) == {"weights/conj", "weights/turned"}
     assert "conjugated" in left_out["weights/conj"] and "90,000 references" in left_out["weights/turned"]
     root = group_of(tmp_path / "refs.json")
@@ -191,8 +191,20 @@ def test_a_missing_file_leaves_out_what_is_in_it(dcp_cases: dict[str, Case], tmp
     shutil.copytree(case.path, tmp_path / "in")
     lost = sorted((tmp_path / "in").glob("*.distcp"))[-1]
     lost.unlink()
-    left_out = lazyckpt.open(tmp_path / "in").to_virtual(tmp_path / "refs.json")
+    left_out = lazyckpt.open(tmp_path / "in").to_virtual(tmp_path / "refs.json").left_out
     assert left_out and all(lost.name in reason for reason in left_out.values())
+
+
+@pytest.mark.parametrize("dest", ["x.json", "x"])
+def test_references_that_are_there_are_replaced_if_asked(folder: Path, tmp_path: Path, dest: str) -> None:
+    if dest == "x":
+        parquet()
+    view = lazyckpt.open(folder)
+    first = view.to_virtual(tmp_path / dest)
+    with pytest.raises(lazyckpt.DestinationError, match="exists already"):
+        view.to_virtual(tmp_path / dest)
+    assert view.to_virtual(tmp_path / dest, overwrite=True) == first
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a checkpoint", dest]
 
 
 def test_destinations(folder: Path, tmp_path: Path) -> None:
@@ -200,6 +212,7 @@ def test_destinations(folder: Path, tmp_path: Path) -> None:
     before = sorted(folder.iterdir())
     (tmp_path / "taken.json").write_text("mine")
     (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("")
     for dest in ("taken.json", "full", "a checkpoint/model.safetensors", "a checkpoint"):
         with pytest.raises(lazyckpt.DestinationError):
             view.to_virtual(tmp_path / dest)

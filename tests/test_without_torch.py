@@ -14,10 +14,9 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt.core.dtypes import DTYPES, F32, FROM_NAME, DType, dtype_of
+from lazyckpt.core.dtypes import DTYPES, F32, FROM_NAME, DType, dtype_of, to_numpy
 from lazyckpt.core.index import Extent, TensorSpec
 from lazyckpt.errors import DataError
-from lazyckpt.io.tensors import to_numpy
 
 from .writers import Case, megatron_core
 

@@ -16,9 +16,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import lazyckpt
+from lazyckpt.testing.oracle import same
 
 from .conftest import need
-from .oracle import same
 from .writers.dcp_contents import TinyNet
 
 
@@ -85,6 +85,7 @@ def _states(wrapped: nn.Module) -> dict[str, Any]:
     return {"model": weights, "optimizer": {"state": state, "param_groups": [{"params": list(state)}]}}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", WRAPPERS)
 @pytest.mark.parametrize("how", ["torch", "dcp", "safetensors"])

@@ -18,13 +18,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import lazyckpt
-from lazyckpt.core.dtypes import dtype_of, widened
+from lazyckpt.core.dtypes import dtype_of, to_numpy, widened
 from lazyckpt.engine import LazyckptBackend
 from lazyckpt.interop.xarray import to_f32
-from lazyckpt.io.tensors import to_numpy
+from lazyckpt.testing.counting import opened
 
 from . import processes
-from .counting import opened
 from .writers import Case
 
 ENGINE: Any = LazyckptBackend

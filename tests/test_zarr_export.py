@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 import lazyckpt
 from lazyckpt.core.box import Box
-from lazyckpt.core.dtypes import I32
+from lazyckpt.core.dtypes import I32, to_numpy
 from lazyckpt.core.index import Extent, Fragment, Part, TensorSpec
 from lazyckpt.errors import ChangedFileError, CorruptError, DataError, DestinationError, MissingFileError
 from lazyckpt.export import chunks
@@ -31,7 +31,6 @@ from lazyckpt.export import zarr as export
 from lazyckpt.formats.zarr.documents import NAMES
 from lazyckpt.interop import zarr_dtypes
 from lazyckpt.io.storage.local import LocalStore
-from lazyckpt.io.tensors import to_numpy
 from lazyckpt.jobs import destination, places
 from lazyckpt.tensor import LazyTensor
 
@@ -466,11 +465,11 @@ def test_what_fails_midway_goes_on(
     assert len(kept) == 8
     written = 0
 
-    def count(place: Any, key: str, *rest: Any) -> None:
+    def count(place: Any, key: str, *rest: Any) -> int:
         nonlocal written
         written += 1
         assert Path(key) not in kept
-        plain(place, key, *rest)
+        return plain(place, key, *rest)
 
     plain = chunks.write
     with mock.patch.object(chunks, "write", count):
@@ -486,7 +485,7 @@ def test_what_fails_midway_goes_on(
 
 
 def _interrupted(view: Any, out: Path, **options: Any) -> None:
-    with mock.patch.object(export, "reveal", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(destination, "reveal", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         view.to_zarr(out, **options)
 
 
@@ -521,10 +520,10 @@ def test_two_at_once(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
     begun, go_on = threading.Event(), threading.Event()
     plain = chunks.write
 
-    def slow(*args: Any) -> None:
+    def slow(*args: Any) -> int:
         begun.set()
         assert go_on.wait(60)
-        plain(*args)
+        return plain(*args)
 
     with mock.patch.object(chunks, "write", slow), ThreadPoolExecutor(1) as other:
         first = other.submit(view.to_zarr, tmp_path / "out")
@@ -540,12 +539,12 @@ def test_a_source_that_changes_meanwhile(saved: tuple[Path, dict[str, torch.Tens
     path, _ = saved
     plain, calls = chunks.write, 0
 
-    def write(*args: Any) -> None:
+    def write(*args: Any) -> int:
         nonlocal calls
         calls += 1
         if calls == 5:
             os.utime(path, ns=(1, 1))
-        plain(*args)
+        return plain(*args)
 
     with mock.patch.object(chunks, "write", write), pytest.raises(ChangedFileError, match="is not the file"):
         lazyckpt.open(path).to_zarr(tmp_path / "out", chunk=4000)

@@ -20,11 +20,11 @@ from lazyckpt import CorruptError, DataError, FormatError, MissingFileError
 from lazyckpt.core.dtypes import dtype_of
 from lazyckpt.core.index import Extent
 from lazyckpt.formats.zarr.metadata import fill_bytes
+from lazyckpt.testing import contract
+from lazyckpt.testing.contract import Check
+from lazyckpt.testing.counting import opened
+from lazyckpt.testing.oracle import same
 
-from . import contract
-from .contract import Check
-from .counting import opened
-from .oracle import same
 from .writers import Case, zarr_files
 from .writers.zarr_files import Arrays
 

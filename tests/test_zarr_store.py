@@ -19,14 +19,14 @@ from zarr.abc.store import OffsetByteRequest, RangeByteRequest, SuffixByteReques
 from zarr.core.buffer import default_buffer_prototype
 
 import lazyckpt
+from lazyckpt.core.dtypes import to_numpy
 from lazyckpt.formats.zarr.documents import NAMES, component, paths
 from lazyckpt.interop.zarr_store import ViewStore
 from lazyckpt.io.plain_json import decode
-from lazyckpt.io.tensors import to_numpy
+from lazyckpt.testing.contract import open_case
+from lazyckpt.testing.counting import opened
 
 from .conftest import DCP_FEW, DCP_NAMES, TORCH, TORCH_FEW, ZERO_FEW, ZERO_KINDS, complete
-from .contract import open_case
-from .counting import opened
 from .lanes import sampled
 from .writers import Case
 
@@ -101,10 +101,12 @@ def test_distributed_checkpoints(dcp_case: Case) -> None:
     check(dcp_case)
 
 
+@pytest.mark.slow
 def test_hugging_face(huggingface_case: Case) -> None:
     check(huggingface_case)
 
 
+@pytest.mark.slow
 def test_megatron(megatron_kind: Case) -> None:
     check(megatron_kind)
 

@@ -19,8 +19,8 @@ import lazyckpt
 from lazyckpt import CorruptError
 from lazyckpt.io.containers.torch_file import Pickles, read_torch_file
 from lazyckpt.io.storage.local import LocalStore
+from lazyckpt.testing.counting import opened
 
-from .counting import opened
 from .handmade import dict_of, program, storage, tensor, text
 from .hostility import KINDS, Entry, attempt, raw_zip, tree, write_real
 
@@ -350,6 +350,7 @@ def test_an_appended_record_reads(tmp_path: Path) -> None:
     assert lazyckpt.open(tmp_path / "model.pt")["w"][...].tolist() == TRUTH
 
 
+@pytest.mark.slow
 def test_more_than_65535_records(tmp_path: Path) -> None:
     torch.save([torch.tensor(n) for n in range(66_000)], tmp_path / "model.pt")
     view = lazyckpt.open(tmp_path / "model.pt")

@@ -11,7 +11,7 @@ import torch
 from matplotlib.axes import Axes
 
 import lazyckpt
-from lazyckpt import CheckpointView, Diff, Difference, LazyTensor, Mesh, Pruned, RunView, recipes
+from lazyckpt import CheckpointView, Diff, Difference, LazyTensor, Mesh, Pruned, RunView, WriteResult, recipes
 from lazyckpt.core.index import FileInfo, Fragment
 from lazyckpt.deepspeed import RankFile, get_fp32_state_dict_from_zero_checkpoint, parse_ckpt_name
 from lazyckpt.distributed import LazyReader, get_shard_info
@@ -77,12 +77,14 @@ def tensors(t: LazyTensor) -> None:
 
 def out(view: CheckpointView, module: torch.nn.Module) -> None:
     assert_type(view.to("cuda", dtype=torch.bfloat16, copy=False), dict[str, torch.Tensor])
-    assert_type(view.to_safetensors("folder", max_shard_size="5GB"), list[Path])
-    assert_type(view.to_torch("x.pt", dtype=torch.float32), list[Path])
-    assert_type(view.to_dcp("dcp"), dict[str, str])
-    assert_type(view.to_universal("universal"), dict[str, str])
-    assert_type(view.to_virtual("references.json"), dict[str, str])
-    view.to_zarr("x.zarr", codec="blosc", memory="2GB")
+    assert_type(view.to_safetensors("folder", max_shard_size="5GB", verify=True), WriteResult)
+    assert_type(view.to_torch("x.pt", dtype=torch.float32), WriteResult)
+    result = view.to_dcp("dcp", overwrite=True)
+    assert_type((result.paths, result.nbytes, result.left_out), tuple[tuple[Path, ...], int, Mapping[str, str]])
+    assert_type((result[0], result["optimizer"], list(result)), tuple[Path, str, list[Path]])
+    assert_type(view.to_universal("universal"), WriteResult)
+    assert_type(view.to_virtual("references.json"), WriteResult)
+    assert_type(view.to_zarr("x.zarr", codec="blosc", memory="2GB"), WriteResult)
     view.load_into(module, strict=False)
     ViewStore(view)
 

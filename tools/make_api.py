@@ -25,6 +25,8 @@ from lazyckpt import cli, deepspeed, distributed, errors, interop, recipes
 from lazyckpt.cli import program
 from lazyckpt.core import box, index
 from lazyckpt.deepspeed import constants
+from lazyckpt.export import options as export_options
+from lazyckpt.export import registry as export_registry
 from lazyckpt.formats import reader
 from lazyckpt.inspect import table
 from lazyckpt.show import plot
@@ -43,6 +45,7 @@ def pages() -> dict[str, str]:
     array = tensor.__mro__[1]  # its module has the contract
     stepped = importlib.import_module("lazyckpt.runs.view").StepTensor
     doors = [importlib.import_module(f"lazyckpt.interop.{name}") for name in interop._DOORS]
+    formats = [(name, importlib.import_module(f"lazyckpt.export.{name}")) for name in export_registry.NAMES]
     tables = {
         "view.md": (
             "CheckpointView",
@@ -62,6 +65,13 @@ def pages() -> dict[str, str]:
             + class_(stepped, 2),
         ),
         "lazyckpt.md": ("lazyckpt", "\n".join(member(name, getattr(lazyckpt, name), 2) for name in alone)),
+        "writing.md": (
+            "Writing",
+            "The options of all `to_...` methods, and what each format has in it.\n\n"
+            + class_(export_options.WriteOptions, 2)
+            + "\n"
+            + "\n\n".join(f"## {f'to_{name}'}\n\n{text_of(written)}" for name, written in formats),
+        ),
         "stats.md": (
             "Statistics",
             "What `t.stats()`, `view.stats()` and `run.stats()` return.\n\n"

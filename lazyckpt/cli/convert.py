@@ -14,11 +14,12 @@ import typer
 
 from ..core.units import human_bytes, plural
 from ..errors import LazyckptError, and_more
+from ..export.registry import NAMES
 from ..show.text import oddities
 from .console import as_options, write_error, write_line, write_text
-from .jobs import Job, carried_out, check_files, goes_on, kept, planned, throw_away
+from .jobs import Job, carried_out, check_files, goes_on, kept, planned
 from .options import FormatOption, PathArg, RulesOption, StateOption, StoredOption, TagOption, open_view
-from .targets import TARGETS, Wanted, check, target_of
+from .targets import Wanted, check, target_of
 
 _PROBLEMS = 10  # lines of problems that are printed
 AGAIN = 3  # exit code: stopped half way, the same call goes on
@@ -27,7 +28,9 @@ INTERRUPTED = 130
 _Dest = Annotated[str, typer.Argument(metavar="DST", help="A folder, a file, or for zarr a URL.", show_default=False)]
 _To = Annotated[
     str | None,
-    typer.Option(metavar="FORMAT", help=f"{'|'.join(TARGETS)}; by default what the end of DST says."),
+    typer.Option(
+        metavar="FORMAT", help=f"{'|'.join(n for n in NAMES if n != 'virtual')}; by default what the end of DST says."
+    ),
 ]
 _Select = Annotated[str | None, typer.Option(metavar="GLOB", help="Only tensors whose names (as ls prints) match.")]
 _Dtype = Annotated[str | None, typer.Option(metavar="NAME", help="Convert floats: bf16, fp16, fp32, fp8_e4m3, ...")]
@@ -96,10 +99,14 @@ def convert(
         if dry_run:
             check_files(job)
         else:
-            if not resume:
-                throw_away(dst)
             result = carried_out(
-                job, memory=memory, overwrite=overwrite, verify=verify, progress=not quiet, workers=workers
+                job,
+                memory=memory,
+                overwrite=overwrite,
+                resume=resume,
+                verify=verify,
+                progress=not quiet,
+                workers=workers,
             )
             result["seconds"] = time.monotonic() - begun
     except KeyboardInterrupt:
@@ -132,7 +139,9 @@ def _print_plan(job: Job, resume: bool) -> None:
     for state, amount in told.states.items():
         dtypes = ", ".join(amount.dtypes)
         _print("write", f"{state}: {plural(amount.tensors, 'tensor')}, {human_bytes(amount.nbytes)} as {dtypes or '-'}")
-    _print("to", f"{job.dest}: {job.to}" + (f", {_files(told.files)}" if told.files is not None else "") + _ranks(job))
+    _print(
+        "to", f"{job.dest}: {job.to.name}" + (f", {_files(told.files)}" if told.files is not None else "") + _ranks(job)
+    )
     _print("memory", f"{human_bytes(job.memory)} for the work in flight")
     needed = "as much as compresses" if told.room is None else f"{human_bytes(told.room)} needed"
     _print("space", needed + (f", {human_bytes(job.free)} free" if job.free is not None else ""))

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from .. import diff as diff_views
 from ..errors import TensorNotFoundError
 from ..inspect.diff import verdict
+from ..runs.compare import diff as diff_views
 from .console import write_line, write_text
 from .options import FormatOption, JsonOption, RulesOption, StateOption, open_view
 

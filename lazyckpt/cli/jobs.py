@@ -8,29 +8,26 @@ from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import reduce
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ..core.names import natural
 from ..core.units import size_in_bytes
 from ..errors import DestinationError, LazyckptError, WorkerError
-from ..export import forecast
-from ..export.forecast import FILES, Forecast
-from ..export.ranks import export_ranks, rank_folders
-from ..export.shards import is_of_family
+from ..export.megatron import is_rank_folder, rank_folder
+from ..export.options import WriteOptions, complete
 from ..export.training import NotLoaded
+from ..export.writer import Forecast, Writer, carry_out, check_whole, free_at, is_remote, plan_of_ranks
 from ..formats.zarr.documents import JOB
-from ..io.storage.fsspec import is_url
-from ..jobs.destination import local_path
 from ..jobs.executor import MEMORY
+from ..jobs.guard import local_path
 from ..jobs.places import Bucket
-from ..jobs.publish import discard, unfinished
-from ..view import CheckpointView, check_whole
+from ..jobs.publish import unfinished
+from ..view import CheckpointView
 from .targets import Wanted, prepared
-
-_SHARD = "5GB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +41,7 @@ class Job:
     source: CheckpointView
     view: CheckpointView
     ranks: dict[str, CheckpointView]
-    to: str
+    to: Writer
     dest: str
     wanted: Wanted
     memory: int
@@ -63,7 +60,7 @@ class Job:
                 "mesh": {"tp": mesh.tp, "pp": mesh.pp, "dp": mesh.dp, "ep": mesh.ep},
                 "files": len(source.files),
             },
-            "to": self.to,
+            "to": self.to.name,
             "dest": self.dest,
             "options": self.wanted.describe(),
             "states": {s: {"tensors": a.tensors, "nbytes": a.nbytes, "dtypes": a.dtypes} for s, a in amounts.items()},
@@ -81,59 +78,64 @@ class Job:
         }
 
 
-def planned(src: str, source: CheckpointView, to: str, dest: str, wanted: Wanted, memory: str | None) -> Job:
+def planned(src: str, source: CheckpointView, to: Writer, dest: str, wanted: Wanted, memory: str | None) -> Job:
     """Decide what is written, and find what cannot be. Reads no tensor data. Raises what `targets.prepared` and
     `CheckpointView.shard` raise, and DataError."""
     view = prepared(source, wanted)
     limit = MEMORY if memory is None else size_in_bytes(memory)
     ranks: dict[str, CheckpointView] = {}
-    if wanted.mesh is not None and to in FILES:
+    if wanted.mesh is not None and to.by_rank:
         tp, pp, ep = wanted.mesh
-        ranks = {name: view.shard(tp=tp, pp=pp, ep=ep, rank=rank) for name, rank in rank_folders(tp, pp, ep)}
-    shown = cast(forecast.View, view)
-    if to in FILES:
-        views = [cast(forecast.View, v) for v in ranks.values()] or [shown]
-        told = forecast.of_files(to, views, dest, wanted.max_shard_size or _SHARD)
-    elif to == "zarr":
-        told = forecast.of_zarr(shown, dest, wanted.codec, None if memory is None else limit)
-    else:
-        told = forecast.of_universal(shown) if to == "universal" else forecast.of_dcp(shown)
+        for p, e, t in product(range(pp), range(ep), range(tp)):
+            ranks[rank_folder(t, p, e, pp, ep)] = view.shard(tp=tp, pp=pp, ep=ep, rank={"tp": t, "pp": p, "ep": e})
+    assert to.forecast is not None
+    options = complete({"memory": memory}, "convert")
+    told = [to.forecast(one, dest, options, **wanted.own(to)) for one in ranks.values() or [view]]
+    whole = reduce(Forecast.plus, told)
     there = _exists(to, dest, bool(ranks))
-    return Job(src, source, view, ranks, to, dest, wanted, limit, told, forecast.free_at(dest), kept(dest), there)
+    return Job(src, source, view, ranks, to, dest, wanted, limit, whole, free_at(dest), kept(dest), there)
 
 
 def check_files(job: Job) -> None:
     """Raise the error that reading would raise because a file is missing."""
     check_whole(job.view)
-    for state in job.view.states.values() if job.to not in FILES else [job.view]:
+    for state in job.view.states.values() if not job.to.by_rank else [job.view]:
         for name in sorted(state, key=natural):
-            state[name].check()
+            state[name]._check()
 
 
 def carried_out(
-    job: Job, *, memory: str | None, overwrite: bool, verify: bool, progress: bool | None, workers: int | None
+    job: Job,
+    *,
+    memory: str | None,
+    overwrite: bool,
+    resume: bool,
+    verify: bool,
+    progress: bool | None,
+    workers: int | None,
 ) -> dict[str, Any]:
-    """Do it. Returns what there is to tell: ``files`` (paths), ``left_out`` and ``not_loaded``, which is written (what
-    -> reason). Raises what the view's `to_...` methods raise."""
+    """Do it. Returns what there is to report: ``files`` (paths), ``left_out`` and ``not_loaded``, which is written
+    (what -> reason). Raises what the view's `to_...` methods raise."""
+    own = job.wanted.own(job.to)
     with _executor(workers) as executor:
-        options: dict[str, Any] = {"memory": memory, "verify": verify, "progress": progress, "executor": executor}
-        if job.to in FILES:
-            options["max_shard_size"] = job.wanted.max_shard_size or _SHARD
-        if job.to == "zarr":
-            options["codec"] = job.wanted.codec
-        if job.to == "megatron":
-            options |= dict(zip(("tp", "pp", "ep"), job.wanted.mesh or (1, 1, 1), strict=True))
+        given: WriteOptions = {
+            "memory": memory, "overwrite": overwrite, "resume": resume, "verify": verify, "progress": progress,
+            "executor": executor,
+        }  # fmt: skip
+        options = complete(given, "convert")
+        check_whole(job.view)
         if job.ranks:
-            of_one = options | {"overwrite": True}  # within a folder that is not complete
-            writers = {name: partial(_write, view, job.to, options=of_one) for name, view in job.ranks.items()}
-            tensors = job.view.once()[0].values()
-            about = repr((job.to, job.wanted.dtype, options["max_shard_size"]))
-            answer: Any = export_ranks(writers, job.dest, tensors, about, overwrite)
+            plans = {name: job.to.plan(view, Path(job.dest, name), options, **own) for name, view in job.ranks.items()}
+            plan = plan_of_ranks(plans, job.dest, overwrite, is_rank_folder)
         else:
-            answer = _write(job.view, job.to, job.dest, options | {"overwrite": overwrite})
-    told = answer if isinstance(answer, dict) else {}
+            if job.wanted.mesh is not None:
+                own |= dict(zip(("tp", "pp", "ep"), job.wanted.mesh, strict=True))
+            plan = job.to.plan(job.view, job.dest, options, **own)
+        written = carry_out(plan, options)
+    told = written.left_out
     return {
-        "files": [str(path) for path in answer] if isinstance(answer, list) else [],
+        "files": list(map(str, written.paths)),
+        "nbytes": written.nbytes,
         "left_out": {what: why for what, why in told.items() if not isinstance(why, NotLoaded)},
         "not_loaded": {what: why for what, why in told.items() if isinstance(why, NotLoaded)},
     }
@@ -145,29 +147,17 @@ def goes_on(job: Job, error: Exception, left: int) -> bool:
         return True
     if not isinstance(error, DestinationError):
         return isinstance(error, OSError) and not isinstance(error, LazyckptError)
-    free = forecast.free_at(job.dest)
+    free = free_at(job.dest)
     short = free is not None and job.forecast.room is not None and job.forecast.room - left > free
     return short or isinstance(error.__cause__, OSError)  # and not: something is there already
 
 
 def kept(dest: str) -> int | None:
     """Bytes that an interrupted conversion to ``dest`` has finished; None if there is none."""
-    if not _remote(dest):
+    if not is_remote(dest):
         return unfinished(dest.removeprefix("file://"))
     there = Bucket(dest).find()
     return sum(there.values()) - there[JOB] if JOB in there else None
-
-
-def throw_away(dest: str) -> None:
-    """Remove what an interrupted conversion has left. Raises DestinationError."""
-    if not _remote(dest):
-        discard(dest.removeprefix("file://"))
-    elif JOB in Bucket(dest).find():
-        Bucket(dest).remove_all()
-
-
-def _write(view: CheckpointView, to: str, dest: Path | str, options: dict[str, Any]) -> Any:
-    return getattr(view, f"to_{to}")(dest, **options)
 
 
 @contextmanager
@@ -182,17 +172,12 @@ def _executor(workers: int | None) -> Iterator[Executor | None]:
         yield executor
 
 
-def _remote(dest: str) -> bool:
-    return is_url(dest) and not dest.startswith("file://")
-
-
-def _exists(to: str, dest: str, ranks: bool) -> bool:
+def _exists(to: Writer, dest: str, ranks: bool) -> bool:
     """Whether something is there already that would have to be replaced."""
-    if _remote(dest):
+    if is_remote(dest):
         there = Bucket(dest).find()
         return bool(there) and JOB not in there
     path = local_path(dest.removeprefix("file://"))
     if not path.is_dir():
         return path.exists()
-    form = FILES.get(to) if not ranks else None  # other files may stand beside these
-    return any(form is None or is_of_family(name, form.stem, form.suffix) for name in os.listdir(path))
+    return any(ranks or to.replaces(name) for name in os.listdir(path))

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from .. import open as open_checkpoint
 from ..core.select import parse_index
 from ..core.units import plural
 from ..errors import FormatError, MissingFileError, SelectionError, TensorNotFoundError
@@ -34,7 +33,7 @@ def open_view(
     path: str, state: str | None, stored: bool, tag: str | None, format: str | None, rules: str | None
 ) -> CheckpointView:
     """The view that the options name. Raises what opening raises, TensorNotFoundError (no such state)."""
-    view = open_checkpoint(path, tag=tag, format=format, rules=None if rules is None else read_rules(rules))
+    view = CheckpointView(path, tag=tag, format=format, rules=None if rules is None else read_rules(rules))
     return state_of(view, path, state, stored)
 
 

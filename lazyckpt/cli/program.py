@@ -10,13 +10,12 @@ import io
 import os
 import sys
 from functools import cache
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from .. import __version__
 from ..errors import LazyckptError
 from .console import write_error
 
@@ -108,7 +107,7 @@ def main() -> None:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"lazyckpt {__version__}")
+        typer.echo(f"lazyckpt {metadata.version('lazyckpt')}")
         raise typer.Exit
 
 

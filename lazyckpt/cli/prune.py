@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from .. import prune as prune_folder
 from ..core.units import human_bytes, plural
+from ..runs.prune import prune as prune_folder
 from .console import write_line, write_text
 from .options import JsonOption
 

@@ -7,33 +7,14 @@ from typing import Any
 
 from ..core.dtypes import dtype_named
 from ..errors import DataError, FormatError
-from ..export.forecast import FILES
+from ..export.registry import convertible
+from ..export.writer import Writer
 from ..io.storage.fsspec import is_url
 from ..layouts.rename.table import ENDINGS, read_table
 from ..view import CheckpointView
 from .options import matching
 
-TARGETS = {
-    "safetensors": "the layout of Hugging Face",
-    "torch": "files of torch.save",
-    "dcp": "torch.distributed.checkpoint",
-    "universal": "DeepSpeed's universal checkpoint",
-    "megatron": "Megatron's legacy rank files",
-    "zarr": "a Zarr v3 hierarchy",
-}
-_SUFFIXES = {end: name for name, form in FILES.items() for end in form.endings} | {".zarr": "zarr", ".zarr.zip": "zarr"}
-_NO_RANKS = "its layout does not depend on ranks, any number of them loads it"
-_REFUSED = {  # option -> target -> why
-    "dtype": {"universal": "it always is in float32"},
-    "mesh": {"dcp": _NO_RANKS, "universal": _NO_RANKS, "zarr": _NO_RANKS},
-    "stored": {
-        "dcp": "it is of parameters by their names",
-        "universal": "it is of parameters by their names",
-        "megatron": "it is of parameters by their names",
-    },
-    "max_shard_size": dict.fromkeys(("dcp", "universal", "megatron", "zarr"), "only safetensors and torch have shards"),
-    "codec": dict.fromkeys(("safetensors", "torch", "dcp", "universal", "megatron"), "only zarr compresses"),
-}
+_ONLY = {"max_shard_size": "have shards", "codec": "compresses"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,35 +33,48 @@ class Wanted:
         """Those that were given."""
         return {name: value for name, value in asdict(self).items() if value not in (None, False)}
 
+    def own(self, writer: Writer) -> dict[str, Any]:
+        """The options of a writer's plan and forecast."""
+        found: dict[str, Any] = {}
+        if "max_shard_size" in writer.options:
+            found["max_shard_size"] = self.max_shard_size or "5GB"
+        if "codec" in writer.options:
+            found["codec"] = self.codec
+        return found
 
-def target_of(dest: str, to: str | None) -> str:
-    """The target by its name, or by the end of the destination's. Raises FormatError if neither tells, or they tell
-    different ones."""
-    end = next((end for end in sorted(_SUFFIXES, key=len, reverse=True) if dest.rstrip("/").endswith(end)), None)
-    choices = "; ".join(f"{name} ({what})" for name, what in TARGETS.items())
+
+def target_of(dest: str, to: str | None) -> Writer:
+    """The format by its name, or by the end of the destination's. Raises FormatError if neither says it, or they
+    differ."""
+    known = {writer.name: writer for writer in convertible()}
+    suffixes = {end: writer for writer in known.values() for end in writer.endings}
+    end = next((end for end in sorted(suffixes, key=len, reverse=True) if dest.rstrip("/").endswith(end)), None)
+    choices = "; ".join(f"{writer.name} ({writer.what})" for writer in known.values())
     if to is None:
         if end is None:
             raise FormatError(f"the end of {dest!r} does not tell what to write: say --to, one of {choices}")
-        return _SUFFIXES[end]
-    if to not in TARGETS:
+        return suffixes[end]
+    if to not in known:
         raise FormatError(f"--to {to!r} is none of {choices}")
-    if end is not None and _SUFFIXES[end] != to:
-        raise FormatError(f"--to {to} does not go with the name {dest!r}, which ends as of {_SUFFIXES[end]}")
-    return to
+    if end is not None and suffixes[end].name != to:
+        raise FormatError(f"--to {to} does not go with the name {dest!r}, which ends as of {suffixes[end].name}")
+    return known[to]
 
 
-def check(to: str, dest: str, wanted: Wanted) -> None:
-    """Raise DataError for options that do not go with the target."""
-    if is_url(dest) and to != "zarr":
-        raise DataError(f"only zarr is written to a URL: write {to} to a local path and upload that")
+def check(to: Writer, dest: str, wanted: Wanted) -> None:
+    """Raise DataError for options that do not go with the format."""
+    if is_url(dest) and not to.urls:
+        others = " and ".join(writer.name for writer in convertible() if writer.urls)
+        raise DataError(f"only {others} is written to a URL: write {to.name} to a local path and upload that")
     for option, given in wanted.describe().items():
-        why = _REFUSED.get(option, {}).get(to)
-        if why is not None and given:
+        if given and option not in (*to.options, "select", "rename"):
             named = "--tp, --pp, --ep" if option == "mesh" else "--" + option.replace("_", "-")
-            raise DataError(f"{named} cannot be had with --to {to}: {why}")
+            takers = [writer.name for writer in convertible() if option in writer.options]
+            why = to.refused.get(option, f"only {' and '.join(takers)} {_ONLY.get(option)}")
+            raise DataError(f"{named} cannot be had with --to {to.name}: {why}")
     if wanted.stored and (wanted.mesh or wanted.rename):
         raise DataError("--stored takes tensors as they lie in the files: leave out --tp, --pp, --ep and --rename")
-    if to in FILES and wanted.mesh and dest.endswith(FILES[to].endings):
+    if to.by_rank and wanted.mesh and dest.endswith(to.endings):
         raise DataError(f"with --tp, --pp or --ep each rank gets a folder: {dest!r} has to be a folder's name")
 
 

@@ -253,3 +253,29 @@ def widened(dtype: DType) -> DType:
     (torch.float32, torch.float64, torch.int8)
     """
     return F32 if dtype.is_floating_point and dtype.is_number and dtype.itemsize <= 2 else dtype
+
+
+_BITS = {1: U8, 2: I16, 4: I32, 8: I64, 16: C128}
+
+
+def bits_of(itemsize: int) -> torch.dtype:
+    """A dtype of this size that moves bits, whatever they mean: torch cannot copy every dtype with strides, or flip
+    it."""
+    return _BITS[itemsize].torch
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A CPU tensor as a numpy array over the same memory; bf16 and fp8 with the dtypes of ml_dtypes.
+
+    Raises DataError if numpy has no such dtype, or no array of that shape.
+    """
+    dtype = dtype_of(tensor.dtype).numpy
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    try:
+        if dtype.isbuiltin == 1:  # numpy's own, not ml_dtypes'
+            return tensor.numpy()
+        raw: np.ndarray[Any, Any] = tensor.contiguous().view(bits_of(tensor.itemsize)).numpy()
+        named: np.ndarray[Any, Any] = raw.view(dtype)
+        return named.reshape(tuple(tensor.shape))
+    except ValueError as e:  # an empty tensor with dimensions that are too long
+        raise DataError(f"numpy has no array of shape {tuple(tensor.shape)}: {e}") from None

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 
 from ..errors import DataError
-from ..export.files import export
+from ..export.files import plan_of_files
+from ..export.options import complete
 from ..export.safetensors import SAFETENSORS
 from ..export.torch import TORCH
+from ..export.writer import carry_out
 from ..loading import read_all
 from ..tensor import LazyTensor
 from ..view import CheckpointView, with_wrappers
@@ -113,16 +115,9 @@ def convert_zero_checkpoint_to_state_dict(
     if wanted not in _DTYPES.values():
         raise DataError(f"the dtype {dtype!r} is none of {', '.join(sorted(_DTYPES))}")
     tensors, aliases = _state(_fp32(checkpoint_dir, tag), exclude_frozen_parameters)
-    return export(
-        SAFETENSORS if safe_serialization else TORCH,
-        tensors,
-        aliases,
-        output_dir,
-        dtype=wanted,
-        max_shard_size=max_shard_size,
-        overwrite=True,
-        progress=progress,
-    )
+    form = SAFETENSORS if safe_serialization else TORCH
+    plan = plan_of_files(form, tensors, aliases, output_dir, wanted, max_shard_size, overwrite=True)
+    return list(carry_out(plan, complete({"progress": progress}, "convert_zero_checkpoint_to_state_dict")))
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:

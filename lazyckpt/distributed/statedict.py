@@ -17,16 +17,17 @@ import torch
 from ..core.dtypes import FROM_NAME, FROM_SAFETENSORS
 from ..core.units import size_in_bytes
 from ..errors import DataError
-from ..export.files import FileFormat, check_names
+from ..export.files import FileFormat, file_names, split
 from ..export.safetensors import SAFETENSORS
-from ..export.shards import file_names, split
-from ..export.torch import TORCH
-from ..jobs.destination import check_paths, local_path, source_files
+from ..export.torch import TORCH, held
+from ..export.writer import check_names
+from ..jobs.destination import Files
 from ..jobs.executor import run
-from ..jobs.held import held
+from ..jobs.guard import local_path
 from ..jobs.places import Target
+from ..jobs.plan import File, Layout, WritePlan
 from ..jobs.publish import fingerprint, once
-from ..jobs.write import File, Layout, Plan, write
+from ..jobs.write import write
 from ..tensor import LazyTensor
 from ..view import CheckpointView
 
@@ -144,18 +145,14 @@ def replace_file(
     an interrupted call finished is used by one of the ``same`` fingerprint. Raises DestinationError, also for a file
     that ``lazy`` tensors are read from."""
     place = local_path(path)
-    sources = source_files(lazy)
-    plan = Plan(files=[File(place.name, nbytes, begin)], texts={}, fingerprint=same, around=0)
-    write(
-        plan,
-        place,
-        lazy,
-        check=lambda _: check_paths([place], sources, overwrite=True),
-        reveal=lambda content: content.move(place.name, place),
-        verify=False,
-        progress=False,
-        run=run,
+    plan = WritePlan(
+        destination=Files(place, [place.name], lazy, overwrite=True, one=True),
+        tensors=lazy,
+        fingerprint=same,
+        files=[File(place.name, nbytes, begin)],
+        room=nbytes,
     )
+    write(plan, verify=False, progress=False, run=run)
     return place
 
 
@@ -181,7 +178,7 @@ def _owners(state_dict: StateDict) -> dict[str, str]:
 def _identity(tensor: Any) -> Any:
     """What two tensors have in common if and only if they are the same elements in the same memory."""
     if isinstance(tensor, LazyTensor):
-        return id(tensor.store), id(tensor.spec.fragments), tensor.dtype, tensor.shape, tensor.block or id(tensor)
+        return id(tensor.store), id(tensor.spec.fragments), tensor.dtype, tensor.shape, tensor._block or id(tensor)
     plain = tensor.detach()
     if hasattr(plain, "full_tensor"):
         return "DTensor", tensor.shape, plain.placements, _identity(plain.to_local())

@@ -71,9 +71,9 @@ def _paths(piece: LazyTensor) -> set[str]:
 
 
 def _block(piece: LazyTensor) -> Box:
-    if piece.block is None:
+    if piece._block is None:
         raise MeshError(f"{piece.name!r} is no block of what is stored: only slices without steps can be put together")
-    return piece.block
+    return piece._block
 
 
 def _common(stores: Sequence[Store], paths: Sequence[set[str]], name: str) -> tuple[Store, list[str]]:

@@ -1,7 +1,7 @@
-"""From lazy tensors to files, in bounded memory.
+"""From lazy tensors to files, in bounded memory: the output formats.
 
-`job` is the engine: independent tasks on threads, processes or a cluster. `stream` has those that write tensors into
-files at their places, `chunks` those that write whole files of a zarr hierarchy. `destination` makes files appear
-together, `staging` folders, which can be gone on with. `shards` says what goes into which file, `files` brings these
-together, and a module for each format lays a file out.
+A format is a module with a `writer.Writer`, whose ``plan`` says which files and bytes there will be, and a line in
+`registry`. The engine of `lazyckpt.jobs` carries the plan out: it streams runs of bytes, resumes, verifies, publishes.
+`files` is shared by the formats of weights, `torch` by all that write files of torch.save, `training` by those with
+optimizers and metadata.
 """

@@ -17,8 +17,9 @@ import torch
 
 from ..core.box import Box, Shape, tiles
 from ..core.chunking import chunk_box, grid_of
+from ..core.dtypes import bits_of
 from ..formats.zarr.documents import RAW, Json
-from ..io.tensors import as_bytes, bits_of, empty
+from ..io.tensors import as_bytes, empty
 from ..jobs.executor import OVERHEAD
 from ..jobs.places import PIECE, Place
 from ..jobs.write import differs, scratch
@@ -72,9 +73,9 @@ class Cut:
         return held + index + OVERHEAD
 
 
-def write(place: Place, key: str, tensor: LazyArray, cut: Cut) -> None:
-    """One file, of which the tensor is the block."""
-    place.put(key, content(tensor, cut))
+def write(place: Place, key: str, tensor: LazyArray, cut: Cut) -> int:
+    """One file, of which the tensor is the block. Returns its size."""
+    return place.put(key, content(tensor, cut))
 
 
 def content(tensor: LazyArray, cut: Cut) -> Iterator[memoryview]:

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from ..core.box import Shape
+from ..core.dtypes import to_numpy
 from ..errors import DataError
 from ..formats.zarr.documents import RAW, Json
-from ..io.tensors import as_bytes, to_numpy
+from ..io.tensors import as_bytes
 
 Codec: TypeAlias = Any  # as `encoding` says
 _SHUFFLES = {"noshuffle": 0, "shuffle": 1, "bitshuffle": 2}

@@ -1,11 +1,18 @@
 """A folder of torch.distributed.checkpoint: `.metadata`, and files that are rows of small files of torch.save.
 
+What the view reads, "weights" or "fp32", becomes ``model.NAME``; the optimizer's states ``optim.state.NAME.STATE``,
+its options ``optim.param_groups.N.OPTION`` where the checkpoint says which parameters they are for; "fp32" beside
+"weights" ``fp32.NAME``; ``meta`` keeps its keys. A view of one of the optimizer's states brings that alone. Tied
+names are both there, on the same bytes. A count of steps that no tensor holds becomes ``optim.state.NAME.step``.
+`dcp.load` takes it as ``{"model": ..., "optim": ...}`` of torch's `get_state_dict`, on any number of ranks (FSDP2,
+tensor parallelism).
+
 Source: torch/distributed/checkpoint/filesystem.py `_FileSystemWriter` (the files, and what it says where items lie),
 default_planner.py (the metadata), _traverse.py `traverse_state_dict` (what of a state dict is an item of its own),
 state_dict.py `get_state_dict` (names: ``model.NAME``, ``optim.state.NAME.exp_avg``, ``optim.param_groups.0.lr``).
 
-A large tensor is several chunks of whole rows, so that each of many ranks reads its part only. Tied names are two keys
-whose chunks are the same bytes: torch reads both, as it does where it wrote the tensor twice.
+A large tensor is several chunks of whole rows, so that each of many ranks reads its part only. Tied names are two
+keys whose chunks are the same bytes: torch reads both, as it does where it wrote the tensor twice.
 """
 
 from __future__ import annotations
@@ -17,40 +24,25 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from ..core.box import Shape
 from ..errors import DataError
 from ..io.containers.pickle.plain import TensorRef
-from ..jobs.destination import local_path
-from ..jobs.executor import Run
-from ..jobs.held import Held, Writable
+from ..jobs.destination import Kind
+from ..jobs.plan import File, Writable, WritePlan
 from ..jobs.publish import fingerprint
-from ..jobs.write import File, Plan
 from ..lazy import LazyArray, named
-from .files import check_names
-from .folders import Kind, write_folder
-from .torch import Item, row
-from .training import Lost, Training, param_groups, restored, step_of
+from .options import WriteOptions
+from .torch import Held, Item, row
+from .training import Lost, param_groups, restored, step_of
+from .writer import BY_NAMES, NO_RANKS, WEIGHTS, View, Writer, check_names, forecast_of_states, plan_of_folder
 
 CHUNK = 32 << 20  # bytes of a chunk, at most, unless a row has more
 FILE = 1 << 30  # the same of a file
-_WEIGHTS = ("weights", "fp32")
 Key = tuple[str | int, ...]
-
-
-class View(Training, Protocol):
-    """What is asked of a view."""
-
-    @property
-    def state(self) -> str: ...
-    @property
-    def format(self) -> str: ...
-    @property
-    def stored(self) -> Mapping[str, LazyArray]: ...
-    def once(self) -> tuple[Mapping[str, LazyArray], Mapping[str, str]]: ...
 
 
 class _Chunk(NamedTuple):
@@ -79,17 +71,7 @@ class _State:
         (self.tensors if isinstance(value, LazyArray | Held) else self.objects)[key] = value
 
 
-def export_dcp(
-    view: View,
-    dest: str | os.PathLike[str],
-    *,
-    overwrite: bool,
-    verify: bool,
-    progress: bool | None,
-    run: Run,
-) -> Lost:
-    """See `lazyckpt.CheckpointView.to_dcp`."""
-    place = local_path(dest)
+def _plan(view: View, dest: str | os.PathLike[str], options: WriteOptions) -> WritePlan:
     lost: Lost = {}
     state = _state_dict(view, lost)
     check_names(state.paths)
@@ -101,18 +83,19 @@ def export_dcp(
     for name, chunks in rows:
         items = [chunk.item for chunk in chunks]
         files.append(File(name, sum(item.tensor.nbytes for item in items), partial(row, items)))
-    lazy = [t for t in state.tensors.values() if isinstance(t, LazyArray)]
-    told = [(t, (key, str(t.dtype), tuple(t.shape))) for key, t in state.tensors.items() if isinstance(t, LazyArray)]
-    around = 2048 * max((len(chunks) for _, chunks in rows), default=1)
-    plan = Plan(
-        files=files,
-        texts={**texts, ".metadata": metadata},  # last: without it the others are a save that was not finished
-        fingerprint=fingerprint(told, [objects, metadata]),
-        around=around,
+    lazy = {key: t for key, t in state.tensors.items() if isinstance(t, LazyArray)}
+    where = [(t, (key, str(t.dtype), tuple(t.shape))) for key, t in lazy.items()]
+    return plan_of_folder(
+        dest,
+        options,
+        Kind("distributed checkpoint", (".metadata",)),
+        list(lazy.values()),
+        fingerprint(where, [objects, metadata]),
+        files,
+        {**texts, ".metadata": metadata},  # last: without it the others are a save that was not finished
+        lost,
+        around=2048 * max((len(chunks) for _, chunks in rows), default=1),
     )
-    kind = Kind("distributed checkpoint", ".metadata")
-    write_folder(kind, plan, place, lazy, overwrite=overwrite, verify=verify, progress=progress, run=run)
-    return lost
 
 
 # -- what it holds
@@ -122,7 +105,7 @@ def _state_dict(view: View, lost: Lost) -> _State:
     """The view as the state dict that training saves: ``model``, ``optim``, and whatever else there is."""
     state = _State()
     states = view.states
-    if view.state in _WEIGHTS:
+    if view.state in WEIGHTS:
         tensors, aliases = view.once()
         for name, tensor in tensors.items():
             state.add(("model", name), tensor)
@@ -132,13 +115,13 @@ def _state_dict(view: View, lost: Lost) -> _State:
         if view.state == "weights" and "fp32" in states:
             for name, tensor in states["fp32"].once()[0].items():
                 state.add(("fp32", name), tensor)
-        moments = [s for s in states if s not in _WEIGHTS]
+        moments = [s for s in states if s not in WEIGHTS]
     else:
         moments = [view.state]
     for moment in moments:
         for name, tensor in states[moment].items():
             state.add(("optim", "state", name, moment), tensor)
-    if view.state in _WEIGHTS:
+    if view.state in WEIGHTS:
         if "exp_avg" in states and "step" not in states:
             steps = step_of(view)
             if steps is not None:
@@ -283,3 +266,13 @@ def _metadata(state: _State, rows: list[tuple[str, list[_Chunk]]], spans: Mappin
             )
     whole = torch_metadata.Metadata(entries, planner_data=dict(state.paths), storage_data=places)
     return pickle.dumps(whole, protocol=4)
+
+
+WRITER = Writer(
+    name="dcp",
+    what="torch.distributed.checkpoint",
+    plan=_plan,
+    forecast=forecast_of_states,
+    options=frozenset({"dtype"}),
+    refused={"mesh": NO_RANKS, "stored": BY_NAMES},
+)

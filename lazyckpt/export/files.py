@@ -1,27 +1,38 @@
-"""Writing named tensors as one file, or as shards in a folder with an index: what all formats of weights share."""
+"""Writing named tensors as one file, or as shards in a folder with an index: what all formats of weights share.
+
+Source of the plan of shards: huggingface_hub/serialization/_base.py `split_state_dict_into_shards_factory`: tensors
+stay in order, a shard is closed when the next tensor would make it larger than wanted, and a tensor larger than that
+has a shard to itself.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Set
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-import torch
-
+from ..core.names import Names
 from ..core.units import size_in_bytes
-from ..errors import DataError, DestinationError, some
-from ..jobs.destination import alone, check_inside, check_paths, local_path, source_files
-from ..jobs.executor import Run, run
-from ..jobs.guard import followed
-from ..jobs.held import Writable
-from ..jobs.places import Folder, Target
+from ..errors import DataError, TensorNotFoundError
+from ..jobs.destination import Files, check_inside
+from ..jobs.guard import followed, local_path
+from ..jobs.places import Target
+from ..jobs.plan import File, Layout, Writable, WritePlan
 from ..jobs.publish import fingerprint
-from ..jobs.write import File, Layout, Plan, write
 from ..lazy import LazyArray
-from .shards import file_names, index_text, is_of_family, split
+from .options import WriteOptions
+from .writer import Amount, Forecast, View, Writer, check_names
+
+if TYPE_CHECKING:
+    import torch
 
 Tensors = Mapping[str, Writable]
+NewNames = Mapping[str, str | None] | Callable[[str], str | None]
 Aliases = Mapping[str, str]  # further names -> the name of the same tensor
 
 
@@ -31,8 +42,8 @@ class FileFormat:
 
     ``stem`` and ``suffix`` name its files in a folder, as Hugging Face's tools do; ``endings`` are those of a path that
     is one file. ``lists_aliases``: whether the index lists them. ``size``: bytes that a file is going to have, at most;
-    it raises DataError for what the format cannot hold. ``layout``: make a file, with all that stands in it but the
-    tensors' elements; those that are there already stay.
+    it raises DataError for what the format cannot hold. ``layout``: make a file, with everything but the tensors'
+    elements; those that are there already stay.
     """
 
     stem: str
@@ -43,98 +54,106 @@ class FileFormat:
     layout: Callable[[Target, Tensors, Aliases], Layout]
 
 
-def export(
+def file_writer(name: str, what: str, form: FileFormat) -> Writer:
+    """The writer of a file format."""
+    return Writer(
+        name=name,
+        what=what,
+        plan=partial(_plan, form),
+        forecast=partial(_forecast, form),
+        endings=form.endings,
+        options=frozenset({"dtype", "mesh", "stored", "max_shard_size"}),
+        replaces=partial(is_of_family, stem=form.stem, suffix=form.suffix),
+        by_rank=True,
+    )
+
+
+def _plan(
+    form: FileFormat,
+    view: View,
+    dest: str | os.PathLike[str],
+    options: WriteOptions,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str | None = "5GB",
+    names: NewNames | None = None,
+) -> WritePlan:
+    tensors, aliases = under(names, *view.once())
+    return plan_of_files(form, tensors, aliases, dest, dtype, max_shard_size, options["overwrite"])
+
+
+def _forecast(
+    form: FileFormat, view: View, dest: str, options: WriteOptions, *, max_shard_size: int | str | None = "5GB"
+) -> Forecast:
+    tensors = view.once()[0]
+    one = Path(dest).suffix in form.endings or max_shard_size is None
+    shards = 1 if one else len(split(tensors, size_in_bytes(max_shard_size or 0)))
+    amount = Amount.of(tensors.values())
+    return Forecast({view.state: amount}, shards + (shards > 1), amount.nbytes)  # with the index
+
+
+def plan_of_files(
     form: FileFormat,
     tensors: Mapping[str, LazyArray],
     aliases: Aliases,
     dest: str | os.PathLike[str],
-    *,
     dtype: torch.dtype | None,
     max_shard_size: int | str | None,
     overwrite: bool,
-    progress: bool | None,
-    run: Run = run,
-    verify: bool = False,
-) -> list[Path]:
-    """Write tensors, each once, and return the paths of the files. A ``dest`` with one of the format's endings is the
-    file to write; any other is a folder, which gets one file, or shards of at most ``max_shard_size`` and an index.
-    ``run`` does the work; ``verify``: then everything is read again and compared with the source.
+) -> WritePlan:
+    """Tensors, each once. A ``dest`` with one of the format's endings is the file to write; any other is a folder,
+    which gets one file, or shards of at most ``max_shard_size`` and an index.
 
-    Raises what reading raises (a missing file is told before anything is written), DataError, DestinationError.
+    Raises DataError, and DestinationError for what is no path.
     """
     place = local_path(dest)
     check_names([*tensors, *aliases])
     if dtype is not None and not dtype.is_floating_point:
         raise DataError(f"floating-point tensors are not converted to {dtype}: name a floating-point dtype")
     tensors = {name: _converted(t, dtype) for name, t in tensors.items()}
-    total = sum(t.nbytes for t in tensors.values())
-    if place.suffix in form.endings:
-        shards = [tensors]
-        paths = [place]
+    one = place.suffix in form.endings
+    if one:
+        shards, keys = [tensors], [place.name]
     else:
         target = followed(place)
-        if not place.exists():
-            place = target
+        place = place if place.exists() else target
         shards = split(tensors, None if max_shard_size is None else size_in_bytes(max_shard_size))
-        paths = [place / name for name in file_names(form.stem, form.suffix, len(shards))]
+        keys = file_names(form.stem, form.suffix, len(shards))
     of_shard = [{a: o for a, o in aliases.items() if o in shard} for shard in shards]
-    sizes = {path: form.size(shard, also) for path, shard, also in zip(paths, shards, of_shard, strict=True)}
-    index: dict[Path, str] = {}
+    room = sum(form.size(shard, also) for shard, also in zip(shards, of_shard, strict=True))
+    texts: dict[str, bytes] = {}
     if len(shards) > 1:
         listed: dict[str, str] = {}
-        for path, shard, also in zip(paths, shards, of_shard, strict=True):
-            listed |= dict.fromkeys([*shard, *(also if form.lists_aliases else ())], path.name)
-        index[place / f"{form.stem}{form.suffix}.index.json"] = index_text(listed, total)
-        sizes |= {path: len(text.encode()) for path, text in index.items()}
-
-    files = [_file(form, *begun) for begun in zip(paths, shards, of_shard, strict=True)]
+        for key, shard, also in zip(keys, shards, of_shard, strict=True):
+            listed |= dict.fromkeys([*shard, *(also if form.lists_aliases else ())], key)
+        total = sum(t.nbytes for t in tensors.values())
+        texts[f"{form.stem}{form.suffix}.index.json"] = index_text(listed, total).encode()
+    where = [(t, (key, n, str(t.dtype))) for key, shard in zip(keys, shards, strict=True) for n, t in shard.items()]
     lazy = list(tensors.values())
-    told = [
-        (t, (path.name, n, str(t.dtype))) for path, shard in zip(paths, shards, strict=True) for n, t in shard.items()
-    ]
-    texts = {path.name: text.encode() for path, text in index.items()}
-    plan = Plan(
-        files=files,
-        texts=texts,
-        fingerprint=fingerprint(told, [form.stem.encode(), repr(dict(aliases)).encode(), *texts.values()]),
-        around=max(sizes[path] - file.nbytes for path, file in zip(paths, files, strict=True)),
+    destination = Files(
+        place,
+        [*keys, *texts],
+        lazy,
+        overwrite,
+        one=one,
+        of_family=partial(is_of_family, stem=form.stem, suffix=form.suffix),
+        index=bool(texts),
+        ending=form.endings[0],
+        apart=check_inside,
     )
-    sources = source_files(lazy)
-
-    def check(there: Set[str]) -> None:
-        check_inside(place, lazy)
-        if place not in paths:
-            _check_folder(place, form, set(sizes), sources)
-        check_paths([path for path in sizes if path.name not in there], sources, overwrite)
-
-    def reveal(content: Folder) -> None:
-        if place not in paths and not place.exists():
-            content.become(place)
-            return
-        with alone(paths[0].parent):
-            *_, last = sizes
-            if last in index and content.size(last.name) is not None:
-                last.unlink(missing_ok=True)  # an old index must not speak of new files
-            for path in sizes:
-                if content.size(path.name) is not None:
-                    content.move(path.name, path)
-
-    write(plan, place, lazy, check=check, reveal=reveal, verify=verify, progress=progress, run=run)
-    return list(sizes)
+    return WritePlan(
+        destination=destination,
+        tensors=lazy,
+        fingerprint=fingerprint(where, [form.stem.encode(), repr(dict(aliases)).encode(), *texts.values()]),
+        files=[_file(form, *begun) for begun in zip(keys, shards, of_shard, strict=True)],
+        texts=texts,
+        room=room + sum(map(len, texts.values())),
+        paths=tuple(map(destination.path, destination.keys)),
+    )
 
 
-def _file(form: FileFormat, path: Path, shard: Tensors, aliases: Aliases) -> File:
-    return File(path.name, sum(t.nbytes for t in shard.values()), lambda at: form.layout(at, shard, aliases))
-
-
-def check_names(names: Iterable[str]) -> None:
-    """Names go into the files as UTF-8, which a hostile pickle's need not fit. Raises DataError."""
-    for name in names:
-        if not name.isascii():
-            try:
-                name.encode()
-            except UnicodeEncodeError:
-                raise DataError(f"the name {name!r} is no valid text (a lone surrogate): no file can hold it") from None
+def _file(form: FileFormat, key: str, shard: Tensors, aliases: Aliases) -> File:
+    return File(key, sum(t.nbytes for t in shard.values()), lambda at: form.layout(at, shard, aliases))
 
 
 def _converted(tensor: LazyArray, dtype: torch.dtype | None) -> LazyArray:
@@ -142,19 +161,94 @@ def _converted(tensor: LazyArray, dtype: torch.dtype | None) -> LazyArray:
     return tensor if dtype is None or not tensor.dtype.is_floating_point else tensor.astype(dtype)
 
 
-def _check_folder(folder: Path, form: FileFormat, new: set[Path], sources: set[Path]) -> None:
-    """A folder in which what is written would not be mistaken for part of something else."""
-    if folder.is_file():
-        raise DestinationError(f"{folder} is a file: name a folder, or a file that ends with {form.endings[0]}")
-    if not folder.is_dir():
-        return
-    if any(source.parent == Path(os.path.realpath(folder)) for source in sources):
-        raise DestinationError(f"{folder} holds the checkpoint that is read: choose another folder")
-    others = sorted(
-        path.name for path in folder.iterdir() if path not in new and is_of_family(path.name, form.stem, form.suffix)
-    )
-    if others:
-        raise DestinationError(
-            f"{folder} holds other weights, which would be mistaken for part of these: {some(others)}. Remove them or "
-            "choose another folder"
-        )
+# -- shards
+
+
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+T = TypeVar("T", bound=_Sized)
+
+
+def split(tensors: Mapping[str, T], limit: int | None) -> list[dict[str, T]]:
+    """The tensors of each file, in order; at least one file."""
+    shards: list[dict[str, T]] = []
+    current: dict[str, T] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        nbytes = tensor.nbytes
+        if limit is not None and nbytes > limit:
+            shards.append({name: tensor})
+            continue
+        if limit is not None and current and size + nbytes > limit:
+            shards.append(current)
+            current, size = {}, 0
+        current[name] = tensor
+        size += nbytes
+    if current or not shards:
+        shards.append(current)
+    return shards
+
+
+def file_names(stem: str, suffix: str, count: int) -> list[str]:
+    """
+    >>> file_names("model", ".safetensors", 2)
+    ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
+    """
+    if count == 1:
+        return [f"{stem}{suffix}"]
+    return [f"{stem}-{n:05d}-of-{count:05d}{suffix}" for n in range(1, count + 1)]
+
+
+def is_of_family(name: str, stem: str, suffix: str) -> bool:
+    """Whether a file name is one that `file_names` gives for some count, or the index beside them."""
+    pattern = rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?{re.escape(suffix)}(\.index\.json)?"
+    return re.fullmatch(pattern, name) is not None
+
+
+def index_text(weight_map: Mapping[str, str], total_size: int) -> str:
+    """The JSON that says which tensor is in which file. ``total_size``: bytes of all tensors."""
+    table = {"metadata": {"total_size": total_size}, "weight_map": dict(weight_map)}
+    return json.dumps(table, indent=2, sort_keys=True) + "\n"
+
+
+# -- names that tensors get in the files, where these are not those of the view
+
+
+def under(
+    names: NewNames | None, tensors: Mapping[str, LazyArray], aliases: Mapping[str, str]
+) -> tuple[dict[str, LazyArray], dict[str, str]]:
+    """The tensors, and the further names of tied ones, under new names: of a mapping, where a name that it lacks stays
+    as it is, or of a function. None leaves a name out; a tensor stays if a tied name of it does.
+
+    Raises DataError (two tensors get one name, or a name is no text), TensorNotFoundError (a mapping tells of a name
+    that is not there).
+    """
+    if names is None:
+        return dict(tensors), dict(aliases)
+    if not callable(names):
+        for name in names:
+            if name not in tensors and name not in aliases:
+                near = Names([*tensors, *aliases]).near(name)
+                hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+                raise TensorNotFoundError(f"names= tells of {name!r}, which is not among what is written.{hint}")
+    found: dict[str, LazyArray] = {}
+    tied: dict[str, str] = {}
+    was: dict[str, str] = {}  # new name -> the first old name that got it
+    kept: dict[str, str] = {}  # the old name of a tensor -> the new one
+    for old, owner in [(name, name) for name in tensors] + list(aliases.items()):
+        new = names(old) if callable(names) else names.get(old, old)
+        if new is None:
+            continue
+        if not isinstance(new, str):
+            raise DataError(f"names= gives {old!r} a {type(new).__name__} for a name: a str, or None to leave it out")
+        first = was.setdefault(new, old)
+        if aliases.get(first, first) != owner:
+            raise DataError(f"names= gives {first!r} and {old!r} the same name, {new!r}, and they are two tensors")
+        if kept.setdefault(owner, new) == new:
+            found[new] = tensors[owner]
+        else:
+            tied[new] = kept[owner]
+    return found, tied

@@ -1,11 +1,29 @@
 """Megatron-LM's checkpoint of rank files (``--ckpt-format torch``): one for each tp, pp and ep rank, and the tracker.
 
-Source: megatron/training/checkpointing.py `get_checkpoint_name` (the names), `generate_state_dict` (what is in a file),
-`read_metadata`, `_load_base_checkpoint` and `load_checkpoint` (what is looked for when it is loaded: ``args``,
+A rank has what `CheckpointView.shard` gives it: layers are dealt evenly, experts are cut as everything else is
+(expert-tensor-parallel degree = tp). The vocabulary is padded with zeros to a multiple of
+make_vocab_size_divisible_by * tp where the arguments of the source have that, else of tp; rows of padding that fewer
+ranks lack are removed where the arguments distinguish them from tokens. The last of several stages has its copy of a
+tied embedding. ``args`` is the source's, with the new degrees, or what names, shapes and a config.json say. Weights
+of a view of fp32 copies get the dtype that the arguments name.
+
+The optimizer is written as Megatron has it without ``--use-distributed-optimizer``, if the view has Adam's or SGD's
+states of all parameters and, for weights of 16 bits, their fp32 copies: groups and options are the source's. Adam's
+count of steps is where a source of Megatron has it (with each parameter: torch's AdamW; in the groups: FusedAdam of
+Transformer Engine or apex), for other sources in the groups. Without a known iteration the checkpoint is a "release",
+of which Megatron loads the weights alone. States of generators are not written: load with ``--no-load-rng``.
+
+Experts keep the form that they have names of: SequentialMLP (``local_experts.N``), TEGroupedMLP
+(``linear_fc1.weightN``), GroupedMLP (``weight1``). So do norms: models of Transformer Engine's layers call theirs
+``linear_qkv.layer_norm_weight`` and ``mlp.linear_fc1.layer_norm_weight`` (``view.rename`` with a table of your own),
+those of ``--transformer-impl local`` ``input_layernorm.weight`` and ``pre_mlp_layernorm.weight``.
+
+Source: megatron/training/checkpointing.py `get_checkpoint_name` (the names), `generate_state_dict` (what is in a
+file), `read_metadata`, `_load_base_checkpoint` and `load_checkpoint` (what is looked for when it is loaded: ``args``,
 ``checkpoint_version``, ``iteration``, ``model``, ``optimizer``, ``opt_param_scheduler``; of a "release" no more than
 the model); megatron/core/tensor_parallel/layers.py (`get_extra_state`: each of its layers has an ``_extra_state``,
-None). A file's tensors are those that `..formats.sharding` gives the rank, in the order in which Megatron's model has
-its parameters.
+None). A file's tensors are those that `layouts.shard` gives the rank, in the order in which Megatron's model has its
+parameters.
 """
 
 from __future__ import annotations
@@ -30,38 +48,36 @@ from ..core.index import Index, Mesh, Rank, TensorSpec, renamed
 from ..errors import DataError, MeshError, some
 from ..formats.megatron.layers import sort_key
 from ..io.storage.base import Store
-from ..jobs.destination import local_path
-from ..jobs.executor import Run
-from ..jobs.held import Held, Viewed, Writable
+from ..jobs.destination import Kind
+from ..jobs.plan import File, Writable, WritePlan
 from ..jobs.publish import fingerprint
-from ..jobs.write import File, Plan
 from ..layouts.megatron import VOCABULARY, is_buffer, is_expert, stack_of
 from ..layouts.ranks import mesh_of
 from ..layouts.rename.apply import heads_of
 from ..layouts.shard import sharded
 from ..lazy import LazyArray, named
-from .dcp import View
-from .folders import Kind, write_folder
 from .megatron_args import EMBEDDING, complete, of_rank_files, source_args, true_vocabulary
 from .megatron_optimizer import NO_OPTIM, Optimizer, optimizer_of
-from .torch import layout_of, leaves, replaced
+from .options import WriteOptions
+from .torch import Held, Viewed, layout_of, leaves, replaced
 from .training import Lost, restored, step_of
+from .writer import BY_NAMES, WEIGHTS, View, Writer, forecast_of_states, plan_of_folder
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _VERSION = 3.0  # checkpoint_version: rows of fused q, k and v by group
-_WEIGHTS = ("weights", "fp32")
 _HEAD = "output_layer.weight"
 _HEAD_MODULE = "output_layer"  # is there on the last stage, whether it has a matrix of its own or not
 _NAME = re.compile(r"(embedding|decoder\.layers\.\d+|decoder\.final_\w+|output_layer|mtp)\.")
 _LINEAR = re.compile(r"(.*\.linear_\w+|output_layer)\.(?:weight|bias)\d*")
 _GROUPED = re.compile(r"(\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)$")
+_RANK_FOLDER = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _BEHIND = (1 << 30,)  # sorts behind all others
 _PER_TENSOR = 1024  # bytes that a tensor takes in a file besides its data, about
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _Model:
     """What all ranks' files are made of. ``index``: the whole model, in Megatron's names; ``extra``: the modules, as
     patterns, that have an ``_extra_state``; ``dtype``: of the weights, where these are made of fp32 copies."""
 
@@ -106,52 +122,55 @@ class _Plan:
         return Viewed(tensor, (inner, experts * outer) if which == 1 else (experts * inner, outer))
 
 
-def export_megatron(
-    view: View,
-    dest: str | os.PathLike[str],
-    *,
-    tp: int,
-    pp: int,
-    ep: int,
-    overwrite: bool,
-    verify: bool,
-    progress: bool | None,
-    run: Run,
-) -> Lost:
-    """See `lazyckpt.CheckpointView.to_megatron`."""
-    place = local_path(dest)
+def rank_folder(tp: int, pp: int, ep: int, pp_size: int, ep_size: int) -> str:
+    """The folder of a rank, as Megatron names it.
+
+    >>> rank_folder(1, 0, 0, 1, 1), rank_folder(0, 2, 1, 4, 2)
+    ('mp_rank_01', 'mp_rank_00_002_001')
+    """
+    return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if pp_size > 1 else "") + (f"_{ep:03d}" if ep_size > 1 else "")
+
+
+def is_rank_folder(name: str) -> bool:
+    """Whether `rank_folder` gives such a name."""
+    return _RANK_FOLDER.fullmatch(name) is not None
+
+
+def _plan(
+    view: View, dest: str | os.PathLike[str], options: WriteOptions, *, tp: int = 1, pp: int = 1, ep: int = 1
+) -> WritePlan:
     lost: Lost = {}
-    plan = _plan(view, mesh_of(tp, pp, 1, ep), lost)
-    iteration = plan.around["iteration"]
+    model = _model(view, mesh_of(tp, pp, 1, ep), lost)
+    iteration = model.around["iteration"]
     folder = f"iter_{iteration:07d}" if iteration else "release"
     files: list[File] = []
-    told: list[tuple[LazyArray, object]] = []
+    where: list[tuple[LazyArray, object]] = []
     bare: list[bytes] = []
     for rank in (Rank(t, p, 0, e) for p in range(pp) for t in range(tp) for e in range(ep)):
-        name = f"mp_rank_{rank.tp:02d}" + (f"_{rank.pp:03d}" if pp > 1 else "") + (f"_{rank.ep:03d}" if ep > 1 else "")
-        key = f"{folder}/{name}/model_optim_rng.pt"
-        whole = plan.file(rank)
+        key = f"{folder}/{rank_folder(rank.tp, rank.pp, rank.ep, pp, ep)}/model_optim_rng.pt"
+        whole = model.file(rank)
         held = list(leaves(whole))
         for n, t in enumerate(held):
             if not isinstance(t, Held):
                 lazy = t.tensor if isinstance(t, Viewed) else t
-                told.append((lazy, (key, n, str(t.dtype), tuple(t.shape))))
+                where.append((lazy, (key, n, str(t.dtype), tuple(t.shape))))
         bare.append(_saved(replaced(whole, lambda t: None)))
         files.append(File(key, sum(t.nbytes for t in held), partial(layout_of, value=whole)))
-    written = Plan(
-        files=files,
-        texts={TRACKER: str(iteration or "release").encode()},
-        fingerprint=fingerprint(told, bare),
-        around=max(map(len, bare)) + _PER_TENSOR * -(-len(told) // len(files)),
+    return plan_of_folder(
+        dest,
+        options,
+        Kind("checkpoint of Megatron", (TRACKER,)),
+        [t for t, _ in where],
+        fingerprint(where, bare),
+        files,
+        {TRACKER: str(iteration or "release").encode()},
+        lost,
+        around=max(map(len, bare)) + _PER_TENSOR * -(-len(where) // len(files)),
     )
-    kind = Kind("checkpoint of Megatron", TRACKER)
-    lazy = [t for t, _ in told]
-    write_folder(kind, written, place, lazy, overwrite=overwrite, verify=verify, progress=progress, run=run)
-    return lost
 
 
-def _plan(view: View, mesh: Mesh, lost: Lost) -> _Plan:
-    if view.state not in _WEIGHTS:
+def _model(view: View, mesh: Mesh, lost: Lost) -> _Model:
+    if view.state not in WEIGHTS:
         raise DataError(f"rank files of Megatron hold weights and their states, this is a view of {view.state!r}")
     tensors, aliases = view.once()
     _check(view, tensors, mesh)
@@ -184,7 +203,7 @@ def _plan(view: View, mesh: Mesh, lost: Lost) -> _Plan:
     wanted = ("weights", *(("fp32",) if of_16_bits else ()), *optimizer.states) if optimizer else ("weights",)
     index = Index("megatron", {state: states[state] for state in wanted}, {}, meta={**view.meta, "args": args})
     store = next(iter(tensors.values())).store
-    return _Plan(store, index, mesh, args, optimizer, around, _extra(view, weights), dtype)
+    return _Model(store, index, mesh, args, optimizer, around, _extra(view, weights), dtype)
 
 
 def _check(view: View, tensors: Mapping[str, LazyArray], mesh: Mesh) -> None:
@@ -339,3 +358,13 @@ def _saved(value: Any) -> bytes:
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
+
+
+WRITER = Writer(
+    name="megatron",
+    what="Megatron's legacy rank files",
+    plan=_plan,
+    forecast=forecast_of_states,
+    options=frozenset({"dtype", "mesh"}),
+    refused={"stored": BY_NAMES},
+)

@@ -22,11 +22,12 @@ import torch
 from ..core.box import Shape
 from ..core.index import TensorSpec
 from ..errors import some
-from ..jobs.held import Held, Writable
+from ..jobs.plan import Writable
 from ..layouts.megatron import is_buffer, is_expert
 from ..lazy import named
-from .dcp import View
+from .torch import Held
 from .training import Lost, below, restored, step_of
+from .writer import View
 
 _FULL = ("weights", "fp32")
 _TRAINED = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # the states that Megatron's optimizers have

@@ -12,8 +12,9 @@ import os
 from ..core.dtypes import dtype_of
 from ..errors import DataError
 from ..jobs.places import Target
-from ..jobs.write import Layout, Placed, write_at
-from .files import Aliases, FileFormat, Tensors
+from ..jobs.plan import Layout, Placed
+from ..jobs.write import write_at
+from .files import Aliases, FileFormat, Tensors, file_writer
 
 _LONGEST = 100_000_000  # bytes of a header that readers take (safetensors/src/tensor.rs MAX_HEADER_SIZE)
 
@@ -67,3 +68,4 @@ def _layout(target: Target, tensors: Tensors, aliases: Aliases) -> Layout:
 
 
 SAFETENSORS = FileFormat("model", ".safetensors", (".safetensors",), False, _size, _layout)
+WRITER = file_writer("safetensors", "the layout of Hugging Face", SAFETENSORS)

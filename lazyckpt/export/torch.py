@@ -18,15 +18,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.serialization import skip_data
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..core.box import Shape
+from ..core.box import Shape, c_strides, tiles
+from ..core.dtypes import bits_of
 from ..errors import DataError
-from ..io.tensors import bits_of
-from ..jobs.held import Held, Viewed, Writable
 from ..jobs.places import Target
-from ..jobs.write import Layout, Placed, write_at
+from ..jobs.plan import Layout, Placed, Writable
+from ..jobs.write import write_at
 from ..lazy import LazyArray
-from .files import Aliases, FileFormat, Tensors
+from .files import Aliases, FileFormat, Tensors, file_writer
 
 _DESCRIPTOR = b"PK\x07\x08"  # stands behind a record's data, followed by the checksum
 _PER_TENSOR = 512  # bytes that a tensor takes besides its data, at most, without its name
@@ -140,6 +141,7 @@ def _patch_directory(fd: int, at: int, infos: list[zipfile.ZipInfo], checksums: 
 
 
 TORCH = FileFormat("pytorch_model", ".bin", (".bin", ".pt", ".pth", ".ckpt"), True, _size, _layout)
+WRITER = file_writer("torch", "files of torch.save", TORCH)
 
 
 # -- Files of torch.save of a single tensor, alone or in rows: what stands around the tensor's bytes.
@@ -243,3 +245,109 @@ def _saved(dtype: torch.dtype, shape: Shape, about: About | None) -> Saved:
         raise DataError(f"this torch ({torch.__version__}) writes its files in another way than is known")
     behind = (4,) if tail.startswith(_SAVED_DESCRIPTOR) else ()
     return Saved(head, tail, (*behind, entry + 16))
+
+
+# -- Tensors of torch in memory, wherever and however they lie, as something to write.
+
+
+class Held:
+    """A dense tensor of torch's in memory, on any device, with any strides, as something to write."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel() * self.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        return self.tensor.dtype.itemsize
+
+    def numel(self) -> int:
+        return self.tensor.numel()
+
+    def pieces(self, nbytes: int) -> Iterator[tuple[int, Held]]:
+        """As `LazyArray.pieces`."""
+        strides = c_strides(self.shape)
+        for box in tiles(self.shape, nbytes // self.itemsize):
+            ahead = sum(a * s for a, s in zip(box.start, strides, strict=True))
+            yield ahead, Held(self.tensor[box.slices])
+
+    def _runs(self) -> None:
+        """It stands in no file."""
+
+    def read_into(self, out: torch.Tensor) -> torch.Tensor:
+        """Copy the elements to a contiguous CPU tensor of the same shape and dtype."""
+        source = self.tensor.resolve_conj().resolve_neg()
+        bits = bits_of(self.itemsize)  # not every dtype can be copied with strides
+        out.view(bits).copy_(source.view(bits))
+        return out
+
+
+class Viewed:
+    """A lazy tensor's elements, in C order, under another shape of as many."""
+
+    def __init__(self, tensor: LazyArray, shape: Shape) -> None:
+        self.tensor = tensor
+        self.shape = torch.Size(shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    @property
+    def itemsize(self) -> int:
+        return self.tensor.itemsize
+
+    def numel(self) -> int:
+        return self.tensor.numel()
+
+    def pieces(self, nbytes: int) -> Iterator[tuple[int, Any]]:
+        """As `LazyArray.pieces`."""
+        return self.tensor.pieces(nbytes)
+
+    def _runs(self) -> Any:
+        """As `LazyArray._runs`."""
+        return self.tensor._runs()
+
+
+def held(tensor: torch.Tensor, name: str) -> Held:
+    """Raises DataError for a tensor that is not one dense array with its data on this rank.
+
+    A DTensor is written where this rank holds all of it (its mesh is one device, or it is replicated); gathering it is
+    a matter for all ranks, which a function that one rank may call alone cannot do.
+    """
+    plain: Any = tensor.detach()
+    if hasattr(plain, "full_tensor"):
+        spread = [p for n, p in zip(plain.device_mesh.shape, plain.placements, strict=True) if n > 1]
+        if not all(p.is_replicate() for p in spread):
+            raise DataError(
+                f"{name!r} is a DTensor spread over {tuple(plain.device_mesh.shape)} ranks as {tuple(plain.placements)}"
+                ": gather it on all of them first (.full_tensor()), or save with torch.distributed.checkpoint and "
+                "convert that (dcp_to_safetensors)"
+            )
+        plain = plain.to_local()
+    why = (
+        f"a {plain.layout} tensor" if plain.layout != torch.strided
+        else "a quantized tensor" if plain.is_quantized
+        else "a nested tensor" if plain.is_nested
+        else "on the meta device, without data" if plain.is_meta
+        else f"a {type(tensor).__name__}, a tensor made of others" if is_traceable_wrapper_subclass(plain)
+        else ""
+    )  # fmt: skip
+    if why:
+        raise DataError(f"{name!r} is {why}: only dense tensors that hold their data can be written")
+    return Held(plain)

@@ -1,5 +1,13 @@
 """A DeepSpeed universal checkpoint: a folder for each parameter with a file for each state, and the model states.
 
+``zero/NAME/`` has the parameter in float32 (fp32.pt) and the states of its shape, whatever the optimizer; step.pt;
+buffers and frozen parameters as fp32.pt alone. The model states, ``mp_rank_00_model_states.pt``, have what the engine
+continues with: of a DeepSpeed checkpoint its counters, scheduler, client state and universal_checkpoint_info; of
+others, ``meta["step"]`` as ``global_steps`` and defaults (no scheduler: pass ``load_lr_scheduler_states=False`` if
+the engine has one). The optimizer's options come along where the checkpoint has them, in the source's order of
+groups; else the engine keeps its own. Objects of DeepSpeed's own classes (the state of fp16's loss scaler) are left
+out. Engines of ZeRO-3 load exp_avg and exp_avg_sq alone.
+
 Source: deepspeed/checkpoint/ds_to_universal.py (what it writes), universal_checkpoint.py `load_hp_checkpoint_state`
 (ZeRO-1, 2 and BF16_Optimizer read it: every file of a parameter), runtime/base_optimizer.py
 `load_hp_checkpoint_state_from_checkpoint_dir` (the groups' options), runtime/zero/stage3.py
@@ -19,20 +27,27 @@ from typing import Any
 import torch
 
 from ..errors import DataError
-from ..jobs.destination import local_path
-from ..jobs.executor import Run
-from ..jobs.held import Held, Writable
+from ..jobs.destination import Kind
+from ..jobs.plan import File, Writable, WritePlan
 from ..jobs.publish import fingerprint
-from ..jobs.write import File, Plan
 from ..layouts.universal import cut_of
 from ..lazy import LazyArray, named
-from .dcp import View
-from .files import check_names
-from .folders import Kind, write_folder
-from .torch import Item, layout_of, row
+from .options import WriteOptions
+from .torch import Held, Item, layout_of, row
 from .training import Lost, NotLoaded, param_groups, restored, step_of, unnamed
+from .writer import (
+    BY_NAMES,
+    NO_RANKS,
+    WEIGHTS,
+    Amount,
+    Forecast,
+    View,
+    Writer,
+    check_names,
+    forecast_of_folder,
+    plan_of_folder,
+)
 
-_WEIGHTS = ("weights", "fp32")
 _OF_STAGE_3 = ("exp_avg", "exp_avg_sq")  # the states that an engine of ZeRO-3 loads
 _VERSION = "0.4"  # deepspeed/checkpoint/constants.py UNIVERSAL_CHECKPOINT_VERSION_VALUE
 _NO_GROUPS = 1024  # an engine takes no more groups than are listed, and states of these only
@@ -41,18 +56,8 @@ _OURS = ("module", "optimizer", "tag", "step", "frozen_parameters", "param_shape
 _DEEPSPEED = "0.16.0"  # the version that is told where no DeepSpeed wrote the source
 
 
-def export_universal(
-    view: View,
-    dest: str | os.PathLike[str],
-    *,
-    overwrite: bool,
-    verify: bool,
-    progress: bool | None,
-    run: Run,
-) -> Lost:
-    """See `lazyckpt.CheckpointView.to_universal`."""
-    place = local_path(dest)
-    if view.state not in _WEIGHTS:
+def _plan(view: View, dest: str | os.PathLike[str], options: WriteOptions) -> WritePlan:
+    if view.state not in WEIGHTS:
         raise DataError(f"a universal checkpoint is of weights and their states, this is a view of {view.state!r}")
     lost: Lost = {}
     masters, aliases = _masters(view)
@@ -73,18 +78,18 @@ def export_universal(
                 steps[name] = count
 
     files: list[File] = []
-    told: list[tuple[LazyArray, object]] = []
+    where: list[tuple[LazyArray, object]] = []
     for name, tensor in masters.items():
         for state, value in (("fp32", tensor), *states.get(name, {}).items()):
             key = f"zero/{name}/{state}.pt"
             if isinstance(value, LazyArray):
-                told.append((value, (key, str(value.dtype))))
+                where.append((value, (key, str(value.dtype))))
             item = Item(0, value, tuple(cut_of(info, name).items()))
             files.append(File(key, value.nbytes, partial(row, [item])))
     model = _model_states(view, masters, aliases, groups, states, info, lost)
     module = _module(view, masters)
     kept = list(dict.fromkeys(t for t in module.values() if isinstance(t, LazyArray)))
-    told += [(t, ("module", str(t.dtype))) for t in kept]
+    where += [(t, ("module", str(t.dtype))) for t in kept]
     whole = {"module": {**module, **{a: module[o] for a, o in aliases.items() if o in module}}, **model}
     files.append(File("mp_rank_00_model_states.pt", sum(t.nbytes for t in kept), partial(layout_of, value=whole)))
     # the same for an engine of ZeRO-3, which has no parameters in its file
@@ -94,19 +99,24 @@ def export_universal(
     texts["zero_pp_rank_0_mp_rank_00_model_states.pt"] = _saved(_with_tensors({**model, "module": empty}))
     texts["zero/optimizer_state.pt"] = _saved(_optimizer_state(view, groups, steps, lost))
     texts["latest_universal"] = b"."
-    plan = Plan(files=files, texts=texts, fingerprint=fingerprint(told, texts.values()))
-    lazy = [*(t for t, _ in told)]
-    write_folder(
-        Kind("universal checkpoint", "zero"),
-        plan,
-        place,
-        lazy,
-        overwrite=overwrite,
-        verify=verify,
-        progress=progress,
-        run=run,
+    same = fingerprint(where, texts.values())
+    return plan_of_folder(
+        dest, options, Kind("universal checkpoint", ("zero",)), [t for t, _ in where], same, files, texts, lost
     )
-    return lost
+
+
+def _forecast(view: View, dest: str, options: WriteOptions) -> Forecast:
+    """Masters of all weights in float32, and what has their shapes."""
+    weights = view.once()[0]
+    masters = dict(view.states["fp32"].once()[0]) if "fp32" in view.states else {}
+    masters = {**weights, **masters}
+    states = {"fp32": Amount.of(masters.values(), torch.float32)}
+    for state, part in view.states.items():
+        if state not in (*WEIGHTS, "step"):
+            states[state] = Amount.of(t for n, t in part.items() if n in masters and t.numel() == masters[n].numel())
+    if view.state == "weights":
+        states = {"weights": Amount.of(weights.values()), **states}
+    return forecast_of_folder(states)
 
 
 # -- the parameters
@@ -135,7 +145,7 @@ def _states(view: View, masters: Mapping[str, LazyArray], lost: Lost) -> dict[st
     """Parameter -> the states that have its shape."""
     found: dict[str, dict[str, Writable]] = {}
     for state, tensors in view.states.items():
-        if state in (*_WEIGHTS, "step"):
+        if state in (*WEIGHTS, "step"):
             continue
         if "/" in state or len(os.fsencode(state)) > 200:
             lost[state] = "the name of a state that no file can have"
@@ -290,3 +300,12 @@ def _saved(value: Any) -> bytes:
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
+
+
+WRITER = Writer(
+    name="universal",
+    what="DeepSpeed's universal checkpoint",
+    plan=_plan,
+    forecast=_forecast,
+    refused={"dtype": "it always is in float32", "mesh": NO_RANKS, "stored": BY_NAMES},
+)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,8 +25,13 @@ from ..formats.zarr.documents import FOREIGN, NAMES, Contents, Part, contents
 from ..io.reading.gather import planned
 from ..io.storage.base import check
 from ..io.storage.fsspec import is_url
-from ..jobs.destination import appearing, check_apart, folder_appearing, local_path
+from ..jobs.destination import Files, Kind, Session, Whole, check_apart
+from ..jobs.guard import followed, local_path
+from ..jobs.plan import WritePlan
+from ..jobs.publish import once
 from ..lazy import LazyArray
+from .options import WriteOptions
+from .writer import Writer
 
 MOST = 64 << 20  # bytes of a chunk
 _RECORDS = 10_000  # references in a parquet file
@@ -48,17 +53,53 @@ class _Referred:
             yield reference._replace(path=url_of(self.tensor.store.root, reference.path))
 
 
-def to_virtual(view: Part[LazyArray], dest: Any, format: str | None, bits: bool) -> dict[str, str]:
-    """`CheckpointView.to_virtual`."""
+def _plan(
+    view: Part[LazyArray], dest: Any, options: WriteOptions, *, format: str | None = None, bits: bool = False
+) -> WritePlan:
     form = format or _form(dest)
-    if form not in _WRITERS:
-        raise FormatError(f"references are written as {', '.join(_WRITERS)}, not as {form!r}")
+    if form not in _FORMS:
+        raise FormatError(f"references are written as {', '.join(_FORMS)}, not as {form!r}")
     what = contents(view)
     referred, left_out = _referred(what)
     _check_sources(referred)
     what.about["left_out"] = left_out
-    _WRITERS[form](what, referred, dest, bits)
-    return left_out
+    return _FORMS[form](_References(what, referred, left_out, dest, bits, options["overwrite"]))
+
+
+@dataclass(frozen=True, slots=True)
+class _References:
+    """What is written, and where."""
+
+    what: Contents[LazyArray]
+    referred: Mapping[str, _Referred]
+    left_out: Mapping[str, str]
+    dest: Any
+    bits: bool
+    overwrite: bool
+
+    @property
+    def tensors(self) -> list[LazyArray]:
+        return list(self.what.arrays.values())
+
+    def nodes(self) -> dict[str, documents.Json]:
+        """Path -> the document of a group or an array."""
+        arrays = {path: _array(one, self.bits) for path, one in self.referred.items()}
+        nodes = documents.hierarchy(arrays, self.what.about, self.what.groups)
+        if any(node.get("data_type") in FOREIGN for node in nodes.values()):
+            # a reader that does not know one of them would not even open the others: let it look at each by itself
+            del nodes[""]["consolidated_metadata"]
+        return nodes
+
+    def folder(self, place: Path, marks: tuple[str, ...], build: Callable[[str], None]) -> WritePlan:
+        """A folder that another library writes."""
+        return WritePlan(
+            destination=Whole(place, self.tensors, self.overwrite, Kind("folder of references", marks)),
+            tensors=(),
+            fingerprint=once(),
+            build=build,
+            paths=(place,),
+            left_out=self.left_out,
+        )
 
 
 def url_of(root: str, path: str) -> str:
@@ -112,67 +153,60 @@ def _array(one: _Referred, bits: bool) -> documents.Json:
     return documents.array(one.name, shape, dtype, one.chunk)
 
 
-def _hierarchy(what: Contents[LazyArray], referred: Mapping[str, _Referred], bits: bool) -> dict[str, documents.Json]:
-    nodes = documents.hierarchy({path: _array(one, bits) for path, one in referred.items()}, what.about, what.groups)
-    if any(node.get("data_type") in FOREIGN for node in nodes.values()):
-        # a reader that does not know one of them would not even open the others: let it look at each by itself
-        del nodes[""]["consolidated_metadata"]
-    return nodes
-
-
 # -- JSON
 
 
-def _write_json(what: Contents[LazyArray], referred: Mapping[str, _Referred], dest: Any, bits: bool) -> None:
-    place = local_path(dest)
-    nodes = _hierarchy(what, referred, bits)
+def _plan_json(of: _References) -> WritePlan:
+    place = local_path(of.dest)
 
     def items() -> Iterator[tuple[str, Any]]:
-        for path, node in nodes.items():
+        for path, node in of.nodes().items():
             yield f"{path}/zarr.json".lstrip("/"), json.dumps(node)
-        for path, one in referred.items():
+        for path, one in of.referred.items():
             for reference in one.references():
                 yield "/".join((path, "c", *map(str, reference.place))), list(reference[1:])
 
-    with (
-        appearing({place: 0}, lambda: _check(place, what)) as temporary,
-        temporary[place].open("x", encoding="utf-8") as file,
-    ):
-        file.write('{"version": 1, "refs": {')
+    def text() -> Iterator[bytes]:
+        yield b'{"version": 1, "refs": {'
         for n, (key, value) in enumerate(items()):
-            file.write(f"{',' if n else ''}\n{json.dumps(key)}: {json.dumps(value)}")
-        file.write("\n}}\n")
+            yield f"{',' if n else ''}\n{json.dumps(key)}: {json.dumps(value)}".encode()
+        yield b"\n}}\n"
 
-
-def _check(place: Path, what: Contents[LazyArray]) -> None:
-    check_apart(place, what.arrays.values())
-    if os.path.lexists(place):
-        raise DestinationError(f"{place} exists already: remove it or choose another place")
+    return WritePlan(
+        destination=Files(place, [place.name], of.tensors, of.overwrite, one=True, apart=check_apart),
+        tensors=(),
+        fingerprint=once(),
+        texts={place.name: text},
+        paths=(place,),
+        left_out=of.left_out,
+    )
 
 
 # -- parquet
 
 
-def _write_parquet(what: Contents[LazyArray], referred: Mapping[str, _Referred], dest: Any, bits: bool) -> None:
+def _plan_parquet(of: _References) -> WritePlan:
     missing = [name for name in ("kerchunk", "pandas", "pyarrow") if find_spec(name) is None]
     if missing:
         raise FormatError(f"references in parquet need {', '.join(missing)}: install that, or write to a .json")
     from fsspec.implementations.local import LocalFileSystem
     from fsspec.implementations.reference import LazyReferenceMapper
 
-    place = local_path(dest)
-    nodes = _hierarchy(what, referred, bits)
-    with folder_appearing(place, lambda: _check(place, what)) as folder:
+    nodes = of.nodes()
+
+    def build(folder: str) -> None:
         many = max((_count(node) for node in nodes.values() if node["node_type"] == "array"), default=1)
         out = LazyReferenceMapper.create(
-            str(folder), fs=LocalFileSystem(), record_size=min(many, _RECORDS), engine="pyarrow"
+            folder, fs=LocalFileSystem(), record_size=min(many, _RECORDS), engine="pyarrow"
         )
         for key, document in _v2(nodes):
             out[key] = json.dumps(document)
-        for path, one in referred.items():
+        for path, one in of.referred.items():
             for reference in one.references():
                 out[f"{path}/{'.'.join(map(str, reference.place)) or '0'}"] = list(reference[1:])
         out.flush()
+
+    return of.folder(followed(local_path(of.dest)), (".zmetadata",), build)
 
 
 def _count(node: documents.Json) -> int:
@@ -218,18 +252,23 @@ _V2 = {
 # -- Icechunk
 
 
-def _write_icechunk(what: Contents[LazyArray], referred: Mapping[str, _Referred], dest: Any, bits: bool) -> None:
+def _plan_icechunk(of: _References) -> WritePlan:
     """Into the store of a session of the caller's, or into a new repository in a local folder."""
     try:
         import icechunk
     except ImportError as e:
         raise FormatError(f"references in Icechunk need its package: pip install icechunk ({e})") from None
-    nodes = _hierarchy(what, referred, bits)
-    if isinstance(dest, icechunk.IcechunkStore):
-        _fill(dest, nodes, referred)
-        return
-    place = local_path(dest)
-    roots = {url_of(one.tensor.store.root, "") for one in referred.values()}
+    nodes = of.nodes()
+    if isinstance(of.dest, icechunk.IcechunkStore):
+        store = of.dest
+        return WritePlan(
+            destination=Session(lambda: _fill(store, nodes, of.referred)),
+            tensors=(),
+            fingerprint=once(),
+            left_out=of.left_out,
+        )
+    place = followed(local_path(of.dest))
+    roots = {url_of(one.tensor.store.root, "") for one in of.referred.values()}
     if any(not root.startswith("file://") for root in roots):
         raise DestinationError(
             f"{place}: of files behind a URL only you can say how Icechunk gets at them: make a repository with a "
@@ -242,13 +281,16 @@ def _write_icechunk(what: Contents[LazyArray], referred: Mapping[str, _Referred]
     for root in roots:
         files = icechunk.local_filesystem_store(root.removeprefix("file://"))
         config.set_virtual_chunk_container(icechunk.VirtualChunkContainer(root, files))
-    with folder_appearing(place, lambda: _check(place, what)) as folder:
-        storage = icechunk.local_filesystem_storage(str(folder))
+
+    def build(folder: str) -> None:
+        storage = icechunk.local_filesystem_storage(folder)
         repository = icechunk.Repository.create(storage, config, icechunk.containers_credentials(dict.fromkeys(roots)))
         repository.save_config()
         session = repository.writable_session("main")
-        _fill(session.store, nodes, referred)
+        _fill(session.store, nodes, of.referred)
         session.commit("References to a checkpoint")
+
+    return of.folder(place, ("refs", "snapshots"), build)
 
 
 def _quoted(url: str) -> str:
@@ -280,4 +322,5 @@ def _fill(store: Any, nodes: Mapping[str, documents.Json], referred: Mapping[str
             )
 
 
-_WRITERS = {"json": _write_json, "parquet": _write_parquet, "icechunk": _write_icechunk}
+_FORMS = {"json": _plan_json, "parquet": _plan_parquet, "icechunk": _plan_icechunk}
+WRITER = Writer(name="virtual", what="references to the bytes of the files", plan=_plan, takes_parts=True)

@@ -1,17 +1,18 @@
 """A view as a zarr v3 hierarchy: in a folder, a zip file, or a prefix of an object store.
 
-`formats/zarr` says what stands where, `chunks` what is in the files, `job` does the work, `staging` makes it appear.
+bfloat16 and float8 have their own data types; names, tied names, mesh and ``meta`` are attributes. A folder or zip
+file appears when it is complete (while it is made, a zip file needs its size twice). An object store is written in
+place, and the root's document last.
+
+`formats/zarr` says which documents and arrays there are, `chunks` what is in the files of arrays.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
-import zipfile
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -21,25 +22,25 @@ from ..core.box import Shape
 from ..core.chunking import chunk_shape, grid_of
 from ..core.units import size_in_bytes
 from ..errors import DataError, DestinationError
-from ..formats.zarr.documents import JOB, Contents, array, hierarchy
-from ..io.storage.fsspec import is_url
-from ..jobs.destination import check_apart, check_room, check_unchanged, local_path
-from ..jobs.executor import Done, Task, run, shares_memory
-from ..jobs.guard import followed
-from ..jobs.places import PART, Bucket, Folder, Place
-from ..jobs.progress import Bar
-from ..jobs.publish import Finished, check_replaceable, fingerprint, reveal, staged, uploaded
+from ..formats.zarr.documents import Contents, Part, array, contents, hierarchy
+from ..jobs.destination import Destination, Kind, Remote, Whole, Zip
+from ..jobs.executor import shares_memory
+from ..jobs.guard import followed, local_path
+from ..jobs.places import Bucket, Place
+from ..jobs.plan import Chunk, Chunks, WritePlan
+from ..jobs.publish import fingerprint
 from ..lazy import LazyArray
 from . import chunks
 from .chunks import Cut
 from .codecs import Codec, Encoding, encoding
 from .codecs import check as check_codec
+from .options import WriteOptions
+from .writer import NO_RANKS, Amount, Forecast, Writer, is_remote
 
 CHUNK = 64 << 20  # bytes of a chunk, at most
 IN_SHARD = 4 << 20  # the same for chunks that are many in a file
 SHARD = 512 << 20
 _LEAST = 8  # chunks are joined until they have the most bytes divided by this
-_PIECE = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,6 @@ class Plan:
 
     items: list[Item]
     documents: dict[str, bytes]
-    fingerprint: str
 
     @property
     def nbytes(self) -> int:
@@ -79,64 +79,59 @@ class Plan:
                 files += prod(grid) * item.cut.most(item.tensor.itemsize)
         return files + sum(map(len, self.documents.values()))
 
+    def chunks(self, place: Place) -> Iterator[Chunk]:
+        """The files of all arrays."""
+        for item in self.items:
+            memory = memory_of(item.cut, item.tensor.itemsize, place.buffers)
+            for key, block in item.files():
+                about = place, key, block, item.cut
+                yield Chunk(key, block.nbytes, memory, partial(chunks.write, *about), partial(chunks.check, *about))
 
-def export_zarr(
-    found: Contents[LazyArray],
+
+def _plan(
+    view: Part[LazyArray],
     dest: str | os.PathLike[str],
+    options: WriteOptions,
     *,
-    codec: Codec | None,
-    chunk: int | str | None,
-    shard: int | str | bool | None,
-    memory: int | str | None,
-    executor: Executor | None,
-    overwrite: bool,
-    verify: bool,
-    progress: bool | None,
-    storage_options: Mapping[str, Any] | None,
-) -> None:
-    """See `lazyckpt.CheckpointView.to_zarr`."""
+    states: Sequence[str] | None = None,
+    codec: Codec | None = None,
+    chunk: int | str | None = None,
+    shard: int | str | bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> WritePlan:
     url = os.fspath(dest)
-    remote = is_url(url) and not url.startswith("file://")
-    limit = None if memory is None else size_in_bytes(memory)
-    plan = planned(found, codec, chunk, shard, limit, remote)
+    remote = is_remote(url)
+    limit = None if options["memory"] is None else size_in_bytes(options["memory"])
+    plan = planned(contents(view, states), codec, chunk, shard, limit, remote)
+    tensors = [item.tensor for item in plan.items]
+    destination: Destination | Remote
     if remote:
-        target = _remote(url, storage_options, executor)
+        destination = _remote(url, storage_options, options)
     else:
-        place = local_path(url.removeprefix("file://"))
-        if not _is_zip(place):
-            place = followed(place)
-        _check_local(place, plan, overwrite)
-    for item in plan.items:
-        item.tensor.check()
+        destination = _local(local_path(url.removeprefix("file://")), tensors, options["overwrite"])
+    return WritePlan(
+        destination=destination,
+        tensors=tensors,
+        fingerprint=fingerprint([(i.tensor, (i.path, i.cut)) for i in plan.items], plan.documents.values()),
+        chunks=Chunks(plan.nbytes, plan.chunks),
+        texts=plan.documents,
+        room=plan.room(),
+        paths=() if isinstance(destination, Remote) else (destination.place,),
+    )
 
-    def do(where: Place, there: Finished, label: str) -> None:
-        with Bar(plan.nbytes * (1 + verify), label, progress) as bar:
-            moved: Done = lambda task, _: bar.add(task.nbytes)  # noqa: E731
-            run(_tasks(plan, where, chunks.write, there, bar), moved, executor, limit)
-            for key, text in list(plan.documents.items())[:-1]:
-                where.put(key, [text])
-            if verify:
-                run(_tasks(plan, where, chunks.check, {}, bar), moved, executor, limit)
-        check_unchanged(item.tensor for item in plan.items)
 
-    last, text = list(plan.documents.items())[-1]  # the root: without it there is no hierarchy
-    if remote:
-        with uploaded(target, plan.fingerprint, overwrite) as (bucket, there):
-            do(bucket, there, url.rpartition("/")[2])
-            bucket.put(last, [text])
-        return
-    with staged(place, plan.fingerprint) as staging:
-        folder = replace(staging, sums=True)
-        folder.check_distinct(plan.documents)
-        there = folder.verified()
-        check_room(Path(folder.root), max(0, plan.room() * (1 + _is_zip(place)) - sum(there.values())))
-        do(folder, there, place.name)
-        folder.put(last, [text])
-        _check_local(place, plan, overwrite)  # somebody may have written there meanwhile
-        if _is_zip(place):
-            _pack(folder, place)
-        else:
-            reveal(folder, place)
+def _forecast(view: Part[LazyArray], dest: str, options: WriteOptions, *, codec: Codec | None = None) -> Forecast:
+    found = contents(view)
+    limit = None if options["memory"] is None else size_in_bytes(options["memory"])
+    plan = planned(found, codec, None, None, limit, is_remote(dest))
+    groups = dict(zip(found.groups, found.about["states"], strict=True))
+    by_state: dict[str, list[LazyArray]] = {state: [] for state in found.about["states"]}
+    for path, tensor in found.arrays.items():
+        by_state[groups[path.partition("/")[0]]].append(tensor)
+    files = sum(prod(grid_of(tuple(i.tensor.shape), i.cut.file)) for i in plan.items) + len(plan.documents)
+    packed = dest.endswith(".zip")
+    room = plan.room() * (1 + packed) if codec is None else None
+    return Forecast({s: Amount.of(tensors) for s, tensors in by_state.items()}, 1 if packed else files, room)
 
 
 def planned(
@@ -170,7 +165,7 @@ def planned(
         f"{path}/zarr.json".lstrip("/"): json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
         for path, document in hierarchy(arrays, found.about, found.groups).items()
     }
-    return Plan(items, documents, fingerprint([(i.tensor, (i.path, i.cut)) for i in items], documents.values()))
+    return Plan(items, documents)
 
 
 def memory_of(cut: Cut, itemsize: int, remote: bool) -> int:
@@ -197,63 +192,28 @@ def _shard_shape(shape: Shape, chunk: Shape, itemsize: int, most: int) -> Shape:
     return tuple(shard)
 
 
-def _tasks(plan: Plan, place: Place, do: Any, there: Finished, bar: Bar) -> Iterator[Task]:
-    """One for each file that is not there."""
-    for item in plan.items:
-        memory = memory_of(item.cut, item.tensor.itemsize, place.buffers)
-        for key, block in item.files():
-            if key in there:
-                bar.add(block.nbytes)
-            else:
-                yield Task(block.nbytes, memory, partial(do, place, key, block, item.cut))
-
-
-def _remote(url: str, options: Mapping[str, Any] | None, executor: Executor | None) -> Bucket:
-    if url.startswith("memory://") and not shares_memory(executor):
+def _remote(url: str, storage_options: Mapping[str, Any] | None, options: WriteOptions) -> Remote:
+    if url.startswith("memory://") and not shares_memory(options["executor"]):
         raise DestinationError(f"{url} is memory of this process, where other processes cannot write: use threads")
     if url.endswith(".zip"):
         raise DestinationError(f"{url}: a zip file is written to a local path only: write it there and upload it")
-    return Bucket(url.rstrip("/"), dict(options or {}))
+    return Remote(Bucket(url.rstrip("/"), dict(storage_options or {})), options["overwrite"])
 
 
-def _is_zip(dest: Path) -> bool:
-    return dest.suffix == ".zip"
+def _local(place: Path, tensors: Sequence[LazyArray], overwrite: bool) -> Destination:
+    if place.suffix == ".zip":
+        return Zip(place, tensors, overwrite)
+    hint = ", or a file that ends with .zip"
+    return Whole(followed(place), tensors, overwrite, Kind("zarr hierarchy", ("zarr.json",)), hint)
 
 
-def _check_local(dest: Path, plan: Plan, overwrite: bool) -> None:
-    """Raises DestinationError if the hierarchy must not appear there."""
-    check_apart(dest, (item.tensor for item in plan.items))
-    if not _is_zip(dest):
-        check_replaceable(dest)
-    if not dest.exists():
-        return
-    if _is_zip(dest):
-        if dest.is_dir():
-            raise DestinationError(f"{dest} is a folder: choose another name")
-        if not overwrite:
-            raise DestinationError(f"{dest} exists already: remove it, choose another place, or pass overwrite=True")
-        return
-    if not dest.is_dir():
-        raise DestinationError(f"{dest} is a file: name a folder, or a file that ends with .zip")
-    if any(dest.iterdir()):
-        if not (dest / "zarr.json").is_file():
-            raise DestinationError(f"{dest} is not empty, and no zarr hierarchy: choose another folder")
-        if not overwrite:
-            raise DestinationError(f"{dest} exists already: remove it, choose another place, or pass overwrite=True")
-
-
-def _pack(folder: Folder, dest: Path) -> None:
-    """A zip file of what is in the folder, not compressed, as zarr's ZipStore reads it."""
-    complete = {key: size for key, size in folder.find().items() if not key.endswith(JOB)}
-    packed = f"packed{PART}"
-    with (
-        open(folder.open(packed, os.O_RDWR | os.O_CREAT | os.O_EXCL), "w+b") as file,
-        zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
-    ):
-        for key in sorted(complete):
-            info = zipfile.ZipInfo(key, (1980, 1, 1, 0, 0, 0))
-            info.external_attr = 0o644 << 16
-            info.file_size = complete[key]  # decides whether it needs zip64
-            with open(folder.open(key, os.O_RDONLY), "rb") as source, archive.open(info, "w") as target:
-                shutil.copyfileobj(source, target, _PIECE)
-    folder.move(packed, dest)
+WRITER = Writer(
+    name="zarr",
+    what="a Zarr v3 hierarchy",
+    plan=_plan,
+    forecast=_forecast,
+    endings=(".zarr", ".zarr.zip"),
+    options=frozenset({"dtype", "stored", "codec"}),
+    refused={"mesh": NO_RANKS},
+    urls=True,
+)

@@ -15,9 +15,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 import torch
 
-from ..core.dtypes import dtype_of
+from ..core.dtypes import bits_of, dtype_of
 from ..errors import DataError, LazyckptError, and_more, printable
-from ..io.tensors import bits_of
 from ..jobs.executor import OVERHEAD, Task, runner
 from ..jobs.progress import Bar
 from ..lazy import LazyArray, named

@@ -215,7 +215,7 @@ def _go(found: Sequence[_Found], run: Run, bar: Bar, look: Callable[[_Found], Ca
             try:
                 if one.narrow:
                     values(one.tensor.dtype)
-                one.tensor.check()
+                one.tensor._check()
                 for ahead, part in one.tensor.pieces(RUN):
                     if one.error is not None:  # reading the rest would be of no use
                         break

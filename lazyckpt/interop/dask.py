@@ -16,10 +16,9 @@ import numpy as np
 
 from ..core.box import Shape
 from ..core.chunking import chunk_shape
-from ..core.dtypes import DType, widened
+from ..core.dtypes import DType, to_numpy, widened
 from ..core.index import TensorSpec
 from ..errors import DataError
-from ..io.tensors import to_numpy
 from ..lazy import LazyArray
 
 LEAST, MOST = 8 << 20, 64 << 20  # bytes of a chunk: many smaller ones keep the scheduler busy, larger ones the memory
@@ -78,7 +77,7 @@ def chunks_of(tensor: LazyArray, dtype: DType) -> tuple[tuple[int, ...], ...]:
     where the tensor's own are; what else was selected (steps, lists) is cut into rows."""
     if not tensor.numel():  # its other dimensions may be of any length
         return tuple((n,) for n in tensor.shape)
-    block, spec = tensor.block, replace(tensor.spec, dtype=dtype)
+    block, spec = tensor._block, replace(tensor.spec, dtype=dtype)
     if block is None:
         spec = TensorSpec(tensor.name, tuple(tensor.shape), dtype, ())
         return tuple(map(_cut, spec.shape, chunk_shape(spec, LEAST, MOST), (0,) * tensor.ndim))
@@ -87,7 +86,7 @@ def chunks_of(tensor: LazyArray, dtype: DType) -> tuple[tuple[int, ...], ...]:
 
 def token(tensor: LazyArray) -> str:
     """The same text for the same part of the same tensor in the same, unchanged files, in every process."""
-    spec, store, selection = tensor.held, tensor.store, tensor.selection
+    spec, store, selection = tensor._held, tensor.store, tensor._sel
     fragments = list(spec.fragments)
     pins = [(path, store.pins.get(path)) for path in sorted({f.extent.path for f in fragments})]
     axes = [axis if isinstance(axis, range) else axis.tolist() for axis in selection.axes]

@@ -27,9 +27,9 @@ from zarr.core.buffer import Buffer, BufferPrototype
 
 from ..core.box import Shape
 from ..core.chunking import chunk_box, chunk_shape, grid_of
+from ..core.dtypes import bits_of
 from ..formats.zarr import documents
 from ..formats.zarr.documents import NAMES, Part, contents
-from ..io.tensors import bits_of
 from ..lazy import LazyArray
 from . import zarr_dtypes as zarr_dtypes  # what bfloat16 is, zarr does not know by itself
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from ..core.box import Shape
-from ..core.dtypes import C128, I16, I32, I64, U8, dtype_of
 from ..errors import DataError
 from .storage.mapping import Mapped
 from .system import HUGE, advise_huge_pages
@@ -18,14 +15,6 @@ if TYPE_CHECKING:
     import torch
 else:
     from ..deferred import torch
-
-_BITS = {1: U8, 2: I16, 4: I32, 8: I64, 16: C128}
-
-
-def bits_of(itemsize: int) -> torch.dtype:
-    """A dtype of this size that moves bits, whatever they mean: torch cannot copy every dtype with strides, or flip
-    it."""
-    return _BITS[itemsize].torch
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -62,20 +51,3 @@ def array_over(mapped: Mapped, offset: int, dtype: torch.dtype, shape: Shape) ->
         flat = torch.frombuffer(mapped.buffer, dtype=dtype, count=prod(shape), offset=offset)
         array = mapped.arrays[key] = flat.view(shape)
     return array
-
-
-def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A CPU tensor as a numpy array over the same memory; bf16 and fp8 with the dtypes of ml_dtypes.
-
-    Raises DataError if numpy has no such dtype, or no array of that shape.
-    """
-    dtype = dtype_of(tensor.dtype).numpy
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    try:
-        if dtype.isbuiltin == 1:  # numpy's own, not ml_dtypes'
-            return tensor.numpy()
-        raw: np.ndarray[Any, Any] = tensor.contiguous().view(bits_of(tensor.itemsize)).numpy()
-        named: np.ndarray[Any, Any] = raw.view(dtype)
-        return named.reshape(tuple(tensor.shape))
-    except ValueError as e:  # an empty tensor with dimensions that are too long
-        raise DataError(f"numpy has no array of shape {tuple(tensor.shape)}: {e}") from None

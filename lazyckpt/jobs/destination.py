@@ -1,50 +1,198 @@
-"""Files that appear together: written under temporary names beside their places, renamed when all are complete.
+"""Where exports go: files in a folder, a whole folder, a zip file, or a prefix of an object store.
 
-Whatever happens before that leaves what was there as it was. (It outlives the process, not the machine: the system is
-not asked to flush its cache to the disk.)
+A destination checks that what is written may appear there, and makes what is complete appear. Until then whatever is
+there stays as it is. (That outlives the process, not the machine: the system is not asked to flush its cache to the
+disk.)
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import zipfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from uuid import uuid4
 
-from ..errors import ChangedFileError, DestinationError, LazyckptError
+from ..errors import ChangedFileError, DestinationError
+from ..formats.zarr.documents import JOB
 from ..formats.zarr.tree import ROOTS
 from ..io.pool import each
 from ..io.storage.base import Store
 from ..io.storage.fsspec import is_url
 from ..lazy import LazyArray
+from .places import LEDGER, PART, PIECE, Bucket, Folder
+from .publish import check_replaceable, reveal
 
 
-def local_path(dest: str | os.PathLike[str]) -> Path:
-    """A path of the user's, without ``..``, which means something else behind a link than it says. Raises
-    DestinationError for a URL, for what no path can be, and for what the system does not look up."""
-    text = os.fspath(dest)
-    if not text:
-        raise DestinationError("the destination is an empty text: name a file or a folder ('.' is the current one)")
-    if is_url(text):
-        raise DestinationError(f"{text}: writing to a URL is not supported: write to a local path and upload that")
-    if "\0" in text:
-        raise DestinationError(f"{text!r} is no path: it has a null character in it")
-    path = Path(os.path.expanduser(text))
-    if path.name == "..":
-        path = Path(os.path.realpath(path))
-    elif ".." in path.parts:
-        path = Path(os.path.realpath(path.parent), path.name)
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        pass  # it is to be made
-    except OSError as e:  # a name too long, links in a circle, a folder without the right to look into it
-        raise DestinationError(f"{text}: {e.strerror or e}. Nothing was written") from e
-    return path
+class Destination(ABC):
+    """A place of the local file system. ``place``: its path, which staging folders are named after."""
+
+    place: Path
+    one_by_one = False  # whether files appear one after the other, so that a call may be killed between them
+
+    @abstractmethod
+    def check(self, there: Set[str] = frozenset()) -> None:
+        """Raise DestinationError if what is written must not appear there. ``there``: the keys of files that an earlier
+        call has put there already."""
+
+    @abstractmethod
+    def publish(self, content: Folder) -> None:
+        """Make the files of a folder, which are complete, appear."""
+
+    @abstractmethod
+    def path(self, key: str) -> Path:
+        """Where a file is going to be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Files(Destination):
+    """Files, among others in a folder, or one file.
+
+    ``place``: the folder, or the file if it is one. ``keys``: their names, in the order in which they appear.
+    ``tensors``: those that are read. ``of_family``: whether a file of some name in the folder would be mistaken for one
+    of these; None where nothing else can be. ``index``: whether the last file says what is in the others. ``ending``:
+    that of a file, for an error. ``apart``: checks that the place is not in the checkpoint that is read.
+    """
+
+    place: Path
+    keys: Sequence[str]
+    tensors: Sequence[LazyArray]
+    overwrite: bool
+    one: bool = False
+    of_family: Callable[[str], bool] | None = None
+    index: bool = False
+    ending: str = ""
+    apart: Callable[[Path, Iterable[LazyArray]], None] | None = None
+
+    one_by_one = True
+
+    def path(self, key: str) -> Path:
+        return self.place if self.one else self.place / key
+
+    def check(self, there: Set[str] = frozenset()) -> None:
+        sources = source_files(self.tensors)
+        if self.apart is not None:
+            self.apart(self.place, self.tensors)
+        if not self.one:
+            self._check_folder(sources)
+        check_paths([self.path(key) for key in self.keys if key not in there], sources, self.overwrite)
+
+    def _check_folder(self, sources: set[Path]) -> None:
+        folder = self.place
+        if folder.is_file():
+            raise DestinationError(f"{folder} is a file: name a folder, or a file that ends with {self.ending}")
+        if self.of_family is None or not folder.is_dir():
+            return
+        if any(source.parent == Path(os.path.realpath(folder)) for source in sources):
+            raise DestinationError(f"{folder} holds the checkpoint that is read: choose another folder")
+        others = sorted(name for name in os.listdir(folder) if name not in self.keys and self.of_family(name))
+        if others:
+            raise DestinationError(
+                f"{folder} holds other weights, which would be mistaken for part of these: {', '.join(others[:3])}"
+                f"{', ...' if len(others) > 3 else ''}. Remove them or choose another folder"
+            )
+
+    def publish(self, content: Folder) -> None:
+        if not self.one and not self.place.exists():
+            content.become(self.place)
+            return
+        with alone(self.path(self.keys[0]).parent):
+            there = [key for key in self.keys if content.size(key) is not None]
+            if self.index and self.keys[-1] in there:
+                self.path(self.keys[-1]).unlink(missing_ok=True)  # an old index must not speak of new files
+            for key in there:
+                content.move(key, self.path(key))
+
+
+@dataclass(frozen=True, slots=True)
+class Whole(Destination):
+    """A folder that appears as a whole, in the place of an older one of its kind. ``other``: why a folder with files of
+    these names is not one; None if it is. ``hint``: what may be named besides a folder."""
+
+    place: Path
+    tensors: Sequence[LazyArray]
+    overwrite: bool
+    other: Callable[[Sequence[str]], str | None]
+    hint: str = ""
+
+    def path(self, key: str) -> Path:
+        return self.place / key
+
+    def check(self, there: Set[str] = frozenset()) -> None:
+        place = self.place
+        check_apart(place, self.tensors)
+        check_replaceable(place)
+        if place.exists() and not place.is_dir():
+            raise DestinationError(f"{place} is a file: name a folder{self.hint}")
+        names = os.listdir(place) if place.is_dir() else []
+        if names and (why := self.other(names)) is not None:
+            raise DestinationError(f"{place} is not empty, {why}: choose another folder")
+        if names and not self.overwrite:
+            raise _taken(place)
+
+    def publish(self, content: Folder) -> None:
+        reveal(content, self.place)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of folder, for `Whole`: what it is called, and the files or folders in it that make it one."""
+
+    name: str
+    marks: tuple[str, ...]
+
+    def __call__(self, names: Sequence[str]) -> str | None:
+        return None if set(self.marks) <= set(names) else f"and no {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Zip(Destination):
+    """A zip file of all files, not compressed, as zarr's ZipStore reads it."""
+
+    place: Path
+    tensors: Sequence[LazyArray]
+    overwrite: bool
+
+    def path(self, key: str) -> Path:
+        return self.place
+
+    def check(self, there: Set[str] = frozenset()) -> None:
+        check_apart(self.place, self.tensors)
+        check_paths([self.place], set(), self.overwrite)
+
+    def publish(self, content: Folder) -> None:
+        complete = {key: size for key, size in content.find().items() if key not in (JOB, LEDGER)}
+        packed = f"packed{PART}"
+        with (
+            open(content.open(packed, os.O_RDWR | os.O_CREAT | os.O_EXCL), "w+b") as file,
+            zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
+        ):
+            for key in sorted(complete):
+                info = zipfile.ZipInfo(key, (1980, 1, 1, 0, 0, 0))
+                info.external_attr = 0o644 << 16
+                info.file_size = complete[key]  # decides whether it needs zip64
+                with open(content.open(key, os.O_RDONLY), "rb") as source, archive.open(info, "w") as target:
+                    shutil.copyfileobj(source, target, PIECE)
+        content.move(packed, self.place)
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A prefix of an object store, which holds nothing that a reader opens before the last file is there."""
+
+    bucket: Bucket
+    overwrite: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A transaction of the caller's, who commits it. ``write`` puts everything into it."""
+
+    write: Callable[[], None]
 
 
 def source_files(tensors: Iterable[LazyArray]) -> set[Path]:
@@ -92,7 +240,7 @@ def check_unchanged(tensors: Iterable[LazyArray]) -> None:
     was opened. (Reading finds that too, but not if it happens after the last read.)"""
     files: dict[tuple[int, str], Store] = {}
     for tensor in tensors:
-        for path in {fragment.extent.path for fragment in tensor.held.fragments}:
+        for path in {fragment.extent.path for fragment in tensor._held.fragments}:
             files[id(tensor.store), path] = tensor.store
 
     def check(item: tuple[tuple[int, str], Store]) -> None:
@@ -114,67 +262,11 @@ def check_paths(paths: Iterable[Path], sources: set[Path], overwrite: bool) -> N
         if path.is_dir():
             raise DestinationError(f"{path} is a folder: choose another name")
         if path.exists() and not overwrite:
-            raise DestinationError(f"{path} exists already: remove it, choose another place, or pass overwrite=True")
+            raise _taken(path)
 
 
-@contextmanager
-def appearing(sizes: Mapping[Path, int], check: Callable[[], None]) -> Iterator[dict[Path, Path]]:
-    """Path -> the temporary path to write it at; all are renamed, in order, at the end of the block.
-
-    ``sizes``: the bytes that each file, all in one folder, is going to have; the folder is made as needed. ``check``
-    raises DestinationError if the files must not appear there. It is called first, and again before they do: somebody
-    else may have written there meanwhile.
-    Raises DestinationError if there is no room or no right to write; the block's OSErrors become DestinationErrors too.
-    """
-    folder = next(iter(sizes)).parent
-    made: list[Path] = []
-    temporary: dict[Path, Path] = {}
-    placed: list[Path] = []
-    try:
-        check()
-        made = make_folder(folder)
-        check_room(folder, sum(sizes.values()))
-        for path in sizes:
-            temporary[path] = path.parent / f".{path.name}.{uuid4().hex}.incomplete"
-        yield temporary
-        with alone(folder):
-            check()
-            for path, part in temporary.items():
-                os.replace(part, path)
-                placed.append(path)
-    except BaseException as e:
-        for part in temporary.values():
-            with suppress(OSError):
-                part.unlink()
-        for path in reversed(made):
-            with suppress(OSError):  # somebody put a file there meanwhile
-                path.rmdir()
-        if isinstance(e, OSError) and not isinstance(e, LazyckptError):
-            done = f"Only {', '.join(p.name for p in placed)} is written" if placed else "Nothing was written"
-            raise DestinationError(f"{e.filename or folder}: {e.strerror or e}. {done}") from e
-        raise
-
-
-@contextmanager
-def folder_appearing(place: Path, check: Callable[[], None]) -> Iterator[Path]:
-    """A folder to write in, which gets its name at the end of the block; otherwise as `appearing`."""
-    part = place.parent / f".{place.name}.{uuid4().hex}.incomplete"
-    made: list[Path] = []
-    try:
-        check()
-        made = make_folder(part.parent)
-        part.mkdir()
-        yield part
-        check()
-        os.rename(part, place)
-    except BaseException as e:
-        shutil.rmtree(part, ignore_errors=True)
-        for path in reversed(made):
-            with suppress(OSError):  # somebody put a file there meanwhile
-                path.rmdir()
-        if isinstance(e, OSError) and not isinstance(e, LazyckptError):
-            raise DestinationError(f"{e.filename or place}: {e.strerror or e}. Nothing was written") from e
-        raise
+def _taken(path: Path) -> DestinationError:
+    return DestinationError(f"{path} exists already: remove it, choose another place, or pass overwrite=True")
 
 
 @contextmanager
@@ -187,19 +279,6 @@ def alone(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
-
-
-def make_folder(folder: Path) -> list[Path]:
-    """Make a folder and its parents; which of them were not there."""
-    missing = []
-    at = folder
-    while not at.exists():
-        missing.append(at)
-        at = at.parent
-    if not at.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(at))
-    folder.mkdir(parents=True, exist_ok=True)
-    return missing[::-1]
 
 
 def check_room(folder: Path, total: int) -> None:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from uuid import uuid4
 
 from ..errors import DestinationError
+from ..io.storage.fsspec import is_url
 
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -89,27 +90,13 @@ def is_own(path: Path) -> bool:
     return stat.S_ISDIR(info.st_mode) and (info.st_uid == os.geteuid() or info.st_uid == _usual(path.parent).st_uid)
 
 
-def followed(dest: Path) -> Path:
-    """The destination, or what it leads to if it is a link: a folder cannot be renamed onto a link. Raises
-    DestinationError for a link that belongs to somebody else, who may have made it lead anywhere."""
-    if not dest.is_symlink():
-        return dest
-    owner = os.lstat(dest).st_uid
-    if owner not in (os.geteuid(), 0) and owner != _usual(dest.parent).st_uid:
-        raise DestinationError(
-            f"{dest} is a link that belongs to another user: name the place that it leads to, {os.readlink(dest)}, if "
-            "that is the one you mean"
-        )
-    return Path(os.path.realpath(dest))
-
-
 def ignores_case(folder: str, name: str) -> bool:
     """Whether a file of that name, which is there, is found under its name in upper case, too."""
     return os.path.exists(os.path.join(folder, name.upper()))
 
 
 def usual_mode(path: Path) -> int:
-    """The mode that a new folder gets in this one."""
+    """Return the mode that a new folder in this one gets."""
     return stat.S_IMODE(_usual(path, 0o777).st_mode)
 
 
@@ -167,3 +154,57 @@ def _refused(path: Path, why: str) -> DestinationError:
         f"{path}: unfinished files are kept there, and {why}: what is in it cannot be trusted. Nothing was written. "
         "Remove it, or choose another destination"
     )
+
+
+# -- Paths of users.
+
+
+def local_path(dest: str | os.PathLike[str]) -> Path:
+    """A path of the user's, without ``..``, which means something else behind a link than it says. Raises
+    DestinationError for a URL, for what no path can be, and for what the system does not look up."""
+    text = os.fspath(dest)
+    if not text:
+        raise DestinationError("the destination is an empty text: name a file or a folder ('.' is the current one)")
+    if is_url(text):
+        raise DestinationError(f"{text}: writing to a URL is not supported: write to a local path and upload that")
+    if "\0" in text:
+        raise DestinationError(f"{text!r} is no path: it has a null character in it")
+    path = Path(os.path.expanduser(text))
+    if path.name == "..":
+        path = Path(os.path.realpath(path))
+    elif ".." in path.parts:
+        path = Path(os.path.realpath(path.parent), path.name)
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # it is to be made
+    except OSError as e:  # a name too long, links in a circle, a folder without the right to look into it
+        raise DestinationError(f"{text}: {e.strerror or e}. Nothing was written") from e
+    return path
+
+
+def make_folder(folder: Path) -> list[Path]:
+    """Make a folder and its parents; which of them were not there."""
+    missing = []
+    at = folder
+    while not at.exists():
+        missing.append(at)
+        at = at.parent
+    if not at.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(at))
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing[::-1]
+
+
+def followed(dest: Path) -> Path:
+    """The destination, or what it leads to if it is a link: a folder cannot be renamed onto a link. Raises
+    DestinationError for a link that belongs to somebody else, who may have made it lead anywhere."""
+    if not dest.is_symlink():
+        return dest
+    owner = os.lstat(dest).st_uid
+    if owner not in (os.geteuid(), 0) and owner != _usual(dest.parent).st_uid:
+        raise DestinationError(
+            f"{dest} is a link that belongs to another user: name the place that it leads to, {os.readlink(dest)}, if "
+            "that is the one you mean"
+        )
+    return Path(os.path.realpath(dest))

@@ -1,7 +1,9 @@
-"""What an export has finished within its files: a text with a line for each run of bytes, which only ever grows.
+"""What an export has finished: a text with a line for each run of bytes in a file, and for each file that one task has
+written as a whole. It only ever grows.
 
-Who gives out the tasks adds a line when a run stands in its file. Lines are held back for a moment: a process that is
-killed loses so much work. A line that was cut off is none, and what follows it does not count.
+The process that gives out the tasks adds a line when a run is written. Lines are held back for a moment: a process that
+is killed loses so much work. The line of a whole file is added by the worker that writes it (`places.Folder.put`),
+before the file gets its name. A line that was cut off does not count, and neither does what follows it.
 
 The next call reads the runs again and keeps those whose bytes still have the checksum recorded here: a disk may have
 damaged them, or a cache lost them with the machine. That all files were complete is believed only until the machine is
@@ -19,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from .places import Folder, Target
+from .places import LEDGER, Folder, Target
 
-LEDGER = ".lazyckpt-ledger"
+_WHOLE = -1  # the number of files that have no runs
 _HELD = 0.5  # seconds that lines wait for each other
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # of Linux: another one after each start
 
@@ -80,6 +82,8 @@ def _read(file: IO[bytes]) -> Told:
                     found.count = max(found.count, number + 1)
                 case [int(number), int(offset), int(nbytes), int(checksum)] if number in by_number:
                     by_number[number].runs[offset] = Done(nbytes, checksum)
+                case ["whole", str(key), int(size), int(checksum)]:
+                    found.files[key] = _File(_WHOLE, size, {0: Done(size, checksum)})
                 case ["moving", bool(verified)]:
                     found.moving = verified if now and boot == now else None
                 case ["anew"]:
@@ -123,6 +127,16 @@ class Ledger:
     def nbytes(self) -> int:
         """Bytes of all runs that it tells of."""
         return self._told.nbytes
+
+    @property
+    def keys(self) -> list[str]:
+        """The files that it lists."""
+        return list(self._told.files)
+
+    def whole(self, key: str) -> int | None:
+        """The bytes of a file that was written as a whole; None for others, and where `strike` was called."""
+        file = self._told.files.get(key)
+        return file.size if file is not None and file.number == _WHOLE and file.runs else None
 
     def runs(self, key: str, target: Target) -> dict[int, Done]:
         """What is there of a file: byte where a run begins -> the run. A file of another size than it had is removed:

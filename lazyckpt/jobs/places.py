@@ -19,7 +19,6 @@ from uuid import uuid4
 
 from ..errors import DestinationError
 from ..formats.zarr.documents import JOB
-from ..io.pool import each
 from ..io.storage.fsspec import asking
 from .guard import Owner, entered, ignores_case, opened
 
@@ -76,7 +75,7 @@ def _zeros(n: int) -> Matrix:
 # or not.
 
 PART = ".part"  # ends the name of a file that is being written
-SUMS = f".sums{JOB}"  # lists the checksums of the files of an export that is not finished
+LEDGER = ".lazyckpt-ledger"  # lists what is finished, see `ledger`
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 PIECE = 4 << 20  # bytes; a buffer of this size stays in the processor's cache between read and write
 
@@ -88,8 +87,8 @@ class Place(Protocol):
     def buffers(self) -> bool:
         """Whether a file is held in memory until it is complete."""
 
-    def put(self, key: str, content: Iterable[bytes | memoryview]) -> None:
-        """Write a file, in pieces; it appears when it is complete. Raises OSError."""
+    def put(self, key: str, content: Iterable[bytes | memoryview]) -> int:
+        """Write a file, in pieces, and return its size; it appears when it is complete. Raises OSError."""
 
     def get(self, key: str, offset: int, length: int) -> bytes:
         """Bytes of a file that is there, fewer at its end."""
@@ -103,13 +102,13 @@ class Folder:
     """A folder of the local file system. It has to be there: what is below it is made.
 
     ``owner``: who has to own ``root``, see `guard`. ``inside``: the folder below the root that keys are relative to.
-    ``sums``: whether the checksums of what `put` writes are listed in the root, for `verified`.
+    ``listed``: whether the ledger in the root gets a line for each file that `put` writes.
     """
 
     root: str
     owner: Owner | None = None
     inside: str = ""
-    sums: bool = False
+    listed: bool = False
 
     buffers = False
 
@@ -135,7 +134,7 @@ class Folder:
         with entered(self.root, self.owner, self._parts(folders), make=True) as at:
             return os.open(name, flags, 0o666, dir_fd=at)
 
-    def put(self, key: str, content: Iterable[bytes | memoryview]) -> None:
+    def put(self, key: str, content: Iterable[bytes | memoryview]) -> int:
         *folders, name = key.split("/")
         part = f"{name}.{uuid4().hex[:8]}{PART}"
         size = checksum = 0
@@ -145,17 +144,19 @@ class Folder:
                 try:
                     for piece in content:
                         _write(fd, piece)
-                        if self.sums:
-                            size, checksum = size + len(piece), crc32(piece, checksum)
+                        size += len(piece)
+                        if self.listed:
+                            checksum = crc32(piece, checksum)
                 finally:
                     os.close(fd)
-                if self.sums:
+                if self.listed:
                     self._list(key, size, checksum)  # first: what has its name has its checksum
                 os.replace(part, name, src_dir_fd=at, dst_dir_fd=at)
             except BaseException:
                 with suppress(OSError):
                     os.unlink(part, dir_fd=at)
                 raise
+        return size
 
     def get(self, key: str, offset: int, length: int) -> bytes:
         fd = self.open(key, os.O_RDONLY)
@@ -204,10 +205,10 @@ class Folder:
 
     def become(self, to: Path) -> None:
         """Give the folder itself another name."""
-        *folders, name = self._parts(()) or [""]
-        if not name:
+        if not self.inside:
             os.rename(self.root, to)
             return
+        *folders, name = self._parts(())
         with entered(self.root, self.owner, folders) as at:
             os.rename(name, to, src_dir_fd=at)
 
@@ -240,65 +241,14 @@ class Folder:
             if not keep(key):
                 self.remove(key)
 
-    def verified(self) -> dict[str, int]:
-        """The keys of the files that hold what `put` wrote, and their bytes. All others are removed: they are not
-        complete, damaged, or somebody else's."""
-        listed = self._listed()
-        there = self.find()
-        good: dict[str, int] = {}
-
-        def check(key: str) -> None:
-            size, checksum = listed.get(key, (-2, 0))
-            if size == there[key] and checksum == self._checksum(key):
-                good[key] = there[key]
-            else:
-                self.remove(key)
-
-        each(check, [key for key in there if not key.endswith(JOB)])
-        return {key: good[key] for key in there if key in good}
-
-    def checksums(self) -> dict[str, tuple[int, int]]:
-        """The keys of all files in it; (bytes, CRC-32) of each, (-1, 0) for what is no regular file."""
-        found: dict[str, tuple[int, int]] = {}
-
-        def add(key: str) -> None:
-            found[key] = there[key], self._checksum(key) if there[key] >= 0 else 0
-
-        there = self.find()
-        each(add, list(there))
-        return {key: found[key] for key in there}
-
     def _parts(self, folders: Iterable[str]) -> list[str]:
         return [*filter(None, self.inside.split("/")), *folders]
 
     def _list(self, key: str, size: int, checksum: int) -> None:
-        fd = replace(self, inside="").open(SUMS, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        fd = replace(self, inside="").open(LEDGER, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        line = json.dumps(["whole", key, size, checksum])
         try:
-            os.write(fd, f"{json.dumps([key, size, checksum])}\n".encode("utf-8", "surrogatepass"))  # whole or not
-        finally:
-            os.close(fd)
-
-    def _listed(self) -> dict[str, tuple[int, int]]:
-        found: dict[str, tuple[int, int]] = {}
-        try:
-            fd = self.open(SUMS, os.O_RDONLY)
-        except FileNotFoundError:
-            return found
-        with os.fdopen(fd, "rb") as file:
-            for line in file:
-                with suppress(ValueError, RecursionError):  # cut off
-                    match json.loads(line):
-                        case [str(key), int(size), int(checksum)]:
-                            found[key] = size, checksum
-        return found
-
-    def _checksum(self, key: str) -> int:
-        fd = self.open(key, os.O_RDONLY)
-        try:
-            checksum, at = 0, 0
-            while data := os.pread(fd, PIECE, at):
-                checksum, at = crc32(data, checksum), at + len(data)
-            return checksum
+            os.write(fd, f"{line}\n".encode("utf-8", "surrogatepass"))  # in one call: not mixed with others' lines
         finally:
             os.close(fd)
 
@@ -338,7 +288,7 @@ class Bucket:
     def __str__(self) -> str:
         return self.url
 
-    def put(self, key: str, content: Iterable[bytes | memoryview]) -> None:
+    def put(self, key: str, content: Iterable[bytes | memoryview]) -> int:
         whole = bytearray()
         for piece in content:  # good until the next is asked for
             whole += piece
@@ -351,6 +301,7 @@ class Bucket:
             except FileNotFoundError:  # one that has folders
                 fs.makedirs(path.rpartition("/")[0], exist_ok=True)
                 fs.pipe_file(path, data)
+        return len(data)
 
     def get(self, key: str, offset: int, length: int) -> bytes:
         with self._fs() as (fs, base):

@@ -3,8 +3,7 @@
 Files are made in a hidden folder beside the destination, whose name follows from the destination's: a second call finds
 what the first one finished, if both are the same job (the folder holds its fingerprint). Nobody else may write to that
 folder (`guard`). While somebody works there, the file with the fingerprint is locked. What is finished is listed with
-checksums: of files that are there whole or not by `places.Folder`, of runs within files by a `ledger`; these files are
-in a folder of this job alone, where no worker of an earlier one can still write.
+checksums in a `ledger`; the files are in a folder of this job alone, where no worker of an earlier one can still write.
 On object stores, which cannot rename, the fingerprint is a marker in the prefix, and what tells a reader that there is
 something is written last.
 """
@@ -18,7 +17,7 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
@@ -29,15 +28,13 @@ from ..errors import CorruptError, DestinationError, LazyckptError, MissingFileE
 from ..formats.zarr.documents import JOB  # holds the fingerprint
 from ..io.storage.base import Store
 from ..lazy import LazyArray
-from .destination import local_path, make_folder
-from .guard import Owner, is_own, own_folder, usual_mode
-from .ledger import LEDGER, told
-from .places import PART, SUMS, Bucket, Folder
+from .guard import Owner, is_own, local_path, make_folder, own_folder, usual_mode
+from .ledger import told
+from .places import LEDGER, Bucket, Folder
 
 _ONCE = "once-"
 _lock = threading.Lock()
 _working: set[str] = set()
-Finished = dict[str, int]  # key of what is there -> its bytes
 
 
 def staging_path(dest: Path) -> Path:
@@ -62,7 +59,7 @@ def unfinished(dest: str | os.PathLike[str]) -> int | None:
     """The bytes that an interrupted export (or one that runs) to this local destination has finished; None if there is
     none. Calling it again with the same arguments goes on there."""
     staging = staging_path(_local(dest))
-    return _nbytes(staging) if os.path.isdir(staging) else None
+    return told(staging / LEDGER).nbytes if os.path.isdir(staging) else None
 
 
 def discard(dest: str | os.PathLike[str]) -> None:
@@ -90,9 +87,17 @@ def _local(dest: str | os.PathLike[str]) -> Path:
     return local_path(os.fspath(dest).removeprefix("file://"))
 
 
-def content(staging: Folder, fingerprint: str) -> Folder:
-    """The folder for the files of a job whose runs a ledger lists."""
-    return staging.below(_content_name(fingerprint))
+def discard_upload(bucket: Bucket) -> None:
+    """The same for an object store."""
+    if JOB in bucket.find():
+        bucket.remove_all()
+
+
+def content(staging: Folder, fingerprint: str, plain: bool) -> Folder:
+    """Return the folder for the files of a job: one of its own in the staging folder, where no worker of an earlier job
+    can still write; or, if ``plain`` and there was no earlier job, the staging folder itself."""
+    own = _content_name(fingerprint)
+    return staging if plain and not os.path.isdir(os.path.join(staging.root, own)) else staging.below(own)
 
 
 def moved(dest: Path, fingerprint: str, keys: Sequence[str], verified: bool) -> set[str]:
@@ -148,11 +153,12 @@ def _staged(dest: Path, folder: Path, fingerprint: str) -> Iterator[Folder]:
     try:
         if os.pread(fd, 4096, 0) != fingerprint.encode():
             os.ftruncate(fd, 0)  # first: what is half removed is no job's to go on with
-            _empty(folder)
+            if _empty(folder):
+                os.mkdir(folder / _content_name(fingerprint))
             os.pwrite(fd, fingerprint.encode(), 0)
         yield Folder(str(folder), owner)
     except BaseException as e:
-        kept = _goes_on(e) and not fingerprint.startswith(_ONCE) and bool(_nbytes(folder))
+        kept = _goes_on(e) and not fingerprint.startswith(_ONCE) and bool(told(folder / LEDGER).nbytes)
         if not kept:
             os.ftruncate(fd, 0)
             shutil.rmtree(folder, ignore_errors=True)
@@ -173,7 +179,7 @@ def reveal(folder: Folder, dest: Path) -> None:
     """Rename a folder with all that is to be there to its destination; one that is there already is replaced."""
     if not folder.inside:  # the staging folder itself
         folder.remove(JOB)
-        folder.remove(SUMS)
+        folder.remove(LEDGER)
         os.chmod(folder.root, usual_mode(Path(folder.root)))
     if dest.exists() and any(dest.iterdir()):
         old = _replaced(dest)
@@ -209,13 +215,14 @@ def _put_back(dest: Path) -> None:
 
 
 @contextmanager
-def uploaded(bucket: Bucket, fingerprint: str, overwrite: bool) -> Iterator[tuple[Bucket, Finished]]:
-    """The same for an object store: the prefix itself, and what is there. What must come last is the block's to order.
+def uploaded(bucket: Bucket, fingerprint: str, overwrite: bool) -> Iterator[Mapping[str, int]]:
+    """The same for an object store, where the prefix itself is written to: key of what is there -> its bytes. What must
+    come last is the block's to order.
 
     Raises DestinationError if something else is there and not ``overwrite``, or not such a hierarchy.
     """
     try:
-        there: Finished = bucket.find()
+        there = bucket.find()
         ours = JOB in there and bucket.get(JOB, 0, 4096) == fingerprint.encode()
         if there and not ours:
             if JOB not in there and "zarr.json" not in there:
@@ -228,7 +235,7 @@ def uploaded(bucket: Bucket, fingerprint: str, overwrite: bool) -> Iterator[tupl
             bucket.remove_all()
             there = {}
         bucket.put(JOB, [fingerprint.encode()])
-        yield bucket, there
+        yield there
         bucket.remove(JOB)
     except CorruptError:
         bucket.remove_all()
@@ -253,7 +260,7 @@ def fingerprint(tensors: Iterable[tuple[LazyArray, object]], texts: Iterable[byt
         spec = tensor.spec
         about = spec.name, spec.stored_as, spec.rule, spec.combine, where, len(spec.fragments)
         ends = (spec.fragments[0], spec.fragments[-1]) if spec.fragments else ()
-        wanted = [a if isinstance(a, range) else a.tobytes() for a in tensor.selection.axes], tensor.selection.dims
+        wanted = [a if isinstance(a, range) else a.tobytes() for a in tensor._sel.axes], tensor._sel.dims
         digest.update(repr((about, ends, wanted)).encode("utf-8", "surrogatepass"))
     for store in stores.values():
         digest.update(repr((store.root, sorted(store.pins.items()))).encode("utf-8", "surrogatepass"))
@@ -324,31 +331,15 @@ def _locked(folder: Path) -> tuple[int, Owner]:
         os.close(fd)  # the one who had it has finished, and removed or renamed it
 
 
-def _files(folder: Path) -> Iterator[str]:
-    for where, _, files in os.walk(folder):
-        for name in files:
-            yield os.path.join(where, name)
-
-
-def _nbytes(folder: Path) -> int:
-    """Bytes that are finished there."""
-    if (folder / LEDGER).exists():
-        return told(folder / LEDGER).nbytes
-    total = 0
-    for path in _files(folder):
-        if not path.endswith((PART, JOB)):
-            with suppress(FileNotFoundError):  # an export that is writing there has finished
-                total += os.path.getsize(path)
-    return total
-
-
-def _empty(folder: Path) -> None:
+def _empty(folder: Path) -> bool:
+    """Remove everything but the file with the fingerprint. Return whether there was anything."""
     at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         with os.scandir(at) as entries:
             found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries if entry.name != JOB]
         for name, is_folder in found:
             shutil.rmtree(name, dir_fd=at) if is_folder else os.unlink(name, dir_fd=at)
+        return bool(found)
     finally:
         os.close(at)
 

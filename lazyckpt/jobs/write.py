@@ -1,15 +1,16 @@
-"""Moves tensors into files: tasks that each write a run of a tensor to its place, piece by piece, with one buffer.
+"""The engine of exports: a plan of files, the tasks that write them, and the steps from the first check to publishing.
 
-Memory is bounded by the number of tasks in flight, not by the size of a tensor. Runs are planned when their turn comes,
-so a million fragments are no list of a million.
+There are two kinds of tasks. One writes a run of a tensor to its place in a file, piece by piece, with one buffer; the
+other writes a whole file (a chunk of zarr). Memory is bounded by the number of tasks in flight, not by the size of a
+tensor. Tasks are planned when their turn comes, so a million fragments or chunks are no list of a million.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,44 +18,22 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CorruptError
+from ..formats.zarr.documents import JOB
 from ..io.tensors import as_bytes
-from ..lazy import LazyArray
-from .destination import check_room, check_unchanged
+from .destination import Destination, Remote, Session, Zip, check_room, check_unchanged
 from .executor import OVERHEAD, Run, Task
-from .held import Writable
 from .ledger import Done, Ledger
-from .places import PIECE, Folder, Target, combined, crc32
+from .places import LEDGER, PIECE, Folder, Place, Target, combined, crc32
+from .plan import File, Layout, Text, WritePlan
 from .progress import Bar
-from .publish import content, moved, staged
+from .publish import content, moved, staged, uploaded
 
 _NEAR = 1 << 20  # the same for what is only copied, if its store has no price for a request: fits a core's own cache
 RUN = 16 << 20  # bytes that a task moves, at most
 _own = threading.local()
 
 
-class Placed(NamedTuple):
-    """A tensor, and the byte of the file where its elements begin, in C order."""
-
-    offset: int
-    tensor: Writable
-
-
-class Layout(NamedTuple):
-    """A file in which everything stands but the tensors' elements. ``finish``: what is to be done with the CRC-32s of
-    all tensors' bytes when they stand there; None if nobody asks for them."""
-
-    file: Target
-    placed: Sequence[Placed]
-    finish: Callable[[list[int]], None] | None = None
-
-
-class File(NamedTuple):
-    """A file that tensors go into. ``key``: where it stands in the folder. ``nbytes``: of its tensors. ``layout``:
-    makes it at a path, without their elements; a file of the same call that is there keeps what it has of them."""
-
-    key: str
-    nbytes: int
-    layout: Callable[[Target], Layout]
+# -- the runs of files
 
 
 @dataclass(slots=True)
@@ -88,7 +67,6 @@ def fill(files: Sequence[File], folder: Folder, ledger: Ledger, run: Run, moved:
     """
     filling: dict[int, _Filling] = {}
     layouts: list[Layout] = []
-    _keep_intact(files, folder, ledger, run)
 
     def tasks() -> Iterator[Task]:
         for key, _, begin in files:
@@ -121,11 +99,11 @@ def fill(files: Sequence[File], folder: Folder, ledger: Ledger, run: Run, moved:
     return layouts
 
 
-def _keep_intact(files: Sequence[File], folder: Folder, ledger: Ledger, run: Run) -> None:
-    """Strike the runs from the ledger whose bytes are not what was written."""
+def keep_intact(folder: Folder, ledger: Ledger, run: Run) -> None:
+    """Strike from the ledger what does not hold what was written."""
 
     def tasks() -> Iterator[Task]:
-        for key, _, _ in files:
+        for key in ledger.keys:
             target = Target(folder, key)
             for offset, known in list(ledger.runs(key, target).items()):
                 yield Task(known.nbytes, PIECE + OVERHEAD, partial(_intact, target, offset, known))
@@ -195,7 +173,7 @@ def _intact(target: Target, offset: int, known: Done) -> tuple[Target, int, bool
 def _contents(tensor: Any) -> Iterator[tuple[int, memoryview]]:
     """(byte of the tensor, the bytes from there on), in order, in memory of this thread's until the next are asked
     for."""
-    runs = tensor.runs()
+    runs = tensor._runs()
     if runs is None:
         for ahead, piece in tensor.pieces(PIECE):
             yield ahead * tensor.itemsize, read_piece(piece)
@@ -256,75 +234,118 @@ def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
         rest, offset = rest[count:], offset + count
 
 
-# -- Files that tensors are streamed into, from the first check to their appearance: one road for all that is
-# written.
-
-Check = Callable[[Set[str]], None]
+# -- from the first check to publishing
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """``texts``: files that are written whole, after ``files``, in this order. ``fingerprint``: see `staging`.
-    ``around``: bytes of a file that no tensor has, about."""
-
-    files: Sequence[File]
-    texts: Mapping[str, bytes]
-    fingerprint: str
-    around: int = 2048
-
-    @property
-    def nbytes(self) -> int:
-        return sum(file.nbytes for file in self.files)
-
-    @property
-    def room(self) -> int:
-        return self.nbytes + self.around * len(self.files) + sum(map(len, self.texts.values()))
-
-    @property
-    def keys(self) -> list[str]:
-        return [*(file.key for file in self.files), *self.texts]
-
-
-def write(
-    plan: Plan,
-    place: Path,
-    tensors: Sequence[LazyArray],
-    *,
-    check: Check,
-    reveal: Callable[[Folder], None],
-    verify: bool,
-    progress: bool | None,
-    run: Run,
-) -> None:
-    """Write the files of a plan, for which ``tensors`` are read. ``check`` raises DestinationError if they must not
-    appear at ``place``; it is called first, and again before they do, because somebody else may have written there
-    meanwhile; with the keys of what an earlier call has moved there already. ``reveal`` moves them there, from the
-    folder in which they are complete.
+def write(plan: WritePlan, *, verify: bool, progress: bool | None, run: Run) -> int:
+    """Carry a plan out, and return the bytes of the files. What is written appears when all of it is complete; the
+    destination is checked first, and again before that, because others may write there meanwhile.
 
     Raises DestinationError, CorruptError (``verify``: what was written differs), ChangedFileError (a source was written
     to meanwhile), and what reading raises.
     """
-    check(moved(place, plan.fingerprint, plan.keys, verify))
-    for tensor in tensors:
-        tensor.check()
-    with staged(place, plan.fingerprint) as staging, Ledger(staging) as ledger:
-        there = moved(place, plan.fingerprint, plan.keys, verify)
-        where = content(staging, plan.fingerprint)
-        files = [file for file in plan.files if file.key not in there]
-        if not there:
-            ledger.anew()
-            staging.check_distinct(plan.keys)
-            where.make()
-            where.tidy(set(plan.keys).__contains__)
-            check_room(Path(staging.root), max(0, plan.room - ledger.nbytes))
-        with Bar(sum(file.nbytes for file in files) * (1 + verify), place.name, progress) as bar:
+    if isinstance(plan.destination, Session):
+        plan.destination.write()
+        return 0
+    progress = progress if plan.nbytes else False
+    if isinstance(plan.destination, Remote):
+        return _upload(plan, plan.destination, verify, progress, run)
+    return _write(plan, plan.destination, verify, progress, run)
+
+
+def _write(plan: WritePlan, dest: Destination, verify: bool, progress: bool | None, run: Run) -> int:
+    def there() -> set[str]:
+        return moved(dest.place, plan.fingerprint, plan.keys, verify) if dest.one_by_one else set()
+
+    dest.check(there())
+    for tensor in plan.tensors:
+        tensor._check()
+    with staged(dest.place, plan.fingerprint) as staging, Ledger(staging) as ledger:
+        already = there()
+        where = content(staging, plan.fingerprint, plain=plan.chunks is not None)
+        files = [file for file in plan.files if file.key not in already]
+        if not already:
+            _prepare(plan, staging, where, ledger)
+        keep_intact(where, ledger, run)
+        chunked = replace(where, listed=True)
+        with Bar((plan.nbytes - _sum(plan.files) + _sum(files)) * (1 + verify), dest.place.name, progress) as bar:
             layouts = fill(files, where, ledger, run, bar.add)
+            nbytes = _put_chunks(plan, chunked, ledger.whole, run, bar.add)
+            if plan.build is not None:
+                plan.build(str(where))
             if verify:
                 compare(layouts, run, bar.add)
-        for key, text in plan.texts.items():
-            if key not in there:
-                where.put(key, [text])
-        check_unchanged(tensors)
+                _check_chunks(plan, chunked, run, bar.add)
+        nbytes += sum(_put(where, key, text) for key, text in plan.texts.items() if key not in already)
+        check_unchanged(plan.tensors)
+        nbytes += sum(layout.file.size or 0 for layout in layouts) + sum(dest.path(k).stat().st_size for k in already)
+        if plan.build is not None:
+            nbytes = sum(where.find().values())
         ledger.move(verify)
-        check(there)
-        reveal(where)
+        dest.check(already)
+        dest.publish(where)
+    return dest.place.stat().st_size if isinstance(dest, Zip) else nbytes
+
+
+def _prepare(plan: WritePlan, staging: Folder, where: Folder, ledger: Ledger) -> None:
+    ledger.anew()
+    staging.check_distinct(plan.keys)
+    where.make()
+    keep = {*plan.keys, *ledger.keys, JOB, LEDGER}
+    where.tidy(keep.__contains__)
+    twice = isinstance(plan.destination, Zip)  # the files, and what they are packed into
+    check_room(Path(staging.root), max(0, plan.room * (1 + twice) - ledger.nbytes))
+
+
+def _upload(plan: WritePlan, dest: Remote, verify: bool, progress: bool | None, run: Run) -> int:
+    for tensor in plan.tensors:
+        tensor._check()
+    bucket = dest.bucket
+    with uploaded(bucket, plan.fingerprint, dest.overwrite) as there:
+        with Bar(plan.nbytes * (1 + verify), bucket.url.rpartition("/")[2], progress) as bar:
+            nbytes = _put_chunks(plan, bucket, there.get, run, bar.add)
+            *texts, last = plan.texts.items()
+            nbytes += sum(_put(bucket, key, text) for key, text in texts)
+            if verify:
+                _check_chunks(plan, bucket, run, bar.add)
+        check_unchanged(plan.tensors)
+        nbytes += _put(bucket, *last)  # without it there is no hierarchy
+    return nbytes
+
+
+def _put(place: Place, key: str, text: Text) -> int:
+    return place.put(key, [text] if isinstance(text, bytes) else text())
+
+
+def _put_chunks(
+    plan: WritePlan, place: Place, size_of: Callable[[str], int | None], run: Run, moved: Callable[[int], None]
+) -> int:
+    """Write the chunks that are not there yet, which have no size. Returns the bytes of all."""
+    nbytes = 0
+
+    def tasks() -> Iterator[Task]:
+        nonlocal nbytes
+        for chunk in plan.chunks.at(place) if plan.chunks is not None else ():
+            if (size := size_of(chunk.key)) is not None:
+                nbytes += size
+                moved(chunk.nbytes)
+            else:
+                yield Task(chunk.nbytes, chunk.memory, chunk.write)
+
+    def done(task: Task, size: int) -> None:
+        nonlocal nbytes
+        nbytes += size
+        moved(task.nbytes)
+
+    run(tasks(), done)
+    return nbytes
+
+
+def _check_chunks(plan: WritePlan, place: Place, run: Run, moved: Callable[[int], None]) -> None:
+    if plan.chunks is not None:
+        tasks = (Task(chunk.nbytes, chunk.memory, chunk.check) for chunk in plan.chunks.at(place))
+        run(tasks, lambda task, _: moved(task.nbytes))
+
+
+def _sum(files: Iterable[File]) -> int:
+    return sum(file.nbytes for file in files)

@@ -61,7 +61,7 @@ def to_hf(
     check_room_for(beside, MODEL, Path(dst), overwrite)
     written = part.to_safetensors(dst, dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite)
     changed = {"config.json": _with_dtype(told, dtypes.pop())} if len(dtypes) == 1 else {}
-    return written + copy(beside, MODEL, Path(dst), changed)
+    return [*written, *copy(beside, MODEL, Path(dst), changed)]
 
 
 def zero3_to_hf(

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,13 @@ from ..core.names import natural
 from ..errors import DataError, DestinationError, FormatError, MissingFileError, TensorNotFoundError, some
 from ..formats.huggingface import load_json
 from ..io.storage.local import split
-from ..jobs.destination import appearing
+from ..jobs.destination import Files
+from ..jobs.executor import run
+from ..jobs.guard import local_path
+from ..jobs.places import PIECE
+from ..jobs.plan import Text, WritePlan
+from ..jobs.publish import once
+from ..jobs.write import write
 from ..view import CheckpointView
 
 # -- The small files beside weights: configuration and tokenizer, which tools at Hugging Face want in the same
@@ -73,22 +79,25 @@ def check_room_for(folder: Path | None, names: Iterable[str], dst: Path, overwri
 def copy(folder: Path | None, names: Iterable[str], dst: Path, changed: Mapping[str, Mapping[str, Any]]) -> list[Path]:
     """Copy the files of these names that there are; ``changed``: what is to stand in one instead. Returns their new
     paths. Raises DestinationError."""
-    written = []
+    texts: dict[str, Text] = {}
     for name in names:
-        if folder is None or not (folder / name).is_file():
-            continue
+        if folder is not None and (folder / name).is_file():
+            whole = json.dumps(changed[name], indent=2, sort_keys=True) + "\n" if name in changed else None
+            texts[name] = partial(_content, folder / name) if whole is None else whole.encode()
+    place = local_path(dst)
+    if texts:
+        destination = Files(place, list(texts), (), overwrite=True)  # replaces a link, and does not follow it
         try:
-            with appearing({dst / name: 0}, lambda: None) as temporary:  # replaces a link, and does not follow it
-                part = temporary[dst / name]
-                if name in changed:
-                    text = json.dumps(changed[name], indent=2, sort_keys=True) + "\n"
-                    part.write_text(text, encoding="utf-8")
-                else:
-                    shutil.copyfile(folder / name, part)
-        except OSError as e:
-            raise DestinationError(f"{dst / name} cannot be written ({e}); the weights are") from e
-        written.append(dst / name)
-    return written
+            write(WritePlan(destination, (), once(), texts=texts), verify=False, progress=False, run=run)
+        except DestinationError as e:
+            raise DestinationError(f"{e}. The weights are written, {', '.join(texts)} are not") from e
+    return [place / name for name in texts]
+
+
+def _content(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while data := file.read(PIECE):
+            yield data
 
 
 def wanted_format(found: str, wanted: str, src: str | os.PathLike[str], other: str) -> None:
@@ -181,7 +190,7 @@ def adapters(
     written = view.select(keys.__contains__).to_safetensors(
         Path(dst) / "adapter_model.safetensors", names=keys, dtype=dtype, overwrite=overwrite
     )
-    return written + copy(beside, ADAPTER, Path(dst), {})
+    return [*written, *copy(beside, ADAPTER, Path(dst), {})]
 
 
 def _key(name: str, adapter: str) -> str | None:

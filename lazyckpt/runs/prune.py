@@ -34,7 +34,7 @@ from ..formats.reader import Source
 from ..formats.registry import recognising
 from ..io.storage.fsspec import is_url
 from ..io.storage.local import LocalStore
-from ..jobs.destination import local_path
+from ..jobs.guard import local_path
 from ..namespace import plain_meta
 from ..view import CheckpointView
 

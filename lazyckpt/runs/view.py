@@ -74,11 +74,11 @@ class StepTensor(LazyTensor):
         return None
 
     @property
-    def held(self) -> TensorSpec:
+    def _held(self) -> TensorSpec:
         """``spec`` with the steps only that this part of it is of."""
         fragments = self.spec.fragments
         if self._selection is None or not isinstance(fragments, StackedFragments):
-            return super().held
+            return super()._held
         hull = self._selection.hull
         pieces = tuple(p for p in fragments.pieces if hull.start[0] <= p.start[0] < hull.stop[0])
         return replace(self.spec, fragments=replace(fragments, pieces=pieces))
@@ -216,13 +216,17 @@ class RunView(CheckpointView):
 
         return RunPlots(self)
 
-    def _shown(self, what: str) -> NoReturn:
-        """What cuts tensors would cut their steps."""
-        raise DataError(f"these tensors are stacked over the steps of a run: {what} one checkpoint, run.at(step)")
+    def rename(self, *args: Any, **options: Any) -> NoReturn:
+        """Raise DataError: rename the view of one step (`at`)."""
+        _refuse("rename")
+
+    def shard(self, *args: Any, **options: Any) -> NoReturn:
+        """Raise DataError: shard the view of one step (`at`)."""
+        _refuse("shard")
 
     def astype(self, dtype: torch.dtype) -> NoReturn:
-        """Refused: `at` one step converts."""
-        self._shown("convert")
+        """Raise DataError: convert the view of one step (`at`)."""
+        _refuse("convert")
 
     @property
     def _head(self) -> str:
@@ -389,3 +393,8 @@ def _restore(line: Line, state: str | None, steps: tuple[Any, ...]) -> RunView:
     view = object.__new__(RunView)
     view._begin(line, state, steps)
     return view
+
+
+def _refuse(what: str) -> NoReturn:
+    """Refuse what would cut stacked tensors along their steps."""
+    raise DataError(f"these tensors are stacked over the steps of a run: {what} one checkpoint, run.at(step)")

@@ -48,7 +48,7 @@ def boxes(t: LazyArray) -> Iterator[Block]:
     >>> list(boxes(lazyckpt.open("model.safetensors")["up.weight"]))  # doctest: +SKIP
     [Block(box=Box(start=(0, 0), stop=(512, 128)), holder=Holder(label='model.safetensors', ...), stored='block')]
     """
-    hull = t.selection.hull
+    hull = t._sel.hull
     fragments = _fragments(t)
     for fragment, holder in zip(fragments, _holders(fragments), strict=True):
         stored = "block" if fragment.span is None else "span"
@@ -64,7 +64,7 @@ def holders(t: LazyArray) -> tuple[Holder, ...]:
 
 
 def _fragments(t: LazyArray) -> list[Fragment]:
-    hull = t.selection.hull
+    hull = t._sel.hull
     if hull == Box.of(t.spec.shape):
         return list(t.spec.fragments)
     want = tuple(range(a, b) for a, b in zip(hull.start, hull.stop, strict=True))
@@ -128,7 +128,7 @@ class Drawing(NamedTuple):
 def drawing(t: LazyArray, cells: int = _CELLS) -> Drawing:
     """The blocks of `boxes` on two dimensions, in at most so many cells: those along which the tensor is cut into most
     pieces or, where there are not two, that are longest. Reads nothing."""
-    hull = t.selection.hull
+    hull = t._sel.hull
     stream = boxes(t)
     found = list(islice(stream, _MOST))
     complete = next(stream, None) is None

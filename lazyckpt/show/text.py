@@ -6,13 +6,14 @@ Names come from files: what a terminal would not print as a character (escape co
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from itertools import islice
 from typing import Any, NamedTuple
 
 from ..core.index import TensorSpec
 from ..core.names import natural, shortened
 from ..core.units import human_bytes, human_count, plural
-from ..errors import and_more, printable
+from ..errors import DataError, and_more, printable
 from ..formats.catalog import told_step
 from ..lazy import LazyArray, shape_of
 from ..namespace import Namespace, plain_meta
@@ -189,3 +190,16 @@ def rows_of(view: Namespace[Any]) -> list[dict[str, object]]:
             }
         )
     return table
+
+
+def frame_of(view: Any) -> Any:
+    """`rows_of` as a data frame of pandas or polars. Raises DataError if neither is installed."""
+    table = rows_of(view)
+    columns = {key: [row[key] for row in table] for key in COLUMNS}
+    for package in ("pandas", "polars"):
+        try:
+            return import_module(package).DataFrame(columns)
+        except ModuleNotFoundError as e:
+            if e.name != package:
+                raise
+    raise DataError("to_frame needs pandas or polars: pip install pandas")

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..core.dtypes import to_numpy
 from ..core.units import human_bytes, plural
 from ..errors import DataError
 from ..inspect.moments import even_edges
-from ..io.tensors import to_numpy
 from ..lazy import LazyArray
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ from lazyckpt.distributed import (
     restore_ep_dim,
     restore_ep_dims,
 )
-from tests.counting import opened
+from lazyckpt.testing.counting import opened
 
 from . import bit_equal
 from .dcp_contents import TinyNet, adam, train

@@ -16,13 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from ...core.dtypes import DType
+from ...core.dtypes import DType, to_numpy
 from ...core.index import TensorSpec
 from ...core.select import Selection
 from ...errors import ChangedFileError, LazyckptError, Problem
 from ...io.reading.gather import read
 from ...io.storage.base import Store
-from ...io.tensors import to_numpy
 
 _SAMPLE = 256  # elements of each row that is looked at
 _BLOCK = 1 << 20  # elements that are read at once, where rows do not tell

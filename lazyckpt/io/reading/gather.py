@@ -15,6 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple, ParamSpec
 
 from ...core.box import Box, c_strides, hull, is_run
+from ...core.dtypes import bits_of
 from ...core.index import Extent, Inline, Packed, TensorSpec
 from ...core.plan import Copy, Selection, overlaps, plan
 from ...core.select import Reads
@@ -22,7 +23,7 @@ from ...errors import decoding, foreign, undecodable
 from ..pool import Task, run, run_here
 from ..storage.base import Store, check
 from ..storage.mapping import Mapped
-from ..tensors import as_bytes, bits_of, empty
+from ..tensors import as_bytes, empty
 from .packed import locate, locate_all, located, unpacked, unpacked_into
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Literal
 
-from .errors import SelectionError, TensorNotFoundError, some
-from .inspect.diff import Diff, Difference
-from .inspect.diff import diff as diff_tensors
-from .runs.view import RunView
-from .tensor import LazyTensor
-from .view import CheckpointView
+from ..errors import SelectionError, TensorNotFoundError, some
+from ..inspect.diff import Diff, Difference
+from ..inspect.diff import diff as diff_tensors
+from ..tensor import LazyTensor
+from ..view import CheckpointView
+from .view import RunView
 
 
 def diff(

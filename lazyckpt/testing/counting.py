@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 from unittest import mock
 
-import lazyckpt
-from lazyckpt.core.index import FileInfo
-from lazyckpt.io.storage.base import Buffer, Entry, Store
-from lazyckpt.io.storage.local import LocalStore, split
+from ..core.index import FileInfo
+from ..io.storage.base import Buffer, Entry, Store
+from ..io.storage.local import LocalStore, split
+from ..view import CheckpointView
 
 __all__ = ["CountingStore", "Counts", "Request", "opened"]
 
@@ -107,10 +107,7 @@ class CountingStore:
         return CountingStore, (self.inner, None, self._gap)
 
 
-_check: type[Store] = CountingStore
-
-
-def opened(path: str | os.PathLike[str], *, gap: int = 0, **options: Any) -> tuple[lazyckpt.CheckpointView, Counts]:
+def opened(path: str | os.PathLike[str], *, gap: int = 0, **options: Any) -> tuple[CheckpointView, Counts]:
     """A view like ``lazyckpt.open(path, **options)`` over a counting store, and its counts: what opening has read.
 
     The counts are those of the view and of all tensors and views that come from it.
@@ -123,5 +120,5 @@ def opened(path: str | os.PathLike[str], *, gap: int = 0, **options: Any) -> tup
         return CountingStore(store, counts, gap), name
 
     with mock.patch("lazyckpt.formats.opening.split", counted):
-        view = lazyckpt.open(path, **{"cache": False, **options})
+        view = CheckpointView(path, **{"cache": False, **options})
     return view, counts

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .writers import bit_equal
+from .case import bit_equal
 
 __all__ = ["as_ints", "indexed", "keys", "same", "same_values", "some_keys"]
 

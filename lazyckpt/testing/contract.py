@@ -1,8 +1,6 @@
-"""The contract of a view and its tensors (lazyckpt/tensor.py), as functions that every format's fixtures run.
+"""The contract of a view and its tensors: what must hold whatever the format.
 
-A case's truth must be complete: every state, and in each every name, tied ones too where the state is a whole state
-dict ("weights", "fp32"). ``info["tied"]``: alias -> owner. ``info["open"]``: options for `lazyckpt.open`.
-``info["archives"]``: where tensors lie is looked up in the files when they are first read.
+`CHECKS` are functions of a `Case`. Each raises AssertionError where a view breaks the contract.
 """
 
 from __future__ import annotations
@@ -24,11 +22,12 @@ import torch
 from torch import Tensor
 
 import lazyckpt
-from lazyckpt import CheckpointView, LazyTensor
 
+from ..tensor import LazyTensor
+from ..view import CheckpointView
+from .case import Case
 from .counting import opened
 from .oracle import as_ints, indexed, keys, same, same_values, some_keys
-from .writers import Case
 
 __all__ = ["CHECKS", "Check", "open_case"]
 
@@ -41,6 +40,7 @@ _NO_CONVERSION = {torch.float4_e2m1fn_x2}  # torch itself converts it to nothing
 
 
 def open_case(case: Case) -> CheckpointView:
+    """Open the checkpoint of a case."""
     return lazyckpt.open(case.path, **case.info.get("open", {}))
 
 
@@ -394,7 +394,7 @@ def lookups_agree(case: Case) -> None:
                 wanted: Any = part[path]
             except lazyckpt.TensorNotFoundError as e:
                 # (a view's keys are texts to a type checker; what else is asked for is not found)
-                assert path not in part and part.get(path) is None and part.get(path, 7) == 7, (path, e)  # type: ignore
+                assert path not in part and part.get(path) is None and part.get(path, 7) == 7, (path, e)
                 continue
             got: Any = part.get(path)
             assert path in part and type(got) is type(wanted), path
