@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
-from typing import Any
 
 import pytest
 
@@ -21,22 +21,42 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def thin(products: Iterable[Any]) -> None:
-    """Mark two thirds of each product of parameters slow: those whose numbers, added, are no multiple of 3."""
-    seen: dict[tuple[str, str], list[Any]] = {}
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ["LAZYCKPT_TEST_LANE"] = config.getoption("lane")  # tests/lanes.py asks for it
+
+
+def thin(products: Iterable[pytest.Function]) -> None:
+    """Mark most of each product of parameters full, and most of what stays slow.
+
+    The values of each parameter are numbered. What stays by default has numbers whose sum is a multiple of six, in
+    the fast lane of twelve; of fewer where the parameters have fewer values. So each value of each parameter stays.
+    """
+    by_function: dict[str, list[pytest.Function]] = {}
     for item in products:
-        total = 0
-        for name, value in item.callspec.params.items():
-            values = seen.setdefault((item.nodeid.partition("[")[0], name), [])
-            if value not in values:
-                values.append(value)
-            total += values.index(value)
-        if total % 3:
-            item.add_marker("slow")
+        by_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for items in by_function.values():
+        seen: dict[str, list[object]] = {}
+        totals = []
+        for item in items:
+            total = 0
+            for name, value in item.callspec.params.items():
+                values = seen.setdefault(name, [])
+                if value not in values:
+                    values.append(value)
+                total += values.index(value)
+            totals.append(total)
+        least = sorted(map(len, seen.values()))[-2]  # of the two parameters with the most values
+        few = min(6, least)
+        fewer = few * max(1, min(12, least) // few)
+        for item, total in zip(items, totals, strict=True):
+            if total % few:
+                item.add_marker("full")
+            elif total % fewer:
+                item.add_marker("slow")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    thin(item for item in items if item.get_closest_marker("product"))
+    thin(item for item in items if isinstance(item, pytest.Function) and item.get_closest_marker("product"))
     marks = LANES[config.getoption("lane")]
     left_out = {item for item in items if any(item.get_closest_marker(mark) for mark in marks)}
     if left_out:

@@ -10,8 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from .lanes import rounds
+
 Array = NDArray[Any]
-often = settings(max_examples=400, deadline=None)  # a busy machine must not fail a test
+often = settings(max_examples=rounds(400), deadline=None)  # a busy machine must not fail a test
 
 
 @st.composite

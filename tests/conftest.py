@@ -22,7 +22,7 @@ from filelock import FileLock  # torch depends on it
 
 import lazyckpt
 
-from . import recordings
+from . import processes, recordings
 from .writers import Case, megatron_core, rank_files, torch_contents, torch_dcp, torch_files, trainers
 
 T = TypeVar("T")
@@ -39,6 +39,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _not_recorded(item):
             item.add_marker("full")
+
+
+def pytest_sessionfinish() -> None:
+    processes.end()
 
 
 def _not_recorded(item: pytest.Item) -> bool:
@@ -138,6 +142,10 @@ ZERO_KINDS = (
     "zero3_fp32_dp4",
     "bf16_optimizer_dp3",
 )
+
+
+# a few of them, where a test costs much of each
+ZERO_FEW = ("zero1_fp16_dp3", "zero2_aligned_round_robin", "zero3_sub_groups", "bf16_optimizer_dp3")
 
 
 @pytest.fixture(scope="session")
@@ -259,6 +267,10 @@ TORCH: dict[str, Callable[[Path], Case]] = {
 }
 
 
+# one of each layout of storages, without the versions of the pickle protocol and of the zip
+TORCH_FEW = ("flat", "views", "wrapped", "training", "legacy", "big_endian", "single")
+
+
 @pytest.fixture(scope="session")
 def torch_cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     return {name: write(tmp_path_factory.mktemp(name)) for name, write in TORCH.items()}
@@ -277,7 +289,15 @@ def dcp_cases(checkpoints: Checkpoints) -> Mapping[str, Case]:
     return Cases("dcp", checkpoints("dcp"))
 
 
-@pytest.fixture(params=[name for name in torch_dcp.CASES if name != "unknown_codec"])
+DCP_NAMES = tuple(name for name in torch_dcp.CASES if name != "unknown_codec")
+# one of each kind of placement, file and name
+DCP_FEW = (
+    "flat", "fsdp2_uneven", "hsdp", "tensor_parallel", "wrapped", "zstd", "odd", "hub_ranks", "file_per_item",
+    "experts",
+)  # fmt: skip
+
+
+@pytest.fixture(params=DCP_NAMES)
 def dcp_case(request: pytest.FixtureRequest, dcp_cases: Mapping[str, Case]) -> Case:
     return dcp_cases[request.param]
 
@@ -313,6 +333,12 @@ def megatron_folder(checkpoints: Checkpoints) -> Path:
 @pytest.fixture(scope="session")
 def megatron_cases(megatron_folder: Path) -> dict[str, Case]:
     return {name: megatron_core.load_case(megatron_folder, name, "legacy") for name in megatron_core.CASES}
+
+
+@pytest.fixture(scope="session")
+def megatron_logits(session_folder: Path, megatron_folder: Path) -> dict[str, dict[str, float]]:
+    """How far the logits of the model on one rank are from the parallel model's: kind -> name -> relative distance."""
+    return once(session_folder, "megatron_logits", lambda _: megatron_core.logits_alone(megatron_folder))
 
 
 # one case of each kind of layout, for tests that do not depend on sizes and degrees

@@ -253,17 +253,37 @@ def _of_cases(name: str, old: Case, new: Case) -> Iterator[str]:
     yield from _of_tensors(f"{name}: stored", *(view.stored.to("meta") for view in views))
     yield from _named(name, "states read", views[0].states, views[1].states)
     for state in set(views[0].states) & set(views[1].states):
-        yield from _of_tensors(f"{name}: read, {state}", *(view.states[state].to() for view in views))
+        yield from _of_tensors(f"{name}: read, {state}", *(_read(view.states[state]) for view in views))
 
 
-def _of_tensors(where: str, old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> Iterator[str]:
+def _read(view: lazyckpt.CheckpointView) -> dict[str, torch.Tensor | str]:
+    """Each tensor of a view; of one that cannot be read, the name of the error."""
+    found: dict[str, torch.Tensor | str] = {}
+    for name, tensor in view.items():
+        try:
+            found[name] = tensor[...]
+        except lazyckpt.LazyckptError as e:
+            found[name] = type(e).__name__
+    return found
+
+
+def _of_tensors(
+    where: str, old: Mapping[str, torch.Tensor | str], new: Mapping[str, torch.Tensor | str]
+) -> Iterator[str]:
     yield from _named(where, "tensors", old, new)
     for name in sorted(set(old) & set(new)):
         a, b = old[name], new[name]
-        if (a.shape, a.dtype) != (b.shape, b.dtype):
+        if isinstance(a, str) or isinstance(b, str):
+            if _kind(a) != _kind(b):
+                yield f"{where}: {name} was read as {_kind(a)} and is read as {_kind(b)}"
+        elif (a.shape, a.dtype) != (b.shape, b.dtype):
             yield f"{where}: {name} was {a.dtype} {tuple(a.shape)} and is {b.dtype} {tuple(b.shape)}"
         elif not a.is_meta and not bit_equal(a, b) and not _close(a, b):
             yield f"{where}: {name} has other values"
+
+
+def _kind(found: torch.Tensor | str) -> str:
+    return found if isinstance(found, str) else "a tensor"
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:

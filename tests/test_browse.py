@@ -33,6 +33,8 @@ from lazyckpt.show.layout import drawing
 from lazyckpt.show.values import sample
 from lazyckpt.testing.counting import opened
 
+from . import processes
+
 pytest.importorskip("textual")
 
 from textual.pilot import Pilot
@@ -259,6 +261,7 @@ def test_opens_and_moves_without_reading(files: Path, size: tuple[int, int]) -> 
     drive(files / "model", do, size, view=view)
 
 
+@pytest.mark.slow
 def test_expanding_and_collapsing(files: Path) -> None:
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
         names = app.names
@@ -473,6 +476,7 @@ def test_many_names_open_at_once(tmp_path: Path) -> None:
     drive(tmp_path / "big.safetensors", do)
 
 
+@pytest.mark.slow
 def test_a_url() -> None:
     fs = pytest.importorskip("fsspec").filesystem("memory")
     with fs.open("/browse/model.pt", "wb") as f:
@@ -555,6 +559,7 @@ def test_ten_lines_are_enough_to_see_values(files: Path) -> None:
     drive(files / "training.pt", do, (40, 10))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_the_screen_is_as_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]) -> None:
     """To renew: run with LAZYCKPT_SCREENSHOTS=folder, look at the pictures, copy the .txt files to tests/screens."""
@@ -583,6 +588,7 @@ def test_quitting(files: Path) -> None:
     assert (app.return_code, app.return_value) == (0, None)
 
 
+@pytest.mark.slow
 def test_an_error_of_opening_ends_it(tmp_path: Path) -> None:
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
         await pilot.pause()
@@ -596,9 +602,7 @@ def test_an_error_of_opening_ends_it(tmp_path: Path) -> None:
 
 def process(*args: str, code: str = "") -> subprocess.CompletedProcess[str]:
     start = f"import sys; {code or ''}\nfrom lazyckpt.cli import main; sys.argv[1:] = {list(args)!r}; main()"
-    return subprocess.run(
-        [sys.executable, "-c", start], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
+    return processes.run("-c", start)
 
 
 @pytest.mark.slow

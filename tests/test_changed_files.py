@@ -27,14 +27,14 @@ from safetensors.torch import save_file
 
 import lazyckpt
 
+from . import processes
 from .changing_files import CHANGES, OLD, READS
 
 NEW = -OLD
 
 
 def child(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.changing_files", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    return processes.run("-m", "tests.changing_files", *args)
 
 
 @pytest.mark.slow

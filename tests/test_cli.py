@@ -23,6 +23,7 @@ from lazyckpt.cli import options, program
 from lazyckpt.core.select import parse_index
 from lazyckpt.testing.counting import Counts, opened
 
+from . import processes
 from .writers import Case
 
 ROOT = Path(__file__).parents[1]
@@ -61,8 +62,7 @@ def load(*args: str | Path) -> Any:
 def process(*args: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
     """A real process, piped."""
     clean = {k: v for k, v in os.environ.items() if k not in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "COLUMNS")}
-    command = [sys.executable, "-m", "lazyckpt", *map(str, args)]
-    return subprocess.run(command, cwd=ROOT, env=clean | env, capture_output=True, text=True, timeout=120, check=False)
+    return processes.run("-m", "lazyckpt", *args, env=clean | env)
 
 
 # -- ls
@@ -523,6 +523,7 @@ def test_demo_keeps_its_files(tmp_path: Path) -> None:
     assert len(lazyckpt.open(tmp_path / "new" / "folder" / "model")) == 39
 
 
+@pytest.mark.slow
 def test_demo_json() -> None:
     steps = load("demo")
     assert {"code": '(folder / "it_ran").exists()', "text": "False\n"} in steps

@@ -200,6 +200,7 @@ DRAWINGS: dict[str, Callable[[CheckpointView], object]] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("drawing", DRAWINGS)
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_drawing_is_linear(namespace: str, drawing: str, tmp_path: Path) -> None:

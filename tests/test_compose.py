@@ -20,12 +20,13 @@ from lazyckpt.io.storage.local import LocalStore
 from lazyckpt.tensor import LazyTensor
 
 from .algebra import Array, index, keys
+from .lanes import rounds
 from .placements import Placed, placed
 from .test_plan import same
 
 pytestmark = pytest.mark.slow
 
-property_test = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+property_test = settings(max_examples=rounds(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def reads(case: Placed, spec: TensorSpec, expected: Array, data: st.DataObject) -> None:

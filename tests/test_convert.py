@@ -53,6 +53,7 @@ def torchs(folder: Path, out: Path) -> Any:
     return torch.load(out, weights_only=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(CASES.keys() - BEYOND - HUB))
 def test_the_file_is_that_of_torch(dcp_cases: dict[str, Case], tmp_path: Path, name: str) -> None:
     folder = dcp_cases[name].path

@@ -35,6 +35,7 @@ from lazyckpt.jobs import destination, places, progress
 from lazyckpt.jobs.destination import Session
 from lazyckpt.jobs.plan import WritePlan
 
+from . import processes
 from .conftest import complete
 from .writers import Case, bit_equal
 
@@ -122,6 +123,7 @@ def test_to_torch(source: Case, tmp_path: Path) -> None:
     same(lazyckpt.open(tmp_path / "out.pt"), truth)
 
 
+@pytest.mark.slow
 def test_to_dcp(source: Case, tmp_path: Path) -> None:
     convert(source.path, tmp_path / "out", "--to", "dcp")
     view, (_, truth) = lazyckpt.open(tmp_path / "out"), first(source)
@@ -150,6 +152,7 @@ def test_to_universal(source: Case, tmp_path: Path) -> None:
     assert state in ("weights", "fp32")
 
 
+@pytest.mark.slow
 def test_to_zarr(source: Case, tmp_path: Path) -> None:
     convert(source.path, tmp_path / "out.zarr", "--codec", "zstd")
     view = lazyckpt.open(tmp_path / "out.zarr")
@@ -247,6 +250,7 @@ def test_rename_by_a_file(model: tuple[Path, dict[str, torch.Tensor]], tmp_path:
         assert f"names.{ending}" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_folder_for_each_rank(llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     told = json.loads(convert(llama, out, "--to", "safetensors", "--tp", "2", "--dtype", "fp16", "--json"))
@@ -475,12 +479,12 @@ def test_what_is_there_stays(model: tuple[Path, dict[str, torch.Tensor]], tmp_pa
 
 def process(*args: str | Path, code: str = "") -> subprocess.CompletedProcess[str]:
     """A real process, piped; ``code`` is run in it first."""
-    return subprocess.run(command(*args, code=code), cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    return processes.run(*command(*args, code=code))
 
 
 def command(*args: str | Path, code: str = "") -> list[str]:
     start = f"{code}\nimport sys\nfrom lazyckpt.cli import main\nsys.argv[0] = 'lazyckpt'\nmain()"
-    return [sys.executable, "-c", start, "convert", *map(str, args)]
+    return ["-c", start, "convert", *map(str, args)]
 
 
 SLOW = """
@@ -509,8 +513,9 @@ def stop(dest: Path, how: signal.Signals, *args: str | Path) -> tuple[int, str]:
     """Begin a conversion, stop it when some of it is finished; (exit code, stderr)."""
     staging = dest.parent / f".{dest.name}.incomplete"
     with subprocess.Popen(
-        command(*args, dest, code=SLOW), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as p:
+        [sys.executable, *command(*args, dest, code=SLOW)],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as p:  # fmt: skip
         while p.poll() is None and len(stamps(staging)) < 3:
             time.sleep(0.01)
         assert p.poll() is None, p.communicate()

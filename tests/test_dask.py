@@ -120,15 +120,13 @@ import lazyckpt, pickle
 v = lazyckpt.open({str(path)!r})
 print(v["a"].to_dask().name, v["a"].lazy[1:, [2, 0]].to_dask().name, hash("x") != 0)
 """
-    seeds = {}
-    for seed in ("1", "2"):
-        env = os.environ | {"PYTHONHASHSEED": seed}
-        seeds[seed] = subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=True
-        ).stdout
+    env = os.environ | {"PYTHONHASHSEED": "1"}  # here it is another
+    said = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=True
+    ).stdout
     view = lazyckpt.open(path)
     a, part = view["a"], view["a"].lazy[1:, [2, 0]]
-    assert seeds["1"] == seeds["2"] == f"{a.to_dask().name} {part.to_dask().name} True\n"
+    assert said == f"{a.to_dask().name} {part.to_dask().name} True\n"
     again = pickle.loads(pickle.dumps(part))
     names = [a, part, a.lazy[:1], view["b"], a.astype(torch.float16)]
     assert len({t.to_dask().name for t in names}) == len(names)

@@ -257,6 +257,7 @@ def test_paths_with_absurd_list_positions(folder: Path) -> None:
     assert len(use(folder).meta["a"]) <= 10_001
 
 
+@pytest.mark.slow
 def test_flipped_bytes(folder: Path, tmp_path: Path) -> None:
     rng = random.Random(11)
     good = {p.name: p.read_bytes() for p in folder.iterdir()}

@@ -30,6 +30,8 @@ from lazyckpt.testing.counting import CountingStore, Counts
 from .writers import Case, bit_equal
 from .writers.deepspeed_more import RESHAPED, SPECS
 
+pytestmark = pytest.mark.xdist_group("deepspeed")  # its import takes seconds: in one process only
+
 TAKEN = (
     "zero0_fp32", "zero1", "zero2_fp32_dp3", "zero3", "bf16opt", "pipe_zero1_dp2", "pipe_zero1_model_axis_dp2",
     "pipe_zero1_pp3", "pipe_zero0_fp32", "moe_zero1_fp32", "moe_zero0_fp32", "autotp_zero1", "autotp_zero3_dp2",
@@ -103,6 +105,7 @@ DEGREES: tuple[dict[str, int], ...] = (
 
 
 @pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("degrees", DEGREES, ids=lambda d: ",".join(d) or "stored")
 @pytest.mark.parametrize("name", sorted(ALL.keys() - REFUSED))
 def test_the_same_answers(cases: dict[str, Case], name: str, degrees: dict[str, int]) -> None:
@@ -324,6 +327,7 @@ def test_model_states_of_one_rank_of_autotp(cases: dict[str, Case]) -> None:
             assert group == {key: tuple(truth[key].shape) for key in group}
 
 
+@pytest.mark.slow
 def test_the_optimizer_of_several_ranks_says_that_it_cannot_be_read(cases: dict[str, Case]) -> None:
     path = tag(cases["autotp_zero0"])
     moment = "exp_avg"

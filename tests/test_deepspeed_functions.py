@@ -30,6 +30,8 @@ from lazyckpt.formats.shared.flat import FlatFragments
 from .writers import Case, bit_equal
 from .writers.nasty_model import NastyModel
 
+pytestmark = pytest.mark.xdist_group("deepspeed")  # its import takes seconds: in one process only
+
 
 def _differences(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> set[str]:
     return {

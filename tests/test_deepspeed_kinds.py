@@ -202,6 +202,7 @@ def _without_info(case: Case, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["autotp_zero0_tp4", "autotp_zero1_tp4"])
 def test_ranks_that_hold_nothing_of_a_parameter(kinds: dict[str, Case], tmp_path: Path, name: str) -> None:
     """Three key-value heads over four ranks: a rank's shard has no elements, and no optimizer lists it."""

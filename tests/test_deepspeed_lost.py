@@ -94,6 +94,7 @@ def _wrong(case: Case, view: lazyckpt.CheckpointView, named: str, numbered: bool
 
 
 @pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("damage", ["missing", "half"])
 @pytest.mark.parametrize("name", LOSING)
 def test_one_lost_file(kinds: dict[str, Case], tmp_path: Path, name: str, damage: str) -> None:

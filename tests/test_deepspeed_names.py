@@ -20,6 +20,8 @@ from lazyckpt.deepspeed import RankFile, constants, parse_ckpt_name
 from lazyckpt.formats.deepspeed.files import name_of_rank, rank_files
 from lazyckpt.io.storage.base import Entry
 
+pytestmark = pytest.mark.xdist_group("deepspeed")  # its import takes seconds: in one process only
+
 ranks = st.integers(0, 12345)
 folders = st.sampled_from(["", "ckpt", "/a b/global_step9", "runs/x/", "layer_01", "mp_rank_00_model_states.pt"])
 

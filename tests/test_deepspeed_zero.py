@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from math import prod
 from typing import Any
 
@@ -16,6 +14,7 @@ from lazyckpt.testing.contract import Check
 from lazyckpt.testing.counting import opened
 from lazyckpt.testing.oracle import indexed, keys, same, same_values
 
+from . import processes
 from .conftest import complete
 from .writers import Case
 from .writers.nasty_model import NastyModel
@@ -224,6 +223,6 @@ def test_nothing_of_deepspeed_is_imported(zero_cases: dict[str, Case]) -> None:
         str(zero_cases[name].path)
         for name in ("zero1_fp16_dp3", "zero2_bf16_dp2", "zero3_bf16_dp2", "bf16_optimizer_dp1")
     ]
-    done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True)
+    done = processes.run("-c", code, *paths)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []

@@ -7,8 +7,6 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import zipfile
 import zlib
@@ -37,7 +35,7 @@ from lazyckpt.jobs.places import combined, crc32
 from lazyckpt.jobs.publish import discard
 from lazyckpt.testing import counting
 
-from . import handmade
+from . import handmade, processes
 from .writers import Case, bit_equal
 
 
@@ -252,10 +250,8 @@ print(value("VmHWM") - before)
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is asked of Linux")
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     torch.save({"big": torch.zeros(64 << 20, dtype=torch.float32), "small": torch.zeros(3)}, tmp_path / "t.pt")
-    done = subprocess.run(
-        [sys.executable, "-c", _PEAK, str(tmp_path / "t.pt"), str(tmp_path)],
-        capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+    done = processes.run("-c", _PEAK, tmp_path / "t.pt", tmp_path)
+    assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 128 << 20  # the model has 256 MiB
 
 
@@ -546,6 +542,7 @@ def test_the_bar(
 # -- what it stands on
 
 
+@pytest.mark.slow
 def test_pieces_and_read_into(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
     path, state = saved
     view = lazyckpt.open(path)

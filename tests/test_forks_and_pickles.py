@@ -36,6 +36,7 @@ def _child(do: object) -> int:
     pytest.fail("the child hangs")
 
 
+@pytest.mark.slow
 def test_a_child_that_is_forked_while_threads_open_and_read(tmp_path: Path) -> None:
     for n in range(8):
         torch.save({"w": torch.full((50, 40), n)}, tmp_path / f"x{n}.pt")

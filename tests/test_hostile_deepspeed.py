@@ -175,6 +175,7 @@ def test_the_honest_folder_reads(folder: Path) -> None:
     assert torch.equal(view.states["exp_avg"]["b"][...], torch.arange(16.0, 20))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", CLAIMS, indirect=True)
 def test_absurd_claims_are_refused_or_reported(folder: Path) -> None:
     with deadline(120):
@@ -209,6 +210,7 @@ def test_a_pattern_that_cannot_be_used_merges_nothing() -> None:
             decide("w", [(4, 4), (4, 4)], [source])
 
 
+@pytest.mark.slow
 def test_as_many_patterns_as_a_large_model_has_parameters() -> None:
     """AutoTP lists one for each; compiled again for each name, a model of 126 layers took 15 s for every state."""
     names = [f"model.layers.{n}.{part}.weight" for n in range(200) for part in "qkvoabcdef"]

@@ -133,6 +133,7 @@ def test_every_truncation_of_an_index_is_refused(tmp_path: Path) -> None:
         assert attempt(path, INDEX) is None
 
 
+@pytest.mark.slow
 def test_an_index_of_a_hundred_thousand_names(tmp_path: Path) -> None:
     path = folder_of(
         tmp_path / "model", {f"layers.{n}": "one.safetensors" for n in range(100_000)} | {"a": "one.safetensors"}

@@ -226,6 +226,7 @@ def test_huge_views_are_few_rows(kind: str) -> None:
     checked(html)
 
 
+@pytest.mark.slow
 def test_layers_that_are_alike_are_one_row() -> None:
     view = made(huge()["layers"])
     told = [(row.alike, row.times) for row in rows_of(view) if row.alike]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ from lazyckpt.errors import DataError, DestinationError, WorkerError
 from lazyckpt.jobs import executor as job
 from lazyckpt.jobs.executor import Task, run
 
+from . import processes
 from .conftest import need
 from .writers import bit_equal
 
@@ -327,12 +327,7 @@ def test_resume_after_a_kill_at_any_moment(model: tuple[Path, dict[str, torch.Te
     path, _ = model
     folder = tmp_path / "out"
     folder.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", _EXPORTS, str(path), str(folder), "x.zarr", "6"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = processes.run("-c", _EXPORTS, path, folder, "x.zarr", "6")
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.split("\n")[-2].split()
     assert 20 < int(last[1]) < int(last[3]), done.stdout
@@ -378,13 +373,12 @@ print((kib("VmHWM") - before) << 10)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads peaks from /proc")
 def test_peak_memory_of_exports_stays_within_the_limit(tmp_path: Path) -> None:
-    state = {f"w{n}": torch.randn(2048, 8192) for n in range(8)}  # 64 MiB each
+    state = {f"w{n}": torch.randn(2048, 8192) for n in range(4)}  # 64 MiB each
     torch.save(state, tmp_path / "m.pt")
     del state
     allowed = {"none": 128, "safetensors": 128, "zstd": 192}
     for codec, mib in allowed.items():
-        args = [sys.executable, "-c", _MEASURED, str(tmp_path / "m.pt"), str(tmp_path / codec), codec, "64MiB"]
-        done = subprocess.run(args, capture_output=True, text=True)
+        done = processes.run("-c", _MEASURED, tmp_path / "m.pt", tmp_path / codec, codec, "64MiB")
         if "clear_refs" in done.stderr:
             pytest.skip("this system does not let a process reset its peak")
         assert done.returncode == 0, done.stderr

@@ -28,6 +28,7 @@ from lazyckpt.jobs import write as output
 from lazyckpt.jobs import write as stream
 from lazyckpt.jobs.publish import discard, unfinished
 
+from . import processes
 from .writers import bit_equal
 
 pytestmark = pytest.mark.slow
@@ -184,11 +185,7 @@ def test_resume_after_a_kill_at_any_moment(
     for folder in ("killed", "whole"):
         (tmp_path / folder).mkdir()
     dest, whole = (prepared(tmp_path / folder, name) for folder in ("killed", "whole"))
-    args = [sys.executable, "-c", _KILLED, str(training), str(dest.parent), name, "6", name]
-    root = str(Path(__file__).parents[1])
-    done = subprocess.run(
-        args, capture_output=True, text=True, timeout=300, cwd=root, env=os.environ | {"PYTHONPATH": root}
-    )
+    done = processes.run("-c", _KILLED, training, dest.parent, name, "6", name)
     assert done.returncode == 0, done.stdout + done.stderr
     assert os.listdir(dest.parent) == [dest.name], "nothing is left behind"
 
@@ -331,6 +328,7 @@ CHANGES: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.product
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_source_that_changes(

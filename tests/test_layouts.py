@@ -15,6 +15,8 @@ from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedS
 
 from lazyckpt.layouts.placements import Cut, Layout, MeshPlacement, Same, Summand
 
+from .lanes import rounds
+
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[Layout, tuple[int, ...]]:
@@ -60,7 +62,7 @@ def assert_placed(layout: Layout, shape: tuple[int, ...], coordinate: tuple[int,
 
 
 @given(layouts())
-@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=rounds(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_ranks_hold_what_torch_gives_them(drawn: tuple[Layout, tuple[int, ...]]) -> None:
     layout, shape = drawn
     seen = torch.zeros(shape, dtype=torch.int)
@@ -76,7 +78,7 @@ def test_ranks_hold_what_torch_gives_them(drawn: tuple[Layout, tuple[int, ...]])
 
 
 @given(layouts())
-@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=rounds(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_shapes_and_offsets_are_those_that_torch_computes(drawn: tuple[Layout, tuple[int, ...]]) -> None:
     layout, shape = drawn
     placements = [of_torch(p) for p in layout.placements]

@@ -230,6 +230,7 @@ def test_weights_that_are_no_plain_block(saved: tuple[Path, dict[str, torch.Tens
         same(target.detach(), w.t(), "transposed")
 
 
+@pytest.mark.slow
 def test_modules_that_torch_wraps(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 

@@ -7,7 +7,6 @@ import gc
 import json
 import mmap
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +21,8 @@ from safetensors.torch import save_file
 import lazyckpt
 from lazyckpt import LazyTensor
 from lazyckpt.testing.oracle import indexed, same
+
+from . import processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts pages with posix_fadvise and mincore")
 
@@ -279,10 +280,11 @@ def test_more_files_than_descriptors(tmp_path: Path, views: str) -> None:
             assert all(whole[f"t{{n}}"].eq(n).all() for n in range({count}))
         assert len(os.listdir("/proc/self/fd")) < 1000
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = processes.run("-c", code)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_descriptors_are_released(tmp_path: Path) -> None:
     torch.save({"w": _WHOLE}, tmp_path / "x.pt")
 

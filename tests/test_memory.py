@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from . import processes
 from .conftest import need
 from .writers.deepspeed_zero import ZeroSpec, write_many
 
@@ -50,8 +50,7 @@ print(json.dumps([grown, digest]))
 
 def _measured(path: Path, state: str, name: str, expression: str) -> tuple[int, str]:
     """-> (bytes by which the process grew at most, digest of what it read)."""
-    args = [sys.executable, "-c", _CHILD, str(path), state, name, expression]
-    done = subprocess.run(args, capture_output=True, text=True)
+    done = processes.run("-c", _CHILD, path, state, name, expression)
     if "clear_refs" in done.stderr:
         pytest.skip("this system does not let a process reset its peak")
     assert done.returncode == 0, done.stderr
@@ -65,22 +64,23 @@ def _digest(t: torch.Tensor) -> str:
 
 def test_one_tensor_of_a_large_zero_checkpoint(tmp_path: Path) -> None:
     need("deepspeed")
-    specs = {f"zero{n}": ZeroSpec(stage=n, dp=2, hidden=768, layers=3, vocab=16384) for n in (2, 3)}
+    specs = {f"zero{n}": ZeroSpec(stage=n, dp=2, hidden=384, layers=6, vocab=8192) for n in (2, 3)}
     cases = write_many(tmp_path, specs)
+    allowed = 24 << 20
     reads = [
         ("zero2", "fp32", "blocks.2.fc1.weight", "t[...]"),
         ("zero2", "weights", "blocks.0.fc2.weight", "t[...]"),
-        ("zero2", "exp_avg", "embed.weight", "t[:, 77]"),  # one element of every page of 48 MiB
+        ("zero2", "exp_avg", "embed.weight", "t[:, 77]"),  # one element of every page of 12 MiB
         ("zero3", "fp32", "blocks.2.fc1.weight", "t[...]"),
         ("zero3", "exp_avg_sq", "embed.weight", "t[:, 77]"),
     ]
     for case, state, name, expression in reads:
         files = cases[case].path.glob("*/*.pt")
         want: torch.Tensor = eval(expression, {"t": cases[case].truth[state][name]})
-        assert sum(path.stat().st_size for path in files) > 3 * (want.nbytes + ALLOWED), "much larger than a tensor"
+        assert sum(path.stat().st_size for path in files) > 3 * (want.nbytes + allowed), "much larger than a tensor"
         grown, digest = _measured(cases[case].path, state, name, expression)
         assert digest == _digest(want), (case, name)
-        assert grown <= want.nbytes + ALLOWED, (
+        assert grown <= want.nbytes + allowed, (
             f"{case} {state} {name} {expression}: {grown:,} for {want.nbytes:,} bytes"
         )
     for folder in specs:

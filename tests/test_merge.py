@@ -87,6 +87,7 @@ def laid_out(folder: Path, held: Sequence[Array], dp: int, whole: bool) -> tuple
     return local, len(held)
 
 
+@pytest.mark.slow
 @often
 @given(st.data())
 def test_any_slice_of_any_merge_of_zero(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:

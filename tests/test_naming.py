@@ -29,6 +29,7 @@ def small() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), checkpoint_wrapper(nn.Linear(4, 4)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["model", "state_dict", "model_state_dict", "module"])
 def test_a_loop_that_wraps_its_model(tmp_path: Path, key: str) -> None:
     model, optimizer = trained(torch.compile(small()))  # type: ignore[arg-type]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+
+from . import processes
 
 pytestmark = pytest.mark.slow
 
@@ -58,8 +58,7 @@ def opened(folders: Mapping[Path, bool]) -> dict[Path, tuple[float, float]]:
     One process imports what is needed, and forks for each folder.
     """
     asked = json.dumps([(str(folder), as_run) for folder, as_run in folders.items()])
-    command = [sys.executable, "-c", _CHILD, asked]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    done = processes.run("-c", _CHILD, asked, timeout=600)
     found = {Path(path): (seconds, used) for path, seconds, used in map(json.loads, done.stdout.splitlines())}
     assert not done.returncode and not folders.keys() - found.keys(), done.stderr[-2000:]
     return found

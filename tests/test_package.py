@@ -78,6 +78,7 @@ def test_what_tab_offers_is_public() -> None:
     assert all(getattr(lazyckpt, name) is not None for name in public)
 
 
+@pytest.mark.slow
 def test_importing_is_light() -> None:
     extra = loaded_by("import lazyckpt") - loaded_by("import torch, numpy, ml_dtypes")
     assert extra & set(HEAVY) == set()
@@ -205,6 +206,7 @@ _TENSORS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_describes_checkpoints_imports_no_torch() -> None:
     """Not at its top, nor in a function."""
     for path in MODULES:
@@ -229,6 +231,7 @@ def test_what_describes_checkpoints_imports_no_torch() -> None:
 # -- documentation
 
 
+@pytest.mark.slow
 def test_every_module_and_public_name_is_documented() -> None:
     for path in MODULES:
         if path.name != "__init__.py" or path.read_text("utf-8").strip():

@@ -26,6 +26,7 @@ from lazyckpt import CorruptError
 from lazyckpt.io.containers.pickle.plain import Plain
 
 from .handmade import machine, program, write_pickle
+from .lanes import rounds
 
 PROTOCOLS = range(6)
 
@@ -85,7 +86,7 @@ values: st.SearchStrategy[Any] = st.deferred(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=rounds(150), deadline=None)
 @given(values, st.sampled_from(PROTOCOLS))
 def test_plain_values_come_back(value: Any, protocol: int) -> None:
     for data in all_pickles(value, protocol):
@@ -98,7 +99,7 @@ def _expanded(value: Any) -> int:
     return 1 + (sum(map(_expanded, inner)) if isinstance(value, dict | list | tuple | set | frozenset) else 0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=rounds(100), deadline=None)
 @given(st.dictionaries(st.text(min_size=1), values), st.sampled_from(PROTOCOLS))
 def test_plain_values_come_through_the_walk(value: dict[str, Any], protocol: int) -> None:
     """The walk that takes tensors out leaves everything else as it was."""
@@ -307,7 +308,7 @@ def test_mutated_pickles_are_read_or_refused(protocol: int) -> None:
     }
     data = pickle.dumps(tree, protocol)
     refused = 0
-    for _ in range(1500):
+    for _ in range(rounds(1500)):
         changed = bytearray(data)
         for _ in range(rng.choice([1, 1, 1, 2, 5])):
             at = rng.randrange(len(changed))

@@ -161,23 +161,32 @@ def child() -> Iterator[Range]:
 
 def cost(made: Range, path: Path, body: bytes) -> tuple[float, int]:
     path.write_bytes(torch_zip(program(body, 4)))
-    answers = [made.explode(path) for _ in range(2)]
-    for answer in answers:
-        assert answer["outcome"] in ("view", "LazyckptError"), answer
-    return min(a["seconds"] for a in answers), min(a["memory"] for a in answers)
+    answer = made.explode(path)
+    assert answer["outcome"] in ("view", "LazyckptError"), answer
+    return answer["seconds"], answer["memory"]
+
+
+@pytest.fixture(scope="module")
+def usual(child: Range, tmp_path_factory: pytest.TempPathFactory) -> tuple[float, int]:
+    """Of a harmless file."""
+    path = tmp_path_factory.mktemp("usual") / "usual.pt"
+    found = [cost(child, path, dict_of(text("w"), tensor())) for _ in range(2)]
+    return min(seconds for seconds, _ in found), min(memory for _, memory in found)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_twice_the_file_costs_less_than_three_times_as_much(name: str, tmp_path: Path, child: Range) -> None:
+def test_twice_the_file_costs_less_than_three_times_as_much(
+    name: str, tmp_path: Path, child: Range, usual: tuple[float, int]
+) -> None:
     """Measured up to three times: a busy machine makes any one measurement of the processor's time too long."""
+    least, base = usual
     for _ in range(3):
-        least, usual = cost(child, tmp_path / "usual.pt", dict_of(text("w"), tensor()))
         seconds, memory = cost(child, tmp_path / "once.pt", FAMILIES[name](SIZE))
         twice, more = cost(child, tmp_path / "twice.pt", FAMILIES[name](2 * SIZE))
         fast = twice - least < 3 * max(seconds - least, 0) + SLACK and twice < 6
-        small = more - usual < 3 * max(memory - usual, 0) + SMALL
+        small = more - base < 3 * max(memory - base, 0) + SMALL
         if fast and small:
             break
     assert fast, f"the last attempt took {least:.2f}, {seconds:.2f} and {twice:.2f} s"
-    assert small, f"{usual >> 20}, {memory >> 20} and {more >> 20} MiB"
-    assert more - usual < 400 << 20
+    assert small, f"{base >> 20}, {memory >> 20} and {more >> 20} MiB"
+    assert more - base < 400 << 20

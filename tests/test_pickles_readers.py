@@ -20,6 +20,7 @@ from lazyckpt.errors import CorruptError
 from lazyckpt.io.containers.pickle.machine import Pickle
 
 from .handmade import dict_of, legacy, list_of, program, tensor, text, torch_zip
+from .lanes import rounds
 
 
 def frame(length: int) -> bytes:
@@ -119,7 +120,7 @@ OPS = [b"K\x01", b"N", b"\x8c\x02ab", b"X\x02\0\0\0ab", b"I12\n", b"cos\nsystem\
 
 
 @example(2427065)  # something is appended to a function
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=rounds(400), deadline=None)
 @given(st.integers(0, 1 << 32))
 def test_any_pickle_with_frames_is_read_as_all_unpicklers_read_it(seed: int) -> None:
     chance = random.Random(seed)

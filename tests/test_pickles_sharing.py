@@ -32,6 +32,7 @@ from .handmade import (
     torch_zip,
     tuple_of,
 )
+from .lanes import rounds
 
 FILLER = text("x" * 5000)  # makes an item long enough to be shared
 ORDERED = named("collections", "OrderedDict")
@@ -210,7 +211,7 @@ EDITS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=rounds(150), deadline=None)
 @given(st.integers(0, 1 << 32))
 def test_any_family_reads_as_each_rank_alone(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
     """Items put together at random, some of them common to all ranks, with edits of anything on the memo."""

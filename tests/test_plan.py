@@ -27,9 +27,10 @@ from lazyckpt.io.storage.local import LocalStore
 from lazyckpt.tensor import LazyTensor
 
 from .algebra import Array, index, keys, shapes
+from .lanes import rounds
 from .placements import FLOATS, NUMPY, UNSET, Disk, Placed, PlainStore, fill, placed
 
-property_test = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+property_test = settings(max_examples=rounds(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 BIG, SMALL, TINY = (8 << 20, 32 << 10), (96, 48), (16, 8)  # BLOCK and _RUN
 
 

@@ -18,6 +18,8 @@ from lazyckpt.core.box import Box, c_strides, remainder
 from lazyckpt.core.index import Extent, Fragment, Hole, Part, TensorSpec
 from lazyckpt.core.plan import Copy, earlier_overlaps, overlaps, plan
 
+from .lanes import rounds
+
 Shape = tuple[int, ...]
 
 
@@ -75,7 +77,7 @@ def first_holders(shape: Shape, boxes: Sequence[tuple[Box, bool]]) -> np.ndarray
     return found
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=rounds(200), deadline=None)
 @given(cases())
 def test_each_element_is_read_from_the_first_block_that_has_it(case: tuple[Shape, list[tuple[Box, bool]]]) -> None:
     shape, boxes = case
@@ -95,7 +97,7 @@ def test_each_element_is_read_from_the_first_block_that_has_it(case: tuple[Shape
         assert f" {n} is gone" not in str(caught.value)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=rounds(200), deadline=None)
 @given(cases())
 def test_overlaps_are_those_of_a_brute_force(case: tuple[Shape, list[tuple[Box, bool]]]) -> None:
     """Each element of each block but the first one that has it, once, together with that one."""
@@ -114,7 +116,7 @@ def test_overlaps_are_those_of_a_brute_force(case: tuple[Shape, list[tuple[Box, 
     assert len(found) == len(set(found)) and set(found) == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=rounds(100), deadline=None)
 @given(st.data())
 def test_earlier_overlaps_are_those_of_a_brute_force(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.sampled_from([1, 5, 40, 1 << 40]), min_size=1, max_size=4)))
@@ -130,7 +132,7 @@ def test_earlier_overlaps_are_those_of_a_brute_force(data: st.DataObject) -> Non
     assert earlier_overlaps(boxes) == [[m for m in range(n) if boxes[m] & boxes[n]] for n in range(len(boxes))]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=rounds(100), deadline=None)
 @given(st.data())
 def test_a_remainder_is_what_is_left(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3)))
@@ -193,7 +195,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_planning_takes_about_as_long_as_there_are_blocks(layout: str) -> None:
     """Four times as many blocks: less than nine times as long."""
-    small, large = LAYOUTS[layout](32), LAYOUTS[layout](64)
+    small, large = LAYOUTS[layout](24), LAYOUTS[layout](48)
     if seconds(large[1], large[0], 1) >= 9 * seconds(small[1], small[0], 1):  # once more: the machine may be busy
         assert seconds(large[1], large[0]) < 9 * seconds(small[1], small[0])
 

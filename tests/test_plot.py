@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +20,7 @@ from lazyckpt.show import plot
 from lazyckpt.show.layout import drawing
 from lazyckpt.testing.counting import opened
 
+from . import processes
 from .writers import Case
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -78,6 +77,7 @@ def test_hist(tmp_path: Path, dtype: torch.dtype) -> None:
 # -- norms
 
 
+@pytest.mark.slow
 def test_norms(tmp_path: Path) -> None:
     g = torch.Generator().manual_seed(0)
     layers, experts = 60, 3
@@ -126,6 +126,7 @@ def test_norms_beyond_float64(tmp_path: Path) -> None:
     assert [(t.get_text(), t.get_position()) for t in ax.texts] == [("!", (0, 0))]
 
 
+@pytest.mark.slow
 def test_names_are_no_mathematics(tmp_path: Path) -> None:
     name = r"a.0.$\bad{$"
     view = saved(tmp_path, {name: torch.eye(4), "a.0.b$": torch.ones(2)})
@@ -193,6 +194,7 @@ def test_what_has_no_singular_values(tmp_path: Path) -> None:
 # -- steps
 
 
+@pytest.mark.slow
 def test_steps(tmp_path: Path) -> None:
     tensors = {step: torch.randn(6, 5) * step for step in (10, 20, 40)}
     for step, w in tensors.items():
@@ -275,7 +277,7 @@ for draw in (view["w"].plot.hist, view["w"].plot.singular_values, view["w"].plot
     else:
         raise AssertionError("no error")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = processes.run("-c", program)
     assert done.returncode == 0, done.stderr
 
 
@@ -284,7 +286,7 @@ def test_looking_at_plots_loads_nothing(tmp_path: Path) -> None:
     saved(tmp_path, {"w": torch.ones(3)})
     program = f"import sys, lazyckpt; v = lazyckpt.open({str(tmp_path / 'model.pt')!r}); v.plot, v['w'].plot.hist; "
     program += "assert 'matplotlib' not in sys.modules"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+    assert processes.run("-c", program).returncode == 0
 
 
 def test_plot_says_what_there_is_to_call(tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ _ASKS = ("io/system.py", "io/storage/mapping.py")  # the second only where `syst
 _WRITERS = ("jobs/", "export/", "runs/prune.py")
 
 
+@pytest.mark.slow
 def test_one_module_asks_what_the_system_has() -> None:
     package = ROOT / "lazyckpt"
     for path in sorted(package.rglob("*.py")):

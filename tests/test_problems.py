@@ -99,6 +99,7 @@ def compared() -> Iterator[str]:
                 yield from (c.value for c in ast.walk(node) if isinstance(c, ast.Constant) and isinstance(c.value, str))
 
 
+@pytest.mark.slow
 def test_every_code_is_in_the_table_and_in_use() -> None:
     used = dict(in_the_package())
     unknown = {where: code for where, code in used.items() if code is not None and code not in PROBLEM_CODES}

@@ -19,6 +19,8 @@ import lazyckpt
 from lazyckpt.cli import app
 from lazyckpt.errors import DestinationError, FormatError, MissingFileError
 
+from . import processes
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -224,7 +226,7 @@ print(len(lazyckpt.prune(sys.argv[1], 1, delete=True).remove))
 @pytest.mark.slow
 def test_a_killed_prune_is_finished_by_the_next(tmp_path: Path) -> None:
     trainer_like(tmp_path, 1, 2, 3, 4)
-    died = subprocess.run([sys.executable, "-c", DIE, str(tmp_path)], cwd=ROOT, timeout=120, check=False)
+    died = processes.run("-c", DIE, tmp_path)
     assert died.returncode == 9
     left = [name for name in names(tmp_path) if name.startswith(".checkpoint-")]
     assert len(left) == 3  # all have got hidden names before the first file went

@@ -46,6 +46,7 @@ def new(old: Path) -> Path:
     return shutil.copytree(old, old.parent / "new")
 
 
+@pytest.mark.slow
 def test_equal_cases_do_not_differ_and_give_the_same_archives(old: Path, new: Path) -> None:
     assert list(differences("huggingface", old, new)) == []
     for name in archives("huggingface"):

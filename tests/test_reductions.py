@@ -186,6 +186,7 @@ OF_ARRAYS: dict[str, Reduction] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", OF_ARRAYS)
 def test_dask(view: lazyckpt.CheckpointView, what: str) -> None:
     pytest.importorskip("dask")
@@ -224,6 +225,7 @@ def trees(path: Path) -> list[tuple[str, Any]]:
     return [*found, ("chunks", xr.open_datatree(path, engine=ENGINE, chunks={})), ("dask", view.to_xarray(chunks={}))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", OF_ARRAYS)
 def test_xarray(path: Path, what: str) -> None:
     reduce, scale = OF_ARRAYS[what]
@@ -240,6 +242,7 @@ def test_xarray(path: Path, what: str) -> None:
                 assert np.allclose(got, reduce(whole.numpy()), rtol=1e-5), (made, name, what)
 
 
+@pytest.mark.slow
 def test_groups_and_windows_of_xarray(path: Path) -> None:
     for made, tree in trees(path):
         for name in ("layer.bf16", "layer.f16", "layer.e4m3"):

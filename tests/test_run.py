@@ -122,6 +122,7 @@ def test_only_the_wanted_steps_and_bytes_are_read(tmp_path: Path) -> None:
     assert counts.bytes == 2 * 8 * 32 * 4
 
 
+@pytest.mark.slow
 def test_opening_reads_no_checkpoint_and_one_step_opens_one(tmp_path: Path) -> None:
     saved(tmp_path, tuple(range(1, 301)))
     start = time.monotonic()

@@ -25,6 +25,7 @@ from lazyckpt.layouts.ranks import rank_of, world_size
 from lazyckpt.tensor import LazyTensor
 from lazyckpt.testing.counting import opened
 
+from .lanes import rounds
 from .megatron_handmade import args
 from .placements import Placed, PlainStore, placed
 from .writers import Case, bit_equal
@@ -116,6 +117,7 @@ def test_a_shard_is_what_megatrons_rank_held(megatron_cases: dict[str, Case], tm
             assert bit_equal(back.states[state][key][...], whole), (state, key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "degrees"),
     [
@@ -180,6 +182,7 @@ def test_gate_and_up_are_cut_each(megatron_cases: dict[str, Case]) -> None:
         assert bit_equal(shard["model.layers.0.mlp.up_proj.weight"][...], up.chunk(2)[n])
 
 
+@pytest.mark.slow
 def test_what_deepspeeds_ranks_held(kinds: Mapping[str, Case]) -> None:
     """Shards of different sizes (AutoTP), a pipeline, fused parts: with the stored degree, the stored shards."""
     from .test_deepspeed_checkpoint import tag
@@ -318,7 +321,7 @@ def test_any_model_any_layout_and_back(tmp_path: Path, data: st.DataObject) -> N
     check_same(twice, view.shard(**wide, rank=deep, rules=rules))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=rounds(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(placed(), st.data())
 def test_intervals_of_tensors_in_any_files(tmp_path: Path, one: Placed, data: st.DataObject) -> None:
     one.write(tmp_path)

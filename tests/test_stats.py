@@ -7,7 +7,6 @@ import math
 import os
 import pickle
 import re
-import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
@@ -31,7 +30,9 @@ from lazyckpt.inspect import moments, stats
 from lazyckpt.inspect.table import Histogram, Stats, Table
 from lazyckpt.testing.counting import opened
 
+from . import processes
 from .conftest import need
+from .lanes import rounds
 from .writers import Case
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -119,7 +120,7 @@ def pieces(piece: int, run: int, block: int) -> Any:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=rounds(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     dtype=st.sampled_from(FLOATS + INTS + OTHERS),
     shape=st.lists(st.integers(0, 12), max_size=4).map(tuple),
@@ -212,6 +213,7 @@ def test_no_negative_zero(tmp_path: Path) -> None:
 # -- how it is done
 
 
+@pytest.mark.slow
 def test_every_byte_is_read_once(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(3000, 2000), "b": torch.randn(5000, 999).bfloat16(), "c": torch.arange(7)}
     saved(tmp_path, tensors)
@@ -234,7 +236,7 @@ def test_every_byte_is_read_once(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads peaks from /proc")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_memory_is_bounded(tmp_path: Path, dtype: torch.dtype) -> None:
-    nbytes = 640 << 20
+    nbytes = 320 << 20
     path = tmp_path / "model.safetensors"
     header = json.dumps(
         {
@@ -259,7 +261,7 @@ before = kib("VmRSS")
 found = view["w"].stats(memory="64MB")
 print(kib("VmHWM") - before, found.zeros)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = processes.run("-c", program)
     if "clear_refs" in done.stderr:
         pytest.skip("this system does not let a process reset its peak")
     assert done.returncode == 0, done.stderr
@@ -278,8 +280,8 @@ def test_the_same_digits_wherever_it_runs(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(here)).as_dicts()[0] == here.as_dicts()[0]
     with ThreadPoolExecutor(1) as alone:
         assert view.select("[ab]").stats(bins=5, executor=alone) == here[:2]
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as processes:
-        assert view.select("[ab]").stats(bins=5, executor=processes) == here[:2]
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        assert view.select("[ab]").stats(bins=5, executor=pool) == here[:2]
 
 
 # -- of views
@@ -319,6 +321,7 @@ def test_the_total_is_that_of_all_elements(tmp_path: Path) -> None:
     assert Table([]).total.count == 0
 
 
+@pytest.mark.slow
 def test_what_cannot_be_read_is_a_row(dcp_hole: tuple[lazyckpt.CheckpointView, Case]) -> None:
     view, case = dcp_hole
     table = view.stats()
@@ -504,9 +507,8 @@ def test_shell_json_and_csv(model: Path) -> None:
 
 @pytest.mark.slow
 def test_shell_colours(model: Path) -> None:
-    command = [sys.executable, "-m", "lazyckpt", "stats", str(model)]
     env = {k: v for k, v in os.environ.items() if k not in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "COLUMNS")}
-    done = subprocess.run(command, capture_output=True, text=True, env=env | {"FORCE_COLOR": "1"}, check=True)
+    done = processes.run("-m", "lazyckpt", "stats", model, env=env | {"FORCE_COLOR": "1"})
     assert "\x1b[1;31m" in done.stdout  # NaN and Inf
     plain = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
     assert plain == shell(model)

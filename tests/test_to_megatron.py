@@ -286,6 +286,7 @@ def edited(source: Path, dest: Path, edit: Any) -> lazyckpt.CheckpointView:
     return lazyckpt.open(dest)
 
 
+@pytest.mark.slow
 def test_the_vocabulary_is_padded_for_its_ranks(megatron_cases: dict[str, Case], tmp_path: Path) -> None:
     def of_41_tokens(root: dict[str, Any]) -> None:
         root["args"].vocab_size, root["args"].make_vocab_size_divisible_by = 40, 16

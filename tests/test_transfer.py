@@ -31,6 +31,7 @@ def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     return size
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", ["flat", "views", "legacy", "big_endian", "training"])
 def test_every_tensor_arrives_whole(torch_cases: dict[str, Case], name: str, piece: int) -> None:
     case = torch_cases[name]
@@ -42,6 +43,7 @@ def test_every_tensor_arrives_whole(torch_cases: dict[str, Case], name: str, pie
 
 
 @pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("name", ["flat", "views"])
 def test_slices_flips_and_lists_arrive(torch_cases: dict[str, Case], name: str, piece: int) -> None:
     case = torch_cases[name]
@@ -55,6 +57,7 @@ def test_slices_flips_and_lists_arrive(torch_cases: dict[str, Case], name: str, 
 
 
 @pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("name", ["zero2_aligned_round_robin", "zero3_sub_groups"])
 def test_fragments_of_many_ranks_arrive(zero_cases: dict[str, Case], name: str, piece: int) -> None:
     case = complete(zero_cases[name])

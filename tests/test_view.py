@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pickle
 import re
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import lazyckpt
 from lazyckpt import CheckpointView, LazyTensor
 from lazyckpt.testing.oracle import same
 
+from . import processes
 from .writers import Case
 
 LAYERS = (0, 1, 2, 10)
@@ -321,7 +320,8 @@ def test_it_travels_to_another_process(view: CheckpointView, truth: dict[str, to
         parts = pickle.load(open(sys.argv[1], "rb"))
         torch.save({"t": parts["tensor"][...], "s": parts["slice"][...], "v": parts["view"].to()}, sys.argv[2])
     """
-    subprocess.run([sys.executable, "-c", code, tmp_path / "parts.pkl", tmp_path / "out.pt"], check=True)
+    done = processes.run("-c", code, tmp_path / "parts.pkl", tmp_path / "out.pt")
+    assert done.returncode == 0, done.stderr
     out = torch.load(tmp_path / "out.pt")
     same(out["t"], truth["model.layers.1.mlp.up.weight"], "tensor")
     same(out["s"], truth["head.weight"].flip(0)[::2, 1], "slice")

@@ -20,6 +20,8 @@ from lazyckpt.core.dtypes import to_numpy
 from lazyckpt.interop import zarr_dtypes as zarr_dtypes
 from lazyckpt.testing.contract import open_case
 
+from .conftest import DCP_FEW, DCP_NAMES, TORCH, TORCH_FEW, ZERO_FEW, ZERO_KINDS, complete
+from .lanes import sampled
 from .test_zarr_store import equal, nodes
 from .writers import Case
 
@@ -50,17 +52,21 @@ def check(case: Case, dest: Path, **options: Any) -> dict[str, str]:
     return left_out
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("torch_save_case", sampled(TORCH, TORCH_FEW), indirect=True)
 def test_files_of_torch(torch_save_case: Case, tmp_path: Path) -> None:
     check(torch_save_case, tmp_path / "refs.json")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dcp_case", sampled(DCP_NAMES, DCP_FEW), indirect=True)
 def test_distributed_checkpoints(dcp_case: Case, tmp_path: Path) -> None:
     check(dcp_case, tmp_path / "refs.json")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_kind", sampled(ZERO_KINDS, ZERO_FEW), indirect=True)
 def test_deepspeed(zero_kind: Case, tmp_path: Path) -> None:
-    from .conftest import complete
-
     check(complete(zero_kind), tmp_path / "refs.json")
 
 
@@ -135,6 +141,7 @@ def read_elsewhere(refs: Path, *names: str) -> tuple[dict[str, Any], str]:
     return found, form
 
 
+@pytest.mark.slow
 def test_without_lazyckpt_or_torch(folder: Path, truth: dict[str, torch.Tensor], tmp_path: Path) -> None:
     """What is bfloat16 zarr-python does not open by itself; it does not keep it from opening the rest."""
     view = lazyckpt.open(folder)

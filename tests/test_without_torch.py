@@ -65,6 +65,7 @@ def megatron_dist_cases(megatron_folder: Path) -> dict[str, Case]:
     return {name: megatron_core.load_case(megatron_folder, name, "dist") for _, name in [_CASES["megatron-dist"]]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", _CASES)
 def test_describing_a_checkpoint(kind: str, request: pytest.FixtureRequest) -> None:
     fixture, name = _CASES[kind]
@@ -72,6 +73,7 @@ def test_describing_a_checkpoint(kind: str, request: pytest.FixtureRequest) -> N
     assert "elements" in without_torch(_LOOK, str(case.path))
 
 
+@pytest.mark.slow
 def test_describing_a_zarr_hierarchy(torch_cases: dict[str, Case], tmp_path: Path) -> None:
     lazyckpt.open(torch_cases["training"].path).to_zarr(tmp_path / "x.zarr")
     assert "elements" in without_torch(_LOOK, str(tmp_path / "x.zarr"))

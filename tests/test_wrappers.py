@@ -85,6 +85,7 @@ def _states(wrapped: nn.Module) -> dict[str, Any]:
     return {"model": weights, "optimizer": {"state": state, "param_groups": [{"params": list(state)}]}}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", WRAPPERS)
 @pytest.mark.parametrize("how", ["torch", "dcp", "safetensors"])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import pickle
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +23,7 @@ from lazyckpt.engine import LazyckptBackend
 from lazyckpt.interop.xarray import to_f32
 from lazyckpt.testing.counting import opened
 
+from . import processes
 from .writers import Case
 
 ENGINE: Any = LazyckptBackend
@@ -314,6 +313,7 @@ def test_zarr_takes_it(tmp_path: Path) -> None:
     assert again["l/0/w"].attrs["name"] == "l.0.w"
 
 
+@pytest.mark.slow
 def test_without_dask(tmp_path: Path) -> None:
     """xarray needs it for chunks only, and so do we."""
     save_file({"l.w": torch.arange(12.0).view(3, 4)}, tmp_path / "m.safetensors")
@@ -333,5 +333,5 @@ for make in (lambda: view.to_xarray(chunks={{}}), view["l.w"].to_dask):
     else:
         raise AssertionError("no error")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = processes.run("-c", program)
     assert done.returncode == 0, done.stderr

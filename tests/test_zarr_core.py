@@ -40,6 +40,8 @@ from lazyckpt.io.containers.pickle.records import Opaque
 from lazyckpt.io.metadata import with_torch
 from lazyckpt.io.plain_json import decode, encode
 
+from .lanes import rounds
+
 ROOT = Path(__file__).parents[1]
 
 # -- tensors in pieces
@@ -83,7 +85,7 @@ def cut(draw: st.DrawFn) -> TensorSpec:
     return spans(shape, draw(st.lists(st.integers(0, prod(shape)), max_size=4)))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=rounds(60))
 @given(grids(), st.integers(1, 400), st.integers(1, 400), st.integers(1, 9))
 def test_chunks_follow_the_fragments(
     one: tuple[TensorSpec, tuple[int, ...]], least: int, most: int, pieces: int
@@ -113,7 +115,7 @@ def test_irregular_flat_spans_are_rejected_at_the_first_span() -> None:
     assert len(looked) < 4 and len(spec.fragments) == 197
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=rounds(60))
 @given(cut(), st.integers(1, 400), st.integers(1, 9))
 def test_chunks_tile_the_tensor(spec: TensorSpec, most: int, pieces: int) -> None:
     chunk = chunk_shape(spec, 1, most, pieces)
@@ -125,7 +127,7 @@ def test_chunks_tile_the_tensor(spec: TensorSpec, most: int, pieces: int) -> Non
     assert prod(chunk) * 4 <= max(most, 4)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=rounds(60))
 @given(st.one_of(cut(), grids().map(lambda one: one[0])), st.integers(1, 200))
 def test_references_are_the_bytes_of_the_chunks(spec: TensorSpec, most: int) -> None:
     """Against files made of the elements' own numbers."""
@@ -177,7 +179,7 @@ def test_a_row_at_a_time_where_ranks_are_cut_between_rows() -> None:
 names = st.text(st.sampled_from("ab.c/\\%_\x00é0 \n*"), max_size=12)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=rounds(60))
 @given(st.sets(names, max_size=12))
 def test_paths_are_unique_and_legal(given_names: set[str]) -> None:
     found = paths(given_names)
@@ -315,6 +317,7 @@ def test_deep_and_huge_objects_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
 # -- data types
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", zarr_dtypes.TYPES, ids=lambda kind: kind._zarr_v3_name)
 def test_data_types_that_zarr_lacks(kind: Any, tmp_path: Path) -> None:
     dtype = np.dtype(kind._scalar)
@@ -383,6 +386,7 @@ assert data_type_registry.get("float8_e5m2") is lazyckpt.interop.zarr_dtypes.Flo
     subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_interop_modules_are_imported_on_first_use() -> None:
     code = """
 import sys, lazyckpt

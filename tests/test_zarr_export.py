@@ -35,6 +35,7 @@ from lazyckpt.jobs import destination, places
 from lazyckpt.tensor import LazyTensor
 
 from .conftest import need
+from .lanes import rounds
 from .writers import Case, bit_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:Numcodecs codecs are not in the Zarr")
@@ -91,6 +92,7 @@ def _check(root: Any, state: dict[str, torch.Tensor]) -> None:
     assert about["aliases"] == {"tied": "a.w"} and about["format"] == "torch" and about["states"] == ["weights"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", [None, 20_000], ids=["chunks", "shards"])
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_zarr_reads_what_was_written(
@@ -149,7 +151,7 @@ def test_every_dtype(dtype: torch.dtype, codec: Any, tmp_path: Path) -> None:
     assert np.asarray(array[...]).tobytes() == raw.numpy().tobytes()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=rounds(60), deadline=None)
 @given(data=st.data())
 def test_any_grid(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Chunks, shards, edges and pieces of all sizes, of tensors in fragments."""

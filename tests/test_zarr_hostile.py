@@ -111,6 +111,7 @@ def test_links_in_circles_are_named_and_not_followed(tmp_path: Path) -> None:
     assert list(view) == ["deep.a"] and len(view.unreadable) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filler", [b" ", b'{"a":1},'])
 def test_a_document_that_inflates_to_a_gigabyte(tmp_path: Path, filler: bytes) -> None:
     """Of a zip of a megabyte: it is not unpacked as a whole."""
@@ -166,6 +167,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("packed", [False, True])
 def test_absent_chunks_cost_nothing(tmp_path: Path, layout: str, packed: bool) -> None:
@@ -193,6 +195,7 @@ def test_absent_chunks_cost_nothing(tmp_path: Path, layout: str, packed: bool) -
     assert memory < 100 << 20, "Python's objects; the elements themselves are torch's"
 
 
+@pytest.mark.slow
 def test_sparse_arrays_read_as_zarr_reads_them(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     array = zarr.create_array(str(tmp_path / "z"), shape=(130, 47, 9), chunks=(3, 4, 2), dtype="i4", fill_value=-1)

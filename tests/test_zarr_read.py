@@ -78,6 +78,7 @@ def test_contract(zarr_cases: dict[str, Case], name: str, check: Check) -> None:
     check(zarr_cases[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
 def test_other_places(zarr_cases: dict[str, Case], name: str) -> None:
     contract.names_shapes_dtypes(zarr_cases[name])
@@ -446,6 +447,7 @@ def test_huge_arrays_cost_nothing(tmp_path: Path) -> None:
         view["large"][...]
 
 
+@pytest.mark.slow
 def test_zips_that_cannot_be_read(tmp_path: Path, zarr_cases: dict[str, Case]) -> None:
     data = zarr_cases["v3_zip"].path.read_bytes()
     (tmp_path / "a.zip").write_bytes(data[:-40])
@@ -470,6 +472,7 @@ def test_zips_that_cannot_be_read(tmp_path: Path, zarr_cases: dict[str, Case]) -
 # -- behind a URL
 
 
+@pytest.mark.slow
 def test_behind_a_url(zarr_cases: dict[str, Case]) -> None:
     memory = fsspec.filesystem("memory")
     try:

@@ -26,6 +26,8 @@ from lazyckpt.io.plain_json import decode
 from lazyckpt.testing.contract import open_case
 from lazyckpt.testing.counting import opened
 
+from .conftest import DCP_FEW, DCP_NAMES, TORCH, TORCH_FEW, ZERO_FEW, ZERO_KINDS, complete
+from .lanes import sampled
 from .writers import Case
 
 DCP = ("ddp_dp4_adamw", "fsdp2_dp3_uneven")
@@ -80,25 +82,31 @@ def check(case: Case) -> None:
             equal(dask.array.from_zarr(root[path]).compute(), truth, path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("torch_save_case", sampled(TORCH, TORCH_FEW), indirect=True)
 def test_files_of_torch(torch_save_case: Case) -> None:
     pytest.importorskip("dask")
     check(torch_save_case)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_kind", sampled(ZERO_KINDS, ZERO_FEW), indirect=True)
 def test_deepspeed(zero_kind: Case) -> None:
-    from .conftest import complete
-
     check(complete(zero_kind))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dcp_case", sampled(DCP_NAMES, DCP_FEW), indirect=True)
 def test_distributed_checkpoints(dcp_case: Case) -> None:
     check(dcp_case)
 
 
+@pytest.mark.slow
 def test_hugging_face(huggingface_case: Case) -> None:
     check(huggingface_case)
 
 
+@pytest.mark.slow
 def test_megatron(megatron_kind: Case) -> None:
     check(megatron_kind)
 
@@ -231,6 +239,7 @@ def test_any_number_of_threads(view: lazyckpt.CheckpointView) -> None:
         assert all(pool.map(lambda n: np.array_equal(array[n::7], truth[n::7]), range(16)))
 
 
+@pytest.mark.slow
 def test_another_process(view: lazyckpt.CheckpointView) -> None:
     """What Dask's workers do: the store travels, the bytes are read there."""
     import dask.array
@@ -244,6 +253,7 @@ def test_another_process(view: lazyckpt.CheckpointView) -> None:
 # -- what a slice touches
 
 
+@pytest.mark.slow
 def test_a_slice_touches_its_own_files_only(dcp_cases: dict[str, Case]) -> None:
     for name, case in dcp_cases.items():
         if name == "unknown_codec":
@@ -273,6 +283,7 @@ def test_opening_and_listing_read_nothing(dcp_cases: dict[str, Case]) -> None:
     assert counts.requests == 0
 
 
+@pytest.mark.slow
 def test_missing_file_is_an_error_not_zeros(zero_cases: dict[str, Case], tmp_path: Path) -> None:
     import dask.array
     import xarray

@@ -350,6 +350,7 @@ def test_an_appended_record_reads(tmp_path: Path) -> None:
     assert lazyckpt.open(tmp_path / "model.pt")["w"][...].tolist() == TRUTH
 
 
+@pytest.mark.slow
 def test_more_than_65535_records(tmp_path: Path) -> None:
     torch.save([torch.tensor(n) for n in range(66_000)], tmp_path / "model.pt")
     view = lazyckpt.open(tmp_path / "model.pt")

@@ -62,6 +62,7 @@ def check(path: Path, pickles: Pickles) -> None:
         assert path.read_bytes()[extent.offset : extent.offset + whole.nbytes] == whole.numpy().tobytes()
 
 
+@pytest.mark.slow
 def test_identical_directories_are_parsed_once(tmp_path: Path, parsed: list[str]) -> None:
     """Also where the pickles differ in length, which moves the header behind them."""
     pickles = Pickles()

@@ -1,6 +1,7 @@
 """The model on one rank, with the weights that lazyckpt reads from a parallel model's checkpoint: its logits.
 
-``python -m tests.writers.megatron_alone FOLDER KIND NAME...`` prints a line of JSON, name -> difference.
+``python -m tests.writers.megatron_alone FOLDER NAMES`` prints a line of JSON, kind -> name -> difference; NAMES is
+JSON, kind -> names.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ def difference(spec: MegatronSpec, folder: Path, kind: str) -> float:
     return float((logits - expected).abs().max() / expected.abs().max())
 
 
-def main(folder: Path, kind: str, names: list[str]) -> None:
+def main(folder: Path, names: dict[str, list[str]]) -> None:
     from .megatron_cpu import OnCPU, patch
 
     patch()
     found = {}
     with tempfile.TemporaryDirectory() as scratch, OnCPU():
         dist.init_process_group("gloo", f"file://{scratch}/store", rank=0, world_size=1)
-        for name in names:
-            found[name] = difference(CASES[name], folder / name, kind)
+        for kind in names:
+            found[kind] = {name: difference(CASES[name], folder / name, kind) for name in names[kind]}
         dist.destroy_process_group()
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

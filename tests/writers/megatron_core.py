@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -157,11 +156,13 @@ def load_case(folder: Path, name: str, kind: Literal["legacy", "dist"]) -> Case:
     return Case(folder / name / kind, truth, info | {"logits": str(folder / name / "logits.pt")})
 
 
-def logits_alone(folder: Path, names: Sequence[str], kind: Literal["legacy", "dist"]) -> dict[str, float]:
-    """Load checkpoints into the model on one rank, by lazyckpt, in a child process: name -> how far its logits are from
-    the parallel model's, at most, relative to their size."""
-    out = _run("megatron_alone", str(folder), kind, *names)
-    found: dict[str, float] = json.loads(out.splitlines()[-1])
+def logits_alone(folder: Path) -> dict[str, dict[str, float]]:
+    """Load all checkpoints into the model on one rank, by lazyckpt, in a child process: kind -> name -> how far its
+    logits are from the parallel model's, at most, relative to their size."""
+    names = {"legacy": list(CASES), "dist": [name for name, spec in CASES.items() if not spec.grouped]}
+    # (of grouped experts, distributed checkpoints have other names than the model)
+    out = _run("megatron_alone", str(folder), json.dumps(names))
+    found: dict[str, dict[str, float]] = json.loads(out.splitlines()[-1])
     return found
 
 
