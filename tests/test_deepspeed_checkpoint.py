@@ -658,9 +658,9 @@ def test_one_rank_that_becomes_several_needs_a_rule() -> None:
     rules = [user_rules({"w": "row", "g": "swiglu", "n": "replicated"})]
     shard = reshard("w", [(4, 6)], rules, 3, 1)
     assert shard.shape == (4, 2)
-    assert [(p.local.start, p.start) for p in (shard.parts[0] or ())] == [((0, 2), (0, 0))]
+    assert [(p.local.start, p.start) for p in (shard.placements[0].blocks)] == [((0, 2), (0, 0))]
     fused = reshard("g", [(8, 2)], rules, 2, 1)
-    assert [(p.local.start, p.start) for p in (fused.parts[0] or ())] == [((2, 0), (0, 0)), ((6, 0), (2, 0))]
+    assert [(p.local.start, p.start) for p in (fused.placements[0].blocks)] == [((2, 0), (0, 0)), ((6, 0), (2, 0))]
     assert reshard("n", [(4, 6)], rules, 2, 1).shape == (4, 6)
     with pytest.raises(ValueError, match="nothing tells"):
         reshard("x", [(4, 6)], rules, 2, 1)

@@ -11,8 +11,8 @@ import torch
 
 import lazyckpt
 from lazyckpt.formats.opening import opened as found_by
+from lazyckpt.testing import counting
 
-from . import counting
 from .conftest import need
 from .writers import Case
 

@@ -98,7 +98,7 @@ def test_a_single_shard_is_the_tensor() -> None:
 
 
 def places(merge: Merge) -> list[list[tuple[Shape, Shape]]]:
-    return [[(part.start, part.local.shape) for part in parts or ()] for parts in merge.parts]
+    return [[(part.start, part.local.shape) for part in one.parts or ()] for one in merge.placements]
 
 
 def test_stacks_of_several_groups_of_ranks() -> None:

@@ -61,7 +61,7 @@ class Encoding:
             like = np.asarray(_codec(self.config).encode(example))
             found = _codec(self.config).decode(np.frombuffer(data, like.dtype).reshape(like.shape))
             if found.dtype != example.dtype:  # zarr readers would convert the numbers
-                raise DataError(f"it returns {found.dtype} when decoding")
+                raise DataError(f"decoding gives {found.dtype} back")
             if example.dtype.itemsize == 1 < like.dtype.itemsize:  # zarr-python 3.1 would ignore the byte order
                 raise DataError(f"zarr does not read {like.dtype} in the place of single bytes")
         else:

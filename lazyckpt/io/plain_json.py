@@ -50,7 +50,7 @@ def _encode(value: Any, where: str, left: list[int]) -> Any:
     kind = type(value)
     left[0] -= 1 + (len(value) >> 6 if kind in (str, bytes, bytearray) else 0)
     if left[0] < 0:
-        raise DataError(f"{where}: it is too large to be written as JSON")
+        raise DataError(f"{where}: there is too much in it to be written as JSON")
     if value is None or kind is bool:
         return value
     if kind is int:

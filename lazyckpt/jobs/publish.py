@@ -253,7 +253,7 @@ def uploaded(bucket: Bucket, fingerprint: str, overwrite: bool) -> Iterator[Mapp
         ours = JOB in there and bucket.get(JOB, 0, 4096) == fingerprint.encode()
         if there and not ours:
             if JOB not in there and "zarr.json" not in there:
-                raise DestinationError(f"{bucket} is not empty, and not a zarr hierarchy: choose another place")
+                raise DestinationError(f"{bucket} is not empty, and no zarr hierarchy: choose another place")
             if not overwrite:
                 what = "an unfinished export of something else" if JOB in there else "a zarr hierarchy"
                 raise DestinationError(f"{bucket} holds {what}: choose another place, or pass overwrite=True")
