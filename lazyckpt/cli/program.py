@@ -10,7 +10,7 @@ import io
 import os
 import sys
 from functools import cache
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
@@ -107,7 +107,9 @@ def main() -> None:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"lazyckpt {metadata.version('lazyckpt')}")
+        from importlib.metadata import version  # takes as long to import as the rest of this module
+
+        typer.echo(f"lazyckpt {version('lazyckpt')}")
         raise typer.Exit
 
 

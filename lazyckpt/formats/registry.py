@@ -20,26 +20,26 @@ from ..io.storage.fsspec import RemoteStore
 from ..io.storage.local import LocalStore
 from .reader import GROUP, Reader, Source
 
-# (module in this package, name of its Reader), in the order in which they are tried. A trainer's folder may contain
-# files that other readers also recognise, so the more specific reader comes first.
+# Module in this package, name of its Reader, and whether it also reads single files. Readers are tried in this order:
+# a trainer's folder may contain files that other readers also recognise, so the more specific reader comes first.
 _BUILTIN = (
-    ("zarr", "READER"),  # no other format has its metadata documents
-    ("deepspeed", "READER"),
-    ("megatron", "READER"),
-    ("megatron", "DIST"),
-    ("trainers.lightning", "READER"),
-    ("trainers.sharding", "READER"),
-    ("trainers.torchtune", "READER"),
-    ("tensor_parallel", "LLAMA"),
-    ("tensor_parallel", "FILES"),
-    ("ranks", "READER"),
-    ("trainers.folder", "READER"),
-    ("dcp", "READER"),
-    ("dcp", "HUB"),
-    ("huggingface", "READER"),
-    ("safetensors", "READER"),
-    ("torch_save", "READER"),
-    ("zarr", "FOLDER"),
+    ("zarr.reader", "READER", True),  # no other format has its metadata documents
+    ("deepspeed.reader", "READER", False),
+    ("megatron.reader", "READER", False),
+    ("megatron.dist", "READER", False),
+    ("trainers.lightning", "READER", False),
+    ("trainers.sharding", "READER", False),
+    ("trainers.torchtune", "READER", False),
+    ("tensor_parallel", "LLAMA", False),
+    ("tensor_parallel", "FILES", False),
+    ("ranks.reader", "READER", False),
+    ("trainers.folder", "READER", False),
+    ("dcp.reader", "READER", True),
+    ("dcp.hub", "READER", False),
+    ("huggingface", "READER", True),
+    ("safetensors", "READER", True),
+    ("torch_save", "READER", True),
+    ("zarr.reader", "FOLDER", False),
 )
 _FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _FOLDERS = ("checkpoint-", "global_step", "step")  # prefixes of the names of checkpoints in a run's folder
@@ -55,9 +55,9 @@ def _reader(module: str, name: str) -> Reader:
     return reader
 
 
-def builtin() -> Iterator[Reader]:
-    """Return the built-in readers in the order in which they are tried."""
-    return (_reader(module, name) for module, name in _BUILTIN)
+def builtin(files: bool = False) -> Iterator[Reader]:
+    """Return the built-in readers in the order in which they are tried; with ``files``, those of single files only."""
+    return (_reader(module, name) for module, name, of_files in _BUILTIN if of_files or not files)
 
 
 def read_index(source: Source, format: str | None = None) -> Index:
@@ -95,7 +95,7 @@ def recognising(source: Source) -> Reader | None:
 
 def _recognising(source: Source) -> Reader | None:
     with decoding(source.where, "looking at it"):
-        for reader in builtin():
+        for reader in builtin(files=bool(source.path)):
             if reader.recognises(source):
                 return reader
     for reader in _installed():  # last, because listing entry points takes as long as opening a checkpoint

@@ -22,7 +22,7 @@ from ...layouts.families import family_rules
 from ...layouts.merge import Source as RuleSource
 from ...layouts.merge import replicated, user_rules
 from ...layouts.universal import universal_rules
-from ..reader import Source
+from ..reader import Reader, Source
 from ..shared.rank_shards import Shards, update
 from ..torch_save import ties, warnings
 from . import universal
@@ -392,3 +392,10 @@ def _meta(plain: Plain, optims: Mapping[int, OptimFiles], files: RankFiles) -> d
     if "global_steps" in meta:
         meta.setdefault("step", meta["global_steps"])
     return meta
+
+
+def _recognises(source: Source) -> bool:
+    return not source.path and find_folder(source, strict=False) is not None
+
+
+READER = Reader("deepspeed", "DeepSpeed folders (a tag, or the folder with `latest`)", _recognises, read, tags=True)

@@ -29,7 +29,7 @@ from ...layouts.merge import decide, user_rules
 from .. import torch_save as torchsave
 from ..dcp import reader as dcp
 from ..dcp.chunks import ChunkBytes, in_chunks
-from ..reader import Source
+from ..reader import Reader, Source
 from ..shared.members import Member, together
 from ..torch_save import member as torch_member
 from ..zarr.grid import Array, Packing
@@ -305,3 +305,12 @@ def _mesh(args: Any) -> Mesh:
     tp, pp, ep = degree("tensor_model"), degree("pipeline_model"), degree("expert_model")
     dp = getattr(args, "data_parallel_size", None)
     return Mesh(tp=tp, pp=pp, dp=dp if type(dp) is int and dp > 0 else 1, ep=ep)
+
+
+READER = Reader(
+    "megatron-dist",
+    "megatron-core's distributed checkpoints (metadata.json, common.pt)",
+    is_dist,
+    read_dist,
+    tags=True,
+)

@@ -13,11 +13,11 @@ from ...errors import CorruptError, Problem, sentences
 from ...io.containers.pickle.plain import Plain
 from ...layouts.megatron import data_parallel, megatron_rules, number, place, version
 from ...layouts.tables import pattern
-from ..reader import Source
+from ..reader import Reader, Source
 from ..shared.paths import grouped
 from ..shared.rank_shards import Shard
 from ..torch_save import warnings
-from .files import find_ranks
+from .files import find_ranks, is_legacy
 from .gather import Gathered
 from .layers import offsets, planned
 from .ranks import Grid, read_grid
@@ -201,3 +201,12 @@ def _meta(plain: Plain, folder: str) -> dict[str, Any]:
     if "iteration" in meta:
         meta.setdefault("step", meta["iteration"])
     return meta
+
+
+READER = Reader(
+    "megatron",
+    "Megatron folders (an iteration, or the folder with `latest_checkpointed_iteration.txt`)",
+    is_legacy,
+    read,
+    tags=True,
+)

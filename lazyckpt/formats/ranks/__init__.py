@@ -1,5 +1,1 @@
 """Folders of rank files of torch.save, in which tensors are shards: DTensors, ShardedTensors, flat parameters."""
-
-from .reader import READER
-
-__all__ = ["READER"]
