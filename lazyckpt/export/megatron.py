@@ -191,8 +191,8 @@ def _model(view: View, mesh: Mesh, lost: Lost) -> _Model:
     complete(args, weights, view.meta, tied, dtype or _usual(weights))
     if mesh.tp > 1 and heads_of({"args": args}) is None and any(".linear_qkv." in name for name in weights):
         raise DataError(
-            f"tp={mesh.tp}: how many heads and groups linear_qkv has is not known, so it cannot be cut (the source has no "
-            "args and no config.json): write it with tp=1"
+            f"tp={mesh.tp}: how many heads and groups linear_qkv has is not known, so it cannot be cut (the source has "
+            "no args and no config.json): write it with tp=1"
         )
     states = _without_padding(states, args, mesh.tp, lost)
     of_16_bits = dtype is not None or any(_is_half(spec.dtype.torch) for spec in states["weights"].values())
