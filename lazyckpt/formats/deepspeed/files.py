@@ -114,6 +114,7 @@ def parse_ckpt_name(path: str | os.PathLike[str]) -> RankFile | None:
 
     Examples
     --------
+
     >>> parse_ckpt_name("global_step9/layer_03-model_01-model_states.pt")
     RankFile(kind='layer', mp=None, dp=None, tp=1, ep=None, layer=3, expert=None, prefix='')
     """
@@ -140,6 +141,7 @@ def get_model_ckpt_name_for_rank(base_folder: str | os.PathLike[str], mp_rank_st
 
     Examples
     --------
+
     >>> get_model_ckpt_name_for_rank("global_step9", "01")
     'global_step9/mp_rank_01_model_states.pt'
     """

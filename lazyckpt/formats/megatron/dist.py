@@ -233,7 +233,8 @@ def _backend(store: Store, folder: str, problems: list[Problem]) -> str:
         raise CorruptError(f"{store.root}/{path} does not name a sharded_backend: the file is damaged") from None
     if backend not in _FORMATS:
         raise FormatError(
-            f"{store.root}/{path}: the backend {backend!r:.60} is none of those that lazyckpt reads ({', '.join(_FORMATS)})"
+            f"{store.root}/{path}: the backend {backend!r:.60} is none of those that lazyckpt reads "
+            f"({', '.join(_FORMATS)})"
         )
     return str(backend)
 
