@@ -1,8 +1,8 @@
-"""AutoEP: the experts of a model of transformers, stacked in one parameter per layer and spread over ranks.
+"""AutoEP: the experts of a transformers model, stacked in one parameter per layer and distributed over ranks.
 
-Sources: deepspeed/module_inject/auto_ep_layer.py, runtime/engine.py (``ds_autoep_layers`` in the model states; expert
-files hold ``PREFIX.w1.ID``, one expert each), runtime/zero/stage3.py (``ds_zero_partition_groups``). An expert-parallel
-rank has a stack [local experts, ...] under a name that is the same on all of them; the whole is [experts, ...].
+Sources: deepspeed/module_inject/auto_ep_layer.py, runtime/engine.py (``ds_autoep_layers`` in the model states; each
+expert file holds one expert, as ``PREFIX.w1.ID``), runtime/zero/stage3.py (``ds_zero_partition_groups``). Every
+expert-parallel rank has a stack of shape [local experts, ...] under the same name; the whole is [experts, ...].
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ...errors import Problem
 from ..shared.rank_shards import Shard
 from .building import Building
 
-_MOST = 4096  # experts of a layer
+_MOST = 4096  # limit on the experts of a layer
 # the prefix of a layer's expert parameters -> for each expert-parallel rank the global ids of its experts, in order
 Placements = dict[str, list[list[int]]]
 
 
 def placements(model: Mapping[Any, Any]) -> Placements:
-    """Where the experts of each layer are, as the model states say; {} if they have none of AutoEP's."""
+    """Return the expert placement of each AutoEP layer that the model states describe; {} if there is none."""
     found: Placements = {}
     for layer in _layers(model):
         prefix = layer["expert_key_prefix"]
@@ -34,7 +34,7 @@ def placements(model: Mapping[Any, Any]) -> Placements:
 
 
 def router_aliases(model: Mapping[Any, Any], names: Sequence[str]) -> dict[str, str]:
-    """The router of a layer stands in ``module`` a second time, under the name that the original model gave it."""
+    """Map a router's name in the original model to its name in the AutoEP layer: ``module`` holds it under both."""
     owners = set(names)
     found = {}
     for layer in _layers(model):
@@ -54,7 +54,7 @@ def _layers(model: Mapping[Any, Any]) -> list[dict[Any, Any]]:
 
 
 def _ids(layer: Mapping[Any, Any]) -> list[list[int]] | None:
-    """The experts of each expert-parallel rank; None if the layer's description is not one of all experts."""
+    """Return the expert ids of each expert-parallel rank; None if the description does not cover all experts."""
     placement, total = layer.get("expert_placement"), layer.get("num_experts")
     ranks = placement.get("ranks") if isinstance(placement, dict) else None
     if isinstance(ranks, list) and all(isinstance(r, dict) and type(r.get("rank")) is int for r in ranks):
@@ -74,12 +74,12 @@ def _ids(layer: Mapping[Any, Any]) -> list[list[int]] | None:
 
 
 def layer_of(name: str, known: Placements) -> list[list[int]] | None:
-    """The placement of the experts that a parameter is a stack of; None if it is none."""
+    """Return the placement of the experts that a parameter stacks; None if it is not a stack of experts."""
     return known.get(name.rpartition(".")[0])
 
 
 def stacked(ids: list[list[int]], ranks: Mapping[int, Shard], lost: Mapping[int, Hole]) -> Shard:
-    """The stack of all experts, from those of the expert-parallel ranks. ``lost``: why there is nothing of a rank."""
+    """Return the stack of all experts, from the stacks of the expert-parallel ranks. ``lost``: holes of lost ranks."""
     first = ranks[min(ranks)]
     rest = first.shape[1:]
     fragments: list[Sequence[Fragment]] = []
@@ -89,7 +89,7 @@ def stacked(ids: list[list[int]], ranks: Mapping[int, Shard], lost: Mapping[int,
         if local is not None and local.shape == shape:
             fragments.append(local.fragments)
         else:
-            hole = lost.get(ep) or Hole("", f"expert-parallel rank {ep} has no {shape} of it")
+            hole = lost.get(ep) or Hole("", f"expert-parallel rank {ep} has no stack of shape {shape}")
             fragments.append((Fragment(hole, shape),))
     placements = (
         Placement((len(own), *rest), tuple(_one(n, expert, rest) for n, expert in enumerate(own))) for own in ids
@@ -99,7 +99,7 @@ def stacked(ids: list[list[int]], ranks: Mapping[int, Shard], lost: Mapping[int,
 
 
 def stacked_files(b: Building, names: dict[str, dict[int, Shard]], known: Placements) -> dict[str, dict[int, Shard]]:
-    """Expert files' tensors, ``PREFIX.w1.ID`` -> one expert, as stacks."""
+    """Stack the tensors of expert files, which hold one expert each under the name ``PREFIX.w1.ID``."""
     found: dict[str, dict[int, Shard]] = {}
     stacks: dict[tuple[str, int], dict[int, Shard]] = {}
     for name, by_rank in names.items():
@@ -115,14 +115,14 @@ def stacked_files(b: Building, names: dict[str, dict[int, Shard]], known: Placem
         blocks = []
         for expert in range(sum(map(len, ids))):
             part = (_one(0, expert, rest),)
-            extent: Extent | Hole = Hole("", f"the file of expert {expert} of {name!r} is not there")
+            extent: Extent | Hole = Hole("", f"the file of expert {expert} of {name!r} is missing")
             one = experts.get(expert)
             if one is not None and one.shape == rest and isinstance(one.fragments[0].extent, Extent):
                 own = one.fragments[0].extent
                 extent = replace(own, shape=(1, *own.shape), strides=(0, *own.strides))
             else:
-                b.tell(
-                    Problem("missing-file", f"the file of expert {expert} of {name!r} is not there: it cannot be read")
+                b.report(
+                    Problem("missing-file", f"the file of expert {expert} of {name!r} is missing: it cannot be read")
                 )
             blocks.append(Fragment(extent, (1, *rest), part))
         dtype = next(iter(experts.values())).dtype

@@ -1,4 +1,4 @@
-"""What the parts of the DeepSpeed reader share: the rank files read so far, and what was found out on the way."""
+"""The state that the modules of the DeepSpeed reader share: the rank files read, and the parts of the Index so far."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from .files import RankFiles
 Shapes = dict[str, Shape]
 
 
-_RANKS = 4096  # as many may be claimed however few files there are; and then so many for each file
+_RANKS = 4096  # limit on the ranks that may be claimed, or this many per file where that is more:
 _RANKS_A_FILE = 64
-# The tensor-parallel rank of what has no counterpart on other ranks, and is not to be merged.
+# Key in place of a tensor-parallel rank for a tensor that has no counterpart on other ranks and is not merged.
 ALONE = -1
 
 
 class Stage(NamedTuple):
-    """One model-parallel rank's model states: the dict that was saved, and the shapes of its flat groups."""
+    """The model states of one model-parallel rank. ``model``: the saved dict; ``groups``: shapes in its flat groups."""
 
     rank: Rank
     file: TorchFile
@@ -40,8 +40,8 @@ class Stage(NamedTuple):
 
 
 class Unnamed(NamedTuple):
-    """An optimizer whose fp32 copies may decide what order and shapes do not. ``total``: how many parameters it has;
-    ``numbers``: the keys of those without a name; ``names``: the weights that these may be (empty: any);
+    """An optimizer whose fp32 copies may name the parameters that order and shapes do not. ``total``: number of its
+    parameters; ``numbers``: keys of those without a name; ``names``: the weights that these may be (empty: any);
     ``ways``: key -> name, for each order that fits."""
 
     where: str
@@ -53,11 +53,11 @@ class Unnamed(NamedTuple):
 
 @dataclass(slots=True)
 class Building:
-    """What is found out on the way to an Index. ``ranks``: how many model-parallel ones there are, ``tp`` of them
-    tensor-parallel in every stage; ``world``: the ranks over which ZeRO cuts (all data-parallel ones, but for MiCS);
-    ``placements``: AutoEP's (see `autoep`); ``sources``: where merge rules come from, the first that knows wins;
-    ``unnamed``: optimizers whose parameters can only be named by their values;
-    ``lost``: mp rank -> its lost model states; ``gone``: flat groups of which no rank's file is there."""
+    """The state of building an Index. ``ranks``: number of model-parallel ranks, ``tp`` of them tensor-parallel in each
+    stage; ``world``: number of ranks over which ZeRO partitions (all data-parallel ranks, except with MiCS);
+    ``placements``: expert placements of AutoEP (see `autoep`); ``sources``: sources of merge rules, in order of
+    precedence; ``unnamed``: optimizers whose parameters only their values can name;
+    ``lost``: mp rank -> path of its lost model states; ``gone``: flat groups for which no rank has a file."""
 
     store: Store
     ranks: int = 1
@@ -73,7 +73,7 @@ class Building:
     unreadable: dict[str, str] = field(default_factory=dict)
     states: dict[str, dict[str, TensorSpec]] = field(default_factory=dict)
     unnamed: list[Unnamed] = field(default_factory=list)
-    named: dict[str, str] = field(default_factory=dict)  # parameter that has a number in a file -> how that is known
+    named: dict[str, str] = field(default_factory=dict)  # parameter that a file only numbers -> how its name is known
     weight_shapes: dict[str, dict[int, Shape]] = field(default_factory=dict)  # name -> tensor-parallel rank -> shape
     merging: Merging = field(init=False)
     _read: dict[str, TorchFile | LazyckptError] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class Building:
         self.merging = Merging(lambda name, shapes: decide(name, shapes, self.sources), self._absent)
 
     def file(self, path: str, keep: bool = True) -> TorchFile:
-        """Index a rank file, once. ``keep``: whether it will be asked for again (a thousand files are much to keep).
+        """Index a rank file, once. ``keep``: whether to cache it for further calls (a thousand files take much memory).
         Raises the errors of `read_torch_file`."""
         found = self._read.get(path)
         if found is None:
@@ -100,23 +100,23 @@ class Building:
         if path not in self.files:
             self.files[path] = found.info
             self.indexed.keep(found)
-            if self._used[0] is not found.root:  # else its pickle is that of the file before
+            if self._used[0] is not found.root:  # otherwise its pickle equals the previous file's
                 self._used = found.root, used_bytes(Plain(found.root, path, found.pickle_size))
             for problem in bloat(path, found, self._used[1]):
-                self.tell(problem)
+                self.report(problem)
         return found
 
     def info(self, path: str) -> FileInfo:
-        """What a rank file is, whose contents need not be known. Raises MissingFileError."""
+        """Return the FileInfo of a rank file without reading its contents. Raises MissingFileError."""
         if path not in self._infos:
             self._infos[path] = self.files.get(path) or self.store.stat(path)
         return self._infos[path]
 
-    def tell(self, problem: Problem) -> None:
+    def report(self, problem: Problem) -> None:
         self.problems[problem] = None
 
     def add(self, shards: Shards) -> None:
-        """Merge the shards of one pipeline stage; names that an earlier stage had stay as they are."""
+        """Merge the shards of one pipeline stage. A name that an earlier stage had keeps that stage's tensor."""
         for name, by_rank in shards.get("weights", {}).items():
             self.weight_shapes.setdefault(name, {t: r.shape for t, r in by_rank.items()})
         for state, names in shards.items():
@@ -126,28 +126,28 @@ class Building:
                     spec = self._merged(state, name, by_rank)
                     rule = self.named.get(name, "") if state != "weights" else ""
                     specs[name] = replace(spec, rule=rule) if rule and not spec.rule else spec
-                else:  # shared modules: they can differ, not every attribute of them is kept in step
+                else:  # shared modules: copies can differ, DeepSpeed does not keep all attributes in sync
                     line = f"several pipeline stages hold {name!r}: the first stage's is read (the others: view.stored)"
-                    self.tell(Problem("duplicate-tensor", line, name))
+                    self.report(Problem("duplicate-tensor", line, name))
 
     def _merged(self, state: str, name: str, by_rank: dict[int, Shard]) -> TensorSpec:
         first = by_rank[min(by_rank)]
         weights = self.weight_shapes.get(name, {})
         reshaped = any(weights.get(t, r.shape) != r.shape for t, r in by_rank.items())
-        if ALONE in by_rank or first.shape == () or (self.tp == 1 and reshaped):  # (a number is the same on all ranks)
+        if ALONE in by_rank or first.shape == () or (self.tp == 1 and reshaped):  # (scalars are equal on all ranks)
             return TensorSpec(name, first.shape, first.dtype, first.fragments)
         if not reshaped:
             return self.merging.whole(name, by_rank, self.tp)
         reason = (
-            f"{state!r} has another shape than the weights: how its shards on tensor-parallel ranks belong "
-            "together is not known; each reads on its own in view.stored"
+            f"{state!r} has another shape than the weights: how its shards on tensor-parallel ranks form "
+            "the whole tensor is not known; read each shard in view.stored"
         )
-        self.tell(Problem("unmerged-tensor", f"the optimizer's state {reason}", name))
+        self.report(Problem("unmerged-tensor", f"the optimizer's state {reason}", name))
         return undecided(name, first.shape, first.dtype, f"it cannot be put together: {reason}")
 
     def _absent(self, name: str, tp: int, like: Shard) -> Shard:
-        """What a tensor-parallel rank has of a tensor that its files do not list: nothing, if its weight has no
-        elements (no optimizer lists such a shard); else its files are lost."""
+        """Return the shard of a tensor-parallel rank whose files do not list the tensor: an empty one if its weight has
+        no elements (no optimizer lists such a shard); otherwise the rank's files are lost, and the shard is a hole."""
         weight = self.weight_shapes.get(name, {}).get(tp)
         if weight is not None and prod(weight) == 0:
             return Shard(weight, like.dtype, ())
@@ -155,16 +155,16 @@ class Building:
         hole = Hole(paths[0] if paths else "", f"tensor-parallel rank {tp} is lost: {', '.join(paths)}")
         return missing(hole, like.shape, like.dtype)
 
-    def tell_unmerged(self) -> None:
-        """Tell of the tensors whose shards could not be put together."""
+    def report_unmerged(self) -> None:
+        """Report the tensors whose shards cannot be merged."""
         for name, reason in self.merging.unmerged.items():
-            self.tell(Problem("unmerged-tensor", f"{name!r} cannot be put together: {reason}", name))
+            self.report(Problem("unmerged-tensor", f"{name!r} cannot be put together: {reason}", name))
 
 
-def believed(count: int, what: str, files: int, where: str) -> None:
-    """Raises CorruptError for more ranks (``what``) than ``files`` of them let be believed. The model states of
-    ``where`` or a file's name claim a number; what is lost is told rank by rank, and of a million ranks with two files
-    nothing could be read."""
+def check_ranks(count: int, what: str, files: int, where: str) -> None:
+    """Raise CorruptError if ``count`` ranks (``what``) are implausible for ``files`` files. The model states of
+    ``where`` or a file's name claim the number. Lost files are reported rank by rank, and nothing could be read of a
+    million ranks with two files."""
     if count > max(_RANKS, _RANKS_A_FILE * files):
         raise CorruptError(
             f"{where or 'the model states'}: {short(count)} {what} are claimed, {files:,} files are here: most "
@@ -173,16 +173,16 @@ def believed(count: int, what: str, files: int, where: str) -> None:
 
 
 def table(file: TorchFile, value: Any) -> dict[Any, Any]:
-    """A value of a rank file that has to be a dict; {} for None. Raises CorruptError."""
+    """Return a value of a rank file that has to be a dict; {} for None. Raises CorruptError for other types."""
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise CorruptError(f"{file.path}: a {type(value).__name__} stands where DeepSpeed writes a dict")
+        raise CorruptError(f"{file.path}: found a {type(value).__name__} where DeepSpeed writes a dict")
     return value
 
 
 def shapes_of(file: TorchFile, value: Any) -> Shapes:
-    """A table of names and sizes. Raises CorruptError."""
+    """Return a saved table of parameter names and shapes. Raises CorruptError if it is malformed."""
     shapes = {}
     for name, shape in table(file, value).items():
         if not isinstance(name, str) or not isinstance(shape, tuple):
@@ -194,39 +194,39 @@ def shapes_of(file: TorchFile, value: Any) -> Shapes:
 
 
 def local(file: TorchFile, name: str, tensor: StoredTensor, rank: Rank) -> Shard:
-    """A tensor that a rank file holds as it is. Raises CorruptError if the file cannot hold it."""
+    """Return the shard for a tensor of a rank file. Raises CorruptError if the file cannot hold it."""
     extent: Extent = file.extent(tensor, name)
     return Shard(extent.shape, extent.dtype, (Fragment(extent, extent.shape, rank=rank),))
 
 
 def tensors_in(file: TorchFile, value: Any) -> dict[str, StoredTensor]:
-    """The tensors of a state dict in a rank file."""
+    """Return the tensors of a state dict in a rank file, by name."""
     return {k: t for k, t in table(file, value).items() if isinstance(k, str) and isinstance(t, StoredTensor)}
 
 
 def buffer_names(model: Mapping[Any, Any]) -> set[str]:
-    """The persistent buffers of a rank's module."""
+    """Return the names of the persistent buffers of a rank's module."""
     names = model.get("buffer_names")
     return {n for n in names if isinstance(n, str)} if isinstance(names, list) else set()
 
 
-# -- Two saves under one tag whose rank files have different names, so that the later one did not replace the
-# earlier.
+# -- Two saves under one tag whose rank files have different names, so that the later save did not overwrite the
+# earlier one.
 
 
 class _Save(NamedTuple):
     sharded: bool  # ZeRO-3
-    prefix: str | None  # of its optimizer files; None if it has none
-    written: int  # nanoseconds
+    prefix: str | None  # of its optimizer files; None if it has no such files
+    written: int  # modification time in nanoseconds
 
 
-def settle(b: Building, files: RankFiles) -> None:
-    """Keep the files of one save, and tell of the others."""
+def keep_one_save(b: Building, files: RankFiles) -> None:
+    """Keep the files of one save, and report the others."""
     if not (files.model and files.zero_model) and len(files.by_prefix) < 2:
         return
     saves = [s for sharded in (False, True) if (s := _save(b, files, sharded)) is not None]
     if not saves:
-        return  # nothing can be read: the reader tells why
+        return  # nothing can be read: the reader reports why
     kept = max(saves, key=lambda s: (s.prefix is not None or not files.optim, s.written))
     dropped: list[str] = []
     if kept.sharded:
@@ -240,11 +240,11 @@ def settle(b: Building, files: RankFiles) -> None:
         files.optim = files.by_prefix[kept.prefix]
     for path in dropped:
         line = f"{path} belongs to another save under the same tag (another dtype or ZeRO stage): left over, not used"
-        b.tell(Problem("left-over-file", line, path))
+        b.report(Problem("left-over-file", line, path))
 
 
 def _save(b: Building, files: RankFiles, sharded: bool) -> _Save | None:
-    """The save that has model states of this kind, and which optimizer files are its."""
+    """Return the save that has model states of this kind; None if they cannot be read."""
     path = files.zero_model.get((0, 0)) if sharded else files.model.get(0)
     if path is None:
         return None
@@ -261,7 +261,7 @@ def _save(b: Building, files: RankFiles, sharded: bool) -> _Save | None:
 
 
 def _sharded(b: Building, path: str) -> bool | None:
-    """Whether an optimizer file is one of ZeRO-3 (stage3.py `_rigid_state_dict`); None if it cannot be read."""
+    """Return whether an optimizer file is from ZeRO-3 (stage3.py `_rigid_state_dict`); None if it cannot be read."""
     try:
         file = b.file(path)
         state: dict[Any, Any] = table(file, table(file, file.root).get("optimizer_state_dict"))

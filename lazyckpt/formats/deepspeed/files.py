@@ -1,4 +1,4 @@
-"""Which files a DeepSpeed checkpoint consists of: tags, and the rank files in the folder of one (names: `names.py`)."""
+"""The files of a DeepSpeed checkpoint: tags, and the rank files in the folder of a tag."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...errors import CorruptError, FormatError, MissingFileError
 from ...io.storage.base import Entry, Store
 from ..reader import Source
 
-# -- How DeepSpeed names the rank files of a tag, in both directions: ranks -> name, and name -> kind and ranks.
+# -- Names of the rank files of a tag, in both directions: ranks -> name, and name -> kind and ranks.
 
 MODEL_FILE_PREFIX = "mp_rank_"
 ZERO_FILE_PREFIX = "zero_pp_rank_"
@@ -29,7 +29,7 @@ _PREFIX = r"(?P<prefix>bf16_|fp16_)?"
 
 
 def _rank(field: str) -> str:
-    return f"(?P<{field}>[0-9]{{1,6}})"  # longer runs of digits are no ranks
+    return f"(?P<{field}>[0-9]{{1,6}})"  # longer runs of digits are not ranks
 
 
 _PATTERNS: dict[Kind, re.Pattern[str]] = {
@@ -46,10 +46,24 @@ _PATTERNS: dict[Kind, re.Pattern[str]] = {
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """What the name of a rank file says. Ranks that a kind of file has no place for are None.
+    """The kind and the ranks in the name of a rank file. Ranks that names of a kind do not have are None.
 
-    ``layer``: of a "layer", its index in the pipeline; of an "expert", the number of its MoE module (None in the names
-    of old versions). ``expert``: its global number. ``tp``: None in the name of a layer without tensor parallelism.
+    Attributes
+    ----------
+    kind : {"model", "zero_model", "optim", "layer", "expert", "expert_optim"}
+        Model states, of a model-parallel rank or ("zero_model") of a data-parallel rank; optimizer states; states of a
+        pipeline layer; weights of an expert; optimizer states of an expert-parallel rank.
+    mp, dp, ep : int or None
+        Model-, data- and expert-parallel rank. The mp rank counts tensor-parallel ranks within pipeline stages.
+    tp : int or None
+        Tensor-parallel rank of a "layer"; None in the name of a layer without tensor parallelism.
+    layer : int or None
+        Of a "layer", its index in the pipeline; of an "expert", the number of its MoE module (None in the names of old
+        versions).
+    expert : int or None
+        Global number of an expert.
+    prefix : {"", "bf16_", "fp16_"}
+        Prefix that 16-bit runs put before the name.
     """
 
     kind: Kind
@@ -63,7 +77,7 @@ class RankFile:
 
     @property
     def name(self) -> str:
-        """The file's name, without a folder, as the writer spells it. `parse_ckpt_name` is the inverse.
+        """The file's name without a folder, as the writer spells it; `parse_ckpt_name` is the inverse.
 
         >>> RankFile("optim", dp=10, mp=3, prefix="bf16_").name
         'bf16_zero_pp_rank_10_mp_rank_03_optim_states.pt'
@@ -86,7 +100,20 @@ class RankFile:
 
 
 def parse_ckpt_name(path: str | os.PathLike[str]) -> RankFile | None:
-    """The kind and the ranks that a file's name speaks of, with or without a folder before it; None for any other name.
+    """Parse the name of a rank file.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        The name of a file, with or without a folder.
+
+    Returns
+    -------
+    RankFile or None
+        The kind and the ranks in the name; None if it is not the name of a rank file.
+
+    Examples
+    --------
 
     >>> parse_ckpt_name("global_step9/layer_03-model_01-model_states.pt")
     RankFile(kind='layer', mp=None, dp=None, tp=1, ep=None, layer=3, expert=None, prefix='')
@@ -103,7 +130,17 @@ def parse_ckpt_name(path: str | os.PathLike[str]) -> RankFile | None:
 
 
 def get_model_ckpt_name_for_rank(base_folder: str | os.PathLike[str], mp_rank_str: str) -> str:
-    """The path of an mp rank's model states; the rank comes as text ("00", or "*" in a pattern).
+    """Return the path of a model-parallel rank's model states.
+
+    Parameters
+    ----------
+    base_folder : str or os.PathLike
+        The folder of the tag.
+    mp_rank_str : str
+        The model-parallel rank as text: "00", or "*" in a pattern.
+
+    Examples
+    --------
 
     >>> get_model_ckpt_name_for_rank("global_step9", "01")
     'global_step9/mp_rank_01_model_states.pt'
@@ -112,32 +149,49 @@ def get_model_ckpt_name_for_rank(base_folder: str | os.PathLike[str], mp_rank_st
 
 
 def get_zero_ckpt_name_for_rank(base_folder: str | os.PathLike[str], dp_rank: int | str | None, mp_rank: int) -> str:
-    """The path of a rank's optimizer states, without the prefix that 16-bit runs put before the name."""
+    """Return the path of a rank's optimizer states, without the prefix that 16-bit runs put before the name.
+
+    Parameters
+    ----------
+    base_folder : str or os.PathLike
+        The folder of the tag.
+    dp_rank : int, str or None
+        The data-parallel rank, written to the name as it is.
+    mp_rank : int
+        The model-parallel rank.
+    """
     name = f"{ZERO_FILE_PREFIX}{dp_rank}_{MODEL_FILE_PREFIX}{mp_rank:02d}{OPTIM_FILE_SUFFIX}"
     return os.path.join(base_folder, name)
 
 
 def get_layer_ckpt_name_for_rank(base_folder: str | os.PathLike[str], layer_id: str, tp_rank: int) -> str:
-    """The path of a pipeline layer's states as deepspeed/checkpoint/utils.py spells it; ``layer_id`` is the layer's
-    key, as in ``layer_keys`` ("layer_01").
+    """Return the path of a pipeline layer's states, as deepspeed/checkpoint/utils.py spells it.
 
     No writer of 0.19.8 uses that spelling: a pipeline writes ``-model_states.pt`` where this has ``_model_states.pt``.
-    ``RankFile("layer", layer=1, tp=0).name`` is the name of the file; `parse_ckpt_name` takes both.
+    ``RankFile("layer", layer=1, tp=0).name`` is the name of the file; `parse_ckpt_name` accepts both.
+
+    Parameters
+    ----------
+    base_folder : str or os.PathLike
+        The folder of the tag.
+    layer_id : str
+        The key of the layer, as in ``layer_keys`` ("layer_01").
+    tp_rank : int
+        The tensor-parallel rank.
     """
     return os.path.join(base_folder, f"{layer_id}-model_{tp_rank:02d}{MODEL_FILE_SUFFIX}")
 
 
-# -- Which files a DeepSpeed checkpoint consists of: tags, and the rank files in the folder of one (names:
-# `names.py`).
+# -- The tags of a DeepSpeed checkpoint, and the rank files in the folder of a tag.
 
 K = TypeVar("K")
 
 
 @dataclass(slots=True)
 class RankFiles:
-    """The rank files of one tag, as paths. Keys: mp rank; (dp rank, mp rank); (layer, tp rank); (moe layer, expert, mp
-    rank); (ep rank, mp rank). The mp rank counts tensor-parallel ranks within pipeline stages. ``by_prefix``: what is
-    in ``optim``, and what other files of the same ranks there are."""
+    """The paths of the rank files of one tag. Keys: mp rank; (dp rank, mp rank); (layer, tp rank); (MoE layer, expert,
+    mp rank); (ep rank, mp rank). The mp rank counts tensor-parallel ranks within pipeline stages. ``by_prefix``: the
+    files in ``optim`` and other files of the same ranks, by the prefix of their names."""
 
     folder: str
     model: dict[int, str] = field(default_factory=dict)
@@ -149,15 +203,15 @@ class RankFiles:
     by_prefix: dict[str, dict[tuple[int, int], str]] = field(default_factory=dict)
     universal: bool = False
     left_over: list[str] = field(default_factory=list)
-    """Files of an older save under the same tag, in whose place a newer one put files that are named otherwise. Which
-    is newer, only the times of the files tell. (Of other kinds of file `mixed` finds out more.)"""
+    """Files of an older save under the same tag that a newer save did not overwrite because it names them differently.
+    Only the modification times show which is newer. (`keep_one_save` sorts out other kinds of files.)"""
 
     def __bool__(self) -> bool:
         return bool(self.model or self.zero_model or self.optim or self.layers or self.universal)
 
 
 def rank_files(folder: str, names: Mapping[str, Entry]) -> RankFiles:
-    """Sort the names in a folder by what they are; anything else is passed over."""
+    """Sort the names in a folder by kind of rank file; ignore other names."""
     files = RankFiles(folder)
 
     def put(group: dict[K, str], key: K, name: str) -> None:
@@ -188,11 +242,11 @@ def rank_files(folder: str, names: Mapping[str, Entry]) -> RankFiles:
 
 
 def find_folder(source: Source, strict: bool = True) -> RankFiles | None:
-    """The rank files of the tag to read: the folder itself if it holds them, else the tag that was asked for, else what
-    ``latest`` names, else the only one there is. A universal checkpoint (a folder with ``zero/`` in it) counts.
+    """Return the rank files of the tag to read: the requested tag, else the folder itself if it holds rank files, else
+    the tag that ``latest`` names, else the only tag. A universal checkpoint (a folder with ``zero/`` in it) counts.
 
-    None if this is no DeepSpeed folder. With ``strict``, raises MissingFileError or FormatError where there is no such
-    tag, or several and no word which; without, None means just that it is not DeepSpeed's.
+    Return None if this is not a DeepSpeed folder. With ``strict``, raise MissingFileError if there is no such tag, or
+    FormatError if there are several and nothing selects one; without, return rank files, possibly none, in these cases.
     """
     store = source.store
     here = _look(source, "")
@@ -223,7 +277,7 @@ def find_folder(source: Source, strict: bool = True) -> RankFiles | None:
 
 
 def _is_folder(source: Source, tag: str) -> bool:
-    """Whether a tag is a folder in here: of one name, or of several (``runs/step5``: nothing forbids a slash)."""
+    """Return whether a tag is a folder in here. A tag may contain slashes (``runs/step5``)."""
     inside, path = source.entries, ""
     for part in tag.split("/"):
         if part in (".", "..") or part not in inside or not inside[part].is_dir:
@@ -246,8 +300,8 @@ def _look(source: Source, folder: str) -> RankFiles:
 
 
 def _latest(store: Store, source: Source, strict: bool) -> str | None:
-    """The tag that the file ``latest`` names (engine.py `save_checkpoint`: text, no newline); for a folder that only
-    ds_to_universal wrote, ``latest_universal``."""
+    """Return the tag that the file ``latest`` names (engine.py `save_checkpoint`: text, no newline), or
+    ``latest_universal`` in a folder that only ds_to_universal wrote."""
     name = next((n for n in ("latest", "latest_universal") if n in source.entries), None)
     if name is None:
         return None
@@ -259,16 +313,16 @@ def _latest(store: Store, source: Source, strict: bool) -> str | None:
     if "\\" in tag or not {"", ".", ".."}.isdisjoint(tag.split("/")):
         if strict and source.tag is None:
             raise CorruptError(
-                f"{store.root}/{name} names {tag[:80]!r}, which is no folder inside this one: say which with tag=..."
+                f"{store.root}/{name} names {tag[:80]!r}, which is not a folder inside this one: say which with tag=..."
             )
         return None
     return tag
 
 
 def name_of_rank(path: str, dp: int, mp: int) -> str:
-    """The path of another rank's file of the same kind."""
+    """Return the path of another rank's file of the same kind."""
     known = parse_ckpt_name(path)
-    assert known is not None  # it is a path of a RankFiles
+    assert known is not None  # every path in a RankFiles parses
     head, _, _ = path.rpartition("/")
     name = replace(known, dp=dp, mp=mp).name
     return f"{head}/{name}" if head else name

@@ -1,10 +1,10 @@
-"""Names and order of flat groups where the model states have no ``param_shapes``: BF16_Optimizer under a pipeline
-engine at ZeRO-0, whose engine does not take it for a ZeRO optimizer (runtime/engine.py `_get_zero_param_shapes`).
+"""Names and order of the parameters in flat groups where the model states have no ``param_shapes``.
 
-What remains is ``param_slice_mappings`` (runtime/base_optimizer.py `_create_param_mapping`): every rank lists the
-parameters that touch its partition, in the order of the buffer, with how many of their elements it has and where these
-begin in the partition. That is right here: it is wrong under round_robin_gradients only, which BF16_Optimizer has not.
-The shapes come from the layer files.
+A pipeline engine at ZeRO-0 does not treat BF16_Optimizer as a ZeRO optimizer and does not save ``param_shapes``
+(runtime/engine.py `_get_zero_param_shapes`). ``param_slice_mappings`` replace them (runtime/base_optimizer.py
+`_create_param_mapping`): every rank lists the parameters that touch its partition, in the order of the buffer, with the
+number of their elements in the partition and the position of the first. The mappings are wrong only under
+round_robin_gradients, which BF16_Optimizer does not have. The shapes come from the layer files.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ..shared.rank_shards import Shards
 from .building import Building, Shapes
 from .partitions import Optim, OptimFiles
 
-_GAP = "\0gap "  # stands for what only a lost rank's file names
+_GAP = "\0gap "  # prefix of placeholders for parameters that only a lost rank's file names
 
 
 class RankSpan(NamedTuple):
-    """What one rank has of a parameter: ``start`` and ``numel`` in elements, within the rank's partition."""
+    """The part of a parameter on one rank: ``start`` and ``numel`` in elements, within the rank's partition."""
 
     dp: int
     start: int
@@ -34,7 +34,7 @@ class RankSpan(NamedTuple):
 
 
 def spans_by_name(optim: OptimFiles) -> list[dict[str, list[RankSpan]]]:
-    """For each flat group: name -> its pieces, in the order of the ranks. Empty if no file has mappings."""
+    """Return, for each flat group, name -> its spans in the order of the ranks. Empty if no file has mappings."""
     groups: list[dict[str, list[RankSpan]]] = []
     for dp, rank in optim.items():
         mappings = rank.state.get("param_slice_mappings") if isinstance(rank, Optim) else None
@@ -55,31 +55,31 @@ def _addresses(mapping: Any) -> Iterator[tuple[str, int, int]]:
 
 
 def sizes(groups: list[dict[str, list[RankSpan]]]) -> dict[str, int]:
-    """Name -> how many of its elements the mappings account for: all, if no rank's file is missing."""
+    """Return name -> the number of its elements in the mappings: all elements, if no rank's file is missing."""
     return {name: sum(p.numel for p in pieces) for group in groups for name, pieces in group.items()}
 
 
 def mapped_groups(b: Building, optim: OptimFiles, shapes: Mapping[str, Shape], where: str) -> list[Shapes]:
-    """The parameters of every flat group, in its order, as ``param_shapes`` would list them. ``shapes``: of everything
-    that the stage's layers hold. What only a lost rank names is a gap: see `without_gaps`."""
+    """Return the parameters of every flat group, in its order, as ``param_shapes`` would list them. ``shapes``: shapes
+    of all tensors of the stage's layers. Gaps replace parameters that only a lost rank names: see `without_gaps`."""
     found = []
     for g, group in enumerate(spans_by_name(optim)):
         try:
             found.append(_in_order(group, optim, _width(optim, g), shapes))
         except ValueError as e:
-            line = f"{where}: group {g} of the optimizer states cannot be taken apart: {e}"
-            b.tell(Problem("undecided-layout", line, where))
+            line = f"{where}: group {g} of the optimizer states cannot be split into parameters: {e}"
+            b.report(Problem("undecided-layout", line, where))
             found.append({})
     return found
 
 
 def without_gaps(shards: Shards) -> Shards:
-    """The shards less what `mapped_groups` had no name for."""
+    """Return the shards without the gaps of `mapped_groups`."""
     return {s: {n: r for n, r in names.items() if not n.startswith(_GAP)} for s, names in shards.items()}
 
 
 def _width(optim: OptimFiles, g: int) -> int:
-    """How many elements each rank has of a group: BF16_Optimizer saves its partitions with their padding."""
+    """Return the number of elements of a group on each rank: BF16_Optimizer saves its partitions with their padding."""
     for rank in optim.values():
         masters = rank.state.get("single_partition_of_fp32_groups") if isinstance(rank, Optim) else None
         master = masters[g] if isinstance(masters, list) and g < len(masters) else None
@@ -94,7 +94,7 @@ def _in_order(
     begins: dict[str, int] = {}
     for name, pieces in group.items():
         if name not in shapes:
-            raise ValueError(f"no layer file holds {name!r}, which it lists")
+            raise ValueError(f"no layer file holds {name!r}, which the mappings list")
         first, last, total = pieces[0], pieces[-1], prod(shapes[name])
         seen = sum(p.numel for p in pieces)
         before = first.start == 0 and isinstance(optim.get(first.dp - 1), Hole)
@@ -103,7 +103,7 @@ def _in_order(
             begins[name] = first.dp * width + first.start
         elif not after:
             begins[name] = last.dp * width + last.start + last.numel - total
-        # else it has pieces on lost ranks at both sides: nothing tells how many on which
+        # else lost ranks on both sides hold pieces of it, in unknown proportions
         if seen > total or (seen < total and not (before or after or _lost_between(pieces, optim))):
             raise ValueError(f"{name!r} has {total:,} elements in its layer file, {seen:,} in the mappings")
     ordered: Shapes = {}

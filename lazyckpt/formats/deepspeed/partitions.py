@@ -1,9 +1,9 @@
-"""Master weights and optimizer states from the flat partitions of ZeRO, per parameter.
+"""Master weights and optimizer states per parameter, from the flat partitions of ZeRO.
 
 Sources: runtime/zero/stage_1_and_2.py `state_dict`, runtime/zero/stage3.py `_rigid_state_dict`,
-runtime/bf16_optimizer.py. The order of the parameters in a flat group is that of ``param_shapes`` (right also with
-round_robin_gradients, where ``param_slice_mappings`` is wrong: it is not used). ``group_paddings`` are not used either:
-they can exceed the partition; the padding follows from the shapes.
+runtime/bf16_optimizer.py. The parameters in a flat group have the order of ``param_shapes``, also with
+round_robin_gradients, where ``param_slice_mappings`` are wrong: they place no parameter here. Neither do
+``group_paddings``, which can exceed the partition; the padding follows from the shapes.
 """
 
 from __future__ import annotations
@@ -31,43 +31,46 @@ from .plainopt import state_name
 
 @dataclass(frozen=True, slots=True)
 class Optim:
-    """One rank's optimizer file: ``state`` is the part of it that holds the groups."""
+    """The optimizer file of one rank. ``state``: the part of the file that holds the groups."""
 
     file: TorchFile
     state: dict[Any, Any]
 
 
-OptimFiles = dict[int, Optim | Hole]  # data-parallel rank -> its file, or why there is none
+OptimFiles = dict[int, Optim | Hole]  # data-parallel rank -> its file, or the hole of a lost file
 
 
 def optim_files(b: Building, files: RankFiles, world: int, mp: int, known: str) -> OptimFiles:
-    """Every data-parallel rank's optimizer file of one model-parallel rank. ``known``: the path of any of its kind."""
+    """Read one model-parallel rank's optimizer files, one per data-parallel rank. ``known``: the path of any such file,
+    from which the paths of missing ones follow."""
     found: OptimFiles = {}
     for dp in range(world):
         path = files.optim.get((dp, mp))
         if path is None:
             path = name_of_rank(known, dp, mp)
             found[dp] = Hole(path, f"{path} is missing")
-            b.tell(Problem("missing-file", f"{path} is missing: what rank {dp} of {world} holds cannot be read", path))
+            b.report(
+                Problem("missing-file", f"{path} is missing: what rank {dp} of {world} holds cannot be read", path)
+            )
             continue
         try:
             file = b.file(path)
             found[dp] = Optim(file, table(file, table(file, file.root).get("optimizer_state_dict")))
         except LazyckptError as e:
             found[dp] = Hole(path, f"{path} cannot be read ({e})")
-            b.tell(cannot_read(path, e, f", what rank {dp} of {world} holds is lost"))
+            b.report(cannot_read(path, e, f", what rank {dp} of {world} holds is lost"))
     return found
 
 
 def shard_size(b: Building, files: RankFiles, first: Stage, degree: int) -> int:
-    """Over how many ranks ZeRO-3 cuts: all of the data-parallel ones, or with MiCS (up to deepspeed 0.18,
-    runtime/zero/mics.py [read, not run]) ``mics_shard_size``. The shard group then takes the place of the data-parallel
-    group: ``partition_count`` is its size, its ranks name the files, and only the first group writes any (engine.py
-    `_configure_checkpointing`). Believed if the flat groups are as long as that makes them.
+    """Return the number of ranks over which ZeRO-3 partitions: all data-parallel ranks (``degree``), or with MiCS (up
+    to deepspeed 0.18, runtime/zero/mics.py [read, not run]) ``mics_shard_size``. The shard group then replaces the
+    data-parallel group: ``partition_count`` is its size, its ranks name the files, and only the first group writes any
+    (engine.py `_configure_checkpointing`). A size is accepted if the flat groups have the length that it implies.
     """
     config = first.model.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
-    said: list[Any] = [zero.get("mics_shard_size")] if isinstance(zero, dict) else []
+    claimed: list[Any] = [zero.get("mics_shard_size")] if isinstance(zero, dict) else []
     masters: list[Any] = []
     path = next((p for (_, mp), p in files.optim.items() if mp == first.rank.pp * b.tp + first.rank.tp), None)
     if path is not None:
@@ -75,10 +78,10 @@ def shard_size(b: Building, files: RankFiles, first: Stage, degree: int) -> int:
             file = b.file(path)
             state = table(file, table(file, file.root).get("optimizer_state_dict"))
         except LazyckptError:
-            state = {}  # told of where the ranks' files are read
-        said.insert(0, state.get("partition_count"))
+            state = {}  # reported where the ranks' files are read
+        claimed.insert(0, state.get("partition_count"))
         masters = _list(state.get("fp32_flat_groups"))
-    for size in said:
+    for size in claimed:
         if (
             type(size) is int
             and 0 < size < degree
@@ -92,7 +95,7 @@ def shard_size(b: Building, files: RankFiles, first: Stage, degree: int) -> int:
 
 
 class Stage12:
-    """ZeRO-1, ZeRO-2 and BF16_Optimizer: a group is a flat buffer that all ranks together hold, in equal parts."""
+    """ZeRO-1, ZeRO-2 and BF16_Optimizer: a group is one flat buffer, partitioned equally over all ranks."""
 
     def __init__(self, optim: Mapping[int, Optim | Hole]) -> None:
         paddings = next((r.state.get("param_alignment_paddings") for r in optim.values() if isinstance(r, Optim)), None)
@@ -102,23 +105,23 @@ class Stage12:
         return _list(rank.state.get("single_partition_of_fp32_groups"))
 
     def states(self, rank: Optim) -> list[dict[str, Any]]:
-        """The optimizer's state of every group."""
+        """Return the optimizer's state of every group."""
         base = rank.state.get("base_optimizer_state")
         if isinstance(base, list):  # elastic_checkpoint: a state per group, padding stripped
             return [s if isinstance(s, dict) else {} for s in base]
         return _by_group(base)
 
     def place(self, g: int, shapes: Shapes, world: int, held: Sequence[int]) -> tuple[int, dict[str, tuple[int, int]]]:
-        """-> (width of a partition, name -> (position in the flat buffer, 0)). ``held``: elements that each rank has,
-        -1 if that is not known. Raises CorruptError if they do not fit."""
+        """Return (width of a partition, name -> (position in the flat buffer, 0)), in elements. ``held``: number of
+        elements on each rank, -1 if not known. Raises CorruptError if they do not fit."""
         pads = self._paddings[g] if g < len(self._paddings) and isinstance(self._paddings[g], list) else []
         at, places = 0, {}
         for n, (name, shape) in enumerate(shapes.items()):
             places[name] = (at, 0)
             pad = pads[n] if n < len(pads) else 0
             at += prod(shape) + (pad if type(pad) is int and 0 < pad < 1 << 62 else 0)
-        # The buffer is padded to a multiple of 2 per rank (nccl_start_alignment_factor); other versions aligned
-        # otherwise, then the longest partition tells (padding is stripped from the last ones only).
+        # The buffer is padded to a multiple of 2 per rank (nccl_start_alignment_factor); other versions align
+        # differently, and the longest partition shows how (padding is stripped from the last ones only).
         aligned = -(-at // (2 * world)) * 2
         for width in dict.fromkeys((aligned, max(held, default=0))):
             needed = [min(width, max(0, at - r * width)) for r in range(world)]
@@ -130,8 +133,8 @@ class Stage12:
         )
 
     def by_element(self, rank: Optim | Hole, g: int, length: int, master: Shape, width: int) -> bool:
-        """Whether a state of that length goes with an fp32 partition: as long, or with the padding that is stripped
-        from that (``group_paddings`` says how much, up to the width of a partition)."""
+        """Return whether a state of that length has a value per element of an fp32 partition: it is as long, or still
+        has the padding stripped from the partition (as in ``group_paddings``, up to the width of a partition)."""
         paddings = rank.state.get("group_paddings") if isinstance(rank, Optim) else None
         padding = paddings[g] if isinstance(paddings, list) and g < len(paddings) else 0
         return length in (master[0], width) or (type(padding) is int and length == master[0] + padding)
@@ -143,7 +146,7 @@ class Stage12:
 
 
 class Stage3:
-    """Every parameter is cut on its own, ceil(numel / world) elements a rank; a group is what follows each other."""
+    """ZeRO-3: every parameter is cut on its own, ceil(numel / world) elements per rank; a group concatenates these."""
 
     def masters(self, rank: Optim) -> list[Any]:
         return _list(rank.state.get("fp32_flat_groups"))
@@ -155,7 +158,8 @@ class Stage3:
         return [by_id.get(n, {}) if isinstance(by_id, dict) else {} for n in range(count)]
 
     def place(self, g: int, shapes: Shapes, world: int, held: Sequence[int]) -> tuple[int, dict[str, tuple[int, int]]]:
-        """-> (0, name -> (position in every rank's flat buffer, width of a piece)). Raises CorruptError."""
+        """Return (0, name -> (position in every rank's flat buffer, width of a piece)), in elements. Raises
+        CorruptError if the ranks hold fewer."""
         at, places = 0, {}
         for name, shape in shapes.items():
             width = -(-prod(shape) // world)
@@ -169,7 +173,7 @@ class Stage3:
         return 0, places
 
     def by_element(self, rank: Optim | Hole, g: int, length: int, master: Shape, width: int) -> bool:
-        """Whether a state of that length goes with an fp32 partition: they are alike."""
+        """Return whether a state of that length has a value per element of an fp32 partition: it is as long."""
         return length == master[0]
 
     def fragments(
@@ -179,7 +183,8 @@ class Stage3:
 
 
 def _by_group(base: Any) -> list[dict[str, Any]]:
-    """A torch optimizer's state_dict whose only parameter per group is the flat buffer."""
+    """Return the state of each group, from a torch optimizer's state_dict with one parameter, the flat buffer, per
+    group."""
     if not isinstance(base, dict) or not isinstance(base.get("state"), dict):
         return []
     by_id, groups = base["state"], base.get("param_groups")
@@ -194,11 +199,11 @@ def _by_group(base: Any) -> list[dict[str, Any]]:
 def flat_states(
     b: Building, groups: Sequence[Shapes], optim: OptimFiles, stage: Stage12 | Stage3, rank: Rank, data_first: bool
 ) -> Shards:
-    """fp32 and every state of the optimizer, of one model-parallel rank. ``rank``: where it stands, with dp=0.
+    """Return fp32 and every state of the optimizer, of one model-parallel rank. ``rank``: its coordinates, with dp=0.
 
-    A group of experts is partitioned over the ranks that hold the same experts only, and every expert-parallel rank
-    counts its own from 0 (engine.py `_save_moe_checkpoint`): they get their global ids here. ``data_first``: how
-    data- and expert-parallel ranks are numbered (ds_config use_data_before_expert_parallelism).
+    A group of experts is partitioned only over the ranks that hold the same experts, and every expert-parallel rank
+    counts its own from 0 (engine.py `_save_moe_checkpoint`): experts get their global ids here. ``data_first``: whether
+    ranks with the same experts have consecutive numbers (ds_config use_data_before_expert_parallelism).
     """
     world = len(optim)
     counts = next((_counts(r) for r in optim.values() if isinstance(r, Optim)), None)
@@ -234,8 +239,8 @@ def flat_states(
             f"several expert-parallel ranks have a {name!r} of their own, and no file says how they belong together: "
             "it is in view.stored"
         )
-        b.tell(Problem("mismatched-shards", line, name))
-    if b.tp > 1:  # told of by the reader
+        b.report(Problem("mismatched-shards", line, name))
+    if b.tp > 1:  # reported by the reader
         stacks = {}
     lost = {c.rank.ep: h for c in cuts for h in c.optim.values() if isinstance(h, Hole)}
     for (state, name), stack in stacks.items():
@@ -245,7 +250,7 @@ def flat_states(
 
 
 def _counts(rank: Optim) -> Any:
-    """Over how many ranks each group is cut. ZeRO-3 says it for each group only where they differ (AutoEP)."""
+    """Return the number of ranks that share each group. ZeRO-3 saves one per group only where they differ (AutoEP)."""
     groups = rank.state.get("ds_zero_partition_groups")
     if isinstance(groups, list) and all(isinstance(g, dict) and type(g.get("sub_group")) is int for g in groups):
         by_number = {g.get("sub_group"): g.get("partition_count") for g in groups}
@@ -258,7 +263,7 @@ def _list(value: Any) -> list[Any]:
 
 
 class _Cut(NamedTuple):
-    """A group, and the ranks that hold it together. ``found``: state -> rank among these -> its tensor."""
+    """A group, and the ranks that share it. ``found``: state -> rank among these -> its tensor."""
 
     g: int
     shapes: Shapes
@@ -284,8 +289,8 @@ def _cut(g: int, shapes: Shapes, optim: OptimFiles, stage: Stage12 | Stage3, ran
 
 
 def _not_by_element(b: Building, cuts: Sequence[_Cut], stage: Stage12 | Stage3) -> set[str]:
-    """The states that have no value for each element: in some group their length is not that of the fp32 partition, or
-    they are not flat. (8-bit optimizers keep a table of codes and a scale for each block of elements.)"""
+    """Return the states that do not have one value per element: in some group their length is not that of the fp32
+    partition, or they are not flat. (8-bit optimizers keep a table of codes, and a scale per block of elements.)"""
     other: dict[str, str] = {}
     for cut in cuts:
         masters = cut.found["fp32"]
@@ -293,7 +298,7 @@ def _not_by_element(b: Building, cuts: Sequence[_Cut], stage: Stage12 | Stage3) 
             held = [masters[dp].shape[0] if dp in masters and len(masters[dp].shape) == 1 else -1 for dp in cut.optim]
             width, _ = stage.place(cut.g, cut.shapes, len(cut.optim), held)
         except CorruptError:
-            continue  # the groups themselves do not fit: that is told where they are read
+            continue  # the groups themselves do not fit: reported where they are read
         for state, found in cut.found.items():
             for dp, t in found.items():
                 if state == "fp32" or state in other or t.shape == () or dp not in masters:
@@ -303,15 +308,15 @@ def _not_by_element(b: Building, cuts: Sequence[_Cut], stage: Stage12 | Stage3) 
                     other[state] = f"shape {tuple(t.shape)} where a rank has {own[0]:,} elements of a group"
     for state, evidence in other.items():
         line = (
-            f"the optimizer's state {state!r} has no value for each element (a tensor of {evidence}): it is in "
+            f"the optimizer's state {state!r} does not have one value per element (a tensor of {evidence}): it is in "
             "view.stored only"
         )
-        b.tell(Problem("undecided-layout", line))
+        b.report(Problem("undecided-layout", line))
     return set(other)
 
 
 def global_experts(shapes: Shapes, ep: int) -> Shapes:
-    """Local expert ids -> global ones: every expert-parallel rank holds equally many of a layer."""
+    """Replace local expert ids by global ones: every expert-parallel rank holds equally many experts of a layer."""
     local_count: dict[str, int] = {}
     for name in shapes:
         if m := pattern("deepspeed.expert").fullmatch(name):
@@ -332,7 +337,7 @@ def _group_states(b: Building, cut: _Cut, other: set[str], stage: Stage12 | Stag
             continue
         dims = {len(t.shape) for t in found.values()}
         names = shards.setdefault(state, {})
-        if dims == {0}:  # one number for the group (Adam's step), the same for every parameter in it; the lowest rank's
+        if dims == {0}:  # one number per group (Adam's step), shared by its parameters: take the lowest rank's
             dp = min(found)
             optim = cut.optim[dp]
             assert isinstance(optim, Optim)
@@ -345,7 +350,7 @@ def _group_states(b: Building, cut: _Cut, other: set[str], stage: Stage12 | Stag
                 names.setdefault(name, {})[cut.rank.tp] = tensor
         else:
             line = f"the optimizer's state {state!r} of group {cut.g} is not flat: it is in view.stored only"
-            b.tell(Problem("undecided-layout", line))
+            b.report(Problem("undecided-layout", line))
 
 
 def _flat_state(b: Building, state: str, cut: _Cut, stage: Stage12 | Stage3) -> dict[str, Shard]:
@@ -365,7 +370,7 @@ def _flat_state(b: Building, state: str, cut: _Cut, stage: Stage12 | Stage3) -> 
     try:
         width, places = stage.place(g, shapes, world, held)
     except CorruptError as e:
-        b.tell(Problem("inconsistent-metadata", f"{state}: {e}"))
+        b.report(Problem("inconsistent-metadata", f"{state}: {e}"))
         width, places = 1, dict.fromkeys(shapes, (0, 1))
         partitions = [Partition(Hole(p.extent.path, f"{p.extent.path}: {e}"), p.rank) for p in partitions]
     if state == "fp32" and isinstance(stage, Stage12):
@@ -376,22 +381,22 @@ def _flat_state(b: Building, state: str, cut: _Cut, stage: Stage12 | Stage3) -> 
 
 
 def _compare_slices(b: Building, g: int, places: Mapping[str, tuple[int, int]], width: int, optim: OptimFiles) -> None:
-    """Tell if the ``param_slice_mappings`` of the first rank that is there contradict ``param_shapes``: converters that
-    trust them read wrong values. (base_optimizer.py `_link_all_hp_params` takes the order before it was changed for
-    round_robin_gradients.)"""
+    """Report ``param_slice_mappings`` of the first readable rank that contradict ``param_shapes``: converters that
+    trust them read wrong values. (base_optimizer.py `_link_all_hp_params` uses the order before round_robin_gradients
+    changes it.)"""
     n, rank = next((n, r) for n, r in optim.items() if isinstance(r, Optim))
     mappings = rank.state.get("param_slice_mappings")
     mapping = mappings[g] if isinstance(mappings, list) and g < len(mappings) else None
     for name, address in mapping.items() if isinstance(mapping, dict) else ():
-        said = address.attributes.get("start") if isinstance(address, Opaque) else None
-        if name not in places or type(said) is not int:
+        start = address.attributes.get("start") if isinstance(address, Opaque) else None
+        if name not in places or type(start) is not int:
             continue
         at = places[name][0]
-        if said != max(0, at - n * width) or at >= (n + 1) * width:
+        if start != max(0, at - n * width) or at >= (n + 1) * width:
             line = (
-                f"{rank.file.path}: its param_slice_mappings put parameters where they are not: DeepSpeed gets them "
-                "wrong with round_robin_gradients. They are not used here; ds_to_universal, which relies on them, "
+                f"{rank.file.path}: its param_slice_mappings give wrong positions of parameters, as DeepSpeed writes "
+                "them with round_robin_gradients. They are not used here; ds_to_universal, which relies on them, "
                 "converts this checkpoint wrongly"
             )
-            b.tell(Problem("inconsistent-metadata", line, rank.file.path))
+            b.report(Problem("inconsistent-metadata", line, rank.file.path))
             return

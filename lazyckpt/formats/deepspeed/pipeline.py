@@ -1,9 +1,9 @@
-"""Pipelines: what each layer's file holds, the modules that several layers share, and which layers a stage has.
+"""Pipelines: the tensors in each layer's file, the modules that several layers share, and the layers of a stage.
 
 Source: runtime/pipe/module.py. `save_state_dict`: ``layer_IDX`` holds names local to the layer; the model's names begin
 with IDX, or with ``tied_modules.KEY`` where layers share a module (its file is that of the first layer that uses it).
-`__init__` registers the shared modules before the layers, so that they come first in a stage's order. No file says
-which layers share a module, or its KEY; what an optimizer lists by name does.
+`__init__` registers the shared modules before the layers, so that they come first in a stage's order. No file records
+which layers share a module, or its KEY; the names that an optimizer lists show them.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from .files import RankFiles
 from .plainopt import Group, match
 
 _TIED = "tied_modules."
-# layer -> tensor-parallel rank -> what its file holds, by local name
+# layer -> tensor-parallel rank -> its file, and the tensors in the file by local name
 Layers = dict[int, dict[int, tuple[TorchFile, dict[str, StoredTensor]]]]
 
 
 def read_layers(b: Building, files: RankFiles) -> Layers:
-    """What the layers' files hold; those that cannot be read are told of."""
+    """Read the layers' files. Those that cannot be read are reported."""
     layers: Layers = {}
     for (idx, tp), path in sorted(files.layers.items()):
         try:
             file = b.file(path)
             layers.setdefault(idx, {})[tp] = (file, tensors_in(file, file.root))
         except LazyckptError as e:
-            b.tell(cannot_read(path, e, ", its tensors are lost"))
+            b.report(cannot_read(path, e, ", its tensors are lost"))
     return layers
 
 
 def layer_shards(b: Building, layers: Layers, tied: Mapping[int, str]) -> Shards:
-    """The weights of all layers. ``tied``: layer -> the ``tied_modules.KEY`` that its file holds."""
+    """Return the weights of all layers. ``tied``: layer -> the ``tied_modules.KEY`` of the module in its file."""
     names: dict[str, dict[int, Shard]] = {}
     for idx, by_rank in layers.items():
         prefix = tied.get(idx, str(idx))
@@ -57,8 +57,8 @@ def layer_shards(b: Building, layers: Layers, tied: Mapping[int, str]) -> Shards
 
 
 def tied_layers(layers: Layers, listed: Mapping[str, Shape | int]) -> dict[int, str]:
-    """Which layers' files hold a shared module: layer -> ``tied_modules.KEY``. ``listed``: the trained parameters that
-    some rank lists by name, with their shape there (or how many elements it has of it)."""
+    """Return the layers whose files hold a shared module: layer -> ``tied_modules.KEY``. ``listed``: the trained
+    parameters that some rank lists by name, with their shape, or the number of elements that ranks list."""
     wanted: dict[str, dict[str, Shape | int]] = {}
     for name, size in listed.items():
         if name.startswith(_TIED) and name.count(".") >= 2:
@@ -80,10 +80,11 @@ def tied_layers(layers: Layers, listed: Mapping[str, Shape | int]) -> dict[int, 
 
 
 def without_repeats(layers: Layers, tied: Mapping[int, str], own: set[str]) -> Layers:
-    """The layers less those whose files hold a shared module once more (a re-use without a function of its own gets a
-    file too): not trained under their ``own`` number, the same names and shapes as the module's first file, and the
-    very bytes of at least one of its tensors. What is not kept in step (see module.py `_synchronize_tied_weights`) may
-    differ; the model has one name for all copies, and the first is read."""
+    """Return the layers without those whose files repeat a shared module (a layer that reuses a module without a
+    function of its own gets a file, too). Such a layer is not trained under its ``own`` number, has the same names and
+    shapes as the module's first file, and the same bytes in at least one tensor. Tensors that DeepSpeed does not keep
+    in sync (see module.py `_synchronize_tied_weights`) may differ; the model has one name for all copies, and the first
+    is read."""
 
     def repeats(idx: int, first: int) -> bool:
         for tp, (file, tensors) in layers[idx].items():
@@ -106,9 +107,10 @@ def _fits(shape: Shape, size: Shape | int) -> bool:
 def evident_ties(
     layers: Layers, buffers: set[str], optimizers: Sequence[list[Group]], tp: int, info: Any
 ) -> dict[int, str | None]:
-    """Where no rank lists names: the layer whose parameters several stages' optimizers have, if only with one such
-    layer these fit the layers at all -> its ``tied_modules.KEY``, if the patterns of universal_checkpoint_info name one
-    (they also name modules that are not shared: alone they prove nothing)."""
+    """Where no rank lists names, find the layer whose parameters several stages' optimizers have. It must be the only
+    layer whose sharing makes the optimizers fit the layers. Return layer -> its ``tied_modules.KEY``, or None unless
+    the patterns of universal_checkpoint_info name one (they also name modules that are not shared, and prove nothing
+    alone)."""
     own = {idx: local_shapes(layers, idx, tp, str(idx), buffers) for idx in layers}
     effort = Effort()
     if len(optimizers) < 2 or stage_names(optimizers, list(own.values()), {}, effort) is not None:
@@ -134,7 +136,7 @@ def evident_ties(
 
 
 def _strings(value: Any) -> Iterable[str]:
-    """The patterns in the lists of universal_checkpoint_info."""
+    """Yield the patterns in the lists of universal_checkpoint_info."""
     for entry in value.values() if isinstance(value, dict) else ():
         yield from (s for s in entry if isinstance(s, str)) if isinstance(entry, list | tuple) else ()
 
@@ -143,7 +145,7 @@ def _strings(value: Any) -> Iterable[str]:
 
 
 def local_shapes(layers: Layers, idx: int, tp: int, prefix: str, buffers: set[str]) -> Shapes:
-    """What may be parameters of a layer, on one tensor-parallel rank, by full name."""
+    """Return the tensors that may be parameters of a layer, on one tensor-parallel rank: full name -> shape."""
     _, tensors = layers[idx].get(tp, (None, {}))
     return {f"{prefix}.{n}": t.shape for n, t in tensors.items() if f"{prefix}.{n}" not in buffers}
 
@@ -151,9 +153,9 @@ def local_shapes(layers: Layers, idx: int, tp: int, prefix: str, buffers: set[st
 def stage_names(
     optimizers: Sequence[list[Group]], layers: Sequence[Shapes], shared: Shapes, effort: Effort
 ) -> list[Shapes] | None:
-    """Which layers each pipeline stage has: consecutive runs, such that every stage's optimizer fits its run, all in
-    one order. Only if every way to cut them gives its parameters the same names, and is the same for all orders that
-    fit. ``shared``: what any stage may have besides, first."""
+    """Assign consecutive runs of layers to the pipeline stages, such that every stage's optimizer fits its run, all in
+    one order. Return the names of each stage; None unless all ways to cut the layers, in all orders that fit, name the
+    parameters alike. ``shared``: parameters that any stage may have in addition, at the front."""
     cuts = [_cuts(optimizers, layers, shared, effort, convention) for convention in CONVENTIONS]
     fitting = [found for found in cuts if found]
     if effort.left < 0 or not fitting or any(len(found) > 1 or found != fitting[0] for found in fitting):
@@ -164,7 +166,7 @@ def stage_names(
 def _cuts(
     optimizers: Sequence[list[Group]], layers: Sequence[Shapes], shared: Shapes, effort: Effort, order: Convention
 ) -> list[list[Shapes]]:
-    """The ways to cut the layers that give other names, two at most."""
+    """Return the ways to cut the layers that name the parameters differently; two at most."""
     found: dict[tuple[Any, ...], list[Shapes]] = {}
 
     def extend(at: int, chosen: list[Shapes], named: tuple[Any, ...]) -> None:
@@ -181,7 +183,7 @@ def _cuts(
             if end > at:
                 own = {**own, **layers[end - 1]}
             for names in ({**shared, **own}, own) if shared else (own,):
-                # every layer of a run but its last few has to be needed: a longer run than that fits nothing better
+                # nearly all tensors of a run have to be parameters: a longer run than this fits no better
                 if count <= len(names) <= 2 * count + 8:
                     effort.left -= 10 * len(names)
                     matched = match(names, optimizers[stage], effort=effort, conventions=(order,))

@@ -1,9 +1,9 @@
-"""ZeRO-0: a torch optimizer's state_dict, whose parameters are numbers, as states per parameter.
+"""ZeRO-0: states per parameter, from a torch optimizer's state_dict, which numbers the parameters.
 
 Sources: runtime/engine.py (``optimizer`` in the model states; ``expp_rank_*`` with experts), runtime/fp16/
-unfused_optimizer.py `state_dict`, torch/optim/optimizer.py `state_dict`: an optimizer that was given named parameters
-lists ``param_names`` in its groups; otherwise the names follow from shapes and the usual orders (`numbering`), as far
-as these leave no choice. moe/utils.py marks the groups of experts with ``moe``.
+unfused_optimizer.py `state_dict`, torch/optim/optimizer.py `state_dict`: an optimizer created with named parameters
+lists ``param_names`` in its groups; otherwise the names follow from shapes and the usual orders (`numbering`), if only
+one assignment fits. moe/utils.py marks the groups of experts with ``moe``.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ from .building import ALONE, Building, Unnamed, local
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A param group: the numbers of its parameters, what shapes they may have (None: any), the names that it lists, if
-    any. The parameters are among these, in this order: FP16_UnfusedOptimizer drops frozen ones, but not their names.
-    ``experts``: over how many ranks the experts that it holds are spread (1 if it does not say); 0 if it holds none."""
+    """A param group: the numbers of its parameters, the shapes that each may have (None: any), and the names that it
+    lists, if any. The parameters are among these names, in this order: FP16_UnfusedOptimizer drops frozen parameters,
+    but not their names. ``experts``: number of ranks over which the experts in the group are distributed (1 if it is
+    not recorded); 0 if the group holds none."""
 
     numbers: list[int]
     shapes: list[frozenset[Shape] | None]
@@ -51,7 +52,7 @@ class Group:
 
 
 def numbered_groups(optimizer: Any) -> list[Group]:
-    """The param groups of a plain optimizer's state_dict; [] if it is none."""
+    """Return the param groups of a plain optimizer's state_dict; [] if it is not one."""
     if not isinstance(optimizer, Mapping):
         return []
     by_id, groups = _torch_state(optimizer)
@@ -68,13 +69,13 @@ def numbered_groups(optimizer: Any) -> list[Group]:
 
 
 def _spread(group: Mapping[Any, Any]) -> int:
-    """moe/utils.py calls the groups of experts ``ep_size_N``."""
-    said = re.fullmatch(r"ep_size_([1-9]\d{0,5})", str(group.get("name")))
-    return int(said[1]) if said else 1
+    """Return the number of ranks in the name of a group of experts: moe/utils.py names it ``ep_size_N``."""
+    match = re.fullmatch(r"ep_size_([1-9]\d{0,5})", str(group.get("name")))
+    return int(match[1]) if match else 1
 
 
 def named_shapes(groups: list[Group]) -> dict[str, Shape]:
-    """The parameters that the groups name, as far as their states show a shape."""
+    """Return the parameters that the groups name and whose states determine the shape."""
     return {
         n: next(iter(shapes))
         for group in groups
@@ -91,7 +92,7 @@ def match(
     effort: Effort | None = None,
     conventions: Sequence[Convention] = CONVENTIONS,
 ) -> Assignment | None:
-    """Names for the parameters of all groups, as all `matches` give them; None if there are none."""
+    """Return the names for the parameters of all groups on which all `matches` agree; None if nothing matches."""
     found = matches(names, groups, spread, effort, conventions)
     return common(found, [group.shapes for group in groups]) if found else None
 
@@ -103,15 +104,15 @@ def matches(
     effort: Effort | None = None,
     conventions: Sequence[Convention] = CONVENTIONS,
 ) -> list[Assignment]:
-    """Names for the parameters of all groups: those listed, else what shapes and each usual order tell. Experts are in
-    groups of their own, and nowhere else, if any group is marked so; in the groups of their ``spread`` if given
-    (expert -> over how many ranks it and its like are spread)."""
+    """Return the possible names for the parameters of all groups: those listed, else one assignment for each usual
+    order that fits the shapes. If any group is marked as one of experts, experts are in such groups only. ``spread``:
+    expert -> number of ranks over which its layer's experts are distributed; if given, groups have to agree with it."""
     listed = [_listed(group, names) for group in groups]
     if None not in listed:
         return [Assignment([found for found in listed if found is not None], "param_names")]
     marked = any(group.experts for group in groups)
     of_group = [(group.experts if spread else bool(group.experts)) if marked else 0 for group in groups]
-    given = _as_on_the_rank(names)  # by which the rank may have sorted them
+    given = _as_on_the_rank(names)  # the rank may have sorted by these names
     of_name = {
         g: (spread or {}).get(n, 1) if marked and pattern("deepspeed.experts").fullmatch(n) else 0
         for g, n in given.items()
@@ -137,7 +138,7 @@ def matches(
 
 
 def _as_on_the_rank(names: Mapping[str, Shape]) -> dict[str, str]:
-    """The names that the rank had -> those of the model: there each layer's experts count from 0.
+    """Map the names on the rank, where each layer's experts count from 0, to the names in the model.
 
     >>> _as_on_the_rank({"m.deepspeed_experts.6.w": (2,), "m.deepspeed_experts.7.w": (2,)})
     {'m.deepspeed_experts.0.w': 'm.deepspeed_experts.6.w', 'm.deepspeed_experts.1.w': 'm.deepspeed_experts.7.w'}
@@ -151,10 +152,10 @@ def _as_on_the_rank(names: Mapping[str, Shape]) -> dict[str, str]:
 
 
 def _listed(group: Group, names: Mapping[str, Shape]) -> list[str | None] | None:
-    """The names of a group's parameters, from those that it lists."""
+    """Return the names of a group's parameters, from those that it lists; None if these do not fit."""
     known = [(n, names[n]) for n in group.names or () if n in names]
     if len(known) > len(group.numbers):
-        known = [(n, shape) for n, shape in known if prod(shape)]  # these are dropped too
+        known = [(n, shape) for n, shape in known if prod(shape)]  # empty parameters are dropped, too
     assigned = assign(known, [group.shapes]) if group.names is not None else None
     return assigned.names[0] if assigned else None
 
@@ -168,9 +169,9 @@ def optimizer_shards(
     where: str,
     spread: Mapping[str, int] | None = None,
 ) -> Shards:
-    """The states of a plain optimizer per parameter, or under its number where the name is not determined.
+    """Return the states of a plain optimizer by the parameter's name, or by its number if the name is not determined.
 
-    ``names``: every tensor that may be a parameter, in the module's order. ``spread``: see `match`.
+    ``names``: every tensor that may be a parameter, in the module's order. ``spread``: see `matches`.
     """
     groups = numbered_groups(optimizer)
     if not groups:
@@ -203,25 +204,25 @@ def optimizer_shards(
     if unnamed and masters and b.tp == 1:
         taken = {name for members in found.names for name in members}
         left = [name for name in names if name not in taken]
-        said = [{i: way.names[g][n] for i, (g, n) in unnamed.items()} for way in ways]
-        given = [{i: name for i, name in way.items() if name is not None} for way in said]
-        b.unnamed.append(Unnamed(where, count, list(unnamed), left, given))
+        proposed = [{i: way.names[g][n] for i, (g, n) in unnamed.items()} for way in ways]
+        named = [{i: name for i, name in way.items() if name is not None} for way in proposed]
+        b.unnamed.append(Unnamed(where, count, list(unnamed), left, named))
     elif unnamed:
         line = (
             f"{where}: the optimizer numbers its parameters; for {len(unnamed)} of {count} order and shapes leave more "
             "than one way to name them, or none: their states stay under their numbers"
         )
-        b.tell(Problem("undecided-name", line, where))
+        b.report(Problem("undecided-name", line, where))
     return shards
 
 
 def state_name(key: Any) -> str:
-    """What an optimizer calls one of its states, as text."""
+    """Return the name of an optimizer's state as text."""
     return key if isinstance(key, str) else short(key)
 
 
 def _torch_state(optimizer: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[dict[Any, Any]]]:
-    """-> (number -> state, the param groups), also from within FP16_UnfusedOptimizer's."""
+    """Return (number -> state, the param groups), also from inside FP16_UnfusedOptimizer's state_dict."""
     inner = optimizer.get("optimizer_state_dict", optimizer)
     by_id = inner.get("state") if isinstance(inner, dict) else None
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
@@ -236,7 +237,7 @@ def _ids(group: Mapping[Any, Any]) -> list[int]:
 
 
 def _masters(optimizer: Mapping[Any, Any], groups: list[dict[Any, Any]]) -> dict[int, StoredTensor]:
-    """The fp32 copies of FP16_UnfusedOptimizer: a list per group, in the order of its parameters."""
+    """Return the fp32 copies by number. FP16_UnfusedOptimizer has a list per group, in the order of its parameters."""
     copies = optimizer.get("fp32_groups")
     if not isinstance(copies, list) or len(copies) != len(groups):
         return {}
@@ -250,7 +251,7 @@ def _masters(optimizer: Mapping[Any, Any], groups: list[dict[Any, Any]]) -> dict
 
 
 def _shapes(state: Any, master: StoredTensor | None) -> frozenset[Shape] | None:
-    """The shapes that a parameter may have: its fp32 copy's, else one that its states show; None if there are none."""
+    """Return the shapes that a parameter may have: its fp32 copy's, else those that its states allow; None for any."""
     if master is not None:
         return frozenset({master.shape})
     tensors = {k: t.shape for k, t in state.items() if isinstance(t, StoredTensor)} if isinstance(state, dict) else {}

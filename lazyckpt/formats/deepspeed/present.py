@@ -1,8 +1,8 @@
-"""Which rank files ought to be there and are not, and which are there from another, larger save.
+"""Rank files that are missing, and rank files that are left over from another, larger save.
 
-A save over an older one with the same tag leaves the files of ranks that there are no more; a copy may lack some. What
-ought to be there follows from what the model states say: dp_world_size, mp_world_size, the layers and experts in
-param_shapes and num_experts. What is lost stands in the index as a `Hole` that names its file.
+A save over an older one with the same tag leaves behind the files of ranks that no longer exist; a copy may lack some.
+The model states determine the files that should exist: dp_world_size, mp_world_size, the layers and experts in
+param_shapes and num_experts. In the index, a `Hole` that names the file replaces lost data.
 
 Sources: runtime/engine.py `_common_checkpoint_state`, `_save_moe_checkpoint`; runtime/pipe/module.py `ckpt_layer_path`.
 """
@@ -28,18 +28,18 @@ K = TypeVar("K")
 
 
 def set_aside(b: Building, files: RankFiles, count: int, model: Mapping[Any, Any]) -> None:
-    """Tell of files of ranks, or of experts, that this save did not have, and take them off the list. ``count``:
-    model-parallel ranks; ``model``: the model states of one of them."""
+    """Report the files of ranks and experts that this save did not have, and remove them from ``files``. ``count``:
+    number of model-parallel ranks; ``model``: the model states of one of them."""
     experts = num_experts(model, files)
     if not experts and model.get("num_experts"):
         line = f"num_experts is {short(model['num_experts'])}, which cannot be right: lost experts are not reported"
-        b.tell(Problem("inconsistent-metadata", line))
+        b.report(Problem("inconsistent-metadata", line))
     if files.optim and numbered_groups(model.get("optimizer")):  # with a plain optimizer, ZeRO writes no files
         files.left_over += files.optim.values()
         files.optim.clear()
     for path in files.left_over:
         line = f"{path} is of another save under this tag, older than the files that are read here: left over, not used"
-        b.tell(Problem("left-over-file", line, path))
+        b.report(Problem("left-over-file", line, path))
     for group in (files.optim, files.zero_model):
         _drop(b, group, lambda k: k[0] >= b.world, lambda k: f"rank {k[0]}", f"{b.world} ranks")
         _drop(b, group, lambda k: k[1] >= count, lambda k: f"model-parallel rank {k[1]}", str(count))
@@ -53,11 +53,11 @@ def set_aside(b: Building, files: RankFiles, count: int, model: Mapping[Any, Any
         for mp in range(count):
             if (ep, mp) not in files.expert_optim:
                 path = f"{files.folder}/expp_rank_{ep}_mp_rank_{mp:02d}_optim_states.pt".lstrip("/")
-                b.tell(Problem("missing-file", f"{path} is missing: the optimizer states in it are lost", path))
+                b.report(Problem("missing-file", f"{path} is missing: the optimizer states in it are lost", path))
     for key, path in list(files.experts.items()) if experts else ():
         if key[0] >= len(experts) or key[1] >= experts[key[0]]:
-            line = f"{path} is of an expert that this model has not (num_experts {experts}): left over, not used"
-            b.tell(Problem("left-over-file", line, path))
+            line = f"{path} is of an expert that this model does not have (num_experts {experts}): left over, not used"
+            b.report(Problem("left-over-file", line, path))
             del files.experts[key]
 
 
@@ -65,12 +65,12 @@ def _drop(b: Building, group: dict[K, str], over: Any, what: Any, of: str) -> No
     for key, path in list(group.items()):
         if over(key):
             line = f"{path} belongs to {what(key)}, but {of} wrote this: left over, not used"
-            b.tell(Problem("left-over-file", line, path))
+            b.report(Problem("left-over-file", line, path))
             del group[key]
 
 
 def num_experts(model: Mapping[Any, Any], files: RankFiles) -> list[int]:
-    """How many experts each layer has; [] if that is not said, or cannot be."""
+    """Return the number of experts of each layer; [] if it is not recorded, or implausible."""
     counts = model.get("num_experts")
     if isinstance(counts, list) and all(type(n) is int and n > 0 for n in counts):
         return counts if sum(counts) <= 4096 + 64 * len(files.experts) else []
@@ -80,9 +80,9 @@ def num_experts(model: Mapping[Any, Any], files: RankFiles) -> list[int]:
 def with_lost_layers(
     b: Building, files: RankFiles, trained: Iterable[tuple[Rank, Shapes]], buffers: Iterable[str], shards: Shards
 ) -> Shards:
-    """The weights of the layers' files, with holes for layers that param_shapes has but no file that can be read.
-    ``trained``: the parameters of every model-parallel rank. Tells of them, and of layers that it does not have. Of
-    what is not trained, only the names of buffers are known; frozen parameters are named in the lost file alone."""
+    """Add holes to the weights for layers that param_shapes lists but that no readable file holds. Report these, and
+    layers that param_shapes does not list. ``trained``: the parameters of every model-parallel rank. Of tensors that
+    are not trained, only the names of buffers are known: only the lost file names frozen parameters."""
     weights = shards["weights"]
     listed: set[str] = set()
     lost: dict[tuple[int, int], str] = {}
@@ -99,7 +99,7 @@ def with_lost_layers(
             else:
                 hole = _lost_shared(b, files, weights, rank.tp)
             weights.setdefault(name, {})[rank.tp] = missing(hole, shape, dtype, rank)
-    for idx, tp in lost:  # what is not trained is known from the other tensor-parallel ranks
+    for idx, tp in lost:  # other tensor-parallel ranks have the tensors that are not trained
         for name, by_rank in weights.items():
             if name.startswith(f"{idx}.") and tp not in by_rank:
                 first = by_rank[min(by_rank)]
@@ -109,29 +109,29 @@ def with_lost_layers(
     for name in buffers:
         if name not in weights and (head := name.split(".", 1)[0]) in paths:
             b.unreadable[name] = f"{name!r}: {paths[head]} is missing, or cannot be read"
-    _strangers(b, files, listed, weights)
+    _report_extra_layers(b, files, listed, weights)
     return shards
 
 
 def _lost_shared(b: Building, files: RankFiles, weights: Mapping[str, Any], tp: int) -> Hole:
-    """Which layer's file had a module that several layers share is not said anywhere: one of those that are lost."""
+    """Return the hole for a module that several layers share: no file records which of the lost files held it."""
     read = {name.split(".", 1)[0] for name, by_rank in weights.items() if tp in by_rank}
     paths = [p for (idx, t), p in files.layers.items() if t == tp and str(idx) not in read and p not in b.files]
     if not paths:
         numbers = {idx for idx, t in files.layers if t == tp}
         missing = (idx for idx in range(max(numbers, default=0)) if idx not in numbers)
         paths = [_layer_path(files, idx, tp) for idx in islice(missing, 8)]
-    hole = Hole(paths[0] if paths else "", f"a layer's file that others share is missing: one of {some(paths, 8)}")
-    b.tell(Problem("missing-file", hole.reason, hole.path or None))
+    hole = Hole(paths[0] if paths else "", f"the file of a module that layers share is lost: one of {some(paths, 8)}")
+    b.report(Problem("missing-file", hole.reason, hole.path or None))
     return hole
 
 
 def _lost_layer(b: Building, files: RankFiles, idx: int, tp: int) -> Hole:
     path = files.layers.get((idx, tp))
-    if path is not None:  # its error has been told
+    if path is not None:  # its error has been reported
         return Hole(path, f"{path} cannot be read")
     path = _layer_path(files, idx, tp)
-    b.tell(Problem("missing-file", f"{path} is missing: the weights of layer {idx} cannot be read", path))
+    b.report(Problem("missing-file", f"{path} is missing: the weights of layer {idx} cannot be read", path))
     return Hole(path, f"{path} is missing")
 
 
@@ -141,20 +141,20 @@ def _layer_path(files: RankFiles, idx: int, tp: int) -> str:
     return f"{files.folder}/layer_{idx:02d}{part}-model_states.pt".lstrip("/")
 
 
-def _strangers(b: Building, files: RankFiles, listed: set[str], weights: Mapping[str, Any]) -> None:
-    """Layers behind the last one that is trained: frozen ones, or those of a deeper model. (A layer that has a shared
-    module again has a file, too.)"""
+def _report_extra_layers(b: Building, files: RankFiles, listed: set[str], weights: Mapping[str, Any]) -> None:
+    """Report layers after the last trained one: frozen ones, or those of a deeper model. (A layer that reuses a shared
+    module has a file, too.)"""
     last = max((int(head) for head in listed if head.isdecimal() and len(head) < 7), default=-1)
     shared = {name.split(".", 2)[2] for name in weights if name.startswith("tied_modules.")}
     for (idx, _), path in files.layers.items():
         own = {name.split(".", 1)[1] for name in weights if name.startswith(f"{idx}.")}
         if idx > last >= 0 and own - shared:
             line = f"{path}: param_shapes ends with layer {last}: its parameters are frozen, or it was left over"
-            b.tell(Problem("left-over-file", line, path))
+            b.report(Problem("left-over-file", line, path))
 
 
 def with_lost_experts(b: Building, files: RankFiles, model: Mapping[Any, Any], shards: Shards) -> Shards:
-    """The experts' weights, with holes for those that num_experts counts but that no file holds; told of."""
+    """Add holes to the weights for experts that num_experts counts but that no file holds, and report them."""
     weights = shards["weights"]
     ranks = sorted({mp for _, _, mp in files.experts})
     for layer, count in enumerate(num_experts(model, files)):
@@ -166,7 +166,7 @@ def with_lost_experts(b: Building, files: RankFiles, model: Mapping[Any, Any], s
                     continue
                 if path is None:
                     path = f"{files.folder}/layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt".lstrip("/")
-                    b.tell(
+                    b.report(
                         Problem("missing-file", f"{path} is missing: the weights of its expert cannot be read", path)
                     )
                 known, tensors = sibling or (0, {})
@@ -178,7 +178,7 @@ def with_lost_experts(b: Building, files: RankFiles, model: Mapping[Any, Any], s
 
 
 def _shapes(b: Building, path: str) -> dict[str, tuple[Shape, Any]]:
-    """The tensors of an expert's file; {} if it cannot be read (which has been told)."""
+    """Return the tensors of an expert's file; {} if it cannot be read (which has been reported)."""
     try:
         file = b.file(path)
         return {n: (t.shape, t.dtype) for n, t in tensors_in(file, table(file, file.root)).items()}
@@ -187,12 +187,12 @@ def _shapes(b: Building, path: str) -> dict[str, tuple[Shape, Any]]:
 
 
 def lost_stages(b: Building, seen: Mapping[str, int]) -> None:
-    """Holes in the optimizer's states for the layers of a pipeline whose stage's model states are lost (``b.lost``):
-    nothing tells where their parameters lie. ``seen``: names that other stages list -> the first such stage; of a
-    shared module a later stage's copy will not do, it may be stale."""
+    """Add holes to the optimizer states for pipeline layers whose stage's model states are lost (``b.lost``): nothing
+    records the positions of their parameters. ``seen``: names that other stages list -> the first such stage. A later
+    stage's copy of a shared module does not replace the lost one: it may be stale."""
     layers = {name.split(".", 1)[0] for name in seen if not name.startswith("tied_modules.")}
     stage = min(mp // b.tp for mp in b.lost)
-    hole = Hole(min(b.lost.values()), f"{', '.join(sorted(b.lost.values()))} is lost: it names what its stage holds")
+    hole = Hole(min(b.lost.values()), f"{', '.join(sorted(b.lost.values()))} is lost: it names its stage's parameters")
     for state, specs in b.states.items():
         if state in ("weights", "step"):
             continue
@@ -207,8 +207,8 @@ def lost_stages(b: Building, seen: Mapping[str, int]) -> None:
 
 
 def with_lost_states(b: Building, stages: list[Shards]) -> list[Shards]:
-    """The shards of every pipeline stage, with holes for the groups of which no rank's file is there (``b.gone``), in
-    every state that other ranks have."""
+    """Add holes to the shards of every pipeline stage for groups for which no rank has a file (``b.gone``), in every
+    state that other ranks have."""
     known: dict[str, Shard] = {}
     for shards in stages:
         for state, names in shards.items():

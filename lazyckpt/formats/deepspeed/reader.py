@@ -1,7 +1,7 @@
-"""From the rank files of one tag to an Index: which degrees, which kind of states, what goes together.
+"""Build an Index from the rank files of one tag: parallel degrees, kinds of states, and shards that form a tensor.
 
-The layouts differ in where things stand, not in what they are: a model-parallel rank's tensors (from a module, from
-pipeline layers, from flat partitions) are gathered as shards, stage by stage, and merged over tensor parallelism.
+The layouts differ only in the position of the data: a model-parallel rank's tensors (from a module, from pipeline
+layers, from flat partitions) are gathered as shards, stage by stage, and merged over tensor parallelism.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from ..shared.rank_shards import Shards, update
 from ..torch_save import ties, warnings
 from . import universal
 from .autoep import placements, router_aliases
-from .building import Building, Shapes, Stage, believed, buffer_names, settle, shapes_of, table, tensors_in
+from .building import Building, Shapes, Stage, buffer_names, check_ranks, keep_one_save, shapes_of, table, tensors_in
 from .files import RankFiles, find_folder
 from .mappings import mapped_groups, sizes, spans_by_name, without_gaps
 from .partitions import Optim, OptimFiles, Stage3, Stage12, flat_states, optim_files, shard_size
 from .pipeline import Layers, layer_shards, local_shapes, read_layers, tied_layers, without_repeats
 from .plainopt import named_shapes, numbered_groups
 from .present import lost_stages, set_aside, with_lost_experts, with_lost_layers, with_lost_states
-from .weights import copies, expert_shards, module_shards, sharded_rest, tell_of_fused_attention
-from .zero0 import copies_that_tell, optimizer_states, ties_of_plain_optimizers, with_undecided
+from .weights import copies, expert_shards, module_shards, report_fused_attention, sharded_rest
+from .zero0 import optimizer_states, ties_of_plain_optimizers, undecided_optimizers, with_undecided
 
-_BUFFER = (replicated, "buffer_names: nothing cuts a buffer over ranks")
+_BUFFER = (replicated, "buffer_names: buffers are not cut over ranks")
 
 
 def read(source: Source) -> Index:
-    """Index the tag that `find_folder` finds."""
+    """Index the tag that `find_folder` selects."""
     files = find_folder(source)
     if not files:
         raise FormatError(f"{source.where} holds no rank files of DeepSpeed")
@@ -56,7 +56,7 @@ def read(source: Source) -> Index:
     set_aside(b, files, b.ranks, first.model)
     plain = Plain(first.file.root, f"{source.where}/{first.file.path}", first.file.pickle_size, _name(first.file) + "/")
     for problem in warnings(first.file.path, first.file, plain):
-        b.tell(problem)
+        b.report(problem)
     module = tensors_in(first.file, first.model.get("module"))
     aliases = _aliases(first.model, module, bool(files.zero_model))
     b.placements = placements(first.model)
@@ -64,10 +64,10 @@ def read(source: Source) -> Index:
         aliases |= router_aliases(first.model, list(module))
         if b.tp > 1:
             line = (
-                "AutoEP with tensor parallelism is not supported: its experts (ds_autoep_layers) do not read as whole "
-                "tensors, see view.stored"
+                "AutoEP with tensor parallelism is not supported: its experts (ds_autoep_layers) cannot be read as "
+                "whole tensors, see view.stored"
             )
-            b.tell(Problem("unsupported-tensor", line))
+            b.report(Problem("unsupported-tensor", line))
 
     pipeline = bool(files.layers)
     sharded = bool(files.zero_model)
@@ -111,25 +111,25 @@ def read(source: Source) -> Index:
             aliases |= _tied_copies(b, first, module)
         if sharded:
             line = "there are no optimizer states (*_optim_states.pt): no parameter of a ZeRO-3 model can be read"
-            b.tell(Problem("missing-optimizer", line))
+            b.report(Problem("missing-optimizer", line))
     if pipeline and b.lost:
         lost_stages(b, _first_stages(stages))
     if sharded and b.states.get("fp32"):
-        _tell_of_unlisted(b, first, module, aliases)
+        _report_unlisted(b, first, module, aliases)
     bare = _complete(b, sharded, {n for s in stages.values() for g in s.groups for n in g})
     for path in files.zero_model.values():
         b.files.setdefault(path, b.info(path))
     found = {s: b.states[s] for s in sorted(b.states, key=_state_order) if b.states[s]}
     if not found:
         raise CorruptError(
-            f"{source.where}/{files.folder}: nothing in these files reads as a parameter, they are hardly of one save. "
-            f"{sentences(b.problems, 4)}"
+            f"{source.where}/{files.folder}: no parameter can be read from these files, which are probably not of one "
+            f"save. {sentences(b.problems, 4)}"
         )
     if b.tp > 1 and hasattr(first.model.get("args"), "num_attention_heads"):
-        tell_of_fused_attention(b)
-    b.tell_unmerged()
+        report_fused_attention(b)
+    b.report_unmerged()
     stage_number = 3 if sharded else _zero_stage(first.model, optims)
-    undecided = copies_that_tell(b) if b.unnamed else None
+    undecided = undecided_optimizers(b) if b.unnamed else None
     return Index(
         format=f"deepspeed-zero{stage_number}",
         states=with_undecided(b, found, undecided) if undecided else found,
@@ -153,9 +153,10 @@ def _state_order(state: str) -> tuple[int, str]:
 
 
 def read_stages(b: Building, source: Source, files: RankFiles) -> dict[int, Stage]:
-    """Every model-parallel rank's model states that can be read, by mp rank. Raises if none can. (With ZeRO-3 every
-    data-parallel rank has some, which name the same parameters: the lowest rank's that can be read.)"""
-    settle(b, files)
+    """Read every model-parallel rank's model states, by mp rank, except unreadable ones. Raises if none can be read.
+    (With ZeRO-3 every data-parallel rank's model states name the same parameters: the lowest readable rank's are
+    used.)"""
+    keep_one_save(b, files)
     copies: dict[int, list[str]] = {mp: [path] for mp, path in files.model.items()}
     for (_, mp), path in sorted(files.zero_model.items()):
         copies.setdefault(mp, []).append(path)
@@ -170,21 +171,21 @@ def read_stages(b: Building, source: Source, files: RankFiles) -> dict[int, Stag
                 break
             except LazyckptError as e:
                 errors.append(e)
-                b.tell(cannot_read(path, e))
+                b.report(cannot_read(path, e))
         else:
             b.lost[mp] = paths[mp]
             line = f"{paths[mp]} cannot be read, what model-parallel rank {mp} holds is lost"
-            b.tell(Problem("unreadable-file", line, paths[mp]))
+            b.report(Problem("unreadable-file", line, paths[mp]))
     if not found:
         if errors:
             raise errors[0]
         raise MissingFileError(
             f"{source.where}/{files.folder}: the model states are missing; they name the parameters, nothing can be "
-            "told without them"
+            "read without them"
         )
     if files.zero_model and files.zero_model.get((0, 0)) != found[min(found)][0].path:
         line = "the model states of rank 0 are lost: other ranks' are read, which do not list all tied names"
-        b.tell(Problem("missing-file", line))
+        b.report(Problem("missing-file", line))
     count, tp = degrees(found[min(found)][1], files, found)
     b.ranks, b.tp = count, tp
     known = paths[min(found)]
@@ -192,10 +193,10 @@ def read_stages(b: Building, source: Source, files: RankFiles) -> dict[int, Stag
         if mp not in paths:
             b.lost[mp] = re.sub(r"mp_rank_\d+_model", f"mp_rank_{mp:02d}_model", known)
             line = f"{b.lost[mp]} is missing: what model-parallel rank {mp} of {count} holds is lost"
-            b.tell(Problem("missing-file", line, b.lost[mp]))
+            b.report(Problem("missing-file", line, b.lost[mp]))
     for mp in sorted(set(found) - set(range(count))):
         line = f"{paths[mp]} belongs to model-parallel rank {mp}, but {count} wrote this: left over, not used"
-        b.tell(Problem("left-over-file", line, paths[mp]))
+        b.report(Problem("left-over-file", line, paths[mp]))
     stages = {}
     for mp, (file, model) in found.items():
         if mp < count:
@@ -206,27 +207,27 @@ def read_stages(b: Building, source: Source, files: RankFiles) -> dict[int, Stag
 
 
 def degrees(model: Mapping[Any, Any], files: RankFiles, found: Mapping[int, Any]) -> tuple[int, int]:
-    """(model-parallel ranks, tensor-parallel ranks among them): as the model states say, else as the files show."""
+    """Return (number of model-parallel ranks, tensor-parallel ranks among them), from the model states or the files."""
     count = model.get("mp_world_size")
     if type(count) is not int or count < 1:
         count = 1 + max(found)
-    believed(count, "model-parallel ranks", len(files.model) + len(files.zero_model), files.folder)
+    check_ranks(count, "model-parallel ranks", len(files.model) + len(files.zero_model), files.folder)
     known = model.get("checkpoint_parallel_dimensions")
-    said = known.get("tp_degree") if isinstance(known, dict) else None
-    if type(said) is int and said > 0 and count % said == 0:
-        tp = said
+    degree = known.get("tp_degree") if isinstance(known, dict) else None
+    if type(degree) is int and degree > 0 and count % degree == 0:
+        tp = degree
     else:
         tp = 1 + max(t for _, t in files.layers) if files.layers else count
     return count, tp if count % tp == 0 else count
 
 
 def data_parallel_degree(model: Mapping[Any, Any], files: RankFiles, count: int) -> int:
-    """The data-parallel degree: as the model states say, else as many as there are files. ``count``: model-parallel
-    ranks. Raises CorruptError if the product is absurd."""
+    """Return the data-parallel degree, from the model states or the ranks in file names. ``count``: number of
+    model-parallel ranks. Raises CorruptError if the product is implausible."""
     world = model.get("dp_world_size")
     if type(world) is not int or world < 1:
         world = 1 + max([dp for dp, _ in files.optim] + [dp for dp, _ in files.zero_model] + [0])
-    believed(world * count, "ranks", len(files.model) + len(files.zero_model) + len(files.optim), files.folder)
+    check_ranks(world * count, "ranks", len(files.model) + len(files.zero_model) + len(files.optim), files.folder)
     return world
 
 
@@ -240,7 +241,8 @@ def _expert_parallel(optims: Mapping[int, OptimFiles], files: RankFiles, b: Buil
 
 
 def merge_rules(source: Source, stages: Mapping[int, Stage]) -> tuple[RuleSource, ...]:
-    """Where merge rules come from: the user, the buffers' names, universal_checkpoint_info, the family."""
+    """Return the sources of merge rules, in order of precedence: the user, the buffers' names,
+    universal_checkpoint_info, the model family."""
     model = stages[min(stages)].model
     buffers = {n for s in stages.values() for n in buffer_names(s.model)}
     args = model.get("args")
@@ -252,7 +254,7 @@ def merge_rules(source: Source, stages: Mapping[int, Stage]) -> tuple[RuleSource
 
 
 def _first_stages(stages: Mapping[int, Stage]) -> dict[str, int]:
-    """Names that pipeline stages list -> the first stage that does."""
+    """Return the names that pipeline stages list -> the first stage that lists them."""
     first: dict[str, int] = {}
     for _, stage in sorted(stages.items()):
         for name in (*buffer_names(stage.model), *(n for group in stage.groups for n in group)):
@@ -264,7 +266,7 @@ def _first_stages(stages: Mapping[int, Stage]) -> dict[str, int]:
 
 
 def _listed(stages: Mapping[int, Stage], optims: Mapping[int, OptimFiles]) -> dict[str, Shape | int]:
-    """The trained parameters that some file lists by name, with their shape or how many elements they have."""
+    """Return the trained parameters that some file lists by name -> their shape, or their number of elements."""
     listed: dict[str, Shape | int] = {n: s for stage in stages.values() for g in stage.groups for n, s in g.items()}
     if not listed:
         listed = {n: s for optim in optims.values() for n, s in sizes(spans_by_name(optim)).items()}
@@ -275,7 +277,7 @@ def _listed(stages: Mapping[int, Stage], optims: Mapping[int, OptimFiles]) -> di
 
 
 def _mapped(b: Building, stage: Stage, optim: OptimFiles, layers: Layers, tied: Mapping[int, str]) -> list[Shapes]:
-    """The flat groups of a stage whose model states do not list them."""
+    """Return the flat groups of a stage whose model states do not list them."""
     shapes: Shapes = {}
     for idx in layers:
         shapes.update(local_shapes(layers, idx, stage.rank.tp, tied.get(idx, str(idx)), set()))
@@ -286,9 +288,9 @@ def _mapped(b: Building, stage: Stage, optim: OptimFiles, layers: Layers, tied: 
 
 
 def _aliases(model: Mapping[Any, Any], module: Mapping[str, StoredTensor], sharded: bool) -> dict[str, str]:
-    """Tied names -> owners: as shared_params says, and where two names of the module are the same memory.
+    """Return tied names -> owners, from shared_params and from names of the module that share memory.
 
-    engine.py `_get_shared_params` goes by addresses, and takes all parameters without elements for one; with
+    engine.py `_get_shared_params` compares addresses, and ties all parameters without elements together; with
     exclude_frozen_parameters, a frozen owner is not in the module, but its aliases are."""
     shared = model.get("shared_params")
     aliases = {a: o for a, o in shared.items() if isinstance(o, str)} if isinstance(shared, dict) else {}
@@ -300,32 +302,30 @@ def _aliases(model: Mapping[Any, Any], module: Mapping[str, StoredTensor], shard
     return aliases
 
 
-def _tell_of_unlisted(
-    b: Building, first: Stage, module: Mapping[str, StoredTensor], aliases: Mapping[str, str]
-) -> None:
-    """ZeRO-3's `_get_shared_params` walks `named_children`, which lists a module once: if one parent has it under two
-    names, its parameters have names in the state dict that no file ties to anything."""
+def _report_unlisted(b: Building, first: Stage, module: Mapping[str, StoredTensor], aliases: Mapping[str, str]) -> None:
+    """Report parameters that no file holds. ZeRO-3's `_get_shared_params` walks `named_children`, which lists a module
+    once: if one parent has it under two names, no file ties the second names of its parameters to the first ones."""
     known = {*aliases, *table(first.file, first.model.get("shared_params"))}
     known = known.union(*b.states.values(), buffer_names(first.model))
     lost = {n for group in first.groups for n in group} - known
     if lost:
-        reason = f"no optimizer file has what {first.file.path} lists as trained: they are hardly of one save"
+        reason = f"trained according to {first.file.path}, but in no optimizer file: probably files not of one save"
         line = f"{len(lost):,} parameters cannot be read, such as {min(lost)!r}: {reason}"
-        b.tell(Problem("missing-tensor", line, min(lost)))
+        b.report(Problem("missing-tensor", line, min(lost)))
         b.unreadable.update({name: f"{name!r}: {reason}" for name in lost})
     for name, t in module.items():
         if name in lost:
             continue
         if t.shape == (0,) and name not in known:
             b.unreadable[name] = (
-                f"{name!r}: {first.file.path} lists it, and no file holds anything of that name. It is likely another "
-                "name of a parameter here: ZeRO-3 does not note the second name of a module that one parent has twice"
+                f"{name!r}: {first.file.path} lists it, and no file holds a tensor of that name. It is likely another "
+                "name of a parameter here: ZeRO-3 saves only one name of a module that one parent has twice"
             )
-            b.tell(Problem("missing-tensor", b.unreadable[name], name))
+            b.report(Problem("missing-tensor", b.unreadable[name], name))
 
 
 def _tied_copies(b: Building, first: Stage, module: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """Tied names -> owners, from what was saved as `copies`; the owners' weights are then read for both."""
+    """Return tied names -> owners for weights saved as `copies`; the owners' weights are then read for both."""
     trained = {n for state, specs in b.states.items() if state != "weights" for n in specs}
     aliases = copies(first.file, {n: t for n, t in module.items() if n not in buffer_names(first.model)}, trained)
     for alias in aliases:
@@ -334,15 +334,15 @@ def _tied_copies(b: Building, first: Stage, module: Mapping[str, StoredTensor]) 
 
 
 def _complete(b: Building, sharded: bool, trained: set[str]) -> list[str]:
-    """fp32 is a whole state dict: what has no master copy (buffers, frozen parameters) stands there as it is stored;
-    these names are returned. ZeRO-3 stores no weights but those: they are in fp32 only."""
+    """Complete fp32 to a whole state dict: add tensors without a master copy (buffers, frozen parameters) as stored,
+    and return their names. ZeRO-3 stores no other weights: there they are in fp32 only."""
     weights = b.states.get("weights", {})
     if sharded:
         b.states.pop("weights", None)
     if not sharded and not b.states.get("fp32"):
         return []
     masters = b.states.setdefault("fp32", {})
-    # masters under numbers may be any parameter of their shape
+    # a master known only by its number may be any parameter of its shape
     unnamed = {s.shape for n, s in masters.items() if n not in weights and n not in trained and not sharded}
     bare = [n for n, s in weights.items() if n not in trained and n not in masters and s.shape not in unnamed]
     masters.update((name, weights[name]) for name in bare)
@@ -350,7 +350,7 @@ def _complete(b: Building, sharded: bool, trained: set[str]) -> list[str]:
 
 
 def _kinds(stages: Mapping[int, Stage], bare: list[str]) -> dict[str, list[str]]:
-    """For `meta`: which tensors of all ranks are buffers, and which were not trained."""
+    """Return the entries of `meta` that list the buffers and the parameters that were not trained, of all ranks."""
     buffers = sorted({n for s in stages.values() for n in buffer_names(s.model)}, key=natural)
     frozen = {n: None for s in stages.values() for n in shapes_of(s.file, s.model.get("frozen_param_shapes"))}
     frozen |= {n: None for n in bare if n not in buffers}
@@ -361,7 +361,7 @@ def _zero_stage(model: Mapping[Any, Any], optims: Mapping[int, OptimFiles]) -> i
     for optim in optims.values():
         for rank in optim.values():
             if isinstance(rank, Optim):
-                stage: Any = rank.state.get("zero_stage", 1)  # BF16_Optimizer does not say it: it is a ZeRO-1
+                stage: Any = rank.state.get("zero_stage", 1)  # BF16_Optimizer does not save it, and counts as 1
                 value = stage.args[0] if isinstance(stage, Opaque) and stage.args else stage
                 if type(value) is int and value in (1, 2, 3):
                     return value

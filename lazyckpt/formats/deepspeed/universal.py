@@ -1,7 +1,8 @@
 """Universal checkpoints: a folder per parameter, a file per state.
 
-Writer: deepspeed/checkpoint/ds_to_universal.py. ZeRO up to stage 2 (and tensor parallelism): a dict with ``param`` in
-its shape. Stage 3: the bare flat tensor, whose shape the model states beside it tell. ``step`` is a bare number.
+Writer: deepspeed/checkpoint/ds_to_universal.py. Up to ZeRO stage 2 (and with tensor parallelism), a file holds a dict
+with ``param`` in its shape; at stage 3, the bare flat tensor, whose shape is in the model states next to it. ``step``
+is a bare number.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def read(source: Source, files: RankFiles) -> Index:
             if spec is not None:
                 b.states.setdefault(state, {})[name] = spec
             else:
-                line = f"{path} holds no tensor: its value is in view.stored's file only"
+                line = f"{path} holds no tensor: its value is not among the states, only in the file (view.stored)"
                 problems.append(Problem("unsupported-tensor", line, path))
     lost, unreadable = _holes(b, source, root, listed, shapes)
     problems += lost
@@ -60,7 +61,7 @@ def read(source: Source, files: RankFiles) -> Index:
         states={s: b.states[s] for s in names},
         files=b.files,
         indexed=b.indexed,
-        # a tied name with a folder of its own is not the owner's: it was written in the training dtype
+        # a tied name with a folder of its own is no alias: its values were written in the training dtype
         aliases={a: o for a, o in aliases.items() if o in known and a not in known},
         meta={**meta, "tag": files.folder},
         problems=(*b.problems, *problems),
@@ -71,8 +72,8 @@ def read(source: Source, files: RankFiles) -> Index:
 def _holes(
     b: Building, source: Source, root: str, listed: Listed, shapes: dict[str, Shape]
 ) -> tuple[list[Problem], dict[str, str]]:
-    """Holes for the files that parameters lack though others have them. -> (the problems of missing and left-over
-    files, name -> why it cannot even be described)."""
+    """Add holes for state files that a parameter lacks and others have. Return the problems of missing and left-over
+    files, and name -> why it cannot even be described."""
     problems = []
     unreadable: dict[str, str] = {}
     folders = source.inside(root)
@@ -110,8 +111,9 @@ def _holes(
 
 
 def _slices(b: Building, meta: dict[str, Any]) -> list[Problem]:
-    """ds_to_universal takes what no optimizer has (frozen parameters, tied names) from the first model states alone: of
-    a tensor-parallel model that may be a slice, and nothing in the folder tells."""
+    """Report tensors that may be slices. ds_to_universal takes tensors that no optimizer has (frozen parameters, tied
+    names) from the first model states alone, which hold slices of a tensor-parallel model; the folder does not show
+    it."""
     degrees = meta.get("checkpoint_parallel_dimensions")
     if not isinstance(degrees, dict) or degrees.get("tp_degree") in (None, 1) or len(b.states) < 2:
         return []
@@ -142,7 +144,7 @@ def _spec(b: Building, path: str, name: str, shape: Shape | None) -> TensorSpec 
 
 
 def _model_states(b: Building, files: RankFiles) -> tuple[dict[str, Shape], dict[str, str], dict[str, Any], Listed]:
-    """What the copied model states tell: full shapes (where nothing was cut over tensor-parallel ranks), ties, meta."""
+    """Read the copied model states: full shapes (if nothing was cut over tensor-parallel ranks), ties, meta, names."""
     paths = files.model or {mp: p for (dp, mp), p in files.zero_model.items() if dp == 0}
     listed = _listed(b, paths)
     path = paths.get(0)
@@ -165,13 +167,13 @@ def _model_states(b: Building, files: RankFiles) -> tuple[dict[str, Shape], dict
         degrees = meta.get("checkpoint_parallel_dimensions")
         cut = not isinstance(degrees, dict) or degrees.get("tp_degree") != 1  # then these are the shapes of shards
         return {} if cut and len(paths) > 1 else shapes, aliases, meta, listed
-    except LazyckptError:  # which has been told
+    except LazyckptError:  # reported by `_listed`
         return {}, {}, {}, listed
 
 
 class Listed(NamedTuple):
-    """The names in the copied model states: parameters that the optimizer has, and others; ``complete``: all could be
-    read."""
+    """The names in the copied model states. ``trained``: parameters that the optimizer has; ``others``: names in the
+    module; ``complete``: whether all model states could be read."""
 
     trained: set[str]
     others: set[str]
@@ -190,6 +192,6 @@ def _listed(b: Building, paths: Mapping[int, str]) -> Listed:
             trained |= {n for g in (groups if isinstance(groups, list) else ()) for n in shapes_of(file, g)}
             others |= set(tensors_in(file, model.get("module")))
         except LazyckptError as e:
-            b.tell(cannot_read(path, e))
+            b.report(cannot_read(path, e))
             complete = False
     return Listed(trained, others, complete)

@@ -1,5 +1,5 @@
-"""Weights in the training dtype, from the model states: a module's state dict, experts, and what ZeRO-3 keeps there
-(frozen fragments, buffers).
+"""Weights in the training dtype, from the model states: a module's state dict, experts, and ZeRO-3's frozen fragments
+and buffers.
 
 Sources: runtime/engine.py `_save_checkpoint`, `_save_moe_checkpoint`.
 """
@@ -24,7 +24,7 @@ from .files import RankFiles, name_of_rank
 
 
 def expert_shards(b: Building, files: RankFiles) -> Shards:
-    """Experts have files of their own, under global ids."""
+    """Read the experts' weights from their own files, where they have global ids."""
     names: dict[str, dict[int, Shard]] = {}
     for (_, _, mp), path in files.experts.items():
         try:
@@ -32,12 +32,12 @@ def expert_shards(b: Building, files: RankFiles) -> Shards:
             for name, tensor in tensors_in(file, file.root).items():
                 names.setdefault(name, {})[mp % b.tp] = local(file, name, tensor, Rank(tp=mp % b.tp))
         except LazyckptError as e:
-            b.tell(cannot_read(path, e, ", its expert is lost"))
+            b.report(cannot_read(path, e, ", its expert is lost"))
     return {"weights": stacked_files(b, names, b.placements)}
 
 
 def module_shards(file: TorchFile, model: Mapping[Any, Any], aliases: Mapping[str, str], rank: Rank) -> Shards:
-    """A module's state dict; tied names are left to their owners. (ZeRO-3 leaves the parameters in it empty.)"""
+    """Return the tensors of a module's state dict, except tied names. (ZeRO-3 leaves the parameters in it empty.)"""
     tensors = tensors_in(file, model.get("module"))
     names = {
         name: {rank.tp: local(file, name, t, rank)}
@@ -48,14 +48,15 @@ def module_shards(file: TorchFile, model: Mapping[Any, Any], aliases: Mapping[st
 
 
 def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first: TorchFile, rank: Rank) -> Shards:
-    """ZeRO-3: what the data-parallel ranks' model states hold beside those of ``first``, the lowest rank's.
+    """Return ZeRO-3's frozen parameters, and compare the buffers of all data-parallel ranks. ``first``: the model
+    states of the lowest rank.
 
-    Frozen parameters, in the training dtype, are cut over them. Every rank saves its own buffers: the lowest's are
-    read, and where the zip's checksums tell that another's differ, a line says so. (Other parameters are empty there.)
+    Frozen parameters, in the training dtype, are cut over these ranks. Every rank saves its own buffers: the lowest
+    rank's are read, and a different zip checksum on another rank is reported. (Other parameters are empty there.)
     """
     shapes = shapes_of(first, model.get("frozen_param_shapes"))
     if stacks := [n for n in shapes if layer_of(n, b.placements) is not None]:
-        b.tell(
+        b.report(
             Problem("unsupported-tensor", f"{first.path}: frozen experts ({stacks[0]!r}, ...) are in view.stored only")
         )
         shapes = {n: s for n, s in shapes.items() if n not in stacks}
@@ -68,9 +69,9 @@ def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first:
     for dp in range(b.world):
         if (dp, mp) not in files.zero_model:
             path = name_of_rank(first.path, dp, mp)
-            b.tell(Problem("missing-file", f"{path} is missing", path))
+            b.report(Problem("missing-file", f"{path} is missing", path))
         elif not (shapes or buffers or _is_whole(b, path := files.zero_model[dp, mp])):
-            _tell_why(b, path)
+            _report_damage(b, path)
     for dp in range(b.world) if shapes or buffers else ():
         path = files.zero_model.get((dp, mp)) or name_of_rank(next(iter(files.zero_model.values())), dp, mp)
         here = rank._replace(dp=dp)
@@ -84,7 +85,7 @@ def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first:
             problem = cannot_read(path, e)
             hole = Hole(path, str(problem))
             if (dp, mp) in files.zero_model:
-                b.tell(problem)
+                b.report(problem)
             fragments = module = {}
         for name in shapes:
             tensor = fragments.get(name)
@@ -99,7 +100,7 @@ def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first:
                 differ.setdefault(name, []).append(dp)
     for name, ranks in differ.items():
         line = f"the buffer {name!r} differs on ranks {some(ranks, 8)}: the lowest's is read (the others: view.stored)"
-        b.tell(Problem("differing-replicas", line, name))
+        b.report(Problem("differing-replicas", line, name))
     frozen: dict[str, dict[int, Shard]] = {}
     for name in dtypes:
         shape = shapes[name]
@@ -112,18 +113,18 @@ def _is_whole(b: Building, path: str) -> bool:
     return is_whole(b.store, path, b.info(path).size)
 
 
-def _tell_why(b: Building, path: str) -> None:
-    """Tell of a file that nothing is needed of, but that is damaged."""
+def _report_damage(b: Building, path: str) -> None:
+    """Report a damaged file whose contents are not needed."""
     try:
         b.file(path, keep=False)
     except LazyckptError as e:
-        b.tell(cannot_read(path, e))
+        b.report(cannot_read(path, e))
 
 
 def copies(file: TorchFile, module: Mapping[str, StoredTensor], trained: set[str]) -> dict[str, str]:
-    """Matrices that no optimizer has, and that hold the very bytes of one that it has: the other names of tied
-    parameters, where each was saved on its own. (With experts, engine.py saves clones; it lists ``shared_params`` with
-    ZeRO only.)"""
+    """Return the other names of tied parameters -> owners, where each name was saved on its own: matrices that no
+    optimizer has, with the checksum of one that an optimizer has. (With experts, engine.py saves clones; it lists
+    ``shared_params`` only with ZeRO.)"""
     owners: dict[tuple[Any, ...], list[str]] = {}
     for name, t in module.items():
         if len(t.shape) > 1 and (crc := crc_of(file.records, t)) is not None:
@@ -135,10 +136,10 @@ def copies(file: TorchFile, module: Mapping[str, StoredTensor], trained: set[str
     return found
 
 
-def tell_of_fused_attention(b: Building) -> None:
-    """A line where q, k and v of Megatron-DeepSpeed are put together and nothing says how they lie on a rank.
+def report_fused_attention(b: Building) -> None:
+    """Report merged q, k and v of Megatron-DeepSpeed whose order on a rank is not recorded.
 
-    Up to December 2024 they alternate by groups of heads, as Megatron's; since its commit 676a482c
+    Up to December 2024 they alternate by groups of heads, as in Megatron; since its commit 676a482c
     (model/transformer.py `each_hidden_size`) each rank has all of its q, then its k, then its v. The files do not
     differ otherwise.
     """
@@ -153,9 +154,9 @@ def tell_of_fused_attention(b: Building) -> None:
     ]
     if open_ones:
         line = (
-            f"{len(open_ones):,} fused q, k and v ({some(open_ones)}) are put together rank by rank, as "
-            "ds_to_universal does. Megatron-DeepSpeed of December 2024 and later has q, k and v apart on every rank, "
-            "and the files do not say which it was: if so, open with rules={'*query_key_value*': {'cat': 0, 'parts': "
-            "3}}, or with their three sizes for parts"
+            f"{len(open_ones):,} fused q, k and v ({some(open_ones)}) are concatenated rank by rank, as "
+            "ds_to_universal does. Megatron-DeepSpeed of December 2024 and later keeps q, k and v apart on every rank, "
+            "and the files do not show the version: for that one, open with rules={'*query_key_value*': {'cat': 0, "
+            "'parts': 3}}, or with their three sizes for parts"
         )
-        b.tell(Problem("assumed-layout", line, only_one(open_ones)))
+        b.report(Problem("assumed-layout", line, only_one(open_ones)))

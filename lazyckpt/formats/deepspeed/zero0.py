@@ -1,4 +1,4 @@
-"""ZeRO-0: whose states a plain optimizer holds, rank by rank: a module's parameters, a pipeline stage's, experts'.
+"""ZeRO-0: the states in each rank's plain optimizer, for the parameters of a module, a pipeline stage, or experts.
 
 Sources: runtime/engine.py `_save_checkpoint` (``optimizer`` in the model states), `_save_moe_checkpoint`
 (``expp_rank_*``: every expert-parallel rank's optimizer, with experts under its own local ids).
@@ -22,7 +22,7 @@ from .pipeline import Layers, evident_ties, local_shapes, stage_names
 from .plainopt import Group, match, numbered_groups, optimizer_shards
 
 EXPERTS = ".deepspeed_experts."
-_TRIES = 256  # ways to spread the layers' experts over ranks that are tried
+_TRIES = 256  # limit on the ways to distribute the layers' experts over ranks that are tried
 
 
 def optimizer_states(
@@ -33,9 +33,9 @@ def optimizer_states(
     tied: Mapping[int, str],
     aliases: Iterable[str],
 ) -> None:
-    """Add the states of every rank's plain optimizer. ``tied``: pipeline layer -> the shared module it holds."""
+    """Add the states of every rank's plain optimizer. ``tied``: pipeline layer -> the shared module in its file."""
     by_stage = {mp: n for t in range(b.tp) for mp, n in _stages_of(stages, layers, tied, t).items()} if layers else {}
-    for pp in sorted({s.rank.pp for s in stages.values()}):  # of what several stages hold, the first one's is read
+    for pp in sorted({s.rank.pp for s in stages.values()}):  # the first stage that holds a tensor is read
         shards: Shards = {}
         for mp, stage in stages.items():
             if stage.rank.pp != pp or (stage.model.get("optimizer") is None and not files.expert_optim):
@@ -54,11 +54,11 @@ def optimizer_states(
         b.add(shards)
 
 
-# -- parameters that order and shapes do not tell
+# -- parameters that order and shapes do not name
 
 
-def copies_that_tell(b: Building) -> Undecided:
-    """The optimizers whose fp32 copies are to tell their parameters (one tensor-parallel rank: weights are whole)."""
+def undecided_optimizers(b: Building) -> Undecided:
+    """Return the optimizers whose fp32 copies will name parameters (one tensor-parallel rank: weights are whole)."""
     copies, weights = b.states.get("fp32", {}), b.states.get("weights", {})
     return Undecided(
         b.store.pinned(b.files),
@@ -78,7 +78,7 @@ def copies_that_tell(b: Building) -> Undecided:
 def with_undecided(
     b: Building, states: Mapping[str, Mapping[str, TensorSpec]], undecided: Undecided
 ) -> dict[str, Mapping[str, TensorSpec]]:
-    """The states, those with numbers such that the numbers get their names when they are looked at."""
+    """Wrap the states that have numbered parameters, to replace the numbers by names on first access."""
     numbers = {number for of in b.unnamed for number in of.numbers}
     return {
         state: UndecidedTable(table, undecided, b.states["weights"] if state == "fp32" else {})
@@ -92,8 +92,8 @@ def with_undecided(
 
 
 def ties_of_plain_optimizers(b: Building, stages: Mapping[int, Stage], layers: Layers) -> dict[int, str]:
-    """Which layers' files hold a module that layers share, as far as the plain optimizers of the stages show it
-    without any names: layer -> the prefix of its names (see `evident_ties`)."""
+    """Return the layers whose files hold a shared module, as far as the stages' plain optimizers show it without
+    names: layer -> the prefix of its names (see `evident_ties`)."""
     optimizers = {mp: numbered_groups(s.model.get("optimizer")) for mp, s in sorted(stages.items())}
     first = [groups for mp, groups in optimizers.items() if stages[mp].rank.tp == 0]
     info = stages[min(stages)].model.get("universal_checkpoint_info")
@@ -105,12 +105,12 @@ def ties_of_plain_optimizers(b: Building, stages: Mapping[int, Stage], layers: L
                 f"pipeline layer {idx} is shared by several stages (their optimizers have its parameters): its name in "
                 f"the model is tied_modules.KEY, no file says what KEY is, so its names here begin with {idx}"
             )
-            b.tell(Problem("undecided-name", line))
+            b.report(Problem("undecided-name", line))
     return found
 
 
 def _stages_of(stages: Mapping[int, Stage], layers: Layers, tied: Mapping[int, str], tp: int) -> dict[int, Shapes]:
-    """The parameters of every pipeline stage, by mp rank: nothing lists them, but every stage has a run of layers."""
+    """Return the parameters of every pipeline stage, by mp rank. No file lists them; a stage has a run of layers."""
     ranks = [mp for mp, s in sorted(stages.items()) if s.rank.tp == tp]
     buffers = _buffers(stages)
     tables = {idx: local_shapes(layers, idx, tp, tied.get(idx, str(idx)), buffers) for idx in layers}
@@ -142,7 +142,7 @@ def _expert_optimizers(b: Building, files: RankFiles, stage: Stage, names: dict[
             file = b.file(path)
             optimizer = table(file, table(file, file.root).get("optimizer"))
         except LazyckptError as e:
-            b.tell(cannot_read(path, e, ", the optimizer states in it are lost"))
+            b.report(cannot_read(path, e, ", the optimizer states in it are lost"))
             continue
         data_first = table(file, stage.model.get("ds_config")).get("use_data_before_expert_parallelism") is True
         all_names, spread = _with_experts(names, experts, numbered_groups(optimizer), degree, ep, data_first)
@@ -167,8 +167,8 @@ def _expert_optimizers(b: Building, files: RankFiles, stage: Stage, names: dict[
 def _with_experts(
     names: Shapes, experts: Shapes, groups: list[Group], degree: int, ep: int, data_first: bool
 ) -> tuple[Shapes, dict[str, int] | None]:
-    """The parameters of one expert-parallel rank, in the module's order, and over how many ranks its experts are spread
-    if the layers differ in that. ``degree``: the largest such number, of which ``ep`` is the rank."""
+    """Return the parameters of one expert-parallel rank, in the module's order, and expert -> the number of ranks over
+    which it is distributed, if layers differ in that. ``degree``: the largest such number; ``ep``: the rank in it."""
     per_layer: dict[str, dict[int, Shapes]] = {}
     for name, shape in experts.items():
         layer, rest = name.split(EXPERTS)
@@ -193,13 +193,13 @@ def _with_experts(
 
 
 def _share(ids: Mapping[int, Shapes], degree: int, rank: int) -> Shapes:
-    """A rank's experts of a layer, under their global ids."""
+    """Return a rank's experts of a layer, under their global ids."""
     width = len(ids) // degree
     return {n: s for i in sorted(ids)[rank * width : (rank + 1) * width] for n, s in ids[i].items()}
 
 
 def _ordered(names: Shapes, mine: Mapping[str, Shapes]) -> Shapes:
-    """In the module's order, experts stand behind their layer's gate."""
+    """Return all parameters in the module's order, where experts follow their layer's gate."""
     left, ordered = dict(mine), {}
     for name, shape in names.items():
         ordered[name] = shape

@@ -2,7 +2,7 @@
 
 Writer: megatron/core/dist_checkpointing/serialization.py `save`, core.py (`metadata.json`), strategies/torch.py (on
 torch.distributed.checkpoint) or, up to 0.15, strategies/zarr.py. A key is a tensor of the whole model, whatever the
-parallel layout; `stacks` gives the model's own names. Optimizers: optimizer/optimizer.py `sharded_state_dict`
+parallel layout; `stacks` maps keys to the model's names. Optimizers: optimizer/optimizer.py `sharded_state_dict`
 ("optimizer.state.exp_avg." and the key of the parameter), optimizer/distrib_optimizer.py
 `sharded_param_state_fully_reshardable`, `_fs_model_space` (reshaped to a grid: `regridded`), `_dp_reshardable`
 (buckets as ranks hold them: `reshardable`).
@@ -47,8 +47,8 @@ _MAX_CHUNKS = 1 << 24
 
 
 def in_folder(store: Store, folder: str = "") -> Member:
-    """The arrays of a folder, and its objects but for ``_extra_state``. Those that are damaged are
-    told of. Raises the first one's error if all are."""
+    """Index the arrays of a folder, and its objects except ``_extra_state``. Damaged ones are reported. Raises the
+    first error if all arrays are damaged."""
     tensors: dict[str, tuple[Path, TensorSpec]] = {}
     problems: list[Problem] = []
     files: dict[str, FileInfo] = {}
@@ -122,14 +122,14 @@ def _described(store: Store, folder: str, where: str) -> Array:
         about = json.loads(bytes(store.read(f"{folder}/.zarray", 0, min(size, _MAX_JSON))))
         array = array_v2(about, where)
     except NoTensorError as e:
-        raise CorruptError(f"{where}: {e}: none that Megatron writes") from None
+        raise CorruptError(f"{where}: {e}: Megatron writes no such array") from None
     except CorruptError:
         raise
     except (ValueError, AttributeError, RecursionError) as e:
         raise CorruptError(f"{where} describes no array ({e!r:.80}): the file is damaged") from None
     plain = array.packing == Packing(tuple(range(len(array.shape))))
     if not plain or array.separator != "." or about.get("zarr_format") != 2:
-        raise CorruptError(f"{where}: Megatron writes zarr v2 arrays in C order without compression, this is another")
+        raise CorruptError(f"{where}: not a zarr v2 array in C order without compression, as Megatron writes them")
     return array
 
 
@@ -141,12 +141,12 @@ _BUFFER = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
 _NAMES = {"fp32_param": "fp32", "param": "fp32"}
 _ABOUT = "metadata.json"
 _MAX_JSON_DIST = 1 << 16
-_HEAD = 512  # bytes of it that tell whose it is
+_HEAD = 512  # bytes of metadata.json that identify its writer
 _FORMATS = {"torch_dist": "megatron-dist", "zarr": "megatron-zarr"}
 
 
 def is_dist(source: Source) -> bool:
-    """Whether the folder is such a checkpoint, or has one as the iteration to read."""
+    """Return whether the folder is such a checkpoint, or the iteration to read in it is one."""
     if source.path:
         return False
     if _is_here(source.store, "", source.entries):
@@ -156,7 +156,7 @@ def is_dist(source: Source) -> bool:
 
 
 def read_dist(source: Source) -> Index:
-    """Index the folder, or its iteration. Raises what `read` does, and FormatError for rules that cannot be."""
+    """Index the folder, or its iteration to read. Raises what `read` does, and FormatError for malformed rules."""
     if _is_here(source.store, "", source.entries):
         return _without_padding(read(source.store), source.rules)
     folder = find_iteration(source) or ""
@@ -165,8 +165,8 @@ def read_dist(source: Source) -> Index:
 
 
 def _without_padding(index: Index, rules: Mapping[str, Any]) -> Index:
-    """The tensors are whole, so of the user's rules only "rows" says something of them. Raises FormatError for a rule
-    that is not understood."""
+    """Apply the user's rules. The tensors are whole, so only "rows" has an effect. Raises FormatError for a malformed
+    rule."""
     if not rules:
         return index
     users = [user_rules(rules)]
@@ -185,13 +185,13 @@ def _is_here(store: Store, folder: str, entries: Mapping[str, Entry]) -> bool:
     about = entries.get(_ABOUT)
     if "common.pt" in entries:
         return about is not None or ".metadata" in entries
-    if about is None or about.is_dir:  # others, too, may name a file so: what stands in it tells
+    if about is None or about.is_dir:  # other writers may use the name, too: look at the contents
         return False
     return b'"sharded_backend"' in bytes(store.read(posixpath.join(folder, _ABOUT), 0, min(about.info.size, _HEAD)))
 
 
 def read(store: Store, folder: str = "") -> Index:
-    """Index such a folder. Raises CorruptError, FormatError (a backend that is not known), MissingFileError."""
+    """Index such a folder. Raises CorruptError, FormatError (unknown backend), MissingFileError."""
     problems: list[Problem] = []
     backend = _backend(store, folder, problems)
     tensors = _tensors(store, folder, backend)
@@ -233,7 +233,8 @@ def _backend(store: Store, folder: str, problems: list[Problem]) -> str:
         raise CorruptError(f"{store.root}/{path} does not name a sharded_backend: the file is damaged") from None
     if backend not in _FORMATS:
         raise FormatError(
-            f"{store.root}/{path}: the backend {backend!r:.60} is none that lazyckpt reads ({', '.join(_FORMATS)})"
+            f"{store.root}/{path}: the backend {backend!r:.60} is none of those that lazyckpt reads "
+            f"({', '.join(_FORMATS)})"
         )
     return str(backend)
 
@@ -269,8 +270,8 @@ def _states(member: Member, args: Any) -> tuple[dict[str, dict[str, TensorSpec]]
             Problem(
                 "undecided-layout",
                 f"{len(keys):,} tensors are buffers of the distributed optimizer as ranks hold them (dp_reshardable: "
-                f"{some(keys)}), and which parameter lies where in them is not known: {reason}. They are in "
-                "view.stored; saved with --dist-ckpt-optim-fully-reshardable they would be states by parameter",
+                f"{some(keys)}), and the positions of the parameters in them are not known: {reason}. They are in "
+                "view.stored; a save with --dist-ckpt-optim-fully-reshardable has states by parameter",
                 only_one(keys),
             )
             for keys, reason in reasons
@@ -281,8 +282,8 @@ def _states(member: Member, args: Any) -> tuple[dict[str, dict[str, TensorSpec]]
 
 
 def _steps(common: Member, states: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, dict[str, TensorSpec]]:
-    """The optimizer's count of steps, one number for all parameters (of the dense ones and of experts, if there are two
-    optimizers): {"step": ...}; {} if there is none."""
+    """Return the optimizer's step count as {"step": ...}; {} if there is none. All parameters share one number, or if
+    there are two optimizers, dense parameters and experts have one each."""
     counts = [
         spec for path, spec in common.tensors.values() if path[:1] == ("optimizer",) and path[-1] == "common_step"
     ]

@@ -1,8 +1,8 @@
-"""Which files a checkpoint of Megatron consists of: iterations, and the rank folders of one.
+"""The files of a Megatron checkpoint: iterations, and the rank folders of an iteration.
 
 Writer: Megatron-LM megatron/training/checkpointing.py `get_checkpoint_name` and `..._tracker_filename`: a folder
-``iter_0000003`` (or ``release``) with a folder ``mp_rank_TT[_PPP][_EEE]`` of every model-parallel rank. The tracker,
-``latest_checkpointed_iteration.txt``, is written last: an iteration newer than it names was not finished.
+``iter_0000003`` (or ``release``) with a folder ``mp_rank_TT[_PPP][_EEE]`` for every model-parallel rank. The tracker,
+``latest_checkpointed_iteration.txt``, is written last: an iteration newer than the one it names is unfinished.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _ITERATION = re.compile(r"iter_(\d{7,})")
 
 @dataclass(slots=True)
 class RankFolder:
-    """The files of one model-parallel rank. ``numbers``: those of the folder's name; what they count, only the
-    arguments in the file tell. ``optim``: the distributed optimizer's file, "" if there is none."""
+    """The files of one model-parallel rank. ``numbers``: the numbers in the folder's name; only the arguments in the
+    file show what they count. ``optim``: path of the distributed optimizer's file, "" if there is none."""
 
     name: str
     numbers: tuple[int, ...]
@@ -36,7 +36,7 @@ class RankFolder:
 
 @dataclass(slots=True)
 class Iteration:
-    """The rank folders of one iteration, and the problems of what else is there. ``folder``: where they are."""
+    """The rank folders of one iteration. ``folder``: the iteration's path; ``notes``: problems with its other files."""
 
     folder: str
     ranks: list[RankFolder] = field(default_factory=list)
@@ -44,13 +44,13 @@ class Iteration:
 
     @property
     def number(self) -> int | None:
-        """The iteration that the folder's name says; None for ``release``, and where the folder itself was opened."""
+        """The iteration in the folder's name; None for ``release``, and if the iteration folder itself was opened."""
         found = _ITERATION.fullmatch(self.folder)
         return int(found[1]) if found else None
 
 
 def rank_folders(source: Source, folder: str) -> Iteration:
-    """The rank folders in a folder. Those without a model's file are told of."""
+    """Find the rank folders in a folder. Those without a model file are reported."""
     found = Iteration(folder)
     others: list[str] = []
     names = source.inside(folder)
@@ -72,19 +72,19 @@ def rank_folders(source: Source, folder: str) -> Iteration:
         found.ranks.append(RankFolder(name, numbers, f"{path}/{model}", optim))
     if others:
         line = (
-            f"{len(others):,} files of optimizers' states that lazyckpt does not read (those of the distributed "
-            f"optimizer until 2023, and of layer-wise ones): {some(others)}"
+            f"{len(others):,} files of optimizer states that lazyckpt does not read (those of the distributed "
+            f"optimizer until 2023, and of layer-wise optimizers): {some(others)}"
         )
         found.notes.append(Problem("ignored-file", line, only_one(others)))
     return found
 
 
 def find_iteration(source: Source, strict: bool = True) -> str | None:
-    """The folder of the iteration to read ("" for the opened one itself), of whatever format it is: the one that was
-    asked for (``iter_0000003``, ``3`` or ``release``), else the one that the tracker names, else the only one there is.
+    """Return the folder of the iteration to read ("" for the opened folder itself), whatever its format: the requested
+    one (``iter_0000003``, ``3`` or ``release``), else the one that the tracker names, else the only one.
 
-    None if this is no folder of Megatron's. With ``strict``, raises MissingFileError where there is no such iteration,
-    FormatError where there are several and no word which; without, None means just that.
+    Return None if this is not a Megatron folder. With ``strict``, raise MissingFileError if there is no such iteration,
+    FormatError if there are several and nothing selects one; without, return None in these cases, too.
     """
     folders = _iterations(source)
     here = any(_RANK.fullmatch(n) and e.is_dir for n, e in source.entries.items())
@@ -92,11 +92,10 @@ def find_iteration(source: Source, strict: bool = True) -> str | None:
         return ""
     if TRACKER not in source.entries and not folders:
         return None
-    told = None if source.tag is not None else _tracker(source, strict)
-    asked = source.tag if source.tag is not None else told
-    if asked is None and len(folders) == 1:
+    tag = source.tag if source.tag is not None else _tracker(source, strict)
+    if tag is None and len(folders) == 1:
         return folders[0]
-    name = asked if asked is None or not asked.isdecimal() or not asked.isascii() else f"iter_{int(asked[:18]):07d}"
+    name = tag if tag is None or not tag.isdecimal() or not tag.isascii() else f"iter_{int(tag[:18]):07d}"
     if name in folders:
         return name
     if not strict:
@@ -117,11 +116,11 @@ def _iterations(source: Source) -> list[str]:
 
 
 def find_ranks(source: Source) -> Iteration:
-    """The rank folders of the iteration to read. Raises what `find_iteration` does, and MissingFileError if it has
-    none."""
+    """Return the rank folders of the iteration to read. Raises what `find_iteration` does, and MissingFileError if the
+    iteration has none."""
     folder = find_iteration(source)
     if folder is None:
-        raise FormatError(f"{source.where} is no folder of Megatron's: it has neither iter_* nor mp_rank_* in it")
+        raise FormatError(f"{source.where} is not a Megatron folder: it has neither iter_* nor mp_rank_* in it")
     found = rank_folders(source, folder)
     if not found.ranks:
         others = ", ".join(n for n in sorted(_iterations(source), key=natural) if n != folder) or "none"
@@ -135,12 +134,12 @@ def find_ranks(source: Source) -> Iteration:
 
 
 def is_legacy(source: Source) -> bool:
-    """Whether the folder is one of Megatron's, and the iteration to read no distributed checkpoint (which has no rank
-    folders but files for all ranks)."""
+    """Return whether the folder is Megatron's, and the iteration to read is not a distributed checkpoint (which has
+    files shared by all ranks in place of rank folders)."""
     if source.path:
         return False
     folder = find_iteration(source, strict=False)
-    if TRACKER not in source.entries and folder != "":  # others, too, may name a folder so
+    if TRACKER not in source.entries and folder != "":  # other writers may use the name, too
         return any(_RANK.fullmatch(name) for folder in _iterations(source) for name in source.inside(folder))
     if folder is None:
         return True
@@ -149,15 +148,15 @@ def is_legacy(source: Source) -> bool:
 
 
 def unfinished(source: Source, folder: str) -> list[Problem]:
-    """The problems of iterations newer than the one that the tracker names."""
-    told = None if source.tag is not None else _tracker(source, strict=False)
-    if told is None or not told.isdecimal():
+    """Return the problems of iterations newer than the one that the tracker names."""
+    last = None if source.tag is not None else _tracker(source, strict=False)
+    if last is None or not last.isdecimal():
         return []
-    newer = [n for n in source.entries if (m := _ITERATION.fullmatch(n)) and int(m[1]) > int(told) and n != folder]
+    newer = [n for n in source.entries if (m := _ITERATION.fullmatch(n)) and int(m[1]) > int(last) and n != folder]
     return [
         Problem(
             "unfinished-save",
-            f"{name} is newer than {TRACKER} says ({told}): its save was not finished, it is not read",
+            f"{name} is newer than {TRACKER} says ({last}): its save was not finished, it is not read",
             name,
         )
         for name in sorted(newer, key=natural)
@@ -165,13 +164,13 @@ def unfinished(source: Source, folder: str) -> list[Problem]:
 
 
 def tracked(source: Source) -> int | None:
-    """The iteration that the tracker of a folder names; None if there is none, or if it is the release."""
-    told = _tracker(source, strict=False)
-    return int(told) if told is not None and told.isdecimal() else None
+    """Return the iteration that a folder's tracker names; None if there is no tracker, or if it names the release."""
+    text = _tracker(source, strict=False)
+    return int(text) if text is not None and text.isdecimal() else None
 
 
 def _tracker(source: Source, strict: bool) -> str | None:
-    """What the tracker names (checkpointing.py `read_metadata`): a number or ``release``."""
+    """Return the tracker's text (checkpointing.py `read_metadata`): a number or ``release``; None if there is none."""
     if TRACKER not in source.entries:
         return None
     if _tracker not in source.known:

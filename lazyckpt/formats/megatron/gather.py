@@ -1,8 +1,8 @@
-"""The shards of every tensor, from all rank files, and how they are put together.
+"""The shards of every tensor, from all rank files, and how they form the whole tensor.
 
 A dense parameter is cut over tensor-parallel ranks, and every expert-parallel rank's file repeats it. An expert is on
 one expert-parallel rank, cut over the expert-tensor-parallel ones. All experts of a rank in one array (GroupedMLP:
-megatron/core/transformer/moe/experts.py) are a stack, [experts, ...]; the stacks of the ranks follow each other.
+megatron/core/transformer/moe/experts.py) are a stack, [experts, ...]; the whole concatenates the ranks' stacks.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _NUMBERS = re.compile(r"\d+")
 
 @dataclass(slots=True)
 class Gathered:
-    """All shards, by the rank among those that cut the tensor (of stacks, those of one expert-parallel rank after those
-    of another). ``sources``: where merge rules come from; ``single``: whether a tensor may have one of its own."""
+    """All shards, by the rank among those that cut the tensor (for stacks, ordered by expert-parallel rank first).
+    ``sources``: sources of merge rules; ``single``: whether a tensor may have a rule of its own."""
 
     grid: Grid
     sources: tuple[Source, ...]
@@ -39,7 +39,7 @@ class Gathered:
         self.merging = Merging(self._decide, self._absent)
 
     def add(self, state: str, name: str, extent: Extent, rank: Rank) -> None:
-        """What a rank's file holds of a tensor. A stack's extent is [local experts, ...]."""
+        """Add the extent of a tensor in a rank's file. The extent of a stack is [local experts, ...]."""
         cut = self._expert_rank(name, rank) if is_expert(name) else rank.tp
         if cut is None:
             return
@@ -47,26 +47,26 @@ class Gathered:
         other = add(self.states, state, name, cut, shard)
         if other is not None:
             line = (
-                f"{extent.path}: {name!r} is {extent.shape} here, {other.shape} in {other.fragments[0].extent.path}: "
-                "the first is read (the others: view.stored)"
+                f"{extent.path}: {name!r} has shape {extent.shape} here, {other.shape} in "
+                f"{other.fragments[0].extent.path}: the latter is read (the others: view.stored)"
             )
-            self.grid.tell(Problem("mismatched-shards", line, name))
+            self.grid.report(Problem("mismatched-shards", line, name))
 
     def _expert_rank(self, name: str, rank: Rank) -> int | None:
-        """Which shard of an expert's tensor a rank has; None if that is not known."""
+        """Return the index of a rank's shard of an expert's tensor; None if it is not known."""
         d = self.grid.degrees
         cut = d.expert_rank(rank.tp)
         if cut is None:
             line = (
-                f"experts cut over {d.etp} ranks with tp={d.tp}: several ranks write the same file, which shards it "
-                "has is not known; they are in view.stored only"
+                f"experts are cut over {d.etp} ranks with tp={d.tp}: several ranks write the same file, and which "
+                "shards it has is not known; they are in view.stored only"
             )
-            self.grid.tell(Problem("undecided-layout", line))
+            self.grid.report(Problem("undecided-layout", line))
             return None
         return rank.ep * d.etp + cut if stack_of(name) else cut
 
     def spec(self, state: str, name: str) -> TensorSpec:
-        """The whole tensor."""
+        """Return the whole tensor."""
         shards = self.states[state][name]
         first = shards[min(shards)]
         d = self.grid.degrees
@@ -80,8 +80,8 @@ class Gathered:
         return replace(spec, rule="; ".join(filter(None, (spec.rule, note)))) if note else spec
 
     def _decide(self, name: str, shapes: Sequence[Shape]) -> Merge:
-        """How shards are put together: what differs from another tensor in the numbers of its name only has the same
-        rule. (What a user says, or a file of one tensor, may tell them apart.)"""
+        """Return how shards form the whole. Tensors whose names differ only in numbers share a rule, unless `single`
+        allows a tensor its own."""
         if stack_of(name) and len(shapes[0]) == 3:
             return self._stack(name, shapes)
         if self.single(name):
@@ -93,23 +93,23 @@ class Gathered:
         return found
 
     def _absent(self, name: str, rank: int, like: Shard) -> Shard:
-        """A rank's shard that no file has."""
+        """Return the stand-in for a rank's shard that no file has: a hole."""
         d = self.grid.degrees
         if is_expert(name):
-            why = f"the shard of expert-tensor-parallel rank {rank % d.etp} of {d.etp} is in no file that is here"
+            why = f"the shard of expert-tensor-parallel rank {rank % d.etp} of {d.etp} is in none of the files"
             return missing(Hole("", why), like.shape, like.dtype)
-        why = f"the shard of tensor-parallel rank {rank} of {d.tp} is in no file that is here"
+        why = f"the shard of tensor-parallel rank {rank} of {d.tp} is in none of the files"
         known = next((hole for (tp, _), hole in self.grid.lost.items() if tp == rank), None)
         return missing(known or Hole("", why), like.shape, like.dtype)
 
     def _stack(self, name: str, shapes: Sequence[Shape]) -> Merge:
-        """All experts' matrices, [experts, in, out]: those of the ranks follow each other, each cut along its last (the
-        first matrices: gate and up halves of every rank) or middle dimension."""
+        """Return how stacks of all experts' matrices, [experts, in, out], form the whole: the ranks' stacks follow each
+        other, cut along the last dimension (first matrices: gate and up halves of every rank) or the middle one."""
         d, args = self.grid.degrees, self.grid.args
         gated = is_gated(args)
         if stack_of(name) == 1:
             if gated is None and d.etp > 1:
-                raise ValueError("the arguments do not say whether gate and up are in one")
+                raise ValueError("the arguments do not say whether gate and up are fused")
             rule = in_parts(2, 2) if gated and d.etp > 1 else concatenated(2)
         else:
             rule = concatenated(1)
@@ -121,9 +121,9 @@ class Gathered:
 
 
 def stacked(extent: Extent, which: int, hidden: int, experts: int) -> Extent | None:
-    """The array of all experts of a rank, [hidden, experts * width] or [experts * width, hidden] in its shape, as what
-    its bytes are: [experts, hidden, width] or [experts, width, hidden] (experts.py `GroupedMLP.forward`: ``view`` of
-    the flat buffer). None if it is no such array."""
+    """Return the array of all experts of a rank as the stack that its bytes are. Its shape is [hidden, experts * width]
+    or [experts * width, hidden], its bytes are [experts, hidden, width] or [experts, width, hidden] (experts.py
+    `GroupedMLP.forward`: ``view`` of the flat buffer). None if it is not such an array."""
     if len(extent.shape) != 2 or extent.strides != c_strides(extent.shape) or experts < 1:
         return None
     rows, columns = extent.shape

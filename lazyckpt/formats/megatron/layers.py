@@ -1,9 +1,9 @@
-"""Which layers of the whole model a pipeline stage holds: its file counts them from 0. Pure.
+"""The layers of the whole model on a pipeline stage, whose file counts them from 0. Pure.
 
 Sources: megatron/core/transformer/transformer_layer.py `get_transformer_layer_offset`, transformer_block.py
 `get_num_layers_to_build`, pipeline_parallel_layer_layout.py. Whatever the rule, the stages hold the layers in the order
-in which the pipeline visits them: chunk 0 of all ranks, then chunk 1 of all ranks, ... So a chunk's first layer is as
-many layers in as the chunks before it have; the rules matter only for what is not there to be counted.
+in which the pipeline visits them: chunk 0 of all ranks, then chunk 1 of all ranks, ... So the number of a chunk's first
+layer is the number of layers in the chunks before it; the rules matter only where chunks are missing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST = 100_000
 
 
 def offsets(pp: int, chunks: int, counts: Mapping[tuple[int, int], int]) -> Counts:
-    """The first layer of every chunk whose predecessors are all known.
+    """Return the first layer of every chunk whose predecessors are all known. ``counts``: layers of each chunk.
 
     >>> offsets(2, 2, {(0, 0): 1, (1, 0): 2, (0, 1): 1, (1, 1): 2})
     {(0, 0): 0, (1, 0): 1, (0, 1): 3, (1, 1): 4}
@@ -38,7 +38,7 @@ def offsets(pp: int, chunks: int, counts: Mapping[tuple[int, int], int]) -> Coun
 
 
 def planned(args: Any, pp: int, chunks: int) -> Counts:
-    """How many layers every chunk has as the arguments plan it; {} if they do not say.
+    """Return the number of layers of every chunk as the arguments plan it; {} if they do not determine it.
 
     >>> from argparse import Namespace
     >>> planned(Namespace(num_layers=7, account_for_loss_in_pipeline_split=True), 2, 2)
@@ -82,7 +82,8 @@ def _number(args: Any, name: str) -> int | None:
 
 
 def _layout(layout: Any) -> list[int] | None:
-    """The decoder layers of each stage in a layout as `parse_str_to_list` reads it; also in its record's input.
+    """Return the number of decoder layers of each stage in a layout: a string as `parse_str_to_list` reads it, a list,
+    or the record of a layout object (its ``input_data``).
 
     >>> _layout("Et|(tt|)*2,mL")
     [1, 2, 2, 0]
@@ -106,11 +107,11 @@ def _layout(layout: Any) -> list[int] | None:
 
 
 def contiguous(numbers: Sequence[int]) -> bool:
-    """Whether a chunk's layers are 0, 1, 2, ..."""
+    """Return whether a chunk's layers are 0, 1, 2, ..."""
     return sorted(numbers) == list(range(len(numbers)))
 
 
-# -- In which order megatron-core's models have their parameters, and on which pipeline stage. Pure.
+# -- The order of the parameters in megatron-core's models, and their pipeline stages. Pure.
 
 _ORDER = (
     *("embedding", "word_embeddings", "position_embeddings", "tokentype_embeddings"),
@@ -125,14 +126,15 @@ _ORDER = (
 _RANK = {name: n for n, name in enumerate(_ORDER)}
 
 Key = tuple[int, ...]
-# the modules that may have made the same names: experts one after the other (SequentialMLP); all first matrices, then
-# all second ones (TEGroupedMLP), with biases beside or behind them
+# parameter orders of the modules that save experts under the same names: experts one after the other (SequentialMLP);
+# all first matrices, then all second ones (TEGroupedMLP), with each expert's bias next to its matrix or after all of
+# them
 EXPERTS = ("{e}.{fc}.{leaf}", "{fc}.{e}.{leaf}", "{fc}.{leaf}.{e}")
 
 
 def sort_key(name: str, experts: str = EXPERTS[0], unfused: bool = False) -> Key | None:
-    """What sorts names as the model does; None if the place of one is not known. ``unfused``: the norm that is named as
-    if it were one with the next matrix is before the attention (stacks.py).
+    """Return a key that sorts names in the model's order; None if the name's place is not known. ``experts``: one of
+    `EXPERTS`; ``unfused``: whether the norm with the name of a fused one precedes the attention (see stacks.py).
 
     >>> names = ["linear_qkv.weight", "linear_proj.weight", "linear_qkv.layer_norm_weight"]
     >>> sorted(names, key=sort_key)
@@ -155,7 +157,7 @@ def sort_key(name: str, experts: str = EXPERTS[0], unfused: bool = False) -> Key
 
 
 def decoder_layer(name: str) -> int | None:
-    """The number of the decoder's layer that a parameter is of; None for other parameters.
+    """Return the number of the decoder layer that a parameter belongs to; None for other parameters.
 
     >>> decoder_layer("decoder.layers.12.mlp.linear_fc2.weight"), decoder_layer("mtp.layers.0.eh_proj.weight")
     (12, None)
@@ -165,8 +167,8 @@ def decoder_layer(name: str) -> int | None:
 
 
 def staged(names: Iterable[str], starts: Mapping[tuple[int, int], int], counts: Counts) -> dict[str, tuple[int, int]]:
-    """The (pipeline rank, chunk) of every parameter. ``starts``, ``counts``: the first layer and the number of layers
-    of each. Raises ValueError if a parameter's is not known."""
+    """Return the (pipeline rank, chunk) of every parameter. ``starts``, ``counts``: the first layer and the number of
+    layers of each chunk. Raises ValueError if a parameter's chunk is not known."""
     first = (0, 0)
     last = max(counts, key=lambda at: (at[1], at[0]))
     stages = {n: at for at, count in counts.items() for n in range(starts[at], starts[at] + count)}
@@ -180,5 +182,5 @@ def staged(names: Iterable[str], starts: Mapping[tuple[int, int], int], counts: 
         elif name.startswith(("decoder.final_layernorm.", "output_layer.")):
             found[name] = last
         else:
-            raise ValueError(f"on which pipeline stage {name!r} is is not known")
+            raise ValueError(f"the pipeline stage of {name!r} is not known")
     return found

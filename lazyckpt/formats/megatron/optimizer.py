@@ -1,4 +1,4 @@
-"""Whose states a rank's optimizer holds: torch numbers parameters in the order of its groups.
+"""The parameters of the states in a rank's optimizer: torch numbers parameters in the order of its groups.
 
 Sources: megatron/core/optimizer/__init__.py `_get_param_groups` (groups by weight decay, within a group in the order of
 the model's parameters over its chunks), optimizer.py `Float16OptimizerWithFloat16Params.state_dict` (fp32 copies in a
@@ -18,15 +18,15 @@ from ...layouts.megatron import data_parallel, flag, is_head, number
 from ..shared.numbering import assign, possible_shapes
 from .ranks import Grid
 
-# -- The distributed optimizer's file: where each parameter's state lies in its flat buffers.
+# -- The distributed optimizer's file: the position of each parameter's state in its flat buffers.
 
-_STATES = {"param": "fp32"}  # in the file -> as the state is called
+_STATES = {"param": "fp32"}  # name in the file -> name of the state
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A parameter's place in a buffer, in elements; ``bucket`` and ``start`` for files that keep buckets apart."""
+    """A parameter's position in a buffer, in elements. ``bucket``, ``start``: for files with a tensor per bucket."""
 
     name: str
     at: int
@@ -36,6 +36,8 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
+    """The positions of all parameters in a buffer, and the lengths of the buffer and its buckets, in elements."""
+
     slots: list[Slot]
     total: int
     buckets: list[int]
@@ -44,8 +46,8 @@ class Layout:
 def layout(
     shapes: Mapping[str, Shape], bucket: int | None, alone: frozenset[str] = frozenset(), alignment: int = _ALIGNMENT
 ) -> Layout:
-    """Lay out a buffer for parameters in the model's order. ``bucket``: the size from which on a bucket is closed
-    (None: there is one); ``alone``: parameters that have a bucket of their own.
+    """Lay out a buffer for parameters in the model's order. ``bucket``: the size at which a bucket is closed
+    (None: there is one bucket); ``alone``: parameters that have a bucket of their own.
 
     >>> [(s.name, s.at) for s in layout({"a": (3,), "b": (2, 2)}, None).slots]
     [('b', 0), ('a', 64)]
@@ -75,8 +77,8 @@ def layout(
 def layouts(
     shapes: Mapping[str, Shape], grid: Grid, stage: int, chunk: int, shared: bool
 ) -> Iterator[tuple[str, Layout]]:
-    """The layouts that a buffer may have: the one that the arguments tell first, then others that some version or
-    option gives; with words for each."""
+    """Yield the layouts that a buffer may have, with a description of each: first the one that the arguments imply,
+    then those of other versions and options."""
     args, d = grid.args, grid.degrees
     alone = frozenset(
         name for name in shapes if shared and d.pp > 1 and (is_head(name) or name.endswith("word_embeddings.weight"))
@@ -90,8 +92,8 @@ def layouts(
     if size is None:
         size = max(40_000_000, 1_000_000 * data_parallel(args, d))
     overlap = flag(args, "overlap_grad_reduce") is True
-    told = size if overlap and first else None
-    yield "as the arguments tell", layout(shapes, told, alone)
+    implied = size if overlap and first else None
+    yield "as the arguments imply", layout(shapes, implied, alone)
     yield "one bucket", layout(shapes, None, alone)
     yield f"buckets of {size:,}", layout(shapes, size, alone)
     yield "one bucket, also for shared embeddings", layout(shapes, None)
@@ -99,7 +101,7 @@ def layouts(
 
 
 def states_in(buffer: Mapping[Any, Any]) -> dict[str, StoredTensor | list[StoredTensor]]:
-    """State -> its flat tensor, or (in old files) one for every bucket."""
+    """Return state -> its flat tensor, or (in old files) one tensor per bucket."""
     found: dict[str, StoredTensor | list[StoredTensor]] = {}
     for key, value in buffer.items():
         if not isinstance(key, str):
@@ -112,7 +114,7 @@ def states_in(buffer: Mapping[Any, Any]) -> dict[str, StoredTensor | list[Stored
 
 
 def fits(plan: Layout, states: Mapping[str, StoredTensor | list[StoredTensor]]) -> bool:
-    """Whether the tensors are as long as the layout says (buckets that are kept apart have padding at their end)."""
+    """Return whether the tensors have the lengths of the layout (a tensor per bucket has padding at its end)."""
     for value in states.values():
         if isinstance(value, list):
             if len(value) != len(plan.buckets):
@@ -124,15 +126,14 @@ def fits(plan: Layout, states: Mapping[str, StoredTensor | list[StoredTensor]]) 
     return bool(states)
 
 
-# -- Whose states a rank's optimizer holds: torch numbers parameters in the order of its groups.
+# -- The parameters of the states in a rank's optimizer: torch numbers parameters in the order of its groups.
 
 _MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
 
 
 @dataclass(slots=True)
 class Held:
-    """One parameter's states, as tensors of the rank's file. ``main``: the fp32 copy (under "fp32" in ``states``,
-    too)."""
+    """One parameter's states, as tensors of the rank's file. ``main``: the fp32 copy, also in ``states`` as "fp32"."""
 
     name: str
     states: dict[str, StoredTensor]
@@ -140,7 +141,7 @@ class Held:
 
 
 def parts_of(value: Any) -> list[dict[Any, Any]]:
-    """The optimizers of a rank: one, or a chain of them."""
+    """Return the optimizers of a rank: one, or those of a chain."""
     chain = value if isinstance(value, list) else list(value.values()) if _is_chain(value) else [value]
     return [part for part in chain if isinstance(part, dict)]
 
@@ -156,14 +157,14 @@ def groups_of(part: Mapping[Any, Any]) -> list[dict[Any, Any]]:
 
 
 def for_experts(part: Mapping[Any, Any]) -> bool | None:
-    """Whether it is the optimizer of experts that expert parallelism spreads; None if nothing tells."""
-    said = [g["is_expert_parallel"] for g in groups_of(part) if isinstance(g.get("is_expert_parallel"), bool)]
-    return any(said) if said else None
+    """Return whether this is the optimizer of experts that expert parallelism distributes; None if not recorded."""
+    flags = [g["is_expert_parallel"] for g in groups_of(part) if isinstance(g.get("is_expert_parallel"), bool)]
+    return any(flags) if flags else None
 
 
 def held(part: Mapping[Any, Any], shapes: Mapping[str, Shape]) -> list[Held] | None:
-    """The states in one optimizer, by the parameters' names in the file. ``shapes``: the parameters that it may have,
-    in the model's order. None if which is which cannot be told."""
+    """Return the states in one optimizer, by the parameters' names in the file. ``shapes``: the parameters that it may
+    have, in the model's order. None if the numbers cannot be matched with names."""
     groups = groups_of(part)
     inner = part.get("optimizer", part)
     states = inner.get("state") if isinstance(inner, dict) else None
@@ -214,7 +215,7 @@ def _names(
 
 
 def _shapes(own: Any, masters: Any, g: int, n: int, count: int) -> frozenset[Shape] | None:
-    """The shapes that a parameter may have by its states and its fp32 copy; None: any."""
+    """Return the shapes that a parameter may have, from its states and its fp32 copy; None for any."""
     known = {k: t.shape for k, t in own.items() if isinstance(t, StoredTensor)} if isinstance(own, dict) else {}
     group = masters[g] if masters is not None and g < len(masters) and isinstance(masters[g], list) else []
     if len(group) == count and isinstance(group[n], StoredTensor):
@@ -223,7 +224,7 @@ def _shapes(own: Any, masters: Any, g: int, n: int, count: int) -> frozenset[Sha
 
 
 def _planned(groups: list[dict[Any, Any]], shapes: Mapping[str, Shape]) -> Iterator[list[str]]:
-    """The names that each group has as Megatron makes groups: no weight decay for biases and 1-d parameters."""
+    """Yield the names in each group, as Megatron forms groups: no weight decay for biases and 1-d parameters."""
     for group in groups:
         decays = group.get("wd_mult", 1.0) != 0.0
         decoupled = group.get("is_decoupled_lr", False) is True

@@ -1,8 +1,8 @@
-"""The rank files of one iteration: which rank each is, whether they are of one save, and the tensors in them.
+"""The rank files of one iteration: the rank of each, whether they belong to one save, and the tensors in them.
 
 Writer: Megatron-LM megatron/training/checkpointing.py `generate_state_dict`: a dict with ``args``, ``iteration``,
 ``model`` (or ``model0``, ``model1``, ... for the chunks of a virtual pipeline) and ``optimizer``. The names of the
-folders alone do not tell (``mp_rank_00_001`` is of the second pipeline stage, or of the second expert-parallel rank).
+folders are ambiguous (``mp_rank_00_001`` is the second pipeline stage, or the second expert-parallel rank).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Tensors = dict[str, StoredTensor]  # name in the file -> tensor, in the file's o
 
 @dataclass(slots=True)
 class RankFile:
-    """One model-parallel rank's file. ``chunks``: the tensors of each chunk of the model; ``offsets``: the first layer
-    of each, by the stack that it is of (`Place.head`); a stack is left out where that is not known."""
+    """One model-parallel rank's file. ``chunks``: the tensors of each chunk of the model; ``offsets``: for each chunk,
+    the first layer by stack of layers (`Place.head`), without the stacks whose first layer is not known."""
 
     rank: Rank
     folder: RankFolder
@@ -41,8 +41,8 @@ class RankFile:
 
 @dataclass(slots=True)
 class Grid:
-    """The ranks of one save. ``lost``: (tp, pp) -> its missing file; ``lost_experts``: the same by (pp, ep), where the
-    file of an expert-tensor-parallel rank is missing; ``first``: the file that speaks for all."""
+    """The ranks of one save. ``lost``: (tp, pp) -> its missing file; ``lost_experts``: (pp, ep) -> the same, where the
+    file of an expert-tensor-parallel rank is missing; ``first``: the file whose arguments are used for all."""
 
     degrees: Degrees
     ranks: dict[tuple[int, int, int], RankFile]
@@ -53,7 +53,7 @@ class Grid:
     problems: dict[Problem, None]  # in order, each once
     lost_experts: dict[tuple[int, int], Hole] = field(default_factory=dict)
 
-    def tell(self, problem: Problem) -> None:
+    def report(self, problem: Problem) -> None:
         self.problems[problem] = None
 
     @property
@@ -62,8 +62,8 @@ class Grid:
 
 
 def read_grid(store: Store, found: Iteration) -> Grid:
-    """Read all rank files. Those of another save than most are told of and left out. Raises the first file's error if
-    none can be read."""
+    """Read all rank files. Those of other saves (see `_save`) are reported and left out. Raises the first file's error
+    if none can be read."""
     problems: dict[Problem, None] = dict.fromkeys(found.notes)
     pickles = Pickles()
     read: list[tuple[RankFolder, TorchFile, dict[Any, Any], list[Tensors]]] = []
@@ -75,7 +75,7 @@ def read_grid(store: Store, found: Iteration) -> Grid:
             file = read_torch_file(store, folder.model, pickles)
             root = _dict(file, file.root)
             key = tuple(id(value) for name, value in root.items() if str(name).startswith("model"))
-            if key not in flat:  # (ranks share what their pickles have in common)
+            if key not in flat:  # (equal parts of the ranks' pickles are the same objects)
                 flat[key] = _chunks(file, root)
             chunks = flat[key]
         except LazyckptError as e:
@@ -92,7 +92,7 @@ def read_grid(store: Store, found: Iteration) -> Grid:
     owns = [degrees(root.get("args"), counts, len(chunks)) for _, _, root, chunks in read]
     save = _save(found, [(_iteration(root), own) for (_, _, root, _), own in zip(read, owns, strict=True)])
     degree = save[1]
-    _believe(degree, len(read), found.folder)
+    _check_degrees(degree, len(read), found.folder)
     ranks: dict[tuple[int, int, int], RankFile] = {}
     files = {}
     indexed = Indexed()
@@ -101,7 +101,7 @@ def read_grid(store: Store, found: Iteration) -> Grid:
         indexed.keep(file)
         at = degree.place(folder.numbers)
         if (_iteration(root), own) != save:
-            problems[_stranger(folder, _iteration(root), own, save)] = None
+            problems[_left_over(folder, _iteration(root), own, save)] = None
         elif at is None:
             line = f"{folder.model}: its folder's name does not fit {_words(degree)}: left over, not used"
             problems[Problem("left-over-file", line, folder.model)] = None
@@ -121,7 +121,7 @@ def _padded(names: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 def _dict(file: TorchFile, value: Any) -> dict[Any, Any]:
     if not isinstance(value, dict):
-        raise CorruptError(f"{file.path}: a {type(value).__name__} stands where Megatron writes a dict")
+        raise CorruptError(f"{file.path}: found a {type(value).__name__} where Megatron writes a dict")
     return value
 
 
@@ -137,7 +137,7 @@ def _chunks(file: TorchFile, root: dict[Any, Any]) -> list[Tensors]:
 
 
 def _flat(value: dict[Any, Any], prefix: str, depth: int = 0) -> Iterator[tuple[str, StoredTensor]]:
-    """The tensors in nested dicts (old models save theirs so), joined by dots."""
+    """Yield the tensors in nested dicts (as old models save them), with keys joined by dots."""
     for key, item in value.items():
         if isinstance(item, StoredTensor):
             if isinstance(key, str) and not key.endswith("_extra_state"):
@@ -152,13 +152,13 @@ def _iteration(root: dict[Any, Any]) -> Any:
 
 
 def _save(found: Iteration, keys: list[tuple[Any, Degrees]]) -> tuple[Any, Degrees]:
-    """The save that most files are of; of several, the one whose iteration the folder's name says."""
+    """Return the save to read: prefer the iteration in the folder's name, then the save with the most files."""
     counts = Counter(keys)
     number = found.number
     return max(counts, key=lambda key: (key[0] == number, counts[key], -keys.index(key)))
 
 
-def _stranger(folder: RankFolder, iteration: Any, own: Degrees, save: tuple[Any, Degrees]) -> Problem:
+def _left_over(folder: RankFolder, iteration: Any, own: Degrees, save: tuple[Any, Degrees]) -> Problem:
     if iteration != save[0]:
         what = f"is of iteration {short(iteration)}, the others of {short(save[0])}"
     else:
@@ -173,7 +173,7 @@ def _words(d: Degrees) -> str:
     return ", ".join(parts)
 
 
-def _believe(d: Degrees, files: int, folder: str) -> None:
+def _check_degrees(d: Degrees, files: int, folder: str) -> None:
     claimed = d.tp * d.pp * d.ep
     if claimed > max(4096, 64 * files) or d.etp > max(4096, 64 * files):
         raise CorruptError(
@@ -183,11 +183,11 @@ def _believe(d: Degrees, files: int, folder: str) -> None:
 
 
 def _find_lost(grid: Grid, found: Iteration) -> None:
-    """Which tensor- and pipeline-parallel ranks have no file, and whose experts are in none. (Of the expert-parallel
-    ranks of a tensor-parallel one, not all need to have a file.)"""
+    """Find the tensor- and pipeline-parallel ranks without a file, and the experts that are in no file. (Not every
+    expert-parallel rank of a tensor-parallel rank needs a file.)"""
     d = grid.degrees
     there = {(tp, pp) for tp, pp, _ in grid.ranks}
-    named = {part for problem in grid.problems for part in (problem.path or "").split("/")}  # whose loss has a reason
+    named = {part for problem in grid.problems for part in (problem.path or "").split("/")}  # loss already reported
     for pp in range(d.pp):
         for tp in range(d.tp):
             if (tp, pp) not in there:
@@ -196,7 +196,7 @@ def _find_lost(grid: Grid, found: Iteration) -> None:
                 hole = grid.lost[tp, pp] = Hole(path, f"{path} is missing, or cannot be used")
                 what = f"what tensor-parallel rank {tp} of stage {pp} holds is lost"
                 if name not in named:
-                    grid.tell(Problem("missing-file", f"{hole.reason}: {what}", path))
+                    grid.report(Problem("missing-file", f"{hole.reason}: {what}", path))
     if d.ep == 1 or d.tp % d.etp:
         return
     cuts = {(d.expert_rank(tp), pp, ep) for tp, pp, ep in grid.ranks}
@@ -208,4 +208,4 @@ def _find_lost(grid: Grid, found: Iteration) -> None:
                 path = f"{found.folder}/{name}/model_optim_rng.pt".lstrip("/")
                 hole = grid.lost_experts[pp, ep] = Hole(path, f"{path} is missing, or cannot be used")
                 what = f"the experts of expert-parallel rank {ep} are lost"
-                grid.tell(Problem("missing-file", f"{hole.reason}: {what}", path))
+                grid.report(Problem("missing-file", f"{hole.reason}: {what}", path))

@@ -1,4 +1,4 @@
-"""From the rank files of one iteration to an Index."""
+"""Build an Index from the rank files of one iteration."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .layers import offsets, planned
 from .ranks import Grid, read_grid
 from .weights import Attributes, Namer, add_buffers, add_states, add_weights, number_layers
 
-# -- Names that no file here has any more, as far as the other ranks' let them be guessed, and why each is lost.
+# -- Names of lost tensors, as far as the names on other ranks determine them, and why each is lost.
 
 
 def lost_names(grid: Grid, g: Gathered) -> dict[str, str]:
-    """The names of stages that have no file at all, and of experts whose ranks have none -> why."""
+    """Return the names of tensors of stages and experts whose ranks have no file -> why they cannot be read."""
     weights = g.states.get("weights", {})
     found = [*_of_stages(grid, list(weights)), *_of_experts(grid, list(weights))]
     return {name: f"{name!r}: {why}" for name, why in found if name not in weights}
@@ -40,7 +40,7 @@ def _of_stages(grid: Grid, names: list[str]) -> Iterator[tuple[str, str]]:
         at = place(name)
         if at.layer is not None:
             layers.setdefault(f"{at.head}{{}}", set()).add(at.tail)
-    counts = planned(grid.args, d.pp, d.chunks) if len(layers) == 1 else {}  # (the arguments tell of one stack)
+    counts = planned(grid.args, d.pp, d.chunks) if len(layers) == 1 else {}  # (the arguments describe one stack)
     starts = offsets(d.pp, d.chunks, counts) if counts else {}
     core = any(name.startswith("decoder.layers.") for name in names)
     for pp in range(d.pp):
@@ -72,13 +72,13 @@ def _of_experts(grid: Grid, names: list[str]) -> Iterator[tuple[str, str]]:
             yield from ((f"{head}{n}{tail}", why) for n in range(ep * each, (ep + 1) * each))
 
 
-# -- Query, key and value rows of checkpoints of version 0 and 1, in the order that Megatron gives them today.
+# -- Query, key and value rows of checkpoints of version 0 and 1, in the order of today's Megatron.
 
 _BLOCKS = 4096
 
 
 def splits_of(name: str, version: float) -> int:
-    """How many matrices are fused in a tensor of that name in an old order; 0 if it is not one."""
+    """Return the number of matrices fused in a tensor of that name, if they have an old order; else 0."""
     match = pattern("megatron.old_qkv").search(name)
     if match is None or version >= 2:
         return 0
@@ -86,8 +86,8 @@ def splits_of(name: str, version: float) -> int:
 
 
 def in_todays_order(name: str, shards: Sequence[Shard], splits: int, version: float, size: int) -> TensorSpec:
-    """The whole tensor, in blocks of one head of one matrix. ``size``: of a head. Raises ValueError if the shards are
-    not whole heads."""
+    """Return the whole tensor in today's order, in blocks of one head of one matrix. ``size``: rows per head. Raises
+    ValueError if the shards do not consist of whole heads."""
     first = shards[0]
     fragments: list[Fragment] = []
     at = 0
@@ -123,23 +123,23 @@ def _block(
     return Fragment(extent, shape, (part,), rank=copy.rank)
 
 
-# -- From the rank files of one iteration to an Index.
+# -- The Index.
 
 _ORDER = ("weights", "fp32", "exp_avg", "exp_avg_sq")
 
 
 def read(source: Source) -> Index:
-    """Index the iteration that `find_ranks` finds."""
+    """Index the iteration that `find_ranks` selects."""
     found = find_ranks(source)
     grid = read_grid(source.store, found)
     first = grid.first
     label = f"{first.folder.name}/{first.folder.model.rpartition('/')[2]}/"
     plain = Plain(first.file.root, f"{source.where}/{first.file.path}", first.file.pickle_size, label)
     for problem in warnings(first.file.path, first.file, plain):
-        grid.tell(problem)
+        grid.report(problem)
     if grid.args is None:
         line = f"{first.file.path} has no args: how the model was cut is guessed from names and shapes"
-        grid.tell(Problem("missing-metadata", line, first.file.path))
+        grid.report(Problem("missing-metadata", line, first.file.path))
     number_layers(grid)
     attributes: Attributes = {}
     g = Gathered(grid, megatron_rules(grid.args, source.rules, attributes), lambda name: bool(source.rules))
@@ -153,7 +153,7 @@ def read(source: Source) -> Index:
         names = sorted(g.states[state], key=natural) if grid.degrees.pp > 1 else list(g.states[state])
         states[state] = {name: _spec(g, state, name, old) for name in names}
     for problem in grouped("unmerged-tensor", g.merging.unmerged, "cannot be put together"):
-        grid.tell(problem)
+        grid.report(problem)
     if not states.get("weights"):
         raise CorruptError(f"{source.where}/{found.folder}: its files hold no weights; {sentences(grid.problems)}")
     return Index(
@@ -171,8 +171,8 @@ def read(source: Source) -> Index:
 def _spec(g: Gathered, state: str, name: str, old: float) -> TensorSpec:
     splits = splits_of(name, old)
     shards = g.states[state][name]
-    said = g.sources[0].find(name) is not None  # by the user
-    if said or not splits or 0 not in shards or shards[0].shape == ():
+    has_user_rule = g.sources[0].find(name) is not None
+    if has_user_rule or not splits or 0 not in shards or shards[0].shape == ():
         return g.spec(state, name)
     heads = number(g.grid.args, "num_attention_heads")
     size = number(g.grid.args, "kv_channels")
@@ -180,14 +180,14 @@ def _spec(g: Gathered, state: str, name: str, old: float) -> TensorSpec:
     if size is None and heads and hidden:
         size = hidden // heads
     if size is None or len(shards) < g.grid.degrees.tp:
-        line = f"{name!r} of checkpoint_version {old:g} cannot be put into today's order: it is as stored"
-        g.grid.tell(Problem("unsupported-tensor", line, name))
+        line = f"{name!r} of checkpoint_version {old:g} cannot be put into today's order: it is read as stored"
+        g.grid.report(Problem("unsupported-tensor", line, name))
         return g.spec(state, name)
     try:
         return in_todays_order(name, [shards[key] for key in sorted(shards)], splits, old, size)
     except ValueError as e:
-        line = f"{name!r} of checkpoint_version {old:g} cannot be put into today's order: {e}: it is as stored"
-        g.grid.tell(Problem("unsupported-tensor", line, name))
+        line = f"{name!r} of checkpoint_version {old:g} cannot be put into today's order: {e}: it is read as stored"
+        g.grid.report(Problem("unsupported-tensor", line, name))
         return g.spec(state, name)
 
 

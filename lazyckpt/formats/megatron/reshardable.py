@@ -1,10 +1,10 @@
-"""From the distributed optimizer's buckets ("dp_reshardable") to states by parameter.
+"""States by parameter, from the distributed optimizer's buckets ("dp_reshardable").
 
-Sources, in megatron/core: optimizer/__init__.py `get_megatron_optimizer` (which optimizers, and how their
-data-parallel groups are numbered: by the model-parallel rank, tensor-parallel ranks first, then expert-parallel ones,
-then pipeline ranks), distributed/distributed_data_parallel.py (buffers by chunk of the model and dtype; experts that
-expert parallelism spreads have their own). The arguments tell how the model was cut, the chunks of the weights how each
-parameter was. What these lead to is believed if every bucket is as long and is cut just so (see `buckets`).
+Sources, in megatron/core: optimizer/__init__.py `get_megatron_optimizer` (the optimizers, and the numbers of their
+data-parallel groups: by the model-parallel rank, tensor-parallel ranks first, then expert-parallel ones, then pipeline
+ranks), distributed/distributed_data_parallel.py (buffers by chunk of the model and dtype; experts that expert
+parallelism distributes have their own). The arguments show how the model was cut, the chunks of the weights how each
+parameter was. The layout that these imply is accepted if every bucket has its length and its cuts (see `buckets`).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _KEY = re.compile(
 )
 _NAMES = {"param": "fp32"}
 _NUMBERS = re.compile(r"\d+")
-_MOST = 4096  # ranks without buffers for one that has some
+_MOST = 4096  # limit on the ranks for each one that has buffers
 _HEAD = "output_layer.weight"
 _EMBEDDING = "embedding.word_embeddings.weight"
 States = dict[str, dict[str, TensorSpec]]
-_Buffers = list[tuple[str, list[str]]]  # for each its dtype, and the parameters in it
+_Buffers = list[tuple[str, list[str]]]  # of each buffer, the dtype and the parameters
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class _Buffer:
     buckets: dict[int, dict[str, TensorSpec]] = field(default_factory=dict)
 
     def totals(self) -> list[int] | None:
-        """The lengths of the buckets; None if some lack, or states differ in theirs."""
+        """Return the lengths of the buckets; None if some are missing, or if they differ between states."""
         states = set(self.buckets.get(0, ()))
         if sorted(self.buckets) != list(range(len(self.buckets))):
             return None
@@ -65,8 +65,8 @@ Sets = Mapping[tuple[int, int], list[_Buffer]]  # (optimizer of a chain, data-pa
 
 @dataclass(slots=True)
 class _Model:
-    """``stages``: name -> (pipeline rank, chunk); ``merges``: how its shards form the whole; ``source``: what tells how
-    the model was cut."""
+    """How the model was cut. ``stages``: name -> (pipeline rank, chunk); ``merges``: known results of `merge`;
+    ``source``: where the degrees come from, for messages."""
 
     degrees: Degrees
     source: str
@@ -75,11 +75,12 @@ class _Model:
     merges: dict[tuple[str, Shape, int], Merge] = field(default_factory=dict)
 
     def ranks(self, name: str) -> int:
-        """Over how many ranks it is cut, or copied."""
+        """Return the number of ranks over which a parameter is cut or replicated."""
         return self.degrees.etp if is_expert(name) else self.degrees.tp
 
     def merge(self, name: str) -> Merge:
-        """How its shards form the whole: as its weight is saved. Raises ValueError if that tells nothing."""
+        """Return how a parameter's shards form the whole, from the blocks of its weight. Raises ValueError if these do
+        not show it."""
         spec = self.weights[name]
         key = (_NUMBERS.sub("", name), spec.shape, self.ranks(name))
         found = self.merges.get(key)
@@ -91,28 +92,28 @@ class _Model:
 def by_parameter(
     buffers: Mapping[str, TensorSpec], weights: Mapping[str, TensorSpec], args: Any, local: bool | None
 ) -> tuple[States, Reasons]:
-    """The states of all parameters, and why what some buffers hold is not known: (their keys, the reason). ``buffers``:
-    flat tensors by their keys; ``local``: whether the model was made of the local spec (None: not known)."""
+    """Return the states of all parameters, and (keys, reason) for buffers whose parameters are not known. ``buffers``:
+    flat tensors by key; ``local``: whether the model was built from the local spec (None: not known)."""
     sets = _buffers(buffers)
     if sets is None:
         return {}, [(list(buffers), "their keys are not those that megatron-core writes")]
     if args is not None:
         return _by_parameter(sets, weights, args, local, "the arguments")
     found: States = {}
-    reasons: Reasons = [(list(buffers), "what is saved does not tell it")]
+    reasons: Reasons = [(list(buffers), "the saved tensors do not show it")]
     inferred = _inferred(sets, weights)
     if inferred is not None:
         source = "the chunks of the weights and the number of groups (there are no args)"
         found, reasons = _by_parameter(sets, weights, inferred, local, source)
     return found, [
-        (keys, f"common.pt has no args that tell how the model was cut, and {reason}") for keys, reason in reasons
+        (keys, f"common.pt has no args that say how the model was cut, and {reason}") for keys, reason in reasons
     ]
 
 
 def _inferred(sets: Sets, weights: Mapping[str, TensorSpec]) -> Any:
-    """What args would say, as far as the chunks of the weights and the number of groups tell it (and if all stages
-    have as many layers). The embedding is always cut over tensor-parallel ranks, an expert's second matrix over
-    expert-tensor-parallel ones. None if that is not enough."""
+    """Infer the args from the chunks of the weights and the number of groups, if all stages have equally many layers;
+    None if that is not enough. The embedding is always cut over tensor-parallel ranks, an expert's second matrix over
+    expert-tensor-parallel ones."""
     fc2 = next((name for name in weights if is_expert(name) and name.endswith(".linear_fc2.weight")), None)
     chains = sorted({chain for chain, _ in sets})
     spread = fc2 is not None and len(chains) > 1
@@ -148,13 +149,13 @@ def _by_parameter(
     if expert and d.ep == 1 and d.etp != d.tp:
         return {}, [(_keys(sets), "experts are cut over other ranks than the rest, in the same buffers")]
     if not expert or d.ep == 1:
-        states, reason = _taken_apart(model, sets, None, args, local)
+        states, reason = _split_buffers(model, sets, None, args, local)
         return states, [(_keys(sets), reason)] if reason else []
     last = max(chain for chain, _ in sets)
     states, reasons = {}, []
     for which in (False, True):
         own = {key: found for key, found in sets.items() if (key[0] == last) == which}
-        found, reason = _taken_apart(model, own, which, args, local)
+        found, reason = _split_buffers(model, own, which, args, local)
         for state, tensors in found.items():
             states.setdefault(state, {}).update(tensors)
         reasons += [(_keys(own), reason)] if reason else []
@@ -167,7 +168,7 @@ def _keys(sets: Sets) -> list[str]:
 
 
 def _buffers(buffers: Mapping[str, TensorSpec]) -> Sets | None:
-    """(optimizer of a chain, data-parallel group) -> its buffers, in order."""
+    """Return (optimizer of a chain, data-parallel group) -> its buffers, in order; None for unexpected keys."""
     found: dict[tuple[int, int], dict[int, _Buffer]] = {}
     for key, spec in buffers.items():
         match = _KEY.fullmatch(key)
@@ -180,13 +181,14 @@ def _buffers(buffers: Mapping[str, TensorSpec]) -> Sets | None:
 
 
 def _model(sets: Sets, weights: Mapping[str, TensorSpec], args: Any, source: str) -> _Model:
-    """Raises ValueError if the arguments do not tell where a parameter is, or tell of other ranks."""
+    """Return how the model was cut. Raises ValueError if the arguments do not determine where a parameter is, or imply
+    other ranks than have buffers."""
     chunks = number(args, "virtual_pipeline_model_parallel_size") or 1
     d = degrees(args, (1, 1, 1), chunks)
     groups = len({group for _, group in sets})
     if max(d.tp * d.pp, d.ep) > groups or chunks > sum(map(len, sets.values())):
         raise ValueError(
-            f"{source} tell of tp={d.tp}, pp={d.pp}, vpp={chunks}, ep={d.ep}: there are buffers of {groups} "
+            f"{source} imply tp={d.tp}, pp={d.pp}, vpp={chunks}, ep={d.ep}: there are buffers of {groups} "
             "model-parallel ranks only"
         )
     names = [name for name, spec in weights.items() if not is_buffer(name) and spec.dtype.is_floating_point]
@@ -211,17 +213,17 @@ def _merge_of(spec: TensorSpec, ranks: int) -> Merge:
             targets = [one.target(part) for one in merged.placements for part in one.blocks]
             if boxes == {(box.start, box.stop) for box in targets}:
                 return merged
-    raise ValueError(f"{spec.name!r} is saved in {len(boxes)} blocks: over {ranks} ranks, how it was cut is not known")
+    raise ValueError(f"{spec.name!r} is saved in {len(boxes)} blocks: how it was cut over {ranks} ranks is not known")
 
 
 def _boxes(spec: TensorSpec) -> set[tuple[Shape, Shape]]:
-    """The blocks that a tensor is saved in."""
+    """Return the blocks (start, stop) in which a tensor is saved."""
     return {(box.start, box.stop) for fragment in spec.fragments for _, box in fragment_boxes(fragment)}
 
 
 @dataclass(frozen=True, slots=True)
 class _Owner:
-    """A model-parallel rank, as an optimizer's groups are numbered; ``cut``: which shard of a tensor it has."""
+    """A model-parallel rank that has a data-parallel group. ``group``: its number; ``cut``: the index of its shards."""
 
     group: int
     pp: int
@@ -240,15 +242,17 @@ def _owners(d: Degrees, experts: bool | None) -> list[_Owner]:
     return [_Owner(pp * d.tp + r, pp, r, 0) for pp in range(d.pp) for r in range(d.tp)]
 
 
-def _taken_apart(model: _Model, sets: Sets, experts: bool | None, args: Any, local: bool | None) -> tuple[States, str]:
-    """The states in one optimizer's buffers: of experts, of all others, or (None) of all parameters. With the reason
-    why they are not known."""
+def _split_buffers(
+    model: _Model, sets: Sets, experts: bool | None, args: Any, local: bool | None
+) -> tuple[States, str]:
+    """Return the states in one optimizer's buffers, and the reason if they are not known. ``experts``: whether the
+    buffers are those of experts or of the other parameters; None: of all."""
     d = model.degrees
     what = "experts" if experts else "parameters"
     groups = {group for _, group in sets}
     ranks = d.pp * d.ep * d.etp if experts else d.pp * d.tp
     if max(groups, default=0) >= ranks or ranks > _MOST * max(1, len(groups)):
-        return {}, f"{len(groups)} model-parallel ranks have buffers of {what}, {model.source} tell of {ranks}"
+        return {}, f"{len(groups)} model-parallel ranks have buffers of {what}, {model.source} imply {ranks}"
     by_group: dict[int, list[_Buffer]] = {}
     for (_, group), buffers in sorted(sets.items(), key=lambda item: item[0]):
         by_group.setdefault(group, []).extend(buffers)
@@ -272,7 +276,7 @@ def _taken_apart(model: _Model, sets: Sets, experts: bool | None, args: Any, loc
 
 
 def _orders(args: Any, local: bool | None) -> Iterator[Callable[[str], Any]]:
-    """The orders that the model may have, as far as the arguments leave that open."""
+    """Yield sort keys for the orders of parameters that the arguments allow."""
     experts = EXPERTS[:1] if flag(args, "moe_grouped_gemm") is False else EXPERTS
     for how, unfused in product(experts, (False,) if local is not None else (False, True)):
         yield partial(sort_key, experts=how, unfused=unfused)
@@ -284,7 +288,7 @@ def _laid_out(
     experts: bool | None,
     key: Callable[[str], Any],
 ) -> list[tuple[_Owner, _Buffer, list[tuple[str, Place]]]]:
-    """Where all parameters lie. Raises ValueError if the buckets are not cut so."""
+    """Return the places of all parameters. Raises ValueError if the buckets are not cut accordingly."""
     plan = _plan(model, key, experts)
     placed = []
     found: list[set[int]] = []
@@ -311,7 +315,7 @@ def _laid_out(
                 expected += [ends[n]] * len(bucket)
             placed.append((owner, one, list(zip(own, places, strict=True))))
     if not placed or ranks_of(found, expected) is None:
-        raise ValueError("their chunks do not begin and end where the parameters would")
+        raise ValueError("the chunks of the buckets do not begin and end where the parameters would")
     return placed
 
 
@@ -322,13 +326,13 @@ def _size(model: _Model, name: str) -> int:
 
 
 def _plan(model: _Model, key: Callable[[str], Any], experts: bool | None) -> dict[tuple[int, int], _Buffers]:
-    """The buffers that ranks should have: (pipeline, expert-parallel rank) -> for each buffer the dtype, and the
+    """Return the buffers that ranks should have: (pipeline, expert-parallel rank) -> for each buffer the dtype, and the
     parameters in the model's order. Raises ValueError if the order is not known."""
     d = model.degrees
     own = [name for name in model.stages if experts is None or is_expert(name) == experts]
     unknown = next((name for name in own if key(name) is None), None)
     if unknown is not None:
-        raise ValueError(f"where {unknown!r} stands among the model's parameters is not known")
+        raise ValueError(f"the place of {unknown!r} among the model's parameters is not known")
     total = 1 + max((e for name in own if (e := _expert(name)) is not None), default=0)
     tables: dict[tuple[int, int, int], dict[str, list[str]]] = {}
     for name in sorted(own, key=key):
@@ -363,7 +367,7 @@ def _states(model: _Model, placed: Sequence[tuple[_Owner, _Buffer, list[tuple[st
                 held = Joined(shape, ((0, prod(shape), here),))
                 shards.setdefault(state, {}).setdefault(name, {})[owner.cut] = held
                 first.setdefault(state, spec)
-    how = f"taken from the distributed optimizer's buckets: laid out as {model.source} tell, as its chunks confirm"
+    how = f"taken from the distributed optimizer's buckets: laid out as {model.source} imply, as its chunks confirm"
     states: States = {}
     for state, table in shards.items():
         for name in (n for n in model.weights if n in table):

@@ -1,9 +1,9 @@
-"""From the keys of megatron-core's distributed checkpoints to the names of the model with tp = pp = ep = 1.
+"""Map the keys of megatron-core's distributed checkpoints to the names of the model with tp = pp = ep = 1.
 
 Sources: megatron/core/transformer/transformer_block.py `sharded_state_dict` (the layers of a homogeneous block are one
 tensor with a leading axis of layers), transformer/moe/experts.py (a further axis of experts, under
-``experts.experts``), models/gpt/gpt_layer_specs.py `sharded_state_dict_keys_map` (layer norms of the local spec stand
-under the names of fused ones), mlp.py `apply_swiglu_sharded_factory` (``weight_w`` and ``weight_v`` when shards are
+``experts.experts``), models/gpt/gpt_layer_specs.py `sharded_state_dict_keys_map` (layer norms of the local spec have
+the names of fused ones), mlp.py `apply_swiglu_sharded_factory` (``weight_w`` and ``weight_v`` when shards are
 singletons), ssm/mamba_mixer.py `_split_tensor_factory` (``in_proj.weight.z``, ``in_proj.weight.x``, ...).
 """
 
@@ -25,14 +25,15 @@ from ...layouts.tables import pattern
 
 
 def regridded(spec: TensorSpec, shape: Shape | None) -> TensorSpec:
-    """The tensor in its original shape; unchanged if that is None. Raises CorruptError if it cannot have had it."""
+    """Return the tensor in its original ``shape``; unchanged if that is None. Raises CorruptError for an impossible
+    shape."""
     if shape is None or shape == spec.shape:
         return spec
     grid = spec.shape[:-1]
     fits = len(grid) == len(shape) and all(g and n % g == 0 for n, g in zip(shape, grid, strict=True))
     if not fits or prod(spec.shape) != prod(shape):
         raise CorruptError(
-            f"{spec.name!r} of shape {spec.shape} is said to have been {shape}, which cannot be: damaged"
+            f"{spec.name!r} of shape {spec.shape} claims the original shape {shape}, which cannot be: damaged"
         )
     block = tuple(n // g for n, g in zip(shape, grid, strict=True))
     rule = f"saved as a grid of {'x'.join(map(str, grid))} flat blocks"
@@ -41,14 +42,14 @@ def regridded(spec: TensorSpec, shape: Shape | None) -> TensorSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Regridded(Fragments):
-    """Fragments of a tensor whose blocks are saved flat, as the last dimension of a grid: those of the grid, each of
-    which is one flat interval of one block."""
+    """Fragments of a tensor whose blocks are saved flat, as the last dimension of a grid. Each fragment of the grid is
+    one flat interval of one block."""
 
     fragments: Sequence[Fragment]
     block: Shape
 
     def meeting(self, want: Selection) -> list[Fragment]:
-        """Those of the blocks that are wanted."""
+        """Return the fragments of the wanted blocks."""
         if not all(map(len, want)):
             return []
         cells = [range(r[0] // n, r[-1] // n + 1) for r, n in zip(want, self.block, strict=True)]
@@ -59,9 +60,7 @@ class Regridded(Fragments):
             for part in fragment.parts or (Part(Box.of(fragment.local_shape), (0,) * len(fragment.local_shape)),):
                 *cell, first = part.start
                 if prod(part.local.shape[:-1]) != 1:
-                    raise CorruptError(
-                        f"a chunk of shape {part.local.shape} holds several blocks: Megatron writes none"
-                    )
+                    raise CorruptError(f"a chunk of shape {part.local.shape} holds several blocks: Megatron writes one")
                 span = (first, first + part.local.shape[-1])
                 at = tuple(c * n for c, n in zip(cell, self.block, strict=True))
                 yield replace(fragment, local_shape=self.block, parts=(Part(Box.of(self.block), at),), span=span)
@@ -73,7 +72,7 @@ class Regridded(Fragments):
         return len(self.fragments)
 
 
-# -- From the keys of megatron-core's distributed checkpoints to the names of the model with tp = pp = ep = 1.
+# -- Names of the model with tp = pp = ep = 1, from the keys of megatron-core's distributed checkpoints.
 
 _MOST = 1 << 16  # layers, or experts, that a model may have
 _FUSED = {
@@ -84,8 +83,8 @@ _FUSED = {
 
 
 def logical(keys: Mapping[str, TensorSpec], local: bool | None) -> dict[str, TensorSpec]:
-    """The tensors of one state by key -> by name, each layer and each expert a tensor of its own. ``local``: whether
-    the model was made of the local spec (args.transformer_impl), None if that is not known."""
+    """Map the tensors of one state from keys to names, with a tensor for each layer and each expert. ``local``: whether
+    the model was built from the local spec (args.transformer_impl); None if not known."""
     found = {one.name: one for stack in keys.values() for layer in _layers(stack) for one in _experts(layer)}
     return _joined({one.name: one for one in (_unfused(spec, found, local) for spec in found.values())})
 
@@ -113,7 +112,7 @@ def _experts(spec: TensorSpec) -> Iterator[TensorSpec]:
 
 
 def _nth(spec: TensorSpec, n: int, name: str, what: str) -> TensorSpec:
-    """One index of the first dimension, which goes."""
+    """Return the tensor at one index of the first dimension, without that dimension."""
     rest = (0,) * (len(spec.shape) - 1)
     block = Box((n, *rest), (n + 1, *spec.shape[1:]))
     placement = Placement.of(spec.shape, block, rest, tuple(range(1, len(spec.shape))))
@@ -128,19 +127,19 @@ def _nth(spec: TensorSpec, n: int, name: str, what: str) -> TensorSpec:
 
 
 def _unfused(spec: TensorSpec, names: Mapping[str, TensorSpec], local: bool | None) -> TensorSpec:
-    """A layer norm under the name that the model gives it."""
+    """Rename a layer norm to its name in the model."""
     for fused, own in _FUSED.items():
         head, found, tail = spec.name.partition(fused)
         if found:
             matrix = f"{head}{fused.removesuffix('layer_norm_')}weight"
-            # Transformer Engine's fused norms have that name in the model; beside experts there is nothing to fuse with
+            # Transformer Engine's fused norms have that name in the model; next to experts there is no matrix to fuse
             if local or (local is not None and matrix not in names):
                 return renamed(spec, f"{head}{own}{tail}")
     return spec
 
 
 def _joined(names: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """With the parts of fused matrices that were saved as tensors of their own put together."""
+    """Concatenate the parts of fused matrices that were saved as tensors of their own; keep other tensors."""
     found: dict[str, TensorSpec] = {}
     used: set[str] = set()
     for name in names:
@@ -152,12 +151,13 @@ def _joined(names: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
             continue
         whole, members = parts
         used.update(members)
-        found[whole] = _above(whole, [names[one] for one in members])
+        found[whole] = _concatenated(whole, [names[one] for one in members])
     return found
 
 
 def _parts(name: str, names: Mapping[str, TensorSpec]) -> tuple[str, list[str]] | None:
-    """The name of what a tensor is a part of, and those of all its parts, if these are there."""
+    """Return the name of the matrix that a tensor is a part of, and the names of all its parts; None if it is not a
+    part, or if parts are missing."""
     if name.endswith(("_w", "_v")):
         members = [f"{name[:-2]}_w", f"{name[:-2]}_v"]
         return (name[:-2], members) if _fit(members, names) else None
@@ -171,14 +171,14 @@ def _parts(name: str, names: Mapping[str, TensorSpec]) -> tuple[str, list[str]] 
 
 
 def _fit(members: list[str], names: Mapping[str, TensorSpec]) -> bool:
-    """Whether they are there, and can stand one above the other."""
+    """Return whether all parts are present and can be concatenated along the first dimension."""
     specs = [names[name] for name in members if name in names]
     alike = {(spec.dtype, spec.shape[1:], bool(spec.shape)) for spec in specs}
     return len(specs) == len(members) and len(alike) == 1 and bool(specs[0].shape)
 
 
-def _above(name: str, specs: list[TensorSpec]) -> TensorSpec:
-    """One tensor above the other."""
+def _concatenated(name: str, specs: list[TensorSpec]) -> TensorSpec:
+    """Concatenate tensors along the first dimension."""
     first = specs[0]
     rest = (0,) * (len(first.shape) - 1)
     pieces, at = [], 0

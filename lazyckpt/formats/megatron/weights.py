@@ -1,4 +1,4 @@
-"""From the rank files to shards under the names of the model on one rank: weights, and the optimizers' states."""
+"""Shards of weights and optimizer states from the rank files, under the names of the model on one rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Attributes = dict[str, Mapping[str, Any]]
 
 
 class Namer:
-    """Names in a rank's file -> names in the whole model."""
+    """A mapping from names in a rank's file to names in the whole model."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
@@ -33,7 +33,7 @@ class Namer:
         self.tied = is_tied(grid)
 
     def local_experts(self, tensors: Tensors) -> int:
-        """How many experts a rank has."""
+        """Return the number of experts on a rank."""
         if self._experts is not None and self._experts % self._grid.degrees.ep == 0:
             return self._experts // self._grid.degrees.ep
         numbers = [p.number for name in tensors if (p := self.place(name)).number is not None]
@@ -46,7 +46,7 @@ class Namer:
         return found
 
     def names(self, rank: RankFile, chunk: int) -> Iterator[tuple[str, str]]:
-        """(name in the file, name in the model) of a chunk's tensors. What cannot be named is left out."""
+        """Yield (name in the file, name in the model) of a chunk's tensors, except those whose layer is not known."""
         starts = rank.offsets[chunk]
         tensors = rank.chunks[chunk]
         expert = rank.rank.ep * self.local_experts(tensors)
@@ -65,8 +65,8 @@ class Namer:
 
 
 def is_tied(grid: Grid) -> bool:
-    """Whether the output layer's matrix is the embedding's: by the arguments, else if it is the same bytes. (Before
-    there was a switch for it, it always was.)"""
+    """Return whether the output layer's matrix is the embedding's: by the arguments, else by checksums. (Before there
+    was an argument for it, it always was.)"""
     untied = flag(grid.args, "untie_embeddings_and_output_weights")
     if untied is not None:
         return not untied
@@ -82,8 +82,8 @@ def is_tied(grid: Grid) -> bool:
 
 
 def number_layers(grid: Grid) -> None:
-    """Find the first layer of every chunk of every rank, by counting those of the chunks before it. A model may have
-    several stacks of layers (an encoder and a decoder, one for images): each is numbered on its own."""
+    """Find the first layer of every chunk of every rank, by counting the layers of the chunks before it. A model may
+    have several stacks of layers (an encoder and a decoder, one for images): each is numbered on its own."""
     d = grid.degrees
     stacks: dict[str, dict[tuple[int, int], int]] = {}
     for (_, pp, _), rank in grid.ranks.items():
@@ -96,13 +96,13 @@ def number_layers(grid: Grid) -> None:
             for head, layers in numbers.items():
                 if not contiguous(sorted(layers)):
                     line = f"{rank.file.path}: chunk {chunk} has the layers {sorted(layers)[:8]}, not 0, 1, 2, ..."
-                    grid.tell(Problem("inconsistent-metadata", line, rank.file.path))
+                    grid.report(Problem("inconsistent-metadata", line, rank.file.path))
                 count = stacks.setdefault(head, {}).setdefault((pp, chunk), len(layers))
                 if count != len(layers):
                     line = (
                         f"{rank.file.path}: {len(layers)} layers in chunk {chunk}, {count} on other ranks of stage {pp}"
                     )
-                    grid.tell(Problem("inconsistent-metadata", line, rank.file.path))
+                    grid.report(Problem("inconsistent-metadata", line, rank.file.path))
     there = {(pp, chunk) for (_, pp, _), rank in grid.ranks.items() for chunk in range(len(rank.chunks))}
     for head, seen in stacks.items():
         starts = _starts(grid, dict.fromkeys(there, 0) | seen, alone=len(stacks) == 1)
@@ -115,11 +115,12 @@ def number_layers(grid: Grid) -> None:
                         f"the layers of stage {pp} cannot be numbered: a stage before it is missing and the arguments "
                         "do not say how many layers it has; they are in view.stored only"
                     )
-                    grid.tell(Problem("unnumbered-layer", line))
+                    grid.report(Problem("unnumbered-layer", line))
 
 
 def _starts(grid: Grid, seen: Mapping[tuple[int, int], int], alone: bool) -> Mapping[tuple[int, int], int]:
-    """The first layer of every chunk of a stack. ``alone``: it is the only one, which the arguments tell of."""
+    """Return the first layer of every chunk of a stack. ``alone``: the stack is the only one; only then the arguments
+    describe it."""
     d = grid.degrees
     plan = planned(grid.args, d.pp, d.chunks) if alone else {}
     counts = {**plan, **seen}
@@ -129,10 +130,10 @@ def _starts(grid: Grid, seen: Mapping[tuple[int, int], int], alone: bool) -> Map
         counts[missing[0]] = total - sum(counts.values())
     if plan and any(plan[at] != n for at, n in seen.items()):
         line = f"the files have {_shown(seen)} layers per stage and chunk, by the arguments there are {_shown(plan)}"
-        grid.tell(Problem("inconsistent-metadata", line))
+        grid.report(Problem("inconsistent-metadata", line))
     elif not missing and total is not None and sum(counts.values()) != total and any(seen.values()):
         line = f"the files have {sum(counts.values())} layers, args.num_layers says {total}"
-        grid.tell(Problem("inconsistent-metadata", line))
+        grid.report(Problem("inconsistent-metadata", line))
     return offsets(d.pp, d.chunks, counts)
 
 
@@ -141,7 +142,7 @@ def _shown(counts: Mapping[tuple[int, int], int]) -> str:
 
 
 def add_weights(g: Gathered, namer: Namer) -> None:
-    """The weights of all ranks' models."""
+    """Add the weights of all ranks."""
     for _, rank in sorted(g.grid.ranks.items(), key=lambda item: (item[0][1], item[0][2], item[0][0])):
         for chunk, tensors in enumerate(rank.chunks):
             experts = namer.local_experts(tensors)
@@ -152,7 +153,7 @@ def add_weights(g: Gathered, namer: Namer) -> None:
                 try:
                     extent = rank.file.extent(tensor, own)
                 except LazyckptError as e:
-                    g.grid.tell(Problem("unreadable-file", str(e), rank.file.path))
+                    g.grid.report(Problem("unreadable-file", str(e), rank.file.path))
                     continue
                 g.add("weights", name, _as_stack(g, extent, name, experts), rank.rank)
 
@@ -166,8 +167,8 @@ def _as_stack(g: Gathered, extent: Extent, name: str, experts: int) -> Extent:
         return extent
     found = stacked(extent, which, hidden, experts)
     if found is None and len(extent.shape) == 2:
-        line = f"{extent.path}: {name!r} of shape {extent.shape} is no array of {experts} experts' matrices"
-        g.grid.tell(Problem("unsupported-tensor", line, name))
+        line = f"{extent.path}: {name!r} of shape {extent.shape} is not an array of {experts} experts' matrices"
+        g.grid.report(Problem("unsupported-tensor", line, name))
     return found or extent
 
 
@@ -175,7 +176,7 @@ def _as_stack(g: Gathered, extent: Extent, name: str, experts: int) -> Extent:
 
 
 def _held(part: Mapping[Any, Any], shapes: Mapping[str, Shape], known: dict[Any, Any]) -> list[Held] | None:
-    """`held`, once for all ranks whose pickles have the same optimizer (see io/repeats.py) of the same parameters."""
+    """Call `held` once for all ranks whose pickles share an optimizer (io/containers/pickle/memo.py) and parameters."""
     key = (id(part), tuple(shapes.items()))
     if key not in known:
         known[key] = held(part, shapes)
@@ -184,8 +185,8 @@ def _held(part: Mapping[Any, Any], shapes: Mapping[str, Shape], known: dict[Any,
 
 
 def add_states(g: Gathered, namer: Namer, attributes: Attributes) -> None:
-    """The states of the optimizers that are in the ranks' files. ``attributes``: gets those of the fp32 copies, by
-    name."""
+    """Add the states of the optimizers in the ranks' files. ``attributes``: receives the attributes of the fp32 copies,
+    by name."""
     known: dict[Any, Any] = {}
     for rank in g.grid.ranks.values():
         experts = namer.local_experts(rank.chunks[0])
@@ -198,7 +199,7 @@ def add_states(g: Gathered, namer: Namer, attributes: Attributes) -> None:
                     f"{rank.file.path}: which parameter is which in its optimizer is not known (its groups do not "
                     "fit the model's parameters): its states are in view.stored only"
                 )
-                g.grid.tell(Problem("undecided-name", line, rank.file.path))
+                g.grid.report(Problem("undecided-name", line, rank.file.path))
                 continue
             for one in found:
                 name = table[one.name][1]
@@ -214,7 +215,7 @@ def _add_state(g: Gathered, rank: RankFile, state: str, name: str, value: Stored
     try:
         extent = rank.file.extent(value, name)
     except LazyckptError as e:
-        g.grid.tell(Problem("unreadable-file", str(e), rank.file.path))
+        g.grid.report(Problem("unreadable-file", str(e), rank.file.path))
         return
     g.add(state, name, _as_stack(g, extent, name, experts) if extent.shape else extent, rank.rank)
 
@@ -222,8 +223,8 @@ def _add_state(g: Gathered, rank: RankFile, state: str, name: str, value: Stored
 def _parameters(
     grid: Grid, namer: Namer, rank: RankFile, part: Mapping[Any, Any], n: int
 ) -> dict[str, tuple[StoredTensor, str]]:
-    """The parameters that one of a rank's optimizers may have, in the model's order: a name that tells chunks apart ->
-    (tensor, name in the model)."""
+    """Return the parameters that one of a rank's optimizers may have, in the model's order: a name that is unique
+    among chunks -> (tensor, name in the model)."""
     experts = for_experts(part)
     spread = grid.degrees.ep > 1
     found = {}
@@ -236,7 +237,7 @@ def _parameters(
 
 
 def add_buffers(g: Gathered, namer: Namer, store: Store) -> None:
-    """The states in the distributed optimizers' own files."""
+    """Add the states in the distributed optimizers' own files."""
     pickles = Pickles()
     parts = parts_of(g.grid.first.root.get("optimizer"))
     for rank in g.grid.ranks.values():
@@ -252,21 +253,21 @@ def add_buffers(g: Gathered, namer: Namer, store: Store) -> None:
                 if isinstance(entry, dict):
                     _buffer(g, namer, rank, file, entry, n, len(entries))
         except LazyckptError as e:
-            g.grid.tell(cannot_read(path, e, ", the optimizer's states in it are lost"))
+            g.grid.report(cannot_read(path, e, ", the optimizer's states in it are lost"))
     wanted = flag(g.grid.args, "use_distributed_optimizer") and groups_of(parts[0] if parts else {})
     if not wanted and not any(rank.folder.optim for rank in g.grid.ranks.values()):
         return
     for rank in g.grid.ranks.values():
-        # (one that has no experts of its own, and is not the first of the expert-parallel ones, has nothing to save)
+        # (a rank that has no experts and is not the first expert-parallel one has nothing to save)
         if not rank.folder.optim and (rank.rank.ep == 0 or any(is_expert(n) for c in rank.chunks for n in c)):
             line = f"{rank.folder.model.rpartition('/')[0]}/distrib_optim.pt is missing: the states in it are lost"
-            g.grid.tell(Problem("missing-file", line, f"{rank.folder.model.rpartition('/')[0]}/distrib_optim.pt"))
+            g.grid.report(Problem("missing-file", line, f"{rank.folder.model.rpartition('/')[0]}/distrib_optim.pt"))
 
 
 def _buffer(
     g: Gathered, namer: Namer, rank: RankFile, file: TorchFile, entry: dict[Any, Any], n: int, count: int
 ) -> None:
-    """One optimizer's buffers: chunk after chunk, in each a buffer for every dtype."""
+    """Add one optimizer's buffers: for each chunk, a buffer per dtype."""
     spread = g.grid.degrees.ep > 1
     parts = parts_of(rank.root.get("optimizer"))
     experts = for_experts(parts[n]) if n < len(parts) and len(parts) == count and groups_of(parts[n]) else None
@@ -285,7 +286,7 @@ def _buffer(
             f"{file.path}: {len(keys)} buffers, {len(wanted)} are expected for the model's chunks and dtypes: its "
             "states are in view.stored only"
         )
-        g.grid.tell(Problem("undecided-layout", line, file.path))
+        g.grid.report(Problem("undecided-layout", line, file.path))
         return
     for (i, key), (chunk, dtype, table) in zip(keys, wanted, strict=True):
         states = states_in(entry[i][key])
@@ -296,10 +297,11 @@ def _buffer(
         if found is None:
             sizes = {s: v.shape[0] if isinstance(v, StoredTensor) else len(v) for s, v in states.items()}
             line = (
-                f"{file.path}: where the parameters lie in its buffer {i} ({dtype}, {sizes}) is not known: no layout "
-                f"of {len(shapes)} parameters that Megatron makes is that long; its states are in view.stored only"
+                f"{file.path}: the positions of the parameters in its buffer {i} ({dtype}, {sizes}) are not known: no "
+                f"layout that Megatron makes of {len(shapes)} parameters has this length; its states are in "
+                "view.stored only"
             )
-            g.grid.tell(Problem("undecided-layout", line, file.path))
+            g.grid.report(Problem("undecided-layout", line, file.path))
             continue
         for slot in found.slots:
             shape, name = table[slot.name]
@@ -325,8 +327,8 @@ def _add_slice(
 ) -> None:
     whole = file.extent(flat, name)
     if whole.strides != (1,):
-        line = f"{file.path}: the buffer of {name!r} has a stride: it is in view.stored only"
-        g.grid.tell(Problem("undecided-layout", line, name))
+        line = f"{file.path}: the buffer of {name!r} is not contiguous: it is in view.stored only"
+        g.grid.report(Problem("undecided-layout", line, name))
         return
     extent = Extent(
         whole.path,
