@@ -58,8 +58,8 @@ class Grid:
     """The cells of a regular grid, in C order; the last ones of a dimension are cut off by the end of the tensor.
 
     >>> grid = Grid((5, 4), (2, 4))
-    >>> grid.meeting((range(3, 5), range(4))), grid.box(2)
-    ([1, 2], Box(start=(4, 0), stop=(5, 4)))
+    >>> grid.box(2), list(grid.meeting((range(4, 5), range(4))))
+    (Box(start=(4, 0), stop=(5, 4)), [Box(start=(4, 0), stop=(5, 4))])
     """
 
     shape: Shape
@@ -84,15 +84,11 @@ class Grid:
         place = [n // stride % count for stride, count in zip(c_strides(counts), counts, strict=True)]
         return chunk_box(place, self.shape, self.cell)
 
-    def meeting(self, want: Selection) -> list[int]:
-        """The numbers of the cells that hold wanted elements."""
-        if not all(map(len, want)):
-            return []
-        strides = c_strides(self.counts)
-        numbers = [
-            [n * stride for n in cells(r, size)] for r, size, stride in zip(want, self.cell, strides, strict=True)
-        ]
-        return list(map(sum, product(*numbers)))
+    def meeting(self, want: Selection) -> Iterator[Box]:
+        """Yield the cells that hold wanted elements, in C order."""
+        if all(map(len, want)):
+            for place in product(*map(cells, want, self.cell)):
+                yield chunk_box(place, self.shape, self.cell)
 
 
 def cells(wanted: range, size: int) -> Iterator[int]:
@@ -115,9 +111,6 @@ class Blocks(Fragments):
     @abstractmethod
     def fragment(self, n: int) -> Fragment:
         """The fragment that holds the block of a number."""
-
-    def meeting(self, want: Selection) -> list[Fragment]:
-        return [self.fragment(n) for n in self.blocks.meeting(want)]
 
     def only(self) -> Fragment | None:
         numbers = self.blocks.numbers
