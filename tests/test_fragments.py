@@ -317,7 +317,7 @@ def test_blocks_of_a_grid_and_of_a_table_are_found_alike() -> None:
     starts, stops = (np.array([getattr(box, end) for box in boxes]) for end in ("start", "stop"))
     table = Boxes(starts, stops, range(len(boxes)))
     for rows, columns in product((range(5), range(1, 2), range(4, 4), range(2, 5, 2)), (range(7), range(2, 4))):
-        assert grid.meeting((rows, columns)) == table.meeting((rows, columns))
+        assert list(grid.meeting((rows, columns))) == [table.box(n) for n in table.meeting((rows, columns))]
     assert [table.box(n) for n in range(len(table))] == boxes
 
 

@@ -1,7 +1,7 @@
-"""Fragments that each hold one block of the tensor. Pure.
+"""Sequences of fragments that each hold one block of a tensor. No I/O.
 
-Where the blocks lie is data of its own, a regular `Grid` or a table of `Boxes`; what a format adds is which bytes hold
-the block of a number.
+A `Grid` (regular) or a table of `Boxes` (irregular) describes the positions of the blocks. A format adds which bytes
+hold each block.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from .index import Fragment
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Boxes:
-    """Blocks anywhere in a tensor, in any order. ``starts`` and ``stops``: [blocks, dimensions]. ``numbers``: by which
-    number each block goes."""
+    """Blocks at any positions in a tensor, in any order.
+
+    ``starts`` and ``stops`` have shape [blocks, dimensions]. ``numbers`` holds the number of each block, by row.
+    """
 
     starts: NDArray[np.int64]
     stops: NDArray[np.int64]
@@ -33,18 +35,18 @@ class Boxes:
 
     @property
     def cell(self) -> None:
-        """They form no grid."""
+        """None: the blocks form no grid."""
         return None
 
     def __len__(self) -> int:
         return len(self.starts)
 
     def box(self, at: int) -> Box:
-        """The block at a place of the table."""
+        """Return the block in a row of the table."""
         return Box(tuple(self.starts[at].tolist()), tuple(self.stops[at].tolist()))
 
     def meeting(self, want: Selection) -> list[int]:
-        """The numbers of the blocks between the first and the last wanted element."""
+        """Return the numbers of the blocks that overlap the bounding box of the selection."""
         if not all(map(len, want)):
             return []
         first = np.array([r[0] for r in want], np.int64)
@@ -55,11 +57,11 @@ class Boxes:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The cells of a regular grid, in C order; the last ones of a dimension are cut off by the end of the tensor.
+    """The cells of a regular grid, in C order. The end of the tensor cuts off the last cells of each dimension.
 
     >>> grid = Grid((5, 4), (2, 4))
-    >>> grid.meeting((range(3, 5), range(4))), grid.box(2)
-    ([1, 2], Box(start=(4, 0), stop=(5, 4)))
+    >>> grid.box(2), list(grid.meeting((range(4, 5), range(4))))
+    (Box(start=(4, 0), stop=(5, 4)), [Box(start=(4, 0), stop=(5, 4))])
     """
 
     shape: Shape
@@ -67,7 +69,7 @@ class Grid:
 
     @property
     def counts(self) -> Shape:
-        """How many cells there are in each dimension."""
+        """The number of cells in each dimension."""
         return grid_of(self.shape, self.cell)
 
     @property
@@ -79,45 +81,38 @@ class Grid:
         return prod(self.counts)
 
     def box(self, n: int) -> Box:
-        """The block of a number."""
+        """Return the block of cell ``n``."""
         counts = self.counts
         place = [n // stride % count for stride, count in zip(c_strides(counts), counts, strict=True)]
         return chunk_box(place, self.shape, self.cell)
 
-    def meeting(self, want: Selection) -> list[int]:
-        """The numbers of the cells that hold wanted elements."""
-        if not all(map(len, want)):
-            return []
-        strides = c_strides(self.counts)
-        numbers = [
-            [n * stride for n in cells(r, size)] for r, size, stride in zip(want, self.cell, strides, strict=True)
-        ]
-        return list(map(sum, product(*numbers)))
+    def meeting(self, want: Selection) -> Iterator[Box]:
+        """Yield the cells that hold wanted elements, in C order."""
+        if all(map(len, want)):
+            for place in product(*map(cells, want, self.cell)):
+                yield chunk_box(place, self.shape, self.cell)
 
 
 def cells(wanted: range, size: int) -> Iterator[int]:
-    """The cells of this size, of one dimension, that hold wanted elements (one at least)."""
+    """Return the cells of one dimension, ``size`` elements each, that hold an index of ``wanted`` (not empty)."""
     if wanted.step <= size:
         return iter(range(wanted[0] // size, wanted[-1] // size + 1))
     return (i // size for i in wanted)
 
 
 class Blocks(Fragments):
-    """One fragment for each of the blocks that lie at ``blocks``."""
+    """One fragment for each block of the tensor."""
 
     __slots__ = ()
 
     @property
     @abstractmethod
     def blocks(self) -> Boxes | Grid:
-        """Where the blocks lie in the tensor."""
+        """The positions of the blocks in the tensor."""
 
     @abstractmethod
     def fragment(self, n: int) -> Fragment:
-        """The fragment that holds the block of a number."""
-
-    def meeting(self, want: Selection) -> list[Fragment]:
-        return [self.fragment(n) for n in self.blocks.meeting(want)]
+        """Return the fragment that holds block ``n``."""
 
     def only(self) -> Fragment | None:
         numbers = self.blocks.numbers

@@ -1,4 +1,4 @@
-"""Blocks of an N-D index space, and how a flat interval of a C-order array falls apart into them."""
+"""Blocks of an N-D index space, and the decomposition of a flat interval of a C-order array into such blocks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import prod
 
 Shape = tuple[int, ...]
-_FEW = 8  # boxes that are taken away one after the other
+_FEW = 8  # up to this many boxes are subtracted one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,18 @@ class Box:
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> Box:
-        """The whole index space of an array of this shape."""
+        """Return the whole index space of an array.
+
+        Parameters
+        ----------
+        shape
+            The array's shape, in elements.
+        """
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def shape(self) -> Shape:
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple([b - a for a, b in zip(self.start, self.stop, strict=True)])  # a generator is twice the calls
 
     @property
     def numel(self) -> int:
@@ -40,7 +46,7 @@ class Box:
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
     def __bool__(self) -> bool:
-        """True where the box holds at least one index (a 0-d box holds one)."""
+        """Return whether the box holds at least one index (a 0-d box holds one)."""
         return all(a < b for a, b in zip(self.start, self.stop, strict=True))
 
     def __and__(self, other: Box) -> Box:
@@ -50,7 +56,7 @@ class Box:
         )
 
     def shift(self, by: Sequence[int]) -> Box:
-        """The box moved by ``by``.
+        """Return the box moved by ``by``, an offset in elements for each dimension.
 
         >>> Box((1,), (3,)).shift((10,))
         Box(start=(11,), stop=(13,))
@@ -61,7 +67,7 @@ class Box:
         )
 
     def minus(self, other: Box) -> Iterator[Box]:
-        """What is left of this box without ``other``: at most 2N disjoint boxes.
+        """Yield this box without ``other``, as at most 2N disjoint boxes.
 
         >>> list(Box((0, 0), (3, 3)).minus(Box((1, 1), (3, 2))))
         [Box(start=(0, 0), stop=(1, 3)), Box(start=(1, 0), stop=(3, 1)), Box(start=(1, 2), stop=(3, 3))]
@@ -83,7 +89,9 @@ _Half = tuple[Box, list[Box]]
 
 
 def remainder(box: Box, taken: Sequence[Box]) -> list[Box]:
-    """What is left of a box without others, which lie in it and do not overlap each other, as disjoint boxes.
+    """Return a box without the boxes ``taken``, as disjoint boxes.
+
+    The boxes in ``taken`` have to be inside ``box`` and must not overlap each other.
 
     >>> remainder(Box((0,), (9,)), [Box((0,), (2,)), Box((5,), (9,))])
     [Box(start=(2,), stop=(5,))]
@@ -102,8 +110,10 @@ def remainder(box: Box, taken: Sequence[Box]) -> list[Box]:
 
 
 def _halves(box: Box, taken: Sequence[Box], d: int) -> Iterator[tuple[_Half, _Half]]:
-    """The box cut in two along a dimension, with what lies in each half: at the middle of the places where others
-    begin; nothing if all of these begin where the box does."""
+    """Yield the two halves of a box cut along dimension ``d``, each with the taken boxes in it.
+
+    The cut is at the median start of the taken boxes. Yield nothing if they all start where the box starts.
+    """
     edges = sorted(one.start[d] for one in taken if one.start[d] > box.start[d])
     if not edges:
         return
@@ -119,7 +129,7 @@ def _larger(two: tuple[_Half, _Half]) -> int:
 
 
 def c_strides(shape: Sequence[int]) -> Shape:
-    """Strides, in elements, of a C-order array of this shape.
+    """Return the strides, in elements, of a C-order array of this shape.
 
     >>> c_strides((2, 3, 4))
     (12, 4, 1)
@@ -131,12 +141,12 @@ def c_strides(shape: Sequence[int]) -> Shape:
 
 
 def is_run(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """True if the elements of a strided array follow each other without a gap, in C order."""
+    """Return whether a strided array is contiguous in C order."""
     return all(n == 1 or s == e for n, s, e in zip(shape, strides, c_strides(shape), strict=True))
 
 
 def fits(shape: Sequence[int], itemsize: int) -> bool:
-    """Whether an array of this shape has a size that can be counted, its empty dimensions not looked at first.
+    """Return whether the size in bytes, as a product of the dimensions from left to right, always fits into 63 bits.
 
     >>> fits((2**40, 2**40, 0), 1)
     False
@@ -150,19 +160,19 @@ def fits(shape: Sequence[int], itemsize: int) -> bool:
 
 
 def hull(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last that a strided array touches, both included (0 if it is empty)."""
+    """Return the number of elements from the first to the last one of a strided array, inclusive (0 if it is empty)."""
     if 0 in shape:
         return 0
     return 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
 
 
 def tiles(shape: Sequence[int], count: int) -> Iterator[Box]:
-    """Cut an array into boxes of at most ``count`` elements that each are one run of its C order, in that order.
+    """Yield boxes of at most ``count`` elements that cover an array, each contiguous in C order, in that order.
 
     >>> [(b.start, b.stop) for b in tiles((3, 4), 8)]
     [((0, 0), (2, 4)), ((2, 0), (3, 4))]
     """
-    if 0 in shape:  # its other dimensions may be of any length, which `product` would list
+    if 0 in shape:  # the other dimensions may have any length: do not iterate over them
         return
     sizes, left = [], max(1, count)
     for n in reversed(shape):
@@ -174,7 +184,7 @@ def tiles(shape: Sequence[int], count: int) -> Iterator[Box]:
 
 
 def _corners(axes: Sequence[range]) -> Iterator[Shape]:
-    """As `itertools.product`, which lists each axis first: a tensor of one stored number may have any length."""
+    """Yield what `itertools.product` does, without listing each axis first: an expanded tensor may have any length."""
     if not axes:
         yield ()
         return
@@ -184,7 +194,7 @@ def _corners(axes: Sequence[range]) -> Iterator[Shape]:
 
 
 def span_boxes(shape: Sequence[int], lo: int, hi: int) -> list[Box]:
-    """The flat interval [lo, hi) of a C-order array of ``shape``, as at most 2N-1 boxes in flat order.
+    """Return the flat interval [lo, hi) of a C-order array of ``shape`` as at most 2N-1 boxes, in flat order.
 
     >>> [(b.start, b.stop) for b in span_boxes((3, 4), 2, 9)]
     [((0, 2), (1, 4)), ((1, 0), (2, 4)), ((2, 0), (3, 1))]
@@ -198,8 +208,8 @@ def span_boxes(shape: Sequence[int], lo: int, hi: int) -> list[Box]:
         return [Box.of(shape)]
     strides = c_strides(shape)
 
-    # Cut points: lo rounded up to ever larger rows, then hi rounded down to ever smaller ones. Between two
-    # neighbours lies a run of whole rows of one stride, inside one row of the next larger stride: a box.
+    # Cut points: lo rounded up to ever larger rows, then hi rounded down to ever smaller ones. The elements between
+    # two neighbouring cut points are whole rows of one stride, inside one row of the next larger stride: a box.
     cuts, at = [lo], lo
     for stride in reversed(strides):
         at = -(-at // stride) * stride
@@ -214,7 +224,7 @@ def span_boxes(shape: Sequence[int], lo: int, hi: int) -> list[Box]:
 
 
 def _row_box(shape: Shape, strides: Shape, lo: int, hi: int) -> Box:
-    """The box of [lo, hi), which is known to be whole rows of some stride inside one row of the next larger."""
+    """Return the box of [lo, hi), which has to be whole rows of some stride inside one row of the next larger one."""
     last = hi - 1
     start, stop = [], []
     for stride in strides:

@@ -1,7 +1,7 @@
-"""Chunk grids: how to cut a tensor for formats whose chunks all have one shape. Pure.
+"""Chunk grids: how to cut a tensor for formats whose chunks all have the same shape. No I/O.
 
-Where the fragments of a tensor form such a grid themselves, the chunks follow it: one fragment is then one chunk, a few
-chunks, or a few fragments are one chunk, and a chunk reads no more files than it has to.
+If the fragments of a tensor form a regular grid, the chunks follow it: a fragment becomes one or several chunks, or
+several fragments become one chunk. So each chunk reads as few files as possible.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from .box import Box, Shape
 from .fragments import fragment_boxes, fragments_of
 from .index import TensorSpec
 
-FEW = 16  # so many chunks of a tensor are no burden, however small they are
+FEW = 16  # up to this many chunks of a tensor are not joined, however small they are
 
 
 def fragment_grid(spec: TensorSpec) -> Shape | None:
-    """The shape of the grid's cells if the blocks that the fragments hold form a regular one, whose last cells may be
-    cut off by the end of the tensor; None if they do not. Replicas count once; a missing file has its place, too."""
+    """Return the shape of the cells if the tensor's fragments form a regular grid, else None.
+
+    The end of the tensor may cut off the last cells. Replicas count once, and the fragments of missing files count too.
+    """
     whole = Box.of(spec.shape)
     if not whole:
         return None
@@ -27,7 +29,7 @@ def fragment_grid(spec: TensorSpec) -> Shape | None:
         return tuple(map(min, regular, spec.shape))
     cell = list(spec.shape)
     boxes: set[Box] = set()
-    # all that end before the tensor does are equally long: of a thousand ranks' flat spans the first few tell
+    # All blocks that end before the tensor does have to be equally long, so the first few flat spans decide.
     for box in (globe & whole for fragment in spec.fragments for _, globe in fragment_boxes(fragment)):
         if not box or box in boxes:
             continue
@@ -46,9 +48,11 @@ def fragment_grid(spec: TensorSpec) -> Shape | None:
 
 
 def chunk_shape(spec: TensorSpec, least: int, most: int, pieces: int = 1) -> Shape:
-    """The shape of a tensor's chunks, in elements, no dimension 0. Where the fragments form a grid it is theirs: cut
-    evenly if one takes more than ``most`` bytes, several taken together if they are many and take less than ``least``.
-    Elsewhere rows of at most ``most`` bytes, at least ``pieces`` chunks if there are so many rows.
+    """Return the shape of a tensor's chunks, in elements; no dimension is 0.
+
+    If the fragments form a grid, its cells are the chunks: a cell of more than ``most`` bytes is cut evenly, and many
+    cells of less than ``least`` bytes are joined. Otherwise a chunk is rows of at most ``most`` bytes, and there are
+    at least ``pieces`` chunks if the tensor has that many rows.
 
     >>> from .index import Extent, whole
     >>> spec = whole("w", Extent("f", 0, "float32", (100, 1024), (1024, 1)))
@@ -67,12 +71,12 @@ def chunk_shape(spec: TensorSpec, least: int, most: int, pieces: int = 1) -> Sha
 
 
 def grid_of(shape: Sequence[int], chunk: Sequence[int]) -> Shape:
-    """How many chunks there are in each dimension (none where the tensor is empty)."""
+    """Return the number of chunks in each dimension (0 where the tensor is empty)."""
     return tuple(-(-n // c) for n, c in zip(shape, chunk, strict=True))
 
 
 def chunk_box(place: Sequence[int], shape: Sequence[int], chunk: Sequence[int]) -> Box:
-    """The block of the tensor that the chunk at this place of the grid holds; cut off by the tensor's end."""
+    """Return the block of the tensor that the chunk at ``place`` in the grid holds, cut off by the tensor's end."""
     start = tuple(p * c for p, c in zip(place, chunk, strict=True))
     return Box(start, tuple(min(a + c, n) for a, c, n in zip(start, chunk, shape, strict=True)))
 
@@ -82,15 +86,17 @@ def _count(shape: Shape, chunk: Shape) -> int:
 
 
 def _rows(cell: Shape, shape: Shape, size: int, most: int, pieces: int) -> Shape:
-    """Cut a cell along its first dimensions until it takes at most ``most`` bytes. Where the grid has several cells in
-    a dimension, only evenly: another cut would not meet their edges."""
+    """Cut a cell along its first dimensions until it has at most ``most`` bytes.
+
+    In a dimension with several cells the cuts are even: the edges of the chunks then include the edges of the cells.
+    """
     chunk = list(cell)
     for d, n in enumerate(cell):
         wanted = max(-(-prod(chunk) * size // max(most, size)), pieces)
         if wanted <= 1:
             break
         if n == shape[d]:
-            rows = max(1, n // wanted)  # at most
+            rows = max(1, n // wanted)  # an upper limit
             chunk[d] = -(-n // -(-n // rows))
         else:
             chunk[d] = n // next((k for k in range(min(n, wanted), n + 1) if n % k == 0), n)
@@ -99,7 +105,7 @@ def _rows(cell: Shape, shape: Shape, size: int, most: int, pieces: int) -> Shape
 
 
 def _joined(cell: Shape, shape: Shape, size: int, least: int) -> Shape:
-    """Take neighbouring cells together, along the last dimensions first, until they have ``least`` bytes."""
+    """Join neighbouring cells, along the last dimensions first, until they have ``least`` bytes."""
     chunk = list(cell)
     for d in reversed(range(len(cell))):
         times = -(-least // (prod(chunk) * size))

@@ -1,7 +1,7 @@
-"""Tensors made of blocks of others: one layer of a stack, q of a fused q, k and v, experts stacked again. Pure.
+"""Tensors composed of blocks of others: a layer of a stack, q of a fused qkv, a stack of experts. No I/O.
 
-A block goes from one tensor to a place in another by giving the fragments that hold it new parts; no bytes are looked
-at. So a tensor that is taken apart and put together again reads as the original does.
+Moving a block from one tensor to another gives the fragments that hold it new parts and reads no bytes. So a tensor
+that is split and joined again reads as the original does.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from .plan import plan
 def compose(
     name: str, shape: Shape, pieces: Sequence[tuple[TensorSpec, Placement]], rule: str = "", stored_as: str = ""
 ) -> TensorSpec:
-    """A tensor made of others, each with its placement. Raises ValueError if they differ in dtype or in how replicas
-    count, if one does not fit, or if there is none."""
+    """Return the spec of a tensor made of others, each with its placement.
+
+    Raises ValueError if the pieces differ in dtype or ``combine``, if one does not fit, or if there are none.
+    """
     dtypes: set[DType] = {source.dtype for source, _ in pieces}
     combines: set[Literal["first", "mean"]] = {source.combine for source, _ in pieces}
     if len(dtypes) != 1 or len(combines) != 1:
@@ -39,7 +41,7 @@ def compose(
 
 
 def _fits(shape: Shape, source: Shape, placement: Placement, part: Part) -> bool:
-    """Whether a block lies in both tensors, and a dimension that it loses has one index."""
+    """Return whether a block is inside both tensors, and has length 1 in each dimension that the placement drops."""
     kept = range(len(source)) if placement.axes is None else placement.axes
     if placement.shape != source or any(n != 1 for d, n in enumerate(part.local.shape) if d not in kept):
         return False
@@ -49,10 +51,10 @@ def _fits(shape: Shape, source: Shape, placement: Placement, part: Part) -> bool
 
 @dataclass(frozen=True, slots=True)
 class Composed(Fragments):
-    """The fragments of several tensors, each with the parts of it that lie in the composed one.
+    """The fragments of a tensor that is composed of others.
 
-    ``sources``: the tensors' fragments; ``placements``: where each tensor lies. ``merged``: the sources are the shards
-    of ranks, in the order of the ranks, and hold together all elements that the tensor has.
+    ``sources`` holds the fragments of each source tensor, ``placements`` its placement. ``merged`` says that the
+    sources are the shards of all ranks, in rank order, and together hold all elements of the tensor.
     """
 
     sources: tuple[Sequence[Fragment], ...]
@@ -94,7 +96,7 @@ class Composed(Fragments):
         raise IndexError(n)
 
     def only(self) -> Fragment | None:
-        """That of the only source, if it is all of the tensor."""
+        """Return the only fragment of the only source, if that source is the whole tensor."""
         if len(self.sources) != 1 or self.placements[0].parts is not None:
             return None
         found = fragments_of(self.sources[0]).only()
@@ -102,7 +104,7 @@ class Composed(Fragments):
 
     @property
     def intact(self) -> bool:
-        """Whether every shard is: whoever merges them has made sure that together they are the whole."""
+        """Whether the shards of a merged tensor are all intact; the merge has checked that they cover the tensor."""
         return self.merged and all(fragments_of(source).intact for source in self.sources)
 
     @property
@@ -110,7 +112,7 @@ class Composed(Fragments):
         return self.placements if self.merged else ()
 
     def _is_whole(self, n: int) -> bool:
-        """Whether all of a source is in the tensor, and so all of its fragments."""
+        """Return whether the whole source, and so each of its fragments, is in the tensor."""
         placement = self.placements[n]
         return placement.parts is None or 0 < prod(placement.shape) == placement.numel
 
@@ -118,14 +120,14 @@ class Composed(Fragments):
         return len(self.sources[n]) if self._is_whole(n) else sum(1 for _ in self._placed(n, self._held(n)))
 
     def _held(self, n: int) -> Sequence[Fragment]:
-        """The fragments of a source that may have a part in the tensor."""
+        """Return the fragments of a source that may have a part in the tensor."""
         if self._is_whole(n):
             return self.sources[n]
         blocks = [part.local for part in self.placements[n].blocks if part.local]
         return fragments_of(self.sources[n]).meeting(_hull(blocks)) if blocks else ()
 
     def _placed(self, n: int, fragments: Iterable[Fragment]) -> Iterator[Fragment]:
-        """Fragments of a source as those of the tensor."""
+        """Yield fragments of a source as fragments of the tensor."""
         placement = self.placements[n]
         if placement.parts is None:
             yield from fragments
@@ -141,7 +143,7 @@ class Composed(Fragments):
 
 
 def _wanted(placement: Placement, want: Selection) -> Selection | None:
-    """What of the placed array lies between the first and the last wanted element; None if nothing does."""
+    """Return the part of the placed array inside the bounding box of the selection; None if it is empty."""
     box = Box(tuple(r[0] for r in want), tuple(r[-1] + 1 for r in want))
     found = []
     for part in placement.blocks:
@@ -158,7 +160,7 @@ def _wanted(placement: Placement, want: Selection) -> Selection | None:
 
 
 def _hull(boxes: Sequence[Box]) -> Selection:
-    """All that lies between the boxes."""
+    """Return the bounding box of the boxes."""
     if len(boxes) == 1:
         return tuple(map(range, boxes[0].start, boxes[0].stop))
     return tuple(
@@ -173,14 +175,14 @@ def _axes(placement: Placement, fragment: Fragment) -> tuple[int | None, ...] | 
 
 
 def _parts(placement: Placement, fragment: Fragment) -> Iterator[Part]:
-    """The fragment's parts, cropped to the blocks that are placed, with their places in the tensor."""
+    """Yield the fragment's parts, cropped to the placed blocks, with their positions in the tensor."""
     origin = (0,) * len(placement.shape)
     turned = tuple(range(len(origin))) if placement.axes is None else placement.axes
     axes = tuple(range(len(origin))) if fragment.axes is None else fragment.axes
     for block, to in ((part.local, part.start) for part in placement.blocks):
         for part in fragment.parts if fragment.parts is not None else (Part(Box.of(fragment.local_shape), origin),):
             start, stop = list(part.local.start), list(part.local.stop)
-            at = []  # where the cropped part begins, in the source
+            at = []  # the start of the cropped part in the source
             for d, axis in enumerate(axes):
                 width = 1 if axis is None else part.local.stop[axis] - part.local.start[axis]
                 lo, hi = max(part.start[d], block.start[d]), min(part.start[d] + width, block.stop[d])
@@ -197,11 +199,11 @@ def _parts(placement: Placement, fragment: Fragment) -> Iterator[Part]:
                 )
 
 
-# -- One tensor from several checkpoints, stacked along a new first dimension. Pure.
+# -- One tensor from several checkpoints, stacked along a new first dimension.
 
 
 class Layer(NamedTuple):
-    """The tensor at one ``step``; its files lie in ``folder`` ("" for the store's own)."""
+    """The tensor at one ``step``. Its files are in ``folder`` ("" for the root of the store)."""
 
     step: int
     folder: str
@@ -210,14 +212,17 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stacked(Composed):
-    """The fragments of all layers, each with its files named from further up: from where its folder is the one of
-    ``folders`` that they are in. ``steps``: the coordinates along the first dimension."""
+    """The fragments of all layers of a stack.
+
+    ``folders`` holds the folder of each layer's files, relative to a common store. ``steps`` holds the coordinates
+    along the first dimension.
+    """
 
     folders: tuple[str, ...] = ()
     steps: tuple[int, ...] = ()
 
     def inside(self, box: Box) -> Stacked:
-        """The layers that have elements of the block, whole."""
+        """Return all fragments of the layers that have elements of the block."""
         lo, hi = box.start[0], box.stop[0]
         kept = [n for n, placement in enumerate(self.placements) if lo <= placement.blocks[0].start[0] < hi]
         return replace(
@@ -236,8 +241,10 @@ class Stacked(Composed):
 
 
 def stack(name: str, layers: Sequence[Layer], dtype: DType) -> TensorSpec:
-    """The tensors (of one shape, one at least) as one of shape (layers, ...), converted to ``dtype``. Raises ValueError
-    if they differ in shape, or in whether replicas are averaged."""
+    """Return the spec of the stacked layers, at least one, of shape (layers, ...) and converted to ``dtype``.
+
+    Raises ValueError if the layers differ in shape or in whether replicas are averaged.
+    """
     shape = layers[0].spec.shape
     axes = (None, *range(len(shape)))
     pieces = [
@@ -255,12 +262,12 @@ def stack(name: str, layers: Sequence[Layer], dtype: DType) -> TensorSpec:
 
 
 def readable(spec: TensorSpec) -> bool:
-    """Whether all of its elements stand in files that are there."""
+    """Return whether existing files hold all elements of the tensor."""
     if fragments_of(spec.fragments).intact or not spec.numel:
         return True
     if spec.fragments and not any(isinstance(f.extent, Hole) for f in spec.fragments):
         return True
-    try:  # what one file lacks, another may hold
+    try:  # another file may hold the elements of a hole
         plan(spec, tuple(map(range, spec.shape)))
     except LazyckptError:
         return False

@@ -1,7 +1,6 @@
-"""One table of dtypes: what torch, safetensors, numpy (with ml_dtypes) and old torch storages call the same thing.
+"""The table of dtypes, with their names in torch, safetensors, numpy (with ml_dtypes) and legacy torch storages.
 
-A checkpoint is described without torch, which takes a second to import: a `DType` gives the objects of torch and numpy
-when it is asked for them.
+A checkpoint is described without importing torch, which takes a second: a `DType` imports torch or numpy on demand.
 """
 
 from __future__ import annotations
@@ -18,25 +17,26 @@ if TYPE_CHECKING:
 
 
 class DType:
-    """What the elements of a tensor are. There is one object for each dtype: compare them with ``is``, or with ``==``,
-    which also takes a `torch.dtype`.
+    """The dtype of a tensor's elements. There is one object for each dtype.
+
+    Compare dtypes with ``is``, or with ``==``, which also accepts a `torch.dtype`.
 
     Attributes
     ----------
     name : str
         The name in torch: ``"bfloat16"``.
     short : str
-        As shown to people: ``"bf16"``.
+        The short name, for display: ``"bf16"``.
     itemsize : int
-        Bytes of an element.
+        The size of an element in bytes.
     is_floating_point, is_complex, is_signed : bool
         As in torch.
     is_number : bool
-        Whether torch converts elements to other dtypes. Packed bits and quantized integers are no numbers.
+        Whether torch can convert the elements to other dtypes; False for packed bits and quantized integers.
     safetensors : str or None
-        The name in safetensors; None if it has no such dtype.
+        The name in safetensors; None if safetensors has no such dtype.
     storage : str or None
-        The class in torch that old pickles name the dtype by; None if there is none.
+        The torch storage class that stands for the dtype in legacy pickles; None if there is none.
     """
 
     __slots__ = (
@@ -59,8 +59,11 @@ class DType:
     def __init__(
         self, name: str, short: str, itemsize: int, kind: str, safetensors: str | None, numpy: str, storage: str | None
     ) -> None:
-        """``kind``: the letters that apply of f(loating point), c(omplex), s(igned), n(umber). ``numpy``: the name in
-        numpy, or "ml_dtypes." and the name there; empty if numpy has no such dtype."""
+        """Create the dtype.
+
+        ``kind`` holds the letters that apply: f(loating point), c(omplex), s(igned), n(umber). ``numpy`` is the name in
+        numpy, or "ml_dtypes." and the name there; it is empty if numpy has no such dtype.
+        """
         values = {
             "name": name, "short": short, "itemsize": itemsize, "is_floating_point": "f" in kind,
             "is_complex": "c" in kind, "is_signed": "s" in kind, "is_number": "n" in kind, "safetensors": safetensors,
@@ -94,7 +97,7 @@ class DType:
 
     @property
     def torch(self) -> torch.dtype:
-        """The `torch.dtype`. Raises DataError if the installed torch has none of this name."""
+        """The `torch.dtype`. Raises DataError if the installed torch has no dtype of this name."""
         if self._torch is None:
             module = import_module("torch")
             found = getattr(module, self.name, None)
@@ -106,7 +109,7 @@ class DType:
 
     @property
     def numpy(self) -> np.dtype[Any]:
-        """The dtype of numpy, or of ml_dtypes. Raises DataError if they have none.
+        """The dtype in numpy or ml_dtypes. Raises DataError if neither has such a dtype.
 
         >>> dtype_named("bf16").numpy
         dtype(bfloat16)
@@ -143,7 +146,7 @@ F8_E5M2 = DType("float8_e5m2", "f8_e5m2", 1, "fsn", "F8_E5M2", "ml_dtypes.float8
 F8_E4M3FNUZ = DType("float8_e4m3fnuz", "f8_e4m3fnuz", 1, "fsn", "F8_E4M3FNUZ", "ml_dtypes.float8_e4m3fnuz", None)
 F8_E5M2FNUZ = DType("float8_e5m2fnuz", "f8_e5m2fnuz", 1, "fsn", "F8_E5M2FNUZ", "ml_dtypes.float8_e5m2fnuz", None)
 F8_E8M0FNU = DType("float8_e8m0fnu", "f8_e8m0", 1, "fn", "F8_E8M0", "ml_dtypes.float8_e8m0fnu", None)
-# Two 4-bit floats share a byte, and a shape counts the bytes, as torch does.
+# Two 4-bit floats share a byte. Shapes count bytes, as in torch.
 F4_E2M1FN_X2 = DType("float4_e2m1fn_x2", "f4x2", 1, "fs", None, "", None)
 
 _PACKED = tuple(DType(name, name, 1, "", None, "", None) for name in ("bits8", "bits1x8", "bits2x4", "bits4x2")) + (
@@ -167,17 +170,17 @@ FROM_NAME: dict[str, DType] = {d.name: d for d in DTYPES} | _ALIASES  # the name
 FROM_NAME["bit"] = FROM_NAME["uint1"]
 FROM_SAFETENSORS = {d.safetensors: d for d in DTYPES if d.safetensors}
 FROM_STORAGE = {d.storage: d for d in DTYPES if d.storage} | {
-    # Integers of a quantized tensor are read as they are stored; their scale is elsewhere (see pickle/rebuild.py).
+    # A quantized tensor is read as its stored integers; the scale is stored elsewhere (see pickle/rebuild.py).
     "QInt8Storage": I8, "QUInt8Storage": U8, "QInt32Storage": I32, "QUInt4x2Storage": U8, "QUInt2x4Storage": U8,
 }  # fmt: skip
 _FLOATS = {name: d for name, d in FROM_NAME.items() if name.startswith("float") and name != "float"}
-_WRITTEN = (  # lower case: torch's names, those shown to people, and float written as f or fp
+_WRITTEN = (  # accepted spellings, in lower case: torch's names, short names, and "f" or "fp" for "float"
     {start + name.removeprefix("float"): d for name, d in _FLOATS.items() for start in ("f", "fp")}
     | {start + d.short[1:]: d for d in DTYPES if d.short[0] == "f" for start in ("f", "fp", "float")}
     | {d.short: d for d in DTYPES}
     | FROM_NAME
 )
-_of_torch: dict[Any, DType] = {}  # filled when they are first asked for
+_of_torch: dict[Any, DType] = {}  # filled by `dtype_of`
 
 
 def _named(name: str) -> DType:
@@ -185,12 +188,12 @@ def _named(name: str) -> DType:
 
 
 def _is_torch(value: object) -> bool:
-    torch = sys.modules.get("torch")  # there is no torch.dtype before it is imported
+    torch = sys.modules.get("torch")  # before the import of torch there can be no torch.dtype
     return torch is not None and isinstance(value, torch.dtype)
 
 
 def dtype_of(value: DType | torch.dtype | np.dtype[Any] | str) -> DType:
-    """The `DType` for a dtype of torch or numpy, or its name. Raises DataError for anything else.
+    """Return the `DType` of a dtype of torch or numpy, or of its name. Raises DataError for anything else.
 
     >>> dtype_of("bf16"), dtype_of("torch.float32")
     (torch.bfloat16, torch.float32)
@@ -212,7 +215,7 @@ def dtype_of(value: DType | torch.dtype | np.dtype[Any] | str) -> DType:
 
 
 def dtype_named(name: str) -> DType:
-    """The dtype that a person means. Raises DataError.
+    """Return the dtype of a name, in any accepted spelling. Raises DataError for an unknown name.
 
     >>> dtype_named("bf16"), dtype_named("FP16"), dtype_named("torch.float32"), dtype_named("fp8_e4m3")
     (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
@@ -231,7 +234,7 @@ def check_converts(name: str, source: DType, to: DType) -> None:
 
 
 def _instead(dtype: DType) -> str:
-    """The end of a message about a dtype that cannot be used: what to call on the tensor instead."""
+    """Return the end of an error message about an unusable dtype: what to call on the tensor instead."""
     if dtype.is_complex:
         return ": convert it first, t.to(torch.complex64)"
     if dtype.is_number:
@@ -241,13 +244,15 @@ def _instead(dtype: DType) -> str:
 
 
 def converts(source: DType, to: DType) -> bool:
-    """Whether torch converts elements of one dtype to the other: of packed bits it does not."""
+    """Return whether torch converts elements of one dtype to the other; it does not convert packed bits."""
     return source is to or (source.is_number and to.is_number)
 
 
 def widened(dtype: DType) -> DType:
-    """The dtype that numpy, Dask and xarray compute with: float32 for floating-point numbers of 8 and 16 bits, whose
-    sums numpy would round at every step (or overflow); any other as it is.
+    """Return the dtype that numpy, Dask and xarray compute with.
+
+    This is float32 for floating-point numbers of 8 and 16 bits, whose sums numpy would round at every step (or
+    overflow), and ``dtype`` itself for all others.
 
     >>> widened(BF16), widened(F64), widened(I8)
     (torch.float32, torch.float64, torch.int8)
@@ -259,15 +264,14 @@ _BITS = {1: U8, 2: I16, 4: I32, 8: I64, 16: C128}
 
 
 def bits_of(itemsize: int) -> torch.dtype:
-    """A dtype of this size that moves bits, whatever they mean: torch cannot copy every dtype with strides, or flip
-    it."""
+    """Return a dtype of this size in bytes for moving bits: torch cannot copy every dtype with strides, or flip it."""
     return _BITS[itemsize].torch
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A CPU tensor as a numpy array over the same memory; bf16 and fp8 with the dtypes of ml_dtypes.
+    """Return a CPU tensor as a numpy array over the same memory; bf16 and fp8 have the dtypes of ml_dtypes.
 
-    Raises DataError if numpy has no such dtype, or no array of that shape.
+    Raises DataError if numpy has no such dtype, or does not support arrays of that shape.
     """
     dtype = dtype_of(tensor.dtype).numpy
     tensor = tensor.detach().resolve_conj().resolve_neg()
@@ -277,5 +281,5 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         raw: np.ndarray[Any, Any] = tensor.contiguous().view(bits_of(tensor.itemsize)).numpy()
         named: np.ndarray[Any, Any] = raw.view(dtype)
         return named.reshape(tuple(tensor.shape))
-    except ValueError as e:  # an empty tensor with dimensions that are too long
+    except ValueError as e:  # an empty tensor whose other dimensions are too long
         raise DataError(f"numpy has no array of shape {tuple(tensor.shape)}: {e}") from None

@@ -1,8 +1,8 @@
-"""Fragments that hold flat intervals; intervals as tensors of one dimension, and these as the tensor again. Pure.
+"""Flat intervals of tensors: cutting a tensor into 1-d intervals, and joining intervals to the tensor. No I/O.
 
-ZeRO cuts tensors so: elements lo to hi of the C-order ravel. An interval is rows of the tensor, and every row is a part
-of the fragment that holds it; where a fragment's elements follow each other in its file as they do in the tensor, many
-rows are one part. Nothing is made before it is asked for.
+ZeRO partitions tensors into such intervals: elements lo to hi of the C-order ravel. An interval consists of rows of the
+tensor, and every row is a part of the fragment that holds it; if a fragment is contiguous in its file, many rows form
+one part. All fragments are created on demand.
 """
 
 from __future__ import annotations
@@ -19,18 +19,21 @@ from .index import Extent, Fragment, Hole, Part, TensorSpec
 
 
 def interval(source: TensorSpec, lo: int, hi: int) -> TensorSpec:
-    """Elements lo to hi of a tensor's C-order ravel, of shape (hi - lo,)."""
+    """Return elements lo to hi of a tensor's C-order ravel as a tensor of shape (hi - lo,)."""
     return replace(source, shape=(hi - lo,), fragments=Interval(source.shape, source.fragments, lo, hi))
 
 
 def joined(like: TensorSpec, shape: Shape, intervals: Sequence[tuple[int, TensorSpec]]) -> TensorSpec:
-    """The tensor of this shape whose ravel has each of the tensors of one dimension from an element on."""
+    """Return the tensor of this shape whose C-order ravel is made of 1-d tensors.
+
+    ``intervals`` holds pairs of (the first element in the ravel, the 1-d tensor).
+    """
     held = tuple((at, min(spec.shape[0], prod(shape) - at), spec.fragments) for at, spec in intervals)
     return replace(like, shape=shape, fragments=Joined(shape, held))
 
 
 class Flat(Fragments):
-    """Fragments that are found by the flat interval of the tensor that is wanted."""
+    """Fragments that are looked up by a flat interval of the tensor."""
 
     __slots__ = ()
 
@@ -41,10 +44,10 @@ class Flat(Fragments):
 
     @abstractmethod
     def between(self, lo: int, hi: int) -> Iterator[Fragment]:
-        """The fragments that hold elements lo to hi of the tensor's C-order ravel."""
+        """Yield the fragments that hold elements lo to hi of the tensor's C-order ravel."""
 
     def meeting(self, want: Selection) -> list[Fragment]:
-        """Those that hold elements between the first and the last wanted one."""
+        """Return the fragments that hold elements from the first to the last selected one, in C order."""
         if not all(map(len, want)):
             return []
         strides = c_strides(self.shape)
@@ -58,7 +61,7 @@ class Flat(Fragments):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Interval(Flat):
-    """The fragments of elements lo to hi of a tensor's ravel. ``source``: the tensor's shape."""
+    """The fragments of elements lo to hi of a tensor's ravel. ``source`` is the tensor's shape."""
 
     source: Shape
     fragments: Sequence[Fragment]
@@ -70,7 +73,7 @@ class Interval(Flat):
         return (self.hi - self.lo,)
 
     def between(self, lo: int, hi: int) -> Iterator[Fragment]:
-        """Those of them, with the parts that hold wanted elements."""
+        """Yield the fragments of an interval of this interval, with the parts that hold its elements."""
         boxes = span_boxes(self.source, self.lo + lo, self.lo + hi)
         if not boxes:
             return
@@ -115,7 +118,10 @@ class Interval(Flat):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Joined(Flat):
-    """The fragments of a tensor whose ravel is held in intervals: (where it begins, elements, its fragments)."""
+    """The fragments of a tensor whose ravel is stored in intervals.
+
+    ``held`` holds, for each interval, (first element, number of elements, fragments).
+    """
 
     shape: Shape = field()  # (else its default would be the property of the base class)
     held: tuple[tuple[int, int, Sequence[Fragment]], ...]
@@ -143,7 +149,7 @@ class Joined(Flat):
             elif isinstance(extent, Extent):
                 runs.append((at + a, _run(extent, fragment, start, axis, b - a, len(self.shape))))
             elif len(fragment.local_shape) == 1 and b - a == fragment.local_shape[0] and fragment.span is None:
-                span = (at + a, at + b)  # all of a packed array of one dimension
+                span = (at + a, at + b)  # the whole of a packed 1-d array
                 yield replace(fragment, local_shape=self.shape, parts=None, span=span, axes=None)
             else:
                 yield self._rows(fragment, start, axis, (at + a, at + b))
@@ -155,7 +161,7 @@ class Joined(Flat):
                 yield Fragment(extent, self.shape, span=(at_, at_ + extent.shape[-1]), rank=fragment.rank)
 
     def _blocks(self, group: Sequence[tuple[int, Extent]], fragment: Fragment) -> Iterator[Fragment]:
-        """Whole rows at equal distances, as blocks."""
+        """Yield whole rows that are equally spaced in the file, as blocks."""
         (first, extent), (_, second) = group[:2]
         width, lead = self.shape[-1], self.shape[:-1]
         pitch = (second.offset - extent.offset) // extent.dtype.itemsize
@@ -169,7 +175,7 @@ class Joined(Flat):
             yield Fragment(block, shape, (Part(Box.of(shape), (*box.start, 0)),), rank=fragment.rank)
 
     def _rows(self, fragment: Fragment, start: Sequence[int], axis: int | None, span: tuple[int, int]) -> Fragment:
-        """What is packed keeps its own shape, and its rows have a part each."""
+        """Return a packed fragment in its own shape, with one part for each row."""
         last = max((d for d, n in enumerate(self.shape) if n > 1), default=len(self.shape) - 1)
         parts = []
         for box in span_boxes(self.shape, *span):
@@ -186,7 +192,7 @@ class Joined(Flat):
 
 
 def _run(extent: Extent, fragment: Fragment, start: Sequence[int], axis: int | None, count: int, ndim: int) -> Extent:
-    """``count`` elements along an axis of the rank-local array from ``start`` on, as an extent of their own."""
+    """Return the extent of ``count`` elements along an axis of the rank-local array, beginning at index ``start``."""
     if fragment.span is None:
         first, strides = sum(i * s for i, s in zip(start, extent.strides, strict=True)), extent.strides
     else:
@@ -200,7 +206,7 @@ def _run(extent: Extent, fragment: Fragment, start: Sequence[int], axis: int | N
 
 
 def _alike(runs: Sequence[tuple[int, Extent]], width: int) -> Iterator[Sequence[tuple[int, Extent]]]:
-    """Runs that are whole rows, one behind the other in the tensor and at equal distances in the file, together."""
+    """Group the runs that are whole rows, consecutive in the tensor and equally spaced in the file."""
     n = 0
     while n < len(runs):
         end = n + 1
@@ -224,7 +230,7 @@ def _is_row(run: tuple[int, Extent], width: int) -> bool:
 
 
 def _is_dense(fragment: Fragment) -> bool:
-    """Whether the elements that are held follow each other as in the rank-local array's ravel."""
+    """Return whether the stored elements are contiguous and in the order of the rank-local array's ravel."""
     if fragment.axes is not None:
         return False
     if fragment.span is not None or isinstance(fragment.extent, Hole):
@@ -234,7 +240,10 @@ def _is_dense(fragment: Fragment) -> bool:
 
 
 def _rows(box: Box, shape: Shape, last: int, local: Shape | None) -> Iterator[Box]:
-    """The box as runs of the C order of ``shape``; of that of ``local`` too. Without it, along one dimension."""
+    """Yield a box as runs that are contiguous in an array of ``shape``, and in one of shape ``local`` if given.
+
+    Without ``local`` every run is along dimension ``last``.
+    """
     d = last
     if local is not None:
         d = len(shape) - 1

@@ -1,13 +1,13 @@
-"""What the files contribute to a tensor: a sequence that makes its fragments when they are asked for.
+"""Sequences that create the fragments of a tensor on demand.
 
-A tensor of a thousand ranks or a million chunks has many fragments, but they follow from few facts. `Fragments` is what
-all such sequences have in common. There are three kinds:
+A tensor of a thousand ranks or a million chunks has many fragments, but a few facts determine them all. `Fragments` is
+the base class of all such sequences. There are three kinds:
 
-- `Blocks` (core/blocks.py): one fragment for each block of a regular grid, or of a table;
+- `Blocks` (core/blocks.py): one fragment for each block of a regular grid or of a table;
 - `Flat` (core/flat.py): flat intervals of the tensor's C order;
 - `Composed` (core/compose.py): blocks of other tensors, such as the shards of ranks.
 
-A `TensorSpec` may also have a plain sequence, such as a tuple: `fragments_of` takes both.
+A `TensorSpec` may also have a plain sequence, such as a tuple: `fragments_of` accepts both.
 tests/test_fragments.py checks the contract for each kind.
 """
 
@@ -24,17 +24,17 @@ Selection = tuple[range, ...]
 
 
 class Fragments(Sequence[Fragment]):
-    """Fragments that are made when they are asked for.
+    """A sequence that creates its fragments on demand.
 
-    A subclass defines `meeting` and `__iter__`. All else has a default that is right for any sequence; a subclass
-    overrides what it knows better, or sooner.
+    A subclass defines `meeting` and `__iter__`. All other methods have a default that is correct for any sequence; a
+    subclass overrides those that it can answer better or faster.
     """
 
     __slots__ = ()
 
     @abstractmethod
     def meeting(self, want: Selection) -> Sequence[Fragment]:
-        """The fragments that may hold wanted elements, in their order, without making the others.
+        """Return the fragments that may hold selected elements, in order, without creating the others.
 
         Parameters
         ----------
@@ -43,8 +43,8 @@ class Fragments(Sequence[Fragment]):
 
         Returns
         -------
-        Every fragment that holds a wanted element; of replicas one is enough. Parts of a fragment that hold no wanted
-        element may be left out.
+        Every fragment that holds a selected element; one replica of each is enough. A fragment may omit parts that hold
+        no selected element.
         """
 
     @abstractmethod
@@ -64,8 +64,17 @@ class Fragments(Sequence[Fragment]):
         return list(self)[n]
 
     def inside(self, box: Box) -> Sequence[Fragment]:
-        """The fragments that hold elements of a block, replicas too where `meeting` does not choose among them. All of
-        these fragments where that is all: they may be more compact than a tuple of them."""
+        """Return the fragments that hold elements of a block, including the replicas that `meeting` returns.
+
+        Parameters
+        ----------
+        box
+            A block of the tensor.
+
+        Returns
+        -------
+        ``self`` if all fragments do, since it may be more compact than a tuple.
+        """
         held = self._inside(box)
         return held if len(held) < len(self) else self
 
@@ -74,33 +83,34 @@ class Fragments(Sequence[Fragment]):
         return tuple(f for f in near if any(globe & box for _, globe in fragment_boxes(f)))
 
     def only(self) -> Fragment | None:
-        """The one fragment that there is; None if there are others, or if that is not known without making them."""
+        """Return the fragment if there is exactly one; None if there are more, or if counting would create them."""
         return None
 
     @property
     def intact(self) -> bool:
-        """Whether every element of the tensor is known to be in a file that is there; else a plan finds out."""
+        """Whether every element of the tensor is known to be in an existing file. If False, only a plan can tell."""
         return False
 
     @property
     def cell(self) -> Shape | None:
-        """The shape of the blocks if they form a regular grid; None if they do not, or if that is not known."""
+        """The shape of the blocks, in elements, if they are known to form a regular grid, else None."""
         return None
 
     def packed(self) -> list[Packed]:
-        """The archives and chunks that reading the whole tensor has to look up, so that many can be looked up at once.
-        Reading finds those that are not listed here by itself."""
+        """Return the archives and chunks that reading the whole tensor looks up, so that one pass can look up many.
+
+        The list may be incomplete: a read looks up the others itself.
+        """
         return []
 
     @property
     def shards(self) -> tuple[Placement, ...]:
-        """Where the shards of the ranks lie in the tensor, in the order of the ranks; empty if it is not made of such
-        shards."""
+        """The placements of the ranks' shards in the tensor, in rank order; empty if the tensor has no such shards."""
         return ()
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The coordinates of the first dimension, of a tensor that is stacked from the steps of a run; else empty."""
+        """The coordinates of the first dimension of a tensor stacked from the steps of a run, else empty."""
         return ()
 
 
@@ -113,7 +123,7 @@ class Listed(Fragments):
         self.fragments = fragments
 
     def meeting(self, want: Selection) -> Sequence[Fragment]:
-        """All of them: planning is as fast as looking for those that are wanted."""
+        """Return all fragments: selecting some would take as long as planning all."""
         return self.fragments
 
     def inside(self, box: Box) -> Sequence[Fragment]:
@@ -144,14 +154,14 @@ class Listed(Fragments):
 
 
 def fragments_of(fragments: Sequence[Fragment]) -> Fragments:
-    """The fragments of a spec, which may be a plain sequence, as `Fragments`."""
-    if type(fragments) is tuple:  # sooner than to ask an abstract base class
+    """Return the fragments of a spec as `Fragments`; a plain sequence is wrapped."""
+    if type(fragments) is tuple:  # faster than isinstance with an abstract base class
         return Listed(fragments)
     return fragments if isinstance(fragments, Fragments) else Listed(fragments)
 
 
 def fragment_boxes(fragment: Fragment) -> Iterator[tuple[Box, Box]]:
-    """What a fragment holds: pairs of (block of the rank-local array, the same block in the global tensor)."""
+    """Yield what a fragment holds: pairs of (block of the rank-local array, the same block in the global tensor)."""
     shape = fragment.local_shape
     held = [Box.of(shape)] if fragment.span is None else span_boxes(shape, *fragment.span)
     for box in held:
@@ -166,7 +176,7 @@ def fragment_boxes(fragment: Fragment) -> Iterator[tuple[Box, Box]]:
 
 
 def _turned(box: Box, axes: tuple[int | None, ...] | None) -> Box:
-    """A block of a rank-local array in the dimensions of the tensor."""
+    """Return a block of a rank-local array in the dimensions of the tensor."""
     if axes is None:
         return box
     return Box(

@@ -1,8 +1,8 @@
-"""The checkpoint as data: which bytes of which file sit where in which tensor.
+"""The checkpoint as data: which bytes of which file belong to which part of which tensor.
 
-Dtypes are `DType`s. `Extent`, `Archive`, `Chunk` and `TensorSpec` also take a `torch.dtype`, and keep its `DType`.
+Dtypes are `DType` objects. `Extent`, `Archive`, `Chunk` and `TensorSpec` also accept a `torch.dtype` and convert it.
 
-Everything here is picklable, holds no handle and does no I/O. A reader makes an `Index`; all the rest only looks at it.
+All objects are picklable, hold no handles and do no I/O. A reader creates an `Index`; all other code only reads it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .dtypes import DType, check_converts, dtype_of
 
 
 class Rank(NamedTuple):
-    """Where a rank stands in the mesh that trained the model."""
+    """The coordinates of a rank in the mesh that trained the model."""
 
     tp: int = 0
     pp: int = 0
@@ -28,7 +28,7 @@ class Rank(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The parallel degrees a checkpoint was written with."""
+    """The parallel degrees that a checkpoint was written with."""
 
     tp: int = 1
     pp: int = 1
@@ -38,12 +38,25 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A strided array of bytes in a file.
+    """A strided array in a file.
 
-    ``offset`` is in bytes from the start of the file, ``strides`` in elements (as torch stores them; 0 where expanded,
-    never negative). Nothing is promised about alignment. ``conj`` and ``neg`` are torch's lazy bits: the stored values
-    are still to be conjugated or negated. ``swapped`` says that the file's byte order is not little-endian. ``within``:
-    the offset counts from the start of what this unpacks to, not from the start of the file.
+    Attributes
+    ----------
+    path
+        The file's path in the store.
+    offset
+        The first element's position in the file, in bytes. It may be unaligned.
+    dtype, shape
+        The elements' dtype, and the shape in elements.
+    strides
+        In elements, as torch stores them: 0 where expanded, never negative.
+    conj, neg
+        Torch's lazy bits: a reader has to conjugate or negate the stored values.
+    swapped
+        Whether the elements are big-endian in the file.
+    within
+        The archive, chunk or inline data that holds the array, if any: ``offset`` then counts from the start of its
+        unpacked bytes.
     """
 
     path: str
@@ -62,17 +75,27 @@ class Extent:
 
     @property
     def raw(self) -> bool:
-        """True if the bytes in the file are the values, as they stand."""
+        """Whether the bytes in the file are the values, without any conversion."""
         return not (self.conj or self.neg or self.swapped or self.within)
 
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """A file of torch.save inside a file, which holds one tensor of this dtype and shape.
+    """A file of torch.save inside another file, which holds one tensor.
 
-    It takes ``length`` bytes from ``offset`` on. Where in it the elements lie is looked up when they are first read
-    (io/archives.py): a checkpoint has hundreds of thousands of them. ``codecs``: what it has to be unpacked with first,
-    in this order.
+    The position of the elements in it is looked up at the first read (io/archives.py), because a checkpoint may have
+    hundreds of thousands of archives.
+
+    Attributes
+    ----------
+    path
+        The outer file's path in the store.
+    offset, length
+        The archive's position and size in the outer file, in bytes.
+    dtype, shape
+        The tensor's dtype, and its shape in elements.
+    codecs
+        The codecs that unpack the archive, in the order of unpacking.
     """
 
     path: str
@@ -88,12 +111,12 @@ class Archive:
 
     @property
     def as_told(self) -> Extent:
-        """What can be said of the elements without looking: a C-order array, somewhere within."""
+        """The elements as a C-order array at an unknown position inside the archive."""
         return Extent(self.path, self.offset, self.dtype, self.shape, c_strides(self.shape), within=self)
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells it from all others of a checkpoint."""
+        """A key that is unique to the archive within a checkpoint."""
         return self.path, self.offset, self.length
 
     def __str__(self) -> str:
@@ -101,17 +124,27 @@ class Archive:
 
 
 class Codec(NamedTuple):
-    """What bytes were packed with, by its name in numcodecs; ``config``: its parameters, as JSON."""
+    """A codec that packed some bytes. ``name`` is its name in numcodecs, ``config`` its parameters as JSON."""
 
     name: str
     config: str = "{}"
 
 
 class Shard(NamedTuple):
-    """A place in a shard: a run of chunks with a table of where each is (offset, length: two 64-bit numbers).
+    """The position of a chunk in a shard: a run of chunks with a table of their offsets and lengths (64-bit numbers).
 
-    ``number``: which chunk of ``chunks``. The table is at the end of the shard or at its start, ``checked`` by a CRC32C
-    behind it, big-endian if ``swapped``.
+    Attributes
+    ----------
+    number
+        The index of the chunk in the table.
+    chunks
+        The number of chunks in the table.
+    at_end
+        Whether the table is at the end of the shard, else at its start.
+    checked
+        Whether a CRC32C of the table follows the table.
+    swapped
+        Whether the table is big-endian.
     """
 
     number: int
@@ -122,11 +155,24 @@ class Shard(NamedTuple):
 
 
 class ZipEntry(NamedTuple):
-    """A record of a zip as the zip's directory describes it.
+    """A record of a zip, as the zip's central directory describes it. All positions are in bytes.
 
-    ``header``: where its own header begins; ``nbytes``, ``stored``: its size in bytes, unpacked and in the file;
-    ``method``, ``flags``: as numbers of the format; ``at``: where its entry begins in the directory; ``after``: where
-    the next record's header, or the directory, begins, if that is known.
+    Attributes
+    ----------
+    name
+        The record's name.
+    header
+        The position of the record's local header.
+    nbytes, stored
+        The record's size in bytes, unpacked and in the file.
+    crc
+        The CRC-32 of the unpacked bytes.
+    method, flags
+        The numbers of the zip format.
+    at
+        The position of the entry in the directory; -1 if unknown.
+    after
+        The position of the next local header, or of the directory; -1 if unknown.
     """
 
     name: str
@@ -142,15 +188,34 @@ class ZipEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A chunk of a chunked array, which may be absent: then all its elements are ``fill`` (the bytes of one, little-
-    endian); None means that it has to be there.
+    """A chunk of a chunked array. It may be absent.
 
-    Whether it is there and where is looked up when it is first read (io/chunks.py). ``window``: (offset, length) of its
-    bytes in the file; None for all of the file. ``zipped``: the entry of a zip that it is; the window begins at the
-    entry's header then, which is compared with the directory when the chunk is looked up.
-    ``shards``: the shards it is in, the outermost first. ``codecs``: what its bytes are unpacked with, in this order,
-    to ``nbytes`` bytes in the end; there ``shape`` elements lie at ``strides``, big-endian if ``swapped``.
-    ``present``: False if it is known already that it is not there.
+    Whether the chunk exists, and its position, is looked up at the first read (io/chunks.py).
+
+    Attributes
+    ----------
+    path
+        The file's path in the store.
+    dtype, shape, strides
+        The elements' dtype, and the shape and strides in elements, in the unpacked bytes.
+    nbytes
+        The size of the unpacked chunk in bytes.
+    codecs
+        The codecs that unpack the chunk, in the order of unpacking.
+    fill
+        The bytes of one element, little-endian, that an absent chunk is filled with. None: the chunk must not be
+        absent.
+    swapped
+        Whether the elements are big-endian in the unpacked bytes.
+    shards
+        The shards that the chunk is in, the outermost first.
+    window
+        (offset, length) of the bytes in the file; None for the whole file.
+    zipped
+        The zip entry that the chunk is, if any. The window then begins at the entry's local header, and the lookup
+        compares that header with the directory.
+    present
+        False if the chunk is already known to be absent.
     """
 
     path: str
@@ -172,13 +237,12 @@ class Chunk:
 
     @property
     def as_told(self) -> Extent:
-        """What can be said of the elements without looking."""
+        """The elements as an array at an unknown position inside the unpacked chunk."""
         return Extent(self.path, 0, self.dtype, self.shape, self.strides, swapped=self.swapped, within=self)
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells it from all others of a checkpoint. Those that a zip has not are nowhere in it: they differ by
-        what stands for them."""
+        """A key that is unique to the chunk within a checkpoint. Absent chunks with the same elements share one."""
         if not self.present:
             return self.path, self.dtype, self.shape, self.fill
         return self.path, self.window, self.shards, self.codecs
@@ -190,7 +254,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Inline:
-    """Bytes that a file holds in an encoding of its own (numpy arrays in a pickle), decoded when it was indexed."""
+    """Bytes that a file holds as text (numpy arrays in a pickle), decoded when the file was indexed."""
 
     path: str
     data: bytes
@@ -204,7 +268,7 @@ Packed = Archive | Chunk
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """Stands where an extent should: its file is missing or unreadable. ``reason`` says so and names it."""
+    """Replaces an extent whose file is missing or unreadable. ``reason`` is a sentence that names the file."""
 
     path: str
     reason: str
@@ -212,7 +276,15 @@ class Hole:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A block of a rank-local array, and where the block's first element stands in the global tensor."""
+    """A block of a rank-local array, and the position of its first element in the global tensor.
+
+    Attributes
+    ----------
+    local
+        The block, in indices of the rank-local array.
+    start
+        The index of the block's first element in the global tensor.
+    """
 
     local: Box
     start: Shape
@@ -220,12 +292,17 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which blocks of an array lie where in a larger one: a shard in its tensor, a tensor in a stack, a layer of a
-    stack as a tensor of its own.
+    """The positions of an array's blocks in a larger array, such as a shard in its tensor or a tensor in a stack.
 
-    ``shape``: of the array. ``parts``: its blocks, and where each begins in the larger one. What is in none of them is
-    not there (padding). None: the array is all of the larger one. ``axes``: for each dimension of the larger one the
-    dimension of the array, as of a `Fragment`.
+    Attributes
+    ----------
+    shape
+        The array's shape, in elements.
+    parts
+        The array's blocks and their positions in the larger array. Elements outside all blocks (padding) are not in
+        the larger array. None: the array is the whole larger array.
+    axes
+        For each dimension of the larger array the dimension of the array, as in `Fragment`.
     """
 
     shape: Shape
@@ -234,26 +311,54 @@ class Placement:
 
     @staticmethod
     def of(shape: Shape, block: Box, start: Shape, axes: tuple[int | None, ...] | None = None) -> Placement:
-        """One block of an array, from ``start`` on in the larger one."""
+        """Return the placement of one block of an array, at index ``start`` of the larger array.
+
+        Parameters
+        ----------
+        shape
+            The array's shape, in elements.
+        block
+            The block, in indices of the array.
+        start
+            The index of the block's first element in the larger array.
+        axes
+            For each dimension of the larger array the dimension of the array, as in `Fragment`.
+        """
         return Placement(shape, (Part(block, start),), axes)
 
     @staticmethod
     def at(shape: Shape, start: Shape, axes: tuple[int | None, ...] | None = None) -> Placement:
-        """All of an array, from ``start`` on in the larger one."""
+        """Return the placement of a whole array, at index ``start`` of the larger array.
+
+        Parameters
+        ----------
+        shape
+            The array's shape, in elements.
+        start
+            The index of the array's first element in the larger array.
+        axes
+            For each dimension of the larger array the dimension of the array, as in `Fragment`.
+        """
         return Placement(shape, (Part(Box.of(shape), start),), axes)
 
     @property
     def blocks(self) -> tuple[Part, ...]:
-        """``parts``, also where the array is all of the larger one."""
+        """`parts`, or one part for the whole array if `parts` is None."""
         return self.parts if self.parts is not None else (Part(Box.of(self.shape), (0,) * len(self.shape)),)
 
     @property
     def numel(self) -> int:
-        """Elements of the array that are in a block."""
+        """The number of the array's elements that are in a block."""
         return sum(part.local.numel for part in self.blocks)
 
     def target(self, part: Part) -> Box:
-        """Where a block lies in the larger array."""
+        """Return the block of the larger array that one of `blocks` fills.
+
+        Parameters
+        ----------
+        part
+            One of `blocks`.
+        """
         sizes = part.local.shape
         if self.axes is not None:
             sizes = tuple(1 if a is None else sizes[a] for a in self.axes)
@@ -264,13 +369,23 @@ class Placement:
 class Fragment:
     """What one file contributes to a tensor.
 
-    ``local_shape``: the rank-local array. ``parts``: how its blocks map into the global tensor; None means that the
-    whole array stands at the global origin. ``span``: the flat interval of the rank-local array's C-order ravel that
-    the extent holds (its last dimension is then hi - lo, all others are 1); None means all of it, in the extent's own
-    shape.
-    ``axes``: for each dimension of the tensor the one of the rank-local array that it is, or None where it is a new one
-    of size 1 (an expert among others); where the parts have just one index of a dimension, no axis need be it (a layer
-    of a stack). None means the same dimensions.
+    Attributes
+    ----------
+    extent
+        The bytes in the file, or a `Hole` if the file is missing or unreadable.
+    local_shape
+        The shape of the rank-local array, in elements.
+    parts
+        The blocks of the rank-local array and their positions in the tensor. None: the whole array, at the origin.
+    span
+        The interval of the rank-local array's C-order ravel, in elements, that the extent holds; the extent's last
+        dimension then has length hi - lo, all others have length 1. None: the whole array, in the extent's shape.
+    rank
+        The rank that wrote the file, if known.
+    axes
+        For each dimension of the tensor the dimension of the rank-local array, or None for a new dimension of length 1
+        (an expert among others). A dimension of the rank-local array may be left out if the parts have only one index
+        of it (a layer of a stack). None: the dimensions are the same.
     """
 
     extent: Extent | Packed | Hole
@@ -285,11 +400,21 @@ class Fragment:
 class TensorSpec:
     """One logical tensor.
 
-    ``fragments`` may be a tuple, or `Fragments`, which makes them when they are asked for: a checkpoint of a thousand
-    ranks stores what its ranks share once. ``combine``: what to do where several fragments hold the same
-    element: "first" takes the first, "mean" averages (in fp32). ``rule``: how the fragments were put together and how
-    that is known, for `explain`; empty if there was nothing to decide. ``stored_as``: the name it was saved under, if
-    that is another.
+    Attributes
+    ----------
+    name
+        The tensor's name.
+    shape, dtype
+        The tensor's shape, in elements, and its dtype; reads convert the stored elements to it.
+    fragments
+        What the files contribute: a tuple, or `Fragments`, which creates them on demand and so stores once what a
+        thousand ranks share.
+    combine
+        How to read an element that several fragments hold: "first" takes the first one, "mean" averages in fp32.
+    rule
+        How the fragments form the tensor, and the evidence for it, for `explain`; empty if there was nothing to decide.
+    stored_as
+        The name that the tensor was saved under, if different.
     """
 
     name: str
@@ -314,16 +439,32 @@ class TensorSpec:
 
 
 class FileInfo(NamedTuple):
-    """A file as it was when it was indexed: size in bytes, modification time in nanoseconds (0 if unknown), and what
-    the protocol calls its version (an ETag, a generation; empty if it has none: a local file)."""
+    """The state of a file when it was indexed.
+
+    Attributes
+    ----------
+    size
+        The size in bytes.
+    mtime_ns
+        The modification time in nanoseconds; 0 if unknown.
+    version
+        The version in the protocol's terms (an ETag, a generation); empty if there is none, as for a local file.
+    """
 
     size: int
     mtime_ns: int
     version: str = ""
 
     def may_be(self, other: FileInfo) -> bool:
-        """Whether both describe the same state of a file, as far as both know: a version decides, else the
-        modification time, else the size alone."""
+        """Return whether both may describe the same state of a file.
+
+        Different sizes never do. If both have a version, it decides; else the modification times, if both are known.
+
+        Parameters
+        ----------
+        other
+            The other description of the file.
+        """
         if self.size != other.size:
             return False
         if self.version and other.version:
@@ -335,16 +476,39 @@ class FileInfo(NamedTuple):
 class Index:
     """The whole checkpoint as data.
 
-    ``states``: state name -> tensor name -> spec; the first is the one a plain ``view[...]`` reads. ``stored``: every
-    tensor as it lies in the files, under its raw name; None if that has to be looked up in ``files`` again (formats of
-    many rank files). ``indexed``: of these files those that are kept as they were read; they do not travel.
-    ``aliases``: tied name -> the name that owns the data. ``unreadable``: names that the checkpoint
-    lists but that cannot even be described (their file is gone), with the reason. ``ruled``: names that the user's
-    rules are for and that are no tensors here any more (flat parameters that were taken apart). ``guards``: path ->
-    what is to be checked of a file when it is read (io/store.py `Guard`). ``watched``: the files
-    that were looked at, if ``files`` has more (chunks by the thousand, which are looked at when they are read).
-    ``layout``: whose part of which checkpoint it is, if it is one rank's under another layout. ``open_problems``: gives
-    the lines on what is decided when it is first looked at; they change then.
+    Attributes
+    ----------
+    format
+        The name of the format.
+    states
+        State name -> tensor name -> spec. A plain ``view[...]`` reads the first state.
+    files
+        Path -> state of the file, for all files of the checkpoint.
+    stored
+        Raw name -> spec of every tensor as the files hold it. None: indexing ``files`` again yields them (formats of
+        many rank files).
+    indexed
+        The files of ``files`` that are kept in memory as they were indexed. They are not pickled.
+    aliases
+        Tied name -> the name that owns the data.
+    meta
+        The objects of the checkpoint that are not tensors.
+    mesh
+        The parallel degrees that the checkpoint was written with.
+    problems
+        What is wrong with the checkpoint. A reader of another package may give plain sentences.
+    unreadable
+        Name -> reason, for names that the checkpoint lists but whose tensor cannot be described (its file is gone).
+    ruled
+        Names that the user's rules may match although they are no tensors any more (split flat parameters).
+    guards
+        Path -> what a read of the file has to check (io/store.py `Guard`).
+    watched
+        The files that were looked at, if ``files`` has more (thousands of chunks, which are looked at on reading).
+    layout
+        The rank's layout, if the index is one rank's part of a resharded checkpoint.
+    open_problems
+        A function that returns the problems of decisions that are made on demand; the list changes with them.
     """
 
     format: str
@@ -369,21 +533,28 @@ class Index:
 
     @property
     def pins(self) -> Mapping[str, FileInfo]:
-        """The files that have to stay as they were."""
+        """The files that must not change while the checkpoint is open."""
         return self.files if self.watched is None else self.watched
 
 
 def _problem(line: str) -> Problem:
-    """Readers of other packages may give plain sentences."""
+    """Return a problem; readers of other packages may give plain sentences."""
     return line if isinstance(line, Problem) else Problem("reader-note", line)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed(Placement):
-    """The placement of a rank's array in the tensor ``source``, of shape ``whole``.
+    """The placement of a rank's array in a tensor.
 
-    ``flat``: which elements of that array's C order the rank's tensor holds (of one dimension then); None: all, in its
-    shape.
+    Attributes
+    ----------
+    source
+        The name of the tensor.
+    whole
+        The tensor's shape, in elements.
+    flat
+        The interval of the array's C-order ravel, in elements, that the rank holds, as a 1-d tensor. None: the whole
+        array, in its shape.
     """
 
     source: str
@@ -393,7 +564,19 @@ class Placed(Placement):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One rank's part of ``source`` on a mesh. ``rules``: those of the user; ``placed``: state -> name on the rank."""
+    """One rank's part of a checkpoint on a mesh.
+
+    Attributes
+    ----------
+    mesh, rank
+        The parallel degrees, and the rank's coordinates.
+    source
+        The index of the whole checkpoint.
+    rules
+        The user's merge rules.
+    placed
+        State name -> name on the rank -> placement in the whole tensor.
+    """
 
     mesh: Mesh
     rank: Rank
@@ -403,25 +586,27 @@ class Layout:
 
 
 def renamed(spec: TensorSpec, name: str) -> TensorSpec:
-    """The same tensor under another name; the first it had is kept in ``stored_as``."""
+    """Return the tensor under another name. ``stored_as`` keeps the first name."""
     return spec if name == spec.name else replace(spec, name=name, stored_as=spec.stored_as or spec.name)
 
 
 def converted(specs: Mapping[str, TensorSpec], dtype: DType) -> dict[str, TensorSpec]:
-    """The same tensors, those of floating-point dtypes in ``dtype`` once they are read. Raises DataError if torch
-    cannot convert one."""
+    """Return the tensors with ``dtype`` in place of every floating-point dtype.
+
+    Raises DataError if torch cannot convert one of them.
+    """
     for kind, name in {s.dtype: name for name, s in specs.items() if s.dtype.is_floating_point}.items():
         check_converts(name, kind, dtype)
     return {name: replace(s, dtype=dtype) if s.dtype.is_floating_point else s for name, s in specs.items()}
 
 
 def relocated(spec: TensorSpec, folder: str) -> TensorSpec:
-    """The same tensor, its files named from further up: from where ``folder`` is the one that they are in."""
+    """Return the tensor with ``folder`` in front of the paths of its files."""
     return replace(spec, fragments=tuple(replace(f, extent=from_folder(folder, f.extent)) for f in spec.fragments))
 
 
 def from_folder(folder: str, extent: Extent | Packed | Hole) -> Extent | Packed | Hole:
-    """The same bytes, their file named from further up."""
+    """Return the extent with ``folder`` in front of the path of its file."""
     path = f"{folder}/{extent.path}"
     if isinstance(extent, Extent) and extent.within is not None:
         return replace(extent, path=path, within=replace(extent.within, path=f"{folder}/{extent.within.path}"))
@@ -429,5 +614,15 @@ def from_folder(folder: str, extent: Extent | Packed | Hole) -> Extent | Packed 
 
 
 def whole(name: str, extent: Extent, rank: Rank | None = None) -> TensorSpec:
-    """The spec of a tensor that lies in one piece, as its extent describes it."""
+    """Return the spec of a tensor that is stored in one piece.
+
+    Parameters
+    ----------
+    name
+        The tensor's name.
+    extent
+        The bytes of the tensor, with its dtype and shape.
+    rank
+        The rank that wrote the file, if known.
+    """
     return TensorSpec(name, extent.shape, extent.dtype, (Fragment(extent, extent.shape, rank=rank),))

@@ -1,4 +1,4 @@
-"""Dotted names: where a path occurs in them, natural order, globs, and the nearest names to a wrong one."""
+"""Dotted names: prefixes and inner paths, natural order, globs, and suggestions for a wrong name."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from heapq import nlargest
 Pattern = str | re.Pattern[str] | Callable[[str], bool]
 
 
-# modules that torch puts around others: compilation (torch/_dynamo/eval_frame.py `OptimizedModule`), FSDP1
+# Attribute names of torch's wrapper modules: compilation (torch/_dynamo/eval_frame.py `OptimizedModule`), FSDP1
 # (torch/distributed/fsdp/_common_utils.py `FSDP_WRAPPED_MODULE`), activation checkpointing
-# (torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py `_CHECKPOINT_PREFIX`); nobody else uses these words
+# (torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py `_CHECKPOINT_PREFIX`). They are used nowhere else.
 _WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
 
 
 def unwrapped(name: str) -> str:
-    """The name without the modules that torch puts around others.
+    """Return the name without torch's wrapper modules.
 
     >>> unwrapped("_orig_mod.layers.0._checkpoint_wrapped_module.up.weight")
     'layers.0.up.weight'
@@ -31,14 +31,14 @@ def unwrapped(name: str) -> str:
 
 
 def free(name: str, taken: Container[str]) -> str:
-    """The name if it is free, else the same with a number behind it. It takes few look-ups, however many are taken.
+    """Return the name if it is free, else with a number appended. The number of look-ups is logarithmic.
 
     >>> free("a", {"a", "a#2"}), free("b", {"a"})
     ('a#3', 'b')
     """
     if name not in taken:
         return name
-    low, high = 1, 2  # in the end, `low` is a taken number and `high` a free one
+    low, high = 1, 2  # invariant of the search: `low` is taken, `high` is free
     while f"{name}#{high}" in taken:
         low, high = high, high * 2
     while high - low > 1:
@@ -48,17 +48,17 @@ def free(name: str, taken: Container[str]) -> str:
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:
-    """A sort key that puts ``layers.10`` behind ``layers.9``.
+    """Return a sort key that puts ``layers.10`` after ``layers.9``.
 
     >>> sorted(["a.10", "a.9", "a.b"], key=natural)
     ['a.9', 'a.10', 'a.b']
     """
-    parts = re.split(r"([0-9]{1,18})", name)  # longer runs of digits are no numbers that anybody counts with
+    parts = re.split(r"([0-9]{1,18})", name)  # runs of more digits are not counters
     return [(0, int(s), s) if s.isdecimal() and s.isascii() and len(s) < 19 else (1, 0, s) for s in parts if s]
 
 
 def shortened(text: str, limit: int = 120) -> str:
-    """The text with its middle left out if it is longer than ``limit`` characters.
+    """Return the text without its middle if it is longer than ``limit`` characters.
 
     >>> shortened("a.very.long.name", 9)
     'a.ve…name'
@@ -69,7 +69,7 @@ def shortened(text: str, limit: int = 120) -> str:
 
 
 def matcher(pattern: Pattern) -> Callable[[str], bool]:
-    """A test for names: a glob (``*`` also crosses dots), a compiled regex (searched), or the callable itself.
+    """Return a predicate for names: of a glob (``*`` also matches dots), a compiled regex (searched), or a callable.
 
     >>> matcher("*.norm.weight")("layers.3.norm.weight")
     True
@@ -82,14 +82,14 @@ def matcher(pattern: Pattern) -> Callable[[str], bool]:
     return pattern
 
 
-_OFFERED = 20_000  # paths that are completed
-_INNER = 2_000  # names of which paths inside are, too
-_DEEP = 20  # levels; of names with more, paths inside are not completed
-_LETTERS = 1 << 23  # characters of all paths that are completed
+_OFFERED = 20_000  # the most paths offered for completion
+_INNER = 2_000  # with more names, inner paths are not offered
+_DEEP = 20  # with more levels in a name, inner paths are not offered
+_LETTERS = 1 << 23  # the most characters of all offered paths
 
 
 class Names:
-    """An ordered set of dotted names that finds prefixes and inner paths fast."""
+    """An ordered set of dotted names, with fast look-up of prefixes and inner paths."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.order: tuple[str, ...] = tuple(names)
@@ -97,7 +97,7 @@ class Names:
 
     @cached_property
     def position(self) -> dict[str, int]:
-        """Name -> its place in `order`."""
+        """The index of each name in `order`."""
         return {name: n for n, name in enumerate(self.order)}
 
     @property
@@ -107,14 +107,14 @@ class Names:
         return self._sorted
 
     def below(self, prefix: str) -> Sequence[str]:
-        """The names that begin with ``prefix.``, in plain sorted order."""
+        """Return the names that begin with ``prefix.``, in plain sorted order."""
         start = prefix + "."
         lo = bisect_left(self.sorted, start)
-        hi = bisect_left(self.sorted, prefix + "/", lo)  # "/" is the character behind "."
+        hi = bisect_left(self.sorted, prefix + "/", lo)  # "/" is the character after "."
         return self.sorted[lo:hi]
 
     def inside(self, path: str) -> list[str]:
-        """The full paths at which ``path`` occurs inside the names: a name that ends with it, or a prefix."""
+        """Return the names and prefixes of names that end with ``.path``."""
         inner = "." + path
         found: dict[str, None] = {}
         for name in self.order:
@@ -127,9 +127,11 @@ class Names:
         return list(found)
 
     def paths(self) -> list[str]:
-        """What one may want to complete: all prefixes and names or, if these are too many, those of as many levels as
-        there is room for; of few names also the paths behind their first component that occur nowhere else (but those
-        that begin with a number: what is offered is sorted, and they would come first).
+        """Return the paths to offer for completion.
+
+        These are all prefixes and names or, if there are too many, those of the first levels. If there are few names,
+        unique paths after a name's first component are included, except those that begin with a number: completions
+        are sorted, and the numbers would come first.
 
         >>> Names(["model.up.weight"]).paths()
         ['model', 'model.up', 'model.up.weight', 'up', 'up.weight']
@@ -152,10 +154,10 @@ class Names:
         ]
 
     def _prefixes(self) -> list[str]:
-        """All prefixes and names, by level, of as many levels as there is room for; at least of the first."""
+        """Return all prefixes and names, level by level, up to the limits; at least those of the first level."""
         found: dict[str, None] = {}
         letters = 0
-        rest = [(name, name.find(".")) for name in self.order]  # where the level ends; -1: with the name
+        rest = [(name, name.find(".")) for name in self.order]  # the end of the level; -1: the end of the name
         while rest:
             level = dict.fromkeys(name if end < 0 else name[:end] for name, end in rest)
             letters += sum(map(len, level))
@@ -166,10 +168,10 @@ class Names:
         return list(found)
 
     def near(self, wrong: str, count: int = 3) -> list[str]:
-        """The names (or prefixes of names) most like a wrong one, else the paths inside names that are.
+        """Return the names or prefixes most similar to a wrong name, else the most similar inner paths.
 
-        The time is bounded, however many names there are and however long they are: of a long name both ends are
-        compared, and of very many or very long names the first ones.
+        The running time is bounded: of a long name only both ends are compared, and of very many or very long names
+        only the first ones.
 
         >>> Names(["model.0.q_proj.weight", "model.0.k_proj.weight"]).near("q_prj", 1)
         ['q_proj']
@@ -190,14 +192,14 @@ class Names:
         return _alike(wrong, inner, count, 0.65)
 
 
-_SEARCHED = 20_000  # names
-_CHARACTERS = 2_000_000  # of all names that are searched
-_COMPARED = 200  # characters of one name
-_RANKED = 64  # names that share most pairs of characters with the wrong one, which are compared in full
+_SEARCHED = 20_000  # the most names that are searched
+_CHARACTERS = 2_000_000  # the most characters of all names that are searched
+_COMPARED = 200  # the most characters of one name that are compared
+_RANKED = 64  # the candidates, by common pairs of characters, that are compared in full
 
 
 def _within(names: Iterable[str], characters: int) -> Iterator[str]:
-    """The first names that have so many characters together."""
+    """Yield the first names, up to a total number of characters."""
     for name in names:
         characters -= len(name)
         if characters < 0:
@@ -206,12 +208,12 @@ def _within(names: Iterable[str], characters: int) -> Iterator[str]:
 
 
 def _ends(name: str) -> str:
-    """A name, or both ends of a long one."""
+    """Return the name, or both ends of a long one."""
     return name if len(name) <= _COMPARED else name[: _COMPARED // 2] + name[-_COMPARED // 2 :]
 
 
 def _alike(wrong: str, names: Iterable[str], count: int, least: float) -> list[str]:
-    """The names most like the wrong one, best first, whose likeness is at least ``least``."""
+    """Return the names most similar to the wrong one, best first, with a similarity of at least ``least``."""
     pairs = {wrong[n : n + 2] for n in range(len(wrong) - 1)} or {wrong}
     shortened = ((name, _ends(name)) for name in names if name)
     candidates = nlargest(
@@ -223,11 +225,11 @@ def _alike(wrong: str, names: Iterable[str], count: int, least: float) -> list[s
 
 
 def _grams(text: str) -> Counter[str]:
-    """Characters and pairs of neighbours, with how often each occurs."""
+    """Return the counts of the characters and of the pairs of neighbouring characters."""
     framed = f"\0{text}\0"
     return Counter(text) + Counter(framed[n : n + 2] for n in range(len(framed) - 1))
 
 
 def _likeness(a: Counter[str], b: Counter[str]) -> float:
-    """The share of what two texts are made of that they have in common (Dice's coefficient), from 0 to 1."""
+    """Return the similarity of two texts by their counts (Dice's coefficient), from 0 to 1."""
     return 2 * (a & b).total() / (a.total() + b.total())

@@ -13,6 +13,7 @@ import numpy as np
 from ...core.blocks import Blocks, Boxes
 from ...core.box import Box, Shape
 from ...core.dtypes import DType
+from ...core.fragments import Selection
 from ...core.index import Archive, Extent, FileInfo, Fragment, Hole, Packed, Part, TensorSpec
 from ...errors import CorruptError, Problem
 from ...io.containers.safetensors import read_safetensors
@@ -75,6 +76,9 @@ class ChunkFragments(Blocks):
         box = self.blocks.box(n)
         shape = box.shape
         return Fragment(_extent(self.stored[n], self.dtype, shape), shape, (Part(Box.of(shape), box.start),))
+
+    def meeting(self, want: Selection) -> list[Fragment]:
+        return [self.fragment(n) for n in self.blocks.meeting(want)]
 
     def packed(self) -> list[Packed]:
         """The archives that all of them together are in."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
@@ -112,11 +112,12 @@ class GridFragments(Blocks):
     zip: str | None = None
     places: Mapping[str, Place] | None = None
     keys: Keys | None = None
+    blocks: Grid = field(init=False)
 
-    @property
-    def blocks(self) -> Grid:
+    def __post_init__(self) -> None:
         levels = self.array.packing.levels
-        return Grid(self.array.shape, levels[-1].cell if levels else self.array.chunk)
+        grid = Grid(self.array.shape, levels[-1].cell if levels else self.array.chunk)
+        object.__setattr__(self, "blocks", grid)  # kept: planning needs it for every cell
 
     @property
     def intact(self) -> bool:
@@ -133,7 +134,7 @@ class GridFragments(Blocks):
         """The cells that hold wanted elements; of many cells, those that are absent as few large blocks."""
         if self._is_sparse and prod(map(_count, want, self.blocks.cell)) > _FEW:
             return self._sparse(want)
-        return Blocks.meeting(self, want)
+        return list(map(self._held, self.blocks.meeting(want)))
 
     @property
     def _is_sparse(self) -> bool:
