@@ -48,7 +48,7 @@ _ATOMS = {int, slice, type(None), type(Ellipsis)}
 
 @dataclass(slots=True)
 class Cost:
-    """The cost of a read: ``places``, a line for each range of a file; the ``paths`` of the files; ``nbytes`` in all."""
+    """The cost of a read: ``places``, a line for each range; ``paths`` of the files; ``nbytes`` in all."""
 
     places: list[str] = field(default_factory=list)
     paths: set[str] = field(default_factory=set)
