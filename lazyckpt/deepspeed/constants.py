@@ -132,7 +132,7 @@ EXPERT_PARAMETER_PATTERNS = "expert_parameter_patterns"
 # Model file: a list with a dict per MoE layer (None without AutoEP); and an older name of the key, without a prefix.
 AUTOEP_LAYERS_KEY = "ds_autoep_layers"
 AUTOEP_LAYERS_KEY_LEGACY = "autoep_layers"
-# Keys of such a dict: the prefix of the experts' names; the number of experts, in all and per rank; the number of ranks.
+# Keys of such a dict: prefix of the experts' names; number of experts, in all and per rank; number of ranks.
 AUTOEP_EXPERT_KEY_PREFIX = "expert_key_prefix"
 AUTOEP_NUM_EXPERTS = "num_experts"
 AUTOEP_NUM_LOCAL_EXPERTS = "num_local_experts"
@@ -160,8 +160,8 @@ DS_AUTOEP_UC_META = "ds_autoep_uc_meta"
 AUTOEP_PARAM_LOGICAL_SHAPE = "logical_shape"
 AUTOEP_PARAM_EP_RANK = "ep_rank"
 AUTOEP_PARAM_LOCAL_EXPERTS = "local_experts"
-# Keys and values in the dict of the layer: expert files under ZeRO-3 hold partitions, not whole experts; and the version
-# of that layout.
+# Keys and values in the dict of the layer: under ZeRO-3, expert files hold partitions, not whole experts; and the
+# version of that layout.
 AUTOEP_ZERO3_EXPERT_STATE_FORMAT_KEY = "checkpoint_format"
 AUTOEP_ZERO3_PARTITIONED_EXPERT_STATE_FORMAT = "zero3_partitioned"
 AUTOEP_ZERO3_EXPERT_STATE_FORMAT_VERSION_KEY = "checkpoint_format_version"
