@@ -2,8 +2,8 @@
 
 Layout: deepspeed/runtime/zero/stage_1_and_2.py `state_dict`, runtime/bf16_optimizer.py; API:
 deepspeed/checkpoint/zero_checkpoint.py. A rank's partition of a flat group is an interval of the group, so the
-partitions of several ranks are joined by concatenation. Two layouts do not allow that and are refused: ZeRO-3 cuts every
-parameter separately, and the groups of tensor-parallel ranks hold shards. `lazyckpt.open(dir).states` has whole
+partitions of several ranks are joined by concatenation. Two layouts do not allow that and are refused: ZeRO-3 cuts
+every parameter separately, and the groups of tensor-parallel ranks hold shards. `lazyckpt.open(dir).states` has whole
 parameters of both.
 """
 

@@ -1,7 +1,7 @@
 """Convert a distributed checkpoint to one file, in bounded memory: all of it for torch.load, or weights as safetensors.
 
 Source: torch/distributed/checkpoint/format_utils.py `dcp_to_torch_save`, which holds the whole checkpoint in memory and
-unpickles everything that is not a tensor. The metadata's ``planner_data`` has the place of each value in the state dict.
+unpickles everything that is not a tensor. The metadata's ``planner_data`` has each value's place in the state dict.
 """
 
 from __future__ import annotations

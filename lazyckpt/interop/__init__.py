@@ -1,4 +1,4 @@
-"""Doors to other libraries: zarr, xarray, Dask. Each is imported when its door is used."""
+"""Adapters to other libraries: zarr, xarray, Dask. Each module is imported at its first use."""
 
 from importlib import import_module as _import_module
 from types import ModuleType as _ModuleType
