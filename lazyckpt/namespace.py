@@ -260,7 +260,7 @@ class Namespace(Mapping[str, A]):
             return self[places[0]]
         if places:
             listed = some(map(_quoted, places), 6)
-            raise TensorNotFoundError(f"{_quoted(path)} occurs at {len(places)} places: {listed}. Say which.")
+            raise TensorNotFoundError(f"{_quoted(path)} occurs at {len(places)} places: {listed}. Give a longer path.")
         if self._of_all and type(self._index.stored) is dict and self.stored.names.below(path):
             return self.stored[path]
         raise TensorNotFoundError(
@@ -298,7 +298,7 @@ class Namespace(Mapping[str, A]):
         found = self[name]
         if isinstance(found, Namespace):
             raise TensorNotFoundError(
-                f"{name!r} is a prefix of {len(found):,} names, no tensor: view.prefix gives them"
+                f"{name!r} is a prefix of {len(found):,} names, not a tensor: use view.prefix"
             )
         tensor: A = found
         return tensor
@@ -323,7 +323,7 @@ class Namespace(Mapping[str, A]):
         """
         found = self[path]
         if not isinstance(found, type(self)):
-            raise TensorNotFoundError(f"{path!r} is a tensor: view.tensor gives it")
+            raise TensorNotFoundError(f"{path!r} is a tensor: use view.tensor")
         return found
 
     def search(self, text: str) -> Self:
@@ -395,7 +395,7 @@ class Namespace(Mapping[str, A]):
         else:
             tops = list(dict.fromkeys(name.partition(".")[0] for name in self))
             hint = f"At the top there is: {some(map(_quoted, tops), 5)}." if tops else ""
-        return f"Patterns go to select. {hint}" if set(path) & set("*?") else hint
+        return f"For patterns use select. {hint}" if set(path) & set("*?") else hint
 
     def _ipython_key_completions_(self) -> list[str]:
         """Return what ``view["<Tab>`` offers: prefixes and names; only the first levels of a very large view; also the

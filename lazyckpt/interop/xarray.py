@@ -49,8 +49,8 @@ class View(Protocol):
 
 
 class TensorArray(BackendArray):
-    """A lazy tensor as xarray's backend array. Indexing reads. For two lists in one index it reads the rows of one list,
-    from the first to the last index of the other.
+    """A lazy tensor as xarray's backend array. Indexing reads. For two lists in one index it reads the rows of one
+    list, from the first to the last index of the other.
 
     Parameters
     ----------
@@ -302,7 +302,7 @@ def about(view: View, left_out: Mapping[str, str]) -> dict[str, str]:
 
 
 def to_f32(data: T) -> T:
-    """Convert floats of 8 and 16 bits (fp8, bf16, f16) to float32 when they are read, so that numpy sums them correctly.
+    """Convert floats of 8 and 16 bits (fp8, bf16, f16) to float32 when they are read, so that numpy sums them right.
 
     Parameters
     ----------
