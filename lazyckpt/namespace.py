@@ -297,9 +297,7 @@ class Namespace(Mapping[str, A]):
         """
         found = self[name]
         if isinstance(found, Namespace):
-            raise TensorNotFoundError(
-                f"{name!r} is a prefix of {len(found):,} names, not a tensor: use view.prefix"
-            )
+            raise TensorNotFoundError(f"{name!r} is a prefix of {len(found):,} names, not a tensor: use view.prefix")
         tensor: A = found
         return tensor
 

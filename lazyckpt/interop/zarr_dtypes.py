@@ -67,11 +67,11 @@ class _Float(ZDType[Any, Any], HasItemSize):
         return data if type(data) is self._scalar else self._scalar(float(cast(SupportsFloat, data)))
 
     def default_scalar(self) -> Any:
-        """Return zero; for float8_e8m0fnu, which has no zero, the smallest number (whose bits are all zero)."""
+        # zero; for float8_e8m0fnu, which has no zero, the smallest number, whose bits are all zero
         return np.zeros((), np.uint8 if self.item_size == 1 else np.uint16).view(self._scalar)[()]
 
     def from_json_scalar(self, data: Any, *, zarr_format: int) -> Any:
-        """Parse a fill value: a number, the name of one that JSON lacks, or all bits in hexadecimal: "0x7fc0"."""
+        # a number, the name of one that JSON lacks, or all bits in hexadecimal: "0x7fc0"
         if isinstance(data, str) and data.startswith("0x"):
             return np.frombuffer(int(data, 16).to_bytes(self.item_size, "little"), self._scalar)[0]
         if isinstance(data, str):
