@@ -178,7 +178,7 @@ def _fill_together(pairs: list[tuple[LazyArray, torch.Tensor]], bar: Bar) -> Non
             target.copy_(read)
 
 
-def load_into(view: Mapping[str, LazyArray], module: torch.nn.Module, strict: bool) -> Any:
+def load_into(view: Mapping[str, LazyArray], module: torch.nn.Module, strict: bool) -> _IncompatibleKeys:
     """See `CheckpointView.load_into`."""
     _reshard(module)
     slots = _slots(module)

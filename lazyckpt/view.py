@@ -23,6 +23,7 @@ from .tensor import LazyTensor
 if TYPE_CHECKING:
     import torch
     import xarray as xr
+    from torch.nn.modules.module import _IncompatibleKeys
 
     from .export.files import NewNames
     from .export.options import WriteOptions, WriteResult
@@ -200,7 +201,7 @@ class CheckpointView(Namespace[LazyTensor]):
         """
         return self.to(device, dtype)
 
-    def load_into(self, module: torch.nn.Module, strict: bool = True) -> Any:
+    def load_into(self, module: torch.nn.Module, strict: bool = True) -> _IncompatibleKeys:
         """Read the view into the parameters and buffers of a module, on their devices and in their dtypes.
 
         No second copy of the model is made. Each rank reads only its own part of a DTensor (FSDP2, tensor parallelism),

@@ -17,9 +17,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
+from torch.nn.modules.module import _IncompatibleKeys
 
 from .. import loading
 from ..tensor import LazyTensor
@@ -60,7 +60,7 @@ def load_into(
     strict: bool = True,
     *,
     ep: Mapping[str, EPSpecInfo] | None = None,
-) -> Any:
+) -> _IncompatibleKeys:
     """Load a view, or any mapping of lazy tensors, into a module, as `CheckpointView.load_into` does.
 
     Parameters

@@ -8,7 +8,7 @@ indexed steps and elements.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import ItemsView, Mapping, Sequence, ValuesView
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -123,6 +123,13 @@ class RunView(CheckpointView):
     __slots__ = ("_asked", "_line")
 
     _tensor = StepTensor
+
+    if TYPE_CHECKING:  # its tensors are `_tensor`s
+
+        def exact(self, name: str) -> StepTensor | None: ...
+        def tensor(self, name: str) -> StepTensor: ...
+        def items(self) -> ItemsView[str, StepTensor]: ...
+        def values(self) -> ValuesView[StepTensor]: ...
 
     def __init__(
         self,
