@@ -1,4 +1,4 @@
-"""Huge model checkpoints as one namespace of lazy tensors.
+"""Open huge model checkpoints as one namespace of lazy tensors.
 
 view = lazyckpt.open("runs/405b/global_step9000")
 view["layers.3.mlp"].to("cuda")
@@ -43,7 +43,7 @@ if _TYPE_CHECKING:
     from .tensor import LazyTensor
     from .view import CheckpointView, unshard
 
-# Public name -> the module that defines it, imported when the name is first asked for: torch takes a second or two.
+# Public name -> the module that defines it, imported at first access, because importing torch takes a second or two.
 _HOMES = {
     "CheckpointView": "view",
     "Diff": "inspect.diff",
@@ -102,26 +102,26 @@ def open(
 ) -> CheckpointView:
     """Open a checkpoint as one namespace of lazy tensors. Reads no tensor data.
 
-    ``CheckpointView(path, ...)`` is the same. Use ``with lazyckpt.open(path) as view:`` or `CheckpointView.close` to
-    let go of the files.
+    ``CheckpointView(path, ...)`` is the same. ``with lazyckpt.open(path) as view:`` or `CheckpointView.close` closes
+    the files.
 
     Parameters
     ----------
     path
         A file, a folder, or the URL of one.
     format
-        The name of the reader to use, of those that ``lazyckpt formats`` lists. By default the first that recognises
-        the path.
+        The name of the reader to use, one of those that ``lazyckpt formats`` lists. By default the first reader that
+        recognises the path.
     tag
-        Which checkpoint of a folder with several. By default the one that the file ``latest`` names, or the newest that
-        is complete.
+        Which checkpoint to open in a folder that has several. By default the one that the file ``latest`` names, or the
+        newest complete one.
     rules
-        How the shards of tensor-parallel ranks form a tensor, where the checkpoint does not say: a glob of names to
-        "column" (cut along dimension 0), "row" (along dimension 1), "replicated", "average", "swiglu", or a table such
-        as ``{"cat": 0, "parts": [4096, 1024, 1024]}``; for flat parameters of FSDP1 ``{"flat": {"up.weight": [64,
-        32]}}``.
+        How the shards of tensor-parallel ranks form a tensor, for names whose rule the checkpoint does not record. Maps
+        a glob of names to "column" (cut along dimension 0), "row" (along dimension 1), "replicated", "average",
+        "swiglu", or a table such as ``{"cat": 0, "parts": [4096, 1024, 1024]}``; for flat parameters of FSDP1
+        ``{"flat": {"up.weight": [64, 32]}}``.
     cache
-        Keep what opening found out, for the next time that this process opens the same files, unchanged.
+        Keep the parsed index in memory and reuse it when this process opens the same, unchanged files again.
     storage_options
         Options of fsspec's file system for a URL: credentials, endpoints.
 
@@ -133,9 +133,9 @@ def open(
     Raises
     ------
     MissingFileError
-        The path, or a file that the checkpoint cannot be read without, does not exist.
+        The path, or a file without which the checkpoint cannot be read, does not exist.
     FormatError
-        No reader recognises the path, or the layout is one that is not supported.
+        No reader recognises the path, or the layout is not supported.
     CorruptError
         A file is damaged.
     """
@@ -150,19 +150,19 @@ def open_run(
     steps: _Mapping[str, int] | None = None,
     storage_options: _Mapping[str, _Any] | None = None,
 ) -> RunView:
-    """Open all checkpoints of a run as one view, whose tensors have a first dimension of steps. Reads no tensor data.
+    """Open all checkpoints of a run as one view, whose tensors have steps as first dimension. Reads no tensor data.
 
     ``RunView(path, ...)`` is the same.
 
     Parameters
     ----------
     path
-        The folder, or its URL, that the checkpoints are in: tags of DeepSpeed, ``iter_N``, ``checkpoint-N``, files such
-        as ``step_1000.pt``, also in folders below.
+        The folder of the checkpoints, or its URL. Checkpoints are tags of DeepSpeed, ``iter_N``, ``checkpoint-N``,
+        files such as ``step_1000.pt``, also in folders below.
     steps
-        Name of a checkpoint -> its step, for checkpoints that do not say.
+        The steps of checkpoints that do not record one: name -> step.
     storage_options
-        Options of fsspec's file system for a URL.
+        Options of fsspec's file system for a URL: credentials, endpoints.
 
     Returns
     -------
@@ -172,7 +172,7 @@ def open_run(
     Raises
     ------
     MissingFileError
-        There is no such folder.
+        The folder does not exist.
     FormatError
         The folder has no checkpoint in it.
     """
@@ -182,10 +182,10 @@ def open_run(
 
 
 def load_ipython_extension(shell: object) -> None:
-    """``%load_ext lazyckpt``: let IPython complete keys behind views, too (``view.states["``, ``view["layers.0"]["``).
+    """Let IPython complete keys behind views (``view.states["``, ``view["layers.0"]["``), by ``%load_ext lazyckpt``.
 
-    IPython calls no ``__getitem__`` and no property of classes that it does not know while it completes; this allows it
-    those of views, in this process. They read no tensor data.
+    While it completes, IPython calls ``__getitem__`` and properties only of classes on its list. This adds the views to
+    the list, in this process; their lookups read no tensor data.
     """
     from .runs.view import RunView
     from .show.notebook import allow
@@ -195,7 +195,7 @@ def load_ipython_extension(shell: object) -> None:
 
 
 def unload_ipython_extension(shell: object) -> None:
-    """``%unload_ext lazyckpt``: take back what `load_ipython_extension` has allowed."""
+    """Undo `load_ipython_extension`, by ``%unload_ext lazyckpt``."""
     from .runs.view import RunView
     from .show.notebook import forbid
     from .view import CheckpointView
@@ -215,5 +215,5 @@ def __getattr__(name: str) -> _Any:
 
 
 def __dir__() -> list[str]:
-    """What is public: what Tab should offer."""
+    """Return the public names, for completion by Tab."""
     return sorted((*__all__, *_MODULES, "__doc__", "__version__"))

@@ -1,4 +1,4 @@
-"""``python -m lazyckpt`` is ``lazyckpt``."""
+"""Run the command line by ``python -m lazyckpt``."""
 
 from .cli import main
 

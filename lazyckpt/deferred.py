@@ -1,7 +1,7 @@
-"""torch, imported when something of it is looked up for the first time.
+"""torch, imported at the first access to one of its attributes.
 
-Importing torch takes a second or more, and opening, listing and describing a checkpoint need nothing of it. Modules
-that make tensors, and that these need too, import it from here; for type checkers it is torch itself.
+Importing torch takes a second or more, and opening, listing and describing a checkpoint do not need it. Modules on that
+path that also make tensors import it from here; type checkers see torch itself.
 """
 
 from __future__ import annotations

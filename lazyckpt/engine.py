@@ -1,4 +1,4 @@
-"""``engine="lazyckpt"``: what xarray calls to open a checkpoint (the entry point is in pyproject.toml).
+"""xarray's backend ``engine="lazyckpt"`` (the entry point is in pyproject.toml).
 
 xr.open_datatree(path, engine="lazyckpt")
 xr.open_dataset(path, engine="lazyckpt", group="layers/3/mlp", chunks={})
@@ -22,22 +22,23 @@ from .io.storage.local import split
 from .tensor import LazyTensor
 from .view import CheckpointView
 
-# What to leave to other engines, unless one names this: files of other names, and folders with these.
+# Only files with these endings are recognised without ``engine=``, and no folders with these zarr documents.
 _FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".index.json")
 _ZARR = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")
 
 
 class LazyckptBackend(BackendEntrypoint):
-    """A checkpoint as a tree, whose groups follow the dotted names, or (a part of it) as one dataset. Opening reads no
-    tensor data.
+    """Open a checkpoint as a tree whose groups follow the dotted names, or a part of it as one dataset. Opening reads
+    no tensor data.
 
-    ``group``: the part to open, as a path ("layers/3/mlp") or as a view takes it (also one that occurs at one place
-    inside the names). ``state``: "exp_avg", ...; by default the weights or, where there are none, the fp32 ones.
-    ``widen``: floats of 8 and 16 bits are read as float32; False keeps their dtypes (see `CheckpointView.to_xarray`).
-    ``format``, ``tag``, ``rules`` and ``storage_options`` are those of `lazyckpt.open`. ``drop_variables`` takes last
-    names ("bias") and full ones ("layers.3.mlp.up.bias").
+    The methods raise what `lazyckpt.open` raises, and TensorNotFoundError (a KeyError) for an unknown group or state.
+    Their options are:
 
-    Raises what `lazyckpt.open` raises, and TensorNotFoundError (a KeyError) if there is no such group or state.
+    - ``group``: the part to open, as a path ("layers/3/mlp") or as for `CheckpointView.prefix`;
+    - ``state``: "exp_avg", ...; by default the weights or, if there are none, fp32;
+    - ``widen``: read floats of 8 and 16 bits as float32; False keeps their dtypes (see `CheckpointView.to_xarray`);
+    - ``drop_variables``: variables to leave out, by last name ("bias") or full name ("layers.3.mlp.up.bias");
+    - ``format``, ``tag``, ``rules``, ``storage_options``: those of `lazyckpt.open`.
     """
 
     description: ClassVar[str] = "Open checkpoints of deep-learning models with lazyckpt"
@@ -47,8 +48,8 @@ class LazyckptBackend(BackendEntrypoint):
     supports_groups: ClassVar[bool] = True
 
     def guess_can_open(self, filename_or_obj: Any) -> bool:
-        """Whether a local path is a checkpoint, by its name and first bytes. Zarr hierarchies are left to their own
-        engine, and so are files that are not called as checkpoints are."""
+        """Return whether a local path is a checkpoint, by its name and first bytes. Zarr hierarchies and files with
+        other endings than those of checkpoints are left to other engines."""
         if not isinstance(filename_or_obj, str | os.PathLike) or is_url(os.fspath(filename_or_obj)):
             return False
         try:
@@ -69,7 +70,7 @@ class LazyckptBackend(BackendEntrypoint):
         widen: bool = True,
         **options: Any,
     ) -> xr.Dataset:
-        """All tensors below a group, under their names relative to it ("up.weight"), as a view has them."""
+        """Open all tensors below a group as one dataset, under their names relative to the group ("up.weight")."""
         view, found = _opened(filename_or_obj, group, state, options)
         return dataset(found, view, _dropped(drop_variables), widen=widen)
 
@@ -83,14 +84,14 @@ class LazyckptBackend(BackendEntrypoint):
         widen: bool = True,
         **options: Any,
     ) -> dict[str, xr.Dataset]:
-        """The path of every group -> its tensors; of those below ``group``, relative to it."""
+        """Open all groups below ``group``: path relative to it -> dataset of its tensors."""
         view, found = _opened(filename_or_obj, group, state, options)
         return datasets(found, view, drop=_dropped(drop_variables), widen=widen)
 
     def open_datatree(
         self, filename_or_obj: Any, *, drop_variables: str | Iterable[str] | None = None, **options: Any
     ) -> xr.DataTree:
-        """The same as a tree."""
+        """Open all groups below ``group`` as a tree."""
         groups = self.open_groups_as_dict(filename_or_obj, drop_variables=drop_variables, **options)
         return xr.DataTree.from_dict(groups)
 
@@ -98,7 +99,7 @@ class LazyckptBackend(BackendEntrypoint):
 def _opened(
     path: Any, group: str | None, state: str | None, options: Mapping[str, Any]
 ) -> tuple[CheckpointView, dict[str, str]]:
-    """-> (a view, the nodes of its tensors that are in the group, relative to that)."""
+    """Return a view, and path relative to the group -> name in the view, for the tensors in the group."""
     view = CheckpointView(path, **options)
     if state is not None:
         if state not in view.states:
@@ -113,7 +114,7 @@ def _opened(
         return view, below
     part = view[start.replace("/", ".")]
     if isinstance(part, LazyTensor):
-        raise TensorNotFoundError(f"{group!r} is a tensor, no group: open the group that it is in")
+        raise TensorNotFoundError(f"{group!r} is a tensor, not a group: open the group that it is in")
     return part, nodes(part)
 
 

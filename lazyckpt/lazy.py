@@ -1,11 +1,11 @@
-"""A lazy array: name, shape and dtype at once, elements when they are asked for.
+"""Lazy arrays: name, shape and dtype are known at once, indexing reads elements.
 
 The contract, which one suite of tests checks on every format (tests/contract.py):
 
 - name, shape, dtype, nbytes, repr, `explain` and `lazy[...]` read no tensor data;
-- ``t[key]`` equals ``whole[key]`` bit for bit, as torch (and for negative steps numpy) would index the whole, and is
-  the caller's own: writing to it never touches a file;
-- it reads the bytes it returns, plus at most the store's stated gap between two runs;
+- ``t[key]`` equals ``whole[key]`` bit for bit, as torch (and for negative steps numpy) indexes the whole tensor. The
+  result belongs to the caller: writing to it never changes a file;
+- indexing reads the bytes that it returns, plus at most the store's stated gap between two runs;
 - a tensor pickles to its description, and any number of threads may read it at the same time.
 """
 
@@ -40,23 +40,23 @@ else:
     from .deferred import torch
 
 A = TypeVar("A", bound="LazyArray")
-_SMALL = 64 << 10  # bytes that are worth a few page faults, wherever they are
-_MOST = 1 << 48  # bytes of a tensor that may be gone through
+_SMALL = 64 << 10  # bytes up to which page faults cost less than a planned read, even on uncached pages
+_MOST = 1 << 48  # bytes up to which a tensor is cut into pieces
 _REPLICAS = 4 << 20  # bytes of a tensor whose copies are compared at a time
-_LARGE = 32 << 20  # bytes above which reads on several threads win over a mapping
+_LARGE = 32 << 20  # bytes above which reads on several threads are faster than a mapping
 _ATOMS = {int, slice, type(None), type(Ellipsis)}
 
 
 @dataclass(slots=True)
 class Cost:
-    """What reading takes: ``places``, a line for each range of a file; the ``paths`` of these; ``nbytes`` in all."""
+    """The cost of a read: ``places``, a line for each range; ``paths`` of the files; ``nbytes`` in all."""
 
     places: list[str] = field(default_factory=list)
     paths: set[str] = field(default_factory=set)
     nbytes: int = 0
 
     def add(self, copy: Copy, found: Range) -> None:
-        """Count a range that a copy reads."""
+        """Add a range that a copy reads."""
         path, start, length, count, in_all = found
         self.nbytes += in_all
         self.paths.add(path)
@@ -69,31 +69,31 @@ class Cost:
 
     @property
     def summary(self) -> str:
-        """How many ranges of how many files, and their bytes."""
+        """The number of ranges, of files and of bytes, as text."""
         ranges = f"{len(self.places)} range{'s' if len(self.places) != 1 else ''}"
         files = f"{len(self.paths)} file{'s' if len(self.paths) != 1 else ''}"
         return f"{ranges} in {files} ({self.nbytes:,} bytes read)"
 
 
 def cost_of(t: LazyArray) -> Cost:
-    """What reading all of an array takes. Reads nothing. Raises the errors that reading would raise."""
+    """Return the cost of reading a whole array. Reads nothing, but raises the errors that reading would raise."""
     return t._cost(t._sel)
 
 
 class LazyArray(Likeness):
-    """One tensor of a checkpoint, or a part of one: `name`, `shape`, `dtype`, and its elements when they are asked for.
+    """A tensor of a checkpoint, or a part of one. Indexing reads elements; `name`, `shape` and `dtype` read nothing.
 
-    What a `LazyTensor` is without the methods that plot, summarize and convert. Exporters, statistics and displays
-    work with this class.
+    A `LazyTensor` without the methods that plot, summarize and convert. Exporters, statistics and displays work with
+    this class.
 
     Parameters
     ----------
     store
         The store that the bytes are read from.
     spec
-        Which bytes of which files are the tensor.
+        The files and byte ranges of the tensor.
     selection
-        The part of the tensor that this is; None for the whole.
+        The part of the tensor to read; None for the whole.
     """
 
     __slots__ = ("__weakref__", "_selection", "_store", "_window", "spec")
@@ -108,7 +108,7 @@ class LazyArray(Likeness):
 
     @property
     def name(self) -> str:
-        """Its full name in the checkpoint."""
+        """The tensor's full name in the checkpoint."""
         return self.spec.name
 
     @property
@@ -124,12 +124,12 @@ class LazyArray(Likeness):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements (what a dense copy takes), not of the file."""
+        """Bytes of the elements in memory (of a dense copy), not in the file."""
         return self.numel() * self.spec.dtype.itemsize
 
     @property
     def fragments(self) -> Sequence[Fragment]:
-        """What each file contributes, as data."""
+        """The part of the tensor that each file holds, as data."""
         return self.spec.fragments
 
     def __repr__(self) -> str:
@@ -138,11 +138,11 @@ class LazyArray(Likeness):
 
     @property
     def store(self) -> Store:
-        """Where its bytes come from."""
+        """The store that the bytes are read from."""
         return self._store
 
     def _check(self) -> None:
-        """Raise the error that reading it would raise because a file is missing. Reads nothing."""
+        """Raise the error that reading would raise because a file is missing. Reads nothing."""
         if self._plain is not None or fragments_of(self.spec.fragments).intact:  # nothing to plan
             return
         for _, want in self._sel.reads().blocks():
@@ -150,14 +150,29 @@ class LazyArray(Likeness):
 
     @property
     def _archives(self) -> list[Packed]:
-        """The archives and chunks that reading the whole of a stored tensor looks into, so that many can be looked up
-        at once (`locate_all`); none for a part of one."""
+        """The archives and chunks that reading the whole tensor looks into, so that many can be located at once
+        (`locate_all`). Empty for a part of a tensor."""
         return [] if self._selection is not None else fragments_of(self.spec.fragments).packed()
 
     def explain(self, key: Any = ...) -> str:
-        """Where ``t[key]`` comes from: files, byte ranges and their cost, as text. Reads nothing.
+        """Describe which files and byte ranges ``t[key]`` reads, and how many bytes. Reads no tensor data.
 
-        Raises the errors that reading would raise (a missing file, an index that does not fit).
+        Parameters
+        ----------
+        key
+            An index, as for ``t[key]``. By default the whole tensor.
+
+        Returns
+        -------
+        str
+            Several lines of text.
+
+        Raises
+        ------
+        SelectionError
+            The index does not fit the shape.
+        MissingFileError
+            A file that the read needs does not exist.
         """
         selection = self._sel[key]
         cost = self._cost(selection)
@@ -173,7 +188,7 @@ class LazyArray(Likeness):
         return "\n".join(map(printable, [*head, *(f"  {place}" for place in cost.places)]))
 
     def _cost(self, selection: Selection) -> Cost:
-        """What reading a selection takes. Reads nothing. Raises the errors that reading would raise."""
+        """Return the cost of reading a selection. Reads nothing, but raises the errors that reading would raise."""
         cost = Cost()
         for _, want in selection.reads().blocks():
             for copy, found in ranges(self._store, plan(self.spec, want)):
@@ -181,12 +196,22 @@ class LazyArray(Likeness):
         return cost
 
     def replicas_agree(self) -> bool:
-        """Whether all copies that the checkpoint has of the same elements are the same, byte for byte.
+        """Compare all copies of the same elements in the checkpoint, byte for byte.
 
-        Norms are on every tensor-parallel rank, dense parameters in the file of every expert-parallel one, and so on;
-        reading takes the first. This reads them all, 4 MiB at a time, and nothing of which there is one copy
-        only (then they agree). Copies in missing files are passed over. Of an averaged tensor it tells whether there
-        was something to average.
+        Some tensors are replicated: norms on every tensor-parallel rank, dense parameters in the file of every
+        expert-parallel rank. Indexing reads the first copy; this method reads all of them, 4 MiB at a time. Elements
+        with a single copy are not read. Copies in missing files are skipped.
+
+        Returns
+        -------
+        bool
+            Whether the copies are equal. For a tensor that is the mean of its replicas, False means that the replicas
+            differ.
+
+        Raises
+        ------
+        LazyckptError
+            What reading raises.
         """
         for box in tiles(self.spec.shape, _REPLICAS // self.spec.dtype.itemsize):
             if not agree(self._store, self.spec, tuple(map(range, box.start, box.stop))):
@@ -196,13 +221,31 @@ class LazyArray(Likeness):
     # -- reading
 
     def __getitem__(self, key: Any) -> torch.Tensor:
-        """Read: ints, slices (steps may be negative), Ellipsis, None, one 1-d list of ints, one 1-d mask; or a mask of
-        several dimensions alone, which reads the rows that it has an element in.
+        """Read the indexed elements.
 
-        The result has `dtype`, lies on the CPU, and is the caller's own. Raises SelectionError for a key that does not
-        fit the shape, MissingFileError where wanted elements lie in a file that is gone (slices that miss it read),
-        ChangedFileError if a file is not the one that was opened, CorruptError where something packed cannot be
-        unpacked, DataError for a tensor that has no data or whose shards no rule puts together.
+        Parameters
+        ----------
+        key
+            Ints, slices (also with negative steps), Ellipsis, None, at most one 1-d list of ints or 1-d mask; or a
+            single mask of several dimensions, which reads the rows in which it is true somewhere.
+
+        Returns
+        -------
+        torch.Tensor
+            A tensor of the same `dtype` on the CPU that shares no memory with a file.
+
+        Raises
+        ------
+        SelectionError
+            The key does not fit the shape.
+        MissingFileError
+            A file that holds indexed elements does not exist. Slices that do not need the file work.
+        ChangedFileError
+            A file is not the one that was opened.
+        CorruptError
+            Packed elements cannot be unpacked.
+        DataError
+            The tensor has no data, or no rule merges its shards.
         """
         if key is Ellipsis:
             return self._whole()
@@ -216,34 +259,49 @@ class LazyArray(Likeness):
         return read(self._store, self.spec, self._sel[key].reads())
 
     def _masked(self, mask: torch.Tensor) -> torch.Tensor:
-        """The elements where a mask of the first dimensions is true, in C order."""
+        """Read the elements where a mask of the first dimensions is true, in C order."""
         if mask.shape != self.shape[: mask.ndim]:
             raise SelectionError(f"the mask has shape {tuple(mask.shape)}, the tensor {tuple(self.shape)}")
         rows = mask.flatten(1).any(1)
         return self[rows][mask[rows]]
 
     def float(self) -> torch.Tensor:
-        """Read the whole as float32."""
+        """Read the whole tensor as float32."""
         return self.to(torch.float32)
 
     def double(self) -> torch.Tensor:
-        """Read the whole as float64."""
+        """Read the whole tensor as float64."""
         return self.to(torch.float64)
 
     def cpu(self) -> torch.Tensor:
-        """Read the whole."""
+        """Read the whole tensor to the CPU."""
         return self[...]
 
     @property
     def T(self) -> torch.Tensor:  # noqa: N802 - as torch calls it
-        """Read the whole, its dimensions reversed."""
+        """The whole tensor with its dimensions reversed. Reads it."""
         whole = self[...]
         return whole.permute(*range(whole.ndim - 1, -1, -1))
 
     def read_into(self, out: torch.Tensor) -> torch.Tensor:
-        """Read the whole into a contiguous CPU tensor of the same shape and dtype, on this thread alone. Returns it.
+        """Read the whole tensor into existing memory, on the calling thread only.
 
-        Raises DataError if ``out`` is not such a tensor.
+        Parameters
+        ----------
+        out
+            A contiguous CPU tensor of the same shape and dtype.
+
+        Returns
+        -------
+        torch.Tensor
+            ``out``.
+
+        Raises
+        ------
+        DataError
+            ``out`` is not such a tensor.
+        LazyckptError
+            What ``t[...]`` raises.
         """
         if out.shape != self.shape or out.dtype != self.dtype or not out.is_contiguous() or out.device.type != "cpu":
             raise DataError(
@@ -255,9 +313,24 @@ class LazyArray(Likeness):
         return ready()
 
     def pieces(self, nbytes: int) -> Iterator[tuple[int, Self]]:
-        """Cut the tensor into runs of its C order of at most ``nbytes`` bytes (or one element), not read yet: (how many
-        elements are in front of it, the piece). Raises DataError for more bytes than anybody can go through."""
-        if self.nbytes > _MOST:  # one stored number that is expanded, or a fill value, may have any shape
+        """Cut the tensor into contiguous pieces of its C order, without reading them.
+
+        Parameters
+        ----------
+        nbytes
+            Largest size of a piece in bytes. A piece has at least one element.
+
+        Yields
+        ------
+        tuple of int and LazyTensor
+            The number of elements before the piece, and the piece.
+
+        Raises
+        ------
+        DataError
+            The tensor has more than 2**48 bytes.
+        """
+        if self.nbytes > _MOST:  # an expanded number or a fill value may have any shape
             raise DataError(f"{self.name!r} of shape {tuple(self.shape)} is too large to read all of it: read slices")
         strides = c_strides(self.shape)
         for box in tiles(self.shape, nbytes // self.spec.dtype.itemsize):
@@ -265,8 +338,8 @@ class LazyArray(Likeness):
             yield ahead, (self if box.shape == self.shape else self.lazy[box.slices])
 
     def _runs(self) -> list[Run] | None:
-        """The bytes of all elements in C order, as they stand in files; None if they have to be gathered, converted or
-        unpacked. Reads no elements; errors as reading."""
+        """Return the byte runs of all elements in C order; None if elements have to be gathered, converted or unpacked.
+        Reads no elements, but raises the errors that reading would raise."""
         extent = self._plain
         if extent is not None:
             return [Run(extent.path, extent.offset, self.nbytes)]
@@ -277,7 +350,23 @@ class LazyArray(Likeness):
         return runs(self._store, self.spec, blocks[0][1])
 
     def astype(self, dtype: torch.dtype) -> Self:
-        """The same tensor, converted to ``dtype`` when it is read. Raises DataError if torch cannot convert it."""
+        """Return a lazy tensor that is converted to another dtype when it is read. Reads nothing.
+
+        Parameters
+        ----------
+        dtype
+            Any dtype that torch can convert the elements to.
+
+        Returns
+        -------
+        LazyTensor
+            The converted tensor.
+
+        Raises
+        ------
+        DataError
+            torch cannot convert the elements to ``dtype``.
+        """
         wanted = dtype_of(dtype)
         if wanted is self.spec.dtype:
             return self
@@ -286,7 +375,8 @@ class LazyArray(Likeness):
 
     @property
     def lazy(self) -> _Deferred[Self]:
-        """``t.lazy[key]``: the same indexing, as a LazyArray that has read nothing yet. Raises SelectionError."""
+        """Indexing that reads nothing: ``t.lazy[key]`` is a lazy tensor of the elements of ``t[key]``. Raises
+        SelectionError."""
         return _Deferred(self)
 
     def to(
@@ -295,15 +385,33 @@ class LazyArray(Likeness):
         dtype: torch.dtype | None = None,
         copy: bool = True,
     ) -> torch.Tensor:
-        """Read the whole to a device, in ``dtype`` if given. ``t.to(torch.float32)`` converts on the CPU.
+        """Read the whole tensor to a device.
 
-        To an accelerator it goes through pinned memory in pieces of 32 MiB. ``copy=False``: on the CPU, a tensor that
-        is one contiguous run of one local file stays mapped (privately: writing to it changes memory only) instead of
-        being read. Only for files that nobody writes to: rewriting the file changes the tensor. Touching it after the
-        file was truncated raises ChangedFileError in the thread that does, once it is back in Python: the elements that
-        are gone are zeros.
+        Elements go to an accelerator through pinned memory, in pieces of 32 MiB.
 
-        Raises DataError, before anything is read, if torch cannot convert the elements to ``dtype``.
+        Parameters
+        ----------
+        device
+            Where to put the tensor, by default the CPU. A dtype here (``t.to(torch.float32)``) is taken as ``dtype``.
+        dtype
+            Convert the elements to this dtype.
+        copy
+            False maps a tensor that is one contiguous run of one local file instead of reading it, if ``device`` is the
+            CPU. The mapping is private: writing to the tensor changes memory only. Use it only for files that nobody
+            writes to: rewriting the file changes the tensor. After the file was truncated, the missing elements read as
+            zeros, and the thread that accesses them gets ChangedFileError when it is back in Python.
+
+        Returns
+        -------
+        torch.Tensor
+            The whole tensor.
+
+        Raises
+        ------
+        DataError
+            torch cannot convert the elements to ``dtype``. Raised before anything is read.
+        LazyckptError
+            What ``t[...]`` raises.
         """
         if isinstance(device, torch.dtype):
             device, dtype = None, device
@@ -327,8 +435,8 @@ class LazyArray(Likeness):
     def _read_through(
         self, ring: Ring, dtype: torch.dtype | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Read the whole to the ring's device, into ``out`` (of the same shape; any dtype and strides) if it is given;
-        it has arrived when the ring has finished."""
+        """Read the whole tensor to the ring's device, into ``out`` (of the same shape, any dtype and strides) if it is
+        given. The elements have arrived when the ring has finished."""
         reads = self._sel.reads()
         if out is not None and reads.in_place:
             read_to(self._store, self.spec, reads, out, ring)
@@ -341,8 +449,8 @@ class LazyArray(Likeness):
         return out.copy_(finish(reads, array))
 
     def _start(self, out: torch.Tensor | None = None) -> tuple[Iterable[Task], Callable[[], torch.Tensor]]:
-        """Reading the whole, as work to do with that of other tensors: (tasks, what to call when they are done). Into
-        ``out``, a contiguous CPU tensor of the same shape and dtype, if it is given."""
+        """Return the tasks that read the whole tensor, to run together with those of other tensors, and a function to
+        call when they are done. ``out``: a contiguous CPU tensor of the same shape and dtype to read into."""
         extent = self._plain
         if extent is not None:  # nothing to plan
             whole = empty(self.spec.shape, self.dtype) if out is None else out
@@ -356,21 +464,22 @@ class LazyArray(Likeness):
 
     @property
     def _held(self) -> TensorSpec:
-        """``spec`` with those fragments only that hold elements of this part of it."""
+        """``spec`` with only those fragments that hold elements of this part."""
         if self._selection is None:
             return self.spec
         return replace(self.spec, fragments=fragments_of(self.spec.fragments).inside(self._selection.hull))
 
     @property
     def _block(self) -> Box | None:
-        """The block of the tensor of ``spec`` that this is; None if it is none (steps, indices, other dimensions)."""
+        """The block of ``spec``'s tensor that this part is; None if it is not a block (steps, indices, new
+        dimensions)."""
         if self._selection is None:
             return Box.of(self.spec.shape)
         return self._selection.block
 
     def _mapped(self, maps: dict[str, Buffer | None]) -> torch.Tensor | None:
-        """The tensor over a private mapping of its file (kept in ``maps``, path -> mapping), or None if it is not one
-        contiguous run of one file."""
+        """Return the tensor over a private mapping of its file (kept in ``maps``, path -> mapping), or None if it is
+        not one contiguous run of one file."""
         extent = self._plain
         if extent is None or extent.offset % extent.dtype.itemsize:  # torch's kernels rely on alignment
             return None
@@ -385,20 +494,21 @@ class LazyArray(Likeness):
 
     def __reduce__(self) -> tuple[Any, ...]:
         spec = self._held
-        paths = sorted({f.extent.path for f in spec.fragments})  # the same description is the same bytes
+        paths = sorted({f.extent.path for f in spec.fragments})  # sorted, so that equal descriptions pickle equally
         return type(self), (narrow(self._store, paths), spec, self._selection)
 
     # -- how
 
     def _whole(self) -> torch.Tensor:
-        """Read all of it, past any mapping: going through a checkpoint must not fill this process with file pages."""
+        """Read the whole tensor without a mapping, so that reading a checkpoint does not fill this process with file
+        pages."""
         work, ready = self._start()
         run(work)
         return ready()
 
     @property
     def _sel(self) -> Selection:
-        """Which elements of the tensor of ``spec`` this is, in which order."""
+        """The elements of ``spec``'s tensor that this part has, in order."""
         return Selection.all(self.spec.shape) if self._selection is None else self._selection
 
     @property
@@ -418,12 +528,13 @@ class LazyArray(Likeness):
             return None
         if fragment.span not in (None, (0, spec.numel)) or fragment.local_shape != spec.shape:
             return None
-        if isinstance(extent, Packed):  # who asks is about to read
+        if isinstance(extent, Packed):  # callers are about to read, so locating the bytes is no extra work
             extent = locate(self._store, extent, spec.name)
         return extent if extent.raw and is_run(extent.shape, extent.strides) else None
 
     def _quick(self, key: Any) -> torch.Tensor | None:
-        """The same as the planned read, for a small or resident slice of a plain tensor: torch indexes the mapping."""
+        """Index the mapping by torch, for a small or resident slice of a plain tensor; None if a planned read is
+        better."""
         window = self._window
         if window is None:
             window = self._window = self._find_window()
@@ -435,7 +546,7 @@ class LazyArray(Likeness):
             return None
         try:
             view = array_over(mapped, offset, dtype, shape)[key]
-        except (IndexError, ValueError, TypeError):  # the planned path can do it, or words the error
+        except (IndexError, ValueError, TypeError):  # the planned read supports the key, or raises a better error
             return None
         nbytes = view.nbytes
         if not view.is_contiguous():
@@ -450,7 +561,7 @@ class LazyArray(Likeness):
         return copied
 
     def _find_window(self) -> tuple[str, int, torch.dtype, Shape] | tuple[()]:
-        """Where a plain tensor lies, if torch can index and clone it there; () if not."""
+        """Return the place of a plain tensor that torch can index and clone in a mapping; () for other tensors."""
         extent = self._plain
         if extent is None or not self.numel() or extent.dtype not in _CLONABLE:
             return ()
@@ -464,7 +575,7 @@ _CLONABLE = frozenset((F32, F64, F16, BF16, I64, I32, I16, I8, U8, BOOL))
 
 
 def shape_of(tensor: LazyArray) -> Shape:
-    """`LazyArray.shape` as a plain tuple, without torch."""
+    """Return `LazyArray.shape` as a plain tuple, without torch."""
     return tensor.spec.shape if tensor._selection is None else tensor._selection.shape
 
 
@@ -480,8 +591,8 @@ class _Deferred(Generic[A]):
 
 
 def named(tensors: Mapping[str, A], name: str) -> A | None:
-    """The tensor of exactly this name; None if there is none. (`CheckpointView.get` also takes prefixes, and paths
-    inside names.)"""
+    """Return the tensor of exactly this name, or None. (`CheckpointView.get` also finds prefixes and paths inside
+    names.)"""
     exact = getattr(tensors, "exact", tensors.get)
     found: A | None = exact(name)
     return found

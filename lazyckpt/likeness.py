@@ -1,4 +1,4 @@
-"""What numpy, torch and DLPack ask of a tensor: a lazy one answers, and reads where that takes elements."""
+"""`Likeness`: the protocols of numpy, torch and DLPack on lazy tensors; elements are read only where one is needed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import signature
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 else:
     from .deferred import torch
 
-# -- What numpy's functions are called with for tensors: arrays that numpy computes with correctly.
+# -- numpy's functions: they get arrays that numpy computes with correctly.
 
 _LOOKING = frozenset(
     (
@@ -46,14 +46,21 @@ def array_function(
     args: Iterable[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """What a function of numpy gives for tensors of ``kind``; NotImplemented for one that would write to them.
+    """Call a function of numpy with arrays in the place of tensors.
 
     Parameters
     ----------
     kind
-        The class of the tensors among ``args`` and ``kwargs``; also inside lists and tuples.
+        The class of the tensors in ``args`` and ``kwargs``, also inside lists and tuples.
     read
-        Reads one as a whole.
+        A function that reads a whole tensor.
+    func, args, kwargs
+        The function and its arguments.
+
+    Returns
+    -------
+    Any
+        The function's result; NotImplemented for a function that would write to a tensor.
     """
     args = tuple(args)
     if func in _WRITING or _holds(kind, _output(func, args, kwargs)):
@@ -69,10 +76,10 @@ def array_function(
 
 
 def _output(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a function of numpy is told to write to, by name or by position."""
+    """Return the ``out`` argument of a call of a numpy function, by name or position."""
     try:
         return signature(func).bind_partial(*args, **kwargs).arguments.get("out")
-    except (TypeError, ValueError):  # it has no signature, or takes no such arguments
+    except (TypeError, ValueError):  # the function has no signature, or other parameters
         return kwargs.get("out")
 
 
@@ -84,7 +91,7 @@ def array_ufunc(
     inputs: Iterable[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """The same for a ufunc."""
+    """Call a method of a numpy ufunc with arrays in the place of tensors. See `array_function`."""
     if method == "at" or _holds(kind, kwargs.get("out")):
         return NotImplemented
 
@@ -97,7 +104,7 @@ def array_ufunc(
 
 
 def replaced(value: Any, kind: type, new: Callable[[Any], Any]) -> Any:
-    """The value with ``new`` of every object of ``kind`` in its place, also inside lists and tuples."""
+    """Return ``value`` with every object of ``kind`` replaced by ``new`` of it, also inside lists and tuples."""
     if isinstance(value, kind):
         return new(value)
     if isinstance(value, list | tuple) and any(_holds(kind, v) for v in value):
@@ -109,11 +116,11 @@ def _holds(kind: type, value: Any) -> bool:
     return isinstance(value, kind) or (isinstance(value, list | tuple) and any(_holds(kind, v) for v in value))
 
 
-# -- What numpy, torch and DLPack ask of a tensor: a lazy one answers, and reads where that takes elements.
+# -- The methods and protocols of a tensor.
 
 
 class Likeness:
-    """A name, a shape, a dtype and elements, as a tensor."""
+    """The attributes and methods that numpy, torch and DLPack expect of a tensor."""
 
     __slots__ = ()
 
@@ -127,7 +134,7 @@ class Likeness:
 
     @abstractmethod
     def __getitem__(self, key: Any) -> torch.Tensor:
-        """Read a part."""
+        """Read the indexed elements."""
 
     @property
     def ndim(self) -> int:
@@ -136,6 +143,10 @@ class Likeness:
     def dim(self) -> int:
         return self.ndim
 
+    @overload
+    def size(self, dim: None = None) -> torch.Size: ...
+    @overload
+    def size(self, dim: int) -> int: ...
     def size(self, dim: int | None = None) -> torch.Size | int:
         return self.shape if dim is None else self.shape[dim]
 
@@ -144,7 +155,7 @@ class Likeness:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements (what a dense copy takes), not of the file."""
+        """Bytes of the elements in memory (of a dense copy), not in the file."""
         return self.numel() * self.dtype.itemsize
 
     @property
@@ -153,10 +164,10 @@ class Likeness:
 
     @property
     def device(self) -> torch.device:
-        """The CPU: where reading without `to` puts it."""
+        """The CPU: indexing reads to it."""
         return torch.device("cpu")
 
-    # torch asks these of what it takes for a tensor (nn.Module.load_state_dict does)
+    # torch looks these up on objects that it treats as tensors (nn.Module.load_state_dict does)
     is_meta = False
     is_sparse = False
     is_quantized = False
@@ -173,24 +184,34 @@ class Likeness:
         return self.shape[0]
 
     def contiguous(self) -> torch.Tensor:
-        """Read the whole, as a tensor of torch's: what DeepSpeed's lazy state dicts are asked."""
+        """Read the whole tensor. DeepSpeed's lazy state dicts have this method, too."""
         return self[...]
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """Read the whole as a numpy array, bit for bit; bf16 and fp8 have the dtypes of ml_dtypes.
+        """Read the whole tensor as a numpy array, bit for bit; bf16 and fp8 get the dtypes of ml_dtypes.
 
         Do not compute with arrays of these dtypes: numpy rounds every step of a sum to them, so that ``mean`` and
         ``std`` are wrong, and a sum of float16 overflows at 65,504. ``t.to(torch.float32).numpy()`` is right, and so is
         numpy on the tensor itself (``np.std(t)``), which computes in float32.
 
-        Raises DataError where numpy has no such dtype, or no array of that shape.
+        Returns
+        -------
+        numpy.ndarray
+            An array of the same shape.
+
+        Raises
+        ------
+        DataError
+            numpy lacks the dtype, or does not support an array of this shape.
+        LazyckptError
+            What ``t[...]`` raises.
         """
         return to_numpy(self[...])
 
     def __array_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """numpy's functions take a lazy tensor for an array; those that compute get floats of 8 and 16 bits as
+        """Let numpy's functions accept a lazy tensor as an array. Functions that compute get floats of 8 and 16 bits as
         float32."""
         return array_function(Likeness, _whole, func, args, kwargs)
 
@@ -217,7 +238,7 @@ class Likeness:
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Torch functions take a lazy tensor for the tensor it reads as."""
+        """Let torch's functions accept a lazy tensor: they get the tensor that it reads as."""
         return func(
             *(replaced(a, Likeness, _whole) for a in args),
             **{k: replaced(v, Likeness, _whole) for k, v in (kwargs or {}).items()},
@@ -226,11 +247,11 @@ class Likeness:
     def detach(self) -> torch.Tensor:
         return self[...]
 
-    if not TYPE_CHECKING:  # a type checker is to find names that do not exist
+    if not TYPE_CHECKING:  # so that a type checker reports names that do not exist
 
         def __getattr__(self, name: str) -> Any:
-            """torch.Tensor's methods and attributes are not a lazy tensor's, but for those above: the error says how to
-            call them."""
+            """Raise AttributeError. For a method or attribute of torch.Tensor that lazy tensors lack, the message says
+            how to call it."""
             if not name.startswith("_") and hasattr(torch.Tensor, name):
                 raise AttributeError(
                     f"a lazy tensor has no {name!r}: read it first, as in t[...].{name}, or a part of it, t[:8].{name}",
@@ -240,8 +261,18 @@ class Likeness:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def item(self) -> int | float | bool | complex:
-        """The only element, as a Python number. Raises DataError (a RuntimeError, as torch's), and reads nothing, if
-        there is not exactly one."""
+        """Read the only element, as a Python number.
+
+        Returns
+        -------
+        int, float, bool or complex
+            The element.
+
+        Raises
+        ------
+        DataError
+            The tensor does not have exactly one element. Like torch's error it is a RuntimeError. Nothing is read.
+        """
         if self.numel() != 1:
             raise DataError(f"{self!r} has {self.numel():,} elements: item() takes one, such as t[0, 0].item()")
         return self[...].item()
@@ -257,8 +288,8 @@ class Likeness:
         return element in self[...]
 
     def __bool__(self) -> bool:
-        """Of the only element. Raises DataError (a RuntimeError, as torch's), and reads nothing, if there is not
-        exactly one."""
+        """Return whether the only element is true. Raises DataError (a RuntimeError, as torch does), and reads nothing,
+        if there is not exactly one element."""
         if self.numel() != 1:
             raise DataError(
                 f"{self!r} has {self.numel():,} elements, and is neither true nor false as a whole: "
@@ -266,8 +297,8 @@ class Likeness:
             )
         return bool(self[...])
 
-    # Comparisons are torch's: they read the whole, and compare element by element. Dicts and sets find a tensor as the
-    # same object, without comparing: they compare by hash and identity first.
+    # Comparisons are torch's: they read the whole tensor and compare element by element. Dicts and sets find a tensor
+    # without them, because they compare hash and identity first.
 
     __hash__ = object.__hash__
 
@@ -290,10 +321,10 @@ class Likeness:
         return self._compared(operator.ge, other)
 
     def _compared(self, compare: Callable[[Any, Any], Any], other: Any) -> Any:
-        """Element by element with numbers, arrays, tensors and lists of numbers; not implemented for anything else."""
+        """Compare element by element with numbers, arrays, tensors and lists of numbers; NotImplemented for others."""
         if isinstance(other, list | tuple | np.ndarray | np.generic):
             array = np.asarray(other)
-            narrow = array.dtype.isbuiltin == 2  # of ml_dtypes: bf16, fp8 and the like
+            narrow = array.dtype.isbuiltin == 2  # a dtype of ml_dtypes: bf16, fp8, ...
             if not narrow and array.dtype.kind not in "biufc":  # texts, objects, records
                 return NotImplemented
             other = torch.from_numpy(np.array(array, np.float32 if narrow else array.dtype.newbyteorder("=")))
@@ -306,7 +337,7 @@ class Likeness:
             raise DataError(f"{self!r} is not compared with elements of shape {shape}") from None
         try:
             return compare(_comparable(self[...]), _comparable(_whole(other)))
-        except NotImplementedError as e:  # torch orders no complex numbers, and compares no packed bits
+        except NotImplementedError as e:  # torch does not order complex numbers, or compare packed bits
             raise DataError(f"torch does not compare {self!r} in this way: {e}") from None
 
 
@@ -319,7 +350,7 @@ def _whole(value: Any) -> Any:
 
 
 def _comparable(value: Any) -> Any:
-    """torch compares no floats of 8 bits, and orders no unsigned integers of 16 and 32 bits."""
+    """Convert to a dtype that torch compares: not 8-bit floats, nor unsigned integers of 16 and 32 bits."""
     if not isinstance(value, torch.Tensor):
         return value
     if value.is_floating_point() and value.itemsize == 1:

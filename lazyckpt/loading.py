@@ -1,7 +1,7 @@
-"""Reading many tensors: all of a view to a device, or one by one into a module.
+"""Read many tensors: a whole view to a device, or into the parameters of a module.
 
-Of a parameter that is spread over ranks (a DTensor, as FSDP2 and tensor parallelism make them) each rank reads what it
-holds, and no more.
+Each rank reads only its own part of a parameter that is distributed over ranks (a DTensor of FSDP2 or tensor
+parallelism).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .jobs.progress import Bar
 from .layouts.placements import Cut, Layout, MeshPlacement, Same, Summand
 from .lazy import LazyArray, named
 
-_GROUP = 256 << 20  # bytes that are read at once before their dtype is converted
-_LOOKED_UP = 64  # archives that are looked up at once
-_LONG = 1 << 30  # bytes to read, from which on a bar is shown where somebody looks
+_GROUP = 256 << 20  # bytes to read at once before their dtype is converted
+_LOOKED_UP = 64  # archives to locate at once
+_LONG = 1 << 30  # bytes from which on a progress bar is shown on terminals
 T = TypeVar("T")
 
 
@@ -76,7 +76,7 @@ def _bar(tensors: Iterable[LazyArray]) -> Bar:
 
 
 def _first_bytes(names: list[str], lazy: Mapping[str, LazyArray], limit: int) -> list[str]:
-    """As many of the first names as hold ``limit`` bytes, at least one."""
+    """Return the first names with at most ``limit`` bytes together, but at least one."""
     size = 0
     for n, name in enumerate(names):
         size += lazy[name].nbytes
@@ -94,14 +94,14 @@ def _read_together(
         for name in _looked_up(names, lazy.__getitem__):
             more, ready[name] = lazy[name]._start()
             yield from more
-            bar.add(lazy[name].nbytes)  # its last tasks are on their way
+            bar.add(lazy[name].nbytes)  # all of its tasks are submitted
 
     run(tasks())
     return {name: _converted(ready[name](), dtype) for name in names}
 
 
 def _looked_up(items: Iterable[T], lazy: Callable[[T], LazyArray]) -> Iterator[T]:
-    """The items; the archives of those that come next were looked up together."""
+    """Yield the items, after locating the archives of several items at once."""
     group: list[T] = []
     found: list[tuple[Store, Packed, str]] = []
     for item in items:
@@ -131,7 +131,7 @@ def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def fill(pairs: Iterable[tuple[LazyArray, torch.Tensor]], bar: Bar | None = None) -> None:
-    """Read each tensor into the one beside it: of the same shape, on any device, with any dtype and strides."""
+    """Read each lazy tensor into its target: a tensor of the same shape, on any device, with any dtype and strides."""
     bar = bar or Bar(0, "", False)
     rings: dict[torch.device, Ring] = {}
     group: list[tuple[LazyArray, torch.Tensor]] = []
@@ -155,7 +155,7 @@ def fill(pairs: Iterable[tuple[LazyArray, torch.Tensor]], bar: Bar | None = None
 
 
 def _direct(lazy: LazyArray, target: torch.Tensor) -> bool:
-    """Whether the bytes can be read straight into the target's memory."""
+    """Return whether the bytes can be read directly into the target's memory."""
     same = target.dtype == lazy.dtype and target.is_contiguous()
     return same and not (target.is_conj() or target.is_neg())
 
@@ -178,7 +178,7 @@ def _fill_together(pairs: list[tuple[LazyArray, torch.Tensor]], bar: Bar) -> Non
             target.copy_(read)
 
 
-def load_into(view: Mapping[str, LazyArray], module: torch.nn.Module, strict: bool) -> Any:
+def load_into(view: Mapping[str, LazyArray], module: torch.nn.Module, strict: bool) -> _IncompatibleKeys:
     """See `CheckpointView.load_into`."""
     _reshard(module)
     slots = _slots(module)
@@ -195,7 +195,7 @@ def load_into(view: Mapping[str, LazyArray], module: torch.nn.Module, strict: bo
         problems.append(f"the checkpoint lacks {some(map(repr, missing), 5)}")
     if strict and unexpected:
         problems.append(f"the module lacks {some(map(repr, unexpected), 5)}")
-    found: dict[str, LazyArray] = {}  # of a tensor that lies on several ranks, what this one holds
+    found: dict[str, LazyArray] = {}  # this rank's part of each tensor
     for name, lazy in there.items():
         owner, attribute = wanted[name]
         target = getattr(owner, attribute)
@@ -205,12 +205,12 @@ def load_into(view: Mapping[str, LazyArray], module: torch.nn.Module, strict: bo
             continue
         own = _own(lazy, target)
         if own is not None:
-            own._check()  # a missing file is told before anything is written
+            own._check()  # raise for a missing file before anything is written
             found[name] = own
     if problems:
         raise DataError(f"nothing was loaded: {'; '.join(problems)}")
 
-    filled: dict[int, torch.Tensor] = {}  # tied parameters of the module are one object: filled once
+    filled: dict[int, torch.Tensor] = {}  # by id, because tied parameters of the module are one object
     made: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
 
     def pairs() -> Iterator[tuple[LazyArray, torch.Tensor]]:
@@ -234,8 +234,7 @@ def load_into(view: Mapping[str, LazyArray], module: torch.nn.Module, strict: bo
 
 
 def _slots(module: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
-    """Names of the state dict -> (the module that holds the tensor, its attribute); buffers that are not saved are not
-    among them."""
+    """Return names of the state dict -> (submodule, attribute), without buffers that are not saved."""
     slots = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
         start = f"{prefix}." if prefix else ""
@@ -249,7 +248,7 @@ def _slots(module: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
 
 
 def _materialised(target: torch.Tensor) -> torch.Tensor:
-    """A tensor on the meta device with memory, on the CPU or, if it is spread over a mesh, on the mesh's devices."""
+    """Return a tensor with memory for one on the meta device: on the CPU or, for a DTensor, on its mesh's devices."""
     target_of = _dtensor(target)
     if target_of is None:
         data = empty(target.shape, target.dtype)
@@ -270,7 +269,7 @@ def _set(owner: torch.nn.Module, attribute: str, value: torch.Tensor) -> None:
 
 
 def _reshard(module: torch.nn.Module) -> None:
-    """Put FSDP2's shards in place of gathered parameters, which it throws away (its hooks do so for state dicts)."""
+    """Replace gathered parameters of FSDP2, which it would discard, by its shards, as its hooks for state dicts do."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     for part in module.modules() if fsdp is not None else ():
         if isinstance(part, fsdp.FSDPModule):
@@ -278,32 +277,32 @@ def _reshard(module: torch.nn.Module) -> None:
 
 
 def _dtensor(tensor: torch.Tensor) -> Any:
-    """The tensor, if it is a DTensor; else None. Nothing is one that has not imported what defines them."""
+    """Return the tensor if it is a DTensor, else None. Without an import of their module there are no DTensors."""
     module = sys.modules.get("torch.distributed.tensor")
     return tensor.detach() if module is not None and isinstance(tensor, module.DTensor) else None
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of it: the memory itself."""
+    """Return this rank's part of a tensor, in the same memory."""
     spread = _dtensor(tensor)
     local: torch.Tensor = tensor.detach() if spread is None else spread.to_local()
     return local
 
 
 def _own(tensor: LazyArray, target: torch.Tensor) -> LazyArray | None:
-    """What this rank holds of the target, as part of the lazy tensor; None if that is nothing. Raises DataError for
-    what no tensor can be read into."""
+    """Return the part of a lazy tensor that this rank has of the target; None if it has nothing. Raises DataError for a
+    placement that no tensor can be read into."""
     spread = _dtensor(target)
     if spread is None:
         return tensor
     mesh = spread.device_mesh
     coordinate = mesh.get_coordinate()
-    if coordinate is None:  # this rank is no part of its mesh
+    if coordinate is None:  # this rank is not part of the mesh
         return None
     layout = Layout(tuple(mesh.shape), tuple(map(_placement, spread.placements)))
     if layout.partial:
         raise DataError(
-            f"{tensor.name!r} is spread as {tuple(spread.placements)}: no rank holds its values before they are "
+            f"{tensor.name!r} is spread as {tuple(spread.placements)}: no rank has its values before they are "
             f"reduced ({layout.partial}), so nothing can be loaded there"
         )
     held = layout.runs(tuple(tensor.shape), coordinate)

@@ -1,7 +1,7 @@
-"""Names to lazy arrays: look-up by name, prefix and inner path, parts, and states.
+"""Names to lazy arrays: lookup by name, prefix and inner path, parts, and states.
 
-A `Namespace` is what a view is without the methods that read, write, convert and show it. It is made of an index and
-the store of its files; looking anything up reads no tensor data.
+A `Namespace` is a view without the methods that read, write, convert and show it. It consists of an index and the store
+of its files. Lookups read no tensor data.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from .io.storage.base import Store
 from .lazy import LazyArray
 
 STORED = "stored"  # the state of the tensors as they are stored, under their raw names
-# A state that is a whole state dict lists tied names too; a moment is listed under the name that owns it.
+# States that are whole state dicts list tied names, too; a moment is listed only under the name that owns the tensor.
 _FULL_STATES = ("weights", "fp32")
 
 A = TypeVar("A", bound=LazyArray, covariant=True)
 N = TypeVar("N", bound="Namespace[Any]", covariant=True)
-# How a part of a checkpoint was chosen: by a prefix, which its names then lack, or by their names.
+# How a part of a checkpoint was selected: by a prefix, which is removed from its names, or by names.
 Step = tuple[Literal["below"], str] | tuple[Literal["select"], Pattern | frozenset[str]]
 
 
 class States(Mapping[str, N]):
-    """State name -> namespace; cannot be written to. Raises TensorNotFoundError for a state that there is not."""
+    """State name -> namespace, read-only. Raises TensorNotFoundError for an unknown state."""
 
     __slots__ = ("_views",)
 
@@ -83,7 +83,7 @@ class Namespace(Mapping[str, A]):
     _index: Index
     _state: str
     _steps: tuple[Step, ...]
-    kept: dict[str, Any]  # what modules above have computed of this namespace, by their own keys
+    kept: dict[str, Any]  # results that modules above have computed for this namespace, by their own keys
 
     def _init(self, store: Store, index: Index, state: str, steps: tuple[Step, ...], of_all: bool) -> None:
         self._store = store
@@ -102,7 +102,7 @@ class Namespace(Mapping[str, A]):
         self._specs: Mapping[str, TensorSpec] | None = None
         self._tensors: dict[str, A] = {}
         self._by_stored: dict[str, TensorSpec] | None = None
-        self._sides: dict[str, Self] = {}  # state -> this view of it, so that asking in a loop is cheap
+        self._sides: dict[str, Self] = {}  # state -> its view, so that ``view.states[...]`` in a loop is cheap
 
     def _other(self, state: str | None = None, steps: tuple[Step, ...] | None = None) -> Self:
         view = object.__new__(type(self))
@@ -110,9 +110,12 @@ class Namespace(Mapping[str, A]):
         return view
 
     def close(self) -> None:
-        """Let go of open files and mappings. Reading from this view, its parts and states, and their tensors raises
-        DataError from then on; names, shapes and dtypes stay. Closing twice is fine; other views of the same path, and
-        tensors that have been read, are not affected. ``with lazyckpt.open(path) as view:`` closes at the end."""
+        """Close open files and mappings, as ``with lazyckpt.open(path) as view:`` does at its end.
+
+        Afterwards, reading from this view, its parts, its states and their tensors raises DataError; names, shapes and
+        dtypes stay available. Other views of the same path and tensors that have been read are not affected. Closing
+        twice has no effect.
+        """
         self._store.close()
 
     def __enter__(self) -> Self:
@@ -125,7 +128,7 @@ class Namespace(Mapping[str, A]):
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
-        """The tensors of this state as data, by full name, whatever part of it this view shows."""
+        """The tensors of the whole state as data, by full name, also those that this view does not show."""
         if self._specs is None:
             if self._state != STORED:
                 self._specs = self._index.states[self._state]
@@ -137,12 +140,12 @@ class Namespace(Mapping[str, A]):
 
     @property
     def full_names(self) -> Mapping[str, str]:
-        """The names of this view -> those that they have in the whole checkpoint."""
+        """Names of this view -> names in the whole checkpoint."""
         return self._listed
 
     @property
     def _listed(self) -> dict[str, str]:
-        """The names of this view -> full names."""
+        """Names of this view -> full names."""
         if self._full is None:
             names = {name: name for name in self.specs}
             if self._state in _FULL_STATES:
@@ -151,7 +154,7 @@ class Namespace(Mapping[str, A]):
         return self._full
 
     def _shown_of(self, names: dict[str, str]) -> dict[str, str]:
-        """Of full names, those that this view shows: the name here -> the full one."""
+        """Return the names that this view shows of a table of full names: name in the view -> full name."""
         for kind, what in self._steps:
             if kind == "below":
                 start = f"{what}."
@@ -163,7 +166,7 @@ class Namespace(Mapping[str, A]):
 
     @property
     def names(self) -> Names:
-        """The names of this view, with what finds prefixes and inner paths among them."""
+        """The names of this view, with lookup by prefix and inner path."""
         if self._names is None:
             self._names = Names(self._listed)
         return self._names
@@ -175,18 +178,29 @@ class Namespace(Mapping[str, A]):
         return len(self._listed)
 
     def __contains__(self, name: object) -> bool:
-        """Whether ``view[name]`` gives something: a full name, a tied one, a prefix, a unique inner path. Names in
-        `unreadable`, whose file is gone, are not among them: looking one up raises MissingFileError."""
+        """Return whether ``view[name]`` finds something: a full name, a tied name, a prefix, or a unique inner path.
+        False for names in `unreadable`, whose lookup raises MissingFileError."""
         if isinstance(name, str) and self._spec(name) is not None:
             return True
         try:
-            self[name]  # type: ignore[index]  # of another type it is not found
+            self[name]  # type: ignore[index]  # another type raises TensorNotFoundError
         except (TensorNotFoundError, MissingFileError):
             return False
         return True
 
     def exact(self, name: str) -> A | None:
-        """The tensor of this full name or tied alias of the view; None if there is none, whatever else is called so."""
+        """Return the tensor of exactly this name. Prefixes and paths inside names are not looked up.
+
+        Parameters
+        ----------
+        name
+            A name of the view, or a tied name.
+
+        Returns
+        -------
+        LazyTensor or None
+            None if no tensor has this name.
+        """
         found = self._tensors.get(name)
         if found is None and (spec := self._spec(name)) is not None:
             found = self._tensors[name] = self._tensor(self._store, spec)
@@ -199,17 +213,31 @@ class Namespace(Mapping[str, A]):
         return id(self)
 
     def __getitem__(self, path: str) -> Any:
-        """A full name or tied alias gives a LazyTensor, a prefix a CheckpointView with names relative to it. A path
-        that occurs at one place inside the names resolves to that. A state answers with its own tensors only; the
-        names that they are stored under (`stored`) find them, too. The view of the whole checkpoint, as it was opened,
-        finds the stored names of all states, where that takes no more reading.
+        """Look up a tensor or a part of the view by name. Reads no tensor data.
 
-        Which of the two it is depends on the checkpoint, so it is typed Any: say what you expect (``w: LazyTensor =
-        view["up.weight"]``), and a type checker knows the rest. What `items` and `values` give are LazyTensors.
-        ``name in view`` is True, and `get` gives what this gives, wherever this raises nothing.
+        The type of the result depends on the checkpoint, so type checkers see Any. `tensor` and `prefix` do the same
+        lookup with a precise type; an annotation (``w: LazyTensor = view["up.weight"]``) works, too. ``name in view``
+        and `get` agree with this lookup.
 
-        Raises TensorNotFoundError (several places, or none: the nearest names are listed), MissingFileError for a
-        name whose file is gone.
+        A state finds only its own tensors, also by the raw names that they are stored under. The view of the whole
+        checkpoint, as it was opened, also finds the raw names of all states if that needs no further reading.
+
+        Parameters
+        ----------
+        path
+            A name, a tied name, a prefix of names, or a path that occurs at one place inside the names.
+
+        Returns
+        -------
+        LazyTensor or CheckpointView
+            The tensor of a name; for a prefix the view of the names below it, relative to the prefix.
+
+        Raises
+        ------
+        TensorNotFoundError
+            The path occurs at several places, which the message lists, or at none; then it lists the nearest names.
+        MissingFileError
+            The file that has this tensor is missing.
         """
         if not isinstance(path, str):
             raise TensorNotFoundError(f"tensors are looked up by name, not by {type(path).__name__}")
@@ -232,7 +260,7 @@ class Namespace(Mapping[str, A]):
             return self[places[0]]
         if places:
             listed = some(map(_quoted, places), 6)
-            raise TensorNotFoundError(f"{_quoted(path)} occurs at {len(places)} places: {listed}. Say which.")
+            raise TensorNotFoundError(f"{_quoted(path)} occurs at {len(places)} places: {listed}. Give a longer path.")
         if self._of_all and type(self._index.stored) is dict and self.stored.names.below(path):
             return self.stored[path]
         raise TensorNotFoundError(
@@ -241,42 +269,50 @@ class Namespace(Mapping[str, A]):
         )
 
     def _part(self, prefix: str, names: Sequence[str]) -> Self:
-        """The view of the names below a prefix, which are these, in any order."""
+        """Return the view below a prefix; ``names``: all names below it, in any order."""
         part = self._other(steps=(*self._steps, ("below", prefix)))
         cut, listed, position = len(prefix) + 1, self._listed, self.names.position
         part._full = {name[cut:]: listed[name] for name in sorted(names, key=position.__getitem__)}
         return part
 
     def tensor(self, name: str) -> A:
-        """Return the tensor that ``view[name]`` gives.
+        """Return the tensor that ``view[name]`` finds.
 
         Parameters
         ----------
         name
-            A full name, a tied name, or a path that occurs at one place inside the names.
+            A name, a tied name, or a path that occurs at one place inside the names.
+
+        Returns
+        -------
+        LazyTensor
+            The tensor. Nothing of it is read.
 
         Raises
         ------
         TensorNotFoundError
-            There is none, or the name is a prefix.
+            There is no such tensor, or the name is a prefix.
         MissingFileError
-            The tensor's file does not exist.
+            The file that has this tensor is missing.
         """
         found = self[name]
         if isinstance(found, Namespace):
-            raise TensorNotFoundError(
-                f"{name!r} is a prefix of {len(found):,} names, no tensor: view.prefix gives them"
-            )
+            raise TensorNotFoundError(f"{name!r} is a prefix of {len(found):,} names, not a tensor: use view.prefix")
         tensor: A = found
         return tensor
 
     def prefix(self, path: str) -> Self:
-        """Return the part of the view that ``view[path]`` gives, with names relative to it.
+        """Return the part of the view that ``view[path]`` finds, with names relative to it.
 
         Parameters
         ----------
         path
             A prefix of names, or a path that occurs at one place inside them.
+
+        Returns
+        -------
+        CheckpointView
+            The part; of the same class as this view.
 
         Raises
         ------
@@ -285,21 +321,21 @@ class Namespace(Mapping[str, A]):
         """
         found = self[path]
         if not isinstance(found, type(self)):
-            raise TensorNotFoundError(f"{path!r} is a tensor: view.tensor gives it")
+            raise TensorNotFoundError(f"{path!r} is a tensor: use view.tensor")
         return found
 
     def search(self, text: str) -> Self:
-        """Return the tensors whose names have all words of a text in them, whatever their case.
+        """Return the tensors whose names contain all words of a text. Upper and lower case are the same.
 
         Parameters
         ----------
         text
-            Words separated by spaces. One with ``*``, ``?`` or ``[`` is a glob of the whole name. An empty text gives
-            all tensors.
+            Words separated by spaces. A word with ``*``, ``?`` or ``[`` is a glob of the whole name. An empty text
+            selects all tensors.
 
         Returns
         -------
-        Self
+        CheckpointView
             The tensors under their names in this view; empty if none matches.
         """
         words = text.casefold().split()
@@ -307,7 +343,7 @@ class Namespace(Mapping[str, A]):
         return self.select(lambda name: all(test(name.casefold()) for test in tests))
 
     def _spec(self, name: str) -> TensorSpec | None:
-        """The spec of an exact name of this view; a tied name gets its owner's, under its own name."""
+        """Return the spec of an exact name of this view; for a tied name the owner's spec under the tied name."""
         full = self._listed.get(name)
         if full is None:
             full = self._alias(name)
@@ -321,8 +357,8 @@ class Namespace(Mapping[str, A]):
 
     @property
     def _stored_names(self) -> Mapping[str, TensorSpec]:
-        """What can be looked up besides the names of this state: the names that its tensors are stored under, and in
-        the view that was opened the raw namespace where that is known already."""
+        """Raw names that lookups find, too: those that the tensors of this state are stored under and, in the view that
+        was opened, the raw names of all states if they are known already."""
         if self._by_stored is None:
             stored = self._index.stored
             self._by_stored = {**stored} if self._of_all and type(stored) is dict else {}
@@ -330,7 +366,7 @@ class Namespace(Mapping[str, A]):
         return self._by_stored
 
     def _alias(self, name: str) -> str | None:
-        """The full name of a tied alias that this state does not list."""
+        """Return the full name of a tied alias that this state does not list, or None."""
         if self._state in _FULL_STATES or self._state == STORED:
             return None
         full = self._below(name)
@@ -339,13 +375,13 @@ class Namespace(Mapping[str, A]):
         return self._shown_of({full: full}).get(name)
 
     def _below(self, name: str) -> str:
-        """The name behind the prefixes that this view is below."""
+        """Return the full name of a name of this view: put the view's prefixes in front of it."""
         for kind, what in reversed(self._steps):
             name = f"{what}.{name}" if kind == "below" else name
         return name
 
     def _hint(self, path: str) -> str:
-        """Where a name may be found that is not in this view, for a message."""
+        """Return a sentence for a message that says where a name that is not in this view may be found."""
         full = self._below(path)
         for state in self._index.states:
             other = self._other(state=state, steps=())
@@ -357,29 +393,39 @@ class Namespace(Mapping[str, A]):
         else:
             tops = list(dict.fromkeys(name.partition(".")[0] for name in self))
             hint = f"At the top there is: {some(map(_quoted, tops), 5)}." if tops else ""
-        return f"Patterns go to select. {hint}" if set(path) & set("*?") else hint
+        return f"For patterns use select. {hint}" if set(path) & set("*?") else hint
 
     def _ipython_key_completions_(self) -> list[str]:
-        """What ``view["<Tab>`` offers: prefixes and names; of a very large view the first levels; of a small one also
-        the paths inside names that occur once."""
+        """Return what ``view["<Tab>`` offers: prefixes and names; only the first levels of a very large view; also the
+        unique paths inside names of a small one."""
         return self.names.paths()
 
     # -- parts and other sides of it
 
     def select(self, pattern: Pattern) -> Self:
-        """The tensors whose names match: a glob (``*`` also crosses dots), a compiled regex (searched), or a function
-        of the name. Names stay as they are in this view; if none matches, the view is empty."""
+        """Return the tensors whose names match a pattern.
+
+        Parameters
+        ----------
+        pattern
+            A glob (``*`` also matches dots), a compiled regular expression (searched), or a function of the name.
+
+        Returns
+        -------
+        CheckpointView
+            The tensors under their names in this view; empty if none matches.
+        """
         return self._other(steps=(*self._steps, ("select", pattern)))
 
     @property
     def states(self) -> Mapping[str, Self]:
-        """The same part of every state: "weights", "fp32", then the optimizer's own ("exp_avg", ...), as far as the
-        checkpoint holds them. The first is the one that this view reads by default."""
+        """The same part of every state of the checkpoint: "weights", "fp32", then those of the optimizer ("exp_avg",
+        ...). Views read the first one by default."""
         return self._states({state: self._side(state) for state in self._index.states})
 
     @property
     def stored(self) -> Self:
-        """Every tensor as it is stored, under its raw name; nothing merged or hidden. Of the whole checkpoint."""
+        """Every tensor of the whole checkpoint as it is stored, under its raw name, without merging or hiding."""
         return self._side(STORED, ())
 
     def _side(self, state: str, steps: tuple[Step, ...] | None = None) -> Self:
@@ -396,17 +442,17 @@ class Namespace(Mapping[str, A]):
 
     @property
     def format(self) -> str:
-        """The layout: "torch", "safetensors", "deepspeed-zero3", ..."""
+        """The name of the layout: "torch", "safetensors", "deepspeed-zero3", ..."""
         return self._index.format
 
     @property
     def mesh(self) -> Mesh:
-        """The parallel degrees the checkpoint was written with."""
+        """The parallel degrees that the checkpoint was written with."""
         return self._index.mesh
 
     @property
     def whole(self) -> bool:
-        """Whether it is all of the checkpoint: no part of its names, and the state that is read by default."""
+        """Whether the view has all names of the checkpoint's default state."""
         return not self._steps and self._state == next(iter(self._index.states), None)
 
     @property
@@ -416,70 +462,98 @@ class Namespace(Mapping[str, A]):
 
     @property
     def meta(self) -> Mapping[str, Any]:
-        """Everything that is not a tensor, as plain objects and inert records (`Opaque`)."""
+        """Everything in the checkpoint that is not a tensor, as plain objects and inert records (`Opaque`)."""
         if self._meta is None:
             self._meta = _converted(self._index.meta)
         return self._meta
 
     @property
     def files(self) -> Mapping[str, FileInfo]:
-        """What it stands on: path, relative to ``root`` -> size in bytes and modification time. A part of a checkpoint
-        lists the files that its tensors lie in."""
+        """The files of the view's tensors: path relative to ``root`` -> size in bytes and modification time. The view
+        of a whole checkpoint has all files of the checkpoint."""
         if not self._steps:
             return self._index.files
         paths = dict.fromkeys(f.extent.path for owner in self._owners() for f in self.specs[owner].fragments)
-        only = getattr(self._index.files, "only", None)  # files that are looked at when one asks for them
+        only = getattr(self._index.files, "only", None)  # a mapping that looks at files on demand
         return only(paths) if only else {p: info for p, info in self._index.files.items() if p in paths}
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """Tied names of the checkpoint: alias -> the name that owns the tensor (full names)."""
+        """Tied names of the checkpoint: alias -> name that owns the tensor (full names)."""
         return self._index.aliases
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """What is missing or odd: sentences, each with a ``code`` to filter by and, where it is about one file or
-        tensor, its ``path`` (`lazyckpt.Problem`).
+        """What is missing or unusual in the checkpoint: sentences with a ``code`` to filter by and, if one file or
+        tensor is concerned, its ``path`` (`lazyckpt.Problem`).
 
-        Where only values can decide the names of an optimizer's states, they are compared when such a state is first
-        listed or looked up; a problem says so until then, and stays if they do not decide.
+        If only values can decide the names of an optimizer's states, these are compared when such a state is first
+        listed or looked up. A problem says so until then, and remains if the values do not decide.
         """
         later = self._index.open_problems
         return self._index.problems if later is None else (*self._index.problems, *later())
 
     @property
     def unreadable(self) -> Mapping[str, str]:
-        """Names that belong to this view but that cannot even be described, as their file is gone -> the reason."""
+        """Names of this view whose shape and dtype are unknown because their file is missing -> reason."""
         lost = self._index.unreadable
         return {name: lost[full] for name, full in self._shown_of({name: name for name in lost}).items()}
 
     @property
     def numel(self) -> int:
-        """Elements, each tied tensor counted once."""
+        """Number of elements. Tied tensors are counted once."""
         return sum(prod(self.specs[owner].shape) for owner in self._owners())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements, each tied tensor counted once."""
+        """Bytes of the elements. Tied tensors are counted once."""
         return sum(self.specs[owner].nbytes for owner in self._owners())
 
     def owner(self, name: str) -> str:
-        """The full name that owns the tensor of this name of the view."""
+        """Return the full name that owns a tensor: the name itself, or the name that it is tied to.
+
+        Parameters
+        ----------
+        name
+            A name of the view.
+
+        Returns
+        -------
+        str
+            A name in the whole checkpoint.
+        """
         full = self.full_name(name)
         return full if full in self.specs else self._index.aliases.get(full, full)
 
     def full_name(self, name: str) -> str:
-        """The name that a name of this view has in the whole checkpoint."""
+        """Return the name that a name of this view has in the whole checkpoint.
+
+        Parameters
+        ----------
+        name
+            A name of the view. An unknown name is returned unchanged.
+
+        Returns
+        -------
+        str
+            A name in the whole checkpoint.
+        """
         return self._listed.get(name) or self._alias(name) or name
 
     def _owners(self) -> Collection[str]:
-        """The full names that own the tensors of this view."""
+        """Return the full names that own the tensors of this view."""
         specs, listed = self.specs, self.full_names.values()
         return {full if full in specs else self._index.aliases.get(full, full): None for full in listed}.keys()
 
     def once(self) -> tuple[dict[str, A], dict[str, str]]:
-        """What there is to write: (name of this view -> tensor, each tied one once, under the name that owns it if
-        that is in the view; further name -> the name it is tied to)."""
+        """Return the tensors of the view without duplicates, as exporters write them.
+
+        Returns
+        -------
+        tuple of two dicts
+            Name -> tensor, with each tied tensor once, under the name that owns it if the view has that name; and each
+            further name -> the name in the first dict that it is tied to.
+        """
         names: dict[str, str] = {}  # the name that owns a tensor -> the one it is written under
         for name in self:
             owner = self.owner(name)
@@ -494,13 +568,13 @@ class Namespace(Mapping[str, A]):
         for kind, what in self._steps:
             step: Step = (kind, what)  # type: ignore[assignment]
             view = view._other(steps=(*view._steps, step))
-            # a function may not pickle, what it has selected does
+            # a function may not be picklable, the names that it has selected are
             steps.append((kind, frozenset(view)) if kind == "select" and callable(what) else step)
         return tuple(steps)
 
 
 def _converted(meta: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Metadata with torch's objects in it."""
+    """Return metadata with torch's objects in the place of their descriptions."""
     if isinstance(meta, ChainMap):
         return ChainMap(*(_converted(part) for part in meta.maps))  # type: ignore[arg-type]  # it is only read
     found: Mapping[str, Any] = meta.converted(with_torch) if isinstance(meta, Meta) else with_torch(meta)
@@ -508,7 +582,7 @@ def _converted(meta: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def plain_meta(view: Namespace[Any]) -> Mapping[str, Any]:
-    """`Namespace.meta` as it was read, without torch: a `DType` for a torch.dtype, and such."""
+    """Return `Namespace.meta` as it was read, without torch: a `DType` in the place of a torch.dtype, and so on."""
     return view._index.meta
 
 
@@ -517,5 +591,5 @@ def _holds(word: str, name: str) -> bool:
 
 
 def _quoted(name: str) -> str:
-    """A name for a message; of a very long one both ends."""
+    """Return a name for a message; only both ends of a very long one."""
     return repr(shortened(name, 200))

@@ -1,4 +1,4 @@
-"""The index of a view whose tensors get other names, another dtype, or are cut for other ranks."""
+"""Indexes of views with other names, another dtype, or shards for other ranks."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def with_dtype(view: Namespace[Any], dtype: torch.dtype) -> Index:
 
 
 def shown_of(view: Namespace[Any], what: str) -> tuple[Index, dict[str, dict[str, TensorSpec]]]:
-    """The index, and what a view shows of every state, by full names. The index ties no name that is not shown;
-    of a tensor whose own name is not, the first tied one that is owns it."""
+    """Return the index of a view, and the specs that the view shows of every state, by full names. In the index only
+    names of the view are tied; if the view lacks the owner of a tensor, its first tied name in the view owns it."""
     if any(kind == "below" for kind, _ in view._steps):
         raise DataError(f"the names of this view are relative to a prefix: {what} the whole view, then take the part")
     index, sides = view._index, view.states
@@ -74,7 +74,7 @@ def shown_of(view: Namespace[Any], what: str) -> tuple[Index, dict[str, dict[str
             aliases |= {alias: new} if new != alias else {}
     if heirs and index.layout is not None:
         owner, alias = next(iter(heirs.items()))
-        raise DataError(f"{alias!r} is a tied name of {owner!r} in this shard: select that to {what} it")
+        raise DataError(f"{alias!r} is a tied name of {owner!r} in this shard: to {what} it, select {owner!r}, too")
     states = dict(index.states)
     for state, side in sides.items():
         own = {o: heir for o, heir in heirs.items() if heir in side._listed and o in side.specs}

@@ -1,4 +1,4 @@
-"""A tensor of a checkpoint, as users have it: a lazy array, and the methods that show, summarize and convert it."""
+"""`LazyTensor`: a lazy array with the methods that show, summarize and convert a tensor of a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,24 +14,46 @@ if TYPE_CHECKING:
 
 
 class LazyTensor(LazyArray):
-    """One tensor of a checkpoint, or a part of one: `name`, `shape`, `dtype`, and its elements when they are asked for.
+    """A tensor of a checkpoint, or a part of one. Indexing reads elements; `name`, `shape` and `dtype` read nothing.
 
-    A view makes them: ``view["layers.3.up.weight"]``.
+    A view returns it: ``view["layers.3.up.weight"]``.
+
+    Parameters
+    ----------
+    store
+        The store that the bytes are read from.
+    spec
+        The files and byte ranges of the tensor.
+    selection
+        The part of the tensor to read; None for the whole.
     """
 
     __slots__ = ()
 
     def _repr_html_(self) -> str:
-        """For Jupyter: which file holds which block of it. Reads no tensor data."""
+        """Return HTML for Jupyter that shows which file holds which block. Reads no tensor data."""
         from .show.html import tensor_html
 
         return tensor_html(self)
 
     def show(self, histogram: bool = False) -> Any:
-        """What a notebook shows of it (and a terminal, as text): what it is and which file holds which block of it.
+        """Show the tensor in a notebook, or as text on a terminal: its properties, and which file holds which block.
 
-        ``histogram``: and one of its elements, for which some 4 MiB are read, from 64 places over all of it; of a
-        smaller tensor all. It says how many. Raises what reading raises (MissingFileError where a file is lost).
+        Parameters
+        ----------
+        histogram
+            Show a histogram of the elements, too. It reads some 4 MiB, from 64 places of the tensor, or all of a
+            smaller tensor, and says how many elements it counts.
+
+        Returns
+        -------
+        object
+            An object with an HTML and a text representation.
+
+        Raises
+        ------
+        LazyckptError
+            What reading raises, with ``histogram`` (MissingFileError for a lost file).
         """
         from .show.html import shown
 
@@ -45,16 +67,31 @@ class LazyTensor(LazyArray):
         memory: int | str | None = None,
         progress: bool | None = None,
     ) -> Stats:
-        """Count, mean, standard deviation, least, largest, norms, zeros, NaN and infinities of the elements, whatever
-        the tensor's size: it is read once, in pieces, on several threads.
+        """Compute count, mean, standard deviation, extremes, norms, zeros, NaN and infinities of the elements.
 
-        NaN and infinities are counted and left out of the rest, which is in float64; `lazyckpt.inspect.table.Stats`
-        says what each number is. ``bins``: a histogram as well, of so many bins of equal width from the least finite
-        element to the largest (elements of more than 16 bits are read twice then), or with these edges. ``executor``,
-        ``memory``, ``progress``: as for `CheckpointView.to_safetensors`.
+        The tensor is read once, in pieces, on several threads, in bounded memory. NaN and infinities are counted and
+        left out of all other numbers, which are computed in float64.
 
-        Raises what reading raises; DataError for packed elements that are no numbers (4-bit floats), or for bins that
-        are none.
+        Parameters
+        ----------
+        bins
+            Compute a histogram, too: of this number of bins of equal width between the smallest and the largest finite
+            element (elements of more than 16 bits are then read twice), or with these edges.
+        executor, memory, progress
+            See `WriteOptions`.
+
+        Returns
+        -------
+        Stats
+            The numbers; `lazyckpt.inspect.table.Stats` defines each.
+
+        Raises
+        ------
+        DataError
+            The elements are packed and not numbers (4-bit floats), or ``bins`` is not a number of bins or a rising
+            sequence of edges.
+        LazyckptError
+            What reading raises.
         """
         from .inspect.stats import stats_of
 
@@ -62,21 +99,34 @@ class LazyTensor(LazyArray):
 
     @property
     def plot(self) -> TensorPlots:
-        """Plots, with matplotlib: ``t.plot.hist()``, ``t.plot.singular_values()``, ``t.plot.layout()``."""
+        """Plots with matplotlib: ``t.plot.hist()``, ``t.plot.singular_values()``, ``t.plot.layout()``."""
         from .show.plot import TensorPlots
 
         return TensorPlots(self)
 
     def to_dask(self, chunks: Any = None, *, widen: bool = True) -> Any:
-        """A `dask.array.Array` of this tensor. Reads nothing: its tasks carry this description, and read where they
-        run.
+        """Return the tensor as a Dask array. Reads nothing: its tasks carry the tensor's description and read where
+        they run.
 
-        ``chunks``: as dask takes them; by default 8 to 64 MiB that follow the fragments where these form a grid.
-        ``widen``: floats of 8 and 16 bits become float32 when they are read, which Dask computes with correctly.
-        False keeps the dtype and the bits, for arrays that are only stored: in bf16, fp8 (the dtypes of ml_dtypes) and
-        fp16 sums and means are wrong.
+        Parameters
+        ----------
+        chunks
+            Chunks in any form that dask accepts. By default 8 to 64 MiB that follow the fragments where these form a
+            grid.
+        widen
+            Convert floats of 8 and 16 bits to float32 when they are read, so that Dask computes correctly. False keeps
+            dtype and bits, for arrays that are only stored: sums and means in bf16, fp8 (the dtypes of ml_dtypes) and
+            fp16 are wrong.
 
-        Raises DataError where numpy has no such dtype, and where dask is not installed.
+        Returns
+        -------
+        dask.array.Array
+            An array of the same shape.
+
+        Raises
+        ------
+        DataError
+            numpy lacks the dtype, or dask is not installed.
         """
         from .interop.dask import to_dask
 

@@ -1,4 +1,4 @@
-"""A checkpoint as users have it: a namespace of lazy tensors, and the methods that read, write, convert and show it."""
+"""`CheckpointView`: a namespace of lazy tensors with the methods that read, write, convert and show a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from .tensor import LazyTensor
 if TYPE_CHECKING:
     import torch
     import xarray as xr
+    from torch.nn.modules.module import _IncompatibleKeys
 
     from .export.files import NewNames
     from .export.options import WriteOptions, WriteResult
@@ -34,15 +35,33 @@ else:
 class CheckpointView(Namespace[LazyTensor]):
     """A checkpoint, or a part of it, as a mapping from dotted names to lazy tensors. Opening reads no tensor data.
 
-    ``path``: a file or a folder, or the URL of one. ``format``: the reader to use (by default the first that recognises
-    the path). ``tag``: which of several checkpoints in the folder (by default what ``latest`` names, or the newest
-    complete one). ``rules``: glob of a name -> how the shards of tensor-parallel ranks form the whole, where the
-    checkpoint does not tell: "column" (cut along dimension 0), "row" (along 1), "replicated", "average", "swiglu", or a
-    table such as {"cat": 0, "parts": [4096, 1024, 1024]}; of FSDP1's flat parameters {"flat": {"up.weight": [64, 32]}}.
-    ``cache``: keep what opening found out for the next time this process opens the same, unchanged files.
-    ``storage_options``: what fsspec's file system of a URL takes (credentials, endpoints).
+    `lazyckpt.open` is the same as calling this class.
 
-    Raises MissingFileError, FormatError (no reader, or a layout that is refused by name), CorruptError.
+    Parameters
+    ----------
+    path
+        A file, a folder, or the URL of one.
+    format
+        The name of the reader to use. By default the first reader that recognises the path.
+    tag
+        Which checkpoint to open in a folder that has several. By default the one that the file ``latest`` names, or the
+        newest complete one.
+    rules
+        How the shards of tensor-parallel ranks form a tensor, for names whose rule the checkpoint does not record:
+        glob -> rule. `lazyckpt.open` lists the rules.
+    cache
+        Keep the parsed index in memory and reuse it when this process opens the same, unchanged files again.
+    storage_options
+        Options of fsspec's file system for a URL: credentials, endpoints.
+
+    Raises
+    ------
+    MissingFileError
+        The path, or a file without which the checkpoint cannot be read, does not exist.
+    FormatError
+        No reader recognises the path, or the layout is not supported.
+    CorruptError
+        A file is damaged.
     """
 
     __slots__ = ()
@@ -64,17 +83,34 @@ class CheckpointView(Namespace[LazyTensor]):
         self._init(store, index, next(iter(index.states)), (), True)
 
     def _of(self, index: Index, steps: tuple[Step, ...] = ()) -> CheckpointView:
-        # one rank's part of a checkpoint does not answer with what lies on the others
+        # a view of one rank's shard must not find the stored names of other ranks
         return _restore(self._store, index, self._state, steps, self._of_all and index.layout is None)
 
     # -- showing
 
     def tree(self, depth: int | None = None) -> str:
-        """Names, shapes, dtypes, sizes and parameter counts as an indented tree. Reads no tensor data."""
+        """Return names, shapes, dtypes, sizes and parameter counts as an indented tree. Reads no tensor data.
+
+        Parameters
+        ----------
+        depth
+            Levels of names to show. By default all.
+
+        Returns
+        -------
+        str
+            Several lines of text.
+        """
         return tree(self, depth)
 
     def explain(self) -> str:
-        """What the checkpoint is made of, and what it would cost to read this view. Reads no tensor data."""
+        """Describe the files of the checkpoint, and what reading this view would cost. Reads no tensor data.
+
+        Returns
+        -------
+        str
+            Several lines of text.
+        """
         return explain(self)
 
     def to_frame(self) -> Any:
@@ -83,9 +119,8 @@ class CheckpointView(Namespace[LazyTensor]):
         Returns
         -------
         pandas.DataFrame or polars.DataFrame
-            pandas' if pandas is installed. Columns: ``name`` (in the whole checkpoint), ``dtype``, ``shape``,
-            ``numel``, ``nbytes`` (bytes of the elements), ``tied`` (the name of the tensor that it is tied to, or
-            None).
+            A pandas data frame if pandas is installed. Columns: ``name`` (in the whole checkpoint), ``dtype``,
+            ``shape``, ``numel``, ``nbytes`` (bytes of the elements), ``tied`` (the name that owns the tensor, or None).
 
         Raises
         ------
@@ -98,7 +133,7 @@ class CheckpointView(Namespace[LazyTensor]):
         return f"{summary(self)}\n{tree(self, None, limit=40, fold=True)}"
 
     def _repr_html_(self) -> str:
-        """For Jupyter: a tree that opens and closes. Reads no tensor data."""
+        """Return the view as HTML for Jupyter: a tree that opens and closes. Reads no tensor data."""
         from .show.html import view_html
 
         return view_html(self)
@@ -113,22 +148,26 @@ class CheckpointView(Namespace[LazyTensor]):
         Parameters
         ----------
         device
-            Where to; a dtype in its place (``view.to(torch.float32)``) is ``dtype``, on the CPU.
+            Where to put the tensors. A dtype here (``view.to(torch.float32)``) is taken as ``dtype``, on the CPU.
         dtype
-            Convert floating-point and complex tensors to it, as `torch.nn.Module.to` does.
+            Convert floating-point and complex tensors to this dtype, as `torch.nn.Module.to` does.
         copy
-            False: on the CPU, a tensor that is one contiguous run of a file stays mapped instead of being read. The
-            mapping is private: writing to the tensor changes memory only, but truncating the file breaks it.
+            False maps a tensor that is one contiguous run of a file instead of reading it, if ``device`` is the CPU.
+            The mapping is private: writing to the tensor changes memory only, but truncating the file breaks it.
 
         Returns
         -------
         dict of str to torch.Tensor
-            By name; tied names have the same tensor.
+            The tensors by name. Tied names share one tensor.
 
         Raises
         ------
-        LazyckptError
-            What reading a `LazyTensor` raises.
+        MissingFileError
+            A file that holds elements of the view does not exist.
+        CorruptError, ChangedFileError
+            A file is damaged, or is not the one that was opened.
+        DataError
+            torch cannot convert a tensor to ``dtype``, or a tensor has no data or no merge rule.
         """
         from .loading import read_all
 
@@ -140,23 +179,58 @@ class CheckpointView(Namespace[LazyTensor]):
     def state_dict(
         self, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
     ) -> dict[str, torch.Tensor]:
-        """Read all tensors of the view, for `torch.nn.Module.load_state_dict`: the same as `to`."""
+        """Read all tensors of the view, for `torch.nn.Module.load_state_dict`. The same as `to`.
+
+        Parameters
+        ----------
+        device
+            Where to put the tensors.
+        dtype
+            Convert floating-point and complex tensors to this dtype.
+
+        Returns
+        -------
+        dict of str to torch.Tensor
+            The tensors by name. Tied names share one tensor.
+
+        Raises
+        ------
+        LazyckptError
+            What `to` raises.
+        """
         return self.to(device, dtype)
 
-    def load_into(self, module: torch.nn.Module, strict: bool = True) -> Any:
-        """Fill an nn.Module's parameters and buffers, wherever they live and in their dtype, without a second copy.
+    def load_into(self, module: torch.nn.Module, strict: bool = True) -> _IncompatibleKeys:
+        """Read the view into the parameters and buffers of a module, on their devices and in their dtypes.
 
-        Of DTensors (FSDP2, tensor parallelism) each rank reads what it holds of them, and no more; nothing is
-        communicated. Parameters on the meta device get memory: on the CPU, DTensors on their mesh's devices. Names,
-        shapes, and files missing that this rank needs, are checked before anything is written. Returns (missing_keys,
-        unexpected_keys) as `load_state_dict` does. Raises DataError if ``strict`` and the names differ, or if a shape
-        differs.
+        No second copy of the model is made. Each rank reads only its own part of a DTensor (FSDP2, tensor parallelism),
+        without communication. Parameters on the meta device get memory: on the CPU, or on the devices of a DTensor's
+        mesh. Names, shapes and missing files are checked before anything is written.
+
+        Parameters
+        ----------
+        module
+            The module to fill.
+        strict
+            Raise if the names of the view and of the module differ.
+
+        Returns
+        -------
+        NamedTuple of missing_keys and unexpected_keys
+            The same as `torch.nn.Module.load_state_dict` returns.
+
+        Raises
+        ------
+        DataError
+            Names differ and ``strict`` is True, a shape differs, or a DTensor's placement is not supported.
+        LazyckptError
+            What reading a `LazyTensor` raises.
         """
         from .loading import load_into
 
         return load_into(self, module, strict)
 
-    # -- looking at its elements
+    # -- statistics and plots
 
     def stats(
         self,
@@ -166,15 +240,29 @@ class CheckpointView(Namespace[LazyTensor]):
         memory: int | str | None = None,
         progress: bool | None = None,
     ) -> Table:
-        """Statistics of every tensor, tied ones once, as a table: a row each, in order (`LazyTensor.stats` tells of
-        what), and ``table.total``. ``pandas.DataFrame(view.stats())`` and ``polars.DataFrame(view.stats())`` have its
-        columns; ``view.select("*.norm.weight").stats()`` is of a part.
+        """Compute the statistics of every tensor of the view. Tied tensors are counted once.
 
-        Everything is read once, in pieces, on several threads, in bounded memory. A tensor that cannot be read (the
-        file of a rank is lost) has a row whose ``error`` says why. ``bins``: of every tensor a histogram of its own
-        range, or with these edges, for all. ``executor``, ``memory``, ``progress``: as for `to_safetensors`.
+        Every tensor is read once, in pieces, on several threads, in bounded memory.
 
-        Raises DataError for bins that are none, WorkerError (workers died).
+        Parameters
+        ----------
+        bins
+            Number of bins of a histogram for each tensor, over its own range; or the edges of the bins, for all.
+        executor, memory, progress
+            See `WriteOptions`.
+
+        Returns
+        -------
+        Table
+            A row for each tensor, in the order of the view, and ``table.total``. The `Stats` of a tensor that cannot be
+            read has the reason in ``error``. ``pandas.DataFrame(table)`` and ``polars.DataFrame(table)`` work.
+
+        Raises
+        ------
+        DataError
+            ``bins`` is not a number of bins or a rising sequence of edges.
+        WorkerError
+            Workers of the executor died.
         """
         from .inspect.stats import stats_of_all
 
@@ -182,35 +270,63 @@ class CheckpointView(Namespace[LazyTensor]):
 
     @property
     def plot(self) -> ViewPlots:
-        """Plots, with matplotlib: ``view.plot.norms()``, ``view.plot.hist(name)``, ``view.plot.layout(name)``,
-        ``view.plot.singular_values(name)``."""
+        """Plots with matplotlib: ``view.plot.norms()``, ``hist(name)``, ``layout(name)``, ``singular_values(name)``."""
         from .show.plot import ViewPlots
 
         return ViewPlots(self)
 
-    # -- the same tensors otherwise: under other names, in another dtype, cut for other ranks
+    # -- views of the same tensors under other names, in another dtype, cut for other ranks
 
     def rename(self, names: str | Mapping[str, Any], *, reverse: bool = False) -> CheckpointView:
-        """The same tensors under other names, lazily; those that the other side has in pieces (q, k and v; gate and up)
-        are cut or joined by placement, nothing is copied.
+        """Return a view of the same tensors under other names. Copies and reads nothing.
 
-        ``names``: "hf" for Hugging Face's names of a model in megatron-core's, "megatron" for the way back, one of
-        the tables of `lazyckpt.formats.renaming` ("llama", "mixtral", "qwen_moe", "gpt2", "gpt_neox", "nemotron"), or
-        one of your own:
-        {"decoder.layers.{l}.mlp.linear_fc2.{p}": "model.layers.{l}.mlp.down_proj.{p}", ...}, as tables.toml there
-        explains; {"extends": "llama", ...} adds to one. ``reverse`` reads the table from right to left.
+        Tensors that the other naming splits or joins (q, k and v; gate and up) are split or joined lazily.
 
-        What no line is about, or cannot be cut, keeps its name, with a line in ``problems``. Raises FormatError (no
-        such table, or a line that cannot be), DataError (of a part of a checkpoint below a prefix: rename first).
+        Parameters
+        ----------
+        names
+            "hf" converts megatron-core's names to Hugging Face's, "megatron" converts them back. Other values are the
+            name of a table in `lazyckpt.layouts.rename` ("llama", "mixtral", "qwen_moe", "gpt2", "gpt_neox",
+            "nemotron"), or a table of your own such as ``{"decoder.layers.{l}.mlp.linear_fc2.{p}":
+            "model.layers.{l}.mlp.down_proj.{p}"}``; ``{"extends": "llama", ...}`` adds lines to a table.
+        reverse
+            Read the table from right to left.
+
+        Returns
+        -------
+        CheckpointView
+            A tensor that no line of the table matches, or that cannot be split, keeps its name and has an entry in
+            ``problems``.
+
+        Raises
+        ------
+        FormatError
+            There is no such table, or a line of it is invalid.
+        DataError
+            The view is a part below a prefix. Rename the whole view, then take the part.
         """
         return self._of(with_names(self, names, reverse))
 
     def astype(self, dtype: torch.dtype) -> CheckpointView:
-        """The same view with the floating-point tensors that it reads converted to ``dtype`` when they are read.
-        Integers, bools and complex numbers stay what they are, and so do the other states: of a training checkpoint the
-        weights are converted, masters and moments are not.
+        """Return a view that converts floating-point tensors to another dtype when they are read.
 
-        Raises DataError for a dtype that is no floating-point one, or that torch cannot convert a tensor to.
+        Integer, bool and complex tensors keep their dtype, and so do the other states: in a training checkpoint the
+        weights are converted, the fp32 master weights and the moments are not.
+
+        Parameters
+        ----------
+        dtype
+            A floating-point dtype.
+
+        Returns
+        -------
+        CheckpointView
+            The converted view. Nothing is read.
+
+        Raises
+        ------
+        DataError
+            ``dtype`` is not a floating-point dtype, or torch cannot convert a tensor to it.
         """
         return self._of(with_dtype(self, dtype), self._steps)
 
@@ -224,18 +340,45 @@ class CheckpointView(Namespace[LazyTensor]):
         rank: int | tuple[int, ...] | Mapping[str, int],
         rules: Mapping[str, Any] | None = None,
     ) -> CheckpointView:
-        """What one rank of another parallel layout has, in all states, lazily: blocks of the tensors, by the merge
-        rules run backwards. Nothing is read; a slice of a shard reads its own bytes.
+        """Return the part of every state that one rank of another parallel layout holds. Reads nothing.
 
-        ``tp`` cuts tensors (gate and up each; whole groups of heads), the rows of a vocabulary padded with zeros where
-        they do not divide. ``pp`` deals layers to stages: Megatron's names count them from 0 on each, others keep
-        their numbers. ``ep`` deals experts. ``dp`` above 1: of each tensor the rank's flat partition, as ZeRO-3 keeps
-        weights and moments; shape (ceil(n / dp),). ``rank``: a global number (tp fastest, then ep, dp, pp), (tp, pp,
-        dp, ep), or {"tp": 1, ...}. ``rules``: as of `lazyckpt.open`, for tensors that nothing else tells of.
+        Tensors are cut by the same rules that merge the shards of a checkpoint. A slice of a shard reads only its own
+        bytes. The shard of a shard is the shard of the product of the degrees. `lazyckpt.unshard` is the inverse.
 
-        A shard of a shard is that of the degrees multiplied; `lazyckpt.unshard` puts the shards of all ranks together.
-        Raises MeshError (a degree that does not divide), FormatError (a tensor that no rule is known of, or rules that
-        are not understood), SelectionError (no such rank), DataError (of a part below a prefix).
+        Parameters
+        ----------
+        tp
+            Tensor-parallel degree. gate and up are cut separately, attention in whole groups of heads; the rows of a
+            vocabulary that do not divide are padded with zeros.
+        pp
+            Pipeline-parallel degree: layers are distributed over stages. Megatron's names number the layers of each
+            stage from 0; other names keep their numbers.
+        dp
+            Data-parallel degree. Above 1 each tensor becomes the rank's flat partition, as ZeRO-3 stores weights and
+            moments, of shape (ceil(n / dp),) for n elements.
+        ep
+            Expert-parallel degree: experts are distributed over ranks.
+        rank
+            Which rank: a global number (tp varies fastest, then ep, dp, pp), a tuple (tp, pp, dp, ep), or a mapping
+            such as ``{"tp": 1}``.
+        rules
+            How tensors are cut for which no rule is known, as in `lazyckpt.open`.
+
+        Returns
+        -------
+        CheckpointView
+            The view of the rank's shard.
+
+        Raises
+        ------
+        MeshError
+            A degree does not divide what it splits.
+        FormatError
+            No rule is known for a tensor, or ``rules`` is invalid.
+        SelectionError
+            There is no such rank.
+        DataError
+            The view is a part below a prefix. Shard the whole view, then take the part.
         """
         return self._of(of_rank(self, (tp, pp, dp, ep), rank, rules or {}))
 
@@ -251,8 +394,10 @@ class CheckpointView(Namespace[LazyTensor]):
         names: NewNames | None = None,
         **options: Unpack[WriteOptions],
     ) -> WriteResult:
-        """Write the view as safetensors, in bounded memory. A tied tensor is stored once; its other names are in the
-        header's metadata. `lazyckpt.recipes` adds what transformers needs beside the tensors.
+        """Write the view as safetensors, in bounded memory.
+
+        A tied tensor is stored once; its other names are in the header's metadata. `lazyckpt.recipes.to_hf` also writes
+        the files that transformers needs beside the tensors.
 
         Parameters
         ----------
@@ -260,32 +405,33 @@ class CheckpointView(Namespace[LazyTensor]):
             A file that ends with ``.safetensors``, or a folder. A folder gets ``model.safetensors`` or, above
             ``max_shard_size``, numbered shards and their index, as Hugging Face names them.
         dtype
-            Convert floating-point tensors to it.
+            Convert floating-point tensors to this dtype.
         max_shard_size
-            Bytes, or text such as "5GB"; None for one file.
+            Largest size of a file, in bytes or as text such as "5GB". None writes one file.
         names
-            Other names: {old: new}, or a function of the name. None as a new name leaves the tensor out.
+            New names: ``{old: new}``, or a function from the old name to the new one. A new name of None leaves the
+            tensor out.
         **options
             ``overwrite``, ``resume``, ``verify``, ``progress``, ``executor``, ``memory``: see `WriteOptions`.
 
         Returns
         -------
         WriteResult
-            The files. They appear when all are complete; after an interrupted call the same call continues, also within
-            a file, with what is kept in a hidden folder beside ``dest``.
+            The files. They are published when all are complete. After an interruption the same call resumes, also
+            within a file, from a hidden folder beside ``dest``.
 
         Raises
         ------
         DestinationError
-            Something is there already and not ``overwrite``; no room; no right to write.
+            The destination exists and ``overwrite`` is False, the disk is too small, or permissions are missing.
         DataError
-            A dtype that the format lacks, or one name for two tensors.
+            The format lacks a dtype, or two tensors get the same name.
         TensorNotFoundError
             ``names`` has a name that is not in the view.
+        MissingFileError
+            A file of the source does not exist. Raised before anything is written.
         WorkerError, CorruptError, ChangedFileError
-            Workers died; ``verify`` found what differs; a source was written to meanwhile.
-        LazyckptError
-            What reading raises; for a missing file before anything is written.
+            Workers died; ``verify`` found a difference or a source is damaged; a source was changed meanwhile.
         """
         return export("safetensors", self, dest, options, dtype=dtype, max_shard_size=max_shard_size, names=names)
 
@@ -301,8 +447,23 @@ class CheckpointView(Namespace[LazyTensor]):
     ) -> WriteResult:
         """Write the view as state dicts that `torch.load` reads, with tied names on the same storage.
 
-        Parameters, result and errors are those of `to_safetensors`. ``dest`` is a file that ends with .pt, .pth, .bin
-        or .ckpt, or a folder, which gets ``pytorch_model.bin`` or numbered shards and their index.
+        Parameters
+        ----------
+        dest
+            A file that ends with ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``, or a folder. A folder gets
+            ``pytorch_model.bin`` or, above ``max_shard_size``, numbered shards and their index.
+        dtype, max_shard_size, names, **options
+            The same as for `to_safetensors`.
+
+        Returns
+        -------
+        WriteResult
+            The files.
+
+        Raises
+        ------
+        LazyckptError
+            What `to_safetensors` raises.
         """
         return export("torch", self, dest, options, dtype=dtype, max_shard_size=max_shard_size, names=names)
 
@@ -319,37 +480,43 @@ class CheckpointView(Namespace[LazyTensor]):
         storage_options: Mapping[str, Any] | None = None,
         **options: Unpack[WriteOptions],
     ) -> WriteResult:
-        """Write the view as a Zarr v3 hierarchy: a group for each state, below it groups by the dotted names.
+        """Write the view as a Zarr v3 hierarchy: a group for each state, and in it groups by the dotted names.
 
         Parameters
         ----------
-        dest, storage_options
-            A folder, a file that ends with ``.zip``, or a URL with the options of fsspec's file system for it.
+        dest
+            A folder, a file that ends with ``.zip``, or a URL.
         dtype
-            Convert floating-point tensors that the view reads, as `astype` does.
+            Convert the floating-point tensors of the view's state to this dtype, as `astype` does.
         states
-            By default all, of which the same part is written, or the one that this view reads if that is not the
-            checkpoint's default.
+            Names of the states to write. By default all states, or the view's own state if it is not the checkpoint's
+            default.
         codec
             None, "zstd", "blosc" (byte-shuffled zstd), "gzip", any codec of numcodecs (instance or configuration), or a
             Zarr v3 codec as JSON: ``{"name": "zstd", "configuration": {"level": 9}}``.
-        chunk, shard
-            Bytes of a chunk at most: by default "64MiB", in shards "4MiB". Chunks follow the files' own pieces where
-            these form a grid. ``shard``: True, or bytes: put chunks together in files of at most so much ("512MiB").
+        chunk
+            Largest size of a chunk, in bytes or as text; by default "64MiB", and "4MiB" within shards. Chunks follow
+            the fragments of the files where these form a grid.
+        shard
+            True, or the largest size of a shard in bytes or as text: store many chunks in one file ("512MiB").
+        storage_options
+            Options of fsspec's file system for a URL.
         **options
             See `WriteOptions`; ``memory`` also bounds the chunks.
 
         Returns
         -------
         WriteResult
-            The folder or zip file, which appears when it is complete.
+            The folder or zip file, which is published when it is complete.
 
         Raises
         ------
         DataError
-            A dtype that Zarr or the codec does not take, or too little ``memory``.
+            Zarr or the codec does not support a dtype, or ``memory`` is too small.
+        DestinationError
+            As for `to_safetensors`; also for a folder that holds anything else than an earlier result.
         LazyckptError
-            What `to_safetensors` raises; DestinationError also for a folder that holds anything else.
+            What `to_safetensors` raises.
         """
         own = {"states": states, "codec": codec, "chunk": chunk, "shard": shard, "storage_options": storage_options}
         return export("zarr", self if dtype is None else self.astype(dtype), dest, options, **own)
@@ -358,23 +525,60 @@ class CheckpointView(Namespace[LazyTensor]):
     def to_dcp(
         self, dest: str | os.PathLike[str], *, dtype: torch.dtype | None = None, **options: Unpack[WriteOptions]
     ) -> WriteResult:
-        """Write the view as a folder of torch.distributed.checkpoint, which `dcp.load` reads into a model on any number
-        of ranks, with its optimizer. `lazyckpt.export.dcp` says which keys it has.
+        """Write the view as a checkpoint of torch.distributed.checkpoint (DCP).
 
-        Parameters, files and errors are those of `to_zarr`. ``left_out`` of the result has what of ``meta`` is not
-        written: dotted path -> reason (objects of classes that would have to be imported).
+        `dcp.load` reads it into a model and its optimizer on any number of ranks. `lazyckpt.export.dcp` describes the
+        keys.
+
+        Parameters
+        ----------
+        dest
+            A folder.
+        dtype
+            Convert the floating-point tensors of the view's state to this dtype, as `astype` does.
+        **options
+            See `WriteOptions`.
+
+        Returns
+        -------
+        WriteResult
+            The folder. ``left_out`` has the parts of ``meta`` that are not written (objects whose class would have to
+            be imported): dotted path -> reason.
+
+        Raises
+        ------
+        LazyckptError
+            What `to_safetensors` raises; DestinationError also for a folder that holds anything else.
         """
         return export("dcp", self if dtype is None else self.astype(dtype), dest, options)
 
     @with_options
     def to_universal(self, dest: str | os.PathLike[str], **options: Unpack[WriteOptions]) -> WriteResult:
-        """Write the view as a DeepSpeed universal checkpoint, which an engine with ``"checkpoint": {"load_universal":
-        true}`` loads on any number of ranks, with any stage of ZeRO but 0: ``engine.load_checkpoint(dest)``. Names have
-        to be the engine's. `lazyckpt.export.universal` says what is in it.
+        """Write the view as a DeepSpeed universal checkpoint.
 
-        Options, files and errors are those of `to_dcp`. ``left_out`` of the result has dotted path -> reason, and the
-        states that are written, but that engines of ZeRO-3 do not load. Raises DataError also for a view of another
-        state than "weights" or "fp32", and for a name that no folder can have.
+        An engine with ``"checkpoint": {"load_universal": true}`` loads it by ``engine.load_checkpoint(dest)``, on any
+        number of ranks and with any stage of ZeRO but 0. The names have to be those of the engine's module.
+        `lazyckpt.export.universal` describes the files.
+
+        Parameters
+        ----------
+        dest
+            A folder.
+        **options
+            See `WriteOptions`.
+
+        Returns
+        -------
+        WriteResult
+            The folder. ``left_out`` has the parts of ``meta`` that are not written, and the states that are written but
+            that engines of ZeRO-3 do not load: dotted path or state -> reason.
+
+        Raises
+        ------
+        DataError
+            The view's state is neither "weights" nor "fp32", or a name cannot be the name of a folder.
+        LazyckptError
+            What `to_dcp` raises.
         """
         return export("universal", self, dest, options)
 
@@ -389,27 +593,34 @@ class CheckpointView(Namespace[LazyTensor]):
         dtype: torch.dtype | None = None,
         **options: Unpack[WriteOptions],
     ) -> WriteResult:
-        """Write the view as Megatron-LM's checkpoint of rank files (``--ckpt-format torch``), which its own loader
-        takes. Names have to be megatron-core's: other checkpoints' after ``view.rename("megatron")``.
-        `lazyckpt.export.megatron` says what the files have.
+        """Write the view as a Megatron-LM checkpoint of rank files (``--ckpt-format torch``), which Megatron-LM loads.
+
+        Names have to be megatron-core's: use ``view.rename("megatron")`` on other checkpoints.
+        `lazyckpt.export.megatron` describes the files.
 
         Parameters
         ----------
         dest
-            A folder, which gets ``iter_0000003/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`` and
+            A folder. It gets ``iter_0000003/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`` and
             ``latest_checkpointed_iteration.txt``.
         tp, pp, ep
-            Tensor-, pipeline- and expert-parallel degrees. A rank gets what `shard` gives it.
+            Tensor-, pipeline- and expert-parallel degrees. Each rank's files have the tensors that `shard` returns.
         dtype, **options
-            As for `to_dcp`, and so is the result.
+            The same as for `to_dcp`.
+
+        Returns
+        -------
+        WriteResult
+            The folder. ``left_out`` is the same as for `to_dcp`.
 
         Raises
         ------
         MeshError
-            Degrees that do not divide the layers, heads, experts or tensors.
+            A degree does not divide the layers, heads, experts or tensors.
+        DataError
+            Names are not megatron-core's, or the view's state is neither "weights" nor "fp32".
         LazyckptError
-            What `to_dcp` raises; DataError also for names that are not megatron-core's, and for a view of another state
-            than "weights" or "fp32".
+            What `to_dcp` raises.
         """
         return export("megatron", self if dtype is None else self.astype(dtype), dest, options, tp=tp, pp=pp, ep=ep)
 
@@ -421,51 +632,68 @@ class CheckpointView(Namespace[LazyTensor]):
         bits: bool = False,
         overwrite: bool = False,
     ) -> WriteResult:
-        """Write references to the bytes of the checkpoint's files, as a zarr hierarchy that copies none of them: any
-        reader of zarr opens it, through fsspec's "reference" file system, without lazyckpt or torch. The layout is
-        that of `to_zarr`; the files have to stay where they are.
+        """Write a Zarr hierarchy of references to the bytes of the checkpoint's files, without a copy.
+
+        Any reader of Zarr opens it through fsspec's "reference" file system, without lazyckpt or torch. The layout is
+        that of `to_zarr`. The files have to stay where they are.
 
         Parameters
         ----------
         dest
-            A file that ends with .json, or a folder, which gets parquet (needs kerchunk, pandas and pyarrow).
-        format
-            "json", "parquet", or "icechunk": a new Icechunk repository in that folder; ``dest`` may also be the store
+            A file that ends with ``.json``; or a folder, for parquet (needs kerchunk, pandas and pyarrow); or the store
             of a writable Icechunk session, which the caller commits.
+        format
+            "json", "parquet", or "icechunk" for a new Icechunk repository in the folder ``dest``. By default the type
+            of ``dest`` decides.
         bits
             Show bfloat16 and 8-bit floats as unsigned integers of the same bits, for readers that lack these dtypes.
         overwrite
-            Replace references that are there.
+            Replace existing references.
 
         Returns
         -------
         WriteResult
-            ``left_out`` has path in the hierarchy -> why references cannot express the tensor: a span that ends within
-            a row, packed or swapped bytes, a missing file. The root's attributes list it, too.
+            The references. ``left_out`` has the tensors that references cannot express (a span that ends within a row,
+            packed or byte-swapped elements, a missing file): path in the hierarchy -> reason. The attributes of the
+            root list them, too.
 
         Raises
         ------
         FormatError
-            A package is missing.
+            A package is not installed.
         MissingFileError, ChangedFileError
-            A file is not what it was when it was opened.
+            A file does not exist, or is not the one that was opened.
         LazyckptError
             What `to_zarr` raises.
         """
         return export("virtual", self, dest, {"overwrite": overwrite}, format=format, bits=bits)
 
     def to_xarray(self, *, chunks: Mapping[str, Any] | None = None, widen: bool = True) -> xr.DataTree:
-        """The view as an `xarray.DataTree`: groups are the dotted names, variables the tensors, dimensions are named by
-        their size ("d4096"). Reads nothing; a variable reads what is indexed of it.
+        """Return the view as an `xarray.DataTree`. Reads nothing; indexing a variable reads the indexed elements.
 
-        ``chunks``: None for xarray's own lazy arrays; {} for Dask arrays, in chunks of 8 to 64 MiB that follow the
-        fragments where these form a grid; {"d4096": 512} for other chunks along a dimension. ``widen``: floats of 8
-        and 16 bits become float32 when they are read, which xarray computes with correctly (the attribute
-        ``stored_dtype`` names their own). False keeps dtypes and bits; reduce what
-        `lazyckpt.interop.xarray.to_f32` makes of them, as sums in bf16, fp8 and fp16 are wrong.
+        Groups are the dotted names and variables the tensors. Dimensions are named by their size ("d4096").
 
-        Tensors whose dtype numpy lacks are left out, and named in ``attrs["left_out"]``. Raises DataError for
-        ``chunks`` where dask is not installed, TypeError for ``chunks`` that are neither None nor a mapping.
+        Parameters
+        ----------
+        chunks
+            None for xarray's own lazy arrays, ``{}`` for Dask arrays in chunks of 8 to 64 MiB that follow the fragments
+            where these form a grid, ``{"d4096": 512}`` for other chunks along a dimension.
+        widen
+            Convert floats of 8 and 16 bits to float32 when they are read, so that xarray computes correctly; the
+            attribute ``stored_dtype`` has the stored dtype. False keeps dtypes and bits: sums in bf16, fp8 and fp16 are
+            wrong, so convert with `lazyckpt.interop.xarray.to_f32` before any reduction.
+
+        Returns
+        -------
+        xarray.DataTree
+            Tensors whose dtype numpy lacks are left out and listed in ``attrs["left_out"]``.
+
+        Raises
+        ------
+        DataError
+            ``chunks`` is given and dask is not installed.
+        TypeError
+            ``chunks`` is neither None nor a mapping.
         """
         from .interop.xarray import tree
 
@@ -476,9 +704,24 @@ class CheckpointView(Namespace[LazyTensor]):
 
 
 def unshard(views: Iterable[CheckpointView]) -> CheckpointView:
-    """The view that `CheckpointView.shard` cut, from the shards of all its ranks, in any order: all states, lazily.
+    """Merge the shards of all ranks into the view that `CheckpointView.shard` cut, in all states. Reads nothing.
 
-    Raises MeshError if they are not of one checkpoint on one mesh, or a rank is missing; DataError for parts of shards.
+    Parameters
+    ----------
+    views
+        The shards of all ranks, in any order.
+
+    Returns
+    -------
+    CheckpointView
+        The whole view.
+
+    Raises
+    ------
+    MeshError
+        The shards are of several checkpoints or meshes, or a rank is missing.
+    DataError
+        A view is a part of a shard.
     """
     from .layouts.shard import unsharded
 
@@ -490,7 +733,7 @@ def unshard(views: Iterable[CheckpointView]) -> CheckpointView:
 
 
 def with_wrappers(path: str | os.PathLike[str], format: str, tag: str | None = None) -> CheckpointView:
-    """A checkpoint under the names that its writer gives, with those of the modules that wrap the model."""
+    """Open a checkpoint under its writer's names, which include the modules that wrap the model."""
     store, index = opened(path, format, tag)
     return _restore(store, index, next(iter(index.states)), (), True)
 

@@ -14,12 +14,14 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 import lazyckpt
 from lazyckpt import demo, errors, recipes
 from lazyckpt.cli import program
+from lazyckpt.export.options import WriteOptions
 from lazyckpt.formats.registry import builtin
 from lazyckpt.inspect import table as inspect_table
 from lazyckpt.show import plot
@@ -240,6 +242,49 @@ def test_public_functions_are_described() -> None:
             value = getattr(module, name)
             if callable(value) and not name.startswith("_"):
                 assert inspect.getdoc(value), f"{module.__name__}.{name}"
+
+
+# Rooms below the public classes, whose docstrings describe fields, not parameters.
+_WITHOUT_SECTIONS = (
+    "lazyckpt.core",
+    "lazyckpt.errors",
+    "lazyckpt.export",
+    "lazyckpt.formats",
+    "lazyckpt.io",
+    "lazyckpt.show",
+)
+
+
+def test_public_functions_describe_parameters_and_results(api: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In sections of their docstrings; "public" is everything that the reference shows with a signature."""
+    listed: list[Any] = []
+    signature = api.signature
+    monkeypatch.setattr(api, "signature", lambda name, value: [listed.append(value), signature(name, value)][1])
+    api.pages()
+    described = [value for value in listed if not value.__module__.startswith(_WITHOUT_SECTIONS)]
+    assert len(described) > 100
+    for value in described:
+        found = inspect.signature(value)
+        parameters = sorted(found.parameters.keys() - {"self", "cls"})
+        sections = sections_of(value)
+        assert parameters_in(sections.get("Parameters", ""), parameters) == parameters, value
+        if parameters and not inspect.isclass(value) and found.return_annotation != "None":
+            assert sections.keys() & {"Returns", "Yields", "Raises"}, value
+
+
+def sections_of(value: Any) -> dict[str, str]:
+    """Title -> text of the numpy-style sections of a docstring."""
+    _, *rest = re.split(r"^(\w+)\n-{3,}$", inspect.cleandoc(value.__doc__ or ""), flags=re.MULTILINE)
+    return dict(zip(rest[::2], rest[1::2], strict=True))
+
+
+def parameters_in(section: str, known: list[str]) -> list[str]:
+    """The names that a Parameters section describes; ``**options`` of a writer are those of `WriteOptions`."""
+    heads = [line.partition(" :")[0] for line in re.findall(r"^\S.*$", section, re.MULTILINE)]
+    names = [name.strip().lstrip("*") for head in heads for name in head.split(",")]
+    if "options" in names and "options" not in known:
+        names = [name for name in names if name != "options"] + list(WriteOptions.__annotations__)
+    return sorted(names)
 
 
 def test_errors_that_are_named_exist(api: ModuleType) -> None:

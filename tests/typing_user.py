@@ -8,16 +8,18 @@ from typing import Any, assert_type
 
 import numpy as np
 import torch
+import xarray as xr
 from matplotlib.axes import Axes
 
 import lazyckpt
-from lazyckpt import CheckpointView, Diff, Difference, LazyTensor, Mesh, Pruned, RunView, WriteResult, recipes
+from lazyckpt import CheckpointView, Diff, Difference, LazyTensor, Mesh, Pruned, RunView, WriteResult, interop, recipes
 from lazyckpt.core.index import FileInfo, Fragment
 from lazyckpt.deepspeed import RankFile, get_fp32_state_dict_from_zero_checkpoint, parse_ckpt_name
 from lazyckpt.distributed import LazyReader, get_shard_info
 from lazyckpt.inspect.table import Histogram, Stats, Table
 from lazyckpt.interop.zarr_store import ViewStore
 from lazyckpt.runs.view import StepTensor
+from lazyckpt.show.plot import RunPlots, StepPlots, TensorPlots, ViewPlots
 
 
 def names_and_sides(path: Path) -> None:
@@ -27,7 +29,9 @@ def names_and_sides(path: Path) -> None:
     assert_type(len(view), int)
     assert_type(view.states, Mapping[str, CheckpointView])
     assert_type(view.states["exp_avg"], CheckpointView)
+    assert_type(view.states.get("exp_avg"), CheckpointView | None)
     assert_type(view.stored, CheckpointView)
+    assert_type(view.search("mlp weight"), CheckpointView)
     assert_type(view.select("*.weight"), CheckpointView)
     assert_type(view.select(lambda name: name.endswith("bias")), CheckpointView)
     assert_type(view.rename("hf"), CheckpointView)
@@ -54,6 +58,12 @@ def items(view: CheckpointView) -> None:
     for t in view.values():
         assert_type(t, LazyTensor)
     assert_type(view.get("up.weight"), LazyTensor | None)
+    assert_type(view.tensor("layers.3.mlp.up.weight"), LazyTensor)
+    assert_type(view.tensor("layers.3.mlp.up.weight")[:8], torch.Tensor)
+    assert_type(view.prefix("layers.3.mlp"), CheckpointView)
+    assert_type(view.prefix("layers.3.mlp").tensor("up.weight").nbytes, int)
+    assert_type(view.states["exp_avg"].tensor("up.weight"), LazyTensor)
+    assert_type(view.exact("up.weight"), LazyTensor | None)
 
 
 def tensors(t: LazyTensor) -> None:
@@ -61,6 +71,7 @@ def tensors(t: LazyTensor) -> None:
     assert_type(t.shape, torch.Size)
     assert_type(t.dtype, torch.dtype)
     assert_type((t.ndim, t.numel(), t.nbytes), tuple[int, int, int])
+    assert_type((t.size(), t.size(0)), tuple[torch.Size, int])
     assert_type(t[1:5, ::2], torch.Tensor)
     assert_type(t[..., 0], torch.Tensor)
     assert_type(t[[3, 1]], torch.Tensor)
@@ -68,6 +79,8 @@ def tensors(t: LazyTensor) -> None:
     assert_type(t.lazy[1:5][0], torch.Tensor)
     assert_type(t.to("cuda", torch.float32), torch.Tensor)
     assert_type(t.astype(torch.float32), LazyTensor)
+    assert_type((t.float(), t.T, t.cpu()), tuple[torch.Tensor, torch.Tensor, torch.Tensor])
+    assert_type(t.item(), int | float | bool | complex)
     assert_type(t.numpy(), np.ndarray[Any, Any])
     assert_type(t.fragments, Sequence[Fragment])
     assert_type(t.explain(slice(0, 2)), str)
@@ -83,10 +96,15 @@ def out(view: CheckpointView, module: torch.nn.Module) -> None:
     assert_type((result.paths, result.nbytes, result.left_out), tuple[tuple[Path, ...], int, Mapping[str, str]])
     assert_type((result[0], result["optimizer"], list(result)), tuple[Path, str, list[Path]])
     assert_type(view.to_universal("universal"), WriteResult)
+    assert_type(view.to_megatron("megatron", tp=2, overwrite=True), WriteResult)
     assert_type(view.to_virtual("references.json"), WriteResult)
     assert_type(view.to_zarr("x.zarr", codec="blosc", memory="2GB"), WriteResult)
-    view.load_into(module, strict=False)
-    ViewStore(view)
+    keys = view.load_into(module, strict=False)
+    print(keys.missing_keys, keys.unexpected_keys)
+    assert_type(view.state_dict(), dict[str, torch.Tensor])
+    assert_type(view.to_xarray(chunks={}), xr.DataTree)
+    assert_type(interop.zarr_store.ViewStore(view), ViewStore)
+    assert_type(interop.xarray.to_f32(view.to_xarray()), xr.DataTree)
 
 
 def looked_at(view: CheckpointView, t: LazyTensor) -> None:
@@ -99,6 +117,7 @@ def looked_at(view: CheckpointView, t: LazyTensor) -> None:
     assert_type(t.plot.hist(50), Axes)
     assert_type(t.plot.layout(ax=t.plot.singular_values()), Axes)
     assert_type(view.plot.norms(), Axes)
+    assert_type((view.plot, t.plot), tuple[ViewPlots, TensorPlots])
     t.show(histogram=True)
 
 
@@ -113,7 +132,14 @@ def compared(a: CheckpointView, b: Path) -> None:
 
 def asked_for(folder: Path) -> None:
     assert_type(recipes.one_layer(folder, 77), CheckpointView)
-    recipes.to_hf(folder, "hf", config="base", dtype=torch.bfloat16)
+    assert_type(recipes.to_hf(folder, "hf", config="base", dtype=torch.bfloat16), list[Path])
+    assert_type(recipes.zero3_to_hf(folder, "hf"), list[Path])
+    assert_type(recipes.torch_dist_to_hf(folder, "hf", config="base"), list[Path])
+    assert_type(recipes.adapters(folder, "adapter"), list[Path])
+    assert_type(recipes.dcp_to_safetensors(folder, "model.safetensors"), Path)
+    assert_type(recipes.fsdp_ranks_to_file(folder, "model.pt"), Path)
+    assert_type(recipes.resume_zero(folder, "universal"), dict[str, dict[str, bool]])
+    assert_type(recipes.moments_over_time(folder, "up.weight"), xr.Dataset)
 
 
 def runs(folder: Path) -> None:
@@ -126,6 +152,12 @@ def runs(folder: Path) -> None:
     w: StepTensor = run["up.weight"]
     assert_type(w.steps, tuple[int, ...])
     assert_type(w.plot.steps(lambda t: t.norm()), Axes)
+    assert_type(run.tensor("up.weight"), StepTensor)
+    assert_type(run.tensor("up.weight").plot, StepPlots)
+    assert_type([t.steps for t in run.values()], list[tuple[int, ...]])
+    assert_type((run.prefix("layers.3"), run.states["exp_avg"], run.select("*")), tuple[RunView, RunView, RunView])
+    assert_type(run.plot, RunPlots)
+    assert_type(run.to_xarray(), xr.DataTree)
     done = lazyckpt.prune(folder, 2)
     assert_type(done, Pruned)
     assert_type(done.nbytes, int)
@@ -144,7 +176,8 @@ def errors(path: Path) -> torch.Tensor | None:
 def others(path: Path) -> None:
     assert_type(parse_ckpt_name("mp_rank_00_model_states.pt"), RankFile | None)
     weights = get_fp32_state_dict_from_zero_checkpoint(str(path))
-    assert_type(weights, dict[str, Any])  # lazy tensors with lazy_mode=True
+    assert_type(weights, dict[str, torch.Tensor])
+    assert_type(get_fp32_state_dict_from_zero_checkpoint(path, lazy_mode=True), dict[str, LazyTensor])
     reader = LazyReader(path, tag="global_step9")
     assert_type(reader.checkpoint_id, str)
     assert_type(get_shard_info(lazyckpt.open(path), "bfloat16").is_sharded, bool)

@@ -292,14 +292,20 @@ def text_of(value: Any) -> str:
 
 
 def markdown(text: str) -> str:
-    """A docstring as Markdown: ``code`` in single ticks, examples and what is indented in fences.
+    """A docstring as Markdown: ``code`` in single ticks, sections as lists, examples and indented text in fences.
 
     >>> print(markdown('''Of ``x``.
     ...
     ... >>> 1 + 1
     ... 2
     ...
-    ... More.'''))
+    ... More.
+    ...
+    ... Parameters
+    ... ----------
+    ... n
+    ...     Bytes, or text
+    ...     such as ``"5GB"``.'''))
     Of `x`.
     <BLANKLINE>
     ```pycon
@@ -308,9 +314,14 @@ def markdown(text: str) -> str:
     ```
     <BLANKLINE>
     More.
+    <BLANKLINE>
+    **Parameters**
+    <BLANKLINE>
+    - `n`: Bytes, or text
+      such as `"5GB"`.
     """
     parts = []
-    for paragraph in re.split(r"\n\s*\n", text):
+    for paragraph in re.split(r"\n\s*\n", _lists(text)):
         if paragraph.startswith(">>> "):
             shown = re.sub(r" *# doctest: .+$", "", paragraph, flags=re.MULTILINE)
             parts.append(f"```pycon\n{shown}\n```")
@@ -319,6 +330,21 @@ def markdown(text: str) -> str:
         else:
             parts.append(re.sub(r"``(.+?)``", r"`\1`", paragraph, flags=re.DOTALL))
     return re.sub(r"\n```\n\n```\n", "\n\n", "\n\n".join(parts))
+
+
+def _lists(text: str) -> str:
+    """A docstring whose numpy-style sections are lists."""
+    start, *rest = re.split(r"^([A-Z]\w+)\n-{3,}\n", text, flags=re.MULTILINE)
+    parts = [start]
+    for title, body in zip(rest[::2], rest[1::2], strict=True):
+        items = re.sub(r"^(\S.*)\n    (.*(?:\n    .*)*)", _item, body, flags=re.MULTILINE)
+        parts.append(f"**{title}**\n\n{items}")
+    return "".join(parts)
+
+
+def _item(match: re.Match[str]) -> str:
+    lines = match[2].splitlines()
+    return "\n".join([f"- `{match[1]}`: {lines[0]}", *(line.removeprefix("  ") for line in lines[1:])])
 
 
 def block(code: str) -> str:

@@ -4,8 +4,8 @@
   `load_state_dict_from_zero_checkpoint`, `convert_zero_checkpoint_to_fp32_state_dict`,
   `convert_zero_checkpoint_to_state_dict`, `clone_tensors_for_torch_save`;
 - names of rank files: `get_model_ckpt_name_for_rank`, `get_zero_ckpt_name_for_rank`, `get_layer_ckpt_name_for_rank`,
-  and their inverse `parse_ckpt_name`: a name -> a `RankFile`, its kind and its ranks;
-- `DeepSpeedCheckpoint`: degrees, maps from ranks of other degrees to files, and what such a rank would hold;
+  and their inverse `parse_ckpt_name`, from a name to a `RankFile` with its kind and ranks;
+- `DeepSpeedCheckpoint`: degrees, maps from ranks of other degrees to files, and the states of such ranks;
 - every constant of deepspeed/checkpoint/constants.py, documented in `lazyckpt.deepspeed.constants`.
 """
 

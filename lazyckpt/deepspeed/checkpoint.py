@@ -1,16 +1,15 @@
-"""What deepspeed's `DeepSpeedCheckpoint` answers, on lazy tensors.
+"""deepspeed's `DeepSpeedCheckpoint` on lazy tensors.
 
-Its peer is deepspeed/checkpoint/deepspeed_checkpoint.py. The answers are the same where that class gives right ones;
-the differences, each with a reason:
+Its peer is deepspeed/checkpoint/deepspeed_checkpoint.py. Results are the same where that class is correct. Differences:
 
-- Files are those of the tag's folder, not of folders in it, in the order of their ranks: as text mp_rank_100 sorts
-  before mp_rank_11.
-- Degrees are what the model states say. A file that should be there stands in the maps, and only what needs it fails.
-- Transformer layers are dealt to stages as evenly as can be. The peer loses those that are left over, or gives them to
-  a stage that does not exist.
+- Files are those of the tag's folder, not of folders in it, in the order of their ranks. (As text, mp_rank_100 sorts
+  before mp_rank_11.)
+- The model states define the degrees. A missing file is listed in the maps, and only what needs the file fails.
+- Transformer layers are distributed over stages as evenly as possible. The peer loses the remainder, or gives it to a
+  stage that does not exist.
 - Shards are merged by the rules of `lazyckpt.open` (universal_checkpoint_info, families, ``rules``), not by a table of
-  names; more tensor-parallel ranks than are stored get pieces of the shards.
-- ZeRO-0 and ZeRO-3 checkpoints, and folders with ``latest``, are taken too.
+  names. If more tensor-parallel ranks are wanted than are stored, the shards are cut.
+- ZeRO-0 and ZeRO-3 checkpoints, and folders with ``latest``, are supported.
 """
 
 from __future__ import annotations
@@ -41,18 +40,31 @@ _UNMERGED = (
 
 
 class DeepSpeedCheckpoint:
-    """A DeepSpeed checkpoint as ranks of other degrees would have it.
+    """A DeepSpeed checkpoint, regrouped for ranks of other parallel degrees.
 
-    ``dir``: the folder of a tag, or one with ``latest``. ``tp_degree``, ``pp_degree``, ``dp_degree``: as many tensor-,
-    pipeline- and data-parallel ranks are wanted (by default as are stored). ``final_layer_norm_idx``: which of the
-    layers is the final norm; those between the first and it are the transformer's. ``tag`` and ``rules`` are those of
-    `lazyckpt.open`.
+    The states that methods return are dicts with a `LazyTensor` in the place of each tensor; no method reads tensor
+    data. Reading a tensor raises DataError if no rule merges its shards. A vocabulary keeps its padding.
 
-    States are dicts in which `LazyTensor`s stand for tensors; opening and asking read no tensor data. A tensor whose
-    shards nothing tells how to merge raises DataError when it is read, and says so. A vocabulary keeps its padding.
+    Parameters
+    ----------
+    dir
+        The folder of a tag, or a folder with ``latest``.
+    tp_degree, pp_degree, dp_degree
+        Wanted numbers of tensor-, pipeline- and data-parallel ranks. By default the stored numbers.
+    final_layer_norm_idx
+        Index of the final norm among the layers. The layers between the first one and this one are the transformer
+        layers.
+    tag, rules
+        The same as for `lazyckpt.open`.
 
-    Raises MissingFileError, FormatError (no DeepSpeed folder; degrees that the stored ones cannot be regrouped to),
-    CorruptError; SelectionError for the index of a rank that there is not.
+    Raises
+    ------
+    MissingFileError
+        The folder, or a file without which it cannot be read, does not exist.
+    FormatError
+        The folder is not one of DeepSpeed, or the stored ranks cannot be regrouped to the wanted degrees.
+    CorruptError
+        A file is damaged.
     """
 
     def __init__(
@@ -108,21 +120,21 @@ class DeepSpeedCheckpoint:
     # -- degrees
 
     def is_change_tp_degree(self) -> bool:
-        """Whether another tensor-parallel degree is wanted than is stored."""
+        """Return whether the wanted tensor-parallel degree differs from the stored one."""
         return self.tp_degree != self._opened.stored.tp
 
     def is_change_pp_degree(self) -> bool:
-        """Whether another pipeline degree is wanted than is stored."""
+        """Return whether the wanted pipeline-parallel degree differs from the stored one."""
         return self.pp_degree != self._opened.stored.pp
 
     def is_change_dp_degree(self) -> bool:
-        """Whether another data-parallel degree is wanted than is stored."""
+        """Return whether the wanted data-parallel degree differs from the stored one."""
         return self.dp_degree != self._opened.stored.dp
 
     # -- maps, printed
 
     def show_2d_mapping(self) -> None:
-        """Print the model states that each (pp, tp) rank is made of."""
+        """Print the files of model states for each (pp, tp) rank."""
         print("reshaped 2d map ---- begin")
         for pp in range(self.pp_degree):
             for tp in range(self.tp_degree):
@@ -150,48 +162,181 @@ class DeepSpeedCheckpoint:
     def get_zero_checkpoint_state(
         self, pp_index: int, tp_index: int, dp_index: int, strip_tensor_paddings: bool = True
     ) -> dict[str, Any]:
-        """The optimizer file that the rank would have; see `ZeROCheckpoint.get_state_for_rank`."""
+        """Return the contents of the optimizer file of a rank.
+
+        Parameters
+        ----------
+        pp_index, tp_index, dp_index
+            The rank, by the wanted degrees.
+        strip_tensor_paddings
+            Leave out the padding at the end of each group.
+
+        Returns
+        -------
+        dict
+            The optimizer state of the rank, with `LazyTensor`s. ``param_shapes`` is left out.
+
+        Raises
+        ------
+        SelectionError
+            There is no such rank.
+        MissingFileError
+            The checkpoint has no optimizer files, or a file of this rank is missing.
+        FormatError
+            The layout does not allow the partitions of several ranks to be joined.
+        """
         ignored = (c.PARAM_SHAPES,)
         return self.zero_checkpoint.get_state_for_rank(pp_index, tp_index, dp_index, ignored, strip_tensor_paddings)
 
     def get_zero_files(self, pp_index: int, tp_index: int, dp_index: int) -> list[str]:
-        """The optimizer files that the rank's is made of; none where there is no ZeRO."""
+        """Return the stored optimizer files that make up the optimizer file of a rank.
+
+        Parameters
+        ----------
+        pp_index, tp_index, dp_index
+            The rank, by the wanted degrees.
+
+        Returns
+        -------
+        list of str
+            Paths; empty without ZeRO.
+
+        Raises
+        ------
+        SelectionError
+            There is no such rank.
+        """
         return self.zero_checkpoint.get_files_for_rank(pp_index, tp_index, dp_index)
 
     # -- layers of a pipeline
 
     def get_embedding_layer_id(self) -> str:
-        """The key of the first layer that has a file."""
+        """Return the key of the first layer that has a file. Raises SelectionError if no layer has one."""
         return self.layer_keys[self._layer(EMBEDDING_LAYER_INDEX)]
 
     def get_final_norm_layer_id(self) -> str:
-        """The key of the final norm."""
+        """Return the key of the final norm. Raises SelectionError if the checkpoint has no such layer."""
         return self.layer_keys[self._layer(self.final_layer_norm_idx)]
 
     def get_embedding_state(self, tp_index: int) -> dict[str, Any]:
-        """The state dict of the first layer (names within the layer -> lazy tensors), as tp rank ``tp_index`` would
-        have it."""
+        """Return the first layer's state dict for a tensor-parallel rank.
+
+        Parameters
+        ----------
+        tp_index
+            The rank, by the wanted degree.
+
+        Returns
+        -------
+        dict
+            Names within the layer -> `LazyTensor`s.
+
+        Raises
+        ------
+        SelectionError
+            There is no such rank, or the checkpoint has no layer files.
+        """
         return self._layer_state(self._layer(EMBEDDING_LAYER_INDEX), tp_index)
 
     def get_embedding_files(self, tp_index: int) -> list[str]:
-        """The files that is made of."""
+        """Return the files of the first layer's state dict for a tensor-parallel rank.
+
+        Parameters
+        ----------
+        tp_index
+            The rank, by the wanted degree.
+
+        Returns
+        -------
+        list of str
+            Paths.
+
+        Raises
+        ------
+        SelectionError
+            There is no such rank, or the checkpoint has no layer files.
+        """
         return self._files_of_rank(self._layer(EMBEDDING_LAYER_INDEX), tp_index)
 
     def get_final_norm_state(self, tp_index: int) -> dict[str, Any]:
-        """The state dict of the final norm, as tp rank ``tp_index`` would have it."""
+        """Return the final norm's state dict for a tensor-parallel rank.
+
+        Parameters
+        ----------
+        tp_index
+            The rank, by the wanted degree.
+
+        Returns
+        -------
+        dict
+            Names within the layer -> `LazyTensor`s.
+
+        Raises
+        ------
+        SelectionError
+            There is no such rank or layer.
+        """
         return self._layer_state(self._layer(self.final_layer_norm_idx), tp_index)
 
     def get_final_norm_files(self, tp_index: int) -> list[str]:
-        """The files that is made of."""
+        """Return the files of the final norm's state dict for a tensor-parallel rank.
+
+        Parameters
+        ----------
+        tp_index
+            The rank, by the wanted degree.
+
+        Returns
+        -------
+        list of str
+            Paths.
+
+        Raises
+        ------
+        SelectionError
+            There is no such rank or layer.
+        """
         return self._files_of_rank(self._layer(self.final_layer_norm_idx), tp_index)
 
     def get_transformer_state(self, tp_index: int, pp_index: int) -> list[dict[str, Any]]:
-        """The state dicts of a stage's transformer layers, as tp rank ``tp_index`` would have them."""
+        """Return the state dicts of a stage's transformer layers for a tensor-parallel rank.
+
+        Parameters
+        ----------
+        tp_index, pp_index
+            The rank, by the wanted degrees.
+
+        Returns
+        -------
+        list of dict
+            For each layer, names within the layer -> `LazyTensor`s.
+
+        Raises
+        ------
+        SelectionError
+            There is no such rank.
+        """
         self._wanted.check(tp=tp_index, pp=pp_index)
         return [self._layer_state(n, tp_index) for n in self._stage_layers[pp_index]]
 
     def get_pp_transformer_map(self, pp_index: int) -> list[str]:
-        """The keys of a stage's transformer layers."""
+        """Return the keys of a stage's transformer layers.
+
+        Parameters
+        ----------
+        pp_index
+            The stage, by the wanted degree.
+
+        Returns
+        -------
+        list of str
+            Keys such as "layer_03".
+
+        Raises
+        ------
+        SelectionError
+            There is no such stage.
+        """
         self._wanted.check(pp=pp_index)
         return self.pp_to_transformer_map[pp_index]
 
@@ -225,11 +370,28 @@ class DeepSpeedCheckpoint:
     # -- model states
 
     def get_2d_parallel_state(self, tp_index: int, pp_index: int) -> dict[str, Any]:
-        """The model states that the rank would have, with lazy tensors in them.
+        """Return the model states of a rank.
 
-        Of several stored ranks: ``module`` and ``param_shapes`` are put together over tensor-parallel ranks, tables and
-        lists of names joined over stages, and all else is the lowest rank's. An optimizer's tensors in it (ZeRO-0)
-        raise DataError when they are read then.
+        Several stored ranks are combined: ``module`` and ``param_shapes`` are merged over tensor-parallel ranks, dicts
+        and lists of names are joined over stages, everything else is taken from the lowest rank. Reading the tensors of
+        an optimizer in combined states (ZeRO-0) raises DataError.
+
+        Parameters
+        ----------
+        tp_index, pp_index
+            The rank, by the wanted degrees.
+
+        Returns
+        -------
+        dict
+            The model states, with `LazyTensor`s.
+
+        Raises
+        ------
+        SelectionError
+            There is no such rank.
+        MissingFileError
+            The file of the lowest rank is missing.
         """
         files = self.get_2d_parallel_files(tp_index, pp_index)
         unmerged = _UNMERGED if len(files) > 1 or self.is_change_tp_degree() else ""
@@ -241,29 +403,57 @@ class DeepSpeedCheckpoint:
         return state
 
     def get_2d_parallel_files(self, tp_index: int, pp_index: int) -> list[str]:
-        """The model states that the rank's are made of."""
+        """Return the stored files that make up the model states of a rank.
+
+        Parameters
+        ----------
+        tp_index, pp_index
+            The rank, by the wanted degrees.
+
+        Returns
+        -------
+        list of str
+            Paths.
+
+        Raises
+        ------
+        SelectionError
+            There is no such rank.
+        """
         self._wanted.check(tp=tp_index, pp=pp_index)
         return [self.mp_rank_files[mp] for mp in self.new_2d_map.get_data(pp_index=pp_index, tp_index=tp_index)]
 
     def get_iteration(self) -> int:
-        """``iteration`` of the model states, which Megatron keeps there; 0 where there is none. (deepspeed's own count
-        of steps is ``global_steps``, also in `lazyckpt.open(dir).meta`.)"""
+        """Return ``iteration`` of the model states, which Megatron writes; 0 if there is none.
+
+        deepspeed's own count of steps is ``global_steps``, also in `lazyckpt.open(dir).meta`.
+        """
         iteration: int = self.global_state[ITERATION_KEY]
         return iteration
 
     def get_args(self) -> Any:
-        """``args`` of the model states, as an `argparse.Namespace`, which Megatron keeps there; None where there are
-        none."""
+        """Return ``args`` of the model states, an `argparse.Namespace` that Megatron writes; None if there are none."""
         return self.global_state[ARGS_KEY]
 
     def get_checkpoint_info(self, info_key: str = CHECKPOINT_INFO_KEY) -> Any:
-        """What the first rank's model states have under a key; None if nothing."""
+        """Return a value of the first rank's model states.
+
+        Parameters
+        ----------
+        info_key
+            A key of the model states.
+
+        Returns
+        -------
+        Any
+            The value; None if there is no such key.
+        """
         if info_key not in self.global_state:
             self.global_state |= self._first_values((info_key,))
         return self.global_state[info_key]
 
     def _first_values(self, keys: tuple[str, ...]) -> dict[str, Any]:
-        """Values of the lowest rank whose model states can be read; always with the iteration."""
+        """Return values of the lowest rank whose model states can be read, always with the iteration."""
         opened = self._opened
         state = opened.values(opened.stages[min(opened.stages)].file.path)
         return {ITERATION_KEY: state.get(ITERATION_KEY, 0), **{key: state.get(key) for key in keys}}
@@ -271,9 +461,13 @@ class DeepSpeedCheckpoint:
     # -- files
 
     def validate_files(self) -> list[FileProblem]:
-        """Print a line for every file that is missing, and return all that is wrong with the files: those that are
-        missing, cannot be read, or are left over from a save with more ranks. Reads the rank files' lists of contents,
-        no tensor data."""
+        """Check all files of the checkpoint, and print a line for every missing file. Reads no tensor data.
+
+        Returns
+        -------
+        list of FileProblem
+            Files that are missing, cannot be read, or are left over from a save with more ranks.
+        """
         problems = file_problems(self._opened, self._listed)
         for problem in problems:
             if problem.what == "missing":
@@ -288,7 +482,7 @@ def _dump(table: Mapping[Any, Any], title: str) -> None:
 
 
 def _union(a: Any, b: Any) -> Any:
-    """Two stages' states as one: tables and lists of names joined, all else the first's."""
+    """Join the states of two stages: join dicts and lists of names, take everything else from the first."""
     if isinstance(a, dict) and isinstance(b, dict):
         joined = {k: _union(v, b[k]) if k in b else v for k, v in a.items()}
         return joined | {k: v for k, v in b.items() if k not in a}

@@ -1,15 +1,15 @@
-"""DeepSpeed's functions that make one fp32 state dict of a checkpoint, under its names, over the lazy view.
+"""DeepSpeed's functions that turn a checkpoint into one fp32 state dict, on lazy views.
 
-Source: deepspeed/utils/zero_to_fp32.py, deepspeed/checkpoint/utils.py. What they do here and not there: pipelines,
-tensor parallelism, experts, BF16_Optimizer and ZeRO-0 are read too; ZeRO-1 keeps its frozen parameters (there they are
-lost); nothing is unpickled; memory does not grow with the model; and the files appear when all are complete.
+Source: deepspeed/utils/zero_to_fp32.py, deepspeed/checkpoint/utils.py. Differences: pipelines, tensor parallelism,
+experts, BF16_Optimizer and ZeRO-0 are supported; ZeRO-1 keeps its frozen parameters (deepspeed loses them); nothing is
+unpickled; memory does not grow with the model; and files are published when all are complete.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -33,19 +33,59 @@ _DTYPES = {
 }
 
 
+@overload
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: Literal[False] = False,
+) -> dict[str, torch.Tensor]: ...
+@overload
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    *,
+    lazy_mode: Literal[True],
+) -> dict[str, LazyTensor]: ...
+@overload
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, Any]: ...
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | os.PathLike[str],
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Any]:
-    """The checkpoint's fp32 master weights as a state dict: name -> torch.Tensor, on the CPU, of the full shapes.
+    """Return the fp32 master weights of a ZeRO checkpoint as a state dict.
 
-    Buffers come first, then frozen parameters (in the dtype that they are stored in), then what was trained, then tied
-    names, which get the same tensor. Floating-point buffers are converted to fp32. ``tag``: by default what the file
-    ``latest`` names. ``lazy_mode``: name -> LazyTensor, of any size of model; ``.contiguous()`` reads one.
+    Parameters
+    ----------
+    checkpoint_dir
+        The folder with ``latest``, or the folder of a tag.
+    tag
+        The checkpoint in the folder. By default the one that the file ``latest`` names.
+    exclude_frozen_parameters
+        Leave out the frozen parameters.
+    lazy_mode
+        Return `LazyTensor`s, for models of any size. ``.contiguous()`` reads one.
 
-    Raises MissingFileError, FormatError, CorruptError, and DataError where master weights cannot be named.
+    Returns
+    -------
+    dict of str to torch.Tensor or LazyTensor
+        Tensors of the full shapes, on the CPU: buffers (floating-point ones in float32), frozen parameters (in their
+        stored dtype), trained parameters (float32), then tied names, which share one tensor.
+
+    Raises
+    ------
+    MissingFileError, FormatError, CorruptError
+        What `lazyckpt.open` raises.
+    DataError
+        The checkpoint has no master weights under names.
     """
     view = _fp32(checkpoint_dir, tag)
     tensors, aliases = _state(view, exclude_frozen_parameters)
@@ -56,11 +96,29 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: torch.nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> torch.nn.Module:
-    """Put the model on the CPU, fill it with the checkpoint's fp32 weights, and return it.
+    """Move a model to the CPU and load the fp32 master weights of a ZeRO checkpoint into it.
 
-    One tensor is read at a time, and converted to the dtype of the parameter that it fills. Names that only one side
-    has are passed over. Raises DataError if a shape differs (nothing is loaded then), and as
-    `get_fp32_state_dict_from_zero_checkpoint`.
+    Tensors are converted to the dtypes of the parameters without a second copy of the model. Names that only one side
+    has are ignored.
+
+    Parameters
+    ----------
+    model
+        The module to fill.
+    checkpoint_dir, tag
+        The same as for `get_fp32_state_dict_from_zero_checkpoint`.
+
+    Returns
+    -------
+    torch.nn.Module
+        ``model``.
+
+    Raises
+    ------
+    DataError
+        A shape differs, or the checkpoint has no master weights under names. Nothing is loaded.
+    LazyckptError
+        What `get_fp32_state_dict_from_zero_checkpoint` raises.
     """
     model = model.cpu()
     _fp32(checkpoint_dir, tag).load_into(model, strict=False)
@@ -77,8 +135,23 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     *,
     progress: bool | None = None,
 ) -> list[Path]:
-    """Write the fp32 master weights as files; parameters, result and errors are those of
-    `convert_zero_checkpoint_to_state_dict`."""
+    """Write the fp32 master weights of a ZeRO checkpoint as files.
+
+    Parameters
+    ----------
+    checkpoint_dir, output_dir, max_shard_size, safe_serialization, tag, exclude_frozen_parameters, progress
+        The same as for `convert_zero_checkpoint_to_state_dict`.
+
+    Returns
+    -------
+    list of Path
+        The files.
+
+    Raises
+    ------
+    LazyckptError
+        What `convert_zero_checkpoint_to_state_dict` raises.
+    """
     return convert_zero_checkpoint_to_state_dict(
         checkpoint_dir,
         output_dir,
@@ -102,14 +175,43 @@ def convert_zero_checkpoint_to_state_dict(
     *,
     progress: bool | None = None,
 ) -> list[Path]:
-    """Write the master weights as ``pytorch_model.bin`` or, with ``safe_serialization``, ``model.safetensors``, sharded
-    with an index above ``max_shard_size`` (bytes or text; None: one file). Returns the paths of the files.
+    """Write the master weights of a ZeRO checkpoint as files, with 4 MiB of memory a thread.
 
-    Every floating-point tensor is converted to ``dtype`` (float32, float16, bfloat16, or their names). Memory stays at
-    4 MiB a thread, whatever the size of the model; files of the same names are replaced when the new ones are
-    complete. An ``output_dir`` that ends with .bin, .pt or .safetensors is the file to write, as in older releases.
+    Existing files of the same names are replaced when the new files are complete.
 
-    Raises DataError (another ``dtype``), DestinationError, and as `get_fp32_state_dict_from_zero_checkpoint`.
+    Parameters
+    ----------
+    checkpoint_dir
+        The folder with ``latest``, or the folder of a tag.
+    output_dir
+        The folder to write to. A path that ends with .bin, .pt or .safetensors is the file to write, as in older
+        releases of deepspeed.
+    dtype
+        Convert every floating-point tensor to this dtype: float32, float16, bfloat16, or the name of one.
+    max_shard_size
+        Largest size of a file, in bytes or as text such as "5GB". None writes one file.
+    safe_serialization
+        Write ``model.safetensors`` instead of ``pytorch_model.bin``.
+    tag
+        The checkpoint in the folder. By default the one that the file ``latest`` names.
+    exclude_frozen_parameters
+        Leave out the frozen parameters.
+    progress
+        Show a progress bar. By default on a terminal or in a notebook.
+
+    Returns
+    -------
+    list of Path
+        The files.
+
+    Raises
+    ------
+    DataError
+        ``dtype`` is not supported, or the checkpoint has no master weights under names.
+    DestinationError
+        The files cannot be written.
+    LazyckptError
+        What `get_fp32_state_dict_from_zero_checkpoint` raises.
     """
     wanted = _DTYPES.get(dtype.removeprefix("torch.").lower()) if isinstance(dtype, str) else dtype
     if wanted not in _DTYPES.values():
@@ -121,8 +223,21 @@ def convert_zero_checkpoint_to_state_dict(
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """A copy of ``item`` with every tensor in it (in lists, tuples and dicts, nested) cloned to ``device``, so that
-    saving it writes the tensors and not the larger storages that they are views of. A LazyTensor is read."""
+    """Copy an object with all of its tensors, so that `torch.save` writes the tensors and not the larger storages that
+    they are views of.
+
+    Parameters
+    ----------
+    item
+        Lists, tuples and dicts, nested, with tensors in them. A `LazyTensor` is read.
+    device
+        Where to put the copies.
+
+    Returns
+    -------
+    Any
+        The copy.
+    """
     if isinstance(item, LazyTensor):
         return item.to(device)
     if isinstance(item, torch.Tensor):
@@ -138,7 +253,7 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 
 
 def _fp32(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> CheckpointView:
-    """The state of the master weights; of a checkpoint that has none, because it was trained in fp32, the weights."""
+    """Return the state of the master weights, or the weights of a checkpoint that was trained in fp32."""
     view = with_wrappers(checkpoint_dir, "deepspeed", tag)
     weights = view.states.get("weights")
     fp32 = view.states.get("fp32")
@@ -152,13 +267,13 @@ def _fp32(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> Checkpoint
         return weights
     raise DataError(
         f"{os.fspath(checkpoint_dir)}: the fp32 master weights are "
-        f"{'not there' if fp32 is None else 'there under numbers only'} (view.problems tells more). The weights in "
+        f"{'not there' if fp32 is None else 'there under numbers only'} (see view.problems). The weights in "
         "their training dtype are view.states['weights']"
     )
 
 
 def _state(view: CheckpointView, exclude_frozen: bool) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    """-> (the tensors in DeepSpeed's order, tied names -> the names among them)."""
+    """Return the tensors in DeepSpeed's order, and tied names -> the names of their tensors."""
     buffers, frozen = (set(view.meta.get(key) or ()) for key in ("buffer_names", "frozen_parameters"))
     tensors = {}
     for name in sorted(view.specs, key=lambda n: 0 if n in buffers else 1 if n in frozen else 2):

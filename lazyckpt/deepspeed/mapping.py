@@ -1,6 +1,6 @@
-"""Which stored ranks a rank of other degrees is made of. Pure; as deepspeed/checkpoint/reshape_meg_2d.py maps them.
+"""Map the ranks of other degrees to the stored ranks that make them up, as deepspeed/checkpoint/reshape_meg_2d.py does.
 
-Model-parallel (mp) ranks count tensor-parallel ranks within pipeline stages: mp = pp * tp_degree + tp.
+Model-parallel (mp) ranks number tensor-parallel ranks within pipeline stages: mp = pp * tp_degree + tp.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Degrees(NamedTuple):
-    """How many ranks there are along each axis."""
+    """The number of ranks along each axis."""
 
     pp: int
     tp: int
@@ -26,7 +26,7 @@ class Degrees(NamedTuple):
         return self.pp * self.tp * self.dp
 
     def check(self, **indices: int) -> None:
-        """Raises SelectionError for an index (``pp=``, ``tp=``, ``dp=``) that no rank has."""
+        """Raise SelectionError if an index (``pp=``, ``tp=``, ``dp=``) is not that of a rank."""
         for axis, index in indices.items():
             degree = getattr(self, axis)
             if not 0 <= index < degree:
@@ -34,9 +34,9 @@ class Degrees(NamedTuple):
 
 
 def check_reshape(stored: Degrees, wanted: Degrees) -> None:
-    """Raises FormatError for degrees that the stored ranks cannot be regrouped to.
+    """Raise FormatError if the stored ranks cannot be regrouped to the wanted degrees.
 
-    Pipeline stages and data-parallel partitions can be joined, not divided; tensor-parallel shards both.
+    Pipeline stages and data-parallel partitions can only be joined; tensor-parallel shards can also be divided.
     """
     for axis, have, want in zip(("pipeline", "tensor", "data"), stored, wanted, strict=True):
         if want < 1:
@@ -50,13 +50,14 @@ def check_reshape(stored: Degrees, wanted: Degrees) -> None:
 
 
 def partition(items: Sequence[T], count: int) -> list[list[T]]:
-    """Equal runs of a sequence, whose length the count divides."""
+    """Cut a sequence into ``count`` runs of equal length; ``count`` has to divide its length."""
     each = len(items) // count
     return [list(items[i * each : (i + 1) * each]) for i in range(count)]
 
 
 def balanced(items: Sequence[T], count: int) -> list[list[T]]:
-    """Runs of a sequence as equal as can be, the first ones longer by one (as deepspeed's `partition_uniform` does).
+    """Cut a sequence into runs whose lengths differ by at most one, longer ones first, as deepspeed's
+    `partition_uniform` does.
 
     >>> balanced("abcde", 3)
     [['a', 'b'], ['c', 'd'], ['e']]
@@ -82,7 +83,7 @@ class Map2D:
         }
 
     def get_data(self, pp_index: int | None = None, tp_index: int | None = None) -> list[int]:
-        """The stored mp ranks of one rank, or of all along an axis whose index is None."""
+        """Return the stored mp ranks of one rank, or of all ranks along an axis whose index is None."""
         return [
             mp
             for (pp, tp), ranks in self.map.items()
@@ -92,6 +93,6 @@ class Map2D:
 
 
 def zero_ranks(stored: Degrees, wanted: Degrees, pp: int, tp: int, dp: int) -> list[tuple[int, int]]:
-    """The stored (dp rank, mp rank)s whose partitions make up those of one rank, in the order in which they do."""
+    """Return the stored (dp rank, mp rank) pairs whose partitions, in this order, make up those of one rank."""
     mps = Map2D(stored, wanted).get_data(pp, tp)
     return partition([(old_dp, mp) for mp in mps for old_dp in range(stored.dp)], wanted.dp)[dp]

@@ -1,8 +1,7 @@
-"""What the rank files of a DeepSpeed checkpoint hold, rank by rank: plain objects with lazy tensors in them.
+"""The contents of the rank files of a DeepSpeed checkpoint, rank by rank: plain objects with lazy tensors.
 
-A file is indexed once, when something of it is first asked for; tensor data is read when a tensor is sliced. Shards of
-several tensor-parallel ranks are placed by the same rules as `lazyckpt.open` uses, so a merged tensor too reads only
-what a slice of it needs.
+A file is indexed at its first use; indexing a tensor reads tensor data. Shards of several tensor-parallel ranks are
+placed by the same rules that `lazyckpt.open` uses, so slices of merged tensors also read only what they need.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from ..layouts.merge import concatenated
 from ..tensor import LazyTensor
 from .mapping import Degrees
 
-# Concatenated along dimension 0 by deepspeed/checkpoint/deepspeed_checkpoint.py; only Megatron's GPT has these names
-# and ``args`` beside them. (A gated dense_h_to_4h is known from args.swiglu and never comes here.)
+# deepspeed/checkpoint/deepspeed_checkpoint.py concatenates these along dimension 0. Only Megatron's GPT has both these
+# names and ``args``. (A gated dense_h_to_4h is recognised by args.swiglu before this rule.)
 _GPT = ("self_attention.query_key_value.", "mlp.dense_h_to_4h.")
 
 
 class Opened:
-    """A tag's folder, with the degrees of the run that wrote it. Paths are relative to ``dir`` but for `full`'s."""
+    """The folder of a tag, with the degrees of the run that wrote it. Paths are relative to ``dir``, but for `full`."""
 
     def __init__(self, dir: str | os.PathLike[str], tag: str | None, rules: Mapping[str, Any] | None) -> None:
         where = os.fspath(dir)
@@ -63,24 +62,24 @@ class Opened:
         self.b.world = self.stored.dp
         megatron = (RuleSource(_gpt_rule),) if first.get("args") is not None else ()
         self.b.sources = (*merge_rules(source, self.stages), *megatron)
-        self._store = store.pinned(self.b.files)  # that grows: files are pinned as they are indexed
+        self._store = store.pinned(self.b.files)  # a mapping that grows: files are pinned when they are indexed
 
-    # -- where things are
+    # -- paths
 
     def full(self, path: str) -> str:
         return os.path.join(self.dir, path)
 
     def path(self, file: RankFile) -> str:
-        """Where a rank's file is, or would be if it were there."""
+        """Return the path of a rank's file, whether or not it exists."""
         return f"{self.files.folder}/{file.name}" if self.files.folder else file.name
 
     @property
     def sharded(self) -> bool:
-        """Whether every data-parallel rank has model states: ZeRO-3."""
+        """Whether every data-parallel rank has model states, as under ZeRO-3."""
         return bool(self.files.zero_model)
 
     def model_path(self, mp: int) -> str:
-        """The model states of an mp rank; under ZeRO-3 those of data-parallel rank 0."""
+        """Return the path of the model states of an mp rank; under ZeRO-3 those of data-parallel rank 0."""
         if self.sharded:
             return self.files.zero_model.get((0, mp)) or self.path(RankFile("zero_model", dp=0, mp=mp))
         return self.files.model.get(mp) or self.path(RankFile("model", mp=mp))
@@ -90,7 +89,7 @@ class Opened:
 
     @cached_property
     def _prefix(self) -> Literal["", "bf16_", "fp16_"]:
-        """The one that most optimizer files have."""
+        """The most frequent prefix of the names of optimizer files."""
         known = Counter(f.prefix for f in map(parse_ckpt_name, self.files.optim.values()) if f is not None)
         return known.most_common(1)[0][0] if known else ""
 
@@ -101,7 +100,7 @@ class Opened:
 
     @cached_property
     def layers(self) -> list[int]:
-        """The layers of a pipeline that have a file, or should: some parameter of theirs is trained."""
+        """The layers of a pipeline that have a file or, because a parameter of theirs is trained, should have one."""
         if not self.files.layers:
             return []
         trained = {name.split(".")[0] for s in self.stages.values() for group in s.groups for name in group}
@@ -111,15 +110,15 @@ class Opened:
 
     @cached_property
     def _tied(self) -> dict[int, str]:
-        """Pipeline layer -> the shared module that its file holds."""
+        """Pipeline layer -> the shared module in its file."""
         listed = {n: shape for s in self.stages.values() for group in s.groups for n, shape in group.items()}
         return tied_layers(read_layers(self.b, self.files), listed)
 
-    # -- what they hold
+    # -- contents
 
     def values(self, path: str, prefix: str = "", unmerged: str = "") -> Any:
-        """All that a file holds. ``prefix`` stands before the names of its tensors. ``unmerged``: why the optimizer's
-        tensors in it cannot be read, if they are to stand for those of several ranks."""
+        """Return the contents of a file. ``prefix`` is put before the names of its tensors. ``unmerged``: why the
+        tensors of the optimizer cannot be read, if the result represents several ranks."""
         file = self.b.file(path)
 
         def lazy(name: str, tensor: StoredTensor) -> LazyTensor:
@@ -134,8 +133,8 @@ class Opened:
         return LazyTensor(self._store, spec)
 
     def layer_state(self, layer: int, degree: int, index: int) -> dict[str, Any]:
-        """A layer's state dict as rank ``index`` of ``degree`` would have it. Raises the errors of its files if none
-        that it needs can be read."""
+        """Return a layer's state dict for rank ``index`` of ``degree``. Raises the error of the first file if none of
+        the needed files can be read."""
         ranks = stored_ranks(self.stored.tp, degree, index)
         errors: dict[int, LazyckptError] = {}
         found: dict[int, dict[str, Shard]] = {}
@@ -162,8 +161,8 @@ class Opened:
         return _no_versions(state)
 
     def model_state(self, pp: int, degree: int, index: int, unmerged: str) -> dict[str, Any]:
-        """The model states of one stored pipeline stage, as tensor-parallel rank ``index`` of ``degree`` would have
-        them: the lowest rank's, with ``module`` and ``param_shapes`` put together from all that it is made of."""
+        """Return the model states of one stored pipeline stage for tensor-parallel rank ``index`` of ``degree``: those
+        of the lowest stored rank, with ``module`` and ``param_shapes`` merged from all."""
         ranks = stored_ranks(self.stored.tp, degree, index)
         mp = [pp * self.stored.tp + tp for tp in ranks]
         readable = [m for m in mp if m in self.stages]
@@ -195,7 +194,7 @@ class Opened:
         return state
 
     def _merged_shapes(self, g: int, stages: Mapping[int, Stage], degree: int, index: int) -> dict[str, Shape | None]:
-        """The shapes of one group; None where nothing tells how the shards form the parameter."""
+        """Return the shapes of one group; None for a parameter whose shards no rule merges."""
         groups = {t: s.groups[g] if g < len(s.groups) else {} for t, s in stages.items()}
         listed: Shapes = {}
         for group in groups.values():
@@ -204,7 +203,7 @@ class Opened:
         for name, known in listed.items():
             shapes = []
             for t in range(self.stored.tp):
-                # a shard without elements is not listed; the module has it
+                # a shard without elements is not listed: take its shape from the module
                 module = stages[t].model.get("module") if t in stages else None
                 tensor = module.get(name) if isinstance(module, dict) else None
                 other = tensor.shape if isinstance(tensor, StoredTensor) and not self.sharded else known
@@ -246,15 +245,25 @@ def _gpt_rule(name: str) -> Any:
 
 
 def _no_versions(state: dict[Any, Any]) -> dict[Any, Any]:
-    """A state dict without the attribute of it that `torch.nn.Module.state_dict` keeps versions in."""
+    """Return a state dict without ``_metadata``, in which `torch.nn.Module.state_dict` keeps versions."""
     return {k: v for k, v in state.items() if k != "_metadata"}
 
 
-# -- Which files a checkpoint should consist of, and which of them are missing, unreadable or of another save.
+# -- The files that a checkpoint should have, and which of them are missing, unreadable or from another save.
 
 
 class FileProblem(NamedTuple):
-    """``path``: as in ``file_list``. "left over": of a save with more ranks, nothing of this one is in it."""
+    """A problem with a file of a DeepSpeed checkpoint.
+
+    Attributes
+    ----------
+    path
+        The file, as in ``file_list``.
+    what
+        The kind of the problem. "left over": the file is from a save with more ranks and not part of this one.
+    why
+        The reason, as text.
+    """
 
     path: str
     what: Literal["missing", "unreadable", "left over"]
@@ -262,15 +271,15 @@ class FileProblem(NamedTuple):
 
 
 def file_problems(opened: Opened, listed: list[str]) -> list[FileProblem]:
-    """What is wrong with the files now. ``listed``: those that were there when the checkpoint was opened. Reads every
-    rank file's list of contents, no tensor data."""
+    """Return the present problems of the files. ``listed``: the files that existed when the checkpoint was opened.
+    Reads every rank file's index, but no tensor data."""
     store, folder = opened.b.store, opened.files.folder
     there = {f"{folder}/{n}" if folder else n for n, e in store.list(folder).items() if not e.is_dir}
     expected = dict(_expected(opened))
     problems = []
     for path in dict.fromkeys([*expected, *listed]):
         if path not in there:
-            why = "a rank of the run that saved wrote it" if path in expected else "it was there when this was opened"
+            why = "a rank of the saving run wrote it" if path in expected else "it was there when this was opened"
             problems.append(FileProblem(opened.full(path), "missing", why))
         elif path in expected:
             try:
@@ -285,7 +294,7 @@ def file_problems(opened: Opened, listed: list[str]) -> list[FileProblem]:
         known = parse_ckpt_name(path)
         if known is not None and (known.kind in kinds or known.kind in ("model", "zero_model")):
             pp, tp, dp = opened.stored
-            why = f"it is none of the files of {pp} x {tp} x {dp} (pp x tp x dp) ranks: of another save?"
+            why = f"it is not one of the files of {pp} x {tp} x {dp} (pp x tp x dp) ranks, perhaps of another save"
             problems.append(FileProblem(opened.full(path), "left over", why))
     return problems
 
@@ -302,7 +311,7 @@ def _expected(opened: Opened) -> Iterator[tuple[str, Kind]]:
     for layer in opened.layers:
         for t in range(tp):
             yield opened.layer_path(layer, t), "layer"
-    flat = any(s.groups for s in opened.stages.values())  # param_shapes are written where the optimizer is partitioned
+    flat = any(s.groups for s in opened.stages.values())  # param_shapes exist if the optimizer is partitioned
     if files.optim or (flat and not files.universal):
         for d in range(dp):
             for mp in range(pp * tp):

@@ -1,9 +1,10 @@
-"""The optimizer files of a ZeRO checkpoint as ranks of other degrees would have them.
+"""The optimizer files of a ZeRO checkpoint, regrouped for ranks of other degrees.
 
-Layout: deepspeed/runtime/zero/stage_1_and_2.py `state_dict`, runtime/bf16_optimizer.py; what is asked of it:
-deepspeed/checkpoint/zero_checkpoint.py. A rank's partition of a flat group is an interval of it, so ranks are joined by
-putting their partitions one after the other. Two layouts do not allow that and are refused: ZeRO-3 cuts every parameter
-on its own, and the groups of tensor-parallel ranks hold shards. Whole parameters of both: `lazyckpt.open(dir).states`.
+Layout: deepspeed/runtime/zero/stage_1_and_2.py `state_dict`, runtime/bf16_optimizer.py; API:
+deepspeed/checkpoint/zero_checkpoint.py. A rank's partition of a flat group is an interval of the group, so the
+partitions of several ranks are joined by concatenation. Two layouts do not allow that and are refused: ZeRO-3 cuts
+every parameter separately, and the groups of tensor-parallel ranks hold shards. `lazyckpt.open(dir).states` has whole
+parameters of both.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _REFUSED = (
 
 
 class ZeROCheckpoint:
-    """The optimizer files: how many ranks wrote them (src), which of them a rank of the wanted degrees is made of."""
+    """The optimizer files: the degrees of the ranks that wrote them (src), and which files make up a wanted rank."""
 
     def __init__(self, opened: Opened, wanted: Degrees) -> None:
         self._opened = opened
@@ -54,14 +55,14 @@ class ZeROCheckpoint:
         return self._opened.stored.dp
 
     def get_file_indices_for_rank(self, pp_index: int, tp_index: int, dp_index: int) -> list[int]:
-        """Places in ``file_list`` of the files that a rank's state is made of, in the order in which it is."""
+        """Return the indices in ``file_list`` of the files that make up a rank's state, in order."""
         self._wanted.check(pp=pp_index, tp=tp_index, dp=dp_index)
         stored = self._opened.stored
         ranks = zero_ranks(stored, self._wanted, pp_index, tp_index, dp_index)
         return [dp * stored.pp * stored.tp + mp for dp, mp in ranks]
 
     def get_files_for_rank(self, pp_index: int, tp_index: int, dp_index: int) -> list[str]:
-        """Those files; none where there is no ZeRO."""
+        """Return the paths of the files that make up a rank's state, in order; none without ZeRO."""
         indices = self.get_file_indices_for_rank(pp_index, tp_index, dp_index)
         return [self.file_list[i] for i in indices] if self.file_list else []
 
@@ -73,13 +74,33 @@ class ZeROCheckpoint:
         keys_to_ignore: Iterable[str] = (),
         strip_tensor_paddings: bool = True,
     ) -> dict[str, Any]:
-        """The optimizer file of a rank, with lazy tensors in it: its partitions of the flat groups, 1-d, joined over
-        the ranks that it is made of. ``strip_tensor_paddings``: without the padding at the end of a group.
+        """Return the optimizer file of a rank, with lazy tensors: its 1-d partitions of the flat groups, joined over
+        the stored ranks.
 
-        Of several ranks, what is no partition (``step``, the loss scaler, options) is the first one's, and
-        ``param_slice_mappings``, which speak of one rank's partition, are left out; the groups of joined stages follow
-        each other. Raises MissingFileError where there
-        is no such file, FormatError where the layout does not allow to join the ranks.
+        If several stored ranks are joined, everything but partitions (``step``, the loss scaler, options) is taken from
+        the first rank, ``param_slice_mappings`` (offsets within one rank's partition) are left out, and the groups of
+        joined stages follow each other.
+
+        Parameters
+        ----------
+        pp_index, tp_index, dp_index
+            The rank, by the wanted degrees.
+        keys_to_ignore
+            Keys of the file to leave out.
+        strip_tensor_paddings
+            Leave out the padding at the end of each group.
+
+        Returns
+        -------
+        dict
+            The contents of the file.
+
+        Raises
+        ------
+        MissingFileError
+            There is no such file.
+        FormatError
+            The layout does not allow the ranks to be joined.
         """
         opened = self._opened
         self._wanted.check(pp=pp_index, tp=tp_index, dp=dp_index)
@@ -110,28 +131,28 @@ class ZeROCheckpoint:
         return state
 
     def _state(self, dp: int, mp: int, strip: bool) -> dict[Any, Any]:
-        """One file, without padding if wanted."""
+        """Return the contents of one stored file, without padding if ``strip``."""
         path = self._opened.optim_path(dp, mp)
         state: dict[Any, Any] = self._opened.values(path)
         inner = state.get(c.OPTIMIZER_STATE_DICT) if isinstance(state, dict) else None
         if not isinstance(inner, dict):
             raise FormatError(f"{self._opened.full(path)} holds no {c.OPTIMIZER_STATE_DICT}: no optimizer file of ZeRO")
-        base = inner.get(c.BASE_OPTIMIZER_STATE)  # a list with elastic checkpoints, whose padding is off already
+        base = inner.get(c.BASE_OPTIMIZER_STATE)  # a list in elastic checkpoints, which are written without padding
         groups = base.get(_STATES) if isinstance(base, dict) else None
         if strip and isinstance(groups, dict):
             for g, group in groups.items():
                 if isinstance(group, dict) and type(g) is int:
                     group.update({k: self._stripped(t, g, dp, mp, inner) for k, t in group.items()})
         masters = inner.get(c.SINGLE_PARTITION_OF_FP32_GROUPS)
-        if strip and isinstance(masters, list) and c.ZERO_STAGE not in inner:  # BF16_Optimizer: the others take it off
+        if strip and isinstance(masters, list) and c.ZERO_STAGE not in inner:  # only BF16_Optimizer writes padding here
             inner[c.SINGLE_PARTITION_OF_FP32_GROUPS] = [
                 self._stripped(t, g, dp, mp, inner) for g, t in enumerate(masters)
             ]
         return state
 
     def _stripped(self, t: Any, g: int, dp: int, mp: int, inner: dict[Any, Any]) -> Any:
-        """A rank's whole partition of a group, less what lies behind the group's last parameter. ``group_paddings`` of
-        BF16_Optimizer can exceed the partition: where the group ends follows from the parameters' shapes."""
+        """Return a rank's partition of a group without what follows the group's last parameter. The end of the group is
+        computed from the parameters' shapes, because ``group_paddings`` of BF16_Optimizer can exceed the partition."""
         if not isinstance(t, LazyTensor) or t.ndim != 1:
             return t
         stage = self._opened.stages.get(mp)
@@ -152,7 +173,7 @@ class ZeROCheckpoint:
         return self._concatenated([t], [min(width, max(0, end - place * width))])
 
     def _joined(self, values: Sequence[Any], where: str) -> Any:
-        """The same place in several files as one: 1-d tensors one after the other, containers item by item."""
+        """Join the same place of several files: concatenate 1-d tensors, join containers item by item."""
         first = values[0]
         if all(isinstance(v, dict) for v in values):
             keys = dict.fromkeys(k for v in values for k in v)
@@ -168,7 +189,7 @@ class ZeROCheckpoint:
         return first
 
     def _concatenated(self, tensors: Sequence[LazyTensor], lengths: Sequence[int]) -> LazyTensor:
-        """The first ``lengths`` elements of 1-d tensors, one after the other."""
+        """Concatenate the first ``lengths`` elements of 1-d tensors."""
         placements, at = [], 0
         for tensor, length in zip(tensors, lengths, strict=True):
             placements.append(Placement.of(tensor.spec.shape, Box((0,), (length,)), (at,)))
@@ -179,8 +200,8 @@ class ZeROCheckpoint:
 
 
 def _join_alignment(states: Sequence[dict[Any, Any]], mps: Sequence[int]) -> None:
-    """Before states are joined: take out what is said of one rank's partition only, and give each of them the paddings
-    behind parameters of all, since the parameters of several stages follow each other."""
+    """Prepare states for joining: remove entries about a single rank's partition, and give each state the parameter
+    paddings of all states, because the parameters of several stages follow each other."""
     stages = {mp: state.get(c.PARAM_ALIGNMENT_PADDINGS) for mp, state in zip(mps, states, strict=True)}
     lists = [groups for groups in stages.values() if isinstance(groups, list)]
     for state in states:

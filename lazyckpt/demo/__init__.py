@@ -1,7 +1,7 @@
-"""What `lazyckpt demo` shows: its checkpoints, and the walk through them.
+"""The demo of `lazyckpt demo`: its checkpoints, and the walk through them.
 
-Every file is a real one: the rank files were saved by DeepSpeed, the shards are written by safetensors, the other
-checkpoints by torch.save. Every line that the walk shows is the line that runs.
+All files come from the usual writers: DeepSpeed saved the rank files, safetensors writes the shards, torch.save the
+other checkpoints. The walk runs every line that it shows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The checkpoints of the demo: one recorded from DeepSpeed, the others written on the spot."""
+"""The checkpoints of the demo: one was recorded from DeepSpeed, the others are written by the demo."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def write(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def digests() -> dict[str, dict[str, str]]:
-    """The SHA-256 of every tensor that the training processes of ``zero3/`` held: by state, then by parameter."""
+    """Return the SHA-256 of every tensor in the training processes of ``zero3/``: by state, then by parameter."""
     with zipfile.ZipFile(RECORDED) as archive:
         recorded: dict[str, dict[str, str]] = json.loads(archive.read("truth.json"))
     return recorded

@@ -10,7 +10,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 
 class Meter:
-    """The bytes and requests since the last `reset`."""
+    """Counters of bytes and requests since the last `reset`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

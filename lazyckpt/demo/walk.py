@@ -128,7 +128,7 @@ def _blocks(lines: list[str]) -> Iterator[str]:
 
 
 def _run(command: str, folder: Path) -> str:
-    """The output of a command of lazyckpt, run in the folder."""
+    """Run a command of lazyckpt in the folder, and return its output."""
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONIOENCODING": "utf-8"}
     words = [sys.executable, "-m", *shlex.split(command)]
@@ -137,12 +137,12 @@ def _run(command: str, folder: Path) -> str:
 
 
 def sha256(t: torch.Tensor) -> str:
-    """The SHA-256 of the elements in C order."""
+    """Return the SHA-256 of the elements in C order."""
     return hashlib.sha256(t.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def bars(sizes: dict[str, int]) -> str:
-    """Numbers of bytes as bars, the largest of them `_WIDTH` columns wide."""
+    """Return numbers of bytes as bars, the largest of which has `_WIDTH` columns."""
     most = max(sizes.values())
     label = max(map(len, sizes))
     lines = []
@@ -153,7 +153,7 @@ def bars(sizes: dict[str, int]) -> str:
 
 
 def heat(t: torch.Tensor) -> str:
-    """A matrix as characters of `BARS`: the rank of each magnitude among all of them."""
+    """Return a matrix as characters of `BARS`, by the rank of each magnitude among all magnitudes."""
     order = t.abs().flatten().argsort().argsort()
     levels = (order * len(BARS) // t.numel()).reshape(t.shape).tolist()
     return "\n".join("".join(BARS[level] for level in row) for row in levels)

@@ -1,25 +1,25 @@
 """Checkpoints and running distributed models: torch's DTensors, meshes and `torch.distributed.checkpoint`.
 
 - `LazyReader`: any checkpoint that lazyckpt opens, as a storage reader for `torch.distributed.checkpoint.load`;
-- `load_into`: a view into a module of which each rank has its own experts (`CheckpointView.load_into` does all other
-  modules, FSDP2's and tensor-parallel ones among them);
-- expert parallelism: `init_ep_mesh` makes the ("ep", "ep_fsdp") mesh, `build_ep_fqn2spec_info` says what of a model is
-  spread over it (one `EPSpecInfo` for each parameter), `ep_specs` reads the same from a checkpoint, without processes;
-  `drop_ep_dim`, `restore_ep_dim` and, for whole state dicts and views, `drop_ep_dims`, `restore_ep_dims` go from all
-  experts to one rank's and back;
+- `load_into`: load a view into a module with expert parallelism (`CheckpointView.load_into` loads all other modules,
+  also with FSDP2 and tensor parallelism);
+- expert parallelism: `init_ep_mesh` makes the ("ep", "ep_fsdp") mesh, `build_ep_fqn2spec_info` describes how a model is
+  distributed over it (one `EPSpecInfo` for each parameter), `ep_specs` derives the same from a checkpoint, without
+  processes; `drop_ep_dim`, `restore_ep_dim` and, for whole state dicts and views, `drop_ep_dims`, `restore_ep_dims`
+  convert between the experts of all ranks and those of one rank;
 - state dicts: `get_dtype_size`, `get_shard_info` (the plan of Hugging Face's shards), `save_state_dict`;
-- one file of a distributed checkpoint, streamed: `dcp_to_torch_save`, `dcp_to_safetensors`;
-- the accelerator, whichever it is: `get_device_type`, `synchronize`, `empty_cache`.
+- a distributed checkpoint as one file, in bounded memory: `dcp_to_torch_save`, `dcp_to_safetensors`;
+- the accelerator of any kind: `get_device_type`, `synchronize`, `empty_cache`.
 
-It is not imported by ``import lazyckpt``: torch's distributed packages take a while.
+``import lazyckpt`` does not import this package, because torch's distributed packages are slow to import.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
+from torch.nn.modules.module import _IncompatibleKeys
 
 from .. import loading
 from ..tensor import LazyTensor
@@ -60,10 +60,31 @@ def load_into(
     strict: bool = True,
     *,
     ep: Mapping[str, EPSpecInfo] | None = None,
-) -> Any:
-    """`CheckpointView.load_into` for a view or any mapping of lazy tensors.
+) -> _IncompatibleKeys:
+    """Load a view, or any mapping of lazy tensors, into a module, as `CheckpointView.load_into` does.
 
-    ``ep``: how the module's parameters lie on the experts' mesh (`build_ep_fqn2spec_info`). Where its parameter holds
-    this EP rank's experts only, plain or as a DTensor over "ep_fsdp", these alone are read. Raises MeshError besides.
+    Parameters
+    ----------
+    view
+        Names -> lazy tensors.
+    module
+        The module to fill.
+    strict
+        Raise if the names of the view and of the module differ.
+    ep
+        How the module's parameters are distributed over the experts' mesh (`build_ep_fqn2spec_info`). Of a parameter
+        that has only the experts of this EP rank (a plain tensor, or a DTensor over "ep_fsdp"), only these are read.
+
+    Returns
+    -------
+    NamedTuple of missing_keys and unexpected_keys
+        The same as `torch.nn.Module.load_state_dict` returns.
+
+    Raises
+    ------
+    MeshError
+        ``ep`` does not fit the tensors.
+    LazyckptError
+        What `CheckpointView.load_into` raises.
     """
     return loading.load_into(view if ep is None else drop_ep_dims(view, ep), module, strict)

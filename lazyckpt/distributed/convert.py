@@ -1,7 +1,7 @@
-"""One file of a distributed checkpoint, in bounded memory: all of it for torch.load, or its weights as safetensors.
+"""Convert a distributed checkpoint to one file, in bounded memory: all of it for torch.load, or weights as safetensors.
 
-Source: torch/distributed/checkpoint/format_utils.py `dcp_to_torch_save`, which has the whole checkpoint in memory and
-unpickles what is no tensor. Where a value goes is said by the metadata's ``planner_data``.
+Source: torch/distributed/checkpoint/format_utils.py `dcp_to_torch_save`, which holds the whole checkpoint in memory and
+unpickles everything that is not a tensor. The metadata's ``planner_data`` has each value's place in the state dict.
 """
 
 from __future__ import annotations
@@ -27,15 +27,34 @@ from .statedict import replace_file
 
 
 def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_path: str | os.PathLike[str]) -> Path:
-    """Write a folder of torch.distributed.checkpoint as one file of torch.save, as torch's function of this name does,
-    and return its path: torch.load gives the nested state dict that was saved, with optimizer states and objects.
+    """Write a checkpoint of torch.distributed.checkpoint as one file of torch.save.
 
-    Nothing is unpickled, and memory stays at a few MiB a thread besides the objects. Also reads what torch's function
-    does not: folders of the safetensors serialization, of ``use_collectives=False``, and packed ones. A file of that
-    name is replaced when the new one is complete. Dicts of any kind become plain ones.
+    torch.load of the file returns the nested state dict that was saved, with optimizer states and objects; dicts of any
+    kind become plain dicts. Unlike torch's function of this name it unpickles nothing, uses a few MiB a thread besides
+    the objects, and supports folders of the safetensors serialization, of ``use_collectives=False``, and packed ones.
 
-    Raises FormatError (no such folder), MissingFileError (something is lost or cannot be unpacked: nothing is written),
-    DataError (an object of a class that would have to be imported to write it again), DestinationError.
+    Parameters
+    ----------
+    dcp_checkpoint_dir
+        The folder of the distributed checkpoint.
+    torch_save_path
+        The file to write. An existing file is replaced when the new one is complete.
+
+    Returns
+    -------
+    Path
+        The file.
+
+    Raises
+    ------
+    FormatError
+        The folder is not a distributed checkpoint with ``.metadata``.
+    MissingFileError
+        A value is missing or cannot be unpacked. Nothing is written.
+    DataError
+        An object's class would have to be imported to write the object.
+    DestinationError
+        The file cannot be written.
     """
     view = CheckpointView(dcp_checkpoint_dir)
     meta = view.meta
@@ -63,11 +82,33 @@ def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_pat
 
 
 def dcp_to_safetensors(dcp_checkpoint_dir: str | os.PathLike[str], path: str | os.PathLike[str]) -> Path:
-    """Write the weights of a folder of torch.distributed.checkpoint (also of its HuggingFaceStorageWriter) as one file
-    of safetensors, under the names of the view (without ``model.``), and return its path. In bounded memory; a file of
-    that name is replaced when the new one is complete. ``path`` may be a folder, which gets ``model.safetensors``.
+    """Write the weights of a checkpoint of torch.distributed.checkpoint as one file of safetensors, in bounded memory.
 
-    Raises FormatError, MissingFileError, DataError (no weights, or a dtype that safetensors lacks), DestinationError.
+    Names are those of the view, without ``model.``.
+
+    Parameters
+    ----------
+    dcp_checkpoint_dir
+        The folder of the distributed checkpoint, also one of HuggingFaceStorageWriter.
+    path
+        The file to write, or a folder, which gets ``model.safetensors``. An existing file is replaced when the new one
+        is complete.
+
+    Returns
+    -------
+    Path
+        The file.
+
+    Raises
+    ------
+    FormatError
+        The folder is not a distributed checkpoint.
+    MissingFileError
+        The folder, or a file of it, does not exist.
+    DataError
+        The checkpoint has no weights, or a dtype that safetensors lacks.
+    DestinationError
+        The file cannot be written.
     """
     view = CheckpointView(dcp_checkpoint_dir)
     if "dcp" not in view.format and view.format != "huggingface":
@@ -79,7 +120,7 @@ def dcp_to_safetensors(dcp_checkpoint_dir: str | os.PathLike[str], path: str | o
 
 
 def _restored(value: Any, key: str, stored: CheckpointView) -> Any:
-    """An object as it is to be written: tensors in their places, no records of classes."""
+    """Return an object for writing, with tensors in their places. Raises DataError for records of classes."""
     if isinstance(value, TensorRef):
         tensor: LazyTensor = stored[value.name]
         return tensor

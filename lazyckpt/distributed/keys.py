@@ -1,8 +1,8 @@
-"""What a key of a running state dict is in a checkpoint: a tensor, a plain value, or nothing.
+"""Look up keys of a running state dict in a checkpoint: each is a tensor, a plain value, or missing.
 
 `torch.distributed.checkpoint` joins the path to a value in the state dict by dots (_nested_dict.py): ``model.FQN``,
-``optim.state.FQN.exp_avg``, ``optim.param_groups.0.lr``. A distributed checkpoint has keys like these of its own; for
-all others, and where these do not help, they are made of the view's names, states and meta.
+``optim.state.FQN.exp_avg``, ``optim.param_groups.0.lr``. A distributed checkpoint records such keys. For all other
+checkpoints, and for keys that it does not record, they are derived from the view's names, states and meta.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from ..view import CheckpointView
 _WEIGHT = re.compile(r"(?:app\.)?(?:model|module|state_dict)\.(.+)")
 _OPTIMIZER = re.compile(r"(?:app\.)?(?:(?:optim|optimizer)\.)?(state|param_groups)\.(.+)")
 _FULL = ("weights", "fp32")
-_DEPTH = 5  # of the dicts in which param_groups are looked for
+_DEPTH = 5  # levels of nested dicts that are searched for param_groups
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What is no tensor: ``read`` gives it as `CheckpointView.meta` has it."""
+    """A value that is not a tensor. ``read`` returns it as in `CheckpointView.meta`."""
 
     read: Callable[[], Any]
 
 
 class Kept:
-    """An option of the optimizer that the checkpoint does not name: it stays as it is."""
+    """An option of the optimizer that the checkpoint lacks: the running optimizer keeps its value."""
 
 
 def _value(value: Any) -> Value:
@@ -45,14 +45,14 @@ Found = LazyTensor | Value | Kept
 
 
 class Keys:
-    """The keys of a checkpoint (`listed`), and all others under which its parts can be asked for (`find`)."""
+    """The keys of a checkpoint (`listed`), and lookup of all other keys that its parts can have (`find`)."""
 
     def __init__(self, view: Mapping[str, LazyTensor]) -> None:
         self.view = view
         self.states: dict[str, CheckpointView] = {}
         self.meta: Mapping[str, Any] = {}
         self._raw: Meta | None = None
-        self._stored: Mapping[str, LazyTensor] = {}  # where they need not be looked for in many files
+        self._stored: Mapping[str, LazyTensor] = {}  # empty if the raw names would have to be searched in many files
         if isinstance(view, CheckpointView):
             self.meta = view.meta
             self.states = {name: state for name, state in view.states.items() if name not in _FULL}
@@ -64,7 +64,7 @@ class Keys:
 
     @property
     def groups(self) -> list[Mapping[str, Any]]:
-        """The optimizer's param_groups, without numbers for parameters."""
+        """The optimizer's param_groups, without lists of parameters by number."""
         if self._groups is None:
             self._groups = [
                 {option: value for option, value in group.items() if _named(option, value)}
@@ -73,7 +73,7 @@ class Keys:
         return self._groups
 
     def listed(self) -> Iterator[tuple[str, Path, Found]]:
-        """The keys that loading all of the checkpoint gives: (key, where it belongs in the state dict, what it is)."""
+        """Yield the keys of the whole checkpoint: (key, path in the state dict, tensor or value)."""
         if self._raw is not None:
             assert isinstance(self.view, CheckpointView)
             stored, objects = self.view.stored, self._raw.objects
@@ -102,14 +102,14 @@ class Keys:
                 yield key, where, _value(value)
 
     def check(self, key: str) -> None:
-        """Raise TensorNotFoundError for a listed key that may be either of two tensors."""
+        """Raise TensorNotFoundError if a listed key may mean two different tensors."""
         if self._raw is None:
             self._weight(key)
 
     def find(self, key: str) -> Found | None:
-        """What a key that is not listed is; None if the checkpoint has nothing like it.
+        """Look up a key that is not listed; None if the checkpoint has nothing for it.
 
-        Raises TensorNotFoundError if it may be either of two tensors.
+        Raises TensorNotFoundError if the key may mean two different tensors.
         """
         weight = self._weight(key)
         if weight is not None:
@@ -137,7 +137,7 @@ class Keys:
         return next(iter(there.values()), None)
 
     def _option(self, rest: str) -> Found:
-        """``0.lr``, or ``FQN.lr`` as flattened optimizers have it."""
+        """Look up an option by ``0.lr``, or by ``FQN.lr`` as in flattened optimizers."""
         number, _, option = rest.partition(".")
         if number.isdecimal() and int(number) < len(self.groups) and option in self.groups[int(number)]:
             return _value(self.groups[int(number)][option])
@@ -148,7 +148,7 @@ class Keys:
         return Kept()
 
     def plain(self, value: Value) -> Any:
-        """The value with the tensors that stood in it, which are read."""
+        """Return a value with its tensors, which are read."""
         return self._with_tensors(value.read())
 
     def _with_tensors(self, rest: Any) -> Any:
@@ -163,7 +163,7 @@ class Keys:
 
 
 def _leaves(value: Mapping[Any, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """What nested dicts hold: (path, value). Lists are taken whole."""
+    """Yield (path, value) for the values of nested dicts. A list is one value."""
     for key, item in value.items():
         here = (*path, str(key))
         if isinstance(item, Mapping):
@@ -173,7 +173,7 @@ def _leaves(value: Mapping[Any, Any], path: tuple[str, ...]) -> Iterator[tuple[t
 
 
 def _at(value: Any, parts: list[str]) -> Value | None:
-    """What stands at a dotted key, whose parts may have dots themselves."""
+    """Return the value at a dotted key, whose parts may have dots themselves."""
     if not parts:
         return _value(value)
     if isinstance(value, list | tuple):
@@ -189,7 +189,7 @@ def _at(value: Any, parts: list[str]) -> Value | None:
 
 
 def _param_groups(value: Any, depth: int) -> list[Mapping[str, Any]] | None:
-    """The first param_groups that nested dicts hold."""
+    """Return the first param_groups in nested dicts."""
     if not isinstance(value, Mapping):
         return None
     groups = value.get("param_groups")
@@ -200,5 +200,5 @@ def _param_groups(value: Any, depth: int) -> list[Mapping[str, Any]] | None:
 
 
 def _named(option: str, value: Any) -> bool:
-    """Whether an option of a param_group means something outside the checkpoint: numbers of parameters do not."""
+    """Return whether an option of a param_group is meaningful outside the checkpoint: numbers of parameters are not."""
     return option != "params" or (isinstance(value, list) and all(isinstance(name, str) for name in value))

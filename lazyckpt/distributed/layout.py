@@ -1,8 +1,8 @@
-"""How experts lay on their mesh when a checkpoint was saved, read from the grid of its pieces.
+"""Derive the experts' mesh of the saving run from the grid of a checkpoint's pieces.
 
 torch's distributed checkpoints store neither meshes nor placements, only which block of a tensor each piece is
 (torch/distributed/checkpoint/metadata.py). A tensor [E, ...] in n0 x n1 blocks was cut by n0 EP ranks and n1 ranks of
-"ep_fsdp"; other grids have several explanations.
+"ep_fsdp"; other grids are ambiguous.
 """
 
 from __future__ import annotations
@@ -17,19 +17,32 @@ from ..core.fragments import fragment_boxes
 from ..tensor import LazyTensor
 from .mesh import EPDegrees, EPSpecInfo, planned
 
-Grid = list[list[int]]  # for every dimension, how wide its blocks are
+Grid = list[list[int]]  # for every dimension, the widths of its blocks
 
 
 def ep_specs(
     view: Mapping[str, LazyTensor], plan: Mapping[str, Shard | Replicate] | None = None
 ) -> dict[str, EPSpecInfo]:
-    """How the tensors of a view lay on the ("ep", "ep_fsdp") mesh that saved them: name -> `EPSpecInfo`. Reads nothing.
+    """Derive how the tensors of a view were distributed over the ("ep", "ep_fsdp") mesh that saved them. Reads nothing.
 
-    With a ``plan`` (glob -> placement over "ep", as `build_ep_fqn2spec_info` takes it) the experts are those that it
-    names. Without one they are the tensors of three or more dimensions that are cut along the first and one other; what
-    may be experts and may be something else has no placement, and a ``note`` that says so. ``mesh`` is an `EPDegrees`:
-    the number of ranks that hold something; None where the pieces leave it open. Raises MeshError for a glob that
-    matches nothing.
+    Parameters
+    ----------
+    view
+        Names -> lazy tensors.
+    plan
+        Which tensors are experts: glob -> placement over "ep", as for `build_ep_fqn2spec_info`. By default the tensors
+        of three or more dimensions that are cut along the first and one other dimension.
+
+    Returns
+    -------
+    dict of str to EPSpecInfo
+        By name. ``mesh`` is the `EPDegrees` of the ranks that hold elements, or None if the pieces are ambiguous. A
+        tensor that may or may not be an expert has no placement, and a ``note`` that says so.
+
+    Raises
+    ------
+    MeshError
+        A glob of the plan matches no name.
     """
     names = list(view)
     grids = {name: _grid(view[name]) for name in names}
@@ -53,7 +66,7 @@ def ep_specs(
 
 
 def _grid(tensor: LazyTensor) -> Grid | None:
-    """How the pieces of a tensor cut it; None if they are no grid."""
+    """Return the grid of a tensor's pieces; None if they do not form a grid."""
     shape = tensor.spec.shape
     boxes = {globe for fragment in tensor.fragments for _, globe in fragment_boxes(fragment)}
     if not boxes:
@@ -76,12 +89,12 @@ def _cut(grid: Grid) -> list[int]:
 
 
 def _stacked(grid: Grid | None) -> bool:
-    """Whether it can only be a stack of experts over ("ep", "ep_fsdp")."""
+    """Return whether a grid can only be that of stacked experts over ("ep", "ep_fsdp")."""
     return grid is not None and len(grid) >= 3 and len(_cut(grid)) == 2 and _cut(grid)[0] == 0
 
 
 def _open(grid: Grid | None) -> str:
-    """What keeps one from saying that a tensor is not spread over "ep"; empty if nothing does."""
+    """Return why a tensor without a plan may be distributed over "ep"; empty if it certainly is not."""
     if grid is None:
         return "its pieces are no grid of blocks"
     cut = _cut(grid)
@@ -103,7 +116,7 @@ def _dims(wanted: Mapping[str, Shard | Replicate], grids: Mapping[str, Grid | No
 
 
 def _degrees(grids: Iterable[Grid], dims: Iterable[int]) -> EPDegrees | None:
-    """The sizes of the mesh that most of the experts show that are cut along their own and one other dimension."""
+    """Return the sizes of the mesh by majority of the experts that are cut along their own and one other dimension."""
     shown: Counter[EPDegrees] = Counter()
     for grid, dim in zip(grids, dims, strict=True):
         others = [d for d in _cut(grid) if d != dim]
@@ -113,7 +126,7 @@ def _degrees(grids: Iterable[Grid], dims: Iterable[int]) -> EPDegrees | None:
 
 
 def _expert(name: str, over: Shard, grid: Grid | None, mesh: EPDegrees | None) -> EPSpecInfo:
-    """What the plan says is spread over "ep", against how it is cut."""
+    """Return the spec of a tensor that the plan distributes over "ep", checked against its pieces."""
     if grid is None:
         return EPSpecInfo(name, over, mesh, None, "its pieces are no grid of blocks: they do not tell how it was cut")
     if over.dim >= len(grid):
@@ -148,7 +161,7 @@ def _expert(name: str, over: Shard, grid: Grid | None, mesh: EPDegrees | None) -
 
 
 def _chunks(size: int, count: int) -> list[int]:
-    """The widths that torch.chunk gives, without empty ones."""
+    """Return the widths of the chunks of torch.chunk, without empty ones."""
     step = -(-size // count)
     return [min(step, size - at) for at in range(0, size, step)] if step else [0]
 

@@ -1,8 +1,8 @@
-"""The ("ep", "ep_fsdp") mesh of ranks, and what is spread over it: one `EPSpecInfo` for each parameter.
+"""The ("ep", "ep_fsdp") mesh of ranks, and how parameters are distributed over it: one `EPSpecInfo` for each.
 
-Trainers: VeOmni (veomni/distributed/parallel_state.py, parallel_plan.py) and MindSpeed-MM, which took it over. A stack
-of experts [E, ...] is cut over "ep" along its first dimension by the trainer itself, so that a rank's parameter is [E /
-ep, ...]; FSDP2 then shards that over "ep_fsdp", usually along the second dimension.
+Trainers: VeOmni (veomni/distributed/parallel_state.py, parallel_plan.py) and MindSpeed-MM, which adopted it. The
+trainer cuts a stack of experts [E, ...] over "ep" along its first dimension, so that a rank's parameter is [E / ep,
+...]. FSDP2 then shards that parameter over "ep_fsdp", usually along the second dimension.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ..core.names import matcher, unwrapped
 from ..errors import MeshError, some
 
-# -- The accelerator of this machine, whichever it is: CUDA, ROCm, XPU, MPS, or one of a plugin, such as
-# Ascend's NPU.
+# -- The accelerator of this machine: CUDA, ROCm, XPU, MPS, or that of a plugin, such as Ascend's NPU.
 
-_OLDER = ("cuda", "npu", "xpu")  # what a plugin that does not tell torch.accelerator of itself is called
+_OLDER = ("cuda", "npu", "xpu")  # types of plugins that do not register with torch.accelerator
 
 
 def get_device_type() -> str:
-    """``cuda``, ``npu``, ``xpu``, ``mps``, ...: the accelerator that torch has here, ``cpu`` if none.
+    """Return the type of the machine's accelerator: ``cuda``, ``npu``, ``xpu``, ``mps``, ..., or ``cpu`` if none.
 
-    Plugins (torch_npu) count once they are imported.
+    Plugins (torch_npu) have to be imported first.
     """
     if torch.accelerator.is_available():
         found = torch.accelerator.current_accelerator()
@@ -42,12 +41,12 @@ def get_device_type() -> str:
 
 
 def synchronize() -> None:
-    """Wait until everything that was started on the current accelerator device is done; nothing on the CPU."""
+    """Wait for all work on the current accelerator device. Without an accelerator, do nothing."""
     _call("synchronize")
 
 
 def empty_cache() -> None:
-    """Give memory that torch has cached, and no tensor uses, back to the accelerator; nothing on the CPU."""
+    """Release the accelerator's memory that torch caches and no tensor uses. Without an accelerator, do nothing."""
     _call("empty_cache")
 
 
@@ -58,13 +57,13 @@ def _call(name: str) -> None:
         function()
 
 
-# -- The ("ep", "ep_fsdp") mesh of ranks, and what is spread over it: one `EPSpecInfo` for each parameter.
+# -- The ("ep", "ep_fsdp") mesh of ranks, and an `EPSpecInfo` for each parameter.
 
 NAMES = ("ep", "ep_fsdp")
 
 
 class EPDegrees(NamedTuple):
-    """The sizes of an ("ep", "ep_fsdp") mesh, where there are no processes to make one of."""
+    """The sizes of an ("ep", "ep_fsdp") mesh, for use without processes."""
 
     ep: int = 1
     ep_fsdp: int = 1
@@ -72,11 +71,21 @@ class EPDegrees(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EPSpecInfo:
-    """How a parameter lies on the ("ep", "ep_fsdp") mesh.
+    """How a parameter is distributed over the ("ep", "ep_fsdp") mesh.
 
-    ``name``: its FQN. ``placement``: over "ep", ``Shard(dim)`` for experts and ``Replicate()`` for all else; None where
-    a checkpoint does not tell. ``mesh``: the 2-D mesh, or its sizes where there are no processes (None: not told
-    either). ``fsdp_placement``: over "ep_fsdp", as far as it is known. ``note``: what cannot be told, and why.
+    Attributes
+    ----------
+    name
+        The parameter's FQN.
+    placement
+        The placement over "ep": ``Shard(dim)`` for experts, ``Replicate()`` for all others; None if a checkpoint does
+        not determine it.
+    mesh
+        The 2-D mesh, or its sizes without processes; None if a checkpoint does not determine it.
+    fsdp_placement
+        The placement over "ep_fsdp", or None if unknown.
+    note
+        What is unknown, and why.
     """
 
     name: str
@@ -87,7 +96,7 @@ class EPSpecInfo:
 
     @property
     def sharded(self) -> bool:
-        """Whether it is known to be spread over the EP ranks."""
+        """Whether the parameter is known to be distributed over the EP ranks."""
         return isinstance(self.placement, Shard)
 
     @property
@@ -108,19 +117,33 @@ class EPSpecInfo:
 
     @property
     def degrees(self) -> EPDegrees:
-        """The sizes of the mesh. Raises MeshError where they are not known."""
+        """The sizes of the mesh. Raises MeshError if they are not known."""
         if self.mesh is None:
             raise MeshError(f"{self.name!r}: {self.note or 'its mesh is not known'}")
         return degrees_of(self.mesh)
 
 
 def init_ep_mesh(ep_size: int, *, device_type: str | None = None, ep_outside: bool = False) -> DeviceMesh:
-    """The 2-D mesh ("ep", "ep_fsdp") of all ranks: ``ep_size`` ranks hold different experts, and as many as are left
-    share them. All ranks have to call it.
+    """Make the 2-D mesh ("ep", "ep_fsdp") of all ranks. All ranks have to call it.
 
-    The EP ranks are neighbours (0, 1, ... of one machine), or with ``ep_outside`` the ranks that share experts are.
-    ``device_type``: by default that of the accelerator, or "cpu". Raises MeshError if ``ep_size`` does not divide the
-    number of ranks, or there is no process group.
+    Parameters
+    ----------
+    ep_size
+        The number of ranks with different experts. The other dimension has the ranks that share the same experts.
+    device_type
+        By default the type of the accelerator; "cpu" for the gloo backend.
+    ep_outside
+        False makes EP ranks neighbours (0, 1, ... of one machine). True makes ranks that share experts neighbours.
+
+    Returns
+    -------
+    DeviceMesh
+        The mesh.
+
+    Raises
+    ------
+    MeshError
+        ``ep_size`` does not divide the number of ranks, or there is no process group.
     """
     if not dist.is_initialized():
         raise MeshError("there is no process group: call torch.distributed.init_process_group first")
@@ -136,7 +159,7 @@ def init_ep_mesh(ep_size: int, *, device_type: str | None = None, ep_outside: bo
 
 
 def checked(mesh: Any) -> DeviceMesh:
-    """The mesh, if it is an ("ep", "ep_fsdp") one. Raises MeshError."""
+    """Return the mesh. Raises MeshError if it is not an ("ep", "ep_fsdp") mesh."""
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(f"an ('ep', 'ep_fsdp') DeviceMesh is needed, not {type(mesh).__name__}")
     if mesh.mesh_dim_names != NAMES:
@@ -148,24 +171,40 @@ def checked(mesh: Any) -> DeviceMesh:
 
 
 def same_ranks(a: DeviceMesh, b: DeviceMesh) -> bool:
-    """Whether two meshes are of the same ranks in the same places, whatever they call their dimensions."""
+    """Return whether two meshes have the same ranks in the same places, under any names of dimensions."""
     return a is b or (a.ndim == b.ndim and torch.equal(a.mesh, b.mesh))
 
 
 def degrees_of(mesh: DeviceMesh | EPDegrees) -> EPDegrees:
-    """The sizes of a mesh. Raises MeshError if it is no ("ep", "ep_fsdp") mesh."""
+    """Return the sizes of a mesh. Raises MeshError if it is not an ("ep", "ep_fsdp") mesh."""
     return mesh if isinstance(mesh, EPDegrees) else EPDegrees(*checked(mesh).shape)
 
 
 def build_ep_fqn2spec_info(
     model: torch.nn.Module, plan: Mapping[str, Shard | Replicate], mesh: DeviceMesh
 ) -> dict[str, EPSpecInfo]:
-    """What of a model is spread over the experts' mesh: FQN -> `EPSpecInfo`, one for each parameter.
+    """Describe how the parameters of a model are distributed over the experts' mesh.
 
-    ``plan``: glob (``*`` also crosses dots) -> placement over "ep", for example ``{"*.mlp.experts.*": Shard(0)}``; of
-    several that match a name the first counts, what none matches is ``Replicate()``. Wrappers of torch (compile, FSDP1,
-    activation checkpointing) are not part of the names. Raises MeshError for a glob that matches nothing, a placement
-    that is neither, and a mesh that is not ("ep", "ep_fsdp").
+    Parameters
+    ----------
+    model
+        The module. Names do not include wrappers of torch (compile, FSDP1, activation checkpointing).
+    plan
+        Which parameters are experts: glob (``*`` also matches dots) -> placement over "ep", for example
+        ``{"*.mlp.experts.*": Shard(0)}``. The first matching glob counts. A name without one is ``Replicate()``.
+    mesh
+        The ("ep", "ep_fsdp") mesh.
+
+    Returns
+    -------
+    dict of str to EPSpecInfo
+        FQN -> description, for every parameter.
+
+    Raises
+    ------
+    MeshError
+        A glob matches no name, a placement is neither ``Shard`` nor ``Replicate``, or the mesh is not an ("ep",
+        "ep_fsdp") mesh.
     """
     mesh = checked(mesh)
     parameters = {unwrapped(name): p for name, p in model.named_parameters(remove_duplicate=False)}
@@ -181,7 +220,7 @@ def build_ep_fqn2spec_info(
 
 
 def planned(names: Sequence[str], plan: Mapping[str, Shard | Replicate]) -> dict[str, Shard | Replicate]:
-    """Name -> placement over "ep". Raises MeshError for a glob that matches nothing."""
+    """Return name -> placement over "ep". Raises MeshError for a glob that matches no name."""
     found: dict[str, Shard | Replicate] = dict.fromkeys(names, Replicate())
     taken: set[str] = set()
     for pattern, placement in plan.items():

@@ -1,8 +1,8 @@
-"""`LazyReader`: whatever lazyckpt opens, as what `torch.distributed.checkpoint.load` reads from.
+"""`LazyReader`: a storage reader for `torch.distributed.checkpoint.load` from any checkpoint that lazyckpt opens.
 
-torch's planners cut what a rank wants into read items by the chunks of each stored tensor (planner_helpers.py
-`create_read_items_for_chunk_list`); here every tensor is one chunk, so that an item is a block of the tensor, and which
-files hold it is the lazy tensor's affair.
+torch's planners cut the tensors of a rank into read items by the chunks of each stored tensor (planner_helpers.py
+`create_read_items_for_chunk_list`). Here every tensor is one chunk, so that an item is a block of the tensor, and the
+lazy tensor finds the files.
 """
 
 from __future__ import annotations
@@ -36,28 +36,39 @@ from .keys import Found, Kept, Keys
 
 Source = str | os.PathLike[str] | Mapping[str, LazyTensor]
 
-_GROUP = 1 << 30  # bytes that are read before they are committed
+_GROUP = 1 << 30  # bytes to read before they are committed to the planner
 
 
 class LazyReader(StorageReader):
-    """Loads any checkpoint that lazyckpt opens through ``dcp.load(state_dict, storage_reader=LazyReader(path))``.
+    """Load any checkpoint that lazyckpt opens by ``dcp.load(state_dict, storage_reader=LazyReader(path))``.
 
-    ``source``: a path (opened with ``options``, those of `lazyckpt.open`), a view, or any mapping from names to lazy
-    tensors. The state dict may hold plain tensors, DTensors of any placement and ShardedTensors; each rank reads what
-    it holds of them. Nothing of the checkpoint is executed: what is no tensor is given as `CheckpointView.meta` has it,
-    so objects of unknown classes come as inert records.
+    The state dict may have plain tensors, DTensors of any placement and ShardedTensors; each rank reads only its own
+    part of them. No code of the checkpoint is executed: values that are not tensors are those of `CheckpointView.meta`,
+    in which objects of unknown classes are inert records.
 
-    Keys. A distributed checkpoint's own keys come first. Everywhere else, and where these do not hold a key: weights
-    under their names, bare or after ``model.``; states as ``optim.state.NAME.exp_avg`` (or ``optimizer.``), as torch's
-    `get_state_dict` spells them; options as ``optim.param_groups.N.lr``; other values under their path in
+    A distributed checkpoint's own keys are looked up first. Other keys, and those of all other checkpoints, are:
+    weights by name, bare or after ``model.``; states as ``optim.state.NAME.exp_avg`` (or ``optimizer.``), as torch's
+    `get_state_dict` spells them; options as ``optim.param_groups.N.lr``; other values by their path in
     `CheckpointView.meta`. So a state dict ``{"model": ..., "optim": ...}`` loads from a DeepSpeed folder, and from a
-    distributed checkpoint that was wrapped in another way. Options of ``param_groups`` that a checkpoint does not name
-    (``foreach``, the parameters of each group where it numbers them) stay as the running optimizer has them; ``kept``
-    lists their keys.
+    distributed checkpoint of another nesting. Options of ``param_groups`` that the checkpoint lacks (``foreach``, or
+    the parameters of each group if it numbers them) keep the values of the running optimizer; ``kept`` lists their
+    keys.
 
-    Raises what opening raises at once. In `dcp.load`: RuntimeError for a key that the checkpoint lacks and ValueError
-    for another shape (by torch), MissingFileError and DataError where wanted elements are in no file; on several ranks
-    these are wrapped in torch's CheckpointException, which names the rank.
+    `dcp.load` raises RuntimeError for a key that the checkpoint lacks and ValueError for another shape (both by torch),
+    MissingFileError for a missing file and DataError for a tensor without data. With several ranks, torch wraps these
+    in a CheckpointException that names the rank.
+
+    Parameters
+    ----------
+    source
+        A path, a view, or any mapping from names to lazy tensors.
+    **options
+        Options of `lazyckpt.open`, for a path.
+
+    Raises
+    ------
+    LazyckptError
+        What `lazyckpt.open` raises.
     """
 
     def __init__(self, source: Source, **options: Any) -> None:
@@ -73,7 +84,18 @@ class LazyReader(StorageReader):
         self._table: _Table | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another load, from another checkpoint if one is given."""
+        """Prepare for another load.
+
+        Parameters
+        ----------
+        checkpoint_id
+            Another checkpoint to open. By default the same one is loaded again.
+
+        Raises
+        ------
+        LazyckptError
+            What `lazyckpt.open` raises.
+        """
         self.kept = []
         self._load_id = str(uuid.uuid4())
         if checkpoint_id is not None:
@@ -81,11 +103,22 @@ class LazyReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str:
-        """What is read, as it would be opened."""
+        """The path of the checkpoint; "" for a mapping that is not a view."""
         return self.view.root if isinstance(self.view, CheckpointView) else ""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Keys, shapes and dtypes, for torch's planners; the same on every rank."""
+        """Return keys, shapes and dtypes for torch's planners; the same on every rank.
+
+        Parameters
+        ----------
+        *args, **kwargs
+            Not used.
+
+        Returns
+        -------
+        Metadata
+            The metadata of the whole checkpoint.
+        """
         if self._table is None:
             self._table = _Table(self._keys)
         metadata = Metadata(self._table, planner_data=self._table.paths, storage_data={})
@@ -93,18 +126,68 @@ class LazyReader(StorageReader):
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to set up: the checkpoint is open."""
+        """Do nothing: the checkpoint is open.
+
+        Parameters
+        ----------
+        metadata, is_coordinator, *args, **kwargs
+            Not used.
+        """
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
+        """Return the plan unchanged.
+
+        Parameters
+        ----------
+        plan
+            The plan of this rank.
+
+        Returns
+        -------
+        LoadPlan
+            ``plan``.
+        """
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """Return the plans unchanged.
+
+        Parameters
+        ----------
+        plans
+            The plans of all ranks.
+
+        Returns
+        -------
+        list of LoadPlan
+            ``plans``.
+        """
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what a plan asks for, on several threads, into the planner's tensors. Raises as the class says."""
+        """Read the items of a plan into the planner's tensors, on several threads.
+
+        Parameters
+        ----------
+        plan
+            The plan of this rank.
+        planner
+            The planner that has the tensors.
+
+        Returns
+        -------
+        Future
+            A future that is done.
+
+        Raises
+        ------
+        MissingFileError
+            A file does not exist.
+        DataError
+            A key is a tensor on one side only, or a tensor has no data.
+        TensorNotFoundError
+            The checkpoint lacks a key.
+        """
         group: list[tuple[Any, LazyTensor, torch.Tensor]] = []
         size = 0
         for item in plan.items:
@@ -146,14 +229,25 @@ class LazyReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it may be opened: a path that is there, or a URL."""
+        """Return whether a checkpoint may be opened: its path exists, or it is a URL.
+
+        Parameters
+        ----------
+        checkpoint_id
+            A path or a URL.
+
+        Returns
+        -------
+        bool
+            True for every URL.
+        """
         text = os.fspath(checkpoint_id)
         return is_url(text) or Path(text).exists()
 
 
 class _Table(dict[str, Any]):
-    """The keys that the checkpoint has, as torch describes them; asked for another, it says what would be read for
-    it. ``paths``: key -> where it belongs in a state dict."""
+    """Key -> torch's description of its value. It has the checkpoint's own keys, and finds other keys on lookup.
+    ``paths``: key -> path in a state dict."""
 
     def __init__(self, keys: Keys) -> None:
         super().__init__()
@@ -202,7 +296,7 @@ def _read(group: list[tuple[Any, LazyTensor, torch.Tensor]], planner: LoadPlanne
 
 
 def _numbers_for_names(key: str, value: Any, planner: LoadPlanner) -> bool:
-    """Whether the checkpoint numbers the parameters of a group, and the state dict that is loaded into names them."""
+    """Return whether the checkpoint numbers the parameters of a group that the running state dict names."""
     if not key.endswith(".params") or "param_groups." not in key:
         return False
     running = getattr(planner, "state_dict", {}).get(key)
@@ -214,7 +308,7 @@ def _all(value: Any, kind: type) -> bool:
 
 
 def _saved(value: Any) -> io.BytesIO:
-    """The file that planners expect: of our own making, never the checkpoint's."""
+    """Return a value as the file that planners expect. It is written here, so torch never unpickles the checkpoint."""
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)

@@ -1,7 +1,7 @@
-"""State dicts on their way to files: sizes of dtypes, the plan of shards, one file that is whole or not there.
+"""Write state dicts to files: sizes of dtypes, plans of shards, and one file that is written completely or not at all.
 
-The jobs of the helpers that trainers carry with them (VeOmni, MindSpeed: ``get_dtype_size``, ``get_shard_info``,
-``save_state_dict``), for tensors in memory and for lazy ones alike. File names and the plan are those of Hugging Face
+These are helpers that trainers have (VeOmni, MindSpeed: ``get_dtype_size``, ``get_shard_info``, ``save_state_dict``),
+for tensors in memory and for lazy tensors. File names and the plan are those of Hugging Face
 (huggingface_hub/serialization/_base.py `split_state_dict_into_shards_factory`).
 """
 
@@ -33,14 +33,14 @@ from ..view import CheckpointView
 
 StateDict = Mapping[str, Any]  # of torch.Tensor or LazyTensor
 
-# names that have no dtype of torch, or one that says nothing of their size: bits of an element
+# Bits of an element, for names without a dtype of torch, or with one of another itemsize.
 _PACKED = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6} | {f"{kind}int{n}": n for kind in ("", "u") for n in range(1, 8)}
 
 
 def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
-    """A dtype by its name in torch (``bfloat16``, ``torch.bfloat16``) or safetensors (``BF16``).
+    """Return a dtype by its name in torch (``bfloat16``, ``torch.bfloat16``) or safetensors (``BF16``).
 
-    Raises DataError for any other.
+    Raises DataError for any other name.
     """
     if isinstance(dtype, torch.dtype):
         return dtype
@@ -53,11 +53,29 @@ def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
 
 
 def get_dtype_size(dtype: torch.dtype | str) -> int | float:
-    """Bytes of one element. Several integers and floats to a byte are a fraction of one.
+    """Return the bytes of one element. Elements of packed dtypes are fractions of a byte.
 
-    A bool is 1, as in memory and in files. `torch.float4_e2m1fn_x2` is 1, and two numbers: torch's shapes count bytes
-    there. ``uint4`` (and all of int1 to uint7) is what packing makes of it, also as a dtype of torch, which keeps each
-    in a byte of its own. Raises DataError for what is no dtype (names as for `dtype_of`).
+    A bool has 1 byte, as in memory and in files. `torch.float4_e2m1fn_x2` has 1 byte for two numbers, because torch's
+    shapes count bytes. ``uint4`` (and all of int1 to uint7) has its packed size, also as a dtype of torch, although
+    torch keeps each in a byte of its own.
+
+    Parameters
+    ----------
+    dtype
+        A dtype, or its name in torch (``bfloat16``, ``torch.bfloat16``) or safetensors (``BF16``).
+
+    Returns
+    -------
+    int or float
+        Bytes.
+
+    Raises
+    ------
+    DataError
+        There is no such dtype.
+
+    Examples
+    --------
 
     >>> get_dtype_size(torch.bfloat16), get_dtype_size("BF16"), get_dtype_size("uint4"), get_dtype_size("F6_E2M3")
     (2, 2, 0.5, 0.75)
@@ -70,7 +88,17 @@ def get_dtype_size(dtype: torch.dtype | str) -> int | float:
 
 
 class ShardInfo(NamedTuple):
-    """``total_size``: bytes of all tensors, tied ones counted once. ``weight_map``: name -> the file it belongs in."""
+    """The plan of `get_shard_info`.
+
+    Attributes
+    ----------
+    is_sharded
+        Whether there is more than one file.
+    total_size
+        Bytes of all tensors. Tied tensors are counted once.
+    weight_map
+        Name of a tensor -> name of its file.
+    """
 
     is_sharded: bool
     total_size: int
@@ -83,13 +111,32 @@ def get_shard_info(
     shard_size: int | str = 5_000_000_000,
     safe_serialization: bool = True,
 ) -> ShardInfo:
-    """Which tensor goes into which file: ``model.safetensors`` or ``model-00001-of-0000N.safetensors``; without
-    ``safe_serialization``, ``pytorch_model.bin`` and the like. Reads and gathers nothing.
+    """Plan the files of a state dict as Hugging Face names them. Reads and gathers nothing.
 
-    ``state_dict``: tensors of torch on any device (also meta), DTensors (their global size counts), lazy tensors, or a
-    view. ``save_dtype``: what floating-point tensors are going to be converted to. ``shard_size``: bytes, or text
-    ("5GB"); a larger tensor gets a file of its own. The same tensor under several names is in one file, counted once;
-    different views of the same memory are tensors of their own. Raises DataError.
+    A tensor with several names is in one file and counted once. Different views of the same memory are different
+    tensors.
+
+    Parameters
+    ----------
+    state_dict
+        Tensors of torch on any device (also meta), DTensors (by their global size), lazy tensors, or a view.
+    save_dtype
+        The dtype that floating-point tensors will be converted to.
+    shard_size
+        Largest size of a file, in bytes or as text such as "5GB". A larger tensor gets a file of its own.
+    safe_serialization
+        True for ``model.safetensors`` or ``model-00001-of-0000N.safetensors``, False for ``pytorch_model.bin`` or
+        ``pytorch_model-00001-of-0000N.bin``.
+
+    Returns
+    -------
+    ShardInfo
+        The plan.
+
+    Raises
+    ------
+    DataError
+        A value is not a tensor, or ``save_dtype`` or ``shard_size`` is invalid.
     """
     wanted = None if save_dtype is None else dtype_of(save_dtype)
     sizes: dict[str, _Sized] = {}
@@ -107,16 +154,35 @@ def get_shard_info(
 
 
 def save_state_dict(state_dict: StateDict, path: str | os.PathLike[str], safe_serialization: bool = True) -> Path:
-    """Write a flat state dict as one file, of safetensors (its metadata says ``format: pt``) or of torch.save, and
-    return its path. A file of that name is replaced when the new one is complete: there is never half of one.
+    """Write a flat state dict as one file of safetensors or of torch.save.
 
-    Values are lazy tensors (a view; read in pieces, so memory stays at a few MiB a thread) or dense tensors of torch,
-    on any device and with any strides, which are written in C order, and not with the storage that they are views of.
-    The same tensor under several names is stored once: torch.load gives it under all of them, in safetensors the
-    header's metadata has the others. A DTensor is written if this rank holds all of it, else refused: gathering is for
-    all ranks to do.
+    An existing file is replaced when the new one is complete. Dense tensors are written in C order, without the storage
+    that they are views of. A tensor with several names is stored once: torch.load returns it under all names; in
+    safetensors the header's metadata has the other names. A DTensor is written only if this rank holds all of it.
 
-    Raises DataError (what no file of this format can hold), DestinationError, and what reading lazy tensors raises.
+    Parameters
+    ----------
+    state_dict
+        Lazy tensors (a view), which are read in pieces with a few MiB of memory a thread, or dense tensors of torch on
+        any device and with any strides.
+    path
+        The file to write.
+    safe_serialization
+        True for safetensors (with ``format: pt`` in its metadata), False for torch.save.
+
+    Returns
+    -------
+    Path
+        The file.
+
+    Raises
+    ------
+    DataError
+        A value is not a tensor, a DTensor is on several ranks, or the format lacks a dtype or a name.
+    DestinationError
+        The file cannot be written, or a lazy tensor is read from it.
+    LazyckptError
+        What reading the lazy tensors raises.
     """
     owners = _owners(state_dict)
     check_names(state_dict)
@@ -128,9 +194,9 @@ def save_state_dict(state_dict: StateDict, path: str | os.PathLike[str], safe_se
     aliases = {name: owner for name, owner in owners.items() if name != owner}
     form: FileFormat = SAFETENSORS if safe_serialization else TORCH
     nbytes = form.size(tensors, aliases)
-    # what is in memory may be anything the next time
-    told = [(t, (name, str(t.dtype))) for name, t in tensors.items() if isinstance(t, LazyTensor)]
-    same = fingerprint(told, [repr(aliases).encode(), form.stem.encode()]) if len(told) == len(tensors) else once()
+    # tensors in memory have no fingerprint: such a file is never resumed
+    parts = [(t, (name, str(t.dtype))) for name, t in tensors.items() if isinstance(t, LazyTensor)]
+    same = fingerprint(parts, [repr(aliases).encode(), form.stem.encode()]) if len(parts) == len(tensors) else once()
     return replace_file(path, nbytes, lazy, lambda new: form.layout(new, tensors, aliases), same)
 
 
@@ -141,9 +207,9 @@ def replace_file(
     begin: Callable[[Target], Layout],
     same: str,
 ) -> Path:
-    """A file of about ``nbytes`` bytes that appears when it is complete; ``begin`` makes it, under another name. What
-    an interrupted call finished is used by one of the ``same`` fingerprint. Raises DestinationError, also for a file
-    that ``lazy`` tensors are read from."""
+    """Write a file of about ``nbytes`` bytes by ``begin`` under another name, and publish it when it is complete. A
+    call with the ``same`` fingerprint resumes an interrupted one. Raises DestinationError, also for a file that
+    ``lazy`` tensors are read from."""
     place = local_path(path)
     plan = WritePlan(
         destination=Files(place, [place.name], lazy, overwrite=True, one=True),
@@ -161,7 +227,7 @@ class _Sized(NamedTuple):
 
 
 def _owners(state_dict: StateDict) -> dict[str, str]:
-    """Name -> the first name of the same tensor. Raises DataError for what is no tensor."""
+    """Return name -> first name of the same tensor. Raises DataError for a value that is not a tensor."""
     owners: dict[str, str] = {}
     first: dict[Any, str] = {}
     for name, tensor in state_dict.items():
@@ -176,7 +242,7 @@ def _owners(state_dict: StateDict) -> dict[str, str]:
 
 
 def _identity(tensor: Any) -> Any:
-    """What two tensors have in common if and only if they are the same elements in the same memory."""
+    """Return a key that two tensors share if and only if they are the same elements in the same memory."""
     if isinstance(tensor, LazyTensor):
         return id(tensor.store), id(tensor.spec.fragments), tensor.dtype, tensor.shape, tensor._block or id(tensor)
     plain = tensor.detach()

@@ -1,10 +1,9 @@
-"""Taking the EP dimension off a tensor, and putting it back: DTensors, lazy tensors, and whole state dicts of them.
+"""Drop and restore the EP dimension of DTensors, lazy tensors, and whole state dicts.
 
-Of a stack of experts [E, ...] the running model has, on each EP rank, a parameter [E / ep, ...] (plain, or a DTensor
-over "ep_fsdp"). torch's checkpoints would take those of all EP ranks for the same tensor. So before saving the EP
-dimension is restored: a DTensor [E, ...] over ("ep", "ep_fsdp"); and dropped again after loading. The semantics are
-those of VeOmni (veomni/checkpoint/dcp_checkpointer.py `restore_ep_dim`, `drop_ep_dim`), for any dimension and uneven
-cuts.
+Of a stack of experts [E, ...] each EP rank of the running model has a parameter [E / ep, ...] (plain, or a DTensor over
+"ep_fsdp"). torch's checkpoints would treat the parameters of all EP ranks as the same tensor. So the EP dimension is
+restored before saving, to a DTensor [E, ...] over ("ep", "ep_fsdp"), and dropped after loading. The semantics are those
+of VeOmni (veomni/checkpoint/dcp_checkpointer.py `restore_ep_dim`, `drop_ep_dim`), for any dimension and uneven cuts.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from ..io.storage.local import LocalStore
 from ..tensor import LazyTensor
 from .mesh import EPDegrees, EPSpecInfo, checked, degrees_of, same_ranks
 
-# -- Lazy tensors one behind the other, as one lazy tensor: what each of them reads, shifted to its place.
+# -- Concatenation of lazy tensors.
 
 
 def joined(pieces: Sequence[LazyTensor], dim: int, count: int) -> LazyTensor:
-    """The tensor that ``count`` lazy tensors make along a dimension. Reads nothing.
+    """Concatenate ``count`` lazy tensors along a dimension. Reads nothing.
 
-    They have to lie in one store, or in folders of this machine. Raises MeshError for another number of them, shapes or
-    dtypes that do not fit, indexed lists and steps (`lazy[[3, 1]]`), and pieces in several remote stores.
+    They have to be in one store, or in folders of this machine. Raises MeshError for another number of tensors, shapes
+    or dtypes that do not fit, indexed lists and steps (`lazy[[3, 1]]`), and pieces in several remote stores.
     """
     if len(pieces) != count or not pieces:
-        raise MeshError(f"{len(pieces)} tensors are given, one of each of the {count} expert-parallel ranks is wanted")
+        raise MeshError(f"{len(pieces)} tensors are given, one of each of the {count} expert-parallel ranks is needed")
     first = pieces[0]
     for n, piece in enumerate(pieces):
         if piece.dtype != first.dtype or _rest(piece, dim) != _rest(first, dim):
@@ -77,12 +76,12 @@ def _block(piece: LazyTensor) -> Box:
 
 
 def _common(stores: Sequence[Store], paths: Sequence[set[str]], name: str) -> tuple[Store, list[str]]:
-    """A store that all files are in, pinned as they were, and where in it each of the stores begins."""
+    """Return a store of all files, with their pins, and the prefix of each given store in it."""
     narrowed = [narrow(store, used) for store, used in zip(stores, paths, strict=True)]
     first = narrowed[0]
     if all(type(store) is type(first) and store.root == first.root for store in narrowed):
         whole = first.pinned({path: info for store in narrowed for path, info in store.pins.items()})
-        if isinstance(whole, Store):  # a store that wraps another one leaves guards to that
+        if isinstance(whole, Store):  # a wrapper of a store has no guards of its own
             whole.guards = {path: guard for store in narrowed for path, guard in store.guards.items()}
         return whole, [""] * len(stores)
     if not all(isinstance(store, LocalStore) for store in narrowed):
@@ -106,8 +105,7 @@ def _common(stores: Sequence[Store], paths: Sequence[set[str]], name: str) -> tu
     return guarded(LocalStore(root, pins), guards), prefixes
 
 
-# -- Taking the EP dimension off a tensor, and putting it back: DTensors, lazy tensors, and whole state dicts of
-# them.
+# -- Dropping and restoring the EP dimension.
 
 MeshLike = DeviceMesh | EPDegrees | EPSpecInfo
 _STATE = re.compile(r"(?:^|\.)state\.(.+)\.[^.]+$")  # flattened keys
@@ -119,14 +117,28 @@ def drop_ep_dim(tensor: LazyTensor, mesh: MeshLike, ep_rank: int | None = None) 
 @overload
 def drop_ep_dim(tensor: torch.Tensor, mesh: MeshLike, ep_rank: int | None = None) -> torch.Tensor: ...
 def drop_ep_dim(tensor: Any, mesh: MeshLike, ep_rank: int | None = None) -> Any:
-    """The experts of one EP rank.
+    """Return the experts of one EP rank.
 
-    A DTensor over ("ep", "ep_fsdp") becomes one over "ep_fsdp", a DTensor over "ep" a plain tensor: this rank's own,
-    over the same memory. A lazy tensor [E, ...] becomes the lazy tensor of the experts of ``ep_rank`` (by default this
-    process's place in the mesh), cut as `torch.chunk` cuts; nothing is read. ``mesh``: the ("ep", "ep_fsdp") mesh, its
-    sizes, or the parameter's `EPSpecInfo` (of a parameter that is not spread over "ep" the tensor comes back as it is).
+    Parameters
+    ----------
+    tensor
+        A DTensor over ("ep", "ep_fsdp") or over "ep", or a lazy tensor [E, ...].
+    mesh
+        The ("ep", "ep_fsdp") mesh, its sizes, or the parameter's `EPSpecInfo`.
+    ep_rank
+        The EP rank, for a lazy tensor. By default this process's place in the mesh.
 
-    Raises MeshError for a mesh or placements that are not such.
+    Returns
+    -------
+    torch.Tensor or LazyTensor
+        A DTensor over ("ep", "ep_fsdp") becomes one over "ep_fsdp", a DTensor over "ep" a plain tensor: this rank's
+        experts, in the same memory. A lazy tensor becomes that of the rank's experts, cut as `torch.chunk` does;
+        nothing is read. A parameter that is not distributed over "ep" is returned unchanged.
+
+    Raises
+    ------
+    MeshError
+        The mesh, the placements or the rank do not fit.
     """
     placement, found = _spread(mesh)
     if placement is None:
@@ -141,7 +153,7 @@ def drop_ep_dim(tensor: Any, mesh: MeshLike, ep_rank: int | None = None) -> Any:
         return tensor.lazy[(slice(None),) * dim + (slice(ep_rank * step, (ep_rank + 1) * step),)]
     live = checked(found)
     if not isinstance(tensor, DTensor):
-        raise MeshError(f"a {type(tensor).__name__} has no EP dimension to drop: a DTensor over {live} is wanted")
+        raise MeshError(f"a {type(tensor).__name__} has no EP dimension to drop: a DTensor over {live} is needed")
     tensor = tensor.detach()
     over = tensor.placements
     if len(over) == 1 and same_ranks(tensor.device_mesh, live["ep"]) and over[0] == placement:
@@ -164,14 +176,28 @@ def restore_ep_dim(tensor: torch.Tensor, mesh: MeshLike) -> DTensor: ...
 @overload
 def restore_ep_dim(tensor: Sequence[LazyTensor], mesh: MeshLike) -> LazyTensor: ...
 def restore_ep_dim(tensor: Any, mesh: MeshLike) -> Any:
-    """The experts of all EP ranks as one tensor [E, ...].
+    """Return the experts of all EP ranks as one tensor [E, ...].
 
-    A DTensor over "ep_fsdp" (FSDP2's parameter) becomes one over ("ep", "ep_fsdp"), a plain tensor one over "ep", over
-    the same memory. All EP ranks have to call it: how many experts each has is gathered. A sequence of lazy tensors,
-    those of all EP ranks in order, becomes the lazy tensor of all experts; nothing is read. They may lie in one folder,
-    or in several of this machine.
+    For tensors in memory all EP ranks have to call it: the number of experts of each rank is gathered.
 
-    Raises MeshError for a mesh, placements or pieces that do not fit together.
+    Parameters
+    ----------
+    tensor
+        A DTensor over "ep_fsdp" (a parameter of FSDP2), a plain tensor, or the lazy tensors of all EP ranks in order,
+        from one folder or several folders of this machine.
+    mesh
+        The ("ep", "ep_fsdp") mesh, its sizes, or the parameter's `EPSpecInfo`.
+
+    Returns
+    -------
+    DTensor or LazyTensor
+        A DTensor becomes one over ("ep", "ep_fsdp"), a plain tensor a DTensor over "ep", in the same memory. Lazy
+        tensors become the lazy tensor of all experts; nothing is read.
+
+    Raises
+    ------
+    MeshError
+        The mesh, the placements or the pieces do not fit together.
     """
     placement, found = _spread(mesh)
     if isinstance(tensor, Sequence):
@@ -187,10 +213,27 @@ def restore_ep_dim(tensor: Any, mesh: MeshLike) -> Any:
 def drop_ep_dims(
     state_dict: Mapping[str, Any], fqn2spec: Mapping[str, EPSpecInfo], ep_rank: int | None = None
 ) -> dict[str, Any]:
-    """A state dict, or a view, with `drop_ep_dim` done to what is spread over the experts' mesh.
+    """Apply `drop_ep_dim` to the tensors of a state dict or a view that are distributed over the experts' mesh.
 
-    It may be nested: optimizer states stand under their parameter's FQN (``["state"][fqn]["exp_avg"]``), or in
-    flattened keys (``state.FQN.exp_avg``). States that have not the parameter's dimensions (``step``) are left alone.
+    Parameters
+    ----------
+    state_dict
+        Tensors, also nested. Optimizer states have keys with their parameter's FQN (``["state"][fqn]["exp_avg"]``), or
+        flattened keys (``state.FQN.exp_avg``). States without the parameter's dimensions (``step``) are unchanged.
+    fqn2spec
+        FQN -> `EPSpecInfo`, from `build_ep_fqn2spec_info` or `ep_specs`.
+    ep_rank
+        The EP rank, for lazy tensors. By default this process's place in the mesh.
+
+    Returns
+    -------
+    dict
+        The same keys, with the experts of one EP rank.
+
+    Raises
+    ------
+    MeshError
+        What `drop_ep_dim` raises.
     """
     done = {id(t): drop_ep_dim(t, spec, ep_rank) for _, t, spec in _experts(state_dict, fqn2spec)}
     return {key: _rebuilt(state_dict[key], done) for key in state_dict}
@@ -199,9 +242,27 @@ def drop_ep_dims(
 def restore_ep_dims(
     state_dict: Mapping[str, Any] | Sequence[Mapping[str, LazyTensor]], fqn2spec: Mapping[str, EPSpecInfo]
 ) -> dict[str, Any]:
-    """A state dict with `restore_ep_dim` done to what is spread over the experts' mesh; nested as for `drop_ep_dims`.
-    All EP ranks have to call it. Or the views of all EP ranks, in order, as one mapping of lazy tensors; what is not
-    spread is taken from the first. Raises MeshError (views with different names) and as `restore_ep_dim`."""
+    """Apply `restore_ep_dim` to the tensors of a state dict that are distributed over the experts' mesh.
+
+    All EP ranks have to call it with their state dicts; or one process with the views of all ranks.
+
+    Parameters
+    ----------
+    state_dict
+        The state dict of this rank, nested as for `drop_ep_dims`; or the views of all EP ranks, in order.
+    fqn2spec
+        FQN -> `EPSpecInfo`, from `build_ep_fqn2spec_info` or `ep_specs`.
+
+    Returns
+    -------
+    dict
+        The same keys, with the experts of all ranks. For views, the other tensors are those of the first.
+
+    Raises
+    ------
+    MeshError
+        The views have different names, or what `restore_ep_dim` raises.
+    """
     if not isinstance(state_dict, Mapping):
         first, *others = state_dict
         for n, other in enumerate(others, 1):
@@ -226,12 +287,12 @@ def restore_ep_dims(
 
 
 def _spread(mesh: MeshLike) -> tuple[Shard | None, DeviceMesh | EPDegrees]:
-    """-> (the placement over "ep", None if it is not spread; the mesh)."""
+    """Return the placement over "ep" (None if the parameter is not distributed over it) and the mesh."""
     if not isinstance(mesh, EPSpecInfo):
         degrees_of(mesh)
         return Shard(0), mesh
     if mesh.placement is None or mesh.mesh is None:
-        raise MeshError(f"{mesh.name!r}: {mesh.note or 'it is not known how it lies on the mesh'}")
+        raise MeshError(f"{mesh.name!r}: {mesh.note or 'its placement on the mesh is not known'}")
     return (mesh.placement if isinstance(mesh.placement, Shard) else None), mesh.mesh
 
 
@@ -274,13 +335,13 @@ def _restored(tensor: Any, placement: Shard, mesh: DeviceMesh, shape: Shape) -> 
             f"a tensor with placements {tensor.placements} on {tensor.device_mesh} cannot get an EP dimension: FSDP2's "
             f"parameters of experts lie on {mesh['ep_fsdp']}"
         )
-    # over the same dimension: "ep" cuts first, so this is no strided shard
+    # "ep" cuts first, so two placements over the same dimension are not a strided shard
     over = [placement, *tensor.placements]
     return DTensor.from_local(tensor.to_local(), mesh, over, shape=torch.Size(shape), stride=strides)
 
 
 def _whole_shapes(tensors: Sequence[tuple[str, Any, Shard]], mesh: DeviceMesh) -> list[Shape]:
-    """The shapes of all experts together, from what every EP rank has of them. One gathering for all."""
+    """Return the shapes of the tensors of all experts. The shapes of all EP ranks are gathered at once."""
     own = [(path, tuple(t.shape)) for path, t, _ in tensors]
     size = mesh.shape[0]
     held: list[Any] = [own] * size
@@ -306,7 +367,7 @@ def _whole_shapes(tensors: Sequence[tuple[str, Any, Shard]], mesh: DeviceMesh) -
 
 
 def _dense(shape: Sequence[int], strides: Sequence[int]) -> Shape:
-    """Strides without gaps, in the order of dimensions that ``strides`` have."""
+    """Return strides without gaps that keep the order of dimensions of ``strides``."""
     order = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
     found = [0] * len(shape)
     for d, stride in zip(order, c_strides([shape[d] for d in order]), strict=True):
@@ -315,7 +376,7 @@ def _dense(shape: Sequence[int], strides: Sequence[int]) -> Shape:
 
 
 def _experts(state_dict: Any, fqn2spec: Mapping[str, EPSpecInfo]) -> Iterator[tuple[str, Any, EPSpecInfo]]:
-    """The tensors of a state dict that are spread over the experts' mesh: (path, tensor, what it is spread as)."""
+    """Yield the tensors of a state dict that are distributed over the experts' mesh: (path, tensor, spec)."""
     seen: set[int] = set()
     for path, tensor in _leaves(state_dict, ()):
         if id(tensor) in seen or not tensor.ndim:
@@ -327,7 +388,7 @@ def _experts(state_dict: Any, fqn2spec: Mapping[str, EPSpecInfo]) -> Iterator[tu
 
 
 def _spec(path: tuple[str, ...], fqn2spec: Mapping[str, EPSpecInfo]) -> EPSpecInfo | None:
-    """Of the parameter that a path in a state dict is of, or is a state of."""
+    """Return the spec of the parameter that a path in a state dict belongs to."""
     whole = ".".join(path)
     flat = (_STATE.search(whole), _WEIGHT.match(whole))
     names = [*path[::-1][:2], whole, *(m[1] for m in flat if m)]

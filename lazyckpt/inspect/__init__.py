@@ -1,1 +1,1 @@
-"""What lazy tensors hold, read once and in bounded memory: their statistics, and what differs between two of them."""
+"""Statistics of lazy tensors, and comparison of checkpoints, in bounded memory."""

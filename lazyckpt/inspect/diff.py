@@ -1,7 +1,7 @@
-"""What differs between two checkpoints, tensor by tensor, run by run: neither side is ever held as a whole.
+"""Compare two checkpoints tensor by tensor, in runs of elements, so that neither side is ever in memory as a whole.
 
-Equal means: bit by bit, where both have the same dtype (-0.0 is not 0.0, and each NaN only itself); where they have
-not, the same numbers exactly (2**53 + 1 as int64 is not 2.0**53, although that is what float64 makes of it).
+Tensors of the same dtype are compared bit by bit (-0.0 is not 0.0, and a NaN equals only a NaN of the same bits),
+others by exact value (2**53 + 1 as int64 is not 2.0**53, although float64 rounds it to that).
 """
 
 from __future__ import annotations
@@ -23,20 +23,34 @@ from ..lazy import LazyArray, named
 
 Status: TypeAlias = Literal["equal", "values", "dtype", "shape", "only in a", "only in b", "unreadable"]
 _Pair: TypeAlias = tuple[str, LazyArray | None, LazyArray | None]
-_PIECE = 1 << 18  # elements compared at a time: what is made of them stays in a processor's cache
+_PIECE = 1 << 18  # elements compared at a time, so that intermediate results stay in a processor's cache
 _RUN = 4 << 20  # elements of a task
 _LINES = 20  # rows that a diff shows as text
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A tensor of two checkpoints.
+    """The comparison of one tensor.
 
-    ``status``: "equal"; "values": some elements differ; "dtype": the dtypes do (``count`` then tells whether the
-    numbers do; None where one of them is packed bits, which are no numbers); "shape"; "only in a", "only in b";
-    "unreadable": ``error`` says why. ``a``, ``b``: dtype and shape as text, "bf16[4096, 64]". Where elements were
-    compared: ``count`` of those that differ, ``max_abs`` the largest difference of two that are finite (None if there
-    is none), ``at`` the first index that differs, in C order. ``state``: of the checkpoint, where several are compared.
+    Attributes
+    ----------
+    name
+        The tensor's name.
+    status
+        "equal"; "values": elements differ; "dtype": dtypes differ (``count`` says whether values do); "shape": shapes
+        differ; "only in a" and "only in b": the other checkpoint lacks the tensor; "unreadable": see ``error``.
+    a, b
+        Dtype and shape as text, "bf16[4096, 64]"; None if the checkpoint lacks the tensor.
+    count
+        The number of elements that differ; None if elements were not compared (packed bits are not numbers).
+    max_abs
+        The largest absolute difference of finite elements; None if there is none.
+    at
+        The first index that differs, in C order.
+    error
+        Why the tensor cannot be read.
+    state
+        The state, if several were compared.
     """
 
     name: str
@@ -54,20 +68,27 @@ class Difference:
 
     @property
     def label(self) -> str:
-        """The name, behind the state where several were compared."""
+        """The name, after the state if several states were compared."""
         return self.name if self.state is None else f"{self.state}: {self.name}"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Diff:
-    """All tensors of two checkpoints, in the order of the first. A sequence of `Difference`s; `pandas.DataFrame(diff)`
-    is a table of it."""
+    """The comparison of two checkpoints: a sequence of `Difference`s, in the order of the first checkpoint.
+
+    ``pandas.DataFrame(diff)`` is a table of the rows. A diff is true if anything differs.
+
+    Attributes
+    ----------
+    rows
+        A row for each tensor.
+    """
 
     rows: tuple[Difference, ...]
 
     @property
     def equal(self) -> bool:
-        """Whether both have the same tensors, with the same dtypes, shapes and elements."""
+        """Whether both checkpoints have the same tensors, with the same dtypes, shapes and elements."""
         return all(row.status == "equal" for row in self.rows)
 
     @property
@@ -76,6 +97,7 @@ class Diff:
         return Diff(tuple(row for row in self.rows if row.status != "equal"))
 
     def as_dicts(self) -> list[dict[str, Any]]:
+        """Return the rows as plain objects."""
         return [asdict(row) for row in self.rows]
 
     def __len__(self) -> int:
@@ -92,7 +114,7 @@ class Diff:
         return self.rows[key]
 
     def __bool__(self) -> bool:
-        """Whether anything differs."""
+        """Return whether anything differs."""
         return not self.equal
 
     def __repr__(self) -> str:
@@ -105,7 +127,7 @@ class Diff:
 
 
 def verdict(row: Difference) -> str:
-    """What differs, as a text without the name."""
+    """Return the differences of a row as text, without the name."""
     if row.status == "equal":
         return "equal"
     if row.status in ("only in a", "only in b"):
@@ -133,13 +155,13 @@ def diff(
     memory: int | str | None = None,
     progress: bool | None = None,
 ) -> Diff:
-    """Compare the tensors of the same names. What cannot be read is a row of its own, the others are compared.
+    """Compare the tensors of the same names. A tensor that cannot be read gets a row that says so.
 
-    ``executor``, ``memory``, ``progress``: as of `to_safetensors`. Raises DataError (a size that is not understood),
-    WorkerError (workers died).
+    ``executor``, ``memory``, ``progress``: see `WriteOptions`. Raises DataError if ``memory`` is not a size, and
+    WorkerError if workers died.
     """
     pairs: list[_Pair] = [(name, t, named(b, name)) for name, t in a.items()]
-    listed = set(a)  # a tied name of one may be a tensor of its own in the other
+    listed = set(a)  # a tied name of one checkpoint may be a tensor of its own in the other
     pairs += [(name, named(a, name), t) for name, t in b.items() if name not in listed]
     compared = [n for n, (_, x, y) in enumerate(pairs) if x is not None and y is not None and x.shape == y.shape]
     found: dict[int, list[_Run]] = {n: [] for n in compared}
@@ -168,8 +190,8 @@ def diff(
 
 
 class _Run(NamedTuple):
-    """What a run of two tensors has shown. ``differing``: how many elements do, None if they cannot be compared.
-    ``first``: the first of them, counted from the tensor's."""
+    """The comparison of a run of elements. ``differing``: the number of elements that differ, None if they cannot be
+    compared. ``first``: the flat index of the first of them in the whole tensor."""
 
     differing: int | None = 0
     max_abs: float | None = None
@@ -213,7 +235,7 @@ def _index(flat: int, shape: torch.Size) -> tuple[int, ...]:
 
 
 def _compared(n: int, ahead: int, a: LazyArray, b: LazyArray) -> tuple[int, _Run]:
-    """Compare a run of both tensors, whose first element is the tensors' element ``ahead``."""
+    """Compare a run of both tensors that starts at the flat index ``ahead``."""
     if a.dtype != b.dtype and not (_numbers(a.dtype) and _numbers(b.dtype)):
         return n, _Run(None)
     try:
@@ -229,7 +251,7 @@ def _of_piece(ahead: int, x: torch.Tensor, y: torch.Tensor) -> _Run:
     count = 0 if differ is None else int(differ.count_nonzero())
     if differ is None or not count:
         return _Run()
-    first = ahead + int(differ.view(torch.uint8).argmax())  # the first of those that are 1
+    first = ahead + int(differ.view(torch.uint8).argmax())  # argmax finds the first 1
     if not _numbers(x.dtype):
         return _Run(count, None, first)
     apart = _apart(x, y).nan_to_num_(nan=-1, posinf=-1).masked_fill_(~differ, -1)
@@ -238,12 +260,12 @@ def _of_piece(ahead: int, x: torch.Tensor, y: torch.Tensor) -> _Run:
 
 
 def _numbers(dtype: torch.dtype) -> bool:
-    """Whether elements are numbers to torch: packed bits are none."""
+    """Return whether elements are numbers to torch, which packed bits are not."""
     return dtype_of(dtype).is_number
 
 
 def _differing(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
-    """A mask of the elements that differ, in their bits or, of two dtypes, as numbers; None if none does."""
+    """Return a mask of the elements that differ, in bits or, for two dtypes, in value; None if none differs."""
     if x.dtype != y.dtype:
         return _unequal(x, y)
     if x.dtype == torch.complex128:  # no integer is as wide
@@ -255,11 +277,11 @@ def _differing(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
 
 
 def _unequal(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """A mask of the elements that are not the same number, of whatever dtypes; NaN is NaN."""
+    """Return a mask of the elements that are different numbers, for any dtypes. All NaNs are equal."""
     if x.is_complex() or y.is_complex():
         (a, b), (c, d) = _plane(x), _plane(y)
         return _unequal(a, c) | _unequal(b, d)
-    if _long(x) or _long(y):  # of which at most one is of floats: there is no NaN on the other side
+    if _long(x) or _long(y):  # at least one side has integers, so NaN differs from all of them
         (a, b), (c, d) = _halves(x), _halves(y)
         return (a != c) | (b != d)
     x, y = x.to(torch.float64), y.to(torch.float64)
@@ -267,7 +289,7 @@ def _unequal(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _apart(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Half of the absolute differences, which does not overflow; of what is not finite inf or NaN."""
+    """Return half of the absolute differences, which does not overflow; inf or NaN for elements that are not finite."""
     if x.is_complex() or y.is_complex():
         return x.to(torch.complex128).mul(0.5).sub_(y.to(torch.complex128), alpha=0.5).abs()
     if _long(x) or _long(y):
@@ -277,12 +299,12 @@ def _apart(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _long(x: torch.Tensor) -> bool:
-    """Whether float64 does not hold all of its numbers."""
+    """Return whether float64 cannot hold all numbers of the dtype."""
     return x.dtype in (torch.int64, torch.uint64)
 
 
 def _plane(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The real and the imaginary parts."""
+    """Return the real and the imaginary parts."""
     if not x.is_complex():
         return x, torch.zeros(x.shape, dtype=torch.float32, device="cpu")
     if x.dtype == torch.complex32:
@@ -291,7 +313,7 @@ def _plane(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers as high * 2**32 + low, where float64 holds both: integers of 64 bits would be rounded in one."""
+    """Return numbers as high * 2**32 + low, both float64, because one float64 would round 64-bit integers."""
     if x.is_floating_point():
         x = x.to(torch.float64)
         high = (x * 2.0**-32).floor()

@@ -1,7 +1,7 @@
-"""Counts and moments of numbers, in float64, that merge: those of a whole follow from those of its pieces.
+"""Counts and moments of numbers in float64 that can be merged: those of a whole follow from those of its pieces.
 
-The finite elements' count, mean and sum of squared deviations merge as in Chan, Golub and LeVeque, "Updating Formulae
-and a Pairwise Algorithm for Computing Sample Variances" (1979), which loses no digits where the mean is far from zero.
+Count, mean and sum of squared deviations of the finite elements merge as in Chan, Golub and LeVeque, "Updating Formulae
+and a Pairwise Algorithm for Computing Sample Variances" (1979), which loses no digits if the mean is far from zero.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ else:
 
 Array = np.ndarray[Any, Any]
 
-# Elements at a time: some 600 KB of them and of what is made of them stay in the processor's cache, and torch, which
-# gives 32,768 elements and more to threads of its own, leaves them to this one.
+# Elements at a time. They and the intermediate results, some 600 KB, stay in the processor's cache; and torch, which
+# distributes 32,768 and more elements over threads of its own, computes on this thread.
 BLOCK = 32_704
-_CANCELS = 1e-3  # below this part of the sum of squares, what is left after taking off the mean has lost digits
+_CANCELS = 1e-3  # below this fraction of the sum of squares, subtracting the mean has lost digits
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """``mean``, ``m2`` (sum of squared deviations from it), ``l1`` (sum of absolute values), ``low`` and ``high`` are
-    of the finite elements; ``low > high`` if there are none."""
+    """Counts and moments of some elements. ``mean``, ``m2`` (sum of squared deviations from the mean), ``l1`` (sum of
+    absolute values), ``low`` and ``high`` are those of the finite elements; ``low > high`` if there are none."""
 
     count: int = 0
     nan: int = 0
@@ -51,7 +51,7 @@ class Moments:
         return self.count - self.nan - self.posinf - self.neginf
 
     def __add__(self, other: Moments) -> Moments:
-        """Those of the elements of both."""
+        """Return the moments of the elements of both."""
         mean, m2 = (self.mean, self.m2) if self.finite else (other.mean, other.m2)
         if self.finite and other.finite:
             delta, share = other.mean - self.mean, other.finite / (self.finite + other.finite)
@@ -72,7 +72,7 @@ class Moments:
 
 
 def merged(parts: Iterable[Moments]) -> Moments:
-    """Those of the elements of all."""
+    """Return the moments of the elements of all parts."""
     whole = Moments()
     for part in parts:
         whole += part
@@ -80,13 +80,13 @@ def merged(parts: Iterable[Moments]) -> Moments:
 
 
 def of_numbers(numbers: torch.Tensor) -> Moments:
-    """Of a contiguous tensor of 32 or 64 bits an element (or more, if they are complex), on the CPU."""
+    """Return the moments of a contiguous CPU tensor with 32 or 64 bits an element (or more, for complex numbers)."""
     flat = numbers.view(-1)
     return merged(_of_block(real(flat[at : at + BLOCK])) for at in range(0, flat.numel(), BLOCK))
 
 
 def real(block: torch.Tensor) -> Array:
-    """Numbers as numpy computes with them; of complex ones their absolute values, as float64."""
+    """Return numbers as a numpy array; for complex numbers their absolute values in float64."""
     if not block.is_complex():
         return block.numpy()
     with np.errstate(over="ignore", invalid="ignore"):
@@ -95,7 +95,7 @@ def real(block: torch.Tensor) -> Array:
 
 
 def of_counts(values: Array, counts: Array) -> Moments:
-    """Of float64 ``values``, each of which occurs so many times."""
+    """Return the moments of float64 ``values``, each of which occurs ``counts`` times."""
     finite = np.isfinite(values)
     v, c = values[finite], counts[finite]
     n = int(c.sum())
@@ -120,7 +120,7 @@ def of_counts(values: Array, counts: Array) -> Moments:
 
 
 def _of_block(block: Array) -> Moments:
-    low, high = float(block.min()), float(block.max())  # NaN where there is one
+    low, high = float(block.min()), float(block.max())  # NaN if the block has one
     if math.isfinite(low) and math.isfinite(high):
         return _of_finite(block, low, high)
     good = block[np.isfinite(block)]
@@ -145,13 +145,13 @@ def _of_finite(block: Array, low: float, high: float) -> Moments:
 
 
 def _doubles(block: Array) -> torch.Tensor:
-    """The numbers as float64, in memory of their own."""
+    """Return the numbers as float64, in a copy."""
     return torch.from_numpy(block).to(torch.float64, copy=True)
 
 
 def even_edges(low: float, high: float, bins: int) -> Array:
-    """So many bins of equal width from one number to another, as numpy makes them; fewer where float64 has not so many
-    numbers between the two."""
+    """Return the edges of ``bins`` bins of equal width between two numbers, as numpy computes them; fewer bins if
+    float64 has fewer numbers between the two."""
     if low == high:
         margin = max(0.5, math.ulp(low))
         low, high = low - margin, high + margin
@@ -160,25 +160,25 @@ def even_edges(low: float, high: float, bins: int) -> Array:
     return found
 
 
-# -- How often each bit pattern of 8 or 16 bits occurs: all that there is to know of bf16, fp16, fp8, small
-# integers and bools, exactly, in one pass, which costs what computing moments would.
+# -- Counts of bit patterns of 8 or 16 bits: they determine all statistics of bf16, fp16, fp8, small integers and bools
+# exactly, in one pass that costs as much as computing moments.
 
-_BLOCK = 1 << 17  # elements that numpy makes a megabyte of indices of
+_BLOCK = 1 << 17  # elements at a time: numpy makes a megabyte of indices from them
 
 
 class Patterns(NamedTuple):
-    """``patterns``: those that occur, ascending; ``counts``: how often each does."""
+    """The bit patterns that occur, ascending, and how often each occurs."""
 
     patterns: Array
     counts: Array
 
 
 def count(numbers: torch.Tensor) -> Array:
-    """How often each of the bit patterns occurs in a contiguous CPU tensor of 1 or 2 bytes an element (int64)."""
+    """Count each bit pattern in a contiguous CPU tensor of 1 or 2 bytes an element. The counts are int64."""
     raw = numbers.view(-1).view(torch.uint8).numpy()
     if numbers.itemsize == 2:
         return _counted(raw.view(np.uint16))
-    # two bytes at a time, which takes half as long
+    # two bytes at a time, in half the time
     even = raw.size // 2 * 2
     pairs = _counted(raw[:even].view(np.uint16)).reshape(256, 256)
     found: Array = pairs.sum(0) + pairs.sum(1) + np.bincount(raw[even:], minlength=256)
@@ -186,14 +186,14 @@ def count(numbers: torch.Tensor) -> Array:
 
 
 def sparse(counts: Array) -> Patterns:
-    """Only those that occur."""
+    """Return only the patterns that occur."""
     patterns = np.flatnonzero(counts)
     return Patterns(patterns, counts[patterns])
 
 
 @cache
 def values(dtype: torch.dtype) -> Array:
-    """What each bit pattern of a dtype is, as float64. Raises DataError for what is no number."""
+    """Return the value of each bit pattern of a dtype, in float64. Raises DataError if they are not numbers."""
     size = 1 << 8 * dtype.itemsize
     plain = torch.uint8 if dtype.itemsize == 1 else torch.uint16
     patterns = torch.arange(size, dtype=torch.int32, device="cpu").to(plain)

@@ -1,8 +1,8 @@
-"""Statistics of tensors: tasks that each look at a run of one, in pieces that stay in the processor's cache.
+"""Statistics of tensors, by tasks that each read a run of elements in pieces that fit the processor's cache.
 
-Memory is bounded by the tasks in flight, whatever the size of a tensor. What a task finds is a few numbers (of 8- and
-16-bit elements: how often each bit pattern occurs), which are put together in the order of the elements: the same
-tensor gives the same digits, on however many threads.
+Memory is bounded by the tasks in flight, for tensors of any size. A task returns a few numbers (for 8- and 16-bit
+elements the counts of bit patterns), which are merged in the order of the elements, so that the same tensor has the
+same digits on any number of threads.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from .table import Histogram, Stats, Table, row
 
 # -- Singular values of a matrix that is not in memory.
 
-LIMIT = 8192  # rows or columns, whichever are fewer: their Gram matrix takes 512 MiB, its eigenvalues minutes
-ACCURACY = 1.5e-8  # of the largest value: the root of float64's rounding error
+LIMIT = 8192  # the smaller of rows and columns: their Gram matrix takes 512 MiB, its eigenvalues minutes
+ACCURACY = 1.5e-8  # relative to the largest value: the root of float64's rounding error
 _PIECE = 32 << 20  # bytes of a block of rows, as float64
 
 
 def singular_values(tensor: LazyArray) -> torch.Tensor:
-    """The singular values of a matrix, largest first: float64, as many as its smaller side is long.
+    """Compute the singular values of a matrix, largest first, in float64. There are as many as the smaller side has.
 
-    They are the roots of the eigenvalues of the smaller side's Gram matrix, which is added up in float64 from blocks of
-    the larger side; every element is read once. So memory is that of the Gram matrix (8 bytes times the smaller side
-    squared, twice again for its eigenvalues) and some 100 MiB. What is squared loses half the digits: a value is right
-    to about 1.5e-8 of the largest one (`ACCURACY`), and those below that are noise.
+    They are the roots of the eigenvalues of the smaller side's Gram matrix, which is summed in float64 over blocks of
+    the larger side. Every element is read once. Memory is that of the Gram matrix (8 bytes times the square of the
+    smaller side, and twice that for its eigenvalues) and some 100 MiB. Squaring loses half of the digits: values are
+    accurate to about 1.5e-8 of the largest one (`ACCURACY`), and smaller values are noise.
 
-    Raises DataError if it is no matrix, if its smaller side is above 8,192 (`LIMIT`), or if there is a NaN or an
-    infinity in it; and what reading raises.
+    Raises DataError if the tensor is not a matrix, if its smaller side is above 8,192 (`LIMIT`), or if it has a NaN or
+    an infinity; and what reading raises.
     """
     if tensor.ndim != 2:
         raise DataError(
@@ -84,12 +84,12 @@ def singular_values(tensor: LazyArray) -> torch.Tensor:
     return squares.clamp_(min=0).sqrt_().flip(0)
 
 
-# -- Statistics of tensors: tasks that each look at a run of one, in pieces that stay in the processor's cache.
+# -- Statistics of tensors.
 
 Bins = int | Sequence[float]
 
-_BINS = 1_000_000  # that every task in flight has counts of
-_SORTED = 1 << 16  # elements of wide types that a histogram sorts at a time
+_BINS = 1_000_000  # largest number of bins: every task in flight has counts of all
+_SORTED = 1 << 16  # elements of 32 bits and more that a histogram sorts at a time
 
 
 def stats_of(
@@ -99,8 +99,8 @@ def stats_of(
     memory: int | str | None = None,
     progress: bool | None = None,
 ) -> Stats:
-    """The statistics of one tensor; see `LazyTensor.stats`. Raises what reading raises, DataError for elements that
-    are no numbers."""
+    """Return the statistics of one tensor. See `LazyTensor.stats`. Raises what reading raises, and DataError for
+    elements that are not numbers."""
     (one,) = _collect({tensor.name: tensor}, bins, runner(executor, memory), progress)
     if one.error is not None:
         raise one.error
@@ -114,14 +114,15 @@ def stats_of_all(
     memory: int | str | None = None,
     progress: bool | None = None,
 ) -> Table:
-    """The statistics of each, in order; see `CheckpointView.stats`. What cannot be read is a row that says why."""
+    """Return the statistics of all tensors, in order. See `CheckpointView.stats`. The row of a tensor that cannot be
+    read has the reason."""
     return Table(one.row for one in _collect(tensors, bins, runner(executor, memory), progress))
 
 
 @dataclass(slots=True)
 class _Found:
-    """What is found out of a tensor. ``moments`` are kept by the elements in front of each run, to be merged in their
-    order; counts are sums, which have none. Once all runs are there, only ``whole`` and ``histogram`` are left."""
+    """The results for a tensor so far. ``moments`` are kept by the flat index of each run, to be merged in order;
+    counts are sums, for which order does not matter. When all runs are done, only ``whole`` and ``binned`` are left."""
 
     name: str
     tensor: LazyArray
@@ -156,7 +157,7 @@ class _Found:
             self._finish()
 
     def fail(self, ahead: int, error: Exception) -> None:
-        """The first in the order of elements is told."""
+        """Keep the error of the first run in the order of elements."""
         if self.error is None or ahead < self.errs_at:
             self.error, self.errs_at = error, ahead
 
@@ -168,12 +169,12 @@ class _Found:
             self.set_range()
             if self.edges is not None:
                 self.binned = np.histogram(numbers, self.edges, weights=found.counts)[0]
-        elif self.moments:  # not the second time, which counts only
+        elif self.moments:  # empty in the second pass, which only counts for the histogram
             self.whole = merged(self.moments[ahead] for ahead in sorted(self.moments))
         self.counts, self.moments = None, {}
 
     def set_range(self) -> None:
-        """The edges of ``bins``, now that least and largest are known."""
+        """Set the edges of ``bins``, when the smallest and largest elements are known."""
         if self.bins is not None and self.edges is None:
             low, high = (self.whole.low, self.whole.high) if self.whole.finite else (0.0, 1.0)
             self.edges = even_edges(low, high, self.bins)
@@ -182,7 +183,7 @@ class _Found:
     def row(self) -> Stats:
         if self.error is not None:
             return row(self.name, self.tensor, None, None, " ".join(str(self.error).split()))
-        self.set_range()  # of an empty tensor
+        self.set_range()  # an empty tensor has no runs that would set it
         histogram = None
         if self.edges is not None:
             binned = np.zeros(len(self.edges) - 1, np.int64) if self.binned is None else self.binned
@@ -191,7 +192,7 @@ class _Found:
 
 
 def _collect(tensors: Mapping[str, LazyArray], bins: Bins | None, run: Run, progress: bool | None) -> list[_Found]:
-    """Go through all tensors; again through those whose histogram has to know their range first."""
+    """Read all tensors, and again those with a histogram over their own range."""
     number = int(bins) if isinstance(bins, int | np.integer) else None
     if number is not None and not 1 <= number <= _BINS:
         raise DataError(f"bins={bins!r}: a histogram has 1 to {_BINS:,} bins, or edges: bins=[-1, 0, 1]")
@@ -208,7 +209,7 @@ def _collect(tensors: Mapping[str, LazyArray], bins: Bins | None, run: Run, prog
 
 
 def _go(found: Sequence[_Found], run: Run, bar: Bar, look: Callable[[_Found], Callable[[LazyArray], Any]]) -> None:
-    """Do what ``look`` gives, with all runs of all tensors."""
+    """Apply the function that ``look`` returns for a tensor to all of its runs, for all tensors."""
 
     def tasks() -> Iterator[Task]:
         for n, one in enumerate(found):
@@ -217,7 +218,7 @@ def _go(found: Sequence[_Found], run: Run, bar: Bar, look: Callable[[_Found], Ca
                     values(one.tensor.dtype)
                 one.tensor._check()
                 for ahead, part in one.tensor.pieces(RUN):
-                    if one.error is not None:  # reading the rest would be of no use
+                    if one.error is not None:  # the row has an error: do not read the rest
                         break
                     yield Task(part.nbytes, PIECE + OVERHEAD, partial(_tried, look(one), n, ahead, part))
             except (LazyckptError, OSError) as e:
@@ -234,7 +235,7 @@ def _go(found: Sequence[_Found], run: Run, bar: Bar, look: Callable[[_Found], Ca
 def _tried(
     do: Callable[[LazyArray], Sequence[Any]], n: int, ahead: int, part: LazyArray
 ) -> tuple[int, int, int, Sequence[Any]]:
-    """What a run of a tensor gives, or the error of reading it."""
+    """Return the result for a run of a tensor, or the error of reading it."""
     try:
         found = do(part)
     except (LazyckptError, OSError) as e:
@@ -243,7 +244,7 @@ def _tried(
 
 
 def _measure(part: LazyArray, edges: Array | None) -> Sequence[Any]:
-    """-> the bit patterns of a run; of wide types its moments and, if there are edges, counts between them."""
+    """Return the bit patterns of a run; for wider dtypes its moments and, if there are edges, counts between them."""
     pieces = (_read(piece) for _, piece in part.pieces(PIECE))
     if part.itemsize <= 2:
         return (sparse(sum(map(count, pieces), np.zeros(1 << 8 * part.itemsize, np.int64))),)
@@ -256,7 +257,7 @@ def _measure(part: LazyArray, edges: Array | None) -> Sequence[Any]:
 
 
 def _bin(part: LazyArray, edges: Array | None) -> Sequence[Any]:
-    assert edges is not None  # asked only of those that have a range
+    assert edges is not None  # the first pass has set the range
     return (sum(_binned(_read(piece), edges) for _, piece in part.pieces(PIECE)),)
 
 
@@ -265,7 +266,7 @@ def _read(piece: LazyArray) -> torch.Tensor:
 
 
 def _binned(numbers: torch.Tensor, edges: Array) -> Array:
-    """How many are between one edge and the next; the last bin has its end as well, as numpy's have."""
+    """Count the elements between edges. The last bin includes its end, as in numpy."""
     flat = numbers.view(-1)
     counts = np.zeros(len(edges) - 1, np.int64)
     size = BLOCK if numbers.is_complex() else _SORTED

@@ -1,4 +1,4 @@
-"""Statistics as a table: rows for people, and for pandas, polars, JSON and CSV."""
+"""Statistics as a table, for display and for pandas, polars, JSON and CSV."""
 
 from __future__ import annotations
 
@@ -14,21 +14,29 @@ from ..errors import TensorNotFoundError, and_more
 from ..lazy import LazyArray
 from .moments import Moments, merged
 
-_ROWS = 40  # that a repr prints
+_ROWS = 40  # rows that a repr prints
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """``counts[i]`` elements are at least ``edges[i]`` and less than ``edges[i + 1]``; in the last bin, also those that
-    equal its end. NaN, infinities and what is outside the edges are not counted."""
+    """Counts of elements in bins. NaN, infinities and elements outside the edges are not counted.
+
+    Attributes
+    ----------
+    edges
+        The edges of the bins, ascending; one more than there are bins.
+    counts
+        ``counts[i]`` elements are at least ``edges[i]`` and less than ``edges[i + 1]``. The last bin also has elements
+        equal to its end.
+    """
 
     edges: tuple[float, ...]
     counts: tuple[int, ...]
 
     @property
     def bars(self) -> str:
-        """A character for each bin, as high as its count; one that is not empty is seen.
+        """A character for each bin, as high as its count. Only an empty bin is blank.
 
         >>> Histogram((0.0, 1.0, 2.0, 3.0, 4.0), (0, 1, 100, 50)).bars
         ' ▁█▄'
@@ -42,16 +50,34 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Stats:
-    """The statistics of one tensor, a row of a table.
+    """The statistics of one tensor: a row of a `Table`.
 
-    ``count``: its elements. ``nan``, ``posinf``, ``neginf``, ``zeros``: how many of them are NaN, +Inf, -Inf, 0. The
-    rest is of the finite elements, computed in float64 (NaN if there are none): ``mean``, ``std`` (the population's: of
-    deviations squared, divided by their number, the root), ``min``, ``max``, ``absmax`` (largest absolute value),
-    ``l1`` (sum of absolute values), ``l2`` (root of the sum of squares). Of complex tensors, all are those of the
-    absolute values. Of 64-bit integers, values above 2**53 are rounded to float64.
+    All numbers but the counts are those of the finite elements, computed in float64. For complex tensors they are those
+    of the absolute values. 64-bit integers above 2**53 are rounded to float64.
 
-    ``histogram``: if one was asked for. ``error``: why the tensor cannot be read; then all numbers but ``count`` are
-    None. ``dtype`` as torch names it ("bfloat16"); "" for a total of several.
+    Attributes
+    ----------
+    name
+        The tensor's name.
+    dtype
+        The dtype by torch's name ("bfloat16"); "" for a total of several tensors.
+    shape
+        The tensor's shape.
+    count
+        The number of elements.
+    nan, posinf, neginf, zeros
+        The numbers of elements that are NaN, +Inf, -Inf and 0.
+    mean, std, min, max
+        Mean, standard deviation of the population (divided by the number of elements), smallest and largest element;
+        NaN if no element is finite.
+    absmax
+        The largest absolute value; NaN if no element is finite.
+    l1, l2
+        The sum of absolute values, and the root of the sum of squares.
+    histogram
+        The histogram, if ``bins`` was given.
+    error
+        Why the tensor cannot be read. All numbers but ``count`` are None then.
     """
 
     name: str
@@ -74,11 +100,11 @@ class Stats:
 
     @property
     def finite(self) -> int:
-        """Elements that are neither NaN nor infinite; 0 if it cannot be read."""
+        """The number of elements that are neither NaN nor infinite; 0 if the tensor cannot be read."""
         return 0 if self.error is not None else self._moments.finite
 
     def as_dict(self) -> dict[str, Any]:
-        """The columns as plain objects; the histogram, if there is one, as {"edges": [...], "counts": [...]}."""
+        """Return the columns as plain objects; the histogram, if any, as ``{"edges": [...], "counts": [...]}``."""
         found = {f.name: getattr(self, f.name) for f in fields(self)} | {"shape": list(self.shape)}
         if self.histogram is None:
             del found["histogram"]
@@ -114,7 +140,7 @@ class Stats:
 def row(
     name: str, tensor: LazyArray, m: Moments | None, histogram: Histogram | None, error: str | None = None
 ) -> Stats:
-    """The row of a tensor; ``m`` is None if it cannot be read."""
+    """Return the row of a tensor; ``m`` is None if it cannot be read."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return _filled(name, dtype, tuple(tensor.shape), tensor.numel(), m, histogram, error)
 
@@ -153,9 +179,16 @@ def _filled(
 
 
 class Table(Sequence[Stats]):
-    """Statistics of several tensors, a row each. ``pandas.DataFrame(table)`` and ``polars.DataFrame(table)`` have the
-    columns of `Stats`. Indexing with a slice gives a table, with a name the row of that name (TensorNotFoundError, a
-    KeyError, if there is none)."""
+    """The statistics of several tensors: a sequence of `Stats`.
+
+    ``table[0]`` and ``table["name"]`` are rows, ``table[1:]`` is a table; an unknown name raises TensorNotFoundError (a
+    KeyError). ``pandas.DataFrame(table)`` and ``polars.DataFrame(table)`` have the columns of `Stats`.
+
+    Parameters
+    ----------
+    rows
+        The rows.
+    """
 
     __slots__ = ("_rows",)
 
@@ -191,9 +224,8 @@ class Table(Sequence[Stats]):
 
     @property
     def total(self) -> Stats:
-        """A row over the elements of all tensors that could be read, named "total"; ``shape`` is (count,). Its
-        histogram is the sum, if all have the same edges. ``error`` says how many could not be read, if there are any;
-        they are not in ``count``."""
+        """The statistics of all readable tensors together, named "total", of shape (count,). The histogram is the sum
+        if all have the same edges. ``error`` says how many tensors could not be read."""
         good = [one for one in self._rows if one.error is None]
         m = merged(one._moments for one in good)
         histograms = [one.histogram for one in good]
@@ -206,7 +238,7 @@ class Table(Sequence[Stats]):
         return _filled("total", "", (m.count,), m.count, m, histogram, error)
 
     def as_dicts(self) -> list[dict[str, Any]]:
-        """The rows as plain objects (`Stats.as_dict`)."""
+        """Return the rows as plain objects (`Stats.as_dict`)."""
         return [one.as_dict() for one in self._rows]
 
     def __str__(self) -> str:
@@ -216,9 +248,19 @@ class Table(Sequence[Stats]):
         return self._text(_ROWS)
 
     def lines(self, limit: int | None = None) -> list[tuple[str, ...]]:
-        """Header, rows and total as text, padded to columns; of more than ``limit`` rows the first and the last. Where
-        a tensor cannot be read, the fourth column is the last, and says why. Only in the rows themselves: largest
-        absolute values and L1 norms."""
+        """Return header, rows and total as text, padded to columns, without ``absmax`` and ``l1``.
+
+        Parameters
+        ----------
+        limit
+            Show only the first and last rows if there are more than this number.
+
+        Returns
+        -------
+        list of tuple of str
+            A tuple of cells for each line. The line of a tensor that cannot be read has four cells, with the reason in
+            the last one.
+        """
         drawn = any(one.histogram for one in self._rows)
         shown = [_cells(one, drawn) for one in self._rows]
         if limit is not None and len(shown) > limit:
@@ -245,7 +287,7 @@ class Table(Sequence[Stats]):
         titles = "".join(f"<th style='{_style(c, '')}'>{escape(cell.strip())}</th>" for c, cell in enumerate(head))
         shown = "".join(f"<tr>{''.join(_html(c, line, len(head)) for c in range(len(line)))}</tr>" for line in lines)
         table = f"<table><thead><tr>{titles}</tr></thead><tbody>{shown}</tbody></table>"
-        return f"<div class='tex2jax_ignore mathjax_ignore'>{table}</div>"  # "$" in names is no mathematics
+        return f"<div class='tex2jax_ignore mathjax_ignore'>{table}</div>"  # so that "$" in names is not mathematics
 
 
 _HEAD = ("name", "dtype", "shape", "mean", "std", "min", "max", "L2 norm", "zeros", "NaN", "Inf")
@@ -258,7 +300,7 @@ def _cells(one: Stats, drawn: bool) -> tuple[str, ...]:
     kind = (_name(one.name), _short(one.dtype), shortened(str(list(one.shape))) if one.dtype else "")
     if one.mean is None:
         return (*kind, f"cannot be read: {one.error}")
-    if one.error is not None:  # of the total
+    if one.error is not None:  # the total, if some tensors could not be read
         kind = (f"{kind[0]} ({one.error})", *kind[1:])
     numbers = (one.mean, one.std, one.min, one.max, one.l2)
     tallies = (one.zeros or 0, one.nan or 0, (one.posinf or 0) + (one.neginf or 0))
@@ -270,7 +312,7 @@ def _html(c: int, line: tuple[str, ...], columns: int) -> str:
     if c == 3 and len(line) == 4:
         return f"<td colspan='{columns - 3}' style='text-align:left'>{escape(line[c])}</td>"
     text = escape(line[c].strip())
-    if c == _HISTOGRAM:  # empty bins are spaces, as wide as bars in a <code>; of several, HTML would show one
+    if c == _HISTOGRAM:  # empty bins are spaces as wide as bars; HTML would collapse them
         text = f"<code style='background:none;white-space:pre'>{text.replace(' ', '&nbsp;')}</code>"
     return f"<td style='{_style(c, line[c])}'>{text}</td>"
 

@@ -1,6 +1,6 @@
-"""Lazy tensors as Dask arrays: chunks follow the fragments, and a chunk is read where its task runs.
+"""Lazy tensors as Dask arrays: chunks follow the fragments, and each chunk is read where its task runs.
 
-The graph holds the tensor's description once; each chunk's task slices it. So no bytes of tensors pass through the
+The graph has the tensor's description once, and each chunk's task slices it. So no bytes of tensors pass through the
 client, and dask's own optimization turns a slice of the array into a slice of the tensor.
 """
 
@@ -21,13 +21,23 @@ from ..core.index import TensorSpec
 from ..errors import DataError
 from ..lazy import LazyArray
 
-LEAST, MOST = 8 << 20, 64 << 20  # bytes of a chunk: many smaller ones keep the scheduler busy, larger ones the memory
+LEAST, MOST = 8 << 20, 64 << 20  # bytes of a chunk: smaller chunks load the scheduler, larger ones need much memory
 
 
 class Readable:
-    """A lazy tensor as numpy's kind of array: its dtype, and what slicing it returns. Reads when it is sliced.
+    """A lazy tensor with the interface of a numpy array. Slicing it reads.
 
-    ``widen``: floats of 8 and 16 bits are given as float32.
+    Parameters
+    ----------
+    tensor
+        The tensor.
+    widen
+        Return floats of 8 and 16 bits as float32.
+
+    Raises
+    ------
+    DataError
+        numpy lacks the dtype.
     """
 
     __slots__ = ("dtype", "kind", "ndim", "shape", "tensor")
@@ -37,7 +47,7 @@ class Readable:
         self.shape: Shape = tuple(tensor.shape)
         self.ndim = tensor.ndim
         own = tensor.spec.dtype
-        self.dtype: np.dtype[Any] = own.numpy  # raises DataError for what numpy lacks
+        self.dtype: np.dtype[Any] = own.numpy  # raises DataError if numpy lacks the dtype
         self.kind = widened(own) if widen else own
         self.dtype = self.kind.numpy
 
@@ -52,8 +62,18 @@ class Readable:
 
 
 def import_dask() -> Any:
-    """dask, with its arrays. Raises DataError, which says what to install. (xarray without chunks needs none, and uses
-    the rest of this module.)"""
+    """Import dask with its arrays, which the rest of this module does not need.
+
+    Returns
+    -------
+    module
+        ``dask``.
+
+    Raises
+    ------
+    DataError
+        dask is not installed. The message says how to install it.
+    """
     try:
         import dask.array
     except ImportError as e:
@@ -62,20 +82,55 @@ def import_dask() -> Any:
 
 
 def to_dask(tensor: LazyArray, chunks: Any = None, widen: bool = True) -> Any:
-    """A `dask.array.Array`; see `LazyTensor.to_dask`."""
+    """Return a tensor as a Dask array. See `LazyTensor.to_dask`.
+
+    Parameters
+    ----------
+    tensor
+        The tensor.
+    chunks
+        Chunks in any form that dask accepts. By default those of `chunks_of`.
+    widen
+        Convert floats of 8 and 16 bits to float32 when they are read.
+
+    Returns
+    -------
+    dask.array.Array
+        An array of the same shape.
+
+    Raises
+    ------
+    DataError
+        numpy lacks the dtype, or dask is not installed.
+    """
     dask = import_dask()
     array = Readable(tensor, widen)
     grid = dask.array.core.normalize_chunks(
         chunks_of(tensor, array.kind) if chunks is None else chunks, array.shape, dtype=array.dtype
     )
-    meta = np.empty((0,) * array.ndim, array.dtype)  # else dask would slice the tensor to find out
+    meta = np.empty((0,) * array.ndim, array.dtype)  # without it, dask would slice the tensor for the type
     return dask.array.from_array(array, grid, name=f"lazyckpt-{dask.base.tokenize(array, grid)}", meta=meta)
 
 
 def chunks_of(tensor: LazyArray, dtype: DType) -> tuple[tuple[int, ...], ...]:
-    """The lengths of the chunks in every dimension, 8 to 64 MiB each in ``dtype``. Those of a block of a tensor are cut
-    where the tensor's own are; what else was selected (steps, lists) is cut into rows."""
-    if not tensor.numel():  # its other dimensions may be of any length
+    """Return the lengths of a tensor's chunks in every dimension, for chunks of 8 to 64 MiB.
+
+    The chunks of a block of a tensor end where the tensor's own chunks end. Other parts (steps, lists) are cut into
+    rows.
+
+    Parameters
+    ----------
+    tensor
+        The tensor.
+    dtype
+        The dtype of the chunks in memory.
+
+    Returns
+    -------
+    tuple of tuple of int
+        Elements, by dimension and chunk.
+    """
+    if not tensor.numel():  # the other dimensions of an empty tensor may have any length
         return tuple((n,) for n in tensor.shape)
     block, spec = tensor._block, replace(tensor.spec, dtype=dtype)
     if block is None:
@@ -85,7 +140,18 @@ def chunks_of(tensor: LazyArray, dtype: DType) -> tuple[tuple[int, ...], ...]:
 
 
 def token(tensor: LazyArray) -> str:
-    """The same text for the same part of the same tensor in the same, unchanged files, in every process."""
+    """Return a text that is the same in every process for the same part of the same tensor in unchanged files.
+
+    Parameters
+    ----------
+    tensor
+        The tensor.
+
+    Returns
+    -------
+    str
+        A hash of the tensor's description and of the versions of its files.
+    """
     spec, store, selection = tensor._held, tensor.store, tensor._sel
     fragments = list(spec.fragments)
     pins = [(path, store.pins.get(path)) for path in sorted({f.extent.path for f in fragments})]
@@ -98,7 +164,7 @@ def token(tensor: LazyArray) -> str:
 
 
 def _cut(length: int, chunk: int, start: int) -> tuple[int, ...]:
-    """A part of a dimension, from its ``start`` on, in pieces that end where the whole dimension's chunks do.
+    """Cut a part of a dimension, from ``start``, into pieces that end where the whole dimension's chunks end.
 
     >>> _cut(10, 4, 2)
     (2, 4, 4)

@@ -1,9 +1,9 @@
 """Lazy tensors as xarray's variables, datasets and trees.
 
-A tensor is a variable over a backend array that reads what is indexed; groups follow the dotted names (as
-formats/zarr/nodes.py writes them), and dimensions are named by their size, so that those of different tensors line up.
-Floats of 8 and 16 bits are float32, which numpy computes with correctly; with ``widen=False`` they have their own
-dtypes (those of ml_dtypes, and float16), which numpy cannot sum: `to_f32` first.
+A tensor is a variable over a backend array that reads the indexed elements. Groups follow the dotted names (as in
+formats/zarr/documents.py), and dimensions are named by their size, so that those of different tensors align. Floats of
+8 and 16 bits are float32, which numpy computes with correctly; with ``widen=False`` they keep their own dtypes (those
+of ml_dtypes, and float16), which numpy sums wrongly: convert by `to_f32` first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Chunks = Mapping[str, Any] | None
 
 
 class View(Protocol):
-    """What is asked of a view."""
+    """The part of `CheckpointView` that this module uses."""
 
     def __iter__(self) -> Iterator[str]: ...
     def __getitem__(self, name: str) -> Any: ...
@@ -49,8 +49,14 @@ class View(Protocol):
 
 
 class TensorArray(BackendArray):
-    """A lazy tensor as xarray's backend array. Indexing reads; two lists in one index read the rows of one of them,
-    from the first to the last that the other names."""
+    """A lazy tensor as xarray's backend array. Indexing reads. For two lists in one index it reads the rows of one
+    list, from the first to the last index of the other.
+
+    Parameters
+    ----------
+    array
+        The tensor, with the dtype that it is read as.
+    """
 
     __slots__ = ("array", "dtype", "shape")
 
@@ -71,7 +77,7 @@ class TensorArray(BackendArray):
 
 
 class _Preferred(Mapping[str, int | tuple[int, ...]]):
-    """A tensor's chunks by dimension, found out when xarray asks: that takes a look at every fragment."""
+    """A tensor's chunks by dimension, computed when xarray needs them, because that looks at every fragment."""
 
     def __init__(self, array: Readable, dims: list[str]) -> None:
         self._array, self._dims = array, dims
@@ -101,14 +107,33 @@ def variable(
     widen: bool = True,
     **attributes: Any,
 ) -> xr.Variable:
-    """A tensor as a variable, its dimensions named by ``dims``, else by their size (``d4096``,
-    ``d4096_2``). Reads nothing.
+    """Return a tensor as a variable of xarray. Reads nothing.
 
-    ``chunks``: None for xarray's own lazy arrays; a mapping for Dask arrays on the tensor's chunks ({}), or on those
-    that it gives for a dimension ({"d4096": 512}, in elements). ``widen``: floats of 8 and 16 bits become float32 when
-    they are read, and ``stored_dtype`` names their own. ``attributes``: of the variable, besides ``name`` and where it
-    tells them ``stored_as`` and ``rule``. Raises DataError where numpy has no such dtype, TypeError for other
-    ``chunks``.
+    Parameters
+    ----------
+    tensor
+        The tensor.
+    chunks
+        None for xarray's own lazy arrays, ``{}`` for Dask arrays on the tensor's chunks, ``{"d4096": 512}`` for other
+        chunks along a dimension, in elements.
+    dims
+        Names of the dimensions. By default they are named by their size (``d4096``, ``d4096_2``).
+    widen
+        Convert floats of 8 and 16 bits to float32 when they are read. The attribute ``stored_dtype`` has their dtype.
+    **attributes
+        Attributes of the variable, besides ``name`` and, if the tensor has them, ``stored_as`` and ``rule``.
+
+    Returns
+    -------
+    xarray.Variable
+        The variable.
+
+    Raises
+    ------
+    DataError
+        numpy lacks the dtype, or ``chunks`` is given and dask is not installed.
+    TypeError
+        ``chunks`` is neither None nor a mapping.
     """
     dims = dimension_names(tuple(tensor.shape)) if dims is None else dims
     spec = tensor.spec
@@ -127,31 +152,79 @@ def variable(
 
 
 def _lazy(array: BackendArray) -> Any:
-    """What a variable holds; assigning to it copies it into memory, as with what xarray itself opens."""
+    """Wrap an array as xarray does when it opens files: assignment copies it into memory."""
     data: Any = indexing.LazilyIndexedArray(array)
     return indexing.CopyOnWriteArray(data)
 
 
-# -- many of them
+# -- datasets and trees
 
 
 def tree(view: View, chunks: Chunks = None, *, widen: bool = True) -> xr.DataTree:
-    """A view as a tree; see `CheckpointView.to_xarray`."""
+    """Return a view as a tree. See `CheckpointView.to_xarray`.
+
+    Parameters
+    ----------
+    view
+        The view.
+    chunks, widen
+        The same as for `variable`.
+
+    Returns
+    -------
+    xarray.DataTree
+        Groups are the dotted names, variables the tensors.
+
+    Raises
+    ------
+    DataError, TypeError
+        What `CheckpointView.to_xarray` raises.
+    """
     return xr.DataTree.from_dict(datasets(nodes(view), view, chunks, widen=widen))
 
 
 def nodes(view: View) -> dict[str, str]:
-    """The path of a variable ("layers/3/up/weight") -> the name that the view has for its tensor."""
+    """Return the paths of the variables of a view.
+
+    Parameters
+    ----------
+    view
+        The view.
+
+    Returns
+    -------
+    dict of str to str
+        Path of a variable ("layers/3/up/weight") -> name of its tensor in the view.
+    """
     return {path: name for name, path in paths(view).items()}
 
 
 def datasets(
     found: Mapping[str, str], view: View, chunks: Chunks = None, drop: Collection[str] = (), *, widen: bool = True
 ) -> dict[str, xr.Dataset]:
-    """The path of a group -> its own variables; the root ("/") comes first, and says what the checkpoint is. ``found``:
-    as `nodes` gives it; ``drop``: variables to leave out, by their last or their full name. Reads nothing.
+    """Return the variables of a view as a dataset for each group. Reads nothing.
 
-    What numpy has no dtype for is left out, with the reason in the root's attribute "left_out".
+    Parameters
+    ----------
+    found
+        The variables: path -> name in the view, as from `nodes`.
+    view
+        The view.
+    chunks, widen
+        The same as for `variable`.
+    drop
+        Variables to leave out, by their last or their full name.
+
+    Returns
+    -------
+    dict of str to xarray.Dataset
+        Path of a group -> its own variables. The root ("/") comes first. Its attributes describe the checkpoint, and
+        "left_out" lists the tensors whose dtype numpy lacks.
+
+    Raises
+    ------
+    DataError, TypeError
+        What `CheckpointView.to_xarray` raises.
     """
     held, attributes = _variables(found, view, chunks, drop, widen)
     groups: dict[str, dict[str, xr.Variable]] = {f"/{group}": {} for group in ("", *sorted(groups_of(found)))}
@@ -162,7 +235,18 @@ def datasets(
 
 
 def dataset(found: Mapping[str, str], view: View, drop: Collection[str] = (), *, widen: bool = True) -> xr.Dataset:
-    """All variables of all groups as one dataset, under dotted names; otherwise as `datasets`."""
+    """Return the variables of all groups as one dataset, under dotted names. Reads nothing.
+
+    Parameters
+    ----------
+    found, view, drop, widen
+        The same as for `datasets`.
+
+    Returns
+    -------
+    xarray.Dataset
+        All variables, with the attributes of the root.
+    """
     held, attributes = _variables(found, view, None, drop, widen)
     variables = {path.replace("/", ".").removesuffix(".%"): made for path, made in held.items()}
     return xr.Dataset(variables, attrs=attributes)
@@ -171,7 +255,7 @@ def dataset(found: Mapping[str, str], view: View, drop: Collection[str] = (), *,
 def _variables(
     found: Mapping[str, str], view: View, chunks: Chunks, drop: Collection[str], widen: bool
 ) -> tuple[dict[str, xr.Variable], dict[str, str]]:
-    """-> (path -> variable, the root's attributes)."""
+    """Return the variables by path, and the root's attributes."""
     held: dict[str, xr.Variable] = {}
     left_out: dict[str, str] = {}
     if chunks is not None:
@@ -189,8 +273,21 @@ def _variables(
 
 
 def about(view: View, left_out: Mapping[str, str]) -> dict[str, str]:
-    """The attributes of the root. All are texts, which every format takes that xarray writes (netCDF has no mappings,
-    and no lists of texts in its old form); of several things a line each."""
+    """Return the attributes of the root. All are text, which every format that xarray writes supports (netCDF has no
+    mappings, and its classic form no lists of text). Lists have an item on each line.
+
+    Parameters
+    ----------
+    view
+        The view.
+    left_out
+        Name of a tensor that is left out -> reason.
+
+    Returns
+    -------
+    dict of str to str
+        Attributes that are not empty.
+    """
     found = {
         "format": view.format,
         "state": view.state,
@@ -205,9 +302,20 @@ def about(view: View, left_out: Mapping[str, str]) -> dict[str, str]:
 
 
 def to_f32(data: T) -> T:
-    """The same variable, array, dataset or tree, its floating-point numbers of 8 and 16 bits (fp8, bf16, f16) converted
-    to float32 when they are read: what numpy needs to sum them, and to sum them well. Nothing is read, Dask arrays stay
-    Dask arrays, all other dtypes stay as they are.
+    """Convert floats of 8 and 16 bits (fp8, bf16, f16) to float32 when they are read, so that numpy sums them right.
+
+    Parameters
+    ----------
+    data
+        A variable, array, dataset or tree.
+
+    Returns
+    -------
+    same type as data
+        Nothing is read, Dask arrays stay Dask arrays, and all other dtypes are unchanged.
+
+    Examples
+    --------
 
     >>> to_f32(xr.DataArray(np.ones(300, ml_dtypes.bfloat16))).sum().item()
     300.0
@@ -226,7 +334,7 @@ def to_f32(data: T) -> T:
 
 
 class _Converted(BackendArray):
-    """A variable, converted to float32 when it is indexed; no more of it is read then than was asked for."""
+    """A variable that is converted to float32 when it is indexed. Only the indexed elements are read."""
 
     __slots__ = ("dtype", "shape", "variable")
 
@@ -246,24 +354,41 @@ def _narrow(dtype: np.dtype[Any]) -> bool:
         return False
     try:
         ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
-    except ValueError:  # no floating-point number
+    except ValueError:  # not a floating-point dtype
         return False
     return True
 
 
-# -- A run as an xarray steps_tree: dimension "step" with the steps as its coordinate, then those of the
-# tensors.
+# -- A run as a tree: dimension "step" with the steps as its coordinates, then the dimensions of the tensors.
 
 
 class Run(View, Protocol):
-    """What is asked of a run: its tensors have ``steps``, too."""
+    """The part of `RunView` that this module uses. Its tensors also have ``steps``."""
 
     @property
     def steps(self) -> tuple[int, ...]: ...
 
 
 def steps_tree(run: Run, chunks: Chunks = None, *, widen: bool = True) -> xr.DataTree:
-    """See `RunView.to_xarray`."""
+    """Return a run as a tree. See `RunView.to_xarray`.
+
+    Parameters
+    ----------
+    run
+        The run.
+    chunks, widen
+        The same as for `variable`.
+
+    Returns
+    -------
+    xarray.DataTree
+        Groups are the dotted names, variables the tensors over the steps.
+
+    Raises
+    ------
+    DataError, TypeError
+        What `CheckpointView.to_xarray` raises.
+    """
     found = nodes(run)
     if chunks is not None:
         import_dask()
@@ -277,7 +402,7 @@ def steps_tree(run: Run, chunks: Chunks = None, *, widen: bool = True) -> xr.Dat
         try:
             names = [dim, *dimension_names(tuple(tensor.shape[1:]))]
             made = variable(tensor, chunks, names, widen=widen, state=run.state)
-        except DataError as e:  # numpy has no such dtype
+        except DataError as e:  # numpy lacks the dtype
             left_out[tensor.name] = str(e)
             continue
         held[f"/{group}"] |= {last: made, dim: xr.Variable((dim,), np.array(tensor.steps, np.int64))}

@@ -1,10 +1,10 @@
-"""bfloat16 and the 8-bit floats as data types of zarr-python, which (3.1.6) has none of them.
+"""bfloat16 and the 8-bit floats as data types of zarr-python, which lacks them (3.1.6).
 
     import lazyckpt.interop.zarr_dtypes
 
-registers those whose name is free, and zarr then opens and creates arrays of them, with numpy's dtypes from ml_dtypes.
-All that lazyckpt does with zarr imports this first. There is no entry point that would do it for every program: zarr
-3.1.6 never loads those of data types, later versions would let them take the place of their own.
+registers those whose name is free. zarr then opens and creates arrays of them, with numpy's dtypes from ml_dtypes. All
+of lazyckpt's zarr support imports this module first. There is no entry point for other programs: zarr 3.1.6 does not
+load entry points of data types, and in later versions they would replace zarr's own.
 
 Sources: zarr-python `core/dtype/npy/float.py`; the fill values of floating-point types in the zarr v3 specification.
 """
@@ -25,7 +25,7 @@ _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 @dataclass(frozen=True, kw_only=True)
 class _Float(ZDType[Any, Any], HasItemSize):
-    """A float of ml_dtypes. In v2 documents it goes by the same name, as with tensorstore."""
+    """A float of ml_dtypes. In v2 documents it has the same name, as in tensorstore."""
 
     _scalar: ClassVar[Any]
 
@@ -63,21 +63,21 @@ class _Float(ZDType[Any, Any], HasItemSize):
 
     def cast_scalar(self, data: object) -> Any:
         if not self._check_scalar(data):
-            raise TypeError(f"{data!r} is no number that {self._zarr_v3_name} could take")
+            raise TypeError(f"{data!r} is not a number that {self._zarr_v3_name} can hold")
         return data if type(data) is self._scalar else self._scalar(float(cast(SupportsFloat, data)))
 
     def default_scalar(self) -> Any:
-        """Zero; for float8_e8m0fnu, which has none, the smallest number (whose bits are all zero)."""
+        # zero; for float8_e8m0fnu, which has no zero, the smallest number, whose bits are all zero
         return np.zeros((), np.uint8 if self.item_size == 1 else np.uint16).view(self._scalar)[()]
 
     def from_json_scalar(self, data: Any, *, zarr_format: int) -> Any:
-        """A number, the name of one that JSON has not, or all bits as a hexadecimal number: "0x7fc0"."""
+        # a number, the name of one that JSON lacks, or all bits in hexadecimal: "0x7fc0"
         if isinstance(data, str) and data.startswith("0x"):
             return np.frombuffer(int(data, 16).to_bytes(self.item_size, "little"), self._scalar)[0]
         if isinstance(data, str):
             data = _SPECIAL.get(data)
         if isinstance(data, bool) or not isinstance(data, int | float):
-            raise TypeError(f"{data!r} is no fill value of {self._zarr_v3_name}")
+            raise TypeError(f"{data!r} is not a fill value of {self._zarr_v3_name}")
         if data == 0 and float(self._scalar(0)) != 0:
             return self.default_scalar()
         return self._scalar(float(data))
@@ -90,13 +90,13 @@ class _Float(ZDType[Any, Any], HasItemSize):
         name = "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
         bits = np.asarray(value).tobytes()
         if name == "NaN" and bits != np.asarray(self._scalar(math.nan)).tobytes():
-            return f"0x{bits[::-1].hex()}"  # another one than "NaN" stands for
+            return f"0x{bits[::-1].hex()}"  # a NaN with other bits than "NaN" means
         return name
 
 
 @dataclass(frozen=True, kw_only=True)
 class BFloat16(_Float, HasEndianness):
-    """The upper half of a float32."""
+    """bfloat16: the upper half of a float32."""
 
     dtype_cls = type(np.dtype(ml_dtypes.bfloat16))
     _scalar = ml_dtypes.bfloat16
@@ -114,7 +114,7 @@ class BFloat16(_Float, HasEndianness):
 
 @dataclass(frozen=True, kw_only=True)
 class Float8E4M3FN(_Float):
-    """4 bits of exponent, 3 of mantissa, no infinities: what most call fp8."""
+    """The usual fp8: 4 bits of exponent, 3 of mantissa, no infinities."""
 
     dtype_cls = type(np.dtype(ml_dtypes.float8_e4m3fn))
     _scalar = ml_dtypes.float8_e4m3fn
@@ -123,7 +123,7 @@ class Float8E4M3FN(_Float):
 
 @dataclass(frozen=True, kw_only=True)
 class Float8E5M2(_Float):
-    """5 bits of exponent, 2 of mantissa: the upper half of a float16."""
+    """fp8 with 5 bits of exponent and 2 of mantissa: the upper half of a float16."""
 
     dtype_cls = type(np.dtype(ml_dtypes.float8_e5m2))
     _scalar = ml_dtypes.float8_e5m2
@@ -132,7 +132,7 @@ class Float8E5M2(_Float):
 
 @dataclass(frozen=True, kw_only=True)
 class Float8E4M3FNUZ(_Float):
-    """As float8_e4m3fn, with another bias and no negative zero."""
+    """float8_e4m3fn with another bias and without negative zero."""
 
     dtype_cls = type(np.dtype(ml_dtypes.float8_e4m3fnuz))
     _scalar = ml_dtypes.float8_e4m3fnuz
@@ -141,7 +141,7 @@ class Float8E4M3FNUZ(_Float):
 
 @dataclass(frozen=True, kw_only=True)
 class Float8E5M2FNUZ(_Float):
-    """As float8_e5m2, with another bias, no infinities and no negative zero."""
+    """float8_e5m2 with another bias, without infinities and negative zero."""
 
     dtype_cls = type(np.dtype(ml_dtypes.float8_e5m2fnuz))
     _scalar = ml_dtypes.float8_e5m2fnuz
@@ -150,7 +150,7 @@ class Float8E5M2FNUZ(_Float):
 
 @dataclass(frozen=True, kw_only=True)
 class Float8E8M0FNU(_Float):
-    """Powers of two: the scales of the MX formats."""
+    """Powers of two, as in the scales of the MX formats."""
 
     dtype_cls = type(np.dtype(ml_dtypes.float8_e8m0fnu))
     _scalar = ml_dtypes.float8_e8m0fnu
@@ -161,7 +161,7 @@ TYPES = (BFloat16, Float8E4M3FN, Float8E5M2, Float8E4M3FNUZ, Float8E5M2FNUZ, Flo
 
 
 def register() -> None:
-    """Register the types whose name, and whose numpy dtype, no other data type of zarr has."""
+    """Register the types whose name and numpy dtype zarr has no data type for. Importing this module calls it."""
     for kind in TYPES:
         try:
             data_type_registry.match_dtype(np.dtype(kind._scalar))

@@ -1,11 +1,11 @@
-"""A checkpoint as a zarr v3 hierarchy that nobody has written: documents and chunks are made when they are asked for.
+"""A checkpoint as a virtual zarr v3 hierarchy: documents and chunks are made on demand.
 
     store = ViewStore(lazyckpt.open("checkpoint"))
     zarr.open_group(store, mode="r")["weights/layers/3/mlp/up/weight"][:100]
     xarray.open_datatree(store, engine="zarr", chunks={})
 
-A chunk is a block of a lazy tensor. Chunks follow the fragments, so that a slice reads the files that hold it and no
-others; what cannot be read raises lazyckpt's error, and is never taken for a chunk that is not there.
+A chunk is a block of a lazy tensor. Chunks follow the fragments, so that a slice reads only the files that hold it. A
+chunk that cannot be read raises lazyckpt's error; zarr never treats it as a missing chunk.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from ..core.dtypes import bits_of
 from ..formats.zarr import documents
 from ..formats.zarr.documents import NAMES, Part, contents
 from ..lazy import LazyArray
-from . import zarr_dtypes as zarr_dtypes  # what bfloat16 is, zarr does not know by itself
+from . import zarr_dtypes as zarr_dtypes  # zarr lacks bfloat16
 
-_MOST = 4 << 20  # bytes of a chunk
-_PIECES = 64  # chunks of a tensor, at least, where they cannot follow the fragments: each touches few of them
+_MOST = 4 << 20  # largest chunk in bytes
+_PIECES = 64  # least number of chunks of a tensor if they cannot follow the fragments, so that each needs few of them
 _DOCUMENT = "zarr.json"
 _known: WeakValueDictionary[str, ViewStore] = WeakValueDictionary()  # by the digest of the pickled view
 _CHUNK = re.compile(r"(.*)/c((?:/(?:0|[1-9][0-9]{0,18}))*)", re.DOTALL)
@@ -43,19 +43,26 @@ _CHUNK = re.compile(r"(.*)/c((?:/(?:0|[1-9][0-9]{0,18}))*)", re.DOTALL)
 class ViewStore(Store):
     """A read-only zarr store over the tensors of a view.
 
-    ``view``: one that reads the checkpoint's default state shows the same part of all states, each a group
-    ("weights/", "fp32/", "exp_avg/"); one of another state shows that. Groups follow the dotted names. The root's
-    attributes hold format, mesh, aliases, metadata and problems, those of an array its name. Tensors of dtypes that
-    zarr has not are left out, with a line in the root's problems.
+    Groups follow the dotted names. The attributes of the root have format, mesh, aliases, metadata and problems, those
+    of an array its name. Tensors whose dtype zarr lacks are left out, with a line in the root's problems. The store can
+    be pickled, and any number of threads may read it. Reading a chunk raises what reading a lazy tensor raises.
 
-    It pickles as the view does, and any number of threads may read it. Raises DataError for metadata that is no plain
-    object; reading a chunk raises what reading a lazy tensor raises.
+    Parameters
+    ----------
+    view
+        The view. One of the checkpoint's default state shows the same part of all states, each in a group ("weights/",
+        "fp32/", "exp_avg/"); one of another state shows only that state.
+
+    Raises
+    ------
+    DataError
+        The checkpoint's metadata has objects that are not plain.
     """
 
     supports_writes: ClassVar[bool] = False
     supports_deletes: ClassVar[bool] = False
     supports_listing: ClassVar[bool] = True
-    # every document is at hand already
+    # consolidating would gain nothing: documents are made in memory
     supports_consolidated_metadata: ClassVar[bool] = False
 
     def __init__(self, view: Part[LazyArray]) -> None:
@@ -85,7 +92,7 @@ class ViewStore(Store):
 
     @property
     def view(self) -> Part[LazyArray]:
-        """The view that it shows."""
+        """The view that the store shows."""
         return self._view
 
     def __repr__(self) -> str:
@@ -96,7 +103,7 @@ class ViewStore(Store):
         return next((t.store.root for t in self._arrays.values()), "")
 
     def __eq__(self, other: object) -> bool:
-        """Whether it shows the same tensors of the same files, as they were when they were indexed."""
+        """Return whether two stores show the same tensors of the same files in the same versions."""
         if not isinstance(other, ViewStore):
             return NotImplemented
         if self._view is other._view:
@@ -112,7 +119,7 @@ class ViewStore(Store):
         return self._root, self._view.state, self._view.format, pins, self._names
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # the index of a large checkpoint takes a while, and Dask pickles the store with every array
+        # pickling the index of a large checkpoint is slow, and Dask pickles the store with every array
         if self._pickled is None:
             self._pickled = pickle.dumps(self._view)
             self._digest = hashlib.sha256(self._pickled).hexdigest()
@@ -136,7 +143,7 @@ class ViewStore(Store):
             found = self._chunk(key)
             if found is None:
                 return None
-            data = await asyncio.to_thread(_read_chunk, *found)  # several at the same time
+            data = await asyncio.to_thread(_read_chunk, *found)  # so that chunks are read concurrently
         return prototype.buffer.from_bytes(data[_slice(byte_range, len(data))])
 
     async def get_partial_values(
@@ -158,9 +165,9 @@ class ViewStore(Store):
         return prod(chunk) * tensor.itemsize
 
     def _document(self, key: str) -> bytes | None:
-        """The bytes of a node's document, None if the key is none's."""
+        """Return the bytes of a node's document; None if the key is not that of a document."""
         path, slash, name = key.rpartition("/")
-        if name != _DOCUMENT or (slash and not path):  # "/zarr.json" is no key
+        if name != _DOCUMENT or (slash and not path):  # "/zarr.json" is not a key
             return None
         data = self._documents.get(path)
         if data is None:
@@ -178,7 +185,7 @@ class ViewStore(Store):
         return data
 
     def _chunk(self, key: str) -> tuple[LazyArray, Shape, Shape] | None:
-        """(tensor, place in the grid, shape of its chunks), None if the key is no chunk's."""
+        """Return (tensor, place in the grid, shape of its chunks); None if the key is not that of a chunk."""
         match = _CHUNK.fullmatch(key)
         tensor = self._arrays.get(match[1]) if match else None
         if match is None or tensor is None:
@@ -237,7 +244,7 @@ class ViewStore(Store):
         for place in product(*map(range, grid)):
             yield "/".join((path, "c", *map(str, place)))
 
-    # -- writing: no
+    # -- writing is refused
 
     async def set(self, key: str, value: Buffer) -> None:
         self._refuse()
@@ -256,7 +263,7 @@ class ViewStore(Store):
 
 
 def _restored(digest: str, pickled: bytes) -> ViewStore:
-    """The store of a pickled view; the one that this process has of it already, if it has one."""
+    """Return the store of a pickled view, or the same store if this process has one."""
     store = _known.get(digest)
     if store is None:
         store = ViewStore(pickle.loads(pickled))
@@ -266,7 +273,7 @@ def _restored(digest: str, pickled: bytes) -> ViewStore:
 
 
 def _read_chunk(tensor: LazyArray, place: Shape, chunk: Shape) -> memoryview:
-    """The bytes of a chunk, filled up with zeros where the tensor ends before it does."""
+    """Read the bytes of a chunk, padded with zeros at the end of the tensor."""
     box = chunk_box(place, tensor.shape, chunk)
     data = tensor[box.slices if place else ...]
     bits = data.contiguous().view(bits_of(tensor.itemsize))
@@ -288,4 +295,4 @@ def _slice(wanted: ByteRequest | None, size: int) -> slice:
         case None:
             return slice(None)
         case _:
-            raise TypeError(f"Unexpected byte_range, got {wanted!r}.")  # as zarr's own stores say it
+            raise TypeError(f"Unexpected byte_range, got {wanted!r}.")  # the message of zarr's own stores

@@ -1,8 +1,8 @@
-"""What people ask for most, each as one function on top of the public API: look at its lines and change them at will.
+"""Common tasks, each as one short function on top of the public API, meant to be copied and changed.
 
 Weights for transformers (`to_hf`, `zero3_to_hf`, `torch_dist_to_hf`, and torch's name `dcp_to_safetensors`), one file
-out of many (`fsdp_ranks_to_file`), a part of a checkpoint (`one_layer`, `adapters`), training on elsewhere
-(`resume_zero`), and the optimizer's moments over the steps of a run (`moments_over_time`).
+from many (`fsdp_ranks_to_file`), a part of a checkpoint (`one_layer`, `adapters`), resuming training on another number
+of GPUs (`resume_zero`), and the optimizer's moments over the steps of a run (`moments_over_time`).
 """
 
 from ..distributed.convert import dcp_to_safetensors

@@ -1,4 +1,4 @@
-"""Any checkpoint as a folder that `transformers.AutoModel...from_pretrained` loads."""
+"""Convert any checkpoint to a folder that `transformers.AutoModel...from_pretrained` loads."""
 
 from __future__ import annotations
 
@@ -27,19 +27,50 @@ def to_hf(
     max_shard_size: int | str | None = "5GB",
     overwrite: bool = False,
 ) -> list[Path]:
-    """Write the weights of any checkpoint as a folder for transformers: safetensors, and beside them config.json, the
-    generation's and the tokenizer's files. In bounded memory, without the model's class or a GPU. Returns the paths.
+    """Write the weights of any checkpoint as a folder for transformers, in bounded memory.
 
-    ``config``: a folder with config.json, such as the base model's; by default the checkpoint's own, or the folder
-    ``huggingface`` in it. Without one, weights alone are written. ``dtype`` converts floating-point tensors; by default
-    they stay as they are (of ZeRO-3 float32), and config.json gets the dtype that is written.
+    The folder gets safetensors, config.json and the files of the generation config and the tokenizer. Neither the
+    model's class nor a GPU is needed. Names of megatron-core become Hugging Face's, and the rows that pad its
+    vocabulary are left out if config.json has the vocabulary's size. A name that config.json ties to another is left
+    out, as transformers does: it does not tie two names that are both in the file.
 
-    Names of megatron-core become Hugging Face's, and the rows that pad its vocabulary are left out where config.json
-    tells its size. A name that config.json ties to another is left out, as transformers does it: of two that are both
-    there it would tie neither.
+    Parameters
+    ----------
+    src
+        The checkpoint: anything that `lazyckpt.open` opens.
+    dst
+        The folder to write.
+    config
+        A folder with config.json, such as the base model's. By default the checkpoint's folder, or the folder
+        ``huggingface`` in it. If there is none, only weights are written.
+    dtype
+        Convert floating-point tensors to this dtype. By default they keep theirs (float32 for ZeRO-3). config.json gets
+        the dtype that is written.
+    max_shard_size
+        Largest size of a file, in bytes or as text such as "5GB". None writes one file.
+    overwrite
+        Replace files of an earlier result.
 
-    Raises FormatError (no weights, or some of Megatron's that have no name at Hugging Face), DataError (config.json
-    ties tensors that differ), MissingFileError, DestinationError, and what `lazyckpt.open` and `to_safetensors` raise.
+    Returns
+    -------
+    list of Path
+        The files.
+
+    Raises
+    ------
+    FormatError
+        The checkpoint has no weights, or tensors of Megatron that have no name at Hugging Face.
+    DataError
+        config.json ties tensors that differ.
+    MissingFileError
+        The checkpoint, one of its files, or ``config`` does not exist.
+    DestinationError
+        The folder cannot be written, or has such files and ``overwrite`` is False.
+    LazyckptError
+        What `lazyckpt.open` and `CheckpointView.to_safetensors` raise.
+
+    Examples
+    --------
 
     >>> to_hf("runs/fsdp/step_90", "hf", config="base-model", dtype=torch.bfloat16)  # doctest: +SKIP
     >>> transformers.AutoModelForCausalLM.from_pretrained("hf")  # doctest: +SKIP
@@ -48,19 +79,19 @@ def to_hf(
         raise DestinationError(f"{os.fspath(dst)} names a file: transformers wants a folder")
     view = CheckpointView(src)
     beside = folder_of(src, view.root, config)
-    told = config_in(beside) if beside is not None else {}
+    settings = config_in(beside) if beside is not None else {}
     if view.format.startswith("megatron"):
-        view = _from_megatron(src, view, told)
+        view = _from_megatron(src, view, settings)
     if view.unreadable:
         raise MissingFileError(f"{os.fspath(src)}: {next(iter(view.unreadable.values()))}")
     if not len(view) or view.state not in ("weights", "fp32"):
         raise FormatError(f"{os.fspath(src)} ({view.format}) holds no weights, only {', '.join(view.states)}")
-    tied = _tied(view, told)
+    tied = _tied(view, settings)
     part = view.select(lambda name: name not in tied) if tied else view
     dtypes = {dtype or t.dtype for t in part.values() if t.dtype.is_floating_point}
     check_room_for(beside, MODEL, Path(dst), overwrite)
     written = part.to_safetensors(dst, dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite)
-    changed = {"config.json": _with_dtype(told, dtypes.pop())} if len(dtypes) == 1 else {}
+    changed = {"config.json": _with_dtype(settings, dtypes.pop())} if len(dtypes) == 1 else {}
     return [*written, *copy(beside, MODEL, Path(dst), changed)]
 
 
@@ -73,10 +104,31 @@ def zero3_to_hf(
     max_shard_size: int | str | None = "5GB",
     overwrite: bool = False,
 ) -> list[Path]:
-    """A ZeRO checkpoint of DeepSpeed as a folder for transformers: `to_hf`. Of ZeRO-3 the fp32 master weights, which
-    ``dtype=torch.bfloat16`` makes 16-bit ones; ZeRO-1 and 2 have 16-bit weights of their own.
+    """Write the weights of a DeepSpeed ZeRO checkpoint as a folder for transformers, by `to_hf`.
 
-    ``src``: the folder with ``latest`` (the Trainer's ``checkpoint-N``, whose config.json comes along), or a tag's.
+    ZeRO-3 stores fp32 master weights, which ``dtype=torch.bfloat16`` converts; ZeRO-1 and 2 also store 16-bit weights.
+
+    Parameters
+    ----------
+    src
+        The folder with ``latest`` (the Trainer's ``checkpoint-N``, whose config.json is used), or the folder of a tag.
+    dst, config, dtype, max_shard_size, overwrite
+        The same as for `to_hf`.
+
+    Returns
+    -------
+    list of Path
+        The files.
+
+    Raises
+    ------
+    FormatError
+        The checkpoint is not one of DeepSpeed.
+    LazyckptError
+        What `to_hf` raises.
+
+    Examples
+    --------
 
     >>> zero3_to_hf("out/checkpoint-500", "hf", dtype=torch.bfloat16)  # doctest: +SKIP
     """
@@ -93,10 +145,33 @@ def torch_dist_to_hf(
     max_shard_size: int | str | None = "5GB",
     overwrite: bool = False,
 ) -> list[Path]:
-    """A checkpoint of megatron-core (torch_dist, or the legacy format) as a folder for transformers, without megatron,
-    a GPU or the model's class: `to_hf`, for the families of `CheckpointView.rename`.
+    """Write a checkpoint of megatron-core (torch_dist, or the legacy format) as a folder for transformers, by `to_hf`.
 
-    ``config``: a folder with the config.json of the same architecture; Megatron's args are not translated into one.
+    Neither megatron, a GPU nor the model's class is needed. It supports the model families of `CheckpointView.rename`.
+
+    Parameters
+    ----------
+    src
+        The checkpoint.
+    dst, dtype, max_shard_size, overwrite
+        The same as for `to_hf`.
+    config
+        A folder with the config.json of the same architecture. Megatron's args are not translated to a config.json.
+
+    Returns
+    -------
+    list of Path
+        The files.
+
+    Raises
+    ------
+    FormatError
+        The checkpoint is not one of Megatron, or has tensors without a name at Hugging Face.
+    LazyckptError
+        What `to_hf` raises.
+
+    Examples
+    --------
 
     >>> torch_dist_to_hf("runs/iter_0000500", "hf", config="llama-base", dtype=torch.bfloat16)  # doctest: +SKIP
     """
@@ -105,9 +180,10 @@ def torch_dist_to_hf(
 
 
 def _from_megatron(src: str | os.PathLike[str], view: CheckpointView, config: dict[str, Any]) -> CheckpointView:
-    """Under Hugging Face's names, with as many rows of the vocabulary as config.json says.
+    """Rename to Hugging Face's names, with as many rows of the vocabulary as config.json says.
 
-    Raises FormatError for what has no name there, or would mean something else: a model that loads and is wrong.
+    Raises FormatError for tensors that have no such name, or whose values would mean something else: the model would
+    load and be wrong.
     """
     inner = config.get("text_config")
     rows = config.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
@@ -126,8 +202,8 @@ def _from_megatron(src: str | os.PathLike[str], view: CheckpointView, config: di
 
 
 def _tied(view: CheckpointView, config: dict[str, Any]) -> set[str]:
-    """The names that transformers leaves out, of a model with this config.json. Raises DataError if they are no second
-    names of others."""
+    """Return the names that transformers leaves out for this config.json. Raises DataError if such a name is not tied
+    in the checkpoint and has other values."""
     found = set()
     for alias, owner in ties_of(config, view).items():
         if view.owner(alias) != view.owner(owner) and not _same(view[alias], view[owner]):
@@ -140,7 +216,7 @@ def _tied(view: CheckpointView, config: dict[str, Any]) -> set[str]:
 
 
 def _same(a: LazyTensor, b: LazyTensor) -> bool:
-    """Bit for bit, a piece after the other."""
+    """Return whether two tensors are equal bit for bit, comparing one piece after the other."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     pieces = zip(a.pieces(PIECE), b.pieces(PIECE), strict=True)
@@ -152,6 +228,6 @@ def _bits(t: LazyTensor) -> torch.Tensor:
 
 
 def _with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """As `save_pretrained` does it; before transformers 5 the key was torch_dtype."""
+    """Set the dtype in config.json as `save_pretrained` does; before transformers 5 the key was torch_dtype."""
     key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
     return config | {key: str(dtype).removeprefix("torch.")}

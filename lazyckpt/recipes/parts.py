@@ -1,4 +1,4 @@
-"""A part of a checkpoint, of which the bytes are read and no others: a layer, or what was trained beside a base model.
+"""Recipes for a part of a checkpoint, which read only that part's bytes: one layer, or the adapters of a base model.
 
 Names of adapters: peft/utils/save_and_load.py `get_peft_model_state_dict`, and each method's own,
 peft/tuners/tuners_utils.py `_remove_adapter_name_from_key` and tuners/lora/model.py `_get_adapter_state_dict`.
@@ -29,8 +29,7 @@ from ..jobs.publish import once
 from ..jobs.write import write
 from ..view import CheckpointView
 
-# -- The small files beside weights: configuration and tokenizer, which tools at Hugging Face want in the same
-# folder.
+# -- The small files of a folder for transformers: configuration and tokenizer.
 
 # transformers: utils/__init__.py, tokenization_utils_base.py, processing_utils.py; the vocabularies of its tokenizers
 MODEL = (
@@ -43,16 +42,16 @@ ADAPTER = ("adapter_config.json", *(n for n in MODEL if n not in ("config.json",
 
 
 def folder_of(
-    src: str | os.PathLike[str], root: str, told: str | os.PathLike[str] | None, name: str = "config.json"
+    src: str | os.PathLike[str], root: str, given: str | os.PathLike[str] | None, name: str = "config.json"
 ) -> Path | None:
-    """The folder whose ``name`` goes with the weights: the one that the user tells of (or the file itself), else that
-    of the checkpoint, ``huggingface`` in it (verl), or the one above a tag of DeepSpeed's (the Trainer's checkpoint-N).
+    """Return the folder whose file ``name`` belongs to the weights: ``given`` (or the folder of that file), else the
+    checkpoint's folder, ``huggingface`` in it (verl), or the parent of a tag of DeepSpeed (the Trainer's checkpoint-N).
     None if there is none.
 
-    Raises MissingFileError if the user's has no such file.
+    Raises MissingFileError if ``given`` has no such file.
     """
-    if told is not None:
-        folder = Path(told)
+    if given is not None:
+        folder = Path(given)
         folder = folder.parent if folder.name == name else folder
         if not (folder / name).is_file():
             raise MissingFileError(f"{folder} has no {name}: name a folder that holds it, such as the base model's")
@@ -63,12 +62,12 @@ def folder_of(
 
 
 def config_in(folder: Path, name: str = "config.json") -> dict[str, Any]:
-    """Raises CorruptError if it is no JSON object."""
+    """Read a JSON file of a folder. Raises CorruptError if it is not a JSON object."""
     return load_json(split(folder)[0], name)
 
 
 def check_room_for(folder: Path | None, names: Iterable[str], dst: Path, overwrite: bool) -> None:
-    """Raises DestinationError if one of the files is there already, and not ``overwrite``."""
+    """Raise DestinationError if one of the files exists in ``dst`` and ``overwrite`` is False."""
     there = [name for name in names if folder is not None and (folder / name).is_file() and (dst / name).exists()]
     if folder is not None and dst.exists() and dst.samefile(folder):
         raise DestinationError(f"{dst} is the folder that the configuration is read from: choose another one")
@@ -77,8 +76,8 @@ def check_room_for(folder: Path | None, names: Iterable[str], dst: Path, overwri
 
 
 def copy(folder: Path | None, names: Iterable[str], dst: Path, changed: Mapping[str, Mapping[str, Any]]) -> list[Path]:
-    """Copy the files of these names that there are; ``changed``: what is to stand in one instead. Returns their new
-    paths. Raises DestinationError."""
+    """Copy the files of these names that exist, and return their new paths. ``changed``: new contents of a file.
+    Raises DestinationError."""
     texts: dict[str, Text] = {}
     for name in names:
         if folder is not None and (folder / name).is_file():
@@ -86,7 +85,7 @@ def copy(folder: Path | None, names: Iterable[str], dst: Path, changed: Mapping[
             texts[name] = partial(_content, folder / name) if whole is None else whole.encode()
     place = local_path(dst)
     if texts:
-        destination = Files(place, list(texts), (), overwrite=True)  # replaces a link, and does not follow it
+        destination = Files(place, list(texts), (), overwrite=True)  # replaces a link instead of following it
         try:
             write(WritePlan(destination, (), once(), texts=texts), verify=False, progress=False, run=run)
         except DestinationError as e:
@@ -101,27 +100,47 @@ def _content(path: Path) -> Iterator[bytes]:
 
 
 def wanted_format(found: str, wanted: str, src: str | os.PathLike[str], other: str) -> None:
-    """Raises FormatError if a checkpoint is not what a function is for."""
+    """Raise FormatError if a checkpoint is not of the format that a function converts."""
     if not found.startswith(wanted):
         raise FormatError(f"{os.fspath(src)} is {found!r}, not {wanted!r}: {other}")
 
 
-# -- A part of a checkpoint, of which the bytes are read and no others: a layer, or what was trained beside a
-# base model.
+# -- A part of a checkpoint: a layer, or the adapters of a base model.
 
 _CONFIG = "adapter_config.json"
 _OUTER = "base_model.model."  # the modules of a PeftModel around the model
-_METHODS = ("lora_", "ia3_", "hada_", "lokr_", "oft_", "boft_", "trainable_tokens_")  # as their parameters begin
-_WHOLE = "modules_to_save"  # modules that are trained beside the adapter
+_METHODS = ("lora_", "ia3_", "hada_", "lokr_", "oft_", "boft_", "trainable_tokens_")  # prefixes of their parameters
+_WHOLE = "modules_to_save"  # modules that are trained as a whole, with the adapter
 
 
 def one_layer(src: str | os.PathLike[str], layer: int) -> CheckpointView:
-    """One layer of a checkpoint, however large that is and in whatever pieces it lies: a view with names relative to
-    the layer. Nothing is read but what is asked of it; `to`, `load_into` and `to_safetensors` read the layer's bytes.
+    """Open one layer of a checkpoint of any size and layout.
 
-    The layers are those of the list that the names have under ``layers``, ``layer``, ``h``, ``blocks`` or ``block``.
-    Raises TensorNotFoundError (there is no such layer, or several lists have one: their prefixes are told, and
-    ``lazyckpt.open(src)[prefix]`` is each).
+    Layers are the numbers after ``layers``, ``layer``, ``h``, ``blocks`` or ``block`` in the names. Opening reads no
+    tensor data; `to`, `load_into` and `to_safetensors` of the result read only the layer's bytes.
+
+    Parameters
+    ----------
+    src
+        The checkpoint: anything that `lazyckpt.open` opens.
+    layer
+        The number of the layer in the names.
+
+    Returns
+    -------
+    CheckpointView
+        The layer's tensors, with names relative to the layer.
+
+    Raises
+    ------
+    TensorNotFoundError
+        There is no such layer, or several lists of layers have it. The message has their prefixes;
+        ``lazyckpt.open(src)[prefix]`` opens one.
+    LazyckptError
+        What `lazyckpt.open` raises.
+
+    Examples
+    --------
 
     >>> one_layer("llama-405b", 77).to_safetensors("layer77.safetensors")  # doctest: +SKIP
     """
@@ -154,16 +173,43 @@ def adapters(
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
 ) -> list[Path]:
-    """Write what was trained of a PEFT model (LoRA and its kin, IA3, LoHa, LoKr, OFT, BOFT; ``modules_to_save``) as
-    the folder that ``PeftModel.from_pretrained(base, dst)`` loads: adapter_model.safetensors with PEFT's names. From
-    any checkpoint of the whole model, of which nothing else is read, or of adapters. Returns the paths.
+    """Write the adapter of a PEFT model as a folder that ``PeftModel.from_pretrained(base, dst)`` loads.
 
-    ``adapter``: its name, where the model has several. ``config``: the folder of adapter_config.json (and a tokenizer),
-    which come along; by default the checkpoint's. Without one the tensors alone are written: what scales them
-    (``lora_alpha``) stands nowhere else.
+    It supports LoRA and its variants, IA3, LoHa, LoKr, OFT and BOFT, and ``modules_to_save``. The folder gets
+    adapter_model.safetensors with PEFT's names. Of a checkpoint of the whole model only the adapter's bytes are read.
 
-    Raises TensorNotFoundError (there is no such adapter), DataError (the config has ``bias``: then biases of the base
-    model belong to the adapter, which this does not write), and what `to_safetensors` raises.
+    Parameters
+    ----------
+    src
+        A checkpoint of the whole model, or of adapters.
+    dst
+        The folder to write.
+    adapter
+        The name of the adapter, for a model that has several.
+    config
+        A folder with adapter_config.json, which is copied with the files of a tokenizer. By default the checkpoint's
+        folder. If there is none, only tensors are written; ``lora_alpha``, which scales them, is only in the config.
+    dtype
+        Convert floating-point tensors to this dtype.
+    overwrite
+        Replace files of an earlier result.
+
+    Returns
+    -------
+    list of Path
+        The files.
+
+    Raises
+    ------
+    TensorNotFoundError
+        There is no such adapter.
+    DataError
+        The config has ``bias``: biases of the base model belong to the adapter, which is not supported.
+    LazyckptError
+        What `lazyckpt.open` and `CheckpointView.to_safetensors` raise.
+
+    Examples
+    --------
 
     >>> adapters("out/checkpoint-500", "adapter", config="adapter-at-start")  # doctest: +SKIP
     >>> peft.PeftModel.from_pretrained(base, "adapter")  # doctest: +SKIP
@@ -174,7 +220,7 @@ def adapters(
     if bias != "none":
         raise DataError(
             f"{beside} has an {_CONFIG} with bias={bias!r}: biases of the base model belong to that adapter, which are "
-            "not told apart here. lazyckpt.open(src).select(...).to_safetensors(dst, names=...) writes what you choose"
+            "not supported here. lazyckpt.open(src).select(...).to_safetensors(dst, names=...) writes what you choose"
         )
     if any(file.rpartition("/")[2].startswith("adapter_model.") for file in view.files):  # nothing else is in it
         keys = {name: _OUTER + name.removeprefix(_OUTER) for name in view}
@@ -194,7 +240,7 @@ def adapters(
 
 
 def _key(name: str, adapter: str) -> str | None:
-    """The name in an adapter's file; None for what does not belong to the adapter.
+    """Return a tensor's name in an adapter's file; None if the tensor does not belong to the adapter.
 
     >>> _key("model.layers.0.q_proj.lora_A.default.weight", "default")
     'base_model.model.model.layers.0.q_proj.lora_A.weight'
@@ -213,7 +259,7 @@ def _key(name: str, adapter: str) -> str | None:
         return None
     if head[-1] == _WHOLE:
         head = head[:-1]
-    elif head[-1] == "lora_magnitude_vector":  # DoRA's is a module in memory, a tensor in the file
+    elif head[-1] == "lora_magnitude_vector":  # DoRA's vector is a module in memory, but a tensor in the file
         rest = []
     return _OUTER + ".".join([*head, *rest])
 
@@ -225,5 +271,5 @@ def _adapter_of(name: str) -> str | None:
 
 
 def _place(parts: list[str]) -> int | None:
-    """Where a name goes from the model's own modules to those of an adapter."""
+    """Return the index of the first part of a name that is a module of an adapter, or None."""
     return next((n for n, part in enumerate(parts) if part == _WHOLE or part.startswith(_METHODS)), None)

@@ -1,4 +1,4 @@
-"""What training leaves behind: files of ranks, a ZeRO state for other ranks, the moments over the steps of a run."""
+"""Recipes for the outputs of training: rank files, ZeRO states for another number of GPUs, moments over a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..view import CheckpointView
 if TYPE_CHECKING:
     import xarray as xr
 
-# (the folders of accelerate and of the Trainer hold them, too)
+# Formats of views of FSDP's rank files; the folders of accelerate and of the Trainer have such files, too.
 _RANK_FILES = ("rank-files", "fsdp-dtensor", "fsdp-sharded", "fsdp-local", "accelerate", "hf-trainer")
 
 
@@ -29,16 +29,43 @@ def fsdp_ranks_to_file(
     rules: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write the weights that FSDP's ranks have saved each for itself (pytorch_model_fsdp_0_rank0.bin, ...; verl's
-    model_world_size_8_rank_0.pt, ...; local state dicts) as one file of whole tensors, without torch.distributed, and
-    return its path. In bounded memory.
+    """Merge the rank files of FSDP into one file of whole tensors, in bounded memory and without torch.distributed.
 
-    ``dst``: ends with .safetensors, or with .bin, .pt, .pth or .ckpt for torch.load. ``rules``: of flat parameters that
-    nothing tells what they are made of, as `lazyckpt.open` takes them: {"layers.*._flat_param": {"flat": {"up.weight":
-    [64, 32], "up.bias": [64]}}}.
+    Rank files are accelerate's pytorch_model_fsdp_0_rank0.bin, ..., verl's model_world_size_8_rank_0.pt, ..., and local
+    state dicts.
 
-    Raises FormatError (these are other files; a flat parameter without a rule), MissingFileError (a rank's file is
-    lost), and what `to_safetensors` raises.
+    Parameters
+    ----------
+    src
+        The folder of the rank files.
+    dst
+        A file that ends with .safetensors, or with .bin, .pt, .pth or .ckpt for torch.load.
+    dtype
+        Convert floating-point tensors to this dtype.
+    rules
+        The parameters in flat parameters for which the checkpoint does not record them, as in `lazyckpt.open`:
+        ``{"layers.*._flat_param": {"flat": {"up.weight": [64, 32], "up.bias": [64]}}}``.
+    overwrite
+        Replace the file if it exists.
+
+    Returns
+    -------
+    Path
+        The file.
+
+    Raises
+    ------
+    FormatError
+        The folder has no rank files of FSDP, or a flat parameter has no rule.
+    MissingFileError
+        A rank's file is missing.
+    DestinationError
+        ``dst`` has another ending, exists, or cannot be written.
+    LazyckptError
+        What `lazyckpt.open` and `CheckpointView.to_safetensors` raise.
+
+    Examples
+    --------
 
     >>> fsdp_ranks_to_file("out/checkpoint-500/pytorch_model_fsdp_0", "model.safetensors")  # doctest: +SKIP
     """
@@ -63,10 +90,33 @@ def fsdp_ranks_to_file(
 def resume_zero(
     src: str | os.PathLike[str], dst: str | os.PathLike[str], *, overwrite: bool = False
 ) -> dict[str, dict[str, bool]]:
-    """Make a checkpoint (of ZeRO at any stage and on any number of GPUs; also of FSDP, DCP or torch.save, with the
-    names that the engine has) ready to train on under DeepSpeed on another number of GPUs, with any stage of ZeRO but
-    0: `CheckpointView.to_universal`. Returns the lines that DeepSpeed's config needs; ``engine.load_checkpoint(dst)``
-    (or the Trainer's ``resume_from_checkpoint``) does the rest.
+    """Convert a checkpoint so that DeepSpeed resumes training from it on another number of GPUs.
+
+    It writes a universal checkpoint (`CheckpointView.to_universal`), which any stage of ZeRO but 0 loads by
+    ``engine.load_checkpoint(dst)`` or the Trainer's ``resume_from_checkpoint``.
+
+    Parameters
+    ----------
+    src
+        A checkpoint of ZeRO at any stage and on any number of GPUs, or of FSDP, DCP or torch.save, with the names of
+        the engine's module.
+    dst
+        The folder to write.
+    overwrite
+        Replace an earlier result.
+
+    Returns
+    -------
+    dict
+        The entries to add to DeepSpeed's config.
+
+    Raises
+    ------
+    LazyckptError
+        What `lazyckpt.open` and `CheckpointView.to_universal` raise.
+
+    Examples
+    --------
 
     >>> config |= resume_zero("runs/gpt", "runs/gpt-universal")  # doctest: +SKIP
     >>> engine, *_ = deepspeed.initialize(model=model, config=config)  # doctest: +SKIP
@@ -77,12 +127,35 @@ def resume_zero(
 
 
 def moments_over_time(run: str | os.PathLike[str], name: str) -> xr.Dataset:
-    """A parameter and the optimizer's states of its shape over the steps that a run has saved: variables "weights",
-    "fp32", "exp_avg", "exp_avg_sq", ..., of dimensions ("step", ...), with the steps as coordinates. Lazy: a step or a
-    slice reads its own bytes. The steps may be of several formats and numbers of ranks.
+    """Return a parameter and its optimizer states over the saved steps of a run, as lazy variables of xarray.
 
-    A state that is not there at the same steps as the first has a dimension of its own, "step_exp_avg". Raises
-    TensorNotFoundError (no such parameter), DataError (``name`` is a prefix), and what `lazyckpt.open_run` raises.
+    Indexing a step or a slice reads only its bytes. The steps may have different formats and numbers of ranks.
+
+    Parameters
+    ----------
+    run
+        The folder of the run, or its URL.
+    name
+        The name of the parameter.
+
+    Returns
+    -------
+    xarray.Dataset
+        Variables "weights", "fp32", "exp_avg", "exp_avg_sq", ... that have the parameter's shape, with dimensions
+        ("step", ...) and the steps as coordinates. A state that is saved at other steps than the first has a dimension
+        of its own, such as "step_exp_avg".
+
+    Raises
+    ------
+    TensorNotFoundError
+        There is no such parameter.
+    DataError
+        ``name`` is a prefix.
+    LazyckptError
+        What `lazyckpt.open_run` raises.
+
+    Examples
+    --------
 
     >>> moments = moments_over_time("runs/gpt", "layers.3.mlp.up.weight")  # doctest: +SKIP
     >>> (moments["exp_avg"] ** 2).sum(("d4096", "d1024")) ** 0.5  # doctest: +SKIP

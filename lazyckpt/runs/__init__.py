@@ -1,1 +1,1 @@
-"""The checkpoints of a training run: their tensors over the steps, and which to keep."""
+"""The checkpoints of a training run: their tensors over the steps, and pruning."""

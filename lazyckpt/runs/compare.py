@@ -1,4 +1,4 @@
-"""`lazyckpt.diff`: two checkpoints, given as views or as what they are opened by."""
+"""`lazyckpt.diff`: compare two checkpoints, given as views or as paths."""
 
 from __future__ import annotations
 
@@ -25,16 +25,38 @@ def diff(
     memory: int | str | None = None,
     progress: bool | None = None,
 ) -> Diff:
-    """Compare two checkpoints, tensor by tensor, in bounded memory: whatever their formats, and however they are cut
-    over ranks. Nothing differs if ``diff(a, b).equal``; the result is a sequence of `Difference`s.
+    """Compare two checkpoints tensor by tensor, of any formats and parallel layouts, in bounded memory.
 
-    ``a``, ``b``: views, or paths to open. ``states``: None compares what both views read (the weights or, where there
-    are none, fp32); a list, or "all", the states of these names. Tensors of one dtype are compared bit by bit, others
-    by their numbers; what cannot be read, or not even be described as its file is gone, is told, and the rest compared.
-    ``executor``, ``memory``, ``progress``: as of `CheckpointView.to_safetensors`.
+    Tensors of the same dtype are compared bit by bit, others by value. A tensor that cannot be read, or whose file is
+    missing, gets a row that says so, and the others are compared.
 
-    Raises TensorNotFoundError (a state that neither has), SelectionError (two runs with other steps), DataError (a size
-    that is not understood), WorkerError, and what opening raises.
+    Parameters
+    ----------
+    a, b
+        Views, or paths to open.
+    states
+        Names of the states to compare, or "all". By default the states that the two views read (the weights or, if
+        there are none, fp32).
+    executor, memory, progress
+        See `WriteOptions`.
+
+    Returns
+    -------
+    Diff
+        A sequence with a `Difference` for each tensor. ``diff(a, b).equal`` is True if nothing differs.
+
+    Raises
+    ------
+    TensorNotFoundError
+        Neither checkpoint has one of ``states``.
+    SelectionError
+        ``a`` and ``b`` are runs with different steps.
+    DataError
+        ``memory`` is not a size.
+    WorkerError
+        Workers of the executor died.
+    LazyckptError
+        What `lazyckpt.open` raises.
     """
     one, other = (view if isinstance(view, CheckpointView) else CheckpointView(view) for view in (a, b))
     if isinstance(one, RunView) and isinstance(other, RunView) and one.steps != other.steps:
@@ -54,7 +76,7 @@ def diff(
         sides: list[Mapping[str, LazyTensor]] = [view.states.get(state, {}) for view in (one, other)]
         found = diff_tensors(*sides, executor=executor, memory=memory, progress=progress)
         of_state = tuple(replace(row, state=state) for row in found)
-        # which states lost names belonged to, nothing tells: they are told once
+        # the index does not record which state a lost name belongs to: list it once
         rows += _with_lost(of_state, one, other, state) if state == wanted[0] else of_state
     return Diff(tuple(rows))
 
@@ -62,12 +84,12 @@ def diff(
 def _with_lost(
     rows: tuple[Difference, ...], a: CheckpointView, b: CheckpointView, state: str | None = None
 ) -> tuple[Difference, ...]:
-    """With the names that a side cannot even describe, as their file is gone: they are none of its tensors'."""
+    """Add rows for the names that one side cannot describe because their file is missing."""
     lost = {**b.unreadable, **a.unreadable}
     if not lost:
         return rows
 
-    def told(row: Difference) -> Difference:
+    def marked(row: Difference) -> Difference:
         alone = row.status in ("only in a", "only in b") and row.name in lost
         return replace(row, status="unreadable", error=lost[row.name]) if alone else row
 
@@ -75,4 +97,4 @@ def _with_lost(
     rest = (
         Difference(n, "unreadable", None, None, error=why, state=state) for n, why in lost.items() if n not in names
     )
-    return (*map(told, rows), *rest)
+    return (*map(marked, rows), *rest)

@@ -1,13 +1,14 @@
-"""Which checkpoints of a run to keep, and how to remove the others safely.
+"""Select the checkpoints of a run to keep, and remove the others safely.
 
-What trainers do while they run (transformers/trainer_utils.py `rotate_checkpoints`, accelerate's ``total_limit``,
-torchtitan's ``keep_latest_k``) by counting folders, done for any run, and only with checkpoints that were read before:
+Trainers do this while they run, by counting folders (transformers/trainer_utils.py `rotate_checkpoints`, accelerate's
+``total_limit``, torchtitan's ``keep_latest_k``). `prune` does it for any run, and opens each checkpoint first:
 
-- the newest complete ones stay, and what a pointer names: ``latest``, ``latest_checkpointed_iteration.txt``, the
-  Trainer's and Lightning's best and last, links; links and names that are no series ("best") are never touched;
-- one that is not complete stays unless it is asked for: it may be being written;
-- a checkpoint gets a hidden name first, in one step, so that no reader ever finds half of one; a killed `prune` is
-  finished by the next. While one works, another in the same folder waits, and then finds what is left.
+- the newest complete checkpoints stay, and those that something points to: ``latest``,
+  ``latest_checkpointed_iteration.txt``, the best and the last of the Trainer and of Lightning, links. Links, and names
+  that are not a series ("best"), are never removed;
+- an incomplete checkpoint stays unless the caller asks for its removal, because it may still be being written;
+- a checkpoint is first renamed to a hidden name, atomically, so that no reader finds half of one. The next `prune`
+  finishes an interrupted one. A second `prune` in the same folder waits for the first.
 """
 
 from __future__ import annotations
@@ -44,15 +45,26 @@ _LIGHTNING = ("best_model_path", "last_model_path")  # lightning/pytorch/callbac
 _TEXT = 4096  # bytes of a pointer, at most
 
 
-_PARTS = re.compile(  # names of files in a checkpoint, also of those that are half written
+_PARTS = re.compile(  # names of files in a checkpoint, also of files that are being written
     r".*\.(?:pt|pth|bin|ckpt|pkl|safetensors|distcp|json|txt|model|jinja|ya?ml|tmp|py)|\.metadata(?:\.tmp)?|latest"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A checkpoint in the folder: its ``name`` there, its step (None where nothing tells it), the bytes of its files,
-    and why it stays, or goes."""
+    """A checkpoint in the folder.
+
+    Attributes
+    ----------
+    name
+        Its name in the folder.
+    step
+        Its step; None if unknown.
+    nbytes
+        Bytes of its files.
+    reason
+        Why it stays or is removed.
+    """
 
     name: str
     step: int | None
@@ -62,8 +74,23 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What `prune` found. ``remove``: what goes, or went if ``deleted``; ``keep``: what stays; ``leftovers``: remains
-    of a prune that was killed, which go, too; ``failed``: what could not be removed, a line each."""
+    """The result of `prune`.
+
+    Attributes
+    ----------
+    root
+        The folder.
+    deleted
+        Whether checkpoints were removed; False for a dry run.
+    remove
+        The checkpoints that were removed, or that would be.
+    keep
+        The checkpoints that stay.
+    leftovers
+        Remains of an interrupted prune, which are removed, too.
+    failed
+        A line for each checkpoint that could not be removed.
+    """
 
     root: str
     deleted: bool
@@ -74,18 +101,18 @@ class Pruned:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are freed."""
+        """Bytes that are freed, or would be."""
         return sum(item.nbytes for item in (*self.remove, *self.leftovers))
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain objects."""
+        """Return all fields and ``nbytes`` as plain objects."""
         return asdict(self) | {"nbytes": self.nbytes}
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """``lacks``: why a checkpoint is not complete, "" if it is. ``known``: whether it is surely one at all. ``step``:
-    None if nothing tells that its number is one."""
+    """What opening a checkpoint has shown. ``lacks``: why it is incomplete, or "". ``known``: whether it certainly is a
+    checkpoint. ``step``: None if the number in its name may be something else."""
 
     step: int | None
     lacks: str
@@ -94,16 +121,37 @@ class _State:
 
 
 def prune(path: str | os.PathLike[str], keep: int, *, delete: bool = False, incomplete: bool = False) -> Pruned:
-    """Remove all checkpoints in a folder but the newest ``keep`` complete ones and those that something points to.
+    """Remove all checkpoints in a folder but the newest complete ones and those that something points to.
 
-    Without ``delete`` nothing is changed: the answer says what would go. A checkpoint counts as complete if it opens
-    and no part of a tensor is missing, which reads what `lazyckpt.open` reads of it. ``incomplete``: those that are not
-    go, too; do not ask for that while a trainer is writing. Files of one step beside the model's
-    (``optimizer_1000.pt``) go with it. Only what lies in the folder itself, under a name of a series of steps or epochs
-    (``model_1000.pt`` if the file tells its step, too), is considered; nothing is followed out of it.
+    A checkpoint is complete if it opens and no part of a tensor is missing; checking that reads what `lazyckpt.open`
+    reads. Only entries of the folder itself are considered, with a name of a series of steps or epochs
+    (``model_1000.pt`` only if the file records its step, too); links are not followed. Other files of a step
+    (``optimizer_1000.pt``) are removed with the model's file.
 
-    Raises DestinationError (a URL; ``keep`` below 1; no right to write), MissingFileError (no such folder), FormatError
-    (no checkpoint in it).
+    Parameters
+    ----------
+    path
+        The folder. A URL is refused.
+    keep
+        The number of complete checkpoints to keep, at least 1.
+    delete
+        Remove the checkpoints. By default nothing is changed, and the result says what would be removed.
+    incomplete
+        Remove incomplete checkpoints, too. Do not use it while a trainer is writing.
+
+    Returns
+    -------
+    Pruned
+        What is removed, and what stays, with reasons.
+
+    Raises
+    ------
+    DestinationError
+        ``path`` is a URL, ``keep`` is below 1, or permissions are missing.
+    MissingFileError
+        The folder does not exist.
+    FormatError
+        The folder has no checkpoint in it.
     """
     if keep < 1:
         raise DestinationError(f"keep={keep}: at least one checkpoint has to stay (remove the folder itself otherwise)")
@@ -134,7 +182,7 @@ def _plan(root: Path, keep: int, incomplete: bool) -> Pruned:
     newest = set(sorted(complete, reverse=True)[:keep])
     pointed = _pointed(root, found, states)
     own = recognising(Source(store))
-    whole = own is not None and not own.tags  # files in it are of one checkpoint
+    whole = own is not None and not own.tags  # the files of the folder belong to one checkpoint
     goes: dict[str, bool] = {}
     reasons: dict[str, str] = {}
     for f in found:
@@ -148,7 +196,7 @@ def _plan(root: Path, keep: int, incomplete: bool) -> Pruned:
         else:
             goes[f.name] = state.step not in newest
             reasons[f.name] = "older" if goes[f.name] else f"of the newest {keep}"
-    # a file of an optimizer goes with that of the model
+    # an optimizer's file is removed with the model's file of the same step
     files = {f.number: f.name for f in found if not f.is_dir and f.name in states}
     for f in found:
         if f.side and not f.is_dir and not _is_link(root / f.name) and f.number in files and f.name not in pointed:
@@ -163,8 +211,8 @@ def _plan(root: Path, keep: int, incomplete: bool) -> Pruned:
 
 
 def _carry_out(root: Path, fd: int, plan: Pruned) -> Pruned:
-    """Hide all that goes, then remove what is hidden. ``fd``: the folder's descriptor: nothing outside of it is
-    removed, whatever has its path by now. Raises DestinationError if that is another folder."""
+    """Hide everything to remove, then remove it. ``fd``: the folder's descriptor, so that nothing outside of it is
+    removed if the path is replaced meanwhile. Raises DestinationError if the path is another folder by now."""
     failed: list[str] = []
     kept: list[Item] = []
     hidden = [(item.name, item.name) for item in plan.leftovers]
@@ -173,7 +221,7 @@ def _carry_out(root: Path, fd: int, plan: Pruned) -> Pruned:
         _check_same(root, fd)
         try:
             os.rename(root / item.name, root / place)
-        except FileNotFoundError:  # somebody else has removed it: so it is gone
+        except FileNotFoundError:  # another process has removed it
             continue
         except OSError as e:
             failed.append(f"{item.name}: {e.strerror or e}")
@@ -197,7 +245,7 @@ def _check_same(root: Path, fd: int) -> None:
 
 
 def _remove(name: str, root: int) -> None:
-    """A folder with all that is in it, or a file. Links in it are removed, what they lead to is not."""
+    """Remove a file, or a folder with its contents. Links in it are removed, their targets are not."""
     with suppress(FileNotFoundError):
         if stat.S_ISDIR(os.stat(name, dir_fd=root, follow_symlinks=False).st_mode):
             shutil.rmtree(name, dir_fd=root)
@@ -207,18 +255,18 @@ def _remove(name: str, root: int) -> None:
 
 @contextmanager
 def _alone(root: Path) -> Iterator[int]:
-    """Waits until no other prune works in the folder. The lock is on the folder itself and ends with the process: a
-    file for it would stand among the checkpoints, which trainers count."""
+    """Wait until no other prune works in the folder, and lock it. The lock is on the folder itself and ends with the
+    process; a lock file would be among the checkpoints, which trainers count."""
     fd = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        with suppress(OSError):  # a file system without locks: then only renaming tells who removes what
+        with suppress(OSError):  # on a file system without locks, renaming decides which prune removes a checkpoint
             fcntl.flock(fd, fcntl.LOCK_EX)
         yield fd
     finally:
         os.close(fd)
 
 
-# -- what a checkpoint is, and what stays
+# -- the state of checkpoints, and pointers to them
 
 
 def _may_go(root: Path, found: Found) -> bool:
@@ -228,7 +276,7 @@ def _may_go(root: Path, found: Found) -> bool:
 def _untouched(root: Path, found: Found) -> str:
     if _is_link(root / found.name):
         return "a link: never touched"
-    return "its name is of no series of steps: never touched"
+    return "its name is not of a series of steps: never touched"
 
 
 def _looked_at(root: Path, found: Found, late: Mapping[str, str]) -> _State:
@@ -236,11 +284,11 @@ def _looked_at(root: Path, found: Found, late: Mapping[str, str]) -> _State:
         view = CheckpointView(root / found.name, cache=False)
     except LazyckptError as e:
         return _State(found.number, " ".join(str(e).split()), _like_checkpoint(root / found.name), {})
-    told = told_step(plain_meta(view))
-    if not found.is_dir and not found.sure and told is None and found.name.lower().startswith("model"):
-        return _State(None, "", True, plain_meta(view))  # model_3.pt may as well be the third of three models
+    step = told_step(plain_meta(view))
+    if not found.is_dir and not found.sure and step is None and found.name.lower().startswith("model"):
+        return _State(None, "", True, plain_meta(view))  # model_3.pt may also be the third of three models
     return _State(
-        found.number if found.sure or told is None else told, _lacks(found, view, late), True, plain_meta(view)
+        found.number if found.sure or step is None else step, _lacks(found, view, late), True, plain_meta(view)
     )
 
 
@@ -257,35 +305,35 @@ def _lacks(found: Found, view: CheckpointView, late: Mapping[str, str]) -> str:
 
 
 def _like_checkpoint(path: Path) -> bool:
-    """Whether there is nothing but what checkpoints are made of: what cannot be opened may be something else."""
+    """Return whether all files look like those of a checkpoint: a folder that cannot be opened may be another thing."""
     if not path.is_dir():
         return True  # a file of tensors with a name of a series
     return all(_PARTS.fullmatch(name) for _, _, names in os.walk(path) for name in names)
 
 
 def _pointed(root: Path, found: list[Found], states: Mapping[str, _State]) -> dict[str, str]:
-    """Names that something points to -> what does."""
-    told = [(_text(root / pointer).partition("/")[0], f"named by {pointer}") for pointer in _POINTERS]
+    """Return the names that something points to -> what points to them."""
+    pointed = [(_text(root / pointer).partition("/")[0], f"named by {pointer}") for pointer in _POINTERS]
     number = tracked(Source(LocalStore(root)))
     if number is not None:
-        told.append((f"iter_{number:07d}", f"named by {TRACKER}"))
+        pointed.append((f"iter_{number:07d}", f"named by {TRACKER}"))
     real = os.path.realpath(root)
     for name in sorted(os.listdir(root)):
         if _is_link(root / name):
             inner = os.path.relpath(os.path.realpath(root / name), real)
-            told.append((inner.partition(os.sep)[0], f"the link {name} leads to it"))
+            pointed.append((inner.partition(os.sep)[0], f"the link {name} leads to it"))
     newest = sorted(states, key=lambda name: (states[name].step or 0, name), reverse=True)
     metas = [states[name].meta for name in newest]
     trainers = [m["trainer_state"] for m in metas if isinstance(m.get("trainer_state"), Mapping)]
-    told += [  # older ones name what was the best then
+    pointed += [  # only the newest state: older ones name the best checkpoint of their time
         (_last(state.get("best_model_checkpoint")), "the best, as trainer_state.json says")
         for state in (*trainers[:1], _json(root / "trainer_state.json"))
     ]
     callbacks = [m["callbacks"] for m in metas if isinstance(m.get("callbacks"), Mapping)]
     states_of = [c for c in callbacks[0].values() if isinstance(c, Mapping)] if callbacks else []
-    told += [(_last(c.get(key)), f"Lightning's {key}") for c in states_of for key in _LIGHTNING]
+    pointed += [(_last(c.get(key)), f"Lightning's {key}") for c in states_of for key in _LIGHTNING]
     names = {f.name for f in found}
-    return {name: why for name, why in reversed(told) if name in names}
+    return {name: why for name, why in reversed(pointed) if name in names}
 
 
 def _is_link(path: Path) -> bool:
@@ -293,7 +341,7 @@ def _is_link(path: Path) -> bool:
 
 
 def _text(path: Path) -> str:
-    """What a pointer says; "" if there is none."""
+    """Return the text of a pointer; "" if there is none."""
     try:
         with path.open("rb") as file:
             return file.read(_TEXT).decode("utf-8", "replace").strip()
@@ -310,18 +358,18 @@ def _json(path: Path) -> Mapping[str, Any]:
 
 
 def _last(path: object) -> str:
-    """The name at the end of a path, which may be of another machine's."""
+    """Return the last name of a path, which may be a path of another machine."""
     return path.rstrip("/").rpartition("/")[2] if isinstance(path, str) else ""
 
 
 def _nbytes(path: Path) -> int:
-    """Bytes of the files of a checkpoint; links count nothing."""
+    """Return the bytes of the files of a checkpoint, without links."""
     if path.is_symlink():
         return 0
     paths = [path] if path.is_file() else [Path(folder, n) for folder, _, names in os.walk(path) for n in names]
     total = 0
     for each in paths:
-        with suppress(FileNotFoundError):  # somebody removes it while we look
+        with suppress(FileNotFoundError):  # another process removes it meanwhile
             info = each.lstat()
             total += info.st_size if stat.S_ISREG(info.st_mode) else 0
     return total

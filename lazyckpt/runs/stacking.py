@@ -1,4 +1,4 @@
-"""The indexes of a run's checkpoints as one: every tensor over all steps that have it, and lines about what differs."""
+"""Stack the indexes of a run's checkpoints: every tensor over all steps that have it, and problems for differences."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHOWN = 5  # names, or steps, in a line
 
 
 class Checkpoint(NamedTuple):
-    """One of a run. ``name``: as messages call it; ``folder``: where its files lie, from the folder of the run on."""
+    """A checkpoint of a run. ``name``: its name in messages; ``folder``: the folder of its files in the run."""
 
     step: int
     name: str
@@ -30,7 +30,7 @@ class Checkpoint(NamedTuple):
 
 
 class Stacks(Mapping[str, TensorSpec]):
-    """Name -> the stacked tensor, which is put together when it is asked for. ``layers``: what it is made of."""
+    """Name -> stacked tensor, built on demand. ``layers``: the tensors of the single steps, by name."""
 
     def __init__(self, layers: Mapping[str, tuple[Layer, ...]], dtypes: Mapping[str, DType]) -> None:
         self.layers = layers
@@ -55,9 +55,9 @@ class Stacks(Mapping[str, TensorSpec]):
 
 
 def stacked(checkpoints: Sequence[Checkpoint], problems: Sequence[Problem]) -> Index:
-    """The index of a run, whose checkpoints (one at least) come in the order of their steps.
+    """Return the index of a run; ``checkpoints``: at least one, in the order of their steps.
 
-    The first state is what each checkpoint's view reads by default, under the name "weights" if one of them has that.
+    The first state is the default state of each checkpoint, under the name "weights" if one of them has that state.
     """
     newest = checkpoints[-1].view
     names = list(dict.fromkeys(state for c in reversed(checkpoints) for state in c.view.states))
@@ -70,12 +70,12 @@ def stacked(checkpoints: Sequence[Checkpoint], problems: Sequence[Problem]) -> I
         found.append(Problem("changed-tensor", line))
     aliases: dict[str, str] = {}
     states: dict[str, Stacks] = {}
-    known: set[tuple[str, str]] = set()  # what was told of a name in one state need not be told of it in another
+    known: set[tuple[str, str]] = set()  # (name, line): a problem in one state is not repeated for other states
     for state in (first, *(name for name in names if name != first)):
         views = {c.step: _state(c.view, state, default=state == first) for c in checkpoints}
-        states[state], tied, told = _stacks([(c, v) for c in checkpoints if (v := views[c.step]) is not None], known)
+        states[state], tied, notes = _stacks([(c, v) for c in checkpoints if (v := views[c.step]) is not None], known)
         aliases |= {alias: owner for alias, owner in tied.items() if alias not in aliases}
-        found += told if state == first else [problem.prefixed(f"state {state!r}") for problem in told]
+        found += notes if state == first else [problem.prefixed(f"state {state!r}") for problem in notes]
     return Index(
         format="run",
         states=states,
@@ -96,7 +96,7 @@ def _state(view: CheckpointView, state: str, default: bool) -> CheckpointView | 
 
 @dataclass(slots=True)
 class _Held:
-    """What there is of a name. ``owners``: those that it is tied to; "" where it is a tensor of its own."""
+    """The layers of a name. ``owners``: the names that it is tied to; "" for steps at which it owns its tensor."""
 
     layers: list[Layer] = field(default_factory=list)
     owners: set[str] = field(default_factory=set)
@@ -105,9 +105,9 @@ class _Held:
 def _stacks(
     views: Sequence[tuple[Checkpoint, CheckpointView]], known: set[tuple[str, str]]
 ) -> tuple[Stacks, dict[str, str], list[Problem]]:
-    """-> (the tensors of a state, its tied names, the problems of what differs between the steps)."""
+    """Return the tensors of a state, its tied names, and problems for differences between the steps."""
     held: dict[str, _Held] = {}
-    for c, view in reversed(views):  # names stand in the order of the newest
+    for c, view in reversed(views):  # names are in the order of the newest checkpoint
         for name in view:
             one = held.setdefault(name, _Held())
             owner = "" if name in view.specs else view.aliases[name]
@@ -123,19 +123,19 @@ def _stacks(
     every = [c.step for c, _ in views]
     layers: dict[str, tuple[Layer, ...]] = {}
     dtypes: dict[str, DType] = {}
-    notes: dict[str, list[str]] = {}  # what is told -> of which names
+    notes: dict[str, list[str]] = {}  # line -> names that it is about
     for name, one in held.items():
         if name in tied:
             continue
-        kept, told = _alike(one.layers)
+        kept, lines = _alike(one.layers)
         absent = sorted(set(every) - {x.step for x in one.layers})
         if absent:
-            told.append(f"not there {at(absent)}")
+            lines.append(f"not there {at(absent)}")
         if kept:
             layers[name] = tuple(kept)
             dtypes[name], more = _dtype(kept)
-            told += more
-        for line in told:
+            lines += more
+        for line in lines:
             if (name, line) not in known:
                 known.add((name, line))
                 notes.setdefault(line, []).append(name)
@@ -144,14 +144,14 @@ def _stacks(
 
 
 def _alike(layers: Sequence[Layer]) -> tuple[list[Layer], list[str]]:
-    """-> (the layers that are there as a whole, and as the newest of these is; lines about the others)."""
-    told: list[str] = []
+    """Return the complete layers that are like the newest complete one, and lines about the others."""
+    lines: list[str] = []
     kept = [x for x in layers if readable(x.spec)]
     lost = [x.step for x in layers if not readable(x.spec)] if len(kept) < len(layers) else []
     if lost:
-        told.append(f"parts of it are lost {at(lost)}, which is left out (run.at(step) reads the rest)")
+        lines.append(f"parts of it are lost {at(lost)}, which is left out (run.at(step) reads the rest)")
     if not kept:
-        return kept, told
+        return kept, lines
     newest = kept[-1].spec
     for what, same in (
         (f"the shape is another than {list(newest.shape)}", lambda s: s.shape == newest.shape),
@@ -160,13 +160,13 @@ def _alike(layers: Sequence[Layer]) -> tuple[list[Layer], list[str]]:
     ):
         odd = [x.step for x in kept if not same(x.spec)]
         if odd:
-            told.append(f"{what} {at(odd)}, which is left out (run.at(step) reads it)")
+            lines.append(f"{what} {at(odd)}, which is left out (run.at(step) reads it)")
             kept = [x for x in kept if x.step not in odd]
-    return kept, told
+    return kept, lines
 
 
 def _dtype(layers: Sequence[Layer]) -> tuple[DType, list[str]]:
-    """-> (a dtype that holds all, a line if they differ)."""
+    """Return a dtype that holds all values, and a line if the dtypes differ."""
     steps: dict[DType, list[int]] = {}
     for layer in layers:
         steps.setdefault(layer.spec.dtype, []).append(layer.step)
@@ -180,22 +180,23 @@ def _dtype(layers: Sequence[Layer]) -> tuple[DType, list[str]]:
 
 
 def _common(a: DType, b: DType) -> DType | None:
-    """A dtype that holds the values of both: the one that torch promotes to, but float64 for integers beside floats,
-    which torch would round. None if there is none.
+    """Return a dtype that holds the values of both: the one that torch promotes to, but float64 for integers with
+    floats, where torch would round. None if there is none.
 
     >>> _common(dtype_of("bfloat16"), dtype_of("float16")), _common(dtype_of("int64"), dtype_of("bfloat16"))
     (torch.float32, torch.float64)
     """
     try:
         both = dtype_of(torch.promote_types(a.torch, b.torch))
-    except RuntimeError:  # torch's way to say so, of 8-bit floats above all
+    except RuntimeError:  # torch promotes no 8-bit floats, among others
         return None
     counts = any(not (d.is_floating_point or d.is_complex or d is BOOL) for d in (a, b))
     return F64 if counts and both.is_floating_point else both
 
 
 def at(steps: Sequence[int]) -> str:
-    """
+    """Return steps as a phrase for a message.
+
     >>> at([1, 2]), at([7]), at(range(100, 900, 100))
     ('at steps 1, 2', 'at step 7', 'at steps 100, 200, 300, 400, 500 and 3 more')
     """

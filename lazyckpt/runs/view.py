@@ -1,14 +1,14 @@
-"""A training run as one namespace: every tensor with all the steps that were saved, along a new first dimension.
+"""A training run as one namespace: every tensor gets the saved steps as a new first dimension.
 
-The checkpoints are opened as views, each by its own reader, and their tensors are stacked as data (core/stack.py): the
-folder of the run is the store of all of them. So a run is a view like any other, and its tensors read only the bytes of
-the steps and elements that are asked for.
+Each checkpoint is opened as a view by its own reader. Their tensors are stacked as data (core/compose.py), and the
+run's folder is the store of all files. So a run is a view like any other, and its tensors read only the bytes of the
+indexed steps and elements.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import ItemsView, Mapping, Sequence, ValuesView
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
@@ -48,48 +48,71 @@ if TYPE_CHECKING:
 
 
 class StepTensor(LazyTensor):
-    """A tensor over the steps of a run, of shape (steps, ...). Everything else is as of a `LazyTensor`; iterating gives
-    one step after the other, read when its turn comes."""
+    """A `LazyTensor` over the steps of a run, of shape (steps, ...). Iterating over it reads one step after the other.
+
+    Parameters
+    ----------
+    store, spec, selection
+        The same as for `LazyTensor`.
+    """
 
     __slots__ = ()
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The coordinates of the first dimension: the steps that the elements are of, in their order."""
+        """The coordinates of the first dimension: the step of each entry, in order."""
         steps = fragments_of(self.spec.fragments).steps
         return steps if self._selection is None else tuple(steps[int(n)] for n in self._selection.axes[0])
 
     @property
     def plot(self) -> StepPlots:
-        """Plots, as of any tensor, and ``t.plot.steps()``: a quantity over the steps."""
+        """The plots of any tensor, and ``t.plot.steps()``: a quantity over the steps."""
         from ..show.plot import StepPlots
 
         return StepPlots(self)
 
 
 class RunView(CheckpointView):
-    """All checkpoints of a run, ordered by step, as one view. `lazyckpt.open_run` is the same.
+    """All checkpoints of a run, ordered by step, as one view. `lazyckpt.open_run` returns it.
 
-    ``path``: the folder (or URL) that they lie in: tags of DeepSpeed, ``iter_N``, ``checkpoint-N``, ``step-N``, files
-    such as ``step_1000.pt``, also in folders below, of any formats and parallel layouts. ``steps``: the steps of
-    checkpoints that tell none (name -> step; a folder of weights itself is ".").
+    Opening lists folders, and `at` opens one checkpoint. Names, `steps`, `problems` and tensors need all checkpoints:
+    they are opened once, several at a time, as by `lazyckpt.open`, and their indexes are kept. Tensor data is read only
+    when a tensor is indexed, and only of the indexed steps.
 
-    Opening lists folders; `at` opens one checkpoint. What tells of all of them (names, `steps`, `problems`, a tensor)
-    opens them all once, several at a time, which reads what `lazyckpt.open` reads of each, and keeps their indexes. No
-    tensor data is read before a tensor is indexed, and then of the wanted steps only.
+    A checkpoint's step is the number that a writer put in its name (``global_step10``, ``step=10``), else the step in
+    its meta (for which it is opened), else any number in its name. If several checkpoints have the same step, the first
+    readable one is used. A tensor covers the steps at which it is complete and has the shape of the newest step
+    (`StepTensor.steps`; `problems` lists the others), in a dtype that holds the values of all. The default state is at
+    every step the default state of that checkpoint.
 
-    A step is the number in the name where a writer put it there (``global_step10``, ``step=10``), else the one that the
-    checkpoint's own meta tells (opened for that), else a number in the name. Of several checkpoints of one step the
-    first that can be read counts. A tensor covers the steps at which it is there as a whole, with the shape that it has
-    at the newest (`StepTensor.steps`; `problems` tells of others), in a dtype that holds all of theirs. A view of the
-    default state reads at every step what that checkpoint's view reads by default.
+    Parameters
+    ----------
+    path
+        The folder of the checkpoints, or its URL. Checkpoints are tags of DeepSpeed, ``iter_N``, ``checkpoint-N``,
+        ``step-N``, files such as ``step_1000.pt``, also in folders below, of any format and parallel layout.
+    steps
+        The steps of checkpoints that do not record one: name -> step. The name of the folder itself is ".".
+    storage_options
+        Options of fsspec's file system for a URL: credentials, endpoints.
 
-    Raises MissingFileError (no such folder), FormatError (no checkpoint in it).
+    Raises
+    ------
+    MissingFileError
+        The folder does not exist.
+    FormatError
+        The folder has no checkpoint in it.
     """
 
     __slots__ = ("_asked", "_line")
 
     _tensor = StepTensor
+
+    if TYPE_CHECKING:  # its tensors are `_tensor`s
+
+        def exact(self, name: str) -> StepTensor | None: ...
+        def tensor(self, name: str) -> StepTensor: ...
+        def items(self) -> ItemsView[str, StepTensor]: ...
+        def values(self) -> ValuesView[StepTensor]: ...
 
     def __init__(
         self,
@@ -102,7 +125,7 @@ class RunView(CheckpointView):
         store: Store
         store, name = split_url(text, storage_options) if is_url(text) else split(path)
         if name:
-            raise FormatError(f"{text} is a file: a run is the folder that its checkpoints lie in")
+            raise FormatError(f"{text} is a file: a run is the folder of its checkpoints")
         found = find(store)
         if not found:
             raise FormatError(
@@ -112,7 +135,7 @@ class RunView(CheckpointView):
 
     def _begin(self, line: Line, state: str | None, steps: tuple[Any, ...]) -> None:
         self._line = line
-        self._asked = state  # None: the default one, which only the checkpoints tell
+        self._asked = state  # None: the default state, which is known only when the checkpoints are opened
         self._steps = steps
         self._of_all = False
         self._forget()
@@ -123,7 +146,7 @@ class RunView(CheckpointView):
         return view
 
     @property
-    def _store(self) -> Store:  # type: ignore[override]  # what a view is made with, a run finds out
+    def _store(self) -> Store:  # type: ignore[override]  # an attribute of views, computed on demand here
         return self._line.pinned
 
     @property
@@ -138,7 +161,7 @@ class RunView(CheckpointView):
         return _restore, (self._line, self._asked, self._pickled_steps())
 
     def close(self) -> None:
-        """As `CheckpointView.close`; the views of single steps (`at`) are closed, too."""
+        """Close open files and mappings, also those of the views of single steps (`at`). See `CheckpointView.close`."""
         self._line.close()
 
     # -- the steps
@@ -150,7 +173,7 @@ class RunView(CheckpointView):
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The steps at which there are tensors of this view, ascending."""
+        """The steps at which this view has tensors, ascending."""
         stacks = self._index.states.get(self._state)
         if not isinstance(stacks, Stacks):
             return ()
@@ -165,14 +188,30 @@ class RunView(CheckpointView):
 
     @property
     def paths(self) -> Mapping[int, str]:
-        """Step -> where its checkpoint lies. Those are told, too, that cannot be read."""
+        """Step -> path of its checkpoint, also for checkpoints that cannot be read."""
         return {step: self._line.path(found[0]) for step, found in self._line.table.items()}
 
     def at(self, step: int) -> CheckpointView:
-        """The same part of one step's checkpoint: a view of that alone.
+        """Return the same part of a single checkpoint of the run.
 
-        Raises MissingFileError if there is no such step, TensorNotFoundError if that checkpoint lacks this state or
-        prefix, and what `lazyckpt.open` raises if it cannot be read.
+        Parameters
+        ----------
+        step
+            One of `steps`.
+
+        Returns
+        -------
+        CheckpointView
+            A view of that checkpoint alone.
+
+        Raises
+        ------
+        MissingFileError
+            There is no such step.
+        TensorNotFoundError
+            The checkpoint lacks this view's state or prefix.
+        LazyckptError
+            What `lazyckpt.open` raises.
         """
         view = self._line.at(step)
         if self._asked is not None and self._asked != next(iter(self._index.states)):
@@ -185,8 +224,24 @@ class RunView(CheckpointView):
         return part
 
     def to_xarray(self, *, chunks: Mapping[str, Any] | None = None, widen: bool = True) -> xr.DataTree:
-        """As `CheckpointView.to_xarray`; the first dimension of every variable is "step", whose coordinates are the
-        steps. Variables that are not there at all of them have dimensions of their own ("step_2", ...)."""
+        """Return the run as an `xarray.DataTree` whose variables have the first dimension "step", with the steps as
+        coordinates. Reads nothing.
+
+        Parameters
+        ----------
+        chunks, widen
+            The same as for `CheckpointView.to_xarray`.
+
+        Returns
+        -------
+        xarray.DataTree
+            Variables that lack some of the steps have a first dimension of their own ("step_2", ...).
+
+        Raises
+        ------
+        DataError, TypeError
+            What `CheckpointView.to_xarray` raises.
+        """
         from ..interop.xarray import Run
         from ..interop.xarray import steps_tree as tree
 
@@ -194,21 +249,44 @@ class RunView(CheckpointView):
 
     @property
     def plot(self) -> RunPlots:
-        """Plots, as of any view, and ``run.plot.steps(name)``: a quantity over the steps."""
+        """The plots of any view, and ``run.plot.steps(name)``: a quantity over the steps."""
         from ..show.plot import RunPlots
 
         return RunPlots(self)
 
     def rename(self, *args: Any, **options: Any) -> NoReturn:
-        """Raise DataError: rename the view of one step (`at`)."""
+        """Raise DataError: the tensors of a run cannot be renamed. Use ``run.at(step).rename(names)``.
+
+        Raises
+        ------
+        DataError
+            Always.
+        """
         _refuse("rename")
 
     def shard(self, *args: Any, **options: Any) -> NoReturn:
-        """Raise DataError: shard the view of one step (`at`)."""
+        """Raise DataError: the tensors of a run cannot be sharded. Use ``run.at(step).shard(...)``.
+
+        Raises
+        ------
+        DataError
+            Always.
+        """
         _refuse("shard")
 
     def astype(self, dtype: torch.dtype) -> NoReturn:
-        """Raise DataError: convert the view of one step (`at`)."""
+        """Raise DataError: the tensors of a run cannot be converted. Use ``run.at(step).astype(dtype)``.
+
+        Parameters
+        ----------
+        dtype
+            Not used.
+
+        Raises
+        ------
+        DataError
+            Always.
+        """
         _refuse("convert")
 
     @property
@@ -220,17 +298,17 @@ class RunView(CheckpointView):
         return f"{self._head}\n{super().__repr__()}"
 
     def _repr_html_(self) -> str:
-        """For Jupyter: the steps, and a tree that opens and closes. Reads no tensor data."""
+        """Return HTML for Jupyter: the steps, and a tree that opens and closes. Reads no tensor data."""
         return view_html(self, self._head)
 
 
 class Line:
-    """The checkpoints of a run, opened when they are asked for; ``told``: the steps that the user gave."""
+    """The checkpoints of a run, opened on demand. ``given``: the steps that the user passed, by name."""
 
     def __init__(
-        self, store: Store, found: tuple[Found, ...], told: dict[str, int], options: Mapping[str, Any] | None
+        self, store: Store, found: tuple[Found, ...], given: dict[str, int], options: Mapping[str, Any] | None
     ) -> None:
-        self.store, self.found, self.told, self.options = store, found, told, options
+        self.store, self.found, self.given, self.options = store, found, given, options
         self._opened: dict[str, CheckpointView | LazyckptError] = {}
         self.closed = False
 
@@ -263,7 +341,7 @@ class Line:
         return view
 
     def at(self, step: int) -> CheckpointView:
-        """The view of a step: of its first checkpoint that can be opened."""
+        """Return the view of a step: the first checkpoint of it that can be opened."""
         found = self.table.get(step)
         if found is None:
             raise MissingFileError(f"{self.store.root} has no step {step}; there are: {some(self.table, 5)}")
@@ -274,7 +352,7 @@ class Line:
 
     def _open_all(self, found: Sequence[Found]) -> None:
         def quietly(one: Found) -> None:
-            with suppress(LazyckptError):  # kept, and told later
+            with suppress(LazyckptError):  # `open` keeps the error, which becomes a problem later
                 self.open(one)
 
         with ThreadPoolExecutor(OPENERS) as pool:
@@ -282,39 +360,39 @@ class Line:
 
     @cached_property
     def table(self) -> Mapping[int, list[Found]]:
-        """Step -> its checkpoints, ascending; the one to read first comes first."""
+        """Step, ascending -> its checkpoints, in the order in which reading tries them."""
         return self._ordered[0]
 
     @cached_property
     def _ordered(self) -> tuple[dict[int, list[Found]], list[Problem]]:
-        """-> (the table, the problems of what is not in it)."""
-        self._open_all([f for f in self.found if not f.sure and not f.side and (f.name or ".") not in self.told])
+        """The table of steps, and the problems of checkpoints that are not in it."""
+        self._open_all([f for f in self.found if not f.sure and not f.side and (f.name or ".") not in self.given])
         table: dict[int, list[Found]] = {}
         problems = [
             Problem("unused-rule", f"steps[{name!r}]: there is no such checkpoint: it has no effect", name)
-            for name in self.told
+            for name in self.given
             if name not in {f.name or "." for f in self.found}
         ]
         for found in sorted(self.found, key=lambda f: (not f.sure, not f.is_dir, natural(f.name))):
             name, step, why = found.name or ".", found.number, "nothing tells its step"
-            if name in self.told:
-                step = self.told[name]
+            if name in self.given:
+                step = self.given[name]
             elif not found.sure and not found.side:
                 try:
-                    told = told_step(plain_meta(self.open(found)))
-                    step = found.number if told is None else told
+                    recorded = told_step(plain_meta(self.open(found)))
+                    step = found.number if recorded is None else recorded
                 except LazyckptError as e:
                     why = f"it cannot be read: {e}"
             if step is None:
                 line = f"{name} is left out: {why} (open_run(..., steps={{{name!r}: ...}}) gives it one)"
                 problems.append(Problem("skipped-checkpoint", line, name))
-            elif not found.side:  # states of optimizers in files of their own are no checkpoint of the model
+            elif not found.side:  # an optimizer's state in a file of its own is not a checkpoint of the model
                 table.setdefault(step, []).append(found)
         return dict(sorted(table.items())), problems
 
     @cached_property
     def opened(self) -> tuple[list[Checkpoint], tuple[Problem, ...]]:
-        """-> (the checkpoint of every step that has one to be read, all problems)."""
+        """The readable checkpoint of every step, and all problems."""
         table, problems = self.table, list(self._ordered[1])
         self._open_all([found[0] for found in table.values()])
         late = unfinished(self.store, self.found)
@@ -337,9 +415,9 @@ class Line:
                 if one.name in late:
                     line = f"step {step}: the save of {name} was not finished: {late[one.name]}"
                     problems.append(Problem("unfinished-save", line, name))
-                told = told_step(plain_meta(view))
-                if told not in (None, step) and name not in self.told:
-                    line = f"step {step}: {name} says of itself that it is of step {told}"
+                recorded = told_step(plain_meta(view))
+                if recorded not in (None, step) and name not in self.given:
+                    line = f"step {step}: {name} says of itself that it is of step {recorded}"
                     problems.append(Problem("step-mismatch", line, name))
                 for problem in view.problems:
                     notes.setdefault(problem, []).append(step)
@@ -365,7 +443,7 @@ class Line:
         return store
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Line, (self.store, self.found, self.told, self.options), {"opened": self.opened, "table": self.table}
+        return Line, (self.store, self.found, self.given, self.options), {"opened": self.opened, "table": self.table}
 
     def __setstate__(self, known: Mapping[str, Any]) -> None:
         self.__dict__.update(known)
