@@ -257,6 +257,11 @@ class RunView(CheckpointView):
     def rename(self, *args: Any, **options: Any) -> NoReturn:
         """Raise DataError: the tensors of a run cannot be renamed. Use ``run.at(step).rename(names)``.
 
+        Parameters
+        ----------
+        *args, **options
+            Not used.
+
         Raises
         ------
         DataError
@@ -266,6 +271,11 @@ class RunView(CheckpointView):
 
     def shard(self, *args: Any, **options: Any) -> NoReturn:
         """Raise DataError: the tensors of a run cannot be sharded. Use ``run.at(step).shard(...)``.
+
+        Parameters
+        ----------
+        *args, **options
+            Not used.
 
         Raises
         ------
