@@ -146,8 +146,8 @@ def plan(spec: TensorSpec, want: Selection, find: Find | None = None) -> list[Co
     """Return the copies that fill the selection.
 
     With combine="first" they cover every selected element exactly once. With "mean" there is a copy from every fragment
-    that holds an element, and the reader has to average them. ``find`` looks up the elements of a packed extent; without
-    it their position is left open.
+    that holds an element, and the reader has to average them. ``find`` looks up where a packed extent holds its
+    elements; without it their position is left open.
 
     Raises MissingFileError if the file of a selected element is missing, DataError if no file holds the element.
     """
