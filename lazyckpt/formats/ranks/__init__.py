@@ -1,4 +1,4 @@
-"""Folders of rank files of torch.save, in which tensors are shards: DTensors, ShardedTensors, flat parameters."""
+"""Folders of rank files of torch.save that hold shards: DTensors, ShardedTensors and flat parameters."""
 
 from .reader import READER
 
