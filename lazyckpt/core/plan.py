@@ -1,4 +1,4 @@
-"""From a wanted selection of a tensor to the copies that fill it: box intersections, nothing else.
+"""The plan of a read: the copies from files that fill a selection of a tensor, by box intersection. No I/O.
 
 Coordinates: a *selection* is one ascending `range` per dimension of the tensor. Its elements, numbered from 0 in each
 dimension, are the coordinates of the output array. A `Copy` moves a block of an extent to a block of the output.
@@ -20,17 +20,16 @@ from .box import Box, Shape, c_strides, remainder
 from .fragments import Selection, fragment_boxes, fragments_of
 from .index import Extent, Fragment, Hole, Packed, TensorSpec
 
-# -- Which of many boxes overlap, in about as much time as there are boxes and overlaps, whatever their order.
-# Pure.
+# -- Which of many boxes overlap, in time about proportional to the boxes and overlaps, in any order of the boxes.
 
-_FEW = 24  # boxes that are compared one by one: arrays are not worth it
-_PAIRS = 1 << 20  # candidates that are looked at together
+_FEW = 24  # up to this many boxes are compared one by one: numpy is slower
+_PAIRS = 1 << 20  # candidate pairs that are compared at a time
 
 Ints = NDArray[np.int64]
 
 
 def earlier_overlaps(boxes: Sequence[Box]) -> list[list[int]]:
-    """For each box (no box may be empty), the numbers of those before it that share an index with it, ascending.
+    """Return, for each box, the ascending numbers of the earlier boxes that overlap it. No box may be empty.
 
     >>> earlier_overlaps([Box((0,), (4,)), Box((6,), (9,)), Box((3,), (7,))])
     [[], [], [0, 1]]
@@ -38,7 +37,7 @@ def earlier_overlaps(boxes: Sequence[Box]) -> list[list[int]]:
     if any(
         all(a.stop[d] <= b.start[d] for a, b in pairwise(boxes)) for d in range(len(boxes[0].start) if boxes else 0)
     ):
-        return [[] for _ in boxes]  # in order, as ranks mostly are
+        return [[] for _ in boxes]  # sorted and disjoint along a dimension, as the ranks' boxes mostly are
     if len(boxes) <= _FEW or not boxes[0].start:
         return [[m for m in range(n) if _overlap(boxes[m], box)] for n, box in enumerate(boxes)]
     starts = np.array([box.start for box in boxes], np.int64)
@@ -57,8 +56,10 @@ def _overlap(a: Box, b: Box) -> bool:
 
 
 class _Sweep(NamedTuple):
-    """Boxes in the order of a sweep, those that lie in several strips once for each. ``behind``: how many of those that
-    follow each begin before it ends, in its strip."""
+    """Boxes in the order of a sweep; a box occurs once for each strip that it meets.
+
+    ``behind`` holds, for each box, how many of the following boxes of its strip begin before it ends.
+    """
 
     boxes: Ints
     strips: Ints
@@ -70,7 +71,7 @@ class _Sweep(NamedTuple):
 
 
 def _pairs(starts: Ints, stops: Ints) -> Iterator[tuple[Ints, Ints]]:
-    """Pairs of boxes that overlap, each once."""
+    """Yield the pairs of overlapping boxes, each pair once, as two arrays of numbers."""
     count, dims = starts.shape
     nothing = np.zeros(count, np.int64)
     along = min(range(dims), key=lambda d: _sweep(starts[:, d], stops[:, d], nothing, nothing).cost)
@@ -97,7 +98,7 @@ def _pairs(starts: Ints, stops: Ints) -> Iterator[tuple[Ints, Ints]]:
         left = np.repeat(np.arange(at, at + len(behind)), behind)
         right = left + 1 + np.arange(len(left)) - np.repeat(np.cumsum(behind) - behind, behind)
         a, b = best.boxes[left], best.boxes[right]
-        # of the strips that two boxes share, the first one counts
+        # two boxes may share several strips: keep the pair of the first one
         same: NDArray[Any] = np.maximum(first[a], first[b]) == best.strips[left]
         for d in range(dims):
             same &= (starts[a, d] < stops[b, d]) & (starts[b, d] < stops[a, d])
@@ -106,7 +107,7 @@ def _pairs(starts: Ints, stops: Ints) -> Iterator[tuple[Ints, Ints]]:
 
 
 def _sweep(starts: Ints, stops: Ints, first: Ints, last: Ints) -> _Sweep:
-    """Boxes that lie in strips ``first`` to ``last``, by strip and then by where they start."""
+    """Return the boxes, which meet strips ``first`` to ``last``, sorted by strip and then by start."""
     times = last - first + 1
     boxes = np.repeat(np.arange(len(starts)), times)
     strips = np.arange(len(boxes)) - np.repeat(np.cumsum(times) - times, times) + first[boxes]
@@ -118,15 +119,16 @@ def _sweep(starts: Ints, stops: Ints, first: Ints, last: Ints) -> _Sweep:
     return _Sweep(boxes[order], strips[order], behind)
 
 
-# -- From a wanted selection of a tensor to the copies that fill it: box intersections, nothing else.
+# -- From a selection of a tensor to the copies that fill it.
 
 Find = Callable[[Packed], Extent]
 
 
 class Copy(NamedTuple):
-    """Move ``shape`` elements, found from element ``start`` of the extent on at ``strides``, to ``at`` in the output.
+    """A copy of a strided block of an extent to index ``at`` of the output.
 
-    ``start`` and ``strides`` are in elements; the byte position in the file is ``extent.offset + start * itemsize``.
+    ``shape`` is the block's shape. ``start``, its first element in the extent, and ``strides`` are in elements; the
+    position in the file, in bytes, is ``extent.offset + start * itemsize``.
     """
 
     extent: Extent
@@ -141,12 +143,13 @@ class Copy(NamedTuple):
 
 
 def plan(spec: TensorSpec, want: Selection, find: Find | None = None) -> list[Copy]:
-    """The copies that fill the selection. With combine="first" they cover every wanted element exactly once; with
-    "mean" every fragment that holds an element has a copy of it, and what they read is to be averaged. ``find`` looks
-    up where the elements of what is packed lie; without it they are taken to be somewhere within.
+    """Return the copies that fill the selection.
 
-    Raises MissingFileError if a wanted element stands in a file that is not there, DataError if it stands in no file
-    at all.
+    With combine="first" they cover every selected element exactly once. With "mean" there is a copy from every fragment
+    that holds an element, and the reader has to average them. ``find`` looks up where a packed extent holds its
+    elements; without it their position is left open.
+
+    Raises MissingFileError if the file of a selected element is missing, DataError if no file holds the element.
     """
     whole = Box.of([len(r) for r in want])
     if not whole:
@@ -162,8 +165,11 @@ def plan(spec: TensorSpec, want: Selection, find: Find | None = None) -> list[Co
 
 
 def overlaps(spec: TensorSpec, want: Selection, find: Find | None = None) -> Iterator[tuple[Copy, Copy]]:
-    """The elements of the selection that several fragments hold: pairs of copies that fill the same block of the
-    output, from the first fragment that holds it and from each of the others. What is missing is passed over."""
+    """Yield the copies of the selected elements that several fragments hold.
+
+    Each pair of copies fills the same block of the output: from the first fragment that holds it, and from another one.
+    Missing fragments are skipped.
+    """
     pieces = [
         (number, target, piece)
         for number, fragment in enumerate(fragments_of(spec.fragments).meeting(want))
@@ -179,12 +185,12 @@ def overlaps(spec: TensorSpec, want: Selection, find: Find | None = None) -> Ite
 
 
 def _pieces(fragment: Fragment, want: Selection, find: Find | None) -> Iterator[tuple[Box, Copy | Hole]]:
-    """The wanted blocks that a fragment holds: (block of the output, the copy that fills it)."""
+    """Yield the selected blocks that a fragment holds, as (block of the output, the copy that fills it)."""
     extent, span, axes = fragment.extent, fragment.span, fragment.axes
     for local, globe in fragment_boxes(fragment):
         lo: list[int] = []
         hi: list[int] = []
-        first = list(local.start)  # the rank-local index of the first wanted element
+        first = list(local.start)  # the rank-local index of the first selected element
         for r, a, b, axis in zip(want, globe.start, globe.stop, axes or range(len(want)), strict=True):
             i = max(0, -(-(a - r.start) // r.step))
             j = min(len(r), -(-(b - r.start) // r.step))
@@ -215,7 +221,7 @@ def _pieces(fragment: Fragment, want: Selection, find: Find | None) -> Iterator[
 
 
 def _cover(whole: Box, pieces: list[tuple[Box, Copy]]) -> list[Copy]:
-    """Cover as much of the output as the pieces do, each element by the first piece that has it."""
+    """Return copies that cover all that the pieces cover, each element from the first piece that has it."""
     if pieces and pieces[0][0] == whole:
         return [pieces[0][1]]
     known: dict[Box, Copy] = {}
@@ -238,7 +244,7 @@ def _of_first_holders(pieces: list[tuple[Box, Copy]]) -> list[Copy]:
 
 
 def _held_first(targets: Sequence[Box]) -> Iterator[tuple[list[Box], list[tuple[int, Box]]]]:
-    """Of each block: (what no block before it has, in boxes; what some have: the number of the first and a box)."""
+    """Yield, for each block, the boxes that no earlier block has, and (number of the first owner, box) of the rest."""
     first: dict[Box, int] = {}
     for n, target in enumerate(targets):
         first.setdefault(target, n)
@@ -247,7 +253,7 @@ def _held_first(targets: Sequence[Box]) -> Iterator[tuple[list[Box], list[tuple[
     held: dict[Box, list[Box]] = {}
     shares: dict[Box, list[tuple[int, Box]]] = {}
     for target in targets:
-        if target in held:  # the same block once more: the first one holds what that held
+        if target in held:  # a repeated block: the first one holds all of it
             yield [], [*((first[target], box) for box in held[target]), *shares[target]]
             continue
         owners = [(numbers[m], held[targets[numbers[m]]]) for m in before[target]]
@@ -274,7 +280,7 @@ def _uncovered(spec: TensorSpec, left: int, pieces: list[tuple[Box, Copy | Hole]
 
 
 def _reasons(pieces: list[tuple[Box, Copy | Hole]]) -> Iterator[str]:
-    """Why elements that no copy holds cannot be read: of each hole that has some."""
+    """Yield the reasons of the holes that have elements which no copy holds."""
     copies = [target for target, piece in pieces if isinstance(piece, Copy)]
     holes = [(target, piece) for target, piece in pieces if isinstance(piece, Hole)]
     own = [boxes for boxes, _ in _held_first(copies)]

@@ -1,4 +1,4 @@
-"""Chunk grids whose chunks already lie in files, each as one run of bytes: what references to bytes can say. Pure."""
+"""Chunk grids whose chunks are runs of bytes in existing files, so that references can describe them. No I/O."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .box import Shape, is_run
 from .index import TensorSpec
 from .plan import Copy
 
-MOST = 1 << 16  # references of one tensor; more would take longer to look up than to copy what they refer to
+MOST = 1 << 16  # references of one tensor; looking up more would take longer than copying the bytes
 
 
 class Reference(NamedTuple):
-    """Where the bytes of the chunk at a place of the grid lie."""
+    """The bytes of one chunk: ``place`` is its index in the grid, ``offset`` and ``length`` are in bytes."""
 
     place: Shape
     path: str
@@ -25,10 +25,12 @@ class Reference(NamedTuple):
 
 
 def reference_chunk(spec: TensorSpec, copies: Sequence[Copy], most: int) -> Shape:
-    """The shape of chunks that tile the tensor without a rest, each of them the bytes of one run of one file as they
-    stand there: as large as the files allow, at most ``most`` bytes. ``copies``: the plan of the whole tensor.
+    """Return the shape of chunks that tile the tensor evenly, each of them one run of unconverted bytes of one file.
 
-    Raises DataError, with the reason, if there is no such grid, or none of less than 65,536 chunks.
+    The chunks are as large as the files allow, but have at most ``most`` bytes. ``copies`` is the plan of the whole
+    tensor.
+
+    Raises DataError, with the reason, if there is no such grid, or only grids of more than 65,536 chunks.
     """
     shape = tuple(max(1, n) for n in spec.shape)
     for copy in copies:
@@ -63,7 +65,7 @@ def reference_chunk(spec: TensorSpec, copies: Sequence[Copy], most: int) -> Shap
 
 
 def references(copies: Sequence[Copy], chunk: Shape) -> Iterator[Reference]:
-    """Where each chunk of that shape (of `reference_chunk`) lies."""
+    """Yield the bytes of each chunk. ``chunk`` is the shape from `reference_chunk`."""
     for copy in copies:
         size = copy.extent.dtype.itemsize
         length = prod(chunk) * size
@@ -76,7 +78,7 @@ def references(copies: Sequence[Copy], chunk: Shape) -> Iterator[Reference]:
 
 
 def _divisor(n: int, least: int) -> int:
-    """The smallest divisor of n that is not below ``least``; n itself if there is none.
+    """Return the smallest divisor of n that is at least ``least``; n if there is none.
 
     >>> _divisor(12, 5), _divisor(7, 2), _divisor(12, 20)
     (6, 7, 12)

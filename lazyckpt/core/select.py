@@ -1,7 +1,7 @@
-"""What an index expression asks of a tensor: `t[1:5, ::2]`, `t[..., 0]`, `t[[3, 1]]`, `t[mask]`, and these composed.
+"""Index expressions as selections: `t[1:5, ::2]`, `t[..., 0]`, `t[[3, 1]]`, `t[mask]`, and their compositions.
 
-A `Selection` keeps, for every dimension of the tensor, which of its indices are wanted, in which order; and how these
-*axes* become the dimensions of the result. Composing selections is arithmetic on indices: nothing is read.
+A `Selection` holds the selected indices of every dimension of the tensor, in order, and how these *axes* become the
+dimensions of the result. Composing selections is arithmetic on indices: nothing is read.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ Axis = range | NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selection:
-    """``axes``: the wanted indices of every dimension of the tensor (``rank`` of them), then of the dimensions that
-    None added. ``dims``: the axis that each dimension of the result runs along; one that is not among them was indexed
-    by an int.
+    """Selected elements of a tensor, and the dimensions of the result.
+
+    ``axes`` holds the selected indices of every dimension of the tensor (``rank`` of them), then those of the
+    dimensions that None added. ``dims`` holds the axis of each dimension of the result; an axis that is not in
+    ``dims`` was indexed by an int.
     """
 
     axes: tuple[Axis, ...]
@@ -38,6 +40,7 @@ class Selection:
 
     @classmethod
     def all(cls, shape: Sequence[int]) -> Selection:
+        """Return the selection of all elements of a tensor of this shape."""
         return cls(tuple(range(n) for n in shape), tuple(range(len(shape))), len(shape))
 
     @property
@@ -47,7 +50,7 @@ class Selection:
 
     @property
     def block(self) -> Box | None:
-        """The block that is selected; None if it is not one, with the dimensions of the tensor.
+        """The selected block; None if the selection is not one block with the dimensions of the tensor.
 
         >>> Selection.all((4, 6))[1:, :3].block
         Box(start=(1, 0), stop=(4, 3))
@@ -59,7 +62,7 @@ class Selection:
 
     @property
     def hull(self) -> Box:
-        """The smallest block of the tensor that holds all that is selected; an empty one if nothing is.
+        """The bounding box of the selected elements; an empty box if the selection is empty.
 
         >>> Selection.all((4, 6))[1:, [4, 1]].hull
         Box(start=(1, 1), stop=(4, 5))
@@ -71,7 +74,7 @@ class Selection:
         return Box(tuple(int(low) for low, _ in ends), tuple(int(high) + 1 for _, high in ends))
 
     def __getitem__(self, key: Any) -> Selection:
-        """The selection of ``key`` within this one. Raises SelectionError if it does not fit.
+        """Return the selection of ``key`` within this one. Raises SelectionError if it does not fit.
 
         >>> Selection.all((4, 6))[1:, ::2][..., -1].shape
         (3,)
@@ -96,7 +99,7 @@ class Selection:
         return Selection(tuple(axes), tuple(dims), self.rank)
 
     def reads(self) -> Reads:
-        """How to read it: blocks of ascending ranges, then what is left to do in memory."""
+        """Return how to read the selection: blocks of ascending ranges, and the steps that follow in memory."""
         runs: list[list[tuple[int, range]]] = []
         flips: list[int] = []
         orders: list[tuple[int, NDArray[np.int64]]] = []
@@ -120,8 +123,11 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reads:
-    """``shape``: of the array to read into, one dimension per axis. `io.reading.gather.finish` turns it into the
-    ``result``'s shape; ``added``: the dimensions of that which are not of the array."""
+    """How to read a selection.
+
+    ``shape`` is the shape of the array to read into, with one dimension per axis. `io.reading.gather.finish` turns the
+    array into one of shape ``result``; ``added`` holds the dimensions of the result that the array does not have.
+    """
 
     shape: Shape
     runs: tuple[tuple[tuple[int, range], ...], ...]
@@ -131,18 +137,18 @@ class Reads:
     added: tuple[int, ...] = ()
 
     def blocks(self) -> Iterator[tuple[Shape, Ranges]]:
-        """(where the block starts in the array, the ranges of the tensor that it holds)."""
+        """Yield the blocks to read, as (start in the array, ranges of the tensor)."""
         for combination in product(*self.runs):
             yield tuple(at for at, _ in combination), tuple(r for _, r in combination)
 
     @property
     def in_place(self) -> bool:
-        """Whether the array that is read is the result."""
+        """Whether the array that was read is the result, without further steps."""
         return self.shape == self.result and not (self.flips or self.orders or self.added)
 
 
 def _spread(key: Any, shape: Shape) -> list[Any]:
-    """The key with one item per dimension: lists as arrays, Ellipsis and missing trailing items as full slices."""
+    """Return the key with one item per dimension: lists as arrays, Ellipsis and missing items as full slices."""
     items = [_item(k) for k in (key if isinstance(key, tuple) else (key,))]
     used = sum(k is not None and k is not Ellipsis for k in items)
     dots = sum(k is Ellipsis for k in items)
@@ -181,12 +187,12 @@ def _item(k: Any) -> Any:
 
 
 def _pick(axis: Axis, item: Any, dim: int) -> tuple[Axis, bool]:
-    """-> (what is left of the axis, whether it stays a dimension of the result)."""
+    """Return the selected indices of an axis, and whether it stays a dimension of the result."""
     n = len(axis)
     if isinstance(item, slice):
         try:
             return axis[item], True
-        except (TypeError, ValueError) as e:  # a bound that is no integer, a step of 0
+        except (TypeError, ValueError) as e:  # a bound that is not an integer, or a step of 0
             raise SelectionError(f"slice {item} of dimension {dim}: {e}") from None
     if isinstance(item, int):
         if not -n <= item < n:
@@ -211,7 +217,7 @@ def _pick(axis: Axis, item: Any, dim: int) -> tuple[Axis, bool]:
 
 
 def _as_range(wanted: NDArray[np.int64]) -> Axis:
-    """The same indices as a range where they are evenly spaced."""
+    """Return the indices as a range if they are evenly spaced."""
     if len(wanted) < 2:
         return range(int(wanted[0]), int(wanted[0]) + 1) if len(wanted) else range(0)
     step = int(wanted[1]) - int(wanted[0])
@@ -221,7 +227,7 @@ def _as_range(wanted: NDArray[np.int64]) -> Axis:
 
 
 def _runs(unique: NDArray[np.int64]) -> Iterator[tuple[int, range]]:
-    """Ascending indices as evenly spaced runs: (position of the first, the run)."""
+    """Yield ascending indices as evenly spaced runs: (position of the first index, the run)."""
     values = unique.tolist()
     at = 0
     while at < len(values):
@@ -229,7 +235,7 @@ def _runs(unique: NDArray[np.int64]) -> Iterator[tuple[int, range]]:
         step = values[end] - values[at] if end < len(values) else 1
         while end < len(values) and values[end] - values[end - 1] == step:
             end += 1
-        # two that are far apart are no run of their own: the second may start a better one
+        # two distant indices do not make a run: the second may start a longer one
         if step > 1 and end - at == 2:
             end = at + 1
         yield at, range(values[at], values[end - 1] + 1, step if end - at > 1 else 1)
@@ -245,7 +251,7 @@ def _short(k: Any) -> str:
 
 
 def parse_index(text: str) -> Any:
-    """The key that ``t[text]`` would index with; nothing is evaluated. Raises SelectionError for all but literals.
+    """Return the key that ``t[text]`` indexes with, without evaluating code. Raises SelectionError except for literals.
 
     >>> parse_index("0:4, ::-8")
     (slice(0, 4, None), slice(None, None, -8))

@@ -1,4 +1,4 @@
-"""Sizes and counts as people write and read them."""
+"""Sizes and counts in human-readable form."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def size_in_bytes(size: int | str) -> int:
-    """A size as people write it. Raises DataError.
+    """Return a size in bytes, from a number or a text with a unit. Raises DataError for anything else.
 
     >>> size_in_bytes("5GB"), size_in_bytes("1.5 MiB")
     (5000000000, 1572864)
@@ -27,16 +27,17 @@ def size_in_bytes(size: int | str) -> int:
         unit = match[2].upper().replace("I", "i") if match else ""
         if match is None or unit not in _UNITS:
             raise DataError(
-                f"the size {size!r} is not understood: a number of bytes, or one with a unit ('5GB', '512MiB')"
+                f"the size {size!r} is not understood: pass a number of bytes, or one with a unit ('5GB', '512MiB')"
             )
         count = int(Fraction(match[1]) * _UNITS[unit])
     if count <= 0:
-        raise DataError(f"a size of {size!r} holds nothing: say a size above 0, or None for no limit")
+        raise DataError(f"a size of {size!r} holds nothing: pass a size above 0, or None for no limit")
     return count
 
 
 def human_bytes(n: int) -> str:
-    """
+    """Return a number of bytes with a binary unit.
+
     >>> human_bytes(1536)
     '1.5 KiB'
     """
@@ -49,7 +50,8 @@ def human_bytes(n: int) -> str:
 
 
 def human_count(n: int) -> str:
-    """
+    """Return a count with a decimal unit, from 10,000 on.
+
     >>> human_count(405_000_000_000)
     '405.0B'
     """
@@ -60,7 +62,8 @@ def human_count(n: int) -> str:
 
 
 def plural(n: int, what: str) -> str:
-    """
+    """Return a count with its noun, in the plural unless the count is 1.
+
     >>> plural(1000, "tensor")
     '1,000 tensors'
     """

@@ -1,8 +1,8 @@
-"""The shard of one tensor-parallel rank under another degree, as blocks of the shards that are stored. Pure.
+"""The shard of one tensor-parallel rank under another degree, as blocks of the stored shards. No I/O.
 
-From n ranks to m where m divides n, a new rank has what n/m neighbours had: of a tensor that is fused from several
-(gate and up), first all their pieces of the one, then of the other. Where n divides m, every piece of an old rank is
-cut evenly. Other degrees are refused. Padding (of a vocabulary) stays: a shard has it as the stored ones do.
+From n to m ranks, where m divides n, a new rank has the shards of n/m neighbours: of a fused tensor (gate and up),
+first all pieces of the one, then all pieces of the other. Where n divides m, every piece of an old rank is cut evenly.
+Other degrees are refused. Padding (of a vocabulary) stays as it is in the stored shards.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .merge import Merge, Rule, Source, concatenated, decide, in_parts, replicat
 from .rename.rewrite import Heads
 from .tables import pattern
 
-Known = tuple[Placement, str]  # where a shard lies in its tensor, and how that is known
+Known = tuple[Placement, str]  # the placement of a shard in its tensor, and the evidence for it
 
 
 @dataclass(frozen=True, slots=True)
 class Regrouped:
-    """A new rank's shard, made of stored ones. ``ranks``: those; ``placements``: where each of them lies in it."""
+    """A new rank's shard, made of stored shards: those of ``ranks``, each with its placement in the new shard."""
 
     shape: Shape
     ranks: tuple[int, ...]
@@ -33,8 +33,9 @@ class Regrouped:
 
 
 def stored_ranks(stored: int, degree: int, index: int) -> range:
-    """The stored ranks that rank ``index`` of ``degree`` is made of. Raises ValueError if the degrees do not go into
-    each other.
+    """Return the stored ranks that rank ``index`` of ``degree`` is made of.
+
+    Raises ValueError if neither degree divides the other.
 
     >>> stored_ranks(4, 2, 1), stored_ranks(2, 4, 1)
     (range(2, 4), range(0, 1))
@@ -48,18 +49,20 @@ def stored_ranks(stored: int, degree: int, index: int) -> range:
 
 
 def reshard(name: str, shapes: Sequence[Shape], sources: Sequence[Source], degree: int, index: int) -> Regrouped:
-    """The shard of rank ``index`` of ``degree``, from stored shards of these shapes. Raises ValueError if no source
-    knows the tensor's rule, or if it cannot be cut so."""
+    """Return the shard of rank ``index`` of ``degree``, from stored shards of these shapes.
+
+    Raises ValueError if no source knows the tensor's rule, or if the rule does not allow these degrees.
+    """
     ranks = stored_ranks(len(shapes), degree, index)
     own = shapes[ranks[0]]
     if len(ranks) == 1 and degree <= len(shapes):
         return Regrouped(own, (ranks[0],), (Placement(own),))
-    if not shapes[0] or all(0 in s for s in shapes):  # a single number is the same on all; nothing needs no rule
+    if not shapes[0] or all(0 in s for s in shapes):  # scalars are the same on all ranks; empty tensors need no rule
         return Regrouped(own, (ranks[0],), (Placement(own),))
-    # of one stored shard no rule tells how it would be cut: two of its kind do
+    # a rule shows the cut dimension only for several shards: ask it for two like the stored one
     merge = decide(name, shapes if len(shapes) > 1 else [shapes[0]] * 2, sources)
     cut = set() if all(merge.placements[r].parts is None for r in ranks) else cut_dimensions(merge)
-    if not cut:  # every rank has all of it, whatever the rule calls it
+    if not cut:  # every rank has the whole tensor, whatever the rule is called
         return Regrouped(own, tuple(ranks), (Placement(own),) * len(ranks), merge.combine, merge.rule)
     if len(cut) > 1:
         raise ValueError(f"{merge.rule}: it is cut along {len(cut)} dimensions, its ranks cannot be regrouped")
@@ -70,20 +73,20 @@ def reshard(name: str, shapes: Sequence[Shape], sources: Sequence[Source], degre
 
 
 def cut_dimensions(merge: Merge) -> set[int]:
-    """The dimensions along which the ranks' blocks are not the whole."""
+    """Return the dimensions along which the ranks' blocks are smaller than the whole."""
     parts = [part for placement in merge.placements for part in placement.parts or ()]
     full = [max(p.start[d] + p.local.shape[d] for p in parts) for d in range(len(merge.shape))]
     return {d for p in parts for d, n in enumerate(full) if p.start[d] or p.local.shape[d] != n}
 
 
 def _gathered(merge: Merge, shapes: Sequence[Shape], ranks: range, dim: int) -> Regrouped:
-    """The pieces of some ranks in the order in which they stand in the whole."""
+    """Return the shard made of the pieces of some ranks, in the order of the whole tensor."""
     found = ((p.start[dim], p.local.shape[dim], r, p) for r in ranks for p in merge.placements[r].parts or ())
     pieces = sorted(found, key=_first)
     placed: dict[int, list[Part]] = {r: [] for r in ranks}
-    at, last = 0, (-1, 0)  # where the next piece goes; where the last one stands in the whole, and its width
+    at, last = 0, (-1, 0)  # the start of the next piece; (start, width) of the last piece in the whole tensor
     for start, width, r, part in pieces:
-        if (start, width) == last:  # a replica of the one before
+        if (start, width) == last:  # a replica of the previous piece
             placed[r].append(_moved(part, dim, at - width))
             continue
         if start < sum(last):
@@ -105,7 +108,7 @@ def _moved(part: Part, dim: int, at: int) -> Part:
 
 
 def _split(merge: Merge, shape: Shape, rank: int, dim: int, count: int, index: int) -> Regrouped:
-    """The ``index``-th of ``count`` equal cuts of every piece of one rank."""
+    """Return the shard made of the ``index``-th of ``count`` equal cuts of every piece of one rank."""
     parts = []
     at = 0
     for part in sorted(merge.placements[rank].parts or (), key=lambda p: p.local.start[dim]):
@@ -121,7 +124,7 @@ def _split(merge: Merge, shape: Shape, rank: int, dim: int, count: int, index: i
     return Regrouped((*shape[:dim], at, *shape[dim + 1 :]), (rank,), (Placement(shape, tuple(parts)),), rule=rule)
 
 
-# -- Merge rules run backwards: the shard of one tensor-parallel rank, from the shape of the whole. Pure.
+# -- Merge rules in reverse: the shard of one tensor-parallel rank, from the shape of the whole tensor.
 
 
 def cut(
@@ -134,9 +137,12 @@ def cut(
     heads: Heads | None = None,
     widths: Sequence[Sequence[int]] | None = None,
 ) -> Known:
-    """Where the shard of rank ``index`` of ``degree`` lies in the tensor. ``found``: the rule, and how it is known;
-    ``multiple``: of what, times the degree, the rows of a vocabulary are padded to a multiple; ``widths``: of each
-    fused part on every rank, where the rule has them. Raises ValueError if the tensor cannot be cut so."""
+    """Return the placement of the shard of rank ``index`` of ``degree`` in the tensor.
+
+    ``found`` is the rule and the evidence for it. The rows of a vocabulary are padded to a multiple of ``degree *
+    multiple``. ``widths`` holds the width of each fused part on every rank, if the rule has them. Raises ValueError if
+    the tensor cannot be cut this way.
+    """
     rule, evidence = found
     step = degree * multiple
     padded = (-(-whole[0] // step) * step, *whole[1:]) if pattern("model.vocabulary").search(name) else whole
@@ -173,7 +179,7 @@ def _candidates(
 
 
 def _cropped(placement: Placement, whole: Shape) -> Placement:
-    """Without what is behind the end of the whole (the padding of a vocabulary)."""
+    """Return the placement without the elements past the end of the whole (the padding of a vocabulary)."""
     found = []
     for part in placement.blocks:
         room = [n - s for n, s in zip(whole, part.start, strict=True)]
@@ -184,7 +190,7 @@ def _cropped(placement: Placement, whole: Shape) -> Placement:
 
 
 def check_heads(name: str, whole: Shape, degree: int, heads: Heads | None) -> None:
-    """Whole heads, and whole groups of them, stay together. (What is not as large as all heads is not theirs.)"""
+    """Raise ValueError if the degree would cut a head or a group of heads. Tensors of other sizes are not checked."""
     if heads is None:
         return
     for which, dim, rows, count, what in (
@@ -194,18 +200,20 @@ def check_heads(name: str, whole: Shape, degree: int, heads: Heads | None) -> No
         ("out", 1, heads.queries * heads.dim, heads.queries, "heads"),
     ):
         if pattern(f"attention.{which}").search(name) and dim < len(whole) and whole[dim] == rows and count % degree:
-            raise ValueError(f"{name!r} of shape {whole} cannot be cut over {degree} ranks: it is of {count} {what}")
+            raise ValueError(f"{name!r} of shape {whole} cannot be cut over {degree} ranks: it has {count} {what}")
 
 
-# -- What the stored shards of a tensor tell: how it was cut, and so how its ranks' shards are regrouped.
+# -- Evidence from the stored shards of a tensor: how it was cut, and so how to regroup its shards.
 
 _HOW = "how its stored shards were put together"
 
 
 def regrouped(spec: TensorSpec, degree: int, index: int, heads: Heads | None) -> Known | None:
-    """Where the shard of rank ``index`` of ``degree`` lies in the tensor, by the stored ones. None if there are none,
-    or neither number of ranks divides the other, or a piece of a stored one cannot be cut evenly, or a vocabulary may
-    need more padding. Raises ValueError if heads would be cut."""
+    """Return the placement of the shard of rank ``index`` of ``degree`` in the tensor, from the stored shards.
+
+    Return None if there are no stored shards, if neither number of ranks divides the other, if a piece of a stored
+    shard cannot be cut evenly, or if a vocabulary may need more padding. Raises ValueError if heads would be cut.
+    """
     merge = _merge(spec)
     if merge is None:
         return None
@@ -223,7 +231,7 @@ def regrouped(spec: TensorSpec, degree: int, index: int, heads: Heads | None) ->
 
 
 def as_merged(spec: TensorSpec | None) -> tuple[Rule, str] | None:
-    """The rule by which the stored shards were put together, for any number of ranks; None if that is not known."""
+    """Return the rule by which the stored shards form the tensor, for any number of ranks; None if it is unknown."""
     merge = _merge(spec) if spec is not None else None
     if merge is None:
         return None
@@ -246,13 +254,13 @@ def as_merged(spec: TensorSpec | None) -> tuple[Rule, str] | None:
 
 
 def _merge(spec: TensorSpec) -> Merge | None:
-    """How the stored shards form the tensor; None if there are not several."""
+    """Return how the stored shards form the tensor; None if there are fewer than two."""
     shards = fragments_of(spec.fragments).shards
     return Merge(spec.shape, shards, spec.combine) if len(shards) > 1 else None
 
 
 def _in_whole(shard: Regrouped, merge: Merge, whole: Shape) -> Placement:
-    """The new shard in the whole, from where the stored ones lie in both."""
+    """Return the placement of the new shard in the tensor, from the stored shards' placements in both."""
     found: list[Part] = []
     for rank, placement in zip(shard.ranks, shard.placements, strict=True):
         stored = merge.placements[rank].parts

@@ -1,8 +1,8 @@
-"""Merge rules by the names that known model families give their parameters.
+"""Merge rules by the parameter names of known model families.
 
-Sources: Megatron-LM megatron/core/tensor_parallel/layers.py (what is column- and row-parallel), the names of GPT,
-Llama-like and Megatron models. Only names whose meaning does not depend on the model's configuration are listed: a
-fused gate-and-up or query-key-value weight is not, unless what tells its order is known.
+Sources: Megatron-LM megatron/core/tensor_parallel/layers.py (which layers are column- and row-parallel), the names of
+GPT, Llama-like and Megatron models. Only names whose meaning does not depend on the model's configuration are listed: a
+fused gate-and-up or query-key-value weight is not, unless the order of its parts is known.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from .tables import patterns
 
 
 def family_rules(gated: bool | None = None) -> Source:
-    """Rules by name. ``gated``: whether the first matrix of an MLP is gate and up in one (Megatron's args.swiglu);
-    None where that is not known, and then no rule is given for it."""
+    """Return the source of rules by name.
+
+    ``gated`` says whether the first matrix of an MLP is a fused gate and up (Megatron's args.swiglu); None means
+    unknown, and then the source has no rule for this matrix.
+    """
     table: dict[str, Rule] = {
         "families.replicated": replicated,
         "families.row": concatenated(1),

@@ -1,8 +1,8 @@
-"""Rules of the user that say which parameters a flat parameter is made of, and where in it these lie. Pure.
+"""The user's rules for flat parameters: which parameters a flat parameter consists of, and their offsets. No I/O.
 
-Writer: torch/distributed/fsdp/_flat_param.py `FlatParamHandle._init_flat_param_and_metadata`: the parameters of a
-module one behind the other. With ``use_orig_params=True`` each begins at a multiple of 16 bytes (of the dtype that the
-model computes in), and the whole is padded to a multiple of the world size.
+Writer: torch/distributed/fsdp/_flat_param.py `FlatParamHandle._init_flat_param_and_metadata`, which concatenates the
+parameters of a module. With ``use_orig_params=True`` each begins at a multiple of 16 bytes (of the dtype that the model
+computes in), and the total is padded to a multiple of the world size.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ _ALIGNMENTS = (0, 2, 4, 8, 16)  # elements in 16 bytes; 0: not aligned
 
 @dataclass(frozen=True, slots=True)
 class FlatRule:
-    """``shapes``: the parameters in their order, names relative to the module. ``align``: elements that each begins at
-    a multiple of (0: none is aligned); None where the total is to tell."""
+    """The parameters of a flat parameter.
+
+    ``shapes`` holds the parameters in order, with names relative to the module. Each parameter begins at a multiple of
+    ``align`` elements (0: no alignment); None means that the total size decides.
+    """
 
     shapes: Mapping[str, Shape]
     align: int | None = None
 
 
 def is_flat_rule(rule: Any) -> bool:
-    """Whether it is meant as one: a table with the key "flat"."""
+    """Return whether a rule is one for flat parameters: a table with the key "flat"."""
     return isinstance(rule, Mapping) and "flat" in rule
 
 
@@ -48,15 +51,17 @@ def flat_rule(glob: str, rule: Any) -> FlatRule:
         or not (align is None or (type(align) is int and 0 <= align <= 1 << 20))
     ):
         raise FormatError(
-            f"rules[{glob!r}] = {str(rule)[:200]} is not understood: a flat parameter takes a table of its parameters "
-            "in their order, such as {'flat': {'up.weight': [64, 32], 'up.bias': [64]}}, and perhaps 'align': the "
-            "elements that each of them begins at a multiple of"
+            f"rules[{glob!r}] = {str(rule)[:200]} is not understood: the rule of a flat parameter is a table of its "
+            "parameters in order, such as {'flat': {'up.weight': [64, 32], 'up.bias': [64]}}, and optionally 'align', "
+            "their alignment in elements"
         )
     return FlatRule({name: tuple(shape) for name, shape in shapes.items()}, align)
 
 
 def places(sizes: Sequence[int], total: int, world: int, align: int | None = None) -> list[list[int]]:
-    """Every way in which parameters of these sizes may lie in a flat one of ``total`` elements: where each begins.
+    """Return all possible layouts of parameters of these sizes in a flat one of ``total`` elements.
+
+    A layout is the list of the parameters' first elements. All sizes are in elements.
 
     >>> places([66, 30, 5], 101, 2), places([66, 30, 5], 106, 2)
     ([[0, 66, 96]], [[0, 68, 100]])
@@ -77,7 +82,7 @@ def places(sizes: Sequence[int], total: int, world: int, align: int | None = Non
 
 
 def told(sizes: Sequence[int], total: int, world: int) -> str:
-    """Why parameters of these sizes do not fill a flat one, for a message."""
+    """Return the reason why parameters of these sizes do not fill a flat one, for an error message."""
     return (
         f"its parameters have {sum(sizes):,} elements together, it has {total:,} (padding for {world} ranks included)"
     )

@@ -15,7 +15,7 @@ PARAMS = "params.json"
 
 
 def llama_rules(params: Mapping[str, Any]) -> RuleSource:
-    """The rules of Meta's names. ``params``: what params.json has."""
+    """Return the rules for Meta's names. ``params`` is the content of params.json."""
     return RuleSource(lambda name: _llama_rule(name, params), "names")
 
 
@@ -46,7 +46,7 @@ def _embedding(dim: int) -> Rule:
 
 
 def _shared(rows: int) -> Rule:
-    """Along dimension 0, ``rows`` in all: where the ranks hold more than these, neighbours hold the same."""
+    """Concatenate along dimension 0 to ``rows`` rows. If the ranks hold more, neighbours hold replicas."""
 
     def rule(shapes: Sequence[Shape]) -> Merge:
         held = sum(shape[0] for shape in shapes)

@@ -1,6 +1,6 @@
-"""What the arguments in a rank's file say of how the model was cut, as checked numbers.
+"""The model's parallel layout according to Megatron's arguments in a rank's file, as checked numbers.
 
-Source: Megatron-LM megatron/training/arguments.py; the names are those of its command line. Older versions lack some.
+Source: Megatron-LM megatron/training/arguments.py. The names are those of its command line; older versions lack some.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MOST = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """The parallel degrees; ``chunks``: of the model on each pipeline rank; ``etp``: how experts are cut."""
+    """The parallel degrees; ``etp`` is the expert-tensor-parallel one. ``chunks``: model chunks per pipeline rank."""
 
     tp: int = 1
     pp: int = 1
@@ -28,8 +28,9 @@ class Degrees:
     chunks: int = 1
 
     def place(self, numbers: tuple[int, ...]) -> tuple[int, int, int] | None:
-        """(tp, pp, ep) rank of a folder with these numbers in its name (``mp_rank_TT[_PPP][_EEE]``); None if its name
-        does not fit.
+        """Return the (tp, pp, ep) rank of a folder from the numbers in its name (``mp_rank_TT[_PPP][_EEE]``).
+
+        Return None if the numbers do not fit the degrees.
 
         >>> Degrees(pp=2).place((0, 1)), Degrees(ep=2).place((0, 1)), Degrees().place((0, 1))
         ((0, 1, 0), (0, 0, 1), None)
@@ -40,15 +41,20 @@ class Degrees:
         return (tp, pp, ep) if tp < self.tp and pp < self.pp and ep < self.ep else None
 
     def expert_rank(self, tp: int) -> int | None:
-        """The expert-tensor-parallel rank whose shards the file of this tensor-parallel rank has: of the ranks, counted
-        tensor-parallel ones first, each file's writer is both (parallel_state.py `RankGenerator`). None if several
-        ranks write the same file."""
+        """Return the expert-tensor-parallel rank whose shards are in the file of tensor-parallel rank ``tp``.
+
+        The writer of a file has both ranks, and tensor-parallel ranks are counted first (parallel_state.py
+        `RankGenerator`). Return None if several ranks write the same file.
+        """
         return tp % self.etp if self.tp % self.etp == 0 else None
 
 
 def degrees(args: Any, counts: Sequence[int], chunks: int) -> Degrees:
-    """The degrees by the arguments. What they do not say (or there are none: None) is what the folders show: ``counts``
-    of the ranks, by their place in the names. ``chunks``: in the file."""
+    """Return the degrees from the arguments (None if there are none), else from the names of the folders.
+
+    ``counts`` holds the number of ranks at each position in the folders' names, ``chunks`` is the number of model
+    chunks in the file.
+    """
     tp = number(args, "tensor_model_parallel_size", "model_parallel_size") or counts[0]
     ep = number(args, "expert_model_parallel_size") or (counts[2] if len(counts) > 2 else 1)
     pp = number(args, "pipeline_model_parallel_size")
@@ -58,7 +64,7 @@ def degrees(args: Any, counts: Sequence[int], chunks: int) -> Degrees:
 
 
 def number(args: Any, *names: str) -> int | None:
-    """The first of the arguments that is a positive number."""
+    """Return the first of the arguments that is a positive integer; None if there is none."""
     for name in names:
         value = getattr(args, name, None)
         if type(value) is int and 0 < value < _MOST:
@@ -67,19 +73,19 @@ def number(args: Any, *names: str) -> int | None:
 
 
 def flag(args: Any, *names: str) -> bool | None:
-    """Whether one of the switches is on; None if there is none of them."""
+    """Return whether one of the boolean arguments is True; None if all are missing."""
     values = [value for name in names if isinstance(value := getattr(args, name, None), bool)]
     return any(values) if values else None
 
 
 def version(root: dict[Any, Any]) -> float:
-    """The checkpoint's version (checkpointing.py `set_checkpoint_version`): files without it are of version 0."""
+    """Return the checkpoint's version (checkpointing.py `set_checkpoint_version`); 0 for files without one."""
     value = root.get("checkpoint_version", 0)
     return float(value) if type(value) in (int, float) else 3.0
 
 
 def data_parallel(args: Any, degrees: Degrees) -> int:
-    """The data-parallel degree."""
+    """Return the data-parallel degree."""
     known = number(args, "data_parallel_size")
     if known is not None:
         return known
@@ -87,12 +93,15 @@ def data_parallel(args: Any, degrees: Degrees) -> int:
     return max(1, world // (degrees.tp * degrees.pp * (number(args, "context_parallel_size") or 1)))
 
 
-# -- Names in the rank files of Megatron, and what they are in the model on one rank. Pure.
+# -- Names in the rank files of Megatron, and the names in the whole model.
 
 
 class Place(NamedTuple):
-    """Where a rank's tensor belongs. ``layer``: the number in its name, None if it is of no layer. ``expert``: whether
-    it is an expert's, ``number``: its number on the rank; None for what stacks all experts of the rank."""
+    """The parts of a tensor's name in a rank file.
+
+    ``layer`` is the number of the layer on the rank, None outside layers. ``expert`` says whether the tensor belongs to
+    experts; ``number`` is the expert's number on the rank, None for a stack of all experts of the rank.
+    """
 
     head: str
     layer: int | None
@@ -101,7 +110,7 @@ class Place(NamedTuple):
     number: int | None
 
     def named(self, first_layer: int, first_expert: int) -> str:
-        """The name in the model on one rank, from the first layer and the first expert of the rank."""
+        """Return the name in the whole model, given the numbers of the rank's first layer and first expert."""
         name = self.tail
         if self.number is not None:
             match = pattern("megatron.expert").search(name)
@@ -111,7 +120,7 @@ class Place(NamedTuple):
 
 
 def place(name: str) -> Place:
-    """Take a name of a rank file apart.
+    """Split a name of a rank file into its parts.
 
     >>> place("decoder.layers.1.mlp.experts.local_experts.0.linear_fc1.weight").named(4, 8)
     'decoder.layers.5.mlp.experts.local_experts.8.linear_fc1.weight'
@@ -127,18 +136,18 @@ def place(name: str) -> Place:
 
 
 def is_expert(name: str) -> bool:
-    """Whether it is a parameter of experts, which expert parallelism spreads (shared experts and routers are not)."""
+    """Return whether expert parallelism distributes a parameter (it does not distribute shared experts and routers)."""
     return ".experts." in name
 
 
 def stack_of(name: str) -> int | None:
-    """1 or 2 for the first or second matrix of all experts of a rank in one (GroupedMLP); else None."""
+    """Return 1 or 2 for the stacked first or second matrices of a rank's experts (GroupedMLP), else None."""
     match = pattern("megatron.expert_stack").fullmatch(name)
     return int(match[2]) if match else None
 
 
 def second_matrix(name: str) -> str | None:
-    """The weight of the second matrix of an MLP, by a parameter of the first; None for other parameters.
+    """Return the name of an MLP's second matrix from that of a parameter of the first; None for other parameters.
 
     >>> second_matrix("mlp.experts.linear_fc1.bias3"), second_matrix("mlp.dense_h_to_4h.weight")
     ('mlp.experts.linear_fc2.weight3', 'mlp.dense_4h_to_h.weight')
@@ -151,12 +160,12 @@ def second_matrix(name: str) -> str | None:
 
 
 def is_head(name: str) -> bool:
-    """Whether it is the output layer's matrix, a copy of the embedding's where these are tied."""
+    """Return whether a parameter is the output layer's matrix, which copies the embedding's if the two are tied."""
     return pattern("megatron.head").search(name) is not None
 
 
 def tied_to(name: str) -> str:
-    """Of the output layer's matrix, or what old models call its copy: the embedding's that it is tied to.
+    """Return the name of the embedding's matrix from that of the tied output layer's (or its name in old models).
 
     >>> tied_to("output_layer.weight"), tied_to("word_embeddings_for_head.weight")
     ('embedding.word_embeddings.weight', 'language_model.embedding.word_embeddings.weight')
@@ -167,13 +176,13 @@ def tied_to(name: str) -> str:
 
 
 def is_buffer(name: str) -> bool:
-    """Whether no optimizer has it, though the model's state does."""
+    """Return whether a name of the model's state is a buffer, which has no optimizer state."""
     return pattern("megatron.buffer").search(name) is not None
 
 
-# -- Layers that mix tokens without softmax (Mamba, gated delta nets): what is fused in their matrices.
+# -- Layers that mix tokens without softmax (Mamba, gated delta nets): the parts fused in their matrices.
 
-# the parts that a distributed checkpoint keeps as tensors of their own, in their order in the model's
+# The parts that a distributed checkpoint stores as separate tensors, in their order in the fused matrix.
 PARTS = (
     ("in_proj", ("z", "x", "B", "C", "dt")),
     ("in_proj", ("query", "key", "value", "z", "beta", "alpha")),
@@ -183,9 +192,9 @@ PARTS = (
 
 
 def mixer_rule(name: str, args: Any) -> tuple[Rule, str] | None:
-    """The rule for a parameter of such a layer, and how it is known; None for others."""
+    """Return the rule for a parameter of such a layer, and the evidence for it; None for other parameters."""
     if pattern("megatron.mixer_by_head").search(name):
-        return concatenated(0), "its name: of each head, or each group of them"
+        return concatenated(0), "its name: one entry for each head, or each group of heads"
     row = pattern("megatron.mixer_row").search(name)
     if row is not None:
         return (concatenated(1) if row[2] == "weight" else replicated), "its name"
@@ -197,7 +206,7 @@ def mixer_rule(name: str, args: Any) -> tuple[Rule, str] | None:
 
 
 def _mamba(args: Any) -> list[int] | None:
-    """The rows of z, x, B, C and dt."""
+    """Return the numbers of rows of z, x, B, C and dt; None if the arguments do not say."""
     hidden, heads = number(args, "hidden_size"), number(args, "mamba_num_heads")
     state, dim, groups = (number(args, f"mamba_{key}") for key in ("state_dim", "head_dim", "num_groups"))
     if state is None or dim is None or groups is None or (heads is None and hidden is None):
@@ -207,7 +216,7 @@ def _mamba(args: Any) -> list[int] | None:
 
 
 def _delta_net(args: Any) -> list[int] | None:
-    """The rows of q, k, v, z, beta and alpha."""
+    """Return the numbers of rows of q, k, v, z, beta and alpha; None if the arguments do not say."""
     keys = ("key_head_dim", "num_key_heads", "value_head_dim", "num_value_heads")
     key, keys_, value, values = (number(args, f"linear_{name}") for name in keys)
     if key is None or keys_ is None or value is None or values is None:
@@ -218,14 +227,14 @@ def _delta_net(args: Any) -> list[int] | None:
 def _fused(sizes: list[int] | None, convolution: bool) -> Rule:
     def rule(shapes: Sequence[Shape]) -> Merge:
         if sizes is None:
-            raise ValueError("the arguments do not tell how wide the parts are that are fused in it")
+            raise ValueError("the arguments do not tell how wide its fused parts are")
         wanted = sizes if not convolution else sizes[1:4] if len(sizes) == 5 else sizes[:3]
         return in_parts(0, wanted)(shapes)
 
     return rule
 
 
-# -- How the tensor-parallel shards of Megatron's parameters form the whole, and how that is known.
+# -- How the tensor-parallel shards of Megatron's parameters form the whole, and the evidence for it.
 
 _SECOND = {"linear_fc1": "linear_fc2", "dense_h_to_4h": "dense_4h_to_h"}
 _GATED = ("swiglu", "quick_geglu", "geglu", "gated_linear_unit")
@@ -234,7 +243,7 @@ Attributes = Mapping[str, Mapping[str, Any]]
 
 
 def megatron_rules(args: Any, user: Mapping[str, Any], attributes: Attributes) -> tuple[Source, ...]:
-    """Where the rules come from, the first that knows wins."""
+    """Return the sources of rules, in order of precedence."""
     gated = flag(args, *_GATED)
     family = family_rules(gated)
     return (
@@ -246,12 +255,12 @@ def megatron_rules(args: Any, user: Mapping[str, Any], attributes: Attributes) -
 
 
 def is_gated(args: Any) -> bool | None:
-    """Whether the first matrix of an MLP is gate and up in one; None if the arguments do not say."""
+    """Return whether the first matrix of an MLP is a fused gate and up; None if the arguments do not say."""
     return flag(args, *_GATED)
 
 
 def gated_by(args: Any) -> str:
-    """The argument that says it."""
+    """Return the argument that `is_gated` relies on, as evidence."""
     name = next((n for n in _GATED if flag(args, n)), "swiglu")
     return f"args.{name} = {flag(args, name)}"
 
@@ -281,7 +290,7 @@ def _by_arguments(
 
 
 def _down(width: int | None) -> Rule:
-    """The matrices that MLA projects down with are cut by Megatron's own layers, and not by Transformer Engine's."""
+    """Return the rule of MLA's down projections: Megatron's own layers cut them, Transformer Engine's do not."""
 
     def rule(shapes: Sequence[Shape]) -> Merge:
         if width is None:
@@ -298,7 +307,7 @@ def _by_name(found: tuple[Rule, str] | None, attributes: Mapping[str, Any] | Non
 
 
 def _by_attributes(name: str, args: Any, attributes: Mapping[str, Any] | None) -> tuple[Rule, str] | None:
-    if attributes is None or pattern("megatron.fc1").fullmatch(name):  # (they do not tell what is fused)
+    if attributes is None or pattern("megatron.fc1").fullmatch(name):  # attributes do not describe fused parts
         return None
     if attributes.get("tensor_model_parallel") is not True:
         return replicated, _said(attributes)
@@ -322,13 +331,13 @@ def _second_opinion(attributes: Mapping[str, Any] | None, dim: int) -> str:
 
 
 def _cut(attributes: Mapping[str, Any]) -> int | None:
-    """The dimension that a parameter is cut along, by its attributes; None: it is not cut."""
+    """Return the dimension that a parameter is cut along, by its attributes; None if it is not cut."""
     dim = attributes.get("partition_dim")
     return dim if attributes.get("tensor_model_parallel") is True and type(dim) is int and dim >= 0 else None
 
 
 def vocabulary_note(name: str, args: Any, rows: int) -> str:
-    """What the arguments say of the rows of a vocabulary; "" for other tensors."""
+    """Return a note on the rows of a vocabulary, with what the arguments say about them; "" for other tensors."""
     if not pattern("model.vocabulary").search(name):
         return ""
     said = [f"args.{key} = {n}" for key in ("padded_vocab_size", "vocab_size") if (n := number(args, key)) is not None]

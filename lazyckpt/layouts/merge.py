@@ -1,9 +1,9 @@
-"""How the shards of tensor-parallel ranks form one tensor: rules as data, and where a rule comes from.
+"""Merge rules: how the shards of tensor-parallel ranks form one tensor, and the sources of rules.
 
-A rule is looked for in this order, the first that knows the tensor decides: what the user says (``rules``), what the
-checkpoint says of itself (DeepSpeed's universal_checkpoint_info, Megatron's args), the names of known model families,
-and at last the shapes: shards that differ along one dimension are cut along it. Equal shapes alone decide nothing; the
-tensor then stays readable rank by rank, and reading it whole is an error that says so. Nothing is merged on a guess.
+The first source that knows a tensor decides, in this order: the user (``rules``), the checkpoint itself (DeepSpeed's
+universal_checkpoint_info, Megatron's args), the names of known model families, and finally the shapes: shards that
+differ along one dimension are cut along it. Equal shapes decide nothing: each shard can still be read on its own, and
+reading the whole tensor raises an error that says so. Nothing is merged on a guess.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ By = Literal["user", "checkpoint", "names", "shapes"]
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """How the shards of ``ranks`` ranks form a tensor, and how that is known; `str` makes the sentence for people.
+    """How the shards of ``ranks`` ranks form a tensor, and the evidence for it. `str` returns a sentence.
 
-    ``kind``: "concatenated" along ``dim``, where ``fused`` tensors are in one, or "pieces" placed one by one; of
-    "overlapping" shards ``copies`` neighbours hold the same; "stacked" are those of ``copies`` groups of ranks.
-    ``padding``: logical rows, and rows of padding behind
-    them. ``by``: what says so, the user's rules, the checkpoint, the family's names or the shapes; ``evidence``: where.
+    ``kind`` is "concatenated" along ``dim``, with ``fused`` tensors in one, or "pieces" placed one by one;
+    "overlapping" if ``copies`` neighbours hold the same shard, "stacked" if each of ``copies`` groups of ranks has a
+    stack. ``padding`` holds the number of logical rows and of the padding rows after them. ``by`` is the kind of source
+    (the user's rules, the checkpoint, the family's names or the shapes), ``evidence`` what it relies on.
     """
 
     kind: Literal["replicated", "averaged", "concatenated", "pieces", "overlapping", "stacked"]
@@ -61,8 +61,10 @@ class How:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """``placements``: where the shard of each rank lies in a tensor of ``shape``. ``how``: None where there was nothing
-    to decide."""
+    """A tensor of ``shape`` made of the ranks' shards.
+
+    ``placements`` holds the placement of each rank's shard. ``how`` is None if there was nothing to decide.
+    """
 
     shape: Shape
     placements: tuple[Placement, ...]
@@ -76,19 +78,19 @@ class Merge:
 
     @property
     def is_one(self) -> bool:
-        """Whether there is one shard, which is the tensor."""
+        """Whether the only shard is the whole tensor."""
         return len(self.placements) == 1 and self.placements[0].parts is None
 
     def known(self, by: By, evidence: str = "") -> Merge:
-        """The same merge, with how it is known."""
+        """Return the merge with its source and evidence."""
         return self if self.how is None else replace(self, how=replace(self.how, by=by, evidence=evidence))
 
     def join(self, shards: Iterable[Sequence[Fragment]]) -> Composed:
-        """The tensor's fragments, from those of all shards."""
+        """Return the tensor's fragments, from the fragments of all shards in rank order."""
         return Composed(tuple(shards), self.placements, merged=True)
 
 
-# A rule: from the shards' shapes, in rank order, to a Merge. It raises ValueError where it cannot fit them.
+# A rule: from the shards' shapes, in rank order, to a Merge. It raises ValueError for shapes that it does not fit.
 Rule = Callable[[Sequence[Shape]], Merge]
 
 
@@ -96,19 +98,19 @@ Rule = Callable[[Sequence[Shape]], Merge]
 
 
 def replicated(shapes: Sequence[Shape]) -> Merge:
-    """Every rank holds the whole; the lowest rank's is read."""
+    """Merge replicas: every rank holds the whole tensor, and the lowest rank's copy is read."""
     _all_equal(shapes)
     return Merge(shapes[0], (Placement(shapes[0]),) * len(shapes), how=How("replicated", len(shapes)))
 
 
 def averaged(shapes: Sequence[Shape]) -> Merge:
-    """Every rank holds a whole that may have drifted; the mean is read (in float32)."""
+    """Merge replicas that may have drifted apart: their mean is read (in float32)."""
     _all_equal(shapes)
     return Merge(shapes[0], (Placement(shapes[0]),) * len(shapes), "mean", How("averaged", len(shapes)))
 
 
 def concatenated(dim: int) -> Rule:
-    """The shards follow each other along a dimension; their widths may differ."""
+    """Return the rule of shards that are concatenated along a dimension; their widths may differ."""
 
     def rule(shapes: Sequence[Shape]) -> Merge:
         return _interleaved(shapes, dim, [[s[dim] for s in shapes]] if dim < len(shapes[0]) else [])
@@ -117,10 +119,11 @@ def concatenated(dim: int) -> Rule:
 
 
 def in_parts(dim: int, sizes: Sequence[int] | int, widths: Sequence[Sequence[int]] | None = None) -> Rule:
-    """Several tensors fused along a dimension (gate and up, or q, k and v), each of them cut over the ranks.
+    """Return the rule of tensors fused along a dimension (gate and up, or q, k and v), each cut over the ranks.
 
-    ``sizes``: their logical sizes, or how many equal ones there are. ``widths``: for each of them its width on every
-    rank; None where each is cut evenly. Rank r's shard is its piece of the first, then of the second, ...
+    ``sizes`` holds their logical sizes, or is their number if they are equal. ``widths`` holds, for each of them, its
+    width on every rank; None if each is cut evenly. A rank's shard is its piece of the first tensor, then of the
+    second, and so on.
     """
 
     def rule(shapes: Sequence[Shape]) -> Merge:
@@ -144,7 +147,7 @@ def in_parts(dim: int, sizes: Sequence[int] | int, widths: Sequence[Sequence[int
 
 
 def rows(rule: Rule, count: int) -> Rule:
-    """Another rule, whose result has padding after its first ``count`` rows (a padded vocabulary)."""
+    """Return ``rule`` without the padding after the first ``count`` rows of its result (a padded vocabulary)."""
 
     def cut(shapes: Sequence[Shape]) -> Merge:
         merged = rule(shapes)
@@ -159,8 +162,10 @@ def rows(rule: Rule, count: int) -> Rule:
 
 
 def stacked(rule: Rule, groups: int) -> Rule:
-    """Stacks of experts, one behind the other along dimension 0. Each of ``groups`` groups of ranks has one, which they
-    cut by ``rule``."""
+    """Return the rule of stacks of experts that are concatenated along dimension 0.
+
+    Each of ``groups`` groups of ranks has one stack, which ``rule`` cuts over the ranks of the group.
+    """
 
     def stack(shapes: Sequence[Shape]) -> Merge:
         each = len(shapes) // groups
@@ -182,7 +187,10 @@ def stacked(rule: Rule, groups: int) -> Rule:
 
 
 def pieces(logical: Shape, ranks: Mapping[int, Sequence[tuple[Shape, int, Shape, int, Shape]]]) -> Rule:
-    """Blocks given as (shape, offset and strides in the tensor, offset and strides in the shard), in elements."""
+    """Return the rule of given blocks, by rank.
+
+    A block is (shape, offset and strides in the tensor, offset and strides in the shard), all in elements.
+    """
 
     def rule(shapes: Sequence[Shape]) -> Merge:
         placements = []
@@ -205,7 +213,7 @@ def _all_equal(shapes: Sequence[Shape]) -> None:
 
 
 def _interleaved(shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]]) -> Merge:
-    """``widths[k][r]``: how wide rank r's piece of the k-th fused tensor is along ``dim``."""
+    """Merge shards of fused tensors. ``widths[k][r]`` is the width along ``dim`` of rank r's piece of tensor k."""
     first = shapes[0]
     if dim >= len(first):
         raise ValueError(f"a tensor of shape {first} has no dimension {dim}")
@@ -238,7 +246,7 @@ def _interleaved(shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[in
 def _blocks(
     logical: Shape, shard: Shape, shape: Shape, source: int, s_strides: Shape, dest: int, d_strides: Shape
 ) -> Iterator[Part]:
-    """A strided block of both arrays as boxes; cut along its first dimension until it is one."""
+    """Yield a strided block of both arrays as boxes, cutting it along its first dimension until each part is a box."""
     dims = _dims(shape, s_strides, logical)
     if dims is not None and dims == _dims(shape, d_strides, shard):
         start, local = _unravel(source, logical), _unravel(dest, shard)
@@ -262,7 +270,7 @@ def _blocks(
 
 
 def _dims(shape: Shape, strides: Shape, array: Shape) -> list[int | None] | None:
-    """For every dimension of a block, the array's dimension that it runs along (None if it has length 1)."""
+    """Return, for every dimension of a block, the array's dimension that it runs along (None if it has length 1)."""
     steps = c_strides(array)
     found: list[int | None] = []
     for n, s in zip(shape, strides, strict=True):
@@ -291,16 +299,17 @@ def _unravel(offset: int, shape: Shape) -> Shape:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A place that may know the rule of a tensor. ``find`` gives (the rule, the evidence for it) or None; ``by``: what
-    kind of place it is."""
+    """A source of rules. ``find`` returns (rule, evidence) for a name, or None; ``by`` is the kind of source."""
 
     find: Callable[[str], tuple[Rule, str] | None]
     by: By = "checkpoint"
 
 
 def decide(name: str, shapes: Sequence[Shape], sources: Sequence[Source]) -> Merge:
-    """The merge of one tensor's shards, by the first source that knows it. Raises ValueError if none does, or if what
-    it says does not fit the shapes."""
+    """Return the merge of one tensor's shards, by the first source that knows the tensor.
+
+    Raises ValueError if no source knows it, or if the rule does not fit the shapes.
+    """
     if len(shapes) == 1:
         return _alone(name, shapes, sources)
     for source in sources:
@@ -319,14 +328,14 @@ def decide(name: str, shapes: Sequence[Shape], sources: Sequence[Source]) -> Mer
 
 
 def _alone(name: str, shapes: Sequence[Shape], sources: Sequence[Source]) -> Merge:
-    """One shard is the whole tensor, but for the padding of a vocabulary."""
+    """Return the merge of a single shard, which is the whole tensor except for the padding of a vocabulary."""
     found = next(((f, source.by) for source in sources if (f := source.find(name)) is not None), None)
     if found is None:
         return Merge(shapes[0], (Placement(shapes[0]),))
     (rule, evidence), by = found
     try:
         merged = rule(shapes)
-    except ValueError:  # how shards are cut need not fit what is not cut
+    except ValueError:  # the rule of a cut tensor need not fit one that is not cut
         return Merge(shapes[0], (Placement(shapes[0]),))
     return Merge(shapes[0], (Placement(shapes[0]),)) if merged.shape == shapes[0] else merged.known(by, evidence)
 
@@ -341,7 +350,7 @@ def _by_shape(shapes: Sequence[Shape]) -> Merge | None:
 
 
 def user_rules(rules: Mapping[str, Any]) -> Source:
-    """What the user says: glob of the logical name -> rule.
+    """Return the source of the user's rules: glob of the logical name -> rule.
 
     A rule is a word ("replicated", "average", "column" = cut along dimension 0, "row" = along dimension 1, "swiglu" =
     column in two equal parts) or a table: {"cat": dim}, with "parts" (several tensors fused along it: a count of equal

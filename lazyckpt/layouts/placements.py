@@ -1,4 +1,4 @@
-"""Which block of a tensor each rank of a device mesh holds, from the placements of a DTensor. Pure.
+"""The blocks of a tensor that each rank of a device mesh holds, from the placements of a DTensor. No I/O.
 
 Writer: torch/distributed/tensor/placement_types.py (`Shard` cuts like `torch.chunk`; `_StridedShard` cuts what another
 mesh dimension will cut afterwards, so that a rank may hold several runs of the dimension), _utils.py
@@ -17,13 +17,13 @@ from typing import NamedTuple
 from ..core.box import Box, Shape
 from ..core.index import Part
 
-_MAX_PARTS = 1 << 14  # of one rank's array; honest ones are a few
+_MAX_PARTS = 1 << 14  # parts of one rank's array; valid files have a few
 
-Run = tuple[int, int]  # where it starts in the whole dimension, and how long it is
+Run = tuple[int, int]  # start in the whole dimension, and length
 
 
 class Cut(NamedTuple):
-    """``Shard(dim)``; with ``split`` > 1 ``_StridedShard(dim, split_factor=split)``. ``dim`` is not negative."""
+    """``Shard(dim)``, or ``_StridedShard(dim, split_factor=split)`` if ``split`` > 1. ``dim`` is not negative."""
 
     dim: int
     split: int = 1
@@ -34,7 +34,7 @@ class Same(NamedTuple):
 
 
 class Summand(NamedTuple):
-    """``Partial(reduce)``: what the ranks hold has yet to be reduced; none of them holds the values."""
+    """``Partial(reduce)``: the ranks hold summands that have yet to be reduced; none holds the values."""
 
     reduce: str
 
@@ -44,8 +44,11 @@ MeshPlacement = Cut | Same | Summand
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a tensor lies on a device mesh. ``mesh``: its sizes; ``placements``: one for each of its dimensions;
-    ``order``: the mesh dimensions in the order in which they cut (None: from left to right)."""
+    """The layout of a tensor on a device mesh.
+
+    ``mesh`` is the shape of the mesh, ``placements`` has one entry for each of its dimensions. ``order`` holds the mesh
+    dimensions in the order in which they cut (None: from left to right).
+    """
 
     mesh: Shape
     placements: tuple[MeshPlacement, ...]
@@ -64,19 +67,19 @@ class Layout:
 
     @property
     def partial(self) -> str:
-        """How the ranks' arrays have yet to be reduced to one ("sum", "avg", ...); empty if they have not."""
+        """The reduction that the ranks' arrays still need ("sum", "avg", ...); empty if they need none."""
         return next((p.reduce for p in self.placements if isinstance(p, Summand)), "")
 
     def key(self, coordinate: Sequence[int]) -> Shape:
-        """The part of a coordinate that decides what a rank holds: replicas have the same."""
+        """Return the part of a coordinate that decides what a rank holds; it is equal for replicas."""
         return tuple(c for c, p in zip(coordinate, self.placements, strict=True) if isinstance(p, Cut))
 
     def coordinates(self) -> Iterator[Shape]:
-        """Of all ranks of the mesh, in C order."""
+        """Yield the coordinates of all ranks of the mesh, in C order."""
         return product(*map(range, self.mesh))
 
     def cuts(self, ndim: int) -> list[list[tuple[int, int]]]:
-        """For every dimension of the tensor, what cuts it, in order: (mesh dimension, split factor)."""
+        """Return, for every dimension of the tensor, its cuts in order: (mesh dimension, split factor)."""
         found: list[list[tuple[int, int]]] = [[] for _ in range(ndim)]
         for m in self.order if self.order is not None else range(len(self.mesh)):
             p = self.placements[m]
@@ -87,8 +90,9 @@ class Layout:
         return found
 
     def runs(self, shape: Shape, coordinate: Sequence[int]) -> list[list[Run]]:
-        """What the rank at a coordinate holds: for every dimension of the tensor the runs of it, in the order in which
-        they follow each other in the rank's array. Raises ValueError for placements that do not fit.
+        """Return what the rank at a coordinate holds: for every dimension of the tensor its runs.
+
+        The runs are in the order of the rank's array. Raises ValueError for placements that do not fit the shape.
 
         >>> Layout((2, 2), (Cut(0, 2), Cut(0))).runs((8, 3), (0, 1))
         [[(4, 2)], [(0, 3)]]
@@ -104,7 +108,7 @@ class Layout:
         ]
 
     def local_shape(self, shape: Shape, coordinate: Sequence[int]) -> Shape:
-        """The shape of the array that the rank at a coordinate holds. Raises ValueError as `runs` does.
+        """Return the shape of the array that the rank at a coordinate holds. Raises ValueError as `runs` does.
 
         >>> [Layout((3,), (Cut(0),)).local_shape((4, 5), (r,)) for r in range(3)]
         [(2, 5), (2, 5), (0, 5)]
@@ -112,7 +116,7 @@ class Layout:
         return tuple(sum(n for _, n in runs) for runs in self.runs(shape, coordinate))
 
     def parts(self, shape: Shape, coordinate: Sequence[int]) -> tuple[Part, ...]:
-        """The blocks of a rank's array and where each stands in the tensor. Raises ValueError as `runs` does.
+        """Return the blocks of a rank's array and their positions in the tensor. Raises ValueError as `runs` does.
 
         >>> Layout((2,), (Cut(0),)).parts((5,), (1,))
         (Part(local=Box(start=(0,), stop=(2,)), start=(3,)),)
@@ -131,7 +135,7 @@ class Layout:
         )
 
     def hull(self, shape: Shape, coordinate: Sequence[int]) -> Box:
-        """The smallest box that holds all of a rank's blocks (an empty one if it holds none)."""
+        """Return the bounding box of a rank's blocks (an empty box if it holds none)."""
         runs = self.runs(shape, coordinate)
         if not all(runs):
             return Box((0,) * len(shape), (0,) * len(shape))
@@ -140,7 +144,10 @@ class Layout:
 
 @lru_cache(maxsize=1 << 14)
 def _runs(size: int, cuts: tuple[tuple[int, int, int], ...]) -> list[Run]:
-    """``cuts``: (into how many, which of them, split factor), each applied to what the one before left."""
+    """Return the runs that remain of a dimension after its cuts.
+
+    A cut is (number of chunks, index of the rank's chunk, split factor), and applies to what the previous one left.
+    """
     held: list[Run] = [(0, size)] if size else []
     length = size
     for count, index, split in cuts:
@@ -151,7 +158,7 @@ def _runs(size: int, cuts: tuple[tuple[int, int, int], ...]) -> list[Run]:
 
 
 def _chunks(length: int, count: int, index: int, split: int) -> list[Run]:
-    """The ``index``-th of ``count`` chunks of every one of ``split`` chunks of [0, length), as torch.chunk cuts."""
+    """Return the ``index``-th of ``count`` chunks of each of ``split`` chunks of [0, length), cut as by torch.chunk."""
     outer = -(-length // split)
     found = []
     for start in range(0, length, outer) if outer else ():
@@ -164,9 +171,9 @@ def _chunks(length: int, count: int, index: int, split: int) -> list[Run]:
 
 
 def _within(held: list[Run], wanted: list[Run]) -> list[Run]:
-    """The wanted runs of an array that is itself made of runs; what follows each other without a gap is one."""
+    """Return the wanted runs of an array that is itself made of runs. Adjacent runs are joined."""
     found: list[Run] = []
-    n = passed = 0  # runs of held that end before what is wanted, and their length
+    n = passed = 0  # the runs of ``held`` that end before the wanted run, and their total length
     for start, length in wanted:
         while length:
             while passed + held[n][1] <= start:

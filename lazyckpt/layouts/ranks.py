@@ -1,9 +1,9 @@
-"""The ranks of a mesh: how they are counted, and how a mesh of meshes is one. Pure.
+"""The ranks of a mesh: their order, and the composition of two meshes. No I/O.
 
-Megatron counts tp, cp, ep, dp, pp, the first fastest (megatron/training/arguments.py: ``order="tp-cp-ep-dp-pp"``), so
-that ranks that exchange most are neighbours, and a global rank here is counted in that order. ``ep`` is an axis of its
-own: all ep ranks have what is not an expert's, and ``dp`` counts the ranks with the same experts (Megatron's
-expert-data-parallel degree; its data-parallel degree for all else is ep * dp).
+Global ranks are in Megatron's order: tp, cp, ep, dp, pp, the first varying fastest (megatron/training/arguments.py:
+``order="tp-cp-ep-dp-pp"``), so that the ranks that communicate most are neighbours. ``ep`` is a separate axis: all ep
+ranks have the parameters outside experts, and ``dp`` counts the ranks with the same experts (Megatron's
+expert-data-parallel degree; its data-parallel degree for all other parameters is ep * dp).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RankLike = int | tuple[int, ...] | Mapping[str, int]
 
 
 def mesh_of(tp: int, pp: int, dp: int, ep: int) -> Mesh:
-    """The degrees. Raises MeshError unless they are positive numbers."""
+    """Return the mesh of these degrees. Raises MeshError unless they are positive integers."""
     for axis, degree in zip(_AXES, (tp, pp, dp, ep), strict=True):
         if type(degree) is not int or degree < 1:
             raise MeshError(f"{axis}={degree!r}: a parallel degree is a number from 1 on")
@@ -27,17 +27,19 @@ def mesh_of(tp: int, pp: int, dp: int, ep: int) -> Mesh:
 
 
 def world_size(mesh: Mesh) -> int:
-    """How many ranks there are."""
+    """Return the number of ranks."""
     return mesh.tp * mesh.pp * mesh.dp * mesh.ep
 
 
 def rank_of(mesh: Mesh, rank: RankLike) -> Rank:
-    """A rank by its global number, as (tp, pp, dp, ep) (the last may be left out), or by the names of the axes.
+    """Return a rank from its global number, from (tp, pp, dp, ep), or from a mapping by the names of the axes.
+
+    The last numbers of the tuple may be left out.
 
     >>> rank_of(Mesh(tp=2, pp=2, ep=3), 8), rank_of(Mesh(tp=2, pp=2), (1, 1)), rank_of(Mesh(tp=2), {"tp": 1})
     (Rank(tp=0, pp=1, dp=0, ep=1), Rank(tp=1, pp=1, dp=0, ep=0), Rank(tp=1, pp=0, dp=0, ep=0))
 
-    Raises SelectionError for one that the mesh has not.
+    Raises SelectionError for a rank that is not in the mesh.
     """
     if isinstance(rank, Mapping):
         unknown = [key for key in rank if key not in _AXES]
@@ -64,7 +66,7 @@ def rank_of(mesh: Mesh, rank: RankLike) -> Rank:
 
 
 def within(outer: Mesh, outer_rank: Rank, inner: Mesh, inner_rank: Rank) -> tuple[Mesh, Rank]:
-    """The mesh of which a rank's part of a part is one rank's part.
+    """Return the single mesh, and the rank in it, whose part equals a rank's part of another rank's part.
 
     >>> within(Mesh(tp=2), Rank(tp=1), Mesh(tp=4, pp=2), Rank(tp=3, pp=1))
     (Mesh(tp=8, pp=2, dp=1, ep=1), Rank(tp=7, pp=1, dp=0, ep=0))

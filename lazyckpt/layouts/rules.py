@@ -1,8 +1,8 @@
-"""Where the rule comes from that says how a whole tensor is cut over tensor-parallel ranks.
+"""The sources of the rules by which a whole tensor is cut over tensor-parallel ranks.
 
-In this order: the user, how the tensor's own stored shards were put together, universal_checkpoint_info, the arguments
-of Megatron, params.json of Llama, the names of known families, and shapes where these tell what a name leaves open
-(whether the first matrix of an MLP is gate and up in one). Nothing is cut on a guess.
+In order of precedence: the user, the merge of the tensor's stored shards, universal_checkpoint_info, Megatron's
+arguments, Llama's params.json, the names of known families, and shapes if they show what a name leaves open (whether
+the first matrix of an MLP is a fused gate and up). Nothing is cut on a guess.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def is_megatron(index: Index, names: Mapping[str, TensorSpec]) -> bool:
-    """Whether the names are Megatron's: then a rank counts its layers and experts from 0."""
+    """Return whether the names are Megatron's: each rank then counts its layers and experts from 0."""
     return index.format.startswith("megatron") or any(pattern("megatron.own").search(name) for name in names)
 
 
 def sources_of(index: Index, specs: Mapping[str, TensorSpec], rules: Mapping[str, Any]) -> tuple[Source, ...]:
-    """The sources for a checkpoint with these tensors, the first that knows wins. Raises FormatError (rules)."""
+    """Return the sources for a checkpoint with these tensors, in order of precedence.
+
+    Raises FormatError for a rule that is not understood.
+    """
     shapes = {name: spec.shape for name, spec in specs.items()}
     args, info = index.meta.get("args"), index.meta.get("universal_checkpoint_info")
     by_shape = Source(lambda name: _first_matrix(name, shapes))
@@ -53,7 +56,7 @@ def sources_of(index: Index, specs: Mapping[str, TensorSpec], rules: Mapping[str
 
 
 def _remembered(sources: Sequence[Source], shapes: Mapping[str, Shape]) -> Source:
-    """The first of the sources that knows, asked once for what differs in the numbers of layers and experts only."""
+    """Return a source that caches the answers of others by shape and name without numbers of layers and experts."""
     asked: dict[tuple[str, Shape], tuple[Rule, str] | None] = {}
 
     def find(name: str) -> tuple[Rule, str] | None:
@@ -66,7 +69,7 @@ def _remembered(sources: Sequence[Source], shapes: Mapping[str, Shape]) -> Sourc
 
 
 def heads_in(index: Index) -> Heads | None:
-    """The heads of the model's attention; None if nothing tells."""
+    """Return the numbers of attention heads of the model; None if the checkpoint does not say."""
     params = index.meta.get("params")
     if index.format != "llama" or not isinstance(params, dict):
         return heads_of(index.meta)
@@ -78,7 +81,7 @@ def heads_in(index: Index) -> Heads | None:
 
 
 def _stack(name: str, shapes: Mapping[str, Shape], gated: bool | None) -> tuple[Rule, str] | None:
-    """Megatron's GroupedMLP, as [experts, in, out]."""
+    """Return the rule of Megatron's GroupedMLP, as [experts, in, out]."""
     which = stack_of(name)
     if which is None or len(shapes.get(name, ())) != 3:
         return None
@@ -93,7 +96,7 @@ def _stack(name: str, shapes: Mapping[str, Shape], gated: bool | None) -> tuple[
 
 
 def _first_matrix(name: str, shapes: Mapping[str, Shape]) -> tuple[Rule, str] | None:
-    """The first matrix of an MLP is gate and up in one if it has twice the rows that the second has columns."""
+    """Return the rule of an MLP's first matrix: gate and up if it has twice as many rows as the second has columns."""
     second = shapes.get(second_matrix(name) or "", ())
     if not shapes.get(name):
         return None
@@ -104,7 +107,7 @@ def _first_matrix(name: str, shapes: Mapping[str, Shape]) -> tuple[Rule, str] | 
 
 
 def _down(name: str, implementation: Any) -> tuple[Rule, str] | None:
-    """MLA's matrices that project down: cut by Megatron's own layers, on every rank with Transformer Engine's."""
+    """Return the rule of MLA's down projections: Megatron's layers cut them, Transformer Engine's replicate them."""
     if pattern("megatron.down").search(name) is None or implementation not in ("local", "transformer_engine"):
         return None
     rule = concatenated(0) if implementation == "local" else replicated

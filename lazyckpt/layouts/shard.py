@@ -1,13 +1,13 @@
-"""One rank's part of a checkpoint under another parallel layout, and all ranks' parts as the checkpoint again.
+"""One rank's part of a checkpoint under another parallel layout, and the checkpoint from all ranks' parts.
 
-A shard is made of blocks of the whole tensors, so it is as lazy as they are. A `Layout` is kept with the index, and
-says of every tensor which blocks of which whole it is: a shard of a shard is cut from the whole anew, with the degrees
-multiplied, and `unsharded` puts the blocks back.
+A shard consists of blocks of the whole tensors, so it is as lazy as they are. The index keeps a `Layout`, which records
+the blocks of every tensor: a shard of a shard is cut from the whole tensors again, with the degrees multiplied, and
+`unsharded` joins the blocks.
 
-Order: expert-parallel ranks take whole experts, tensor-parallel ranks cut what is left, and of that each data-parallel
-rank has a flat partition, as ZeRO-3 keeps parameters and their states (deepspeed/runtime/zero/partition_parameters.py
-`_partition_param`): of n elements in C order ceil(n / dp), the last ranks' filled up with zeros. Single numbers (an
-optimizer's step) are whole on every rank.
+Order: expert-parallel ranks take whole experts, tensor-parallel ranks cut the remaining tensors, and each data-parallel
+rank has a flat partition of the result, as in ZeRO-3 (deepspeed/runtime/zero/partition_parameters.py
+`_partition_param`): ceil(n / dp) of n elements in C order, the last ranks' padded with zeros. Scalars (an optimizer's
+step) are whole on every rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .stages import Stages, expert_of, is_stack
 Piece = tuple[TensorSpec, Placement]
 
 _UNTIED = "untie_embeddings_and_output_weights"
-_HEADS = {  # what Megatron's last stage calls its copy of the embedding, where that is the head as well
+_HEADS = {  # embedding -> the name of its copy on Megatron's last stage, if the head is tied to the embedding
     "embedding.word_embeddings.weight": "output_layer.weight",
     "language_model.embedding.word_embeddings.weight": "word_embeddings_for_head.weight",
 }
@@ -46,12 +46,12 @@ def sharded(
     rules: Mapping[str, Any],
     kept: dict[str, Any],
 ) -> Index:
-    """What a rank of a mesh has of the tensors of these names, state by state.
+    """Return the index of one rank's part of the named tensors, state by state.
 
-    ``kept`` keeps the plan of the mesh from one rank to the next: what is the same on all ranks is found once.
+    ``kept`` caches the plan of the mesh, which is the same for all ranks.
 
-    Raises SelectionError (no such rank), MeshError (degrees that do not divide a tensor, its experts or the layers),
-    FormatError (rules; a tensor that no rule is known of).
+    Raises SelectionError if the mesh has no such rank, MeshError if a degree does not divide a tensor, its experts or
+    the layers, and FormatError for a rule that is not understood or a tensor without a rule.
     """
     place, old = rank_of(mesh, rank), index.layout
     if old is None:
@@ -64,7 +64,7 @@ def sharded(
 
 
 def _plan(source: Index, mesh: Mesh, rules: Mapping[str, Any], kept: dict[str, Any]) -> _Plan:
-    """The plan that is kept, if it is of these; else a new one."""
+    """Return the cached plan if it is of these arguments, else a new one."""
     plan = kept.get("sharding")
     if not isinstance(plan, _Plan) or plan.source is not source or (plan.mesh, plan.rules) != (mesh, rules):
         plan = kept["sharding"] = _Plan(source, mesh, rules)
@@ -72,10 +72,10 @@ def _plan(source: Index, mesh: Mesh, rules: Mapping[str, Any], kept: dict[str, A
 
 
 class _Plan:
-    """What is the same for all ranks of a mesh.
+    """The facts that are the same for all ranks of a mesh.
 
-    ``every``: all tensors of the source by name, those of the first state that has it; ``cuts``: the shards that are
-    known, by name, shape and the ranks that they differ by.
+    ``every`` holds all tensors of the source by name, each from the first state that has it. ``cuts`` caches shards by
+    name, shape, tensor-parallel rank and expert-parallel rank.
     """
 
     def __init__(self, source: Index, mesh: Mesh, rules: Mapping[str, Any]) -> None:
@@ -91,7 +91,7 @@ class _Plan:
         self._rules: dict[str, tuple[Rule, str] | None] = {}
 
     def rule(self, name: str) -> tuple[Rule, str] | None:
-        """How tensor-parallel ranks cut a tensor, and why; None if nothing says."""
+        """Return how tensor-parallel ranks cut a tensor, and the evidence for it; None if no source knows."""
         if name not in self._rules:
             found = (source.find(name) for source in self.rule_of)
             self._rules[name] = next((rule for rule in found if rule is not None), None)
@@ -99,7 +99,7 @@ class _Plan:
 
 
 class _Sharding:
-    """The work of `sharded`. ``unknown``: tensors that no rule is known of."""
+    """The implementation of `sharded`. ``unknown`` collects the tensors without a rule."""
 
     def __init__(self, plan: _Plan, rank: Rank) -> None:
         self.plan, self.source, self.mesh, self.rank = plan, plan.source, plan.mesh, rank
@@ -145,7 +145,7 @@ class _Sharding:
         )
 
     def _here(self, name: str) -> list[str]:
-        """The names that the tensor has on this rank: one, or none."""
+        """Return the names of the tensor on this rank: one or none."""
         try:
             found = [local for stage, local in self.stages.of(name) if stage == self.rank.pp]
         except ValueError as e:
@@ -161,13 +161,16 @@ class _Sharding:
             return []
         if not expert.counted:
             return found
-        # (the number of the layer, which stands before that of the expert, may be another here)
+        # the number of the layer, which precedes that of the expert, may differ on this rank
         head = found[0].removesuffix(f"{expert.number}{expert.tail}")
         return [f"{head}{expert.number % each}{expert.tail}"]
 
     def _ties(self) -> tuple[dict[str, list[str]], dict[str, str]]:
-        """-> (tensor -> further names that it has on this rank, as what they are tied to is on another; alias here ->
-        its owner here)."""
+        """Return the ties of this rank.
+
+        The first mapping holds a tensor's additional names, if the tensor that they are tied to is on another rank; the
+        second one maps aliases to owners, both under their names on this rank.
+        """
         ties: dict[str, list[str]] = {}
         aliases: dict[str, str] = {}
         owners = {owner: self._here(owner) for owner in self.source.aliases.values() if owner in self.every}
@@ -185,7 +188,7 @@ class _Sharding:
         return ties, aliases
 
     def _cut(self, state: str, name: str, spec: TensorSpec) -> Known | None:
-        """The shard of the tensor, of this rank among the tensor- and expert-parallel ones; None if nothing tells."""
+        """Return this rank's tensor- and expert-parallel shard of a tensor; None if no rule is known."""
         key = (name, spec.shape, self.rank.tp, self.rank.ep)
         if key not in self.plan.cuts:
             found = self._find_cut(state, name, spec)
@@ -220,7 +223,10 @@ class _Sharding:
         return replace(placement, parts=parts), rule
 
     def _tensor_parallel(self, name: str, spec: TensorSpec, shape: Shape) -> Known | None:
-        """The shard among tensor-parallel ranks of what has this shape; None if nothing tells. Raises ValueError."""
+        """Return the tensor-parallel shard of a tensor, or of its experts, of this shape; None if no rule is known.
+
+        Raises ValueError if the tensor cannot be cut.
+        """
         degree, index = self.mesh.tp, self.rank.tp
         said = self.plan.rule_of[0].find(name) is not None  # by the user
         stored = regrouped(spec, degree, index, self.plan.heads) if not said and not is_stack(name) else None
@@ -250,7 +256,7 @@ class _Sharding:
         return flat, replace(placed, flat=(lo, hi))
 
     def _is_number(self, spec: TensorSpec) -> bool:
-        """Whether it is a number about a parameter (the step of its optimizer): the same on all ranks."""
+        """Return whether a tensor is a scalar about a parameter (its optimizer's step), the same on all ranks."""
         return not spec.shape or (spec.numel == 1 and self.every[spec.name].shape != spec.shape)
 
 
@@ -259,23 +265,23 @@ def _has_widths(rule: Any) -> bool:
 
 
 def _block(local: str, whole: TensorSpec, placement: Placement, how: str) -> TensorSpec:
-    """The shard as a tensor, padding included. ``how``: how its placement is known."""
+    """Return the shard as a tensor, including padding. ``how`` is the evidence for its placement."""
     shape, blocks = placement.shape, placement.blocks
     if shape == whole.shape and blocks == Placement(shape).blocks:
         return renamed(whole, local)
     pieces = [(whole, Placement.of(whole.shape, placement.target(p), p.local.start)) for p in blocks]
-    if placement.numel < prod(shape):  # (only a vocabulary's last rows)
+    if placement.numel < prod(shape):  # only the last rows of a vocabulary can be padding
         full = max((p.local.stop[0] for p in blocks), default=0)
         rest = (shape[0] - full, *shape[1:])
         pieces.append((_zeros(whole, rest), Placement.at(rest, (full, *(0 for _ in rest[1:])))))
-    if not pieces:  # nothing of it is here
+    if not pieces:  # the shard is empty
         pieces = [(whole, Placement(whole.shape, ()))]
     rule = "; ".join(filter(None, (whole.rule, how)))
     return compose(local, shape, pieces, rule, whole.stored_as or whole.name)
 
 
 def _zeros(like: TensorSpec, shape: Shape) -> TensorSpec:
-    """Zeros that stand in no file."""
+    """Return a tensor of zeros that no file holds."""
     path = next((f.extent.path for f in like.fragments), "")
     strides = (0,) * len(shape)
     chunk = Chunk(path, like.dtype, shape, strides, 0, fill=bytes(like.dtype.itemsize), present=False)
@@ -283,25 +289,27 @@ def _zeros(like: TensorSpec, shape: Shape) -> TensorSpec:
 
 
 def _multiple(args: Any) -> int:
-    """What Megatron pads the rows of a vocabulary to a multiple of, on each tensor-parallel rank."""
+    """Return the number that Megatron pads a vocabulary's rows on each tensor-parallel rank to a multiple of."""
     value = getattr(args, "make_vocab_size_divisible_by", None)
     return value if type(value) is int and 0 < value < 1 << 20 else 1
 
 
 def _experts(names: Iterable[str]) -> dict[str, int]:
-    """How many experts every layer has (by `Expert.layer`)."""
+    """Return the number of experts of every layer (by `Expert.layer`)."""
     counts: dict[str, int] = {}
     for expert in filter(None, map(expert_of, names)):
         counts[expert.layer] = max(counts.get(expert.layer, 0), expert.number + 1)
     return counts
 
 
-# -- and back
+# -- the reverse
 
 
 def unsharded(shards: Sequence[Index]) -> Index:
-    """The checkpoint that the parts of all ranks are of. Raises MeshError if they are not of one mesh, or some are
-    missing."""
+    """Return the checkpoint from the parts of all ranks.
+
+    Raises MeshError if the parts are from different meshes or checkpoints, or if some are missing.
+    """
     layouts = [index.layout for index in shards]
     first = layouts[0] if layouts else None
     if first is None or any(one is None for one in layouts):
@@ -330,12 +338,12 @@ def unsharded(shards: Sequence[Index]) -> Index:
 
 
 def _same(a: Index, b: Index) -> bool:
-    """Whether two sources have the same tensors, as far as can be seen at once."""
+    """Return whether two sources have the same tensor names."""
     return a is b or {s: list(t) for s, t in a.states.items()} == {s: list(t) for s, t in b.states.items()}
 
 
 def _locals(by_rank: Mapping[Rank, Index], every: Sequence[Rank], state: str) -> Iterator[tuple[Placed, TensorSpec]]:
-    """Of all ranks without data parallelism, what each has: where it belongs, and the tensor, its partitions joined."""
+    """Yield the placements and tensors of all ranks, with the partitions of data-parallel ranks joined."""
     for rank in every:
         if rank.dp:
             continue

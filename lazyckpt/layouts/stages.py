@@ -1,11 +1,11 @@
-"""Which pipeline stages and which expert-parallel rank have a tensor, and what it is called there. Pure.
+"""The pipeline stages and the expert-parallel rank that have a tensor, and the tensor's name there. No I/O.
 
-Layers are dealt evenly over stages, in their order; each stack of layers (an encoder and a decoder) on its own.
-Embeddings are on the first stage, the norm behind the layers, the head and what predicts further tokens on the last; a
-head that is tied to the embedding is on the last stage under its own name, as Megatron has it. What nothing tells of is
-on all of them. Megatron's ranks count their layers and experts from 0 (megatron/core/transformer/transformer_block.py,
-moe/experts.py), DeepSpeed's their experts (deepspeed/moe/experts.py); other names keep their numbers, as
-torch.distributed.pipelining and Hugging Face's models do.
+Layers are distributed evenly over stages, in order; each stack of layers (an encoder, a decoder) separately. Embeddings
+are on the first stage. The final norm, the head and multi-token prediction are on the last one; a head that is tied to
+the embedding is on the last stage under its own name, as in Megatron. A tensor whose stage is unknown is on all stages.
+Megatron's ranks count their layers and experts from 0 (megatron/core/transformer/transformer_block.py, moe/experts.py),
+DeepSpeed's ranks their experts (deepspeed/moe/experts.py); other names keep their numbers, as in
+torch.distributed.pipelining and Hugging Face's models.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from .tables import pattern
 
 
 class Expert(NamedTuple):
-    """One expert of a layer. ``layer``: the name up to its number; ``tail``: what is behind that; ``counted``: whether
-    a rank counts its own from 0."""
+    """One expert of a layer.
+
+    ``layer`` is the tensor's name up to the expert's number, ``tail`` the rest after the number. ``counted`` says
+    whether each rank counts its experts from 0.
+    """
 
     layer: str
     number: int
@@ -29,7 +32,7 @@ class Expert(NamedTuple):
 
 
 def expert_of(name: str) -> Expert | None:
-    """The expert that a tensor is of; None if it is of none, or of all.
+    """Return the expert that a tensor belongs to; None if it belongs to none or to all.
 
     >>> expert_of("decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight")
     Expert(layer='decoder.layers.1.mlp.experts.local_experts.', number=3, counted=True, tail='.linear_fc1.weight')
@@ -44,15 +47,15 @@ def expert_of(name: str) -> Expert | None:
 
 
 def is_stack(name: str) -> bool:
-    """Whether a tensor is all experts' of a layer in one, [experts, ...]."""
+    """Return whether a tensor stacks all experts of a layer, [experts, ...]."""
     return ".experts." in name and expert_of(name) is None
 
 
 class Stages:
-    """The layers of a model, dealt over pipeline stages.
+    """The distribution of a model's layers over pipeline stages.
 
-    ``names``: those of the whole model. ``local``: whether they are Megatron's, whose stages count layers from 0.
-    ``every``: the names asked for that are on all stages because nothing tells where they belong.
+    ``names`` are those of the whole model. ``local`` says whether they are Megatron's, whose stages count layers from
+    0. ``every`` collects the names passed to `of` that are on all stages because their stage is unknown.
     """
 
     def __init__(self, names: Iterable[str], pp: int, local: bool) -> None:
@@ -68,8 +71,10 @@ class Stages:
         self._dealt: dict[str, dict[int, tuple[int, int]]] = {}  # head -> layer -> (stage, its number there)
 
     def of(self, name: str) -> list[tuple[int, str]]:
-        """(stage, name there) of a tensor, for each stage that has it. Raises ValueError if its layers cannot be dealt
-        evenly."""
+        """Return (stage, name there) for each stage that has a tensor.
+
+        Raises ValueError if the layers cannot be distributed evenly.
+        """
         last = self.pp - 1
         match = _layer(name)
         if not last:
@@ -92,7 +97,7 @@ class Stages:
     def _deal(self, head: str) -> dict[int, tuple[int, int]]:
         if head not in self._dealt:
             layers = self._stacks[head]
-            # of a pipeline of DeepSpeed, what is before and behind the transformer's layers has numbers too
+            # in DeepSpeed's pipelines the modules before and after the transformer's layers have numbers too
             numbers, ends = (sorted(layers), {}) if head else _inner(layers, self.pp)
             each, rest = divmod(len(numbers), self.pp)
             if rest:
@@ -109,7 +114,7 @@ def _layer(name: str) -> re.Match[str] | None:
 
 
 def _inner(layers: Mapping[int, set[str]], pp: int) -> tuple[list[int], dict[int, tuple[int, int]]]:
-    """The transformer's layers among those of a pipeline: without those at the ends that are like no other."""
+    """Return the transformer's layers of a pipeline, and the stages of the unique modules before and after them."""
     kinds = Counter(frozenset(names) for names in layers.values())
     numbers = sorted(layers)
     lo, hi = 0, len(numbers)

@@ -1,6 +1,6 @@
-"""The patterns of parameter names in tables.toml: every family's, each once. Pure.
+"""The patterns of parameter names of all model families, from tables.toml.
 
-The file is parsed when the first pattern is asked for, and each pattern is compiled when it is asked for itself.
+The file is parsed on first use, and each pattern is compiled on its first use.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 @functools.cache
 def pattern(name: str) -> re.Pattern[str]:
-    """The pattern of a name in the tables.
+    """Return the pattern with a name in the tables.
 
     >>> pattern("megatron.down").search("decoder.layers.0.self_attention.linear_q_down_proj.weight")[1]
     'q'
@@ -26,7 +26,7 @@ def pattern(name: str) -> re.Pattern[str]:
 
 @functools.cache
 def patterns(name: str) -> tuple[re.Pattern[str], ...]:
-    """The patterns of a list in the tables.
+    """Return the list of patterns with a name in the tables.
 
     >>> [one.pattern for one in patterns("whole.row")]
     ['\\\\.experts\\\\.\\\\d+\\\\.(down_proj|w2)\\\\.weight$|\\\\.shared_experts?\\\\.down_proj\\\\.weight$']
@@ -44,9 +44,9 @@ def _entry(name: str) -> Any:
 
 @functools.cache
 def read_toml(package: str, name: str) -> dict[str, Any]:
-    """Parse a file of package data, once."""
-    import tomllib  # takes longer to import than the file to parse, and not every checkpoint needs a table
+    """Parse a TOML file of package data. The result is cached."""
+    import tomllib  # a slow import, and not every checkpoint needs a table
 
-    data = pkgutil.get_data(package, name)  # importlib.resources takes longer to import than all of this
+    data = pkgutil.get_data(package, name)  # importlib.resources is a slow import
     assert data is not None
     return tomllib.loads(data.decode())

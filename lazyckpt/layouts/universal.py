@@ -1,4 +1,4 @@
-"""The merge rules that a checkpoint itself carries: universal_checkpoint_info.
+"""The merge rules in a checkpoint's universal_checkpoint_info.
 
 Source: deepspeed/checkpoint/ds_to_universal.py `merge_tp_slices` (the order of precedence, the meaning of each list),
 deepspeed/module_inject/layers.py `collect_autotp_universal_checkpoint_info` (AutoTP's affine map). Patterns are matched
@@ -14,16 +14,19 @@ from typing import Any
 
 from .merge import Merge, Rule, Source, averaged, concatenated, in_parts, pieces, replicated, rows
 
-_REPETITIONS = 3  # in a pattern: each may try every length of what it repeats
-_LONGEST_NAME = 256  # characters of a name that patterns with repetitions look at
+_REPETITIONS = 3  # the most repetitions in a pattern: matching time grows with each
+_LONGEST_NAME = 256  # longer names are only matched with patterns of at most one repetition
 _UNCUT = ("tp_replicated_parameter_patterns", "parameter_to_average_patterns")
 _HALVES = "parameter_with_2_sub_params_cat_dim_0"
 
 
 def universal_rules(info: Mapping[str, Any], family: Source) -> Source:
-    """Rules from universal_checkpoint_info. Names that no list matches are concatenated along dimension 0, as
-    ds_to_universal does, unless their family says that they are replicated: Megatron lists the position embeddings of
-    an untied model under a name that they do not have, and ds_to_universal then concatenates copies."""
+    """Return the source of the rules in universal_checkpoint_info.
+
+    Names that no list matches are concatenated along dimension 0, as in ds_to_universal, unless their family says that
+    they are replicated: Megatron lists the position embeddings of an untied model under a wrong name, and
+    ds_to_universal then concatenates replicas.
+    """
 
     def known(name: str) -> tuple[Rule, str]:
         found = _explicit(info, name)
@@ -39,7 +42,7 @@ def universal_rules(info: Mapping[str, Any], family: Source) -> Source:
             return rows(rule, size), f"{evidence} and original_vocab_size {size:,}"
         return rule, evidence
 
-    @cache  # every state of a parameter asks again
+    @cache  # called once for each state of a parameter
     def find(name: str) -> tuple[Rule, str] | None:
         try:
             rule, evidence = known(name)
@@ -51,8 +54,10 @@ def universal_rules(info: Mapping[str, Any], family: Source) -> Source:
 
 
 def cut_of(info: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What a universal checkpoint says beside a whole tensor about how tensor-parallel ranks cut it: the keys of
-    `merge_tp_slices`. {} where every rank has all of it, or an affine map tells.
+    """Return what a universal checkpoint records with a whole tensor about its tensor-parallel cut.
+
+    The keys are those of `merge_tp_slices`. The result is {} if every rank has the whole tensor, or if an affine map
+    describes the cut.
 
     >>> cut_of({"parameter_with_row_parallelism_patterns": [r".*down.weight"]}, "0.down.weight")
     {'cat_dim': 1}
@@ -70,12 +75,12 @@ def cut_of(info: Mapping[str, Any], name: str) -> dict[str, Any]:
         if _match(info.get("vocabulary_parameter_patterns"), name) is not None:
             about["vocab_tensor"] = True
         return about
-    except ValueError:  # patterns that are none: how it was cut is told by them alone
+    except ValueError:  # invalid patterns: nothing else says how the tensor was cut
         return {"cat_dim": 0}
 
 
 def _guarded(rule: Rule) -> Rule:
-    """A rule with numbers that a file claims: of the wrong type, they are a ValueError too."""
+    """Return a rule that raises ValueError also for numbers of a wrong type in the file."""
 
     def guarded(shapes: Any) -> Merge:
         try:
@@ -110,8 +115,11 @@ def _explicit(info: Mapping[str, Any], name: str) -> tuple[Rule, str] | None:
 
 
 def _match(patterns: Any, name: str) -> str | None:
-    """The first pattern that matches. Raises ValueError for one that is none, as ds_to_universal stops there: what it
-    was meant for would else get another rule."""
+    """Return the first pattern that matches.
+
+    Raises ValueError for an invalid pattern, where ds_to_universal stops too: the tensors that the pattern was meant
+    for would otherwise get another rule.
+    """
     for pattern in patterns if isinstance(patterns, list | tuple | dict | set) else ():
         if isinstance(pattern, str) and _compiled(pattern, len(name) <= _LONGEST_NAME).match(name):
             return pattern
@@ -120,25 +128,31 @@ def _match(patterns: Any, name: str) -> str | None:
 
 @lru_cache(maxsize=1 << 14)  # AutoTP lists a pattern for every parameter; the cache of `re` holds 512
 def _compiled(pattern: str, short: bool) -> re.Pattern[str]:
-    """Raises ValueError for what is no pattern, and for one that a hostile file may make us match forever: with
-    repetitions of repetitions, or many of them."""
+    """Compile a pattern.
+
+    Raises ValueError for an invalid pattern, and for one whose matching may take forever (nested or many repetitions),
+    which a hostile file may contain.
+    """
     bare = re.sub(r"\\.|\[\^?\]?(\\.|[^\]\\])*\]", "x", pattern, flags=re.DOTALL)
     if re.search(r"\)[*+{]", bare) or len(re.findall(r"[*+?{]", bare)) > (_REPETITIONS if short else 1):
         raise ValueError(f"the pattern {pattern[:80]!r} has more repetitions in it than writers of checkpoints use")
     try:
         return re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as e:
-        raise ValueError(f"the pattern {pattern[:80]!r} is none: {e}") from None
+        raise ValueError(f"the pattern {pattern[:80]!r} is invalid: {e}") from None
 
 
 def _halves(shapes: Any) -> Merge:
-    """Two tensors fused along dimension 0, each shard cut as torch.chunk does: the first half is the larger."""
+    """Merge shards of two tensors fused along dimension 0, cut as by torch.chunk: the first half may be larger."""
     widths = [[-(-s[0] // 2) for s in shapes], [s[0] // 2 for s in shapes]]
     return in_parts(0, 2, widths)(shapes)
 
 
 def _sub_params(info: Mapping[str, Any], name: str) -> tuple[Rule, str] | None:
-    """parameter_with_sub_params: [{patterns, shape, partition_dim}], from version 0.4 on with widths on each rank."""
+    """Return the rule from parameter_with_sub_params, and the evidence for it; None if no pattern matches.
+
+    Format: [{patterns, shape, partition_dim}], since version 0.4 with widths on each rank.
+    """
     entries = info.get("parameter_with_sub_params")
     for entry in entries if isinstance(entries, list | tuple) else ():
         entry = entry if isinstance(entry, dict) else getattr(entry, "attributes", {})
@@ -157,7 +171,10 @@ def _sub_params(info: Mapping[str, Any], name: str) -> tuple[Rule, str] | None:
 
 
 def _affine(info: Any, entry: Any, name: str) -> Rule:
-    """{logical_shape, ranks: {tp: {shard_shape, pieces: [{shape, source: [offset, strides], dest: ...}]}}}."""
+    """Return the rule of an affine map.
+
+    Format: {logical_shape, ranks: {tp: {shard_shape, pieces: [{shape, source: [offset, strides], dest: ...}]}}}.
+    """
     if info.get("version", 1) != 1:
         return _refused(f"the affine map of {name!r} has version {info.get('version')!r}, 1 is known")
     try:

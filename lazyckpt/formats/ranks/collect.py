@@ -1,6 +1,6 @@
-"""What the files of all ranks hold under each name, and the tensors that this makes.
+"""The contents of all ranks' files by name, and the tensors that they form.
 
-A rank's file is looked at once and its records are dropped; of a DTensor only where its array begins is kept.
+Each rank's file is indexed once and its records are dropped; of a DTensor only the offset of its array is kept.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from .records import DTensor, Records, ShardedTensor, is_dtensor
 
 _MAX_WORLD = 1 << 20
 
-# where the object of a file stands, rank -> the rank's file, and why it cannot be read ("" if it can)
+# (root of the files' objects, rank) -> (the rank's file, the reason why it cannot be read, "" if it can)
 Lost = Callable[[Path, int], tuple[str, str]]
 Piece = StoredTensor | DTensor | ShardedTensor
 
 
 @dataclass(slots=True)
 class Held:
-    """What the ranks hold of one name.
+    """What the ranks hold under one name.
 
-    ``root``: where the object of the files stands; ``key``: the name in it; ``path``: the whole path. ``clash``: why it
-    is no one tensor. ``tie``: equal for two names whose arrays are the same memory on every rank (0: they are empty
-    everywhere).
+    ``root`` is the path of the files' object in the training state, ``key`` the name in that object, ``path`` the whole
+    path. ``clash`` is the reason why the ranks' arrays do not form one tensor. ``tie`` is equal for two names whose
+    arrays share memory on every rank (0: the arrays are empty on all ranks).
     """
 
     root: Path
@@ -53,7 +53,7 @@ class Held:
 
 @dataclass(slots=True)
 class Plains(Held):
-    """An ordinary tensor: every rank's own, by rank."""
+    """An ordinary tensor, of which every rank has its own; all mappings are by rank."""
 
     extents: dict[int, Extent] = field(default_factory=dict)
     sums: dict[int, int | None] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Plains(Held):
 
 @dataclass(slots=True)
 class Meshed(Held):
-    """A DTensor. ``places``: rank -> coordinate; ``offsets``: rank -> where its array begins in its file."""
+    """A DTensor. ``places``: rank -> coordinate; ``offsets``: rank -> offset of its array in its file, in bytes."""
 
     layout: Layout = field(default_factory=lambda: Layout((), ()))
     names: tuple[str, ...] = ()
@@ -74,8 +74,11 @@ class Meshed(Held):
 
 @dataclass(slots=True)
 class Sharded(Held):
-    """A ShardedTensor. ``listed``: every block, and the rank that has it; ``held``: the blocks that files hold, by
-    rank."""
+    """A ShardedTensor.
+
+    ``listed`` maps (start, shape) of every block to the rank that has it, ``held`` that of every stored block to its
+    extents by rank.
+    """
 
     world: int | None = None
     listed: dict[tuple[Shape, Shape], int | None] = field(default_factory=dict)
@@ -84,8 +87,11 @@ class Sharded(Held):
 
 
 class Collected:
-    """``tensors``: raw name -> what the ranks hold of it; ``unreadable``: raw name -> why; ``ranks``: those that the
-    files say there are."""
+    """The contents of all rank files.
+
+    ``tensors`` maps raw names to what the ranks hold, ``unreadable`` names to reasons. ``ranks`` holds the ranks that
+    the files list.
+    """
 
     def __init__(self) -> None:
         self.tensors: dict[str, Held] = {}
@@ -96,11 +102,13 @@ class Collected:
         self.meshes: dict[tuple[str, ...], Shape] = {}
         self._shared: dict[Any, Any] = {}
 
-    # -- what a file holds
+    # -- collecting the files
 
     def add(self, rank: int, root: Path, file: TorchFile, plain: Plain, records: Records) -> bool:
-        """Take in one rank's file; False (and nothing is taken) if it is of a save over other ranks than the files
-        before. ``root``: the path under which its object stands. Raises CorruptError."""
+        """Add one rank's file. Return False, and add nothing, if the file is from a save over other ranks.
+
+        ``root`` is the path of the file's object in the training state. Raises CorruptError for a damaged file.
+        """
         pieces: list[tuple[str, str, Path, Piece]] = []
         for key, inner in plain.paths.items():
             name = ".".join(map(str, (*root, key) if key else root))
@@ -138,7 +146,7 @@ class Collected:
         return True
 
     def _contradicts(self, name: str, piece: Piece) -> bool:
-        """Whether lower ranks' files say that some of these ranks are in another mesh, for the same tensor."""
+        """Return whether lower ranks' files put some of this tensor's ranks into another mesh."""
         held = self.tensors.get(name)
         if isinstance(held, Meshed) and isinstance(piece, DTensor):
             ranks = set(piece.mesh.ranks)
@@ -154,15 +162,15 @@ class Collected:
         self.ranks.update(mesh.ranks)
         self.meshes.setdefault(mesh.names, mesh.shape)
         held.meshes[self._shared.setdefault(mesh.ranks, mesh.ranks)] = mesh.shape
-        if mesh.coordinate is None or held.clash:  # a rank outside of the mesh holds nothing
+        if mesh.coordinate is None or held.clash:  # a rank outside the mesh holds nothing
             return
-        told = layout.local_shape(tensor.shape, mesh.coordinate)
-        empty = 0 in told
+        expected = layout.local_shape(tensor.shape, mesh.coordinate)
+        empty = 0 in expected
         if held.layout != layout:
             held.clash = f"rank {rank} holds it as {describe(layout)}, a lower one as {describe(held.layout)}"
-        elif told != local.shape and not (empty and 0 in local.shape):
+        elif expected != local.shape and not (empty and 0 in local.shape):
             how = describe(layout, mesh.names)
-            held.clash = f"rank {rank} holds an array of shape {local.shape}, its placement ({how}) says {told}"
+            held.clash = f"rank {rank} holds an array of shape {local.shape}, its placement ({how}) says {expected}"
         elif local.storage is None and not empty:
             held.clash = f"rank {rank}'s array {local.note}"
         if held.clash:
@@ -193,7 +201,7 @@ class Collected:
                 _tie(held, rank, shard.local)
 
     def _entry(self, name: str, rank: int, new: Held) -> Held | None:
-        """What is known of the name so far; None where this rank's is another tensor."""
+        """Return what is known of the name so far; None if this rank's tensor contradicts it."""
         held = self.tensors.setdefault(name, new)
         if held is new:
             return held
@@ -206,10 +214,10 @@ class Collected:
             return held
         return None
 
-    # -- what they make together
+    # -- forming the tensors
 
     def spec(self, name: str, lost: Lost) -> TensorSpec:
-        """The tensor of a name. What is no one tensor gets a spec without fragments, whose rule says why."""
+        """Return the tensor of a name. On contradictions it has no fragments, and its rule gives the reason."""
         held = self.tensors[name]
         name = held.key
         if held.clash:
@@ -249,7 +257,7 @@ class Collected:
         return TensorSpec(name, held.shape, held.dtype, one, rule=rule)
 
     def _team(self, name: str, held: Meshed, order: Sequence[int], coordinates: tuple[Shape, ...], lost: Lost) -> Team:
-        """The ranks of a tensor, kept once for all that lie on the same."""
+        """Return the ranks of a tensor, as one object for all tensors on the same ranks."""
         whole = len(order) == len(held.places)
         key = (held.root, tuple(order), coordinates)
         if whole and key in self._shared:
@@ -279,7 +287,7 @@ class Collected:
         return in_chunks(name, held.dtype, held.shape, chunks, "placed as its ShardedTensor says")
 
     def _plain_spec(self, name: str, held: Plains) -> TensorSpec:
-        """Every rank's own copy; the lowest's is read."""
+        """Return the tensor of which every rank has a copy; the lowest rank's is read."""
         first = min(held.extents)
         lowest = held.extents[first]
         alike = [r for r in sorted(held.extents) if held.extents[r].shape == lowest.shape]
@@ -301,7 +309,7 @@ class Collected:
         return TensorSpec(name, lowest.shape, lowest.dtype, one, rule=rule)
 
     def differing(self, names: Iterable[str]) -> list[Problem]:
-        """Problems of plain tensors that the ranks hold differently, as far as shapes and the zips' checksums tell."""
+        """Return problems of plain tensors whose copies differ, as far as shapes and the zips' checksums show."""
         differ: dict[tuple[int, ...], list[str]] = {}
         for name in names:
             held = self.tensors.get(name)
@@ -328,7 +336,7 @@ class Collected:
         ]
 
     def ties(self, names: Iterable[str]) -> dict[str, str]:
-        """What is the same memory on every rank: name in the files -> the first such name."""
+        """Return the names whose arrays share memory on every rank: name in the files -> the first such name."""
         first: dict[tuple[Any, ...], str] = {}
         aliases = {}
         for name in names:
@@ -341,7 +349,7 @@ class Collected:
 
 
 def _logical(path: Path) -> str:
-    """The name of a weight that stands there, as near as can be told of what cannot be read."""
+    """Return the likely name of the weight at a path whose contents cannot be read."""
     return ".".join(map(str, path[1:] if path[0] in MODELS and len(path) > 1 else path)) if path else ""
 
 
@@ -352,7 +360,7 @@ def _tie(held: Held, rank: int, local: StoredTensor) -> None:
 
 
 def describe(layout: Layout, names: Sequence[str] = ()) -> str:
-    """A layout in a line.
+    """Return a layout as one line of text.
 
     >>> describe(Layout((2, 4), (Same(), Cut(0))), ("replicate", "shard"))
     'replicate=2: Replicate(), shard=4: Shard(0)'

@@ -1,7 +1,7 @@
-"""Which files of a folder are the rank files of one save, by their names.
+"""The rank files of one save in a folder, by their names.
 
-Writers: verl/utils/checkpoint/fsdp_checkpoint_manager.py `save_checkpoint` (``model_world_size_8_rank_0.pt``, and the
-same of ``optim`` and ``extra_state``); accelerate/utils/fsdp_utils.py `save_fsdp_model`
+Writers: verl/utils/checkpoint/fsdp_checkpoint_manager.py `save_checkpoint` (``model_world_size_8_rank_0.pt``, likewise
+with ``optim`` and ``extra_state``); accelerate/utils/fsdp_utils.py `save_fsdp_model`
 (``pytorch_model_fsdp_rank0.bin``, ``pytorch_model_fsdp_0_rank0.bin``) and `save_fsdp_optimizer`
 (``optimizer_0_rank0.bin``); scripts (``rank0.pt``, ``model_rank_0.pt``).
 """
@@ -19,13 +19,13 @@ _NAME = re.compile(
     r"(?P<stem>.*?)(?:(?:^|[._-])world_size_(?P<world>\d{1,7}))?(?:^|[._-])rank[._-]?(?P<rank>\d{1,7})\.(?:pt|pth|bin|ckpt)"
 )
 _OTHERS = ("optim", "extra", "rng", "random", "sched", "lr_sched", "dataloader", "train_state", "trainer")
-# with these beside, the folder is what they are, and rank files are something else of that save
+# if these are in the folder, they are the model, and the rank files are another part of the save
 _MODELS = re.compile(r".*\.safetensors|pytorch_model.*\.bin|.*\.index\.json")
 
 
 @dataclass(slots=True)
 class Series:
-    """The files whose names differ in the rank only. ``item``: what they are of ("model", "optim", ...)."""
+    """The files whose names differ only in the rank. ``item`` is what they hold ("model", "optim", ...)."""
 
     item: str
     world: int | None
@@ -35,7 +35,7 @@ class Series:
     files: dict[int, Entry] = field(default_factory=dict)
 
     def path(self, rank: int) -> str:
-        """The name of a rank's file, also of one that is missing."""
+        """Return the name of a rank's file, also if the file is missing."""
         return f"{self.before}{rank:0{self.width}d}{self.after}"
 
     @property
@@ -49,12 +49,12 @@ class Series:
 
     @property
     def is_model(self) -> bool:
-        """Whether its tensors are weights (or a whole training state)."""
+        """Whether the files hold weights or a whole training state."""
         return not self.item.startswith(_OTHERS)
 
 
 def recognised(entries: Mapping[str, Entry]) -> bool:
-    """Whether a folder is one of rank files."""
+    """Return whether a folder is one of rank files, from its listing."""
     stems = {m["stem"] for name, e in entries.items() if not e.is_dir and (m := _NAME.fullmatch(name))}
     if not any(not stem.startswith(_OTHERS) for stem in stems):
         return False
@@ -62,10 +62,10 @@ def recognised(entries: Mapping[str, Entry]) -> bool:
 
 
 def chosen(entries: Mapping[str, Entry], problems: list[Problem]) -> list[Series]:
-    """The series of one save, that of the model first; what is left over from others is told.
+    """Return the series of one save, the model's first, and add problems for files left over from other saves.
 
-    Where there are several of the same item (saves of another world size leave theirs behind), the complete one is
-    taken; if that does not decide, the one that was written last.
+    If there are several series of the same item (a save of another world size leaves its files behind), the complete
+    one is taken; if that does not decide, the one that was written last.
     """
     found: dict[tuple[str, str], Series] = {}
     for name, entry in sorted(entries.items()):
@@ -98,7 +98,7 @@ def chosen(entries: Mapping[str, Entry], problems: list[Problem]) -> list[Series
             which = f"{best.path(min(best.files))}, ... is {kept}" if best is not None else "they fit no other file"
             line = f"{len(rest):,} files are left over from another save and not read: {some(rest)} ({which})"
             problems.append(Problem("left-over-file", line, only_one(rest)))
-    for series in taken:  # names such as _rank_7 with a world of 4
+    for series in taken:  # names such as _rank_7 with a world size of 4
         if series.world is not None:
             extra = [r for r in series.files if r >= series.world]
             for rank in extra:

@@ -1,10 +1,10 @@
-"""FSDP1's flat parameters, taken apart into the parameters they are made of.
+"""FSDP1's flat parameters, split into the parameters that they consist of.
 
-Writer: torch/distributed/fsdp/_state_dict_utils.py `_local_post_state_dict_hook` (LOCAL_STATE_DICT): under
-``MODULE._flat_param`` a ShardedTensor of the flat parameter, one shard a rank. What lies in it where, the file does not
-say, but with ``use_orig_params=True`` each rank also saves its slice of every parameter, as a view of the same storage:
-then places are known, and only shapes are not. Else names, order and shapes may be known from the optimizer beside, or
-from the user.
+Writer: torch/distributed/fsdp/_state_dict_utils.py `_local_post_state_dict_hook` (LOCAL_STATE_DICT). It stores the flat
+parameter as a ShardedTensor ``MODULE._flat_param``, with one shard for each rank, but not the positions of the
+parameters. With ``use_orig_params=True`` each rank also saves its slice of every parameter, as a view of the same
+storage, so only the shapes are unknown. Otherwise names, order and shapes may be known from an optimizer in the same
+folder, or from the user.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HOW = "rules={'%s': {'flat': {'up.weight': [64, 32], 'up.bias': [64], ...}}}"
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What is known of the model's parameters: names and shapes, in the module's order; and from where."""
+    """The known names and shapes of the model's parameters, in the module's order, and their source."""
 
     shapes: Mapping[str, Shape] = field(default_factory=dict)
     source: str = ""
@@ -36,8 +36,12 @@ class Hints:
 
 @dataclass(slots=True)
 class Split:
-    """``parameters``: raw name -> path and tensor. ``made_of``: the raw name of a flat one -> those of its parameters,
-    in order. ``gone``: raw names that are part of these. ``flats``: the names that rules are looked up by."""
+    """The parameters of split flat parameters.
+
+    ``parameters`` maps raw names to (path, tensor), ``made_of`` the raw name of a flat parameter to those of its
+    parameters, in order. ``gone`` holds the raw names that the parameters replace, ``flats`` the names that the user's
+    rules match.
+    """
 
     parameters: dict[str, tuple[Path, TensorSpec]] = field(default_factory=dict)
     made_of: dict[str, list[str]] = field(default_factory=dict)
@@ -48,7 +52,7 @@ class Split:
 def split(
     collected: Collected, rules: Mapping[str, object], hints: Hints, lost: Lost, problems: list[Problem]
 ) -> Split:
-    """Take apart what can be. Raises FormatError for a rule that does not fit."""
+    """Split the flat parameters whose layout is known. Raises FormatError for a rule that does not fit."""
     table = [(glob, matcher(glob), flat_rule(glob, r)) for glob, r in rules.items() if is_flat_rule(r)]
     flats = {
         raw: held
@@ -85,14 +89,14 @@ def split(
         else:
             shapes = {n: s for n, s in hints.shapes.items() if _module_of(unwrapped(n), modules) == module}
             sizes = [prod(s) for s in shapes.values()]
-            # without slices it is use_orig_params=False, as far as is known; there nothing is aligned
+            # without slices, the save was probably made with use_orig_params=False, which aligns nothing
             fitting = (places(sizes, total, world, 0) or places(sizes, total, world)) if shapes else []
             if len(fitting) != 1:
                 kept.append(name)
                 continue
             begins = fitting[0]
         found.gone |= {raw, *slices}
-        if slices and hole is not None:  # what lies on the lost ranks alone is empty on all others
+        if slices and hole is not None:  # a parameter that only lost ranks hold is empty on all others
             empty = _empty(collected, held)
             torn |= dict.fromkeys(empty.values(), hole.path)
             found.gone |= set(empty)
@@ -130,7 +134,10 @@ def split(
 def _by_rule(
     name: str, glob: str, rule: FlatRule, total: int, world: int, known: Sequence[int]
 ) -> tuple[Mapping[str, Shape], list[int]]:
-    """``known``: where some of the parameters begin, or their parts on ranks that are not lost."""
+    """Return the parameters' shapes and first elements from a user's rule.
+
+    ``known`` holds the first elements of some parameters, or of their parts on ranks whose files exist.
+    """
     sizes = [prod(s) for s in rule.shapes.values()]
     fitting = places(sizes, total, world, rule.align)
     if len(fitting) > 1 and known:
@@ -154,8 +161,10 @@ def _by_slices(
     shapeless: list[str],
     torn: dict[str, str],
 ) -> tuple[dict[str, Shape], list[int]]:
-    """Shapes and places from the ranks' slices. A parameter that may go on in a lost shard is only known where its
-    shape is; else it is ``torn``."""
+    """Return the parameters' shapes and first elements from the ranks' slices.
+
+    If a parameter may continue in a lost shard and its shape is unknown, it is added to ``torn``.
+    """
     found: dict[str, Shape] = {}
     begins = []
     gone = [n for n, part in enumerate(parts) if isinstance(part.extent, Hole)]
@@ -177,8 +186,7 @@ def _by_slices(
 
 
 def _slices(collected: Collected, raw: str, flat: Sharded) -> dict[str, tuple[str, int, int]]:
-    """The parameters whose slices are views of this flat parameter's shards: raw name -> (key, first element, behind
-    the last)."""
+    """Return the parameters whose slices are views of a flat parameter's shards, as raw name -> (key, start, stop)."""
     local = {r: (start[0], e) for (start, _), extents in flat.held.items() for r, e in extents.items()}
     owners = {(r, key) for r, key in flat.storages.items()}
     found = {}
@@ -202,7 +210,7 @@ def _slices(collected: Collected, raw: str, flat: Sharded) -> dict[str, tuple[st
 
 
 def _empty(collected: Collected, flat: Sharded) -> dict[str, str]:
-    """Beside a flat parameter, the 1-d tensors that are empty in all files: raw name -> key."""
+    """Return the 1-d tensors in the flat parameter's module that are empty in all files: raw name -> key."""
     return {
         name: str(held.path[-1])
         for name, held in collected.tensors.items()
@@ -213,7 +221,7 @@ def _empty(collected: Collected, flat: Sharded) -> dict[str, str]:
 
 
 def _partitions(name: str, held: Sharded, lost: Lost) -> tuple[int, tuple[Partition, ...]] | None:
-    """The shards in order; None if they are not cut as FSDP cuts."""
+    """Return the width of a shard, and the shards in order; None if they are not cut as by FSDP."""
     chunks = sorted((start[0], shape[0], rank) for (start, shape), rank in held.listed.items())
     if not chunks or sum(n for _, n, _ in chunks) != held.shape[0]:
         return None
@@ -233,5 +241,5 @@ def _partitions(name: str, held: Sharded, lost: Lost) -> tuple[int, tuple[Partit
 
 
 def _module_of(name: str, modules: Sequence[str]) -> str:
-    """The innermost of the wrapped modules that a parameter is in."""
+    """Return the innermost wrapped module that a parameter is in."""
     return max((m for m in modules if name.startswith(m)), key=len, default="\0")

@@ -1,4 +1,4 @@
-"""The fragments of a tensor that lies on a device mesh: made on demand from what each rank's file holds of it."""
+"""The fragments of a tensor on a device mesh, created on demand from the offsets in the ranks' files."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from ...layouts.placements import Cut, Layout
 
 @dataclass(frozen=True, slots=True)
 class Team:
-    """The ranks that hold tensors of one layout: where each stands in its mesh, and its file. ``lost``: why a file
-    cannot be read; empty for one that can."""
+    """The ranks that hold tensors of one layout, with their coordinates in the mesh and their files.
+
+    ``lost`` holds the reason why each file cannot be read, empty if it can.
+    """
 
     coordinates: tuple[Shape, ...]
     paths: tuple[str, ...]
@@ -30,8 +32,11 @@ class Team:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MeshFragments(Blocks):
-    """One fragment for every rank that holds some of the tensor. A rank's array is taken to be in C order from byte
-    ``offsets[rank]`` of its file on; where it is not, ``odd`` has its extent."""
+    """One fragment for every rank that holds a part of the tensor.
+
+    A rank's array is in C order and begins at byte ``offsets[rank]`` of its file; ``odd`` holds the extents of all
+    other arrays.
+    """
 
     shape: Shape
     dtype: DType
@@ -42,7 +47,7 @@ class MeshFragments(Blocks):
 
     @property
     def blocks(self) -> Boxes:
-        """Between which elements the blocks of each rank lie, by its number, for the ranks that hold any."""
+        """The bounding boxes of the ranks' blocks, by rank, for the ranks that hold any."""
         return _hulls(self.layout, self.shape, self.team.coordinates)
 
     def fragment(self, n: int) -> Fragment:
@@ -59,11 +64,11 @@ class MeshFragments(Blocks):
 
     @property
     def intact(self) -> bool:
-        """Whether every shard is there, on one rank at least."""
+        """Whether at least one rank's readable file holds each shard."""
         return _intact(self.layout, self.team)
 
     def meeting(self, want: Selection) -> list[Fragment]:
-        """Those that may hold wanted elements; of replicas the first that is there."""
+        """Return the fragments that may hold selected elements, with the first readable one of each set of replicas."""
         chosen: dict[Shape, int] = {}
         for n in self.blocks.meeting(want):
             key = self.layout.key(self.team.coordinates[n])

@@ -1,8 +1,8 @@
-"""The states of an FSDP1 optimizer that was saved as it is: every rank's slices, under numbers.
+"""The states of an FSDP1 optimizer in its own numbered state dict, as every rank's slices.
 
 verl's checkpoints of FSDP1 hold ``optimizer.state_dict()`` of every rank (verl/utils/checkpoint/
-fsdp_checkpoint_manager.py): ordinary 1-d tensors, that are slices of the parameters (``use_orig_params=True``) or of
-the flat parameters (torch/distributed/fsdp/_flat_param.py), one behind the other in the order of the shards.
+fsdp_checkpoint_manager.py). Its 1-d tensors are slices of the parameters (``use_orig_params=True``) or of the flat
+parameters (torch/distributed/fsdp/_flat_param.py), to be concatenated in the order of the shards.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .collect import Collected, Lost, Meshed, Plains
 
 @dataclass(slots=True)
 class Slices:
-    """One state of one numbered parameter. ``pieces``: what each shard's rank holds of it, in order (None: nothing)."""
+    """One state of one numbered parameter. ``pieces`` holds each rank's slice in shard order (None: no slice)."""
 
     raw: str
     held: Plains
@@ -43,8 +43,11 @@ class Slices:
 def join(
     collected: Collected, param_groups: Any, lost: Lost, problems: list[Problem]
 ) -> tuple[dict[str, tuple[Path, TensorSpec]], set[str]]:
-    """Put together the states that are slices: -> (raw name -> path, with the parameter's name where that is certain,
-    and tensor; the raw names of what they are made of)."""
+    """Join the states that are slices.
+
+    Return a mapping of raw names to (path, tensor), with the parameter's name in the path if it is certain, and the raw
+    names of the joined slices.
+    """
     states = {raw: held for raw, held in collected.tensors.items() if _is_state(held.path)}
     if not states or not all(isinstance(held, Plains) for held in states.values()):
         return {}, set()
@@ -65,7 +68,7 @@ def join(
     found: dict[str, tuple[Path, TensorSpec]] = {}
     gone: set[str] = set()
     unnamed: dict[str, None] = {}
-    names: dict[Path, list[str]] = {}  # a number's path -> the parameters that it stands for
+    names: dict[Path, list[str]] = {}  # the path of a number -> the names of its parameters
     for slices in kinds.values():
         groups = _groups(weights, [max(s.sizes) for s in slices], len(order))
         single = _single(weights, slices, param_groups) if len(order) > 1 and not torn else {}
@@ -83,7 +86,7 @@ def join(
             elif len(order) == 1:
                 continue
             gone.add(s.raw)
-    for raw, held in states.items():  # the others, such as the step: one for all that a number stands for
+    for raw, held in states.items():  # other states, such as the step: one for all parameters of a number
         if raw not in gone and held.path[:-1] in names:
             for name in names[held.path[:-1]]:
                 path = (*held.path[:-2], name, held.path[-1])
@@ -107,7 +110,7 @@ def join(
 def _single(
     weights: Sequence[tuple[str, Shape]], slices: Sequence[Slices], param_groups: Any
 ) -> dict[str, tuple[str, Shape]]:
-    """Number -> parameter, where each number is one parameter: its slices have as many elements together."""
+    """Return number -> (name, shape) if each number is one parameter, by the total size of its slices."""
     sums = {s.number: sum(s.sizes) for s in slices}
     groups = [g for g in param_groups if isinstance(g, dict)] if isinstance(param_groups, list) else []
     listed = [m if isinstance(m := g.get("params"), list) else [] for g in groups]
@@ -124,14 +127,16 @@ def _single(
 
 
 def _weights(collected: Collected) -> tuple[list[tuple[str, Shape]], list[int]]:
-    """The parameters, in the module's order, and one rank for each of their shards, in order; none if they are not cut
-    as FSDP1 cuts."""
+    """Return the parameters in the module's order, and one rank for each of their shards, in order.
+
+    There are no ranks if the parameters are not cut as by FSDP1.
+    """
     cut: dict[Shape, int] = {}
     count = 1
     weights = []
     for held in collected.tensors.values():
         if isinstance(held, Meshed) and not _is_state(held.path):
-            weights.append((str(held.path[-1]), held.shape))  # buffers are no DTensors
+            weights.append((str(held.path[-1]), held.shape))  # buffers are not DTensors
             count = prod(n for n, p in zip(held.layout.mesh, held.layout.placements, strict=True) if isinstance(p, Cut))
             for rank in sorted(held.places):
                 cut.setdefault(held.layout.key(held.places[rank]), rank)
@@ -165,7 +170,7 @@ def _whole(s: Slices, name: str, shape: Shape) -> tuple[Path, TensorSpec]:
 
 
 def _parameters(s: Slices, group: Sequence[tuple[str, Shape]]) -> dict[str, tuple[Path, TensorSpec]]:
-    """The parameters of a flat one."""
+    """Return the states of the parameters in a flat one, as raw name -> (path, tensor)."""
     nothing = Hole("", f"no rank holds its part of the state {s.held.key!r}")
     parts = tuple(Partition(nothing if p is None else p, Rank(dp=n)) for n, p in enumerate(s.pieces))
     found = {}
@@ -183,8 +188,10 @@ def _parameters(s: Slices, group: Sequence[tuple[str, Shape]]) -> dict[str, tupl
 def _groups(
     weights: Sequence[tuple[str, Shape]], widths: Sequence[int], world: int
 ) -> list[list[tuple[str, Shape]]] | None:
-    """Which weights each flat parameter is made of: one for each module of a list of layers and one, the first, for the
-    rest (or for the rest alone), or one for all. None unless exactly one way fits every size.
+    """Return the weights of each flat parameter.
+
+    Either the first flat parameter holds the weights outside a list of layers, if any, and each layer has one, or a
+    single flat parameter holds all weights. Return None unless exactly one of the possible groupings fits all sizes.
 
     >>> _groups([("emb", (5,)), ("h.0.w", (3, 2)), ("h.1.w", (3, 2)), ("head", (5,))], [5, 3, 3], 2)
     [[('emb', (5,)), ('head', (5,))], [('h.0.w', (3, 2))], [('h.1.w', (3, 2))]]

@@ -1,7 +1,7 @@
-"""Folders of rank files: what every rank gave to torch.save, put together.
+"""The reader for folders of rank files: what every rank passed to torch.save.
 
-Writers: see files.py. A rank's file is a state dict (or a whole training state) in which sharded tensors are the rank's
-pieces (records.py); all other tensors are the rank's own copies.
+Writers: see files.py. A rank's file is a state dict or a whole training state. Its sharded tensors are the rank's
+pieces (records.py); all other tensors are the rank's copies.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from .optim import join
 from .records import Records, is_dtensor, is_sharded
 
 _JSON = {"fsdp_config.json": "fsdp_config", "config.json": "config", "huggingface/config.json": "config"}
-_MESH = {"tp": "tp", "pp": "pp", "ep": "ep"}  # names of mesh dimensions; all others are data-parallel ones
-_SMALL = 1 << 20  # elements of a mesh that are worth a read
+_MESH = {"tp": "tp", "pp": "pp", "ep": "ep"}  # names of mesh dimensions; all others are data-parallel
+_SMALL = 1 << 20  # the most elements of a mesh tensor that is read
 
 
 def _read(source: Source) -> Index:
@@ -47,8 +47,10 @@ def _read(source: Source) -> Index:
 def read_series(
     source: Source, found: list[Series], problems: list[Problem], more: Sequence[tuple[Path, Member]] = ()
 ) -> Index:
-    """The index of series of rank files, and of other members beside them. Raises what reading the first file did, if
-    none can be read."""
+    """Return the index of series of rank files, and of other members in the same checkpoint.
+
+    If no file can be read, raises the error of the first one.
+    """
     folder = _Folder(source, found, problems)
     for series in folder.series:
         folder.read(series)
@@ -106,7 +108,7 @@ Found = dict[str, tuple[Path, TensorSpec]]
 
 
 def _assembled(source: Source, folder: _Folder, beside: Sequence[tuple[Path, Member]]) -> tuple[Found, Split]:
-    """All tensors by raw name, with what was flat taken apart."""
+    """Return all tensors by raw name, with flat parameters split and optimizer slices joined."""
     collected = folder.collected
     hints = Hints()
     if _format(collected) == "fsdp-local":
@@ -126,7 +128,7 @@ def _assembled(source: Source, folder: _Folder, beside: Sequence[tuple[Path, Mem
 
 
 def _optimizers(source: Source, problems: list[Problem]) -> list[tuple[Path, Member]]:
-    """The folders of torch.distributed.checkpoint beside, that hold optimizers (accelerate's ``optimizer_0``)."""
+    """Return the optimizers in subfolders of torch.distributed.checkpoint (accelerate's ``optimizer_0``)."""
     names = [n for n, e in sorted(source.entries.items()) if e.is_dir and n.startswith("optim")]
     found: list[tuple[Path, Member]] = []
     for name in names:
@@ -139,7 +141,7 @@ def _optimizers(source: Source, problems: list[Problem]) -> list[tuple[Path, Mem
 
 
 def _hints(folder: _Folder, beside: Sequence[tuple[Path, Member]]) -> Hints:
-    """Names and shapes of parameters, as an optimizer's states tell them."""
+    """Return names and shapes of parameters from an optimizer's states, if there are any."""
     collected = folder.collected
     own: Found = {
         raw: (held.path, collected.spec(raw, folder.lost))
@@ -172,7 +174,7 @@ def _param_groups(meta: Mapping[str, Any]) -> Any:
 
 
 class _Folder:
-    """The rank files of a folder, read one after the other."""
+    """The rank files of a folder, which are indexed one by one."""
 
     def __init__(self, source: Source, series: list[Series], problems: list[Problem]) -> None:
         self.store: Store = source.store
@@ -182,10 +184,10 @@ class _Folder:
         self.meta: dict[str, Any] = {}
         self.collected = Collected()
         self.series = series
-        self.roots: dict[Path, Series] = {}  # where the objects of a series stand
+        self.roots: dict[Path, Series] = {}  # the path of a series' objects in the training state -> the series
         self.indexed = Indexed()
         self._pickles = Pickles()
-        self._notes: dict[Problem, list[str]] = {}  # what is odd of a file -> the files
+        self._notes: dict[Problem, list[str]] = {}  # problem -> the files that have it
         for name, key in _JSON.items():
             where, _, last = name.rpartition("/")
             if last in (source.entries if not where else source.inside(where)):
@@ -195,7 +197,7 @@ class _Folder:
                     self.problems.append(cannot_read(name, e))
 
     def read(self, series: Series) -> None:
-        """Read all files of a series; those of another save are left out."""
+        """Index all files of a series, except those of another save."""
         first = True
         left: list[int] = []
         for rank in sorted(series.files):
@@ -205,7 +207,7 @@ class _Folder:
                 where = f"{self.store.root}/{path}"
                 plain = Plain(file.root, where, file.pickle_size, f"{path}/", take=_sharded)
                 records = Records(rank, lambda tensor, file=file: self._values(file, tensor))  # type: ignore[misc]
-                if first:  # the others are the same
+                if first:  # the other files have the same root
                     root = _root(series, self.series, file.root)
                     self.roots[root] = series
                 if not self.collected.add(rank, root, file, plain, records):
@@ -235,7 +237,7 @@ class _Folder:
                 del series.files[rank]
 
     def tell_missing(self) -> None:
-        """Add the problems of files that are gone or cannot be read."""
+        """Add problems for files that are missing or cannot be read."""
         for series in self.series:
             check_ranks(self.store.root, series.world or 0, len(series.files))
             count = range(series.world) if series.world is not None else sorted(self.collected.ranks)
@@ -248,21 +250,21 @@ class _Folder:
                 self.problems.append(cannot_read(path, self.broken[path]))
 
     def lost(self, root: Path, rank: int) -> tuple[str, str]:
-        """A rank's file of those whose objects stand at this root, and why it cannot be read ("" if it can)."""
+        """Return a rank's file of the series at this root, and the reason why it cannot be read ("" if it can)."""
         name = self.roots[root].path(rank)
         if name in self.files:
             return name, ""
         return name, f"{name} cannot be read: {self.broken[name]}" if name in self.broken else f"{name} is missing"
 
     def stored_name(self, path: Path) -> str:
-        """What stands at a path, in the raw namespace: the lowest rank's."""
+        """Return the raw name, in the lowest rank's file, of the object at a path."""
         root = max((root for root in self.roots if path[: len(root)] == root), key=len)
         series = self.roots[root]
         file = next(name for rank in sorted(series.files) if (name := series.path(rank)) in self.files)
         return f"{file}/{'.'.join(map(str, path[len(root) :]))}"
 
     def _values(self, file: TorchFile, tensor: StoredTensor) -> Sequence[int]:
-        """The numbers of a mesh, which older files hold as a tensor only."""
+        """Read the numbers of a mesh, which older files hold only as a tensor."""
         extent = file.extent(tensor, "a mesh")
         size = prod(extent.shape)
         if size > _SMALL or not extent.raw or extent.dtype.is_floating_point or extent.dtype.is_complex:
@@ -277,7 +279,7 @@ def _sharded(record: Opaque) -> bool:
 
 
 def _root(series: Series, all_series: Sequence[Series], value: Any) -> Path:
-    """Where in a training state the objects of a series stand, as if one file held all of it."""
+    """Return the path of a series' objects in a training state, as if one file held the whole state."""
     models = [s for s in all_series if s.is_model]
     if series not in models:
         alone = sum(s.item.startswith("optim") for s in all_series) == 1
@@ -290,7 +292,7 @@ def _root(series: Series, all_series: Sequence[Series], value: Any) -> Path:
 
 def _add_meta(meta: dict[str, Any], root: Path, rest: Any) -> None:
     if isinstance(rest, dict):
-        rest.pop("_metadata", None)  # versions of modules, in every state dict
+        rest.pop("_metadata", None)  # the versions of modules, which every state dict has
     if not root:
         meta |= rest if isinstance(rest, dict) else {"": rest}
     elif rest not in ({}, None):
@@ -298,7 +300,7 @@ def _add_meta(meta: dict[str, Any], root: Path, rest: Any) -> None:
 
 
 def _unreadable(states: Mapping[str, Mapping[str, TensorSpec]]) -> list[Problem]:
-    """The problems of what has no data, and why."""
+    """Return problems, by reason, for the tensors that have no data."""
     reasons: dict[str, list[str]] = {}
     for table in states.values():
         for name, spec in table.items():
@@ -315,12 +317,12 @@ def _unreadable(states: Mapping[str, Mapping[str, TensorSpec]]) -> list[Problem]
 
 
 def _mesh(collected: Collected) -> Mesh:
-    """The parallel degrees, from the names of the largest mesh."""
+    """Return the parallel degrees, from the dimension names of the largest mesh."""
     names, shape = max(collected.meshes.items(), key=lambda item: (prod(item[1]), len(item[1])), default=((), ()))
     degrees = {"tp": 1, "pp": 1, "dp": 1, "ep": 1}
     for n, size in enumerate(shape):
         degrees[_MESH.get(names[n], "dp") if len(names) == len(shape) else "dp"] *= size
-    degrees["dp"] *= collected.world  # of ShardedTensors only this is known
+    degrees["dp"] *= collected.world  # ShardedTensors record only the world size
     return Mesh(**degrees)
 
 

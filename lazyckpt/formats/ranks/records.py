@@ -1,9 +1,9 @@
-"""DTensors and ShardedTensors as torch.save pickles them, read from their records.
+"""DTensors and ShardedTensors from the records of their pickles by torch.save.
 
 Writers: torch/distributed/tensor/_api.py `DTensor` (``_local_tensor`` and ``_spec``), _dtensor_spec.py `DTensorSpec`,
 torch/distributed/device_mesh.py `DeviceMesh.__getstate__`; torch/distributed/_shard/sharded_tensor/api.py
-`ShardedTensor.__getstate__`. A mesh has said which ranks it is made of as ``mesh`` and ``_flatten_mesh_list`` (torch
-2.1 to 2.9), then as ``_layout`` and ``_flatten_rank_map``; modules were ``torch.distributed._tensor`` before 2.5.
+`ShardedTensor.__getstate__`. A mesh lists its ranks in ``mesh`` and ``_flatten_mesh_list`` (torch 2.1 to 2.9), in later
+versions in ``_layout`` and ``_flatten_rank_map``. Modules were named ``torch.distributed._tensor`` before 2.5.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_SHARDS = 1 << 20  # of a tensor
 
 
 class Mesh(NamedTuple):
-    """``ranks``: those of the mesh, in C order; ``coordinate``: where the rank that saved it stands (None: outside)."""
+    """A device mesh. ``ranks`` are in C order; ``coordinate`` is that of the rank that saved it (None: outside)."""
 
     shape: Shape
     ranks: tuple[int, ...]
@@ -33,7 +33,7 @@ class Mesh(NamedTuple):
 
 
 class DTensor(NamedTuple):
-    """A rank's piece of a tensor of this shape; ``local`` is its array."""
+    """A rank's piece of a tensor of this shape. ``local`` is the rank's array."""
 
     shape: Shape
     layout: Layout
@@ -42,7 +42,7 @@ class DTensor(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A block of a tensor; ``local``: its array, None where another rank has it."""
+    """A block of a tensor. ``local`` is its array, None if another rank has it."""
 
     start: Shape
     shape: Shape
@@ -51,7 +51,7 @@ class Shard(NamedTuple):
 
 
 class ShardedTensor(NamedTuple):
-    """``shards``: all of them, as every rank's file lists them; ``held``: those that this file holds."""
+    """A sharded tensor. ``shards`` are those of all ranks, which every file lists; ``held`` are those in this file."""
 
     shape: Shape
     dtype: DType
@@ -64,18 +64,20 @@ Values = Callable[[StoredTensor], Sequence[int]]
 
 
 def is_dtensor(record: Opaque) -> bool:
-    """Whether a record is of torch's DTensor, however it is spelled."""
+    """Return whether a record is one of torch's DTensor, in any of its modules."""
     return record.name == "DTensor" and record.module.startswith("torch.distributed.")
 
 
 def is_sharded(record: Opaque) -> bool:
-    """Whether a record is of torch's ShardedTensor, however it is spelled."""
+    """Return whether a record is one of torch's ShardedTensor, in any of its modules."""
     return record.name == "ShardedTensor" and record.module.startswith("torch.distributed.")
 
 
 class Records:
-    """What the records of one file say; meshes are shared by its tensors and looked at once. ``rank``: the file's, as
-    its name tells. ``values`` reads the numbers of a small tensor."""
+    """The records of one file. Its tensors share meshes, and each mesh is parsed once.
+
+    ``rank`` is the rank in the file's name. ``values`` reads the numbers of a small tensor.
+    """
 
     def __init__(self, rank: int | None, values: Values) -> None:
         self._rank = rank
@@ -84,33 +86,33 @@ class Records:
         self._layouts: dict[Layout, Layout] = {}
 
     def dtensor(self, record: Opaque) -> DTensor:
-        """Raises ValueError, with the reason, for what is none."""
+        """Parse a record of a DTensor. Raises ValueError, with the reason, for an invalid one."""
         local = _attribute(record, "_local_tensor")
         if not isinstance(local, StoredTensor):
             raise ValueError(f"its local tensor is {short(local)}")
         spec = _attribute(record, "_spec")
-        if not isinstance(spec, Opaque):  # torch 2.0 keeps what a spec holds in the tensor itself
+        if not isinstance(spec, Opaque):  # in torch 2.0 the tensor itself has the attributes of the spec
             spec = record
-        told = spec.attributes
-        meta = told.get("tensor_meta")
+        attributes = spec.attributes
+        meta = attributes.get("tensor_meta")
         if isinstance(meta, Opaque) and meta.args:
             shape = meta.args[0]
         elif meta is not None and isinstance(meta, tuple) and meta:
             shape = meta[0]
         else:
             shape = record.args[2] if record.args and len(record.args) > 2 else None
-        placements = told.get("placements", told.get("_placements"))
-        device_mesh = told.get("mesh", told.get("device_mesh", told.get("_device_mesh")))
+        placements = attributes.get("placements", attributes.get("_placements"))
+        device_mesh = attributes.get("mesh", attributes.get("device_mesh", attributes.get("_device_mesh")))
         if not isinstance(placements, tuple | list) or not isinstance(device_mesh, Opaque):
             raise ValueError("it has no placements or no mesh")
         mesh = self._mesh(device_mesh)
         layout = Layout(
-            mesh.shape, tuple(map(_placement, placements)), _order(told.get("shard_order"), len(mesh.shape))
+            mesh.shape, tuple(map(_placement, placements)), _order(attributes.get("shard_order"), len(mesh.shape))
         )
         sizes = _sizes(shape)
         if not fits(sizes, local.dtype.itemsize):
             raise ValueError(f"its shape is {short(shape)}")
-        layout.local_shape(sizes, mesh.coordinate or (0,) * len(mesh.shape))  # that it fits at all
+        layout.local_shape(sizes, mesh.coordinate or (0,) * len(mesh.shape))  # raises if the placements do not fit
         return DTensor(sizes, self._layouts.setdefault(layout, layout), mesh, local)
 
     def _mesh(self, record: Opaque) -> Mesh:
@@ -141,7 +143,7 @@ class Records:
             axes = _axes(layout, len(whole))
             shape = tuple(map(len, axes))
             offsets = [sum(c) for c in product(*axes)]
-            # the mesh may be a part of a larger one: the part that this rank is in
+            # the mesh may be a part of a larger one: use the part that this rank is in
             here = list(whole).index(own) if own in whole else 0
             at = offsets[_ravel(coordinate, shape)] if _inside(coordinate, shape) else 0
             base = here - at if here >= at and here - at + max(offsets) < len(whole) else 0
@@ -159,10 +161,10 @@ class Records:
         return Mesh(shape, ranks, names if len(names) == len(shape) else (), coordinate)
 
     def sharded(self, record: Opaque) -> ShardedTensor:
-        """Raises ValueError, with the reason, for what is none."""
+        """Parse a record of a ShardedTensor. Raises ValueError, with the reason, for an invalid one."""
         state = record.state
         if not isinstance(state, tuple) or len(state) < 2 or not isinstance(state[0], list):
-            raise ValueError("its state is none of a ShardedTensor")
+            raise ValueError("its state is not that of a ShardedTensor")
         metadata = state[1]
         listed = _attribute(metadata, "shards_metadata")
         if not isinstance(listed, list) or len(listed) > _MAX_SHARDS:
@@ -176,8 +178,8 @@ class Records:
                 raise ValueError(f"a shard of it is {short(local)}")
             held.append(_shard(_attribute(shard, "metadata"), local, shape))
         properties = _attribute(metadata, "tensor_properties")
-        told = properties.state[0] if isinstance(properties, Opaque) and isinstance(properties.state, tuple) else None
-        dtype = held[0].local.dtype if held and held[0].local is not None else told
+        named = properties.state[0] if isinstance(properties, Opaque) and isinstance(properties.state, tuple) else None
+        dtype = held[0].local.dtype if held and held[0].local is not None else named
         if not isinstance(dtype, DType) or not fits(shape, dtype.itemsize):
             raise ValueError(f"it is of dtype {short(dtype)} and shape {short(shape)}")
         if any(s.local is not None and s.local.dtype != dtype for s in held):
@@ -195,7 +197,7 @@ def _shard(metadata: Any, local: StoredTensor | None, whole: Shape) -> Shard:
     if any(a + n > m for a, n, m in zip(start, shape, whole, strict=True)):
         raise ValueError(f"a shard at {start} of shape {shape} leaves the tensor's shape {whole}")
     if local is not None and local.shape != shape:
-        raise ValueError(f"a shard of shape {local.shape} is told to have {shape}")
+        raise ValueError(f"a shard has shape {local.shape}, but its metadata says {shape}")
     rank = _attribute(_attribute(metadata, "placement"), "_rank")
     return Shard(start, shape, rank if type(rank) is int else None, local)
 
@@ -216,7 +218,7 @@ def _placement(record: Any) -> MeshPlacement:
 
 
 def _order(entries: Any, ndim: int) -> tuple[int, ...] | None:
-    """The order in which mesh dimensions cut, where it is not that of the mesh."""
+    """Return the order in which the mesh dimensions cut; None if it is that of the mesh."""
     if not isinstance(entries, tuple | list):
         return None
     order: list[int] = []
@@ -232,8 +234,10 @@ def _order(entries: Any, ndim: int) -> tuple[int, ...] | None:
 
 
 def _axes(layout: Opaque, ranks: int) -> list[list[int]]:
-    """For every dimension of a mesh the steps in the list of ranks that it takes (torch/distributed/_mesh_layout.py:
-    ``axes`` of `_FlatLayout`; before torch 2.12 ``shape`` and ``stride``, nested where a dimension is made of several).
+    """Return, for every dimension of a mesh, the offsets of its indices in the list of ranks.
+
+    Source: torch/distributed/_mesh_layout.py, ``axes`` of `_FlatLayout`; before torch 2.12 ``shape`` and ``stride``,
+    which are nested for a dimension that is flattened from several.
     """
     axes = _attribute(layout, "axes")
     if isinstance(axes, tuple | list):
@@ -272,7 +276,7 @@ def _flattened(value: Any, depth: int = 0) -> list[int]:
 
 
 def _attribute(record: Any, *names: str) -> Any:
-    """The first of these attributes that a record has; None if it has none."""
+    """Return the first of these attributes that a record has and is not None; None if there is none."""
     if not isinstance(record, Opaque):
         return None
     attributes = record.attributes

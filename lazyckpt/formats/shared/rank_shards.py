@@ -1,9 +1,8 @@
-"""One tensor from the shards of all ranks: what their files hold is collected, how the shards lie in the whole is
-decided, and a hole stands for what is lost.
+"""Tensors from the shards of all ranks: collect the files' shards, decide how they form the whole, mark lost ones.
 
-What differs between families of formats is passed in: which rank of those that cut a tensor a file is of (`add`), what
-decides (`Merging.decide`), and what a rank has of which no file is here (`Merging.absent`). Nothing is merged on a
-guess: what is not decided has no fragments, and its rule says why.
+The differences between formats are parameters: the rank of a shard among those that cut the tensor (`add`), the
+decision (`Merging.decide`), and the replacement for a lost shard (`Merging.absent`). Nothing is merged on a guess: an
+undecided tensor has no fragments, and its rule says why.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ NOT_WHOLE = "not whole: the files of a rank are lost"
 
 
 class Shard(NamedTuple):
-    """What one rank has of a tensor: its shape there, and its fragments: copies, or parts in several files."""
+    """One rank's shard of a tensor. ``fragments`` are copies of it, or its parts in several files."""
 
     shape: Shape
     dtype: DType
@@ -37,8 +36,10 @@ Shards = dict[str, dict[str, dict[int, Shard]]]
 
 
 def add(shards: Shards, state: str, name: str, rank: int, shard: Shard) -> Shard | None:
-    """Add what a file holds of a rank's shard, which others may hold as well. Returns their shard if this one is
-    another array: then it is left out."""
+    """Add a file's part or copy of a rank's shard.
+
+    Return None, or the shard that other files hold if it differs in shape or dtype; the new one is then left out.
+    """
     names = shards.get(state)
     if names is None:
         names = shards[state] = {}
@@ -63,11 +64,11 @@ def update(shards: Shards, more: Shards) -> None:
             known.setdefault(name, {}).update(by_rank)
 
 
-# -- let a hole stand for what is lost
+# -- replace lost shards by holes
 
 
 def missing(hole: Hole, shape: Shape, dtype: DType, rank: Rank | None = None) -> Shard:
-    """The shard of a rank whose file is lost, of the shape that it is likely to have."""
+    """Return the shard of a rank whose file is lost, with its likely shape."""
     return Shard(shape, dtype, (Fragment(hole, shape, rank=rank),))
 
 
@@ -75,17 +76,17 @@ def missing(hole: Hole, shape: Shape, dtype: DType, rank: Rank | None = None) ->
 
 
 def undecided(name: str, shape: Shape, dtype: DType, reason: str) -> TensorSpec:
-    """A tensor that is not put together, as the lowest rank has it; each shard is in ``view.stored``."""
+    """Return a tensor without fragments, described as on the lowest rank; each shard is in ``view.stored``."""
     return TensorSpec(name, shape, dtype, (), rule=reason)
 
 
 @dataclass(slots=True)
 class Merging:
-    """How shards become whole tensors.
+    """The merge of shards to whole tensors.
 
-    ``decide``: name and the ranks' shapes -> how they form the whole; it raises ValueError where nothing says.
-    ``absent``: name, rank and a shard of another rank -> what stands for the shard of which no file is here.
-    ``hows``: name -> how its shards were put together; ``unmerged``: name -> why they cannot be.
+    ``decide`` returns how shards form the whole, from the name and the ranks' shapes; it raises ValueError if nothing
+    says so. ``absent`` returns the replacement for a lost shard, from the name, the rank and another rank's shard.
+    ``hows`` collects how the shards of each name form the tensor, ``unmerged`` why they do not.
     """
 
     decide: Callable[[str, Sequence[Shape]], Merge]
@@ -94,7 +95,7 @@ class Merging:
     unmerged: dict[str, str] = field(default_factory=dict)
 
     def whole(self, name: str, shards: Mapping[int, Shard], ranks: int) -> TensorSpec:
-        """The tensor that ``ranks`` ranks cut. Of a single number all copies count: it is the same on all."""
+        """Return the tensor that is cut over ``ranks`` ranks. A scalar keeps the fragments of all ranks."""
         first = shards[min(shards)]
         if first.shape == ():
             copies = tuple(fragment for _, shard in sorted(shards.items()) for fragment in shard.fragments)
@@ -104,7 +105,7 @@ class Merging:
             merged = self.decide(name, tuple(shard.shape for shard in row))
         except ValueError as e:
             gone = next((shard for rank, shard in enumerate(row) if rank not in shards and shard.fragments), None)
-            if gone is not None:  # its shape was a guess; what there is of the tensor is in view.stored
+            if gone is not None:  # the shape of the lost shard was a guess; the other shards are in view.stored
                 return TensorSpec(name, first.shape, first.dtype, gone.fragments, rule=NOT_WHOLE)
             self.unmerged.setdefault(name, str(e))
             return undecided(name, first.shape, first.dtype, f"it cannot be put together: {e}")
