@@ -117,3 +117,8 @@ def test_dtype_option_equals_astype(source: Path, tmp_path: Path, name: str) -> 
     found = lazyckpt.open(tmp_path / "out")
     for key, tensor in view.items():
         assert torch.equal(found[key][...], tensor[...].bfloat16())
+
+
+def test_a_result_joins_lists_on_either_side(source: Path, tmp_path: Path) -> None:
+    result = lazyckpt.open(source).to_safetensors(tmp_path / "a.safetensors")
+    assert [tmp_path] + result == [tmp_path, *result] and result + [tmp_path] == [*result, tmp_path]

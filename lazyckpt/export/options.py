@@ -69,6 +69,9 @@ class WriteResult(Sequence[Path]):
     def __add__(self, other: Iterable[Path]) -> list[Path]:
         return [*self.paths, *other]
 
+    def __radd__(self, other: Iterable[Path]) -> list[Path]:
+        return [*other, *self.paths]
+
     def keys(self) -> KeysView[str]:
         """Return the keys of `left_out`."""
         return self.left_out.keys()
