@@ -37,12 +37,6 @@ class Source:
 
     Attributes
     ----------
-    entries : mapping
-        The folder's listing; empty for a file.
-    size : int
-        The file's size in bytes; 0 for a folder.
-    head : bytes
-        The file's first 512 bytes at most; empty for a folder.
     known : dict
         A cache for the readers' own findings.
     asked_for_rules : bool
@@ -104,14 +98,17 @@ class Source:
 
     @cached_property
     def entries(self) -> Mapping[str, Entry]:
+        """The folder's listing; empty for a file."""
         return {} if self.path else self.listed("")
 
     @cached_property
     def size(self) -> int:
+        """The file's size in bytes; 0 for a folder."""
         return self.store.stat(self.path).size if self.path else 0
 
     @cached_property
     def head(self) -> bytes:
+        """The file's first bytes, at most 512; empty for a folder."""
         return bytes(self.store.read(self.path, 0, min(512, self.size))) if self.path and self.size else b""
 
 
