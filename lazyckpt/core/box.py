@@ -35,14 +35,17 @@ class Box:
 
     @property
     def shape(self) -> Shape:
+        """The lengths of the dimensions, in elements."""
         return tuple([b - a for a, b in zip(self.start, self.stop, strict=True)])  # a generator is twice the calls
 
     @property
     def numel(self) -> int:
+        """The number of indices in the box."""
         return prod(self.shape) if self else 0
 
     @property
     def slices(self) -> tuple[slice, ...]:
+        """The box as an index of an array: one slice for each dimension."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
     def __bool__(self) -> bool:

@@ -431,10 +431,12 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """The size of the elements in bytes, as read."""
         return self.numel * self.dtype.itemsize
 
 
