@@ -94,7 +94,7 @@ class Array:
 
 
 class Place(NamedTuple):
-    """Where a chunk's key is in a zip; ``packed`` if it is compressed."""
+    """The zip entry of a chunk; ``packed`` says whether it is compressed."""
 
     entry: ZipEntry
     packed: bool = False
@@ -102,9 +102,12 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GridFragments(Blocks):
-    """One fragment for each cell. ``folder``: of the array, in the store. ``complete``: every chunk has to be there,
-    as lazyckpt writes them. ``zip``: the zip that the array is in; ``places``: where in it the keys are; ``keys``:
-    which there are in a folder."""
+    """One fragment for each cell.
+
+    ``folder`` is the path of the array in the store. ``complete`` says that every chunk must exist, as in hierarchies
+    that lazyckpt writes. ``zip`` is the zip that contains the array, ``places`` has the positions of the keys in it,
+    and ``keys`` the existing keys of a folder.
+    """
 
     array: Array
     folder: str
@@ -121,35 +124,35 @@ class GridFragments(Blocks):
 
     @property
     def intact(self) -> bool:
-        """Whether all elements are somewhere, as far as can be told without looking."""
+        """True: which chunks are missing is not known before they are looked up."""
         return True
 
     @property
     def _plain(self) -> bool:
-        """Whether chunks are files, there, with nothing but their elements."""
+        """Whether every chunk is a file that exists and contains nothing but its elements."""
         packing = self.array.packing
         return self.complete and self.zip is None and not packing.codecs and not packing.levels
 
     def meeting(self, want: Selection) -> list[Fragment]:
-        """The cells that hold wanted elements; of many cells, those that are absent as few large blocks."""
+        """Return the fragments of the cells that hold wanted elements. Many absent cells become a few large blocks."""
         if self._is_sparse and prod(map(_count, want, self.blocks.cell)) > _FEW:
             return self._sparse(want)
         return list(map(self._held, self.blocks.meeting(want)))
 
     @property
     def _is_sparse(self) -> bool:
-        """Whether chunks may be absent, and it can be told which are there."""
+        """Whether chunks may be absent, and the existing ones are known."""
         return not self.complete and (self.keys is not None or self.places is not None)
 
     def _there(self) -> Iterable[Shape]:
-        """The places in the grid of the keys that there are."""
+        """Return the grid positions of the existing keys."""
         array = self.array
         keys = self.places if self.places is not None else self.keys
         grid = grid_of(array.shape, array.chunk)
         return filter(None.__ne__, (array.place(key, grid) for key in keys or ()))  # type: ignore[arg-type]
 
     def _sparse(self, want: Selection) -> list[Fragment]:
-        """The same in time and memory in proportion to the chunks that are there."""
+        """Do the work of `meeting` in time and memory proportional to the number of existing chunks."""
         if not all(map(len, want)):
             return []
         array, cell = self.array, self.blocks.cell
@@ -349,7 +352,7 @@ def _strides(cell: Shape, order: Shape) -> Shape:
 
 
 def _shards(start: Shape, chunk: Shape, levels: Sequence[Level]) -> tuple[Shard, ...]:
-    """Where in the shards of each level the cell stands that begins there."""
+    """Return the position of the cell that begins at ``start`` within the shards of each level."""
     found = []
     outer = chunk
     for level in levels:
