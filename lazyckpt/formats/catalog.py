@@ -230,7 +230,7 @@ _NAMED = re.compile(r"best|last|latest|final|release", re.IGNORECASE)
 _ANY = ("huggingface", "zarr-arrays")  # readers that treat any safetensors, or hierarchies, of a folder as one
 _DEEP = 3  # the most folders between that of the run and a checkpoint
 # the keys under which writers store the step, the most reliable first
-_TOLD = ("global_steps", "global_step", "iteration", "step", "iter_num", "steps")
+_STEP_KEYS = ("global_steps", "global_step", "iteration", "step", "iter_num", "steps")
 _WITHIN = ("trainer_state", "train_state")
 
 
@@ -264,7 +264,7 @@ def told_step(meta: Mapping[str, Any]) -> int | None:
     500
     """
     for table in (meta, *(meta[key] for key in _WITHIN if isinstance(meta.get(key), Mapping))):
-        for key in _TOLD:
+        for key in _STEP_KEYS:
             value = table.get(key)
             if type(value) is int and value >= 0:
                 return value
@@ -287,10 +287,10 @@ def unfinished(store: Store, found: Sequence[Found]) -> dict[str, str]:
         for last in LAST:
             if any(last in inside for inside in listed.values()):
                 lines |= {n: f"others beside it have {last}" for n, inside in listed.items() if last not in inside}
-        told = tracked(Source(store.below(folder) if folder else store))
-        if told is not None:
+        current = tracked(Source(store.below(folder) if folder else store))
+        if current is not None:
             late = [(n, _ITERATION.fullmatch(n.rpartition("/")[2])) for n in names]
-            lines |= {n: f"{TRACKER} still names {told}" for n, match in late if match and int(match[1]) > told}
+            lines |= {n: f"{TRACKER} still names {current}" for n, match in late if match and int(match[1]) > current}
     return lines
 
 

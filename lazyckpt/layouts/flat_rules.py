@@ -81,7 +81,7 @@ def places(sizes: Sequence[int], total: int, world: int, align: int | None = Non
     return found
 
 
-def told(sizes: Sequence[int], total: int, world: int) -> str:
+def misfit(sizes: Sequence[int], total: int, world: int) -> str:
     """Return the reason why parameters of these sizes do not fill a flat one, for an error message."""
     return (
         f"its parameters have {sum(sizes):,} elements together, it has {total:,} (padding for {world} ranks included)"

@@ -18,7 +18,7 @@ from ...core.index import Hole, Rank, TensorSpec
 from ...core.names import matcher, unwrapped
 from ...errors import FormatError, Problem, only_one, some
 from ...io.containers.pickle.plain import Path
-from ...layouts.flat_rules import FlatRule, flat_rule, is_flat_rule, places, told
+from ...layouts.flat_rules import FlatRule, flat_rule, is_flat_rule, misfit, places
 from ..shared.flat import FlatFragments, Partition
 from .collect import Collected, Lost, Plains, Sharded
 
@@ -144,7 +144,7 @@ def _by_rule(
         most = max(len({*begins} & {*known}) for begins in fitting)
         fitting = [begins for begins in fitting if len({*begins} & {*known}) == most]
     if not fitting:
-        raise FormatError(f"rules[{glob!r}] does not fit {name!r}: {told(sizes, total, world)}")
+        raise FormatError(f"rules[{glob!r}] does not fit {name!r}: {misfit(sizes, total, world)}")
     if len(fitting) > 1:
         raise FormatError(
             f"rules[{glob!r}] fits {name!r} in {len(fitting)} ways, as the parameters may be aligned "

@@ -197,7 +197,7 @@ def _shard(metadata: Any, local: StoredTensor | None, whole: Shape) -> Shard:
     if any(a + n > m for a, n, m in zip(start, shape, whole, strict=True)):
         raise ValueError(f"a shard at {start} of shape {shape} leaves the tensor's shape {whole}")
     if local is not None and local.shape != shape:
-        raise ValueError(f"a shard has shape {local.shape}, but its metadata says {shape}")
+        raise ValueError(f"a shard of shape {local.shape} is told to have {shape}")
     rank = _attribute(_attribute(metadata, "placement"), "_rank")
     return Shard(start, shape, rank if type(rank) is int else None, local)
 
