@@ -1,4 +1,4 @@
-"""Which table, with which heads, for a checkpoint; and its index under the other names."""
+"""The choice of the table and the heads for a checkpoint, and the index under the new names."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from ...core.index import Index, Placement, TensorSpec, renamed
 from ...errors import Problem
 from ..megatron import is_gated, second_matrix, stack_of
 from ..tables import pattern
-from .rewrite import Heads, Told, new_names, rename
+from .rewrite import Heads, Report, new_names, rename
 from .table import Entry, table
 
-# -- Experts that megatron-core's GroupedMLP keeps in one array, as the matrices of each: as SequentialMLP has
-# them.
+# -- Splitting megatron-core's GroupedMLP, which stacks all experts in one array, into matrices as in SequentialMLP.
 
 _MOST = 1 << 16
 
 
 def apart(states: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, dict[str, TensorSpec]]:
-    """All states, each such array as its experts' matrices."""
+    """Return all states with each stack of experts split into the experts' matrices."""
     counts = {
         name: spec.shape[0]
         for specs in states.values()
@@ -42,7 +41,7 @@ def _apart(spec: TensorSpec, count: int) -> Iterator[TensorSpec]:
         return
     for n in range(count):
         name = f"{match[1]}local_experts.{n}.linear_fc{match[2]}.weight"
-        if not spec.shape:  # a number (a step) is that of all
+        if not spec.shape:  # a scalar (a step) applies to all experts
             yield renamed(spec, name)
             continue
         _, rows, columns = spec.shape
@@ -52,11 +51,11 @@ def _apart(spec: TensorSpec, count: int) -> Iterator[TensorSpec]:
         yield compose(name, (columns, rows), [(spec, placement)], rule, spec.stored_as or spec.name)
 
 
-# -- Which of the tables fits a model, by its names and shapes.
+# -- The table that fits a model, by its names and shapes.
 
 
 def hugging_face(specs: Mapping[str, TensorSpec], args: Mapping[str, Any], heads: Heads | None) -> str:
-    """The table from megatron-core's names to those of the family at Hugging Face that is built so."""
+    """Return the table from megatron-core's names to those of the Hugging Face family with the same structure."""
     text = "\n".join(specs)
     gated = _gated(specs, args)
     if gated and ".mlp.experts." in text:
@@ -65,12 +64,12 @@ def hugging_face(specs: Mapping[str, TensorSpec], args: Mapping[str, Any], heads
         return "llama"
     if "embedding.position_embeddings." in text:
         return "gpt2"
-    many = heads is None or heads.queries == heads.groups  # (GPT-NeoX has no groups)
+    many = heads is None or heads.queries == heads.groups  # GPT-NeoX has no groups
     return "gpt_neox" if many and ".mlp.experts." not in text and "decoder.final_layernorm.bias" in text else "nemotron"
 
 
 def megatron(names: Mapping[str, TensorSpec]) -> str:
-    """The table whose right side these names are on."""
+    """Return the table that has these names on its right side."""
     text = "\n".join(names)
     if ".block_sparse_moe." in text:
         return "mixtral"
@@ -84,7 +83,7 @@ def megatron(names: Mapping[str, TensorSpec]) -> str:
 
 
 def _gated(specs: Mapping[str, TensorSpec], args: Mapping[str, Any]) -> bool:
-    """Whether an MLP's first matrix is gate and up in one: it has twice the rows that the second has columns."""
+    """Return whether an MLP's first matrix is a fused gate and up: its rows are twice the second one's columns."""
     for name, spec in specs.items():
         second = specs.get(second_matrix(name) or "")
         if second is not None and len(spec.shape) == len(second.shape) == 2:
@@ -96,7 +95,7 @@ def _gated(specs: Mapping[str, TensorSpec], args: Mapping[str, Any]) -> bool:
     return args.get("swiglu") is not False
 
 
-# -- Which table, with which heads, for a checkpoint; and its index under the other names.
+# -- The index of a checkpoint under the new names.
 
 _HEAD = "output_layer.weight"
 _TIED = {
@@ -115,8 +114,11 @@ _UNLIKE = {
 def renamed_index(
     index: Index, states: Mapping[str, Mapping[str, TensorSpec]], which: str | Mapping[str, Any], reverse: bool
 ) -> Index:
-    """``states`` of the index under the names of a table: "hf" (from megatron-core's names to Hugging Face's, the table
-    that fits the model), "megatron" (back), one by its name, or the user's own. Raises FormatError (no such table)."""
+    """Return the index with ``states`` under the names of a table.
+
+    ``which`` is "hf" (from megatron-core's names to Hugging Face's, with the table that fits the model), "megatron"
+    (the reverse), the name of a table, or the user's own table. Raises FormatError if there is no such table.
+    """
     args = getattr(index.meta.get("args"), "__dict__", {})
     heads = heads_of(index.meta)
     every = {name: spec for state in reversed(list(states.values())) for name, spec in state.items()}
@@ -128,25 +130,25 @@ def renamed_index(
     entries = table(which)
     if not back and any(".local_experts." in entry.left for entry in entries):
         states = apart(states)
-    told, gated = Told(), is_gated(index.meta.get("args"))
-    # (Transformer Engine's models are saved under their own names, those of the local spec under others)
+    report, gated = Report(), is_gated(index.meta.get("args"))
+    # Transformer Engine's models are saved under the model's names, those of the local spec under others
     stacked = args.get("transformer_impl") == "transformer_engine"
-    found = {state: rename(specs, entries, heads, back, told, stacked, gated) for state, specs in states.items()}
+    found = {state: rename(specs, entries, heads, back, report, stacked, gated) for state, specs in states.items()}
     tied = args.get("untie_embeddings_and_output_weights") is False
     aliases = {
-        new: told.one.get(owner, owner)
+        new: report.one.get(owner, owner)
         for old, owner in index.aliases.items()
         if any(owner in s for s in states.values())
         and not ((new := new_names(old, entries, back)[0]) == _HEAD and tied)  # Megatron's tied models have none
     }
     aliases |= _ties(found, entries) if tied and not back else {}
     unreadable = {new: why for old, why in index.unreadable.items() for new in new_names(old, entries, back)}
-    problems = (*index.problems, *told.problems(), *(() if back else _unlike(index.meta)))
+    problems = (*index.problems, *report.problems(), *(() if back else _unlike(index.meta)))
     return replace(index, states=found, aliases=aliases, problems=problems, unreadable=unreadable, layout=None)
 
 
 def heads_of(meta: Mapping[str, Any]) -> Heads | None:
-    """From Megatron's args or Hugging Face's config; None if neither tells."""
+    """Return the attention heads from Megatron's args or Hugging Face's config; None if neither has them."""
     args = getattr(meta.get("args"), "__dict__", None)
     if args is not None:
         heads, dim = args.get("num_attention_heads"), args.get("kv_channels")
@@ -164,7 +166,7 @@ def heads_of(meta: Mapping[str, Any]) -> Heads | None:
 
 
 def _unlike(meta: Mapping[str, Any]) -> list[Problem]:
-    """The problems of what Megatron's args say of values that mean something else than under Hugging Face's names."""
+    """Return problems for the arguments of Megatron by which values differ in meaning from Hugging Face's."""
     args = getattr(meta.get("args"), "__dict__", {})
     return [Problem("unlike-values", line) for name, line in _UNLIKE.items() if args.get(name) is True]
 
@@ -174,7 +176,7 @@ def _counts(*values: Any) -> bool:
 
 
 def _ties(states: Mapping[str, Mapping[str, TensorSpec]], entries: Iterable[Entry]) -> dict[str, str]:
-    """The output layer of a tied Megatron model: it has no such tensor, models of Hugging Face do."""
+    """Return the alias of a tied model's output layer, which Hugging Face's models have and Megatron's do not."""
     weights = next(iter(states.values()), {})
     known = {name for entry in entries for name in entry.right}
     return {

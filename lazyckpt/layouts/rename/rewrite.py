@@ -1,4 +1,4 @@
-"""The tensors of a state under other names: cut, joined and turned by placement, in either direction."""
+"""The tensors of a state under other names: cut, joined and transposed by placement, in either direction."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Rows = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Attention: ``queries`` heads in ``groups`` groups that share k and v; ``dim`` rows of each head."""
+    """Attention heads: ``queries`` heads in ``groups`` groups that share k and v; each head has ``dim`` rows."""
 
     queries: int
     groups: int
@@ -26,20 +26,23 @@ class Heads:
 
 
 class _Unfit(ValueError):
-    """A tensor cannot be cut as the table says; the text says why."""
+    """A tensor cannot be cut or joined as the table says. The message gives the reason."""
 
 
 @dataclass(slots=True)
-class Told:
-    """What is to be told of all states together: names that no line of the table is about, and those that a line is
-    about but that cannot be cut or joined, by reason; ``one``: old name -> new name where it is one tensor."""
+class Report:
+    """The result of renaming all states.
+
+    ``kept`` holds the names without an entry in the table, ``unfit`` those that cannot be cut or joined, by reason.
+    ``one`` maps an old name to its new name if one tensor became one tensor.
+    """
 
     kept: dict[str, None] = field(default_factory=dict)
     unfit: dict[str, dict[str, None]] = field(default_factory=dict)
     one: dict[str, str] = field(default_factory=dict)
 
     def problems(self) -> list[Problem]:
-        """What keeps its name, a problem for each reason."""
+        """Return a problem for each reason why tensors keep their names."""
         lines = {f"the table has no entry for {_some(self.kept)}: as they were": self.kept} if self.kept else {}
         lines |= {f"{_some(names)} stay as they were: {reason}": names for reason, names in self.unfit.items()}
         return [Problem("not-renamed", line, only_one(list(names))) for line, names in lines.items()]
@@ -50,24 +53,26 @@ def rename(
     entries: Sequence[Entry],
     heads: Heads | None,
     back: bool,
-    told: Told,
+    report: Report,
     stacked: bool = False,
     gated: bool | None = None,
 ) -> dict[str, TensorSpec]:
-    """The tensors of a state by new name. ``stacked``: whether the names that they were saved under, where these lack
-    the number of the layer, are the model's own but for it. ``gated``: whether Megatron's MLPs have a gate; None if
-    nothing tells."""
-    renaming = _Renaming(specs, heads, told, stacked, gated)
+    """Return the tensors of a state by new name.
+
+    ``stacked`` says whether the names that they were saved under are the model's, with or without the number of the
+    layer. ``gated`` says whether Megatron's MLPs have a gate; None means unknown.
+    """
+    renaming = _Renaming(specs, heads, report, stacked, gated)
     for name in specs:
         if name not in renaming.used and not (
             renaming.joined(name, entries) if back else any(renaming.cut(name, entry) for entry in entries)
         ):
-            renaming.keep(name, told=not _is_there(name, entries, back))
+            renaming.keep(name, report=not _is_there(name, entries, back))
     return renaming.found
 
 
 def new_names(name: str, entries: Sequence[Entry], back: bool) -> list[str]:
-    """What a name becomes, whatever its tensor: several names where it is cut, itself if no line is about it."""
+    """Return the new names of a tensor, by its name alone: several if it is cut, itself if the table has no entry."""
     for entry in entries:
         here, there = (entry.right, (entry.left,)) if back else ((entry.left,), entry.right)
         for one in here:
@@ -78,29 +83,29 @@ def new_names(name: str, entries: Sequence[Entry], back: bool) -> list[str]:
 
 
 def _is_there(name: str, entries: Sequence[Entry], back: bool) -> bool:
-    """Whether it has a name of the other side already: then there is nothing to do, and nothing to tell."""
+    """Return whether a name is one of the target side already, so that there is nothing to rename or report."""
     return any(pattern(one).fullmatch(name) for e in entries for one in ((e.left,) if back else e.right))
 
 
 class _Renaming:
     def __init__(
-        self, specs: Mapping[str, TensorSpec], heads: Heads | None, told: Told, stacked: bool, gated: bool | None
+        self, specs: Mapping[str, TensorSpec], heads: Heads | None, report: Report, stacked: bool, gated: bool | None
     ) -> None:
         self.specs = specs
         self.heads = heads
-        self.told = told
+        self.report = report
         self.stacked = stacked
         self.gated = gated
         self.found: dict[str, TensorSpec] = {}
         self.used: set[str] = set()
 
-    def keep(self, name: str, told: bool) -> None:
-        if told:
-            self.told.kept[name] = None
+    def keep(self, name: str, report: bool) -> None:
+        if report:
+            self.report.kept[name] = None
         self._add(self.specs[name], name)
 
     def cut(self, name: str, entry: Entry) -> bool:
-        """Left to right. False if the entry is not about that name."""
+        """Rename or cut a tensor, from left to right. Return False if the entry does not match the name."""
         match = pattern(entry.left).fullmatch(name)
         if match is None:
             return False
@@ -116,12 +121,15 @@ class _Renaming:
         for one in made:
             self._add(one, one.name)
         if len(targets) == 1:
-            self.told.one[name] = targets[0]
+            self.report.one[name] = targets[0]
         return True
 
     def joined(self, name: str, entries: Sequence[Entry]) -> bool:
-        """Right to left. Of several entries with that name, the one that gives back the name it was saved under, else
-        the first. False if none is about it, or another name has given its target already."""
+        """Rename or join tensors, from right to left.
+
+        If several entries match, the one that restores the name that the tensor was saved under is used, else the
+        first. Return False if no entry matches, or if another tensor already has the target's name.
+        """
         about = [(e, m) for e in entries for right in e.right if (m := pattern(right).fullmatch(name))]
         possible = [(e, m, target) for e, m in about if (target := e.left.format(**m.groupdict())) not in self.found]
         if not possible:
@@ -139,17 +147,17 @@ class _Renaming:
         self.used.update(names)
         self._add(spec, target)
         if len(names) == 1:
-            self.told.one[name] = target
+            self.report.one[name] = target
         return True
 
     def _was(self, name: str, entry: Entry, match: re.Match[str]) -> bool:
-        """Whether the left name is the one that the tensor was saved under."""
+        """Return whether the left name is the one that the tensor was saved under."""
         saved = self.specs[name].stored_as
         left = entry.left.format(**match.groupdict())
         return saved == left or (self.stacked and saved == entry.left.replace(".{l}", "").format(**match.groupdict()))
 
     def _unfit(self, name: str, why: _Unfit) -> None:
-        self.told.unfit.setdefault(str(why), {})[name] = None
+        self.report.unfit.setdefault(str(why), {})[name] = None
         self._add(self.specs[name], name)
 
     def _add(self, spec: TensorSpec, name: str) -> None:
@@ -161,8 +169,7 @@ def _some(found: Mapping[str, None]) -> str:
 
 
 def _is_ungated(name: str, specs: Mapping[str, TensorSpec], gated: bool | None) -> bool:
-    """Whether the first matrix of one of Megatron's MLPs is no gate and up in one: then it has as many rows as the
-    second has columns."""
+    """Return whether the first matrix of a Megatron MLP has no gate: it has as many rows as the second has columns."""
     if "linear_fc1." not in name:
         return False
     second = specs.get(f"{name.rpartition('.')[0].replace('linear_fc1', 'linear_fc2')}.weight")
@@ -173,7 +180,7 @@ def _is_ungated(name: str, specs: Mapping[str, TensorSpec], gated: bool | None) 
 
 
 def _rows(cut: Cut, count: int, heads: Heads | None) -> list[Rows]:
-    """The rows of each tensor that a fused one of ``count`` rows is made of."""
+    """Return the rows of each of the tensors that are fused in one of ``count`` rows."""
     if cut == "halves":
         if count % 2:
             raise _Unfit(f"{count} rows are not two halves")
@@ -195,7 +202,7 @@ def _rows(cut: Cut, count: int, heads: Heads | None) -> list[Rows]:
 
 def _cut(spec: TensorSpec, targets: list[str], entry: Entry, heads: Heads | None) -> list[TensorSpec]:
     turn = entry.transpose and len(spec.shape) == 2
-    if not spec.shape or (not turn and not entry.cut):  # a number (a step) is that of all
+    if not spec.shape or (not turn and not entry.cut):  # a scalar (a step) applies to all parts
         return [renamed(spec, target) for target in targets]
     parts = _rows(entry.cut, spec.shape[0], heads)
     if len(targets) == 1:

@@ -1,4 +1,4 @@
-"""Tables of names: patterns for the two sides, and how a tensor of the left side is cut into those of the right."""
+"""Tables of names: the names of both sides, and how a tensor of the left side is cut into those of the right."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ..tables import read_toml
 Cut = Literal["", "qkv", "halves"]
 _FIELD = re.compile(r"\{([a-z]+)\}")
 _KEYS = {"into", "cut", "transpose"}
-_CUTS: dict[str, tuple[int, ...]] = {"": (1,), "qkv": (1, 3), "halves": (1, 2)}  # into how many names
+_CUTS: dict[str, tuple[int, ...]] = {"": (1,), "qkv": (1, 3), "halves": (1, 2)}  # cut -> possible numbers of names
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One line of a table: ``left`` is cut into the tensors of ``right`` (or these are joined in that order)."""
+    """One entry of a table: ``left`` is cut into the tensors of ``right``, or these are joined in that order."""
 
     left: str
     right: tuple[str, ...]
@@ -31,7 +31,7 @@ class Entry:
 
 
 def table(which: str | Mapping[str, Any]) -> list[Entry]:
-    """A table by name (`known`), or a user's. Raises FormatError for one that cannot be."""
+    """Return a table by name (see `known`), or from a user's mapping. Raises FormatError for an invalid table."""
     if isinstance(which, str):
         tables = _tables()
         if which not in tables:
@@ -48,7 +48,7 @@ def table(which: str | Mapping[str, Any]) -> list[Entry]:
 
 
 def known() -> tuple[str, ...]:
-    """The names of the tables that come with lazyckpt."""
+    """Return the names of the built-in tables."""
     return tuple(_tables())
 
 
@@ -75,7 +75,7 @@ def _entry(left: str, value: Any) -> Entry:
 
 @functools.lru_cache(maxsize=4096)
 def pattern(name: str) -> re.Pattern[str]:
-    """What a name with fields matches: {p} one word, other fields a number.
+    """Return the pattern of a name with fields: {p} matches one word, other fields match a number.
 
     >>> pattern("layers.{l}.norm.{p}").fullmatch("layers.12.norm.weight").groupdict()
     {'l': '12', 'p': 'weight'}
@@ -100,7 +100,7 @@ ENDINGS = (".toml", ".json")
 
 
 def read_table(path: str) -> dict[str, Any]:
-    """The table in a file. Raises MissingFileError; FormatError for what is no table of names."""
+    """Read a table from a file. Raises MissingFileError, and FormatError if the file is not a table of names."""
     import tomllib
 
     kind = "JSON" if path.endswith(".json") else "TOML"
@@ -109,7 +109,7 @@ def read_table(path: str) -> dict[str, Any]:
         found = json.loads(text) if kind == "JSON" else tomllib.loads(text)
     except FileNotFoundError:
         raise MissingFileError(f"{path}: no such file (it should hold a table of names)") from None
-    except (ValueError, RecursionError) as e:  # no such syntax, or no UTF-8
+    except (ValueError, RecursionError) as e:  # invalid syntax, or not UTF-8
         raise FormatError(f"{path} is no {kind}: {e}") from None
     if not isinstance(found, dict) or not found:
         raise FormatError(f'{path} holds no table of names: NAME = "OTHER NAME"')
