@@ -1,4 +1,4 @@
-"""Folders with the checkpoints of a run, one for each saved step: finding them, and choosing the one to open.
+"""Folders that hold the checkpoints of a run, one for each step that was saved: which of them is opened.
 
 Names: `checkpoint-N` (transformers/trainer.py), `checkpoint_N` (accelerate/accelerator.py `save_state`), `step-N`
 (torchtitan/components/checkpoint.py `_create_checkpoint_id`), `epoch_N` and `dist_epoch_N` (torchtune's checkpointers),
@@ -22,33 +22,30 @@ from .reader import Reader, Source
 from .registry import checkpoints_in, is_checkpoint_file, only_checkpoint, recognising
 from .zarr.tree import ROOTS
 
-# A word and the number after it.
+# A word and the number that it counts.
 _COUNT = re.compile(
     r"(?<![A-Za-z])(?:(?P<step>(?:global_?)?steps?|iter(?:ation)?s?)|(?P<epoch>epochs?)|(?P<save>checkpoint|ckpt))"
     r"[-_=]?(?P<number>\d{1,18})(?!\d|[.e]\d)",  # "1.5" and "1e6" are other numbers than 1
     re.IGNORECASE,
 )
-_TRIED = 16  # the most checkpoints that are tried, newest first
-_KINDS = ("step", "epoch", "save")  # checkpoints are sorted by the first kind of number that all names have
-_VERSION = re.compile(r"-v(\d{1,18})$")  # Lightning's suffix if a name is taken
+_TRIED = 16  # checkpoints that are tried, from the newest on
+_KINDS = ("step", "epoch", "save")  # the first of them that all names have orders them
+_VERSION = re.compile(r"-v(\d{1,18})$")  # what Lightning adds where the name is taken
 _ENDING = re.compile(r"\.[A-Za-z]+$")
-_FOLDERS = ("", "dist_")  # the allowed prefixes of a folder's name; others are not checkpoints (eval_step_5)
-# Files that are a part of a checkpoint, or whose name means something else than a step.
+_FOLDERS = ("", "dist_")  # what may stand before the word in a folder's name: others are not checkpoints (eval_step_5)
+# A file that is a part of a checkpoint, or is named for something else than its step.
 _OTHER = re.compile(
     r"\d-of-\d|rank[-_.]?\d|(?<![a-z])(?:best|last|latest|final|release)(?![a-z])"
     r"|optim|sched|(?<![a-z])rng|random_state|scaler|training_args",
     re.IGNORECASE,
 )
-# The last file that a trainer writes. A folder that lacks it while other folders have it is an unfinished save.
+# What a trainer writes last. A folder without it, beside others that have it, is a save that was not finished.
 LAST = ("trainer_state.json", "random_states_0.pkl")
 
 
 class Save(NamedTuple):
-    """A checkpoint of a run.
-
-    ``series`` is the part of the name that is equal for all checkpoints of the same run. ``counts`` maps "step",
-    "epoch" and "save" to the number in the name.
-    """
+    """A checkpoint of a run. ``series``: what its name has in common with those of the same run. ``counts``: "step",
+    "epoch", "save" -> the number in the name."""
 
     name: str
     series: tuple[str, str]
@@ -58,13 +55,12 @@ class Save(NamedTuple):
 
 
 def read_one(source: Source, read: Callable[[Source], Index]) -> tuple[Source, Index]:
-    """Return the source that was read, and its index.
+    """The index of a source, or of the checkpoint in it that was meant: what ``tag`` names, else, if the folder is no
+    checkpoint itself, the newest that was saved completely, or the only one there is. -> (the source that was read, its
+    index).
 
-    That is the checkpoint that ``tag`` names; else the source itself if it is a checkpoint; else the newest complete
-    checkpoint in the folder, or the only one.
-
-    Raises MissingFileError if there is no such tag (a single checkpoint has none), FormatError if the names do not show
-    which of several checkpoints is the newest, and what ``read`` raises.
+    Raises MissingFileError if there is no such tag (a single checkpoint has none), FormatError if nothing tells which
+    of several checkpoints is meant, and what ``read`` raises.
     """
     if source.path:
         if source.tag is not None:
@@ -74,7 +70,7 @@ def read_one(source: Source, read: Callable[[Source], Index]) -> tuple[Source, I
         return _tagged(source, source.tag, read)
     saves = _saves(source.entries)
     known = recognising(source) if saves else None
-    if saves and (known is None or known.name == "zarr-arrays"):  # zarr-arrays recognises any folder of hierarchies
+    if saves and (known is None or known.name == "zarr-arrays"):  # which takes any hierarchies
         return _newest(source, _ordered(source, saves), read)
     try:
         return source, read(source)
@@ -105,10 +101,8 @@ def _tagged(source: Source, tag: str, read: Callable[[Source], Index]) -> tuple[
 
 
 def _newest(source: Source, saves: list[Save], read: Callable[[Source], Index]) -> tuple[Source, Index]:
-    """Return the newest readable checkpoint, with a problem for each newer one.
-
-    If none of the first `_TRIED` can be read, raises the error of the first one.
-    """
+    """The newest that can be read, with a problem for each that is newer. Raises the error of the newest if none of the
+    first `_TRIED` can be read."""
     names = [save.name for save in saves]
     finished, others = _finished(source, names)
     notes = {
@@ -138,7 +132,7 @@ def _newest(source: Source, saves: list[Save], read: Callable[[Source], Index]) 
 
 
 def _saves(entries: Mapping[str, Entry]) -> list[Save]:
-    """Return the checkpoints that are named by their step, epoch or number."""
+    """The checkpoints that are named by their step, epoch or number."""
     return [save for name, entry in entries.items() if (save := _save(name, entry))]
 
 
@@ -164,7 +158,7 @@ def _save(name: str, entry: Entry) -> Save | None:
 
 
 def _ordered(source: Source, saves: list[Save]) -> list[Save]:
-    """Return the checkpoints, newest first. Raises FormatError if the names do not show the order."""
+    """Newest first. Raises FormatError if the names do not tell."""
     kind = next((kind for kind in _KINDS if all(kind in save.counts for save in saves)), None)
     if kind is None or len({save.series for save in saves}) > 1:
         names = sorted((save.name for save in saves), key=natural)
@@ -180,7 +174,7 @@ def _rest(save: Save) -> list[int]:
 
 
 def _finished(source: Source, names: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the names of the finished saves, and the others with the file that each lacks."""
+    """-> (those that were finished, the others with the file that they lack)."""
     listed = {name: source.inside(name) for name in names if source.entries[name].is_dir}
     lacking: dict[str, str] = {}
     for last in LAST:
@@ -190,7 +184,7 @@ def _finished(source: Source, names: list[str]) -> tuple[list[str], dict[str, st
 
 
 def _find(store: Store, tag: str) -> Entry | None:
-    """Return the folder or file that a tag names in the store (``step-5``, ``runs/step-5``); None if it is missing."""
+    """What a tag names inside the store: a folder or file, of one name or of several (``runs/step-5``)."""
     folder, entry = "", None
     for part in tag.split("/"):
         entry = store.list(folder).get(part) if part not in ("", ".", "..") and "\\" not in part else None
@@ -206,13 +200,13 @@ def _sub(source: Source, name: str, is_dir: bool) -> Source:
     return Source(source.store, name, rules=source.rules)
 
 
-# -- The checkpoints in a run's folder, and the step of each.
+# -- The checkpoints that a run's folder holds, and the step of each.
 
-OPENERS = 8  # checkpoints that are opened in parallel: opening mostly waits for a disk or a network
+OPENERS = 8  # checkpoints that are opened at a time: mostly they wait for a disk, or for a network
 _SURE = re.compile(
     r"(?:.*?(?<![A-Za-z]))??(?:global_?step|step|iter|iteration)s?[-_=]?(\d{1,18})(?!\d).*|checkpoint-(\d{1,18})"
 )
-_FOLDER = re.compile(  # folders that count as checkpoints, possibly damaged ones, without asking a reader
+_FOLDER = re.compile(  # what no reader has to recognise before it counts as a checkpoint, if perhaps a broken one
     r"(?:global_step|checkpoint[-_]|step[-_]|epoch_|dist_epoch_|iter_)\d{1,18}(?:_universal)?"
     r"|epoch=\d{1,18}(?:-step=\d{1,18})?(?:-v\d+)?(?:\.ckpt)?"
 )
@@ -221,27 +215,24 @@ _NUMBER = re.compile(r"\d{1,18}")
 _ZIP = ".zip"  # of a zarr hierarchy
 _FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", _ZIP)
 _SHARD = re.compile(r".*\d-of-\d.*")
-# files that are in the folder of a checkpoint, not in a folder of checkpoints
+# what stands in the folder of a checkpoint, and not among checkpoints
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "pytorch_model.bin.index.json")
 _HIDDEN = re.compile(r"\..*|tmp-.*|.*[._](?:tmp|part|incomplete)")
 _SIDE = re.compile(r"optim|sched|(?<![a-z])rng|random_state|scaler|training_args", re.IGNORECASE)
 _SERIES = re.compile(r"(?<![a-z])(?:checkpoint|ckpt|(?:dist_)?epoch|model)[-_=]?\d", re.IGNORECASE)
 _NAMED = re.compile(r"best|last|latest|final|release", re.IGNORECASE)
-_ANY = ("huggingface", "zarr-arrays")  # readers that treat any safetensors, or hierarchies, of a folder as one
-_DEEP = 3  # the most folders between that of the run and a checkpoint
-# the keys under which writers store the step, the most reliable first
-_STEP_KEYS = ("global_steps", "global_step", "iteration", "step", "iter_num", "steps")
+_ANY = ("huggingface", "zarr-arrays")  # readers that take any safetensors, and any hierarchies, in a folder for one
+_DEEP = 3  # folders between that of the run and a checkpoint, at most
+# where writers put the step, in the order of their trustworthiness
+_TOLD = ("global_steps", "global_step", "iteration", "step", "iter_num", "steps")
 _WITHIN = ("trainer_state", "train_state")
 
 
 class Found(NamedTuple):
-    """A checkpoint in a run's folder.
-
-    ``name`` is its path in the run's folder ("" for that folder itself), ``number`` the number in the name, and
-    ``sure`` says whether that is certainly the step. ``side`` marks files named as an optimizer's or the like,
-    ``numbered`` names that are part of a series (not "best_step_5"; other numbers may distinguish experiments), and
-    ``here`` weights in the same folder as checkpoints.
-    """
+    """A checkpoint: its ``name`` from the run's folder on ("" for that folder itself), the number in it, and whether
+    that is surely the step. ``side``: it is named as an optimizer's file, or the like, beside the model's.
+    ``numbered``: the name is one of a series (and not "best_step_5"; other numbers may tell experiments apart).
+    ``here``: weights that lie beside checkpoints."""
 
     name: str
     number: int | None
@@ -253,18 +244,18 @@ class Found(NamedTuple):
 
 
 def find(store: Store) -> list[Found]:
-    """Return the checkpoints in a folder and its subfolders, by names and first bytes."""
+    """The checkpoints in a folder and in the folders in it, as far as names and first bytes tell."""
     return list(_find_steps(store, "", (store.list(),)))
 
 
 def told_step(meta: Mapping[str, Any]) -> int | None:
-    """Return the step that a checkpoint records in its metadata; None if there is none.
+    """The step that a checkpoint says it is of; None if it does not.
 
     >>> told_step({"trainer_state": {"global_step": 500}, "epoch": 3})
     500
     """
     for table in (meta, *(meta[key] for key in _WITHIN if isinstance(meta.get(key), Mapping))):
-        for key in _STEP_KEYS:
+        for key in _TOLD:
             value = table.get(key)
             if type(value) is int and value >= 0:
                 return value
@@ -272,11 +263,9 @@ def told_step(meta: Mapping[str, Any]) -> int | None:
 
 
 def unfinished(store: Store, found: Sequence[Found]) -> dict[str, str]:
-    """Return the unfinished checkpoints, which may be readable in part, with the evidence for each.
-
-    An unfinished folder lacks the file that its writer writes last (`LAST`) and other folders have, or Megatron's
-    tracker does not name its iteration yet.
-    """
+    """The checkpoints whose save did not come to its end, although what there is may be readable -> how that is known:
+    their folder lacks what others beside it have and what their writer puts there last (`runs.LAST`), or Megatron's
+    tracker does not name their iteration yet."""
     series: dict[str, list[str]] = {}
     for f in found:
         if f.is_dir and f.numbered and f.name:
@@ -287,20 +276,20 @@ def unfinished(store: Store, found: Sequence[Found]) -> dict[str, str]:
         for last in LAST:
             if any(last in inside for inside in listed.values()):
                 lines |= {n: f"others beside it have {last}" for n, inside in listed.items() if last not in inside}
-        current = tracked(Source(store.below(folder) if folder else store))
-        if current is not None:
+        told = tracked(Source(store.below(folder) if folder else store))
+        if told is not None:
             late = [(n, _ITERATION.fullmatch(n.rpartition("/")[2])) for n in names]
-            lines |= {n: f"{TRACKER} still names {current}" for n, match in late if match and int(match[1]) > current}
+            lines |= {n: f"{TRACKER} still names {told}" for n, match in late if match and int(match[1]) > told}
     return lines
 
 
 def _find_steps(store: Store, folder: str, listings: tuple[Mapping[str, Entry], ...]) -> Iterator[Found]:
-    """Yield the checkpoints in a folder. ``listings`` are those from the run's folder down to this one."""
+    """``listings``: of the run's folder, and so on down to this one."""
     entries = listings[-1]
     here = any(name in entries for name in _WEIGHTS)
-    groups = any(name in entries for name in ROOTS)  # groups of a zarr hierarchy are no checkpoints unless named so
+    groups = any(name in entries for name in ROOTS)  # of a zarr hierarchy: no checkpoints, unless they are called so
     candidates = [name for name, entry in entries.items() if not entry.is_dir and name.endswith(_FILES)]
-    single = not here and not (candidates and _is_one(store, folder))  # each file is a checkpoint
+    single = not here and not (candidates and _is_one(store, folder))  # files are checkpoints of their own
     if here:
         yield Found(folder, None, False, True, numbered=False, here=True)
     for name, entry in entries.items():
@@ -314,16 +303,16 @@ def _find_steps(store: Store, folder: str, listings: tuple[Mapping[str, Entry], 
                 yield from _inside(store, path, name, listings)
         elif single and name in candidates and not _SHARD.fullmatch(name) and entry.info.size:
             if name.endswith(_ZIP) and _recognised(Source(store, path)) is None:
-                continue  # a zip of something else
+                continue  # any zip
             found = _found(path, name.rpartition(".")[0], False)
             if found.number is not None or not found.side:
                 yield found
 
 
 def _inside(store: Store, path: str, name: str, above: tuple[Mapping[str, Entry], ...]) -> Iterator[Found]:
-    """Yield the checkpoints of a subfolder, which may be a checkpoint or a folder of checkpoints."""
+    """A folder that may be a checkpoint, or a folder of checkpoints."""
     entries = store.list(path)
-    if entries in above:  # a link to a parent folder
+    if entries in above:  # a link back to a folder that this one lies in
         return
     if any(e.is_dir and _FOLDER.fullmatch(n) for n, e in entries.items()):
         yield from _find_steps(store, path, (*above, entries))
@@ -331,12 +320,12 @@ def _inside(store: Store, path: str, name: str, above: tuple[Mapping[str, Entry]
     if _recognised(Source(store.below(path))) is not None:
         yield _found(path, name, True)
         return
-    # in deeper folders accept only unambiguous names: a run's folder may have subfolders of all kinds
+    # of what lies deeper only names that leave no doubt: there are folders of all kinds beside checkpoints
     yield from (f for f in _find_steps(store, path, (*above, entries)) if f.sure)
 
 
 def _is_one(store: Store, folder: str) -> bool:
-    """Return whether the files in a folder together are one checkpoint."""
+    """Whether the files in a folder are those of one checkpoint."""
     source = Source(store.below(folder) if folder else store)
     reader = _recognised(source)
     if reader is None or reader.name in _ANY:
@@ -347,7 +336,7 @@ def _is_one(store: Store, folder: str) -> bool:
 def _recognised(source: Source) -> Reader | None:
     try:
         return recognising(source)
-    except LazyckptError:  # an unreadable source is not recognised
+    except LazyckptError:  # it cannot even be looked at
         return None
 
 

@@ -1,4 +1,4 @@
-"""Opening a path or URL: the store of the bytes, and the index of the checkpoint."""
+"""From a path or a URL to the store of its bytes and the index of what they are."""
 
 from __future__ import annotations
 
@@ -21,19 +21,17 @@ from .reader import Source
 from .registry import read_index, recognising
 from .shared.wrappers import without_wrappers
 
-# -- Cached indexes of this process, valid while the files are unchanged.
+# -- Indexes that this process made before, for files that have not changed since.
 
-_KEPT = 8  # the most cached indexes: they are small, but not negligible
+_KEPT = 8  # checkpoints; an index is small beside what it describes, but not nothing
 _lock = threading.Lock()
 Listings = Mapping[str, Mapping[str, Entry]]
 _indexes: dict[tuple[Any, ...], tuple[Listings, Index]] = {}
 
 
 def cached_index(source: Source, format: str | None) -> Index:
-    """Return `index_of`, from the cache if no file or folder of the index has changed.
-
-    Names, sizes, modification times and versions are compared. A source with rules is not cached.
-    """
+    """`index_of`, or what it gave before if no file or folder that it looked at has changed (names, sizes,
+    modification times, versions). With ``rules`` it is always read anew."""
     if source.rules:
         return index_of(source, format)
     key = (source.store.key, source.path, source.tag, format)
@@ -45,7 +43,7 @@ def cached_index(source: Source, format: str | None) -> Index:
             return index
     listable = source.store.listable
     if listable:
-        source.listed("")  # list before reading, so that a change during the read invalidates the cache
+        source.listed("")  # before reading: what changes meanwhile must not pass for known
     index = index_of(source, format)
     folders = {posixpath.dirname(path) for path in index.pins} | {""} if listable else set()
     with _lock:
@@ -57,16 +55,13 @@ def cached_index(source: Source, format: str | None) -> Index:
 
 
 def index_of(source: Source, format: str | None) -> Index:
-    """Return `read_index`, with the names of the model without torch's wrapper modules."""
+    """`read_index` under the model's own names."""
     return without_wrappers(read_index(source, format))
 
 
 def _unchanged(source: Source, listings: Listings, index: Index) -> bool:
-    """Return whether the folders' listings are unchanged.
-
-    Over http, which has no listings, return whether the files are unchanged; if the server reports only sizes, that is
-    unknown, and the result is False.
-    """
+    """Whether the folders hold what they held; over http, which lists none, whether the files are the same, which takes
+    that the server tells more of them than their size."""
     if source.store.listable:
         return all(source.listed(folder) == seen for folder, seen in listings.items())
     for path, pin in index.pins.items():
@@ -77,7 +72,7 @@ def _unchanged(source: Source, listings: Listings, index: Index) -> bool:
 
 
 def _forget() -> None:
-    """Replace the lock in a forked child: a thread of the parent may hold it."""
+    """A thread of a forked child's parent may hold the lock."""
     global _lock
     _lock = threading.Lock()
 
@@ -85,9 +80,9 @@ def _forget() -> None:
 after_fork(_forget)
 
 
-# -- Opening a path or URL.
+# -- From a path or a URL to the store of its bytes and the index of what they are.
 
-# Names of files that hold a part of a checkpoint: a rank's (DeepSpeed, FSDP, Meta's Llama), a shard, an optimizer.
+# Names of files that hold a part: a rank's (DeepSpeed, FSDP, Meta's Llama), a shard, an optimizer.
 _PART = re.compile(r".*rank_?\d+.*|.*-\d{5}-of-\d{5}\..*|consolidated\.\d+\.pth|optimizer(_\d+)?\.(pt|bin)")
 
 
@@ -99,14 +94,11 @@ def opened(
     cache: bool = True,
     storage_options: Mapping[str, Any] | None = None,
 ) -> tuple[Store, Index]:
-    """Return the store and the index for a view; of a run's folder those of ``tag`` or the newest complete checkpoint.
-
-    The parameters are those of `lazyckpt.open`.
-    """
+    """What `lazyckpt.open` makes a view of; of a run's folder, its newest complete checkpoint or ``tag``."""
     if not (tag is None or isinstance(tag, str)):
-        raise TypeError(f"tag={tag!r}: the name of a checkpoint is required, as text, such as 'checkpoint-500'")
+        raise TypeError(f"tag={tag!r}: the name of a checkpoint is due, a text such as 'checkpoint-500'")
     if not (rules is None or (isinstance(rules, Mapping) and all(isinstance(glob, str) for glob in rules))):
-        raise TypeError("rules: pass a table of globs and merge rules")
+        raise TypeError("rules: a table of globs and merge rules is needed")
     store: Store
     url = os.fsdecode(path)
     store, name = split_url(url, storage_options) if is_url(url) else split(url)
@@ -115,7 +107,7 @@ def opened(
         return cached_index(source, format) if cache else index_of(source, format)
 
     source, index = read_one(Source(store, name, tag, rules), read)
-    if not is_url(url):  # listing a URL's folder is slow or impossible
+    if not is_url(url):  # listing what lies behind one is dear, or cannot be done
         index = _one_of_many(source, index)
     elif unknown := [path for path, pin in index.pins.items() if not (pin.version or pin.mtime_ns)]:
         line = (
@@ -130,16 +122,14 @@ def opened(
 
 
 def _one_of_many(source: Source, index: Index) -> Index:
-    """Return the index with a problem if the file is only a part of the checkpoint in its folder.
-
-    No problem is added if the index already has one of this kind.
-    """
+    """With a problem for a file that is only a part, if its folder, with others, is the checkpoint, and no problem says
+    so yet."""
     if not _PART.fullmatch(source.path) or any(p.code == "part-of-checkpoint" for p in index.problems):
         return index
     folder = source.around()
     try:
         reader = recognising(folder) if len(folder.entries) > 1 else None
-    except (LazyckptError, OSError):  # the file could be read, so an unreadable folder is not an error
+    except (LazyckptError, OSError):  # a folder that cannot be looked into tells nothing; the file has been read
         return index
     if reader is None:
         return index

@@ -1,7 +1,7 @@
-"""The interface of the readers of formats.
+"""What a reader of a format is, and what it is asked about.
 
-Another package registers a `Reader` as an entry point of the group ``lazyckpt.readers``. `registry` tries it after the
-built-in readers, or selects it by name (``open(path, format="its name")``).
+A reader of another package registers itself under the entry-point group ``lazyckpt.readers`` (its value: a `Reader`).
+`registry` asks it after the built-in ones, or by name (``open(path, format="its name")``).
 """
 
 from __future__ import annotations
@@ -18,29 +18,11 @@ GROUP = "lazyckpt.readers"
 
 
 class Source:
-    """What a reader inspects: a file of a store, or the store's root folder.
+    """What a reader is asked about: a file of a store, or (``path`` empty) the store's folder itself.
 
-    Listings of folders and the file's size and first bytes are cached.
-
-    Parameters
-    ----------
-    store
-        The store of the bytes.
-    path
-        The file's path in the store; empty for the store's root folder.
-    tag
-        The checkpoint of the folder that the user asked for, if any.
-    rules
-        The user's merge rules.
-    listings
-        Known listings of the store's folders, by path. The source adds its own.
-
-    Attributes
-    ----------
-    known : dict
-        A cache for the readers' own findings.
-    asked_for_rules : bool
-        Whether the reader has used `rules`.
+    What was sniffed is kept: ``entries``, the folder's listing, ``head``, the file's first bytes, listings of the
+    folders in it; and in ``known`` what readers found out, so that it is found out once. ``listings``: those that are
+    known of the store's folders.
     """
 
     def __init__(
@@ -61,74 +43,47 @@ class Source:
 
     @property
     def rules(self) -> Mapping[str, Any]:
-        """The user's merge rules. If a reader never uses this property, the user's rules are reported as unused."""
+        """The user's merge rules. A reader that never asks for them has no use for them."""
         self.asked_for_rules = True
         return self._rules
 
     def inside(self, folder: str) -> Mapping[str, Entry]:
-        """Return the listing of a folder in the folder; {} if it does not exist.
-
-        Parameters
-        ----------
-        folder
-            The folder's path in the store; "" for the root folder.
-        """
+        """The listing of a folder in the folder; {} if there is none."""
         return self.listed(folder) if folder else self.entries
 
     def listed(self, folder: str) -> Mapping[str, Entry]:
-        """Return the listing of a folder of the store, and cache it.
-
-        Parameters
-        ----------
-        folder
-            The folder's path in the store; "" for the root folder.
-        """
+        """The listing of a folder of the store, "" for its own; each is asked for once."""
         if folder not in self._listings:
             self._listings[folder] = self.store.list(folder)
         return self._listings[folder]
 
     def around(self) -> Source:
-        """Return the source of the folder that holds the file."""
+        """The folder that the file is in."""
         return Source(self.store, listings=self._listings)
 
     @property
     def where(self) -> str:
-        """The path or URL that the user passed, for messages."""
+        """As the user knows it, for messages."""
         return f"{self.store.root}/{self.path}" if self.path else self.store.root
 
     @cached_property
     def entries(self) -> Mapping[str, Entry]:
-        """The folder's listing; empty for a file."""
         return {} if self.path else self.listed("")
 
     @cached_property
     def size(self) -> int:
-        """The file's size in bytes; 0 for a folder."""
         return self.store.stat(self.path).size if self.path else 0
 
     @cached_property
     def head(self) -> bytes:
-        """The file's first bytes, at most 512; empty for a folder."""
         return bytes(self.store.read(self.path, 0, min(512, self.size))) if self.path and self.size else b""
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """A reader of a format.
-
-    Attributes
-    ----------
-    name
-        The name for `open(format=...)`.
-    what
-        A description of the format, for messages and `lazyckpt formats`.
-    recognises
-        Returns whether a source is of the format. It only looks at names and first bytes.
-    read
-        Returns the index of a source.
-    tags
-        Whether ``read`` itself finds the checkpoint in the folder that a tag names.
-    """
+    """``name``: what `open(format=...)` calls it. ``recognises`` looks at names and first bytes only; ``read`` indexes.
+    ``what``: the layout in words, for the message that no reader recognised a path. ``tags``: it knows itself which of
+    several checkpoints in the folder is meant by a tag."""
 
     name: str
     what: str

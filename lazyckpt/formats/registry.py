@@ -1,6 +1,6 @@
-"""The choice of the reader for a path: the first that recognises it, built-in readers before those of other packages.
+"""Which reader reads a path: the first that recognises it, of lazyckpt's own in their order, then of other packages.
 
-All built-in readers are listed here; the module of each is imported on first use.
+Every reader of lazyckpt is named here, and its module is imported when it is asked for the first time.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ..io.storage.fsspec import RemoteStore
 from ..io.storage.local import LocalStore
 from .reader import GROUP, Reader, Source
 
-# (module in this package, name of its Reader), in the order of trial. A trainer's folder may hold files that other
-# readers recognise too, so the more specific reader comes first.
+# Module in this package, name of its Reader; in the order in which they are asked. A trainer's folder may hold what
+# other readers recognise too, so the reader that knows more about a folder comes first.
 _BUILTIN = (
-    ("zarr", "READER"),  # no other format has these documents
+    ("zarr", "READER"),  # no other format has its documents
     ("deepspeed", "READER"),
     ("megatron", "READER"),
     ("megatron", "DIST"),
@@ -42,11 +42,11 @@ _BUILTIN = (
     ("zarr", "FOLDER"),
 )
 _FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
-_FOLDERS = ("checkpoint-", "global_step", "step")  # prefixes of the checkpoints in a run's folder
-_LOOKED = 32  # the most subfolders that are inspected
-_BELOW = 100  # inspection stops after this many folders in them (a link to "." would repeat endlessly)
-HEADERS, REMOTE_HEADERS = 1200, 64  # zip headers that opening a checkpoint reads at most; the others are deferred
-_LISTED = 5  # the most names in a message
+_FOLDERS = ("checkpoint-", "global_step", "step")  # how the names of checkpoints in a run's folder begin
+_LOOKED = 32  # folders in a folder that are looked into
+_BELOW = 100  # folders in those: looking into more stops (a link to "." would be looked into again and again)
+HEADERS, REMOTE_HEADERS = 1200, 64  # reads of headers of zips when a checkpoint is opened; later ones are deferred
+_LISTED = 5  # names in a message
 _RUN = "run"
 
 
@@ -56,15 +56,15 @@ def _reader(module: str, name: str) -> Reader:
 
 
 def builtin() -> Iterator[Reader]:
-    """Yield the built-in readers, in the order of trial."""
+    """The readers of lazyckpt, in the order in which they are asked."""
     return (_reader(module, name) for module, name in _BUILTIN)
 
 
 def read_index(source: Source, format: str | None = None) -> Index:
-    """Return the index of a checkpoint from the first reader that recognises it, or from the reader named ``format``.
+    """Index a checkpoint with the first reader that recognises it, or the one of that name.
 
-    Raises FormatError if there is no such reader, the readers' own errors for damage and missing files, and
-    CorruptError, with the cause, for any other exception of a reader.
+    Raises FormatError if there is none; the readers' own errors for damage and missing files; CorruptError, with the
+    cause, for whatever else a reader raises.
     """
     if format is not None:
         for reader in readers():
@@ -79,16 +79,13 @@ def read_index(source: Source, format: str | None = None) -> Index:
 
 
 def readers() -> tuple[Reader, ...]:
-    """Return all readers in the order of trial: the built-in ones, then those of other packages."""
+    """All readers in the order in which they are asked: those of lazyckpt, then those of other packages."""
     return (*builtin(), *_installed())
 
 
 def recognising(source: Source) -> Reader | None:
-    """Return the first reader that recognises a source; None if there is none.
-
-    Raises CorruptError, with the cause, for any exception of a reader that is not an error of lazyckpt or the file
-    system.
-    """
+    """The first reader that recognises it. Raises CorruptError, with the cause, for whatever a reader raises that is no
+    error of lazyckpt or of the file system."""
     if "reader" not in source.known:
         source.known["reader"] = _recognising(source)
     found: Reader | None = source.known["reader"]
@@ -100,7 +97,7 @@ def _recognising(source: Source) -> Reader | None:
         for reader in builtin():
             if reader.recognises(source):
                 return reader
-    for reader in _installed():  # last, because looking up entry points takes as long as opening a checkpoint
+    for reader in _installed():  # to find out what is installed takes as long as opening a checkpoint
         with decoding(source.where, f"reader {reader.name!r}"):
             if reader.recognises(source):
                 return reader
@@ -108,10 +105,8 @@ def _recognising(source: Source) -> Reader | None:
 
 
 def _read_as(reader: Reader, source: Source) -> Index:
-    """Return the index from a reader that the user named.
-
-    Raises FormatError if it finds nothing and another reader recognises the source.
-    """
+    """The index by a reader that was named. Where it finds nothing and another reader recognises the source, raise
+    FormatError."""
     index, error = None, None
     try:
         index = _read(reader, source)
@@ -120,7 +115,7 @@ def _read_as(reader: Reader, source: Source) -> Index:
     except LazyckptError as e:
         error = e
     other = None
-    with suppress(LazyckptError, OSError):  # the result of the named reader stands
+    with suppress(LazyckptError, OSError):  # then what `reader` has found counts
         other = recognising(source)
     if other is not None and other.name != reader.name:
         raise FormatError(
@@ -145,7 +140,7 @@ def _read(reader: Reader, source: Source) -> Index:
 
 
 def _deferring(reader: Reader, source: Source) -> Index:
-    """Return the index from a reader, which may defer the check of zip headers to the reads of their records."""
+    """The index by a reader, which may leave headers of zips to be checked when they are read."""
     store = source.store
     if not isinstance(store, LocalStore | RemoteStore):
         return reader.read(source)
@@ -158,7 +153,7 @@ def _deferring(reader: Reader, source: Source) -> Index:
 
 
 def _with_unused(index: Index, rules: Mapping[str, Any]) -> Index:
-    """Return the index with a problem for every rule of the user that matches no tensor: probably a typing error."""
+    """With a problem for every rule of the user that no tensor's name matches: it is a slip, and has no other sign."""
     names = {*index.ruled, *(name for state in index.states.values() for name in state)} if rules else ()
     unused = [
         Problem(
@@ -183,15 +178,13 @@ def _installed() -> tuple[Reader, ...]:
 
 
 def is_checkpoint_file(name: str) -> bool:
-    """Return whether a file's name has an ending of checkpoint files."""
+    """Whether a file's name ends as checkpoints' names do."""
     return name.lower().endswith(_FILES)
 
 
 def checkpoints_in(source: Source) -> list[str]:
-    """Return the names in a folder that can be opened.
-
-    These are files with endings of checkpoints, folders that a reader recognises, and folders of checkpoints.
-    """
+    """Names in a folder that can be opened: files by their endings, folders that a reader recognises or that have such
+    folders in them."""
     files = sorted(
         (n for n, e in source.entries.items() if not e.is_dir and is_checkpoint_file(n) and n[0] != "."), key=natural
     )
@@ -199,7 +192,7 @@ def checkpoints_in(source: Source) -> list[str]:
 
 
 def only_checkpoint(source: Source) -> str | None:
-    """Return the only name in a folder that can be opened; None if there are none or several."""
+    """The name in a folder that can be opened, if there is just one."""
     found = checkpoints_in(source)
     folders = _folders(source)
     if len(found) != 1 or len(folders) < sum(entry.is_dir for entry in source.entries.values()):
@@ -208,17 +201,15 @@ def only_checkpoint(source: Source) -> str | None:
 
 
 def _folders(source: Source) -> dict[str, str]:
-    """Return subfolder -> the name of the reader that recognises it, `_RUN` if it holds checkpoints, else "".
-
-    If there are many subfolders, only the first ones are inspected.
-    """
+    """Folders in a folder -> the name of the reader that recognises it, `_RUN` if it has checkpoints in it, else "". Of
+    many folders the first ones only."""
     found: dict[str, str] = {}
     below = 0
     for name in sorted((n for n, e in source.entries.items() if e.is_dir), key=natural)[:_LOOKED]:
         if below > _BELOW:
             break
         found[name] = ""
-        with suppress(LazyckptError, OSError):  # an unreadable folder is not offered
+        with suppress(LazyckptError, OSError):  # it cannot be looked into: nothing to offer
             sub = Source(source.store.below(name))
             if sub.entries == source.entries:  # a link to the folder itself
                 continue
@@ -232,7 +223,7 @@ def _folders(source: Source) -> dict[str, str]:
 
 
 def unknown(source: Source) -> str:
-    """Return the error message that no reader recognises a source, with what there is instead."""
+    """That no reader knows it, and what there is, for an error."""
     if source.path:
         found = f"it begins with {source.head[:8]!r}" if source.size else "it is empty (0 bytes)"
     elif source.entries:

@@ -1,9 +1,9 @@
-"""Folders with a file for each tensor-parallel rank: Meta's Llama, and any others for which the user passes rules.
+"""Folders with a file for each tensor-parallel rank: Meta's Llama, and any other when the user gives the rules.
 
 Llama: ``consolidated.00.pth``, ... and params.json. Meta's llama/model.py cuts with fairscale (ColumnParallelLinear:
 wq, wk, wv, w1, w3 and output along dimension 0; RowParallelLinear: wo and w2 along 1; norms are on every rank). The
-embedding is cut along 1 (ParallelEmbedding, Llama 1 and 2) or 0 (VocabParallelEmbedding, Llama 3), depending on
-params.json's ``dim``. If there are more ranks than key-value heads, several ranks hold the same heads.
+embedding is cut along 1 (ParallelEmbedding, Llama 1 and 2) or 0 (VocabParallelEmbedding, Llama 3); params.json's
+``dim`` tells which. With more ranks than key-value heads these are on several ranks.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _read_files(source: Source) -> Index:
 
 
 def _numbered(source: Source) -> list[list[str]]:
-    """Return the groups of files whose names differ only in the last number, sorted by it."""
+    """Files whose names differ in one number, in its order."""
     names = sorted((n for n, e in source.entries.items() if n.endswith(_KINDS) and not e.is_dir), key=natural)
     found = []
     for _, group in groupby(sorted(names, key=_stem), key=_stem):
@@ -82,10 +82,8 @@ def _stem(name: str) -> str:
 
 
 def _merged(format: str, store: Store, paths: Sequence[str], sources: Sequence[RuleSource]) -> Index:
-    """Return the index of the ranks' files, given in rank order, merged by the rules.
-
-    If no file can be read, raises the error of the first one.
-    """
+    """The shards of the ranks, in this order, put together by the rules. Raises what reading raises if no file can be
+    read."""
     ranks: list[Index | None] = []
     problems: list[Problem] = []
     errors: list[LazyckptError] = []
@@ -145,7 +143,7 @@ def _of_rank(store: Store, path: str) -> Index:
 def _tensor(
     name: str, held: Mapping[int, TensorSpec | None], ranks: int, merging: Merging, problems: list[Problem]
 ) -> TensorSpec:
-    """Return one tensor from its shards. ``held`` has an entry for each readable rank, None without such a tensor."""
+    """One tensor from its shards. ``held``: of each rank whose file can be read, None where that has no such tensor."""
     specs = {rank: spec for rank, spec in held.items() if spec is not None}
     first = specs[min(specs)]
     if len(specs) < len(held):
@@ -166,7 +164,7 @@ def _tensor(
 
 
 def _absent(paths: Sequence[str], name: str, rank: int, like: Shard) -> Shard:
-    """Return the shard of a rank whose file cannot be read."""
+    """The shard of a rank whose file cannot be read."""
     hole = Hole(paths[rank], f"{paths[rank]} cannot be read: the shard of tensor-parallel rank {rank} is lost")
     return missing(hole, like.shape, like.dtype, Rank(tp=rank))
 
@@ -178,11 +176,8 @@ def _is_llama(source: Source) -> bool:
 
 
 def _is_numbered(source: Source) -> bool:
-    """Return whether a folder has numbered files and the user has passed rules to merge them.
-
-    Rules for flat parameters do not count: other readers use them. A folder with an index file belongs to other
-    readers.
-    """
+    """Only with rules of the user (of flat parameters there are other readers), and where no index says what the files
+    are."""
     merging = any(not is_flat_rule(rule) for rule in source.rules.values())
     if source.path or not merging or any(".index." in n for n in source.entries):
         return False
