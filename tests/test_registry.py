@@ -152,7 +152,7 @@ def test_a_folder_one_level_too_high_names_what_can_be_opened(tmp_path: Path) ->
 
 
 def test_a_tag_is_text(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="tag=5: the name of a checkpoint is required"):
+    with pytest.raises(TypeError, match="tag=5: the name of a checkpoint is due"):
         lazyckpt.open(tmp_path, tag=5)  # type: ignore[arg-type]
 
 

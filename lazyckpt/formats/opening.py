@@ -99,9 +99,9 @@ def opened(
     """Return the store and the index for `lazyckpt.open`; for a run's folder, those of the newest complete checkpoint
     or of ``tag``."""
     if not (tag is None or isinstance(tag, str)):
-        raise TypeError(f"tag={tag!r}: the name of a checkpoint is required, as text, such as 'checkpoint-500'")
+        raise TypeError(f"tag={tag!r}: the name of a checkpoint is due, a text such as 'checkpoint-500'")
     if not (rules is None or (isinstance(rules, Mapping) and all(isinstance(glob, str) for glob in rules))):
-        raise TypeError("rules: pass a table of globs and merge rules")
+        raise TypeError("rules: a table of globs and merge rules is needed")
     store: Store
     url = os.fsdecode(path)
     store, name = split_url(url, storage_options) if is_url(url) else split(url)

@@ -146,12 +146,12 @@ def cut(
     rule, evidence = found
     step = degree * multiple
     padded = (-(-whole[0] // step) * step, *whole[1:]) if pattern("model.vocabulary").search(name) else whole
-    said = ""
+    reason = ""
     for shapes in _candidates(whole, padded, degree, widths):
         try:
             merge = rule(shapes)
         except ValueError as e:
-            said = f": {e}"
+            reason = f": {e}"
             continue
         if merge.shape in (whole, padded):
             placement = _cropped(merge.placements[index], whole)
@@ -160,7 +160,7 @@ def cut(
             more = padded[0] - whole[0] if shapes[index][0] * degree == padded[0] else 0
             note = f", {more:,} rows of padding behind the last" if more else ""
             return placement, f"shard {index} of {degree}: {merge.rule}{note}; known from {evidence}"
-    raise ValueError(f"{name!r} of shape {whole} cannot be cut evenly over {degree} ranks ({evidence}){said}")
+    raise ValueError(f"{name!r} of shape {whole} cannot be cut evenly over {degree} ranks ({evidence}){reason}")
 
 
 def _candidates(

@@ -121,7 +121,7 @@ class _Sharding:
                     for local in here:
                         states[state][local], placed[state][local] = self._spec(local, spec, one)
         if self.unknown:
-            raise FormatError(self._untold())
+            raise FormatError(self._message())
         problems = list(self.source.problems)
         if self.stages.every:
             names = list(self.stages.every)
@@ -136,7 +136,7 @@ class _Sharding:
             layout=Layout(self.mesh, self.rank, self.source, self.plan.rules, placed),
         )
 
-    def _untold(self) -> str:
+    def _message(self) -> str:
         listed = some(f"{name!r} of shape {shape}" for name, shape in self.unknown.items())
         return (
             f"tp={self.mesh.tp}: nothing tells how {listed} {'is' if len(self.unknown) == 1 else 'are'} cut over "
@@ -228,13 +228,13 @@ class _Sharding:
         Raises ValueError if the tensor cannot be cut.
         """
         degree, index = self.mesh.tp, self.rank.tp
-        said = self.plan.rule_of[0].find(name) is not None  # by the user
-        stored = regrouped(spec, degree, index, self.plan.heads) if not said and not is_stack(name) else None
+        by_user = self.plan.rule_of[0].find(name) is not None
+        stored = regrouped(spec, degree, index, self.plan.heads) if not by_user and not is_stack(name) else None
         if stored is not None:
             return stored
         rule = self.plan.rule(name)
         widths = next((widths for match, widths in self.plan.widths if match(name)), None)
-        heads = None if said else self.plan.heads
+        heads = None if by_user else self.plan.heads
         return None if rule is None else cut(name, shape, rule, degree, index, self.plan.multiple, heads, widths)
 
     def _spec(self, local: str, whole: TensorSpec, found: Known) -> tuple[TensorSpec, Placed]:

@@ -54,7 +54,7 @@ def read_series(
     folder = _Folder(source, found, problems)
     for series in folder.series:
         folder.read(series)
-    folder.tell_missing()
+    folder.report_missing()
     if folder.broken and not folder.files and not more:
         raise next(iter(folder.broken.values()))
     collected = folder.collected
@@ -236,7 +236,7 @@ class _Folder:
             for rank in left:
                 del series.files[rank]
 
-    def tell_missing(self) -> None:
+    def report_missing(self) -> None:
         """Add problems for files that are missing or cannot be read."""
         for series in self.series:
             check_ranks(self.store.root, series.world or 0, len(series.files))

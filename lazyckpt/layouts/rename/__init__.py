@@ -1,1 +1,1 @@
-"""Names of one family of models for those of another."""
+"""Renaming tensors from one model family's names to another's."""

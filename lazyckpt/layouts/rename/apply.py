@@ -64,7 +64,7 @@ def hugging_face(specs: Mapping[str, TensorSpec], args: Mapping[str, Any], heads
         return "llama"
     if "embedding.position_embeddings." in text:
         return "gpt2"
-    many = heads is None or heads.queries == heads.groups  # (GPT-NeoX has no groups)
+    many = heads is None or heads.queries == heads.groups  # GPT-NeoX has no groups
     return "gpt_neox" if many and ".mlp.experts." not in text and "decoder.final_layernorm.bias" in text else "nemotron"
 
 

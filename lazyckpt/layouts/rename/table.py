@@ -17,7 +17,7 @@ from ..tables import read_toml
 Cut = Literal["", "qkv", "halves"]
 _FIELD = re.compile(r"\{([a-z]+)\}")
 _KEYS = {"into", "cut", "transpose"}
-_CUTS: dict[str, tuple[int, ...]] = {"": (1,), "qkv": (1, 3), "halves": (1, 2)}  # into how many names
+_CUTS: dict[str, tuple[int, ...]] = {"": (1,), "qkv": (1, 3), "halves": (1, 2)}  # cut -> possible numbers of names
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def read_table(path: str) -> dict[str, Any]:
         found = json.loads(text) if kind == "JSON" else tomllib.loads(text)
     except FileNotFoundError:
         raise MissingFileError(f"{path}: no such file (it should hold a table of names)") from None
-    except (ValueError, RecursionError) as e:  # no such syntax, or no UTF-8
+    except (ValueError, RecursionError) as e:  # invalid syntax, or not UTF-8
         raise FormatError(f"{path} is no {kind}: {e}") from None
     if not isinstance(found, dict) or not found:
         raise FormatError(f'{path} holds no table of names: NAME = "OTHER NAME"')
