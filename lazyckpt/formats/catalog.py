@@ -136,7 +136,7 @@ def _newest(source: Source, saves: list[Save], read: Callable[[Source], Index]) 
 
 
 def _saves(entries: Mapping[str, Entry]) -> list[Save]:
-    """The checkpoints that are named by their step, epoch or number."""
+    """Return the checkpoints that are named by their step, epoch or number."""
     return [save for name, entry in entries.items() if (save := _save(name, entry))]
 
 
@@ -204,7 +204,7 @@ def _sub(source: Source, name: str, is_dir: bool) -> Source:
     return Source(source.store, name, rules=source.rules)
 
 
-# -- The checkpoints that a run's folder holds, and the step of each.
+# -- The checkpoints in a run's folder, and the step of each.
 
 OPENERS = 8  # checkpoints opened at the same time: opening mostly waits for a disk or a network
 _SURE = re.compile(
@@ -299,7 +299,7 @@ def _find_steps(store: Store, folder: str, listings: tuple[Mapping[str, Entry], 
     here = any(name in entries for name in _WEIGHTS)
     groups = any(name in entries for name in ROOTS)  # folders of a zarr hierarchy are checkpoints only by their names
     candidates = [name for name, entry in entries.items() if not entry.is_dir and name.endswith(_FILES)]
-    single = not here and not (candidates and _is_one(store, folder))  # files are checkpoints of their own
+    single = not here and not (candidates and _is_one(store, folder))  # each file is a checkpoint
     if here:
         yield Found(folder, None, False, True, numbered=False, here=True)
     for name, entry in entries.items():
@@ -313,7 +313,7 @@ def _find_steps(store: Store, folder: str, listings: tuple[Mapping[str, Entry], 
                 yield from _inside(store, path, name, listings)
         elif single and name in candidates and not _SHARD.fullmatch(name) and entry.info.size:
             if name.endswith(_ZIP) and _recognised(Source(store, path)) is None:
-                continue  # any zip
+                continue  # a zip of something else
             found = _found(path, name.rpartition(".")[0], False)
             if found.number is not None or not found.side:
                 yield found
@@ -322,7 +322,7 @@ def _find_steps(store: Store, folder: str, listings: tuple[Mapping[str, Entry], 
 def _inside(store: Store, path: str, name: str, above: tuple[Mapping[str, Entry], ...]) -> Iterator[Found]:
     """Yield the checkpoints of a folder that may be a checkpoint or contain checkpoints."""
     entries = store.list(path)
-    if entries in above:  # a link back to a folder that this one lies in
+    if entries in above:  # a link to a parent folder
         return
     if any(e.is_dir and _FOLDER.fullmatch(n) for n, e in entries.items()):
         yield from _find_steps(store, path, (*above, entries))

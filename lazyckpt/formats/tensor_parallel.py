@@ -164,7 +164,7 @@ def _tensor(
 
 
 def _absent(paths: Sequence[str], name: str, rank: int, like: Shard) -> Shard:
-    """The shard of a rank whose file cannot be read."""
+    """Return the shard of a rank whose file cannot be read."""
     hole = Hole(paths[rank], f"{paths[rank]} cannot be read: the shard of tensor-parallel rank {rank} is lost")
     return missing(hole, like.shape, like.dtype, Rank(tp=rank))
 
