@@ -1,4 +1,4 @@
-"""What `import lazyckpt` costs beside `import torch`, which it needs: each in a fresh process, files in the cache."""
+"""What `import lazyckpt` costs beside `import torch`, which it imports on first use: each in a fresh process."""
 
 from __future__ import annotations
 
