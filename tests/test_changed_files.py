@@ -113,7 +113,7 @@ class Served:
 
         self.key: str | None = None
         self.httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.httpd.serve_forever, daemon=True).start()
+        threading.Thread(target=self.httpd.serve_forever, args=(0.01,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self.httpd.server_address[1]}/x.safetensors"
 
     def put(self, data: bytes) -> None:

@@ -26,16 +26,9 @@ LOSING = (
 )  # fmt: skip
 
 
-def _linked(source: Path, target: Path) -> Path:
-    """The same files, by hard links: to take one away, or to replace it, touches nobody else's."""
-    for path in source.rglob("*"):
-        there = target / path.relative_to(source)
-        if path.is_dir():
-            there.mkdir(parents=True, exist_ok=True)
-        else:
-            there.parent.mkdir(parents=True, exist_ok=True)
-            os.link(path, there)
-    return target
+def _copy(source: Path, target: Path) -> Path:
+    """Return a copy. No hard links: linking changes the ctime of files that other processes have opened."""
+    return Path(shutil.copytree(source, target, copy_function=shutil.copyfile))
 
 
 def _tag(folder: Path) -> Path:
@@ -56,7 +49,7 @@ def _victims(case: Case) -> Iterator[Path]:
 
 
 def _damaged(case: Case, folder: Path, victim: Path, damage: str) -> Path:
-    copy = _linked(case.path, folder)
+    copy = _copy(case.path, folder)
     data = (copy / victim).read_bytes()
     (copy / victim).unlink()
     if damage == "half":
@@ -118,7 +111,7 @@ def test_one_lost_file(kinds: dict[str, Case], tmp_path: Path, name: str, damage
 
 
 def _copied(folder: Path, old: str, new: str) -> str:
-    os.link(_tag(folder) / old, _tag(folder) / new)
+    shutil.copyfile(_tag(folder) / old, _tag(folder) / new)
     return new
 
 
@@ -177,7 +170,7 @@ EXTRA: dict[str, tuple[str, Callable[[Path], str]]] = {
 def test_one_file_left_over(kinds: dict[str, Case], tmp_path: Path, what: str) -> None:
     name, add = EXTRA[what]
     case = kinds[name]
-    copy = _linked(case.path, tmp_path / "copy")
+    copy = _copy(case.path, tmp_path / "copy")
     before = lazyckpt.open(case.path)
     added = add(copy)
     view = lazyckpt.open(copy)
@@ -203,8 +196,8 @@ MIXED = {
 def test_a_file_of_another_save(kinds: dict[str, Case], tmp_path: Path, what: str) -> None:
     name, donor, file = MIXED[what]
     case = kinds[name]
-    copy = _linked(case.path, tmp_path / "copy")
-    os.link(_tag(kinds[donor].path) / file, _tag(copy) / file)
+    copy = _copy(case.path, tmp_path / "copy")
+    shutil.copyfile(_tag(kinds[donor].path) / file, _tag(copy) / file)
     before, view = lazyckpt.open(case.path), lazyckpt.open(copy)
     (line,) = [line for line in view.problems if line not in before.problems]
     assert line.startswith(f"{_tag(copy).name}/{file} belongs to another save under the same tag")
@@ -225,8 +218,8 @@ def test_of_two_whole_saves_the_later_one_is_read(kinds: dict[str, Case], tmp_pa
 
 def test_a_folder_left_over_in_a_universal_checkpoint(kinds: dict[str, Case], tmp_path: Path) -> None:
     case = kinds["zero1.universal"]
-    copy = _linked(case.path, tmp_path / "copy")
-    _linked(_tag(copy) / "zero" / "embed.weight", _tag(copy) / "zero" / "old.weight")
+    copy = _copy(case.path, tmp_path / "copy")
+    _copy(_tag(copy) / "zero" / "embed.weight", _tag(copy) / "zero" / "old.weight")
     view = lazyckpt.open(copy)
     assert any("old.weight" in line for line in view.problems)
     assert _wrong(case, view, "no file", False) == ([], 0)
@@ -234,7 +227,7 @@ def test_a_folder_left_over_in_a_universal_checkpoint(kinds: dict[str, Case], tm
 
 def test_a_folder_lost_from_a_universal_checkpoint(kinds: dict[str, Case], tmp_path: Path) -> None:
     case = kinds["zero1.universal"]
-    copy = _linked(case.path, tmp_path / "copy")
+    copy = _copy(case.path, tmp_path / "copy")
     for path in (_tag(copy) / "zero" / "embed.weight").iterdir():
         path.unlink()
     (_tag(copy) / "zero" / "embed.weight").rmdir()

@@ -76,7 +76,7 @@ def server(tmp_path: Path) -> Iterator[tuple[str, list[tuple[int, int]]]]:
     asked: list[tuple[int, int]] = []
     handler = type("Handler", (Ranges,), {"folder": tmp_path, "asked": asked})
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    threading.Thread(target=httpd.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{httpd.server_address[1]}", asked
     httpd.shutdown()
 
@@ -171,7 +171,7 @@ def test_server_without_ranges_is_refused_before_it_sends_everything(tmp_path: P
     with (tmp_path / "model.safetensors").open("wb") as f:
         f.truncate(1 << 30)
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), partial(Whole, directory=str(tmp_path)))
-    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    threading.Thread(target=httpd.serve_forever, args=(0.01,), daemon=True).start()
     url = f"http://127.0.0.1:{httpd.server_address[1]}"
     with pytest.raises(lazyckpt.FormatError, match=r"model.safetensors: the server does not serve parts of files"):
         lazyckpt.open(f"{url}/model.safetensors")
@@ -207,7 +207,7 @@ def test_options_from_the_environment(tmp_path: Path, monkeypatch: pytest.Monkey
                 self.send_error(403)
 
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), Guarded)
-    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    threading.Thread(target=httpd.serve_forever, args=(0.01,), daemon=True).start()
     url = f"http://127.0.0.1:{httpd.server_address[1]}/model.pt"
     refused = CliRunner().invoke(cli.app, ["ls", url])
     assert refused.exit_code == 2 and "403" in refused.stderr and refused.stderr.count("\n") == 1
