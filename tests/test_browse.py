@@ -412,6 +412,7 @@ def test_states(files: Path, size: tuple[int, int]) -> None:
     drive(path, do, size)
 
 
+@pytest.mark.slow
 def test_copying_the_line(files: Path) -> None:
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
         await go_to(app, pilot, "model.norm.weight")
@@ -549,6 +550,7 @@ def test_small_terminals(files: Path, size: tuple[int, int]) -> None:
     drive(files / "model", do, size)
 
 
+@pytest.mark.slow
 def test_ten_lines_are_enough_to_see_values(files: Path) -> None:
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
         await press(app, pilot, "down", "v")

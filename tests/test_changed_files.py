@@ -160,6 +160,7 @@ def test_a_file_of_a_web_server_that_was_replaced(served: Served, tmp_path: Path
     assert torch.equal(lazyckpt.open(served.url)["w"][1], torch.full((1100,), 7, dtype=torch.int32))
 
 
+@pytest.mark.slow
 def test_a_file_that_is_replaced_between_two_requests_of_one_read(served: Served, tmp_path: Path) -> None:
     big = torch.arange(6 << 20, dtype=torch.int32)  # 24 MiB: three requests
     served.put(stored(tmp_path / "big", big))

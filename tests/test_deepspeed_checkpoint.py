@@ -249,6 +249,7 @@ def test_more_ranks_get_pieces_of_the_shards(cases: dict[str, Case]) -> None:
         assert ours.get_2d_parallel_files(tp, 1) == [ours.mp_rank_files[2 + tp // 2]]
 
 
+@pytest.mark.slow
 def test_half_as_many_ranks_get_two_neighbours_each(cases: dict[str, Case]) -> None:
     case = cases["megatron_tp4"]
     wholes = case.truth["weights"]
@@ -415,6 +416,7 @@ def test_padding_of_bf16_optimizer_comes_off_all_states(cases: dict[str, Case]) 
     assert ours.get_zero_checkpoint_state(0, 0, 2)["optimizer_state_dict"]["group_paddings"] == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_stages_of_partitions_joined(cases: dict[str, Case]) -> None:
     case = cases["pipe_zero1_dp2"]
     ours = DeepSpeedCheckpoint(tag(case), pp_degree=1, dp_degree=1)

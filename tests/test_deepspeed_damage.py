@@ -194,6 +194,7 @@ def _as_mics(folder: Path, shard_size: int, count: bool = True) -> None:
         torch.save(saved, path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero3_bf16_dp2", "zero3_fp32_dp3", "zero3_sub_groups"])
 @pytest.mark.parametrize("count", [True, False])
 def test_mics(copied: Callable[[str], tuple[Case, Path]], name: str, count: bool) -> None:

@@ -243,6 +243,7 @@ def test_modules_that_torch_wraps(saved: tuple[Path, dict[str, torch.Tensor]]) -
         same(tensor, truth[name], name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped_when_saved", [False, True])
 def test_modules_of_data_parallelism(saved: tuple[Path, dict[str, torch.Tensor]], wrapped_when_saved: bool) -> None:
     """Their names begin with ``module.``; a view's do not, whether they did when they were saved or not."""

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 import lazyckpt
 from lazyckpt import LazyTensor
+from lazyckpt.io import system
 from lazyckpt.testing.oracle import indexed, same
 
 from . import processes
@@ -123,6 +124,7 @@ def test_the_whole_reads_every_page_once_and_no_more(big: Path, matrix: torch.Te
     assert pages <= resident(big) <= pages * 1.05 + 2
 
 
+@pytest.mark.skipif(system.PORTABLE, reason="read-ahead cannot be turned off")
 @pytest.mark.parametrize("count", [1, 2000])
 def test_opening_a_gigabyte_touches_less_than_a_hundredth(tmp_path: Path, count: int) -> None:
     path = tmp_path / "sparse.pt"
@@ -312,6 +314,7 @@ def test_links_are_followed(tmp_path: Path) -> None:
         assert lazyckpt.open(path)["w"].tolist() == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_a_forked_child_reads_too(tmp_path: Path) -> None:
     """As data loaders do: the parent has read with threads, which a fork does not copy."""
     whole = torch.arange(6 << 20, dtype=torch.int32).view(6, -1)

@@ -78,6 +78,7 @@ def test_each_file_is_looked_at_once_and_no_data_is(rank_cases: dict[str, Case],
     assert counts.paths == {"model_world_size_3_rank_0.pt"}
 
 
+@pytest.mark.slow
 def test_stored_has_each_rank_s_own(rank_cases: dict[str, Case]) -> None:
     view = lazyckpt.open(rank_cases["accelerate_sharded"].path)
     names = [n for n in view.stored if n.startswith("pytorch_model_fsdp_0_rank1.bin/emb.weight")]

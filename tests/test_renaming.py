@@ -195,6 +195,7 @@ def of_megatron(tmp_path: Path, more: dict[str, torch.Tensor], **args: Any) -> l
     return lazyckpt.open(tmp_path)
 
 
+@pytest.mark.slow
 def test_experts_as_transformer_engine_and_grouped_matrices_have_them(tmp_path: Path) -> None:
     """``linear_fc1.weight3`` of TEGroupedMLP; ``weight1`` of GroupedMLP is all experts' [in, out]."""
     mlp = "decoder.layers.0.mlp."

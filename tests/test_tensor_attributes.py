@@ -215,6 +215,7 @@ def test_a_tensor_may_be_its_own_attribute(tmp_path: Path) -> None:
     assert {"w", "w.me", "w.other"} <= set(view.stored)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", (False, True))
 def test_attributes_cost_no_more_than_the_file_is_long(tmp_path: Path, shared: bool) -> None:
     """A chain of tensors that are each an attribute of the one before; thousands that have the same attributes."""

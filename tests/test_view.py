@@ -308,6 +308,7 @@ def test_a_large_view_prints_few_lines(tmp_path: Path) -> None:
     assert len(view.tree().splitlines()) > 1600
 
 
+@pytest.mark.slow
 def test_it_travels_to_another_process(view: CheckpointView, truth: dict[str, torch.Tensor], tmp_path: Path) -> None:
     parts = {
         "tensor": view["layers.1.mlp.up.weight"],

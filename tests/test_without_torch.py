@@ -79,6 +79,7 @@ def test_describing_a_zarr_hierarchy(torch_cases: dict[str, Case], tmp_path: Pat
     assert "elements" in without_torch(_LOOK, str(tmp_path / "x.zarr"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("args", [["--help"], ["--version"], ["formats"], ["ls", "--help"], ["info", "--help"]])
 def test_the_command_line_itself(args: list[str]) -> None:
     code = f"import sys; sys.modules['torch'] = None; from lazyckpt.cli import app; app({args!r})"

@@ -295,6 +295,7 @@ def test_hostile_json_is_one_clear_error(told: Any) -> None:
         decode(told)
 
 
+@pytest.mark.slow
 def test_deep_and_huge_objects_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     deep: Any = []
     told: Any = {}

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from itertools import product
-from multiprocessing import get_context
+from multiprocessing import get_all_start_methods, get_context
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +176,7 @@ def _executor(workers: int | None) -> Iterator[Executor | None]:
         yield None
         return
     ignored = signal.SIGINT, signal.SIG_IGN
-    context = get_context("forkserver")
+    context = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
     with ProcessPoolExecutor(workers, context, initializer=signal.signal, initargs=ignored) as executor:
         yield executor
 

@@ -68,9 +68,6 @@ TRACKER = "latest_checkpointed_iteration.txt"
 _VERSION = 3.0  # checkpoint_version in which rows of fused q, k and v are ordered by group
 _HEAD = "output_layer.weight"
 _HEAD_MODULE = "output_layer"  # the last stage has it even if its matrix is tied
-_NAME = re.compile(r"(embedding|decoder\.layers\.\d+|decoder\.final_\w+|output_layer|mtp)\.")
-_LINEAR = re.compile(r"(.*\.linear_\w+|output_layer)\.(?:weight|bias)\d*")
-_GROUPED = re.compile(r"(\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)$")
 _RANK_FOLDER = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _BEHIND = (1 << 30,)  # sorts after all others
@@ -209,7 +206,7 @@ def _model(view: View, mesh: Mesh, lost: Lost) -> _Model:
 
 
 def _check(view: View, tensors: Mapping[str, LazyArray], mesh: Mesh) -> None:
-    strange = [name for name in tensors if _NAME.match(name) is None]
+    strange = [name for name in tensors if pattern("megatron.model").search(name) is None]
     if not tensors:
         raise DataError("there is no tensor in this view")
     if len(strange) == len(tensors):
@@ -291,7 +288,7 @@ def _place(name: str) -> tuple[int, ...] | None:
         name = f"{name[: -len('.weight1')]}.linear_fc{which}.weight"
     if is_buffer(name):
         name = f"{name.rpartition('.')[0]}.bias"
-    return sort_key(_GROUPED.sub(r"\1.\2", name))
+    return sort_key(pattern("megatron.grouped_expert").sub(r"\1.\2", name))
 
 
 def _extra(view: View, weights: Mapping[str, TensorSpec]) -> frozenset[str]:
@@ -299,7 +296,7 @@ def _extra(view: View, weights: Mapping[str, TensorSpec]) -> frozenset[str]:
     model = view.meta.get("model")
     theirs = [key for key in model if isinstance(key, str)] if isinstance(model, Mapping) else []
     found = {key.removesuffix("._extra_state") for key in theirs if key.endswith("._extra_state")}
-    linear = {match[1] for match in map(_LINEAR.fullmatch, weights) if match is not None}
+    linear = {match[1] for match in map(pattern("megatron.linear").fullmatch, weights) if match is not None}
     return frozenset(_NUMBER.sub("0", f"{module}.") for module in found | linear | {_HEAD_MODULE})
 
 

@@ -11,9 +11,9 @@ import os
 
 from ..core.dtypes import dtype_of
 from ..errors import DataError
+from ..io.system import write_at
 from ..jobs.places import Target
 from ..jobs.plan import Layout, Placed
-from ..jobs.write import write_at
 from .files import Aliases, FileFormat, Tensors, file_writer
 
 _LONGEST = 100_000_000  # maximum bytes of a header (safetensors/src/tensor.rs MAX_HEADER_SIZE)

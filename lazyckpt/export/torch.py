@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..core.box import Shape, c_strides, tiles
 from ..core.dtypes import bits_of
 from ..errors import DataError
+from ..io.system import read_at, write_at
 from ..jobs.places import Target
 from ..jobs.plan import Layout, Placed, Writable
-from ..jobs.write import write_at
 from ..lazy import LazyArray
 from .files import Aliases, FileFormat, Tensors, file_writer
 
@@ -68,7 +68,7 @@ def layout_of(target: Target, value: Any) -> Layout:
         try:
             for at, info in zip(begins, held, strict=True):
                 end = at + info.file_size
-                if os.pread(fd, 4, end) == _DESCRIPTOR:
+                if read_at(fd, 4, end) == _DESCRIPTOR:
                     write_at(fd, struct.pack("<I", checksums[info.filename]), end + 4)
             _patch_directory(fd, directory, infos, checksums)
         finally:
@@ -128,7 +128,7 @@ def placeholders(tensors: Sequence[Writable]) -> list[torch.Tensor]:
 
 def _data_offset(fd: int, header: int) -> int:
     """Return the offset of a record's data, after its header, name and padding (zip: local file header)."""
-    name, extra = struct.unpack("<HH", os.pread(fd, 4, header + 26))
+    name, extra = struct.unpack("<HH", read_at(fd, 4, header + 26))
     return header + 30 + int(name) + int(extra)
 
 
@@ -137,7 +137,7 @@ def _patch_directory(fd: int, at: int, infos: list[zipfile.ZipInfo], checksums: 
     for info in infos:
         if info.filename in checksums:
             write_at(fd, struct.pack("<I", checksums[info.filename]), at + 16)
-        name, extra, comment = struct.unpack("<HHH", os.pread(fd, 6, at + 28))
+        name, extra, comment = struct.unpack("<HHH", read_at(fd, 6, at + 28))
         at += 46 + int(name) + int(extra) + int(comment)
 
 

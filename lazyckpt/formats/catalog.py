@@ -255,10 +255,10 @@ def find(store: Store) -> list[Found]:
     return list(_find_steps(store, "", (store.list(),)))
 
 
-def told_step(meta: Mapping[str, Any]) -> int | None:
+def recorded_step(meta: Mapping[str, Any]) -> int | None:
     """Return the step in the metadata of a checkpoint; None if there is none.
 
-    >>> told_step({"trainer_state": {"global_step": 500}, "epoch": 3})
+    >>> recorded_step({"trainer_state": {"global_step": 500}, "epoch": 3})
     500
     """
     for table in (meta, *(meta[key] for key in _WITHIN if isinstance(meta.get(key), Mapping))):

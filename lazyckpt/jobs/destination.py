@@ -7,13 +7,11 @@ disk.)
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from ..formats.zarr.tree import ROOTS
 from ..io.pool import each
 from ..io.storage.base import Store
 from ..io.storage.fsspec import is_url
+from ..io.system import alone_in
 from ..lazy import LazyArray
 from .places import LEDGER, PART, PIECE, Bucket, Folder
 from .publish import check_replaceable, reveal
@@ -117,7 +116,7 @@ class Files(Destination):
         if not self.one and not self.place.exists():
             content.become(self.place)
             return
-        with alone(self.path(self.keys[0]).parent):
+        with alone_in(self.path(self.keys[0]).parent):
             there = [key for key in self.keys if content.size(key) is not None]
             if self.index and self.keys[-1] in there:
                 self.path(self.keys[-1]).unlink(missing_ok=True)  # an old index must not refer to new files
@@ -286,18 +285,6 @@ def check_paths(paths: Iterable[Path], sources: set[Path], overwrite: bool) -> N
 
 def _taken(path: Path) -> DestinationError:
     return DestinationError(f"{path} exists already: remove it, choose another place, or pass overwrite=True")
-
-
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Hold a lock while files are renamed in a folder, so that two exports do not mix their shards."""
-    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        with suppress(OSError):  # a file system without locks: users must not run two exports at once
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
 
 
 def check_room(folder: Path, total: int) -> None:

@@ -2,10 +2,8 @@
 
 A staging directory has a predictable name, in a folder where others may be able to write. It is therefore created with
 mode 0700. An existing one is used only if it is a folder and not a link, belongs to the owner of files that this
-process creates there, and is not writable by anybody else. Files below it are accessed through descriptors, without
-following links, so that replacing a name with a link has no effect.
-
-This needs POSIX's `dir_fd` and `O_NOFOLLOW`; the locks of this package need POSIX, too.
+process creates there, and is not writable by anybody else. Files below it are accessed through `Directory`, without
+following links. On POSIX, replacing a name with a link therefore has no effect.
 """
 
 from __future__ import annotations
@@ -21,9 +19,9 @@ from uuid import uuid4
 
 from ..errors import DestinationError
 from ..io.storage.fsspec import is_url
+from ..io.system import Directory, user_id
 
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NOT_OURS = (errno.ELOOP, errno.ENOTDIR)  # errors from opening a link or a file as a folder
 
 
@@ -38,56 +36,53 @@ class Owner(NamedTuple):
         return info.st_uid == self.uid and not info.st_mode & _OTHERS & ~self.others
 
 
-def own_folder(path: Path) -> tuple[int, Owner]:
+def own_folder(path: Path) -> tuple[Directory, Owner]:
     """Open a folder that only its owner can write to, and create it if it is missing. Its parent must exist.
 
-    Returns the descriptor, and the owner for `entered`. Raises DestinationError if the path is a link or a file,
-    belongs to another user, or is writable by others; OSError if the folder cannot be created.
+    Returns the folder, and the owner for `entered`. Raises DestinationError if the path is a link or a file, belongs to
+    another user, or is writable by others; OSError if the folder cannot be created.
     """
-    above = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with Directory(path.parent, follow=True) as above:
         with suppress(FileExistsError):
-            os.mkdir(path.name, 0o700, dir_fd=above)
-        fd = _open(path, above)
+            above.mkdir(path.name, 0o700)
+        folder = _open(path, above)
         try:
-            return fd, _checked(fd, above, path)
+            return folder, _checked(folder, above, path)
         except BaseException:
-            os.close(fd)
+            folder.close()
             raise
-    finally:
-        os.close(above)
 
 
 @contextmanager
-def entered(root: str, owner: Owner | None, below: Sequence[str] = (), make: bool = False) -> Iterator[int]:
-    """Open a folder below ``root``, which must belong to ``owner``, and yield its descriptor. ``make`` creates missing
-    folders below the root. Raises DestinationError, OSError."""
+def entered(root: str, owner: Owner | None, below: Sequence[str] = (), make: bool = False) -> Iterator[Directory]:
+    """Open a folder below ``root``, which must belong to ``owner``, and yield it. ``make`` creates missing folders
+    below the root. Raises DestinationError, OSError."""
     at = opened(root, owner)
     try:
         for name in below:
-            inner = _inner(name, at, make)
-            os.close(at)
+            inner = at.inner(name, make)
+            at.close()
             at = inner
         yield at
     finally:
-        os.close(at)
+        at.close()
 
 
-def opened(root: str, owner: Owner | None) -> int:
-    """Open a folder that must belong to ``owner`` and return its descriptor. Raises DestinationError, OSError."""
+def opened(root: str, owner: Owner | None) -> Directory:
+    """Open a folder that must belong to ``owner``. Raises DestinationError, OSError."""
     if owner is None:
-        return os.open(root, _FOLDER & ~os.O_NOFOLLOW)
-    fd = _open(Path(root))
-    if not owner.accepts(os.fstat(fd)):
-        os.close(fd)
+        return Directory(root, follow=True)
+    folder = _open(Path(root))
+    if not owner.accepts(folder.status()):
+        folder.close()
         raise _refused(Path(root), "it is not the folder that the export began with")
-    return fd
+    return folder
 
 
 def is_own(path: Path) -> bool:
     """Return whether the path is a folder with the owner that new folders of this process beside it have."""
     info = os.stat(path, follow_symlinks=False)
-    return stat.S_ISDIR(info.st_mode) and (info.st_uid == os.geteuid() or info.st_uid == _usual(path.parent).st_uid)
+    return stat.S_ISDIR(info.st_mode) and (info.st_uid == user_id() or info.st_uid == _usual(path.parent).st_uid)
 
 
 def ignores_case(folder: str, name: str) -> bool:
@@ -100,34 +95,32 @@ def usual_mode(path: Path) -> int:
     return stat.S_IMODE(_usual(path, 0o777).st_mode)
 
 
-def _usual(parent: Path | int, mode: int = 0o700) -> os.stat_result:
+def _usual(parent: Path | Directory, mode: int = 0o700) -> os.stat_result:
     """Return the status of a new folder created here with a mode: some file systems do not store owners or modes, or
     assign root's files to the user nobody."""
-    above = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) if isinstance(parent, Path) else parent
+    if isinstance(parent, Path):
+        with Directory(parent, follow=True) as above:
+            return _usual(above, mode)
     name = f".{uuid4().hex}"
+    parent.mkdir(name, mode)
     try:
-        os.mkdir(name, mode, dir_fd=above)
-        try:
-            return os.stat(name, dir_fd=above, follow_symlinks=False)
-        finally:
-            os.rmdir(name, dir_fd=above)
+        return parent.stat(name)
     finally:
-        if above is not parent:
-            os.close(above)
+        parent.rmdir(name)
 
 
-def _open(path: Path, above: int | None = None) -> int:
+def _open(path: Path, above: Directory | None = None) -> Directory:
     try:
-        return os.open(path if above is None else path.name, _FOLDER, dir_fd=above)
+        return Directory(path if above is None else path.name, above)
     except OSError as e:
         if e.errno in _NOT_OURS:
             raise _refused(path, "it is a link or a file") from None
         raise
 
 
-def _checked(fd: int, above: int, path: Path) -> Owner:
-    info = os.fstat(fd)
-    owner = Owner(os.geteuid(), 0)
+def _checked(folder: Directory, above: Directory, path: Path) -> Owner:
+    info = folder.status()
+    owner = Owner(user_id(), 0)
     if owner.accepts(info):
         return owner
     usual = _usual(above)
@@ -136,17 +129,6 @@ def _checked(fd: int, above: int, path: Path) -> Owner:
         theirs = info.st_uid != owner.uid
         raise _refused(path, "it belongs to another user" if theirs else "other users can write to it")
     return owner
-
-
-def _inner(name: str, above: int, make: bool) -> int:
-    try:
-        return os.open(name, _FOLDER, dir_fd=above)
-    except FileNotFoundError:
-        if not make:
-            raise
-    with suppress(FileExistsError):
-        os.mkdir(name, dir_fd=above)
-    return os.open(name, _FOLDER, dir_fd=above)
 
 
 def _refused(path: Path, why: str) -> DestinationError:
@@ -202,7 +184,7 @@ def followed(dest: Path) -> Path:
     if not dest.is_symlink():
         return dest
     owner = os.lstat(dest).st_uid
-    if owner not in (os.geteuid(), 0) and owner != _usual(dest.parent).st_uid:
+    if owner not in (user_id(), 0) and owner != _usual(dest.parent).st_uid:
         raise DestinationError(
             f"{dest} is a link that belongs to another user: if you mean its target, name {os.readlink(dest)}"
         )

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from ..io.system import open_unfollowed
 from .places import LEDGER, Folder, Target
 
 _WHOLE = -1  # the number of files that were written as a whole
@@ -65,7 +66,7 @@ class LedgerState:
 def read_ledger(path: Path) -> LedgerState:
     """Read a ledger; return an empty state if there is none."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = open_unfollowed(path)
     except OSError:
         return LedgerState()
     with os.fdopen(fd, "rb") as file:

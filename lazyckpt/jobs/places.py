@@ -20,6 +20,7 @@ from uuid import uuid4
 from ..errors import DestinationError
 from ..formats.zarr.documents import JOB
 from ..io.storage.fsspec import asking
+from ..io.system import forget, read_at, refuses, rename_directory
 from .guard import Owner, entered, ignores_case, opened
 
 # -- CRC-32, hardware-accelerated where possible, and its combination from the CRC-32s of pieces.
@@ -75,7 +76,7 @@ def _zeros(n: int) -> Matrix:
 
 PART = ".part"  # suffix of a file that is being written
 LEDGER = ".lazyckpt-ledger"  # file that lists finished work, see `ledger`
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 PIECE = 4 << 20  # bytes; a buffer of this size stays in the processor's cache between read and write
 
 
@@ -120,18 +121,15 @@ class Folder:
 
     def open(self, key: str, flags: int) -> int:
         """Open a file and return its descriptor; O_CREAT also creates its folders. Links are not followed."""
-        flags |= os.O_NOFOLLOW | os.O_CLOEXEC
-        root = opened(self.root, self.owner)
-        try:  # nobody else can replace a folder below the root with a link
-            return os.open(f"{self.inside}/{key}" if self.inside else key, flags, 0o666, dir_fd=root)
-        except FileNotFoundError:
-            if not flags & os.O_CREAT:
-                raise
-        finally:
-            os.close(root)
+        with opened(self.root, self.owner) as root:
+            try:  # nobody else can replace a folder below the root with a link
+                return root.open(f"{self.inside}/{key}" if self.inside else key, flags)
+            except FileNotFoundError:
+                if not flags & os.O_CREAT:
+                    raise
         *folders, name = key.split("/")
         with entered(self.root, self.owner, self._parts(folders), make=True) as at:
-            return os.open(name, flags, 0o666, dir_fd=at)
+            return at.open(name, flags)
 
     def put(self, key: str, content: Iterable[bytes | memoryview]) -> int:
         *folders, name = key.split("/")
@@ -139,7 +137,7 @@ class Folder:
         size = checksum = 0
         with entered(self.root, self.owner, self._parts(folders), make=True) as at:
             try:
-                fd = os.open(part, _NEW, 0o666, dir_fd=at)
+                fd = at.open(part, _NEW)
                 try:
                     for piece in content:
                         _write(fd, piece)
@@ -150,10 +148,10 @@ class Folder:
                     os.close(fd)
                 if self.listed:
                     self._list(key, size, checksum)  # before the rename, so that every renamed file has a checksum
-                os.replace(part, name, src_dir_fd=at, dst_dir_fd=at)
+                at.replace(part, name)
             except BaseException:
                 with suppress(OSError):
-                    os.unlink(part, dir_fd=at)
+                    at.unlink(part)
                 raise
         return size
 
@@ -161,7 +159,7 @@ class Folder:
         fd = self.open(key, os.O_RDONLY)
         try:
             data = bytearray()
-            while len(data) < length and (more := os.pread(fd, min(length - len(data), PIECE), offset + len(data))):
+            while len(data) < length and (more := read_at(fd, min(length - len(data), PIECE), offset + len(data))):
                 data += more
             return bytes(data)
         finally:
@@ -180,7 +178,7 @@ class Folder:
         *folders, name = key.split("/")
         try:
             with entered(self.root, self.owner, self._parts(folders)) as at:
-                info = os.stat(name, dir_fd=at, follow_symlinks=False)
+                info = at.stat(name)
         except FileNotFoundError:
             return None
         return info.st_size if stat.S_ISREG(info.st_mode) else None
@@ -189,7 +187,7 @@ class Folder:
         """Remove a file if it exists."""
         *folders, name = key.split("/")
         with suppress(FileNotFoundError), entered(self.root, self.owner, self._parts(folders)) as at:
-            os.unlink(name, dir_fd=at)
+            at.unlink(name)
 
     def make(self) -> None:
         """Create the folder itself below its root."""
@@ -200,33 +198,32 @@ class Folder:
         """Move a file to a path on the same file system, replacing an existing file."""
         *folders, name = key.split("/")
         with entered(self.root, self.owner, self._parts(folders)) as at:
-            os.replace(name, to, src_dir_fd=at)
+            at.move(name, to)
 
     def become(self, to: Path) -> None:
         """Rename the folder itself."""
         if not self.inside:
-            os.rename(self.root, to)
+            rename_directory(self.root, to)
             return
         *folders, name = self._parts(())
         with entered(self.root, self.owner, folders) as at:
-            os.rename(name, to, src_dir_fd=at)
+            at.become(name, to)
 
     def find(self) -> dict[str, int]:
         """Return the sizes of all files in bytes, by key; -1 for everything else, such as links."""
-        found: dict[str, int] = {}
         with entered(self.root, self.owner, self._parts(())) as top:
-            for where, _, files, at in os.fwalk(".", dir_fd=top):
-                for name in files:
-                    info = os.stat(name, dir_fd=at, follow_symlinks=False)
-                    size = info.st_size if stat.S_ISREG(info.st_mode) else -1
-                    found[os.path.normpath(os.path.join(where, name))] = size
-        return found
+            return {key: info.st_size if stat.S_ISREG(info.st_mode) else -1 for key, info in top.files()}
 
     def check_distinct(self, keys: Iterable[str]) -> None:
-        """Raise DestinationError for two keys that are the same file here. A file system that ignores case or Unicode
-        normalization would keep only the last one."""
+        """Raise DestinationError for two keys that are the same file here, and for a key with a name that this system
+        reserves. A file system that ignores case or Unicode normalization would keep only the last file."""
         known: dict[str, str] = {}
         for key in keys:
+            if any(map(refuses, key.split("/"))):
+                raise DestinationError(
+                    f"{key!r:.200}: this system cannot have a file of that name. Write to a single file, or rename "
+                    "tensors (view.rename)"
+                )
             first = known.setdefault(unicodedata.normalize("NFC", key).casefold(), key)
             if first != key and ignores_case(self.root, JOB):
                 raise DestinationError(
@@ -347,10 +344,3 @@ def _write(fd: int, data: bytes | memoryview) -> None:
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(fd, rest) :]
-
-
-def forget(fd: int) -> None:
-    """Flush a file to disk and drop it from the page cache, so that the next read comes from the disk."""
-    os.fsync(fd)
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -12,8 +12,6 @@ readable is written last.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import os
 import shutil
@@ -29,6 +27,7 @@ import torch
 from ..errors import CorruptError, DestinationError, LazyckptError, MissingFileError, WorkerError
 from ..formats.zarr.documents import JOB  # holds the fingerprint
 from ..io.storage.base import Store
+from ..io.system import POSIX, Directory, lock, open_unfollowed, read_at, rename_directory, write_at
 from ..lazy import LazyArray
 from .guard import Owner, is_own, local_path, make_folder, own_folder, usual_mode
 from .ledger import read_ledger
@@ -96,12 +95,10 @@ def discard(dest: str | os.PathLike[str]) -> None:
         return
     with _of_this_process(staging):
         try:
-            fd, _ = _locked(staging)
-            try:
-                os.ftruncate(fd, 0)
-                shutil.rmtree(staging)
-            finally:
-                os.close(fd)
+            job, _ = _locked(staging)
+            with job:
+                job.write("")
+                job.remove(staging)
         except OSError as e:
             if isinstance(e, LazyckptError):
                 raise
@@ -122,6 +119,8 @@ def content(staging: Folder, fingerprint: str, plain: bool) -> Folder:
     """Return the folder for the files of a job: one of its own in the staging folder, where no worker of an earlier job
     can still write; or, if ``plain`` and there was no earlier job, the staging folder itself."""
     own = _content_name(fingerprint)
+    if not POSIX:  # where the open file with the fingerprint keeps the staging folder from being renamed
+        plain = False
     return staging if plain and not os.path.isdir(os.path.join(staging.root, own)) else staging.below(own)
 
 
@@ -130,7 +129,7 @@ def moved(dest: Path, fingerprint: str, keys: Sequence[str], verified: bool) -> 
     ``verified``, only if that call had verified them."""
     staging = staging_path(dest)
     try:  # the staging directory is not checked yet: any user may have created it
-        fd = os.open(staging / JOB, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = open_unfollowed(staging / JOB)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode) or os.read(fd, 4096) != fingerprint.encode():
                 return set()
@@ -167,7 +166,7 @@ def _staged(dest: Path, folder: Path, fingerprint: str) -> Iterator[Folder]:
     new = not os.path.lexists(folder)
     try:
         made = make_folder(folder.parent)
-        fd, owner = _locked(folder)
+        job, owner = _locked(folder)
         _put_back(dest)
     except BaseException as e:
         if new:
@@ -176,17 +175,17 @@ def _staged(dest: Path, folder: Path, fingerprint: str) -> Iterator[Folder]:
             raise DestinationError(f"{e.filename or dest}: {e.strerror or e}. Nothing was written") from e
         raise
     try:
-        if os.pread(fd, 4096, 0) != fingerprint.encode():
-            os.ftruncate(fd, 0)  # first, so that no job resumes from half-removed files
+        if job.read() != fingerprint.encode():
+            job.write("")  # first, so that no job resumes from half-removed files
             if _empty(folder):
                 os.mkdir(folder / _content_name(fingerprint))
-            os.pwrite(fd, fingerprint.encode(), 0)
+            job.write(fingerprint)
         yield Folder(str(folder), owner)
     except BaseException as e:
         kept = _resumable(e) and not fingerprint.startswith(_ONCE) and bool(read_ledger(folder / LEDGER).nbytes)
         if not kept:
-            os.ftruncate(fd, 0)
-            shutil.rmtree(folder, ignore_errors=True)
+            job.write("")
+            job.remove(folder, ignore_errors=True)
             _unmake(made)
         if isinstance(e, WorkerError) and kept:
             raise WorkerError(f"{e}. {_kept_note(folder)}") from e
@@ -195,9 +194,9 @@ def _staged(dest: Path, folder: Path, fingerprint: str) -> Iterator[Folder]:
             raise DestinationError(f"{dest}: {e.strerror or e}. {what}") from e
         raise
     else:
-        shutil.rmtree(folder, ignore_errors=True)
+        job.remove(folder, ignore_errors=True)
     finally:
-        os.close(fd)
+        job.close()
 
 
 def reveal(folder: Folder, dest: Path) -> None:
@@ -208,7 +207,7 @@ def reveal(folder: Folder, dest: Path) -> None:
         os.chmod(folder.root, usual_mode(Path(folder.root)))
     if dest.exists() and any(dest.iterdir()):
         old = _replaced(dest)
-        os.rename(dest, old)
+        rename_directory(dest, old)
         try:
             folder.become(dest)
         except BaseException:
@@ -328,47 +327,77 @@ def _of_this_process(folder: Path) -> Iterator[None]:
         _working.discard(name)
 
 
-def _locked(folder: Path) -> tuple[int, Owner]:
-    """Open and lock the file with the fingerprint, creating the folder if needed; return its descriptor and the
-    folder's owner. The lock belongs to this process only: forked workers may outlive it and must not keep the lock.
+class _Job:
+    """The open and locked file with the fingerprint. The lock belongs to this process only: forked workers may outlive
+    it and must not keep the lock."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd: int | None = fd
+
+    def __enter__(self) -> _Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def read(self) -> bytes:
+        assert self._fd is not None
+        return read_at(self._fd, 4096, 0)
+
+    def write(self, text: str) -> None:
+        """Replace the content."""
+        assert self._fd is not None
+        os.ftruncate(self._fd, 0)
+        write_at(self._fd, text.encode(), 0)
+
+    def remove(self, folder: Path, ignore_errors: bool = False) -> None:
+        """Remove the staging directory, while it is locked where the system removes open files."""
+        if not POSIX:
+            self.close()
+        shutil.rmtree(folder, ignore_errors=ignore_errors)
+
+
+def _locked(folder: Path) -> tuple[_Job, Owner]:
+    """Open and lock the file with the fingerprint, creating the folder if needed; return it and the folder's owner.
     Raises DestinationError if another process has the lock, or if the folder belongs to another user."""
     path = folder / JOB
     while True:
         above, owner = own_folder(folder)
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            fd = os.open(JOB, flags, 0o666, dir_fd=above)
+            fd = above.open(JOB, os.O_RDWR | os.O_CREAT)
         except FileNotFoundError:  # the folder was removed
             continue
         finally:
-            os.close(above)
+            above.close()
+        job = _Job(fd)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
+            job.close()
             raise DestinationError(f"{path} is not a regular file. Nothing was written. Remove {folder}")
         try:
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e:
-            if e.errno in (errno.EACCES, errno.EAGAIN):
-                os.close(fd)
-                raise _busy(folder) from None
-            # otherwise a file system without locks: users must not run two exports at once
+            lock(fd)
+        except BlockingIOError:
+            job.close()
+            raise _busy(folder) from None
+        except OSError:  # a file system without locks: users must not run two exports at once
+            pass
         with suppress(OSError):
-            if os.fstat(fd).st_ino == os.stat(path, follow_symlinks=False).st_ino:
-                return fd, owner
-        os.close(fd)  # the previous holder of the lock finished and removed or renamed the file
+            if os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False)):
+                return job, owner
+        job.close()  # the previous holder of the lock finished and removed or renamed the file
 
 
 def _empty(folder: Path) -> bool:
     """Remove everything but the file with the fingerprint. Return whether there was anything."""
-    at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        with os.scandir(at) as entries:
-            found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries if entry.name != JOB]
-        for name, is_folder in found:
-            shutil.rmtree(name, dir_fd=at) if is_folder else os.unlink(name, dir_fd=at)
-        return bool(found)
-    finally:
-        os.close(at)
+    with Directory(folder) as at:
+        found = [name for name in at.names() if name != JOB]
+        for name in found:
+            at.remove(name)
+    return bool(found)
 
 
 def _unmake(made: list[Path]) -> None:

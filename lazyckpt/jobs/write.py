@@ -19,6 +19,7 @@ import torch
 
 from ..errors import CorruptError
 from ..formats.zarr.documents import JOB
+from ..io.system import read_at, write_at
 from ..io.tensors import as_bytes
 from .destination import Destination, Remote, Session, Zip, check_room, check_unchanged
 from .executor import OVERHEAD, Run, Task
@@ -163,7 +164,7 @@ def _intact(target: Target, offset: int, known: Done) -> tuple[Target, int, bool
     fd = target.descriptor(os.O_RDONLY)
     try:
         for at in range(offset, end, PIECE):
-            crc = crc32(os.pread(fd, min(PIECE, end - at), at), crc)
+            crc = crc32(read_at(fd, min(PIECE, end - at), at), crc)
     finally:
         os.close(fd)
     return target, offset, crc == known.checksum
@@ -196,7 +197,7 @@ def _compare(target: Target, offset: int, tensor: Any) -> None:
     try:
         for ahead, piece in tensor.pieces(PIECE):
             at = offset + ahead * tensor.itemsize
-            written = os.pread(fd, piece.nbytes, at)
+            written = read_at(fd, piece.nbytes, at)
             if written != bytes(read_piece(piece)):
                 raise differs(str(target), f"bytes {at:,} to {at + piece.nbytes:,}")
     finally:
@@ -221,14 +222,6 @@ def scratch(nbytes: int) -> torch.Tensor:
     if buffer is None or buffer.numel() < nbytes:
         buffer = _own.buffer = torch.empty(max(nbytes, PIECE), dtype=torch.uint8, device="cpu")
     return buffer[:nbytes]
-
-
-def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
-    """Write all of ``data`` at byte ``offset`` of the file."""
-    rest = memoryview(data)
-    while rest:
-        count = os.pwrite(fd, rest, offset)
-        rest, offset = rest[count:], offset + count
 
 
 # -- from the first check to publishing

@@ -13,15 +13,13 @@ Trainers do this while they run, by counting folders (transformers/trainer_utils
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
-import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +27,13 @@ from uuid import uuid4
 
 from ..core.compose import readable
 from ..errors import DestinationError, FormatError, LazyckptError, MissingFileError
-from ..formats.catalog import OPENERS, Found, find, told_step, unfinished
+from ..formats.catalog import OPENERS, Found, find, recorded_step, unfinished
 from ..formats.megatron.files import TRACKER, tracked
 from ..formats.reader import Source
 from ..formats.registry import recognising
 from ..io.storage.fsspec import is_url
 from ..io.storage.local import LocalStore
+from ..io.system import Directory, alone_in
 from ..jobs.guard import local_path
 from ..namespace import plain_meta
 from ..view import CheckpointView
@@ -163,9 +162,9 @@ def prune(path: str | os.PathLike[str], keep: int, *, delete: bool = False, inco
         raise MissingFileError(f"{root}: {kind}")
     if not delete:
         return _plan(root, keep, incomplete)
-    with _alone(root) as fd:
+    with alone_in(root) as folder:  # a lock file would be among the checkpoints, which trainers count
         plan = _plan(root, keep, incomplete)
-        return _carry_out(root, fd, plan)
+        return _carry_out(root, folder, plan)
 
 
 def _plan(root: Path, keep: int, incomplete: bool) -> Pruned:
@@ -210,15 +209,15 @@ def _plan(root: Path, keep: int, incomplete: bool) -> Pruned:
     return Pruned(str(root), False, tuple(items[True]), tuple(items[False]), rest)
 
 
-def _carry_out(root: Path, fd: int, plan: Pruned) -> Pruned:
-    """Hide everything to remove, then remove it. ``fd``: the folder's descriptor, so that nothing outside of it is
-    removed if the path is replaced meanwhile. Raises DestinationError if the path is another folder by now."""
+def _carry_out(root: Path, folder: Directory, plan: Pruned) -> Pruned:
+    """Hide everything to remove, then remove it. ``folder`` is open, so that nothing outside of it is removed if the
+    path is replaced meanwhile. Raises DestinationError if the path is another folder by now."""
     failed: list[str] = []
     kept: list[Item] = []
     hidden = [(item.name, item.name) for item in plan.leftovers]
     for item in plan.remove:
         place = f".{item.name[:200]}.{uuid4().hex[:8]}.pruned"
-        _check_same(root, fd)
+        _check_same(root, folder)
         try:
             os.rename(root / item.name, root / place)
         except FileNotFoundError:  # another process has removed it
@@ -230,40 +229,20 @@ def _carry_out(root: Path, fd: int, plan: Pruned) -> Pruned:
         hidden.append((item.name, place))
     for name, place in hidden:
         try:
-            _remove(place, fd)
+            folder.remove(place)
+        except FileNotFoundError:
+            pass
         except OSError as e:
             failed.append(f"{name} (now {place}): {e.strerror or e}: {e.filename}")
     gone = tuple(item for item in plan.remove if item.name not in {k.name for k in kept})
     return replace(plan, deleted=True, remove=gone, keep=(*plan.keep, *kept), failed=tuple(failed))
 
 
-def _check_same(root: Path, fd: int) -> None:
+def _check_same(root: Path, folder: Directory) -> None:
     with suppress(FileNotFoundError):
-        if os.path.samestat(os.stat(root), os.fstat(fd)):
+        if os.path.samestat(os.stat(root), folder.status()):
             return
     raise DestinationError(f"{root}: the folder was replaced by another one while it was pruned: prune it again")
-
-
-def _remove(name: str, root: int) -> None:
-    """Remove a file, or a folder with its contents. Links in it are removed, their targets are not."""
-    with suppress(FileNotFoundError):
-        if stat.S_ISDIR(os.stat(name, dir_fd=root, follow_symlinks=False).st_mode):
-            shutil.rmtree(name, dir_fd=root)
-        else:
-            os.unlink(name, dir_fd=root)
-
-
-@contextmanager
-def _alone(root: Path) -> Iterator[int]:
-    """Wait until no other prune works in the folder, and lock it. The lock is on the folder itself and ends with the
-    process; a lock file would be among the checkpoints, which trainers count."""
-    fd = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        with suppress(OSError):  # on a file system without locks, renaming decides which prune removes a checkpoint
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        yield fd
-    finally:
-        os.close(fd)
 
 
 # -- the state of checkpoints, and pointers to them
@@ -284,7 +263,7 @@ def _looked_at(root: Path, found: Found, late: Mapping[str, str]) -> _State:
         view = CheckpointView(root / found.name, cache=False)
     except LazyckptError as e:
         return _State(found.number, " ".join(str(e).split()), _like_checkpoint(root / found.name), {})
-    step = told_step(plain_meta(view))
+    step = recorded_step(plain_meta(view))
     if not found.is_dir and not found.sure and step is None and found.name.lower().startswith("model"):
         return _State(None, "", True, plain_meta(view))  # model_3.pt may also be the third of three models
     return _State(

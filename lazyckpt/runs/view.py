@@ -31,7 +31,7 @@ from ..errors import (
     sentences,
     some,
 )
-from ..formats.catalog import OPENERS, Found, find, told_step, unfinished
+from ..formats.catalog import OPENERS, Found, find, recorded_step, unfinished
 from ..io.storage.base import Store, closed_error
 from ..io.storage.fsspec import is_url, split_url
 from ..io.storage.local import split
@@ -389,7 +389,7 @@ class Line:
                 step = self.given[name]
             elif not found.sure and not found.side:
                 try:
-                    recorded = told_step(plain_meta(self.open(found)))
+                    recorded = recorded_step(plain_meta(self.open(found)))
                     step = found.number if recorded is None else recorded
                 except LazyckptError as e:
                     why = f"it cannot be read: {e}"
@@ -425,7 +425,7 @@ class Line:
                 if one.name in late:
                     line = f"step {step}: the save of {name} was not finished: {late[one.name]}"
                     problems.append(Problem("unfinished-save", line, name))
-                recorded = told_step(plain_meta(view))
+                recorded = recorded_step(plain_meta(view))
                 if recorded not in (None, step) and name not in self.given:
                     line = f"step {step}: {name} says of itself that it is of step {recorded}"
                     problems.append(Problem("step-mismatch", line, name))

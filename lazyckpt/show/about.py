@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ..core.units import human_bytes, human_count, plural
 from ..errors import printable
-from ..formats.catalog import told_step
+from ..formats.catalog import recorded_step
 from ..io.containers.pickle.records import Opaque, short
 from ..namespace import Namespace, plain_meta
 from .outline import outline
@@ -45,7 +45,7 @@ def facts_of(view: Namespace[Any]) -> list[tuple[str, str]]:
         ("states", ", ".join(f"{state} ({plural(len(part), 'tensor')})" for state, part in view.states.items())),
         ("files", f"{plural(len(view.files), 'file')}, {human_bytes(sum(info.size for info in view.files.values()))}"),
     ]
-    step = told_step(plain_meta(view))
+    step = recorded_step(plain_meta(view))
     if step is not None:
         found.append(("step", f"{step:,}"))
     loss = loss_of(plain_meta(view))

@@ -14,7 +14,7 @@ from ..core.index import TensorSpec
 from ..core.names import natural, shortened
 from ..core.units import human_bytes, human_count, plural
 from ..errors import DataError, and_more, printable
-from ..formats.catalog import told_step
+from ..formats.catalog import recorded_step
 from ..lazy import LazyArray, shape_of
 from ..namespace import Namespace, plain_meta
 from .about import loss_of
@@ -53,7 +53,7 @@ def _training(view: Namespace[Any]) -> list[str]:
     """Return the dtypes, if there are several, and the step and the loss of the metadata."""
     dtypes = [dtype.short for dtype, _ in outline(view).dtypes()]
     meta = plain_meta(view)
-    step, loss = told_step(meta), loss_of(meta)
+    step, loss = recorded_step(meta), loss_of(meta)
     parts = [", ".join(dtypes)] if len(dtypes) > 1 else []
     parts += [f"step {step:,}"] if step is not None else []
     parts += [f"loss {loss[1]:.4g}"] if loss is not None else []
