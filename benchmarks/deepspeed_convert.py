@@ -20,9 +20,11 @@ RUNS = 5
 _WRITE = """
 import sys
 sys.path.insert(0, {root!r})
-from tests.writers.deepspeed_zero import write_zero
+from tests.writers.deepspeed_zero import ZeroSpec, write_many
 from pathlib import Path
-write_zero(Path({out!r}), stage={stage}, dtype="bf16", dp=2, hidden=2048, layers=16, vocab=16384)
+out = Path({out!r})
+spec = ZeroSpec(stage={stage}, dtype="bf16", dp=2, hidden=2048, layers=16, vocab=16384)
+write_many(out.parent, {{out.name: spec}})
 """
 # DeepSpeed's converter cannot write tied parameters as safetensors: their other names are taken out of the files.
 _UNTIE = """
@@ -35,7 +37,7 @@ for path in Path({out!r}).glob("ckpt/*/*model_states.pt"):
     saved["shared_params"] = {{}}
     torch.save(saved, path)
 """
-_OURS = "from lazyckpt.deepspeed import convert_zero_checkpoint_to_fp32_state_dict as convert"
+_OURS = "import torch; from lazyckpt.deepspeed import convert_zero_checkpoint_to_fp32_state_dict as convert"
 _THEIRS = "from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as convert"
 
 

@@ -69,7 +69,7 @@ def opening(folder: Path, layout: str) -> list[Row]:
     )
     # ZeRO-2's pickles all differ, and the peer reads them in C: no more than twice its time, model states left out.
     rows = [Row(what, show_seconds(ours), show_seconds(peer), ours / peer, 2.0 if layout == "zero2" else 0.5)]
-    grown = peak_growth("import lazyckpt", f"view = lazyckpt.open({str(folder)!r}, cache=False)")
+    grown = peak_growth("import lazyckpt, torch", f"view = lazyckpt.open({str(folder)!r}, cache=False)")
     what = f"open {layout}: peak memory growth, beside 1 GiB"
     return [*rows, Row(what, f"{grown / MIB:.0f} MiB", "1,024 MiB", grown / GIB, 1.0)]
 

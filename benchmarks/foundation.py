@@ -92,9 +92,10 @@ def whole(paths: dict[str, Path]) -> list[Row]:
 _ZERO = """
 import json, sys
 sys.path.insert(0, {tests!r})
-from tests.writers.deepspeed_zero import write_zero
+from tests.writers.deepspeed_zero import ZeroSpec, write_many
 from pathlib import Path
-case = write_zero(Path({out!r}), stage={stage}, dtype="bf16", dp=2, hidden=2048, layers=4, vocab=16384)
+out = Path({out!r})
+write_many(out.parent, {{out.name: ZeroSpec(stage={stage}, dtype="bf16", dp=2, hidden=2048, layers=4, vocab=16384)}})
 """
 
 
@@ -109,7 +110,7 @@ def memory(folder: Path) -> list[Row]:
             subprocess.run([sys.executable, "-c", program], check=True, cwd=root)
         shapes = json.loads((out / "truth" / "info.json").read_text())["shapes"]
         name = max(shapes, key=lambda n: shapes[n][0] * (shapes[n][1] if len(shapes[n]) > 1 else 1))
-        open_it = f"import lazyckpt\nview = lazyckpt.open({str(out / 'ckpt')!r})"
+        open_it = f"import lazyckpt, torch\nview = lazyckpt.open({str(out / 'ckpt')!r})"
         size = lazyckpt.open(out / "ckpt").states["fp32"][name].nbytes
         total = lazyckpt.open(out / "ckpt").states["fp32"].nbytes
         grown = peak_growth(open_it, f"t = view.states['fp32'][{name!r}][...]")

@@ -32,7 +32,7 @@ def main(folder: Path) -> list[Row]:
         ours, theirs, ratio = paired(lambda path=path: _ours(path), lambda path=path: _theirs(path), RUNS)  # type: ignore[misc]
         what = f"statistics of {short} weights, 1 GiB; peer: load_file and torch"
         rows.append(Row(what, show_seconds(ours), show_seconds(theirs), ratio, 1.0))
-        grown = run_fresh("import lazyckpt", f"lazyckpt.open({str(path)!r}).stats(progress=False)").peak
+        grown = run_fresh("import lazyckpt, torch", f"lazyckpt.open({str(path)!r}).stats(progress=False)").peak
         what = f"memory that this takes, {short} (of 192 MiB)"
         rows.append(Row(what, f"{grown >> 20} MiB", "192 MiB", grown / (192 << 20), 1.0))
     report("statistics", rows)

@@ -18,7 +18,7 @@ from harness import Row, report, run_fresh, show_seconds
 MIB = 1 << 20
 RUNS = 3
 
-_OURS = "import lazyckpt"
+_OURS = "import lazyckpt, torch"
 _THEIRS = """
 import argparse
 from deepspeed.checkpoint import ds_to_universal

@@ -37,7 +37,7 @@ def main(folder: Path) -> list[Row]:
         lazyckpt.open(small).to_zarr(hierarchy, progress=False)
     what = "1 GiB in 2,048 tensors, files warm, peer cp -r of the hierarchy"
     rows += [_against_cp(what, small, hierarchy, folder / "exported", False, RUNS_SMALL)]
-    setup = "import lazyckpt, numcodecs"
+    setup = "import lazyckpt, numcodecs, torch"
     for codec, limit in (("None", 192), ("'zstd'", 512)):
         out = folder / "exported"
         shutil.rmtree(out, ignore_errors=True)

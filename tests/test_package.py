@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import doctest
 import functools
+import importlib
 import inspect
 import json
 import os
@@ -374,3 +375,12 @@ def test_a_reader_of_another_package(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "npy [3.0, 4.0, 5.0] torch.Size([2, 3]) ['array']\n", done.stderr
+
+
+def test_benchmarks_import_names_that_exist() -> None:
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        for module, names in re.findall(
+            r"^from (tests[.\w]*|lazyckpt[.\w]*) import (.+)$", path.read_text("utf-8"), re.M
+        ):
+            found = importlib.import_module(module)
+            assert all(hasattr(found, name.strip()) for name in names.split(",")), (path.name, module, names)
