@@ -370,7 +370,7 @@ def alone_in(path: str | Path) -> Iterator[Directory]:
     locks, do not wait.
 
     The lock is on the directory itself and ends with the process. Where directories cannot be locked, a file in the
-    user's folder for temporary files stands for it.
+    folder for temporary files is locked instead; its name derives from the directory's path.
     """
     with Directory(path, follow=True) as directory:
         if directory.fd is not None and fcntl is not None:

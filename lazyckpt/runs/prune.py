@@ -230,8 +230,8 @@ def _carry_out(root: Path, folder: Directory, plan: Pruned) -> Pruned:
     for name, place in hidden:
         try:
             folder.remove(place)
-        except FileNotFoundError:
-            pass
+        except FileNotFoundError:  # somebody else has removed it
+            continue
         except OSError as e:
             failed.append(f"{name} (now {place}): {e.strerror or e}: {e.filename}")
     gone = tuple(item for item in plan.remove if item.name not in {k.name for k in kept})
