@@ -94,10 +94,10 @@ PROBLEM_CODES = {
     "unreadable-file": "A file is there and cannot be read: it is damaged, or of an unknown kind.",
     "left-over-file": "A file belongs to another save; it is not read.",
     "ignored-file": "A file beside the checkpoint is of a kind that lazyckpt does not read.",
-    "misnamed-file": "A file is not of the kind that its name says; it is read as what it is.",
+    "misnamed-file": "A file is of another kind than its name suggests; it is read by its contents.",
     "oversized-file": "Most of a file's bytes belong to no tensor in it.",
     "unsafe-pickle": "A pickle names functions that no checkpoint needs. lazyckpt runs nothing; other loaders might.",
-    "unpinned-file": "The server gives nothing by which a replaced file could be noticed.",
+    "unpinned-file": "The server sends nothing that would reveal that a file was replaced.",
     "part-of-checkpoint": "The path that was opened is one file of a larger checkpoint.",
     # -- the save as a whole
     "unfinished-save": "The save was not finished, or the checkpoint was not copied whole.",
@@ -108,9 +108,9 @@ PROBLEM_CODES = {
     "index-mismatch": "The index and the files do not list the same tensors.",
     "inconsistent-metadata": "The metadata contradicts the tensors, or itself.",
     "missing-metadata": "Metadata that says how the tensors belong together is not there.",
-    "unreadable-object": "An object that is no tensor cannot be read; it is not in view.meta.",
+    "unreadable-object": "An object that is not a tensor cannot be read; it is not in view.meta.",
     # -- tensors
-    "missing-elements": "No file holds some elements of a tensor. Other slices of it read.",
+    "missing-elements": "No file holds some elements of a tensor. Its other slices can be read.",
     "missing-tensor": "A tensor that should be there is in no file.",
     "missing-weights": "There are no weights.",
     "missing-optimizer": "There are no optimizer states, or not all of them.",
@@ -119,11 +119,11 @@ PROBLEM_CODES = {
     "unmerged-tensor": "How the shards form one tensor is not known; they are in view.stored.",
     "assumed-layout": "How the shards form one tensor is taken from names and shapes, and may be wrong.",
     "assumed-tie": "A name that is not stored is taken to be tied to another tensor.",
-    "assumed-stage": "A tensor is on all pipeline stages, because nothing says which of them has it.",
-    "undecided-name": "An optimizer numbers its parameters, and which number is which name is not known, or not yet.",
+    "assumed-stage": "A tensor is on all pipeline stages, because no file says which stage has it.",
+    "undecided-name": "An optimizer numbers its parameters, and the name for a number is not known (or not yet).",
     "undecided-layout": "Where parameters lie in a buffer is not known; the buffer is in view.stored.",
     "unnumbered-layer": "The number of a layer in the whole model is not known.",
-    "flat-parameter": "A parameter is a flat 1-d tensor, because nothing says which shapes it consists of.",
+    "flat-parameter": "A parameter is a flat 1-d tensor, because no file gives the shapes that it consists of.",
     "duplicate-tensor": "Several tensors have the same name; one of them is read.",
     "changed-tensor": "A tensor is absent at some steps of a run, or changes its shape or dtype.",
     "replaced-tensor": "A tensor is read from another file, because the usual one does not hold its values.",
@@ -132,10 +132,10 @@ PROBLEM_CODES = {
     # -- options that the user passed
     "unused-rule": "A rule of rules=, or an entry of steps=, has no effect.",
     "not-renamed": "A tensor keeps its name: the table has no entry for it, or it cannot be cut or joined.",
-    "unlike-values": "Values mean something else under the new names: a model with those names computes otherwise.",
+    "unlike-values": "Values mean something else under the new names: a model with them computes different results.",
     # -- others
     "noted-at-export": "The checkpoint had this problem when it was exported.",
-    "reader-note": "A reader of another package says so.",
+    "reader-note": "A reader from another package reports this.",
 }
 
 

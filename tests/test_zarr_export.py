@@ -585,3 +585,27 @@ def test_one_slice_of_a_shard_is_the_source(tmp_path: Path) -> None:
     lazyckpt.open(tmp_path / "m.pt").to_zarr(tmp_path / "o", chunk=1024, shard=4096, codec="blosc", verify=True)
     got = zarr.open_array(tmp_path / "o" / "weights" / "w", mode="r")[10:20, 3:5]
     assert bit_equal(torch.from_numpy(np.ascontiguousarray(got)), raw.view(torch.float32)[10:20, 3:5].contiguous())
+
+
+@pytest.mark.parametrize("name", ["x.zarr", "x.zip"])
+def test_the_file_that_a_killed_worker_left(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, name: str
+) -> None:
+    class Workers(ThreadPoolExecutor):
+        """A worker is killed while it writes a chunk; another one writes the chunk again."""
+
+        def submit(self, *args: Any, **options: Any) -> Any:
+            (staging,) = tmp_path.glob(".*.incomplete")
+            (staging / "weights").mkdir(exist_ok=True)
+            (staging / "weights" / "0.28b64860.part").write_bytes(b"half")
+            return super().submit(*args, **options)
+
+    path, state = saved
+    lazyckpt.open(path).to_zarr(tmp_path / name, chunk=4000, executor=Workers(1))
+    if name == "x.zarr":
+        found = [str(p) for p in (tmp_path / name).rglob("*")]
+        _check(zarr.open_group(tmp_path / name, mode="r"), state)
+    else:
+        with zipfile.ZipFile(tmp_path / name) as archive:
+            found = archive.namelist()
+    assert found and not [p for p in found if p.endswith(".part")]

@@ -24,7 +24,7 @@ from ..io.tensors import as_bytes
 from .destination import Destination, Remote, Session, Zip, check_room, check_unchanged
 from .executor import OVERHEAD, Run, Task
 from .ledger import Done, Ledger
-from .places import LEDGER, PIECE, Folder, Place, Target, combined, crc32
+from .places import LEDGER, PART, PIECE, Folder, Place, Target, combined, crc32
 from .plan import File, Layout, Text, WritePlan
 from .progress import Bar
 from .publish import content, moved, staged, uploaded
@@ -261,6 +261,8 @@ def _write(plan: WritePlan, dest: Destination, verify: bool, progress: bool | No
         with Bar((plan.nbytes - _sum(plan.files) + _sum(files)) * (1 + verify), dest.place.name, progress) as bar:
             layouts = fill(files, where, ledger, run, bar.add)
             nbytes = _put_chunks(plan, chunked, ledger.whole, run, bar.add)
+            if plan.chunks is not None:  # a killed worker leaves the file that it was writing
+                where.tidy(lambda key: not key.endswith(PART))
             if plan.build is not None:
                 plan.build(str(where))
             if verify:
