@@ -64,7 +64,7 @@ def test_reading_without_what_only_linux_has(tmp_path: Path) -> None:
 
 
 def test_writing_as_on_windows(tmp_path: Path) -> None:
-    """Writers of files, folders and zips, in a process without POSIX's calls, in which nothing that is open can be renamed or removed."""
+    """Files, folders and zips, without POSIX's calls, where nothing that is open can be renamed or removed."""
     command = [sys.executable, "-m", "tests.windows", "tests/writing_on_windows.py", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
