@@ -12,6 +12,7 @@ caffe2/serialize/inline_container.cc `getRecordOffset` of torch; Lib/zipfile of 
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -52,6 +53,14 @@ _FIELDS = np.dtype(
         ("crc", "<u4"), ("stored", "<u4"), ("nbytes", "<u4"), ("n_name", "<u2"), ("n_extra", "<u2"),
     ]
 )  # fmt: skip
+_ENTRY_FIELDS = np.dtype(
+    [
+        ("magic", "<u4"), ("made", "<u2"), ("version", "<u2"), ("flags", "<u2"), ("method", "<u2"), ("time", "<u2"),
+        ("date", "<u2"), ("crc", "<u4"), ("stored", "<u4"), ("nbytes", "<u4"), ("n_name", "<u2"), ("n_extra", "<u2"),
+        ("n_comment", "<u2"), ("disk", "<u2"), ("internal", "<u2"), ("attributes", "<u4"), ("header", "<u4"),
+    ]
+)  # fmt: skip
+_CROOKED = re.compile(rb"[\0\\]|[\n/]\.{0,2}[\n/]")
 _DESCRIPTOR = np.dtype([("magic", "<u4"), ("crc", "<u4"), ("stored", "<u4"), ("nbytes", "<u4")])
 _DESCRIPTOR64 = np.dtype([("magic", "<u4"), ("crc", "<u4"), ("stored", "<u8"), ("nbytes", "<u8")])
 _EXTRA = 32  # bytes after a header's name that contain its zip64 field, if it has one
@@ -206,7 +215,7 @@ def _zip64(file: StoreFile, name: str, extra: bytes) -> bytes | None:
     return found
 
 
-# -- the records' own headers
+# -- the directory as columns, and the records' own headers
 
 
 class Records(NamedTuple):
@@ -261,6 +270,93 @@ class Records(NamedTuple):
         columns = (self.header, self.nbytes, self.stored, self.crc, self.method, self.flags)
         header, nbytes, stored, crc, method, flags = (int(column[n]) for column in columns)
         return ZipEntry(self.names[n], header, nbytes, stored, crc, method, flags)
+
+
+class Columns(NamedTuple):
+    """A parsed zip as columns: the offset of its directory, its ``records`` in file order, and for each of them the
+    number (``order``) and the position (``at``) of its entry in the directory."""
+
+    start: int
+    records: Records
+    order: NDArray[np.int64]
+    at: NDArray[np.int64]
+
+
+def read_columns(file: StoreFile) -> Columns:
+    """Return the same as `read_zip` as columns. Raises the same errors."""
+    count, size, start = _ends(file)
+    found = _columns(file, file.at(start, size), count, start)
+    if found is None:  # unusual or damaged: look at the entries one by one
+        entries = read_zip(file).entries
+        order = np.argsort(np.array([e.header for e in entries], np.int64), kind="stable")
+        ordered = [entries[n] for n in order.tolist()]
+        return Columns(start, Records.of(ordered), order, np.array([e.at for e in ordered], np.int64))
+    return found
+
+
+def _columns(file: StoreFile, data: bytes, count: int, start: int) -> Columns | None:
+    """Return the entries of a directory as columns if all of them are of the usual kind, which `read_zip` accepts."""
+    raw = np.frombuffer(data, np.uint8)
+    magic = (raw[:-3] == 0x50) & (raw[1:-2] == 0x4B) & (raw[2:-1] == 1) & (raw[3:] == 2)
+    at = np.flatnonzero(magic).astype(np.int64)
+    if not count or len(at) != count or at[0] or at[-1] + ENTRY_SIZE > len(data):
+        return None
+    fields = np.ascontiguousarray(sliding_window_view(raw, ENTRY_SIZE)[at]).view(_ENTRY_FIELDS)[:, 0]
+    lengths = fields["n_name"].astype(np.int64)
+    behind = at + ENTRY_SIZE + lengths
+    if not np.array_equal(behind + fields["n_extra"] + fields["n_comment"], np.append(at[1:], len(data))):
+        return None
+    names = [data[a:b] for a, b in zip((at + ENTRY_SIZE).tolist(), behind.tolist(), strict=True)]
+    text = _plain_names(names)
+    large = [fields[name].astype(np.int64) for name in ("nbytes", "stored", "header")]
+    header, stored, nbytes = large[2], large[1], large[0]
+    missing = (header == _MAX32) | (stored == _MAX32) | (nbytes == _MAX32)
+    if text is None or len(set(text)) < count or (missing & (fields["n_extra"] == 0)).any():
+        return None
+    try:
+        for n in np.flatnonzero(fields["n_extra"]).tolist():
+            extra = data[behind[n] : behind[n] + int(fields["n_extra"][n])]
+            small = (int(nbytes[n]), int(stored[n]), int(header[n]))
+            nbytes[n], stored[n], header[n] = _large(file, text[n], extra, small)
+    except OverflowError:
+        return None
+    order = np.argsort(header, kind="stable")
+    ends = (header + HEADER_SIZE + lengths + stored)[order]
+    if (
+        (nbytes < 0).any()
+        or (stored < 0).any()
+        or ((fields["method"] == STORED) & (stored != nbytes)).any()
+        or fields["disk"].any()
+        or (fields["attributes"] & _FOLDER).any()
+        or header[order[0]]
+        or (ends < 0).any()
+        or (ends > np.append(header[order][1:], start)).any()
+    ):
+        return None
+    ordered = order.tolist()
+    width = min(int(lengths.max()), _USUAL_NAME)
+    matrix = np.array([names[n] for n in ordered], f"S{width}").view(np.uint8).reshape(count, width)
+    records = Records(
+        [text[n] for n in ordered],
+        matrix,
+        lengths[order],
+        header[order],
+        nbytes[order].astype(np.uint64),
+        stored[order],
+        fields["crc"][order],
+        fields["method"][order],
+        fields["flags"][order],
+    )
+    return Columns(start, records, order, at[order])
+
+
+def _plain_names(raw: Sequence[bytes]) -> list[str] | None:
+    """Return names of ASCII characters whose parts are neither empty nor "." nor "..", and None if there are others."""
+    joined = b"\n".join(raw)
+    if not joined.isascii() or _CROOKED.search(b"\n" + joined + b"\n"):
+        return None
+    names = joined.decode("ascii").split("\n")
+    return names if len(names) == len(raw) else None
 
 
 def data_offsets(file: StoreFile, start: int, records: Records) -> NDArray[np.int64]:

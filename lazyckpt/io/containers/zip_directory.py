@@ -7,14 +7,13 @@ checksums; such a directory is parsed once.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.index import ZipEntry
 from ...errors import CorruptError, FormatError, some
 from ..storage.base import Store, StoreFile
 from .pickle.records import short
@@ -23,11 +22,12 @@ from .zip import (
     ENTRY_SIZE,
     STORED,
     ZIP_MAGIC,
+    Columns,
     Records,
     data_offset,
     data_offsets,
     data_offsets_of_few,
-    read_zip,
+    read_columns,
 )
 from .zip_headers import ALIGNMENT, HeaderGuard, aligned_offsets, reads_of_headers
 
@@ -51,14 +51,6 @@ class Record(NamedTuple):
     crc: int | None
 
 
-class Place(NamedTuple):
-    """A record within its zip, and the number of its entry in the directory."""
-
-    offset: int
-    nbytes: int
-    entry: int
-
-
 class Directory(NamedTuple):
     """The records of a zip, by name without the common top-level folder. ``data`` holds the storages, which are the
     records below "data/", by the rest of their names."""
@@ -67,29 +59,34 @@ class Directory(NamedTuple):
     data: Mapping[str, Record]
 
 
-class _Shared(Mapping[str, Record]):
-    """A table that creates its records on access, because a thousand files may share the same places. ``start`` is the
-    offset of the zip within its file."""
+class _Table(Mapping[str, Record]):
+    """Records that are created on access, because a thousand files may share the same places. ``numbers`` maps names to
+    the numbers of the directory's entries, the columns hold the values by number; ``start`` is the offset of the zip
+    within its file."""
 
-    __slots__ = ("_crcs", "_places", "_start")
+    __slots__ = ("_crcs", "_nbytes", "_numbers", "_offsets", "_start")
 
-    def __init__(self, places: Mapping[str, Place], crcs: NDArray[np.uint32], start: int) -> None:
-        self._places, self._crcs, self._start = places, crcs, start
+    def __init__(
+        self, numbers: Mapping[str, int], offsets: Sequence[int], nbytes: Sequence[int], crcs: Sequence[int], start: int
+    ) -> None:
+        self._numbers, self._offsets, self._nbytes, self._crcs, self._start = numbers, offsets, nbytes, crcs, start
 
     def __getitem__(self, name: str) -> Record:
-        return _record(self._places[name], int(self._crcs[self._places[name].entry]), self._start)
+        n = self._numbers[name]
+        nbytes = self._nbytes[n]
+        return Record(self._start + self._offsets[n], nbytes, self._crcs[n] or (0 if not nbytes else None))
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self._places else default
+        return self[name] if name in self._numbers else default
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places
+        return name in self._numbers
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._numbers)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +98,8 @@ class _Layout:
     ``start`` is the offset of the directory. ``rest`` holds the bytes from there to the end of the zip, with zeros for
     the parts that differ: checksums at ``crcs``, the folder at ``folders`` (a row per record), the length twice at
     ``length``, and at ``next`` the header offset of the record number ``behind``. ``records`` are in file order,
-    ``order`` are their numbers in the directory, ``offsets`` are the offsets of their data."""
+    ``order`` are their numbers in the directory, ``offsets`` are the offsets of their data. ``members`` and ``storages``
+    map names to numbers in the directory, by which ``table`` has the places."""
 
     start: int
     rest: NDArray[np.uint8]
@@ -114,8 +112,9 @@ class _Layout:
     records: Records
     order: NDArray[np.int64]
     offsets: NDArray[np.int64]
-    members: Mapping[str, Place]
-    storages: Mapping[str, Place]
+    members: Mapping[str, int]
+    storages: Mapping[str, int]
+    table: _Columns
 
     def of(self, file: StoreFile) -> Directory | None:
         """Return the records of another zip of the same length; None if it has another layout. Raises CorruptError if
@@ -146,8 +145,11 @@ class _Layout:
         )
         if not np.array_equal(_offsets(file, self.start, records), self.offsets):
             return None
-        members = {**self.members, "data.pkl": self.members["data.pkl"]._replace(nbytes=length)}
-        return Directory(_Shared(members, crcs, file.start), _Shared(self.storages, crcs, file.start))
+        pickle = self.members["data.pkl"]
+        sizes = self.table.nbytes[:]
+        sizes[pickle] = length
+        table = (self.table.offsets, sizes, crcs.tolist(), file.start)
+        return Directory(_Table(self.members, *table), _Table(self.storages, *table))
 
 
 class Directories:
@@ -170,30 +172,34 @@ class Directories:
         return found
 
 
-def _record(place: Place, crc: int, start: int) -> Record:
-    return Record(start + place.offset, place.nbytes, crc or (0 if not place.nbytes else None))
-
-
 def _read(file: StoreFile) -> tuple[Directory, _Layout | None]:
-    where = file.where
-    start, entries = read_zip(file)
-    if not entries:
-        raise CorruptError(f"{where}: an empty zip")
-    prefix = entries[0].name.split("/")[0] + "/"
-    _refuse_relatives(where, {e.name.removeprefix(prefix) for e in entries if e.name.startswith(prefix)})
-    for entry in entries:
-        _check(where, prefix, entry)
-    order = sorted(range(len(entries)), key=lambda n: entries[n].header)
-    ordered = [entries[n] for n in order]
-    few = len(entries) <= _FEW and not file.store.gap
-    records = None if few else Records.of(ordered)
-    offsets = data_offsets_of_few(file, start, ordered) if records is None else _offsets(file, start, records)
-    begins = dict(zip(order, map(int, offsets), strict=True))
-    places = {e.name[len(prefix) :]: Place(begins[n], e.nbytes, n) for n, e in enumerate(entries)}
-    found = {name: _record(place, entries[place.entry].crc, file.start) for name, place in places.items()}
-    storages = {name[5:]: record for name, record in found.items() if name.startswith("data/")}
-    layout = None if records is None else _layout(file, start, entries, order, records, np.asarray(offsets), places)
-    return Directory(found, storages), layout
+    columns = read_columns(file)
+    records = columns.records
+    if not records.names:
+        raise CorruptError(f"{file.where}: an empty zip")
+    numbered = np.argsort(columns.order, kind="stable")  # numbers in file order, by the number in the directory
+    names = [records.names[n] for n in numbered.tolist()]
+    prefix = names[0].split("/")[0] + "/"
+    members = {name[len(prefix) :]: n for n, name in enumerate(names) if name.startswith(prefix)}
+    _refuse_relatives(file.where, members)
+    _check(file.where, prefix, names, members, columns)
+    if len(names) <= _FEW and not file.store.gap:
+        layout, found = None, data_offsets_of_few(file, columns.start, list(map(records.entry, range(len(names)))))
+    else:
+        layout, found = columns, _offsets(file, columns.start, records)
+    offsets = np.asarray(found)
+    table = _Columns(offsets[numbered].tolist(), records.nbytes[numbered].tolist(), records.crc[numbered].tolist())
+    storages = {name[5:]: n for name, n in members.items() if name.startswith("data/")}
+    directory = Directory(_Table(members, *table, file.start), _Table(storages, *table, file.start))
+    return directory, layout and _layout(file, columns, prefix, offsets, members, storages, table)
+
+
+class _Columns(NamedTuple):
+    """The places of a zip's records, by the number of their entries in the directory."""
+
+    offsets: list[int]
+    nbytes: list[int]
+    crcs: list[int]
 
 
 def _offsets(file: StoreFile, start: int, records: Records) -> NDArray[np.int64]:
@@ -237,51 +243,64 @@ def _deferred(file: StoreFile, start: int, records: Records) -> NDArray[np.int64
 
 def _layout(
     file: StoreFile,
-    start: int,
-    entries: Sequence[ZipEntry],
-    order: Sequence[int],
-    records: Records,
+    columns: Columns,
+    prefix: str,
     offsets: NDArray[np.int64],
-    places: Mapping[str, Place],
+    members: Mapping[str, int],
+    storages: Mapping[str, int],
+    table: _Columns,
 ) -> _Layout | None:
-    pickle = order.index(places["data.pkl"].entry)
+    start, records, order, at = columns
+    pickle = int(np.flatnonzero(order == members["data.pkl"])[0])
     behind = pickle + 1
-    folder = entries[0].name[: entries[0].name.index("/") + 1].encode()
+    folder = prefix.encode()
     if file.size - start > _LARGEST or behind == len(order) or not _PLAIN.fullmatch(folder):
         return None
     rest = np.frombuffer(file.at(start, file.size - start), np.uint8).copy()
-    crcs = (np.array([e.at for e in entries], np.int64)[:, None] + np.arange(_CRC, _CRC + 4)).reshape(-1)
-    length, after = entries[order[pickle]].at + _CRC + 4, entries[order[behind]].at + _OFFSET
+    entries = at[np.argsort(order, kind="stable")]
+    crcs = (entries[:, None] + np.arange(_CRC, _CRC + 4)).reshape(-1)
+    length, after = int(at[pickle]) + _CRC + 4, int(at[behind]) + _OFFSET
     for a, b in ((length, length + 8), (after, after + 4)):
         rest[a:b] = 0
     rest[crcs] = 0
-    names = np.array([e.at for e in entries], np.int64) + ENTRY_SIZE
-    folders = names[:, None] + np.arange(len(folder))
+    folders = (entries + ENTRY_SIZE)[:, None] + np.arange(len(folder))
     rest[folders] = 0
-    storages = {name[5:]: place for name, place in places.items() if name.startswith("data/")}
-    numbers = np.array(order)
     return _Layout(
-        start, rest, crcs, folders, length, after, pickle, behind, records, numbers, offsets, places, storages
+        start, rest, crcs, folders, length, after, pickle, behind, records, order, offsets, members, storages, table
     )
 
 
-def _check(where: str, prefix: str, entry: ZipEntry) -> None:
+def _check(where: str, prefix: str, names: Sequence[str], members: Mapping[str, int], columns: Columns) -> None:
     """Raise FormatError for a compressed or encrypted record, CorruptError for a record that torch would find under
     another name: torch looks into one folder only and ignores case."""
-    if entry.method != STORED or entry.flags & ENCRYPTED:
-        raise FormatError(
-            f"{where}: the record {short(entry.name)} is {'encrypted' if entry.flags & ENCRYPTED else 'compressed'}, "
-            "which torch.save never does: another tool wrote it. Try torch.save(torch.load(path, mmap=False), path)"
-        )
-    name = entry.name.removeprefix(prefix)
-    small = name.lower()
-    if len(name) == len(entry.name) or (small != name and (small in _KNOWN or small.startswith((".data/", "data/")))):
+    records = columns.records
+    packed = (records.method != STORED) | (records.flags & ENCRYPTED != 0)
+    odd = {int(columns.order[n]) for n in np.flatnonzero(packed).tolist()}
+    for n in sorted(odd | _disguised(prefix, names, members)):
+        if n in odd:
+            kind = "encrypted" if records.flags[columns.order == n][0] & ENCRYPTED else "compressed"
+            raise FormatError(
+                f"{where}: the record {short(names[n])} is {kind}, "
+                "which torch.save never does: another tool wrote it. Try torch.save(torch.load(path, mmap=False), path)"
+            )
         raise CorruptError(
-            f"{where}: the record {short(entry.name)} is one that torch does not write: the file is damaged or hostile"
+            f"{where}: the record {short(names[n])} is one that torch does not write: the file is damaged or hostile"
         )
 
 
-def _refuse_relatives(where: str, members: set[str]) -> None:
+def _disguised(prefix: str, names: Sequence[str], members: Mapping[str, int]) -> set[int]:
+    """Return the numbers of the records outside the folder, and of those whose name torch would take for another."""
+    found = {n for n, name in enumerate(names) if not name.startswith(prefix)} if len(members) < len(names) else set()
+    joined = "\n".join(members)
+    if joined.lower() != joined:
+        for name, n in members.items():
+            small = name.lower()
+            if small != name and (small in _KNOWN or small.startswith((".data/", "data/"))):
+                found.add(n)
+    return found
+
+
+def _refuse_relatives(where: str, members: Collection[str]) -> None:
     """Raise FormatError for other formats that use the same container, naming the format."""
     if "constants.pkl" in members:
         raise FormatError(

@@ -20,7 +20,9 @@ from ....errors import CorruptError
 from ...limits import Budget, ExcessError
 from .memo import FEW, Changes, Item, Items, Memo, Note, refuse_shared
 from .opcodes import COUNTED, LINES, exactly, place
+from .rebuild import persistent_storage
 from .records import Opaque, build, extend, through_partial
+from .shortcut import MADE, TENSOR, Tensors
 from .values import Keys
 
 # (module, name) -> a function that rebuilds the value from the pickled arguments. If it raises, the value is an Opaque.
@@ -118,6 +120,7 @@ class _Machine:
         push = stack.append
         int_from = int.from_bytes
         size = len(data)
+        tensors = Tensors(data) if persistent is persistent_storage else None
         notes: list[Note] = []  # states at which an item of the outermost dict may begin
         fence = i + _STRIDE  # offset at which the frame ends or the next charge to the budget follows
         frame = made = seen = 0
@@ -175,6 +178,12 @@ class _Machine:
                     push(exactly(data, i, n).decode("utf-8", "surrogatepass"))
                     i += n
                 elif op == 0x28:  # MARK
+                    if stack and stack[-1] is TENSOR and tensors is not None and not frame:
+                        tensor = tensors.read(i - 1, memo)
+                        if tensor is not None:
+                            stack[-1], i = tensor
+                            made += MADE
+                            continue
                     made += 1
                     marks.append(stack)
                     stack = []

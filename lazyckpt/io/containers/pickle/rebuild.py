@@ -96,6 +96,18 @@ class StoredTensor:
         self.note = note
         self.state: Any = None
 
+    @classmethod
+    def plain(
+        cls, storage: StoredStorage, dtype: DType, offset: int, shape: Shape, strides: Shape, requires_grad: bool
+    ) -> StoredTensor:
+        """Return a tensor without metadata, from numbers that the caller has checked."""
+        tensor: StoredTensor = object.__new__(cls)
+        tensor.conj = tensor.neg = False
+        tensor.storage, tensor.dtype, tensor.offset = storage, dtype, offset
+        tensor.shape, tensor.strides, tensor.requires_grad = shape, strides, requires_grad
+        tensor.note, tensor.state = "", None
+        return tensor
+
     def set_state(self, state: Any) -> None:
         """Set the state as torch.Tensor.__setstate__ does. Raises CorruptError for a state that replaces the storage (4
         or 5 elements)."""
