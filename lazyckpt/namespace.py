@@ -13,7 +13,7 @@ from functools import partial
 from math import prod
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
-from .core.index import FileInfo, Index, Mesh, TensorSpec
+from .core.index import FileInfo, Index, Mesh, Specs, TensorSpec, kind_of
 from .core.names import Names, Pattern, matcher, shortened
 from .errors import MissingFileError, Problem, TensorNotFoundError, some
 from .formats.dcp.objects import Meta
@@ -101,7 +101,7 @@ class Namespace(Mapping[str, A]):
         self._names: Names | None = None
         self._specs: Mapping[str, TensorSpec] | None = None
         self._tensors: dict[str, A] = {}
-        self._by_stored: dict[str, TensorSpec] | None = None
+        self._by_stored: Mapping[str, TensorSpec] | None = None
         self._sides: dict[str, Self] = {}  # state -> its view, so that ``view.states[...]`` in a loop is cheap
 
     def _other(self, state: str | None = None, steps: tuple[Step, ...] | None = None) -> Self:
@@ -261,7 +261,7 @@ class Namespace(Mapping[str, A]):
         if places:
             listed = some(map(_quoted, places), 6)
             raise TensorNotFoundError(f"{_quoted(path)} occurs at {len(places)} places: {listed}. Give a longer path.")
-        if self._of_all and type(self._index.stored) is dict and self.stored.names.below(path):
+        if self._of_all and _is_known(self._index.stored) and self.stored.names.below(path):
             return self.stored[path]
         raise TensorNotFoundError(
             f"there is no tensor or prefix {_quoted(path)} among the {len(self):,} names of {self._state!r}.",
@@ -360,9 +360,11 @@ class Namespace(Mapping[str, A]):
         """Raw names that lookups find, too: those that the tensors of this state are stored under and, in the view that
         was opened, the raw names of all states if they are known already."""
         if self._by_stored is None:
-            stored = self._index.stored
-            self._by_stored = {**stored} if self._of_all and type(stored) is dict else {}
-            self._by_stored |= {s.stored_as: s for s in self.specs.values() if s.stored_as}
+            stored, specs = self._index.stored, self.specs
+            # tensors that are described when they are looked up have no other name
+            renamed = {} if isinstance(specs, Specs) else {s.stored_as: s for s in specs.values() if s.stored_as}
+            known = stored if self._of_all and stored is not None and _is_known(stored) else {}
+            self._by_stored = ChainMap(renamed, known)  # type: ignore[arg-type]  # it is only read
         return self._by_stored
 
     def _alias(self, name: str) -> str | None:
@@ -502,12 +504,13 @@ class Namespace(Mapping[str, A]):
     @property
     def numel(self) -> int:
         """Number of elements. Tied tensors are counted once."""
-        return sum(prod(self.specs[owner].shape) for owner in self._owners())
+        return sum(prod(kind_of(self.specs, owner)[0]) for owner in self._owners())
 
     @property
     def nbytes(self) -> int:
         """Bytes of the elements. Tied tensors are counted once."""
-        return sum(self.specs[owner].nbytes for owner in self._owners())
+        kinds = (kind_of(self.specs, owner) for owner in self._owners())
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in kinds)
 
     def owner(self, name: str) -> str:
         """Return the full name that owns a tensor: the name itself, or the name that it is tied to.
@@ -571,6 +574,11 @@ class Namespace(Mapping[str, A]):
             # a function may not be picklable, the names that it has selected are
             steps.append((kind, frozenset(view)) if kind == "select" and callable(what) else step)
         return tuple(steps)
+
+
+def _is_known(stored: Mapping[str, TensorSpec] | None) -> bool:
+    """Return whether the stored names are in memory, so that a look-up reads no file."""
+    return type(stored) is dict or isinstance(stored, Specs)
 
 
 def _converted(meta: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -7,10 +7,11 @@ All objects are picklable, hold no handles and do no I/O. A reader creates an `I
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 from ..errors import Problem, printable
 from .box import Box, Shape, c_strides
@@ -438,6 +439,99 @@ class TensorSpec:
     def nbytes(self) -> int:
         """The size of the elements in bytes, as read."""
         return self.numel * self.dtype.itemsize
+
+
+class Specs(Mapping[str, TensorSpec]):
+    """Tensors that are described when they are looked up, because a checkpoint may have a million of them.
+
+    A subclass defines `make` and `kind`. A pickled copy is a plain dict.
+
+    Parameters
+    ----------
+    table
+        Name -> whatever describes the tensor.
+    """
+
+    __slots__ = ("table",)
+
+    def __init__(self, table: dict[str, Any]) -> None:
+        self.table = table
+
+    @abstractmethod
+    def make(self, name: str, entry: Any) -> TensorSpec:
+        """Return the spec of an entry of the table."""
+
+    @abstractmethod
+    def kind(self, name: str) -> tuple[Shape, DType]:
+        """Return the shape and the dtype of a tensor. Raises KeyError."""
+
+    @abstractmethod
+    def only(self, table: dict[str, Any]) -> Self:
+        """Return the tensors of another table, a part of this one."""
+
+    def __getitem__(self, name: str) -> TensorSpec:
+        return self.make(name, self.table[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.table
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.table)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def keys(self) -> KeysView[str]:
+        return self.table.keys()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self.items()),)
+
+
+class Gathered(Specs):
+    """The tensors of several files. ``table`` maps each name to the tensors of its file."""
+
+    __slots__ = ()
+
+    def make(self, name: str, entry: Mapping[str, TensorSpec]) -> TensorSpec:
+        return entry[name]
+
+    def kind(self, name: str) -> tuple[Shape, DType]:
+        return kind_of(self.table[name], name)
+
+    def only(self, table: dict[str, Any]) -> Self:
+        return type(self)(table)
+
+
+def kind_of(specs: Mapping[str, TensorSpec], name: str) -> tuple[Shape, DType]:
+    """Return the shape and the dtype of a tensor, without a spec if there is none yet. Raises KeyError.
+
+    Parameters
+    ----------
+    specs
+        Name -> spec.
+    name
+        The tensor's name.
+    """
+    if isinstance(specs, Specs):
+        return specs.kind(name)
+    spec = specs[name]
+    return spec.shape, spec.dtype
+
+
+def some_of(specs: Mapping[str, TensorSpec], keep: Callable[[str], bool]) -> Mapping[str, TensorSpec]:
+    """Return the tensors whose names are to be kept.
+
+    Parameters
+    ----------
+    specs
+        Name -> spec.
+    keep
+        Return whether to keep a name.
+    """
+    if isinstance(specs, Specs):
+        return specs.only({name: entry for name, entry in specs.table.items() if keep(name)})
+    return {name: spec for name, spec in specs.items() if keep(name)}
 
 
 class FileInfo(NamedTuple):

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
-from ..core.index import FileInfo, Index, TensorSpec, whole
+from ..core.index import FileInfo, Gathered, Index, Specs, TensorSpec, some_of
 from ..core.names import natural
 from ..errors import CorruptError, FormatError, LazyckptError, Problem, cannot_read, only_one, some
 from ..io.containers.pickle.plain import Plain
@@ -24,6 +24,7 @@ from ..io.containers.torch_file import is_torch_file, read_torch_file
 from ..io.storage.base import Store
 from ..layouts.tables import pattern
 from .reader import Reader, Source
+from .safetensors import ExtentSpecs
 from .shared.paths import inside
 from .torch_save import specs_of, ties, warnings
 
@@ -45,7 +46,7 @@ class Shard(NamedTuple):
     """The tensors of one file, in either container format."""
 
     info: FileInfo
-    specs: dict[str, TensorSpec]
+    specs: Specs
     aliases: dict[str, str]
     meta: dict[str, Any]
     problems: list[Problem]
@@ -73,7 +74,7 @@ def read_shard(store: Store, path: str) -> Shard:
 def _read_shard(store: Store, path: str, is_safe: bool) -> Shard:
     if is_safe:
         file = read_safetensors(store, path)
-        specs = {name: whole(name, extent) for name, extent in file.extents.items()}
+        specs = ExtentSpecs(file.extents)
         return Shard(file.info, specs, file.aliases, dict(file.metadata), [note.prefixed(path) for note in file.notes])
     torch_file = read_torch_file(store, path)
     plain = Plain(torch_file.root, path, torch_file.pickle_size)
@@ -111,15 +112,15 @@ def read(source: Source) -> Index:
     if not shards:
         raise next(iter(broken.values()))
     problems += [p for shard in shards.values() for p in shard.problems]
-    stored, owners, clashes = _union(shards)
+    stored, twice = _union(shards)
     unreadable = _lost(weight_map, stored, broken, problems)
-    if clashes:
+    for name, path in twice.items():
         raise FormatError(
-            f"{source.where}: {clashes[0]!r} is in {owners[clashes[0]]} and another file, and no index says which is "
+            f"{source.where}: {name!r} is in {path} and another file, and no index says which is "
             "meant: open one of the files"
         )
     listed: dict[str, list[str]] = {}
-    for name, path in (weight_map or {}).items():
+    for name, path in (weight_map or {}).items() if broken else ():
         if path in broken:
             listed.setdefault(path, []).append(name)
     for path, error in islice(broken.items(), _BROKEN):
@@ -130,11 +131,11 @@ def read(source: Source) -> Index:
         line = f"{len(more):,} more files cannot be read, nor their tensors: {some(more)}"
         problems.append(Problem("unreadable-file", line, only_one(more)))
     if weight_map is not None:
-        extra = [n for n in stored if n not in weight_map]
+        extra = [] if stored.keys() <= weight_map.keys() else [n for n in stored if n not in weight_map]
         if extra:
             line = f"the index does not list {len(extra):,} tensors that the files hold: {some(extra)} (in view.stored)"
             problems.append(Problem("index-mismatch", line, index_path))
-    weights = {n: s for n, s in stored.items() if weight_map is None or n in weight_map}
+    weights = stored if weight_map is None or not extra else some_of(stored, weight_map.__contains__)
 
     meta |= configs(store, problems)
     aliases = {a: o for shard in shards.values() for a, o in shard.aliases.items() if o in weights}
@@ -147,7 +148,7 @@ def read(source: Source) -> Index:
         files[index_path] = store.stat(index_path)
     return Index(
         format="huggingface",
-        states={"weights": {n: s for n, s in weights.items() if n not in aliases}},
+        states={"weights": some_of(weights, lambda n: n not in aliases) if aliases else weights},
         files=files,
         stored=stored,
         aliases=aliases,
@@ -181,18 +182,21 @@ def _shards(store: Store, paths: list[str]) -> tuple[dict[str, Shard], dict[str,
     return shards, broken
 
 
-def _union(shards: Mapping[str, Shard]) -> tuple[dict[str, TensorSpec], dict[str, str], list[str]]:
-    """Merge the tensors of all shards; return the tensors, the file of each, and the names that several files hold."""
-    stored: dict[str, TensorSpec] = {}
-    owners: dict[str, str] = {}
-    clashes = []
-    for path, shard in shards.items():
-        for name, spec in shard.specs.items():
-            if name in stored:
-                clashes.append(name)
-            else:
-                stored[name], owners[name] = spec, path
-    return stored, owners, clashes
+def _union(shards: Mapping[str, Shard]) -> tuple[Specs, dict[str, str]]:
+    """Merge the tensors of all shards; return the tensors, and the names that several files hold with the first file of
+    each."""
+    if len(shards) == 1:
+        return next(iter(shards.values())).specs, {}
+    table: dict[str, Specs] = {}
+    twice: dict[str, str] = {}
+    for shard in shards.values():
+        if table.keys().isdisjoint(shard.specs.table):
+            table.update(dict.fromkeys(shard.specs.table, shard.specs))
+            continue
+        for name in shard.specs:
+            if table.setdefault(name, shard.specs) is not shard.specs:
+                twice[name] = next(path for path, one in shards.items() if one.specs is table[name])
+    return Gathered(table), twice
 
 
 def _lost(
@@ -202,9 +206,11 @@ def _lost(
     problems: list[Problem],
 ) -> dict[str, str]:
     """Return the names in the index that no readable file holds, each with the reason."""
-    lost = {}
-    nowhere = []
-    for name, path in (weight_map or {}).items():
+    lost: dict[str, str] = {}
+    nowhere: list[str] = []
+    if weight_map is None or weight_map.keys() <= stored.keys():
+        return lost
+    for name, path in weight_map.items():
         if name in stored:
             continue
         if path in broken:
@@ -350,13 +356,18 @@ def _weight_map(where: str, table: Mapping[str, Any]) -> dict[str, str]:
     weight_map = table.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptError(f"{where} has no weight_map: it is no index of shards")
+    normal: dict[str, str] = {}  # path -> normalised path; half a million names have a thousand paths
+    found: dict[str, str] = {}
     for name, path in weight_map.items():
-        if not inside(path):
-            raise CorruptError(
-                f"{where} maps {name!r} to {str(path)[:120]!r}, outside its folder: "
-                "not followed, the index is wrong or hostile"
-            )
-    return {name: posixpath.normpath(path) for name, path in weight_map.items()}
+        if type(path) is not str or path not in normal:
+            if not inside(path):
+                raise CorruptError(
+                    f"{where} maps {name!r} to {str(path)[:120]!r}, outside its folder: "
+                    "not followed, the index is wrong or hostile"
+                )
+            normal[path] = posixpath.normpath(path)
+        found[name] = normal[path]
+    return found
 
 
 def _recognises(source: Source) -> bool:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, Self
 
-from ..core.box import hull
-from ..core.index import Index, TensorSpec, whole
+from ..core.box import Shape, hull
+from ..core.dtypes import DType
+from ..core.index import Index, Specs, TensorSpec, some_of, whole
 from ..errors import Problem
 from ..io.containers.pickle.audit import dangers
 from ..io.containers.pickle.plain import Path, Plain, TensorRef
@@ -24,9 +25,31 @@ _KEPT = 4 << 20  # bytes of pickles whose contents are kept for the raw namespac
 _BLOAT = 1 << 20  # bytes; less than that is mostly alignment and not worth a problem
 
 
-def specs_of(file: TorchFile, plain: Plain, prefix: str = "") -> dict[str, TensorSpec]:
+class FileSpecs(Specs):
+    """The tensors of a file as stored. ``table`` maps their names to their records."""
+
+    __slots__ = ("_file",)
+
+    def __init__(self, file: TorchFile, table: dict[str, StoredTensor]) -> None:
+        super().__init__(table)
+        self._file = file
+
+    def make(self, name: str, entry: StoredTensor) -> TensorSpec:
+        return spec_of(self._file, entry, name)
+
+    def kind(self, name: str) -> tuple[Shape, DType]:
+        tensor = self.table[name]
+        return tensor.shape, tensor.dtype
+
+    def only(self, table: dict[str, Any]) -> Self:
+        return type(self)(self._file, table)
+
+
+def specs_of(file: TorchFile, plain: Plain, prefix: str = "") -> FileSpecs:
     """Return the specs of all tensors of a file as stored. Raises CorruptError for a tensor beyond the file's bytes."""
-    return {prefix + key: spec_of(file, tensor, prefix + key) for key, tensor in plain.tensors.items()}
+    table = {prefix + key: tensor for key, tensor in plain.tensors.items()} if prefix else plain.tensors
+    file.check(table)
+    return FileSpecs(file, table)
 
 
 def spec_of(file: TorchFile, tensor: StoredTensor, name: str) -> TensorSpec:
@@ -68,10 +91,15 @@ def warnings(path: str, file: TorchFile, plain: Plain) -> list[Problem]:
 def used_bytes(plain: Plain) -> dict[str, int]:
     """Return an upper limit of the bytes of each storage that tensors use, by storage key."""
     used: dict[str, int] = {}
+    sizes: dict[tuple[Any, ...], int] = {}
     for t in plain.tensors.values():
         if t.storage is not None:
+            kind = t.shape, t.strides, t.dtype
+            size = sizes.get(kind)
+            if size is None:
+                size = sizes[kind] = min(hull(t.shape, t.strides), prod(t.shape)) * t.dtype.itemsize
             key = t.storage.key
-            used[key] = used.get(key, 0) + min(hull(t.shape, t.strides), prod(t.shape)) * t.dtype.itemsize
+            used[key] = used.get(key, 0) + size
     return used
 
 
@@ -91,7 +119,10 @@ def bloat(path: str, file: TorchFile, used: Mapping[str, int]) -> list[Problem]:
 def member(store: Store, path: str, prefix: str = "") -> Member:
     """Return the content of one file, whose raw names start with ``prefix``. Raises the errors of `read_torch_file`."""
     file = read_torch_file(store, path)
-    plain = Plain(file.root, f"{store.root}/{path}", file.pickle_size, prefix)
+    return _member(store, path, file, Plain(file.root, f"{store.root}/{path}", file.pickle_size, prefix), prefix)
+
+
+def _member(store: Store, path: str, file: TorchFile, plain: Plain, prefix: str = "") -> Member:
     rest = plain.rest if isinstance(plain.rest, dict) else {"": plain.rest}
     meta = plain.meta if plain.attributes else rest
 
@@ -125,7 +156,28 @@ def shards(store: Store, path: str, plain: Plain) -> list[Problem]:
 
 
 def _read(source: Source) -> Index:
-    return together("torch", [((), member(source.store, source.path))])
+    store, path = source.store, source.path
+    file = read_torch_file(store, path)
+    plain = Plain(file.root, f"{store.root}/{path}", file.pickle_size)
+    if not _is_flat(plain):
+        return together("torch", [((), _member(store, path, file, plain))])
+    stored, aliases = specs_of(file, plain), ties(plain.tensors)
+    return Index(
+        format="torch",
+        states={"weights": some_of(stored, lambda name: name not in aliases) if aliases else stored},
+        files={path: file.info},
+        stored=stored,
+        aliases=aliases,
+        meta=plain.meta if plain.attributes or isinstance(plain.rest, dict) else {"": plain.rest},
+        problems=(*warnings(path, file, plain), *shards(store, path, plain)),
+    )
+
+
+def _is_flat(plain: Plain) -> bool:
+    """Return whether a file is a plain state dict, the most common kind: `sort` would rename and move nothing."""
+    if plain.inner or not all(len(path) == 1 and path[0] == name for name, path in plain.paths.items()):
+        return False
+    return not any(str(path[0]).startswith("param_groups") for path in paths(plain.rest, 4))
 
 
 def _recognises(source: Source) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...core.box import Shape
 from ...core.index import Index, TensorSpec, renamed
-from ...core.names import unwrapped
+from ...core.names import any_wrapped, unwrapped
 from ...errors import Problem
 from ...io.containers.pickle.plain import Path
 from .evidence import UndecidedTable
@@ -36,6 +36,8 @@ def without_wrappers(index: Index) -> Index:
     # deepspeed removes its own wrapper before it saves, so there "module." belongs to the model
     own = "module." if index.format.startswith("deepspeed") else ""
     leading = _leading(first or names, own)
+    if not leading and not any_wrapped((*names, *index.aliases, *index.unreadable)):
+        return index
     bare = {name: new for name in (*names, *index.aliases, *index.unreadable) if (new := _bare(name, leading)) != name}
     if not bare:
         return index
@@ -72,7 +74,7 @@ def _leading(names: Collection[str] | Mapping[str, TensorSpec], own: str = "") -
     >>> _leading(["module._orig_mod.base_model.model.a", "module.base_model.model.b"])
     'module.base_model.model.'
     """
-    left = [unwrapped(name) for name in names]
+    left = [unwrapped(name) for name in names] if any_wrapped(names) else list(names)
     found = ""
     while left:
         prefix = next((p for p in _LEADING if p != own and all(n.startswith(p) and len(n) > len(p) for n in left)), "")

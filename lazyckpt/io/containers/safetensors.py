@@ -7,11 +7,17 @@ overlaps, no bytes after the last tensor.
 from __future__ import annotations
 
 import json
+import re
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-from ...core.box import c_strides, fits
-from ...core.dtypes import F4_E2M1FN_X2, FROM_SAFETENSORS, U8
+import numpy as np
+from numpy.typing import NDArray
+
+from ...core.box import Shape, c_strides, fits
+from ...core.dtypes import F4_E2M1FN_X2, FROM_SAFETENSORS, U8, DType
 from ...core.index import Extent, FileInfo
 from ...errors import CorruptError, Problem
 from ..storage.base import Store, StoreFile
@@ -21,13 +27,59 @@ MAX_HEADER = 100_000_000  # bytes, as in the reference implementation
 _BITS = {name: dtype.itemsize * 8 for name, dtype in FROM_SAFETENSORS.items()} | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 
+Kind = tuple[DType, Shape]
+
+
+class Extents(Mapping[str, Extent]):
+    """The places of tensors in a file, by name. They are created on access: a file takes some tens of bytes for each.
+
+    Attributes
+    ----------
+    path
+        The file's path in the store.
+    rows
+        Name -> number of the tensor, in data order.
+    offsets
+        The position of each tensor in the file, in bytes.
+    numbers
+        The number of each tensor's kind.
+    kinds
+        The dtypes and shapes of the tensors.
+    """
+
+    __slots__ = ("kinds", "numbers", "offsets", "path", "rows")
+
+    def __init__(
+        self, path: str, rows: dict[str, int], offsets: array[int], numbers: array[int], kinds: Sequence[Kind]
+    ) -> None:
+        self.path, self.rows, self.offsets, self.numbers, self.kinds = path, rows, offsets, numbers, kinds
+
+    def __getitem__(self, name: str) -> Extent:
+        n = self.rows[name]
+        dtype, shape = self.kinds[self.numbers[n]]
+        return Extent(self.path, self.offsets[n], dtype, shape, c_strides(shape))
+
+    def kind(self, name: str) -> Kind:
+        """Return the dtype and the shape of a tensor. Raises KeyError."""
+        return self.kinds[self.numbers[self.rows[name]]]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
 class SafetensorsFile(NamedTuple):
     """The index of one file: ``extents`` by name in data order, the header's ``__metadata__``, and ``notes`` about
     tensors that torch cannot represent."""
 
     path: str
     info: FileInfo
-    extents: dict[str, Extent]
+    extents: Extents
     metadata: dict[str, str]
     notes: list[Problem]
 
@@ -66,28 +118,131 @@ def read_safetensors(store: Store, path: str, start: int = 0) -> SafetensorsFile
         )
     if 8 + length > file.size:
         raise CorruptError(f"{where}: the header claims {length:,} bytes, the file has {file.size:,}: truncated?")
-    header = _json(where, file.at(8, length))
-    metadata = header.pop("__metadata__", None)
-    metadata = {} if metadata is None else metadata
+    size = file.size - 8 - length
+    header = _header(where, file.at(8, length))
+    metadata = {} if header.metadata is None else header.metadata
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CorruptError(f"{where}: __metadata__ is not an object of strings")
-
-    begin_data, size = file.start + 8 + length, file.size - 8 - length
-    extents: dict[str, Extent] = {}
+    ends = np.array(header.ends, np.int64)
+    if (ends > size).any():
+        n = int(np.flatnonzero(ends > size)[0])
+        raise CorruptError(
+            f"{where}: {header.names[n]!r} ends at byte {header.ends[n]:,} of the data, which has {size:,}: truncated?"
+        )
     notes: list[Problem] = []
-    spans = []
-    for name, entry in header.items():
-        kind, shape, begin, end = _entry(where, name, entry)
-        spans.append((begin, end, name))
-        if end > size:
-            raise CorruptError(f"{where}: {name!r} ends at byte {end:,} of the data, which has {size:,}: truncated?")
-        extents[name] = _extent(path, begin_data + begin, kind, shape, end - begin, name, notes)
-    _check_cover(where, spans, size)
-    ordered = {name: extents[name] for _, _, name in sorted(spans)}
-    return SafetensorsFile(path, file.info, ordered, metadata, notes)
+    kinds, unsupported = _kinds(header)
+    for n, name in enumerate(header.names) if unsupported else ():
+        if header.numbers[n] in unsupported:
+            kind, shape = header.kinds[header.numbers[n]]
+            line = f"{name!r} is {kind} of shape {list(shape)}, which torch cannot hold: read as its packed bytes"
+            notes.append(Problem("unsupported-tensor", line, name))
+    order = _order(where, header, ends, size)
+    names = header.names if order is None else [header.names[n] for n in order]
+    numbers = header.numbers if order is None else [header.numbers[n] for n in order]
+    begins = np.array(header.begins if order is None else [header.begins[n] for n in order], np.int64)
+    offsets = array("q", (begins + (file.start + 8 + length)).tobytes())
+    rows = dict(zip(names, range(len(names)), strict=True))
+    return SafetensorsFile(path, file.info, Extents(path, rows, offsets, array("I", numbers), kinds), metadata, notes)
 
 
-def _json(where: str, raw: bytes) -> dict[str, Any]:
+class Header(NamedTuple):
+    """The entries of a header as columns, in the order of the header. ``kinds`` are the different (dtype, shape) pairs,
+    ``numbers`` the number of each tensor's kind."""
+
+    metadata: Any
+    names: Sequence[str]
+    numbers: Sequence[int]
+    begins: Sequence[int]
+    ends: Sequence[int]
+    kinds: Sequence[tuple[str, Shape]]
+
+
+# Headers as the reference implementation writes them: no white space, no escapes, the entries' keys in this order.
+_USUAL = re.compile(
+    r',"([^"\\\x00-\x1f]*)":\{"dtype":"([A-Z0-9_]+)","shape":\[((?:[1-9]\d{0,17}|0)?(?:,(?:[1-9]\d{0,17}|0))*)\],'
+    r'"data_offsets":\[([1-9]\d{0,17}|0),([1-9]\d{0,17}|0)\]\}',
+    re.ASCII,
+)
+_FIXED = len(',"":{"dtype":"","shape":[],"data_offsets":[,]}')
+_METADATA = '{"__metadata__":'
+
+
+def _header(where: str, raw: bytes) -> Header:
+    """Return the entries of a header. Raises CorruptError."""
+    found = _usual(where, raw)
+    if found is not None:
+        return found
+    header = _json(where, raw)
+    metadata = header.pop("__metadata__", None)
+    entries = [_entry(where, name, entry) for name, entry in header.items()]
+    kinds: dict[tuple[str, Shape], int] = {}
+    numbers = [kinds.setdefault((kind, shape), len(kinds)) for kind, shape, _, _ in entries]
+    begins, ends = [e[2] for e in entries], [e[3] for e in entries]
+    return Header(metadata, list(header), numbers, begins, ends, list(kinds))
+
+
+def _usual(where: str, raw: bytes) -> Header | None:
+    """Return the entries of a valid header of the usual spelling; None for any other, which `_json` has to parse."""
+    try:
+        text = raw.decode("utf-8").rstrip(" ")
+    except UnicodeDecodeError:
+        return None
+    at, metadata = 1, None
+    if text.startswith(_METADATA):
+        try:
+            metadata, at = _decoder(where).raw_decode(text, len(_METADATA))
+        except (ValueError, RecursionError, CorruptError):
+            return None
+    body = text[at:-1] if at > 1 else f",{text[1:-1]}"
+    if not text.startswith("{") or not text.endswith("}"):
+        return None
+    found = _USUAL.findall(body)
+    if not found:
+        return None
+    names, dtypes, shapes, begin_texts, end_texts = zip(*found, strict=True)
+    # the matches do not overlap, so they are the whole text if they have its length
+    if sum(sum(map(len, column)) for column in (names, dtypes, shapes, begin_texts, end_texts)) + _FIXED * len(
+        found
+    ) != len(body):
+        return None
+    unique = set(names)
+    if len(unique) < len(names) or "__metadata__" in unique:
+        return None
+    begins, ends = list(map(int, begin_texts)), list(map(int, end_texts))
+    texts = list(zip(dtypes, shapes, strict=True))
+    numbered = {kind: n for n, kind in enumerate(dict.fromkeys(texts))}
+    kinds = [(dtype, tuple(map(int, shape.split(","))) if shape else ()) for dtype, shape in numbered]
+    if not all(dtype in _BITS and len(shape) <= 64 and fits(shape, 1) for dtype, shape in kinds):
+        return None
+    bits = [prod(shape) * _BITS[dtype] for dtype, shape in kinds]
+    if any(n % 8 or n >= 1 << 62 for n in bits):
+        return None
+    numbers = [numbered[text] for text in texts]
+    sizes = np.array(bits, np.int64)[numbers] // 8
+    if not np.array_equal(np.array(ends, np.int64) - np.array(begins, np.int64), sizes):
+        return None
+    return Header(metadata, names, numbers, begins, ends, kinds)
+
+
+def _kinds(header: Header) -> tuple[list[Kind], set[int]]:
+    """Return the kinds of tensors as torch holds them, and the numbers of those that it cannot hold."""
+    found: list[Kind] = []
+    unsupported = set()
+    for n, (kind, shape) in enumerate(header.kinds):
+        dtype = FROM_SAFETENSORS.get(kind)
+        if dtype is not None:
+            found.append((dtype, shape))
+        elif kind == "F4" and shape and shape[-1] % 2 == 0:
+            found.append((F4_E2M1FN_X2, (*shape[:-1], shape[-1] // 2)))
+        else:
+            unsupported.add(n)
+            found.append((U8, (prod(shape) * _BITS[kind] // 8,)))
+    return found, unsupported
+
+
+def _decoder(where: str) -> json.JSONDecoder:
+    """Return a decoder that rejects an object with a repeated key, and numbers that are not JSON."""
+
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)
         if len(table) != len(pairs):
@@ -96,8 +251,12 @@ def _json(where: str, raw: bytes) -> dict[str, Any]:
             raise CorruptError(f"{where}: the header names {twice!r} twice")
         return table
 
+    return json.JSONDecoder(object_pairs_hook=unique, parse_constant=_no_constant)
+
+
+def _json(where: str, raw: bytes) -> dict[str, Any]:
     try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=_no_constant)
+        header = _decoder(where).decode(raw.decode("utf-8"))
     except CorruptError:
         raise
     except (ValueError, RecursionError) as e:
@@ -133,23 +292,15 @@ def _entry(where: str, name: str, entry: Any) -> tuple[str, tuple[int, ...], int
     return kind, tuple(shape), begin, end
 
 
-def _extent(
-    path: str, at: int, kind: str, shape: tuple[int, ...], nbytes: int, name: str, notes: list[Problem]
-) -> Extent:
-    dtype = FROM_SAFETENSORS.get(kind)
-    if dtype is None:
-        if kind == "F4" and shape and shape[-1] % 2 == 0:
-            dtype, shape = F4_E2M1FN_X2, (*shape[:-1], shape[-1] // 2)
-        else:
-            line = f"{name!r} is {kind} of shape {list(shape)}, which torch cannot hold: read as its packed bytes"
-            notes.append(Problem("unsupported-tensor", line, name))
-            dtype, shape = U8, (nbytes,)
-    return Extent(path, at, dtype, shape, c_strides(shape))
-
-
-def _check_cover(where: str, spans: list[tuple[int, int, str]], size: int) -> None:
+def _order(where: str, header: Header, ends: NDArray[np.int64], size: int) -> list[int] | None:
+    """Return the tensors in data order, None if they are in it. Raises CorruptError for gaps and overlaps."""
+    begins = np.array(header.begins, np.int64)
+    if len(begins) and not begins[0] and ends[-1] == size and np.array_equal(begins[1:], ends[:-1]):
+        if (begins < ends).all():
+            return None
+    spans = sorted(zip(header.begins, header.ends, header.names, range(len(begins)), strict=True))
     at = 0
-    for begin, end, name in sorted(spans):
+    for begin, end, name, _ in spans:
         if begin != at:
             raise CorruptError(
                 f"{where}: {name!r} begins at byte {begin:,} of the data, but the one before it ends at {at:,}: "
@@ -160,3 +311,4 @@ def _check_cover(where: str, spans: list[tuple[int, int, str]], size: int) -> No
         raise CorruptError(
             f"{where}: the tensors end at byte {at:,} of the data, which has {size:,}: the file is damaged"
         )
+    return [n for _, _, _, n in spans]

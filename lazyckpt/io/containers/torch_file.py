@@ -44,6 +44,29 @@ class TorchFile:
     pickle_size: int
     _dtypes: dict[str, DType | None] = field(default_factory=dict)
 
+    def check(self, tensors: Mapping[str, StoredTensor]) -> None:
+        """Raise CorruptError if the file cannot hold the elements of one of these tensors."""
+        reaches: dict[tuple[Any, ...], int] = {}
+        dtypes, records = self._dtypes, self.records
+        for name, t in tensors.items():
+            storage = t.storage
+            if storage is None or storage.data is not None:
+                continue
+            kind = t.offset, t.shape, t.strides, t.dtype
+            reach = reaches.get(kind)
+            if reach is None:
+                reach = reaches[kind] = self._reach(t)
+            record = records.get(storage.key)
+            same = not storage.numel or dtypes.setdefault(storage.key, storage.dtype) is storage.dtype
+            if record is None or not same or reach > record.nbytes or storage.reach > record.nbytes:
+                self.extent(t, name)  # raises the error
+
+    def _reach(self, tensor: StoredTensor) -> int:
+        """Return the number of bytes from the start of the storage to the end of the tensor."""
+        return (
+            (tensor.offset + hull(tensor.shape, tensor.strides)) * tensor.dtype.itemsize if 0 not in tensor.shape else 0
+        )
+
     def extent(self, tensor: StoredTensor, name: str) -> Extent:
         """Return the place of a tensor's elements. Raises CorruptError if the file cannot hold them."""
         storage = tensor.storage
@@ -61,7 +84,7 @@ class TorchFile:
         if record is None:
             raise CorruptError(f"{self.path}: the storage {storage.key!r} of {name!r} is not in the file: truncated?")
         size = tensor.dtype.itemsize
-        reach = (tensor.offset + hull(tensor.shape, tensor.strides)) * size if 0 not in tensor.shape else 0
+        reach = self._reach(tensor)
         if reach > record.nbytes or storage.reach > record.nbytes:
             raise CorruptError(
                 f"{self.path}: {name!r} needs {max(reach, storage.reach):,} bytes of the storage {storage.key!r}, "
