@@ -295,9 +295,9 @@ def _entry(where: str, name: str, entry: Any) -> tuple[str, tuple[int, ...], int
 def _order(where: str, header: Header, ends: NDArray[np.int64], size: int) -> list[int] | None:
     """Return the tensors in data order, None if they are in it. Raises CorruptError for gaps and overlaps."""
     begins = np.array(header.begins, np.int64)
-    if len(begins) and not begins[0] and ends[-1] == size and np.array_equal(begins[1:], ends[:-1]):
-        if (begins < ends).all():
-            return None
+    follows = len(begins) > 0 and np.array_equal(begins, np.append(0, ends[:-1])) and ends[-1] == size
+    if follows and (begins < ends).all():
+        return None
     spans = sorted(zip(header.begins, header.ends, header.names, range(len(begins)), strict=True))
     at = 0
     for begin, end, name, _ in spans:

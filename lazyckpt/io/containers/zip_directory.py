@@ -98,8 +98,8 @@ class _Layout:
     ``start`` is the offset of the directory. ``rest`` holds the bytes from there to the end of the zip, with zeros for
     the parts that differ: checksums at ``crcs``, the folder at ``folders`` (a row per record), the length twice at
     ``length``, and at ``next`` the header offset of the record number ``behind``. ``records`` are in file order,
-    ``order`` are their numbers in the directory, ``offsets`` are the offsets of their data. ``members`` and ``storages``
-    map names to numbers in the directory, by which ``table`` has the places."""
+    ``order`` are their numbers in the directory, ``offsets`` are the offsets of their data. ``members`` and
+    ``storages`` map names to numbers in the directory, by which ``table`` has the places."""
 
     start: int
     rest: NDArray[np.uint8]
@@ -184,10 +184,10 @@ def _read(file: StoreFile) -> tuple[Directory, _Layout | None]:
     _refuse_relatives(file.where, members)
     _check(file.where, prefix, names, members, columns)
     if len(names) <= _FEW and not file.store.gap:
-        layout, found = None, data_offsets_of_few(file, columns.start, list(map(records.entry, range(len(names)))))
+        few = list(map(records.entry, range(len(names))))
+        layout, offsets = None, np.array(data_offsets_of_few(file, columns.start, few), np.int64)
     else:
-        layout, found = columns, _offsets(file, columns.start, records)
-    offsets = np.asarray(found)
+        layout, offsets = columns, _offsets(file, columns.start, records)
     table = _Columns(offsets[numbered].tolist(), records.nbytes[numbered].tolist(), records.crc[numbered].tolist())
     storages = {name[5:]: n for name, n in members.items() if name.startswith("data/")}
     directory = Directory(_Table(members, *table, file.start), _Table(storages, *table, file.start))
