@@ -147,7 +147,8 @@ class Namespace(Mapping[str, A]):
     def _listed(self) -> dict[str, str]:
         """Names of this view -> full names."""
         if self._full is None:
-            names = {name: name for name in self.specs}
+            listed = self.specs.keys()
+            names = dict(zip(listed, listed, strict=True))
             if self._state in _FULL_STATES:
                 names.update((a, a) for a, owner in self._index.aliases.items() if owner in self.specs)
             self._full = self._shown_of(names)
@@ -261,7 +262,8 @@ class Namespace(Mapping[str, A]):
         if places:
             listed = some(map(_quoted, places), 6)
             raise TensorNotFoundError(f"{_quoted(path)} occurs at {len(places)} places: {listed}. Give a longer path.")
-        if self._of_all and _is_known(self._index.stored) and self.stored.names.below(path):
+        stored = self._index.stored
+        if self._of_all and stored is not self.specs and _is_known(stored) and self.stored.names.below(path):
             return self.stored[path]
         raise TensorNotFoundError(
             f"there is no tensor or prefix {_quoted(path)} among the {len(self):,} names of {self._state!r}.",

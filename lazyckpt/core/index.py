@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import prod
 from typing import Any, Literal, NamedTuple, Self
 
@@ -465,6 +466,10 @@ class Specs(Mapping[str, TensorSpec]):
     def kind(self, name: str) -> tuple[Shape, DType]:
         """Return the shape and the dtype of a tensor. Raises KeyError."""
 
+    def kinds(self) -> Iterator[tuple[str, tuple[Shape, DType]]]:
+        """Yield the name, and the shape and dtype, of every tensor. Much faster than asking for each."""
+        return ((name, self.kind(name)) for name in self.table)
+
     @abstractmethod
     def only(self, table: dict[str, Any]) -> Self:
         """Return the tensors of another table, a part of this one."""
@@ -499,6 +504,13 @@ class Gathered(Specs):
     def kind(self, name: str) -> tuple[Shape, DType]:
         return kind_of(self.table[name], name)
 
+    def kinds(self) -> Iterator[tuple[str, tuple[Shape, DType]]]:
+        files = {id(specs): specs for specs in self.table.values()}.values()
+        found = chain.from_iterable(map(kinds_of, files))
+        if sum(map(len, files)) == len(self.table):
+            return found
+        return ((name, kind) for name, kind in found if name in self.table)
+
     def only(self, table: dict[str, Any]) -> Self:
         return type(self)(table)
 
@@ -517,6 +529,19 @@ def kind_of(specs: Mapping[str, TensorSpec], name: str) -> tuple[Shape, DType]:
         return specs.kind(name)
     spec = specs[name]
     return spec.shape, spec.dtype
+
+
+def kinds_of(specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, tuple[Shape, DType]]]:
+    """Yield the name, and the shape and dtype, of every tensor, without specs if there are none yet.
+
+    Parameters
+    ----------
+    specs
+        Name -> spec.
+    """
+    if isinstance(specs, Specs):
+        return specs.kinds()
+    return ((name, (spec.shape, spec.dtype)) for name, spec in specs.items())
 
 
 def some_of(specs: Mapping[str, TensorSpec], keep: Callable[[str], bool]) -> Mapping[str, TensorSpec]:

@@ -59,6 +59,8 @@ def natural(name: str) -> list[tuple[int, int, str]]:
     >>> sorted(["a.10", "a.9", "a.b"], key=natural)
     ['a.9', 'a.10', 'a.b']
     """
+    if name.isdecimal() and name.isascii() and len(name) < 19:
+        return [(0, int(name), name)]
     parts = re.split(r"([0-9]{1,18})", name)  # runs of more digits are not counters
     return [(0, int(s), s) if s.isdecimal() and s.isascii() and len(s) < 19 else (1, 0, s) for s in parts if s]
 

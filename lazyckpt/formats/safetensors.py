@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Self
 
 from ..core.box import Shape
@@ -25,8 +26,11 @@ class ExtentSpecs(Specs):
         return whole(name, self._extents[name])
 
     def kind(self, name: str) -> tuple[Shape, DType]:
-        dtype, shape = self._extents.kind(name)
-        return shape, dtype
+        return self._extents.kind(name)
+
+    def kinds(self) -> Iterator[tuple[str, tuple[Shape, DType]]]:
+        whole = len(self.table) == len(self._extents)
+        return self._extents.each_kind() if whole else super().kinds()
 
     def only(self, table: dict[str, Any]) -> Self:
         return type(self)(self._extents, table)

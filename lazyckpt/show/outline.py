@@ -15,7 +15,9 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
-from ..core.index import TensorSpec
+from ..core.box import Shape
+from ..core.dtypes import DType
+from ..core.index import TensorSpec, kind_of, kinds_of
 from ..core.names import natural
 from ..namespace import Namespace
 
@@ -28,8 +30,8 @@ class Outline:
 
     Attributes
     ----------
-    names, specs
-        The sorted names, and the spec of each.
+    names
+        The sorted names.
     tied
         For each name that does not own its tensor, the full name of the owner.
     twice
@@ -42,12 +44,14 @@ class Outline:
 
     def __init__(self, view: Namespace[Any]) -> None:
         self.names: Sequence[str] = view.names.sorted
-        self.specs: list[TensorSpec] = []
         self.tied: dict[str, str] = {}
-        specs, full_names = view.specs, view.full_names
+        self._specs, self._full_names = specs, full_names = view.specs, view.full_names
         twice: set[str] = set()  # a tied tensor is counted under the name that comes first in the view's order
-        if len(full_names) == len(specs) and full_names.keys() == specs.keys():
-            self.specs = [specs[name] for name in self.names]
+        kinds: dict[tuple[Shape, DType], int] = {}
+        self.marks: list[int]
+        if full_names.keys() == specs.keys():
+            numbers = {name: kinds.setdefault(kind, len(kinds)) for name, kind in kinds_of(specs)}
+            self.marks = [numbers[name] for name in self.names]
         else:
             seen: set[str] = set()
             for name, full in full_names.items():
@@ -57,9 +61,8 @@ class Outline:
                 if owner in seen:
                     twice.add(name)
                 seen.add(owner)
-            self.specs = [specs[self.tied.get(name) or full_names[name]] for name in self.names]
-        kinds: dict[tuple[tuple[int, ...], Any], int] = {}
-        self.marks = [kinds.setdefault((spec.shape, spec.dtype), len(kinds)) for spec in self.specs]
+            owners = [self.tied.get(name) or full_names[name] for name in self.names]
+            self.marks = [kinds.setdefault(kind_of(specs, owner), len(kinds)) for owner in owners]
         numels = [prod(shape) for shape, _ in kinds]
         sizes = [numel * dtype.itemsize for numel, (_, dtype) in zip(numels, kinds, strict=True)]
         if twice:
@@ -69,6 +72,11 @@ class Outline:
         self._kinds = list(kinds)
         self.numels = list(accumulate((numels[n] for n in self.marks), initial=0))
         self.nbytes = list(accumulate((sizes[n] for n in self.marks), initial=0))
+
+    def spec(self, n: int) -> TensorSpec:
+        """Return the spec of a name by its index."""
+        name = self.names[n]
+        return self._specs[self.tied.get(name) or self._full_names[name]]
 
     def dtypes(self) -> list[tuple[Any, int]]:
         """Return (dtype, bytes) pairs, the largest first; tied tensors are counted once."""
@@ -102,6 +110,7 @@ class Node:
     """Index after the last name below the node."""
     level: int = 0
     _children: list[Node] | None = None
+    _groups: list[tuple[str, Sequence[Node]]] | None = None
 
     @property
     def name(self) -> str:
@@ -111,7 +120,7 @@ class Node:
     @property
     def spec(self) -> TensorSpec | None:
         """Spec of the node's own tensor; None if it has none."""
-        return None if self.leaf is None else self.outline.specs[self.leaf]
+        return None if self.leaf is None else self.outline.spec(self.leaf)
 
     @property
     def tied(self) -> str:
@@ -150,6 +159,36 @@ class Node:
             self._children = sorted(found.values(), key=lambda node: natural(node.label))
         return self._children
 
+    @property
+    def has_children(self) -> bool:
+        """Whether there are names below the node."""
+        return self.low < self.high
+
+    @property
+    def groups(self) -> list[tuple[str, Sequence[Node]]]:
+        """The child nodes, with equal siblings in groups: see `groups`."""
+        if self._groups is None:
+            self._groups = groups(self.children)
+        return self._groups
+
+    @property
+    def single(self) -> Node | None:
+        """The child node if there is exactly one. The other names below the node are not visited."""
+        if self._children is not None or self.level >= LEVELS or self.low == self.high:
+            return self.children[0] if len(self.children) == 1 else None
+        names, length, low = self.outline.names, len(self.start), self.low
+        first, last = names[low], names[self.high - 1]
+        dot = first.find(".", length)
+        if dot >= 0:
+            if not last.startswith(first[: dot + 1]):
+                return None
+            return Node(self.outline, first[length:dot], first[: dot + 1], None, low, self.high, self.level + 1)
+        if self.high - low == 1:
+            return Node(self.outline, first[length:], first + ".", low, low, low, self.level + 1)
+        if not (names[low + 1].startswith(first + ".") and last.startswith(first + ".")):
+            return None
+        return Node(self.outline, first[length:], first + ".", low, low + 1, self.high, self.level + 1)
+
     def _found(self) -> Iterator[Node]:
         """Yield the children in the order of the sorted names. A child that has both a tensor and children comes twice:
         first with its tensor only, then complete."""
@@ -173,10 +212,15 @@ class Node:
 
     def looks(self) -> object:
         """Return a key of the subtree below the label, equal for siblings with the same names, shapes and dtypes."""
-        length, outline = len(self.start), self.outline
+        outline = self.outline
         own = None if self.leaf is None else outline.marks[self.leaf]
         names = outline.names[self.low : self.high]
-        return own, tuple([name[length:] for name in names]), tuple(outline.marks[self.low : self.high])
+        below: Any = "\n" + "\n".join(names) if names else ""
+        if below.count("\n") == len(names):
+            below = below.replace("\n" + self.start, "\n")
+        else:
+            below = tuple([name[len(self.start) :] for name in names])
+        return own, below, tuple(outline.marks[self.low : self.high])
 
 
 def outline(view: Namespace[Any]) -> Outline:
@@ -193,8 +237,8 @@ def chain(node: Node) -> tuple[str, Node]:
 
     A chain of single children is drawn as one row."""
     labels = [node.label]
-    while node.leaf is None and len(node.children) == 1:
-        (node,) = node.children
+    while node.leaf is None and (single := node.single) is not None:
+        node = single
         labels.append(node.label)
     return ".".join(labels), node
 

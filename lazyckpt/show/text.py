@@ -18,7 +18,7 @@ from ..formats.catalog import recorded_step
 from ..lazy import LazyArray, shape_of
 from ..namespace import Namespace, plain_meta
 from .about import loss_of
-from .outline import Node, chain, groups, outline
+from .outline import Node, chain, outline
 
 
 def summary(view: Namespace[Any]) -> str:
@@ -109,7 +109,7 @@ def rows(view: Namespace[Any], depth: int | None = None, limit: int | None = Non
 
 def _rows(node: Node, depth: int | None, fold: bool, level: int = 0) -> Iterator[Row]:
     """Yield the rows of everything below a node, unpadded."""
-    for alike, members in groups(node.children) if fold else (("", [child]) for child in node.children):
+    for alike, members in node.groups if fold else (("", [child]) for child in node.children):
         first = members[0]
         # a chain of single children is one line, because there is nothing to choose between
         label, end = (alike, first) if alike else chain(first)
@@ -121,7 +121,7 @@ def _rows(node: Node, depth: int | None, fold: bool, level: int = 0) -> Iterator
             if alike and end.counted:
                 size, note = human_bytes(end.spec.nbytes * len(members)), human_count(end.spec.numel * len(members))
             yield Row(True, (name, shape, size, note))
-        if end.children:
+        if end.has_children:
             if end.spec is None:
                 tensors, numel, nbytes = (sum(getattr(n, what) for n in members) for what in _SUMS)
                 yield Row(False, (name, plural(tensors, "tensor"), human_bytes(nbytes), human_count(numel)))

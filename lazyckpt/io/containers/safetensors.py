@@ -27,7 +27,7 @@ MAX_HEADER = 100_000_000  # bytes, as in the reference implementation
 _BITS = {name: dtype.itemsize * 8 for name, dtype in FROM_SAFETENSORS.items()} | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 
-Kind = tuple[DType, Shape]
+Kind = tuple[Shape, DType]
 
 
 class Extents(Mapping[str, Extent]):
@@ -44,7 +44,7 @@ class Extents(Mapping[str, Extent]):
     numbers
         The number of each tensor's kind.
     kinds
-        The dtypes and shapes of the tensors.
+        The shapes and dtypes of the tensors.
     """
 
     __slots__ = ("kinds", "numbers", "offsets", "path", "rows")
@@ -56,12 +56,16 @@ class Extents(Mapping[str, Extent]):
 
     def __getitem__(self, name: str) -> Extent:
         n = self.rows[name]
-        dtype, shape = self.kinds[self.numbers[n]]
+        shape, dtype = self.kinds[self.numbers[n]]
         return Extent(self.path, self.offsets[n], dtype, shape, c_strides(shape))
 
     def kind(self, name: str) -> Kind:
-        """Return the dtype and the shape of a tensor. Raises KeyError."""
+        """Return the shape and the dtype of a tensor. Raises KeyError."""
         return self.kinds[self.numbers[self.rows[name]]]
+
+    def each_kind(self) -> Iterator[tuple[str, Kind]]:
+        """Yield the name and the kind of every tensor."""
+        return zip(self.rows, map(self.kinds.__getitem__, self.numbers), strict=True)
 
     def __contains__(self, name: object) -> bool:
         return name in self.rows
@@ -231,12 +235,12 @@ def _kinds(header: Header) -> tuple[list[Kind], set[int]]:
     for n, (kind, shape) in enumerate(header.kinds):
         dtype = FROM_SAFETENSORS.get(kind)
         if dtype is not None:
-            found.append((dtype, shape))
+            found.append((shape, dtype))
         elif kind == "F4" and shape and shape[-1] % 2 == 0:
-            found.append((F4_E2M1FN_X2, (*shape[:-1], shape[-1] // 2)))
+            found.append(((*shape[:-1], shape[-1] // 2), F4_E2M1FN_X2))
         else:
             unsupported.add(n)
-            found.append((U8, (prod(shape) * _BITS[kind] // 8,)))
+            found.append(((prod(shape) * _BITS[kind] // 8,), U8))
     return found, unsupported
 
 

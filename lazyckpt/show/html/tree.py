@@ -13,7 +13,7 @@ from ...errors import and_more
 from ...lazy import LazyArray, shape_of
 from ...namespace import Namespace
 from ..layout import Holder, holders
-from ..outline import Node, chain, groups
+from ..outline import Node, chain
 from .parts import Colours, dtype_class, owner, safe, tag, title
 
 # -- The rows of the tree: in a long tree equal layers are folded into one row, and long lists of siblings are cut.
@@ -75,7 +75,7 @@ def _rows(node: Node, fold: bool, most: int, room: _Room) -> list[Row]:
     if not fold and len(node.children) > room.left:
         room.left = -1
         return rows
-    found = groups(node.children) if fold else [("", [child]) for child in node.children]
+    found = node.groups if fold else [("", [child]) for child in node.children]
     shown = found if len(found) <= most else found[: max(1, most - 1)]
     for alike, members in shown:
         room.left -= 1
@@ -88,7 +88,7 @@ def _rows(node: Node, fold: bool, most: int, room: _Room) -> list[Row]:
             own = (end.spec.numel, end.spec.nbytes) if end.counted else (0, 0)
             times = len(members)
             rows.append(Row(label, end, True, alike, times, 0, times, own[0] * times, own[1] * times))
-        if end.children:
+        if end.has_children:
             below = _rows(end, fold, most, room)
             rows.append(Row(label, end, False, alike, len(members), 0, *sums, below))
     if len(shown) < len(found):
