@@ -14,7 +14,7 @@ from math import prod
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from .core.index import FileInfo, Index, Mesh, Specs, TensorSpec, kind_of
-from .core.names import Names, Pattern, matcher, shortened
+from .core.names import Names, Pattern, Same, matcher, shortened
 from .errors import MissingFileError, Problem, TensorNotFoundError, some
 from .formats.dcp.objects import Meta
 from .formats.torch_save import stored_specs
@@ -96,7 +96,7 @@ class Namespace(Mapping[str, A]):
     def _forget(self) -> None:
         """Reset what is computed on demand."""
         self.kept = {}
-        self._full: dict[str, str] | None = None
+        self._full: Mapping[str, str] | None = None
         self._meta: Mapping[str, Any] | None = None
         self._names: Names | None = None
         self._specs: Mapping[str, TensorSpec] | None = None
@@ -144,17 +144,18 @@ class Namespace(Mapping[str, A]):
         return self._listed
 
     @property
-    def _listed(self) -> dict[str, str]:
+    def _listed(self) -> Mapping[str, str]:
         """Names of this view -> full names."""
         if self._full is None:
-            listed = self.specs.keys()
-            names = dict(zip(listed, listed, strict=True))
-            if self._state in _FULL_STATES:
-                names.update((a, a) for a, owner in self._index.aliases.items() if owner in self.specs)
+            names: Mapping[str, str] = Same(self.specs)
+            tied = self._index.aliases if self._state in _FULL_STATES else {}
+            if any(owner in self.specs for owner in tied.values()):
+                names = dict(names)
+                names.update((a, a) for a, owner in tied.items() if owner in self.specs)
             self._full = self._shown_of(names)
         return self._full
 
-    def _shown_of(self, names: dict[str, str]) -> dict[str, str]:
+    def _shown_of(self, names: Mapping[str, str]) -> Mapping[str, str]:
         """Return the names that this view shows of a table of full names: name in the view -> full name."""
         for kind, what in self._steps:
             if kind == "below":

@@ -8,7 +8,7 @@ All objects are picklable, hold no handles and do no I/O. A reader creates an `I
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import prod
@@ -466,9 +466,10 @@ class Specs(Mapping[str, TensorSpec]):
     def kind(self, name: str) -> tuple[Shape, DType]:
         """Return the shape and the dtype of a tensor. Raises KeyError."""
 
-    def kinds(self) -> Iterator[tuple[str, tuple[Shape, DType]]]:
-        """Yield the name, and the shape and dtype, of every tensor. Much faster than asking for each."""
-        return ((name, self.kind(name)) for name in self.table)
+    def marks(self, kinds: dict[tuple[Shape, DType], int]) -> Iterable[int]:
+        """Yield the number of every tensor's shape and dtype, and add new ones to ``kinds``. Much faster than asking
+        for each."""
+        return (kinds.setdefault(self.kind(name), len(kinds)) for name in self.table)
 
     @abstractmethod
     def only(self, table: dict[str, Any]) -> Self:
@@ -504,12 +505,11 @@ class Gathered(Specs):
     def kind(self, name: str) -> tuple[Shape, DType]:
         return kind_of(self.table[name], name)
 
-    def kinds(self) -> Iterator[tuple[str, tuple[Shape, DType]]]:
-        files = {id(specs): specs for specs in self.table.values()}.values()
-        found = chain.from_iterable(map(kinds_of, files))
-        if sum(map(len, files)) == len(self.table):
-            return found
-        return ((name, kind) for name, kind in found if name in self.table)
+    def marks(self, kinds: dict[tuple[Shape, DType], int]) -> Iterable[int]:
+        files = dict(zip(map(id, self.table.values()), self.table.values(), strict=True)).values()
+        if sum(map(len, files)) != len(self.table):
+            return super().marks(kinds)
+        return chain.from_iterable(marks_of(specs, kinds) for specs in files)
 
     def only(self, table: dict[str, Any]) -> Self:
         return type(self)(table)
@@ -531,17 +531,19 @@ def kind_of(specs: Mapping[str, TensorSpec], name: str) -> tuple[Shape, DType]:
     return spec.shape, spec.dtype
 
 
-def kinds_of(specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, tuple[Shape, DType]]]:
-    """Yield the name, and the shape and dtype, of every tensor, without specs if there are none yet.
+def marks_of(specs: Mapping[str, TensorSpec], kinds: dict[tuple[Shape, DType], int]) -> Iterable[int]:
+    """Yield the number of every tensor's shape and dtype, without specs if there are none yet.
 
     Parameters
     ----------
     specs
         Name -> spec.
+    kinds
+        The shapes and dtypes that have a number. New ones are added.
     """
     if isinstance(specs, Specs):
-        return specs.kinds()
-    return ((name, (spec.shape, spec.dtype)) for name, spec in specs.items())
+        return specs.marks(kinds)
+    return (kinds.setdefault((spec.shape, spec.dtype), len(kinds)) for spec in specs.values())
 
 
 def some_of(specs: Mapping[str, TensorSpec], keep: Callable[[str], bool]) -> Mapping[str, TensorSpec]:

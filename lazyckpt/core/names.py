@@ -6,7 +6,7 @@ import fnmatch
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from heapq import nlargest
 
@@ -96,23 +96,49 @@ _DEEP = 20  # with more levels in a name, inner paths are not offered
 _LETTERS = 1 << 23  # the most characters of all offered paths
 
 
+class Same(Mapping[str, str]):
+    """Names, each mapped to itself: a table of them that takes no memory."""
+
+    __slots__ = ("_names",)
+
+    def __init__(self, names: Mapping[str, object]) -> None:
+        self._names = names
+
+    def __getitem__(self, name: str) -> str:
+        if name in self._names:
+            return name
+        raise KeyError(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 class Names:
     """An ordered set of dotted names, with fast look-up of prefixes and inner paths."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.order: tuple[str, ...] = tuple(names)
-        self._sorted: list[str] | None = None
 
     @cached_property
     def position(self) -> dict[str, int]:
         """The index of each name in `order`."""
         return {name: n for n, name in enumerate(self.order)}
 
-    @property
+    @cached_property
+    def ranking(self) -> list[int]:
+        """The indices in `order` of the sorted names."""
+        return sorted(range(len(self.order)), key=self.order.__getitem__)
+
+    @cached_property
     def sorted(self) -> list[str]:
-        if self._sorted is None:
-            self._sorted = sorted(self.order)
-        return self._sorted
+        """The names in plain sorted order."""
+        return list(map(self.order.__getitem__, self.ranking))
 
     def below(self, prefix: str) -> Sequence[str]:
         """Return the names that begin with ``prefix.``, in plain sorted order."""
@@ -125,6 +151,8 @@ class Names:
         """Return the names and prefixes of names that end with ``.path``."""
         inner = "." + path
         found: dict[str, None] = {}
+        if inner not in "\n".join(self.order):  # one search for all names, which most often finds nothing
+            return []
         for name in self.order:
             at = name.find(inner)
             while at >= 0:

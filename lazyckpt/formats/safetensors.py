@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any, Self
 
 from ..core.box import Shape
@@ -28,9 +28,11 @@ class ExtentSpecs(Specs):
     def kind(self, name: str) -> tuple[Shape, DType]:
         return self._extents.kind(name)
 
-    def kinds(self) -> Iterator[tuple[str, tuple[Shape, DType]]]:
-        whole = len(self.table) == len(self._extents)
-        return self._extents.each_kind() if whole else super().kinds()
+    def marks(self, kinds: dict[tuple[Shape, DType], int]) -> Iterable[int]:
+        if len(self.table) < len(self._extents):
+            return super().marks(kinds)
+        numbers = [kinds.setdefault(kind, len(kinds)) for kind in self._extents.kinds]
+        return map(numbers.__getitem__, self._extents.numbers)
 
     def only(self, table: dict[str, Any]) -> Self:
         return type(self)(self._extents, table)

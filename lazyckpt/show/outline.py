@@ -15,10 +15,13 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..core.box import Shape
 from ..core.dtypes import DType
-from ..core.index import TensorSpec, kind_of, kinds_of
-from ..core.names import natural
+from ..core.index import TensorSpec, kind_of, marks_of
+from ..core.names import Same, natural
 from ..namespace import Namespace
 
 LEVELS = 100  # maximum depth, because the tree is walked by recursion; deeper levels share one label
@@ -48,10 +51,10 @@ class Outline:
         self._specs, self._full_names = specs, full_names = view.specs, view.full_names
         twice: set[str] = set()  # a tied tensor is counted under the name that comes first in the view's order
         kinds: dict[tuple[Shape, DType], int] = {}
-        self.marks: list[int]
-        if full_names.keys() == specs.keys():
-            numbers = {name: kinds.setdefault(kind, len(kinds)) for name, kind in kinds_of(specs)}
-            self.marks = [numbers[name] for name in self.names]
+        marks: Iterable[int]
+        if isinstance(full_names, Same):
+            numbers = list(marks_of(specs, kinds))
+            marks = map(numbers.__getitem__, view.names.ranking)
         else:
             seen: set[str] = set()
             for name, full in full_names.items():
@@ -62,16 +65,19 @@ class Outline:
                     twice.add(name)
                 seen.add(owner)
             owners = [self.tied.get(name) or full_names[name] for name in self.names]
-            self.marks = [kinds.setdefault(kind_of(specs, owner), len(kinds)) for owner in owners]
+            if len(owners) > len(specs) // 4:
+                of = dict(zip(specs, marks_of(specs, kinds), strict=True))
+                marks = [of[owner] for owner in owners]
+            else:
+                marks = [kinds.setdefault(kind_of(specs, owner), len(kinds)) for owner in owners]
+        self.marks = np.fromiter(marks, np.int64, len(self.names))
+        if twice:
+            self.marks[[name in twice for name in self.names]] = -1
         numels = [prod(shape) for shape, _ in kinds]
         sizes = [numel * dtype.itemsize for numel, (_, dtype) in zip(numels, kinds, strict=True)]
-        if twice:
-            numels, sizes = [*numels, 0], [*sizes, 0]
-            self.marks = [-1 if name in twice else n for name, n in zip(self.names, self.marks, strict=True)]
         self.twice = twice
         self._kinds = list(kinds)
-        self.numels = list(accumulate((numels[n] for n in self.marks), initial=0))
-        self.nbytes = list(accumulate((sizes[n] for n in self.marks), initial=0))
+        self.numels, self.nbytes = _sums(numels, self.marks), _sums(sizes, self.marks)
 
     def spec(self, n: int) -> TensorSpec:
         """Return the spec of a name by its index."""
@@ -81,7 +87,7 @@ class Outline:
     def dtypes(self) -> list[tuple[Any, int]]:
         """Return (dtype, bytes) pairs, the largest first; tied tensors are counted once."""
         found: dict[Any, int] = {}
-        for mark, count in Counter(self.marks).items():
+        for mark, count in Counter(self.marks.tolist()).items():
             if mark >= 0:
                 shape, dtype = self._kinds[mark]
                 found[dtype] = found.get(dtype, 0) + count * prod(shape) * dtype.itemsize
@@ -91,6 +97,14 @@ class Outline:
     def root(self) -> Node:
         """The root of the tree."""
         return Node(self, "", "", None, 0, len(self.names))
+
+
+def _sums(values: Sequence[int], marks: NDArray[np.int64]) -> Sequence[int]:
+    """Return the prefix sums of the values of some marks; -1 has the value 0."""
+    if max(values, default=0) * len(marks) >= 1 << 63:
+        return list(accumulate((values[n] if n >= 0 else 0 for n in marks.tolist()), initial=0))
+    sums: Sequence[int] = np.append(0, np.array([*values, 0], np.int64)[marks].cumsum())  # type: ignore[assignment]
+    return sums
 
 
 @dataclass(slots=True)
@@ -149,7 +163,7 @@ class Node:
 
     def _sum(self, sums: Sequence[int]) -> int:
         own = 0 if self.leaf is None else sums[self.leaf + 1] - sums[self.leaf]
-        return own + sums[self.high] - sums[self.low]
+        return int(own + sums[self.high] - sums[self.low])
 
     @property
     def children(self) -> list[Node]:
@@ -213,14 +227,14 @@ class Node:
     def looks(self) -> object:
         """Return a key of the subtree below the label, equal for siblings with the same names, shapes and dtypes."""
         outline = self.outline
-        own = None if self.leaf is None else outline.marks[self.leaf]
+        own = None if self.leaf is None else int(outline.marks[self.leaf])
         names = outline.names[self.low : self.high]
         below: Any = "\n" + "\n".join(names) if names else ""
         if below.count("\n") == len(names):
             below = below.replace("\n" + self.start, "\n")
         else:
             below = tuple([name[len(self.start) :] for name in names])
-        return own, below, tuple(outline.marks[self.low : self.high])
+        return own, below, outline.marks[self.low : self.high].tobytes()
 
 
 def outline(view: Namespace[Any]) -> Outline:

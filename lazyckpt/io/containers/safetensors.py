@@ -63,10 +63,6 @@ class Extents(Mapping[str, Extent]):
         """Return the shape and the dtype of a tensor. Raises KeyError."""
         return self.kinds[self.numbers[self.rows[name]]]
 
-    def each_kind(self) -> Iterator[tuple[str, Kind]]:
-        """Yield the name and the kind of every tensor."""
-        return zip(self.rows, map(self.kinds.__getitem__, self.numbers), strict=True)
-
     def __contains__(self, name: object) -> bool:
         return name in self.rows
 
