@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import repeat
 from math import prod
 from typing import Any, Self
 
@@ -15,7 +16,7 @@ from ..io.containers.pickle.audit import dangers
 from ..io.containers.pickle.plain import Path, Plain, TensorRef
 from ..io.containers.pickle.rebuild import StoredTensor
 from ..io.containers.torch_file import Pickles, TorchFile, is_torch_file, read_torch_file
-from ..io.containers.zip_directory import Record
+from ..io.containers.zip_directory import Record, sizes_of
 from ..io.storage.base import Store
 from .reader import Reader, Source
 from .shared.members import Member, together
@@ -105,8 +106,9 @@ def used_bytes(plain: Plain) -> dict[str, int]:
 
 def bloat(path: str, file: TorchFile, used: Mapping[str, int]) -> list[Problem]:
     """Return a problem if tensors use little of a file: torch.save writes whole storages, even for small views."""
-    held = sum(record.nbytes for record in file.records.values())
-    needed = sum(min(used.get(key, 0), record.nbytes) for key, record in file.records.items())
+    sizes = sizes_of(file.records)
+    held = sum(sizes)
+    needed = sum(map(min, map(used.get, file.records, repeat(0)), sizes))
     if held - needed < max(_BLOAT, held // 10):
         return []
     line = (

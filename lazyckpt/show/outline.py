@@ -48,6 +48,7 @@ class Outline:
     def __init__(self, view: Namespace[Any]) -> None:
         self.names: Sequence[str] = view.names.sorted
         self.tied: dict[str, str] = {}
+        self._drawn: dict[int, TensorSpec] = {}
         self._specs, self._full_names = specs, full_names = view.specs, view.full_names
         twice: set[str] = set()  # a tied tensor is counted under the name that comes first in the view's order
         kinds: dict[tuple[Shape, DType], int] = {}
@@ -81,8 +82,11 @@ class Outline:
 
     def spec(self, n: int) -> TensorSpec:
         """Return the spec of a name by its index."""
-        name = self.names[n]
-        return self._specs[self.tied.get(name) or self._full_names[name]]
+        found = self._drawn.get(n)
+        if found is None:
+            name = self.names[n]
+            found = self._drawn[n] = self._specs[self.tied.get(name) or self._full_names[name]]
+        return found
 
     def dtypes(self) -> list[tuple[Any, int]]:
         """Return (dtype, bytes) pairs, the largest first; tied tensors are counted once."""
@@ -193,15 +197,17 @@ class Node:
         names, length, low = self.outline.names, len(self.start), self.low
         first, last = names[low], names[self.high - 1]
         dot = first.find(".", length)
-        if dot >= 0:
-            if not last.startswith(first[: dot + 1]):
-                return None
-            return Node(self.outline, first[length:dot], first[: dot + 1], None, low, self.high, self.level + 1)
-        if self.high - low == 1:
-            return Node(self.outline, first[length:], first + ".", low, low, low, self.level + 1)
-        if not (names[low + 1].startswith(first + ".") and last.startswith(first + ".")):
-            return None
-        return Node(self.outline, first[length:], first + ".", low, low + 1, self.high, self.level + 1)
+        if dot >= 0 and last.startswith(first[: dot + 1]):
+            self._children = [
+                Node(self.outline, first[length:dot], first[: dot + 1], None, low, self.high, self.level + 1)
+            ]
+        elif dot < 0 and (
+            self.high - low == 1 or (names[low + 1].startswith(first + ".") and last.startswith(first + "."))
+        ):
+            below = low + 1 if self.high - low > 1 else low
+            high = self.high if self.high - low > 1 else low
+            self._children = [Node(self.outline, first[length:], first + ".", low, below, high, self.level + 1)]
+        return self._children[0] if self._children else None
 
     def _found(self) -> Iterator[Node]:
         """Yield the children in the order of the sorted names. A child that has both a tensor and children comes twice:

@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from ...core.dtypes import DType
-from ...core.index import Hole, Rank
+from ...core.index import Extent, Hole, Rank
 from ...errors import LazyckptError, Problem, cannot_read, only_one, some
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.torch_file import TorchFile, is_whole
@@ -72,6 +72,8 @@ def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first:
             b.report(Problem("missing-file", f"{path} is missing", path))
         elif not (shapes or buffers or _is_whole(b, path := files.zero_model[dp, mp])):
             _report_damage(b, path)
+    last: TorchFile | None = None
+    extents: list[Extent | None] = []
     for dp in range(b.world) if shapes or buffers else ():
         path = files.zero_model.get((dp, mp)) or name_of_rank(next(iter(files.zero_model.values())), dp, mp)
         here = rank._replace(dp=dp)
@@ -87,13 +89,20 @@ def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first:
             if (dp, mp) in files.zero_model:
                 b.report(problem)
             fragments = module = {}
-        for name in shapes:
-            tensor = fragments.get(name)
-            if isinstance(tensor, StoredTensor) and len(tensor.shape) == 1:
-                dtypes[name] = tensor.dtype
-                pieces[name].append(Partition(file.extent(tensor, name), here))
-            else:
-                pieces[name].append(Partition(hole, here))
+        if last is not None and fragments and file.like(last):  # its bytes are at the same places
+            extents = [
+                e and Extent(path, e.offset, e.dtype, e.shape, e.strides, e.conj, e.neg, e.swapped) for e in extents
+            ]
+        else:
+            flat = [(name, fragments.get(name)) for name in shapes]
+            extents = [
+                file.extent(t, name) if isinstance(t, StoredTensor) and len(t.shape) == 1 else None for name, t in flat
+            ]
+        last = file if fragments and not any(e is not None and e.within for e in extents) else None
+        for name, extent in zip(shapes, extents, strict=True):
+            if extent is not None:
+                dtypes[name] = extent.dtype
+            pieces[name].append(Partition(extent or hole, here))
         for name, crc in buffers.items() if path != first.path else ():
             tensor = module.get(name)
             if isinstance(tensor, StoredTensor) and crc_of(file.records, tensor) not in (crc, None):
@@ -110,7 +119,11 @@ def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first:
 
 
 def _is_whole(b: Building, path: str) -> bool:
-    return is_whole(b.store, path, b.info(path).size)
+    """Return whether a file whose contents are not needed is complete, as far as its end tells."""
+    try:
+        return is_whole(b.store, path, b.info(path).size)
+    except OSError:  # also a missing file: `_report_damage` reports it
+        return False
 
 
 def _report_damage(b: Building, path: str) -> None:

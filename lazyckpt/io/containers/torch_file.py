@@ -21,7 +21,7 @@ from .pickle.machine import Pickle
 from .pickle.memo import Items
 from .pickle.rebuild import REBUILD, StoredStorage, StoredTensor, persistent_storage, viewed_storage
 from .pickle.records import short
-from .zip_directory import ZIP_MAGIC, Directories, Record
+from .zip_directory import ZIP_MAGIC, Directories, Record, same_places
 
 LEGACY_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # the pickled number 0x1950a86a20f9469cfc6c
 _HEAD = 4 << 20  # bytes before the first storage that are read in one request
@@ -43,6 +43,10 @@ class TorchFile:
     swapped: bool
     pickle_size: int
     _dtypes: dict[str, DType | None] = field(default_factory=dict)
+
+    def like(self, other: TorchFile) -> bool:
+        """Return whether the tensors of both files are the same and at the same places."""
+        return self.root is other.root and self.swapped == other.swapped and same_places(self.records, other.records)
 
     def check(self, tensors: Mapping[str, StoredTensor]) -> None:
         """Raise CorruptError if the file cannot hold the elements of one of these tensors."""

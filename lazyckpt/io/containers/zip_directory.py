@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,6 +79,16 @@ class _Table(Mapping[str, Record]):
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if name in self._numbers else default
 
+    @property
+    def places(self) -> tuple[int, int, int]:
+        """A key that is equal for files whose directories have the same layout. (Only the size of data.pkl differs.)"""
+        return id(self._numbers), id(self._offsets), self._start
+
+    @property
+    def sizes(self) -> list[int]:
+        """The sizes of all records in bytes, in the order of the names."""
+        return list(map(self._nbytes.__getitem__, self._numbers.values()))
+
     def __contains__(self, name: object) -> bool:
         return name in self._numbers
 
@@ -87,6 +97,16 @@ class _Table(Mapping[str, Record]):
 
     def __len__(self) -> int:
         return len(self._numbers)
+
+
+def same_places(a: Mapping[str, Record], b: Mapping[str, Record]) -> bool:
+    """Return whether the storages of two files are known to be at the same places, because the files share a layout."""
+    return isinstance(a, _Table) and isinstance(b, _Table) and a.places == b.places
+
+
+def sizes_of(records: Mapping[str, Record]) -> list[int]:
+    """Return the sizes of all records in bytes, in the order of the names."""
+    return records.sizes if isinstance(records, _Table) else [record.nbytes for record in records.values()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +159,8 @@ class _Layout:
         header[self.behind], nbytes[self.pickle], stored[self.pickle] = behind, length, length
         raw = self.records.raw.copy()
         raw[:, : len(folder)] = folders[0]
-        names = [folder.decode() + name[len(folder) :] for name in self.records.names]
+        start = folder.decode()
+        names = _Renamed(self.records.names, start)
         records = self.records._replace(
             names=names, raw=raw, header=header, nbytes=nbytes, stored=stored, crc=crcs[self.order]
         )
@@ -150,6 +171,27 @@ class _Layout:
         sizes[pickle] = length
         table = (self.table.offsets, sizes, crcs.tolist(), file.start)
         return Directory(_Table(self.members, *table), _Table(self.storages, *table))
+
+
+class _Renamed(Sequence[str]):
+    """Names whose first characters are replaced by another text of the same length."""
+
+    __slots__ = ("_names", "_start")
+
+    def __init__(self, names: Sequence[str], start: str) -> None:
+        self._names, self._start = names, start
+
+    @overload
+    def __getitem__(self, n: int) -> str: ...
+    @overload
+    def __getitem__(self, n: slice) -> Sequence[str]: ...
+    def __getitem__(self, n: Any) -> Any:
+        if isinstance(n, slice):
+            return _Renamed(self._names[n], self._start)
+        return self._start + self._names[n][len(self._start) :]
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 class Directories:
