@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...core.blocks import Blocks, Boxes
-from ...core.box import Box, Shape
+from ...core.box import Box, Shape, c_strides
 from ...core.dtypes import DType
 from ...core.fragments import Selection
 from ...core.index import Archive, Extent, FileInfo, Fragment, Hole, Packed, Part, TensorSpec
 from ...errors import CorruptError, Problem
 from ...io.containers.safetensors import read_safetensors
 from ...io.storage.base import Store
-from .metadata import Item
+from .metadata import Chunks, Item, Items, Tensor
 
 # -- Safetensors files that hold chunks of tensors, and say which.
 
@@ -70,7 +70,7 @@ class ChunkFragments(Blocks):
 
     dtype: DType
     blocks: Boxes = field()  # (else its default would be the property of the base class)
-    stored: tuple[ChunkBytes, ...]
+    stored: Sequence[ChunkBytes]
 
     def fragment(self, n: int) -> Fragment:
         box = self.blocks.box(n)
@@ -84,6 +84,61 @@ class ChunkFragments(Blocks):
         """The archives that all of them together are in."""
         found = (f.extent for f, stored in zip(self, self.stored, strict=True) if isinstance(stored, Item))
         return [extent for extent in found if isinstance(extent, Archive)]
+
+
+class StoredItems(Sequence[Item]):
+    """Items of chunks as columns: numbers of ``names``, offsets, lengths."""
+
+    __slots__ = ("_lengths", "_names", "_offsets", "_paths")
+
+    def __init__(self, names: Sequence[str], paths: Any, offsets: Any, lengths: Any) -> None:
+        self._names, self._paths, self._offsets, self._lengths = names, paths, offsets, lengths
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, n: Any) -> Any:
+        if isinstance(n, slice):
+            return StoredItems(self._names, self._paths[n], self._offsets[n], self._lengths[n])
+        return Item(self._names[int(self._paths[n])], int(self._offsets[n]), int(self._lengths[n]))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        used, paths = np.unique(self._paths, return_inverse=True)
+        names = [self._names[n] for n in used.tolist()]  # only those of this tensor
+        return StoredItems, (names, paths.astype(np.int32), self._offsets.copy(), self._lengths.copy())
+
+
+def in_rows(key: str, tensor: Tensor, items: Items, sizes: Callable[[int], int]) -> TensorSpec | None:
+    """Return a tensor whose chunks and items are columns and match, without an object for each; else None.
+
+    ``sizes`` returns the size of a file by the number of its path, -1 if the file is missing."""
+    chunks, bounds = tensor.chunks, items.bounds.get(key)
+    if not isinstance(chunks, Chunks) or bounds is None or len(chunks) != bounds[1] - bounds[0] or len(chunks) < 2:
+        return None
+    shape, rows = np.array(tensor.shape, np.int64), slice(*bounds)
+    starts = items.starts[rows, : len(shape)]
+    if (items.dims[rows] != len(shape)).any():
+        return None
+    where: Any = rows
+    if not np.array_equal(starts, chunks.starts):
+        if (starts >= shape).any():
+            return None
+        strides = np.array(c_strides(tensor.shape), np.int64)
+        wanted, there = chunks.starts @ strides, starts @ strides
+        order, found = np.argsort(wanted), np.argsort(there)
+        if not np.array_equal(wanted[order], there[found]):
+            return None
+        where = np.empty(len(order), np.int64)
+        where[order] = bounds[0] + found
+    paths, offsets, lengths = items.paths[where], items.offsets[where], items.lengths[where]
+    used, numbers = np.unique(paths, return_inverse=True)
+    ends = np.array([sizes(n) for n in used.tolist()], np.int64)[numbers]
+    # an archive is longer than its tensor; a tensor in a safetensors file is listed with its exact length
+    if (offsets > ends - lengths).any() or (lengths == chunks.sizes.prod(1) * tensor.dtype.itemsize).any():
+        return None
+    blocks = Boxes(chunks.starts, chunks.starts + chunks.sizes, range(len(chunks)))
+    stored = StoredItems(items.names, paths, offsets, lengths)
+    return TensorSpec(key, tensor.shape, tensor.dtype, ChunkFragments(tensor.dtype, blocks, stored))
 
 
 def in_chunks(
@@ -105,6 +160,10 @@ def in_chunks(
 
 def uncovered(shape: Shape, chunks: Sequence[tuple[Shape, Shape]]) -> int:
     """Elements that are certainly in no chunk (more may be, where chunks overlap)."""
+    if isinstance(chunks, Chunks):
+        counts = chunks.sizes.prod(1)
+        if int(counts.max(initial=0)) * len(counts) < 1 << 63:
+            return max(0, prod(shape) - int(counts.sum()))
     return max(0, prod(shape) - sum(prod(sizes) for _, sizes in chunks))
 
 

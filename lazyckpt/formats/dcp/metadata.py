@@ -9,19 +9,24 @@ torch unpickles the file; here its classes are plain records, and their content 
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from ...core.box import Shape, fits
+import numpy as np
+
+from ...core.box import Shape, c_strides, fits
 from ...core.dtypes import DType
 from ...errors import CorruptError
 from ...io.containers.pickle.machine import Pickle
+from ...io.containers.pickle.memo import Changes
 from ...io.containers.pickle.plain import Path
 from ...io.containers.pickle.rebuild import REBUILD
 from ...io.containers.pickle.records import short
 from ...io.storage.base import Store
 from ..shared.paths import inside
+from .columns import DIMS, Columns, Ints, Run
 
 _MODULE = "torch.distributed.checkpoint"
 
@@ -41,7 +46,78 @@ class Tensor:
 
     dtype: DType
     shape: Shape
-    chunks: list[tuple[Shape, Shape]]
+    chunks: Sequence[tuple[Shape, Shape]]
+
+
+class Chunks(Sequence[tuple[Shape, Shape]]):
+    """The offsets and shapes of chunks as arrays [chunks, dimensions]. No chunk is empty, no offset is there twice."""
+
+    __slots__ = ("sizes", "starts")
+
+    def __init__(self, starts: Ints, sizes: Ints) -> None:
+        self.starts, self.sizes = starts, sizes
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, n: Any) -> Any:
+        if isinstance(n, slice):
+            return Chunks(self.starts[n], self.sizes[n])
+        return tuple(self.starts[n].tolist()), tuple(self.sizes[n].tolist())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Chunks):
+            return NotImplemented
+        return np.array_equal(self.starts, other.starts) and np.array_equal(self.sizes, other.sizes)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Items(Mapping[tuple[str, Shape | None], Item]):
+    """The items of a checkpoint: a dict of ``others``, and the items of chunks as columns.
+
+    ``bounds`` has the rows of each key; ``starts`` are the offsets of the chunks in the tensor, ``paths`` the numbers of
+    the files, ``offsets`` and ``lengths`` the bytes in them, and ``names`` the paths by number."""
+
+    def __init__(
+        self,
+        others: dict[tuple[str, Shape | None], Item],
+        bounds: Mapping[str, tuple[int, int]],
+        starts: Ints,
+        dims: Ints,
+        paths: Ints,
+        offsets: Ints,
+        lengths: Ints,
+        names: list[str],
+    ) -> None:
+        self.others, self.bounds, self.names = others, bounds, names
+        self.starts, self.dims, self.paths, self.offsets, self.lengths = starts, dims, paths, offsets, lengths
+
+    def row(self, n: int) -> Item:
+        """Return the item of a row."""
+        return Item(self.names[int(self.paths[n])], int(self.offsets[n]), int(self.lengths[n]))
+
+    def __getitem__(self, index: tuple[str, Shape | None]) -> Item:
+        key, start = index
+        if index in self.others or start is None or key not in self.bounds:
+            return self.others[index]
+        first, stop = self.bounds[key]
+        here = slice(first, stop)
+        wanted = (*start, 0, 0, 0)[:DIMS]
+        same = (self.dims[here] == len(start)) & (self.starts[here] == np.array(wanted, np.int64)).all(1)
+        found = np.flatnonzero(same)  # of equal keys the last one counts, as in torch's dict
+        if not len(found):
+            raise KeyError(index)
+        return self.row(first + int(found[-1]))
+
+    def __iter__(self) -> Iterator[tuple[str, Shape | None]]:
+        yield from self.others
+        for key, (first, stop) in self.bounds.items():
+            rows = zip(self.starts[first:stop].tolist(), self.dims[first:stop].tolist(), strict=True)
+            yield from {(key, tuple(start[:dims])): None for start, dims in rows}
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +129,7 @@ class Metadata:
     """Keys of all objects other than tensors."""
     paths: dict[str, Path] = field(default_factory=dict)
     """Key -> path in the saved state dict, in the order of the state dict."""
-    items: dict[tuple[str, Shape | None], Item] = field(default_factory=dict)
+    items: Mapping[tuple[str, Shape | None], Item] = field(default_factory=dict)
     """(key, offset of the chunk; None for an object) -> its bytes."""
     globals: dict[tuple[str, str], bool] = field(default_factory=dict)
     reshaped: dict[str, Shape] = field(default_factory=dict)
@@ -119,7 +195,11 @@ def read_metadata(store: Store, names: Iterable[str]) -> Metadata:
 
     Raises CorruptError for damaged or inconsistent files, and MissingFileError.
     """
+    names = list(names)
+    if len(names) == 1 and not posixpath.dirname(names[0]):
+        return _read(store, names[0], columns=True)
     whole = Metadata()
+    items: dict[tuple[str, Shape | None], Item] = {}
     for name in names:
         part = _read(store, name)
         folder = posixpath.dirname(name)
@@ -134,26 +214,38 @@ def read_metadata(store: Store, names: Iterable[str]) -> Metadata:
                     f"shape {known.shape}: these files are not of one save"
                 )
             listed = {start for start, _ in known.chunks}
-            known.chunks.extend(chunk for chunk in tensor.chunks if chunk[0] not in listed)
+            added = [chunk for chunk in tensor.chunks if chunk[0] not in listed]
+            whole.tensors[key] = replace(known, chunks=[*known.chunks, *added])
         listed_others = set(whole.others)
         whole.others.extend(key for key in part.others if key not in listed_others)
         for index, item in part.items.items():
             placed = item._replace(path=f"{folder}/{item.path}") if folder else item
-            whole.items.setdefault(index, placed)
+            items.setdefault(index, placed)
             whole.files.add(placed.path)
         for key, path in part.paths.items():
             whole.paths.setdefault(key, path)
         whole.globals.update(part.globals)
         whole.reshaped.update(part.reshaped)
-    return whole
+    return replace(whole, items=items)
 
 
-def _read(store: Store, name: str) -> Metadata:
+_MIX = np.array([0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB, 0x2545F4914F6CDD1D], np.int64)
+_LARGE = 1 << 16  # bytes of a pickle whose chunks are read as columns
+
+
+def _read(store: Store, name: str, columns: bool = False) -> Metadata:
     where = f"{store.root}/{name}"
     size = store.stat(name).size
     if not size:
         raise CorruptError(f"{where} is empty (0 bytes): the save was not finished, or the file is damaged")
-    pickle = Pickle(bytes(store.read(name, 0, size)), where, _CLASSES, _no_persistent)
+    data = bytes(store.read(name, 0, size))
+    if columns and size >= _LARGE:
+        runs = Columns(data, _Chunk, _Key, _Item)
+        pickle = Pickle(data, where, _CLASSES, _no_persistent, runs=runs)
+        if pickle.runs is not None and isinstance(pickle.value, _Metadata) and isinstance(pickle.value.state, dict):
+            with suppress(Changes, CorruptError):  # an error is raised without columns, by the one record
+                return _checked(pickle.value.state, pickle, size, runs)
+    pickle = Pickle(data, where, _CLASSES, _no_persistent)
     root = pickle.value
     if not isinstance(root, _Metadata) or not isinstance(root.state, dict):
         raise CorruptError(f"{where} holds {short(root)}, not the metadata of a distributed checkpoint")
@@ -167,9 +259,10 @@ def _no_persistent(pid: Any) -> Any:
     raise CorruptError("it refers to a storage outside itself")
 
 
-def _checked(state: dict[str, Any], pickle: Pickle, size: int) -> Metadata:
+def _checked(state: dict[str, Any], pickle: Pickle, size: int, columns: Columns | None = None) -> Metadata:
     budget = size  # limit of the number of chunks: shared lists must not expand beyond the file's size
     found = Metadata(globals=pickle.globals)
+    runs: list[Run] = []
     entries, storage = state.get("state_dict_metadata"), state.get("storage_data")
     if not isinstance(entries, dict) or not isinstance(storage, dict):
         raise CorruptError("it lacks state_dict_metadata or storage_data")
@@ -178,16 +271,24 @@ def _checked(state: dict[str, Any], pickle: Pickle, size: int) -> Metadata:
             raise CorruptError(f"a key is {short(key)}")
         if isinstance(entry, _Tensor):
             listed = _attributes(entry, repr(key)).get("chunks")
-            budget -= len(listed) if isinstance(listed, list) else 0
+            if isinstance(listed, list):
+                here = [chunk for chunk in listed if type(chunk) is Run]
+                budget -= len(listed) + sum(map(len, here)) - len(here)
+                runs += here
             if budget < 0:
                 raise CorruptError(f"{key!r} and those before it list more chunks than the file has bytes")
-            found.tensors[key] = _tensor(key, entry)
+            found.tensors[key] = _tensor(key, entry, columns)
         elif isinstance(entry, _Bytes):
             found.others.append(key)
         else:
             raise CorruptError(f"{key!r} is described by {short(entry)}")
     normal: dict[str, str] = {}  # path -> normalised path; a hundred thousand items have only a few paths
+    items: dict[tuple[str, Shape | None], Item] = {}
+    of_items: list[Run] = []
     for index, item in storage.items():
+        if type(index) is Run and index is item:
+            of_items.append(index)
+            continue
         if not isinstance(index, _Key) or not isinstance(item, _Item):
             raise CorruptError(f"an item is {short(index)}: {short(item)}")
         about = _attributes(index, "an item")
@@ -195,7 +296,14 @@ def _checked(state: dict[str, Any], pickle: Pickle, size: int) -> Metadata:
         if type(key) is not str:
             raise CorruptError(f"an item is of {short(key)}")
         # (an object has no offset; of equal keys the last one counts, as in torch's dict)
-        found.items[key, None if offset is None else _sizes(offset, key)] = _bytes_of(key, item, normal)
+        items[key, None if offset is None else _sizes(offset, key)] = _bytes_of(key, item, normal)
+    files = {item.path for item in items.values()}
+    if columns is not None and runs + of_items:
+        columns.check(runs + of_items)
+        table = _table(columns, of_items, items, normal)
+        found = replace(found, items=table, files=files.union(table.names))
+    else:
+        found = replace(found, items=items, files=files)
     for key, about in _dict(state.get("mcore_data")).items():
         shape = _dict(about).get("nd_reformulated_orig_global_shape")
         if key in found.tensors and shape is not None:
@@ -214,7 +322,7 @@ def _dict(value: Any) -> dict[Any, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _tensor(key: str, entry: _Tensor) -> Tensor:
+def _tensor(key: str, entry: _Tensor, columns: Columns | None = None) -> Tensor:
     about = _attributes(entry, repr(key))
     properties = about.get("properties")
     dtype = None
@@ -229,12 +337,11 @@ def _tensor(key: str, entry: _Tensor) -> Tensor:
     listed = about.get("chunks")
     if not isinstance(listed, list):
         raise CorruptError(f"{key!r} has the chunks {short(listed)}")
+    if columns is not None and any(type(chunk) is Run for chunk in listed):
+        return Tensor(dtype, shape, _chunks(columns, key, shape, listed))
     chunks: dict[Shape, Shape] = {}
     for chunk in listed:
-        if not isinstance(chunk, _Chunk):
-            raise CorruptError(f"{key!r} has the chunk {short(chunk)}")
-        box = _attributes(chunk, f"a chunk of {key!r}")
-        start, sizes = _sizes(box.get("offsets"), key), _sizes(box.get("sizes"), key)
+        start, sizes = _chunk(key, chunk)
         if len(start) != len(shape) or len(sizes) != len(shape):
             raise CorruptError(f"{key!r} of shape {shape} has a chunk of shape {sizes} at {start}")
         if any(a + n > m for a, n, m in zip(start, sizes, shape, strict=True)):
@@ -242,6 +349,106 @@ def _tensor(key: str, entry: _Tensor) -> Tensor:
         if 0 not in sizes or start not in chunks:  # an empty chunk may have the offset of another chunk
             chunks[start] = sizes
     return Tensor(dtype, shape, list(chunks.items()))
+
+
+def _chunk(key: str, chunk: Any) -> tuple[Shape, Shape]:
+    if not isinstance(chunk, _Chunk):
+        raise CorruptError(f"{key!r} has the chunk {short(chunk)}")
+    box = _attributes(chunk, f"a chunk of {key!r}")
+    return _sizes(box.get("offsets"), key), _sizes(box.get("sizes"), key)
+
+
+def _chunks(columns: Columns, key: str, shape: Shape, listed: list[Any]) -> Chunks:
+    """Return the chunks of a list with runs. Raises Changes if they have to be looked at one by one."""
+    dims = len(shape)
+    starts: list[Ints] = []
+    sizes: list[Ints] = []
+    for chunk in listed:
+        if type(chunk) is Run:
+            table, part = columns.chunks, slice(chunk.first, chunk.stop)
+            if chunk.table is not table or (table["offset_dims"][part] != dims).any():
+                raise Changes
+            if (table["size_dims"][part] != dims).any():
+                raise Changes
+            starts.append(table["offset"][part, :dims])
+            sizes.append(table["size"][part, :dims])
+        else:
+            start, size = _chunk(key, chunk)
+            if len(start) != dims or len(size) != dims:
+                raise Changes
+            starts.append(np.array([start], np.int64))
+            sizes.append(np.array([size], np.int64))
+    found = Chunks(np.concatenate(starts), np.concatenate(sizes))
+    whole = np.array(shape, np.int64)
+    if not found.sizes.all() or (found.starts > whole).any() or (found.sizes > whole - found.starts).any():
+        raise Changes
+    places = found.starts @ np.array(c_strides(shape), np.int64)
+    if len(np.unique(places)) < len(places):
+        raise Changes
+    return found
+
+
+def _table(
+    columns: Columns, runs: list[Run], others: dict[tuple[str, Shape | None], Item], normal: dict[str, str]
+) -> Items:
+    """Return the items of runs as columns. Those of ``others`` that have a row of their own are moved there."""
+    numbers: dict[Any, int] = {}
+    paths: dict[Any, int] = {}
+    single = [
+        (numbers.setdefault(key, len(numbers)), start, paths.setdefault(item.path, len(paths)), item)
+        for (key, start), item in others.items()
+        if start is not None and 0 < len(start) <= DIMS and not item.codecs
+    ]
+    count = len(single)
+    moved = list(paths)
+    blocks = [
+        (
+            np.array([n for n, _, _, _ in single], np.int64),
+            np.array([(*start, 0, 0, 0)[:DIMS] for _, start, _, _ in single], np.int64).reshape(count, DIMS),
+            np.array([len(start) for _, start, _, _ in single], np.int64),
+            np.array([n for _, _, n, _ in single], np.int64),
+            np.array([item.offset for *_, item in single], np.int64),
+            np.array([item.length for *_, item in single], np.int64),
+        )
+    ]
+    texts: dict[Any, int] = {}
+    for run in runs:
+        if run.table is not columns.pairs:
+            raise Changes
+        part = slice(run.first, run.stop)
+        starts, dims = columns.starts(run)
+        keys, files = columns.texts("key", run, numbers), columns.texts("path", run, texts)
+        blocks.append(
+            (keys, starts, dims, files + len(moved), columns.pairs["offset"][part], columns.pairs["length"][part])
+        )
+    for path in texts:
+        if not inside(path):
+            raise Changes
+        normal.setdefault(path, posixpath.normpath(path))
+    keys, starts, dims, files, offsets, lengths = (np.concatenate(column) for column in zip(*blocks, strict=True))
+    with np.errstate(
+        over="ignore"
+    ):  # a hash of key and offset: of equal ones the last counts, which is for the machine
+        mixed = (keys * _MIX[0]) ^ (starts * _MIX[1:]).sum(1)
+    if len(np.unique(mixed)) < len(mixed):
+        raise Changes
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    edges = [*np.flatnonzero(np.append(True, keys[1:] != keys[:-1])).tolist(), len(keys)]
+    texts_of = list(numbers)
+    bounds = {texts_of[int(keys[a])]: (a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)}
+    rest = {
+        (key, start): item
+        for (key, start), item in others.items()
+        if start is None or item.codecs or not 0 < len(start) <= DIMS
+    }
+    if any(start is not None and key in bounds for key, start in rest):
+        raise Changes
+    names = [*moved, *(normal[path] for path in texts)]
+    return Items(
+        rest, bounds, starts[order], dims[order].astype(np.int8), files[order].astype(np.int32), offsets[order],
+        lengths[order], names,
+    )  # fmt: skip
 
 
 def _bytes_of(key: str, record: _Item, normal: dict[str, str]) -> Item:

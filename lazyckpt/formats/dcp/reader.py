@@ -22,8 +22,8 @@ from ...io.reading.packed import CODECS
 from ...io.storage.base import Entry, Store
 from ..reader import Reader, Source
 from ..shared.members import Member, together
-from .chunks import ChunkBytes, ShardFile, in_chunks, read_shard_file, uncovered
-from .metadata import Item, Metadata, Tensor, read_metadata
+from .chunks import ChunkBytes, ShardFile, in_chunks, in_rows, read_shard_file, uncovered
+from .metadata import Item, Items, Metadata, Tensor, read_metadata
 from .objects import Meta, Objects, Stored
 
 _WHOLE = ".metadata"
@@ -125,8 +125,15 @@ class _Building:
         self._gaps: dict[str, int] = {}
         self._last: dict[str, int] = {}  # file -> offset of the last item of a tensor
         self._blobs: dict[str, int | None] = {}
+        self._sizes: dict[int, int] = {}  # number of a path in the columns -> size of the file
 
     def tensor(self, key: str, tensor: Tensor) -> TensorSpec:
+        items = self._metadata.items
+        found = in_rows(key, tensor, items, self._size) if isinstance(items, Items) else None
+        if found is not None:
+            if gap := uncovered(tensor.shape, tensor.chunks):
+                self._gaps[key] = gap
+            return found
         chunks = [
             (start, sizes, self._piece(key, tensor, start, sizes)) for start, sizes in tensor.chunks if 0 not in sizes
         ]
@@ -134,6 +141,14 @@ class _Building:
         if gap:
             self._gaps[key] = gap
         return in_chunks(key, tensor.dtype, tensor.shape, chunks)
+
+    def _size(self, number: int) -> int:
+        """Return the size of the file with this number in the columns of the items; -1 if the file is missing."""
+        if number not in self._sizes:
+            assert isinstance(self._metadata.items, Items)
+            info = self._info(self._metadata.items.names[number])
+            self._sizes[number] = -1 if info is None else info.size
+        return self._sizes[number]
 
     def objects(self) -> dict[str, tuple[Path, Item]]:
         found = {}
@@ -188,19 +203,25 @@ class _Building:
             line = "the metadata does not say where all chunks are"
             return self._hole(_WHOLE, key, Problem("inconsistent-metadata", line))
         path = item.path
+        info = self._info(path)
+        if info is None:
+            return self._hole(path, key, Problem("missing-file", f"{path} is missing", path))
+        if item.offset + item.length > info.size:
+            line = f"{path} has {info.size:,} bytes and should have more: truncated"
+            return self._hole(path, key, Problem("unreadable-file", line, path))
+        return item
+
+    def _info(self, path: str) -> FileInfo | None:
+        """Return a file's info, from the listing of its folder; None if the file is missing."""
         info = self.files.get(path)
         if info is None:
             folder = posixpath.dirname(path)
             if folder not in self._folders:
                 self._folders[folder] = self._store.list(folder)
             entry = self._folders[folder].get(posixpath.basename(path))
-            if entry is None or entry.is_dir:
-                return self._hole(path, key, Problem("missing-file", f"{path} is missing", path))
-            info = self.files[path] = entry.info
-        if item.offset + item.length > info.size:
-            line = f"{path} has {info.size:,} bytes and should have more: truncated"
-            return self._hole(path, key, Problem("unreadable-file", line, path))
-        return item
+            if entry is not None and not entry.is_dir:
+                info = self.files[path] = entry.info
+        return info
 
     def _codecs(self, key: str, item: Item) -> None:
         for codec in item.codecs:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from ....errors import CorruptError
 from ...limits import Budget, ExcessError
@@ -38,14 +38,26 @@ _DAMAGE = (
 )  # fmt: skip
 
 
+class Runs(Protocol):
+    """Runs of records that a machine need not interpret one by one, and the memo that has their entries."""
+
+    @property
+    def memo(self) -> dict[int, Any]: ...
+
+    def at(self, i: int, frame: int) -> tuple[list[Any], int, int] | None:
+        """Return the values that the run at byte ``i`` puts on the stack, its end, and the number of its objects; None
+        if no run begins there. A run ends before the end of the ``frame``, if that is not 0."""
+
+
 class Pickle:
     """A parsed pickle: its ``value``, its ``end`` offset, the ``globals`` it names (name -> whether it would call it).
 
     ``known`` is a cache of dict items of other pickles, which are reused for identical bytes. It does not change the
-    result.
+    result. With ``runs``, the value holds runs in the place of the records that they represent; the attribute ``runs``
+    is None if it does not, because the pickle uses the records in another way.
     """
 
-    __slots__ = ("end", "globals", "value")
+    __slots__ = ("end", "globals", "runs", "value")
 
     def __init__(
         self,
@@ -55,15 +67,18 @@ class Pickle:
         persistent: Callable[[Any], Any],
         start: int = 0,
         known: Items | None = None,
+        runs: Runs | None = None,
     ) -> None:
         data = bytes(data)
-        if known is not None:
-            machine = _Machine(data, rebuild, persistent, Budget(where, len(data)), known)
+        if known is not None or runs is not None:
+            machine = _Machine(data, rebuild, persistent, Budget(where, len(data)), known, runs)
             try:
                 self.value, self.end, self.globals = machine.run(start), machine.end, machine.globals
+                self.runs = runs
                 return
             except (Changes, CorruptError, *_DAMAGE):
-                pass  # without sharing, parsing may succeed, or fail at another offset
+                pass  # without sharing and runs, parsing may succeed, or fail at another offset
+        self.runs = None
         machine = _Machine(data, rebuild, persistent, Budget(where, len(data)))
         try:
             self.value = machine.run(start)
@@ -83,7 +98,7 @@ class _Machine:
     """The state of one run: the named globals, the current offset and the remaining budget."""
 
     __slots__ = (
-        "_budget", "_data", "_keys", "_known", "_persistent", "_rebuild", "_taken", "end", "framed", "globals"
+        "_budget", "_data", "_keys", "_known", "_persistent", "_rebuild", "_runs", "_taken", "end", "framed", "globals"
     )  # fmt: skip
 
     def __init__(
@@ -93,9 +108,10 @@ class _Machine:
         persistent: Callable[[Any], Any],
         budget: Budget,
         known: Items | None = None,
+        runs: Runs | None = None,
     ) -> None:
-        self._data, self._rebuild, self._persistent, self._budget, self._known = (
-            data, rebuild, persistent, budget, known
+        self._data, self._rebuild, self._persistent, self._budget, self._known, self._runs = (
+            data, rebuild, persistent, budget, known, runs
         )  # fmt: skip
         self._taken: list[Item] = []
         self._keys = Keys(budget)
@@ -113,7 +129,9 @@ class _Machine:
         """Interpret the opcodes from byte ``i`` on and return the object on top of the stack at STOP."""
         # One long loop, with the most frequent opcodes of torch files first: it runs about forty times per tensor.
         data, rebuild, persistent, known = self._data, self._rebuild, self._persistent, self._known
-        memo = {} if memo is None else memo
+        runs = self._runs
+        if memo is None:
+            memo = {} if runs is None else runs.memo
         stack = [] if stack is None else stack
         named = named if named is not None else {} if known is None else known.named
         marks: list[list[Any]] = []
@@ -188,6 +206,9 @@ class _Machine:
                     marks.append(stack)
                     stack = []
                     push = stack.append
+                    if runs is not None and (run := runs.at(i, frame)) is not None:
+                        stack += run[0]
+                        i, made = run[1], made + run[2]
                 elif op == 0x74:  # TUPLE
                     value = tuple(stack)
                     stack = marks.pop()
@@ -275,6 +296,9 @@ class _Machine:
                     if known is not None:
                         refuse_shared(stack[-1], self._taken)
                     build(stack[-1], state)
+                    if runs is not None and (run := runs.at(i, frame)) is not None:
+                        stack += run[0]
+                        i, made = run[1], made + run[2]
                 elif op == 0x80:  # PROTO
                     if data[i] > 5:
                         raise CorruptError(f"pickle protocol {data[i]} is not known (0 to 5 are)")
@@ -288,6 +312,9 @@ class _Machine:
                         raise CorruptError("a frame is longer than the pickle: truncated?")
                     fence = min(fence, frame)
                     self.framed = True
+                    if runs is not None and (run := runs.at(i, frame)) is not None:
+                        stack += run[0]
+                        i, made = run[1], made + run[2]
                 elif op == 0x2E:  # STOP
                     if frame > i:
                         raise CorruptError(f"the pickle ends at byte {i:,}, within a frame that ends at {frame:,}")
