@@ -18,6 +18,7 @@ from ...core.index import Archive, Extent, FileInfo, Fragment, Hole, Packed, Par
 from ...errors import CorruptError, Problem
 from ...io.containers.safetensors import read_safetensors
 from ...io.storage.base import Store
+from .columns import Ints
 from .metadata import Chunks, Item, Items, Tensor
 
 # -- Safetensors files that hold chunks of tensors, and say which.
@@ -108,10 +109,10 @@ class StoredItems(Sequence[Item]):
         return StoredItems, (names, paths.astype(np.int32), self._offsets.copy(), self._lengths.copy())
 
 
-def in_rows(key: str, tensor: Tensor, items: Items, sizes: Callable[[int], int]) -> TensorSpec | None:
+def in_rows(key: str, tensor: Tensor, items: Items, sizes: Callable[[Ints], Ints]) -> TensorSpec | None:
     """Return a tensor whose chunks and items are columns and match, without an object for each; else None.
 
-    ``sizes`` returns the size of a file by the number of its path, -1 if the file is missing."""
+    ``sizes`` returns the sizes of files by the numbers of their paths, -1 for a missing file."""
     chunks, bounds = tensor.chunks, items.bounds.get(key)
     if not isinstance(chunks, Chunks) or bounds is None or len(chunks) != bounds[1] - bounds[0] or len(chunks) < 2:
         return None
@@ -131,8 +132,7 @@ def in_rows(key: str, tensor: Tensor, items: Items, sizes: Callable[[int], int])
         where = np.empty(len(order), np.int64)
         where[order] = bounds[0] + found
     paths, offsets, lengths = items.paths[where], items.offsets[where], items.lengths[where]
-    used, numbers = np.unique(paths, return_inverse=True)
-    ends = np.array([sizes(n) for n in used.tolist()], np.int64)[numbers]
+    ends = sizes(paths)
     # an archive is longer than its tensor; a tensor in a safetensors file is listed with its exact length
     if (offsets > ends - lengths).any() or (lengths == chunks.sizes.prod(1) * tensor.dtype.itemsize).any():
         return None

@@ -1,9 +1,9 @@
 """The chunks and items of a large `.metadata` as columns, without an object for each.
 
 A save of two thousand ranks lists millions of chunks, each as a record of some seventy bytes that torch's classes and
-Python's pickler (protocol 4) determine. `Columns` finds the records with exactly these bytes by comparing all of them at
-once, and the pickle machine steps over runs of them. Everything else is left to the machine: other spellings, the first
-record of each class, records that a frame of the pickle cuts in two.
+Python's pickler (protocol 4) determine. `Columns` finds the records with exactly these bytes by comparing all of them
+at once, and the pickle machine steps over runs of them. Everything else is left to the machine: other spellings, the
+first record of each class, records that a frame of the pickle cuts in two.
 
 The result is that of the machine alone: a run stands in for its records in the list or dict that they are put into. If
 the pickle does anything else with the records, `Changes` is raised, and the machine parses the pickle alone.
@@ -12,7 +12,7 @@ the pickle does anything else with the records, `Changes` is raised, and the mac
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -160,7 +160,7 @@ def _pairs(cursor: _Cursor) -> None:
 
 
 class Table:
-    """Records of one kind as columns, and runs of them: records that follow each other and refer to the same objects."""
+    """Records of one kind as columns, and runs of them, which follow each other and refer to the same objects."""
 
     def __init__(self, blocks: list[dict[str, NDArray[Any]]], same: tuple[str, ...]) -> None:
         self.columns = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]} if blocks else {}
@@ -170,8 +170,11 @@ class Table:
             breaks[1:-1] = start[1:] != end[:-1]
             for name in same:
                 breaks[1:-1] |= self[name][1:] != self[name][:-1]
-        edges = np.flatnonzero(breaks).tolist()
-        self.runs = {int(start[a]): (a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)} if len(start) else {}
+        edges = np.flatnonzero(breaks)
+        first, stop = edges[:-1].tolist(), edges[1:].tolist()
+        self.runs: dict[int, tuple[int, int]] = {}
+        if len(start):
+            self.runs = dict(zip(start[edges[:-1]].tolist(), zip(first, stop, strict=True), strict=True))
         self.memo = np.full(len(start), -1, np.int64)  # the first memo entry of each record, once it is used
         self.columns.pop("index", None)  # a hint, which is not needed
 
@@ -241,7 +244,8 @@ class Columns:
         )  # fmt: skip
         self._used: list[tuple[int, Run]] = []  # (first memo entry, run), in the order of the entries
         self.memo = Skipping(self._found)
-        self._size_class: int | None = None
+        self._chunk_rows: Ints = np.zeros(0, np.int64)
+        self._sorted: Ints | None = None
 
     def at(self, i: int, frame: int) -> tuple[list[Any], int, int] | None:
         """Return what the run of records at byte ``i`` puts on the stack, its end, and the number of its objects.
@@ -324,6 +328,11 @@ class Columns:
         begin, length = int(self.pairs[f"{name}_at"][row]), int(self.pairs[f"{name}_length"][row])
         return self._data[begin : begin + length].decode("utf-8", "surrogatepass")
 
+    def close(self) -> None:
+        """Free the memory of the records; the memo refers to this object, and the object to the memo."""
+        self.memo.clear()
+        del self.memo, self.chunks, self.pairs, self._used
+
     # -- the result
 
     def check(self, runs: list[Run]) -> None:
@@ -331,10 +340,12 @@ class Columns:
         if sorted(map(id, runs)) != sorted(id(run) for _, run in self._used):
             raise Changes
         real = np.fromiter(self.memo, np.int64, dict.__len__(self.memo))
-        for base, run in self._used:
-            last = int(run.table.memo[run.stop - 1] + self._counts(Run(run.table, run.stop - 1, run.stop))[0])
-            if ((real >= base) & (real < last)).any():
-                raise Changes
+        first = np.array([base for base, _ in self._used], np.int64)
+        counts = [int(self._counts(Run(run.table, run.stop - 1, run.stop))[0]) for _, run in self._used]
+        last = np.array([int(run.table.memo[run.stop - 1]) for _, run in self._used], np.int64) + counts
+        at = np.searchsorted(first, real, "right") - 1
+        if ((at >= 0) & (real < last[at])).any():
+            raise Changes
 
     def starts(self, run: Run) -> tuple[Ints, Ints]:
         """Return the offsets of the chunks of a run of items, and the numbers of their dimensions."""
@@ -360,9 +371,6 @@ class Columns:
                 values[at, : len(value)], dims[at] = value, len(value)
         return values, dims
 
-    _chunk_rows: Ints
-    _sorted: Ints | None = None
-
     def _chunk_memo(self) -> Ints:
         if self._sorted is None:
             used = np.flatnonzero(self.chunks.memo >= 0)
@@ -370,19 +378,42 @@ class Columns:
             self._chunk_rows, self._sorted = order, self.chunks.memo[order]
         return self._sorted
 
-    def texts(self, name: str, run: Run, numbers: dict[Any, int]) -> Ints:
+    def texts(self, name: str, run: Run, numbers: Texts) -> Ints:
         """Return the number of each record's text. New texts are added to ``numbers``."""
         part = slice(run.first, run.stop)
         refs = self.pairs[name][part]
+        inline = np.flatnonzero(refs < 0)
+        if len(inline):
+            begin = self.pairs[f"{name}_at"][part][inline]
+            spans = zip(begin.tolist(), (begin + self.pairs[f"{name}_length"][part][inline]).tolist(), strict=True)
+            data = self._data
+            found = np.zeros(len(refs), np.int64)
+            found[inline] = [numbers[data[a:b]] for a, b in spans]
+            if len(inline) == len(refs):
+                return found
+            others = np.flatnonzero(refs >= 0)
+            found[others] = self._referred(refs[others], numbers)
+            return found
+        return self._referred(refs, numbers)
+
+    def _referred(self, refs: Ints, numbers: Texts) -> Ints:
         unique, inverse = np.unique(refs, return_inverse=True)
-        known = [-1 if n < 0 else self._numbered(self.memo[n], numbers) for n in unique.tolist()]
-        found: Ints = np.array(known, np.int64)[inverse]
-        for at in np.flatnonzero(refs < 0).tolist():
-            found[at] = self._numbered(self._text(name, run.first + at), numbers)
+        found: Ints = np.array([numbers.of(self.memo[n]) for n in unique.tolist()], np.int64)[inverse]
         return found
 
-    @staticmethod
-    def _numbered(text: Any, numbers: Mapping[Any, int]) -> int:
+
+class Texts(dict[bytes, int]):
+    """Numbers of texts, by their bytes in the pickle. ``numbers`` has them by the texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: dict[str, int] = {}
+
+    def of(self, text: Any) -> int:
         if type(text) is not str:
             raise Changes
-        return numbers.setdefault(text, len(numbers))  # type: ignore[attr-defined,no-any-return]
+        return self.numbers.setdefault(text, len(self.numbers))
+
+    def __missing__(self, raw: bytes) -> int:
+        number = self[raw] = self.of(raw.decode("utf-8", "surrogatepass"))
+        return number

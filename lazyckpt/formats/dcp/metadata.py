@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +26,7 @@ from ...io.containers.pickle.rebuild import REBUILD
 from ...io.containers.pickle.records import short
 from ...io.storage.base import Store
 from ..shared.paths import inside
-from .columns import DIMS, Columns, Ints, Run
+from .columns import DIMS, Columns, Ints, Run, Texts
 
 _MODULE = "torch.distributed.checkpoint"
 
@@ -76,8 +76,8 @@ class Chunks(Sequence[tuple[Shape, Shape]]):
 class Items(Mapping[tuple[str, Shape | None], Item]):
     """The items of a checkpoint: a dict of ``others``, and the items of chunks as columns.
 
-    ``bounds`` has the rows of each key; ``starts`` are the offsets of the chunks in the tensor, ``paths`` the numbers of
-    the files, ``offsets`` and ``lengths`` the bytes in them, and ``names`` the paths by number."""
+    ``bounds`` has the rows of each key; ``starts`` are the offsets of the chunks in the tensor, ``paths`` the numbers
+    of the files, ``offsets`` and ``lengths`` the bytes in them, and ``names`` the paths by number."""
 
     def __init__(
         self,
@@ -240,11 +240,9 @@ def _read(store: Store, name: str, columns: bool = False) -> Metadata:
         raise CorruptError(f"{where} is empty (0 bytes): the save was not finished, or the file is damaged")
     data = bytes(store.read(name, 0, size))
     if columns and size >= _LARGE:
-        runs = Columns(data, _Chunk, _Key, _Item)
-        pickle = Pickle(data, where, _CLASSES, _no_persistent, runs=runs)
-        if pickle.runs is not None and isinstance(pickle.value, _Metadata) and isinstance(pickle.value.state, dict):
-            with suppress(Changes, CorruptError):  # an error is raised without columns, by the one record
-                return _checked(pickle.value.state, pickle, size, runs)
+        found = _in_columns(data, where, size)
+        if found is not None:
+            return found
     pickle = Pickle(data, where, _CLASSES, _no_persistent)
     root = pickle.value
     if not isinstance(root, _Metadata) or not isinstance(root.state, dict):
@@ -253,6 +251,21 @@ def _read(store: Store, name: str, columns: bool = False) -> Metadata:
         return _checked(root.state, pickle, size)
     except CorruptError as e:
         raise CorruptError(f"{where}: {e}: the file is damaged or hostile") from None
+
+
+def _in_columns(data: bytes, where: str, size: int) -> Metadata | None:
+    """Return the metadata with its chunks as columns; None if it has to be parsed without, also to raise an error."""
+    columns = Columns(data, _Chunk, _Key, _Item)
+    try:
+        pickle = Pickle(data, where, _CLASSES, _no_persistent, runs=columns)
+        root = pickle.value
+        if pickle.runs is None or not isinstance(root, _Metadata) or not isinstance(root.state, dict):
+            return None
+        return _checked(root.state, pickle, size, columns)
+    except (Changes, CorruptError):
+        return None
+    finally:
+        columns.close()
 
 
 def _no_persistent(pid: Any) -> Any:
@@ -392,10 +405,10 @@ def _table(
     columns: Columns, runs: list[Run], others: dict[tuple[str, Shape | None], Item], normal: dict[str, str]
 ) -> Items:
     """Return the items of runs as columns. Those of ``others`` that have a row of their own are moved there."""
-    numbers: dict[Any, int] = {}
-    paths: dict[Any, int] = {}
+    numbers, texts = Texts(), Texts()
+    paths: dict[str, int] = {}
     single = [
-        (numbers.setdefault(key, len(numbers)), start, paths.setdefault(item.path, len(paths)), item)
+        (numbers.of(key), start, paths.setdefault(item.path, len(paths)), item)
         for (key, start), item in others.items()
         if start is not None and 0 < len(start) <= DIMS and not item.codecs
     ]
@@ -411,7 +424,6 @@ def _table(
             np.array([item.length for *_, item in single], np.int64),
         )
     ]
-    texts: dict[Any, int] = {}
     for run in runs:
         if run.table is not columns.pairs:
             raise Changes
@@ -421,22 +433,20 @@ def _table(
         blocks.append(
             (keys, starts, dims, files + len(moved), columns.pairs["offset"][part], columns.pairs["length"][part])
         )
-    for path in texts:
+    for path in texts.numbers:
         if not inside(path):
             raise Changes
         normal.setdefault(path, posixpath.normpath(path))
     keys, starts, dims, files, offsets, lengths = (np.concatenate(column) for column in zip(*blocks, strict=True))
-    with np.errstate(
-        over="ignore"
-    ):  # a hash of key and offset: of equal ones the last counts, which is for the machine
+    with np.errstate(over="ignore"):  # a hash of key and offset: of equal items only the machine finds the last one
         mixed = (keys * _MIX[0]) ^ (starts * _MIX[1:]).sum(1)
     if len(np.unique(mixed)) < len(mixed):
         raise Changes
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
     edges = [*np.flatnonzero(np.append(True, keys[1:] != keys[:-1])).tolist(), len(keys)]
-    texts_of = list(numbers)
-    bounds = {texts_of[int(keys[a])]: (a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)}
+    texts_of = list(numbers.numbers)
+    bounds = {texts_of[int(keys[a])]: (a, b) for a, b in pairwise(edges)}
     rest = {
         (key, start): item
         for (key, start), item in others.items()
@@ -444,7 +454,7 @@ def _table(
     }
     if any(start is not None and key in bounds for key, start in rest):
         raise Changes
-    names = [*moved, *(normal[path] for path in texts)]
+    names = [*moved, *(normal[path] for path in texts.numbers)]
     return Items(
         rest, bounds, starts[order], dims[order].astype(np.int8), files[order].astype(np.int32), offsets[order],
         lengths[order], names,

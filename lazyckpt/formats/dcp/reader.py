@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable, Mapping
 from math import prod
 
+import numpy as np
+
 from ...core.index import FileInfo, Hole, Index, TensorSpec
 from ...core.names import natural
 from ...errors import CorruptError, FormatError, LazyckptError, MissingFileError, Problem, cannot_read, only_one, some
@@ -23,11 +25,13 @@ from ...io.storage.base import Entry, Store
 from ..reader import Reader, Source
 from ..shared.members import Member, together
 from .chunks import ChunkBytes, ShardFile, in_chunks, in_rows, read_shard_file, uncovered
+from .columns import Ints
 from .metadata import Item, Items, Metadata, Tensor, read_metadata
 from .objects import Meta, Objects, Stored
 
 _WHOLE = ".metadata"
 _RANKS = re.compile(r"__\d+\.metadata")
+_UNKNOWN = -2  # size of a file that nobody has looked for
 _FRAME = 256  # bytes that contain the empty frame of a codec and the start of the safetensors file behind it
 _FEW = 256  # up to this many objects are read on opening, so that their problems are reported
 
@@ -125,7 +129,7 @@ class _Building:
         self._gaps: dict[str, int] = {}
         self._last: dict[str, int] = {}  # file -> offset of the last item of a tensor
         self._blobs: dict[str, int | None] = {}
-        self._sizes: dict[int, int] = {}  # number of a path in the columns -> size of the file
+        self._sizes: Ints | None = None  # of the files, by the numbers of their paths in the columns
 
     def tensor(self, key: str, tensor: Tensor) -> TensorSpec:
         items = self._metadata.items
@@ -142,13 +146,19 @@ class _Building:
             self._gaps[key] = gap
         return in_chunks(key, tensor.dtype, tensor.shape, chunks)
 
-    def _size(self, number: int) -> int:
-        """Return the size of the file with this number in the columns of the items; -1 if the file is missing."""
-        if number not in self._sizes:
-            assert isinstance(self._metadata.items, Items)
-            info = self._info(self._metadata.items.names[number])
-            self._sizes[number] = -1 if info is None else info.size
-        return self._sizes[number]
+    def _size(self, numbers: Ints) -> Ints:
+        """Return the sizes of files by their numbers in the columns of the items; -1 for a missing file."""
+        items = self._metadata.items
+        assert isinstance(items, Items)
+        if self._sizes is None:
+            self._sizes = np.full(len(items.names), _UNKNOWN, np.int64)
+        found: Ints = self._sizes[numbers]
+        if (found == _UNKNOWN).any():
+            for n in np.unique(numbers[found == _UNKNOWN]).tolist():
+                info = self._info(items.names[n])
+                self._sizes[n] = -1 if info is None else info.size
+            found = self._sizes[numbers]
+        return found
 
     def objects(self) -> dict[str, tuple[Path, Item]]:
         found = {}
