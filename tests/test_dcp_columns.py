@@ -1,4 +1,4 @@
-"""Large `.metadata` of torch.distributed.checkpoint: reading them as columns gives what the pickle machine alone does."""
+"""Large `.metadata` of torch.distributed.checkpoint: read as columns, they are what the pickle machine alone gives."""
 
 from __future__ import annotations
 

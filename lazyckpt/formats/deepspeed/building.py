@@ -94,7 +94,7 @@ class Building:
             except LazyckptError as e:
                 found = e
             except OSError as e:  # of the disk or the network: the other files may be readable
-                found = MissingFileError(f"{self.store.root}/{path} cannot be read: {e}")
+                found = MissingFileError(f"{self.store.root}/{path} cannot be read: {e.strerror or e}")
                 found.__cause__ = e
             if keep:
                 self._read[path] = found

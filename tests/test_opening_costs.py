@@ -1,0 +1,318 @@
+"""Short ways through frequent files: they give what the general parsers give; their cost is counted by the tensor."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import random
+import struct
+import sys
+import tracemalloc
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import lazyckpt
+from lazyckpt.errors import LazyckptError, MissingFileError
+from lazyckpt.formats.reader import Source
+from lazyckpt.formats.registry import read_index
+from lazyckpt.io.containers import safetensors, zip
+from lazyckpt.io.containers.pickle import machine
+from lazyckpt.io.containers.pickle.memo import Items
+from lazyckpt.io.containers.pickle.rebuild import REBUILD, StoredTensor, persistent_storage
+from lazyckpt.io.storage.base import Fetched, StoreFile
+from lazyckpt.io.storage.local import LocalStore
+
+from .writers import Case
+
+
+def calls(work: Any) -> int:
+    """How many functions of Python a piece of work calls."""
+    count = 0
+
+    def called(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(called)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+# -- pickles of torch.save
+
+
+def pickled(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    with zipfile.ZipFile(file) as archive:
+        return archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
+
+
+def state_dict(rng: random.Random, count: int) -> dict[str, Any]:
+    tensors: dict[str, Any] = {}
+    for n in range(count):
+        shape = [rng.choice([0, 1, 3, 7]) for _ in range(rng.choice([0, 1, 2, 2, 2, 5]))]
+        shape = [300 if rng.random() < 0.3 else n for n in shape[:1]] + shape[1:]
+        t = torch.zeros(shape, dtype=rng.choice([torch.float32, torch.bfloat16, torch.int64, torch.complex64]))
+        match rng.randrange(9):
+            case 0 if t.ndim > 1:
+                t = t.transpose(0, 1)
+            case 1:
+                t = torch.nn.Parameter(t) if t.is_floating_point() else t
+            case 2 if tensors:
+                t = rng.choice([v for v in tensors.values() if isinstance(v, torch.Tensor)])
+            case 3:
+                t = t.requires_grad_() if t.is_floating_point() else t
+            case 4:
+                tensors[f"step.{n}"] = n
+            case 5 if t.is_complex():
+                t = t.conj()
+        tensors[f"layers.{n}.weight"] = t
+    return tensors
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, StoredTensor):
+        return tuple(plain(getattr(value, slot)) for slot in StoredTensor.__slots__)
+    if isinstance(value, dict):
+        return type(value).__name__, [(plain(k), plain(v)) for k, v in value.items()]
+    return [plain(v) for v in value] if type(value) in (list, tuple) else repr(value)
+
+
+def parsed(data: bytes) -> Any:
+    try:
+        found = machine.Pickle(data, "x", REBUILD, persistent_storage)
+    except LazyckptError as e:
+        return str(e)
+    return plain(found.value), found.end, found.globals
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_tensors_in_one_step_are_those_of_the_machine(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
+    value: Any = state_dict(rng, 120)
+    data = bytearray(pickled({"model": value} if seed % 2 else value))
+    for _ in range(seed % 3):
+        data[rng.randrange(2000, len(data))] = rng.randrange(256)
+    found = parsed(bytes(data))
+    monkeypatch.setattr(machine, "TENSOR", object())
+    assert parsed(bytes(data)) == found
+
+
+def test_the_tensors_of_a_state_dict_take_one_step_each() -> None:
+    data = pickled({f"layers.{n}.weight": torch.zeros(4, 4) for n in range(1000)})
+    assert calls(lambda: machine.Pickle(data, "x", REBUILD, persistent_storage)) < 12_000
+
+
+def test_what_ranks_share_is_learned_in_linear_time() -> None:
+    few, many = (pickled({f"layers.{n}": torch.zeros(1) for n in range(count)}) for count in (2000, 8000))
+    costs = [
+        calls(lambda data=data: machine.Pickle(data, "x", REBUILD, persistent_storage, known=Items()))
+        for data in (few, many)
+    ]
+    assert costs[1] < 4.2 * costs[0]
+
+
+def test_learning_looks_at_few_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    learn = Items.learn
+
+    def counted(self: Items, data: bytes, notes: Any) -> None:
+        seen.append(sum(len(note.stack) for note in notes))
+        learn(self, data, notes)
+
+    monkeypatch.setattr(Items, "learn", counted)
+    data = pickled({f"layers.{n}": torch.zeros(1) for n in range(5000)})
+    machine.Pickle(data, "x", REBUILD, persistent_storage, known=Items())
+    assert len(seen) == 5 and max(seen) < 5000, "the keys and values of a batch, not the memo"
+
+
+# -- directories of zips
+
+
+def directory(data: bytes, path: Path) -> Any:
+    path.write_bytes(data)
+    file = StoreFile(LocalStore(str(path.parent)), path.name)
+    try:
+        start, records, order, at = zip.read_columns(file)
+    except LazyckptError as e:
+        return str(e)
+    columns = [c.tolist() for c in records[1:]]
+    return start, list(records.names), columns, order.tolist(), at.tolist()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_columns_of_a_zip_are_its_entries(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
+    held = io.BytesIO()
+    torch.save({f"layers.{n}": torch.zeros(2) for n in range(80)}, held)
+    data = bytearray(held.getvalue())
+    first = data.index(b"PK\x01\x02")
+    for _ in range(rng.randrange(3)):
+        data[rng.randrange(first, len(data))] = rng.choice([0, 1, 0x2E, 0x2F, 0x50, 0xFF, rng.randrange(256)])
+    found = directory(bytes(data), tmp_path / "x.pt")
+    monkeypatch.setattr(zip, "_columns", lambda *_: None)
+    assert directory(bytes(data), tmp_path / "x.pt") == found
+
+
+# -- headers of safetensors
+
+
+def header(entries: dict[str, Any], metadata: Any = None) -> bytes:
+    table = ({"__metadata__": metadata} if metadata is not None else {}) | entries
+    return json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def entry(shape: list[int], begin: int, kind: str = "F32", size: int = 4) -> dict[str, Any]:
+    count = 1
+    for n in shape:
+        count *= n
+    return {"dtype": kind, "shape": shape, "data_offsets": [begin, begin + count * size]}
+
+
+ENTRIES = {"a": entry([2], 0), "layers.0.b": entry([3, 0], 8), "c ä": entry([], 8), "d": entry([2, 2], 12, "BF16", 2)}
+
+
+def read(raw: bytes, folder: Path) -> Any:
+    (folder / "x.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(20))
+    try:
+        file = safetensors.read_safetensors(LocalStore(str(folder)), "x.safetensors")
+    except LazyckptError as e:
+        return str(e)
+    return list(file.extents.items()), file.metadata, file.notes
+
+
+def test_the_usual_header_takes_the_short_way() -> None:
+    for metadata in (None, {}, {"format": "pt"}):
+        found = safetensors._usual("x", header(ENTRIES, metadata) + b"  ")
+        assert found is not None and list(found.names) == list(ENTRIES) and found.metadata == metadata
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_headers_are_read_alike(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
+    names = list(ENTRIES)
+    rng.shuffle(names)
+    raw = bytearray(header({name: ENTRIES[name] for name in names}, rng.choice([None, {"format": "pt"}, {"x": 1}])))
+    for _ in range(rng.randrange(3)):
+        at = rng.randrange(len(raw))
+        match rng.randrange(4):
+            case 0:
+                raw[at] = rng.choice(b'{}[]":,0123456789 \\\n')
+            case 1:
+                del raw[at]
+            case 2:
+                raw[at:at] = rng.choice([b" ", b"0", b"-", b".0", b"\\u0041", b',"a":{}', b"]", b"{", b'"', b"9" * 20])
+            case 3:
+                raw = bytearray(bytes(raw).replace(b'"d"', b'"a"'))
+    found = read(bytes(raw), tmp_path)
+    monkeypatch.setattr(safetensors, "_usual", lambda *_: None)
+    assert read(bytes(raw), tmp_path) == found
+
+
+# -- folders of Hugging Face
+
+
+def folder_of_shards(root: Path, shards: int, each: int) -> Path:
+    root.mkdir()
+    weight_map = {}
+    for shard in range(shards):
+        name = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        entries = {f"model.layers.{shard}.experts.{n}.weight": entry([2, 2], 16 * n) for n in range(each)}
+        raw = header(entries, {"format": "pt"})
+        (root / name).write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(16 * each))
+        weight_map |= dict.fromkeys(entries, name)
+    (root / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return root
+
+
+def test_a_stored_tensor_takes_two_hundred_bytes(tmp_path: Path) -> None:
+    root = folder_of_shards(tmp_path / "hf", 20, 500)
+    lazyckpt.open(root, cache=False)  # imports
+    tracemalloc.start()
+    try:
+        view = lazyckpt.open(root, cache=False)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    names = list(view._index.states["weights"])
+    assert len(names) == 10_000 and held - sum(map(sys.getsizeof, names)) < 200 * len(names)
+
+
+def test_opening_and_showing_call_few_functions_for_a_name(tmp_path: Path) -> None:
+    few, many = folder_of_shards(tmp_path / "few", 10, 50), folder_of_shards(tmp_path / "many", 10, 1000)
+    repr(lazyckpt.open(few, cache=False))  # imports
+    views = [lazyckpt.open(root, cache=False) for root in (few, many)]
+    more = calls(lambda: lazyckpt.open(many, cache=False)) - calls(lambda: lazyckpt.open(few, cache=False))
+    assert more < 9500, "less than one call for each of 9,500 names"
+    for show in (repr, lambda view: view.tree(2), lambda view: view.get("no.such.name")):
+        assert calls(lambda s=show: s(views[1])) - calls(lambda s=show: s(views[0])) < 2 * 9500
+    assert views[1].numel == 4 * 10_000 and views[1].nbytes == 16 * 10_000
+    assert views[1]["model.layers.3.experts.999.weight"].shape == (2, 2)
+
+
+# -- errors of the file system
+
+
+class Failing(LocalStore):
+    """A store that cannot read one file."""
+
+    bad = ""
+
+    def _fetch(self, path: str, offset: int, target: memoryview) -> Fetched:
+        if self.bad in path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return super()._fetch(path, offset, target)
+
+
+def failing(case: Case, bad: str) -> Failing:
+    store = Failing(str(case.path))
+    store.bad = bad
+    return store
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("autotp_zero1", "mp_rank_01_model_states.pt"),
+        ("zero3", "zero_pp_rank_1_mp_rank_00_model_states.pt"),
+        ("zero3", "zero_pp_rank_0_mp_rank_00_model_states.pt"),
+        ("zero2_fp32_dp3", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        ("megatron_3d", "mp_rank_02_model_states.pt"),
+    ],
+)
+def test_an_io_error_of_one_rank_is_a_problem(kinds: Mapping[str, Case], name: str, bad: str) -> None:
+    index = read_index(Source(failing(kinds[name], bad)))
+    assert any(p.path and p.path.endswith(bad) and "Input/output error" in p for p in index.problems)
+    assert any(index.states.values())
+
+
+def test_tensors_of_a_file_with_an_io_error_name_it(kinds: Mapping[str, Case]) -> None:
+    store = failing(kinds["autotp_zero1"], "mp_rank_01_model_states.pt")
+    view = object.__new__(lazyckpt.CheckpointView)
+    index = read_index(Source(store))
+    view._init(store, index, "weights", (), True)
+    lost = 0
+    for tensor in view.values():
+        try:
+            tensor[...]
+        except MissingFileError as e:
+            assert "mp_rank_01_model_states.pt" in str(e)
+            lost += 1
+    assert lost > 0
+
+
+def test_without_any_other_source_of_names_the_error_stays(kinds: Mapping[str, Case]) -> None:
+    with pytest.raises(MissingFileError, match=r"mp_rank_00_model_states\.pt cannot be read: Input/output error"):
+        read_index(Source(failing(kinds["zero2_fp32_dp3"], "model_states.pt")))
