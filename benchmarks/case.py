@@ -57,7 +57,7 @@ class Goal(NamedTuple):
     of: str = "seconds"
     against: str | float = "peer"
     label: str = ""
-    budget: str = ""
+    budget: str = "a budget"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .host import Fresh
 from .sample import Sample, Sampler
 
 CALL = 1e-3  # seconds that one measurement takes at least, by repeating shorter calls
@@ -58,9 +57,6 @@ class Contest:
         try:
             return self._run(sides, seconds, least)
         finally:
-            for sampler in [*sides.values(), *self.once]:
-                if isinstance(sampler, Fresh):
-                    sampler.close()
             if self.done is not None:
                 self.done()
 
@@ -108,12 +104,7 @@ class Sweep:
             for size, sampler in self.programs:
                 sampler(1)
                 found[size] = [sampler(1) for _ in range(least)]
-                if isinstance(sampler, Fresh):
-                    sampler.close()
         finally:
-            for _, sampler in self.programs:
-                if isinstance(sampler, Fresh):
-                    sampler.close()
             if self.done is not None:
                 self.done()
         return found

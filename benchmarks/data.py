@@ -14,8 +14,6 @@ from safetensors.torch import save_file
 from .case import Settings, remove
 
 ROOT = Path(__file__).parents[1]
-MIB, GIB = 1 << 20, 1 << 30
-STEMS = ("one", "mid", "small", "big")
 
 
 def made(path: Path, write: Callable[[Path], object]) -> Path:
@@ -38,40 +36,40 @@ def python(program: str, *arguments: str | Path) -> None:
         raise RuntimeError(done.stderr.decode()[-2000:])
 
 
-def pair(settings: Settings, stem: str, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Path, Path]:
-    """The same random tensors as a torch file and as safetensors."""
+def saved(
+    settings: Settings, stem: str, form: str, count: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> Path:
+    """``count`` random tensors in one file: form "pt" or "safetensors"."""
 
-    def tensors() -> dict[str, torch.Tensor]:
+    def write(path: Path) -> None:
         torch.manual_seed(0)
-        return {f"layers.{n}.weight": torch.randn(shape).to(dtype) for n in range(count)}
+        tensors = {f"layers.{n}.weight": torch.randn(shape).to(dtype) for n in range(count)}
+        torch.save(tensors, path) if form == "pt" else save_file(tensors, path)
 
-    return (
-        made(settings.data / f"{stem}.pt", lambda path: torch.save(tensors(), path)),
-        made(settings.data / f"{stem}.safetensors", lambda path: save_file(tensors(), path)),
-    )
+    return made(settings.data / f"{stem}.{form}", write)
 
 
-# -- whole files: (torch file, safetensors)
+# -- whole files
 
 
-def large(settings: Settings) -> tuple[Path, Path]:
+def large(settings: Settings, form: str) -> Path:
     """16 tensors, 1 GiB of float32."""
-    return pair(settings, "big", 16, (settings.pick(16384, 1024), 1024), torch.float32)
+    return saved(settings, "big", form, 16, (settings.pick(16384, 1024), 1024))
 
 
-def middle(settings: Settings) -> tuple[Path, Path]:
+def middle(settings: Settings, form: str) -> Path:
     """1,024 tensors, 1 GiB of float32."""
-    return pair(settings, "mid", 1024, (settings.pick(256, 16), 1024), torch.float32)
+    return saved(settings, "mid", form, 1024, (settings.pick(256, 16), 1024))
 
 
-def small(settings: Settings) -> tuple[Path, Path]:
+def small(settings: Settings, form: str) -> Path:
     """100,000 tensors of 1 KiB."""
-    return pair(settings, "small", settings.pick(100_000, 10_000), (256,), torch.float32)
+    return saved(settings, "small", form, settings.pick(100_000, 10_000), (256,))
 
 
-def one(settings: Settings) -> tuple[Path, Path]:
+def one(settings: Settings, form: str) -> Path:
     """One tensor, 256 MiB of float32."""
-    return pair(settings, "one", 1, (settings.pick(65536, 8192), 1024), torch.float32)
+    return saved(settings, "one", form, 1, (settings.pick(65536, 8192), 1024))
 
 
 def many(settings: Settings) -> Path:
@@ -80,14 +78,21 @@ def many(settings: Settings) -> Path:
     return made(settings.data / "many.pt", lambda path: torch.save({n: torch.randn(64, 64) for n in names}, path))
 
 
-def grid(settings: Settings) -> tuple[Path, Path]:
+def grid(settings: Settings, form: str) -> Path:
     """Four bfloat16 tensors of 4096 x 2048."""
-    return pair(settings, "grid", 4, (4096, 2048), torch.bfloat16)
+    return saved(settings, "grid", form, 4, (4096, 2048), torch.bfloat16)
 
 
-def embedding(settings: Settings) -> tuple[Path, Path]:
-    """A bfloat16 embedding of a real vocabulary."""
-    return pair(settings, "embedding", 1, (settings.pick(128_256, 65_536), settings.pick(1024, 256)), torch.bfloat16)
+def embedding(settings: Settings) -> Path:
+    """A bfloat16 embedding of a real vocabulary, as a torch file."""
+    shape = (settings.pick(128_256, 65_536), settings.pick(1024, 256))
+    return saved(settings, "embedding", "pt", 1, shape, torch.bfloat16)
+
+
+def stats(settings: Settings, dtype: torch.dtype) -> Path:
+    """1 GiB of safetensors."""
+    size, short = side(settings), str(dtype).removeprefix("torch.")
+    return saved(settings, f"stats-{short}", "safetensors", 64 // dtype.itemsize, (size, size), dtype)
 
 
 # -- checkpoints of several files
@@ -141,20 +146,11 @@ def side(settings: Settings) -> int:
 
 
 def torch_file(settings: Settings) -> Path:
-    size = side(settings)
-    state = {f"layers.{n}.weight": (size, size) for n in range(16)}
-    write = {name: torch.Size(shape) for name, shape in state.items()}
-    return made(
-        settings.data / "torch-1g.pt", lambda path: torch.save({n: torch.randn(s) for n, s in write.items()}, path)
-    )
+    return saved(settings, "torch-1g", "pt", 16, (side(settings), side(settings)))
 
 
 def safetensors_file(settings: Settings) -> Path:
-    size = side(settings)
-    return made(
-        settings.data / "zarr-1g.safetensors",
-        lambda path: save_file({f"layers.{n}.weight": torch.randn(size, size) for n in range(16)}, path),
-    )
+    return saved(settings, "zarr-1g", "safetensors", 16, (side(settings), side(settings)))
 
 
 def hf(settings: Settings) -> Path:
@@ -237,7 +233,7 @@ def dcp_cut(settings: Settings, chunks: int) -> Path:
     from .sparse_dcp import write_chunks
 
     def write(path: Path) -> None:
-        tensors = torch.load(grid(settings)[0])
+        tensors = torch.load(grid(settings, "pt"))
         write_chunks(path, {"layers.0.weight": tensors["layers.0.weight"]}, chunks, min(chunks, 8))
 
     return made(settings.data / f"dcp-cut-{chunks}", write)

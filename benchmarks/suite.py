@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 
+from . import host
 from .case import Area, Case, Settings
 from .row import Row
 
@@ -53,6 +54,13 @@ def run(names: Sequence[str], settings: Settings, only: str = "") -> Iterator[tu
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     chosen = areas(names)
     gc.freeze()  # what is imported is not looked at again by each collection
+    try:
+        yield from _run(chosen, settings, only)
+    finally:
+        host.close()
+
+
+def _run(chosen: Sequence[Area], settings: Settings, only: str) -> Iterator[tuple[Area, list[Row], float]]:
     for area in chosen:
         start = time.perf_counter()
         rows: list[Row] = []

@@ -21,7 +21,7 @@ STEP = 64 << 20
 def _to(settings: Settings, loader: str) -> Contest:
     if not torch.cuda.is_available():
         raise Skipped("not measured: no GPU")
-    _, file = data.large(settings)
+    file = data.large(settings, "safetensors")
     warm(file)
     view = lazyckpt.open(file, cache=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -9,13 +10,18 @@ from pathlib import Path
 from .. import data
 from ..case import Area, Case, Goal, Settings, remove
 from ..contest import Contest
-from ..host import Fresh
+from ..host import LAZYCKPT, Fresh
 from ..limits import copy
 from ..sample import Timed
 
 MIB = 1 << 20
+_PEER = """
+import argparse, os, torch
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.utils import zero_to_fp32
+"""
+_FP32 = "convert = {module}.convert_zero_checkpoint_to_fp32_state_dict"
 _DCP = """
-import os, torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 def convert(source, out):
@@ -25,63 +31,57 @@ def convert(source, out):
     save_file(whole["model"], out + "/model.safetensors")
 """
 _UNIVERSAL = """
-import argparse
-from deepspeed.checkpoint import ds_to_universal
 def convert(source, out):
     ds_to_universal.main(argparse.Namespace(input_folder=source, output_folder=out, num_extract_workers=4,
         num_merge_workers=2, keep_temp_folder=False, strict=True, inject_missing_state=True))
 """
+_WRITE = """
+def convert(source, out):
+    lazyckpt.open(source, cache=False).{call}
+"""
 
 
-def _contest(settings: Settings, source: Path, ours: tuple[str, str], name: str, peer: str, options: str) -> Contest:
-    """``convert(source, out)`` of each, in a fresh process and into a new folder."""
-    import os
-
-    # `cp` copies what lazyckpt wrote last: each has its own folder
+def _contest(settings: Settings, source: Path, ours: str, name: str, peer: str, options: str = "") -> Contest:
+    """``convert(source, out)``, which ``ours`` and ``peer`` define, each in a fresh process and into a new folder."""
     out, other, copied = settings.out(), settings.out("peer"), settings.out("copy")
 
-    class Into(Fresh):
-        """Into a folder that is not there."""
-
-        def __call__(self, calls: int = 1) -> object:  # type: ignore[override]
-            remove(out if self.setup == ours[0] else other)
-            os.sync()
-            return super().__call__(calls)
-
-    def work(where: Path) -> str:
+    def program(where: Path) -> str:
         return f"convert({str(source)!r}, {str(where)!r}{options})"
+
+    clear = "import os, shutil; shutil.rmtree({!r}, ignore_errors=True); os.sync()\n"
+
+    def before() -> None:
+        remove(copied)
+        os.sync()
 
     def done() -> None:
         for path in (out, other, copied):
             remove(path)
 
     return Contest(
-        Into(ours[0], ours[1].format(source=str(source), out=str(out)) or work(out)),
-        (name, Into(peer, work(other))),
-        ("cp of the result", Timed(lambda: copy([out], copied))),
-        before=lambda: remove(copied), calls=1, rehearse=False, most=7, done=done,
+        Fresh(f"{LAZYCKPT}, lazyckpt.deepspeed", program(out), clear.format(str(out)) + ours),
+        (name, Fresh(_PEER, program(other), clear.format(str(other)) + peer)),
+        ("cp of the result", Timed(partial(copy, [out], copied))),
+        before=before, calls=1, rehearse=False, most=7, done=done,
     )  # fmt: skip
 
 
 def _consolidate(settings: Settings, stage: int, safe: bool) -> Contest:
-    function = "convert_zero_checkpoint_to_fp32_state_dict as convert"
-    ours = f"import torch; from lazyckpt.deepspeed import {function}"
-    peer = f"from deepspeed.utils.zero_to_fp32 import {function}"
+    ours, peer = (_FP32.format(module=module) for module in ("lazyckpt.deepspeed", "zero_to_fp32"))
     source = data.zero(settings, stage)
-    return _contest(settings, source, (ours, ""), "zero_to_fp32", peer, f", safe_serialization={safe}")
+    return _contest(settings, source, ours, "zero_to_fp32", peer, f", safe_serialization={safe}")
 
 
 def _universal(settings: Settings) -> Contest:
     folder = data.zero(settings, 2)
     tag = folder / (folder / "latest").read_text()
-    ours = ("import lazyckpt, torch", "lazyckpt.open({source!r}, cache=False).to_universal({out!r}, progress=False)")
-    return _contest(settings, tag, ours, "ds_to_universal", _UNIVERSAL, "")
+    ours = _WRITE.format(call="to_universal(out, progress=False)")
+    return _contest(settings, tag, ours, "ds_to_universal", _UNIVERSAL)
 
 
 def _dcp(settings: Settings) -> Contest:
-    call = "lazyckpt.open({source!r}, cache=False).to_safetensors({out!r}, max_shard_size=None, progress=False)"
-    ours = ("import lazyckpt, torch", call)
-    return _contest(settings, data.dcp(settings), ours, "dcp_to_torch_save and save_file", _DCP, "")
+    ours = _WRITE.format(call="to_safetensors(out, max_shard_size=None, progress=False)")
+    return _contest(settings, data.dcp(settings), ours, "dcp_to_torch_save and save_file", _DCP)
 
 
 def _cases(settings: Settings) -> list[Case]:

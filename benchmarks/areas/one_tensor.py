@@ -12,7 +12,7 @@ import lazyckpt
 from .. import data
 from ..case import Area, Case, Goal, Settings
 from ..contest import Contest
-from ..host import Fresh
+from ..host import LAZYCKPT, Fresh
 from ..limits import Preadv
 from ..sample import Cold, Timed, files_of, warm
 
@@ -51,13 +51,12 @@ def _dcp(settings: Settings, key: object, cold: bool) -> Contest:
 def _memory(settings: Settings, stage: int) -> Contest:
     folder = data.zero(settings, stage)
     name = "embed.weight"
-    ours = Fresh(
-        f"import lazyckpt, torch\nview = lazyckpt.open({str(folder)!r}, cache=False)",
-        f"t = view.states['fp32'][{name!r}][...]",
-    )
+    prepare = f"view = lazyckpt.open({str(folder)!r}, cache=False)"
+    ours = Fresh(LAZYCKPT, f"t = view.states['fp32'][{name!r}][...]", prepare)
     theirs = Fresh(
-        "from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as get",
+        "from deepspeed.utils import zero_to_fp32",
         f"t = get({str(folder)!r}, lazy_mode=True)[{name!r}].contiguous()",
+        "get = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint",
     )
     return Contest(ours, ("deepspeed's lazy_mode=True", theirs), calls=1, rehearse=False, most=3)
 

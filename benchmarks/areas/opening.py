@@ -16,7 +16,7 @@ import lazyckpt
 from .. import data
 from ..case import Area, Case, Goal, Settings
 from ..contest import Contest
-from ..host import Fresh
+from ..host import LAZYCKPT, Fresh
 from ..sample import Cold, Timed, warm
 
 INDEX = 200.0  # bytes of memory a stored tensor
@@ -31,7 +31,7 @@ def _torch(settings: Settings, weights_only: bool) -> Contest:
 
 
 def _cold(settings: Settings) -> Contest:
-    file, _ = data.large(settings)
+    file = data.large(settings, "pt")
     ours = Cold([file], lambda: None, lambda _: lazyckpt.open(file, cache=False))
     peer = Cold([file], lambda: None, lambda _: torch.load(file, mmap=True))
     return Contest(ours, ("torch.load(mmap=True)", peer), calls=1, most=15)
@@ -39,12 +39,12 @@ def _cold(settings: Settings) -> Contest:
 
 def _opened(path: Path) -> Fresh:
     """In a fresh process, for its memory."""
-    return Fresh("import lazyckpt, torch", f"view = lazyckpt.open({str(path)!r}, cache=False)")
+    return Fresh(LAZYCKPT, f"view = lazyckpt.open({str(path)!r}, cache=False)")
 
 
 def _names(settings: Settings, names: int) -> Contest:
     file = data.names(settings, names)
-    peer = Fresh("from safetensors import safe_open", f"names = safe_open({str(file)!r}, 'pt').keys()")
+    peer = Fresh("import torch; from safetensors import safe_open", f"names = safe_open({str(file)!r}, 'pt').keys()")
     assert set(lazyckpt.open(file, cache=False)) == set(safe_open(file, "pt").keys())
     return Contest(_opened(file), ("safe_open", peer), calls=1, most=7)
 
@@ -53,8 +53,8 @@ def _hf(settings: Settings, shards: int, names: int) -> Contest:
     folder = data.hf_names(settings, shards, names)
     warm(folder / "model.safetensors.index.json")
     peer = Fresh(
-        f"from benchmarks.areas.opening import headers; from pathlib import Path; folder = Path({str(folder)!r})",
-        "found = headers(folder)",
+        "from benchmarks.areas.opening import headers; from pathlib import Path",
+        f"found = headers(Path({str(folder)!r}))",
     )
     return Contest(_opened(folder), ("json.loads of the headers and the index", peer), calls=1, most=5)
 

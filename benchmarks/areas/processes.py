@@ -35,17 +35,15 @@ counts = dict(zip(["descriptors", "maps", "growth"], [b - a for a, b in zip(befo
 
 
 def _leak(settings: Settings, times: int) -> Contest:
-    file, _ = data.grid(settings)
-    setup = (
-        "import gc, lazyckpt, os, torch; from benchmarks.sample import memory\n"
-        f"path, name = {str(file)!r}, 'layers.1.weight'"
-    )
-    return Contest(Fresh(setup, _LEAK.format(times=times)), calls=1, rehearse=False, most=1)
+    file = data.grid(settings, "pt")
+    prepare = f"path, name = {str(file)!r}, 'layers.1.weight'"
+    imports = "import gc, lazyckpt, os, torch; from benchmarks.sample import memory"
+    return Contest(Fresh(imports, _LEAK.format(times=times), prepare), calls=1, rehearse=False, most=1)
 
 
 def _threads(settings: Settings, cold: bool) -> Contest:
     """Each thread reads parts of 1 MiB, in an order of its own: together all of the file."""
-    _, file = data.large(settings)
+    file = data.large(settings, "safetensors")
     warm(file)
     where, plain = places(file), Preadv(file)
     pool = ThreadPoolExecutor(THREADS)

@@ -9,7 +9,7 @@ from pathlib import Path
 from .. import data
 from ..case import Area, Case, Goal, Settings
 from ..contest import Sweep
-from ..host import Fresh
+from ..host import LAZYCKPT, Fresh
 
 LIMIT = 1.05
 Make = Callable[[Settings, int], Path]
@@ -46,7 +46,7 @@ def _sweep(settings: Settings, unit: str, make: Make, sizes: Sequence[int]) -> S
     programs = []
     for size in sizes:
         path = make(settings, size)
-        programs.append((size, Fresh("import lazyckpt, torch", f"view = lazyckpt.open({str(path)!r}, cache=False)")))
+        programs.append((size, Fresh(LAZYCKPT, f"view = lazyckpt.open({str(path)!r}, cache=False)")))
     return Sweep(unit, programs)
 
 

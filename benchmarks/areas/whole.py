@@ -18,12 +18,12 @@ from ..limits import THREADS, Preadv, places
 from ..sample import Cold, Timed, warm
 
 NEAR = 1 / 0.95  # at least 0.95 of the rate
-Files = Callable[[Settings], tuple[Path, Path]]
+Files = Callable[[Settings, str], Path]
 
 
 def _reads(settings: Settings, files: Files, cold: bool) -> Contest:
     """Both give a dict of tensors that own their memory. The limit makes no tensors."""
-    _, file = files(settings)
+    file = files(settings, "safetensors")
     where, plain, view = places(file), Preadv(file), lazyckpt.open(file, cache=False)
     warm(file)
     assert all(torch.equal(a, b) for a, b in zip(view.to("cpu").values(), plain.each(where).values(), strict=True))
@@ -42,7 +42,7 @@ def _reads(settings: Settings, files: Files, cold: bool) -> Contest:
 
 
 def _safetensors(settings: Settings, files: Files, copy: bool) -> Contest:
-    _, file = files(settings)
+    file = files(settings, "safetensors")
     warm(file)
     view = lazyckpt.open(file, cache=False)
     if not copy:
@@ -53,7 +53,7 @@ def _safetensors(settings: Settings, files: Files, copy: bool) -> Contest:
 
 
 def _torch(settings: Settings, files: Files) -> Contest:
-    file, _ = files(settings)
+    file = files(settings, "pt")
     warm(file)
     view = lazyckpt.open(file, cache=False)
     return Contest(Timed(lambda: view.to("cpu")), ("torch.load", Timed(lambda: torch.load(file))), calls=1, most=15)

@@ -55,7 +55,7 @@ def _two(settings: Settings, do: Callable[[Any, Any, Any], object]) -> Contest:
 
 def _disk(settings: Settings) -> Contest:
     """`cp` of two files of the same size, at the same time and one after the other."""
-    sources = list(data.large(settings))
+    sources = [data.large(settings, form) for form in ("pt", "safetensors")]
     for path in sources:
         warm(path)
     out = settings.out()

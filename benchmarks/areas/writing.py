@@ -12,7 +12,7 @@ import lazyckpt
 from .. import data
 from ..case import Area, Case, Goal, Settings, remove
 from ..contest import Contest
-from ..host import Fresh
+from ..host import LAZYCKPT, Fresh
 from ..limits import copy
 from ..sample import Timed, warm
 
@@ -47,9 +47,9 @@ def _writing(settings: Settings, make: Callable[[], Path], state: str, call: str
 
     ours = Timed(lambda: eval(code, {"view": chosen}), anew)
     peer = ("cp of the result", Timed(lambda: copy([out], copied)))
-    program = f"view = lazyckpt.open({str(source)!r}, cache=False){f'.states[{state!r}]' if state else ''}"
-    fresh = Fresh(f"import lazyckpt, torch, shutil\nshutil.rmtree({str(out)!r}, ignore_errors=True)",
-                  f"{program}\nview.{call.format(out=str(out))}")  # fmt: skip
+    opened = f"view = lazyckpt.open({str(source)!r}, cache=False){f'.states[{state!r}]' if state else ''}"
+    clear = f"import shutil; shutil.rmtree({str(out)!r}, ignore_errors=True)"
+    fresh = Fresh(LAZYCKPT, f"{opened}\nview.{call.format(out=str(out))}", clear)
 
     def done() -> None:
         remove(out)

@@ -34,7 +34,7 @@ def _reading(settings: Settings, compressed: bool) -> Contest:
 
 
 def _small(settings: Settings, sharded: bool) -> Contest:
-    _, source = data.small(settings) if sharded else data.middle(settings)
+    source = (data.small if sharded else data.middle)(settings, "safetensors")
     out, copied = settings.out(), settings.out("copy")
     warm(source)
     view = lazyckpt.open(source, cache=False)
