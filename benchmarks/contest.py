@@ -33,8 +33,8 @@ class Contest:
         Called once at the end: counts to add to those of ours, such as requests and bytes of a counting store.
     once
         Samplers, ours and the peer's, that run once at the end: the same work in a fresh process, for its peak memory.
-    most
-        The largest number of pairs.
+    most, least
+        The largest and the smallest number of pairs; ``least`` is for pairs that take minutes.
     done
         Called at the end, to remove what the calls have written.
     """
@@ -48,14 +48,15 @@ class Contest:
     count: Callable[[], Mapping[str, float]] | None = None
     once: Sequence[Sampler] = ()
     most: int = 101
+    least: int | None = None
     done: Callable[[], object] | None = None
 
     def run(self, seconds: float, least: int) -> Samples:
-        """Measure pairs until ``seconds`` have passed, but ``least`` at least."""
+        """Measure pairs until ``seconds`` have passed, but ``least`` at least, unless the contest has its own."""
         sides: dict[str, Sampler] = {"ours": self.ours}
         sides |= {role: side[1] for role, side in (("peer", self.peer), ("limit", self.limit)) if side is not None}
         try:
-            return self._run(sides, seconds, least)
+            return self._run(sides, seconds, self.least or least)
         finally:
             if self.done is not None:
                 self.done()
@@ -102,7 +103,6 @@ class Sweep:
         found: dict[float, list[Sample]] = {}
         try:
             for size, sampler in self.programs:
-                sampler(1)
                 found[size] = [sampler(1) for _ in range(least)]
         finally:
             if self.done is not None:

@@ -64,12 +64,17 @@ def middle(settings: Settings, form: str) -> Path:
 
 def small(settings: Settings, form: str) -> Path:
     """100,000 tensors of 1 KiB."""
-    return saved(settings, "small", form, settings.pick(100_000, 10_000), (256,))
+    return kibibytes(settings, form, settings.pick(100_000, 4_000))
+
+
+def kibibytes(settings: Settings, form: str, count: int) -> Path:
+    """``count`` tensors of 1 KiB."""
+    return saved(settings, f"small-{count}", form, count, (256,))
 
 
 def one(settings: Settings, form: str) -> Path:
-    """One tensor, 256 MiB of float32."""
-    return saved(settings, "one", form, 1, (settings.pick(65536, 8192), 1024))
+    """One tensor, 128 MiB of float32."""
+    return saved(settings, "one", form, 1, (settings.pick(32768, 8192), 1024))
 
 
 def many(settings: Settings) -> Path:
@@ -85,7 +90,7 @@ def grid(settings: Settings, form: str) -> Path:
 
 def embedding(settings: Settings) -> Path:
     """A bfloat16 embedding of a real vocabulary, as a torch file."""
-    shape = (settings.pick(128_256, 65_536), settings.pick(1024, 256))
+    shape = (settings.pick(128_256, 65_536), settings.pick(512, 256))
     return saved(settings, "embedding", "pt", 1, shape, torch.bfloat16)
 
 

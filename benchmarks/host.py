@@ -25,7 +25,14 @@ from .sample import Sample, counters, memory
 ROOT = Path(__file__).parents[1]
 
 
-LAZYCKPT = "import lazyckpt, torch"
+# what the programs import: all that have the same share a process, so there are few
+LAZYCKPT = "import os, shutil, torch, lazyckpt"
+DEEPSPEED = """
+import argparse, os, shutil, torch
+from pathlib import Path
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.utils import zero_to_fp32
+"""
 _hosts: dict[str, subprocess.Popen[str]] = {}
 
 

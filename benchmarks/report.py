@@ -87,9 +87,9 @@ def runs(path: Path) -> list[dict[str, Any]]:
 
 
 def newest(found: Sequence[dict[str, Any]]) -> list[Row]:
-    """The newest figure of each row of several runs, in the order of the newest run that has it."""
+    """The newest figure of each row, in the order of the newest run that has it. Quick runs count only if all are."""
     rows: dict[tuple[str, str], Row] = {}
-    for one in reversed(found):
+    for one in reversed([run for run in found if not run["quick"]] or found):
         for row in map(Row.from_dict, one["rows"]):
             rows.setdefault(row.key, row)
     return list(rows.values())

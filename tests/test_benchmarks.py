@@ -233,11 +233,12 @@ def test_a_missed_goal_and_a_failure_are_the_exit_code(
 
 
 def test_the_newest_figure_of_each_row_counts() -> None:
-    def run(**figures: float) -> dict[str, Any]:
-        return {"rows": [Row("slices", what, ratio=Spread.of([ratio])).to_dict() for what, ratio in figures.items()]}
+    def run(quick: bool, **figures: float) -> dict[str, Any]:
+        return report.result([Row("slices", what, ratio=Spread.of([r])) for what, r in figures.items()], {}, {}, quick)
 
-    found = report.newest([run(a=1.0, b=2.0), run(a=3.0)])
+    found = report.newest([run(False, a=1.0, b=2.0), run(False, a=3.0), run(True, a=9.0, c=9.0)])
     assert {row.what: row.ratio and row.ratio.median for row in found} == {"a": 3.0, "b": 2.0}
+    assert [row.what for row in report.newest([run(True, c=9.0)])] == ["c"]
 
 
 # -- the documentation

@@ -10,17 +10,11 @@ from pathlib import Path
 from .. import data
 from ..case import Area, Case, Goal, Settings, remove
 from ..contest import Contest
-from ..host import LAZYCKPT, Fresh
+from ..host import DEEPSPEED, LAZYCKPT, Fresh
 from ..limits import copy
 from ..sample import Timed
 
 MIB = 1 << 20
-_PEER = """
-import argparse, os, torch
-from deepspeed.checkpoint import ds_to_universal
-from deepspeed.utils import zero_to_fp32
-"""
-_FP32 = "convert = {module}.convert_zero_checkpoint_to_fp32_state_dict"
 _DCP = """
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -48,7 +42,7 @@ def _contest(settings: Settings, source: Path, ours: str, name: str, peer: str, 
     def program(where: Path) -> str:
         return f"convert({str(source)!r}, {str(where)!r}{options})"
 
-    clear = "import os, shutil; shutil.rmtree({!r}, ignore_errors=True); os.sync()\n"
+    clear = "shutil.rmtree({!r}, ignore_errors=True); os.sync()\n"
 
     def before() -> None:
         remove(copied)
@@ -59,15 +53,17 @@ def _contest(settings: Settings, source: Path, ours: str, name: str, peer: str, 
             remove(path)
 
     return Contest(
-        Fresh(f"{LAZYCKPT}, lazyckpt.deepspeed", program(out), clear.format(str(out)) + ours),
-        (name, Fresh(_PEER, program(other), clear.format(str(other)) + peer)),
+        Fresh(LAZYCKPT, program(out), clear.format(str(out)) + ours),
+        (name, Fresh(DEEPSPEED, program(other), clear.format(str(other)) + peer)),
         ("cp of the result", Timed(partial(copy, [out], copied))),
         before=before, calls=1, rehearse=False, most=7, done=done,
     )  # fmt: skip
 
 
 def _consolidate(settings: Settings, stage: int, safe: bool) -> Contest:
-    ours, peer = (_FP32.format(module=module) for module in ("lazyckpt.deepspeed", "zero_to_fp32"))
+    function = "convert_zero_checkpoint_to_fp32_state_dict"
+    ours = f"from lazyckpt.deepspeed import {function} as convert"
+    peer = f"convert = zero_to_fp32.{function}"
     source = data.zero(settings, stage)
     return _contest(settings, source, ours, "zero_to_fp32", peer, f", safe_serialization={safe}")
 

@@ -12,7 +12,7 @@ import lazyckpt
 from .. import data
 from ..case import Area, Case, Goal, Settings
 from ..contest import Contest
-from ..host import LAZYCKPT, Fresh
+from ..host import DEEPSPEED, LAZYCKPT, Fresh
 from ..limits import Preadv
 from ..sample import Cold, Timed, files_of, warm
 
@@ -54,7 +54,7 @@ def _memory(settings: Settings, stage: int) -> Contest:
     prepare = f"view = lazyckpt.open({str(folder)!r}, cache=False)"
     ours = Fresh(LAZYCKPT, f"t = view.states['fp32'][{name!r}][...]", prepare)
     theirs = Fresh(
-        "from deepspeed.utils import zero_to_fp32",
+        DEEPSPEED,
         f"t = get({str(folder)!r}, lazy_mode=True)[{name!r}].contiguous()",
         "get = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint",
     )

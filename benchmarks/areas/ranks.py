@@ -11,7 +11,7 @@ import lazyckpt
 from .. import data
 from ..case import Area, Case, Goal, Settings
 from ..contest import Contest
-from ..host import LAZYCKPT, Fresh
+from ..host import DEEPSPEED, LAZYCKPT, Fresh
 from ..sample import Timed
 
 NAME = "model.layers.3.mlp.up_proj.weight"
@@ -24,12 +24,11 @@ for path in sorted(Path({folder!r}).rglob("*.pt")):
 """
 
 
-def _opening(make: Callable[[], Path], least: bool) -> Contest:
+def _opening(make: Callable[[], Path]) -> Contest:
     folder = make()
     ours = Fresh(LAZYCKPT, f"view = lazyckpt.open({str(folder)!r}, cache=False)")
-    setup = "import torch, deepspeed; from pathlib import Path"
-    theirs = Fresh(setup, _LOAD.format(folder=str(folder)))
-    return Contest(ours, ("torch.load(mmap=True) of each file", theirs), calls=1, rehearse=least, most=3)
+    theirs = Fresh(DEEPSPEED, _LOAD.format(folder=str(folder)))
+    return Contest(ours, ("torch.load(mmap=True) of each file", theirs), calls=1, rehearse=False, most=3, least=2)
 
 
 def _using(make: Callable[[], Path], do: Callable[[lazyckpt.CheckpointView], object]) -> Contest:
@@ -55,13 +54,13 @@ def _all(settings: Settings) -> Iterator[Case]:
         memory = Goal(1.0, "peak", float(GIB), "peak memory", "1 GiB")
         what = f"open {model} on {world:,} ranks, {text}"
         goals = [Goal(ratio), budget, memory]
-        yield Case(what, partial(_opening, make, settings.quick), goals, quick=layout != "zero2")
+        yield Case(what, partial(_opening, make), goals, quick=layout != "zero2")
     make = partial(data.ranks, settings, "zero3", settings.pick(4096, 256), settings.pick(16, 8))
     what = f"open {settings.pick(16, 8)} layers of 405B on {settings.pick(4096, 256):,} ranks, ZeRO-3"
-    yield Case(what, partial(_opening, make, settings.quick), [Goal(0.1)], quick=False)
+    yield Case(what, partial(_opening, make), [Goal(0.1)], quick=False)
     yield Case(
         "open a legacy Megatron checkpoint on 1,024 ranks",
-        partial(_opening, partial(data.megatron, settings), False), [Goal(0.5)], quick=False,
+        partial(_opening, partial(data.megatron, settings)), [Goal(0.5)], quick=False,
     )  # fmt: skip
     make = partial(data.ranks, settings, "zero3", world, layers)
     uses: dict[str, tuple[float, Callable[[lazyckpt.CheckpointView], object]]] = {

@@ -31,13 +31,13 @@ _MAKES: dict[str, tuple[str, Make, Sequence[int], Sequence[int]]] = {
         "Hugging Face folder of shards of 500 names",
         lambda settings, n: data.hf_names(settings, n // 500, n),
         (5_000, 25_000, 100_000, 500_000),
-        (2_000, 6_000, 20_000),
+        (1_000, 4_000, 16_000),
     ),
     "chunks": (
         "DCP checkpoint of tensors of 102 chunks",
         lambda settings, n: data.dcp_chunks(settings, n // 102, 102, 64),
         (10_200, 51_000, 204_000, 1_020_000),
-        (2_040, 8_160, 30_600),
+        (1_020, 4_080, 16_320),
     ),
 }
 

@@ -66,10 +66,10 @@ def _cases(settings: Settings) -> list[Case]:
 def _all(settings: Settings) -> Iterator[Case]:
     size = settings.pick(1024, 64)
     kinds: dict[str, Files] = {
-        f"one tensor of {settings.pick(256, 32)} MiB": data.one,
+        f"one tensor of {settings.pick(128, 32)} MiB": data.one,
         f"{size} MiB in 16 tensors": data.large,
         f"{size} MiB in 1,024 tensors": data.middle,
-        f"{settings.pick(100_000, 10_000):,} tensors of 1 KiB": data.small,
+        f"{settings.pick(100_000, 4_000):,} tensors of 1 KiB": data.small,
     }
     for text, files in kinds.items():
         for cold in (False, True):

@@ -48,7 +48,7 @@ def _writing(settings: Settings, make: Callable[[], Path], state: str, call: str
     ours = Timed(lambda: eval(code, {"view": chosen}), anew)
     peer = ("cp of the result", Timed(lambda: copy([out], copied)))
     opened = f"view = lazyckpt.open({str(source)!r}, cache=False){f'.states[{state!r}]' if state else ''}"
-    clear = f"import shutil; shutil.rmtree({str(out)!r}, ignore_errors=True)"
+    clear = f"shutil.rmtree({str(out)!r}, ignore_errors=True)"
     fresh = Fresh(LAZYCKPT, f"{opened}\nview.{call.format(out=str(out))}", clear)
 
     def done() -> None:
