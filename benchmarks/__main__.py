@@ -37,7 +37,9 @@ def measure(arguments: list[str]) -> int:
     )
     parser.add_argument("areas", nargs="*", default=list(suite.NAMES), help=f"which: {', '.join(suite.NAMES)}")
     parser.add_argument("--only", default="", metavar="TEXT", help="only rows whose text contains this")
-    parser.add_argument("--quick", action="store_true", help="smaller data and fewer pairs: 3 minutes")
+    parser.add_argument(
+        "--quick", action="store_true", help="smaller data, fewer pairs: 3 minutes (goals are for the full data)"
+    )
     parser.add_argument("--list", action="store_true", help="list the rows without measuring")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "lazyckpt-benchmarks")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")

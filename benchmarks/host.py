@@ -26,7 +26,12 @@ ROOT = Path(__file__).parents[1]
 
 
 # what the programs import: all that have the same share a process, so there are few
-LAZYCKPT = "import os, shutil, torch, lazyckpt"
+LAZYCKPT = """
+import os, shutil, torch, lazyckpt, lazyckpt.deepspeed
+from lazyckpt.export import registry as writers
+from lazyckpt.formats import registry as readers
+list(readers.builtin()), list(map(writers.writer, writers.NAMES))
+"""
 DEEPSPEED = """
 import argparse, os, shutil, torch
 from pathlib import Path

@@ -14,6 +14,7 @@ from .row import Row
 MET, MISSED, OTHER = "#0072B2", "#D55E00", "#999999"
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 MARKS = ("o", "s", "^", "D")
+FLOOR = 1e-2  # the smallest ratio that the bars show
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -48,10 +49,10 @@ def _bars(title: str, rows: Sequence[Row]) -> Any:
     axes = figure.subplots()
     for n, row in enumerate(rows):
         assert row.ratio is not None
-        value = max(row.ratio.median, 1e-3)
+        value = max(row.ratio.median, FLOOR)
         colour = {True: MET, False: MISSED, None: OTHER}[row.met]
-        axes.barh(n, value - 1e-3, left=1e-3, color=colour, height=0.7)
-        axes.plot([max(row.ratio.low, 1e-3), max(row.ratio.high, 1e-3)], [n, n], color="black", linewidth=0.8)
+        axes.barh(n, value - FLOOR, left=FLOOR, color=colour, height=0.7)
+        axes.plot([max(row.ratio.low, FLOOR), max(row.ratio.high, FLOOR)], [n, n], color="black", linewidth=0.8)
         if row.goal:
             axes.plot([row.goal, row.goal], [n - 0.45, n + 0.45], color="black", linewidth=1.6)
         verdict = {True: "", False: " (missed)", None: ""}[row.met]
@@ -59,7 +60,7 @@ def _bars(title: str, rows: Sequence[Row]) -> Any:
     axes.set_yticks(range(len(rows)), [row.what for row in rows], fontsize=7)
     axes.invert_yaxis()
     axes.set_xscale("log")
-    axes.set_xlim(left=1e-3)
+    axes.set_xlim(left=FLOOR)
     axes.margins(y=0.01)
     axes.set_xlabel("ratio to the peer; the black mark is the goal", fontsize=8)
     axes.set_title(title, fontsize=10)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-UNITS = {"seconds": "s", "peak": "B", "held": "B", "bytes": "B", "resident": "B"}
+UNITS = {"seconds": "s", "peak": "B", "held": "B", "bytes": "B", "resident": "B", "growth": "B"}
 
 
 class Spread(NamedTuple):

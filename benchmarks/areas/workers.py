@@ -28,7 +28,9 @@ def _import() -> None:
 
 
 def _workers(count: int) -> ProcessPoolExecutor:
-    pool = ProcessPoolExecutor(count, get_context("forkserver"))
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["torch", "lazyckpt"])
+    pool = ProcessPoolExecutor(count, context)
     for future in [pool.submit(_import) for _ in range(count)]:
         future.result()
     return pool
