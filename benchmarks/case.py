@@ -77,7 +77,7 @@ class Case:
         try:
             made = self.make()
             if isinstance(made, Sweep):
-                found = made.run(least)
+                found = made.run()
                 return [_fitted(area, _text(self, goal), goal, made, found) for goal in self.goals]
             samples = made.run(seconds, least)
         except Skipped as reason:

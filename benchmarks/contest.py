@@ -99,11 +99,12 @@ class Sweep:
     programs: Sequence[tuple[float, Sampler]]
     done: Callable[[], object] | None = None
 
-    def run(self, least: int) -> dict[float, list[Sample]]:
+    def run(self, times: int = 2) -> dict[float, list[Sample]]:
+        """Measure each size so many times."""
         found: dict[float, list[Sample]] = {}
         try:
             for size, sampler in self.programs:
-                found[size] = [sampler(1) for _ in range(least)]
+                found[size] = [sampler(1) for _ in range(times)]
         finally:
             if self.done is not None:
                 self.done()

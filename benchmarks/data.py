@@ -64,7 +64,7 @@ def middle(settings: Settings, form: str) -> Path:
 
 def small(settings: Settings, form: str) -> Path:
     """100,000 tensors of 1 KiB."""
-    return kibibytes(settings, form, settings.pick(100_000, 4_000))
+    return kibibytes(settings, form, settings.pick(100_000, 2_000))
 
 
 def kibibytes(settings: Settings, form: str, count: int) -> Path:

@@ -89,7 +89,7 @@ def _all(settings: Settings) -> Iterator[Case]:
     for text, key in {"one row": 8000, "8 rows": slice(0, 8)}.items():
         goal = Goal(1.0, against=0.01)
         yield Case(f"{text} of a ZeRO-3 tensor over {world:,} ranks", partial(_ranks, settings, key), [goal])
-    for chunks, limit in ((1000, 1e-3), (settings.pick(100_000, 10_000), settings.pick(50, 5) * 1e-3)):
+    for chunks, limit in ((1000, 1e-3), (settings.pick(100_000, 4_000), settings.pick(50, 2) * 1e-3)):
         goal = Goal(1.0, against=limit)
         what = f"plan of a whole DCP tensor in {chunks:,} chunks"
         yield Case(what, partial(_plan, settings, chunks, "DCP"), [goal])

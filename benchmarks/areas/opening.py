@@ -109,7 +109,7 @@ def _all(settings: Settings) -> Iterator[Case]:
     held = Goal(1.0, "held", INDEX * names, "memory of the index", f"{INDEX:.0f} bytes a tensor")
     yield Case(what, partial(_hf, settings, shards, names), [Goal(2.0), held])
     yield Case("a DCP checkpoint of 2 ranks", partial(_small_dcp, settings), [Goal(1.0)])
-    tensors, ranks, chunks = settings.pick(10_000, 200), settings.pick(2048, 64), 102
+    tensors, ranks, chunks = settings.pick(10_000, 100), settings.pick(2048, 64), 102
     what = f"a DCP checkpoint of {ranks:,} ranks, {tensors:,} tensors and {tensors * chunks:,} chunks"
     yield Case(
         what, partial(_dcp, settings, tensors, chunks, ranks), [Goal(0.5), Goal(0.5, "peak", label="peak memory")]

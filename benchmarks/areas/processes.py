@@ -12,7 +12,7 @@ import lazyckpt
 from .. import data
 from ..case import Area, Case, Goal, Settings
 from ..contest import Contest
-from ..host import Fresh
+from ..host import LAZYCKPT, Fresh
 from ..limits import Preadv, places
 from ..sample import Cold, Timed, warm
 
@@ -36,9 +36,8 @@ counts = dict(zip(["descriptors", "maps", "growth"], [b - a for a, b in zip(befo
 
 def _leak(settings: Settings, times: int) -> Contest:
     file = data.grid(settings, "pt")
-    prepare = f"path, name = {str(file)!r}, 'layers.1.weight'"
-    imports = "import gc, lazyckpt, os, torch; from benchmarks.sample import memory"
-    return Contest(Fresh(imports, _LEAK.format(times=times), prepare), calls=1, rehearse=False, most=1)
+    prepare = f"import gc; from benchmarks.sample import memory; path, name = {str(file)!r}, 'layers.1.weight'"
+    return Contest(Fresh(LAZYCKPT, _LEAK.format(times=times), prepare), calls=1, rehearse=False, most=1)
 
 
 def _threads(settings: Settings, cold: bool) -> Contest:

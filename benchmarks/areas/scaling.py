@@ -37,7 +37,7 @@ _MAKES: dict[str, tuple[str, Make, Sequence[int], Sequence[int]]] = {
         "DCP checkpoint of tensors of 102 chunks",
         lambda settings, n: data.dcp_chunks(settings, n // 102, 102, 64),
         (10_200, 51_000, 204_000, 1_020_000),
-        (1_020, 4_080, 16_320),
+        (1_020, 3_060, 10_200),
     ),
 }
 

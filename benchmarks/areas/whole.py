@@ -69,7 +69,7 @@ def _all(settings: Settings) -> Iterator[Case]:
         f"one tensor of {settings.pick(128, 32)} MiB": data.one,
         f"{size} MiB in 16 tensors": data.large,
         f"{size} MiB in 1,024 tensors": data.middle,
-        f"{settings.pick(100_000, 4_000):,} tensors of 1 KiB": data.small,
+        f"{settings.pick(100_000, 2_000):,} tensors of 1 KiB": data.small,
     }
     for text, files in kinds.items():
         for cold in (False, True):
