@@ -46,6 +46,7 @@ def _contest(settings: Settings, source: Path, ours: str, name: str, peer: str, 
 
     def before() -> None:
         remove(copied)
+        remove(other)  # several GiB, which nothing copies
         os.sync()
 
     def done() -> None:
