@@ -57,13 +57,20 @@ def _pinned(buffer: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _fastsafetensors(module: Any, file: str) -> dict[str, torch.Tensor]:
-    with module.fastsafe_open(filenames=[file], nogds=True, device="cuda") as opened:
-        return {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
+    """Its tensors are views of a buffer, which is closed with the loader: copied, as ours."""
+    loader = module.SafeTensorsFileLoader(module.SingleGroup(), torch.device("cuda"), nogds=True)
+    loader.add_filenames({0: [file]})
+    buffer = loader.copy_files_to_device()
+    tensors = {name: buffer.get_tensor(name).clone() for name in buffer.key_to_rank_lidx}
+    buffer.close()
+    loader.close()
+    return tensors
 
 
 def _instanttensor(module: Any, file: str) -> dict[str, torch.Tensor]:
+    """Its tensors own their memory."""
     with module.safe_open(file, framework="pt", device=0) as opened:
-        return {name: tensor.clone() for name, tensor in opened.tensors()}
+        return dict(opened.tensors())
 
 
 def _cases(settings: Settings) -> list[Case]:
