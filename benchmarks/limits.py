@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 from collections.abc import Sequence
@@ -53,10 +54,12 @@ class Preadv:
         self._read(pieces)
         return found
 
-    def whole(self) -> torch.Tensor:
-        """All bytes of the file into one new buffer."""
-        out = torch.empty(self.size, dtype=torch.uint8)
-        view = memoryview(out.numpy())
+    def whole(self) -> mmap.mmap:
+        """All bytes of the file into one new buffer, of huge pages where the system has them."""
+        out = mmap.mmap(-1, max(self.size, 1))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            out.madvise(mmap.MADV_HUGEPAGE)
+        view = memoryview(out)
         self._read([(view[at : at + _STEP], at) for at in range(0, self.size, _STEP)])
         return out
 

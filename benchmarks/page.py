@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[1]
 PAGES = ("docs/explanation/speed.md", "README.md")
 # (area, a part of the row's text): the first row that fits
 README = (
-    ("ranks", "open 405B on 1,024 ranks, ZeRO-3"),
-    ("converting", "fp32 weights of ZeRO-3 to safetensors"),
-    ("converting", "fp32 weights of ZeRO-3 to safetensors: peak memory"),
+    ("ranks", "ranks, ZeRO-3"),
+    ("converting", "to safetensors"),
+    ("converting", "to safetensors: peak memory"),
     ("converting", "DCP to safetensors"),
     ("whole", "in 16 tensors, peer torch"),
     ("slices", "64 KiB of rows, warm, peer torch"),
@@ -70,7 +70,10 @@ def _content(name: str, rows: Sequence[Row], runs: Sequence[dict[str, Any]]) -> 
     if name not in suite.NAMES:
         raise ValueError(f"no table {name!r}; there are {', '.join(suite.NAMES)}, machine, missed, readme")
     own = [row for row in rows if row.area == name]
-    return report.table(own) if own else "No figures yet."
+    if not own:
+        return "No figures yet."
+    note = "From a quick run, with smaller data.\n\n" if report.only_quick(runs, name) else ""
+    return note + report.table(own)
 
 
 def _short(row: Row) -> str:

@@ -87,9 +87,19 @@ def runs(path: Path) -> list[dict[str, Any]]:
 
 
 def newest(found: Sequence[dict[str, Any]]) -> list[Row]:
-    """The newest figure of each row, in the order of the newest run that has it. Quick runs count only if all are."""
+    """The newest figure of each row, in the order of the newest run that has it.
+
+    Of an area that a full run has measured, quick runs do not count.
+    """
+    full = {row["area"] for one in found if not one["quick"] for row in one["rows"]}
     rows: dict[tuple[str, str], Row] = {}
-    for one in reversed([run for run in found if not run["quick"]] or found):
+    for one in reversed(found):
         for row in map(Row.from_dict, one["rows"]):
-            rows.setdefault(row.key, row)
+            if not one["quick"] or row.area not in full:
+                rows.setdefault(row.key, row)
     return list(rows.values())
+
+
+def only_quick(found: Sequence[dict[str, Any]], area: str) -> bool:
+    """Whether only quick runs have measured an area."""
+    return all(one["quick"] for one in found if any(row["area"] == area for row in one["rows"]))
