@@ -56,7 +56,7 @@ class Preadv:
 
     def whole(self) -> mmap.mmap:
         """All bytes of the file into one new buffer, of huge pages where the system has them."""
-        out = mmap.mmap(-1, max(self.size, 1))
+        out = mmap.mmap(-1, max(self.size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             out.madvise(mmap.MADV_HUGEPAGE)
         view = memoryview(out)
