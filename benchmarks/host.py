@@ -27,10 +27,9 @@ ROOT = Path(__file__).parents[1]
 
 # what the programs import: all that have the same share a process, so there are few
 LAZYCKPT = """
-import os, shutil, torch, lazyckpt, lazyckpt.deepspeed
-from lazyckpt.export import registry as writers
-from lazyckpt.formats import registry as readers
-list(readers.builtin()), list(map(writers.writer, writers.NAMES))
+import os, shutil, torch, lazyckpt, lazyckpt.deepspeed, lazyckpt.export.registry, lazyckpt.formats.registry
+list(lazyckpt.formats.registry.builtin())
+list(map(lazyckpt.export.registry.writer, lazyckpt.export.registry.NAMES))
 """
 DEEPSPEED = """
 import argparse, os, shutil, torch

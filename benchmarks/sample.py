@@ -106,10 +106,16 @@ def drop_cache(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def warm(path: Path) -> None:
-    """Bring a file, or the files of a folder, into the system's cache."""
+def warm(path: Path, anew: bool = False) -> None:
+    """Bring a file, or the files of a folder, into the system's cache.
+
+    With ``anew``, pages that are there are dropped first. The system caches a file in large pages if it is read from
+    start to end, and in small ones if parts of it are; faults on a mapping of small pages take many times as long.
+    """
     for one in [path] if path.is_file() else path.rglob("*"):
         if one.is_file():
+            if anew:
+                drop_cache(one)
             with one.open("rb", buffering=0) as file:
                 while file.read(8 << 20):
                     pass

@@ -23,7 +23,8 @@ ROW = "model.layers.3.mlp.up_proj.weight"
 
 def _dcp(settings: Settings, chunks: int, key: Any) -> Contest:
     folder, file = data.dcp_cut(settings, chunks), data.grid(settings, "pt")
-    warm(folder), warm(file)
+    warm(folder, anew=True)
+    warm(file, anew=True)
     ours, mapped = lazyckpt.open(folder, cache=False), torch.load(file, mmap=True)
     assert torch.equal(ours[NAME][key], mapped[NAME][key])
     peer = ("torch.load(mmap=True) of one file", Timed(lambda: mapped[NAME][key].clone()))

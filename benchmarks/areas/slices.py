@@ -63,7 +63,8 @@ def wanted(key: Any, row: int = COLUMNS * 2) -> int:
 
 def _warm(settings: Settings, key: Any, peer: str) -> Contest:
     file, safe = data.grid(settings, "pt"), data.grid(settings, "safetensors")
-    warm(file), warm(safe)
+    warm(file, anew=True)
+    warm(safe, anew=True)
     theirs: Callable[[], object]
     if peer == "torch":
         ours, mapped = lazyckpt.open(file, cache=False), torch.load(file, mmap=True)
@@ -93,7 +94,7 @@ def _cold(settings: Settings, key: Any) -> Contest:
 
 def _embedding(settings: Settings) -> Contest:
     file = data.embedding(settings)
-    warm(file)
+    warm(file, anew=True)
     ours, mapped = lazyckpt.open(file, cache=False), torch.load(file, mmap=True)
     name = "layers.0.weight"
     rows = torch.randint(0, len(mapped[name]), (10_000,), generator=torch.Generator().manual_seed(0))
