@@ -109,8 +109,7 @@ def drop_cache(path: Path) -> None:
 def warm(path: Path, anew: bool = False) -> None:
     """Bring a file, or the files of a folder, into the system's cache.
 
-    With ``anew``, pages that are there are dropped first. The system caches a file in large pages if it is read from
-    start to end, and in small ones if parts of it are; faults on a mapping of small pages take many times as long.
+    With ``anew``, pages that are there are dropped first, so that the cache is the same whatever was read before.
     """
     for one in [path] if path.is_file() else path.rglob("*"):
         if one.is_file():
