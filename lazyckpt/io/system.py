@@ -92,6 +92,25 @@ class File:
         target[: len(data)] = data
         return len(data)
 
+    def writable(self) -> bool:
+        """Return whether this process may write to the file. (It never does, but Linux tells only those who may write
+        which pages of a mapping are in the page cache.)"""
+        return os.access(f"/proc/self/fd/{self.fd}", os.W_OK)
+
+    def cached(self, offset: int) -> bool:
+        """Return whether the page of a byte is in the system's cache; False if the system cannot tell."""
+        if _preadv is None or not hasattr(os, "RWF_NOWAIT"):
+            return False
+        try:
+            return bool(_preadv(self.fd, [bytearray(1)], offset, os.RWF_NOWAIT))
+        except OSError:  # the page is not cached, or the file system cannot tell
+            return False
+
+    def prefetch(self, offset: int, nbytes: int) -> None:
+        """Start reading a range into the system's cache, without waiting for it."""
+        if _fadvise is not None:
+            _fadvise(self.fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
     def stat(self) -> os.stat_result:
         """Return the current status of the open file."""
         return os.fstat(self.fd)

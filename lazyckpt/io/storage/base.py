@@ -56,6 +56,7 @@ class Store(ABC):
         self.pins: Mapping[str, FileInfo] = {} if pins is None else pins
         self._seen: dict[str, FileInfo] = {}
         self.closed = False
+        self.maps: dict[str, Mapped] = {}  # the cached mappings of `map`
         self.guards: dict[str, Guard] = {}
         # the number of reads of zip headers before further checks are left to guards; None: no limit
         self.reads_of_headers: int | None = None
@@ -215,10 +216,6 @@ class Store(ABC):
     def confirm(self, path: str, mapped: Mapped) -> None:
         """Check that bytes copied from a mapping are those of the pinned file. Raises ChangedFileError."""
         self.verify(path)
-
-    def resident(self, address: int, nbytes: int) -> bool:
-        """Return whether bytes of a mapped file are probably in memory already, so that access costs no I/O."""
-        return False
 
     def private(self, path: str) -> Buffer | None:
         """Map the file privately for the caller, who may write to the memory (never to the file); return None as `map`
