@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
@@ -143,8 +142,7 @@ class LazyArray(Likeness):
         """Raise the error that reading would raise because a file is missing. Reads nothing."""
         if self._plain is not None or fragments_of(self.spec.fragments).intact:  # nothing to plan
             return
-        for _, want in self._sel.reads().blocks():
-            plan(self.spec, want)
+        plan(self.spec, self._sel.reads().want)
 
     @property
     def _archives(self) -> list[Packed]:
@@ -188,9 +186,8 @@ class LazyArray(Likeness):
     def _cost(self, selection: Selection) -> Cost:
         """Return the cost of reading a selection. Reads nothing, but raises the errors that reading would raise."""
         cost = Cost()
-        for _, want in selection.reads().blocks():
-            for copy, found in ranges(self._store, plan(self.spec, want)):
-                cost.add(copy, found)
+        for copy, found in ranges(self._store, plan(self.spec, selection.reads().want)):
+            cost.add(copy, found)
         return cost
 
     def replicas_agree(self) -> bool:
@@ -344,10 +341,9 @@ class LazyArray(Likeness):
         if extent is not None:
             return [Run(extent.path, extent.offset, self.nbytes)]
         reads = self._sel.reads()
-        blocks = list(islice(reads.blocks(), 2))
-        if len(blocks) != 1 or reads.flips or reads.orders:
+        if reads.flips or reads.orders:
             return None
-        return runs(self._store, self.spec, blocks[0][1])
+        return runs(self._store, self.spec, reads.want)
 
     def astype(self, dtype: torch.dtype) -> Self:
         """Return a lazy tensor that is converted to another dtype when it is read. Reads nothing.
@@ -537,7 +533,7 @@ class LazyArray(Likeness):
         extent = self._plain
         if extent is None or not self.numel() or extent.dtype not in _CLONABLE:
             return None
-        if extent.offset % extent.dtype.itemsize:
+        if extent.offset % extent.dtype.itemsize or not isinstance(self._store, Store):
             return None
         check(self._store, extent.path, extent.offset, self.spec.nbytes)
         return Window(self._store, extent.path, extent.offset, extent.dtype.torch, self.spec.shape)

@@ -144,7 +144,7 @@ class Composed(Fragments):
 
 def _wanted(placement: Placement, want: Selection) -> Selection | None:
     """Return the part of the placed array inside the bounding box of the selection; None if it is empty."""
-    box = Box(tuple(r[0] for r in want), tuple(r[-1] + 1 for r in want))
+    box = Box(tuple(int(r[0]) for r in want), tuple(int(r[-1]) + 1 for r in want))
     found = []
     for part in placement.blocks:
         hit = box & placement.target(part)

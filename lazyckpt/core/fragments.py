@@ -17,10 +17,19 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
+import numpy as np
+from numpy.typing import NDArray
+
 from .box import Box, Shape, span_boxes
 from .index import Fragment, Packed, Placement
 
-Selection = tuple[range, ...]
+Axis = range | NDArray[np.int64]  # ascending indices along a dimension
+Selection = tuple[Axis, ...]
+
+
+def hull_of(want: Selection) -> tuple[range, ...]:
+    """Return the selection with the range from the first to the last index in place of each list of indices."""
+    return tuple(r if isinstance(r, range) else range(int(r[0]), int(r[-1]) + 1) if len(r) else range(0) for r in want)
 
 
 class Fragments(Sequence[Fragment]):
@@ -39,7 +48,7 @@ class Fragments(Sequence[Fragment]):
         Parameters
         ----------
         want
-            The selected elements: one ascending range for each dimension of the tensor.
+            The selected elements: ascending indices for each dimension of the tensor.
 
         Returns
         -------

@@ -1,7 +1,8 @@
 """The plan of a read: the copies from files that fill a selection of a tensor, by box intersection. No I/O.
 
-Coordinates: a *selection* is one ascending `range` per dimension of the tensor. Its elements, numbered from 0 in each
-dimension, are the coordinates of the output array. A `Copy` moves a block of an extent to a block of the output.
+Coordinates: a *selection* has ascending indices for each dimension of the tensor: a `range`, or a list of them. Its
+elements, numbered from 0 in each dimension, are the coordinates of the output array. A `Copy` moves a block of an
+extent to a block of the output.
 """
 
 from __future__ import annotations
@@ -128,7 +129,8 @@ class Copy(NamedTuple):
     """A copy of a strided block of an extent to index ``at`` of the output.
 
     ``shape`` is the block's shape. ``start``, its first element in the extent, and ``strides`` are in elements; the
-    position in the file, in bytes, is ``extent.offset + start * itemsize``.
+    position in the file, in bytes, is ``extent.offset + start * itemsize``. In a dimension that a list selects,
+    ``lists`` has the ascending positions of its elements, the first 0, in units of the stride; None in others.
     """
 
     extent: Extent
@@ -136,6 +138,20 @@ class Copy(NamedTuple):
     shape: Shape
     strides: Shape
     at: Shape
+    lists: tuple[NDArray[np.int64] | None, ...] = ()
+
+    @property
+    def sparse(self) -> bool:
+        """Whether a list selects elements of a dimension."""
+        return any(positions is not None for positions in self.lists)
+
+    @property
+    def lengths(self) -> Shape:
+        """The lengths of the dimensions in the file: from the first to the last element of a list."""
+        if not self.lists:
+            return self.shape
+        pairs = zip(self.shape, self.lists, strict=True)
+        return tuple(n if positions is None else int(positions[-1]) + 1 for n, positions in pairs)
 
     @property
     def slices(self) -> tuple[slice, ...]:
@@ -190,16 +206,22 @@ def _pieces(fragment: Fragment, want: Selection, find: Find | None) -> Iterator[
     for local, globe in fragment_boxes(fragment):
         lo: list[int] = []
         hi: list[int] = []
+        lists: list[NDArray[np.int64] | None] = []
         first = list(local.start)  # the rank-local index of the first selected element
         for r, a, b, axis in zip(want, globe.start, globe.stop, axes or range(len(want)), strict=True):
-            i = max(0, -(-(a - r.start) // r.step))
-            j = min(len(r), -(-(b - r.start) // r.step))
+            if isinstance(r, range):
+                i = max(0, -(-(a - r.start) // r.step))
+                j = min(len(r), -(-(b - r.start) // r.step))
+                lists.append(None)
+            else:
+                i, j = np.searchsorted(r, (a, b)).tolist()
+                lists.append(r[i:j] - r[i] if i < j else r)
             if i >= j:
                 break
             lo.append(i)
             hi.append(j)
             if axis is not None:
-                first[axis] += r.start + i * r.step - a
+                first[axis] += int(r[i]) - a
         else:
             target = Box(tuple(lo), tuple(hi))
             if isinstance(extent, Hole):
@@ -216,8 +238,22 @@ def _pieces(fragment: Fragment, want: Selection, find: Find | None) -> Iterator[
             start = base + sum(i * s for i, s in zip(first, strides, strict=True))
             if axes is not None:
                 strides = tuple(0 if a is None else strides[a] for a in axes)
-            steps = tuple(s * r.step for s, r in zip(strides, want, strict=True))
-            yield target, Copy(extent, start, target.shape, steps, target.start)
+            steps = tuple(s * r.step if isinstance(r, range) else s for s, r in zip(strides, want, strict=True))
+            yield target, even(Copy(extent, start, target.shape, steps, target.start, tuple(lists)))
+
+
+def even(copy: Copy) -> Copy:
+    """Return the copy with strides in place of lists of evenly spaced positions."""
+    if not copy.sparse:
+        return copy._replace(lists=())
+    strides, lists = list(copy.strides), list(copy.lists)
+    for d, positions in enumerate(lists):
+        if positions is not None:
+            step = int(positions[1]) if len(positions) > 1 else 1
+            if len(positions) < 3 or (np.diff(positions) == step).all():
+                strides[d], lists[d] = strides[d] * step, None
+    found = copy._replace(strides=tuple(strides), lists=tuple(lists))
+    return found if found.sparse else found._replace(lists=())
 
 
 def _cover(whole: Box, pieces: list[tuple[Box, Copy]]) -> list[Copy]:
@@ -265,8 +301,20 @@ def _held_first(targets: Sequence[Box]) -> Iterator[tuple[list[Box], list[tuple[
 def _crop(copy: Copy, target: Box, inner: Box) -> Copy:
     if inner == target:
         return copy
-    ahead = sum((i - t) * s for i, t, s in zip(inner.start, target.start, copy.strides, strict=True))
-    return copy._replace(start=copy.start + ahead, shape=inner.shape, at=inner.start)
+    ahead = [i - t for i, t in zip(inner.start, target.start, strict=True)]
+    if not copy.lists:
+        start = copy.start + sum(n * s for n, s in zip(ahead, copy.strides, strict=True))
+        return copy._replace(start=start, shape=inner.shape, at=inner.start)
+    start = copy.start
+    lists: list[NDArray[np.int64] | None] = []
+    for n, length, stride, positions in zip(ahead, inner.shape, copy.strides, copy.lists, strict=True):
+        if positions is None:
+            start += n * stride
+            lists.append(None)
+        else:
+            start += int(positions[n]) * stride
+            lists.append(positions[n : n + length] - positions[n])
+    return even(copy._replace(start=start, shape=inner.shape, at=inner.start, lists=tuple(lists)))
 
 
 def _uncovered(spec: TensorSpec, left: int, pieces: list[tuple[Box, Copy | Hole]]) -> MissingFileError | DataError:

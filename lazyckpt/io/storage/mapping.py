@@ -21,6 +21,9 @@ from threading import get_ident
 from time import monotonic
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ...errors import ChangedFileError
 from ..system import File, after_fork, mapping_library
 
@@ -175,6 +178,34 @@ class Mapped:
         count = -(-(self.addresses.start + stop - first) // _PAGE)
         # (threads share the buffer: a mixed result is a wrong guess)
         return _libc.mincore(first, count * _PAGE, _state) == 0 and b"\0" not in _state.raw[:count]
+
+    def request(self, starts: NDArray[np.int64], nbytes: int) -> None:
+        """Start reading the pages of runs of ``nbytes`` bytes that are not in memory, and wait for none of them.
+
+        Access then finds them read or waits for one read, where access without a request reads page by page.
+        """
+        if self.owner is None or not len(starts):
+            return
+        first = int(starts.min()) // _PAGE
+        count = (int(starts.max()) + nbytes - 1) // _PAGE + 1 - first
+        edges = np.zeros(count + 1, np.int64)
+        np.add.at(edges, starts // _PAGE - first, 1)
+        np.add.at(edges, (starts + nbytes - 1) // _PAGE + 1 - first, -1)
+        missing = np.cumsum(edges[:-1]) > 0
+        if not self._probed:
+            missing &= ~self._pages(first, count)
+        bounds = np.flatnonzero(np.diff(np.concatenate(([False], missing, [False]))))
+        for start, stop in (bounds.reshape(-1, 2) + first).tolist():
+            self.owner.prefetch(start * _PAGE, (stop - start) * _PAGE)
+
+    def _pages(self, first: int, count: int) -> NDArray[np.bool_]:
+        """Return which pages of a range are resident."""
+        assert _libc is not None
+        state = ctypes.create_string_buffer(count)
+        if _libc.mincore(self.addresses.start + first * _PAGE, count * _PAGE, state):
+            return np.zeros(count, np.bool_)
+        found: NDArray[np.bool_] = np.frombuffer(state.raw[:count], np.uint8) % 2 == 1
+        return found
 
     def let_go(self, start: int, stop: int) -> None:
         """Release the pages of a range from this process's memory; they stay in the page cache. Discards writes."""
