@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 import numpy as np
 
 from .core.box import Box, Shape, c_strides, is_run, tiles
+from .core.copies import Copy
 from .core.dtypes import BF16, BOOL, F16, F32, F64, I8, I16, I32, I64, U8, check_converts, dtype_of
 from .core.fragments import fragments_of
 from .core.index import Extent, Fragment, Hole, Packed, TensorSpec
-from .core.plan import Copy, plan
+from .core.plan import plan
 from .core.select import Selection
 from .errors import DataError, SelectionError, and_more, printable
 from .io.pool import Task, run, run_here

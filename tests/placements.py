@@ -341,4 +341,3 @@ class PlainStore:
 
     def private(self, path: str) -> None:
         return None
-

@@ -16,9 +16,9 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from .box import Box, Shape, c_strides
+from .box import Axis, Box, Selection, Shape, c_strides
 from .chunking import chunk_box, grid_of
-from .fragments import Axis, Fragments, Selection
+from .fragments import Fragments
 from .index import Fragment
 
 

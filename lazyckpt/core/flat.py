@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 
-from .box import Box, Shape, c_strides, is_run, span_boxes
-from .fragments import Fragments, Selection, fragment_boxes, fragments_of
+from .box import Box, Selection, Shape, c_strides, is_run, span_boxes
+from .fragments import Fragments, fragment_boxes, fragments_of
 from .index import Extent, Fragment, Hole, Part, TensorSpec
 
 

@@ -17,19 +17,9 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
-import numpy as np
-from numpy.typing import NDArray
-
-from .box import Box, Shape, span_boxes
+from .box import Box, Selection, Shape, span_boxes
 from .index import Fragment, Packed, Placement
-
-Axis = range | NDArray[np.int64]  # ascending indices along a dimension
-Selection = tuple[Axis, ...]
-
-
-def hull_of(want: Selection) -> tuple[range, ...]:
-    """Return the selection with the range from the first to the last index in place of each list of indices."""
-    return tuple(r if isinstance(r, range) else range(int(r[0]), int(r[-1]) + 1) if len(r) else range(0) for r in want)
+from .table import Table
 
 
 class Fragments(Sequence[Fragment]):
@@ -55,6 +45,17 @@ class Fragments(Sequence[Fragment]):
         Every fragment that holds a selected element; one replica of each is enough. A fragment may omit parts that hold
         no selected element.
         """
+
+    def table(self, want: Selection) -> Table | None:
+        """Return the blocks that may hold selected elements as a table, if there are many and they are raw elements of
+        one dtype that do not overlap; None: only `meeting` returns them.
+
+        Parameters
+        ----------
+        want
+            The selected elements, at least one.
+        """
+        return None
 
     @abstractmethod
     def __iter__(self) -> Iterator[Fragment]: ...

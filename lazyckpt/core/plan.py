@@ -17,9 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError, MissingFileError, sentences
-from .box import Box, Shape, c_strides, remainder
-from .fragments import Selection, fragment_boxes, fragments_of
+from .box import Box, Selection, c_strides, remainder
+from .copies import Copy, even
+from .fragments import fragment_boxes, fragments_of
 from .index import Extent, Fragment, Hole, Packed, TensorSpec
+from .table import choose
 
 # -- Which of many boxes overlap, in time about proportional to the boxes and overlaps, in any order of the boxes.
 
@@ -125,40 +127,7 @@ def _sweep(starts: Ints, stops: Ints, first: Ints, last: Ints) -> _Sweep:
 Find = Callable[[Packed], Extent]
 
 
-class Copy(NamedTuple):
-    """A copy of a strided block of an extent to index ``at`` of the output.
-
-    ``shape`` is the block's shape. ``start``, its first element in the extent, and ``strides`` are in elements; the
-    position in the file, in bytes, is ``extent.offset + start * itemsize``. In a dimension that a list selects,
-    ``lists`` has the ascending positions of its elements, the first 0, in units of the stride; None in others.
-    """
-
-    extent: Extent
-    start: int
-    shape: Shape
-    strides: Shape
-    at: Shape
-    lists: tuple[NDArray[np.int64] | None, ...] = ()
-
-    @property
-    def sparse(self) -> bool:
-        """Whether a list selects elements of a dimension."""
-        return any(positions is not None for positions in self.lists)
-
-    @property
-    def lengths(self) -> Shape:
-        """The lengths of the dimensions in the file: from the first to the last element of a list."""
-        if not self.lists:
-            return self.shape
-        pairs = zip(self.shape, self.lists, strict=True)
-        return tuple(n if positions is None else int(positions[-1]) + 1 for n, positions in pairs)
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(a, a + n) for a, n in zip(self.at, self.shape, strict=True))
-
-
-def plan(spec: TensorSpec, want: Selection, find: Find | None = None) -> list[Copy]:
+def plan(spec: TensorSpec, want: Selection, find: Find | None = None) -> Sequence[Copy]:
     """Return the copies that fill the selection.
 
     With combine="first" they cover every selected element exactly once. With "mean" there is a copy from every fragment
@@ -170,7 +139,12 @@ def plan(spec: TensorSpec, want: Selection, find: Find | None = None) -> list[Co
     whole = Box.of([len(r) for r in want])
     if not whole:
         return []
-    pieces = [p for f in fragments_of(spec.fragments).meeting(want) for p in _pieces(f, want, find)]
+    fragments = fragments_of(spec.fragments)
+    table = fragments.table(want) if spec.combine == "first" else None
+    found = None if table is None else choose(table, want)
+    if found is not None:
+        return found
+    pieces = [p for f in fragments.meeting(want) for p in _pieces(f, want, find)]
     copies = _cover(whole, [(target, piece) for target, piece in pieces if isinstance(piece, Copy)])
     left = whole.numel - sum(prod(copy.shape) for copy in copies)
     if left:
@@ -240,20 +214,6 @@ def _pieces(fragment: Fragment, want: Selection, find: Find | None) -> Iterator[
                 strides = tuple(0 if a is None else strides[a] for a in axes)
             steps = tuple(s * r.step if isinstance(r, range) else s for s, r in zip(strides, want, strict=True))
             yield target, even(Copy(extent, start, target.shape, steps, target.start, tuple(lists)))
-
-
-def even(copy: Copy) -> Copy:
-    """Return the copy with strides in place of lists of evenly spaced positions."""
-    if not copy.sparse:
-        return copy._replace(lists=())
-    strides, lists = list(copy.strides), list(copy.lists)
-    for d, positions in enumerate(lists):
-        if positions is not None:
-            step = int(positions[1]) if len(positions) > 1 else 1
-            if len(positions) < 3 or (np.diff(positions) == step).all():
-                strides[d], lists[d] = strides[d] * step, None
-    found = copy._replace(strides=tuple(strides), lists=tuple(lists))
-    return found if found.sparse else found._replace(lists=())
 
 
 def _cover(whole: Box, pieces: list[tuple[Box, Copy]]) -> list[Copy]:

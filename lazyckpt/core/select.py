@@ -18,9 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import SelectionError
-from .box import Box, Shape
-from .fragments import Axis
-from .fragments import Selection as Ranges
+from .box import Axis, Box, Shape
+from .box import Selection as Ranges
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -41,6 +41,7 @@ _PLAIN = (
     | getattr(os, "O_BINARY", 0)  # Windows translates line ends without it
     | getattr(os, "O_NOINHERIT", 0)
 )
+_AHEAD = 128 << 10  # bytes; Linux reads no more than the device's read-ahead, by default this, per request
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)  # opening a FIFO must not block
 _OPEN = os.O_RDONLY | _PLAIN | _NONBLOCK
 _linux = sys.platform == "linux" and not PORTABLE
@@ -108,8 +109,10 @@ class File:
 
     def prefetch(self, offset: int, nbytes: int) -> None:
         """Start reading a range into the system's cache, without waiting for it."""
-        if _fadvise is not None:
-            _fadvise(self.fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+        if _fadvise is None:
+            return
+        for at in range(offset, offset + nbytes, _AHEAD):
+            _fadvise(self.fd, at, min(_AHEAD, offset + nbytes - at), os.POSIX_FADV_WILLNEED)
 
     def stat(self) -> os.stat_result:
         """Return the current status of the open file."""

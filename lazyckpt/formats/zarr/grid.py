@@ -13,10 +13,9 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ...core.blocks import Blocks, Grid, cells
-from ...core.box import Box, Shape, c_strides
+from ...core.box import Box, Selection, Shape, c_strides, hull_of
 from ...core.chunking import chunk_box, grid_of
 from ...core.dtypes import DType
-from ...core.fragments import Selection, hull_of
 from ...core.index import Chunk, Codec, Extent, FileInfo, Fragment, Packed, Part, Shard, TensorSpec, ZipEntry
 from ...errors import CorruptError
 from ...io.storage.base import Store, present

@@ -19,15 +19,16 @@ from typing import TYPE_CHECKING, NamedTuple, ParamSpec
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.box import c_strides, hull, is_run
+from ...core.box import Selection, c_strides, hull, is_run
+from ...core.copies import Copy, even
 from ...core.dtypes import bits_of
-from ...core.fragments import Selection
 from ...core.index import Extent, Inline, Packed, TensorSpec
-from ...core.plan import Copy, even, overlaps, plan
+from ...core.plan import overlaps, plan
 from ...core.select import Reads
+from ...core.table import Copies, Runs
 from ...errors import decoding, foreign, undecodable
 from ..pool import Task, run, run_here
-from ..storage.base import Store, check
+from ..storage.base import Store, check, read_pieces
 from ..storage.mapping import Mapped
 from ..tensors import as_bytes, empty
 from .packed import locate, locate_all, located, unpacked, unpacked_into
@@ -101,8 +102,32 @@ def tasks(store: Store, spec: TensorSpec, reads: Reads, out: torch.Tensor) -> It
     if spec.combine == "mean":
         yield out.nbytes, partial(_mean, store, copies, out)
         return
+    if isinstance(copies, Copies) and copies.table.dtype is spec.dtype:
+        runs = copies.runs(reads.shape)
+        yield from _many_runs(store, copies.table.paths, runs, as_bytes(out))
+        copies = [copies[n] for n in runs.rest.tolist()]
     for copy in copies:
         yield from _copy_tasks(store, copy, out[copy.slices] if copy.at else out)
+
+
+def _many_runs(store: Store, paths: Sequence[str], runs: Runs, memory: memoryview) -> Iterator[Task]:
+    """Yield the tasks that read runs of bytes, each of one file."""
+    pieces: list[tuple[int, memoryview]] = []
+    size, last = 0, -1
+    for number, offset, at, nbytes in zip(*(column.tolist() for column in runs[:4]), strict=True):
+        if pieces and (number != last or size >= BLOCK):
+            yield size, partial(read_pieces, store, paths[last], pieces)
+            pieces, size = [], 0
+        last = number
+        for ahead in range(0, nbytes, BLOCK):
+            length = min(BLOCK, nbytes - ahead)
+            pieces.append((offset + ahead, memory[at + ahead : at + ahead + length]))
+            size += length
+            if size >= BLOCK:
+                yield size, partial(read_pieces, store, paths[number], pieces)
+                pieces, size = [], 0
+    if pieces:
+        yield size, partial(read_pieces, store, paths[last], pieces)
 
 
 def agree(store: Store, spec: TensorSpec, want: Selection) -> bool:
@@ -121,7 +146,7 @@ def _alone(store: Store, copy: Copy) -> torch.Tensor:
     return out.view(-1).view(torch.uint8)
 
 
-def planned(store: Store, spec: TensorSpec, want: Selection) -> list[Copy]:
+def planned(store: Store, spec: TensorSpec, want: Selection) -> Sequence[Copy]:
     """Plan the selection after looking up all archives and chunks that it needs."""
     unknown: list[tuple[Packed, str]] = []
 
@@ -155,7 +180,7 @@ def runs(store: Store, spec: TensorSpec, want: Selection) -> list[Run] | None:
     return [run for _, run in sorted(found)]
 
 
-def _mean(store: Store, copies: list[Copy], out: torch.Tensor) -> None:
+def _mean(store: Store, copies: Sequence[Copy], out: torch.Tensor) -> None:
     """Set every element to the mean of the copies that hold it, summed in float32 (float64 for float64)."""
     own = copies[0].extent.dtype.torch if copies else out.dtype  # round to the stored dtype before any conversion
     wide = torch.float64 if own == torch.float64 else torch.float32

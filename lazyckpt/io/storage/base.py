@@ -293,6 +293,15 @@ def check(store: Store, path: str, offset: int, length: int) -> None:
         store.check(path, offset, length)
 
 
+def read_pieces(store: Store, path: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
+    """Call `Store.read_pieces`, or `Store.read_into` for each piece of a wrapper of a store."""
+    if isinstance(store, Store):
+        store.read_pieces(path, pieces)
+        return
+    for offset, target in pieces:
+        store.read_into(path, offset, target)
+
+
 def guarded(store: Store, guards: Mapping[str, Guard]) -> Store:
     """Set the guards of a store and return it; used to unpickle a store."""
     store.guards = dict(guards)
