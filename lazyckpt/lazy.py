@@ -512,7 +512,10 @@ class LazyArray(Likeness):
     def _plain(self) -> Extent | None:
         """The extent, if the tensor is one contiguous run of raw bytes of one file."""
         spec = self.spec
-        fragment = fragments_of(spec.fragments).only() if self._selection is None else None
+        if self._selection is not None:
+            return None
+        fragments = spec.fragments
+        fragment = fragments[0] if type(fragments) is tuple and len(fragments) == 1 else fragments_of(fragments).only()
         if fragment is None:
             return None
         extent = fragment.extent

@@ -150,7 +150,8 @@ def c_strides(shape: Sequence[int]) -> Shape:
 
 def is_run(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Return whether a strided array is contiguous in C order."""
-    return all(n == 1 or s == e for n, s, e in zip(shape, strides, c_strides(shape), strict=True))
+    expected = c_strides(shape)
+    return strides == expected or all(n == 1 or s == e for n, s, e in zip(shape, strides, expected, strict=True))
 
 
 def fits(shape: Sequence[int], itemsize: int) -> bool:

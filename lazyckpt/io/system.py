@@ -93,6 +93,19 @@ class File:
         target[: len(data)] = data
         return len(data)
 
+    def read_vector(self, offset: int, targets: list[memoryview]) -> int:
+        """Fill several targets from ``offset`` on, one after the other; return the number of bytes read."""
+        if _preadv is not None:
+            found: int = _preadv(self.fd, targets, offset)
+            return found
+        done = 0
+        for target in targets:
+            got = self.read_at(offset + done, target)
+            done += got
+            if got < len(target):
+                break
+        return done
+
     def writable(self) -> bool:
         """Return whether this process may write to the file. (It never does, but Linux tells only those who may write
         which pages of a mapping are in the page cache.)"""

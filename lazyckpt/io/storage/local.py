@@ -14,7 +14,7 @@ import errno
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from time import monotonic
@@ -28,6 +28,9 @@ from .mapping import Mapped, map_file
 
 _OPEN_FILES = 128  # well under the usual limit of 1,024 descriptors
 _MAPPINGS = 128  # each keeps a descriptor open, too
+_JOINED = 4 << 10  # bytes of a gap that costs less to read than a second system call
+_VECTOR = 1024  # most targets of a vectored read, on all systems
+_DISCARDED = memoryview(bytearray(_JOINED))
 _RETRIES = 5  # attempts to open a file while other threads take the freed descriptors
 _GONE = "{}: mapped bytes of this file are gone: the file was truncated, or its disk failed. Open the checkpoint again."
 
@@ -131,13 +134,14 @@ class LocalStore(Store):
 
     def _fetch_pieces(self, path: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
         file = self._open(path)
-        for offset, target in pieces:
+        for offset, targets, nbytes in _vectors(pieces):
             try:
-                whole = file.read_at(offset, target) == len(target)
+                whole = file.read_vector(offset, targets) == nbytes
             except OSError:
                 whole = False
-            if not whole:  # truncated, unreadable, or a short read
+            for target in () if whole else targets:  # truncated, unreadable, or a short read
                 self.unguarded(path, offset, target)
+                offset += len(target)
         self._judge(path, 0, 0, 0, self._info(path, file.stat()))
 
     def map(self, path: str) -> Mapped | None:
@@ -228,6 +232,26 @@ class LocalStore(Store):
         self._lock = threading.Lock()
         self._files: dict[str, File] = {}
         self.maps = {}
+
+
+def _vectors(pieces: Sequence[tuple[int, memoryview]]) -> Iterator[tuple[int, list[memoryview], int]]:
+    """Join pieces with small gaps into vectored reads: (offset, what to fill, bytes). Gaps are read, too, into memory
+    that nobody looks at."""
+    targets: list[memoryview] = []
+    start = end = 0
+    for offset, target in pieces:
+        gap = offset - end
+        if targets and (not 0 <= gap <= _JOINED or len(targets) > _VECTOR - 2):
+            yield start, targets, end - start
+            targets = []
+        if not targets:
+            start = offset
+        elif gap:
+            targets.append(_DISCARDED[:gap])
+        targets.append(target)
+        end = offset + len(target)
+    if targets:
+        yield start, targets, end - start
 
 
 def _all_stores() -> list[LocalStore]:
