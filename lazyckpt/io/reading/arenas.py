@@ -62,4 +62,4 @@ def _arena(store: Store, group: list[Small], size: int, found: dict[str, torch.T
         flat = torch.frombuffer(arena, dtype=dtype, count=nbytes // dtype.itemsize, offset=at)
         found[name] = flat if len(shape) == 1 else flat.view(shape)
         at += -(-nbytes // _ALIGNED) * _ALIGNED
-    return size, partial(read_pieces, store, group[0].path, pieces)
+    return sum(one.nbytes for one in group), partial(read_pieces, store, group[0].path, pieces)
