@@ -16,9 +16,9 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from .box import Box, Shape, c_strides
+from .box import Axis, Box, Selection, Shape, c_strides
 from .chunking import chunk_box, grid_of
-from .fragments import Fragments, Selection
+from .fragments import Fragments
 from .index import Fragment
 
 
@@ -46,12 +46,17 @@ class Boxes:
         return Box(tuple(self.starts[at].tolist()), tuple(self.stops[at].tolist()))
 
     def meeting(self, want: Selection) -> list[int]:
-        """Return the numbers of the blocks that overlap the bounding box of the selection."""
+        """Return the numbers of the blocks that overlap the bounding box of the selection, and in each dimension that
+        is selected by a list an index of the list."""
         if not all(map(len, want)):
             return []
         first = np.array([r[0] for r in want], np.int64)
         last = np.array([r[-1] for r in want], np.int64)
         hit = ((self.starts <= last) & (self.stops > first)).all(axis=1)
+        for d, axis in enumerate(want):
+            if not isinstance(axis, range):
+                low, high = (np.searchsorted(axis, ends[:, d]) for ends in (self.starts, self.stops))
+                hit &= low < high
         return [self.numbers[at] for at in np.flatnonzero(hit).tolist()]
 
 
@@ -93,8 +98,10 @@ class Grid:
                 yield chunk_box(place, self.shape, self.cell)
 
 
-def cells(wanted: range, size: int) -> Iterator[int]:
+def cells(wanted: Axis, size: int) -> Iterator[int]:
     """Return the cells of one dimension, ``size`` elements each, that hold an index of ``wanted`` (not empty)."""
+    if not isinstance(wanted, range):
+        return iter(np.unique(wanted // size).tolist())
     if wanted.step <= size:
         return iter(range(wanted[0] // size, wanted[-1] // size + 1))
     return (i // size for i in wanted)

@@ -17,10 +17,9 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
-from .box import Box, Shape, span_boxes
+from .box import Box, Selection, Shape, span_boxes
 from .index import Fragment, Packed, Placement
-
-Selection = tuple[range, ...]
+from .table import Table
 
 
 class Fragments(Sequence[Fragment]):
@@ -39,13 +38,24 @@ class Fragments(Sequence[Fragment]):
         Parameters
         ----------
         want
-            The selected elements: one ascending range for each dimension of the tensor.
+            The selected elements: ascending indices for each dimension of the tensor.
 
         Returns
         -------
         Every fragment that holds a selected element; one replica of each is enough. A fragment may omit parts that hold
         no selected element.
         """
+
+    def table(self, want: Selection) -> Table | None:
+        """Return the blocks that may hold selected elements as a table, if there are many and they are raw elements of
+        one dtype that do not overlap; None: only `meeting` returns them.
+
+        Parameters
+        ----------
+        want
+            The selected elements, at least one.
+        """
+        return None
 
     @abstractmethod
     def __iter__(self) -> Iterator[Fragment]: ...

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...core.blocks import Blocks, Boxes
-from ...core.box import Box, Shape
+from ...core.box import Box, Selection, Shape
 from ...core.dtypes import DType
-from ...core.fragments import Selection
 from ...core.index import Archive, Extent, FileInfo, Fragment, Hole, Packed, Part, TensorSpec
 from ...errors import CorruptError, Problem
 from ...io.containers.safetensors import read_safetensors
