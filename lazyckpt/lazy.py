@@ -20,7 +20,7 @@ import numpy as np
 
 from .core.box import Box, Shape, c_strides, is_run, tiles
 from .core.copies import Copy
-from .core.dtypes import BF16, BOOL, F16, F32, F64, I8, I16, I32, I64, U8, check_converts, dtype_of
+from .core.dtypes import check_converts, dtype_of
 from .core.fragments import fragments_of
 from .core.index import Extent, Fragment, Hole, Packed, TensorSpec
 from .core.plan import plan
@@ -28,9 +28,10 @@ from .core.select import Selection
 from .errors import DataError, SelectionError, and_more, printable
 from .io.pool import Task, run, run_here
 from .io.reading.device import Ring, read_to
-from .io.reading.gather import Range, Run, agree, finish, ranges, read, run_tasks, runs, tasks
+from .io.reading.gather import Range, Run, agree, finish, planned, ranges, read, run_tasks, runs, tasks
+from .io.reading.mosaic import Mosaic
 from .io.reading.packed import locate
-from .io.reading.window import Window
+from .io.reading.window import CLONABLE, Window
 from .io.storage.base import Buffer, Store, check, narrow
 from .io.tensors import empty
 from .likeness import Likeness
@@ -100,7 +101,7 @@ class LazyArray(Likeness):
         self.spec = spec
         self._store = store
         self._selection = selection  # None: the whole
-        self._window: Window | Literal[False] | None = False  # False: not yet looked for
+        self._window: Window | Mosaic | Literal[False] | None = False  # False: not yet looked for
 
     # -- what it is
 
@@ -247,14 +248,16 @@ class LazyArray(Likeness):
         if window is False:
             window = self._window = self._find_window()
         if window is not None:
-            found = window.read(key)
+            found = window.read(key) if isinstance(window, Window) else window.rows(key)
             if found is not None:
                 return found
         if key is Ellipsis:
             return self._whole()
         if isinstance(key, torch.Tensor | np.ndarray) and key.ndim > 1 and key.dtype in (torch.bool, np.bool_):
             return self._masked(torch.tensor(key, device="cpu") if isinstance(key, np.ndarray) else key.cpu())
-        return read(self._store, self.spec, self._sel[key].reads())
+        reads = self._sel[key].reads()
+        found = window.read(reads) if isinstance(window, Mosaic) else None
+        return read(self._store, self.spec, reads) if found is None else found
 
     def _masked(self, mask: torch.Tensor) -> torch.Tensor:
         """Read the elements where a mask of the first dimensions is true, in C order."""
@@ -532,18 +535,18 @@ class LazyArray(Likeness):
             extent = locate(self._store, extent, spec.name)
         return extent if extent.raw and is_run(extent.shape, extent.strides) else None
 
-    def _find_window(self) -> Window | None:
-        """Return the window of a plain tensor whose elements torch can index in a mapping; None for other tensors."""
+    def _find_window(self) -> Window | Mosaic | None:
+        """Return the window or the mosaic that small slices are read through; None for tensors without."""
+        spec, store = self.spec, self._store
+        if self._selection is not None or not spec.numel or not isinstance(store, Store) or not store.maps_files:
+            return None
         extent = self._plain
-        if extent is None or not self.numel() or extent.dtype not in _CLONABLE:
+        if extent is None or extent.offset % extent.dtype.itemsize:
+            return Mosaic.of(store, spec, planned(store, spec, self._sel.reads().want))
+        if extent.dtype not in CLONABLE:
             return None
-        if extent.offset % extent.dtype.itemsize or not isinstance(self._store, Store):
-            return None
-        check(self._store, extent.path, extent.offset, self.spec.nbytes)
-        return Window(self._store, extent.path, extent.offset, extent.dtype.torch, self.spec.shape)
-
-
-_CLONABLE = frozenset((F32, F64, F16, BF16, I64, I32, I16, I8, U8, BOOL))
+        check(store, extent.path, extent.offset, spec.nbytes)
+        return Window(store, extent.path, extent.offset, extent.dtype.torch, spec.shape)
 
 
 def shape_of(tensor: LazyArray) -> Shape:

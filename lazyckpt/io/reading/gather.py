@@ -315,7 +315,7 @@ def _through_mapping(store: Store, mapped: Mapped, copy: Copy, span: int, target
         lists = (*copy.lists, None) if copy.lists else ()
         wide = copy._replace(shape=(*copy.shape, size), strides=(*(s * size for s in copy.strides), 1), lists=lists)
         _pick(source, wide, _as_byte_array(target))
-    if span > BLOCK:
+    if target.nbytes > BLOCK:
         mapped.let_go(offset, offset + span)
     store.confirm(copy.extent.path, mapped)
 
