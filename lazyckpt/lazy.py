@@ -25,10 +25,10 @@ from .core.fragments import fragments_of
 from .core.index import Extent, Fragment, Hole, Packed, TensorSpec
 from .core.plan import plan
 from .core.select import Selection
-from .errors import DataError, SelectionError, and_more, printable
+from .errors import DataError, LazyckptError, SelectionError, and_more, printable
 from .io.pool import Task, run, run_here
 from .io.reading.device import Ring, read_to
-from .io.reading.gather import Range, Run, agree, finish, planned, ranges, read, run_tasks, runs, tasks
+from .io.reading.gather import Range, Run, agree, finish, plan_known, ranges, read, run_tasks, runs, tasks
 from .io.reading.mosaic import Mosaic
 from .io.reading.packed import locate
 from .io.reading.window import CLONABLE, Window
@@ -95,13 +95,14 @@ class LazyArray(Likeness):
         The part of the tensor to read; None for the whole.
     """
 
-    __slots__ = ("__weakref__", "_selection", "_store", "_window", "spec")
+    __slots__ = ("__weakref__", "_selection", "_slices", "_store", "_window", "spec")
 
     def __init__(self, store: Store, spec: TensorSpec, selection: Selection | None = None) -> None:
         self.spec = spec
         self._store = store
         self._selection = selection  # None: the whole
-        self._window: Window | Mosaic | Literal[False] | None = False  # False: not yet looked for
+        self._window: Window | Mosaic | Literal[False] | None = False  # False: not yet found
+        self._slices = 0  # read without one
 
     # -- what it is
 
@@ -246,7 +247,12 @@ class LazyArray(Likeness):
         """
         window = self._window
         if window is False:
-            window = self._window = self._find_window()
+            if (
+                key is Ellipsis and not self._slices
+            ):  # most tensors are read whole once: do not map their files for that
+                self._slices = 1
+                return self._whole()
+            window = self._find_window()
         if window is not None:
             found = window.read(key) if isinstance(window, Window) else window.rows(key)
             if found is not None:
@@ -536,17 +542,28 @@ class LazyArray(Likeness):
         return extent if extent.raw and is_run(extent.shape, extent.strides) else None
 
     def _find_window(self) -> Window | Mosaic | None:
-        """Return the window or the mosaic that small slices are read through; None for tensors without."""
+        """Return the window or the mosaic that small slices are read through; None for tensors without. Keep it, unless
+        archives are not located yet: then look again after 1, 2, 4, ... slices."""
         spec, store = self.spec, self._store
+        self._slices += 1
+        if self._slices & (self._slices - 1):
+            return None
+        self._window = None
         if self._selection is not None or not spec.numel or not isinstance(store, Store) or not store.maps_files:
             return None
-        extent = self._plain
+        fragments = fragments_of(spec.fragments)
+        extent = None if fragments.packed() else self._plain
         if extent is None or extent.offset % extent.dtype.itemsize:
-            return Mosaic.of(store, spec, planned(store, spec, self._sel.reads().want))
-        if extent.dtype not in CLONABLE:
-            return None
-        check(store, extent.path, extent.offset, spec.nbytes)
-        return Window(store, extent.path, extent.offset, extent.dtype.torch, spec.shape)
+            try:
+                copies, known = plan_known(store, spec)
+            except LazyckptError:  # slices may not need what is missing
+                return None
+            self._window = Mosaic.of(store, spec, copies) if known else False
+            return self._window or None
+        if extent.dtype in CLONABLE:
+            check(store, extent.path, extent.offset, spec.nbytes)
+            self._window = Window(store, extent.path, extent.offset, extent.dtype.torch, spec.shape)
+        return self._window
 
 
 def shape_of(tensor: LazyArray) -> Shape:

@@ -38,6 +38,7 @@ else:
 _MOST = 64  # blocks, and files, that a slice is copied from one by one
 _BLOCKS = 1 << 16  # most blocks of a tensor
 _CACHED = 1024  # blocks whose tensors a mapping caches
+_SIMPLE = {int, slice}
 _NEAR = 64 << 20  # bytes; of a block whose wanted elements are further apart, a planned read finds out what is resident
 
 
@@ -45,20 +46,13 @@ class Mosaic:
     """A tensor of raw elements in blocks of local files."""
 
     __slots__ = (
-        "_aligned",
-        "_dtype",
-        "_highs",
-        "_lows",
-        "_places",
-        "_shape",
-        "_starts",
-        "_stops",
-        "_store",
+        "_aligned", "_dtype", "_highs", "_key", "_lows", "_places", "_shape", "_starts", "_stops", "_store",
         "_whole_rows",
-    )
+    )  # fmt: skip
 
     def __init__(self, store: Store, spec: TensorSpec, places: Sequence[Place]) -> None:
         self._store, self._dtype, self._shape = store, spec.dtype.torch, spec.shape
+        self._key = object()  # of the cached blocks (not this object: it refers to the store, which has the mappings)
         self._aligned = not any(offset % spec.dtype.itemsize for _, _, offset, _, _ in places)
         self._places = [(path, offset, shape, strides) for _, path, offset, shape, strides in places]
         self._starts = [start for start, *_ in places]
@@ -95,25 +89,25 @@ class Mosaic:
         """Read a key of ints and slices whose rows are in one block."""
         begun = monotonic()
         items = key if type(key) is tuple else (key,)
-        first = items[0] if items else None
-        if type(first) is int:
-            low = first + self._shape[0] if first < 0 else first
-            high = low + 1
-        elif type(first) is slice and first.step in (None, 1):
-            low, high, _ = first.indices(self._shape[0])
-        else:
+        if not 0 < len(items) <= len(self._shape) or not _SIMPLE.issuperset(map(type, items)):
             return None
-        n = bisect_right(self._lows, low) - 1
-        if not 0 <= low < high or n < 0 or high > self._highs[n] or not self._whole_rows[n]:
-            return None
-        if any(type(item) is not int and type(item) is not slice for item in items[1:]):
-            return None
-        found = self._block(n)
-        if found is None:
-            return None
-        mapped, block, offset = found
-        moved = low - self._lows[n]
+        first = items[0]
         try:
+            if type(first) is int:
+                low = first + self._shape[0] if first < 0 else first
+                high = low + 1
+            else:
+                low, high, step = first.indices(self._shape[0])
+                if step != 1:
+                    return None
+            n = bisect_right(self._lows, low) - 1
+            if not 0 <= low < high or n < 0 or high > self._highs[n] or not self._whole_rows[n]:
+                return None
+            found = self._block(n)
+            if found is None:
+                return None
+            mapped, block, offset = found
+            moved = low - self._lows[n]
             view = block[(moved if type(first) is int else slice(moved, high - self._lows[n]), *items[1:])]
         except (IndexError, ValueError, TypeError):  # a planned read supports the key, or raises a better error
             return None
@@ -174,7 +168,7 @@ class Mosaic:
         mapped = self._store.maps.get(path) or self._store.map(path)
         if mapped is None:
             return None
-        block: torch.Tensor | None = mapped.arrays.get((self, n))
+        block: torch.Tensor | None = mapped.arrays.get((self._key, n))
         if block is None:
             count = 1 + sum((m - 1) * s for m, s in zip(shape, strides, strict=True))
             nbytes = count * self._dtype.itemsize
@@ -189,7 +183,7 @@ class Mosaic:
                 shape, strides = (*shape, size), (*(s * size for s in strides), 1)
             if len(mapped.arrays) >= _CACHED:
                 mapped.arrays.clear()
-            block = mapped.arrays[self, n] = flat.as_strided(shape, strides)
+            block = mapped.arrays[self._key, n] = flat.as_strided(shape, strides)
         return mapped, block, offset
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from ...core.box import Shape
-from ...core.dtypes import BF16, BOOL, F16, F32, F64, I8, I16, I32, I64, U8
+from ...core.dtypes import BF16, F16, F32, F64, I8, I16, I32, I64, U8
 from ..storage.base import Store
 from ..storage.mapping import Mapped
 from ..tensors import empty
@@ -42,13 +42,14 @@ class Window:
     """A tensor that is one contiguous run of raw bytes of one file, read through a mapping of the file."""
 
     __slots__ = (
-        "_dtype", "_flat", "_length", "_nbytes", "_offset", "_partial_until", "_path", "_rank", "_resident_until",
-        "_row", "_shape", "_size", "_store",
+        "_dtype", "_flat", "_key", "_length", "_nbytes", "_offset", "_partial_until", "_path", "_rank",
+        "_resident_until", "_row", "_shape", "_size", "_store",
     )  # fmt: skip
 
     def __init__(self, store: Store, path: str, offset: int, dtype: torch.dtype, shape: Shape) -> None:
         self._store, self._path, self._offset, self._dtype, self._shape = store, path, offset, dtype, shape
         self._rank = len(shape)
+        self._key = object()  # of the cached arrays (not this object: it refers to the store, which has the mappings)
         self._length = shape[0] if shape else 1
         self._row = prod(shape[1:])  # elements of a row
         self._size = self._row * dtype.itemsize  # bytes of a row
@@ -62,7 +63,7 @@ class Window:
         mapped = self._store.maps.get(self._path) or self._store.map(self._path)
         if mapped is None:
             return None
-        arrays = mapped.arrays.get(self) or self._arrays(mapped)
+        arrays = mapped.arrays.get(self._key) or self._arrays(mapped)
         if arrays is None:
             return None
         kind = type(key)
@@ -137,7 +138,7 @@ class Window:
         flat = torch.frombuffer(mapped.buffer, dtype=self._dtype, count=prod(self._shape), offset=self._offset)
         if len(mapped.arrays) >= _CACHED:
             mapped.arrays.clear()
-        arrays = mapped.arrays[self] = flat.view(self._shape), flat
+        arrays = mapped.arrays[self._key] = flat.view(self._shape), flat
         return arrays
 
     def _gathered(self, mapped: Mapped, array: torch.Tensor, key: tuple[Any, ...], now: float) -> torch.Tensor | None:
@@ -183,8 +184,8 @@ class Window:
         return all(mapped.resident(start + n * step, start + n * step + inner) for n in index.tolist())
 
 
-# dtypes that torch can index and copy in every way
-CLONABLE = frozenset((F32, F64, F16, BF16, I64, I32, I16, I8, U8, BOOL))
+# dtypes whose bytes torch can index and copy in every way (of a bool it copies the value: a byte of 2 becomes 1)
+CLONABLE = frozenset((F32, F64, F16, BF16, I64, I32, I16, I8, U8))
 _NO_FLIPS: tuple[int, ...] = ()
 _ATOMS = {int, slice, type(None), type(Ellipsis)}
 
