@@ -20,17 +20,18 @@ import numpy as np
 
 from .core.box import Box, Shape, c_strides, is_run, tiles
 from .core.copies import Copy
-from .core.dtypes import BF16, BOOL, F16, F32, F64, I8, I16, I32, I64, U8, check_converts, dtype_of
+from .core.dtypes import check_converts, dtype_of
 from .core.fragments import fragments_of
 from .core.index import Extent, Fragment, Hole, Packed, TensorSpec
 from .core.plan import plan
 from .core.select import Selection
-from .errors import DataError, SelectionError, and_more, printable
+from .errors import DataError, LazyckptError, SelectionError, and_more, printable
 from .io.pool import Task, run, run_here
 from .io.reading.device import Ring, read_to
-from .io.reading.gather import Range, Run, agree, finish, ranges, read, run_tasks, runs, tasks
+from .io.reading.gather import Range, Run, agree, finish, plan_known, ranges, read, run_tasks, runs, tasks
+from .io.reading.mosaic import Mosaic
 from .io.reading.packed import locate
-from .io.reading.window import Window
+from .io.reading.window import CLONABLE, Window
 from .io.storage.base import Buffer, Store, check, narrow
 from .io.tensors import empty
 from .likeness import Likeness
@@ -94,13 +95,14 @@ class LazyArray(Likeness):
         The part of the tensor to read; None for the whole.
     """
 
-    __slots__ = ("__weakref__", "_selection", "_store", "_window", "spec")
+    __slots__ = ("__weakref__", "_selection", "_slices", "_store", "_window", "spec")
 
     def __init__(self, store: Store, spec: TensorSpec, selection: Selection | None = None) -> None:
         self.spec = spec
         self._store = store
         self._selection = selection  # None: the whole
-        self._window: Window | Literal[False] | None = False  # False: not yet looked for
+        self._window: Window | Mosaic | Literal[False] | None = False  # False: not yet found
+        self._slices = 0  # read without one
 
     # -- what it is
 
@@ -245,16 +247,23 @@ class LazyArray(Likeness):
         """
         window = self._window
         if window is False:
-            window = self._window = self._find_window()
+            if (
+                key is Ellipsis and not self._slices
+            ):  # most tensors are read whole once: do not map their files for that
+                self._slices = 1
+                return self._whole()
+            window = self._find_window()
         if window is not None:
-            found = window.read(key)
+            found = window.read(key) if isinstance(window, Window) else window.rows(key)
             if found is not None:
                 return found
         if key is Ellipsis:
             return self._whole()
         if isinstance(key, torch.Tensor | np.ndarray) and key.ndim > 1 and key.dtype in (torch.bool, np.bool_):
             return self._masked(torch.tensor(key, device="cpu") if isinstance(key, np.ndarray) else key.cpu())
-        return read(self._store, self.spec, self._sel[key].reads())
+        reads = self._sel[key].reads()
+        found = window.read(reads) if isinstance(window, Mosaic) else None
+        return read(self._store, self.spec, reads) if found is None else found
 
     def _masked(self, mask: torch.Tensor) -> torch.Tensor:
         """Read the elements where a mask of the first dimensions is true, in C order."""
@@ -532,18 +541,29 @@ class LazyArray(Likeness):
             extent = locate(self._store, extent, spec.name)
         return extent if extent.raw and is_run(extent.shape, extent.strides) else None
 
-    def _find_window(self) -> Window | None:
-        """Return the window of a plain tensor whose elements torch can index in a mapping; None for other tensors."""
-        extent = self._plain
-        if extent is None or not self.numel() or extent.dtype not in _CLONABLE:
+    def _find_window(self) -> Window | Mosaic | None:
+        """Return the window or the mosaic that small slices are read through; None for tensors without. Keep it, unless
+        archives are not located yet: then look again after 1, 2, 4, ... slices."""
+        spec, store = self.spec, self._store
+        self._slices += 1
+        if self._slices & (self._slices - 1):
             return None
-        if extent.offset % extent.dtype.itemsize or not isinstance(self._store, Store):
+        self._window = None
+        if self._selection is not None or not spec.numel or not isinstance(store, Store) or not store.maps_files:
             return None
-        check(self._store, extent.path, extent.offset, self.spec.nbytes)
-        return Window(self._store, extent.path, extent.offset, extent.dtype.torch, self.spec.shape)
-
-
-_CLONABLE = frozenset((F32, F64, F16, BF16, I64, I32, I16, I8, U8, BOOL))
+        fragments = fragments_of(spec.fragments)
+        extent = None if fragments.packed() else self._plain
+        if extent is None or extent.offset % extent.dtype.itemsize:
+            try:
+                copies, known = plan_known(store, spec)
+            except LazyckptError:  # slices may not need what is missing
+                return None
+            self._window = Mosaic.of(store, spec, copies) if known else False
+            return self._window or None
+        if extent.dtype in CLONABLE:
+            check(store, extent.path, extent.offset, spec.nbytes)
+            self._window = Window(store, extent.path, extent.offset, extent.dtype.torch, spec.shape)
+        return self._window
 
 
 def shape_of(tensor: LazyArray) -> Shape:

@@ -164,6 +164,20 @@ def planned(store: Store, spec: TensorSpec, want: Selection) -> Sequence[Copy]:
     return plan(spec, want, lambda archive: locate(store, archive, spec.name))
 
 
+def plan_known(store: Store, spec: TensorSpec) -> tuple[Sequence[Copy], bool]:
+    """Plan the whole tensor without reading anything; return the copies, and whether the positions of all archives and
+    chunks were known. Raises what `core.plan.plan` raises."""
+    unknown: list[Packed] = []
+
+    def find(archive: Packed) -> Extent:
+        extent = located(store, archive, spec.name)
+        if extent is None:
+            unknown.append(archive)
+        return extent or archive.as_told
+
+    return plan(spec, tuple(map(range, spec.shape)), find), not unknown
+
+
 def runs(store: Store, spec: TensorSpec, want: Selection) -> list[Run] | None:
     """Return the file ranges that hold the selection's bytes in C order; None if files do not hold them like that."""
     if spec.combine == "mean":
@@ -315,7 +329,7 @@ def _through_mapping(store: Store, mapped: Mapped, copy: Copy, span: int, target
         lists = (*copy.lists, None) if copy.lists else ()
         wide = copy._replace(shape=(*copy.shape, size), strides=(*(s * size for s in copy.strides), 1), lists=lists)
         _pick(source, wide, _as_byte_array(target))
-    if span > BLOCK:
+    if target.nbytes > BLOCK:
         mapped.let_go(offset, offset + span)
     store.confirm(copy.extent.path, mapped)
 

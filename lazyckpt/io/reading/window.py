@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from ...core.box import Shape
+from ...core.dtypes import BF16, F16, F32, F64, I8, I16, I32, I64, U8
 from ..storage.base import Store
 from ..storage.mapping import Mapped
 from ..tensors import empty
@@ -41,13 +42,14 @@ class Window:
     """A tensor that is one contiguous run of raw bytes of one file, read through a mapping of the file."""
 
     __slots__ = (
-        "_dtype", "_flat", "_length", "_nbytes", "_offset", "_partial_until", "_path", "_rank", "_resident_until",
-        "_row", "_shape", "_size", "_store",
+        "_dtype", "_flat", "_key", "_length", "_nbytes", "_offset", "_partial_until", "_path", "_rank",
+        "_resident_until", "_row", "_shape", "_size", "_store",
     )  # fmt: skip
 
     def __init__(self, store: Store, path: str, offset: int, dtype: torch.dtype, shape: Shape) -> None:
         self._store, self._path, self._offset, self._dtype, self._shape = store, path, offset, dtype, shape
         self._rank = len(shape)
+        self._key = object()  # of the cached arrays (not this object: it refers to the store, which has the mappings)
         self._length = shape[0] if shape else 1
         self._row = prod(shape[1:])  # elements of a row
         self._size = self._row * dtype.itemsize  # bytes of a row
@@ -61,7 +63,7 @@ class Window:
         mapped = self._store.maps.get(self._path) or self._store.map(self._path)
         if mapped is None:
             return None
-        arrays = mapped.arrays.get(self) or self._arrays(mapped)
+        arrays = mapped.arrays.get(self._key) or self._arrays(mapped)
         if arrays is None:
             return None
         kind = type(key)
@@ -83,7 +85,7 @@ class Window:
                 elif nbytes < _HUGE:
                     found = arrays[0][key].clone()
                 else:
-                    found = _copied(arrays[0][key], nbytes)
+                    found = copied(arrays[0][key], nbytes)
             elif kind in _ATOMS or (kind is tuple and _ATOMS.issuperset(map(type, key))):
                 found = self._viewed(mapped, arrays, key, begun)
             else:
@@ -113,12 +115,12 @@ class Window:
         if nbytes > LARGE:
             return None
         if now > self._resident_until:
-            span = _span(view)
+            span = span_of(view)
             if span > _NEAR:
                 return None
             if span > _SMALL and not self._is_resident(mapped, view.data_ptr() - array.data_ptr(), span, now):
                 return None
-        return view.flip(flips) if flips else _copied(view, nbytes)
+        return view.flip(flips) if flips else copied(view, nbytes)
 
     def _is_resident(self, mapped: Mapped, start: int, nbytes: int, now: float) -> bool:
         """Return whether a range of the tensor's bytes is in memory; check the whole tensor first, once a second."""
@@ -136,7 +138,7 @@ class Window:
         flat = torch.frombuffer(mapped.buffer, dtype=self._dtype, count=prod(self._shape), offset=self._offset)
         if len(mapped.arrays) >= _CACHED:
             mapped.arrays.clear()
-        arrays = mapped.arrays[self] = flat.view(self._shape), flat
+        arrays = mapped.arrays[self._key] = flat.view(self._shape), flat
         return arrays
 
     def _gathered(self, mapped: Mapped, array: torch.Tensor, key: tuple[Any, ...], now: float) -> torch.Tensor | None:
@@ -171,7 +173,7 @@ class Window:
         if not view.numel() or not len(index):
             return True
         start = view.data_ptr() - array.data_ptr()
-        span = _span(view)
+        span = span_of(view)
         if span <= _NEAR:
             return self._is_resident(mapped, start, span, now)
         start += self._offset
@@ -182,6 +184,8 @@ class Window:
         return all(mapped.resident(start + n * step, start + n * step + inner) for n in index.tolist())
 
 
+# dtypes whose bytes torch can index and copy in every way (of a bool it copies the value: a byte of 2 becomes 1)
+CLONABLE = frozenset((F32, F64, F16, BF16, I64, I32, I16, I8, U8))
 _NO_FLIPS: tuple[int, ...] = ()
 _ATOMS = {int, slice, type(None), type(Ellipsis)}
 
@@ -206,14 +210,14 @@ def _ascending(key: Any, shape: Shape) -> tuple[Any, tuple[int, ...]]:
     return tuple(items), tuple(flips)
 
 
-def _span(view: torch.Tensor) -> int:
+def span_of(view: torch.Tensor) -> int:
     """Return the number of bytes from the first to the last element."""
     if not view.numel():
         return 0
     return (1 + sum((n - 1) * s for n, s in zip(view.shape, view.stride(), strict=True))) * view.itemsize
 
 
-def _copied(view: torch.Tensor, nbytes: int) -> torch.Tensor:
+def copied(view: torch.Tensor, nbytes: int) -> torch.Tensor:
     """Return a contiguous copy, in huge pages if it is large."""
     if nbytes >= _HUGE:
         return empty(view.shape, view.dtype).copy_(view)

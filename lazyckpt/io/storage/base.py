@@ -229,6 +229,7 @@ class Store(ABC):
 
     # -- implementation
 
+    maps_files = False  # whether `map` maps files
     _reports_state = True  # whether every read reports the file's state; if False, `_stat` has to be called for it
 
     def _remember(self, path: str, info: FileInfo) -> None:

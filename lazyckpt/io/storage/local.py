@@ -46,6 +46,8 @@ def _guarded(root: str, pins: Mapping[str, FileInfo], guards: Mapping[str, Guard
 class LocalStore(Store):
     """A folder of the local file system (network file systems count as local if they are mounted)."""
 
+    maps_files = True
+
     def __init__(self, root: str | os.PathLike[str], pins: Mapping[str, FileInfo] | None = None) -> None:
         super().__init__(pins)
         self._root = os.path.abspath(os.fspath(root))
