@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise, product
 from math import prod
 
 import numpy as np
@@ -20,6 +22,7 @@ from lazyckpt.core.fragments import fragments_of
 from lazyckpt.core.index import Extent, Placement, Rank, TensorSpec
 from lazyckpt.core.plan import plan
 from lazyckpt.core.table import Copies, choose, spans
+from lazyckpt.formats.dcp.chunks import in_chunks
 from lazyckpt.formats.shared.flat import FlatFragments, Partition
 
 from .algebra import often, shapes
@@ -111,6 +114,24 @@ def test_tables_of_shards_compose(data: st.DataObject) -> None:
     spec = TensorSpec("t", shape, F16, Composed(tuple(sources), tuple(placements)))
     want = data.draw(selections(shape))
     assert addresses(plan(spec, want), want) == addresses(plan(listed(spec), want), want)
+
+
+@often
+@given(st.data(), shapes(max_dims=3))
+def test_a_table_of_chunks(data: st.DataObject, shape: Shape) -> None:
+    """Chunks cut at any lines in each dimension, as planners of FSDP and TP cut them; also one that overlaps them."""
+    assume(shape and prod(shape) >= 8)
+    lines = [data.draw(st.sets(st.integers(0, n), max_size=4)) for n in shape]
+    chunks: list[tuple[Shape, Shape, Extent]] = []
+    for cell in product(*(pairwise(sorted(edges | {0, n})) for edges, n in zip(lines, shape, strict=True))):
+        start, sizes = tuple(a for a, _ in cell), tuple(b - a for a, b in cell)
+        chunks.append((start, sizes, Extent(f"f{len(chunks) % 3}", 1000 * len(chunks), F16, sizes, c_strides(sizes))))
+    if data.draw(st.booleans()):
+        chunks.append(((0,) * len(shape), shape, Extent("all", 7, F16, shape, c_strides(shape))))
+    spec = in_chunks("t", F16, shape, data.draw(st.permutations(chunks)))
+    want = data.draw(selections(shape))
+    assert addresses(plan(spec, want), want) == addresses(plan(listed(spec), want), want)
+    assert len(pickle.dumps(spec)) == len(pickle.dumps(pickle.loads(pickle.dumps(spec))))
 
 
 @often

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from typing import Any, overload
@@ -32,6 +32,10 @@ class Boxes:
     starts: NDArray[np.int64]
     stops: NDArray[np.int64]
     numbers: Sequence[int]
+    _apart: list[bool] = field(default_factory=list, init=False, repr=False)  # the result of `disjoint`
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Boxes, (self.starts, self.stops, self.numbers)
 
     @property
     def cell(self) -> None:
@@ -48,8 +52,12 @@ class Boxes:
     def meeting(self, want: Selection) -> list[int]:
         """Return the numbers of the blocks that overlap the bounding box of the selection, and in each dimension that
         is selected by a list an index of the list."""
+        return [self.numbers[at] for at in self.rows(want).tolist()]
+
+    def rows(self, want: Selection) -> NDArray[np.int64]:
+        """Return the rows of these blocks in the table."""
         if not all(map(len, want)):
-            return []
+            return np.zeros(0, np.int64)
         first = np.array([r[0] for r in want], np.int64)
         last = np.array([r[-1] for r in want], np.int64)
         hit = ((self.starts <= last) & (self.stops > first)).all(axis=1)
@@ -57,7 +65,21 @@ class Boxes:
             if not isinstance(axis, range):
                 low, high = (np.searchsorted(axis, ends[:, d]) for ends in (self.starts, self.stops))
                 hit &= low < high
-        return [self.numbers[at] for at in np.flatnonzero(hit).tolist()]
+        return np.flatnonzero(hit)
+
+    @property
+    def disjoint(self) -> bool:
+        """Whether it is certain that no two blocks overlap: they are the cells of a grid with lines anywhere."""
+        if not self._apart:
+            cell = np.zeros(len(self), np.int64)
+            alike = True
+            for d in range(self.starts.shape[1]):
+                lines = np.unique(np.concatenate((self.starts[:, d], self.stops[:, d])))
+                low, high = (np.searchsorted(lines, ends[:, d]) for ends in (self.starts, self.stops))
+                alike = alike and bool((high == low + 1).all())
+                cell = cell * len(lines) + low
+            self._apart.append(alike and len(np.unique(cell)) == len(self))
+        return self._apart[0]
 
 
 @dataclass(frozen=True, slots=True)

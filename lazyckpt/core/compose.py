@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, overload
 from ..errors import LazyckptError
 from .box import Box, Selection, Shape
 from .dtypes import DType
-from .fragments import Fragments, fragments_of
+from .fragments import Find, Fragments, fragments_of
 from .index import Fragment, Hole, Part, Placement, TensorSpec, from_folder
 from .plan import earlier_overlaps, plan
 from .table import Table, joined
@@ -72,7 +72,7 @@ class Composed(Fragments):
                 found += self._placed(n, fragments_of(source).meeting(wanted))
         return found
 
-    def table(self, want: Selection) -> Table | None:
+    def table(self, want: Selection, find: Find | None = None) -> Table | None:
         """Return the tables of the sources, moved to their places, if each is one block and all have a table."""
         tables: list[Table] = []
         blocks: list[Box] = []
@@ -80,7 +80,7 @@ class Composed(Fragments):
             wanted = want if placement.parts is None else _wanted(placement, want)
             if wanted is None:
                 continue
-            found = fragments_of(source).table(wanted) if self._is_straight(n) else None
+            found = fragments_of(source).table(wanted, find) if self._is_straight(n) else None
             if found is None:
                 return None
             blocks.append(Box.of(placement.shape) if placement.parts is None else placement.target(placement.parts[0]))

@@ -14,12 +14,14 @@ tests/test_fragments.py checks the contract for each kind.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
 from .box import Box, Selection, Shape, span_boxes
-from .index import Fragment, Packed, Placement
+from .index import Extent, Fragment, Packed, Placement
 from .table import Table
+
+Find = Callable[[Packed], Extent]
 
 
 class Fragments(Sequence[Fragment]):
@@ -46,7 +48,7 @@ class Fragments(Sequence[Fragment]):
         no selected element.
         """
 
-    def table(self, want: Selection) -> Table | None:
+    def table(self, want: Selection, find: Find | None = None) -> Table | None:
         """Return the blocks that may hold selected elements as a table, if there are many and they are raw elements of
         one dtype that do not overlap; None: only `meeting` returns them.
 
@@ -54,6 +56,8 @@ class Fragments(Sequence[Fragment]):
         ----------
         want
             The selected elements, at least one.
+        find
+            A function that looks up where an archive or a chunk holds its elements; see `core.plan.plan`.
         """
         return None
 

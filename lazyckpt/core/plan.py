@@ -7,7 +7,7 @@ extent to a block of the output.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import prod
 from operator import lt
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from ..errors import DataError, MissingFileError, sentences
 from .box import Box, Selection, c_strides, remainder
 from .copies import Copy, even
-from .fragments import fragment_boxes, fragments_of
-from .index import Extent, Fragment, Hole, Packed, TensorSpec
+from .fragments import Find, fragment_boxes, fragments_of
+from .index import Fragment, Hole, Packed, TensorSpec
 from .table import choose
 
 # -- Which of many boxes overlap, in time about proportional to the boxes and overlaps, in any order of the boxes.
@@ -124,8 +124,6 @@ def _sweep(starts: Ints, stops: Ints, first: Ints, last: Ints) -> _Sweep:
 
 # -- From a selection of a tensor to the copies that fill it.
 
-Find = Callable[[Packed], Extent]
-
 
 def plan(spec: TensorSpec, want: Selection, find: Find | None = None) -> Sequence[Copy]:
     """Return the copies that fill the selection.
@@ -140,7 +138,7 @@ def plan(spec: TensorSpec, want: Selection, find: Find | None = None) -> Sequenc
     if not whole:
         return []
     fragments = fragments_of(spec.fragments)
-    table = fragments.table(want) if spec.combine == "first" else None
+    table = fragments.table(want, find) if spec.combine == "first" else None
     found = None if table is None else choose(table, want)
     if found is not None:
         return found

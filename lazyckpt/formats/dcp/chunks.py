@@ -9,11 +9,14 @@ from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...core.blocks import Blocks, Boxes
-from ...core.box import Box, Selection, Shape
+from ...core.box import Box, Selection, Shape, is_run
 from ...core.dtypes import DType
+from ...core.fragments import Find
 from ...core.index import Archive, Extent, FileInfo, Fragment, Hole, Packed, Part, TensorSpec
+from ...core.table import Table
 from ...errors import CorruptError, Problem
 from ...io.containers.safetensors import read_safetensors
 from ...io.storage.base import Store
@@ -63,6 +66,17 @@ def read_shard_file(store: Store, path: str, start: int = 0) -> ShardFile:
 ChunkBytes = Item | Extent | Hole  # what holds the elements of a chunk
 
 
+_FEW = 8  # chunks that are planned one by one
+
+
+class _Columns(NamedTuple):
+    """Of each chunk the number of its file, and the position of its elements in bytes: -1 if it is not known yet."""
+
+    paths: list[str]
+    files: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkFragments(Blocks):
     """One fragment for every chunk. ``stored``: what holds the chunk of each number."""
@@ -70,6 +84,7 @@ class ChunkFragments(Blocks):
     dtype: DType
     blocks: Boxes = field()  # (else its default would be the property of the base class)
     stored: tuple[ChunkBytes, ...]
+    _columns: list[_Columns] = field(default_factory=list, init=False, repr=False)
 
     def fragment(self, n: int) -> Fragment:
         box = self.blocks.box(n)
@@ -79,10 +94,42 @@ class ChunkFragments(Blocks):
     def meeting(self, want: Selection) -> list[Fragment]:
         return [self.fragment(n) for n in self.blocks.meeting(want)]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ChunkFragments, (self.dtype, self.blocks, self.stored)  # equal whatever has been read
+
+    def table(self, want: Selection, find: Find | None = None) -> Table | None:
+        """Return the table of the chunks, once every one that is wanted has been located."""
+        rows = self.blocks.rows(want)
+        if len(rows) < _FEW or not self.blocks.disjoint:
+            return None
+        if not self._columns:
+            self._columns.append(_columns(self.stored))
+        paths, files, offsets = self._columns[0]
+        for n in rows[offsets[rows] < 0].tolist():
+            shape = self.blocks.box(n).shape
+            extent = _extent(self.stored[n], self.dtype, shape)
+            if isinstance(extent, Archive) and find is not None:
+                extent = find(extent)
+            if not isinstance(extent, Extent) or not extent.raw or extent.dtype is not self.dtype:
+                return None
+            if not is_run(shape, extent.strides):
+                return None
+            offsets[n] = extent.offset
+        starts, stops = self.blocks.starts[rows], self.blocks.stops[rows]
+        strides = np.ones_like(starts)
+        strides[:, :-1] = np.cumprod((stops - starts)[:, :0:-1], axis=1)[:, ::-1]
+        return Table(paths, files[rows], offsets[rows], starts, stops, strides, self.dtype)
+
     def packed(self) -> list[Packed]:
         """The archives that all of them together are in."""
         found = (f.extent for f, stored in zip(self, self.stored, strict=True) if isinstance(stored, Item))
         return [extent for extent in found if isinstance(extent, Archive)]
+
+
+def _columns(stored: Sequence[ChunkBytes]) -> _Columns:
+    numbers: dict[str, int] = {}
+    files = [numbers.setdefault(chunk.path, len(numbers)) for chunk in stored]
+    return _Columns(list(numbers), np.array(files, np.int64), np.full(len(files), -1, np.int64))
 
 
 def in_chunks(

@@ -15,6 +15,7 @@ import numpy as np
 
 from ...core.box import Selection, Shape, c_strides
 from ...core.flat import Flat
+from ...core.fragments import Find
 from ...core.index import Extent, Fragment, Hole, Rank
 from ...core.table import Table, spans
 
@@ -98,7 +99,7 @@ class FlatFragments(Flat):
         """The fragments of the ranks that hold these elements."""
         return map(self._of_rank, self._ranks(lo, hi))
 
-    def table(self, want: Selection) -> Table | None:
+    def table(self, want: Selection, find: Find | None = None) -> Table | None:
         strides, total = c_strides(self.shape), prod(self.shape)
         ranks = self._ranks(
             *(n + sum(int(r[i]) * s for r, s in zip(want, strides, strict=True)) for i, n in ((0, 0), (-1, 1)))

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 else:
     from ...deferred import torch
 
-_MOST = 64  # blocks, and files, that a slice is copied from one by one
+_MOST = 4096  # blocks that a slice is copied from one by one
+_FILES = 96  # most files that a slice is copied from: a store keeps the mappings of some more
 _BLOCKS = 1 << 16  # most blocks of a tensor
 _CACHED = 1024  # blocks whose tensors a mapping caches
 _SIMPLE = {int, slice}
@@ -156,6 +157,8 @@ class Mosaic:
             else:
                 place.copy_(view)
             used[self._places[n][0]] = mapped
+            if len(used) > _FILES:
+                return None
         if left:
             return None
         for path, mapped in used.items():
