@@ -28,7 +28,7 @@ from .core.select import Selection
 from .errors import DataError, LazyckptError, SelectionError, and_more, printable
 from .io.pool import Task, run, run_here
 from .io.reading.device import Ring, read_to
-from .io.reading.gather import Range, Run, agree, finish, plan_known, ranges, read, run_tasks, runs, tasks
+from .io.reading.gather import Range, Run, agree, finish, plan_unread, ranges, read, run_tasks, runs, tasks
 from .io.reading.mosaic import Mosaic
 from .io.reading.packed import locate
 from .io.reading.window import CLONABLE, Window
@@ -43,6 +43,7 @@ else:
 
 A = TypeVar("A", bound="LazyArray")
 _MOST = 1 << 48  # bytes up to which a tensor is cut into pieces
+_PLANNED = 64  # fragments for each slice that is planned by itself before a plan of all is kept
 _REPLICAS = 4 << 20  # bytes of a tensor whose copies are compared at a time
 
 
@@ -101,8 +102,8 @@ class LazyArray(Likeness):
         self.spec = spec
         self._store = store
         self._selection = selection  # None: the whole
-        self._window: Window | Mosaic | Literal[False] | None = False  # False: not yet found
-        self._slices = 0  # read without one
+        self._window: Window | Mosaic | Literal[False] | None = False  # False: not yet looked for
+        self._slices = 0  # slices read before
 
     # -- what it is
 
@@ -247,12 +248,7 @@ class LazyArray(Likeness):
         """
         window = self._window
         if window is False:
-            if (
-                key is Ellipsis and not self._slices
-            ):  # most tensors are read whole once: do not map their files for that
-                self._slices = 1
-                return self._whole()
-            window = self._find_window()
+            window = self._found_window(key)
         if window is not None:
             found = window.read(key) if isinstance(window, Window) else window.rows(key)
             if found is not None:
@@ -541,29 +537,34 @@ class LazyArray(Likeness):
             extent = locate(self._store, extent, spec.name)
         return extent if extent.raw and is_run(extent.shape, extent.strides) else None
 
-    def _find_window(self) -> Window | Mosaic | None:
-        """Return the window or the mosaic that small slices are read through; None for tensors without. Keep it, unless
-        archives are not located yet: then look again after 1, 2, 4, ... slices."""
-        spec, store = self.spec, self._store
-        self._slices += 1
-        if self._slices & (self._slices - 1):
+    def _found_window(self, key: Any) -> Window | Mosaic | None:
+        """Return what small slices are read through, None if there is nothing yet or never. Keep it."""
+        if (
+            not self._slices and key is Ellipsis
+        ):  # most tensors are read once and whole: do not map their files for that
+            self._slices = 1
             return None
-        self._window = None
+        self._slices += 1
+        if self._slices <= len(self.spec.fragments) // _PLANNED:
+            return None
+        self._window = self._find_window()
+        return self._window
+
+    def _find_window(self) -> Window | Mosaic | None:
+        """Return the window or the mosaic that small slices are read through; None for tensors without."""
+        spec, store = self.spec, self._store
         if self._selection is not None or not spec.numel or not isinstance(store, Store) or not store.maps_files:
             return None
-        fragments = fragments_of(spec.fragments)
-        extent = None if fragments.packed() else self._plain
+        extent = None if fragments_of(spec.fragments).packed() else self._plain
         if extent is None or extent.offset % extent.dtype.itemsize:
             try:
-                copies, known = plan_known(store, spec)
+                return Mosaic.of(store, spec, plan_unread(store, spec))
             except LazyckptError:  # slices may not need what is missing
                 return None
-            self._window = Mosaic.of(store, spec, copies) if known else False
-            return self._window or None
-        if extent.dtype in CLONABLE:
-            check(store, extent.path, extent.offset, spec.nbytes)
-            self._window = Window(store, extent.path, extent.offset, extent.dtype.torch, spec.shape)
-        return self._window
+        if extent.dtype not in CLONABLE:
+            return None
+        check(store, extent.path, extent.offset, spec.nbytes)
+        return Window(store, extent.path, extent.offset, extent.dtype.torch, spec.shape)
 
 
 def shape_of(tensor: LazyArray) -> Shape:

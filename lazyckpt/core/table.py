@@ -7,7 +7,7 @@ do not overlap and together hold every selected element. The general plan (plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, overload
 
@@ -40,6 +40,9 @@ class Table:
         The distances of the elements in the file, in elements; shape [blocks, dimensions].
     dtype
         The dtype in the files.
+    packed
+        Of a table of archives that are not located yet: a function that returns the extent of a block of this table,
+        given its number, and ``numbers`` of the blocks. ``offsets`` then count from the start of that extent.
     """
 
     paths: Sequence[str]
@@ -49,6 +52,8 @@ class Table:
     stops: Ints
     strides: Ints
     dtype: DType
+    packed: Callable[[int], Extent] | None = None
+    numbers: Ints | None = None
 
     def __len__(self) -> int:
         return len(self.files)
@@ -59,6 +64,7 @@ class Table:
             self,
             files=self.files[chosen], offsets=self.offsets[chosen], starts=self.starts[chosen],
             stops=self.stops[chosen], strides=self.strides[chosen],
+            numbers=None if self.numbers is None else self.numbers[chosen],
         )  # fmt: skip
 
     def moved(self, block: Box, start: Shape) -> Table:
@@ -72,9 +78,9 @@ class Table:
 
 
 def joined(tables: Sequence[Table]) -> Table | None:
-    """Return tables whose blocks do not overlap as one; None if they differ in dtype."""
+    """Return tables whose blocks do not overlap as one; None if they differ in dtype, or have archives."""
     first = tables[0]
-    if any(table.dtype is not first.dtype for table in tables):
+    if any(table.dtype is not first.dtype or table.packed is not None for table in tables):
         return None
     counts = np.cumsum([0, *(len(table.paths) for table in tables)])
     return Table(
@@ -160,6 +166,9 @@ class Copies(Sequence[Copy]):
                 for axis, a, m in zip(self.lists, at, shape, strict=True)
             )
             lengths = tuple(m if one is None else int(one[-1]) + 1 for m, one in zip(shape, lists, strict=True))
+        if table.packed is not None and table.numbers is not None:
+            whole = table.packed(int(table.numbers[n]))
+            return even(Copy(whole, int(self.offsets[n]) // table.dtype.itemsize, shape, strides, at, lists))
         extent = Extent(table.paths[int(table.files[n])], int(self.offsets[n]), table.dtype, lengths, strides)
         return even(Copy(extent, 0, shape, strides, at, lists))
 

@@ -98,27 +98,47 @@ class ChunkFragments(Blocks):
         return ChunkFragments, (self.dtype, self.blocks, self.stored)  # equal whatever has been read
 
     def table(self, want: Selection, find: Find | None = None) -> Table | None:
-        """Return the table of the chunks, once every one that is wanted has been located."""
+        """Return the table of the chunks. Without ``find``, none of those that are not located yet have a position;
+        with it, every chunk has to be located."""
         rows = self.blocks.rows(want)
         if len(rows) < _FEW or not self.blocks.disjoint:
             return None
         if not self._columns:
             self._columns.append(_columns(self.stored))
         paths, files, offsets = self._columns[0]
-        for n in rows[offsets[rows] < 0].tolist():
-            shape = self.blocks.box(n).shape
-            extent = _extent(self.stored[n], self.dtype, shape)
-            if isinstance(extent, Archive) and find is not None:
-                extent = find(extent)
-            if not isinstance(extent, Extent) or not extent.raw or extent.dtype is not self.dtype:
-                return None
-            if not is_run(shape, extent.strides):
-                return None
-            offsets[n] = extent.offset
+        unknown = rows[offsets[rows] < 0].tolist()
+        located = [self._locate(n, find) for n in unknown] if find is not None or not self._archived else []
+        if not all(located):
+            return None
         starts, stops = self.blocks.starts[rows], self.blocks.stops[rows]
         strides = np.ones_like(starts)
         strides[:, :-1] = np.cumprod((stops - starts)[:, :0:-1], axis=1)[:, ::-1]
-        return Table(paths, files[rows], offsets[rows], starts, stops, strides, self.dtype)
+        if not unknown or located:
+            return Table(paths, files[rows], offsets[rows], starts, stops, strides, self.dtype)
+        return Table(paths, files[rows], np.zeros_like(rows), starts, stops, strides, self.dtype, self._told, rows)
+
+    @property
+    def _archived(self) -> bool:
+        """Whether all chunks are archives."""
+        return all(type(one) is Item and not one.codecs for one in self.stored)
+
+    def _told(self, n: int) -> Extent:
+        extent = _extent(self.stored[n], self.dtype, self.blocks.box(n).shape)
+        assert isinstance(extent, Archive)
+        return extent.as_told
+
+    def _locate(self, n: int, find: Find | None) -> bool:
+        """Look up where a chunk is; return False if that is not known, or its elements are not raw and in C order."""
+        shape = self.blocks.box(n).shape
+        extent = _extent(self.stored[n], self.dtype, shape)
+        if isinstance(extent, Archive) and find is not None:
+            extent = find(extent)
+        if not isinstance(extent, Extent) or not extent.raw or extent.dtype is not self.dtype:
+            return False
+        if not is_run(shape, extent.strides):
+            return False
+        self._columns[0].offsets[n] = extent.offset
+        return True
 
     def packed(self) -> list[Packed]:
         """The archives that all of them together are in."""

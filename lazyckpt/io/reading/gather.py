@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from ...core.box import Selection, c_strides, hull, is_run
 from ...core.copies import Copy, even
 from ...core.dtypes import bits_of
+from ...core.fragments import fragments_of
 from ...core.index import Extent, Inline, Packed, TensorSpec
 from ...core.plan import overlaps, plan
 from ...core.select import Reads
@@ -102,7 +103,7 @@ def tasks(store: Store, spec: TensorSpec, reads: Reads, out: torch.Tensor) -> It
     if spec.combine == "mean":
         yield out.nbytes, partial(_mean, store, copies, out)
         return
-    if isinstance(copies, Copies) and copies.table.dtype is spec.dtype:
+    if isinstance(copies, Copies) and copies.table.dtype is spec.dtype and copies.table.packed is None:
         runs = copies.runs(reads.shape)
         yield from _many_runs(store, copies.table.paths, runs, as_bytes(out))
         copies = [copies[n] for n in runs.rest.tolist()]
@@ -156,7 +157,8 @@ def planned(store: Store, spec: TensorSpec, want: Selection) -> Sequence[Copy]:
             unknown.append((archive, spec.name))
         return extent or archive.as_told
 
-    copies = plan(spec, want, find)
+    fragments_of(spec.fragments).table(want, find)  # cheaper than a plan, and finds what is unknown
+    copies = [] if unknown else plan(spec, want, find)
     if not unknown:
         return copies
     with decoding(store.root, f"looking for {spec.name!r:.80}"):
@@ -164,18 +166,18 @@ def planned(store: Store, spec: TensorSpec, want: Selection) -> Sequence[Copy]:
     return plan(spec, want, lambda archive: locate(store, archive, spec.name))
 
 
-def plan_known(store: Store, spec: TensorSpec) -> tuple[Sequence[Copy], bool]:
-    """Plan the whole tensor without reading anything; return the copies, and whether the positions of all archives and
-    chunks were known. Raises what `core.plan.plan` raises."""
-    unknown: list[Packed] = []
+def plan_unread(store: Store, spec: TensorSpec) -> Sequence[Copy]:
+    """Plan the whole tensor without reading anything: archives that are not located yet are at unknown positions.
+
+    Raises what `core.plan.plan` raises.
+    """
 
     def find(archive: Packed) -> Extent:
-        extent = located(store, archive, spec.name)
-        if extent is None:
-            unknown.append(archive)
-        return extent or archive.as_told
+        return located(store, archive, spec.name) or archive.as_told
 
-    return plan(spec, tuple(map(range, spec.shape)), find), not unknown
+    want = tuple(map(range, spec.shape))
+    quick = fragments_of(spec.fragments).table(want) is not None
+    return plan(spec, want, None if quick else find)
 
 
 def runs(store: Store, spec: TensorSpec, want: Selection) -> list[Run] | None:

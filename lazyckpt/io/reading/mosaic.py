@@ -14,20 +14,22 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
+from operator import itemgetter
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...core.box import Selection, Shape
+from ...core.box import Selection, Shape, c_strides
 from ...core.copies import Copy
-from ...core.index import TensorSpec
+from ...core.index import Archive, TensorSpec
 from ...core.select import Reads
 from ...core.table import Copies
 from ..storage.base import Store
 from ..storage.mapping import Mapped
 from ..tensors import empty
 from .gather import finish
+from .packed import located
 from .window import CLONABLE, LARGE, copied, span_of
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ else:
 _MOST = 4096  # blocks that a slice is copied from one by one
 _FILES = 96  # most files that a slice is copied from: a store keeps the mappings of some more
 _BLOCKS = 1 << 16  # most blocks of a tensor
-_CACHED = 1024  # blocks whose tensors a mapping caches
+_CACHED = 1 << 14  # blocks whose tensors a mapping caches
 _SIMPLE = {int, slice}
 _NEAR = 64 << 20  # bytes; of a block whose wanted elements are further apart, a planned read finds out what is resident
 
@@ -47,14 +49,15 @@ class Mosaic:
     """A tensor of raw elements in blocks of local files."""
 
     __slots__ = (
-        "_aligned", "_dtype", "_highs", "_key", "_lows", "_places", "_shape", "_starts", "_stops", "_store",
+        "_aligned", "_dtype", "_highs", "_key", "_lows", "_places", "_shape", "_spec", "_starts", "_stops", "_store",
         "_whole_rows",
     )  # fmt: skip
 
     def __init__(self, store: Store, spec: TensorSpec, places: Sequence[Place]) -> None:
-        self._store, self._dtype, self._shape = store, spec.dtype.torch, spec.shape
+        self._store, self._spec, self._dtype, self._shape = store, spec, spec.dtype.torch, spec.shape
         self._key = object()  # of the cached blocks (not this object: it refers to the store, which has the mappings)
-        self._aligned = not any(offset % spec.dtype.itemsize for _, _, offset, _, _ in places)
+        known = [offset for _, _, offset, _, _ in places if isinstance(offset, int)]
+        self._aligned = len(known) == len(places) and not any(offset % spec.dtype.itemsize for offset in known)
         self._places = [(path, offset, shape, strides) for _, path, offset, shape, strides in places]
         self._starts = [start for start, *_ in places]
         self._stops = [tuple(a + n for a, n in zip(start, shape, strict=True)) for start, _, _, shape, _ in places]
@@ -69,7 +72,7 @@ class Mosaic:
             return None
         size = spec.dtype.itemsize
         places: list[Place]
-        if isinstance(copies, Copies):
+        if isinstance(copies, Copies) and copies.table.packed is None:
             if copies.table.dtype is not spec.dtype:
                 return None
             columns = (copies.at, copies.shapes, copies.strides)
@@ -77,10 +80,11 @@ class Mosaic:
             ats, shapes, strides = (list(map(tuple, column.tolist())) for column in columns)
             places = list(zip(ats, paths, copies.offsets.tolist(), shapes, strides, strict=True))
         else:
-            if not all(copy.extent.raw and copy.extent.dtype is spec.dtype for copy in copies):
+            found = [_place(copy, size) for copy in copies if copy.extent.dtype is spec.dtype]
+            places = [place for place in found if place is not None]
+            if len(places) < len(copies):
                 return None
-            places = [(c.at, c.extent.path, c.extent.offset + c.start * size, c.shape, c.strides) for c in copies]
-        places.sort()
+        places.sort(key=itemgetter(0))
         ends = [start[0] + shape[0] for start, _, _, shape, _ in places]
         if any(a > b for a, b in pairwise(ends)):  # `read` looks for the first and the last block by their rows
             return None
@@ -168,6 +172,13 @@ class Mosaic:
     def _block(self, n: int) -> tuple[Mapped, torch.Tensor, int] | None:
         """Return the mapping of a block's file, the block as a tensor, and its position in the file."""
         path, offset, shape, strides = self._places[n]
+        if not isinstance(offset, int):
+            archive, ahead = offset
+            extent = located(self._store, archive, self._spec.name)
+            if extent is None or not extent.raw or extent.strides != c_strides(extent.shape):
+                return None
+            offset = extent.offset + ahead
+            self._places[n] = path, offset, shape, strides
         mapped = self._store.maps.get(path) or self._store.map(path)
         if mapped is None:
             return None
@@ -190,7 +201,19 @@ class Mosaic:
         return mapped, block, offset
 
 
-Place = tuple[Shape, str, int, Shape, Shape]  # where a block begins in the tensor, its file, offset, shape and strides
+# Where a block begins in the tensor, its file, its position there, its shape and strides. The position may be one in an
+# archive that is not located yet.
+Place = tuple[Shape, str, "int | tuple[Archive, int]", Shape, Shape]
+
+
+def _place(copy: Copy, size: int) -> Place | None:
+    """Return the place of a copy; None if its elements are not in the file as they are."""
+    extent = copy.extent
+    if extent.raw:
+        return copy.at, extent.path, extent.offset + copy.start * size, copy.shape, copy.strides
+    if isinstance(extent.within, Archive) and extent == extent.within.as_told and not extent.within.codecs:
+        return copy.at, extent.path, (extent.within, copy.start * size), copy.shape, copy.strides
+    return None
 
 
 def _resident(mapped: Mapped, block: torch.Tensor, offset: int, view: torch.Tensor) -> bool:

@@ -29,7 +29,7 @@ LARGE = 32 << 20  # bytes above which reads on several threads are faster than a
 _SMALL = 8 << 10  # bytes up to which page faults cost less than a planned read, even on uncached pages
 _HUGE = 16 << 20  # bytes from which huge pages pay here: the C library reuses the memory of smaller tensors
 _ONE_CALL = 128 << 10  # bytes up to which torch copies a range of rows fastest on one thread
-_CACHED = 1024  # windows whose tensors a mapping caches
+_CACHED = 1 << 14  # windows whose tensors a mapping caches
 _NEAR = (
     64 << 20
 )  # bytes; a key whose elements are further apart is planned: finding out what is resident would take long
