@@ -157,7 +157,8 @@ def planned(store: Store, spec: TensorSpec, want: Selection) -> Sequence[Copy]:
             unknown.append((archive, spec.name))
         return extent or archive.as_told
 
-    fragments_of(spec.fragments).table(want, find)  # cheaper than a plan, and finds what is unknown
+    if all(map(len, want)):
+        fragments_of(spec.fragments).table(want, find)  # cheaper than a plan, and finds what is unknown
     copies = [] if unknown else plan(spec, want, find)
     if not unknown:
         return copies
