@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from ...core.box import Shape
 from ..pool import Task
 from ..storage.base import Store, read_pieces
@@ -53,7 +51,7 @@ def small_tasks(store: Store, wanted: list[Small], found: dict[str, torch.Tensor
 
 
 def _arena(store: Store, group: list[Small], size: int, found: dict[str, torch.Tensor]) -> Task:
-    arena = np.empty(size, np.uint8)
+    arena = torch.empty(size, dtype=torch.uint8, device="cpu").numpy()  # aligned as torch aligns memory
     memory = arena.data
     pieces = []
     at = 0

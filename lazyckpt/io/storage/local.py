@@ -11,6 +11,7 @@ A file is checked after its bytes were copied, not before, so that concurrent wr
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import threading
 import weakref
@@ -28,7 +29,7 @@ from .mapping import Mapped, map_file
 
 _OPEN_FILES = 128  # well under the usual limit of 1,024 descriptors
 _MAPPINGS = 128  # each keeps a descriptor open, too
-_JOINED = 4 << 10  # bytes of a gap that costs less to read than a second system call
+_JOINED = mmap.PAGESIZE - 1  # bytes of a gap that costs less to read than a second system call: no page lies in it
 _VECTOR = 1024  # most targets of a vectored read, on all systems
 _DISCARDED = memoryview(bytearray(_JOINED))
 _RETRIES = 5  # attempts to open a file while other threads take the freed descriptors
