@@ -30,7 +30,7 @@ from ..storage.mapping import Mapped
 from ..tensors import empty
 from .gather import finish
 from .packed import located
-from .window import CLONABLE, LARGE, copied, span_of
+from .window import CLONABLE, LARGE, ONE_CALL, SMALL, copied, span_of
 
 if TYPE_CHECKING:
     import torch
@@ -49,12 +49,13 @@ class Mosaic:
     """A tensor of raw elements in blocks of local files."""
 
     __slots__ = (
-        "_aligned", "_dtype", "_highs", "_key", "_lows", "_places", "_shape", "_spec", "_starts", "_stops", "_store",
-        "_whole_rows",
+        "_aligned", "_dtype", "_highs", "_key", "_lows", "_places", "_row", "_shape", "_spec", "_starts", "_stops",
+        "_store", "_whole_rows",
     )  # fmt: skip
 
     def __init__(self, store: Store, spec: TensorSpec, places: Sequence[Place]) -> None:
         self._store, self._spec, self._dtype, self._shape = store, spec, spec.dtype.torch, spec.shape
+        self._row = prod(spec.shape[1:]) * spec.dtype.itemsize  # bytes of a row
         self._key = object()  # of the cached blocks (not this object: it refers to the store, which has the mappings)
         known = [offset for _, _, offset, _, _ in places if isinstance(offset, int)]
         self._aligned = len(known) == len(places) and not any(offset % spec.dtype.itemsize for offset in known)
@@ -111,8 +112,20 @@ class Mosaic:
             found = self._block(n)
             if found is None:
                 return None
-            mapped, block, offset = found
+            mapped, block, offset, flat = found
             moved = low - self._lows[n]
+            if flat is not None and len(items) == 1 and (high - low) * self._row <= ONE_CALL:
+                unit = self._row // flat.itemsize
+                if (high - low) * self._row > SMALL and not mapped.resident(
+                    offset + moved * self._row, offset + (high - self._lows[n]) * self._row
+                ):
+                    return None
+                rows = flat.narrow_copy(0, moved * unit, (high - low) * unit)
+                rows = rows if self._aligned else rows.view(self._dtype)
+                shape = self._shape[1:] if type(first) is int else (high - low, *self._shape[1:])
+                if not mapped.in_burst(begun):
+                    self._store.confirm(self._places[n][0], mapped)
+                return rows if len(shape) == 1 else rows.view(shape)
             view = block[(moved if type(first) is int else slice(moved, high - self._lows[n]), *items[1:])]
         except (IndexError, ValueError, TypeError):  # a planned read supports the key, or raises a better error
             return None
@@ -146,7 +159,7 @@ class Mosaic:
             found = self._block(n)
             if found is None:
                 return None
-            mapped, block, offset = found
+            mapped, block, offset, _ = found
             view = block[source]
             if not _resident(mapped, block, offset, view):
                 return None
@@ -169,8 +182,9 @@ class Mosaic:
             self._store.confirm(path, mapped)
         return finish(reads, out)
 
-    def _block(self, n: int) -> tuple[Mapped, torch.Tensor, int] | None:
-        """Return the mapping of a block's file, the block as a tensor, and its position in the file."""
+    def _block(self, n: int) -> tuple[Mapped, torch.Tensor, int, torch.Tensor | None] | None:
+        """Return the mapping of a block's file, the block as a tensor, its position in the file, and its ravel if it is
+        contiguous."""
         path, offset, shape, strides = self._places[n]
         if not isinstance(offset, int):
             archive, ahead = offset
@@ -182,8 +196,8 @@ class Mosaic:
         mapped = self._store.maps.get(path) or self._store.map(path)
         if mapped is None:
             return None
-        block: torch.Tensor | None = mapped.arrays.get((self._key, n))
-        if block is None:
+        known: tuple[torch.Tensor, torch.Tensor | None] | None = mapped.arrays.get((self._key, n))
+        if known is None:
             count = 1 + sum((m - 1) * s for m, s in zip(shape, strides, strict=True))
             nbytes = count * self._dtype.itemsize
             if offset + nbytes > len(mapped.buffer):
@@ -197,8 +211,10 @@ class Mosaic:
                 shape, strides = (*shape, size), (*(s * size for s in strides), 1)
             if len(mapped.arrays) >= _CACHED:
                 mapped.arrays.clear()
-            block = mapped.arrays[self._key, n] = flat.as_strided(shape, strides)
-        return mapped, block, offset
+            contiguous = self._places[n][3] == c_strides(self._places[n][2])
+            known = flat.as_strided(shape, strides), flat if contiguous else None
+            mapped.arrays[self._key, n] = known
+        return mapped, known[0], offset, known[1]
 
 
 # Where a block begins in the tensor, its file, its position there, its shape and strides. The position may be one in an

@@ -26,9 +26,9 @@ else:
     from ...deferred import torch
 
 LARGE = 32 << 20  # bytes above which reads on several threads are faster than a mapping
-_SMALL = 8 << 10  # bytes up to which page faults cost less than a planned read, even on uncached pages
+SMALL = 8 << 10  # bytes up to which page faults cost less than a planned read, even on uncached pages
 _HUGE = 16 << 20  # bytes from which huge pages pay here: the C library reuses the memory of smaller tensors
-_ONE_CALL = 128 << 10  # bytes up to which torch copies a range of rows fastest on one thread
+ONE_CALL = 128 << 10  # bytes up to which torch copies a range of rows fastest on one thread
 _CACHED = 1 << 14  # windows whose tensors a mapping caches
 _NEAR = (
     64 << 20
@@ -55,7 +55,7 @@ class Window:
         self._size = self._row * dtype.itemsize  # bytes of a row
         self._nbytes = self._length * self._size
         self._resident_until = self._partial_until = 0.0
-        self._flat = len(shape) == 2 and self._size <= _SMALL  # whether a row is one range of the raveled tensor
+        self._flat = len(shape) == 2 and self._size <= SMALL  # whether a row is one range of the raveled tensor
 
     def read(self, key: Any) -> torch.Tensor | None:
         """Read the indexed elements; None if a planned read is better or has to raise an error."""
@@ -75,12 +75,12 @@ class Window:
                 start, stop, _ = key.indices(self._length)
                 nbytes = (stop - start) * self._size
                 if (
-                    nbytes > _SMALL
+                    nbytes > SMALL
                     and begun > self._resident_until
                     and (nbytes > LARGE or not self._is_resident(mapped, start * self._size, nbytes, begun))
                 ):
                     return None
-                if nbytes <= _ONE_CALL:
+                if nbytes <= ONE_CALL:
                     found = arrays[0].narrow_copy(0, start, max(0, stop - start))
                 elif nbytes < _HUGE:
                     found = arrays[0][key].clone()
@@ -118,7 +118,7 @@ class Window:
             span = span_of(view)
             if span > _NEAR:
                 return None
-            if span > _SMALL and not self._is_resident(mapped, view.data_ptr() - array.data_ptr(), span, now):
+            if span > SMALL and not self._is_resident(mapped, view.data_ptr() - array.data_ptr(), span, now):
                 return None
         return view.flip(flips) if flips else copied(view, nbytes)
 
@@ -179,7 +179,7 @@ class Window:
         start += self._offset
         step = view.stride(dim) * self._dtype.itemsize
         inner = span - (view.shape[dim] - 1) * step
-        if inner > _SMALL or len(index) * _SMALL > _NEAR:
+        if inner > SMALL or len(index) * SMALL > _NEAR:
             return False
         return all(mapped.resident(start + n * step, start + n * step + inner) for n in index.tolist())
 
