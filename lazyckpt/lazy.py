@@ -13,25 +13,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from math import prod
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
 import numpy as np
 
 from .core.box import Box, Shape, c_strides, is_run, tiles
-from .core.dtypes import BF16, BOOL, F16, F32, F64, I8, I16, I32, I64, U8, check_converts, dtype_of
+from .core.copies import Copy
+from .core.dtypes import check_converts, dtype_of
 from .core.fragments import fragments_of
 from .core.index import Extent, Fragment, Hole, Packed, TensorSpec
-from .core.plan import Copy, plan
+from .core.plan import plan
 from .core.select import Selection
-from .errors import DataError, SelectionError, and_more, printable
+from .errors import DataError, LazyckptError, SelectionError, and_more, printable
 from .io.pool import Task, run, run_here
 from .io.reading.device import Ring, read_to
-from .io.reading.gather import Range, Run, agree, finish, ranges, read, run_tasks, runs, tasks
+from .io.reading.gather import Range, Run, agree, finish, plan_unread, ranges, read, run_tasks, runs, tasks
+from .io.reading.mosaic import Mosaic
 from .io.reading.packed import locate
+from .io.reading.window import CLONABLE, Window
 from .io.storage.base import Buffer, Store, check, narrow
-from .io.tensors import array_over, empty
+from .io.tensors import empty
 from .likeness import Likeness
 
 if TYPE_CHECKING:
@@ -40,11 +42,9 @@ else:
     from .deferred import torch
 
 A = TypeVar("A", bound="LazyArray")
-_SMALL = 64 << 10  # bytes up to which page faults cost less than a planned read, even on uncached pages
 _MOST = 1 << 48  # bytes up to which a tensor is cut into pieces
+_PLANNED = 64  # fragments for each slice that is planned by itself before a plan of all is kept
 _REPLICAS = 4 << 20  # bytes of a tensor whose copies are compared at a time
-_LARGE = 32 << 20  # bytes above which reads on several threads are faster than a mapping
-_ATOMS = {int, slice, type(None), type(Ellipsis)}
 
 
 @dataclass(slots=True)
@@ -96,13 +96,14 @@ class LazyArray(Likeness):
         The part of the tensor to read; None for the whole.
     """
 
-    __slots__ = ("__weakref__", "_selection", "_store", "_window", "spec")
+    __slots__ = ("__weakref__", "_selection", "_slices", "_store", "_window", "spec")
 
     def __init__(self, store: Store, spec: TensorSpec, selection: Selection | None = None) -> None:
         self.spec = spec
         self._store = store
         self._selection = selection  # None: the whole
-        self._window: tuple[str, int, torch.dtype, Shape] | tuple[()] | None = None
+        self._window: Window | Mosaic | Literal[False] | None = False  # False: not yet looked for
+        self._slices = 0  # slices read before
 
     # -- what it is
 
@@ -145,8 +146,7 @@ class LazyArray(Likeness):
         """Raise the error that reading would raise because a file is missing. Reads nothing."""
         if self._plain is not None or fragments_of(self.spec.fragments).intact:  # nothing to plan
             return
-        for _, want in self._sel.reads().blocks():
-            plan(self.spec, want)
+        plan(self.spec, self._sel.reads().want)
 
     @property
     def _archives(self) -> list[Packed]:
@@ -190,9 +190,8 @@ class LazyArray(Likeness):
     def _cost(self, selection: Selection) -> Cost:
         """Return the cost of reading a selection. Reads nothing, but raises the errors that reading would raise."""
         cost = Cost()
-        for _, want in selection.reads().blocks():
-            for copy, found in ranges(self._store, plan(self.spec, want)):
-                cost.add(copy, found)
+        for copy, found in ranges(self._store, plan(self.spec, selection.reads().want)):
+            cost.add(copy, found)
         return cost
 
     def replicas_agree(self) -> bool:
@@ -247,16 +246,20 @@ class LazyArray(Likeness):
         DataError
             The tensor has no data, or no rule merges its shards.
         """
+        window = self._window
+        if window is False:
+            window = self._found_window(key)
+        if window is not None:
+            found = window.read(key) if isinstance(window, Window) else window.rows(key)
+            if found is not None:
+                return found
         if key is Ellipsis:
             return self._whole()
-        kind = type(key)
         if isinstance(key, torch.Tensor | np.ndarray) and key.ndim > 1 and key.dtype in (torch.bool, np.bool_):
             return self._masked(torch.tensor(key, device="cpu") if isinstance(key, np.ndarray) else key.cpu())
-        if kind in _ATOMS or (kind is tuple and all(type(k) in _ATOMS for k in key) and key.count(Ellipsis) < 2):
-            quick = self._quick(key)
-            if quick is not None:
-                return quick
-        return read(self._store, self.spec, self._sel[key].reads())
+        reads = self._sel[key].reads()
+        found = window.read(reads) if isinstance(window, Mosaic) else None
+        return read(self._store, self.spec, reads) if found is None else found
 
     def _masked(self, mask: torch.Tensor) -> torch.Tensor:
         """Read the elements where a mask of the first dimensions is true, in C order."""
@@ -344,10 +347,9 @@ class LazyArray(Likeness):
         if extent is not None:
             return [Run(extent.path, extent.offset, self.nbytes)]
         reads = self._sel.reads()
-        blocks = list(islice(reads.blocks(), 2))
-        if len(blocks) != 1 or reads.flips or reads.orders:
+        if reads.flips or reads.orders:
             return None
-        return runs(self._store, self.spec, blocks[0][1])
+        return runs(self._store, self.spec, reads.want)
 
     def astype(self, dtype: torch.dtype) -> Self:
         """Return a lazy tensor that is converted to another dtype when it is read. Reads nothing.
@@ -515,7 +517,10 @@ class LazyArray(Likeness):
     def _plain(self) -> Extent | None:
         """The extent, if the tensor is one contiguous run of raw bytes of one file."""
         spec = self.spec
-        fragment = fragments_of(spec.fragments).only() if self._selection is None else None
+        if self._selection is not None:
+            return None
+        fragments = spec.fragments
+        fragment = fragments[0] if type(fragments) is tuple and len(fragments) == 1 else fragments_of(fragments).only()
         if fragment is None:
             return None
         extent = fragment.extent
@@ -532,46 +537,34 @@ class LazyArray(Likeness):
             extent = locate(self._store, extent, spec.name)
         return extent if extent.raw and is_run(extent.shape, extent.strides) else None
 
-    def _quick(self, key: Any) -> torch.Tensor | None:
-        """Index the mapping by torch, for a small or resident slice of a plain tensor; None if a planned read is
-        better."""
-        window = self._window
-        if window is None:
-            window = self._window = self._find_window()
-        if not window:
+    def _found_window(self, key: Any) -> Window | Mosaic | None:
+        """Return what small slices are read through, None if there is nothing yet or never. Keep it."""
+        if (
+            not self._slices and key is Ellipsis
+        ):  # most tensors are read once and whole: do not map their files for that
+            self._slices = 1
             return None
-        path, offset, dtype, shape = window
-        mapped = self._store.map(path)
-        if mapped is None:
+        self._slices += 1
+        if self._slices <= len(self.spec.fragments) // _PLANNED:
             return None
-        try:
-            view = array_over(mapped, offset, dtype, shape)[key]
-        except (IndexError, ValueError, TypeError):  # the planned read supports the key, or raises a better error
+        self._window = self._find_window()
+        return self._window
+
+    def _find_window(self) -> Window | Mosaic | None:
+        """Return the window or the mosaic that small slices are read through; None for tensors without."""
+        spec, store = self.spec, self._store
+        if self._selection is not None or not spec.numel or not isinstance(store, Store) or not store.maps_files:
             return None
-        nbytes = view.nbytes
-        if not view.is_contiguous():
-            if nbytes > _SMALL:
+        extent = None if fragments_of(spec.fragments).packed() else self._plain
+        if extent is None or extent.offset % extent.dtype.itemsize:
+            try:
+                return Mosaic.of(store, spec, plan_unread(store, spec))
+            except LazyckptError:  # slices may not need what is missing
                 return None
-            copied = view.contiguous()
-        elif nbytes > _SMALL and (nbytes > _LARGE or not self._store.resident(view.data_ptr(), nbytes)):
+        if extent.dtype not in CLONABLE:
             return None
-        else:
-            copied = view.clone()
-        self._store.confirm(path, mapped)
-        return copied
-
-    def _find_window(self) -> tuple[str, int, torch.dtype, Shape] | tuple[()]:
-        """Return the place of a plain tensor that torch can index and clone in a mapping; () for other tensors."""
-        extent = self._plain
-        if extent is None or not self.numel() or extent.dtype not in _CLONABLE:
-            return ()
-        if extent.offset % extent.dtype.itemsize:
-            return ()
-        check(self._store, extent.path, extent.offset, self.spec.nbytes)
-        return extent.path, extent.offset, extent.dtype.torch, self.spec.shape
-
-
-_CLONABLE = frozenset((F32, F64, F16, BF16, I64, I32, I16, I8, U8, BOOL))
+        check(store, extent.path, extent.offset, spec.nbytes)
+        return Window(store, extent.path, extent.offset, extent.dtype.torch, spec.shape)
 
 
 def shape_of(tensor: LazyArray) -> Shape:

@@ -18,7 +18,9 @@ from .core.index import Packed
 from .core.names import unwrapped
 from .errors import DataError, some
 from .formats.shared.wrappers import own_names
+from .io.memory import many_objects
 from .io.pool import Task, run
+from .io.reading.arenas import SMALL, Small, small_tasks
 from .io.reading.device import Ring
 from .io.reading.packed import locate_all
 from .io.storage.base import Store
@@ -89,15 +91,28 @@ def _read_together(
     names: list[str], lazy: Mapping[str, LazyArray], dtype: torch.dtype | None, bar: Bar
 ) -> dict[str, torch.Tensor]:
     ready: dict[str, Callable[[], torch.Tensor]] = {}
+    small: dict[int, tuple[Store, list[Small]]] = {}  # by store
+    done: dict[str, torch.Tensor] = {}
 
     def tasks() -> Iterator[Task]:
         for name in _looked_up(names, lazy.__getitem__):
-            more, ready[name] = lazy[name]._start()
+            t = lazy[name]
+            nbytes = t.spec.nbytes
+            if 0 < nbytes < SMALL and (extent := t._plain) is not None:
+                one = Small(extent.path, extent.offset, nbytes, name, extent.dtype.torch, t.spec.shape)
+                small.setdefault(id(t.store), (t.store, []))[1].append(one)
+                continue
+            more, ready[name] = t._start()
             yield from more
-            bar.add(lazy[name].nbytes)  # all of its tasks are submitted
+            bar.add(t.nbytes)  # all of its tasks are submitted
+        for store, wanted in small.values():
+            for nbytes, do in small_tasks(store, wanted, done):
+                yield nbytes, do
+                bar.add(nbytes)
 
-    run(tasks())
-    return {name: _converted(ready[name](), dtype) for name in names}
+    with many_objects():
+        run(tasks())
+        return {name: _converted(done[name] if name in done else ready[name](), dtype) for name in names}
 
 
 def _looked_up(items: Iterable[T], lazy: Callable[[T], LazyArray]) -> Iterator[T]:

@@ -243,7 +243,9 @@ class Namespace(Mapping[str, A]):
         """
         if not isinstance(path, str):
             raise TensorNotFoundError(f"tensors are looked up by name, not by {type(path).__name__}")
-        found = self.exact(path)
+        found = self._tensors.get(path)
+        if found is None:
+            found = self.exact(path)
         if found is not None:
             return found
         if path in ("", "."):

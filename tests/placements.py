@@ -341,6 +341,3 @@ class PlainStore:
 
     def private(self, path: str) -> None:
         return None
-
-    def resident(self, address: int, nbytes: int) -> bool:
-        return False

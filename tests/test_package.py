@@ -378,7 +378,7 @@ def test_a_reader_of_another_package(tmp_path: Path) -> None:
 
 
 def test_benchmarks_import_names_that_exist() -> None:
-    for path in (ROOT / "benchmarks").glob("*.py"):
+    for path in (ROOT / "benchmarks").rglob("*.py"):
         for module, names in re.findall(
             r"^from (tests[.\w]*|lazyckpt[.\w]*) import (.+)$", path.read_text("utf-8"), re.M
         ):

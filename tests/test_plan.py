@@ -53,7 +53,7 @@ def small_blocks(data: st.DataObject) -> Iterator[None]:
     block, run = data.draw(st.sampled_from([BIG, SMALL, TINY]), label="BLOCK, _RUN")
     inline = data.draw(st.sampled_from([4 << 20, 1]), label="_INLINE")
     with (
-        mock.patch.multiple(gather, BLOCK=block, _RUN=run),
+        mock.patch.multiple(gather, BLOCK=block, _RUN=run, _WINDOW=4 * block),
         mock.patch.multiple(pool, _INLINE=inline, _BATCH=inline),
     ):
         yield
@@ -202,7 +202,7 @@ def test_reads_only_what_is_wanted(data: st.DataObject, case: Placed) -> None:
 @property_test
 @given(st.data(), placed(replicas=False, overlaps=False))
 def test_reads_at_most_the_gap_between_two_runs(data: st.DataObject, case: Placed) -> None:
-    key = data.draw(keys(case.truth.shape, lists=False))
+    key = data.draw(keys(case.truth.shape))
     width = max((f.extent.dtype.itemsize for f in case.spec.fragments if isinstance(f.extent, Extent)), default=0)
     where, piece = index(case.address, key), index(case.piece, key)
     joints = 0  # between two runs of the same part
@@ -220,7 +220,7 @@ def test_splitting_ends(data: st.DataObject, case: Placed) -> None:
     """However small the blocks, a copy falls into at most as many tasks as it has elements, none of them empty."""
     reads = Selection.all(case.truth.shape)[data.draw(keys(case.truth.shape))].reads()
     out = torch.empty(reads.shape, dtype=case.spec.dtype.torch)
-    with files(case) as folder, mock.patch.multiple(gather, BLOCK=16, _RUN=8):
+    with files(case) as folder, mock.patch.multiple(gather, BLOCK=16, _RUN=8, _WINDOW=32):
         for store in stores(folder).values():
             tasks = list(islice(gather.tasks(store, case.spec, reads, out), out.numel() + 1))
             assert len(tasks) <= out.numel()

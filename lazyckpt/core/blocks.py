@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from typing import Any, overload
@@ -16,9 +16,9 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from .box import Box, Shape, c_strides
+from .box import Axis, Box, Selection, Shape, c_strides
 from .chunking import chunk_box, grid_of
-from .fragments import Fragments, Selection
+from .fragments import Fragments
 from .index import Fragment
 
 
@@ -32,6 +32,10 @@ class Boxes:
     starts: NDArray[np.int64]
     stops: NDArray[np.int64]
     numbers: Sequence[int]
+    _apart: list[bool] = field(default_factory=list, init=False, repr=False)  # the result of `disjoint`
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Boxes, (self.starts, self.stops, self.numbers)
 
     @property
     def cell(self) -> None:
@@ -46,13 +50,36 @@ class Boxes:
         return Box(tuple(self.starts[at].tolist()), tuple(self.stops[at].tolist()))
 
     def meeting(self, want: Selection) -> list[int]:
-        """Return the numbers of the blocks that overlap the bounding box of the selection."""
+        """Return the numbers of the blocks that overlap the bounding box of the selection, and in each dimension that
+        is selected by a list an index of the list."""
+        return [self.numbers[at] for at in self.rows(want).tolist()]
+
+    def rows(self, want: Selection) -> NDArray[np.int64]:
+        """Return the rows of these blocks in the table."""
         if not all(map(len, want)):
-            return []
+            return np.zeros(0, np.int64)
         first = np.array([r[0] for r in want], np.int64)
         last = np.array([r[-1] for r in want], np.int64)
         hit = ((self.starts <= last) & (self.stops > first)).all(axis=1)
-        return [self.numbers[at] for at in np.flatnonzero(hit).tolist()]
+        for d, axis in enumerate(want):
+            if not isinstance(axis, range):
+                low, high = (np.searchsorted(axis, ends[:, d]) for ends in (self.starts, self.stops))
+                hit &= low < high
+        return np.flatnonzero(hit)
+
+    @property
+    def disjoint(self) -> bool:
+        """Whether it is certain that no two blocks overlap: they are the cells of a grid with lines anywhere."""
+        if not self._apart:
+            cell = np.zeros(len(self), np.int64)
+            alike = True
+            for d in range(self.starts.shape[1]):
+                lines = np.unique(np.concatenate((self.starts[:, d], self.stops[:, d])))
+                low, high = (np.searchsorted(lines, ends[:, d]) for ends in (self.starts, self.stops))
+                alike = alike and bool((high == low + 1).all())
+                cell = cell * len(lines) + low
+            self._apart.append(alike and len(np.unique(cell)) == len(self))
+        return self._apart[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +120,10 @@ class Grid:
                 yield chunk_box(place, self.shape, self.cell)
 
 
-def cells(wanted: range, size: int) -> Iterator[int]:
+def cells(wanted: Axis, size: int) -> Iterator[int]:
     """Return the cells of one dimension, ``size`` elements each, that hold an index of ``wanted`` (not empty)."""
+    if not isinstance(wanted, range):
+        return iter(np.unique(wanted // size).tolist())
     if wanted.step <= size:
         return iter(range(wanted[0] // size, wanted[-1] // size + 1))
     return (i // size for i in wanted)

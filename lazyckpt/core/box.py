@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
+import numpy as np
+from numpy.typing import NDArray
+
 Shape = tuple[int, ...]
+Axis = range | NDArray[np.int64]  # ascending indices along a dimension
+Selection = tuple[Axis, ...]
 _FEW = 8  # up to this many boxes are subtracted one by one
 
 
@@ -145,7 +150,8 @@ def c_strides(shape: Sequence[int]) -> Shape:
 
 def is_run(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Return whether a strided array is contiguous in C order."""
-    return all(n == 1 or s == e for n, s, e in zip(shape, strides, c_strides(shape), strict=True))
+    expected = c_strides(shape)
+    return strides == expected or all(n == 1 or s == e for n, s, e in zip(shape, strides, expected, strict=True))
 
 
 def fits(shape: Sequence[int], itemsize: int) -> bool:
@@ -167,6 +173,11 @@ def hull(shape: Sequence[int], strides: Sequence[int]) -> int:
     if 0 in shape:
         return 0
     return 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+
+
+def hull_of(want: Selection) -> tuple[range, ...]:
+    """Return the selection with the range from the first to the last index in place of each list of indices."""
+    return tuple(r if isinstance(r, range) else range(int(r[0]), int(r[-1]) + 1) if len(r) else range(0) for r in want)
 
 
 def tiles(shape: Sequence[int], count: int) -> Iterator[Box]:

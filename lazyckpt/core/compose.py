@@ -12,11 +12,12 @@ from math import prod
 from typing import Any, Literal, NamedTuple, overload
 
 from ..errors import LazyckptError
-from .box import Box, Shape
+from .box import Box, Selection, Shape
 from .dtypes import DType
-from .fragments import Fragments, Selection, fragments_of
+from .fragments import Find, Fragments, fragments_of
 from .index import Fragment, Hole, Part, Placement, TensorSpec, from_folder
-from .plan import plan
+from .plan import earlier_overlaps, plan
+from .table import Table, joined
 
 
 def compose(
@@ -70,6 +71,30 @@ class Composed(Fragments):
             if wanted is not None:
                 found += self._placed(n, fragments_of(source).meeting(wanted))
         return found
+
+    def table(self, want: Selection, find: Find | None = None) -> Table | None:
+        """Return the tables of the sources, moved to their places, if each is one block and all have a table."""
+        tables: list[Table] = []
+        blocks: list[Box] = []
+        for n, (source, placement) in enumerate(zip(self.sources, self.placements, strict=True)):
+            wanted = want if placement.parts is None else _wanted(placement, want)
+            if wanted is None:
+                continue
+            found = fragments_of(source).table(wanted, find) if self._is_straight(n) else None
+            if found is None:
+                return None
+            blocks.append(Box.of(placement.shape) if placement.parts is None else placement.target(placement.parts[0]))
+            if placement.parts is not None:
+                found = found.moved(placement.parts[0].local, placement.parts[0].start)
+            tables.append(found)
+        if not tables or any(earlier_overlaps(blocks)):
+            return None
+        return joined(tables)
+
+    def _is_straight(self, n: int) -> bool:
+        """Return whether a source is one block of the tensor, with the same dimensions in the same store."""
+        placement = self.placements[n]
+        return placement.axes is None and (placement.parts is None or len(placement.parts) == 1)
 
     def __iter__(self) -> Iterator[Fragment]:
         for n in range(len(self.sources)):
@@ -144,7 +169,7 @@ class Composed(Fragments):
 
 def _wanted(placement: Placement, want: Selection) -> Selection | None:
     """Return the part of the placed array inside the bounding box of the selection; None if it is empty."""
-    box = Box(tuple(r[0] for r in want), tuple(r[-1] + 1 for r in want))
+    box = Box(tuple(int(r[0]) for r in want), tuple(int(r[-1]) + 1 for r in want))
     found = []
     for part in placement.blocks:
         hit = box & placement.target(part)
@@ -231,6 +256,9 @@ class Stacked(Composed):
             placements=tuple(self.placements[n] for n in kept),
             folders=tuple(self.folders[n] for n in kept),
         )
+
+    def _is_straight(self, n: int) -> bool:
+        return False  # the files of a layer are in its folder
 
     def _placed(self, n: int, fragments: Iterable[Fragment]) -> Iterator[Fragment]:
         found = Composed._placed(self, n, fragments)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 
-from .box import Box, Shape, c_strides, is_run, span_boxes
-from .fragments import Fragments, Selection, fragment_boxes, fragments_of
+from .box import Box, Selection, Shape, c_strides, is_run, span_boxes
+from .fragments import Fragments, fragment_boxes, fragments_of
 from .index import Extent, Fragment, Hole, Part, TensorSpec
 
 
@@ -51,8 +51,8 @@ class Flat(Fragments):
         if not all(map(len, want)):
             return []
         strides = c_strides(self.shape)
-        lo = sum(r[0] * s for r, s in zip(want, strides, strict=True))
-        hi = 1 + sum(r[-1] * s for r, s in zip(want, strides, strict=True))
+        lo = sum(int(r[0]) * s for r, s in zip(want, strides, strict=True))
+        hi = 1 + sum(int(r[-1]) * s for r, s in zip(want, strides, strict=True))
         return list(self.between(lo, hi))
 
     def __iter__(self) -> Iterator[Fragment]:

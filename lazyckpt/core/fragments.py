@@ -14,13 +14,14 @@ tests/test_fragments.py checks the contract for each kind.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
-from .box import Box, Shape, span_boxes
-from .index import Fragment, Packed, Placement
+from .box import Box, Selection, Shape, span_boxes
+from .index import Extent, Fragment, Packed, Placement
+from .table import Table
 
-Selection = tuple[range, ...]
+Find = Callable[[Packed], Extent]
 
 
 class Fragments(Sequence[Fragment]):
@@ -39,13 +40,26 @@ class Fragments(Sequence[Fragment]):
         Parameters
         ----------
         want
-            The selected elements: one ascending range for each dimension of the tensor.
+            The selected elements: ascending indices for each dimension of the tensor.
 
         Returns
         -------
         Every fragment that holds a selected element; one replica of each is enough. A fragment may omit parts that hold
         no selected element.
         """
+
+    def table(self, want: Selection, find: Find | None = None) -> Table | None:
+        """Return the blocks that may hold selected elements as a table, if there are many and they are raw elements of
+        one dtype that do not overlap; None: only `meeting` returns them.
+
+        Parameters
+        ----------
+        want
+            The selected elements, at least one.
+        find
+            A function that looks up where an archive or a chunk holds its elements; see `core.plan.plan`.
+        """
+        return None
 
     @abstractmethod
     def __iter__(self) -> Iterator[Fragment]: ...

@@ -453,10 +453,11 @@ class Specs(Mapping[str, TensorSpec]):
         Name -> whatever describes the tensor.
     """
 
-    __slots__ = ("table",)
+    __slots__ = ("_made", "table")
 
     def __init__(self, table: dict[str, Any]) -> None:
         self.table = table
+        self._made: dict[str, TensorSpec] = {}  # a tensor that is looked up twice has one description
 
     @abstractmethod
     def make(self, name: str, entry: Any) -> TensorSpec:
@@ -472,11 +473,19 @@ class Specs(Mapping[str, TensorSpec]):
         return (kinds.setdefault(self.kind(name), len(kinds)) for name in self.table)
 
     @abstractmethod
+    def of(self, table: dict[str, Any]) -> Self:
+        """Return the tensors of another table of the same files."""
+
     def only(self, table: dict[str, Any]) -> Self:
-        """Return the tensors of another table, a part of this one."""
+        """Return the tensors of a part of the table."""
+        part = self.of(table)
+        part._made = self._made
+        return part
 
     def __getitem__(self, name: str) -> TensorSpec:
-        return self.make(name, self.table[name])
+        entry = self.table[name]
+        made = self._made.get(name)
+        return self._made.setdefault(name, self.make(name, entry)) if made is None else made
 
     def __contains__(self, name: object) -> bool:
         return name in self.table
@@ -499,6 +508,10 @@ class Gathered(Specs):
 
     __slots__ = ()
 
+    def __getitem__(self, name: str) -> TensorSpec:
+        found: TensorSpec = self.table[name][name]
+        return found
+
     def make(self, name: str, entry: Mapping[str, TensorSpec]) -> TensorSpec:
         return entry[name]
 
@@ -511,7 +524,7 @@ class Gathered(Specs):
             return super().marks(kinds)
         return chain.from_iterable(marks_of(specs, kinds) for specs in files)
 
-    def only(self, table: dict[str, Any]) -> Self:
+    def of(self, table: dict[str, Any]) -> Self:
         return type(self)(table)
 
 

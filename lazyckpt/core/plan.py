@@ -1,12 +1,13 @@
 """The plan of a read: the copies from files that fill a selection of a tensor, by box intersection. No I/O.
 
-Coordinates: a *selection* is one ascending `range` per dimension of the tensor. Its elements, numbered from 0 in each
-dimension, are the coordinates of the output array. A `Copy` moves a block of an extent to a block of the output.
+Coordinates: a *selection* has ascending indices for each dimension of the tensor: a `range`, or a list of them. Its
+elements, numbered from 0 in each dimension, are the coordinates of the output array. A `Copy` moves a block of an
+extent to a block of the output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import prod
 from operator import lt
@@ -16,9 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError, MissingFileError, sentences
-from .box import Box, Shape, c_strides, remainder
-from .fragments import Selection, fragment_boxes, fragments_of
-from .index import Extent, Fragment, Hole, Packed, TensorSpec
+from .box import Box, Selection, c_strides, remainder
+from .copies import Copy, even
+from .fragments import Find, fragment_boxes, fragments_of
+from .index import Fragment, Hole, Packed, TensorSpec
+from .table import choose
 
 # -- Which of many boxes overlap, in time about proportional to the boxes and overlaps, in any order of the boxes.
 
@@ -121,28 +124,8 @@ def _sweep(starts: Ints, stops: Ints, first: Ints, last: Ints) -> _Sweep:
 
 # -- From a selection of a tensor to the copies that fill it.
 
-Find = Callable[[Packed], Extent]
 
-
-class Copy(NamedTuple):
-    """A copy of a strided block of an extent to index ``at`` of the output.
-
-    ``shape`` is the block's shape. ``start``, its first element in the extent, and ``strides`` are in elements; the
-    position in the file, in bytes, is ``extent.offset + start * itemsize``.
-    """
-
-    extent: Extent
-    start: int
-    shape: Shape
-    strides: Shape
-    at: Shape
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(a, a + n) for a, n in zip(self.at, self.shape, strict=True))
-
-
-def plan(spec: TensorSpec, want: Selection, find: Find | None = None) -> list[Copy]:
+def plan(spec: TensorSpec, want: Selection, find: Find | None = None) -> Sequence[Copy]:
     """Return the copies that fill the selection.
 
     With combine="first" they cover every selected element exactly once. With "mean" there is a copy from every fragment
@@ -154,7 +137,12 @@ def plan(spec: TensorSpec, want: Selection, find: Find | None = None) -> list[Co
     whole = Box.of([len(r) for r in want])
     if not whole:
         return []
-    pieces = [p for f in fragments_of(spec.fragments).meeting(want) for p in _pieces(f, want, find)]
+    fragments = fragments_of(spec.fragments)
+    table = fragments.table(want, find) if spec.combine == "first" else None
+    found = None if table is None else choose(table, want)
+    if found is not None:
+        return found
+    pieces = [p for f in fragments.meeting(want) for p in _pieces(f, want, find)]
     copies = _cover(whole, [(target, piece) for target, piece in pieces if isinstance(piece, Copy)])
     left = whole.numel - sum(prod(copy.shape) for copy in copies)
     if left:
@@ -190,16 +178,22 @@ def _pieces(fragment: Fragment, want: Selection, find: Find | None) -> Iterator[
     for local, globe in fragment_boxes(fragment):
         lo: list[int] = []
         hi: list[int] = []
+        lists: list[NDArray[np.int64] | None] = []
         first = list(local.start)  # the rank-local index of the first selected element
         for r, a, b, axis in zip(want, globe.start, globe.stop, axes or range(len(want)), strict=True):
-            i = max(0, -(-(a - r.start) // r.step))
-            j = min(len(r), -(-(b - r.start) // r.step))
+            if isinstance(r, range):
+                i = max(0, -(-(a - r.start) // r.step))
+                j = min(len(r), -(-(b - r.start) // r.step))
+                lists.append(None)
+            else:
+                i, j = np.searchsorted(r, (a, b)).tolist()
+                lists.append(r[i:j] - r[i] if i < j else r)
             if i >= j:
                 break
             lo.append(i)
             hi.append(j)
             if axis is not None:
-                first[axis] += r.start + i * r.step - a
+                first[axis] += int(r[i]) - a
         else:
             target = Box(tuple(lo), tuple(hi))
             if isinstance(extent, Hole):
@@ -216,8 +210,8 @@ def _pieces(fragment: Fragment, want: Selection, find: Find | None) -> Iterator[
             start = base + sum(i * s for i, s in zip(first, strides, strict=True))
             if axes is not None:
                 strides = tuple(0 if a is None else strides[a] for a in axes)
-            steps = tuple(s * r.step for s, r in zip(strides, want, strict=True))
-            yield target, Copy(extent, start, target.shape, steps, target.start)
+            steps = tuple(s * r.step if isinstance(r, range) else s for s, r in zip(strides, want, strict=True))
+            yield target, even(Copy(extent, start, target.shape, steps, target.start, tuple(lists)))
 
 
 def _cover(whole: Box, pieces: list[tuple[Box, Copy]]) -> list[Copy]:
@@ -265,8 +259,20 @@ def _held_first(targets: Sequence[Box]) -> Iterator[tuple[list[Box], list[tuple[
 def _crop(copy: Copy, target: Box, inner: Box) -> Copy:
     if inner == target:
         return copy
-    ahead = sum((i - t) * s for i, t, s in zip(inner.start, target.start, copy.strides, strict=True))
-    return copy._replace(start=copy.start + ahead, shape=inner.shape, at=inner.start)
+    ahead = [i - t for i, t in zip(inner.start, target.start, strict=True)]
+    if not copy.lists:
+        start = copy.start + sum(n * s for n, s in zip(ahead, copy.strides, strict=True))
+        return copy._replace(start=start, shape=inner.shape, at=inner.start)
+    start = copy.start
+    lists: list[NDArray[np.int64] | None] = []
+    for n, length, stride, positions in zip(ahead, inner.shape, copy.strides, copy.lists, strict=True):
+        if positions is None:
+            start += n * stride
+            lists.append(None)
+        else:
+            start += int(positions[n]) * stride
+            lists.append(positions[n : n + length] - positions[n])
+    return even(copy._replace(start=start, shape=inner.shape, at=inner.start, lists=tuple(lists)))
 
 
 def _uncovered(spec: TensorSpec, left: int, pieces: list[tuple[Box, Copy | Hole]]) -> MissingFileError | DataError:

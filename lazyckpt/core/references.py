@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from ..errors import DataError
 from .box import Shape, is_run
+from .copies import Copy
 from .index import TensorSpec
-from .plan import Copy
 
 MOST = 1 << 16  # references of one tensor; looking up more would take longer than copying the bytes
 

@@ -10,19 +10,16 @@ import ast
 import operator
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import SelectionError
-from .box import Box, Shape
-from .fragments import Selection as Ranges
-
-Axis = range | NDArray[np.int64]
+from .box import Axis, Box, Shape
+from .box import Selection as Ranges
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,52 +96,50 @@ class Selection:
         return Selection(tuple(axes), tuple(dims), self.rank)
 
     def reads(self) -> Reads:
-        """Return how to read the selection: blocks of ascending ranges, and the steps that follow in memory."""
-        runs: list[list[tuple[int, range]]] = []
+        """Return how to read the selection: what to read, and the steps that follow in memory."""
+        want: list[Axis] = []
         flips: list[int] = []
         orders: list[tuple[int, NDArray[np.int64]]] = []
-        shape: list[int] = []
         for n, axis in enumerate(self.axes[: self.rank]):
             if isinstance(axis, range):
                 if axis.step < 0:
                     flips.append(n)
                     axis = axis[::-1]
-                runs.append([(0, axis)])
-                shape.append(len(axis))
+                want.append(axis)
+                continue
+            if (np.diff(axis) > 0).all():
+                want.append(axis)
                 continue
             unique, inverse = np.unique(axis, return_inverse=True)
-            runs.append(list(_runs(unique)))
-            shape.append(len(unique))
-            if not np.array_equal(inverse, np.arange(len(unique))):
-                orders.append((n, inverse))
+            want.append(_as_range(unique))
+            orders.append((n, inverse))
         added = tuple(n for n, d in enumerate(self.dims) if d >= self.rank)
-        return Reads(tuple(shape), tuple(map(tuple, runs)), tuple(flips), tuple(orders), self.shape, added)
+        return Reads(tuple(want), tuple(flips), tuple(orders), self.shape, added)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reads:
     """How to read a selection.
 
-    ``shape`` is the shape of the array to read into, with one dimension per axis. `io.reading.gather.finish` turns the
-    array into one of shape ``result``; ``added`` holds the dimensions of the result that the array does not have.
+    ``want`` holds the ascending indices to read along each axis. `io.reading.gather.finish` turns the array of shape
+    ``shape`` into one of shape ``result``; ``added`` holds the dimensions of the result that the array does not have.
     """
 
-    shape: Shape
-    runs: tuple[tuple[tuple[int, range], ...], ...]
+    want: Ranges
     flips: tuple[int, ...]
     orders: tuple[tuple[int, NDArray[np.int64]], ...]
     result: Shape
     added: tuple[int, ...] = ()
 
-    def blocks(self) -> Iterator[tuple[Shape, Ranges]]:
-        """Yield the blocks to read, as (start in the array, ranges of the tensor)."""
-        for combination in product(*self.runs):
-            yield tuple(at for at, _ in combination), tuple(r for _, r in combination)
+    @property
+    def shape(self) -> Shape:
+        """The shape of the array to read into, with one dimension per axis."""
+        return tuple(map(len, self.want))
 
     @property
     def in_place(self) -> bool:
         """Whether the array that was read is the result, without further steps."""
-        return self.shape == self.result and not (self.flips or self.orders or self.added)
+        return not (self.flips or self.orders or self.added) and self.shape == self.result
 
 
 def _spread(key: Any, shape: Shape) -> list[Any]:
@@ -224,22 +219,6 @@ def _as_range(wanted: NDArray[np.int64]) -> Axis:
     if step and (np.diff(wanted) == step).all():
         return range(int(wanted[0]), int(wanted[-1]) + (1 if step > 0 else -1), step)
     return wanted
-
-
-def _runs(unique: NDArray[np.int64]) -> Iterator[tuple[int, range]]:
-    """Yield ascending indices as evenly spaced runs: (position of the first index, the run)."""
-    values = unique.tolist()
-    at = 0
-    while at < len(values):
-        end = at + 1
-        step = values[end] - values[at] if end < len(values) else 1
-        while end < len(values) and values[end] - values[end - 1] == step:
-            end += 1
-        # two distant indices do not make a run: the second may start a longer one
-        if step > 1 and end - at == 2:
-            end = at + 1
-        yield at, range(values[at], values[end - 1] + 1, step if end - at > 1 else 1)
-        at = end
 
 
 def _short(k: Any) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,8 +16,8 @@ from typing import Any
 from urllib.parse import quote
 
 from ..core.box import Shape, hull
+from ..core.copies import Copy
 from ..core.dtypes import U8, U16
-from ..core.plan import Copy
 from ..core.references import Reference, reference_chunk, references
 from ..errors import DataError, DestinationError, FormatError, LazyckptError
 from ..formats.zarr import documents
@@ -45,7 +45,7 @@ class _Referred:
     name: str
     tensor: LazyArray
     chunk: Shape
-    copies: list[Copy]
+    copies: Sequence[Copy]
 
     def references(self) -> Iterator[Reference]:
         """Yield the references to its chunks, with a URL as path."""

@@ -34,7 +34,7 @@ class ExtentSpecs(Specs):
         numbers = [kinds.setdefault(kind, len(kinds)) for kind in self._extents.kinds]
         return map(numbers.__getitem__, self._extents.numbers)
 
-    def only(self, table: dict[str, Any]) -> Self:
+    def of(self, table: dict[str, Any]) -> Self:
         return type(self)(self._extents, table)
 
 

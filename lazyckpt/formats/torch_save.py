@@ -42,7 +42,7 @@ class FileSpecs(Specs):
         tensor = self.table[name]
         return tensor.shape, tensor.dtype
 
-    def only(self, table: dict[str, Any]) -> Self:
+    def of(self, table: dict[str, Any]) -> Self:
         return type(self)(self._file, table)
 
 

@@ -41,6 +41,7 @@ _PLAIN = (
     | getattr(os, "O_BINARY", 0)  # Windows translates line ends without it
     | getattr(os, "O_NOINHERIT", 0)
 )
+_AHEAD = 128 << 10  # bytes; Linux reads no more than the device's read-ahead, by default this, per request
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)  # opening a FIFO must not block
 _OPEN = os.O_RDONLY | _PLAIN | _NONBLOCK
 _linux = sys.platform == "linux" and not PORTABLE
@@ -91,6 +92,40 @@ class File:
             data = os.read(self.fd, len(target))
         target[: len(data)] = data
         return len(data)
+
+    def read_vector(self, offset: int, targets: list[memoryview]) -> int:
+        """Fill several targets from ``offset`` on, one after the other; return the number of bytes read."""
+        if _preadv is not None:
+            found: int = _preadv(self.fd, targets, offset)
+            return found
+        done = 0
+        for target in targets:
+            got = self.read_at(offset + done, target)
+            done += got
+            if got < len(target):
+                break
+        return done
+
+    def writable(self) -> bool:
+        """Return whether this process may write to the file. (It never does, but Linux tells only those who may write
+        which pages of a mapping are in the page cache.)"""
+        return os.access(f"/proc/self/fd/{self.fd}", os.W_OK)
+
+    def cached(self, offset: int) -> bool:
+        """Return whether the page of a byte is in the system's cache; False if the system cannot tell."""
+        if _preadv is None or not hasattr(os, "RWF_NOWAIT"):
+            return False
+        try:
+            return bool(_preadv(self.fd, [bytearray(1)], offset, os.RWF_NOWAIT))
+        except OSError:  # the page is not cached, or the file system cannot tell
+            return False
+
+    def prefetch(self, offset: int, nbytes: int) -> None:
+        """Start reading a range into the system's cache, without waiting for it."""
+        if _fadvise is None:
+            return
+        for at in range(offset, offset + nbytes, _AHEAD):
+            _fadvise(self.fd, at, min(_AHEAD, offset + nbytes - at), os.POSIX_FADV_WILLNEED)
 
     def stat(self) -> os.stat_result:
         """Return the current status of the open file."""

@@ -1,4 +1,4 @@
-"""Conversion between memory and tensors: allocation, tensors over mapped files, bytes of tensors, numpy arrays."""
+"""Conversion between memory and tensors: allocation, and the bytes of tensors."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
-from ..core.box import Shape
 from ..errors import DataError
-from .storage.mapping import Mapped
 from .system import HUGE, advise_huge_pages
 
 if TYPE_CHECKING:
@@ -40,14 +38,3 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
-
-
-def array_over(mapped: Mapped, offset: int, dtype: torch.dtype, shape: Shape) -> torch.Tensor:
-    """Return a non-empty C-order tensor over a mapped file from ``offset`` on (bytes, a multiple of the item size).
-    The mapping caches the tensor."""
-    key = (offset, dtype, shape)
-    array: torch.Tensor | None = mapped.arrays.get(key)
-    if array is None:
-        flat = torch.frombuffer(mapped.buffer, dtype=dtype, count=prod(shape), offset=offset)
-        array = mapped.arrays[key] = flat.view(shape)
-    return array

@@ -123,9 +123,6 @@ class CountingStore:
     def private(self, path: str) -> None:
         return None
 
-    def resident(self, address: int, nbytes: int) -> bool:
-        return False
-
     def __reduce__(self) -> tuple[Any, ...]:
         return CountingStore, (self.inner, None, self._gap)
 

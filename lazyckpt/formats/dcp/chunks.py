@@ -9,12 +9,14 @@ from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...core.blocks import Blocks, Boxes
-from ...core.box import Box, Shape, c_strides
+from ...core.box import Box, Selection, Shape, c_strides, is_run
 from ...core.dtypes import DType
-from ...core.fragments import Selection
+from ...core.fragments import Find
 from ...core.index import Archive, Extent, FileInfo, Fragment, Hole, Packed, Part, TensorSpec
+from ...core.table import Table
 from ...errors import CorruptError, Problem
 from ...io.containers.safetensors import read_safetensors
 from ...io.storage.base import Store
@@ -65,6 +67,17 @@ def read_shard_file(store: Store, path: str, start: int = 0) -> ShardFile:
 ChunkBytes = Item | Extent | Hole  # what holds the elements of a chunk
 
 
+_FEW = 8  # chunks that are planned one by one
+
+
+class _Columns(NamedTuple):
+    """Of each chunk the number of its file, and the position of its elements in bytes: -1 if it is not known yet."""
+
+    paths: list[str]
+    files: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkFragments(Blocks):
     """One fragment for every chunk. ``stored``: what holds the chunk of each number."""
@@ -72,6 +85,7 @@ class ChunkFragments(Blocks):
     dtype: DType
     blocks: Boxes = field()  # (else its default would be the property of the base class)
     stored: Sequence[ChunkBytes]
+    _columns: list[_Columns] = field(default_factory=list, init=False, repr=False)
 
     def fragment(self, n: int) -> Fragment:
         box = self.blocks.box(n)
@@ -81,10 +95,64 @@ class ChunkFragments(Blocks):
     def meeting(self, want: Selection) -> list[Fragment]:
         return [self.fragment(n) for n in self.blocks.meeting(want)]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ChunkFragments, (self.dtype, self.blocks, self.stored)  # equal whatever has been read
+
+    def table(self, want: Selection, find: Find | None = None) -> Table | None:
+        """Return the table of the chunks. Without ``find``, none of those that are not located yet have a position;
+        with it, every chunk has to be located."""
+        rows = self.blocks.rows(want)
+        if len(rows) < _FEW or not self.blocks.disjoint:
+            return None
+        if not self._columns:
+            self._columns.append(_columns(self.stored))
+        paths, files, offsets = self._columns[0]
+        unknown = rows[offsets[rows] < 0].tolist()
+        located = [self._locate(n, find) for n in unknown] if find is not None or not self._archived else []
+        if not all(located):
+            return None
+        starts, stops = self.blocks.starts[rows], self.blocks.stops[rows]
+        strides = np.ones_like(starts)
+        strides[:, :-1] = np.cumprod((stops - starts)[:, :0:-1], axis=1)[:, ::-1]
+        if not unknown or located:
+            return Table(paths, files[rows], offsets[rows], starts, stops, strides, self.dtype)
+        return Table(paths, files[rows], np.zeros_like(rows), starts, stops, strides, self.dtype, self._told, rows)
+
+    @property
+    def _archived(self) -> bool:
+        """Whether all chunks are archives."""
+        return isinstance(self.stored, StoredItems) or all(type(one) is Item and not one.codecs for one in self.stored)
+
+    def _told(self, n: int) -> Extent:
+        extent = _extent(self.stored[n], self.dtype, self.blocks.box(n).shape)
+        assert isinstance(extent, Archive)
+        return extent.as_told
+
+    def _locate(self, n: int, find: Find | None) -> bool:
+        """Look up where a chunk is; return False if that is not known, or its elements are not raw and in C order."""
+        shape = self.blocks.box(n).shape
+        extent = _extent(self.stored[n], self.dtype, shape)
+        if isinstance(extent, Archive) and find is not None:
+            extent = find(extent)
+        if not isinstance(extent, Extent) or not extent.raw or extent.dtype is not self.dtype:
+            return False
+        if not is_run(shape, extent.strides):
+            return False
+        self._columns[0].offsets[n] = extent.offset
+        return True
+
     def packed(self) -> list[Packed]:
         """The archives that all of them together are in."""
         found = (f.extent for f, stored in zip(self, self.stored, strict=True) if isinstance(stored, Item))
         return [extent for extent in found if isinstance(extent, Archive)]
+
+
+def _columns(stored: Sequence[ChunkBytes]) -> _Columns:
+    if isinstance(stored, StoredItems):
+        return _Columns(*stored.files, np.full(len(stored), -1, np.int64))
+    numbers: dict[str, int] = {}
+    files = [numbers.setdefault(chunk.path, len(numbers)) for chunk in stored]
+    return _Columns(list(numbers), np.array(files, np.int64), np.full(len(files), -1, np.int64))
 
 
 class StoredItems(Sequence[Item]):
@@ -103,10 +171,15 @@ class StoredItems(Sequence[Item]):
             return StoredItems(self._names, self._paths[n], self._offsets[n], self._lengths[n])
         return Item(self._names[int(self._paths[n])], int(self._offsets[n]), int(self._lengths[n]))
 
+    @property
+    def files(self) -> tuple[list[str], NDArray[np.int64]]:
+        """The paths of these items only, and the number of each item's path among them."""
+        used, numbers = np.unique(self._paths, return_inverse=True)
+        return [self._names[n] for n in used.tolist()], numbers.astype(np.int64)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        used, paths = np.unique(self._paths, return_inverse=True)
-        names = [self._names[n] for n in used.tolist()]  # only those of this tensor
-        return StoredItems, (names, paths.astype(np.int32), self._offsets.copy(), self._lengths.copy())
+        names, numbers = self.files
+        return StoredItems, (names, numbers.astype(np.int32), self._offsets.copy(), self._lengths.copy())
 
 
 def in_rows(key: str, tensor: Tensor, items: Items, sizes: Callable[[Ints], Ints]) -> TensorSpec | None:

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from ...core.box import Box, Shape
+from ...core.box import Box, Selection, Shape
 from ...core.compose import compose
-from ...core.fragments import Fragments, Selection, fragments_of
+from ...core.fragments import Fragments, fragments_of
 from ...core.index import Fragment, Part, Placement, TensorSpec, renamed
 from ...errors import CorruptError
 from ...layouts.megatron import PARTS

@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.blocks import Blocks, Boxes
-from ...core.box import Box, Shape, c_strides
+from ...core.box import Box, Selection, Shape, c_strides
 from ...core.dtypes import DType
-from ...core.fragments import Selection
 from ...core.index import Extent, Fragment, Hole
 from ...layouts.placements import Cut, Layout
 

@@ -11,9 +11,15 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, overload
 
-from ...core.box import Shape
+import numpy as np
+
+from ...core.box import Selection, Shape, c_strides
 from ...core.flat import Flat
+from ...core.fragments import Find
 from ...core.index import Extent, Fragment, Hole, Rank
+from ...core.table import Table, spans
+
+_FEW = 8  # ranks that are planned one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +98,36 @@ class FlatFragments(Flat):
     def between(self, lo: int, hi: int) -> Iterator[Fragment]:
         """The fragments of the ranks that hold these elements."""
         return map(self._of_rank, self._ranks(lo, hi))
+
+    def table(self, want: Selection, find: Find | None = None) -> Table | None:
+        strides, total = c_strides(self.shape), prod(self.shape)
+        ranks = self._ranks(
+            *(n + sum(int(r[i]) * s for r, s in zip(want, strides, strict=True)) for i, n in ((0, 0), (-1, 1)))
+        )
+        extents = [part.extent for part in self.partitions[ranks.start : ranks.stop]]
+        if len(ranks) < _FEW or not all(type(extent) is Extent and not extent.swapped for extent in extents):
+            return None
+        held = [extent for extent in extents if isinstance(extent, Extent)]
+        if len({(extent.dtype, extent.strides) for extent in held}) > 1:
+            return None
+        base, rank = self.within or 0, np.arange(ranks.start, ranks.stop)
+        low = np.maximum(rank * self.width - base, 0)
+        high = np.minimum((rank + 1) * self.width - base, total)
+        start = low + base - rank * self.width if self.within is not None else np.full(len(rank), self.at)
+        if (start + high - low > np.array([extent.shape[0] for extent in held])).any():
+            return None
+        dtype, unit = held[0].dtype, held[0].strides[0]
+        begin = np.array([extent.offset for extent in held]) + (start - low) * unit * dtype.itemsize
+        numbers, places, starts, stops = spans(self.shape, low, high)
+        return Table(
+            [extent.path for extent in held],
+            numbers,
+            begin[numbers] + places * unit * dtype.itemsize,
+            starts,
+            stops,
+            np.broadcast_to(np.array(strides, np.int64) * unit, starts.shape),
+            dtype,
+        )
 
     def __len__(self) -> int:
         return len(self._ranks(0, prod(self.shape)))

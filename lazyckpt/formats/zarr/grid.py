@@ -13,10 +13,9 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ...core.blocks import Blocks, Grid, cells
-from ...core.box import Box, Shape, c_strides
+from ...core.box import Box, Selection, Shape, c_strides, hull_of
 from ...core.chunking import chunk_box, grid_of
 from ...core.dtypes import DType
-from ...core.fragments import Selection
 from ...core.index import Chunk, Codec, Extent, FileInfo, Fragment, Packed, Part, Shard, TensorSpec, ZipEntry
 from ...errors import CorruptError
 from ...io.storage.base import Store, present
@@ -135,8 +134,8 @@ class GridFragments(Blocks):
 
     def meeting(self, want: Selection) -> list[Fragment]:
         """Return the fragments of the cells that hold wanted elements. Many absent cells become a few large blocks."""
-        if self._is_sparse and prod(map(_count, want, self.blocks.cell)) > _FEW:
-            return self._sparse(want)
+        if self._is_sparse and prod(map(_count, hull_of(want), self.blocks.cell)) > _FEW:
+            return self._sparse(hull_of(want))
         return list(map(self._held, self.blocks.meeting(want)))
 
     @property
@@ -151,7 +150,7 @@ class GridFragments(Blocks):
         grid = grid_of(array.shape, array.chunk)
         return filter(None.__ne__, (array.place(key, grid) for key in keys or ()))  # type: ignore[arg-type]
 
-    def _sparse(self, want: Selection) -> list[Fragment]:
+    def _sparse(self, want: tuple[range, ...]) -> list[Fragment]:
         """Do the work of `meeting` in time and memory proportional to the number of existing chunks."""
         if not all(map(len, want)):
             return []

@@ -85,8 +85,6 @@ def read_to(store: Store, spec: TensorSpec, reads: Reads, target: torch.Tensor, 
 def pieces(reads: Reads, itemsize: int) -> Iterator[tuple[Reads, Box]]:
     """Split the reads into pieces of at most PIECE bytes (at least one element); yield each with its box in the
     whole."""
-    for at, want in reads.blocks():
-        for box in tiles(tuple(map(len, want)), PIECE // itemsize):
-            part = tuple(r[a:b] for r, a, b in zip(want, box.start, box.stop, strict=True))
-            runs = tuple(((0, r),) for r in part)
-            yield Reads(box.shape, runs, (), (), box.shape), box.shift(at)
+    for box in tiles(reads.shape, PIECE // itemsize):
+        part = tuple(r[a:b] for r, a, b in zip(reads.want, box.start, box.stop, strict=True))
+        yield Reads(part, (), (), box.shape), box

@@ -1,12 +1,14 @@
 """Execution of a plan: fill an output array with the bytes of its copies.
 
 A copy that is one contiguous run both in the file and in the output is read directly into the output. Any other copy
-reads a window of the file: a dense window through a small buffer, a sparse one through a mapping of the file. If the
-store cannot map files, a sparse window is split until the gaps between wanted runs are at most the store's ``gap``.
+picks its elements from a mapping of the file, after a request for the pages that are not in memory. If the store cannot
+map the file, or the elements are converted, it reads a window of the file through a small buffer; a sparse window is
+split until the gaps between wanted runs are at most the store's ``gap``.
 """
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -14,15 +16,20 @@ from functools import partial, wraps
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple, ParamSpec
 
-from ...core.box import Box, c_strides, hull, is_run
+import numpy as np
+from numpy.typing import NDArray
+
+from ...core.box import Selection, c_strides, hull, is_run
+from ...core.copies import Copy, even
 from ...core.dtypes import bits_of
-from ...core.fragments import Selection
+from ...core.fragments import fragments_of
 from ...core.index import Extent, Inline, Packed, TensorSpec
-from ...core.plan import Copy, overlaps, plan
+from ...core.plan import overlaps, plan
 from ...core.select import Reads
+from ...core.table import Copies, Runs
 from ...errors import decoding, foreign, undecodable
 from ..pool import Task, run, run_here
-from ..storage.base import Store, check
+from ..storage.base import Store, check, read_pieces
 from ..storage.mapping import Mapped
 from ..tensors import as_bytes, empty
 from .packed import locate, locate_all, located, unpacked, unpacked_into
@@ -33,7 +40,9 @@ else:
     from ...deferred import torch
 
 BLOCK = 8 << 20  # maximum bytes of one read, and of a buffer
-_RUN = 32 << 10  # bytes; longer runs are worth a separate read
+_RUN = 1 << 20  # bytes; longer runs are worth a separate read
+_SCRATCH = 32 << 10  # bytes; least size of the scratch memory
+_WINDOW = 32 << 20  # bytes of a mapping that one task picks elements from
 _own = threading.local()
 P = ParamSpec("P")
 
@@ -90,9 +99,36 @@ def finish(reads: Reads, array: torch.Tensor) -> torch.Tensor:
 
 def tasks(store: Store, spec: TensorSpec, reads: Reads, out: torch.Tensor) -> Iterator[Task]:
     """Yield the tasks that fill ``out``, a contiguous CPU tensor of shape ``reads.shape``."""
-    for at, want in reads.blocks():
-        box = Box(at, tuple(a + len(r) for a, r in zip(at, want, strict=True)))
-        yield from _block_tasks(store, spec, want, out[box.slices] if at else out)
+    copies = planned(store, spec, reads.want)
+    if spec.combine == "mean":
+        yield out.nbytes, partial(_mean, store, copies, out)
+        return
+    if isinstance(copies, Copies) and copies.table.dtype is spec.dtype and copies.table.packed is None:
+        runs = copies.runs(reads.shape)
+        yield from _many_runs(store, copies.table.paths, runs, as_bytes(out))
+        copies = [copies[n] for n in runs.rest.tolist()]
+    for copy in copies:
+        yield from _copy_tasks(store, copy, out[copy.slices] if copy.at else out)
+
+
+def _many_runs(store: Store, paths: Sequence[str], runs: Runs, memory: memoryview) -> Iterator[Task]:
+    """Yield the tasks that read runs of bytes, each of one file."""
+    pieces: list[tuple[int, memoryview]] = []
+    size, last = 0, -1
+    for number, offset, at, nbytes in zip(*(column.tolist() for column in runs[:4]), strict=True):
+        if pieces and (number != last or size >= BLOCK):
+            yield size, partial(read_pieces, store, paths[last], pieces)
+            pieces, size = [], 0
+        last = number
+        for ahead in range(0, nbytes, BLOCK):
+            length = min(BLOCK, nbytes - ahead)
+            pieces.append((offset + ahead, memory[at + ahead : at + ahead + length]))
+            size += length
+            if size >= BLOCK:
+                yield size, partial(read_pieces, store, paths[number], pieces)
+                pieces, size = [], 0
+    if pieces:
+        yield size, partial(read_pieces, store, paths[last], pieces)
 
 
 def agree(store: Store, spec: TensorSpec, want: Selection) -> bool:
@@ -111,16 +147,7 @@ def _alone(store: Store, copy: Copy) -> torch.Tensor:
     return out.view(-1).view(torch.uint8)
 
 
-def _block_tasks(store: Store, spec: TensorSpec, want: Selection, out: torch.Tensor) -> Iterator[Task]:
-    copies = planned(store, spec, want)
-    if spec.combine == "mean":
-        yield out.nbytes, partial(_mean, store, copies, out)
-        return
-    for copy in copies:
-        yield from _copy_tasks(store, copy, out[copy.slices] if copy.at else out)
-
-
-def planned(store: Store, spec: TensorSpec, want: Selection) -> list[Copy]:
+def planned(store: Store, spec: TensorSpec, want: Selection) -> Sequence[Copy]:
     """Plan the selection after looking up all archives and chunks that it needs."""
     unknown: list[tuple[Packed, str]] = []
 
@@ -130,12 +157,28 @@ def planned(store: Store, spec: TensorSpec, want: Selection) -> list[Copy]:
             unknown.append((archive, spec.name))
         return extent or archive.as_told
 
-    copies = plan(spec, want, find)
+    if all(map(len, want)):
+        fragments_of(spec.fragments).table(want, find)  # cheaper than a plan, and finds what is unknown
+    copies = [] if unknown else plan(spec, want, find)
     if not unknown:
         return copies
     with decoding(store.root, f"looking for {spec.name!r:.80}"):
         locate_all(store, unknown)
     return plan(spec, want, lambda archive: locate(store, archive, spec.name))
+
+
+def plan_unread(store: Store, spec: TensorSpec) -> Sequence[Copy]:
+    """Plan the whole tensor without reading anything: archives that are not located yet are at unknown positions.
+
+    Raises what `core.plan.plan` raises.
+    """
+
+    def find(archive: Packed) -> Extent:
+        return located(store, archive, spec.name) or archive.as_told
+
+    want = tuple(map(range, spec.shape))
+    quick = fragments_of(spec.fragments).table(want) is not None
+    return plan(spec, want, None if quick else find)
 
 
 def runs(store: Store, spec: TensorSpec, want: Selection) -> list[Run] | None:
@@ -147,14 +190,14 @@ def runs(store: Store, spec: TensorSpec, want: Selection) -> list[Run] | None:
     for copy in planned(store, spec, want):
         extent, size = copy.extent, copy.extent.dtype.itemsize
         unconverted = extent.raw and extent.dtype is spec.dtype
-        if not (unconverted and is_run(copy.shape, copy.strides) and is_run(copy.shape, strides)):
+        if copy.sparse or not (unconverted and is_run(copy.shape, copy.strides) and is_run(copy.shape, strides)):
             return None
         at = sum(a * s for a, s in zip(copy.at, strides, strict=True))
         found.append((at, Run(extent.path, extent.offset + copy.start * size, prod(copy.shape) * size)))
     return [run for _, run in sorted(found)]
 
 
-def _mean(store: Store, copies: list[Copy], out: torch.Tensor) -> None:
+def _mean(store: Store, copies: Sequence[Copy], out: torch.Tensor) -> None:
     """Set every element to the mean of the copies that hold it, summed in float32 (float64 for float64)."""
     own = copies[0].extent.dtype.torch if copies else out.dtype  # round to the stored dtype before any conversion
     wide = torch.float64 if own == torch.float64 else torch.float32
@@ -183,7 +226,7 @@ def _copy_tasks(store: Store, copy: Copy, target: torch.Tensor) -> Iterator[Task
 def _unpack(store: Store, archive: Packed | Inline, copy: Copy, target: torch.Tensor) -> None:
     plain = copy._replace(extent=replace(copy.extent, within=None))
     whole = plain.extent.raw and copy.extent.dtype.torch == target.dtype and is_run(copy.shape, copy.strides)
-    whole = whole and copy.start == copy.extent.offset == 0 and target.is_contiguous()
+    whole = whole and not copy.sparse and copy.start == copy.extent.offset == 0 and target.is_contiguous()
     if whole and unpacked_into(store, archive, as_bytes(target)):
         return
     run_here(_copy_tasks(unpacked(store, archive), plain, target))
@@ -193,39 +236,59 @@ def _cut(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype) -> 
     """Yield the tasks of a copy whose elements have ``dtype`` in the file, split until each task is one read."""
     extent, size = copy.extent, dtype.itemsize
     plain = extent.raw and dtype == target.dtype
-    if plain and is_run(copy.shape, copy.strides) and target.is_contiguous():
+    if plain and not copy.sparse and is_run(copy.shape, copy.strides) and target.is_contiguous():
         yield from run_tasks(store, extent.path, extent.offset + copy.start * size, target)
         return
 
-    span = hull(copy.shape, copy.strides) * size
+    span = hull(copy.lengths, copy.strides) * size
     wanted = target.numel() * size
-    if span <= wanted or _largest_gap(copy) * size <= store.gap:
-        if span <= BLOCK:
-            yield span, partial(_through_buffer, store, copy, span, target, dtype)
-        else:
-            yield from _split(store, copy, target, dtype, BLOCK)
-        return
+    begin = extent.offset + copy.start * size
     mapped = store.map(extent.path) if plain and _inner_run(copy) * size < _RUN else None
-    if mapped is None or extent.offset + copy.start * size + span > len(mapped.buffer):  # a read reports truncation
-        yield from _split(store, copy, target, dtype, 0)
-    elif span > 4 * BLOCK:
-        yield from _split(store, copy, target, dtype, 4 * BLOCK)
+    if mapped is not None and begin + span <= len(mapped.buffer):  # (a read reports truncation)
+        if span > _WINDOW and target.numel() > 1:
+            yield from _split(store, copy, target, dtype, _WINDOW)
+        else:
+            check(store, extent.path, begin, span)
+            yield wanted, partial(_through_mapping, store, mapped, copy, span, target)
+    elif span <= wanted or _largest_gap(copy) * size <= store.gap:
+        if span > BLOCK and target.numel() > 1:
+            yield from _split(store, copy, target, dtype, BLOCK)
+        else:
+            yield span, partial(_through_buffer, store, copy, span, target, dtype)
     else:
-        check(store, extent.path, extent.offset + copy.start * size, span)
-        yield span, partial(_through_mapping, store, mapped, copy, span, target)
+        yield from _split(store, copy, target, dtype, 0)
 
 
 def _split(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype, limit: int) -> Iterator[Task]:
     """Split along the dimension with the largest stride, into pieces that span at most ``limit`` bytes."""
     d = max(range(len(copy.shape)), key=lambda d: (copy.shape[d] > 1, copy.strides[d]))
     stride, length = copy.strides[d], copy.shape[d]
-    inner = hull((*copy.shape[:d], 1, *copy.shape[d + 1 :]), copy.strides)
-    many = max(1, min((limit // dtype.itemsize - inner) // stride + 1, length // 2))
-    for at in range(0, length, many):
-        n = min(many, length - at)
-        shape = (*copy.shape[:d], n, *copy.shape[d + 1 :])
-        piece = copy._replace(start=copy.start + at * stride, shape=shape)
-        yield from _cut(store, piece, target.narrow(d, at, n), dtype)
+    lengths = copy.lengths
+    inner = hull((*lengths[:d], 1, *lengths[d + 1 :]), copy.strides)
+    many = max(1, (limit // dtype.itemsize - inner) // stride + 1)
+    positions = copy.lists[d] if copy.lists else None
+    if positions is None:
+        ends = [*range(min(many, length // 2), length, min(many, length // 2)), length]
+    else:
+        apart = (
+            np.diff(positions) * stride - inner > store.gap // dtype.itemsize
+            if not limit
+            else np.diff(positions // many) > 0
+        )
+        ends = [*(np.flatnonzero(apart) + 1).tolist(), length]
+        if len(ends) == 1:
+            ends = [length // 2, length]
+    at = 0
+    for end in ends:
+        shape = (*copy.shape[:d], end - at, *copy.shape[d + 1 :])
+        if positions is None:
+            piece = copy._replace(start=copy.start + at * stride, shape=shape)
+        else:
+            lists = (*copy.lists[:d], positions[at:end] - positions[at], *copy.lists[d + 1 :])
+            start = copy.start + int(positions[at]) * stride
+            piece = even(copy._replace(start=start, shape=shape, lists=lists))
+        yield from _cut(store, piece, target.narrow(d, at, end - at), dtype)
+        at = end
 
 
 def run_tasks(store: Store, path: str, offset: int, target: torch.Tensor) -> Iterator[Task]:
@@ -244,7 +307,7 @@ def _through_buffer(store: Store, copy: Copy, span: int, target: torch.Tensor, d
     if extent.swapped:
         unit = dtype.itemsize // (2 if dtype.is_complex else 1)
         buffer = buffer.view(-1, unit).flip(1).view(-1)
-    target.copy_(_resolved(extent, buffer.view(dtype).as_strided(copy.shape, copy.strides)))
+    _pick(buffer.view(bits_of(dtype.itemsize)), copy, target, lambda bits: _resolved(extent, bits.view(dtype)))
 
 
 def _scratch(nbytes: int) -> torch.Tensor:
@@ -252,7 +315,7 @@ def _scratch(nbytes: int) -> torch.Tensor:
     of a read, and the C library keeps up to 64 MiB of freed memory per thread.)"""
     buffer: torch.Tensor | None = getattr(_own, "buffer", None)
     if buffer is None or buffer.numel() < nbytes:
-        buffer = _own.buffer = torch.empty(max(nbytes, _RUN), dtype=torch.uint8, device="cpu")
+        buffer = _own.buffer = torch.empty(max(nbytes, _SCRATCH), dtype=torch.uint8, device="cpu")
     return buffer[:nbytes]
 
 
@@ -260,15 +323,32 @@ def _scratch(nbytes: int) -> torch.Tensor:
 def _through_mapping(store: Store, mapped: Mapped, copy: Copy, span: int, target: torch.Tensor) -> None:
     size = target.itemsize
     offset = copy.extent.offset + copy.start * size
+    if not mapped.resident(offset, offset + span):
+        mapped.request(offset + _starts(copy) * size, _reach(copy) * size)
     if offset % size == 0:
-        source = torch.frombuffer(mapped.buffer, dtype=target.dtype, count=span // size, offset=offset)
-        target.copy_(source.as_strided(copy.shape, copy.strides))
+        _pick(torch.frombuffer(mapped.buffer, dtype=target.dtype, count=span // size, offset=offset), copy, target)
     else:  # vectorised kernels may rely on alignment, so copy bytes
         source = torch.frombuffer(mapped.buffer, dtype=torch.uint8, count=span, offset=offset)
-        _as_byte_array(target).copy_(source.as_strided((*copy.shape, size), (*(s * size for s in copy.strides), 1)))
-    if span > BLOCK:
+        lists = (*copy.lists, None) if copy.lists else ()
+        wide = copy._replace(shape=(*copy.shape, size), strides=(*(s * size for s in copy.strides), 1), lists=lists)
+        _pick(source, wide, _as_byte_array(target))
+    if target.nbytes > BLOCK:
         mapped.let_go(offset, offset + span)
     store.confirm(copy.extent.path, mapped)
+
+
+def _pick(
+    source: torch.Tensor,
+    copy: Copy,
+    target: torch.Tensor,
+    convert: Callable[[torch.Tensor], torch.Tensor] = lambda elements: elements,
+) -> None:
+    """Copy the elements of a copy from ``source``, the 1-d array of all elements from the first to the last one."""
+    elements = source.as_strided(copy.lengths, copy.strides)
+    for d, positions in enumerate(copy.lists):
+        if positions is not None:
+            elements = elements.index_select(d, torch.from_numpy(positions))
+    target.copy_(convert(elements))
 
 
 def _as_byte_array(tensor: torch.Tensor) -> torch.Tensor:
@@ -288,10 +368,8 @@ def _resolved(extent: Extent, source: torch.Tensor) -> torch.Tensor:
 def _inner_run(copy: Copy) -> int:
     """Return the number of elements that are contiguous in the file, along the innermost dimensions."""
     run_length = 1
-    for n, s in sorted(zip(copy.shape, copy.strides, strict=True), key=lambda ns: ns[1]):
-        if n == 1:
-            continue
-        if s != run_length:
+    for n, s, positions in _inward(copy):
+        if s != run_length or positions is not None:
             break
         run_length *= n
     return run_length
@@ -300,11 +378,47 @@ def _inner_run(copy: Copy) -> int:
 def _largest_gap(copy: Copy) -> int:
     """Return the largest number of elements between two consecutive wanted runs."""
     gap, reach = 0, 1
-    for n, s in sorted(zip(copy.shape, copy.strides, strict=True), key=lambda ns: ns[1]):
-        if n > 1:
-            gap = max(gap, s - reach)
-            reach += (n - 1) * s
+    for n, s, positions in _inward(copy):
+        step = 1 if positions is None else int(np.diff(positions).max())
+        gap = max(gap, step * s - reach)
+        reach += (n - 1 if positions is None else int(positions[-1])) * s
     return gap
+
+
+def _reach(copy: Copy) -> int:
+    """Return the length in elements of runs whose gaps hold no whole page; see `_starts`."""
+    return _paged(copy)[0]
+
+
+def _starts(copy: Copy) -> NDArray[np.int64]:
+    """Return where such runs begin, in elements after the first one."""
+    starts = np.zeros(1, np.int64)
+    for n, s, positions in _paged(copy)[1]:
+        steps = np.arange(n) if positions is None else positions
+        starts = (starts[:, None] + steps * s).ravel()
+    return starts
+
+
+def _paged(copy: Copy) -> tuple[int, list[Dimension]]:
+    reach = 1
+    outer: list[Dimension] = []
+    for dimension in _inward(copy):
+        n, s, positions = dimension
+        if positions is None and not outer and (s - reach) * copy.extent.dtype.itemsize < mmap.PAGESIZE:
+            reach += (n - 1) * s
+        else:
+            outer.append(dimension)
+    return reach, outer
+
+
+Dimension = tuple[int, int, "NDArray[np.int64] | None"]  # the length, stride and list of a dimension
+
+
+def _inward(copy: Copy) -> list[Dimension]:
+    """Return the dimensions of more than one element, the one with the smallest stride first."""
+    lists = copy.lists or (None,) * len(copy.shape)
+    found = [one for one in zip(copy.shape, copy.strides, lists, strict=True) if one[0] > 1]
+    return sorted(found, key=lambda one: one[1])
 
 
 class Range(NamedTuple):
@@ -323,13 +437,19 @@ def ranges(store: Store, copies: Sequence[Copy]) -> Iterator[tuple[Copy, Range]]
     for copy in copies:
         size = copy.extent.dtype.itemsize
         length = _inner_run(copy)
-        count, pieces, span = 1, 1, 1
-        for n, s in sorted(zip(copy.shape, copy.strides, strict=True), key=lambda ns: ns[1]):
-            if n > 1 and s >= length:
+        count, total, merged = 1, 1, True  # merged: the gaps so far are read, too
+        for n, s, positions in _inward(copy):
+            if s >= length:
                 count *= n
-            if pieces == 1 and (s - span) * size <= store.gap:
-                span += (n - 1) * s
+            if not merged:
+                total *= n
+                continue
+            apart = np.array([1]) if positions is None else np.diff(positions)
+            wide = (apart * s - total) * size > store.gap
+            merged = not wide.any()
+            if positions is not None:
+                total = total * (1 + int(wide.sum())) + int(apart[~wide].sum()) * s
             else:
-                pieces *= n
+                total = total + (n - 1) * s if merged else total * n
         start = copy.extent.offset + copy.start * size
-        yield copy, Range(copy.extent.path, start, length * size, count, span * pieces * size)
+        yield copy, Range(copy.extent.path, start, length * size, count, total * size)

@@ -56,6 +56,7 @@ class Store(ABC):
         self.pins: Mapping[str, FileInfo] = {} if pins is None else pins
         self._seen: dict[str, FileInfo] = {}
         self.closed = False
+        self.maps: dict[str, Mapped] = {}  # the cached mappings of `map`
         self.guards: dict[str, Guard] = {}
         # the number of reads of zip headers before further checks are left to guards; None: no limit
         self.reads_of_headers: int | None = None
@@ -216,10 +217,6 @@ class Store(ABC):
         """Check that bytes copied from a mapping are those of the pinned file. Raises ChangedFileError."""
         self.verify(path)
 
-    def resident(self, address: int, nbytes: int) -> bool:
-        """Return whether bytes of a mapped file are probably in memory already, so that access costs no I/O."""
-        return False
-
     def private(self, path: str) -> Buffer | None:
         """Map the file privately for the caller, who may write to the memory (never to the file); return None as `map`
         does. Access after the file was truncated raises ChangedFileError."""
@@ -232,6 +229,7 @@ class Store(ABC):
 
     # -- implementation
 
+    maps_files = False  # whether `map` maps files
     _reports_state = True  # whether every read reports the file's state; if False, `_stat` has to be called for it
 
     def _remember(self, path: str, info: FileInfo) -> None:
@@ -294,6 +292,15 @@ def check(store: Store, path: str, offset: int, length: int) -> None:
     """Call `Store.check`; skip wrappers of stores, whose inner store checks."""
     if isinstance(store, Store):
         store.check(path, offset, length)
+
+
+def read_pieces(store: Store, path: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
+    """Call `Store.read_pieces`, or `Store.read_into` for each piece of a wrapper of a store."""
+    if isinstance(store, Store):
+        store.read_pieces(path, pieces)
+        return
+    for offset, target in pieces:
+        store.read_into(path, offset, target)
 
 
 def guarded(store: Store, guards: Mapping[str, Guard]) -> Store:

@@ -11,22 +11,27 @@ A file is checked after its bytes were copied, not before, so that concurrent wr
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
+from time import monotonic
 from typing import Any, TypeVar
 
 from ...core.index import FileInfo
 from ...errors import ChangedFileError, CorruptError, DataError, MissingFileError
 from ..system import File, after_fork
 from .base import Entry, Fetched, Guard, Store, closed_error, guarded
-from .mapping import Mapped, map_file, resident
+from .mapping import Mapped, map_file
 
 _OPEN_FILES = 128  # well under the usual limit of 1,024 descriptors
 _MAPPINGS = 128  # each keeps a descriptor open, too
+_JOINED = mmap.PAGESIZE - 1  # bytes of a gap that costs less to read than a second system call: no page lies in it
+_VECTOR = 1024  # most targets of a vectored read, on all systems
+_DISCARDED = memoryview(bytearray(_JOINED))
 _RETRIES = 5  # attempts to open a file while other threads take the freed descriptors
 _GONE = "{}: mapped bytes of this file are gone: the file was truncated, or its disk failed. Open the checkpoint again."
 
@@ -42,6 +47,8 @@ def _guarded(root: str, pins: Mapping[str, FileInfo], guards: Mapping[str, Guard
 class LocalStore(Store):
     """A folder of the local file system (network file systems count as local if they are mounted)."""
 
+    maps_files = True
+
     def __init__(self, root: str | os.PathLike[str], pins: Mapping[str, FileInfo] | None = None) -> None:
         super().__init__(pins)
         self._root = os.path.abspath(os.fspath(root))
@@ -55,7 +62,7 @@ class LocalStore(Store):
         super().close()
         with self._lock:
             self._files.clear()
-            self._maps.clear()
+            self.maps.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.guards:
@@ -101,7 +108,7 @@ class LocalStore(Store):
         super().pin(pins)
         with self._lock:  # a file that is replaced meanwhile must be seen: open them again
             self._files.clear()
-            self._maps.clear()
+            self.maps.clear()
 
     def _stat(self, path: str) -> FileInfo:
         try:
@@ -130,37 +137,40 @@ class LocalStore(Store):
 
     def _fetch_pieces(self, path: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
         file = self._open(path)
-        for offset, target in pieces:
+        for offset, targets, nbytes in _vectors(pieces):
             try:
-                whole = file.read_at(offset, target) == len(target)
+                whole = file.read_vector(offset, targets) == nbytes
             except OSError:
                 whole = False
-            if not whole:  # truncated, unreadable, or a short read
+            for target in () if whole else targets:  # truncated, unreadable, or a short read
                 self.unguarded(path, offset, target)
+                offset += len(target)
         self._judge(path, 0, 0, 0, self._info(path, file.stat()))
 
     def map(self, path: str) -> Mapped | None:
-        mapped = self._maps.get(path)
+        mapped = self.maps.get(path)
         if mapped is None:
             file = self._open(path)
             mapped = map_file(file.fd, file.stat().st_size, file)
             if mapped is None:
                 return None
             with self._lock:
-                mapped = self._maps.setdefault(path, mapped)
-                while len(self._maps) > _MAPPINGS:
-                    self._maps.pop(next(iter(self._maps)))
+                mapped = self.maps.setdefault(path, mapped)
+                while len(self.maps) > _MAPPINGS:
+                    self.maps.pop(next(iter(self.maps)))
         return mapped
 
     def confirm(self, path: str, mapped: Mapped) -> None:
+        now, broken = monotonic(), mapped.addresses.broken
+        assert mapped.owner is not None  # a mapping of `map`
         s = mapped.owner.stat()
-        if s.st_ctime_ns == mapped.state and not mapped.addresses.broken:  # the file is untouched
-            return
-        self._judge(path, 0, 0, 0, self._info(path, s))
-        if mapped.addresses.broken:
-            self._maps.pop(path, None)
-            raise ChangedFileError(_GONE.format(self._full(path)))
-        mapped.state = s.st_ctime_ns
+        if broken or s.st_ctime_ns != mapped.state:  # else the file is untouched
+            self._judge(path, 0, 0, 0, self._info(path, s))
+            if broken:
+                self.maps.pop(path, None)
+                raise ChangedFileError(_GONE.format(self._full(path)))
+            mapped.state = s.st_ctime_ns
+        mapped.confirm(now)
 
     def private(self, path: str) -> memoryview | None:
         file = self._open(path)
@@ -168,9 +178,6 @@ class LocalStore(Store):
         self._judge(path, 0, 0, 0, self._info(path, s))
         mapped = map_file(file.fd, s.st_size, message=_GONE.format(self._full(path)))
         return None if mapped is None else mapped.buffer
-
-    def resident(self, address: int, nbytes: int) -> bool:
-        return resident(address, nbytes)
 
     def _full(self, path: str) -> str:
         return os.path.join(self._root, path)
@@ -227,7 +234,27 @@ class LocalStore(Store):
         """Drop all cached descriptors; reads in progress keep theirs open until they end."""
         self._lock = threading.Lock()
         self._files: dict[str, File] = {}
-        self._maps: dict[str, Mapped] = {}
+        self.maps = {}
+
+
+def _vectors(pieces: Sequence[tuple[int, memoryview]]) -> Iterator[tuple[int, list[memoryview], int]]:
+    """Join pieces with small gaps into vectored reads: (offset, what to fill, bytes). Gaps are read, too, into memory
+    that nobody looks at."""
+    targets: list[memoryview] = []
+    start = end = 0
+    for offset, target in pieces:
+        gap = offset - end
+        if targets and (not 0 <= gap <= _JOINED or len(targets) > _VECTOR - 2):
+            yield start, targets, end - start
+            targets = []
+        if not targets:
+            start = offset
+        elif gap:
+            targets.append(_DISCARDED[:gap])
+        targets.append(target)
+        end = offset + len(target)
+    if targets:
+        yield start, targets, end - start
 
 
 def _all_stores() -> list[LocalStore]:
@@ -245,7 +272,7 @@ def _again_if_full(make: Callable[[], T]) -> T:
                 raise
         for store in _all_stores():
             with store._lock:
-                store._files, store._maps = {}, {}
+                store._files, store.maps = {}, {}
     return make()
 
 

@@ -17,12 +17,21 @@ import sys
 import threading
 import weakref
 from functools import partial
+from threading import get_ident
+from time import monotonic
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ...errors import ChangedFileError
-from ..system import after_fork, mapping_library
+from ..system import File, after_fork, mapping_library
 
 _PAGE = mmap.PAGESIZE
+_BLOCK = 20  # residency is checked and remembered by blocks of 2**20 bytes
+_REMEMBERED = 1.0  # seconds for which a block counts as resident after a check
+_GAP, _BURST = 3e-6, 1e-3  # seconds; see `Mapped.in_burst`
+_PROBE = 16 * _PAGE  # distance in bytes of the probed pages of a block, where mincore does not answer
 _SA_SIGINFO, _SA_NODEFER = 4, 0x40000000
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _FAILED = ctypes.c_void_p(-1).value
@@ -52,7 +61,7 @@ if _libc is not None:
     _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
     _libc.sigaction.argtypes = (ctypes.c_int, ctypes.POINTER(_Action), ctypes.POINTER(_Action))
-    _state = ctypes.create_string_buffer(1)
+    _state = ctypes.create_string_buffer((1 << _BLOCK) // _PAGE)
 _raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
 _raise_in.argtypes = (ctypes.c_ulong, ctypes.py_object)
 
@@ -93,18 +102,110 @@ class Addresses:
 class Mapped:
     """A private mapping of a file: writes to it change memory only.
 
-    ``buffer`` keeps the mapping alive, and the mapping keeps ``owner`` alive. The store that checks the file uses
-    ``state``. ``arrays`` caches tensors over the mapping (`io.tensors.array_over`).
+    ``buffer`` keeps the mapping alive, and the mapping keeps ``owner``, the open file, alive. The store that checks the
+    file uses ``state``. ``arrays`` caches what readers make of the mapping.
     """
 
-    __slots__ = ("addresses", "arrays", "buffer", "owner", "state")
+    __slots__ = (
+        "_checked", "_ended", "_last", "_probed", "_resident", "_thread", "_until", "addresses", "arrays", "buffer",
+        "owner", "state",
+    )  # fmt: skip
 
-    def __init__(self, addresses: Addresses, owner: Any) -> None:
+    def __init__(self, addresses: Addresses, owner: File | None) -> None:
         self.addresses, self.owner, self.state = addresses, owner, 0
         memory = (ctypes.c_char * (addresses.end - addresses.start)).from_address(addresses.start)
         weakref.finalize(memory, _unmap, addresses).atexit = False
         self.buffer = memoryview(memory).cast("B")
         self.arrays: dict[Any, Any] = {}
+        self._resident: set[int] = set()  # numbers of blocks that were resident before the time ``_until``
+        self._last = 0, 0  # the last range that was resident
+        self._until = 0.0
+        self._probed: bool | None = None  # whether pages are probed with reads, because mincore does not answer
+        self._thread = 0  # the thread that checked the file last,
+        self._checked = self._ended = 0.0  # when it did, and when the last read of its burst ended
+
+    def confirm(self, now: float) -> None:
+        """Note that this thread found the file unchanged at a time (`time.monotonic`), after copying from it."""
+        self._checked, self._thread, self._ended = now, get_ident(), monotonic()
+
+    def in_burst(self, begun: float) -> bool:
+        """Return whether the file needs no check after a copy that began at a time, because it was checked just before.
+
+        Copies that a thread makes one right after the other, less than 3 us apart, are a burst: the thread itself
+        cannot have written to the file in between. A burst is checked once a millisecond, for changes by others. A
+        check of each copy would take as long as copying 4 to 64 KiB.
+        """
+        if begun - self._ended > _GAP or begun - self._checked > _BURST:
+            return False
+        if self._thread != get_ident() or self.addresses.broken:
+            return False
+        self._ended = monotonic()
+        return True
+
+    def resident(self, start: int, stop: int) -> bool:
+        """Return whether a range of the file is probably in memory, so that access costs no I/O.
+
+        Resident blocks and the last range are remembered for a second. A wrong result costs time, never correctness.
+        """
+        now = monotonic()
+        if now > self._until:
+            self._resident, self._last, self._until = set(), (0, 0), now + _REMEMBERED
+        elif self._last[0] <= start and stop <= self._last[1]:
+            return True
+        known = self._resident
+        blocks = range(start >> _BLOCK, (max(start, stop - 1) >> _BLOCK) + 1)
+        if known.issuperset(blocks):
+            return True
+        for n in blocks:
+            if n in known:
+                continue
+            low, high = n << _BLOCK, min((n + 1) << _BLOCK, len(self.buffer))
+            if self._all_resident(low, high):
+                known.add(n)
+            elif not self._all_resident(max(low, start), min(high, stop)):
+                return False
+        self._last = start, stop
+        return True
+
+    def _all_resident(self, start: int, stop: int) -> bool:
+        """Return whether all pages of a range inside one block are resident."""
+        assert _libc is not None
+        if self._probed is None:
+            self._probed = self.owner is not None and not self.owner.writable()
+        if self._probed and self.owner is not None:
+            return all(self.owner.cached(at) for at in (*range(start, stop, _PROBE), stop - 1))
+        first = (self.addresses.start + start) & -_PAGE
+        count = -(-(self.addresses.start + stop - first) // _PAGE)
+        # (threads share the buffer: a mixed result is a wrong guess)
+        return _libc.mincore(first, count * _PAGE, _state) == 0 and b"\0" not in _state.raw[:count]
+
+    def request(self, starts: NDArray[np.int64], nbytes: int) -> None:
+        """Start reading the pages of runs of ``nbytes`` bytes that are not in memory, and wait for none of them.
+
+        Access then finds them read or waits for one read, where access without a request reads page by page.
+        """
+        if self.owner is None or not len(starts):
+            return
+        first = int(starts.min()) // _PAGE
+        count = (int(starts.max()) + nbytes - 1) // _PAGE + 1 - first
+        edges = np.zeros(count + 1, np.int64)
+        np.add.at(edges, starts // _PAGE - first, 1)
+        np.add.at(edges, (starts + nbytes - 1) // _PAGE + 1 - first, -1)
+        missing = np.cumsum(edges[:-1]) > 0
+        if not self._probed:
+            missing &= ~self._pages(first, count)
+        bounds = np.flatnonzero(np.diff(np.concatenate(([False], missing, [False]))))
+        for start, stop in (bounds.reshape(-1, 2) + first).tolist():
+            self.owner.prefetch(start * _PAGE, (stop - start) * _PAGE)
+
+    def _pages(self, first: int, count: int) -> NDArray[np.bool_]:
+        """Return which pages of a range are resident."""
+        assert _libc is not None
+        state = ctypes.create_string_buffer(count)
+        if _libc.mincore(self.addresses.start + first * _PAGE, count * _PAGE, state):
+            return np.zeros(count, np.bool_)
+        found: NDArray[np.bool_] = np.frombuffer(state.raw[:count], np.uint8) % 2 == 1
+        return found
 
     def let_go(self, start: int, stop: int) -> None:
         """Release the pages of a range from this process's memory; they stay in the page cache. Discards writes."""
@@ -113,7 +214,7 @@ class Mapped:
         _libc.madvise(self.addresses.start + start, stop - start, mmap.MADV_DONTNEED)
 
 
-def map_file(fd: int, size: int, owner: Any = None, *, message: str = "") -> Mapped | None:
+def map_file(fd: int, size: int, owner: File | None = None, *, message: str = "") -> Mapped | None:
     """Map the first ``size`` bytes of a file; return None if that is not possible on this system.
 
     With ``message``, a thread that accesses bytes that the file no longer has gets a ChangedFileError with that message
@@ -133,18 +234,6 @@ def map_file(fd: int, size: int, owner: Any = None, *, message: str = "") -> Map
     if not message:
         _libc.madvise(start, size, mmap.MADV_RANDOM)
     return Mapped(addresses, owner)
-
-
-def resident(address: int, nbytes: int) -> bool:
-    """Return whether bytes of a mapped file are probably in memory already, so that access costs no I/O."""
-    if _libc is None or nbytes == 0:
-        return nbytes == 0
-    # Sample both ends only. A wrong guess costs time, never correctness, so threads may share the result byte `_state`.
-    return _page_resident(address + nbytes - 1) and _page_resident(address)
-
-
-def _page_resident(address: int) -> bool:
-    return _libc is not None and _libc.mincore(address & -_PAGE, 1, _state) == 0 and bool(_state.raw[0] & 1)
 
 
 def _map(start: int | None, size: int, flags: int, fd: int) -> int | None:

@@ -1,4 +1,4 @@
-"""Checkpoints of Llama 3.1 405B on 1,024 ranks, as DeepSpeed writes them, except that no flat buffer takes disk space.
+"""Checkpoints of Llama 3.1 405B on any number of ranks, as DeepSpeed writes them, with holes as flat buffers.
 
 torch.save writes every file; for what is large, a fake tensor, `torch.serialization.skip_data` leaves a hole. Keys,
 classes and order are those of files that DeepSpeed 0.19 wrote (runtime/engine.py `_common_checkpoint_state`;
@@ -18,19 +18,18 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-WORLD = 1024
 TAG = "global_step1000"
 Shapes = dict[str, torch.Size]
 
 
-def llama() -> tuple[Shapes, Any]:
-    """The parameters of the model, and the ``_metadata`` of its state dict."""
+def llama(layers: int) -> tuple[Shapes, Any]:
+    """The parameters of the model (126 layers are that of 405B), and the ``_metadata`` of its state dict."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         hidden_size=16384,
         intermediate_size=53248,
-        num_hidden_layers=126,
+        num_hidden_layers=layers,
         num_attention_heads=128,
         num_key_value_heads=8,
         vocab_size=128256,
@@ -46,21 +45,21 @@ def groups_of(shapes: Shapes) -> list[Shapes]:
     return [OrderedDict(decay), OrderedDict((n, s) for n, s in shapes.items() if n not in decay)]
 
 
-def write_zero3(folder: Path, frozen: bool) -> None:
+def write_zero3(folder: Path, frozen: bool = False, world: int = 1024, layers: int = 126) -> None:
     """``frozen``: the norms are frozen, and every layer has a buffer: then the model states of all ranks matter."""
-    shapes, metadata = llama()
+    shapes, metadata = llama(layers)
     held_back = {n: s for n, s in shapes.items() if "norm" in n} if frozen else {}
     groups = [g for g in groups_of({n: s for n, s in shapes.items() if n not in held_back}) if g]
     module = OrderedDict((n, torch.empty(0, dtype=torch.bfloat16)) for n in shapes)
-    buffers = [f"model.layers.{n}.mlp.seen" for n in range(126)] if frozen else []
+    buffers = [f"model.layers.{n}.mlp.seen" for n in range(layers)] if frozen else []
     module.update((n, torch.ones(8, dtype=torch.int64)) for n in buffers)
     module._metadata = metadata  # type: ignore[attr-defined]
-    pieces = OrderedDict((n, torch.full((-(-prod(s) // WORLD),), 0.5).bfloat16()) for n, s in held_back.items())
+    pieces = OrderedDict((n, torch.full((-(-prod(s) // world),), 0.5).bfloat16()) for n, s in held_back.items())
     state = _model_states(
-        3, module, groups, buffers, frozen_param_shapes=OrderedDict(held_back), frozen_param_fragments=pieces
+        3, world, module, groups, buffers, frozen_param_shapes=OrderedDict(held_back), frozen_param_fragments=pieces
     )
-    _write_alike(folder, "zero_pp_rank_{}_mp_rank_00_model_states.pt", state)
-    widths = [sum(-(-prod(s) // WORLD) for s in g.values()) for g in groups]
+    _write_alike(folder, "zero_pp_rank_{}_mp_rank_00_model_states.pt", state, world)
+    widths = [sum(-(-prod(s) // world) for s in g.values()) for g in groups]
     with FakeTensorMode():
         state = {
             "optimizer_state_dict": {
@@ -68,41 +67,44 @@ def write_zero3(folder: Path, frozen: bool) -> None:
                 "loss_scaler": LossScaler(1.0),
                 "dynamic_loss_scale": False,
                 "overflow": False,
-                "partition_count": WORLD,
+                "partition_count": world,
                 "optimizer_state_dict": _adam(widths),
                 "fp32_flat_groups": [_named(torch.empty(n), f"{i}_{i}") for i, n in enumerate(widths)],
             },
             "ds_config": _config(3),
             "ds_version": "0.19.8",
         }
-        for rank in range(WORLD):
+        for rank in range(world):
             _save(state, folder / TAG / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
     (folder / "latest").write_text(TAG)
 
 
-def write_zero2(folder: Path) -> None:
-    shapes, metadata = llama()
+def write_zero2(folder: Path, world: int = 1024, layers: int = 126) -> None:
+    shapes, metadata = llama(layers)
     groups = groups_of(shapes)
     (folder / TAG).mkdir(parents=True)
     with FakeTensorMode():
         module: OrderedDict[str, torch.Tensor] = OrderedDict()
         widths = []
         for group in groups:
-            width = -(-sum(map(prod, group.values())) // (2 * WORLD)) * 2
+            width = -(-sum(map(prod, group.values())) // (2 * world)) * 2
             widths.append(width)
-            flat, at = torch.empty(width * WORLD, dtype=torch.bfloat16), 0
+            flat, at = torch.empty(width * world, dtype=torch.bfloat16), 0
             for name, shape in group.items():
                 module[name] = flat[at : at + prod(shape)].view(shape)
                 at += prod(shape)
         module = OrderedDict((n, module[n]) for n in shapes)
         module._metadata = metadata  # type: ignore[attr-defined]
-        _save(_model_states(2, module, groups, []), folder / TAG / "mp_rank_00_model_states.pt")
-        for rank in range(WORLD):
-            _save(_stage2(groups, widths, rank), folder / TAG / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        _save(_model_states(2, world, module, groups, []), folder / TAG / "mp_rank_00_model_states.pt")
+        for rank in range(world):
+            _save(
+                _stage2(groups, widths, rank, world),
+                folder / TAG / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
+            )
     (folder / "latest").write_text(TAG)
 
 
-def _stage2(groups: list[Shapes], widths: list[int], rank: int) -> dict[str, Any]:
+def _stage2(groups: list[Shapes], widths: list[int], rank: int, world: int) -> dict[str, Any]:
     masters, paddings = [], []
     for group, width in zip(groups, widths, strict=True):
         left = max(0, min(width, sum(map(prod, group.values())) - rank * width))
@@ -119,7 +121,7 @@ def _stage2(groups: list[Shapes], widths: list[int], rank: int) -> dict[str, Any
             "zero_stage": ZeroStageEnum.gradients,
             "group_paddings": paddings,
             "param_alignment_paddings": [[0] * len(g) for g in groups],
-            "partition_count": [WORLD] * len(groups),
+            "partition_count": [world] * len(groups),
             "ds_version": "0.19.8",
             "param_slice_mappings": [_slices(g, w, rank) for g, w in zip(groups, widths, strict=True)],
         },
@@ -160,7 +162,7 @@ def _named(tensor: torch.Tensor, ds_id: str) -> torch.Tensor:
 
 
 def _model_states(
-    stage: int, module: Any, groups: list[Shapes], buffers: list[str], **frozen: OrderedDict[str, Any]
+    stage: int, world: int, module: Any, groups: list[Shapes], buffers: list[str], **frozen: OrderedDict[str, Any]
 ) -> dict[str, Any]:
     return {
         "module": module,
@@ -176,7 +178,7 @@ def _model_states(
         "skipped_steps": 0,
         "global_steps": 1000,
         "global_samples": 2048000,
-        "dp_world_size": WORLD,
+        "dp_world_size": world,
         "mp_world_size": 1,
         "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
         "ds_config": _config(stage),
@@ -200,15 +202,15 @@ def _save(state: Any, path: Path) -> None:
         torch.save(state, path)
 
 
-def _write_alike(folder: Path, pattern: str, state: Any) -> None:
+def _write_alike(folder: Path, pattern: str, state: Any, world: int) -> None:
     """One file a rank. They differ in the name of the zip's folder only: torch.save writes the first of every length of
     names (tens of thousands of records take it a while), and the others are that with their name put in."""
     (folder / TAG).mkdir(parents=True)
-    for digits in range(1, len(str(WORLD - 1)) + 1):
+    for digits in range(1, len(str(world - 1)) + 1):
         first = 10 ** (digits - 1) if digits > 1 else 0
         path = folder / TAG / pattern.format(first)
         torch.save(state, path)
         content, name = path.read_bytes(), path.stem.encode()
-        for rank in range(first + 1, min(10**digits, WORLD)):
+        for rank in range(first + 1, min(10**digits, world)):
             other = folder / TAG / pattern.format(rank)
             other.write_bytes(content.replace(name, other.stem.encode()))

@@ -1,0 +1,1 @@
+"""The rows of the suite, one module for each area. Each has an ``AREA``."""

@@ -1,0 +1,124 @@
+"""Opening files and folders: torch files, safetensors, Hugging Face folders, DCP; time, bytes and memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch.distributed.checkpoint import FileSystemReader
+
+import lazyckpt
+
+from .. import data
+from ..case import Area, Case, Goal, Settings
+from ..contest import Contest
+from ..host import LAZYCKPT, Fresh
+from ..sample import Cold, Timed, warm
+
+INDEX = 200.0  # bytes of memory a stored tensor
+
+
+def _torch(settings: Settings, weights_only: bool) -> Contest:
+    file = data.many(settings)
+    warm(file)
+    name = "torch.load(mmap=True)" if weights_only else "torch.load(mmap=True, weights_only=False)"
+    peer = Timed(lambda: torch.load(file, mmap=True, weights_only=weights_only))
+    return Contest(Timed(lambda: lazyckpt.open(file, cache=False)), (name, peer))
+
+
+def _cold(settings: Settings) -> Contest:
+    file = data.large(settings, "pt")
+    ours = Cold([file], lambda: None, lambda _: lazyckpt.open(file, cache=False))
+    peer = Cold([file], lambda: None, lambda _: torch.load(file, mmap=True))
+    return Contest(ours, ("torch.load(mmap=True)", peer), calls=1, most=15)
+
+
+def _opened(path: Path) -> Fresh:
+    """In a fresh process, for its memory."""
+    return Fresh(LAZYCKPT, f"view = lazyckpt.open({str(path)!r}, cache=False)")
+
+
+def _names(settings: Settings, names: int) -> Contest:
+    file = data.names(settings, names)
+    peer = Fresh(LAZYCKPT, f"names = safe_open({str(file)!r}, 'pt').keys()", "from safetensors import safe_open")
+    assert set(lazyckpt.open(file, cache=False)) == set(safe_open(file, "pt").keys())
+    return Contest(_opened(file), ("safe_open", peer), calls=1, most=7)
+
+
+def _hf(settings: Settings, shards: int, names: int) -> Contest:
+    folder = data.hf_names(settings, shards, names)
+    warm(folder / "model.safetensors.index.json")
+    peer = Fresh(
+        LAZYCKPT,
+        f"found = headers(Path({str(folder)!r}))",
+        "from benchmarks.areas.opening import headers; from pathlib import Path",
+    )
+    return Contest(_opened(folder), ("json.loads of the headers and the index", peer), calls=1, most=5)
+
+
+def headers(folder: Path) -> list[object]:
+    """What a reader of the folder cannot avoid: the index and all headers, through `json`."""
+    found: list[object] = [json.loads((folder / "model.safetensors.index.json").read_bytes())]
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            found.append(json.loads(file.read(int.from_bytes(file.read(8), "little"))))
+    return found
+
+
+def _dcp(settings: Settings, tensors: int, chunks: int, ranks: int) -> Contest:
+    folder = data.dcp_chunks(settings, tensors, chunks, ranks)
+    warm(folder / ".metadata")
+    peer = Fresh(
+        LAZYCKPT,
+        f"found = FileSystemReader({str(folder)!r}).read_metadata()",
+        "from torch.distributed.checkpoint import FileSystemReader",
+    )
+    named = ("FileSystemReader.read_metadata", peer)
+    return Contest(_opened(folder), named, calls=1, rehearse=False, most=3, least=2)
+
+
+def _small_dcp(settings: Settings) -> Contest:
+    folder = data.dcp(settings)
+    warm(folder / ".metadata")
+    peer = Timed(lambda: FileSystemReader(folder).read_metadata())
+    return Contest(Timed(lambda: lazyckpt.open(folder, cache=False)), ("FileSystemReader.read_metadata", peer))
+
+
+def _cases(settings: Settings) -> list[Case]:
+    return list(_all(settings))
+
+
+def _all(settings: Settings) -> Iterator[Case]:
+    yield Case("a torch file of 2,000 tensors", partial(_torch, settings, True), [Goal(0.3)])
+    yield Case(
+        "a torch file of 2,000 tensors, peer without weights_only", partial(_torch, settings, False), [Goal(0.7)]
+    )
+    size = settings.pick(1024, 64)
+    share = Goal(0.01, "resident", float(size << 20), "bytes brought into the cache", "the size of the file")
+    share = share if not settings.quick else share._replace(at_most=0.02)
+    yield Case(f"a torch file of {size} MiB, cold", partial(_cold, settings), [Goal(1.0), share])
+    names = settings.pick(100_000, 10_000)
+    held = Goal(1.0, "held", INDEX * names, "memory of the index", f"{INDEX:.0f} bytes a tensor")
+    yield Case(f"one safetensors file of {names:,} names", partial(_names, settings, names), [Goal(1.0), held])
+    shards, names = settings.pick(1000, 20), settings.pick(500_000, 10_000)
+    what = f"a Hugging Face folder of {shards:,} shards and {names:,} names"
+    held = Goal(1.0, "held", INDEX * names, "memory of the index", f"{INDEX:.0f} bytes a tensor")
+    yield Case(what, partial(_hf, settings, shards, names), [Goal(2.0), held])
+    yield Case("a DCP checkpoint of 2 ranks", partial(_small_dcp, settings), [Goal(1.0)])
+    tensors, ranks, chunks = settings.pick(10_000, 100), settings.pick(2048, 64), 102
+    what = f"a DCP checkpoint of {ranks:,} ranks, {tensors:,} tensors and {tensors * chunks:,} chunks"
+    yield Case(
+        what, partial(_dcp, settings, tensors, chunks, ranks), [Goal(0.5), Goal(0.5, "peak", label="peak memory")]
+    )
+
+
+AREA = Area(
+    "opening",
+    "Opening",
+    "From the path to a view of all names. *Memory of the index* is what the process holds more after it.",
+    _cases,
+)

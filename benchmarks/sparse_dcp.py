@@ -1,0 +1,70 @@
+"""DCP checkpoints of any number of ranks and chunks, with torch's own metadata classes.
+
+`write_chunks` writes the tensors too; `write_metadata` leaves the data files as holes.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+
+def write_chunks(folder: Path, tensors: Mapping[str, torch.Tensor], chunks: int, files: int) -> None:
+    """Cut each tensor along its rows into ``chunks``, which lie in ``files`` files, each as `torch.save` writes it."""
+    folder.mkdir(parents=True)
+    described: dict[str, TensorStorageMetadata] = {}
+    stored: dict[MetadataIndex, _StorageInfo] = {}
+    parts: list[list[tuple[str, int, torch.Tensor]]] = [[] for _ in range(files)]
+    for name, tensor in tensors.items():
+        rows = -(-len(tensor) // chunks)
+        blocks = list(zip(range(0, len(tensor), rows), tensor.split(rows), strict=True))
+        sizes = [ChunkStorageMetadata(torch.Size([start, 0]), block.shape) for start, block in blocks]
+        described[name] = TensorStorageMetadata(TensorProperties(tensor.dtype), tensor.shape, sizes)
+        for n, (start, block) in enumerate(blocks):
+            parts[n * files // len(blocks)].append((name, start, block))
+    for rank, part in enumerate(parts):
+        path = folder / f"__{rank}_0.distcp"
+        with path.open("wb") as file:
+            for name, start, block in part:
+                packed = io.BytesIO()
+                torch.save(block.clone(), packed)
+                place = _StorageInfo(path.name, file.tell(), packed.getbuffer().nbytes)
+                stored[MetadataIndex(name, torch.Size([start, 0]))] = place
+                file.write(packed.getbuffer())
+    (folder / ".metadata").write_bytes(pickle.dumps(Metadata(described, storage_data=stored)))
+
+
+def write_metadata(folder: Path, tensors: int, chunks: int, ranks: int) -> None:
+    """``tensors`` tensors of ``chunks`` chunks each (4 x 1,024 of float32), spread over the files of ``ranks``."""
+    folder.mkdir(parents=True)
+    shape, size = torch.Size([4, 1024]), 4 * 1024 * 4 + 1024  # bytes, with what torch.save adds
+    properties = TensorProperties(torch.float32)
+    described: dict[str, TensorStorageMetadata] = {}
+    stored: dict[MetadataIndex, _StorageInfo] = {}
+    ends = [0] * ranks
+    for n in range(tensors):
+        name = f"model.layers.{n // 10}.mlp.experts.{n % 10}.weight"
+        starts = [torch.Size([4 * m, 0]) for m in range(chunks)]
+        all_of = [ChunkStorageMetadata(start, shape) for start in starts]
+        described[name] = TensorStorageMetadata(properties, torch.Size([4 * chunks, 1024]), all_of)
+        for m, start in enumerate(starts):
+            rank = (n * chunks + m) % ranks
+            stored[MetadataIndex(name, start, m)] = _StorageInfo(f"__{rank}_0.distcp", ends[rank], size)
+            ends[rank] += size
+    for rank, end in enumerate(ends):
+        with (folder / f"__{rank}_0.distcp").open("wb") as file:
+            file.truncate(end)
+    with (folder / ".metadata").open("wb") as file:
+        pickle.dump(Metadata(described, storage_data=stored), file)

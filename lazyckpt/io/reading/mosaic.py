@@ -1,0 +1,266 @@
+"""Slices of a tensor in several blocks, such as the partitions of ranks, through mappings of their files.
+
+A plan of the whole tensor is kept as columns: which block is at which place of which file. A slice of rows inside one
+block is then read like a slice of a plain tensor (window.py). Any other selection of up to `_MOST` blocks is copied
+block by block. `Mosaic.read` returns None where a planned read (gather.py) is better or has to raise an error.
+
+Torch's kernels may rely on aligned elements, and writers such as torch.distributed.checkpoint align nothing. A tensor
+with a block that is not aligned is read as bytes, as an array with one more dimension.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+from math import prod
+from operator import itemgetter
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...core.box import Selection, Shape, c_strides
+from ...core.copies import Copy
+from ...core.index import Archive, TensorSpec
+from ...core.select import Reads
+from ...core.table import Copies
+from ..storage.base import Store
+from ..storage.mapping import Mapped
+from ..tensors import empty
+from .gather import finish
+from .packed import located
+from .window import CLONABLE, LARGE, ONE_CALL, SMALL, copied, span_of
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from ...deferred import torch
+
+_MOST = 4096  # blocks that a slice is copied from one by one
+_FILES = 96  # most files that a slice is copied from: a store keeps the mappings of some more
+_BLOCKS = 1 << 16  # most blocks of a tensor
+_CACHED = 1 << 14  # blocks whose tensors a mapping caches
+_SIMPLE = {int, slice}
+_NEAR = 64 << 20  # bytes; of a block whose wanted elements are further apart, a planned read finds out what is resident
+
+
+class Mosaic:
+    """A tensor of raw elements in blocks of local files."""
+
+    __slots__ = (
+        "_aligned", "_dtype", "_highs", "_key", "_lows", "_places", "_row", "_shape", "_spec", "_starts", "_stops",
+        "_store", "_whole_rows",
+    )  # fmt: skip
+
+    def __init__(self, store: Store, spec: TensorSpec, places: Sequence[Place]) -> None:
+        self._store, self._spec, self._dtype, self._shape = store, spec, spec.dtype.torch, spec.shape
+        self._row = prod(spec.shape[1:]) * spec.dtype.itemsize  # bytes of a row
+        self._key = object()  # of the cached blocks (not this object: it refers to the store, which has the mappings)
+        known = [offset for _, _, offset, _, _ in places if isinstance(offset, int)]
+        self._aligned = len(known) == len(places) and not any(offset % spec.dtype.itemsize for offset in known)
+        self._places = [(path, offset, shape, strides) for _, path, offset, shape, strides in places]
+        self._starts = [start for start, *_ in places]
+        self._stops = [tuple(a + n for a, n in zip(start, shape, strict=True)) for start, _, _, shape, _ in places]
+        self._lows = [start[0] for start in self._starts]
+        self._highs = [stop[0] for stop in self._stops]
+        self._whole_rows = [shape[1:] == spec.shape[1:] for _, _, _, shape, _ in places]
+
+    @staticmethod
+    def of(store: Store, spec: TensorSpec, copies: Sequence[Copy]) -> Mosaic | None:
+        """Return the mosaic of a tensor, given the plan that reads all of it; None if it has to be planned."""
+        if not 1 <= len(copies) <= _BLOCKS or not spec.shape or spec.dtype not in CLONABLE or spec.combine != "first":
+            return None
+        size = spec.dtype.itemsize
+        places: list[Place]
+        if isinstance(copies, Copies) and copies.table.packed is None:
+            if copies.table.dtype is not spec.dtype:
+                return None
+            columns = (copies.at, copies.shapes, copies.strides)
+            paths = [copies.table.paths[n] for n in copies.table.files.tolist()]
+            ats, shapes, strides = (list(map(tuple, column.tolist())) for column in columns)
+            places = list(zip(ats, paths, copies.offsets.tolist(), shapes, strides, strict=True))
+        else:
+            found = [_place(copy, size) for copy in copies if copy.extent.dtype is spec.dtype]
+            places = [place for place in found if place is not None]
+            if len(places) < len(copies):
+                return None
+        places.sort(key=itemgetter(0))
+        ends = [start[0] + shape[0] for start, _, _, shape, _ in places]
+        if any(a > b for a, b in pairwise(ends)):  # `read` looks for the first and the last block by their rows
+            return None
+        return Mosaic(store, spec, places)
+
+    def rows(self, key: Any) -> torch.Tensor | None:
+        """Read a key of ints and slices whose rows are in one block."""
+        begun = monotonic()
+        items = key if type(key) is tuple else (key,)
+        if not 0 < len(items) <= len(self._shape) or not _SIMPLE.issuperset(map(type, items)):
+            return None
+        first = items[0]
+        try:
+            if type(first) is int:
+                low = first + self._shape[0] if first < 0 else first
+                high = low + 1
+            else:
+                low, high, step = first.indices(self._shape[0])
+                if step != 1:
+                    return None
+            n = bisect_right(self._lows, low) - 1
+            if not 0 <= low < high or n < 0 or high > self._highs[n] or not self._whole_rows[n]:
+                return None
+            found = self._block(n)
+            if found is None:
+                return None
+            mapped, block, offset, flat = found
+            moved = low - self._lows[n]
+            if flat is not None and len(items) == 1 and (high - low) * self._row <= ONE_CALL:
+                unit = self._row // flat.itemsize
+                if (high - low) * self._row > SMALL and not mapped.resident(
+                    offset + moved * self._row, offset + (high - self._lows[n]) * self._row
+                ):
+                    return None
+                rows = flat.narrow_copy(0, moved * unit, (high - low) * unit)
+                rows = rows if self._aligned else rows.view(self._dtype)
+                shape = self._shape[1:] if type(first) is int else (high - low, *self._shape[1:])
+                if not mapped.in_burst(begun):
+                    self._store.confirm(self._places[n][0], mapped)
+                return rows if len(shape) == 1 else rows.view(shape)
+            view = block[(moved if type(first) is int else slice(moved, high - self._lows[n]), *items[1:])]
+        except (IndexError, ValueError, TypeError):  # a planned read supports the key, or raises a better error
+            return None
+        if not _resident(mapped, block, offset, view):
+            return None
+        result = copied(view, view.nbytes)
+        if not self._aligned:
+            result = result.view(self._dtype).squeeze(-1)
+        if not mapped.in_burst(begun):
+            self._store.confirm(self._places[n][0], mapped)
+        return result
+
+    def read(self, reads: Reads) -> torch.Tensor | None:
+        """Read a selection, copying from each block that holds a part of it."""
+        want = reads.want
+        if not all(map(len, want)) or prod(reads.shape) * self._dtype.itemsize > LARGE:
+            return None
+        first = bisect_right(self._highs, int(want[0][0]))
+        last = bisect_left(self._lows, int(want[0][-1]) + 1)
+        if last - first > _MOST:
+            return None
+        out = empty(reads.shape, self._dtype)
+        memory = out if self._aligned else out.view(-1, 1).view(torch.uint8).view(*reads.shape, out.itemsize)
+        used: dict[str, Mapped] = {}
+        left = memory.numel()
+        for n in range(first, last):
+            inside = _inside(want, self._starts[n], self._stops[n])
+            if inside is None:
+                continue
+            target, source, lists = inside
+            found = self._block(n)
+            if found is None:
+                return None
+            mapped, block, offset, _ = found
+            view = block[source]
+            if not _resident(mapped, block, offset, view):
+                return None
+            place = memory[target]
+            left -= place.numel()
+            for d, positions in lists[:-1]:
+                view = view.index_select(d, torch.from_numpy(positions))
+            if lists and place.is_contiguous():
+                torch.index_select(view, lists[-1][0], torch.from_numpy(lists[-1][1]), out=place)
+            elif lists:
+                place.copy_(view.index_select(lists[-1][0], torch.from_numpy(lists[-1][1])))
+            else:
+                place.copy_(view)
+            used[self._places[n][0]] = mapped
+            if len(used) > _FILES:
+                return None
+        if left:
+            return None
+        for path, mapped in used.items():
+            self._store.confirm(path, mapped)
+        return finish(reads, out)
+
+    def _block(self, n: int) -> tuple[Mapped, torch.Tensor, int, torch.Tensor | None] | None:
+        """Return the mapping of a block's file, the block as a tensor, its position in the file, and its ravel if it is
+        contiguous."""
+        path, offset, shape, strides = self._places[n]
+        if not isinstance(offset, int):
+            archive, ahead = offset
+            extent = located(self._store, archive, self._spec.name)
+            if extent is None or not extent.raw or extent.strides != c_strides(extent.shape):
+                return None
+            offset = extent.offset + ahead
+            self._places[n] = path, offset, shape, strides
+        mapped = self._store.maps.get(path) or self._store.map(path)
+        if mapped is None:
+            return None
+        known: tuple[torch.Tensor, torch.Tensor | None] | None = mapped.arrays.get((self._key, n))
+        if known is None:
+            count = 1 + sum((m - 1) * s for m, s in zip(shape, strides, strict=True))
+            nbytes = count * self._dtype.itemsize
+            if offset + nbytes > len(mapped.buffer):
+                return None
+            self._store.check(path, offset, nbytes)
+            if self._aligned:
+                flat = torch.frombuffer(mapped.buffer, dtype=self._dtype, count=count, offset=offset)
+            else:
+                size = self._dtype.itemsize
+                flat = torch.frombuffer(mapped.buffer, dtype=torch.uint8, count=nbytes, offset=offset)
+                shape, strides = (*shape, size), (*(s * size for s in strides), 1)
+            if len(mapped.arrays) >= _CACHED:
+                mapped.arrays.clear()
+            contiguous = self._places[n][3] == c_strides(self._places[n][2])
+            known = flat.as_strided(shape, strides), flat if contiguous else None
+            mapped.arrays[self._key, n] = known
+        return mapped, known[0], offset, known[1]
+
+
+# Where a block begins in the tensor, its file, its position there, its shape and strides. The position may be one in an
+# archive that is not located yet.
+Place = tuple[Shape, str, "int | tuple[Archive, int]", Shape, Shape]
+
+
+def _place(copy: Copy, size: int) -> Place | None:
+    """Return the place of a copy; None if its elements are not in the file as they are."""
+    extent = copy.extent
+    if extent.raw:
+        return copy.at, extent.path, extent.offset + copy.start * size, copy.shape, copy.strides
+    if isinstance(extent.within, Archive) and extent == extent.within.as_told and not extent.within.codecs:
+        return copy.at, extent.path, (extent.within, copy.start * size), copy.shape, copy.strides
+    return None
+
+
+def _resident(mapped: Mapped, block: torch.Tensor, offset: int, view: torch.Tensor) -> bool:
+    span = span_of(view)
+    if span > _NEAR:
+        return False
+    start = offset + view.data_ptr() - block.data_ptr()
+    return not span or mapped.resident(start, start + span)
+
+
+def _inside(
+    want: Selection, start: Shape, stop: Shape
+) -> tuple[tuple[slice, ...], tuple[slice, ...], list[tuple[int, np.ndarray[Any, Any]]]] | None:
+    """Return what a block holds of a selection: where it goes in the output, the slices of the block, and in dimensions
+    that a list selects the positions along them. None if it holds nothing."""
+    target: list[slice] = []
+    source: list[slice] = []
+    lists: list[tuple[int, np.ndarray[Any, Any]]] = []
+    for d, (axis, a, b) in enumerate(zip(want, start, stop, strict=True)):
+        if isinstance(axis, range):
+            i = max(0, -((axis.start - a) // axis.step))
+            j = min(len(axis), -((axis.start - b) // axis.step))
+            if i >= j:
+                return None
+            at = axis.start + i * axis.step - a
+            source.append(slice(at, at + (j - i - 1) * axis.step + 1, axis.step))
+        else:
+            i, j = np.searchsorted(axis, (a, b)).tolist()
+            if i >= j:
+                return None
+            source.append(slice(None))
+            lists.append((d, axis[i:j] - a))
+        target.append(slice(i, j))
+    return tuple(target), tuple(source), lists
