@@ -583,6 +583,8 @@ class Namespace(Mapping[str, A]):
 
 def _is_known(stored: Mapping[str, TensorSpec] | None) -> bool:
     """Return whether the stored names are in memory, so that a look-up reads no file."""
+    if isinstance(stored, ChainMap):
+        return all(map(_is_known, stored.maps))
     return type(stored) is dict or isinstance(stored, Specs)
 
 
