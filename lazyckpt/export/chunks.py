@@ -21,7 +21,7 @@ from ..core.dtypes import bits_of
 from ..formats.zarr.documents import RAW, Json
 from ..io.tensors import as_bytes, empty
 from ..jobs.executor import OVERHEAD
-from ..jobs.places import PIECE, Place
+from ..jobs.places import PIECE, Place, Sized
 from ..jobs.write import differs, scratch
 from ..lazy import LazyArray
 from .codecs import Encoding
@@ -75,7 +75,8 @@ class Cut:
 
 def write(place: Place, key: str, tensor: LazyArray, cut: Cut) -> int:
     """Write the file with this block of a tensor; return its size in bytes."""
-    return place.put(key, content(tensor, cut))
+    pieces = content(tensor, cut)
+    return place.put(key, Sized(pieces, cut.most(tensor.itemsize)) if cut.encoding.raw else pieces)
 
 
 def content(tensor: LazyArray, cut: Cut) -> Iterator[memoryview]:

@@ -20,7 +20,7 @@ from uuid import uuid4
 from ..errors import DestinationError
 from ..formats.zarr.documents import JOB
 from ..io.storage.fsspec import asking
-from ..io.system import forget, read_at, refuses, rename_directory
+from ..io.system import forget, preallocate, read_at, refuses, rename_directory
 from .guard import Owner, entered, ignores_case, opened
 
 # -- CRC-32, hardware-accelerated where possible, and its combination from the CRC-32s of pieces.
@@ -80,6 +80,17 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 PIECE = 4 << 20  # bytes; a buffer of this size stays in the processor's cache between read and write
 
 
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """Pieces of a file's content, and the maximum of their size together in bytes (``most``)."""
+
+    pieces: Iterable[bytes | memoryview]
+    most: int
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        return iter(self.pieces)
+
+
 class Place(Protocol):
     """A place that files are written to, safe to use from several threads and processes."""
 
@@ -135,15 +146,19 @@ class Folder:
         *folders, name = key.split("/")
         part = f"{name}.{uuid4().hex[:8]}{PART}"
         size = checksum = 0
+        most = content.most if isinstance(content, Sized) else 0
         with entered(self.root, self.owner, self._parts(folders), make=True) as at:
             try:
                 fd = at.open(part, _NEW)
                 try:
+                    preallocate(fd, most)
                     for piece in content:
                         _write(fd, piece)
                         size += len(piece)
                         if self.listed:
                             checksum = crc32(piece, checksum)
+                    if size < most:
+                        os.ftruncate(fd, size)
                 finally:
                     os.close(fd)
                 if self.listed:
@@ -264,6 +279,16 @@ class Target(NamedTuple):
     def descriptor(self, flags: int) -> int:
         """Open the file and return its descriptor; O_CREAT creates the file and its folders."""
         return self.folder.open(self.key, flags)
+
+    def reserve(self) -> int:
+        """Reserve the disk blocks of the existing file; return its size in bytes. Raises OSError."""
+        fd = self.descriptor(os.O_RDWR)
+        try:
+            size = os.fstat(fd).st_size
+            preallocate(fd, size)
+        finally:
+            os.close(fd)
+        return size
 
     @property
     def size(self) -> int | None:

@@ -73,8 +73,9 @@ def fill(files: Sequence[File], folder: Folder, ledger: Ledger, run: Run, moved:
             target = Target(folder, key)
             there = ledger.runs(key, target)
             layout = begin(target)
+            size = target.reserve()
             layouts.append(layout)
-            file = _Filling(ledger.begin(key, target.size or 0), layout)
+            file = _Filling(ledger.begin(key, size), layout)
             filling[file.number] = file
             for n, offset, part in _runs(layout):
                 known = there.get(offset)
