@@ -163,7 +163,7 @@ def even_edges(low: float, high: float, bins: int) -> Array:
 # -- Counts of bit patterns of 8 or 16 bits: they determine all statistics of bf16, fp16, fp8, small integers and bools
 # exactly, in one pass that costs as much as computing moments.
 
-_BLOCK = 1 << 17  # elements at a time: numpy makes a megabyte of indices from them
+_BLOCKS = 8  # blocks that numpy handles at a time: threads of Python meet less often
 
 
 class Patterns(NamedTuple):
@@ -204,7 +204,21 @@ def values(dtype: torch.dtype) -> Array:
 
 
 def _counted(raw: Array) -> Array:
-    counts = np.zeros(1 << 16, np.int64)
-    for at in range(0, raw.size, _BLOCK):
-        counts += np.bincount(raw[at : at + _BLOCK], minlength=1 << 16)
+    """Count the values of uint16 elements.
+
+    Patterns are rotated by one bit, so that the sign is the lowest bit: numbers of similar size have neighbouring
+    patterns then, and a block needs counts of a few thousand patterns only. torch counts integers of 16 bits without
+    converting them, unlike numpy, in 0.6 of the time.
+    """
+    rotated = np.zeros(1 << 16, np.int64)
+    for at in range(0, raw.size, _BLOCKS * BLOCK):
+        some = raw[at : at + _BLOCKS * BLOCK]
+        some = (some << 1) | (some >> 15)
+        least = int(some.min())
+        some -= least
+        signed = torch.from_numpy(some.view(np.int16) if some.max() < 1 << 15 else some.astype(np.int32))
+        for block in signed.split(BLOCK):
+            found = torch.bincount(block).numpy()
+            rotated[least : least + len(found)] += found
+    counts: Array = rotated.reshape(1 << 15, 2).T.reshape(-1)
     return counts
