@@ -22,12 +22,55 @@ from safetensors.torch import load_file
 
 import lazyckpt
 from lazyckpt.errors import DataError, DestinationError, WorkerError
+from lazyckpt.io import system
 from lazyckpt.jobs import executor as job
 from lazyckpt.jobs.executor import Task, run
+from lazyckpt.jobs.places import Folder, Sized
 
 from . import processes
 from .conftest import need
 from .writers import bit_equal
+
+# -- reserved blocks
+
+
+def _blocks(path: Path) -> int:
+    return path.stat().st_blocks * 512
+
+
+@pytest.mark.skipif(sys.platform != "linux" or system.PORTABLE, reason="reserves blocks on Linux only")
+def test_blocks_are_reserved_and_content_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"lazy")
+    with open(path, "r+b") as file:
+        system.preallocate(file.fileno(), 4 << 20)
+        assert path.stat().st_size == 4 << 20
+        assert file.read(8) == b"lazy\0\0\0\0"
+        if _blocks(path) < 4 << 20:
+            pytest.skip("this file system reserves no blocks")
+
+
+@pytest.mark.skipif(sys.platform != "linux" or system.PORTABLE, reason="reserves blocks on Linux only")
+def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path: Path) -> None:
+    with open(tmp_path / "x", "wb") as file, pytest.raises(OSError):
+        system.preallocate(file.fileno(), 1 << 62)
+
+
+def test_files_that_have_no_blocks_are_left_alone() -> None:
+    read, write = os.pipe()
+    try:
+        system.preallocate(write, 4 << 20)
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+def test_room_that_a_file_does_not_need_is_returned(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    size = folder.put("a/b", Sized([b"x" * 100, b"y" * 50], 8 << 20))
+    assert size == 150 and (tmp_path / "a/b").read_bytes() == b"x" * 100 + b"y" * 50
+    assert _blocks(tmp_path / "a/b") <= 1 << 16
+
 
 # -- the engine
 

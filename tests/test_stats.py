@@ -512,3 +512,14 @@ def test_shell_colours(model: Path) -> None:
     assert "\x1b[1;31m" in done.stdout  # NaN and Inf
     plain = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
     assert plain == shell(model)
+
+
+@pytest.mark.parametrize("length", [2, 3, 32_703, 32_704, 32_705, 300_001])
+@pytest.mark.parametrize("span", [1, 3, 300, 40_000, 1 << 16])
+def test_patterns_are_counted_in_any_range(length: int, span: int) -> None:
+    rng = np.random.default_rng(length * span)
+    least = rng.integers(0, (1 << 16) - span + 1)
+    wide = rng.integers(least, least + span, length).astype(np.uint16)
+    assert np.array_equal(moments.count(torch.from_numpy(wide.view(np.int16))), np.bincount(wide, minlength=1 << 16))
+    narrow = rng.integers(0, 256, length).astype(np.uint8)
+    assert np.array_equal(moments.count(torch.from_numpy(narrow)), np.bincount(narrow, minlength=256))

@@ -217,7 +217,7 @@ def _counted(raw: Array) -> Array:
         least = int(some.min())
         some -= least
         signed = torch.from_numpy(some.view(np.int16) if some.max() < 1 << 15 else some.astype(np.int32))
-        for block in signed.split(BLOCK):
+        for block in torch.split(signed, BLOCK):
             found = torch.bincount(block).numpy()
             rotated[least : least + len(found)] += found
     counts: Array = rotated.reshape(1 << 15, 2).T.reshape(-1)
