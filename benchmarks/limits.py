@@ -63,6 +63,13 @@ class Preadv:
         self._read([(view[at : at + _STEP], at) for at in range(0, self.size, _STEP)])
         return out
 
+    def through(self, nbytes: int) -> None:
+        """All bytes of the file, into the same ``nbytes`` of memory again and again."""
+        out = memoryview(bytearray(min(nbytes, self.size)))
+        steps = range(0, self.size, _STEP)
+        targets = [out[at : at + _STEP] for at in range(0, len(out) - _STEP + 1, _STEP)] or [out]
+        self._read([(targets[n % len(targets)][: self.size - at], at) for n, at in enumerate(steps)])
+
     def _read(self, pieces: Sequence[tuple[memoryview, int]]) -> None:
         size = sum(len(piece) for piece, _ in pieces)
         batches, batch, left = [], [], 0

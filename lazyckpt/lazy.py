@@ -27,7 +27,7 @@ from .core.plan import plan
 from .core.select import Selection
 from .errors import DataError, LazyckptError, SelectionError, and_more, printable
 from .io.pool import Task, run, run_here
-from .io.reading.device import Ring, read_to
+from .io.reading.device import Ring, ring
 from .io.reading.gather import Range, Run, agree, finish, plan_unread, ranges, read, run_tasks, runs, tasks
 from .io.reading.mosaic import Mosaic
 from .io.reading.packed import locate
@@ -389,7 +389,7 @@ class LazyArray(Likeness):
     ) -> torch.Tensor:
         """Read the whole tensor to a device.
 
-        Elements go to an accelerator through pinned memory, in pieces of 32 MiB.
+        Elements go to an accelerator through page-locked memory, at most three buffers of 32 MiB.
 
         Parameters
         ----------
@@ -423,10 +423,8 @@ class LazyArray(Likeness):
         if dtype is not None and dtype != self.dtype:
             check_converts(self.name, self.spec.dtype, dtype_of(dtype))
         if place.type != "cpu":
-            ring = Ring(place)
-            out = self._read_through(ring, dtype)
-            ring.finish()
-            return out
+            with ring(place) as way:
+                return self._send(way, dtype)
         if not copy and dtype in (None, self.dtype):
             mapped = self._mapped({})
             if mapped is not None:
@@ -434,21 +432,25 @@ class LazyArray(Likeness):
         out = self._whole()
         return out if dtype is None else out.to(dtype)
 
-    def _read_through(
-        self, ring: Ring, dtype: torch.dtype | None = None, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def _send(self, to: Ring, dtype: torch.dtype | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         """Read the whole tensor to the ring's device, into ``out`` (of the same shape, any dtype and strides) if it is
         given. The elements have arrived when the ring has finished."""
+        extent = self._plain
+        if extent is not None:  # nothing to plan
+            array = to.device.empty(self.spec.shape, dtype or self.dtype) if out is None else out
+            to.send_run(self._store, extent.path, extent.offset, self.dtype, array)
+            return array
         reads = self._sel.reads()
         if out is not None and reads.in_place:
-            read_to(self._store, self.spec, reads, out, ring)
+            to.send(self._store, self.spec, reads, out)
             return out
-        array = torch.empty(reads.shape, dtype=dtype or self.dtype, device=ring.device)
-        read_to(self._store, self.spec, reads, array, ring)
-        if out is None:
-            return finish(reads, array)
-        ring.finish()
-        return out.copy_(finish(reads, array))
+        array = to.device.empty(reads.shape, dtype or self.dtype)
+        to.send(self._store, self.spec, reads, array)
+        if out is None and not reads.moves:
+            return finish(reads, array)  # a view
+        to.finish()
+        result = finish(reads, array)
+        return result if out is None else out.copy_(result)
 
     def _start(self, out: torch.Tensor | None = None) -> tuple[Iterable[Task], Callable[[], torch.Tensor]]:
         """Return the tasks that read the whole tensor, to run together with those of other tensors, and a function to

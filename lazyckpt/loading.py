@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,7 +22,7 @@ from .formats.shared.wrappers import own_names
 from .io.memory import many_objects
 from .io.pool import Task, run
 from .io.reading.arenas import SMALL, Small, small_tasks
-from .io.reading.device import Ring
+from .io.reading.device import Ring, ring
 from .io.reading.packed import locate_all
 from .io.storage.base import Store
 from .io.tensors import empty
@@ -46,11 +47,11 @@ def read_all(
         if place.type == "cpu":
             _read_to_cpu(lazy, dtype, copy, done, bar)
         else:
-            ring = Ring(place)
-            for name, t in lazy.items():
-                done[name] = t._read_through(ring, _target_dtype(t.dtype, dtype))
-                bar.add(t.nbytes)
-            ring.finish()
+            with ring(place) as way:
+                for name in _looked_up(lazy, lazy.__getitem__):
+                    t = lazy[name]
+                    done[name] = t._send(way, _target_dtype(t.dtype, dtype))
+                    bar.add(t.nbytes)
     return done
 
 
@@ -148,25 +149,24 @@ def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 def fill(pairs: Iterable[tuple[LazyArray, torch.Tensor]], bar: Bar | None = None) -> None:
     """Read each lazy tensor into its target: a tensor of the same shape, on any device, with any dtype and strides."""
     bar = bar or Bar(0, "", False)
-    rings: dict[torch.device, Ring] = {}
+    ways: dict[torch.device, Ring] = {}
     group: list[tuple[LazyArray, torch.Tensor]] = []
     size = 0
-    for lazy, target in pairs:
-        target = target.detach()
-        if target.device.type != "cpu":
-            if target.device not in rings:
-                rings[target.device] = Ring(target.device)
-            lazy._read_through(rings[target.device], out=target)
-            bar.add(lazy.nbytes)
-            continue
-        group.append((lazy, target))
-        size += 0 if _direct(lazy, target) else lazy.nbytes
-        if size > _GROUP:
-            _fill_together(group, bar)
-            group, size = [], 0
-    _fill_together(group, bar)
-    for ring in rings.values():
-        ring.finish()
+    with ExitStack() as until:
+        for lazy, target in pairs:
+            target = target.detach()
+            if target.device.type != "cpu":
+                if target.device not in ways:
+                    ways[target.device] = until.enter_context(ring(target.device))
+                lazy._send(ways[target.device], out=target)
+                bar.add(lazy.nbytes)
+                continue
+            group.append((lazy, target))
+            size += 0 if _direct(lazy, target) else lazy.nbytes
+            if size > _GROUP:
+                _fill_together(group, bar)
+                group, size = [], 0
+        _fill_together(group, bar)
 
 
 def _direct(lazy: LazyArray, target: torch.Tensor) -> bool:

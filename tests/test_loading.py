@@ -12,7 +12,7 @@ from torch import nn
 
 import lazyckpt
 from lazyckpt import CheckpointView, loading
-from lazyckpt.io.reading.device import Ring
+from lazyckpt.io.reading.device import ring
 from lazyckpt.testing.counting import opened
 from lazyckpt.testing.oracle import same
 
@@ -262,15 +262,14 @@ def test_through_a_ring_into_any_memory(saved: tuple[Path, dict[str, torch.Tenso
     """As to an accelerator: blocks, indexed rows, other strides and dtypes."""
     path, truth = saved
     w = lazyckpt.open(path)["embed.weight"]
-    ring = Ring(torch.device("cpu"))
     whole = truth["embed.weight"]
     keys: tuple[Any, ...] = (..., (slice(2, 7), slice(1, 4)), [3, 1, 1])
     cases = [(w.lazy[key], whole[key]) for key in keys] + [(w.lazy[::-1], whole.flip(0))]
     for lazy, want in cases:
         rows, columns = want.shape
         for out in (torch.empty(rows, columns), torch.empty(columns, rows).t(), torch.empty(rows, columns).double()):
-            assert lazy._read_through(ring, out=out) is out
-            ring.finish()
+            with ring(torch.device("cpu")) as way:
+                assert lazy._send(way, out=out) is out
             same(out, want.to(out.dtype), "through a ring")
 
 

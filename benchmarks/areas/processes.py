@@ -17,7 +17,7 @@ from ..limits import Preadv, places
 from ..sample import Cold, Timed, warm
 
 MIB = 1 << 20
-THREADS = 64
+THREADS = (1, 4, 16, 64)
 _LEAK = """
 def cycle(times):
     for _ in range(times):
@@ -40,12 +40,12 @@ def _leak(settings: Settings, times: int) -> Contest:
     return Contest(Fresh(LAZYCKPT, _LEAK.format(times=times), prepare), calls=1, rehearse=False, most=1)
 
 
-def _threads(settings: Settings, cold: bool) -> Contest:
+def _threads(settings: Settings, threads: int, cold: bool) -> Contest:
     """Each thread reads parts of 1 MiB, in an order of its own: together all of the file."""
     file = data.large(settings, "safetensors")
     warm(file)
     where, plain = places(file), Preadv(file)
-    pool = ThreadPoolExecutor(THREADS)
+    pool = ThreadPoolExecutor(threads)
     parts = [(name, row) for name, (_, _, shape) in where.items() for row in range(0, shape[0], 256)]
     random.Random(0).shuffle(parts)
 
@@ -69,12 +69,16 @@ def _threads(settings: Settings, cold: bool) -> Contest:
         pool.shutdown()
         plain.close()
 
-    name = f"preadv on {THREADS} threads"
+    name = f"preadv on {_threads_of(threads)}"
     if cold:
         mine = Cold([file], lambda: lazyckpt.open(file, cache=False), ours)
         return Contest(mine, (name, Cold([file], lambda: None, theirs)), calls=1, most=7, done=done)
     view = lazyckpt.open(file, cache=False)
     return Contest(Timed(lambda: ours(view)), (name, Timed(theirs)), calls=1, most=15, done=done)
+
+
+def _threads_of(count: int) -> str:
+    return f"{count} thread{'s' if count > 1 else ''}"
 
 
 def _cases(settings: Settings) -> list[Case]:
@@ -90,8 +94,10 @@ def _all(settings: Settings) -> Iterator[Case]:
     ]
     yield Case(f"{times:,} opens and closes with a slice each", partial(_leak, settings, times), goals)
     for cold in (False, True):
-        what = f"{THREADS} threads on one view, {settings.pick(1024, 64)} MiB, {'cold' if cold else 'warm'}"
-        yield Case(what, partial(_threads, settings, cold), [Goal(1 / 0.95)])
+        for threads in THREADS:
+            size = settings.pick(1024, 64)
+            what = f"{_threads_of(threads)} on one view, {size} MiB, {'cold' if cold else 'warm'}"
+            yield Case(what, partial(_threads, settings, threads, cold), [Goal(1 / 0.95)])
 
 
 AREA = Area(

@@ -141,6 +141,11 @@ class Reads:
         """Whether the array that was read is the result, without further steps."""
         return not (self.flips or self.orders or self.added) and self.shape == self.result
 
+    @property
+    def moves(self) -> bool:
+        """Whether elements move after they were read; otherwise the result is a view of the array that was read."""
+        return bool(self.flips or self.orders) or any(self.result[n] != 1 for n in self.added)
+
 
 def _spread(key: Any, shape: Shape) -> list[Any]:
     """Return the key with one item per dimension: lists as arrays, Ellipsis and missing items as full slices."""

@@ -103,7 +103,7 @@ def run(tasks: Iterable[Task]) -> None:
     are verified together at the end (see `checked`).
     """
     with checked() as batch:
-        _run(tasks, batch)
+        Work(tasks, batch).wait()
 
 
 def run_here(tasks: Iterable[Task]) -> None:
@@ -113,25 +113,49 @@ def run_here(tasks: Iterable[Task]) -> None:
             do()
 
 
-def _run(tasks: Iterable[Task], reads: Batch) -> None:
-    futures: list[Future[None]] = []
-    batch: list[Task] = []
-    size, limit = 0, _INLINE
-    try:
-        for task in tasks:
-            batch.append(task)
-            size += task[0]
-            if size >= limit and (futures or len(batch) > 1):
-                futures.append(threads().submit(partial(_each_of, reads, batch)))
-                batch, size, limit = [], 0, _BATCH
-        _each(batch)
-        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in done:
-            future.result()
-    finally:  # after a failure: cancel the futures that have not started and wait for the others
-        for future in futures:
+class Work:
+    """Tasks that threads of the pool run while the caller goes on. Call `wait` or `cancel` before the memory that the
+    tasks fill is released.
+
+    Parameters
+    ----------
+    tasks
+        The tasks. The first ones run while the iterable yields more.
+    reads
+        The files that the tasks read are added to this batch.
+    """
+
+    def __init__(self, tasks: Iterable[Task], reads: Batch) -> None:
+        self._futures: list[Future[None]] = []
+        self._rest: list[Task] = []  # too little for a thread: for the caller
+        size, limit = 0, _INLINE
+        try:
+            for task in tasks:
+                self._rest.append(task)
+                size += task[0]
+                if size >= limit and (self._futures or len(self._rest) > 1):
+                    self._futures.append(threads().submit(partial(_each_of, reads, self._rest)))
+                    self._rest, size, limit = [], 0, _BATCH
+        except BaseException:
+            self.cancel()
+            raise
+
+    def wait(self) -> None:
+        """Run what is left on the calling thread and wait for the threads. Raises the first error, after every started
+        task has stopped."""
+        try:
+            _each(self._rest)
+            done, _ = wait(self._futures, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+        finally:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Cancel the tasks that have not started, and wait for the others."""
+        for future in self._futures:
             future.cancel()
-        stopped(futures)
+        stopped(self._futures)
 
 
 def each(do: Callable[[T], object], items: Sequence[T]) -> None:

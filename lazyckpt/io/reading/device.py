@@ -1,85 +1,267 @@
-"""Reads from files to an accelerator, in pieces through pinned memory, without a full copy on the host.
+"""Reads from files to an accelerator: through a ring of page-locked buffers, without a full copy on the host.
 
-The next piece is read while the previous one is copied to the device. The buffers form a ring; a buffer is free again
-when the device event recorded after its copy has completed.
+Tensors are cut into pieces of at most `PIECE` bytes, and small tensors share a buffer. A buffer is read into by the
+threads of the pool, then copied to the device, then read into again. While the device copies one buffer, the threads
+fill the next ones. At most `_BUFFERS` buffers exist at a time, whatever is read.
+
+A `Device` makes the buffers and copies them. `device_of` chooses one; a test passes its own to `Ring`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...core.box import Box, Shape, tiles
 from ...core.index import TensorSpec
 from ...core.select import Reads
-from ..pool import run
-from ..storage.base import Store
-from .gather import tasks
+from ..pool import Batch, Task, Work, checked
+from ..storage.base import Store, read_pieces
+from ..tensors import as_bytes
+from .arenas import SMALL
+from .gather import run_tasks, tasks
 
 if TYPE_CHECKING:
     import torch
 else:
     from ...deferred import torch
 
-PIECE = 32 << 20  # bytes of one pinned buffer
-_BUFFERS = 2
+PIECE = 32 << 20  # bytes of one buffer
+_BUFFERS = 3  # one on its way to the device, one being filled, and one that waits for threads that are done with it
+_FILLED = 2  # buffers that are filled at a time
+_ALIGNED = 64  # bytes; every dtype can be viewed at a multiple of it
+_JOINED = 1 << 20  # bytes of small tensors that one task reads
+
+
+class Piece(NamedTuple):
+    """Elements in a buffer, from byte ``at`` on, and the part of a tensor that they are copied to."""
+
+    at: int
+    shape: Shape
+    dtype: torch.dtype
+    target: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def within(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the elements as a view of a buffer of bytes, on any device."""
+        return buffer[self.at : self.at + self.nbytes].view(self.dtype).view(self.shape)
+
+
+# -- devices
+
+
+class Device(ABC):
+    """What the ring asks of a device: memory, and copies to it."""
+
+    def __init__(self, place: torch.device) -> None:
+        self.place = place
+
+    def empty(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        """Allocate a tensor on the device."""
+        return torch.empty(shape, dtype=dtype, device=self.place)
+
+    @abstractmethod
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """Allocate bytes on the host to copy from."""
+
+    @abstractmethod
+    def copy(self, host: torch.Tensor, pieces: Sequence[Piece]) -> Callable[[], object]:
+        """Start to copy the pieces of ``host``, which nobody changes meanwhile, to their targets; convert their dtypes.
+
+        Return a function that waits until the pieces have arrived."""
+
+
+class PlainDevice(Device):
+    """A device whose copies are complete when torch returns: MPS, and the CPU."""
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def copy(self, host: torch.Tensor, pieces: Sequence[Piece]) -> Callable[[], object]:
+        for piece in pieces:
+            piece.target.copy_(piece.within(host))
+        return _nothing
+
+
+class StreamDevice(Device):
+    """A CUDA device (NVIDIA or ROCm): copies from page-locked memory on a stream of their own."""
+
+    _streams: dict[torch.device, torch.cuda.Stream] = {}  # noqa: RUF012 - shared: a new stream would have memory of its own
+
+    def __init__(self, place: torch.device) -> None:
+        super().__init__(place)
+        self._stream = self._streams.get(place) or self._streams.setdefault(place, torch.cuda.Stream(place))  # type: ignore[no-untyped-call]
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def copy(self, host: torch.Tensor, pieces: Sequence[Piece]) -> Callable[[], object]:
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream(self.place))  # kernels there may still use the targets' memory
+        with torch.cuda.stream(stream):
+            first = pieces[0]
+            if len(pieces) == 1 and first.target.dtype == first.dtype:
+                first.target.copy_(first.within(host), non_blocking=True)
+            else:  # one transfer; a conversion during a transfer would use memory that is not page-locked
+                arrived = host.to(self.place, non_blocking=True)
+                for piece in pieces:
+                    piece.target.copy_(piece.within(arrived))
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record(stream)
+        wait: Callable[[], object] = event.synchronize
+        return wait
+
+
+def device_of(place: torch.device) -> Device:
+    """Return the way to copy to a device of torch."""
+    return StreamDevice(place) if place.type == "cuda" else PlainDevice(place)
+
+
+def _nothing() -> None:
+    """Wait for a copy that is complete."""
+
+
+# -- the ring
+
+
+class _Item(NamedTuple):
+    """A piece that waits for a buffer. ``read`` yields the tasks that fill it; ``run``: the store, file and offset of a
+    small run of bytes, which is read together with others."""
+
+    piece: Piece
+    read: Callable[[torch.Tensor], Iterable[Task]]
+    run: tuple[Store, str, int] | None
+
+
+class _Filled(NamedTuple):
+    """A buffer that threads fill."""
+
+    host: torch.Tensor
+    pieces: list[Piece]
+    work: Work
+
+
+class _Sent(NamedTuple):
+    """A buffer on its way; ``pieces`` keep the memory of the targets."""
+
+    host: torch.Tensor
+    pieces: list[Piece]
+    wait: Callable[[], object]
 
 
 class Ring:
-    """A ring of host buffers for copies to one device. Not thread-safe."""
+    """The buffers on the way to one device. Use `ring` to make one. Not thread-safe: each call has its own."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Device, reads: Batch) -> None:
         self.device = device
-        pin = device.type == "cuda" and torch.cuda.is_available()
-        self._buffers = [torch.empty(PIECE, dtype=torch.uint8, pin_memory=pin, device="cpu") for _ in range(_BUFFERS)]
-        self._passed: list[Callable[[], Any] | None] = [None] * _BUFFERS
-        self._turn = 0
+        self._reads = reads
+        self._items: list[_Item] = []
+        self._size = 0
+        self._filled: deque[_Filled] = deque()
+        self._sent: deque[_Sent] = deque()
+        self._free: list[torch.Tensor] = []
 
-    def send(
-        self, shape: Shape, dtype: torch.dtype, fill: Callable[[torch.Tensor], None], target: torch.Tensor
-    ) -> None:
-        """Fill a host buffer of this shape and start its copy to ``target``; convert the dtype on the device."""
-        turn = self._turn
-        self._turn = (turn + 1) % _BUFFERS
-        passed = self._passed[turn]
-        if passed is not None:
-            passed()
-        nbytes = prod(shape) * dtype.itemsize
-        host = self._buffers[turn][:nbytes].view(dtype).view(shape)
-        fill(host)
-        if target.dtype == dtype:
-            target.copy_(host, non_blocking=True)
-        else:  # a conversion during the copy would use unpinned memory
-            target.copy_(host.to(self.device, non_blocking=True))
-        self._passed[turn] = self._event()
+    def send(self, store: Store, spec: TensorSpec, reads: Reads, target: torch.Tensor) -> None:
+        """Read the elements that ``reads`` selects into ``target`` (any dtype and strides, shape ``reads.shape``).
+        `gather.finish` still has to reorder and reshape them, after `finish`."""
+        dtype = spec.dtype.torch
+        for part, box in pieces(reads, dtype.itemsize):
+            self._add(box, dtype, target, partial(tasks, store, spec, part))
+
+    def send_run(self, store: Store, path: str, offset: int, dtype: torch.dtype, target: torch.Tensor) -> None:
+        """Read a run of a file, from byte ``offset`` on, into all of ``target`` in C order."""
+        for box in tiles(target.shape, PIECE // dtype.itemsize):
+            nbytes = prod(box.shape) * dtype.itemsize
+            run = (store, path, offset) if nbytes < SMALL else None
+            self._add(box, dtype, target, partial(run_tasks, store, path, offset), run)
+            offset += nbytes
 
     def finish(self) -> None:
-        """Wait until every piece has arrived."""
-        for passed in self._passed:
-            if passed is not None:
-                passed()
+        """Wait until everything that was sent has arrived. Raises what reading raises."""
+        if self._items:
+            self._fill()
+        while self._filled:
+            self._pass_on()
+        while self._sent:
+            self._arrive()
 
-    def _event(self) -> Callable[[], Any] | None:
-        if self.device.type == "cuda":
-            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(self.device))
-            wait: Callable[[], Any] = event.synchronize
-            return wait
-        if self.device.type == "mps":
-            return torch.mps.synchronize
-        return None  # the copy is done when copy_ returns
+    def abandon(self) -> None:
+        """Stop reading, and wait for the copies that are under way, so that the buffers can be released."""
+        with ExitStack() as every:
+            for sent in self._sent:
+                every.callback(sent.wait)
+            for filled in self._filled:
+                every.callback(filled.work.cancel)
+
+    def _add(
+        self,
+        box: Box,
+        dtype: torch.dtype,
+        target: torch.Tensor,
+        read: Callable[[torch.Tensor], Iterable[Task]],
+        run: tuple[Store, str, int] | None = None,
+    ) -> None:
+        nbytes = prod(box.shape) * dtype.itemsize
+        at = -(-self._size // _ALIGNED) * _ALIGNED
+        if self._items and at + nbytes > PIECE:
+            self._fill()
+            at = 0
+        part = target if box.shape == tuple(target.shape) else target[box.slices]
+        self._items.append(_Item(Piece(at, box.shape, dtype, part), read, run))
+        self._size = at + nbytes
+
+    def _fill(self) -> None:
+        """Let the threads fill a buffer with the pieces that wait."""
+        while len(self._filled) >= _FILLED:
+            self._pass_on()
+        host = self._buffer(self._size)[: self._size]
+        items, self._items, self._size = self._items, [], 0
+        work = Work(_tasks(items, host), self._reads)
+        self._filled.append(_Filled(host, [item.piece for item in items], work))
+
+    def _buffer(self, nbytes: int) -> torch.Tensor:
+        if len(self._filled) + len(self._sent) >= _BUFFERS:
+            self._arrive()
+        if self._free:
+            buffer = self._free.pop()
+            if buffer.numel() >= nbytes:
+                return buffer
+            del buffer  # before a larger one is made
+        return self.device.buffer(max(nbytes, min(PIECE, 1 << (nbytes - 1).bit_length())))
+
+    def _pass_on(self) -> None:
+        """Wait until the oldest buffer is filled, and start its copy."""
+        self._filled[0].work.wait()
+        host, parts, _ = self._filled.popleft()
+        self._sent.append(_Sent(host, parts, self.device.copy(host, parts)))
+
+    def _arrive(self) -> None:
+        """Wait for the oldest copy; its buffer is free."""
+        self._sent[0].wait()
+        host = self._sent.popleft().host
+        self._free.append(host if host._base is None else host._base)
 
 
-def read_to(store: Store, spec: TensorSpec, reads: Reads, target: torch.Tensor, ring: Ring) -> None:
-    """Read the elements that ``reads`` selects into ``target`` (any device and dtype, shape ``reads.shape``). `finish`
-    still has to reorder and reshape them."""
-    for part, box in pieces(reads, spec.dtype.itemsize):
-
-        def fill(host: torch.Tensor, part: Reads = part) -> None:
-            run(tasks(store, spec, part, host))
-
-        ring.send(box.shape, spec.dtype.torch, fill, target[box.slices] if box.start else target)
+@contextmanager
+def ring(place: torch.device | Device) -> Iterator[Ring]:
+    """Make a ring to a device. When the block ends, everything that was sent has arrived, or no read and no copy is
+    under way any more. The files read are verified together at the end (see `pool.checked`)."""
+    with checked() as reads:
+        made = Ring(place if isinstance(place, Device) else device_of(place), reads)
+        try:
+            yield made
+            made.finish()
+        except BaseException:
+            made.abandon()
+            raise
 
 
 def pieces(reads: Reads, itemsize: int) -> Iterator[tuple[Reads, Box]]:
@@ -88,3 +270,26 @@ def pieces(reads: Reads, itemsize: int) -> Iterator[tuple[Reads, Box]]:
     for box in tiles(reads.shape, PIECE // itemsize):
         part = tuple(r[a:b] for r, a, b in zip(reads.want, box.start, box.stop, strict=True))
         yield Reads(part, (), (), box.shape), box
+
+
+def _tasks(items: Sequence[_Item], host: torch.Tensor) -> Iterator[Task]:
+    """Yield the tasks that fill a buffer; small runs of a file that are near each other are one task."""
+    small: dict[tuple[int, str], tuple[Store, list[tuple[int, memoryview]]]] = {}
+    for piece, read, run in items:
+        memory = piece.within(host)
+        if run is None:
+            yield from read(memory)
+        else:
+            store, path, offset = run
+            small.setdefault((id(store), path), (store, []))[1].append((offset, as_bytes(memory)))
+    for (_, path), (store, runs) in small.items():
+        runs.sort(key=lambda run: run[0])
+        group: list[tuple[int, memoryview]] = []
+        size = 0
+        for one in runs:
+            if size + len(one[1]) > _JOINED:
+                yield size, partial(read_pieces, store, path, group)
+                group, size = [], 0
+            group.append(one)
+            size += len(one[1])
+        yield size, partial(read_pieces, store, path, group)
