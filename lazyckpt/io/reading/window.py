@@ -32,9 +32,8 @@ _HUGE = 16 << 20  # bytes from which huge pages pay here: the C library reuses t
 ONE_CALL = 128 << 10  # bytes up to which torch copies a range of rows fastest on one thread
 _SHARED = 0.05  # seconds for which several threads count as readers after one has taken turns with another
 _CACHED = 1 << 14  # windows whose tensors a mapping caches
-_NEAR = (
-    64 << 20
-)  # bytes; a key whose elements are further apart is planned: finding out what is resident would take long
+_NEAR = 64 << 20  # bytes; a view whose elements are further apart is planned: finding out what is resident takes long
+_SPARSE = 32  # finding out whether this many bytes are resident takes as long as copying one byte
 _RESIDENT, _PARTIAL = 1.0, 0.1  # seconds for which a tensor counts as resident, or as partly resident, after a check
 
 Arrays: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # a mapped tensor, and its ravel
@@ -131,7 +130,10 @@ class Window:
                 self._resident_until = now + _RESIDENT
                 return True
             self._partial_until = now + _PARTIAL
-        return mapped.resident(self._offset + start, self._offset + start + nbytes)
+        found = mapped.resident(self._offset + start, self._offset + start + nbytes)
+        if found and nbytes == self._nbytes:
+            self._resident_until = now + _RESIDENT
+        return found
 
     def _arrays(self, mapped: Mapped) -> Arrays | None:
         """Return the mapped tensor and its ravel; None if the file has become too short."""
@@ -164,20 +166,30 @@ class Window:
             index = np.where(index < 0, index + length, index)
         wanted = prod(view.shape) // max(length, 1) * len(index) * self._dtype.itemsize
         if wanted > LARGE or (
-            now > self._resident_until and not self._rows_resident(mapped, array, view, dim, index, now)
+            now > self._resident_until and not self._rows_resident(mapped, array, view, dim, index, wanted, now)
         ):
             return None
         return view.index_select(dim, torch.from_numpy(index))
 
     def _rows_resident(
-        self, mapped: Mapped, array: torch.Tensor, view: torch.Tensor, dim: int, index: np.ndarray[Any, Any], now: float
+        self,
+        mapped: Mapped,
+        array: torch.Tensor,
+        view: torch.Tensor,
+        dim: int,
+        index: np.ndarray[Any, Any],
+        wanted: int,
+        now: float,
     ) -> bool:
+        """Return whether all elements at the indices, ``wanted`` bytes, are in memory."""
         if not view.numel() or not len(index):
             return True
         start = view.data_ptr() - array.data_ptr()
         span = span_of(view)
+        if span <= max(_NEAR, _SPARSE * wanted) and self._is_resident(mapped, start, span, now):
+            return True
         if span <= _NEAR:
-            return self._is_resident(mapped, start, span, now)
+            return False
         start += self._offset
         step = view.stride(dim) * self._dtype.itemsize
         inner = span - (view.shape[dim] - 1) * step
