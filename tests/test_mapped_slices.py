@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 import lazyckpt
+from lazyckpt.export import dcp
 from lazyckpt.io.reading.mosaic import Mosaic
 from lazyckpt.io.reading.window import Window
 from lazyckpt.io.storage.local import LocalStore, _vectors
@@ -165,3 +166,43 @@ def test_many_small_tensors(tmp_path: Path, kind: str, monkeypatch: pytest.Monke
     found["t0005"].zero_()
     assert torch.equal(found["t0006"], before)
     assert torch.equal(view["t0005"][...], truth["t0005"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8], ids=str)
+@pytest.mark.parametrize("files", [1, 3])
+def test_many_chunks_at_equal_distances(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, files: int
+) -> None:
+    """The last chunk is shorter. A plan of chunks has no part in these reads: they are copied as strided arrays."""
+    whole = (torch.arange(203 * 7 * 5) % 251).view(203, 7, 5).to(dtype)
+    safetensors = tmp_path / "x.safetensors"
+    save_file({"w": whole}, safetensors)
+    monkeypatch.setattr(dcp, "CHUNK", 6 * 35 * dtype.itemsize)
+    monkeypatch.setattr(dcp, "FILE", 30_000 if files > 1 else 1 << 30)
+    lazyckpt.open(safetensors).to_dcp(tmp_path / "dcp", progress=False)
+    assert (len(list((tmp_path / "dcp").glob("*.distcp"))) > 1) == (files > 1)
+    t = lazyckpt.open(tmp_path / "dcp", cache=False)["w"]
+    assert len(t.fragments) == 34
+    t[...]
+    runs = []
+    copy_run = Mosaic._copy_run
+    monkeypatch.setattr(Mosaic, "_copy_run", lambda self, *args: runs.append(args) or copy_run(self, *args))
+    random = np.random.default_rng(0)
+    rows = [
+        slice(None),
+        slice(5, 200),
+        slice(6, 12),
+        slice(None, None, 4),
+        slice(190, 3, -7),
+        slice(13, 14),
+        slice(2, 203),
+    ]
+    lists = [random.integers(0, 203, 60), np.flatnonzero(random.random(203) < 0.3)]
+    inner = [(), (slice(2, 5),), (slice(None, None, 3), slice(4, 1, -2)), (3,), (slice(None), 2)]
+    keys = [(row, *rest) for row in rows for rest in inner] + [(at, *rest) for at in lists for rest in inner[:3]]
+    keys += [(slice(1, 199, 3), [4, 0, 2]), (slice(None), slice(None), [1, 1, 4])]
+    bits = whole.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]).numpy()
+    for key in keys:
+        found = t[key]
+        assert np.array_equal(found.view(dtype).contiguous().view(torch.from_numpy(bits).dtype).numpy(), bits[key]), key
+    assert len(runs) > len(keys) // 2

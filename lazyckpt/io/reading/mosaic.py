@@ -2,7 +2,9 @@
 
 A plan of the whole tensor is kept as columns: which block is at which place of which file. A slice of rows inside one
 block is then read like a slice of a plain tensor (window.py). Any other selection of up to `_MOST` blocks is copied
-block by block. `Mosaic.read` returns None where a planned read (gather.py) is better or has to raise an error.
+block by block. Blocks of rows at equal distances in one file, as a process leaves them that saves many chunks, are
+copied together, as one strided array. `Mosaic.read` returns None where a planned read (gather.py) is better or has to
+raise an error.
 
 Torch's kernels may rely on aligned elements, and writers such as torch.distributed.checkpoint align nothing. A tensor
 with a block that is not aligned is read as bytes, as an array with one more dimension.
@@ -11,16 +13,16 @@ with a block that is not aligned is read as bytes, as an array with one more dim
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from math import prod
+from math import gcd, prod
 from operator import itemgetter
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...core.box import Selection, Shape, c_strides
+from ...core.box import Axis, Selection, Shape, c_strides
 from ...core.copies import Copy
 from ...core.index import Archive, TensorSpec
 from ...core.select import Reads
@@ -41,6 +43,8 @@ _MOST = 4096  # blocks that a slice is copied from one by one
 _FILES = 96  # most files that a slice is copied from: a store keeps the mappings of some more
 _BLOCKS = 1 << 16  # most blocks of a tensor
 _CACHED = 1 << 14  # blocks whose tensors a mapping caches
+_FEW = 4  # blocks that are copied one by one
+_UNKNOWN = -1  # the position of a block that is not located yet
 _SIMPLE = {int, slice}
 _NEAR = 64 << 20  # bytes; of a block whose wanted elements are further apart, a planned read finds out what is resident
 
@@ -49,8 +53,8 @@ class Mosaic:
     """A tensor of raw elements in blocks of local files."""
 
     __slots__ = (
-        "_aligned", "_dtype", "_highs", "_key", "_lows", "_places", "_row", "_shape", "_spec", "_starts", "_stops",
-        "_store", "_whole_rows",
+        "_aligned", "_dtype", "_follows", "_highs", "_key", "_lows", "_offsets", "_places", "_row", "_shape", "_spec",
+        "_starts", "_stops", "_store", "_whole_rows",
     )  # fmt: skip
 
     def __init__(self, store: Store, spec: TensorSpec, places: Sequence[Place]) -> None:
@@ -65,6 +69,15 @@ class Mosaic:
         self._lows = [start[0] for start in self._starts]
         self._highs = [stop[0] for stop in self._stops]
         self._whole_rows = [shape[1:] == spec.shape[1:] for _, _, _, shape, _ in places]
+        self._offsets = np.array([at if isinstance(at, int) else _UNKNOWN for _, _, at, _, _ in places], np.int64)
+        # whether each block is followed by the next rows, in a block of the same shape in the same file
+        self._follows = np.array(
+            [
+                whole and a[1] == b[1] and a[3] == b[3] and a[4] == b[4] == c_strides(a[3]) and high == b[0][0]
+                for whole, high, (a, b) in zip(self._whole_rows, self._highs, pairwise(places), strict=False)
+            ],
+            np.bool_,
+        )
 
     @staticmethod
     def of(store: Store, spec: TensorSpec, copies: Sequence[Copy]) -> Mosaic | None:
@@ -151,48 +164,120 @@ class Mosaic:
         memory = out if self._aligned else out.view(-1, 1).view(torch.uint8).view(*reads.shape, out.itemsize)
         used: dict[str, Mapped] = {}
         left = memory.numel()
-        for n in range(first, last):
-            inside = _inside(want, self._starts[n], self._stops[n])
-            if inside is None:
-                continue
-            target, source, lists = inside
-            found = self._block(n)
-            if found is None:
+        n = first
+        while n < last:
+            end = self._end(n, last)
+            copied = self._copy_run(want, n, end, memory, used) if end else self._copy_block(want, n, memory, used)
+            if copied is None or len(used) > _FILES:
                 return None
-            mapped, block, offset, _ = found
-            view = block[source]
-            if not _resident(mapped, block, offset, view):
-                return None
-            place = memory[target]
-            left -= place.numel()
-            for d, positions in lists[:-1]:
-                view = view.index_select(d, torch.from_numpy(positions))
-            if lists and place.is_contiguous():
-                torch.index_select(view, lists[-1][0], torch.from_numpy(lists[-1][1]), out=place)
-            elif lists:
-                place.copy_(view.index_select(lists[-1][0], torch.from_numpy(lists[-1][1])))
-            else:
-                place.copy_(view)
-            used[self._places[n][0]] = mapped
-            if len(used) > _FILES:
-                return None
+            left -= copied
+            n = end or n + 1
         if left:
             return None
         for path, mapped in used.items():
             self._store.confirm(path, mapped)
         return finish(reads, out)
 
-    def _block(self, n: int) -> tuple[Mapped, torch.Tensor, int, torch.Tensor | None] | None:
-        """Return the mapping of a block's file, the block as a tensor, its position in the file, and its ravel if it is
-        contiguous."""
+    def _copy_block(self, want: Selection, n: int, memory: torch.Tensor, used: dict[str, Mapped]) -> int | None:
+        """Copy what a block holds; return the number of elements, or None if a planned read is better."""
+        inside = _inside(want, self._starts[n], self._stops[n])
+        if inside is None:
+            return 0
+        target, source, lists = inside
+        found = self._block(n)
+        if found is None:
+            return None
+        mapped, block, offset, _ = found
+        view = block[source]
+        if not _resident(mapped, block, offset, view):
+            return None
+        place = memory[target]
+        _pick(view, [(d, torch.from_numpy(positions)) for d, positions in lists], place)
+        used[self._places[n][0]] = mapped
+        return place.numel()
+
+    def _copy_run(
+        self, want: Selection, first: int, end: int, memory: torch.Tensor, used: dict[str, Mapped]
+    ) -> int | None:
+        """Copy what blocks at equal distances hold; return the number of elements, or None if a planned read is
+        better."""
+        found = self._block(first)
+        if found is None:
+            return None
+        mapped, path, rows = found[0], self._places[first][0], self._places[first][2][0]
+        offset, stop = int(self._offsets[first]), int(self._offsets[end - 1]) + rows * self._row
+        if stop > len(mapped.buffer):
+            return None
+        self._store.check(path, offset, stop - offset)
+        size = self._dtype.itemsize
+        shape, dtype, unit = self._shape[1:], self._dtype, size
+        if not self._aligned:
+            shape, dtype, unit = (*shape, size), torch.uint8, 1
+        flat = torch.frombuffer(mapped.buffer, dtype=dtype, count=(stop - offset) // unit, offset=offset)
+        strides, row = c_strides(shape), self._row // unit
+        gap = (int(self._offsets[first + 1]) - offset) // unit
+        axis, others = want[0], want[1:]
+        start, after = _before(axis, self._lows[first]), _before(axis, self._highs[end - 1])
+        if start == after:
+            return 0
+        axis, target = axis[start:after], memory[start:after]
+        pairs: list[tuple[torch.Tensor, torch.Tensor]]  # (from, to)
+        index = None
+        if isinstance(axis, range) and axis.step == 1:
+            blocks = flat.as_strided((end - first, rows, *shape), (gap, row, *strides))
+            pairs = list(_in_blocks(blocks, axis.start - self._lows[first], target))
+        else:
+            at = np.asarray(axis) - self._lows[first]
+            at = at // rows * gap + at % rows * row
+            step = gcd(gap, row)
+            index = torch.from_numpy((at - at[0]) // step)
+            lines = flat[int(at[0]) :].as_strided((int(at[-1] - at[0]) // step + 1, *shape), (step, *strides))
+            pairs = [(lines, target)]
+        for source, place in pairs:
+            ahead = source.ndim - len(shape)
+            keys = tuple(slice(a.start, a.stop, a.step) if isinstance(a, range) else slice(None) for a in others)
+            view = source[(slice(None),) * ahead + keys]
+            if not _resident(mapped, flat, offset, view):
+                return None
+            lists = [(ahead + d, torch.from_numpy(a)) for d, a in enumerate(others) if not isinstance(a, range)]
+            _pick(view, lists if index is None else [(0, index), *lists], place)  # (the lines overlap: not last)
+        used[path] = mapped
+        return target.numel()
+
+    def _end(self, first: int, last: int) -> int:
+        """Return the end of the blocks from ``first`` on that lie at equal distances in one file; 0 if they are few."""
+        if last - first < _FEW or not self._follows[first : first + _FEW - 1].all():
+            return 0
+        apart = np.flatnonzero(~self._follows[first : last - 1])
+        last = first + 1 + int(apart[0]) if len(apart) else last
+        for n in (np.flatnonzero(self._offsets[first:last] == _UNKNOWN) + first).tolist():
+            if not self._located(n):
+                return 0
+        gaps = np.diff(self._offsets[first:last])
+        other = np.flatnonzero(gaps != gaps[0])
+        last = first + 1 + int(other[0]) if len(other) else last
+        return last if gaps[0] > 0 and last - first >= _FEW else 0
+
+    def _located(self, n: int) -> bool:
+        """Look up where a block is; return False if its elements are not in the file as they are."""
         path, offset, shape, strides = self._places[n]
         if not isinstance(offset, int):
             archive, ahead = offset
             extent = located(self._store, archive, self._spec.name)
             if extent is None or not extent.raw or extent.strides != c_strides(extent.shape):
-                return None
+                return False
             offset = extent.offset + ahead
             self._places[n] = path, offset, shape, strides
+            self._offsets[n] = offset
+        return True
+
+    def _block(self, n: int) -> tuple[Mapped, torch.Tensor, int, torch.Tensor | None] | None:
+        """Return the mapping of a block's file, the block as a tensor, its position in the file, and its ravel if it is
+        contiguous."""
+        if not self._located(n):
+            return None
+        path, offset, shape, strides = self._places[n]
+        assert isinstance(offset, int)
         mapped = self._store.maps.get(path) or self._store.map(path)
         if mapped is None:
             return None
@@ -230,6 +315,48 @@ def _place(copy: Copy, size: int) -> Place | None:
     if isinstance(extent.within, Archive) and extent == extent.within.as_told and not extent.within.codecs:
         return copy.at, extent.path, (extent.within, copy.start * size), copy.shape, copy.strides
     return None
+
+
+def _pick(view: torch.Tensor, lists: list[tuple[int, torch.Tensor]], place: torch.Tensor) -> None:
+    """Copy a view to its place, in some dimensions only the elements at positions."""
+    if not lists:
+        place.copy_(view)
+        return
+    for d, positions in lists[:-1]:
+        view = view.index_select(d, positions)
+    if place.is_contiguous():
+        torch.index_select(view, *lists[-1], out=place)
+    else:
+        place.copy_(view.index_select(*lists[-1]))
+
+
+def _before(axis: Axis, high: int) -> int:
+    """Return how many indices of an axis are below ``high``."""
+    if isinstance(axis, range):
+        return max(0, min(len(axis), -((axis.start - high) // axis.step)))
+    return int(np.searchsorted(axis, high))
+
+
+def _in_blocks(blocks: torch.Tensor, start: int, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the parts of blocks of rows that hold the rows from ``start`` on, with the places in the target that they
+    are copied to: the end of a block, whole blocks, and the beginning of a block."""
+    rows = blocks.shape[1]
+    first, ahead = divmod(start, rows)
+    last, rest = divmod(start + len(target), rows)
+    if first == last:
+        yield blocks[first, ahead:rest], target
+        return
+    at = 0
+    if ahead:
+        at = rows - ahead
+        yield blocks[first, ahead:], target[:at]
+        first += 1
+    if first < last:
+        count = (last - first) * rows
+        yield blocks[first:last], target[at : at + count].view(last - first, rows, *target.shape[1:])
+        at += count
+    if rest:
+        yield blocks[last, :rest], target[at:]
 
 
 def _resident(mapped: Mapped, block: torch.Tensor, offset: int, view: torch.Tensor) -> bool:
