@@ -20,6 +20,7 @@ from .console import as_options, write_error, write_line, write_text
 from .jobs import Job, can_resume, check_files, kept, planned, run_job
 from .options import FormatOption, PathArg, RulesOption, StateOption, StoredOption, TagOption, open_view
 from .targets import Wanted, check, target_of
+from .workers import parse_share, target_of_work
 
 _PROBLEMS = 10  # maximum number of problems that are printed
 AGAIN = 3  # exit code: stopped half way, the same call resumes
@@ -53,7 +54,24 @@ _Shard = Annotated[
     str | None, typer.Option(metavar="SIZE", help="Largest safetensors or torch file in a folder (default: 5GB).")
 ]
 _Codec = Annotated[str | None, typer.Option(metavar="NAME", help="Compression of zarr: blosc, zstd, gzip.")]
-_Workers = Annotated[int | None, typer.Option(min=1, metavar="N", help="Worker processes (default: threads).")]
+_Workers = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="Worker processes (default: threads); with --cluster slurm, its jobs."),
+]
+_Cluster = Annotated[
+    str | None,
+    typer.Option(
+        metavar="WHERE",
+        help="dask://HOST:PORT, slurm (jobs as the configuration of dask-jobqueue says), or processes:N.",
+    ),
+]
+_Share = Annotated[
+    str | None,
+    typer.Option(
+        metavar="I/N",
+        help="Do share I of N of the work, from 0: N processes write together, the last one publishes.",
+    ),
+]
 
 
 def convert(
@@ -72,6 +90,8 @@ def convert(
     codec: _Codec = None,
     memory: _Memory = None,
     workers: _Workers = None,
+    cluster: _Cluster = None,
+    shard_of_work: _Share = None,
     resume: _Resume = True,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an existing output of the same format.")
@@ -97,11 +117,16 @@ def convert(
     Exit codes: 0 done; 2 an error: nothing was written and the same call would fail again; 3 stopped half way (no
     space, dead workers): the finished part is kept and the same call resumes; 130 the same after Ctrl-C. After a kill
     the same call resumes, too.
+
+    Several machines: --cluster hands the work to their workers; --shard-of-work $SLURM_PROCID/$SLURM_NTASKS needs only
+    a common file system.
     """
     mesh = None if tp is pp is ep is None else (tp or 1, pp or 1, ep or 1)
     wanted = Wanted(select, dtype, rename, mesh, stored, max_shard_size, codec)
     kind = target_of(dst, to)
     check(kind, dst, wanted)
+    where = target_of_work(workers, cluster)
+    share = None if shard_of_work is None else parse_share(shard_of_work)
     job = planned(src, open_view(src, state, stored, tag, format, rules), kind, dst, wanted, memory)
     if not quiet and not as_json:
         _print_plan(job, resume)
@@ -119,14 +144,15 @@ def convert(
                 resume=resume,
                 verify=verify,
                 progress=not quiet,
-                workers=workers,
+                where=where,
+                share=share,
             )
             result["seconds"] = time.monotonic() - begun
     except KeyboardInterrupt:
-        left = None if dry_run else kept(dst)
+        left = None if dry_run else kept(dst, share)
         code, error = INTERRUPTED, "interrupted" + (f"; {_finished(left)}" if left is not None else "")
     except (LazyckptError, OSError) as e:
-        left = None if dry_run else kept(dst)
+        left = None if dry_run else kept(dst, share)
         if left is not None and can_resume(job, e, left):
             code, error = AGAIN, as_options(f"{e} ({_finished(left)})")
         else:
@@ -175,6 +201,9 @@ def _print_result(job: Job, result: dict[str, Any]) -> None:
     for what, why in result["not_loaded"].items():
         _print("note", f"{what}: {why}", "yellow")
     seconds = result["seconds"]
+    if not result["published"]:
+        _print("share", f"{human_bytes(result['nbytes'])} in {seconds:.1f} s: done, the last share publishes", "green")
+        return
     rate = f", {human_bytes(int(job.forecast.nbytes / seconds))}/s" if seconds > 0 else ""
     _print("done", f"{human_bytes(job.forecast.nbytes)} in {seconds:.1f} s{rate}", "green")
 

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from itertools import product
-from multiprocessing import get_all_start_methods, get_context
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +21,10 @@ from ..jobs.executor import MEMORY
 from ..jobs.guard import local_path
 from ..jobs.places import Bucket
 from ..jobs.publish import unfinished
+from ..jobs.shares import folder_of_share, share_of
 from ..view import CheckpointView
 from .targets import Wanted, prepared
+from .workers import Workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +116,19 @@ def run_job(
     resume: bool,
     verify: bool,
     progress: bool | None,
-    workers: int | None,
+    where: Workers,
+    share: tuple[int, int] | None,
 ) -> dict[str, Any]:
-    """Execute the plan and return a report, or raise as the view's `to_...` methods do.
+    """Execute the plan, or a share of it, and return a report, or raise as the view's `to_...` methods do.
 
-    The report has ``files`` (paths), ``nbytes``, ``left_out`` (item -> reason why it is not written) and ``not_loaded``
-    (item -> reason why the trainer does not load it although it is written)."""
+    The report has ``files`` (paths), ``nbytes``, ``published`` (False for a share that is not the last one),
+    ``left_out`` (item -> reason why it is not written) and ``not_loaded`` (item -> reason why the trainer does not load
+    it although it is written)."""
     own = job.wanted.own(job.to)
-    with _executor(workers) as executor:
+    with where as executor:
         given: WriteOptions = {
             "memory": memory, "overwrite": overwrite, "resume": resume, "verify": verify, "progress": progress,
-            "executor": executor,
+            "executor": executor, "share": share,
         }  # fmt: skip
         options = complete(given, "convert")
         check_whole(job.view)
@@ -145,6 +144,7 @@ def run_job(
     return {
         "files": list(map(str, written.paths)),
         "nbytes": written.nbytes,
+        "published": share is None or bool(written.paths),
         "left_out": {what: why for what, why in reasons.items() if not isinstance(why, NotLoaded)},
         "not_loaded": {what: why for what, why in reasons.items() if isinstance(why, NotLoaded)},
     }
@@ -161,24 +161,15 @@ def can_resume(job: Job, error: Exception, left: int) -> bool:
     return short or isinstance(error.__cause__, OSError)  # other errors, such as an existing output, would recur
 
 
-def kept(dest: str) -> int | None:
-    """Return the number of bytes that an interrupted conversion to ``dest`` has finished; None if there is none."""
+def kept(dest: str, share: tuple[int, int] | None = None) -> int | None:
+    """Return the number of bytes that an interrupted conversion to ``dest``, or a share of it, has finished; None if
+    there is none."""
     if not is_remote(dest):
+        if share is not None:
+            return unfinished(folder_of_share(local_path(dest), share_of(share)))
         return unfinished(dest.removeprefix("file://"))
     there = Bucket(dest).find()
     return sum(there.values()) - there[JOB] if JOB in there else None
-
-
-@contextmanager
-def _executor(workers: int | None) -> Iterator[Executor | None]:
-    """Yield an executor of processes that leave Ctrl-C to this process, or None to use this process's threads."""
-    if workers is None:
-        yield None
-        return
-    ignored = signal.SIGINT, signal.SIG_IGN
-    context = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
-    with ProcessPoolExecutor(workers, context, initializer=signal.signal, initargs=ignored) as executor:
-        yield executor
 
 
 def _exists(to: Writer, dest: str, ranks: bool) -> bool:

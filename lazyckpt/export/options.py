@@ -109,11 +109,17 @@ class WriteOptions(TypedDict, total=False):
         Show a progress bar, or lines if stderr is not a terminal. By default, show a bar on a terminal or in a
         notebook, and nothing elsewhere.
     executor
-        An executor of concurrent.futures that does the work, such as a process pool or ``client.get_executor()`` of
-        Dask. Its workers read the source and write the files, so they need access to both. By default, threads of this
-        process.
+        What does the work: an executor of concurrent.futures (such as a process pool) or of mpi4py.futures, a client of
+        Dask, or the module ``ray``. Its workers read the source and write the files, so they need access to both. By
+        default, threads of this process.
     memory
-        Maximum bytes that the work in flight holds, as a number or text such as "2GB". By default 1 GiB.
+        Maximum bytes that the work in flight holds, as a number or text such as "2GB". By default 1 GiB, with an
+        executor 1 GiB for each worker.
+    share
+        ``(i, n)``: do only share i of n of the work, counted from 0. n processes with a common file system that do
+        their shares at any time, in any order, write the export together; the last one publishes it. Each writes whole
+        files, so there should be several for each process. The paths of the result are empty until the export is
+        published. Only for folders of local files.
     """
 
     overwrite: bool
@@ -122,10 +128,12 @@ class WriteOptions(TypedDict, total=False):
     progress: bool | None
     executor: Executor | None
     memory: int | str | None
+    share: tuple[int, int] | None
 
 
 DEFAULTS: WriteOptions = {
     "overwrite": False, "resume": True, "verify": False, "progress": None, "executor": None, "memory": None,
+    "share": None,
 }  # fmt: skip
 
 

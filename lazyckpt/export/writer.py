@@ -22,6 +22,7 @@ from ..jobs.executor import runner
 from ..jobs.guard import followed, local_path
 from ..jobs.plan import File, WritePlan
 from ..jobs.publish import discard, discard_upload, fingerprint
+from ..jobs.shares import discard_share, share_of, write_share
 from ..jobs.write import write
 from ..lazy import LazyArray
 from .options import WriteOptions, WriteResult, complete
@@ -182,12 +183,18 @@ class Writer:
 
 def carry_out(plan: WritePlan, options: WriteOptions) -> WriteResult:
     """Execute a plan with the given options."""
+    share = None if options["share"] is None else share_of(options["share"])
     if not options["resume"]:
-        if isinstance(plan.destination, Destination):
+        if share is not None and isinstance(plan.destination, Destination):
+            discard_share(plan.destination.place, share)
+        elif isinstance(plan.destination, Destination):
             discard(plan.destination.place)
         elif isinstance(plan.destination, Remote):
             discard_upload(plan.destination.bucket)
     run = runner(options["executor"], options["memory"])
+    if share is not None:
+        nbytes, finished = write_share(plan, share, verify=options["verify"], progress=options["progress"], run=run)
+        return WriteResult(plan.paths if finished else (), plan.left_out, nbytes)
     nbytes = write(plan, verify=options["verify"], progress=options["progress"], run=run)
     return WriteResult(plan.paths, plan.left_out, nbytes)
 

@@ -215,6 +215,12 @@ class Folder:
         with entered(self.root, self.owner, self._parts(folders)) as at:
             at.move(name, to)
 
+    def take(self, other: Folder, key: str) -> None:
+        """Move a file of another folder on the same file system to the same key of this one."""
+        *folders, _ = key.split("/")
+        with entered(self.root, self.owner, self._parts(folders), make=True) as at:
+            other.move(key, Path(at.path, key.rpartition("/")[2]))
+
     def become(self, to: Path) -> None:
         """Rename the folder itself."""
         if not self.inside:

@@ -27,7 +27,7 @@ import torch
 from ..errors import CorruptError, DestinationError, LazyckptError, MissingFileError, WorkerError
 from ..formats.zarr.documents import JOB  # holds the fingerprint
 from ..io.storage.base import Store
-from ..io.system import POSIX, Directory, lock, open_unfollowed, read_at, rename_directory, write_at
+from ..io.system import POSIX, Directory, after_fork, lock, open_unfollowed, read_at, rename_directory, write_at
 from ..lazy import LazyArray
 from .guard import Owner, is_own, local_path, make_folder, own_folder, usual_mode
 from .ledger import read_ledger
@@ -36,6 +36,16 @@ from .places import LEDGER, Bucket, Folder
 _ONCE = "once-"
 _lock = threading.Lock()
 _working: set[str] = set()
+
+
+def _forget() -> None:
+    """Reset the lock in a forked child, and what other threads of its parent are working on."""
+    global _lock
+    _lock = threading.Lock()
+    _working.clear()
+
+
+after_fork(_forget)
 
 
 def staging_path(dest: Path) -> Path:
@@ -182,7 +192,7 @@ def _staged(dest: Path, folder: Path, fingerprint: str) -> Iterator[Folder]:
             job.write(fingerprint)
         yield Folder(str(folder), owner)
     except BaseException as e:
-        kept = _resumable(e) and not fingerprint.startswith(_ONCE) and bool(read_ledger(folder / LEDGER).nbytes)
+        kept = _resumable(e) and not is_unique(fingerprint) and bool(read_ledger(folder / LEDGER).nbytes)
         if not kept:
             job.write("")
             job.remove(folder, ignore_errors=True)
@@ -300,8 +310,17 @@ def once() -> str:
     return f"{_ONCE}{uuid4().hex}"
 
 
-def _busy(folder: Path) -> DestinationError:
-    return DestinationError(f"{folder}: another export is writing there. Wait for it")
+class Busy(DestinationError):
+    """Another export is writing to the same destination."""
+
+
+def is_unique(fingerprint: str) -> bool:
+    """Return whether a fingerprint is one of `once`."""
+    return fingerprint.startswith(_ONCE)
+
+
+def _busy(folder: Path) -> Busy:
+    return Busy(f"{folder}: another export is writing there. Wait for it")
 
 
 def _kept_note(folder: Path) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -269,7 +269,7 @@ def _write(plan: WritePlan, dest: Destination, verify: bool, progress: bool | No
             if verify:
                 compare(layouts, run, bar.add)
                 _check_chunks(plan, chunked, run, bar.add)
-        nbytes += sum(_put(where, key, text) for key, text in plan.texts.items() if key not in already)
+        nbytes += put_texts(plan, where, already)
         check_unchanged(plan.tensors)
         nbytes += sum(layout.file.size or 0 for layout in layouts) + sum(dest.path(k).stat().st_size for k in already)
         if plan.build is not None:
@@ -304,6 +304,11 @@ def _upload(plan: WritePlan, dest: Remote, verify: bool, progress: bool | None, 
         check_unchanged(plan.tensors)
         nbytes += _put(bucket, *last)  # makes the hierarchy readable
     return nbytes
+
+
+def put_texts(plan: WritePlan, place: Place, already: Set[str] = frozenset()) -> int:
+    """Write the small files of a plan, except for those that are there already; return their size in bytes."""
+    return sum(_put(place, key, text) for key, text in plan.texts.items() if key not in already)
 
 
 def _put(place: Place, key: str, text: Text) -> int:

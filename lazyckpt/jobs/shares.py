@@ -1,0 +1,239 @@
+"""An export that independent processes share, each of which does its part of the work without knowing the others.
+
+Share ``i`` of ``n`` writes its files to a folder of its own beside the destination, ``.NAME.share-i-of-n``, by the same
+engine as a whole export: a killed share resumes, and its folder appears only when the share is complete. The share that
+finds all folders complete moves the files together and publishes the export. Which share that is does not matter, and
+calling a complete share again only tries to finish. The processes need a common file system, and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from ..errors import DataError, DestinationError
+from .destination import Destination, Files, Whole, check_unchanged
+from .executor import Run
+from .guard import is_own
+from .ledger import Ledger
+from .places import Folder, Place
+from .plan import Chunk, Chunks, WritePlan
+from .publish import Busy, content, discard, is_unique, moved, reveal, staged
+from .write import put_texts, write
+
+MARK = ".lazyckpt-share"  # the file that completes the folder of a share; it holds the fingerprint of the whole job
+_RETRY = 0.05  # seconds between attempts to finish while another share does
+_PATIENCE = 600.0  # seconds after which a share stops waiting for another one that finishes
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Share number ``index`` (from 0) of ``count``."""
+
+    index: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+
+def share_of(value: object) -> Share:
+    """Return the share for ``(i, n)``. Raises DataError unless 0 <= i < n."""
+    match value:
+        case (int(index), int(count)) if 0 <= index < count:
+            return Share(index, count)
+    raise DataError(f"share={value!r:.100}: give (i, n), share i of n, counted from 0 as ranks are: (0, 4) to (3, 4)")
+
+
+def write_share(plan: WritePlan, share: Share, *, verify: bool, progress: bool | None, run: Run) -> tuple[int, bool]:
+    """Do a share of a plan, and finish the export if all others are complete. Return the size of the share's files in
+    bytes, and whether the export is finished.
+
+    Raises what `write` raises, and DestinationError for a destination that cannot be shared or is shared otherwise.
+    """
+    dest = plan.destination
+    if not isinstance(dest, Files | Whole) or plan.build is not None:
+        raise DestinationError(
+            "work is shared only between writers of several local files: write to a folder on a file system that all "
+            "of them have in common, or use executor="
+        )
+    if is_unique(plan.fingerprint):
+        raise DestinationError("work with tensors in memory is not shared: every process has its own")
+    _check_others(dest.place, share.count)
+    folder = folder_of_share(dest.place, share)
+    if _fingerprint(folder) != plan.fingerprint:
+        written = write(_part(plan, dest, share, folder), verify=verify, progress=progress, run=run)
+        nbytes = written - len(plan.fingerprint)  # without the mark
+    else:
+        nbytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.name != MARK)
+    return nbytes, _finish(plan, dest, share.count, verify)
+
+
+def discard_share(dest: Path, share: Share) -> None:
+    """Remove what a share has written, so that it starts anew."""
+    folder = folder_of_share(dest, share)
+    discard(folder)
+    if _fingerprint(folder) is not None:
+        _remove(folder)
+
+
+# -- a share
+
+
+@dataclass(frozen=True, slots=True)
+class _Own(Destination):
+    """The folder of a share."""
+
+    place: Path
+    whole: Destination
+
+    def path(self, key: str) -> Path:
+        return self.place / key
+
+    def check(self, there: Set[str] = frozenset()) -> None:
+        self.whole.check()
+        if os.path.lexists(self.place) and not is_own(self.place):
+            raise DestinationError(
+                f"{self.place}: the files of a share are kept there, and it belongs to another user or is no folder. "
+                "Remove it, or choose another destination"
+            )
+
+    def publish(self, content: Folder) -> None:
+        reveal(content, self.place)  # in place of one of another job
+        os.chmod(self.place, 0o700)
+
+
+def _part(plan: WritePlan, dest: Destination, share: Share, folder: Path) -> WritePlan:
+    """Return the plan of a share: consecutive files, of about the same number of bytes as every other share."""
+    total = plan.nbytes
+    files = [file for file, _ in _mine(((file, file.nbytes) for file in plan.files), share, total, 0)]
+    begin = sum(file.nbytes for file in plan.files)
+    chunks = None
+    if plan.chunks is not None:
+        at = plan.chunks.at
+        sizes = list(_sizes(plan.chunks))
+        nbytes = sum(size for _, size in _mine(enumerate(sizes), share, total, begin))
+
+        def mine(place: Place) -> Iterator[Chunk]:
+            return (chunk for chunk, _ in _mine(((c, c.nbytes) for c in at(place)), share, total, begin))
+
+        chunks = Chunks(nbytes, mine)
+    return replace(
+        plan,
+        destination=_Own(folder, dest),
+        fingerprint=f"{plan.fingerprint}-{share.index}-{share.count}",
+        files=files,
+        chunks=chunks,
+        texts={MARK: plan.fingerprint.encode()},
+        room=plan.room // share.count,
+        paths=(folder,),
+    )
+
+
+def _sizes(chunks: Chunks) -> Iterator[int]:
+    return (chunk.nbytes for chunk in chunks.at(Folder("")))
+
+
+def _mine(items: Iterable[tuple[T, int]], share: Share, total: int, begin: int) -> Iterator[tuple[T, int]]:
+    """Yield the items of a share with their sizes. The share of an item is where its middle lies in ``total`` bytes."""
+    at = begin
+    for item, nbytes in items:
+        middle = at + nbytes // 2
+        if min(share.count - 1, share.count * middle // max(total, 1)) == share.index:
+            yield item, nbytes
+        at += nbytes
+
+
+# -- all shares
+
+
+def _finish(plan: WritePlan, dest: Files | Whole, count: int, verify: bool) -> bool:
+    """Publish the export if all shares are complete; return whether it is published."""
+    folders = [folder_of_share(dest.place, Share(n, count)) for n in range(count)]
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        if not any(os.path.lexists(folder) for folder in folders):
+            return True  # another share has just finished
+        if any(_fingerprint(folder) != plan.fingerprint for folder in folders):
+            return False
+        try:
+            _gather(plan, dest, folders, verify)
+        except Busy:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_RETRY)
+            continue
+        return True
+
+
+def _gather(plan: WritePlan, dest: Files | Whole, folders: Sequence[Path], verify: bool) -> None:
+    def there() -> set[str]:
+        return moved(dest.place, plan.fingerprint, plan.keys, verify) if dest.one_by_one else set()
+
+    dest.check(there())
+    with staged(dest.place, plan.fingerprint) as staging, Ledger(staging) as ledger:
+        if any(_fingerprint(folder) != plan.fingerprint for folder in folders):
+            raise Busy(f"{dest.place}: another share has finished")  # the caller looks again
+        already = there()
+        where = content(staging, plan.fingerprint, plain=plan.chunks is not None)
+        if not already:
+            ledger.anew()
+        where.make()
+        put_texts(plan, where, already)
+        check_unchanged(plan.tensors)
+        dest.check(already)
+        for folder in folders:
+            source = Folder(str(folder))
+            for key in source.find():
+                if key != MARK:
+                    where.take(source, key)
+        ledger.move(verify)
+        dest.publish(where)
+    for folder in folders:
+        _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Remove the folder of a share: its mark last, so that a share that is killed meanwhile is called again."""
+    for path in folder.iterdir():
+        if path.name != MARK:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with suppress(FileNotFoundError):
+        (folder / MARK).unlink()
+    folder.rmdir()
+
+
+def folder_of_share(dest: Path, share: Share) -> Path:
+    """Return the folder that holds the files of a share when it is complete."""
+    return dest.parent / f".{dest.name}.share-{share.index}-of-{share.count}"
+
+
+def _fingerprint(folder: Path) -> str | None:
+    """Return the fingerprint of the job whose share is complete in a folder."""
+    try:
+        if is_own(folder):
+            return (folder / MARK).read_text()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    return None
+
+
+def _check_others(dest: Path, count: int) -> None:
+    """Raise DestinationError if the work is divided into another number of shares."""
+    prefix, suffix = f".{dest.name}.share-", f"-of-{count}"
+    if not dest.parent.is_dir():
+        return
+    for name in os.listdir(dest.parent):
+        if name.startswith(prefix) and not name.removesuffix(".incomplete").endswith(suffix):
+            raise DestinationError(
+                f"{dest.parent / name}: another export to {dest} was divided into other shares. Finish it, or remove "
+                "this folder and the others like it"
+            )
