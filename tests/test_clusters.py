@@ -283,7 +283,7 @@ def test_shares_that_are_none(source: Path, tmp_path: Path, share: str) -> None:
 
 @pytest.mark.parametrize("where", ["dask", "dask://host", "processes:0", "processes:x", "pbs", "tcp://h:1", ""])
 def test_clusters_that_are_none(source: Path, tmp_path: Path, where: str) -> None:
-    done = _convert(source, tmp_path / "out", "--cluster", where)
+    done = _convert(source, tmp_path / "out.zarr", "--cluster", where)
     assert done.exit_code == 2
     assert re.search(r"dask://HOST:PORT.*slurm.*processes:N", " ".join((done.output + str(done.stderr)).split()))
     assert not (tmp_path / "out").exists()
