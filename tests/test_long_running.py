@@ -7,22 +7,35 @@ grow with the number of repetitions: file descriptors, mappings, threads, Python
 from __future__ import annotations
 
 import json
+import os
+import random
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+import lazyckpt
+from lazyckpt.testing.oracle import same
+
 from . import processes
-from .lanes import sampled
+from .conftest import complete
+from .lanes import LANE, sampled
 from .writers import Case
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="counts what /proc lists")]
 
 MIB = 1 << 20
+
+
+def often(count: int) -> int:
+    """How often a test repeats: ``count`` times in the lane "all", an eighth otherwise."""
+    return count if os.environ.get(LANE) == "all" else -(-count // 8)
+
 
 _PROGRAM = """
 import ctypes, gc, json, os, sys, tempfile, threading, tracemalloc, warnings
@@ -30,8 +43,8 @@ import torch, lazyckpt
 
 torch.set_num_threads(1)
 warnings.simplefilter("ignore")
-paths = sys.argv[2:]
-times = int(sys.argv[1])
+times, warm_up = int(sys.argv[1]), int(sys.argv[2])
+paths = sys.argv[3:]
 
 def kib(key):
     with open("/proc/self/status") as status:
@@ -50,7 +63,7 @@ def counts():
 %s
 
 for path in paths:
-    for n in range(max(20, times // 20)):
+    for n in range(warm_up):
         cycle(path)
 before = counts()
 for path in paths:
@@ -59,7 +72,7 @@ for path in paths:
 after = counts()
 grown = {name: after[name] - before[name] for name in before}
 tracemalloc.start()
-some = min(times, 30)
+some = min(times, 20)
 for path in paths:
     for n in range(some):
         cycle(path)
@@ -85,21 +98,22 @@ class Grown(NamedTuple):
     traced: int
 
 
-def grown(work: str, times: int, *paths: Path) -> Grown:
-    """Run ``times`` cycles for each path. ``work`` defines ``cycle(path)``."""
-    done = processes.run("-c", _PROGRAM % work, str(times), *paths, timeout=1500)
+def grown(work: str, times: int, *paths: Path, warm_up: int = 20) -> Grown:
+    """Run ``times`` cycles for each path, after ``warm_up`` others. ``work`` defines ``cycle(path)``."""
+    done = processes.run("-c", _PROGRAM % work, str(times), str(warm_up), *paths, timeout=1500)
     assert done.returncode == 0, done.stderr[-3000:]
     return Grown(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def check(found: Grown, memory: int = 2 * MIB) -> None:
-    """Nothing has grown; a few objects and pages belong to caches of Python and of the C library."""
+def check(found: Grown, memory: int = 2 * MIB, threads: int = 0) -> None:
+    """Nothing has grown; a few objects and pages belong to caches of Python and of the C library. ``threads``: those of
+    a pool of another package, which starts them when it needs them."""
     assert found.descriptors <= 0, found
-    assert found.threads <= 0, found
+    assert found.threads <= threads, found
     assert found.maps <= 8, found
     assert found.objects <= 200, found
     assert found.memory <= memory, found
-    assert found.traced <= 64 << 10, found
+    assert found.traced <= 128 << 10, found
 
 
 @pytest.fixture
@@ -155,9 +169,9 @@ def _paths(request: pytest.FixtureRequest, family: str) -> list[Path]:
     return [cases[name].path for name in names]
 
 
-@pytest.mark.parametrize("family", _FORMATS)
+@pytest.mark.parametrize("family", sampled(_FORMATS, keep=["torch", "zero", "huggingface", "megatron"]))
 def test_opening_and_reading_every_format(request: pytest.FixtureRequest, family: str) -> None:
-    check(grown(_LOOK, 40, *_paths(request, family)))
+    check(grown(_LOOK, often(80), *_paths(request, family)))
 
 
 _UNCLOSED = """
@@ -175,7 +189,7 @@ cycle.count = 0
 
 def test_views_that_nobody_closes(request: pytest.FixtureRequest, small: Path) -> None:
     """They end with their last reference, or with the next collection."""
-    check(grown(_UNCLOSED, 60, small, *_paths(request, "zero"), *_paths(request, "dcp")))
+    check(grown(_UNCLOSED, often(160), small, _paths(request, "zero")[0], *_paths(request, "dcp")[:3]))
 
 
 _FAILING = """
@@ -238,7 +252,8 @@ def cycle(path):
 
 
 def test_slices_of_one_view(request: pytest.FixtureRequest, small: Path) -> None:
-    check(grown(_READS, 300, small, *_paths(request, "zero"), *_paths(request, "dcp")))
+    paths = [small, *_paths(request, "zero"), *_paths(request, "dcp")]
+    check(grown(_READS, 300, *paths, warm_up=200))
 
 
 _HANDLES = """
@@ -264,7 +279,7 @@ def test_handles_of_zarr_dask_and_xarray(small: Path, zero_cases: Mapping[str, C
     pytest.importorskip("zarr")
     pytest.importorskip("dask")
     pytest.importorskip("xarray")
-    check(grown(_HANDLES, 60, small, zero_cases["zero2_aligned_round_robin"].path), 4 * MIB)
+    check(grown(_HANDLES, often(160), small, zero_cases["zero2_aligned_round_robin"].path), 4 * MIB, 8)
 
 
 _EXPORT = """
@@ -281,19 +296,57 @@ _EXPORTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("method", _EXPORTS)
-def test_two_hundred_exports(zero_cases: Mapping[str, Case], method: str) -> None:
+@pytest.mark.parametrize("method", sampled(_EXPORTS, keep=["to_safetensors", "to_torch", "to_zarr"]))
+def test_exports_again_and_again(small: Path, zero_cases: Mapping[str, Case], method: str) -> None:
     work = _EXPORT.format(method=method, ending=_EXPORTS[method])
-    check(grown(work, 200, zero_cases["zero2_aligned_round_robin"].path), 4 * MIB)
+    path = small if method == "to_zarr" else zero_cases["zero2_aligned_round_robin"].path  # many arrays are many files
+    check(grown(work, often(200), path), 4 * MIB)
 
 
 _LOOKS_AT_VALUES = """
 def cycle(path):
     with lazyckpt.open(path, cache=False) as view:
         [t.stats() for t in list(view.values())[:2]]
-        view.stats(), view.digest(), lazyckpt.verify(path), lazyckpt.scan(path), lazyckpt.diff(view, view)
+        view.stats(), view.to_frame(), str(lazyckpt.diff(view, view)), view.tree(), view.explain()
 """
 
 
-def test_statistics_digests_and_reports(small: Path, zero_cases: Mapping[str, Case]) -> None:
-    check(grown(_LOOKS_AT_VALUES, 60, small, zero_cases["zero2_aligned_round_robin"].path), 4 * MIB)
+def test_statistics_and_differences(small: Path, zero_cases: Mapping[str, Case]) -> None:
+    check(grown(_LOOKS_AT_VALUES, often(160), small, zero_cases["zero2_aligned_round_robin"].path), 4 * MIB)
+
+
+# -- threads
+
+
+def test_sixty_four_threads_on_one_view(
+    zero_cases: Mapping[str, Case], dcp_cases: Mapping[str, Case], torch_cases: Mapping[str, Case]
+) -> None:
+    """Each reads slices and whole tensors of all states, in an order of its own, and gets what is there."""
+    for case in (complete(zero_cases["zero3_sub_groups"]), dcp_cases["zstd"], torch_cases["views"]):
+        view = lazyckpt.open(case.path, cache=False)
+        wanted = [(s, name, whole) for s, names in case.truth.items() for name, whole in names.items()]
+        wrong: list[object] = []
+        ready = threading.Barrier(64)
+
+        def work(
+            seed: int, view: Any = view, wanted: Any = wanted, wrong: Any = wrong, ready: threading.Barrier = ready
+        ) -> None:
+            chosen = random.Random(seed).sample(wanted, min(len(wanted), 12))
+            try:
+                ready.wait(60)
+                for state, name, whole in chosen:
+                    same(view.states[state][name][...], whole, (seed, name))
+                    if whole.ndim:
+                        row = seed % len(whole) if len(whole) else 0
+                        same(view.states[state][name][row : row + 2], whole[row : row + 2], (seed, name))
+            except BaseException as e:
+                wrong.append(e)
+
+        threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(64)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert not any(thread.is_alive() for thread in threads), "a deadlock"
+        assert not wrong, wrong[:3]
+        view.close()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ...core.box import Shape
 from ...core.index import Extent, FileInfo, Fragment, Hole, Rank, TensorSpec
-from ...errors import CorruptError, LazyckptError, MissingFileError, Problem
+from ...errors import CorruptError, LazyckptError, Problem
 from ...io.containers.pickle.plain import Plain
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.pickle.records import short
