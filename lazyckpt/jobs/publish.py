@@ -27,7 +27,7 @@ import torch
 from ..errors import CorruptError, DestinationError, LazyckptError, MissingFileError, WorkerError
 from ..formats.zarr.documents import JOB  # holds the fingerprint
 from ..io.storage.base import Store
-from ..io.system import POSIX, Directory, lock, open_unfollowed, read_at, rename_directory, write_at
+from ..io.system import POSIX, Directory, after_fork, lock, open_unfollowed, read_at, rename_directory, write_at
 from ..lazy import LazyArray
 from .guard import Owner, is_own, local_path, make_folder, own_folder, usual_mode
 from .ledger import read_ledger
@@ -325,6 +325,16 @@ def _of_this_process(folder: Path) -> Iterator[None]:
         yield
     finally:
         _working.discard(name)
+
+
+def _after_fork() -> None:
+    """Forget the exports of the parent in a forked child: their threads do not run here, and their file locks say where
+    the parent still writes."""
+    global _lock, _working
+    _lock, _working = threading.Lock(), set()
+
+
+after_fork(_after_fork)
 
 
 class _Job:
