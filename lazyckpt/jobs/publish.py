@@ -346,6 +346,16 @@ def _of_this_process(folder: Path) -> Iterator[None]:
         _working.discard(name)
 
 
+def _after_fork() -> None:
+    """Forget the exports of the parent in a forked child: their threads do not run here, and their file locks say where
+    the parent still writes."""
+    global _lock, _working
+    _lock, _working = threading.Lock(), set()
+
+
+after_fork(_after_fork)
+
+
 class _Job:
     """The open and locked file with the fingerprint. The lock belongs to this process only: forked workers may outlive
     it and must not keep the lock."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ...core.box import Shape
 from ...core.index import Extent, FileInfo, Fragment, Hole, Rank, TensorSpec
-from ...errors import CorruptError, LazyckptError, MissingFileError, Problem
+from ...errors import CorruptError, LazyckptError, Problem
 from ...io.containers.pickle.plain import Plain
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.pickle.records import short
@@ -93,9 +93,6 @@ class Building:
                 found = read_torch_file(self.store, path, self._pickles)
             except LazyckptError as e:
                 found = e
-            except OSError as e:  # of the disk or the network: the other files may be readable
-                found = MissingFileError(f"{self.store.root}/{path} cannot be read: {e.strerror or e}")
-                found.__cause__ = e
             if keep:
                 self._read[path] = found
         if isinstance(found, LazyckptError):
