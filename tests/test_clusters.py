@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 import shutil
@@ -221,6 +222,10 @@ def test_a_restarted_scheduler(source: Path, tmp_path: Path, monkeypatch: pytest
 @pytest.mark.slow
 def test_mpi(source: Path, tmp_path: Path) -> None:
     need("mpi4py")
+    try:
+        from mpi4py import MPI  # noqa: F401
+    except ImportError as e:
+        pytest.skip(f"mpi4py finds no MPI library: {e}")
     if shutil.which("mpiexec") is None:
         pytest.skip("there is no mpiexec")
     program = """
@@ -266,7 +271,7 @@ def _convert(*arguments: object) -> Any:
 
 
 def test_shares_from_the_shell(source: Path, tmp_path: Path) -> None:
-    options = (source, tmp_path / "out", "--max-shard-size", "1MB")
+    options = (source, tmp_path / "out", "--to", "safetensors", "--max-shard-size", "1MB")
     for n in (1, 2, 0):
         done = _convert(*options, "--shard-of-work", f"{n}/3")
         assert done.exit_code == 0, done.output
@@ -317,3 +322,66 @@ def test_processes_by_either_option() -> None:
             assert isinstance(executor, ProcessPoolExecutor) and workers_of(executor) == 2
     with target_of_work(None, None) as executor:
         assert executor is None
+
+
+# -- the scripts of the guide "Convert 405B on 8 nodes", with processes in place of Slurm
+
+SCRIPTS = Path(__file__).parent.parent / "docs" / "how-to" / "scripts"
+_SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+export SLURM_NTASKS=4
+for n in 0 1 2 3; do SLURM_PROCID=$n "$@" & pids+=($!); done
+for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
+exit ${failed:-0}
+"""
+_SBATCH = """#!/bin/bash
+setsid bash "$1" >"$1.log" 2>&1 & echo "$!" >> "$JOBS_FILE"
+echo "Submitted batch job $!"
+"""
+_SCANCEL = """#!/bin/bash
+for job in "$@"; do kill -- "-$job" 2>/dev/null; done; exit 0
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The commands of Slurm, which start processes."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in {"srun": _SRUN, "sbatch": _SBATCH, "scancel": _SCANCEL}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    (folder / "lazyckpt").write_text(f'#!/bin/bash\nexec {sys.executable} -m lazyckpt "$@"\n')
+    (folder / "lazyckpt").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("JOBS_FILE", str(tmp_path / "jobs"))
+    monkeypatch.setenv("PYTHONPATH", str(SCRIPTS.parent.parent.parent))
+    return folder
+
+
+def _script(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(SCRIPTS / name), *map(str, arguments)]
+    return subprocess.run(command, timeout=300, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_the_script_with_srun(source: Path, tmp_path: Path, slurm: Path) -> None:
+    done = _script(
+        "convert-srun.sh", source, tmp_path / "a folder" / "out", "--to", "safetensors", "--max-shard-size", "1MB"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not lazyckpt.diff(source, tmp_path / "a folder" / "out")
+    assert [path.name for path in (tmp_path / "a folder").iterdir()] == ["out"]
+
+
+@pytest.mark.slow
+def test_the_script_with_dask_jobqueue(
+    source: Path, tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need("dask_jobqueue")
+    for name, value in {"JOBS": "2", "CORES": "1", "PROCESSES": "1", "MEMORY": "1GiB", "TMPDIR": tmp_path}.items():
+        monkeypatch.setenv(name, str(value))
+    done = _script("convert-dask.sh", source, tmp_path / "out.zarr", "--codec", "zstd")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not lazyckpt.diff(source, tmp_path / "out.zarr")
+    assert len((tmp_path / "jobs").read_text().split()) == 2, "two jobs were submitted"

@@ -28,7 +28,7 @@ from uuid import uuid4
 
 from ..core.units import size_in_bytes
 from ..errors import DataError, LazyckptError, WorkerError
-from ..io.pool import stopped, threads
+from ..io.pool import LOOK, stopped, threads
 
 MEMORY = 1 << 30  # default limit in bytes on the memory of all running tasks
 OVERHEAD = 12 << 20  # bytes that a reading task needs besides its target buffer
@@ -84,7 +84,9 @@ def run(tasks: Iterable[Task], done: Done, executor: Any = None, memory: int | N
 
     def collect() -> None:
         nonlocal held
-        for future in wait(pending, return_when=FIRST_COMPLETED).done:
+        while not any(future.done() for future in pending):
+            wait(pending, timeout=LOOK, return_when=FIRST_COMPLETED)
+        for future in [future for future in pending if future.done()]:
             results = _result(future)
             batch = pending.pop(future)
             held -= _memory(batch)

@@ -38,16 +38,6 @@ _lock = threading.Lock()
 _working: set[str] = set()
 
 
-def _forget() -> None:
-    """Reset the lock in a forked child, and what other threads of its parent are working on."""
-    global _lock
-    _lock = threading.Lock()
-    _working.clear()
-
-
-after_fork(_forget)
-
-
 def staging_path(dest: Path) -> Path:
     """Return the path of the staging directory for ``dest``: beside it, or inside it if ``dest`` is a mounted volume or
     in a folder without write permission."""
