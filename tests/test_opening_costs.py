@@ -169,9 +169,9 @@ def test_columns_of_a_zip_are_its_entries(seed: int, tmp_path: Path, monkeypatch
 # -- headers of safetensors
 
 
-def header(entries: dict[str, Any], metadata: Any = None) -> bytes:
+def header(entries: dict[str, Any], metadata: Any = None, gap: str = "") -> bytes:
     table = ({"__metadata__": metadata} if metadata is not None else {}) | entries
-    return json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    return json.dumps(table, separators=(f",{gap}", f":{gap}"), ensure_ascii=False).encode()
 
 
 def entry(shape: list[int], begin: int, kind: str = "F32", size: int = 4) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def entry(shape: list[int], begin: int, kind: str = "F32", size: int = 4) -> dic
     return {"dtype": kind, "shape": shape, "data_offsets": [begin, begin + count * size]}
 
 
-ENTRIES = {"a": entry([2], 0), "layers.0.b": entry([3, 0], 8), "c ä": entry([], 8), "d": entry([2, 2], 12, "BF16", 2)}
+ENTRIES = {"a": entry([2], 0), "layers.0.b": entry([3, 0], 8), "c ä": entry([], 8), "d},": entry([2, 2], 12, "BF16", 2)}
 
 
 def read(raw: bytes, folder: Path) -> Any:
@@ -193,18 +193,34 @@ def read(raw: bytes, folder: Path) -> Any:
     return list(file.extents.items()), file.metadata, file.notes
 
 
-def test_the_usual_header_takes_the_short_way() -> None:
+@pytest.mark.parametrize("gap", ["", " "])
+def test_the_usual_header_takes_the_short_way(gap: str) -> None:
     for metadata in (None, {}, {"format": "pt"}):
-        found = safetensors._usual("x", header(ENTRIES, metadata) + b"  ")
+        found = safetensors._usual("x", header(ENTRIES, metadata, gap) + b"  ")
         assert found is not None and list(found.names) == list(ENTRIES) and found.metadata == metadata
+        assert found.begins.tolist() == [0, 8, 8, 12] and found.ends.tolist() == [8, 8, 12, 20]
 
 
-@pytest.mark.parametrize("seed", range(150))
+def test_a_usual_header_takes_few_steps_for_an_entry() -> None:
+    raw = header({f"layers.{n}.weight": entry([2, 3], 24 * n) for n in range(20_000)})
+    assert calls(lambda: safetensors._usual("x", raw)) < 2000
+    tracemalloc.start()
+    try:
+        found = safetensors._usual("x", raw)
+        held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert found is not None and peak - held < 3 * len(raw), "the rest of the header is freed piece by piece"
+
+
+@pytest.mark.parametrize("seed", range(300))
 def test_headers_are_read_alike(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
     names = list(ENTRIES)
     rng.shuffle(names)
-    raw = bytearray(header({name: ENTRIES[name] for name in names}, rng.choice([None, {"format": "pt"}, {"x": 1}])))
+    entries = {name: ENTRIES[name] for name in names}
+    raw = bytearray(header(entries, rng.choice([None, {"format": "pt"}, {"x": 1}]), rng.choice(["", " "])))
+    monkeypatch.setattr(safetensors, "_PIECE", rng.choice([1, 40, 1 << 18]))
     for _ in range(rng.randrange(3)):
         at = rng.randrange(len(raw))
         match rng.randrange(4):
@@ -213,9 +229,11 @@ def test_headers_are_read_alike(seed: int, tmp_path: Path, monkeypatch: pytest.M
             case 1:
                 del raw[at]
             case 2:
-                raw[at:at] = rng.choice([b" ", b"0", b"-", b".0", b"\\u0041", b',"a":{}', b"]", b"{", b'"', b"9" * 20])
+                raw[at:at] = rng.choice(
+                    [b" ", b"0", b"-", b".0", b"\\u0041", b',"a":{}', b"]", b"{", b'"', b"9" * 20, b"},", b"\t"]
+                )
             case 3:
-                raw = bytearray(bytes(raw).replace(b'"d"', b'"a"'))
+                raw = bytearray(bytes(raw).replace(b'"d},"', b'"a"'))
     found = read(bytes(raw), tmp_path)
     monkeypatch.setattr(safetensors, "_usual", lambda *_: None)
     assert read(bytes(raw), tmp_path) == found
