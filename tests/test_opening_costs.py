@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import pickle
 import random
 import struct
 import sys
@@ -334,3 +335,63 @@ def test_tensors_of_a_file_with_an_io_error_name_it(kinds: Mapping[str, Case]) -
 def test_without_any_other_source_of_names_the_error_stays(kinds: Mapping[str, Case]) -> None:
     with pytest.raises(MissingFileError, match=r"mp_rank_00_model_states\.pt cannot be read: Input/output error"):
         read_index(Source(failing(kinds["zero2_fp32_dp3"], "model_states.pt")))
+
+
+# -- ranks whose files are alike
+
+
+def frozen_ranks(root: Path, world: int, count: int) -> Path:
+    """ZeRO-3 with ``count`` frozen parameters and buffers, of which every rank has its own bytes."""
+    tag = root / "global_step1"
+    tag.mkdir(parents=True)
+    shapes = {f"layers.{n}.norm": torch.Size([2 * world]) for n in range(count)}
+    trained = {"head": torch.Size([world])}
+    buffers = {f"layers.{n}.seen": torch.ones(3, dtype=torch.int64) for n in range(count)}
+    for rank in range(world):
+        model = {
+            "module": {"head": torch.empty(0), **{name: torch.empty(0) for name in shapes}, **buffers},
+            "buffer_names": list(buffers),
+            "param_shapes": [trained],
+            "frozen_param_shapes": shapes,
+            "frozen_param_fragments": {n: torch.full((2,), 1.0 + rank) for n in shapes},
+            "shared_params": {},
+            "dp_world_size": world,
+            "mp_world_size": 1,
+        }
+        torch.save(model, tag / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        state = {
+            "zero_stage": 3,
+            "partition_count": world,
+            "optimizer_state_dict": {"state": {0: {"exp_avg": torch.zeros(1)}}, "param_groups": []},
+            "fp32_flat_groups": [torch.ones(1)],
+        }
+        torch.save({"optimizer_state_dict": state}, tag / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    (root / "latest").write_text("global_step1")
+    return root
+
+
+def test_the_parameters_of_a_rank_like_another_take_no_call_each(tmp_path: Path) -> None:
+    """The ranks' files differ in their bytes only: what is the same in all of them is looked at once."""
+    cost = {}
+    for count in (80, 240):
+        for world in (4, 9):
+            root = frozen_ranks(tmp_path / f"{count}-{world}", world, count)
+            lazyckpt.open(root, cache=False)  # imports
+            cost[count, world] = calls(lambda root=root: lazyckpt.open(root, cache=False))
+    more = (cost[240, 9] - cost[240, 4]) - (cost[80, 9] - cost[80, 4])
+    assert more < 5 * 160 // 2, "less than a call for two of 160 more parameters (and buffers) on 5 more ranks"
+    view = lazyckpt.open(tmp_path / "80-9", cache=False)
+    assert not view.problems
+    assert view["layers.7.norm"].tolist() == [1.0 + n // 2 for n in range(18)]
+    copy = pickle.loads(pickle.dumps(view["layers.7.norm"]))
+    assert list(copy.fragments) == list(view["layers.7.norm"].fragments) and len(copy.fragments) == 9
+
+
+def test_a_buffer_that_differs_on_a_rank_like_the_others_is_reported(tmp_path: Path) -> None:
+    root = frozen_ranks(tmp_path / "x", 6, 40)
+    path = root / "global_step1" / "zero_pp_rank_4_mp_rank_00_model_states.pt"
+    model = torch.load(path)
+    model["module"]["layers.3.seen"] = torch.full((3,), 7)
+    torch.save(model, path)
+    (problem,) = lazyckpt.open(root, cache=False).problems
+    assert problem.code == "differing-replicas" and "'layers.3.seen' differs on ranks 4:" in problem

@@ -75,12 +75,18 @@ def ties(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
 
 def crc_of(records: Mapping[str, Record], tensor: StoredTensor) -> int | None:
     """Return the CRC-32 of a tensor's bytes; None unless the tensor is its whole storage."""
+    key = whole_storage(records, tensor)
+    return None if key is None else records[key].crc
+
+
+def whole_storage(records: Mapping[str, Record], tensor: StoredTensor) -> str | None:
+    """Return the key of the storage that a tensor is the whole of; None if there is none."""
     if tensor.storage is None:
         return None
     record = records.get(tensor.storage.key)
     if record is None or record.nbytes != prod(tensor.shape) * tensor.dtype.itemsize:
         return None
-    return record.crc
+    return tensor.storage.key
 
 
 def warnings(path: str, file: TorchFile, plain: Plain) -> list[Problem]:
