@@ -72,12 +72,17 @@ class _Table(Mapping[str, Record]):
         self._numbers, self._offsets, self._nbytes, self._crcs, self._start = numbers, offsets, nbytes, crcs, start
 
     def __getitem__(self, name: str) -> Record:
-        n = self._numbers[name]
-        nbytes = self._nbytes[n]
-        return Record(self._start + self._offsets[n], nbytes, self._crcs[n] or (0 if not nbytes else None))
+        record: Record | None = self.get(name)
+        if record is None:
+            raise KeyError(name)
+        return record
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self._numbers else default
+        n = self._numbers.get(name)
+        if n is None:
+            return default
+        nbytes = self._nbytes[n]
+        return Record(self._start + self._offsets[n], nbytes, self._crcs[n] or (0 if not nbytes else None))
 
     @property
     def places(self) -> tuple[int, int, int]:
