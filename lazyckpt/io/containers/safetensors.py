@@ -9,68 +9,23 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.box import Shape, c_strides, fits
-from ...core.dtypes import F4_E2M1FN_X2, FROM_SAFETENSORS, U8, DType
-from ...core.index import Extent, FileInfo
+from ...core.box import Shape, fits
+from ...core.dtypes import F4_E2M1FN_X2, FROM_SAFETENSORS, U8
+from ...core.extents import Extents, Kind
+from ...core.index import FileInfo
 from ...errors import CorruptError, Problem
 from ..storage.base import Store, StoreFile
 
 MAX_HEADER = 100_000_000  # bytes, as in the reference implementation
 # bits per element; the 4- and 6-bit dtypes are packed, so their shape differs from that of torch's tensor
 _BITS = {name: dtype.itemsize * 8 for name, dtype in FROM_SAFETENSORS.items()} | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-
-
-Kind = tuple[Shape, DType]
-
-
-class Extents(Mapping[str, Extent]):
-    """The places of tensors in a file, by name. They are created on access: a file takes some tens of bytes for each.
-
-    Attributes
-    ----------
-    path
-        The file's path in the store.
-    rows
-        Name -> number of the tensor, in data order.
-    offsets
-        The position of each tensor in the file, in bytes.
-    numbers
-        The number of each tensor's kind.
-    kinds
-        The shapes and dtypes of the tensors.
-    """
-
-    __slots__ = ("kinds", "numbers", "offsets", "path", "rows")
-
-    def __init__(
-        self, path: str, rows: dict[str, int], offsets: array[int], numbers: array[int], kinds: Sequence[Kind]
-    ) -> None:
-        self.path, self.rows, self.offsets, self.numbers, self.kinds = path, rows, offsets, numbers, kinds
-
-    def __getitem__(self, name: str) -> Extent:
-        n = self.rows[name]
-        shape, dtype = self.kinds[self.numbers[n]]
-        return Extent(self.path, self.offsets[n], dtype, shape, c_strides(shape))
-
-    def kind(self, name: str) -> Kind:
-        """Return the shape and the dtype of a tensor. Raises KeyError."""
-        return self.kinds[self.numbers[self.rows[name]]]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.rows
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
 
 class SafetensorsFile(NamedTuple):
