@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import lazyckpt
+from lazyckpt.core.names import Names
 from lazyckpt.errors import LazyckptError, MissingFileError
 from lazyckpt.formats.reader import Source
 from lazyckpt.formats.registry import read_index
@@ -316,6 +317,15 @@ def test_tensors_of_one_odd_file_are_those_of_plain_ones(change: Callable[[Any],
         assert list(view) == list(expected)
         for name, tensor in expected.items():
             assert torch.equal(view[name][...], tensor) and tuple(view[name].shape) == tuple(tensor.shape)
+
+
+def test_a_wrong_name_is_compared_with_the_names_beside_it() -> None:
+    names = Names(f"model.layers.{n // 100}.experts.{n % 100}.weight" for n in range(30_000))
+    assert calls(lambda: names.near("model.layers.299.experts.wait")) < 3000, "not 30,000"
+    found = names.near("model.layers.299.expert.7.weight")
+    assert found and all(name.startswith("model.layers.299.experts.") for name in found)
+    assert names.near("model.layer.3.experts.7.weight"), "the others are compared if none is beside it"
+    assert names.near("no." * 60_000) == []
 
 
 # -- errors of the file system

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from .box import Shape, c_strides
 from .dtypes import DType
@@ -79,11 +82,12 @@ class ExtentSpecs(Specs):
     def kind(self, name: str) -> tuple[Shape, DType]:
         return self._extents.kind(name)
 
-    def marks(self, kinds: dict[tuple[Shape, DType], int]) -> Iterable[int]:
+    def marks(self, kinds: dict[tuple[Shape, DType], int]) -> NDArray[np.int64]:
         if len(self.table) < len(self._extents):
             return super().marks(kinds)
-        numbers = [kinds.setdefault(kind, len(kinds)) for kind in self._extents.kinds]
-        return map(numbers.__getitem__, self._extents.numbers)
+        numbers = np.array([kinds.setdefault(kind, len(kinds)) for kind in self._extents.kinds], np.int64)
+        found: NDArray[np.int64] = numbers[np.array(self._extents.numbers)]
+        return found
 
     def compact(self) -> None:
         """See `Extents.compact`."""
