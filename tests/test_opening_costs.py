@@ -321,7 +321,7 @@ def test_tensors_of_one_odd_file_are_those_of_plain_ones(change: Callable[[Any],
 
 def test_a_wrong_name_is_compared_with_the_names_beside_it() -> None:
     names = Names(f"model.layers.{n // 100}.experts.{n % 100}.weight" for n in range(30_000))
-    assert calls(lambda: names.near("model.layers.299.experts.wait")) < 3000, "not 30,000"
+    assert calls(lambda: names.near("model.layers.299.experts.wait")) < 10_000, "not one for each of 30,000"
     found = names.near("model.layers.299.expert.7.weight")
     assert found and all(name.startswith("model.layers.299.experts.") for name in found)
     assert names.near("model.layer.3.experts.7.weight"), "the others are compared if none is beside it"
