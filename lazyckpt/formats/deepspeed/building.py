@@ -80,6 +80,7 @@ class Building:
     _infos: dict[str, FileInfo] = field(default_factory=dict)
     _pickles: Pickles = field(default_factory=Pickles)
     _used: tuple[Any, dict[str, int]] = (None, {})
+    _lean: TorchFile | None = None  # the last file, if its tensors need most of its bytes
 
     def __post_init__(self) -> None:
         self.merging = Merging(lambda name, shapes: decide(name, shapes, self.sources), self._absent)
@@ -100,10 +101,13 @@ class Building:
         if path not in self.files:
             self.files[path] = found.info
             self.indexed.keep(found)
-            if self._used[0] is not found.root:  # otherwise its pickle equals the previous file's
-                self._used = found.root, used_bytes(Plain(found.root, path, found.pickle_size))
-            for problem in bloat(path, found, self._used[1]):
-                self.report(problem)
+            if self._lean is None or not found.like(self._lean):  # else it holds and needs as many bytes
+                if self._used[0] is not found.root:  # otherwise its pickle equals the previous file's
+                    self._used = found.root, used_bytes(Plain(found.root, path, found.pickle_size))
+                problems = bloat(path, found, self._used[1])
+                self._lean = None if problems else found
+                for problem in problems:
+                    self.report(problem)
         return found
 
     def info(self, path: str) -> FileInfo:
