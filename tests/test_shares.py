@@ -147,12 +147,12 @@ import lazyckpt
 from lazyckpt.jobs import write
 
 source, out, share, count, slow = sys.argv[1:]
-read_piece = write._contents
+read_piece = write.contents
 def slowly(tensor):
     for item in read_piece(tensor):
         time.sleep(float(slow))
         yield item
-write._contents = slowly
+write.contents = slowly
 result = lazyckpt.open(source).to_safetensors(out, share=(int(share), int(count)), max_shard_size="20KB")
 print(len(result.paths))
 """

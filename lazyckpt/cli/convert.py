@@ -125,7 +125,7 @@ def convert(
     wanted = Wanted(select, dtype, rename, mesh, stored, max_shard_size, codec)
     kind = target_of(dst, to)
     check(kind, dst, wanted)
-    where = target_of_work(workers, cluster)
+    target_of_work(workers, cluster)  # raises for what is no cluster, before anything is read
     share = None if shard_of_work is None else parse_share(shard_of_work)
     job = planned(src, open_view(src, state, stored, tag, format, rules), kind, dst, wanted, memory)
     if not quiet and not as_json:
@@ -144,7 +144,8 @@ def convert(
                 resume=resume,
                 verify=verify,
                 progress=not quiet,
-                where=where,
+                workers=workers,
+                cluster=cluster,
                 share=share,
             )
             result["seconds"] = time.monotonic() - begun

@@ -24,7 +24,7 @@ from ..jobs.publish import unfinished
 from ..jobs.shares import folder_of_share, share_of
 from ..view import CheckpointView
 from .targets import Wanted, prepared
-from .workers import Workers
+from .workers import Workers, target_of_work
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +116,9 @@ def run_job(
     resume: bool,
     verify: bool,
     progress: bool | None,
-    where: Workers,
-    share: tuple[int, int] | None,
+    workers: int | None,
+    cluster: str | None = None,
+    share: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
     """Execute the plan, or a share of it, and return a report, or raise as the view's `to_...` methods do.
 
@@ -125,7 +126,7 @@ def run_job(
     ``left_out`` (item -> reason why it is not written) and ``not_loaded`` (item -> reason why the trainer does not load
     it although it is written)."""
     own = job.wanted.own(job.to)
-    with where as executor:
+    with _executor(workers) if cluster is None else target_of_work(workers, cluster) as executor:
         given: WriteOptions = {
             "memory": memory, "overwrite": overwrite, "resume": resume, "verify": verify, "progress": progress,
             "executor": executor, "share": share,
@@ -170,6 +171,11 @@ def kept(dest: str, share: tuple[int, int] | None = None) -> int | None:
         return unfinished(dest.removeprefix("file://"))
     there = Bucket(dest).find()
     return sum(there.values()) - there[JOB] if JOB in there else None
+
+
+def _executor(workers: int | None) -> Workers:
+    """Return what to enter for an executor of so many processes, or for None: threads of this process."""
+    return target_of_work(workers, None)
 
 
 def _exists(to: Writer, dest: str, ranks: bool) -> bool:

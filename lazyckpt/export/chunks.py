@@ -22,7 +22,7 @@ from ..formats.zarr.documents import RAW, Json
 from ..io.tensors import as_bytes, empty
 from ..jobs.executor import OVERHEAD
 from ..jobs.places import PIECE, Place, Sized
-from ..jobs.write import differs, scratch
+from ..jobs.write import contents, differs, scratch
 from ..lazy import LazyArray
 from .codecs import Encoding
 
@@ -140,7 +140,9 @@ def _inner(tensor: LazyArray, cut: Cut) -> Iterator[LazyArray | None]:
 
 
 def _chunk(tensor: LazyArray, chunk: Shape, encoding: Encoding) -> Iterator[memoryview]:
-    if encoding.raw:
+    if encoding.raw and tuple(tensor.shape) == chunk:
+        yield from (piece for _, piece in contents(tensor))
+    elif encoding.raw:
         for tile in tiles(chunk, PIECE // tensor.itemsize):
             yield as_bytes(_fill(tensor, tile, _as(scratch(tile.numel * tensor.itemsize), tensor.dtype, tile.shape)))
     else:

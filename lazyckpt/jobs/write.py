@@ -151,7 +151,7 @@ def _move(target: Target, tensor: Any, about: _Run) -> tuple[_Run, int]:
     fd = target.descriptor(os.O_WRONLY)
     try:
         crc = 0
-        for at, memory in _contents(tensor):
+        for at, memory in contents(tensor):
             write_at(fd, memory, about.offset + at)
             crc = crc32(memory, crc)
     finally:
@@ -171,7 +171,7 @@ def _intact(target: Target, offset: int, known: Done) -> tuple[Target, int, bool
     return target, offset, crc == known.checksum
 
 
-def _contents(tensor: Any) -> Iterator[tuple[int, memoryview]]:
+def contents(tensor: Any) -> Iterator[tuple[int, memoryview]]:
     """Yield a tensor's bytes in order: (byte offset, bytes). The memory is valid until the next item."""
     runs = tensor._runs()
     if runs is None:
