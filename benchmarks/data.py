@@ -255,3 +255,13 @@ def names(settings: Settings, count: int) -> Path:
     from . import sparse_hf
 
     return made(settings.data / f"names-{count}.safetensors", lambda path: sparse_hf.write_one(path, count))
+
+
+def torch_names(settings: Settings, count: int) -> Path:
+    """One torch file with the names of `names`."""
+    from . import sparse_hf
+
+    def write(path: Path) -> None:
+        torch.save({name: torch.zeros(2) for name in map(sparse_hf.name_of, range(count))}, path)
+
+    return made(settings.data / f"names-{count}.pt", write)

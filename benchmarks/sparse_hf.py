@@ -15,7 +15,7 @@ def write(folder: Path, shards: int, names: int) -> None:
     each, index = names // shards, {}
     for shard in range(shards):
         path = folder / f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
-        here = [_name(n) for n in range(shard * each, (shard + 1) * each)]
+        here = [name_of(n) for n in range(shard * each, (shard + 1) * each)]
         index.update(dict.fromkeys(here, path.name))
         _write_shard(path, here)
     total = {"total_size": names * _SIZE}
@@ -24,10 +24,10 @@ def write(folder: Path, shards: int, names: int) -> None:
 
 def write_one(path: Path, names: int) -> None:
     """One file."""
-    _write_shard(path, [_name(n) for n in range(names)])
+    _write_shard(path, [name_of(n) for n in range(names)])
 
 
-def _name(n: int) -> str:
+def name_of(n: int) -> str:
     return f"model.layers.{n // 1000}.mlp.experts.{n // 10 % 100}.part_{n % 10}.weight"
 
 

@@ -21,6 +21,7 @@ sentence with a code to filter by.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -91,7 +92,7 @@ __all__ = [
 PROBLEM_CODES = {
     # -- files
     "missing-file": "A file that the checkpoint should have is not there.",
-    "unreadable-file": "A file is there and cannot be read: it is damaged, or of an unknown kind.",
+    "unreadable-file": "A file is there and cannot be read: it is damaged, of an unknown kind, or its disk fails.",
     "left-over-file": "A file belongs to another save; it is not read.",
     "ignored-file": "A file beside the checkpoint is of a kind that lazyckpt does not read.",
     "misnamed-file": "A file is of another kind than its name suggests; it is read by its contents.",
@@ -271,7 +272,8 @@ def only_one(items: Sequence[str]) -> str | None:
 
 def cannot_read(path: str, error: LazyckptError, so: str = "") -> Problem:
     """Return the problem of an unreadable file. ``so`` states the consequence, as in ", its tensors are lost"."""
-    code = "missing-file" if isinstance(error, MissingFileError) else "unreadable-file"
+    absent = isinstance(error, MissingFileError) and error.errno in (None, errno.ENOENT, errno.ENOTDIR)
+    code = "missing-file" if absent else "unreadable-file"
     return Problem(code, f"{path} cannot be read{so}: {error}", path)
 
 

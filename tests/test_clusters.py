@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 import shutil
@@ -145,7 +146,7 @@ def test_a_part_of_a_thousand_ranks_takes_its_own_tensors_along(thousand: lazyck
     assert {s: list(v) for s, v in again.states.items()} == {s: list(v) for s, v in part.states.items()}
     assert len(again._index.states["exp_avg"]) == len(part)
     assert again["mlp.up_proj.weight"].explain(slice(3)) == part["mlp.up_proj.weight"].explain(slice(3))
-    assert again.files == part.files and again.problems == part.problems and again.meta == part.meta
+    assert again.files == part.files and again.problems == part.problems and list(again.meta) == list(part.meta)
 
 
 def test_a_part_of_many_files_takes_its_own_files_along(tmp_path: Path) -> None:
@@ -214,8 +215,8 @@ def test_descriptions_are_sent_once(
     whole = len(sending.Descriptions(tensors).data or b"")
     assert 0 < whole < 64 << 10
     with_descriptions = sum(len(sent) > whole for sent in executor.sent)
-    assert with_descriptions <= 4 + 2 * bool(forgets)
-    assert total - with_descriptions * whole < 100 * len(parts), "a task names its tensor"
+    assert with_descriptions <= 4 + 4 * bool(forgets)
+    assert total - with_descriptions * whole < 160 * len(parts), "a task names its tensor"
 
 
 def test_descriptions_that_are_too_many_stay_with_their_tasks(
@@ -243,7 +244,7 @@ def test_tasks_of_a_file_go_together(tmp_path: Path) -> None:
     found = list(batching.by_file(iter(tasks), lambda: 160 * MIB, 100))
     assert sorted(task.do() for batch in found for task in batch) == list(range(160))
     together = [{batching.source_of(task) for task in batch} for batch in found]
-    assert sum(len(files) == 1 for files in together) >= 16 and len(found) <= 24
+    assert all(len(files) == 1 for files in together) and len(found) <= 16
     assert [task.do() for task in next(batching.by_file(iter(tasks[:3]), lambda: 1 << 40, 100))] == [0, 1, 2]
 
 
@@ -348,6 +349,10 @@ def test_a_restarted_scheduler(source: Path, tmp_path: Path, monkeypatch: pytest
 @pytest.mark.slow
 def test_mpi(source: Path, tmp_path: Path) -> None:
     need("mpi4py")
+    try:
+        from mpi4py import MPI  # noqa: F401
+    except ImportError as e:
+        pytest.skip(f"mpi4py finds no MPI library: {e}")
     if shutil.which("mpiexec") is None:
         pytest.skip("there is no mpiexec")
     program = """
@@ -393,7 +398,7 @@ def _convert(*arguments: object) -> Any:
 
 
 def test_shares_from_the_shell(source: Path, tmp_path: Path) -> None:
-    options = (source, tmp_path / "out", "--max-shard-size", "1MB")
+    options = (source, tmp_path / "out", "--to", "safetensors", "--max-shard-size", "1MB")
     for n in (1, 2, 0):
         done = _convert(*options, "--shard-of-work", f"{n}/3")
         assert done.exit_code == 0, done.output
@@ -410,7 +415,7 @@ def test_shares_that_are_none(source: Path, tmp_path: Path, share: str) -> None:
 
 @pytest.mark.parametrize("where", ["dask", "dask://host", "processes:0", "processes:x", "pbs", "tcp://h:1", ""])
 def test_clusters_that_are_none(source: Path, tmp_path: Path, where: str) -> None:
-    done = _convert(source, tmp_path / "out", "--cluster", where)
+    done = _convert(source, tmp_path / "out.zarr", "--cluster", where)
     assert done.exit_code == 2
     assert re.search(r"dask://HOST:PORT.*slurm.*processes:N", " ".join((done.output + str(done.stderr)).split()))
     assert not (tmp_path / "out").exists()
@@ -444,3 +449,67 @@ def test_processes_by_either_option() -> None:
             assert isinstance(executor, ProcessPoolExecutor) and workers_of(executor) == 2
     with target_of_work(None, None) as executor:
         assert executor is None
+
+
+# -- the scripts of the guide "Convert 405B on 8 nodes", with processes in place of Slurm
+
+SCRIPTS = Path(__file__).parent.parent / "docs" / "how-to" / "scripts"
+_SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+export SLURM_NTASKS=4
+for n in 0 1 2 3; do SLURM_PROCID=$n "$@" & pids+=($!); done
+for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
+exit ${failed:-0}
+"""
+_SBATCH = """#!/bin/bash
+cp "$1" "$1.job"  # dask-jobqueue removes the script at once
+setsid bash "$1.job" >"$1.log" 2>&1 & echo "$!" >> "$JOBS_FILE"
+echo "Submitted batch job $!"
+"""
+_SCANCEL = """#!/bin/bash
+for job in "$@"; do kill -- "-$job" 2>/dev/null; done; exit 0
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The commands of Slurm, which start processes."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in {"srun": _SRUN, "sbatch": _SBATCH, "scancel": _SCANCEL}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    (folder / "lazyckpt").write_text(f'#!/bin/bash\nexec {sys.executable} -m lazyckpt "$@"\n')
+    (folder / "lazyckpt").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("JOBS_FILE", str(tmp_path / "jobs"))
+    monkeypatch.setenv("PYTHONPATH", str(SCRIPTS.parent.parent.parent))
+    return folder
+
+
+def _script(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(SCRIPTS / name), *map(str, arguments)]
+    return subprocess.run(command, timeout=300, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_the_script_with_srun(source: Path, tmp_path: Path, slurm: Path) -> None:
+    done = _script(
+        "convert-srun.sh", source, tmp_path / "a folder" / "out", "--to", "safetensors", "--max-shard-size", "1MB"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not lazyckpt.diff(source, tmp_path / "a folder" / "out")
+    assert [path.name for path in (tmp_path / "a folder").iterdir()] == ["out"]
+
+
+@pytest.mark.slow
+def test_the_script_with_dask_jobqueue(
+    source: Path, tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need("dask_jobqueue")
+    for name, value in {"JOBS": "2", "CORES": "1", "PROCESSES": "1", "MEMORY": "1GiB", "TMPDIR": tmp_path}.items():
+        monkeypatch.setenv(name, str(value))
+    done = _script("convert-dask.sh", source, tmp_path / "out.zarr", "--codec", "zstd")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not lazyckpt.diff(source, tmp_path / "out.zarr")
+    assert len((tmp_path / "jobs").read_text().split()) == 2, "two jobs were submitted"

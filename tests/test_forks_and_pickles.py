@@ -8,14 +8,25 @@ import pickle
 import threading
 import time
 import warnings
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+import torch.utils.data
+from safetensors.torch import save_file
 
 import lazyckpt
 from lazyckpt.errors import CredentialsWarning
 from lazyckpt.io.storage.fsspec import RemoteStore
+from lazyckpt.jobs import publish
+
+from .lanes import sampled
 
 
 def _child(do: object) -> int:
@@ -67,6 +78,118 @@ def test_a_child_that_is_forked_while_threads_open_and_read(tmp_path: Path) -> N
         stop.set()
         for thread in threads:
             thread.join()
+
+
+@pytest.mark.slow
+def test_a_child_of_a_closed_view(tmp_path: Path) -> None:
+    torch.save({"w": torch.arange(2000).view(50, 40)}, tmp_path / "x.pt")
+    view, other = lazyckpt.open(tmp_path / "x.pt"), lazyckpt.open(tmp_path / "x.pt")
+    t = view["w"]
+    t[3], other["w"][...]
+    view.close()
+
+    def closed() -> bool:
+        try:
+            t[3]
+        except lazyckpt.DataError:
+            return other["w"][3, 1] == 121 and lazyckpt.open(tmp_path / "x.pt")["w"][3, 1] == 121
+        return False
+
+    assert _child(closed) == 0
+
+    def closes() -> bool:
+        other.close()
+        return True
+
+    assert _child(closes) == 0
+    assert other["w"][3, 1] == 121, "a child closes its own copy"
+
+
+@pytest.mark.slow
+def test_a_child_that_is_forked_during_an_export(tmp_path: Path) -> None:
+    """A thread of the parent may be entering or leaving its table of running exports. The child has no such thread."""
+    torch.save({"w": torch.arange(2000).view(50, 40)}, tmp_path / "x.pt")
+    view = lazyckpt.open(tmp_path / "x.pt")
+    dest = tmp_path / "y.safetensors"
+    with publish._of_this_process(publish.staging_path(dest)), publish._lock:  # as that thread leaves them
+        assert _child(lambda: view.to_safetensors(dest).paths and torch.equal(lazyckpt.open(dest)["w"][...], W)) == 0
+    with pytest.raises(lazyckpt.DestinationError), publish._of_this_process(publish.staging_path(dest)):
+        view.to_safetensors(dest, overwrite=True)  # in the process itself it is busy
+
+
+W = torch.arange(2000).view(50, 40)
+
+
+def _rows(view: Mapping[str, Any], rows: list[int]) -> list[list[int]]:
+    """What a worker reads of a view that came to it in a pickle."""
+    return [view["w"][row].tolist() for row in rows] + [view["p.q"][...].tolist()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_workers_of_an_executor_read_a_view(tmp_path: Path, method: str) -> None:
+    """While threads of this process read it."""
+    torch.save({"w": W, "p.q": torch.arange(3)}, tmp_path / "x.pt")
+    view = lazyckpt.open(tmp_path / "x.pt")
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            view["w"][7:9], view["w"][...]
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        with ProcessPoolExecutor(2, get_context(method)) as pool:
+            found = [pool.submit(_rows, view, [n, 49 - n]) for n in range(10)]
+            for n, future in enumerate(found):
+                assert future.result(timeout=120) == [W[n].tolist(), W[49 - n].tolist(), [0, 1, 2]]
+            part = pool.submit(len, view.prefix("p"))
+            assert part.result(timeout=120) == 1
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+class _Rows(torch.utils.data.Dataset[torch.Tensor]):
+    """The rows of a lazy tensor."""
+
+    def __init__(self, view: Mapping[str, Any]) -> None:
+        self.view = view
+
+    def __len__(self) -> int:
+        return len(self.view["w"])
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        found: torch.Tensor = self.view["w"][row]
+        return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    sampled(
+        product(["torch", "safetensors", "dcp"], ["spawn", "fork"]),
+        keep=[("torch", "spawn"), ("safetensors", "fork"), ("dcp", "fork")],
+    ),
+)
+def test_workers_of_a_data_loader_read_a_view(tmp_path: Path, method: str, kind: str) -> None:
+    path = tmp_path / {"torch": "x.pt", "safetensors": "x.safetensors", "dcp": "x"}[kind]
+    if kind == "torch":
+        torch.save({"w": W}, path)
+    elif kind == "safetensors":
+        save_file({"w": W}, path)
+    else:
+        dcp.save({"w": W}, checkpoint_id=path, no_dist=True)
+    with lazyckpt.open(path) as view:
+        assert torch.equal(view["w"][...], W)
+        loader = torch.utils.data.DataLoader(
+            _Rows(view), batch_size=8, num_workers=2, multiprocessing_context=method, timeout=120
+        )
+        for _ in range(2):  # each time with new workers
+            assert torch.equal(torch.cat(list(loader)), W)
 
 
 def test_opening_leaves_the_garbage_collector_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,13 @@ All objects are picklable, hold no handles and do no I/O. A reader creates an `I
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from math import prod
 from typing import Any, Literal, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import Problem, printable
 from .box import Box, Shape, c_strides
@@ -467,10 +469,11 @@ class Specs(Mapping[str, TensorSpec]):
     def kind(self, name: str) -> tuple[Shape, DType]:
         """Return the shape and the dtype of a tensor. Raises KeyError."""
 
-    def marks(self, kinds: dict[tuple[Shape, DType], int]) -> Iterable[int]:
-        """Yield the number of every tensor's shape and dtype, and add new ones to ``kinds``. Much faster than asking
+    def marks(self, kinds: dict[tuple[Shape, DType], int]) -> NDArray[np.int64]:
+        """Return the number of every tensor's shape and dtype, and add new ones to ``kinds``. Much faster than asking
         for each."""
-        return (kinds.setdefault(self.kind(name), len(kinds)) for name in self.table)
+        found = (kinds.setdefault(self.kind(name), len(kinds)) for name in self.table)
+        return np.fromiter(found, np.int64, len(self.table))
 
     @abstractmethod
     def of(self, table: dict[str, Any]) -> Self:
@@ -518,11 +521,11 @@ class Gathered(Specs):
     def kind(self, name: str) -> tuple[Shape, DType]:
         return kind_of(self.table[name], name)
 
-    def marks(self, kinds: dict[tuple[Shape, DType], int]) -> Iterable[int]:
+    def marks(self, kinds: dict[tuple[Shape, DType], int]) -> NDArray[np.int64]:
         files = dict(zip(map(id, self.table.values()), self.table.values(), strict=True)).values()
-        if sum(map(len, files)) != len(self.table):
+        if not files or sum(map(len, files)) != len(self.table):
             return super().marks(kinds)
-        return chain.from_iterable(marks_of(specs, kinds) for specs in files)
+        return np.concatenate([marks_of(specs, kinds) for specs in files])
 
     def of(self, table: dict[str, Any]) -> Self:
         return type(self)(table)
@@ -544,8 +547,8 @@ def kind_of(specs: Mapping[str, TensorSpec], name: str) -> tuple[Shape, DType]:
     return spec.shape, spec.dtype
 
 
-def marks_of(specs: Mapping[str, TensorSpec], kinds: dict[tuple[Shape, DType], int]) -> Iterable[int]:
-    """Yield the number of every tensor's shape and dtype, without specs if there are none yet.
+def marks_of(specs: Mapping[str, TensorSpec], kinds: dict[tuple[Shape, DType], int]) -> NDArray[np.int64]:
+    """Return the number of every tensor's shape and dtype, without specs if there are none yet.
 
     Parameters
     ----------
@@ -556,7 +559,8 @@ def marks_of(specs: Mapping[str, TensorSpec], kinds: dict[tuple[Shape, DType], i
     """
     if isinstance(specs, Specs):
         return specs.marks(kinds)
-    return (kinds.setdefault((spec.shape, spec.dtype), len(kinds)) for spec in specs.values())
+    found = (kinds.setdefault((spec.shape, spec.dtype), len(kinds)) for spec in specs.values())
+    return np.fromiter(found, np.int64, len(specs))
 
 
 def some_of(specs: Mapping[str, TensorSpec], keep: Callable[[str], bool]) -> Mapping[str, TensorSpec]:

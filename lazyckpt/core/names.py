@@ -10,6 +10,9 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from functools import cached_property
 from heapq import nlargest
 
+import numpy as np
+from numpy.typing import NDArray
+
 Pattern = str | re.Pattern[str] | Callable[[str], bool]
 
 
@@ -131,14 +134,14 @@ class Names:
         return {name: n for n, name in enumerate(self.order)}
 
     @cached_property
-    def ranking(self) -> list[int]:
+    def ranking(self) -> NDArray[np.int64]:
         """The indices in `order` of the sorted names."""
-        return sorted(range(len(self.order)), key=self.order.__getitem__)
+        return np.array(sorted(range(len(self.order)), key=self.order.__getitem__), np.int64)
 
     @cached_property
     def sorted(self) -> list[str]:
         """The names in plain sorted order."""
-        return list(map(self.order.__getitem__, self.ranking))
+        return sorted(self.order)
 
     def below(self, prefix: str) -> Sequence[str]:
         """Return the names that begin with ``prefix.``, in plain sorted order."""
@@ -206,18 +209,20 @@ class Names:
     def near(self, wrong: str, count: int = 3) -> list[str]:
         """Return the names or prefixes most similar to a wrong name, else the most similar inner paths.
 
-        The running time is bounded: of a long name only both ends are compared, and of very many or very long names
-        only the first ones.
+        If the names below a prefix of the wrong name have similar ones, only these are compared. The running time is
+        bounded: of a long name only both ends are compared, and of very many or very long names only the first ones.
 
         >>> Names(["model.0.q_proj.weight", "model.0.k_proj.weight"]).near("q_prj", 1)
         ['q_proj']
         """
+        if below := self._beside(wrong):
+            found = _alike(_ends(wrong), _stems(below, wrong.count(".")), count, 0.55)
+            if found:
+                return found
         wrong = _ends(wrong)
         depth = wrong.count(".")
         names = list(_within(self.order[:_SEARCHED], _CHARACTERS))
-        starts = (".".join(name.split(".", depth + 1)[: depth + 1]) for name in names)
-        stems = dict.fromkeys(stem for both in zip(names, starts, strict=True) for stem in both)
-        found = _alike(wrong, stems, count, 0.55)
+        found = _alike(wrong, _stems(names, depth), count, 0.55)
         if found:
             return found
         inner = dict.fromkeys(
@@ -227,11 +232,26 @@ class Names:
         )
         return _alike(wrong, inner, count, 0.65)
 
+    def _beside(self, wrong: str) -> list[str]:
+        """Return the names below the longest prefix of a wrong name that has any; [] if all are below it."""
+        at = wrong.rfind(".") if len(wrong) <= _COMPARED else -1
+        while at > 0:
+            if names := self.below(wrong[:at]):
+                return list(_within(names[:_SEARCHED], _CHARACTERS)) if len(names) < len(self.order) else []
+            at = wrong.rfind(".", 0, at)
+        return []
+
 
 _SEARCHED = 20_000  # the most names that are searched
 _CHARACTERS = 2_000_000  # the most characters of all names that are searched
 _COMPARED = 200  # the most characters of one name that are compared
 _RANKED = 64  # the candidates, by common pairs of characters, that are compared in full
+
+
+def _stems(names: Iterable[str], depth: int) -> Iterable[str]:
+    """Return the names, and their first parts up to as many dots, each once."""
+    starts = ((name, ".".join(name.split(".", depth + 1)[: depth + 1])) for name in names)
+    return dict.fromkeys(stem for both in starts for stem in both)
 
 
 def _within(names: Iterable[str], characters: int) -> Iterator[str]:

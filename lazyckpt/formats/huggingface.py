@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
+from ..core.extents import ExtentSpecs
 from ..core.index import FileInfo, Gathered, Index, Specs, TensorSpec, some_of
 from ..core.names import natural
 from ..errors import CorruptError, FormatError, LazyckptError, Problem, cannot_read, only_one, some
@@ -24,7 +25,6 @@ from ..io.containers.torch_file import is_torch_file, read_torch_file
 from ..io.storage.base import Store
 from ..layouts.tables import pattern
 from .reader import Reader, Source
-from .safetensors import ExtentSpecs
 from .shared.paths import inside
 from .torch_save import specs_of, ties, warnings
 

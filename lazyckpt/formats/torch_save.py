@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from ..core.box import Shape, hull
 from ..core.dtypes import DType
+from ..core.extents import ExtentSpecs
 from ..core.index import Index, Specs, TensorSpec, some_of, whole
 from ..errors import Problem
 from ..io.containers.pickle.audit import dangers
@@ -46,11 +47,11 @@ class FileSpecs(Specs):
         return type(self)(self._file, table)
 
 
-def specs_of(file: TorchFile, plain: Plain, prefix: str = "") -> FileSpecs:
+def specs_of(file: TorchFile, plain: Plain, prefix: str = "") -> Specs:
     """Return the specs of all tensors of a file as stored. Raises CorruptError for a tensor beyond the file's bytes."""
     table = {prefix + key: tensor for key, tensor in plain.tensors.items()} if prefix else plain.tensors
-    file.check(table)
-    return FileSpecs(file, table)
+    extents = file.extents(table)
+    return FileSpecs(file, table) if extents is None else ExtentSpecs(extents)
 
 
 def spec_of(file: TorchFile, tensor: StoredTensor, name: str) -> TensorSpec:
@@ -75,12 +76,18 @@ def ties(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
 
 def crc_of(records: Mapping[str, Record], tensor: StoredTensor) -> int | None:
     """Return the CRC-32 of a tensor's bytes; None unless the tensor is its whole storage."""
+    key = whole_storage(records, tensor)
+    return None if key is None else records[key].crc
+
+
+def whole_storage(records: Mapping[str, Record], tensor: StoredTensor) -> str | None:
+    """Return the key of the storage that a tensor is the whole of; None if there is none."""
     if tensor.storage is None:
         return None
     record = records.get(tensor.storage.key)
     if record is None or record.nbytes != prod(tensor.shape) * tensor.dtype.itemsize:
         return None
-    return record.crc
+    return tensor.storage.key
 
 
 def warnings(path: str, file: TorchFile, plain: Plain) -> list[Problem]:
@@ -164,7 +171,7 @@ def _read(source: Source) -> Index:
     if not _is_flat(plain):
         return together("torch", [((), _member(store, path, file, plain))])
     stored, aliases = specs_of(file, plain), ties(plain.tensors)
-    return Index(
+    index = Index(
         format="torch",
         states={"weights": some_of(stored, lambda name: name not in aliases) if aliases else stored},
         files={path: file.info},
@@ -173,6 +180,10 @@ def _read(source: Source) -> Index:
         meta=plain.meta if plain.attributes or isinstance(plain.rest, dict) else {"": plain.rest},
         problems=(*warnings(path, file, plain), *shards(store, path, plain)),
     )
+    if isinstance(stored, ExtentSpecs) and not aliases:
+        del file, plain  # most of the memory of opening
+        stored.compact()
+    return index
 
 
 def _is_flat(plain: Plain) -> bool:

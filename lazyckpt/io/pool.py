@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -90,6 +90,7 @@ _INLINE = 4 << 20  # bytes; a smaller job finishes before threads have woken up
 _BATCH = 8 << 20
 _THREADS = max(4, min(8, os.cpu_count() or 1))  # at least 4: they wait for disks; each may need some 20 MiB
 _LOOKERS = 8  # these threads need almost no memory
+LOOK = 1.0  # seconds after which futures are looked at: nobody is told when a cluster cancels one
 _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
 _lookers: ThreadPoolExecutor | None = None
@@ -190,14 +191,11 @@ def each(do: Callable[[T], object], items: Sequence[T]) -> None:
 
 
 def stopped(futures: Sequence[Future[Any]]) -> None:
-    """Wait for all futures, ignoring Ctrl-C: they still write to memory and files that the caller is about to release,
-    and a closed descriptor may already be that of another file."""
-    while True:
-        try:
-            wait(futures)
-            return
-        except KeyboardInterrupt:  # an earlier exception is already propagating
-            continue
+    """Wait until no future runs any more, ignoring Ctrl-C: they still write to memory and files that the caller is
+    about to release, and a closed descriptor may already be that of another file."""
+    while left := [future for future in futures if not future.done()]:
+        with suppress(KeyboardInterrupt):  # an earlier exception is already propagating
+            wait(left, timeout=LOOK)
 
 
 def _each_of(reads: Batch, batch: list[Task]) -> None:

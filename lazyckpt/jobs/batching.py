@@ -50,7 +50,8 @@ def by_file(tasks: Iterable[Task], nbytes: Callable[[], int], count: int) -> Ite
     tasks
         The tasks, in any order. At most 16,384 of them are looked at together.
     nbytes
-        Returns the bytes that close the current batch. A batch that is half full is closed before another file.
+        Returns the bytes of the current batch. It may have half as many, if another file follows, or half more, if they
+        are the last ones of the file.
     count
         Largest number of tasks in a batch.
     """
@@ -63,13 +64,16 @@ def by_file(tasks: Iterable[Task], nbytes: Callable[[], int], count: int) -> Ite
         for task in some:
             groups.setdefault(source_of(task), []).append(task)
         for group in groups.values():
+            left = sum(task.nbytes + _EACH for task in group)
             if 2 * size >= nbytes():
                 yield batch
                 batch, size = [], 0
             for task in group:
                 batch.append(task)
                 size += task.nbytes + _EACH
-                if size >= nbytes() or len(batch) >= count:
+                left -= task.nbytes + _EACH
+                full = size >= nbytes() and not 0 < 2 * left < nbytes()  # a small rest of the file comes along
+                if full or len(batch) >= count:
                     yield batch
                     batch, size = [], 0
     if batch:

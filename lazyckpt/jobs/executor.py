@@ -25,7 +25,7 @@ from typing import Any, Protocol, TypeAlias
 
 from ..core.units import size_in_bytes
 from ..errors import DataError, LazyckptError, WorkerError
-from ..io.pool import stopped, threads
+from ..io.pool import LOOK, stopped, threads
 from ..lazy import LazyArray
 from .batching import Placer, Task, by_file, in_turn
 from .sending import Sender
@@ -75,7 +75,9 @@ def run(
 
     def collect() -> None:
         nonlocal held
-        for future in wait(pending, return_when=FIRST_COMPLETED).done:
+        while not any(future.done() for future in pending):
+            wait(pending, timeout=LOOK, return_when=FIRST_COMPLETED)
+        for future in [future for future in pending if future.done()]:
             results = _result(future)
             batch = pending.pop(future)
             if results is None:  # from a worker that joined later

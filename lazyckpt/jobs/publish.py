@@ -38,16 +38,6 @@ _lock = threading.Lock()
 _working: set[str] = set()
 
 
-def _forget() -> None:
-    """Reset the lock in a forked child, and what other threads of its parent are working on."""
-    global _lock
-    _lock = threading.Lock()
-    _working.clear()
-
-
-after_fork(_forget)
-
-
 def staging_path(dest: Path) -> Path:
     """Return the path of the staging directory for ``dest``: beside it, or inside it if ``dest`` is a mounted volume or
     in a folder without write permission."""
@@ -344,6 +334,16 @@ def _of_this_process(folder: Path) -> Iterator[None]:
         yield
     finally:
         _working.discard(name)
+
+
+def _after_fork() -> None:
+    """Forget the exports of the parent in a forked child: their threads do not run here, and their file locks say where
+    the parent still writes."""
+    global _lock, _working
+    _lock, _working = threading.Lock(), set()
+
+
+after_fork(_after_fork)
 
 
 class _Job:

@@ -7,7 +7,6 @@ nodes drawn, not on the number of names below them. A view caches its outline.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,10 +51,8 @@ class Outline:
         self._specs, self._full_names = specs, full_names = view.specs, view.full_names
         twice: set[str] = set()  # a tied tensor is counted under the name that comes first in the view's order
         kinds: dict[tuple[Shape, DType], int] = {}
-        marks: Iterable[int]
         if isinstance(full_names, Same):
-            numbers = list(marks_of(specs, kinds))
-            marks = map(numbers.__getitem__, view.names.ranking)
+            self.marks = marks_of(specs, kinds)[view.names.ranking]
         else:
             seen: set[str] = set()
             for name, full in full_names.items():
@@ -67,11 +64,11 @@ class Outline:
                 seen.add(owner)
             owners = [self.tied.get(name) or full_names[name] for name in self.names]
             if len(owners) > len(specs) // 4:
-                of = dict(zip(specs, marks_of(specs, kinds), strict=True))
+                of = dict(zip(specs, marks_of(specs, kinds).tolist(), strict=True))
                 marks = [of[owner] for owner in owners]
             else:
                 marks = [kinds.setdefault(kind_of(specs, owner), len(kinds)) for owner in owners]
-        self.marks = np.fromiter(marks, np.int64, len(self.names))
+            self.marks = np.array(marks, np.int64)
         if twice:
             self.marks[[name in twice for name in self.names]] = -1
         numels = [prod(shape) for shape, _ in kinds]
@@ -91,9 +88,9 @@ class Outline:
     def dtypes(self) -> list[tuple[Any, int]]:
         """Return (dtype, bytes) pairs, the largest first; tied tensors are counted once."""
         found: dict[Any, int] = {}
-        for mark, count in Counter(self.marks.tolist()).items():
-            if mark >= 0:
-                shape, dtype = self._kinds[mark]
+        counts = np.bincount(self.marks[self.marks >= 0], minlength=len(self._kinds)).tolist()
+        for (shape, dtype), count in zip(self._kinds, counts, strict=True):
+            if count:
                 found[dtype] = found.get(dtype, 0) + count * prod(shape) * dtype.itemsize
         return sorted(found.items(), key=lambda item: -item[1])
 

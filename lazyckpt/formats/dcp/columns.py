@@ -1,9 +1,10 @@
 """The chunks and items of a large `.metadata` as columns, without an object for each.
 
 A save of two thousand ranks lists millions of chunks, each as a record of some seventy bytes that torch's classes and
-Python's pickler (protocol 4) determine. `Columns` finds the records with exactly these bytes by comparing all of them
-at once, and the pickle machine steps over runs of them. Everything else is left to the machine: other spellings, the
-first record of each class, records that a frame of the pickle cuts in two.
+Python's pickler (protocols 4 and 5) determine. `Columns` finds the records with exactly these bytes by comparing all of
+them at once, and the pickle machine steps over runs of them. Names, paths and Sizes may be in the record or refer to
+the memo. Everything else is left to the machine: other spellings, the first record of each class, records that a frame
+of the pickle cuts in two.
 
 The result is that of the machine alone: a run stands in for its records in the list or dict that they are put into. If
 the pickle does anything else with the records, `Changes` is raised, and the machine parses the pickle alone.
@@ -22,21 +23,22 @@ from ...io.containers.pickle.memo import Changes
 from ...io.containers.pickle.values import Size, size
 
 Ints = NDArray[np.int64]
-DIMS = 3  # dimensions of the tensors whose records are recognised
+DIMS = 4  # dimensions of the tensors whose records are recognised
 _BLOCK = 4 << 20  # bytes that are searched at a time
-_PAD = 1024  # bytes behind the end of the pickle, more than a record has
+_PAD = 1024  # bytes behind a block, more than a record has
+_LARGEST = 1 << 31  # bytes of a pickle whose positions and memo entries fit into 32 bits
 _MADE = b")\x81\x94}\x94("  # an object without arguments, its dict of attributes, and the mark of their values
 _NUMBERS = np.isin(np.arange(256), (0x4B, 0x4D, 0x4A, 0x8A))  # BININT1, BININT2, BININT, LONG1
-_CHUNK_MEMO = 8  # memo entries of a chunk: the object, its dict, twice a tuple, its arguments, its Size
 
 
 class _Cursor:
     """Positions in many records at once. Records that differ from the expected bytes are dropped; ``columns`` has the
     values of the others."""
 
-    def __init__(self, raw: NDArray[np.uint8], at: Ints) -> None:
+    def __init__(self, raw: NDArray[np.uint8], at: Ints, limit: int) -> None:
         self._raw = raw
         self._words = np.ndarray((len(raw) - 7,), "<u8", raw.data, strides=(1,))
+        self._limit = limit  # references to the memo are smaller
         self.at = at
         self.columns: dict[str, NDArray[Any]] = {"start": at}
 
@@ -51,15 +53,20 @@ class _Cursor:
         self.keep(self._words[self.at] & np.uint64(mask) == np.uint64(word))
         self.at = self.at + len(text)
 
-    def get(self, name: str) -> None:
-        """Read a reference to the memo."""
+    def _reference(self) -> tuple[NDArray[np.bool_], Ints, Ints]:
+        """Return which records have a reference to the memo here, its number, and the number of its bytes."""
         word = self._words[self.at]
         op = (word & np.uint64(0xFF)).astype(np.int64)
         long = op == 0x6A
         value = ((word >> np.uint64(8)) & np.where(long, np.uint64(0xFFFFFFFF), np.uint64(0xFF))).astype(np.int64)
+        return (long | (op == 0x68)) & (value < self._limit), value, np.where(long, 5, 2)
+
+    def get(self, name: str) -> None:
+        """Read a reference to the memo."""
+        found, value, width = self._reference()
         self.columns[name] = value
-        self.at = self.at + np.where(long, 5, 2)
-        self.keep(long | (op == 0x68))
+        self.at = self.at + width
+        self.keep(found)
 
     def _number(self) -> tuple[NDArray[np.bool_], Ints, Ints]:
         """Return which records have a number here, the number, and the number of its bytes."""
@@ -88,53 +95,61 @@ class _Cursor:
         self.at = self.at + width
         self.keep(found)
 
+    def hint(self) -> None:
+        """Step over a number or None, which is not needed."""
+        found, _, width = self._number()
+        none = self._raw[self.at] == 0x4E
+        self.at = self.at + np.where(none, 1, width)
+        self.keep(found | none)
+
     def text(self, name: str) -> None:
         """Read a short text with its memo entry, or a reference: ``name`` is -1 for a text, at ``name_at``."""
         inline = self._raw[self.at] == 0x8C
         length = self._raw[self.at + 1].astype(np.int64)
         begin = self.at + 2
-        ends = begin + length
         self.columns[f"{name}_at"], self.columns[f"{name}_length"] = begin, length
-        word = self._words[self.at]
-        op = self._raw[self.at]
-        long = op == 0x6A
-        value = ((word >> np.uint64(8)) & np.where(long, np.uint64(0xFFFFFFFF), np.uint64(0xFF))).astype(np.int64)
+        found, value, width = self._reference()
         self.columns[name] = np.where(inline, -1, value)
-        fine = np.where(inline, self._raw[ends] == 0x94, long | (op == 0x68))
-        self.at = np.where(inline, ends + 1, self.at + np.where(long, 5, 2))
+        fine = np.where(inline, self._raw[begin + length] == 0x94, found)
+        self.at = self.at + np.where(inline, length + 3, width)
         self.keep(fine)
 
-    def sizes(self, name: str, refers: bool) -> None:
-        """Read a torch.Size with its memo entries; with ``refers`` also a reference to one (``name_ref``, else -1)."""
-        self.get(f"{name}_class")
-        full = _NUMBERS[self._raw[self.at]]
-        if not refers:
-            self.keep(full)
-            full = full[full]
+    def sizes(self, name: str) -> None:
+        """Read a torch.Size with its memo entries, whose ``name_ref`` is -1, or a reference to one."""
+        found, value, width = self._reference()
+        self.columns[f"{name}_class"] = value
+        self.at = self.at + width
+        self.keep(found)
+        op = self._raw[self.at]
+        marked = op == 0x28  # a tuple of four
+        full = _NUMBERS[op] | marked
+        self.at = self.at + marked
         active, dims = full, np.zeros(len(self.at), np.int64)
         values = np.zeros((len(self.at), DIMS), np.int64)
         for dim in range(DIMS):
+            if not active.any():
+                break
             found, value, width = self._number()
             active = active & found
             values[active, dim] = value[active]
             self.at = self.at + np.where(active, width, 0)
             dims += active
-        word = self._words[self.at]
-        closed = (word & np.uint64(0xFFFFFFFFFFFF)) == (np.uint64(0x94529485_9400) | (dims + 0x84).astype(np.uint64))
+        closing = np.where(marked, 0x74, 0x84 + dims).astype(np.uint64)  # TUPLE, or TUPLE1 to TUPLE3
+        closed = (self._words[self.at] & np.uint64(0xFFFFFFFFFFFF)) == (np.uint64(0x94529485_9400) | closing)
+        closed &= np.where(marked, dims == 4, (dims > 0) & (dims < 4))
         self.columns[name], self.columns[f"{name}_dims"] = values, dims
-        if refers:
-            self.columns[f"{name}_ref"] = np.where(full, -1, self.columns[f"{name}_class"])
+        self.columns[f"{name}_ref"] = np.where(full, -1, self.columns[f"{name}_class"])
         self.at = self.at + np.where(full, 6, 0)
-        self.keep(np.where(full, closed & (dims > 0), True))
+        self.keep(closed | ~full)
 
 
 def _chunks(cursor: _Cursor) -> None:
     cursor.get("made")
     cursor.exactly(_MADE)
     cursor.get("k0")
-    cursor.sizes("offset", False)
+    cursor.sizes("offset")
     cursor.get("k1")
-    cursor.sizes("size", False)
+    cursor.sizes("size")
     cursor.exactly(b"ub")
 
 
@@ -144,9 +159,9 @@ def _pairs(cursor: _Cursor) -> None:
     cursor.get("k0")
     cursor.text("key")
     cursor.get("k1")
-    cursor.number("index")
+    cursor.hint()
     cursor.get("k2")
-    cursor.sizes("start_of", True)
+    cursor.sizes("start_of")
     cursor.exactly(b"ub")
     cursor.get("made2")
     cursor.exactly(_MADE)
@@ -159,27 +174,84 @@ def _pairs(cursor: _Cursor) -> None:
     cursor.exactly(b"ub")
 
 
-class Table:
-    """Records of one kind as columns, and runs of them, which follow each other and refer to the same objects."""
+_WIDE = frozenset(("offset", "size", "start_of", "length"))  # columns of numbers that may be large
 
-    def __init__(self, blocks: list[dict[str, NDArray[Any]]], same: tuple[str, ...]) -> None:
-        self.columns = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]} if blocks else {}
-        start, end = self["start"], self["end"]
+
+class Table:
+    """Records of one kind as columns, and runs of them, which follow each other and refer to the same objects.
+
+    Attributes
+    ----------
+    refs
+        What each run refers to: a dict from the first record's number to the numbers of the memo entries.
+    runs
+        A dict from the first byte of each run to the numbers of its records.
+    memo
+        The first memo entry of each record, once it is used; else -1.
+    slots
+        Of each text and Size the number of its memo entry within the record; -1 where it is a reference.
+    counts
+        The number of memo entries of each record.
+    """
+
+    def __init__(
+        self, blocks: list[dict[str, NDArray[Any]]], same: tuple[str, ...], parts: tuple[tuple[str, int], ...]
+    ) -> None:
+        names = list(blocks[0]) if blocks else []
+        self.columns = {name: np.concatenate([block.pop(name) for block in blocks]) for name in names}
+        self._keep_common([name for name in names if name.endswith("_class")])
+        start, end = self.pop("start"), self["end"]
         breaks = np.ones(len(start) + 1, bool)
+        refs = [self.pop(name) for name in same]
         if len(start):
             breaks[1:-1] = start[1:] != end[:-1]
-            for name in same:
-                breaks[1:-1] |= self[name][1:] != self[name][:-1]
+            for column in refs:
+                breaks[1:-1] |= column[1:] != column[:-1]
         edges = np.flatnonzero(breaks)
-        first, stop = edges[:-1].tolist(), edges[1:].tolist()
-        self.runs: dict[int, tuple[int, int]] = {}
-        if len(start):
-            self.runs = dict(zip(start[edges[:-1]].tolist(), zip(first, stop, strict=True), strict=True))
-        self.memo = np.full(len(start), -1, np.int64)  # the first memo entry of each record, once it is used
-        self.columns.pop("index", None)  # a hint, which is not needed
+        first, stop = edges[:-1], edges[1:].tolist()
+        begins, rows = start[first].tolist() if len(start) else [], first.tolist()
+        self.runs: dict[int, tuple[int, int]] = dict(zip(begins, zip(rows, stop, strict=False), strict=True))
+        held = [column[first].tolist() for column in refs] if len(start) else []
+        self.refs = dict(zip(rows, zip(*held, strict=True), strict=False))
+        self.memo = np.full(len(start), -1, np.int64)
+        self.slots: dict[str, NDArray[np.int8]] = {}
+        self.counts = np.zeros(len(start), np.int8)
+        for name, entries in parts:  # in the order of the memo; a Size has three entries, its own is the last
+            if not name:
+                self.counts += np.int8(entries)
+                continue
+            inline = self.references(name) < 0
+            self.slots[name] = np.where(inline, self.counts + (entries - 1), -1).astype(np.int8)
+            self.counts += inline.astype(np.int8) * np.int8(entries)
+
+    def _keep_common(self, names: list[str]) -> None:
+        """Keep the records whose Sizes are of the class that most records refer to."""
+        columns = {name: self.columns.pop(name) for name in names}
+        full = {name: self[name.replace("_class", "_ref")] < 0 for name in names}
+        numbers, counts = np.unique(
+            np.concatenate([columns[name][full[name]] for name in names] or [np.zeros(0, np.int64)]),
+            return_counts=True,
+        )
+        self.size_class = int(numbers[counts.argmax()]) if len(numbers) else -1
+        if len(numbers) > 1:
+            fine = np.logical_and.reduce([(columns[name] == self.size_class) | ~full[name] for name in names])
+            self.columns = {name: column[fine] for name, column in self.columns.items()}
 
     def __getitem__(self, name: str) -> Ints:
         column: Ints = self.columns[name] if self.columns else np.zeros(0, np.int64)
+        return column
+
+    def references(self, name: str) -> Ints:
+        """Return the memo entries that a text or a Size refers to; -1 where it is in the record."""
+        return self[f"{name}_ref" if f"{name}_ref" in self.columns else name]
+
+    @property
+    def sizes(self) -> list[str]:
+        """The names of the columns of Sizes."""
+        return [name for name in self.slots if f"{name}_dims" in self.columns]
+
+    def pop(self, name: str) -> Ints:
+        column: Ints = self.columns.pop(name, np.zeros(0, np.int64))
         return column
 
 
@@ -193,6 +265,10 @@ class Run:
 
     def __len__(self) -> int:
         return self.stop - self.first
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first, self.stop)
 
 
 class Skipping(dict[int, Any]):
@@ -215,66 +291,53 @@ class Columns:
 
     def __init__(self, data: bytes, chunk: Any, key: Any, item: Any) -> None:
         self._data = data
-        raw = np.frombuffer(data + bytes(_PAD), np.uint8)
         found: tuple[list[Any], list[Any]] = ([], [])
-        for low in range(0, len(data), _BLOCK):
-            at = low + np.flatnonzero(raw[low : min(low + _BLOCK, len(data))] == 0x81)
-            at = at[(at > 6)]
-            at = at[(raw[at - 1] == 0x29) & (raw[at + 1] == 0x94) & (raw[at + 2] == 0x7D)]
-            long = raw[at - 6] == 0x6A
-            starts = (at - np.where(long, 6, 3)).astype(np.int64)
-            for parse, blocks in zip((_chunks, _pairs), found, strict=True):
-                cursor = _Cursor(raw, starts)
-                parse(cursor)
-                blocks.append({**cursor.columns, "end": cursor.at})
-        shared = ("made", "k0", "k1", "offset_class", "size_class")
-        self.chunks = Table(found[0], shared)
-        refs = ("made", "k0", "k1", "k2", "made2", "k3", "k4", "k5")
-        self.pairs = Table(found[1], refs)
-        self._chunk = (
-            (chunk, "made"),
-            ("offsets", "k0"),
-            (size, "offset_class"),
-            ("sizes", "k1"),
-            (size, "size_class"),
-        )
-        self._pair = (
-            (key, "made"), ("fqn", "k0"), ("index", "k1"), ("offset", "k2"),
-            (item, "made2"), ("relative_path", "k3"), ("offset", "k4"), ("length", "k5"),
-        )  # fmt: skip
+        for low in range(0, len(data) if len(data) < _LARGEST else 0, _BLOCK):
+            _search(data, low, found)
+        self.chunks = Table(found[0], ("made", "k0", "k1"), (("", 2), ("offset", 3), ("size", 3)))
+        same = ("made", "k0", "k1", "k2", "made2", "k3", "k4", "k5")
+        parts = (("", 2), ("key", 1), ("start_of", 3), ("", 2), ("path", 1))
+        self.pairs = Table(found[1], same, parts)
+        self._expected = {
+            id(self.chunks): (chunk, "offsets", "sizes"),
+            id(self.pairs): (key, "fqn", "index", "offset", item, "relative_path", "offset", "length"),
+        }
         self._used: list[tuple[int, Run]] = []  # (first memo entry, run), in the order of the entries
         self.memo = Skipping(self._found)
-        self._chunk_rows: Ints = np.zeros(0, np.int64)
-        self._sorted: Ints | None = None
 
     def at(self, i: int, frame: int) -> tuple[list[Any], int, int] | None:
         """Return what the run of records at byte ``i`` puts on the stack, its end, and the number of its objects.
 
-        None if no run begins there."""
-        for table, expected in ((self.chunks, self._chunk), (self.pairs, self._pair)):
+        None if no run begins there. Raises Changes if a record refers to what comes after it."""
+        for table in (self.chunks, self.pairs):
             bounds = table.runs.get(i)
             if bounds is None:
                 continue
             first, stop = bounds
             if frame:
                 stop = first + int(np.searchsorted(table["end"][first:stop], frame, "right"))
-            if stop == first or not self._refers(table, first, expected):
+            if stop == first or not self._refers(table, first):
                 return None
             run = Run(table, first, stop)
-            if table is self.pairs and not self._sizes_known(run):
-                return None
             base = len(self.memo)
-            counts = self._counts(run)
-            table.memo[first:stop] = base + np.append(0, counts.cumsum()[:-1])
+            ends = base + table.counts[run.rows].cumsum(dtype=np.int64)
+            table.memo[first] = base
+            table.memo[first + 1 : stop] = ends[:-1]
+            for name in table.slots:
+                if (table.references(name)[run.rows] >= table.memo[run.rows]).any():
+                    raise Changes
             self._used.append((base, run))
-            total = int(counts.sum())
+            total = int(ends[-1]) - base
             self.memo.skipped += total
             return [run] if table is self.chunks else [run, run], int(table["end"][stop - 1]), 7 * len(run) + total // 2
         return None
 
-    def _refers(self, table: Table, row: int, expected: tuple[tuple[Any, str], ...]) -> bool:
+    def _refers(self, table: Table, first: int) -> bool:
+        """Return whether a run refers to the expected classes and names of attributes."""
         try:
-            return all(self._is(self.memo[int(table[name][row])], what) for what, name in expected)
+            if table.size_class >= 0 and self.memo[table.size_class] is not size:
+                return False
+            return all(map(self._is, map(self.memo.__getitem__, table.refs[first]), self._expected[id(table)]))
         except KeyError:
             return False
 
@@ -282,51 +345,24 @@ class Columns:
     def _is(value: Any, what: Any) -> bool:
         return bool(value == what) if type(what) is str and type(value) is str else value is what
 
-    def _sizes_known(self, run: Run) -> bool:
-        """Return whether the Sizes of the records in full name the class torch.Size."""
-        part = slice(run.first, run.stop)
-        named = self.pairs["start_of_class"][part][self.pairs["start_of_ref"][part] < 0]
-        return all(self.memo.get(n) is size for n in np.unique(named).tolist())
-
-    def _counts(self, run: Run) -> Ints:
-        """Return the number of memo entries of each record."""
-        if run.table is self.chunks:
-            return np.full(len(run), _CHUNK_MEMO, np.int64)
-        part = slice(run.first, run.stop)
-        texts = (self.pairs["key"][part] < 0).astype(np.int64) + (self.pairs["path"][part] < 0)
-        return 4 + texts + 3 * (self.pairs["start_of_ref"][part] < 0)
-
-    def _place(self, n: int) -> tuple[Table, int, int]:
-        """Return the record that a memo entry belongs to, and the number of the entry in the record."""
-        at = bisect_right(self._used, n, key=lambda used: used[0]) - 1
-        if at >= 0:
-            run = self._used[at][1]
-            row = run.first + int(np.searchsorted(run.table.memo[run.first : run.stop], n, "right")) - 1
-            slot = n - int(run.table.memo[row])
-            if row >= run.first and slot < int(self._counts(Run(run.table, row, row + 1))[0]):
-                return run.table, row, slot
-        raise KeyError(n)
-
     def _found(self, n: int) -> Any:
         """Return a memo entry of a record that the machine stepped over. Raises Changes for one that is mutable."""
-        table, row, slot = self._place(n)
-        if table is self.chunks and slot in (4, 7):
-            name = "offset" if slot == 4 else "size"
+        at = bisect_right(self._used, n, key=lambda used: used[0]) - 1
+        if at < 0:
+            raise KeyError(n)
+        run = self._used[at][1]
+        table = run.table
+        row = run.first + int(np.searchsorted(table.memo[run.rows], n, "right")) - 1
+        slot = n - int(table.memo[row])
+        if slot >= table.counts[row]:
+            raise KeyError(n)
+        name = next((name for name, slots in table.slots.items() if slots[row] == slot), None)
+        if name is None:
+            raise Changes
+        if name in table.sizes:
             return Size(table[name][row][: int(table[f"{name}_dims"][row])].tolist())
-        if table is self.pairs:
-            inline = self.pairs["key"][row] < 0
-            if inline and slot == 2:
-                return self._text("key", row)
-            full = self.pairs["start_of_ref"][row] < 0
-            if full and slot == 4 + int(inline):
-                return Size(self.pairs["start_of"][row][: int(self.pairs["start_of_dims"][row])].tolist())
-            if self.pairs["path"][row] < 0 and slot == 4 + int(inline) + 3 * int(full):
-                return self._text("path", row)
-        raise Changes
-
-    def _text(self, name: str, row: int) -> str:
-        begin, length = int(self.pairs[f"{name}_at"][row]), int(self.pairs[f"{name}_length"][row])
-        return self._data[begin : begin + length].decode("utf-8", "surrogatepass")
+        begin, length = int(table[f"{name}_at"][row]), int(table[f"{name}_length"][row])
+        return _decoded(self._data[begin : begin + length])
 
     def close(self) -> None:
         """Free the memory of the records; the memo refers to this object, and the object to the memo."""
@@ -336,70 +372,83 @@ class Columns:
     # -- the result
 
     def check(self, runs: list[Run]) -> None:
-        """Raise Changes unless each run that the machine stepped over is in the result exactly once."""
+        """Raise Changes unless each run that the machine stepped over is in the result exactly once. Then look up the
+        Sizes that records refer to."""
         if sorted(map(id, runs)) != sorted(id(run) for _, run in self._used):
             raise Changes
+        if not runs:
+            return
         real = np.fromiter(self.memo, np.int64, dict.__len__(self.memo))
         first = np.array([base for base, _ in self._used], np.int64)
-        counts = [int(self._counts(Run(run.table, run.stop - 1, run.stop))[0]) for _, run in self._used]
-        last = np.array([int(run.table.memo[run.stop - 1]) for _, run in self._used], np.int64) + counts
+        ends = [run.table.memo[run.stop - 1] + run.table.counts[run.stop - 1] for _, run in self._used]
         at = np.searchsorted(first, real, "right") - 1
-        if ((at >= 0) & (real < last[at])).any():
+        if ((at >= 0) & (real < np.array(ends, np.int64)[at])).any():
             raise Changes
+        for table in (self.chunks, self.pairs):
+            for name in table.sizes:
+                self._look_up(table, name)
 
-    def starts(self, run: Run) -> tuple[Ints, Ints]:
-        """Return the offsets of the chunks of a run of items, and the numbers of their dimensions."""
-        part = slice(run.first, run.stop)
-        values, dims = self.pairs["start_of"][part], self.pairs["start_of_dims"][part]
-        refs = self.pairs["start_of_ref"][part]
-        named = np.flatnonzero(refs >= 0)
-        if len(named):
-            values, dims = values.copy(), dims.copy()
-            rows = np.searchsorted(self._chunk_memo(), refs[named], "right") - 1
-            order = self._chunk_rows[rows]
-            right = (rows >= 0) & (refs[named] - self.chunks.memo[order] == 4)
-            values[named[right]] = self.chunks["offset"][order[right]]
-            dims[named[right]] = self.chunks["offset_dims"][order[right]]
-            for at in named[~right].tolist():  # a Size that the machine itself has parsed
-                value = self.memo[int(refs[at])]
-                if (
-                    not isinstance(value, Size)
-                    or not 0 < len(value) <= DIMS
-                    or not all(0 <= n < 1 << 62 for n in value)
-                ):
-                    raise Changes
-                values[at, : len(value)], dims[at] = value, len(value)
-        return values, dims
+    def _look_up(self, table: Table, name: str) -> None:
+        """Put the Sizes that are references into their column. Raises Changes for a reference to anything else."""
+        refs = table[f"{name}_ref"]
+        named = np.flatnonzero((refs >= 0) & (table.memo >= 0))
+        wanted, where = np.unique(refs[named], return_inverse=True)
+        values, dims = np.zeros((len(wanted), DIMS), np.int64), np.full(len(wanted), -1, np.int64)
+        for other in (self.chunks, self.pairs):
+            used = np.flatnonzero(other.memo >= 0)
+            if not len(used):
+                continue
+            at = np.searchsorted(other.memo[used], wanted, "right") - 1
+            rows = used[np.maximum(at, 0)]
+            slots = np.where(at < 0, -2, wanted - other.memo[rows])
+            for part in other.sizes:
+                right = slots == other.slots[part][rows]
+                values[right], dims[right] = other[part][rows[right]], other[f"{part}_dims"][rows[right]]
+        for n in np.flatnonzero(dims < 0).tolist():  # a Size that the machine itself has parsed
+            value = self.memo[int(wanted[n])]
+            if type(value) is not Size or not 0 < len(value) <= DIMS or not all(0 <= m < 1 << 62 for m in value):
+                raise Changes
+            values[n, : len(value)], dims[n] = value, len(value)
+        table[name][named], table[f"{name}_dims"][named] = values[where], dims[where]
 
-    def _chunk_memo(self) -> Ints:
-        if self._sorted is None:
-            used = np.flatnonzero(self.chunks.memo >= 0)
-            order = used[np.argsort(self.chunks.memo[used], kind="stable")]
-            self._chunk_rows, self._sorted = order, self.chunks.memo[order]
-        return self._sorted
-
-    def texts(self, name: str, run: Run, numbers: Texts) -> Ints:
-        """Return the number of each record's text. New texts are added to ``numbers``."""
-        part = slice(run.first, run.stop)
-        refs = self.pairs[name][part]
-        inline = np.flatnonzero(refs < 0)
-        if len(inline):
-            begin = self.pairs[f"{name}_at"][part][inline]
-            spans = zip(begin.tolist(), (begin + self.pairs[f"{name}_length"][part][inline]).tolist(), strict=True)
-            data = self._data
-            found = np.zeros(len(refs), np.int64)
-            found[inline] = [numbers[data[a:b]] for a, b in spans]
-            if len(inline) == len(refs):
-                return found
-            others = np.flatnonzero(refs >= 0)
-            found[others] = self._referred(refs[others], numbers)
-            return found
-        return self._referred(refs, numbers)
-
-    def _referred(self, refs: Ints, numbers: Texts) -> Ints:
-        unique, inverse = np.unique(refs, return_inverse=True)
-        found: Ints = np.array([numbers.of(self.memo[n]) for n in unique.tolist()], np.int64)[inverse]
+    def texts(self, name: str, numbers: Texts) -> Ints:
+        """Return the number of each used item's text. New texts are added to ``numbers``."""
+        used = self.pairs.memo >= 0
+        refs = self.pairs[name][used]
+        found = np.zeros(len(refs), np.int64)
+        inline = refs < 0
+        begin = self.pairs[f"{name}_at"][used][inline].astype(np.int64)
+        ends = begin + self.pairs[f"{name}_length"][used][inline]
+        data = self._data
+        found[inline] = [numbers[data[a:b]] for a, b in zip(begin.tolist(), ends.tolist(), strict=True)]
+        unique, inverse = np.unique(refs[~inline], return_inverse=True)
+        found[~inline] = np.array([numbers.of(self.memo[n]) for n in unique.tolist()], np.int64)[inverse]
         return found
+
+
+def _search(data: bytes, low: int, found: tuple[list[Any], list[Any]]) -> None:
+    """Append the columns of the records that begin in a block."""
+    raw = np.frombuffer(data, np.uint8, min(_BLOCK + _PAD, len(data) - low), low)
+    count = min(_BLOCK, len(raw))
+    if len(raw) < _BLOCK + _PAD:
+        raw = np.append(raw, np.zeros(_PAD, np.uint8))
+    at = np.flatnonzero(raw[:count] == 0x81)
+    at = at[at > 6]  # a record that begins before the block is left to the machine
+    at = at[(raw[at - 1] == 0x29) & (raw[at + 1] == 0x94) & (raw[at + 2] == 0x7D)]
+    starts = at - np.where(raw[at - 6] == 0x6A, 6, 3)
+    for parse, blocks in zip((_chunks, _pairs), found, strict=True):
+        cursor = _Cursor(raw, starts, len(data))
+        parse(cursor)
+        columns = {**cursor.columns, "end": cursor.at}
+        for name, column in columns.items():
+            if name in ("start", "end") or name.endswith("_at"):
+                column = column + low
+            if name.endswith("_dims"):
+                column = column.astype(np.int8)
+            elif name not in _WIDE:
+                column = column.astype(np.int32)
+            columns[name] = column
+        blocks.append(columns)
 
 
 class Texts(dict[bytes, int]):
@@ -415,5 +464,12 @@ class Texts(dict[bytes, int]):
         return self.numbers.setdefault(text, len(self.numbers))
 
     def __missing__(self, raw: bytes) -> int:
-        number = self[raw] = self.of(raw.decode("utf-8", "surrogatepass"))
+        number = self[raw] = self.of(_decoded(raw))
         return number
+
+
+def _decoded(raw: bytes) -> str:
+    try:
+        return raw.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        raise Changes from None

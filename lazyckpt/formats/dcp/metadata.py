@@ -103,7 +103,10 @@ class Items(Mapping[tuple[str, Shape | None], Item]):
             return self.others[index]
         first, stop = self.bounds[key]
         here = slice(first, stop)
-        wanted = (*start, 0, 0, 0)[:DIMS]
+        dims = self.starts.shape[1]
+        if len(start) > dims:
+            raise KeyError(index)
+        wanted = (*start, *[0] * dims)[:dims]
         same = (self.dims[here] == len(start)) & (self.starts[here] == np.array(wanted, np.int64)).all(1)
         found = np.flatnonzero(same)  # of equal keys the last one counts, as in torch's dict
         if not len(found):
@@ -229,7 +232,9 @@ def read_metadata(store: Store, names: Iterable[str]) -> Metadata:
     return replace(whole, items=items)
 
 
-_MIX = np.array([0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB, 0x2545F4914F6CDD1D], np.int64)
+_MIX = np.array(
+    [0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB, 0x2545F4914F6CDD1D, 0x369DEA0F31A53F85], np.int64
+)
 _LARGE = 1 << 16  # bytes of a pickle whose chunks are read as columns
 
 
@@ -275,10 +280,11 @@ def _no_persistent(pid: Any) -> Any:
 def _checked(state: dict[str, Any], pickle: Pickle, size: int, columns: Columns | None = None) -> Metadata:
     budget = size  # limit of the number of chunks: shared lists must not expand beyond the file's size
     found = Metadata(globals=pickle.globals)
-    runs: list[Run] = []
     entries, storage = state.get("state_dict_metadata"), state.get("storage_data")
     if not isinstance(entries, dict) or not isinstance(storage, dict):
         raise CorruptError("it lacks state_dict_metadata or storage_data")
+    if columns is not None:
+        columns.check(list(_runs(entries, storage)))
     for key, entry in entries.items():
         if type(key) is not str:
             raise CorruptError(f"a key is {short(key)}")
@@ -287,7 +293,6 @@ def _checked(state: dict[str, Any], pickle: Pickle, size: int, columns: Columns 
             if isinstance(listed, list):
                 here = [chunk for chunk in listed if type(chunk) is Run]
                 budget -= len(listed) + sum(map(len, here)) - len(here)
-                runs += here
             if budget < 0:
                 raise CorruptError(f"{key!r} and those before it list more chunks than the file has bytes")
             found.tensors[key] = _tensor(key, entry, columns)
@@ -297,10 +302,10 @@ def _checked(state: dict[str, Any], pickle: Pickle, size: int, columns: Columns 
             raise CorruptError(f"{key!r} is described by {short(entry)}")
     normal: dict[str, str] = {}  # path -> normalised path; a hundred thousand items have only a few paths
     items: dict[tuple[str, Shape | None], Item] = {}
-    of_items: list[Run] = []
+    of_items = False
     for index, item in storage.items():
-        if type(index) is Run and index is item:
-            of_items.append(index)
+        if type(index) is Run and index is item and columns is not None and index.table is columns.pairs:
+            of_items = True
             continue
         if not isinstance(index, _Key) or not isinstance(item, _Item):
             raise CorruptError(f"an item is {short(index)}: {short(item)}")
@@ -311,9 +316,8 @@ def _checked(state: dict[str, Any], pickle: Pickle, size: int, columns: Columns 
         # (an object has no offset; of equal keys the last one counts, as in torch's dict)
         items[key, None if offset is None else _sizes(offset, key)] = _bytes_of(key, item, normal)
     files = {item.path for item in items.values()}
-    if columns is not None and runs + of_items:
-        columns.check(runs + of_items)
-        table = _table(columns, of_items, items, normal)
+    if columns is not None and of_items:
+        table = _table(columns, items, normal)
         found = replace(found, items=table, files=files.union(table.names))
     else:
         found = replace(found, items=items, files=files)
@@ -323,6 +327,14 @@ def _checked(state: dict[str, Any], pickle: Pickle, size: int, columns: Columns 
             found.reshaped[key] = _sizes(shape, key)
     found.paths.update(_paths(state.get("planner_data"), entries, 1_000_000 + 64 * size))
     return found
+
+
+def _runs(entries: dict[Any, Any], storage: dict[Any, Any]) -> Iterator[Run]:
+    """Yield the runs of chunks and of items."""
+    for entry in entries.values():
+        listed = entry.state.get("chunks") if isinstance(entry, _Tensor) and isinstance(entry.state, dict) else None
+        yield from (chunk for chunk in listed if type(chunk) is Run) if isinstance(listed, list) else ()
+    yield from (index for index in storage if type(index) is Run)
 
 
 def _attributes(record: _Record, what: str) -> Mapping[str, Any]:
@@ -378,7 +390,7 @@ def _chunks(columns: Columns, key: str, shape: Shape, listed: list[Any]) -> Chun
     sizes: list[Ints] = []
     for chunk in listed:
         if type(chunk) is Run:
-            table, part = columns.chunks, slice(chunk.first, chunk.stop)
+            table, part = columns.chunks, chunk.rows
             if chunk.table is not table or (table["offset_dims"][part] != dims).any():
                 raise Changes
             if (table["size_dims"][part] != dims).any():
@@ -396,14 +408,12 @@ def _chunks(columns: Columns, key: str, shape: Shape, listed: list[Any]) -> Chun
     if not found.sizes.all() or (found.starts > whole).any() or (found.sizes > whole - found.starts).any():
         raise Changes
     places = found.starts @ np.array(c_strides(shape), np.int64)
-    if len(np.unique(places)) < len(places):
+    if _repeats(places):
         raise Changes
     return found
 
 
-def _table(
-    columns: Columns, runs: list[Run], others: dict[tuple[str, Shape | None], Item], normal: dict[str, str]
-) -> Items:
+def _table(columns: Columns, others: dict[tuple[str, Shape | None], Item], normal: dict[str, str]) -> Items:
     """Return the items of runs as columns. Those of ``others`` that have a row of their own are moved there."""
     numbers, texts = Texts(), Texts()
     paths: dict[str, int] = {}
@@ -414,33 +424,26 @@ def _table(
     ]
     count = len(single)
     moved = list(paths)
-    blocks = [
-        (
-            np.array([n for n, _, _, _ in single], np.int64),
-            np.array([(*start, 0, 0, 0)[:DIMS] for _, start, _, _ in single], np.int64).reshape(count, DIMS),
-            np.array([len(start) for _, start, _, _ in single], np.int64),
-            np.array([n for _, _, n, _ in single], np.int64),
-            np.array([item.offset for *_, item in single], np.int64),
-            np.array([item.length for *_, item in single], np.int64),
+    keys, files = columns.texts("key", numbers), columns.texts("path", texts)
+    pairs, used = columns.pairs, columns.pairs.memo >= 0
+    starts, dims, offsets, lengths = (
+        np.concatenate([np.array(own, np.int64).reshape(count, *pairs[name].shape[1:]), pairs[name][used]])
+        for name, own in (
+            ("start_of", [(*start, *[0] * DIMS)[:DIMS] for _, start, _, _ in single]),
+            ("start_of_dims", [len(start) for _, start, _, _ in single]),
+            ("offset", [item.offset for *_, item in single]),
+            ("length", [item.length for *_, item in single]),
         )
-    ]
-    for run in runs:
-        if run.table is not columns.pairs:
-            raise Changes
-        part = slice(run.first, run.stop)
-        starts, dims = columns.starts(run)
-        keys, files = columns.texts("key", run, numbers), columns.texts("path", run, texts)
-        blocks.append(
-            (keys, starts, dims, files + len(moved), columns.pairs["offset"][part], columns.pairs["length"][part])
-        )
+    )
+    keys = np.append(np.array([n for n, _, _, _ in single], np.int64), keys)
+    files = np.append(np.array([n for _, _, n, _ in single], np.int64), files + len(moved))
     for path in texts.numbers:
         if not inside(path):
             raise Changes
         normal.setdefault(path, posixpath.normpath(path))
-    keys, starts, dims, files, offsets, lengths = (np.concatenate(column) for column in zip(*blocks, strict=True))
     with np.errstate(over="ignore"):  # a hash of key and offset: of equal items only the machine finds the last one
         mixed = (keys * _MIX[0]) ^ (starts * _MIX[1:]).sum(1)
-    if len(np.unique(mixed)) < len(mixed):
+    if _repeats(mixed):
         raise Changes
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
@@ -456,9 +459,14 @@ def _table(
         raise Changes
     names = [*moved, *(normal[path] for path in texts.numbers)]
     return Items(
-        rest, bounds, starts[order], dims[order].astype(np.int8), files[order].astype(np.int32), offsets[order],
-        lengths[order], names,
+        rest, bounds, starts[order, : int(dims.max())], dims[order].astype(np.int8), files[order].astype(np.int32),
+        offsets[order], lengths[order], names,
     )  # fmt: skip
+
+
+def _repeats(values: Ints) -> bool:
+    ordered = np.sort(values)
+    return bool((ordered[1:] == ordered[:-1]).any())
 
 
 def _bytes_of(key: str, record: _Item, normal: dict[str, str]) -> Item:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ...core.box import Shape
 from ...core.index import Extent, FileInfo, Fragment, Hole, Rank, TensorSpec
-from ...errors import CorruptError, LazyckptError, MissingFileError, Problem
+from ...errors import CorruptError, LazyckptError, Problem
 from ...io.containers.pickle.plain import Plain
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.pickle.records import short
@@ -80,6 +80,7 @@ class Building:
     _infos: dict[str, FileInfo] = field(default_factory=dict)
     _pickles: Pickles = field(default_factory=Pickles)
     _used: tuple[Any, dict[str, int]] = (None, {})
+    _lean: TorchFile | None = None  # the last file, if its tensors need most of its bytes
 
     def __post_init__(self) -> None:
         self.merging = Merging(lambda name, shapes: decide(name, shapes, self.sources), self._absent)
@@ -93,9 +94,6 @@ class Building:
                 found = read_torch_file(self.store, path, self._pickles)
             except LazyckptError as e:
                 found = e
-            except OSError as e:  # of the disk or the network: the other files may be readable
-                found = MissingFileError(f"{self.store.root}/{path} cannot be read: {e.strerror or e}")
-                found.__cause__ = e
             if keep:
                 self._read[path] = found
         if isinstance(found, LazyckptError):
@@ -103,10 +101,13 @@ class Building:
         if path not in self.files:
             self.files[path] = found.info
             self.indexed.keep(found)
-            if self._used[0] is not found.root:  # otherwise its pickle equals the previous file's
-                self._used = found.root, used_bytes(Plain(found.root, path, found.pickle_size))
-            for problem in bloat(path, found, self._used[1]):
-                self.report(problem)
+            if self._lean is None or not found.like(self._lean):  # else it holds and needs as many bytes
+                if self._used[0] is not found.root:  # otherwise its pickle equals the previous file's
+                    self._used = found.root, used_bytes(Plain(found.root, path, found.pickle_size))
+                problems = bloat(path, found, self._used[1])
+                self._lean = None if problems else found
+                for problem in problems:
+                    self.report(problem)
         return found
 
     def info(self, path: str) -> FileInfo:

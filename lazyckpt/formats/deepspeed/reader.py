@@ -118,7 +118,10 @@ def read(source: Source) -> Index:
         _report_unlisted(b, first, module, aliases)
     bare = _complete(b, sharded, {n for s in stages.values() for g in s.groups for n in g})
     for path in files.zero_model.values():
-        b.files.setdefault(path, b.info(path))
+        try:
+            b.files.setdefault(path, b.info(path))
+        except LazyckptError as e:
+            b.report(cannot_read(path, e))
     found = {s: b.states[s] for s in sorted(b.states, key=_state_order) if b.states[s]}
     if not found:
         raise CorruptError(

@@ -6,18 +6,18 @@ Sources: runtime/engine.py `_save_checkpoint`, `_save_moe_checkpoint`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from ...core.dtypes import DType
 from ...core.index import Extent, Hole, Rank
 from ...errors import LazyckptError, Problem, cannot_read, only_one, some
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.torch_file import TorchFile, is_whole
-from ..shared.flat import FlatFragments, Partition
+from ...io.containers.zip_directory import checksums
+from ..shared.flat import Alike, FlatFragments, Piece
 from ..shared.rank_shards import Shard, Shards
-from ..torch_save import crc_of
+from ..torch_save import crc_of, whole_storage
 from .autoep import layer_of, stacked_files
 from .building import Building, buffer_names, local, shapes_of, table, tensors_in
 from .files import RankFiles, name_of_rank
@@ -62,8 +62,8 @@ def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first:
         shapes = {n: s for n, s in shapes.items() if n not in stacks}
     tensors = tensors_in(first, model.get("module"))
     buffers = {n: c for n, t in tensors.items() if 0 not in t.shape and (c := crc_of(first.records, t)) is not None}
-    pieces: dict[str, list[Partition]] = {name: [] for name in shapes}
-    dtypes: dict[str, DType] = {}
+    ranks: list[tuple[str, Rank, int]] = []  # path, rank, and the number of the pieces that its file has
+    pieces: list[Sequence[Piece]] = []
     differ: dict[str, list[int]] = {}
     mp = rank.pp * b.tp + rank.tp
     for dp in range(b.world):
@@ -73,11 +73,10 @@ def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first:
         elif not (shapes or buffers or _is_whole(b, path := files.zero_model[dp, mp])):
             _report_damage(b, path)
     last: TorchFile | None = None
-    extents: list[Extent | None] = []
+    checked: list[tuple[str, str]] = []  # the buffers of this file and their storages
     for dp in range(b.world) if shapes or buffers else ():
         path = files.zero_model.get((dp, mp)) or name_of_rank(next(iter(files.zero_model.values())), dp, mp)
         here = rank._replace(dp=dp)
-        hole = Hole(path, f"{path} has no fragment of this frozen parameter")
         try:
             file = b.file(path, keep=False)
             fragments, module = (
@@ -85,36 +84,38 @@ def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first:
             )
         except LazyckptError as e:
             problem = cannot_read(path, e)
-            hole = Hole(path, str(problem))
             if (dp, mp) in files.zero_model:
                 b.report(problem)
-            fragments = module = {}
-        if last is not None and fragments and file.like(last):  # its bytes are at the same places
-            extents = [
-                e and Extent(path, e.offset, e.dtype, e.shape, e.strides, e.conj, e.neg, e.swapped) for e in extents
-            ]
-        else:
+            pieces.append([Hole(path, str(problem))] * len(shapes))
+            ranks.append((path, here, len(pieces) - 1))
+            last = None
+            continue
+        if last is None or not file.like(last):  # else all is at the same places
             flat = [(name, fragments.get(name)) for name in shapes]
             extents = [
                 file.extent(t, name) if isinstance(t, StoredTensor) and len(t.shape) == 1 else None for name, t in flat
             ]
-        last = file if fragments and not any(e is not None and e.within for e in extents) else None
-        for name, extent in zip(shapes, extents, strict=True):
-            if extent is not None:
-                dtypes[name] = extent.dtype
-            pieces[name].append(Partition(extent or hole, here))
-        for name, crc in buffers.items() if path != first.path else ():
-            tensor = module.get(name)
-            if isinstance(tensor, StoredTensor) and crc_of(file.records, tensor) not in (crc, None):
+            pieces.append(extents)
+            held = {name: t for name in buffers if isinstance(t := module.get(name), StoredTensor)}
+            keys = {name: whole_storage(file.records, t) for name, t in held.items()}
+            checked = [(name, key) for name, key in keys.items() if key is not None]
+            last = None if any(e is not None and e.within for e in extents) else file
+        ranks.append((path, here, len(pieces) - 1))
+        crcs = checksums(file.records, [key for _, key in checked]) if path != first.path else ()
+        for (name, _), crc in zip(checked, crcs, strict=False):
+            if crc not in (buffers[name], None):
                 differ.setdefault(name, []).append(dp)
-    for name, ranks in differ.items():
-        line = f"the buffer {name!r} differs on ranks {some(ranks, 8)}: the lowest's is read (the others: view.stored)"
+    for name, others in differ.items():
+        line = f"the buffer {name!r} differs on ranks {some(others, 8)}: the lowest's is read (the others: view.stored)"
         b.report(Problem("differing-replicas", line, name))
     frozen: dict[str, dict[int, Shard]] = {}
-    for name in dtypes:
-        shape = shapes[name]
-        fragments_ = FlatFragments(shape, -(-prod(shape) // b.world), tuple(pieces[name]))
-        frozen[name] = {rank.tp: Shard(shape, dtypes[name], fragments_)}
+    for n, name in enumerate(shapes):
+        mine = tuple(of_file[n] for of_file in pieces)
+        dtype = next((piece.dtype for piece in reversed(mine) if isinstance(piece, Extent)), None)
+        if dtype is not None:
+            shape = shapes[name]
+            fragments_ = FlatFragments(shape, -(-prod(shape) // b.world), Alike(ranks, mine))
+            frozen[name] = {rank.tp: Shard(shape, dtype, fragments_)}
     return {"fp32": frozen}
 
 

@@ -33,6 +33,7 @@ class Gathered:
     single: Callable[[str], bool]
     states: Shards = field(default_factory=dict)
     merging: Merging = field(init=False)
+    _cuts: dict[tuple[str, int, int], int | None] = field(default_factory=dict)
     _rules: dict[tuple[str, tuple[Shape, ...]], Merge] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -40,7 +41,10 @@ class Gathered:
 
     def add(self, state: str, name: str, extent: Extent, rank: Rank) -> None:
         """Add the extent of a tensor in a rank's file. The extent of a stack is [local experts, ...]."""
-        cut = self._expert_rank(name, rank) if is_expert(name) else rank.tp
+        key = name, rank.tp, rank.ep
+        cut = self._cuts.get(key, -1)
+        if cut == -1:  # the same for all states of a tensor
+            cut = self._cuts[key] = self._expert_rank(name, rank) if is_expert(name) else rank.tp
         if cut is None:
             return
         shard = Shard(extent.shape, extent.dtype, (Fragment(extent, extent.shape, rank=rank),))

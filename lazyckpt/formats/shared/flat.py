@@ -6,8 +6,8 @@ stored once (`Partition`), and the fragments of a parameter are created on deman
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, overload
 
@@ -30,6 +30,51 @@ class Partition:
     rank: Rank
 
 
+Piece = Extent | Hole | None
+
+
+class Alike(Sequence[Partition]):
+    """Partitions of many ranks, made on demand, because many ranks' files have them at the same place.
+
+    Attributes
+    ----------
+    ranks
+        The path and the rank of each partition, and the number of its piece. All parameters share this list.
+    pieces
+        The different pieces: an extent, whose path is that of the partition, a hole, or None for a hole whose reason is
+        that the file has no fragment.
+    """
+
+    __slots__ = ("pieces", "ranks")
+
+    def __init__(self, ranks: Sequence[tuple[str, Rank, int]], pieces: Sequence[Piece]) -> None:
+        self.ranks, self.pieces = ranks, pieces
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    @overload
+    def __getitem__(self, n: int) -> Partition: ...
+    @overload
+    def __getitem__(self, n: slice) -> Sequence[Partition]: ...
+    def __getitem__(self, n: Any) -> Any:
+        if isinstance(n, slice):
+            return Alike(self.ranks[n], self.pieces)
+        path, rank, number = self.ranks[n]
+        piece = self.pieces[number]
+        if piece is None:
+            piece = Hole(path, f"{path} has no fragment of this frozen parameter")
+        elif isinstance(piece, Extent) and piece.path != path:
+            piece = replace(piece, path=path)
+        return Partition(piece, rank)
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
 @dataclass(frozen=True, slots=True)
 class FlatFragments(Flat):
     """The fragments of a parameter, made on demand: one per rank that holds some of it.
@@ -42,7 +87,7 @@ class FlatFragments(Flat):
 
     shape: Shape = field()  # (else its default would be the property of the base class)
     width: int
-    partitions: tuple[Partition, ...]
+    partitions: Sequence[Partition]
     within: int | None = None
     at: int = 0
 

@@ -9,68 +9,23 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.box import Shape, c_strides, fits
-from ...core.dtypes import F4_E2M1FN_X2, FROM_SAFETENSORS, U8, DType
-from ...core.index import Extent, FileInfo
+from ...core.box import Shape, fits
+from ...core.dtypes import F4_E2M1FN_X2, FROM_SAFETENSORS, U8
+from ...core.extents import Extents, Kind
+from ...core.index import FileInfo
 from ...errors import CorruptError, Problem
 from ..storage.base import Store, StoreFile
 
 MAX_HEADER = 100_000_000  # bytes, as in the reference implementation
 # bits per element; the 4- and 6-bit dtypes are packed, so their shape differs from that of torch's tensor
 _BITS = {name: dtype.itemsize * 8 for name, dtype in FROM_SAFETENSORS.items()} | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-
-
-Kind = tuple[Shape, DType]
-
-
-class Extents(Mapping[str, Extent]):
-    """The places of tensors in a file, by name. They are created on access: a file takes some tens of bytes for each.
-
-    Attributes
-    ----------
-    path
-        The file's path in the store.
-    rows
-        Name -> number of the tensor, in data order.
-    offsets
-        The position of each tensor in the file, in bytes.
-    numbers
-        The number of each tensor's kind.
-    kinds
-        The shapes and dtypes of the tensors.
-    """
-
-    __slots__ = ("kinds", "numbers", "offsets", "path", "rows")
-
-    def __init__(
-        self, path: str, rows: dict[str, int], offsets: array[int], numbers: array[int], kinds: Sequence[Kind]
-    ) -> None:
-        self.path, self.rows, self.offsets, self.numbers, self.kinds = path, rows, offsets, numbers, kinds
-
-    def __getitem__(self, name: str) -> Extent:
-        n = self.rows[name]
-        shape, dtype = self.kinds[self.numbers[n]]
-        return Extent(self.path, self.offsets[n], dtype, shape, c_strides(shape))
-
-    def kind(self, name: str) -> Kind:
-        """Return the shape and the dtype of a tensor. Raises KeyError."""
-        return self.kinds[self.numbers[self.rows[name]]]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.rows
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
 
 class SafetensorsFile(NamedTuple):
@@ -123,11 +78,11 @@ def read_safetensors(store: Store, path: str, start: int = 0) -> SafetensorsFile
     metadata = {} if header.metadata is None else header.metadata
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CorruptError(f"{where}: __metadata__ is not an object of strings")
-    ends = np.array(header.ends, np.int64)
+    ends = header.ends
     if (ends > size).any():
         n = int(np.flatnonzero(ends > size)[0])
         raise CorruptError(
-            f"{where}: {header.names[n]!r} ends at byte {header.ends[n]:,} of the data, which has {size:,}: truncated?"
+            f"{where}: {header.names[n]!r} ends at byte {ends[n]:,} of the data, which has {size:,}: truncated?"
         )
     notes: list[Problem] = []
     kinds, unsupported = _kinds(header)
@@ -136,13 +91,15 @@ def read_safetensors(store: Store, path: str, start: int = 0) -> SafetensorsFile
             kind, shape = header.kinds[header.numbers[n]]
             line = f"{name!r} is {kind} of shape {list(shape)}, which torch cannot hold: read as its packed bytes"
             notes.append(Problem("unsupported-tensor", line, name))
-    order = _order(where, header, ends, size)
-    names = header.names if order is None else [header.names[n] for n in order]
-    numbers = header.numbers if order is None else [header.numbers[n] for n in order]
-    begins = np.array(header.begins if order is None else [header.begins[n] for n in order], np.int64)
+    order = _order(where, header, size)
+    names, numbers, begins = header.names, header.numbers, header.begins
+    if order is not None:
+        names, numbers, begins = [names[n] for n in order], numbers[order], begins[order]
     offsets = array("q", (begins + (file.start + 8 + length)).tobytes())
     rows = dict(zip(names, range(len(names)), strict=True))
-    return SafetensorsFile(path, file.info, Extents(path, rows, offsets, array("I", numbers), kinds), metadata, notes)
+    return SafetensorsFile(
+        path, file.info, Extents(path, rows, offsets, array("I", numbers.tobytes()), kinds), metadata, notes
+    )
 
 
 class Header(NamedTuple):
@@ -151,20 +108,10 @@ class Header(NamedTuple):
 
     metadata: Any
     names: Sequence[str]
-    numbers: Sequence[int]
-    begins: Sequence[int]
-    ends: Sequence[int]
+    numbers: NDArray[np.uintc]
+    begins: NDArray[np.int64]
+    ends: NDArray[np.int64]
     kinds: Sequence[tuple[str, Shape]]
-
-
-# Headers as the reference implementation writes them: no white space, no escapes, the entries' keys in this order.
-_USUAL = re.compile(
-    r',"([^"\\\x00-\x1f]*)":\{"dtype":"([A-Z0-9_]+)","shape":\[((?:[1-9]\d{0,17}|0)?(?:,(?:[1-9]\d{0,17}|0))*)\],'
-    r'"data_offsets":\[([1-9]\d{0,17}|0),([1-9]\d{0,17}|0)\]\}',
-    re.ASCII,
-)
-_FIXED = len(',"":{"dtype":"","shape":[],"data_offsets":[,]}')
-_METADATA = '{"__metadata__":'
 
 
 def _header(where: str, raw: bytes) -> Header:
@@ -176,52 +123,103 @@ def _header(where: str, raw: bytes) -> Header:
     metadata = header.pop("__metadata__", None)
     entries = [_entry(where, name, entry) for name, entry in header.items()]
     kinds: dict[tuple[str, Shape], int] = {}
-    numbers = [kinds.setdefault((kind, shape), len(kinds)) for kind, shape, _, _ in entries]
-    begins, ends = [e[2] for e in entries], [e[3] for e in entries]
+    numbers = np.array([kinds.setdefault((kind, shape), len(kinds)) for kind, shape, _, _ in entries], np.uintc)
+    begins, ends = (np.array([e[n] for e in entries], np.int64) for n in (2, 3))
     return Header(metadata, list(header), numbers, begins, ends, list(kinds))
 
 
+# -- Headers of the usual spelling: no escapes, the entries' keys in the order of the reference implementation.
+
+_METADATA = '{"__metadata__":'
+_PIECE = 1 << 18  # characters that are split at a time, so that what is not a name is freed again
+_TEXTS = 10  # texts of an entry between quotation marks
+
+
+class _Spelling:
+    """Headers with a ``gap`` behind every comma and colon: none, or a space."""
+
+    def __init__(self, gap: str) -> None:
+        number = r"(?:0|[1-9]\d{0,17})"
+        self.gap = gap
+        self.shape = re.compile(rf":{gap}\[({number}(?:,{gap}{number})*)?\],{gap}", re.ASCII)
+        self.offsets = re.compile(rf"(?:,{gap}:{gap}\[{number},{gap}{number}\]\}})+", re.ASCII)
+        self.between = f",{gap}:{gap}["  # of the offsets of an entry and those of the next one
+        # the texts that all entries have, by their number; the others are the name (1), dtype (5), shape (8), offsets
+        self.fixed = {2: f":{gap}{{", 3: "dtype", 4: f":{gap}", 6: f",{gap}", 7: "shape", 9: "data_offsets"}
+
+
+_SPELLINGS = {gap: _Spelling(gap) for gap in ("", " ")}  # the reference implementation's, and that of Python's json
+
+
 def _usual(where: str, raw: bytes) -> Header | None:
-    """Return the entries of a valid header of the usual spelling; None for any other, which `_json` has to parse."""
+    """Return the entries of a valid header of a usual spelling; None for any other, which `_json` has to parse."""
+    codes = np.frombuffer(raw, np.uint8)
+    if (codes < 0x20).any() or (codes == 0x5C).any():
+        return None
     try:
         text = raw.decode("utf-8").rstrip(" ")
     except UnicodeDecodeError:
         return None
-    at, metadata = 1, None
+    colon = text.find('":')
+    spelling = _SPELLINGS[" " if text[colon + 2 : colon + 3] == " " else ""]
+    at, metadata, lead = 1, None, f",{spelling.gap}"
     if text.startswith(_METADATA):
         try:
-            metadata, at = _decoder(where).raw_decode(text, len(_METADATA))
+            metadata, at = _decoder(where).raw_decode(text, len(_METADATA + spelling.gap))
         except (ValueError, RecursionError, CorruptError):
             return None
-    body = text[at:-1] if at > 1 else f",{text[1:-1]}"
-    if not text.startswith("{") or not text.endswith("}"):
+        lead = ""
+    end = len(text) - 1
+    if not text.startswith("{") or text[end:] != "}" or at >= end:
         return None
-    found = _USUAL.findall(body)
-    if not found:
-        return None
-    names, dtypes, shapes, begin_texts, end_texts = zip(*found, strict=True)
-    # the matches do not overlap, so they are the whole text if they have its length
-    if sum(sum(map(len, column)) for column in (names, dtypes, shapes, begin_texts, end_texts)) + _FIXED * len(
-        found
-    ) != len(body):
-        return None
+    names: list[str] = []
+    numbered: dict[tuple[str, str], int] = {}
+    numbers, offsets = [], []
+    while at < end:
+        stop = text.find("},", at + _PIECE, end) + 1 or end
+        found = _entries(lead + text[at:stop], spelling, names, numbered)
+        if found is None:
+            return None
+        numbers.append(found[0])
+        offsets.append(found[1])
+        at, lead = stop, ""
     unique = set(names)
     if len(unique) < len(names) or "__metadata__" in unique:
         return None
-    begins, ends = list(map(int, begin_texts)), list(map(int, end_texts))
-    texts = list(zip(dtypes, shapes, strict=True))
-    numbered = {kind: n for n, kind in enumerate(dict.fromkeys(texts))}
-    kinds = [(dtype, tuple(map(int, shape.split(","))) if shape else ()) for dtype, shape in numbered]
+    kinds = []
+    for dtype, text in numbered:
+        shape = spelling.shape.fullmatch(text)
+        if shape is None:
+            return None
+        kinds.append((dtype, tuple(map(int, shape[1].split(","))) if shape[1] else ()))
     if not all(dtype in _BITS and len(shape) <= 64 and fits(shape, 1) for dtype, shape in kinds):
         return None
     bits = [prod(shape) * _BITS[dtype] for dtype, shape in kinds]
     if any(n % 8 or n >= 1 << 62 for n in bits):
         return None
-    numbers = [numbered[text] for text in texts]
-    sizes = np.array(bits, np.int64)[numbers] // 8
-    if not np.array_equal(np.array(ends, np.int64) - np.array(begins, np.int64), sizes):
+    kind, (begins, ends) = np.concatenate(numbers), np.concatenate(offsets).T
+    if not np.array_equal(ends - begins, np.array(bits, np.int64)[kind] // 8):
         return None
-    return Header(metadata, names, numbers, begins, ends, kinds)
+    return Header(metadata, names, kind, begins, ends, kinds)
+
+
+def _entries(
+    text: str, spelling: _Spelling, names: list[str], numbered: dict[tuple[str, str], int]
+) -> tuple[NDArray[np.uintc], NDArray[np.int64]] | None:
+    """Return the numbers of the entries' kinds and their offsets [entries, 2], and add the names and new kinds."""
+    parts = text.split('"')
+    count, rest = divmod(len(parts) - 1, _TEXTS)
+    if rest or any(parts[n::_TEXTS].count(fixed) != count for n, fixed in spelling.fixed.items()):
+        return None
+    places = "".join(parts[::_TEXTS])
+    if spelling.offsets.fullmatch(places) is None:
+        return None
+    digits = places.replace(spelling.between, ",").replace("]}", "")
+    numbers = [
+        numbered.setdefault(kind, len(numbered)) for kind in zip(parts[5::_TEXTS], parts[8::_TEXTS], strict=True)
+    ]
+    names += parts[1::_TEXTS]
+    return np.array(numbers, np.uintc), np.fromstring(digits[1:], np.int64, sep=",").reshape(count, 2)
 
 
 def _kinds(header: Header) -> tuple[list[Kind], set[int]]:
@@ -292,13 +290,13 @@ def _entry(where: str, name: str, entry: Any) -> tuple[str, tuple[int, ...], int
     return kind, tuple(shape), begin, end
 
 
-def _order(where: str, header: Header, ends: NDArray[np.int64], size: int) -> list[int] | None:
+def _order(where: str, header: Header, size: int) -> list[int] | None:
     """Return the tensors in data order, None if they are in it. Raises CorruptError for gaps and overlaps."""
-    begins = np.array(header.begins, np.int64)
+    begins, ends = header.begins, header.ends
     follows = len(begins) > 0 and np.array_equal(begins, np.append(0, ends[:-1])) and ends[-1] == size
     if follows and (begins < ends).all():
         return None
-    spans = sorted(zip(header.begins, header.ends, header.names, range(len(begins)), strict=True))
+    spans = sorted(zip(begins.tolist(), ends.tolist(), header.names, range(len(begins)), strict=True))
     at = 0
     for begin, end, name, _ in spans:
         if begin != at:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import threading
 import zlib
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
-from ...core.box import hull
+from ...core.box import Shape, c_strides, hull
 from ...core.dtypes import DType
+from ...core.extents import Extents, Kind
 from ...core.index import Extent, FileInfo, Inline
 from ...errors import CorruptError, FormatError
 from ..storage.base import Store, StoreFile
@@ -48,28 +51,31 @@ class TorchFile:
         """Return whether the tensors of both files are the same and at the same places."""
         return self.root is other.root and self.swapped == other.swapped and same_places(self.records, other.records)
 
-    def check(self, tensors: Mapping[str, StoredTensor]) -> None:
-        """Raise CorruptError if the file cannot hold the elements of one of these tensors."""
-        reaches: dict[tuple[Any, ...], int] = {}
+    def extents(self, tensors: Mapping[str, StoredTensor]) -> Extents | None:
+        """Return the places of these tensors as columns; None if they are not all C-order arrays of plain values.
+
+        Raises CorruptError if the file cannot hold the elements of one of them."""
+        kinds: dict[Kind, int] = {}
+        offsets, numbers = array("q"), array("I")
+        plain = not self.swapped
         dtypes, records = self._dtypes, self.records
         for name, t in tensors.items():
             storage = t.storage
             if storage is None or storage.data is not None:
+                plain = False
                 continue
-            kind = t.offset, t.shape, t.strides, t.dtype
-            reach = reaches.get(kind)
-            if reach is None:
-                reach = reaches[kind] = self._reach(t)
+            reach = _reach(t.offset, t.shape, t.strides, t.dtype)
             record = records.get(storage.key)
             same = not storage.numel or dtypes.setdefault(storage.key, storage.dtype) is storage.dtype
             if record is None or not same or reach > record.nbytes or storage.reach > record.nbytes:
                 self.extent(t, name)  # raises the error
-
-    def _reach(self, tensor: StoredTensor) -> int:
-        """Return the number of bytes from the start of the storage to the end of the tensor."""
-        return (
-            (tensor.offset + hull(tensor.shape, tensor.strides)) * tensor.dtype.itemsize if 0 not in tensor.shape else 0
-        )
+            elif plain:
+                plain = not (t.conj or t.neg) and _plain(t.shape, t.strides)
+                numbers.append(kinds.setdefault((t.shape, t.dtype), len(kinds)))
+                offsets.append(record.offset + t.offset * t.dtype.itemsize)
+        if not plain:
+            return None
+        return Extents(self.path, dict(zip(tensors, range(len(tensors)), strict=True)), offsets, numbers, list(kinds))
 
     def extent(self, tensor: StoredTensor, name: str) -> Extent:
         """Return the place of a tensor's elements. Raises CorruptError if the file cannot hold them."""
@@ -88,7 +94,7 @@ class TorchFile:
         if record is None:
             raise CorruptError(f"{self.path}: the storage {storage.key!r} of {name!r} is not in the file: truncated?")
         size = tensor.dtype.itemsize
-        reach = self._reach(tensor)
+        reach = _reach(tensor.offset, tensor.shape, tensor.strides, tensor.dtype)
         if reach > record.nbytes or storage.reach > record.nbytes:
             raise CorruptError(
                 f"{self.path}: {name!r} needs {max(reach, storage.reach):,} bytes of the storage {storage.key!r}, "
@@ -104,6 +110,17 @@ class TorchFile:
             tensor.neg,
             self.swapped and size > 1,
         )
+
+
+@lru_cache(4096)
+def _plain(shape: Shape, strides: Shape) -> bool:
+    return strides == c_strides(shape)
+
+
+@lru_cache(4096)
+def _reach(offset: int, shape: Shape, strides: Shape, dtype: DType) -> int:
+    """Return the number of bytes from the start of a storage to the end of a tensor. Most tensors are like others."""
+    return (offset + hull(shape, strides)) * dtype.itemsize if 0 not in shape else 0
 
 
 def is_torch_file(head: bytes) -> bool:

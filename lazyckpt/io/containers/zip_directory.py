@@ -7,7 +7,7 @@ checksums; such a directory is parsed once.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, overload
 
@@ -72,12 +72,17 @@ class _Table(Mapping[str, Record]):
         self._numbers, self._offsets, self._nbytes, self._crcs, self._start = numbers, offsets, nbytes, crcs, start
 
     def __getitem__(self, name: str) -> Record:
-        n = self._numbers[name]
-        nbytes = self._nbytes[n]
-        return Record(self._start + self._offsets[n], nbytes, self._crcs[n] or (0 if not nbytes else None))
+        record: Record | None = self.get(name)
+        if record is None:
+            raise KeyError(name)
+        return record
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self._numbers else default
+        n = self._numbers.get(name)
+        if n is None:
+            return default
+        nbytes = self._nbytes[n]
+        return Record(self._start + self._offsets[n], nbytes, self._crcs[n] or (0 if not nbytes else None))
 
     @property
     def places(self) -> tuple[int, int, int]:
@@ -89,6 +94,11 @@ class _Table(Mapping[str, Record]):
         """The sizes of all records in bytes, in the order of the names."""
         return list(map(self._nbytes.__getitem__, self._numbers.values()))
 
+    def checksums(self, names: Iterable[str]) -> list[int | None]:
+        """Return the checksums of some records."""
+        numbers, crcs, nbytes = self._numbers, self._crcs, self._nbytes
+        return [crcs[n] or (0 if not nbytes[n] else None) for n in map(numbers.__getitem__, names)]
+
     def __contains__(self, name: object) -> bool:
         return name in self._numbers
 
@@ -97,6 +107,11 @@ class _Table(Mapping[str, Record]):
 
     def __len__(self) -> int:
         return len(self._numbers)
+
+
+def checksums(records: Mapping[str, Record], names: Iterable[str]) -> list[int | None]:
+    """Return the checksums of some records."""
+    return records.checksums(names) if isinstance(records, _Table) else [records[name].crc for name in names]
 
 
 def same_places(a: Mapping[str, Record], b: Mapping[str, Record]) -> bool:

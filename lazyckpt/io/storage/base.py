@@ -13,10 +13,10 @@ import errno
 import io
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 from ...core.index import FileInfo
-from ...errors import ChangedFileError, CorruptError, DataError, MissingFileError
+from ...errors import ChangedFileError, CorruptError, DataError, LazyckptError, MissingFileError
 from ..pool import each, verify_later
 from .mapping import Mapped
 
@@ -131,7 +131,7 @@ class Store(ABC):
     def stat(self, path: str) -> FileInfo:
         """Return the current size and modification time of a file. Raises MissingFileError, whose ``errno`` is ENOENT
         or ENOTDIR if there is no such file, and another value or None if its existence is unknown."""
-        info = self._stat(path)
+        info = self._state(path)
         if path not in self.pins:
             self._remember(path, info)
         return info
@@ -162,7 +162,10 @@ class Store(ABC):
         if not len(target):
             return
         self._look_first(path)
-        count, info = self._fetch(path, offset, target)
+        try:
+            count, info = self._fetch(path, offset, target)
+        except OSError as e:
+            _raise_unreadable(self.root, path, e)
         if info is None or info != self.pins.get(path) or count != len(target):
             self._judge(path, offset, len(target), count, info)
 
@@ -171,7 +174,10 @@ class Store(ABC):
         if self.guards:
             for offset, target in pieces:
                 self.check(path, offset, len(target))
-        self._fetch_pieces(path, pieces)
+        try:
+            self._fetch_pieces(path, pieces)
+        except OSError as e:
+            _raise_unreadable(self.root, path, e)
 
     def _fetch_pieces(self, path: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
         """Fill each target without the check of a guard."""
@@ -180,7 +186,7 @@ class Store(ABC):
     def _look_first(self, path: str) -> None:
         """Remember the state of an unpinned file before its first read, if responses do not report it."""
         if not self._reports_state and path not in self.pins and path not in self._seen:
-            self._remember(path, self._stat(path))
+            self._remember(path, self._state(path))
 
     def _judge(self, path: str, offset: int, wanted: int, count: int, info: FileInfo | None) -> None:
         """Raise an error if a read of ``wanted`` bytes returned too few bytes, or bytes of a changed file."""
@@ -204,7 +210,7 @@ class Store(ABC):
         """Compare the current state of a file with its pin. Raises ChangedFileError, MissingFileError."""
         pin = self.pins.get(path)
         if pin is not None:
-            info = self._stat(path)
+            info = self._state(path)
             if not info.may_be(pin):
                 raise changed(self.root, path, pin, info)
 
@@ -229,6 +235,12 @@ class Store(ABC):
 
     # -- implementation
 
+    def _state(self, path: str) -> FileInfo:
+        try:
+            return self._stat(path)
+        except OSError as e:
+            _raise_unreadable(self.root, path, e)
+
     maps_files = False  # whether `map` maps files
     _reports_state = True  # whether every read reports the file's state; if False, `_stat` has to be called for it
 
@@ -246,6 +258,17 @@ def changed(root: str, path: str, pin: FileInfo, now: FileInfo) -> ChangedFileEr
         f"{root}/{path} is not the file that was opened: it had {pin.size:,} bytes, now it has "
         f"{now.size:,}, or it was written to since. Open the checkpoint again."
     )
+
+
+def _raise_unreadable(root: str, path: str, e: OSError) -> NoReturn:
+    """Raise the error for a file on which a store raised ``e``: of the disk, the network, or permissions. Other files
+    of the checkpoint may be readable, so readers report it as a problem of this file."""
+    if isinstance(e, LazyckptError):
+        raise e
+    what = e.strerror or str(e).removeprefix(f"{root}/{path}: ")
+    error = MissingFileError(f"{root}/{path} cannot be read: {what}")
+    error.errno = e.errno or errno.EIO
+    raise error from e
 
 
 def closed_error(root: str) -> DataError:
