@@ -11,7 +11,7 @@ from ..core.fragments import Listed, fragment_boxes, fragments_of
 from ..lazy import LazyArray
 
 _EACH = 64 << 10  # a task costs as much as moving so many bytes
-_AHEAD = 64, 1 << 14  # tasks that are looked at together: first, and at most
+_AHEAD = 1 << 10, 1 << 14  # tasks that are looked at together: first, and at most
 _PLAIN = 64  # fragments of a plain sequence up to which the one with the first element is looked for
 
 
@@ -42,7 +42,7 @@ def in_turn(tasks: Iterable[Task], nbytes: int, count: int) -> Iterator[list[Tas
         yield batch
 
 
-def by_file(tasks: Iterable[Task], nbytes: Callable[[], int], count: int) -> Iterator[list[Task]]:
+def by_file(tasks: Iterable[Task], nbytes: Callable[[int], int], count: int) -> Iterator[list[Task]]:
     """Group tasks into batches of the same source file, as far as one can look ahead.
 
     Parameters
@@ -50,8 +50,8 @@ def by_file(tasks: Iterable[Task], nbytes: Callable[[], int], count: int) -> Ite
     tasks
         The tasks, in any order. At most 16,384 of them are looked at together.
     nbytes
-        Returns the bytes of the current batch. It may have half as many, if another file follows, or half more, if they
-        are the last ones of the file.
+        Returns the bytes of a batch for the bytes that are left, as far as one can look ahead. The batch may have half
+        as many, if another file follows, or half more, if they are the last ones of the file.
     count
         Largest number of tasks in a batch.
     """
@@ -59,25 +59,33 @@ def by_file(tasks: Iterable[Task], nbytes: Callable[[], int], count: int) -> Ite
     batch: list[Task] = []
     size = 0
     while some := list(islice(stream, ahead)):
-        ahead = min(4 * ahead, most)
+        found, ahead = ahead, min(4 * ahead, most)
         groups: dict[str | None, list[Task]] = {}
         for task in some:
             groups.setdefault(source_of(task), []).append(task)
+        total = left = size + sum(map(_cost, some))
+        last = len(some) < found
+        wanted = nbytes(left)
         for group in groups.values():
-            left = sum(task.nbytes + _EACH for task in group)
-            if 2 * size >= nbytes():
+            rest = sum(map(_cost, group))  # of the file
+            if 2 * size >= wanted:
                 yield batch
-                batch, size = [], 0
+                batch, size, left = [], 0, left - size
+                wanted = nbytes(left if last else total)
             for task in group:
                 batch.append(task)
-                size += task.nbytes + _EACH
-                left -= task.nbytes + _EACH
-                full = size >= nbytes() and not 0 < 2 * left < nbytes()  # a small rest of the file comes along
-                if full or len(batch) >= count:
+                size += _cost(task)
+                rest -= _cost(task)
+                if (size >= wanted and not 0 < 2 * rest < wanted) or len(batch) >= count:
                     yield batch
-                    batch, size = [], 0
+                    batch, size, left = [], 0, left - size
+                    wanted = nbytes(left if last else total)
     if batch:
         yield batch
+
+
+def _cost(task: Task) -> int:
+    return task.nbytes + _EACH
 
 
 def source_of(task: Task) -> str | None:

@@ -36,8 +36,8 @@ _MOST = 256  # maximum number of pending futures where the number of workers is 
 _TOGETHER = 4096  # maximum number of tasks in one future
 _FEW = 64  # the same for threads
 _NEAR = 8 << 20  # maximum bytes of the tasks in one future, for threads
-_FIRST = 32 << 20  # the same for other processes, for the first futures, so that all workers have work at once
-_FAR = 256 << 20  # the same later: a scheduler of a cluster should not have to handle more
+_FAR = 32 << 20, 512 << 20  # bytes of the tasks in one future for other processes: at least, and at most
+_SPLIT = 2  # futures for each worker into which the work that is left is cut, so that all end at the same time
 _QUEUED = 2  # futures for each worker: one that runs, and one that waits
 _ASKED = 5.0  # seconds after which a cluster is asked again how many workers it has
 
@@ -129,14 +129,13 @@ class _Near:
 
 class _Far:
     """Workers in other processes. They get two futures each, whatever their number, which may change while the work
-    runs. The first futures are small, so that every worker gets some. A file is read by one worker, where the executor
-    lets one choose."""
+    runs. The futures become smaller towards the end. A file is read by one worker, where the executor lets one
+    choose."""
 
     def __init__(self, executor: Any, memory: int | None, tensors: Iterable[LazyArray]) -> None:
         self._executor, self._memory, self._tensors = executor, memory, tensors
         self._workers: dict[str, int] | int | None = None
         self._asked = -_ASKED
-        self._submitted = 0
         self._sender: Sender | None = None
         self._placer = Placer()
 
@@ -150,9 +149,10 @@ class _Far:
     def batches(self, tasks: Iterable[Task]) -> Iterator[list[Task]]:
         return by_file(tasks, self._size, _TOGETHER)
 
-    def _size(self) -> int:
+    def _size(self, left: int) -> int:
         """Return the bytes of the next future."""
-        return _FIRST if self._submitted < _QUEUED * (self.workers or 1) else _FAR
+        least, most = _FAR
+        return max(least, min(left // (_SPLIT * (self.workers or 1)), most))
 
     def is_full(self, pending: int, held: int) -> bool:
         """Return whether a future has to wait, with which ``held`` bytes would be held."""
@@ -171,7 +171,6 @@ class _Far:
             where: dict[str, Any] = {}
             if isinstance(self._workers, dict) and (name := self._placer.worker(batch, self._workers)) is not None:
                 where = {"workers": [name], "allow_other_workers": True}
-            self._submitted += 1
             found: Future[list[Any] | None] = self._sender.submit([task.do for task in batch], again, **where)
             return found
         except LazyckptError:
