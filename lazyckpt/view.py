@@ -12,9 +12,10 @@ from .errors import DataError
 from .export.options import with_options
 from .export.registry import export
 from .formats.opening import opened
+from .io.parcels import packed, unpacked
 from .io.storage.base import Store
 from .namespace import Namespace, Step
-from .reshaping import of_rank, with_dtype, with_names
+from .reshaping import of_part, of_rank, with_dtype, with_names
 from .show.notebook import States
 from .show.text import explain, frame_of, summary, tree
 from .tensor import LazyTensor
@@ -700,7 +701,11 @@ class CheckpointView(Namespace[LazyTensor]):
         return tree(self, chunks, widen=widen)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (self._store, self._index, self._state, self._pickled_steps(), self._of_all)
+        """Pickle the description of the view, of a part only that of its tensors: never elements."""
+        index, store = of_part(self)
+        about = store, index, self._state, self._pickled_steps(), self._of_all
+        data = packed(about)
+        return (_restore, about) if data is None else (_unpacked, (data,))
 
 
 def unshard(views: Iterable[CheckpointView]) -> CheckpointView:
@@ -742,3 +747,7 @@ def _restore(store: Store, index: Index, state: str, steps: tuple[Step, ...], of
     view = object.__new__(CheckpointView)
     view._init(store, index, state, steps, of_all)
     return view
+
+
+def _unpacked(data: bytes) -> CheckpointView:
+    return _restore(*unpacked(data))

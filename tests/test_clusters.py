@@ -10,12 +10,12 @@ import subprocess
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,8 +25,10 @@ import lazyckpt
 from lazyckpt import cli
 from lazyckpt.cli.workers import target_of_work
 from lazyckpt.errors import DataError, WorkerError
+from lazyckpt.jobs import batching, sending
 from lazyckpt.jobs import executor as job
-from lazyckpt.jobs.executor import Task, executor_of, run, workers_of
+from lazyckpt.jobs.batching import Task
+from lazyckpt.jobs.executor import executor_of, run, workers_of
 
 from .conftest import need
 
@@ -48,7 +50,7 @@ class Recorded(Executor):
         with self._lock:
             self.pending += 1
             self.most = max(self.most, self.pending)
-        self.sent.append(pickle.dumps((fn, args)))
+        self.sent.append(self.record(fn, args))
 
         def work() -> Any:
             try:
@@ -59,6 +61,9 @@ class Recorded(Executor):
                     self.pending -= 1
 
         return self._pool.submit(work)
+
+    def record(self, fn: Callable[..., Any], args: Any) -> bytes:
+        return pickle.dumps((fn, args))
 
 
 def _number(n: int) -> int:
@@ -85,19 +90,30 @@ def test_a_memory_limit_holds_for_all_workers_together() -> None:
     assert executor.most == 20, "ten that run and ten that wait hold 160 MiB"
 
 
-def test_at_most_one_future_for_256_mib(monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = Recorded(2)
+@pytest.mark.parametrize("workers", [2, 16])
+def test_at_most_one_future_for_256_mib(workers: int) -> None:
+    executor = Recorded(workers)
     run(_tasks(4096, 16 * MIB), lambda task, result: None, executor)  # 64 GiB
-    assert len(executor.sent) <= 64 * 4 + 2 * 2
+    assert len(executor.sent) <= 64 * 4
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_all_workers_end_at_the_same_time(workers: int) -> None:
+    """The next future goes to the worker that has been given the least, as if all were equally fast."""
+    far = job._Far(Recorded(workers), None, ())
+    loads = [0] * workers
+    for batch in far.batches(_tasks(100 * workers, 16 * MIB)):
+        loads[loads.index(min(loads))] += sum(task.nbytes for task in batch)
+    assert max(loads) <= 1.05 * sum(loads) / workers
 
 
 def test_workers_that_join_get_work() -> None:
     executor = Recorded(1)
-    window = job._Window(executor, False, None)
-    assert window.is_full(2, 0)
+    workers = job._Far(executor, None, ())
+    assert workers.is_full(2, 0)
     executor.num_workers = 3
-    window._asked -= 60
-    assert not window.is_full(5, 0) and window.is_full(6, 0)
+    workers._asked -= 60
+    assert not workers.is_full(5, 0) and workers.is_full(6, 0)
 
 
 def test_an_executor_that_does_not_tell_its_size() -> None:
@@ -118,26 +134,148 @@ def test_what_is_no_executor(value: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_large_work_is_compressed() -> None:
-    work = [partial(_number, n) for n in range(20_000)]
-    packed = job._pickled(work)
-    assert len(packed) < len(pickle.dumps(work)) / 2 and zlib.decompress(packed)
-    assert job._unpickled(packed, "") == list(range(20_000)) == job._unpickled(pickle.dumps(work), "")
-
-
 # -- what travels
 
 
-def test_what_travels_of_a_thousand_ranks(tmp_path: Path) -> None:
-    """All of a layer of 405B over 1,024 ranks, to a cluster of 64 workers."""
+@pytest.fixture(scope="module")
+def thousand(tmp_path_factory: pytest.TempPathFactory) -> lazyckpt.CheckpointView:
+    """Eight layers of 405B over 1,024 ranks, without the tensors' bytes."""
+    need("deepspeed")
     from benchmarks.sparse_zero import write_zero3
 
-    write_zero3(tmp_path, layers=8)
-    view = lazyckpt.open(tmp_path, cache=False)
-    part = view["layers.1"]
-    whole, layer = len(pickle.dumps(view)), len(pickle.dumps(part))
-    assert whole < MIB and layer < MIB
-    assert len(part) < len(view) and list(pickle.loads(pickle.dumps(part))) == list(part)
+    folder = tmp_path_factory.mktemp("thousand")
+    write_zero3(folder, layers=8)
+    return lazyckpt.open(folder, cache=False)
+
+
+def test_a_part_of_a_thousand_ranks_takes_its_own_tensors_along(thousand: lazyckpt.CheckpointView) -> None:
+    part = thousand["model.layers.1"]
+    whole, layer = len(pickle.dumps(thousand)), len(pickle.dumps(part))
+    assert layer < whole < 128 << 10, "less than 128 bytes a rank"
+    again = pickle.loads(pickle.dumps(part))
+    assert list(again) == list(part) and len(part) < len(thousand)
+    assert {s: list(v) for s, v in again.states.items()} == {s: list(v) for s, v in part.states.items()}
+    assert len(again._index.states["exp_avg"]) == len(part)
+    assert again["mlp.up_proj.weight"].explain(slice(3)) == part["mlp.up_proj.weight"].explain(slice(3))
+    assert again.files == part.files and again.problems == part.problems and list(again.meta) == list(part.meta)
+
+
+def test_a_part_of_many_files_takes_its_own_files_along(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    state = {f"layers.{n}.{k}": torch.randn(64, 64) for n in range(40) for k in ("a", "b")}
+    torch.save({**state, "tied": state["layers.3.a"]}, tmp_path / "x.pt")
+    lazyckpt.open(tmp_path / "x.pt").to_safetensors(tmp_path / "hf", max_shard_size="40KB")
+    view = lazyckpt.open(tmp_path / "hf")
+    for part in (
+        view["layers.3"],
+        view.select("*.3.*"),
+        view.select(lambda name: name.startswith("layers.3.")),
+        view.stored["layers.3"],
+    ):
+        again = pickle.loads(pickle.dumps(part))
+        assert list(again) == list(part) and again._index.aliases == {} | again._index.aliases
+        for name, tensor in part.items():
+            assert torch.equal(again[name][...], tensor[...])
+        assert len(again._index.files) < len(view.files) / 2 and set(again._store.pins) == set(again._index.files)
+        assert pickle.dumps(again) == pickle.dumps(pickle.loads(pickle.dumps(again)))
+
+
+class Far(Recorded):
+    """Other processes, as far as what is sent is concerned: only bytes arrive. ``forgets`` after so many calls."""
+
+    def __init__(self, workers: int | None, forgets: int = 0) -> None:
+        super().__init__(workers)
+        self._calls, self._forgets = 0, forgets
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        def work(*given: Any) -> Any:
+            self._calls += 1
+            if self._calls == self._forgets:
+                sending._known.clear()
+            return fn(*given)
+
+        return super().submit(work, *args, **kwargs)
+
+    def record(self, fn: Callable[..., Any], args: Any) -> bytes:
+        return pickle.dumps(args)
+
+
+def _explained(tensor: lazyckpt.LazyTensor) -> str:
+    return tensor.explain()
+
+
+@pytest.mark.parametrize("forgets", [0, 3, 40])
+def test_descriptions_are_sent_once(
+    thousand: lazyckpt.CheckpointView, monkeypatch: pytest.MonkeyPatch, forgets: int
+) -> None:
+    """13 GiB of a layer, in 800 tasks; also to a worker that joins later and has not got the descriptions."""
+    monkeypatch.setattr(sending, "_known", {})
+    tensors = list(thousand["model.layers.1"].values())
+    parts = [part for tensor in tensors for _, part in tensor.pieces(16 * MIB)]
+    executor = Far(2, forgets)
+    found: dict[str, int] = {}
+
+    def done(task: Task, result: str) -> None:
+        assert task.reads is not None and result == task.reads.explain()
+        found[result] = found.get(result, 0) + 1
+
+    tasks = (Task(part.nbytes, 16 * MIB, partial(_explained, part), part) for part in parts)
+    run(tasks, done, executor, tensors=tensors)
+    assert len(found) == len(parts) and set(found.values()) == {1}
+    total = sum(map(len, executor.sent))
+    whole = len(sending.Descriptions(tensors).data or b"")
+    assert 0 < whole < 64 << 10
+    with_descriptions = sum(len(sent) > whole for sent in executor.sent)
+    assert with_descriptions <= 4 + 4 * bool(forgets)
+    assert total - with_descriptions * whole < 160 * len(parts), "a task names its tensor"
+
+
+def test_descriptions_that_are_too_many_stay_with_their_tasks(
+    thousand: lazyckpt.CheckpointView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sending, "_MOST", 1000)
+    tensors = list(thousand["model.layers.1"].values())
+    descriptions = sending.Descriptions(tensors)
+    assert descriptions.data is None and not descriptions.digest
+    part = tensors[0].lazy[:2]
+    assert sending.perform(descriptions.pickled([partial(_explained, part)]), "", None, "") == [part.explain()]
+
+
+# -- which tasks go together
+
+
+def test_tasks_of_a_file_go_together(tmp_path: Path) -> None:
+    """Tensors of eight files in turn: every future has tasks of one file."""
+    views = []
+    for n in range(8):
+        torch.save({f"w{k}": torch.zeros(64) for k in range(20)}, tmp_path / f"{n}.pt")
+        views.append(lazyckpt.open(tmp_path / f"{n}.pt"))
+    reads = [view[f"w{k}"] for k in range(20) for view in views]
+    tasks = [Task(16 * MIB, MIB, partial(_number, n), t) for n, t in enumerate(reads)]
+    found = list(batching.by_file(iter(tasks), lambda left: 160 * MIB, 100))
+    assert sorted(task.do() for batch in found for task in batch) == list(range(160))
+    together = [{batching.source_of(task) for task in batch} for batch in found]
+    assert all(len(files) == 1 for files in together) and len(found) <= 16
+    assert [task.do() for task in next(batching.by_file(iter(tasks[:3]), lambda left: 1 << 40, 100))] == [0, 1, 2]
+
+
+def test_a_file_is_read_by_one_worker() -> None:
+    torch.manual_seed(0)
+    placer = batching.Placer()
+    named = mock.Mock(side_effect=lambda task: task.do)
+    with mock.patch.object(batching, "source_of", named):
+
+        def of(file: str | None, workers: list[str]) -> str | None:
+            return placer.worker([Task(100, 1, file)], workers)  # type: ignore[arg-type]
+
+        assert [of("a", ["x", "y"]), of("b", ["x", "y"]), of("a", ["x", "y"]), of("c", ["x", "y"])] == [
+            "x",
+            "y",
+            "x",
+            "y",
+        ]
+        assert of("a", ["y", "z"]) == "z" == of("a", ["x", "y", "z"]), "its worker has gone"
+        assert of(None, ["x"]) is None and of("a", []) is None
 
 
 # -- real clusters
@@ -165,7 +303,7 @@ def test_a_client_of_dask_is_an_executor(source: Path, tmp_path: Path, nanny: bo
     options: dict[str, Any] = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
     folder = str(tmp_path / "dask")
     with LocalCluster(**options, processes=nanny, local_directory=folder) as cluster, Client(cluster) as client:
-        assert workers_of(client.get_executor()) == 2
+        assert sum(workers_of(client.get_executor()).values()) == 2  # type: ignore[union-attr]
         view.to_zarr(tmp_path / "out.zarr", codec="zstd", executor=client, verify=True)
         assert _content(tmp_path / "out.zarr") == _content(tmp_path / "want.zarr")
         assert view.stats(executor=client) == view.stats()
@@ -335,7 +473,8 @@ for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
 exit ${failed:-0}
 """
 _SBATCH = """#!/bin/bash
-setsid bash "$1" >"$1.log" 2>&1 & echo "$!" >> "$JOBS_FILE"
+cp "$1" "$1.job"  # dask-jobqueue removes the script at once
+setsid bash "$1.job" >"$1.log" 2>&1 & echo "$!" >> "$JOBS_FILE"
 echo "Submitted batch job $!"
 """
 _SCANCEL = """#!/bin/bash

@@ -24,7 +24,8 @@ import lazyckpt
 from lazyckpt.errors import DataError, DestinationError, WorkerError
 from lazyckpt.io import system
 from lazyckpt.jobs import executor as job
-from lazyckpt.jobs.executor import Task, run
+from lazyckpt.jobs.batching import Task
+from lazyckpt.jobs.executor import run
 from lazyckpt.jobs.places import Folder, Sized
 
 from . import processes

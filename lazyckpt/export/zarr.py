@@ -85,7 +85,8 @@ class Plan:
             memory = memory_of(item.cut, item.tensor.itemsize, place.buffers)
             for key, block in item.files():
                 about = place, key, block, item.cut
-                yield Chunk(key, block.nbytes, memory, partial(chunks.write, *about), partial(chunks.check, *about))
+                work = partial(chunks.write, *about), partial(chunks.check, *about)
+                yield Chunk(key, block.nbytes, memory, *work, block)
 
 
 def _plan(

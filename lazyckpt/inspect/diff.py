@@ -17,7 +17,8 @@ import torch
 
 from ..core.dtypes import bits_of, dtype_of
 from ..errors import DataError, LazyckptError, and_more, printable
-from ..jobs.executor import OVERHEAD, Task, runner
+from ..jobs.batching import Task
+from ..jobs.executor import OVERHEAD, runner
 from ..jobs.progress import Bar
 from ..lazy import LazyArray, named
 
@@ -174,7 +175,7 @@ def diff(
             try:
                 for (ahead, p), (_, q) in zip(x.pieces(_RUN * x.itemsize), y.pieces(_RUN * y.itemsize), strict=True):
                     held = _PIECE * (2 * size + 64) + 2 * OVERHEAD  # both sides, as wider numbers, and masks
-                    yield Task(p.nbytes + q.nbytes, held, partial(_compared, n, ahead, p, q))
+                    yield Task(p.nbytes + q.nbytes, held, partial(_compared, n, ahead, p, q), p)
             except DataError as e:
                 found[n].append(_Run(None, error=str(e)))
 
@@ -185,7 +186,8 @@ def diff(
 
     total = sum(t.nbytes for n in compared for t in pairs[n][1:] if t is not None)
     with Bar(total, "diff", progress) as bar:
-        runner(executor, memory)(tasks(), done)
+        both = (t for n in compared for t in pairs[n][1:] if t is not None)
+        runner(executor, memory)(tasks(), done, tensors=both)
     return Diff(tuple(_row(*pair, found.get(n)) for n, pair in enumerate(pairs)))
 
 

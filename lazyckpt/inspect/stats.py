@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from ..errors import DataError, LazyckptError
-from ..jobs.executor import OVERHEAD, Run, Task, runner
+from ..jobs.batching import Task
+from ..jobs.executor import OVERHEAD, Run, runner
 from ..jobs.places import PIECE
 from ..jobs.progress import Bar
 from ..jobs.write import RUN, scratch
@@ -220,7 +221,7 @@ def _go(found: Sequence[_Found], run: Run, bar: Bar, look: Callable[[_Found], Ca
                 for ahead, part in one.tensor.pieces(RUN):
                     if one.error is not None:  # the row has an error: do not read the rest
                         break
-                    yield Task(part.nbytes, PIECE + OVERHEAD, partial(_tried, look(one), n, ahead, part))
+                    yield Task(part.nbytes, PIECE + OVERHEAD, partial(_tried, look(one), n, ahead, part), part)
             except (LazyckptError, OSError) as e:
                 one.fail(-1, e.with_traceback(None))
 
@@ -229,7 +230,7 @@ def _go(found: Sequence[_Found], run: Run, bar: Bar, look: Callable[[_Found], Ca
         found[n].add(ahead, numel, what)
         bar.add(task.nbytes)
 
-    run(tasks(), done)
+    run(tasks(), done, tensors=[one.tensor for one in found])
 
 
 def _tried(

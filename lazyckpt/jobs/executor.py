@@ -9,8 +9,6 @@ processes are pickled; the pickle of a lazy tensor contains its description, nev
 
 from __future__ import annotations
 
-import pickle
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import (
     FIRST_COMPLETED,
@@ -23,63 +21,56 @@ from concurrent.futures import (
 )
 from functools import partial
 from time import monotonic
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
-from uuid import uuid4
+from typing import Any, Protocol, TypeAlias
 
 from ..core.units import size_in_bytes
 from ..errors import DataError, LazyckptError, WorkerError
 from ..io.pool import LOOK, stopped, threads
+from ..lazy import LazyArray
+from .batching import Placer, Task, by_file, in_turn
+from .sending import Sender
 
 MEMORY = 1 << 30  # default limit in bytes on the memory of all running tasks
 OVERHEAD = 12 << 20  # bytes that a reading task needs besides its target buffer
 _MOST = 256  # maximum number of pending futures where the number of workers is unknown
-_TOGETHER = 64  # maximum number of tasks in one future
+_TOGETHER = 4096  # maximum number of tasks in one future
+_FEW = 64  # the same for threads
 _NEAR = 8 << 20  # maximum bytes of the tasks in one future, for threads
-_FIRST = 32 << 20  # the same for other processes, for the first futures, so that all workers have work at once
-_FAR = 256 << 20  # the same later: a scheduler of a cluster should not have to handle more
+_FAR = 32 << 20, 512 << 20  # bytes of the tasks in one future for other processes: at least, and at most
+_SPLIT = 2  # futures for each worker into which the work that is left is cut, so that all end at the same time
 _QUEUED = 2  # futures for each worker: one that runs, and one that waits
-_PACKED = 16 << 10  # bytes of a pickle that is compressed before it is sent
 _ASKED = 5.0  # seconds after which a cluster is asked again how many workers it has
 
-
-class Task(NamedTuple):
-    """A unit of work.
-
-    ``nbytes`` is the number of tensor bytes that it moves, for the progress bar; ``memory`` is the number of bytes that
-    it holds while it runs. ``do`` is the function to call; for other processes it must be picklable (a
-    `functools.partial` of a module-level function)."""
-
-    nbytes: int
-    memory: int
-    do: Callable[[], Any]
-
-
-class _Sized(Protocol):
-    @property
-    def nbytes(self) -> int: ...
-
-
-Sized = TypeVar("Sized", bound=_Sized)
 Done: TypeAlias = Callable[[Task, Any], None]
-Run: TypeAlias = Callable[[Iterable[Task], Done], None]
 
 
-def run(tasks: Iterable[Task], done: Done, executor: Any = None, memory: int | None = None) -> None:
+class Run(Protocol):
+    """`run` with an executor and a memory limit."""
+
+    def __call__(self, tasks: Iterable[Task], done: Done, *, tensors: Iterable[LazyArray] = ()) -> None: ...
+
+
+def run(
+    tasks: Iterable[Task],
+    done: Done,
+    executor: Any = None,
+    memory: int | None = None,
+    tensors: Iterable[LazyArray] = (),
+) -> None:
     """Run all tasks, and call ``done`` on this thread with each finished task and its result.
 
     ``executor`` is what `executor_of` accepts; None uses this process's threads. ``memory`` limits the bytes that
     tasks in flight hold together (default 1 GiB for the threads of this process, and for each worker elsewhere); a task
-    that holds more runs alone. The iterable is consumed lazily.
+    that holds more runs alone. The iterable is consumed lazily. ``tensors`` are those that many tasks read a part of:
+    their descriptions are sent to other processes only once.
 
     The first error is raised after tasks that have not started are cancelled and running tasks have finished; ``done``
     is still called for those that succeed. Raises WorkerError if the executor lost its workers, DataError if a task
     cannot be sent to them.
     """
     executor = executor_of(executor)
-    near = shares_memory(executor)
-    workers = threads() if executor is None else executor
-    window = _Window(executor, near, memory)
-    pending: dict[Future[list[Any]], list[Task]] = {}
+    workers: _Near | _Far = _Near(executor, memory) if shares_memory(executor) else _Far(executor, memory, tensors)
+    pending: dict[Future[list[Any] | None], list[Task]] = {}
     held = 0
 
     def collect() -> None:
@@ -89,16 +80,18 @@ def run(tasks: Iterable[Task], done: Done, executor: Any = None, memory: int | N
         for future in [future for future in pending if future.done()]:
             results = _result(future)
             batch = pending.pop(future)
+            if results is None:  # from a worker that joined later
+                pending[workers.submit(batch, again=True)] = batch
+                continue
             held -= _memory(batch)
             for task, result in zip(batch, results, strict=True):
                 done(task, result)
 
     try:
-        for batch in batches(tasks, window.batch, _TOGETHER):
-            while pending and window.is_full(len(pending), held + _memory(batch)):
+        for batch in workers.batches(tasks):
+            while pending and workers.is_full(len(pending), held + _memory(batch)):
                 collect()
-            pending[_submit(workers, batch, near)] = batch
-            window.submitted += 1
+            pending[workers.submit(batch)] = batch
             held += _memory(batch)
         while pending:
             collect()
@@ -108,36 +101,58 @@ def run(tasks: Iterable[Task], done: Done, executor: Any = None, memory: int | N
         stopped(list(pending))
         for future, batch in pending.items():  # report the tasks that succeeded
             if not future.cancelled() and future.exception() is None:
-                for task, result in zip(batch, future.result(), strict=True):
+                for task, result in zip(batch, future.result() or (), strict=False):
                     done(task, result)
         raise
 
 
-class _Window:
-    """How much work is handed out at a time: the futures that may be pending, and the bytes of each.
+class _Near:
+    """Threads of this process. They get small futures within the memory limit."""
 
-    Threads of this process get small futures within the memory limit. Other workers get two futures each, whatever
-    their number, which may change while the work runs; the first ones are small, so that every worker gets some.
-    """
+    def __init__(self, executor: Executor | None, memory: int | None) -> None:
+        self._executor = threads() if executor is None else executor
+        self._memory = MEMORY if memory is None else memory
 
-    def __init__(self, executor: Executor | None, near: bool, memory: int | None) -> None:
-        self._executor, self._near, self._memory = executor, near, memory
-        self._workers: int | None = None
+    def batches(self, tasks: Iterable[Task]) -> Iterator[list[Task]]:
+        return in_turn(tasks, _NEAR, min(_FEW, _TOGETHER))
+
+    def is_full(self, pending: int, held: int) -> bool:
+        """Return whether a future has to wait, with which ``held`` bytes would be held."""
+        return pending >= _MOST or held > self._memory
+
+    def submit(self, batch: list[Task], again: bool = False) -> Future[list[Any] | None]:
+        try:
+            return self._executor.submit(_each, [task.do for task in batch])
+        except RuntimeError as e:  # the executor was shut down
+            raise _lost(e) from e
+
+
+class _Far:
+    """Workers in other processes. They get two futures each, whatever their number, which may change while the work
+    runs. The futures become smaller towards the end. A file is read by one worker, where the executor lets one
+    choose."""
+
+    def __init__(self, executor: Any, memory: int | None, tensors: Iterable[LazyArray]) -> None:
+        self._executor, self._memory, self._tensors = executor, memory, tensors
+        self._workers: dict[str, int] | int | None = None
         self._asked = -_ASKED
-        self.submitted = 0
+        self._sender: Sender | None = None
+        self._placer = Placer()
 
     @property
     def workers(self) -> int | None:
         """The number of tasks that the workers run at a time; None if it is unknown."""
-        if not self._near and self._executor is not None and monotonic() - self._asked > _ASKED:
+        if monotonic() - self._asked > _ASKED:
             self._workers, self._asked = workers_of(self._executor), monotonic()
-        return self._workers
+        return max(1, sum(self._workers.values())) if isinstance(self._workers, dict) else self._workers
 
-    def batch(self) -> int:
+    def batches(self, tasks: Iterable[Task]) -> Iterator[list[Task]]:
+        return by_file(tasks, self._size, _TOGETHER)
+
+    def _size(self, left: int) -> int:
         """Return the bytes of the next future."""
-        if self._near:
-            return _NEAR
-        return _FIRST if self.submitted < _QUEUED * (self.workers or 1) else _FAR
+        least, most = _FAR
+        return max(least, min(left // (_SPLIT * (self.workers or 1)), most))
 
     def is_full(self, pending: int, held: int) -> bool:
         """Return whether a future has to wait, with which ``held`` bytes would be held."""
@@ -148,6 +163,20 @@ class _Window:
             return True
         # a future that waits in the queue of a worker holds nothing yet
         return self._memory is not None and held // _QUEUED > self._memory
+
+    def submit(self, batch: list[Task], again: bool = False) -> Future[list[Any] | None]:
+        try:
+            if self._sender is None:
+                self._sender = Sender(self._executor, self._tensors, _QUEUED * (self.workers or 1))
+            where: dict[str, Any] = {}
+            if isinstance(self._workers, dict) and (name := self._placer.worker(batch, self._workers)) is not None:
+                where = {"workers": [name], "allow_other_workers": True}
+            found: Future[list[Any] | None] = self._sender.submit([task.do for task in batch], again, **where)
+            return found
+        except LazyckptError:
+            raise
+        except (BrokenExecutor, RuntimeError) as e:  # RuntimeError: the executor was shut down
+            raise _lost(e) from e
 
 
 def executor_of(executor: Any) -> Executor | None:
@@ -166,17 +195,18 @@ def executor_of(executor: Any) -> Executor | None:
     )
 
 
-def workers_of(executor: Executor) -> int | None:
-    """Return how many tasks the workers of an executor run at a time; None if it does not tell."""
+def workers_of(executor: Any) -> dict[str, int] | int | None:
+    """Return how many tasks the workers of an executor run at a time: of each worker by name if tasks can be sent to
+    it, else of all together; None if the executor does not tell."""
     client = getattr(executor, "_client", None)  # distributed.cfexecutor.ClientExecutor
     try:
         if client is not None:
-            return max(1, int(sum(client.ncores().values())))
+            return {str(name): int(count) for name, count in client.ncores().items()}
         for name in ("num_workers", "_max_workers"):  # mpi4py.futures and Ray, concurrent.futures
             count = getattr(executor, name, None)
             if isinstance(count, int) and count > 0:
                 return count
-    except Exception as e:  # a scheduler that cannot be reached: the tasks will say so
+    except Exception as e:  # a scheduler that cannot be reached
         raise _lost(e) from e
     return None
 
@@ -193,11 +223,15 @@ class _Ray(Executor):
         return max(1, int(self._ray.cluster_resources().get("CPU", 1)))
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = self._call.remote(fn, args, kwargs).future()
+        future: Future[Any] = self._call.remote(fn, kwargs, *args).future()
         return future
 
+    def put(self, data: bytes, _: str) -> Any:
+        """Keep bytes for all workers; return what `submit` accepts in their place."""
+        return self._ray.put(data)
 
-def _called(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+
+def _called(fn: Callable[..., Any], kwargs: dict[str, Any], *args: Any) -> Any:
     return fn(*args, **kwargs)
 
 
@@ -212,56 +246,15 @@ def shares_memory(executor: Any) -> bool:
     return executor is None or isinstance(executor, ThreadPoolExecutor)
 
 
-def batches(items: Iterable[Sized], nbytes: int | Callable[[], int], count: int) -> Iterator[list[Sized]]:
-    """Group consecutive items into batches, each closed when it reaches ``nbytes`` bytes or ``count`` items. A function
-    returns the bytes of the batch that is being filled."""
-    batch: list[Sized] = []
-    size = 0
-    for item in items:
-        batch.append(item)
-        size += item.nbytes
-        if size >= (nbytes() if callable(nbytes) else nbytes) or len(batch) >= count:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
 def _memory(batch: list[Task]) -> int:
     return max(task.memory for task in batch)
-
-
-def _submit(workers: Executor, batch: list[Task], near: bool) -> Future[list[Any]]:
-    work = [task.do for task in batch]
-    try:
-        if near:
-            return workers.submit(_each, work)
-        # The unique text is needed because Dask treats two calls with equal arguments as one.
-        return workers.submit(_unpickled, _pickled(work), uuid4().hex)
-    except LazyckptError:
-        raise
-    except (BrokenExecutor, RuntimeError) as e:  # RuntimeError: the executor was shut down
-        raise _lost(e) from e
-
-
-def _pickled(work: list[Callable[[], Any]]) -> bytes:
-    """Return the pickle of the work, compressed if it is large: the paths of a thousand files are alike."""
-    try:
-        data = pickle.dumps(work, protocol=pickle.HIGHEST_PROTOCOL)
-        return zlib.compress(data, 1) if len(data) >= _PACKED else data
-    except (pickle.PicklingError, TypeError, AttributeError) as e:
-        raise DataError(f"the work cannot be sent to other processes: {e}. Use threads (executor=None)") from e
-
-
-def _unpickled(work: bytes, _: str) -> list[Any]:
-    return _each(pickle.loads(work if work.startswith(pickle.PROTO) else zlib.decompress(work)))
 
 
 def _each(work: list[Callable[[], Any]]) -> list[Any]:
     return [do() for do in work]
 
 
-def _result(future: Future[list[Any]]) -> list[Any]:
+def _result(future: Future[list[Any] | None]) -> list[Any] | None:
     try:
         return future.result()
     except (BrokenExecutor, CancelledError) as e:

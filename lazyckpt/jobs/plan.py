@@ -63,13 +63,14 @@ class Chunk(NamedTuple):
 
     ``nbytes`` is the size of the tensor's elements in it, ``memory`` the number of bytes that the task holds. ``write``
     writes the file and returns its size in bytes; ``check`` reads it again and raises CorruptError if it differs. Both
-    must be picklable."""
+    must be picklable. ``tensor`` is what they read."""
 
     key: str
     nbytes: int
     memory: int
     write: Callable[[], int]
     check: Callable[[], None]
+    tensor: LazyArray | None = None
 
 
 class Chunks(NamedTuple):

@@ -21,8 +21,9 @@ from ..errors import CorruptError
 from ..formats.zarr.documents import JOB
 from ..io.system import read_at, write_at
 from ..io.tensors import as_bytes
+from .batching import Task
 from .destination import Destination, Remote, Session, Zip, check_room, check_unchanged
-from .executor import OVERHEAD, Run, Task
+from .executor import OVERHEAD, Run
 from .ledger import Done, Ledger
 from .places import LEDGER, PART, PIECE, Folder, Place, Target, combined, crc32
 from .plan import File, Layout, Text, WritePlan
@@ -85,7 +86,7 @@ def fill(files: Sequence[File], folder: Folder, ledger: Ledger, run: Run, moved:
                     continue
                 file.left += 1
                 about = _Run(file.number, n, offset)
-                yield Task(part.nbytes, PIECE + OVERHEAD, partial(_move, layout.file, part, about))
+                yield Task(part.nbytes, PIECE + OVERHEAD, partial(_move, layout.file, part, about), part)
             file.one_less()
 
     def done(task: Task, result: tuple[_Run, int]) -> None:
@@ -125,7 +126,7 @@ def compare(layouts: Sequence[Layout], run: Run, moved: Callable[[int], None]) -
     def tasks() -> Iterator[Task]:
         for layout in layouts:
             for _, offset, part in _runs(layout):
-                yield Task(part.nbytes, 2 * PIECE + OVERHEAD, partial(_compare, layout.file, offset, part))
+                yield Task(part.nbytes, 2 * PIECE + OVERHEAD, partial(_compare, layout.file, offset, part), part)
 
     run(tasks(), lambda task, _: moved(task.nbytes))
 
@@ -239,6 +240,7 @@ def write(plan: WritePlan, *, verify: bool, progress: bool | None, run: Run) -> 
         plan.destination.write()
         return 0
     progress = progress if plan.nbytes else False
+    run = partial(run, tensors=plan.tensors)
     if isinstance(plan.destination, Remote):
         return _upload(plan, plan.destination, verify, progress, run)
     return _write(plan, plan.destination, verify, progress, run)
@@ -328,7 +330,7 @@ def _put_chunks(
                 nbytes += size
                 moved(chunk.nbytes)
             else:
-                yield Task(chunk.nbytes, chunk.memory, chunk.write)
+                yield Task(chunk.nbytes, chunk.memory, chunk.write, chunk.tensor)
 
     def done(task: Task, size: int) -> None:
         nonlocal nbytes
@@ -341,7 +343,7 @@ def _put_chunks(
 
 def _check_chunks(plan: WritePlan, place: Place, run: Run, moved: Callable[[int], None]) -> None:
     if plan.chunks is not None:
-        tasks = (Task(chunk.nbytes, chunk.memory, chunk.check) for chunk in plan.chunks.at(place))
+        tasks = (Task(c.nbytes, c.memory, c.check, c.tensor) for c in plan.chunks.at(place))
         run(tasks, lambda task, _: moved(task.nbytes))
 
 
