@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .core.dtypes import dtype_of
 from .core.index import Index, Specs, TensorSpec, converted, renamed, some_of
 from .errors import DataError
-from .io.storage.base import Store, narrow
 from .layouts.ranks import mesh_of
 from .namespace import STORED, Namespace
 
 if TYPE_CHECKING:
     import torch
-
-_LOOKED = 1 << 15  # fragments whose files are listed; of more, the files of the whole checkpoint are kept
 
 
 def with_names(view: Namespace[Any], names: str | Mapping[str, Any], reverse: bool) -> Index:
@@ -87,25 +84,21 @@ def shown_of(view: Namespace[Any], what: str) -> tuple[Index, dict[str, dict[str
     return replace(index, states=states, aliases=aliases), shown
 
 
-def of_part(view: Namespace[Any]) -> tuple[Index, Store]:
-    """Return the index and the store of a view with only the tensors that the view shows, in every state, and with
-    their files: what a worker needs of a part of a large checkpoint. Reads nothing.
+def of_part(view: Namespace[Any]) -> Index:
+    """Return the index of a view with only the tensors that the view shows, in every state: what a worker needs of a
+    part of a large checkpoint. Reads nothing.
 
-    States whose names are not decided yet are kept whole, and so are the files of a checkpoint whose stored names are
-    found by reading all of them.
+    The files, aliases and problems are those of the whole checkpoint, as in the view itself. States whose names are not
+    decided yet are kept whole.
     """
-    index, store = view._index, view._store
+    index = view._index
     if not view._steps or index.layout is not None:
-        return index, store
+        return index
     states, kept = dict(index.states), dict[str, TensorSpec]()
-    listed: set[str] = set()
-    whole = index.stored is None
     for state, specs in index.states.items():
         if not isinstance(specs, Specs) and type(specs) is not dict:
-            whole = True
             continue
         shown = set(view._side(state)._listed.values())
-        listed |= shown
         wanted = shown | {index.aliases.get(name, name) for name in shown}
         states[state] = some_of(specs, wanted.__contains__)
         kept |= {f"{state} {name}": spec for name, spec in states[state].items()}
@@ -115,35 +108,4 @@ def of_part(view: Namespace[Any]) -> tuple[Index, Store]:
         if view._state == STORED:
             raw |= set(view._listed.values())
         stored = {name: stored[name] for name in stored if name in raw}
-        kept |= stored
-    part = replace(
-        index,
-        states=states,
-        stored=stored,
-        aliases={alias: owner for alias, owner in index.aliases.items() if alias in listed or owner in listed},
-        unreadable={name: index.unreadable[name] for name in view._shown_of(_same(index.unreadable)).values()},
-    )
-    paths = None if whole else _paths(kept.values())
-    if paths is None:
-        return part, store
-    only = getattr(index.files, "only", None)  # a mapping that looks at files on demand
-    files = only(paths) if only else {path: info for path, info in index.files.items() if path in paths}
-    guards = {path: guard for path, guard in index.guards.items() if path in paths}
-    return replace(part, files=files, guards=guards), narrow(store, sorted(paths))
-
-
-def _same(names: Iterable[str]) -> dict[str, str]:
-    return {name: name for name in names}
-
-
-def _paths(specs: Iterable[TensorSpec]) -> set[str] | None:
-    """Return the files of tensors; None if looking at all fragments takes too long."""
-    paths: set[str] = set()
-    looked = 0
-    for spec in specs:
-        for fragment in spec.fragments:
-            paths.add(fragment.extent.path)
-            looked += 1
-            if looked > _LOOKED:
-                return None
-    return paths
+    return replace(index, states=states, stored=stored)

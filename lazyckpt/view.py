@@ -702,8 +702,7 @@ class CheckpointView(Namespace[LazyTensor]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the description of the view, of a part only that of its tensors: never elements."""
-        index, store = of_part(self)
-        about = store, index, self._state, self._pickled_steps(), self._of_all
+        about = self._store, of_part(self), self._state, self._pickled_steps(), self._of_all
         data = packed(about)
         return (_restore, about) if data is None else (_unpacked, (data,))
 

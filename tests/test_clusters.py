@@ -160,26 +160,6 @@ def test_a_part_of_a_thousand_ranks_takes_its_own_tensors_along(thousand: lazyck
     assert again.files == part.files and again.problems == part.problems and list(again.meta) == list(part.meta)
 
 
-def test_a_part_of_many_files_takes_its_own_files_along(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    state = {f"layers.{n}.{k}": torch.randn(64, 64) for n in range(40) for k in ("a", "b")}
-    torch.save({**state, "tied": state["layers.3.a"]}, tmp_path / "x.pt")
-    lazyckpt.open(tmp_path / "x.pt").to_safetensors(tmp_path / "hf", max_shard_size="40KB")
-    view = lazyckpt.open(tmp_path / "hf")
-    for part in (
-        view["layers.3"],
-        view.select("*.3.*"),
-        view.select(lambda name: name.startswith("layers.3.")),
-        view.stored["layers.3"],
-    ):
-        again = pickle.loads(pickle.dumps(part))
-        assert list(again) == list(part) and again._index.aliases == {} | again._index.aliases
-        for name, tensor in part.items():
-            assert torch.equal(again[name][...], tensor[...])
-        assert len(again._index.files) < len(view.files) / 2 and set(again._store.pins) == set(again._index.files)
-        assert pickle.dumps(again) == pickle.dumps(pickle.loads(pickle.dumps(again)))
-
-
 class Far(Recorded):
     """Other processes, as far as what is sent is concerned: only bytes arrive. ``forgets`` after so many calls."""
 
