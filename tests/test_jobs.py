@@ -300,7 +300,6 @@ import lazyckpt
 from lazyckpt.export import chunks
 from lazyckpt.jobs.places import Folder
 
-torch.set_num_threads(1)  # the children are forked
 source, folder, target, kills = sys.argv[1:]
 folder, rng = Path(folder), random.Random(1)
 staging, out = folder / f".{target}.incomplete", folder / target

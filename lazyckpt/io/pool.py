@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+import torch
+
 from ..errors import ChangedFileError, MissingFileError
 from .system import after_fork
 
@@ -226,9 +228,14 @@ def _look_threads() -> ThreadPoolExecutor:
 
 
 def _forget() -> None:
-    """Reset the pools in a forked child, which has the pool objects but none of their threads."""
+    """Reset the pools in a forked child, which has the pool objects but none of their threads.
+
+    The threads of torch's OpenMP are missing as well: an operation that needs them waits for ever. The child therefore
+    computes on one thread, as the workers of torch's DataLoader do.
+    """
     global _pool, _lookers, _lock
     _pool, _lookers, _lock = None, None, threading.Lock()
+    torch.set_num_threads(1)
 
 
 after_fork(_forget)
