@@ -498,7 +498,7 @@ class LazyArray(Likeness):
 
     def __reduce__(self) -> tuple[Any, ...]:
         spec = self._held
-        paths = sorted({f.extent.path for f in spec.fragments})  # sorted, so that equal descriptions pickle equally
+        paths = sorted(fragments_of(spec.fragments).file_paths())  # sorted, so that equal descriptions pickle equally
         return type(self), (narrow(self._store, paths), spec, self._selection)
 
     # -- how

@@ -562,6 +562,8 @@ class Namespace(Mapping[str, A]):
             Name -> tensor, with each tied tensor once, under the name that owns it if the view has that name; and each
             further name -> the name in the first dict that it is tied to.
         """
+        if isinstance(self._listed, Same):  # no names are tied
+            return {name: self[name] for name in self._listed}, {}
         names: dict[str, str] = {}  # the name that owns a tensor -> the one it is written under
         for name in self:
             owner = self.owner(name)

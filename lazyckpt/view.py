@@ -478,6 +478,7 @@ class CheckpointView(Namespace[LazyTensor]):
         codec: Any = None,
         chunk: int | str | None = None,
         shard: int | str | bool | None = None,
+        pack: int | str | bool | None = None,
         storage_options: Mapping[str, Any] | None = None,
         **options: Unpack[WriteOptions],
     ) -> WriteResult:
@@ -500,6 +501,10 @@ class CheckpointView(Namespace[LazyTensor]):
             the fragments of the files where these form a grid.
         shard
             True, or the largest size of a shard in bytes or as text: store many chunks in one file ("512MiB").
+        pack
+            True, or a size in bytes or as text: store tensors of up to this size ("64KiB") together, those of a state
+            and dtype in one 1-d array. For many thousands of small tensors, which would each take a folder and two
+            files. Other programs than lazyckpt see the 1-d arrays, whose attributes list the names and shapes.
         storage_options
             Options of fsspec's file system for a URL.
         **options
@@ -519,7 +524,8 @@ class CheckpointView(Namespace[LazyTensor]):
         LazyckptError
             What `to_safetensors` raises.
         """
-        own = {"states": states, "codec": codec, "chunk": chunk, "shard": shard, "storage_options": storage_options}
+        own = {"states": states, "codec": codec, "chunk": chunk, "shard": shard, "pack": pack}
+        own["storage_options"] = storage_options
         return export("zarr", self if dtype is None else self.astype(dtype), dest, options, **own)
 
     @with_options

@@ -24,6 +24,7 @@ from lazyckpt.core.dtypes import F32
 from lazyckpt.core.flat import Interval, Joined
 from lazyckpt.core.fragments import Fragments, fragment_boxes, fragments_of
 from lazyckpt.core.index import Archive, Extent, Fragment, Hole, Part, Placement, Rank, TensorSpec
+from lazyckpt.core.packs import member, packed
 from lazyckpt.core.plan import plan
 from lazyckpt.errors import LazyckptError
 from lazyckpt.formats.dcp.chunks import in_chunks
@@ -248,9 +249,53 @@ def regrid(draw: st.DrawFn) -> TensorSpec:
     return regridded(flat, tuple(c * n for c, n in zip(counts, block, strict=True)))
 
 
+def whole(draw: st.DrawFn, name: str, shape: Shape) -> TensorSpec:
+    """A tensor in one piece."""
+    extent = Extent(f"{name}bin", 4 * draw(st.integers(0, 9)), F32, shape, c_strides(shape))
+    return TensorSpec(name, shape, F32, (Fragment(extent, shape),))
+
+
+def archived(draw: st.DrawFn, name: str, shape: Shape) -> TensorSpec:
+    """A tensor in one piece, which has to be looked up."""
+    return in_chunks("w", F32, shape, [((0,) * len(shape), shape, Item(name, 8, 100))])
+
+
+def pack(draw: st.DrawFn) -> TensorSpec:
+    """Tensors of any kind, one after the other; most often they all lie in one piece."""
+    makers = draw(st.sampled_from(((whole,), (whole, listed, partitioned, archived))))
+    count = draw(st.integers(1, 12))
+    return packed("w", [draw(st.sampled_from(makers))(draw, f"p{n}.", draw(shapes(0, 3, 0, 3))) for n in range(count)])
+
+
+def of_pack(draw: st.DrawFn) -> TensorSpec:
+    """One of the tensors in a pack, which is stored in chunks."""
+    shape = draw(shapes(0, 3, 0, 3))
+    lo = draw(st.integers(0, 5))
+    total = lo + prod(shape) + draw(st.integers(0, 5))
+    cell = (draw(st.integers(1, total + 1)),)
+    array = Array((total,), F32, cell, Packing((0,)), bytes(4), "c", "/")
+    spec = spec_of("pack", GridFragments(array, "pack", complete=draw(st.booleans())))
+    return member("w", spec, lo, shape, "")
+
+
 KINDS: dict[str, Callable[[st.DrawFn], TensorSpec]] = {
     one.__name__: one
-    for one in (listed, table, grid, mesh, partitioned, interval, joined, composed, nested, merged, stacked, regrid)
+    for one in (
+        listed,
+        table,
+        grid,
+        mesh,
+        partitioned,
+        interval,
+        joined,
+        composed,
+        nested,
+        merged,
+        stacked,
+        regrid,
+        pack,
+        of_pack,
+    )
 }
 
 

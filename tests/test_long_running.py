@@ -42,7 +42,8 @@ import ctypes, gc, json, os, sys, tempfile, threading, tracemalloc, warnings
 import torch, lazyckpt
 
 class MallInfo(ctypes.Structure):  # struct mallinfo2 of glibc
-    _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks used free keep".split()]
+    names = "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "used", "free", "keep"
+    _fields_ = [(name, ctypes.c_size_t) for name in names]
 
 torch.set_num_threads(1)
 warnings.simplefilter("ignore")
@@ -69,7 +70,8 @@ def counts():
         lines = sum(1 for _ in maps)
     return {
         "descriptors": len(os.listdir("/proc/self/fd")), "maps": lines, "threads": len(os.listdir("/proc/self/task")),
-        "objects": len(gc.get_objects()), "blocks": sys.getallocatedblocks(), "memory": allocated(), "resident": kib("VmRSS") << 10,
+        "objects": len(gc.get_objects()), "blocks": sys.getallocatedblocks(), "memory": allocated(),
+        "resident": kib("VmRSS") << 10,
     }
 
 %s

@@ -1,10 +1,11 @@
-"""Zarr: reading, against zarr-python; and many small arrays in shards, against `cp` of one file."""
+"""Zarr: reading, against zarr-python; and many small tensors in packs, against `cp` of one file."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import lazyckpt
 
@@ -33,7 +34,7 @@ def _reading(settings: Settings, compressed: bool) -> Contest:
     return Contest(Timed(ours), ("zarr-python", Timed(theirs)), calls=1, most=9)
 
 
-def _small(settings: Settings, count: int, sharded: bool) -> Contest:
+def _small(settings: Settings, count: int, options: Mapping[str, Any]) -> Contest:
     source, out, copied = data.kibibytes(settings, "safetensors", count), settings.out(), settings.out("copy")
     warm(source)
     view = lazyckpt.open(source, cache=False)
@@ -47,7 +48,7 @@ def _small(settings: Settings, count: int, sharded: bool) -> Contest:
         remove(out)
         remove(copied)
 
-    ours = Timed(lambda: view.to_zarr(out, progress=False, shard=True if sharded else None), anew)
+    ours = Timed(lambda: view.to_zarr(out, progress=False, **options), anew)
     peer = ("cp of the source, one file", Timed(lambda: copy([source], copied), anew))
     return Contest(ours, peer, calls=1, rehearse=False, most=7, least=1, done=done)
 
@@ -75,9 +76,11 @@ def _all(settings: Settings) -> Iterator[Case]:
         yield Case(f"read {size} MiB, {text}", partial(_reading, settings, compressed))
     yield Case(f"write {size} MiB of a torch file, cold", partial(_cold, settings), [Goal(0.9)])
     for count, quick in ((100_000, False), (1_000, True)):
-        what = f"write {count:,} arrays of 1 KiB, sharded"
-        yield Case(what, partial(_small, settings, count, True), [Goal(1.5)], quick)
-    yield Case("write 1,000 arrays of 1 KiB, a file for each", partial(_small, settings, 1000, False), [Goal(None)])
+        what = f"write {count:,} tensors of 1 KiB, packed"
+        yield Case(what, partial(_small, settings, count, {"pack": True}), [Goal(1.5)], quick)
+    for options, text in (({"shard": True}, "a shard"), ({}, "a chunk")):
+        what = f"write 1,000 tensors of 1 KiB, an array with {text} for each"
+        yield Case(what, partial(_small, settings, 1000, options), [Goal(None)])
 
 
 AREA = Area(

@@ -20,6 +20,11 @@ from .index import Extent, Fragment, Hole, Part, TensorSpec
 
 def interval(source: TensorSpec, lo: int, hi: int) -> TensorSpec:
     """Return elements lo to hi of a tensor's C-order ravel as a tensor of shape (hi - lo,)."""
+    extent = plain(source.fragments)
+    if extent is not None and lo < hi:
+        at = extent.offset + lo * extent.dtype.itemsize
+        run = replace(extent, offset=at, shape=(hi - lo,), strides=(1,))
+        return replace(source, shape=run.shape, fragments=(Fragment(run, run.shape, rank=source.fragments[0].rank),))
     return replace(source, shape=(hi - lo,), fragments=Interval(source.shape, source.fragments, lo, hi))
 
 
@@ -30,6 +35,16 @@ def joined(like: TensorSpec, shape: Shape, intervals: Sequence[tuple[int, Tensor
     """
     held = tuple((at, min(spec.shape[0], prod(shape) - at), spec.fragments) for at, spec in intervals)
     return replace(like, shape=shape, fragments=Joined(shape, held))
+
+
+def plain(fragments: Sequence[Fragment]) -> Extent | None:
+    """Return the extent of a tensor that lies in one piece, in C order, else None."""
+    if type(fragments) is not tuple or len(fragments) != 1:
+        return None
+    (fragment,) = fragments
+    extent = fragment.extent
+    whole = fragment.parts is None and fragment.span is None and fragment.axes is None
+    return extent if whole and type(extent) is Extent and is_run(extent.shape, extent.strides) else None
 
 
 class Flat(Fragments):
@@ -88,6 +103,8 @@ class Interval(Flat):
     def _flat(self, fragment: Fragment, boxes: Sequence[Box]) -> Fragment:
         shape, local_shape = self.source, fragment.local_shape
         dense = _is_dense(fragment)
+        if not shape and not dense:
+            return replace(fragment, parts=(Part(Box((), ()), (-self.lo,)),), axes=(None,))
         last = max((d for d, n in enumerate(shape) if n > 1), default=len(shape) - 1)
         axes = tuple(range(len(shape))) if fragment.axes is None else fragment.axes
         parts: list[Part] = []

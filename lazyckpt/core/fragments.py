@@ -117,6 +117,10 @@ class Fragments(Sequence[Fragment]):
         """
         return []
 
+    def file_paths(self) -> set[str]:
+        """Return the paths of the files that hold the fragments."""
+        return {fragment.extent.path for fragment in self}
+
     @property
     def shards(self) -> tuple[Placement, ...]:
         """The placements of the ranks' shards in the tensor, in rank order; empty if the tensor has no such shards."""

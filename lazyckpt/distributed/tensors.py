@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..core.box import Box, Shape, c_strides
 from ..core.compose import compose
+from ..core.fragments import fragments_of
 from ..core.index import Placement, TensorSpec, relocated
 from ..errors import MeshError, some
 from ..io.storage.base import Store, guarded, narrow
@@ -66,7 +67,7 @@ def _rest(tensor: LazyTensor, dim: int) -> tuple[int, ...]:
 
 
 def _paths(piece: LazyTensor) -> set[str]:
-    return {fragment.extent.path for fragment in piece.fragments}
+    return fragments_of(piece.fragments).file_paths()
 
 
 def _block(piece: LazyTensor) -> Box:

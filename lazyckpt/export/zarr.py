@@ -20,9 +20,10 @@ from typing import Any
 
 from ..core.box import Shape
 from ..core.chunking import chunk_shape, grid_of
+from ..core.packs import Packed
 from ..core.units import size_in_bytes
 from ..errors import DataError, DestinationError
-from ..formats.zarr.documents import Contents, Part, array, contents, hierarchy
+from ..formats.zarr.documents import PACKING, Contents, Part, array, contents, hierarchy
 from ..jobs.destination import Destination, Kind, Remote, Whole, Zip
 from ..jobs.executor import shares_memory
 from ..jobs.guard import followed, local_path
@@ -35,6 +36,7 @@ from .chunks import Cut
 from .codecs import Codec, Encoding, encoding
 from .codecs import check as check_codec
 from .options import WriteOptions
+from .packs import chooser, packs
 from .writer import NO_RANKS, Amount, Forecast, Writer, is_remote
 
 CHUNK = 64 << 20  # maximum bytes of a chunk
@@ -50,6 +52,12 @@ class Item:
     tensor: LazyArray
     path: str
     cut: Cut
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What identifies the array in a fingerprint, beside its tensor."""
+        fragments = self.tensor.spec.fragments
+        return self.path, self.cut, *((fragments.digest(),) if isinstance(fragments, Packed) else ())
 
     def files(self) -> Iterator[tuple[str, LazyArray]]:
         """Yield all files: (key, block of the tensor)."""
@@ -98,12 +106,13 @@ def _plan(
     codec: Codec | None = None,
     chunk: int | str | None = None,
     shard: int | str | bool | None = None,
+    pack: int | str | bool | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> WritePlan:
     url = os.fspath(dest)
     remote = is_remote(url)
     limit = None if options["memory"] is None else size_in_bytes(options["memory"])
-    plan = planned(contents(view, states), codec, chunk, shard, limit, remote)
+    plan = planned(contents(view, states, chooser(pack)), codec, chunk, shard, limit, remote)
     tensors = [item.tensor for item in plan.items]
     destination: Destination | Remote
     if remote:
@@ -113,7 +122,7 @@ def _plan(
     return WritePlan(
         destination=destination,
         tensors=tensors,
-        fingerprint=fingerprint([(i.tensor, (i.path, i.cut)) for i in plan.items], plan.documents.values()),
+        fingerprint=fingerprint([(i.tensor, i.identity) for i in plan.items], plan.documents.values()),
         chunks=Chunks(plan.nbytes, plan.chunks),
         texts=plan.documents,
         room=plan.room(),
@@ -143,28 +152,38 @@ def planned(
     memory: int | None,
     remote: bool,
 ) -> Plan:
-    """Determine chunking, codecs and documents. Raises DataError for unsupported combinations."""
+    """Determine packs, chunking, codecs and documents. Raises DataError for unsupported combinations."""
     most = size_in_bytes(chunk) if chunk is not None else IN_SHARD if shard else CHUNK
     in_file = None if not shard else SHARD if shard is True else size_in_bytes(shard)
     if memory is not None and chunk is None and (codec is not None or remote):
         most = min(most, max(1 << 20, memory // 8))
     encodings: dict[Any, Encoding] = {}
     items, arrays = [], {}
-    for n, (path, tensor) in enumerate(found.arrays.items()):
-        of = encodings.get(tensor.dtype)
-        shape, size = chunk_shape(tensor.spec, most // _LEAST, most), tensor.itemsize
+
+    def add(path: str, name: str, tensor: LazyArray, shape: Shape, **attributes: Any) -> None:
+        of, size = encodings.get(tensor.dtype), tensor.itemsize
         cut = Cut(shape, None, of or encoding(codec, tensor.dtype))
         if of is None:
-            check_codec(cut.encoding, tensor.dtype, found.names[path], prod(shape) * size)
+            check_codec(cut.encoding, tensor.dtype, name, prod(shape) * size)
             encodings[tensor.dtype] = cut.encoding
         if in_file is not None and tensor.shape:
             cut = Cut(shape, _shard_shape(tuple(tensor.shape), shape, size, in_file), cut.encoding)
-        _check_memory(cut, size, memory, remote, found.names[path])
-        arrays[path] = array(found.names[path], tuple(tensor.shape), tensor.spec.dtype, cut.file, cut.codecs, order=n)
+        _check_memory(cut, size, memory, remote, name)
+        arrays[path] = array(name, tuple(tensor.shape), tensor.spec.dtype, cut.file, cut.codecs, **attributes)
         items.append(Item(tensor, path, cut))
+
+    for path, tensor in found.arrays.items():
+        shape = chunk_shape(tensor.spec, most // _LEAST, most)
+        add(path, found.names[path], tensor, shape, order=found.order[path])
+    made = packs(found)
+    for path, together in made.items():
+        tensor = together.tensor
+        shape = (max(1, min(tensor.numel(), most // tensor.itemsize)),)
+        add(path, path, tensor, shape, packed=together.members)
+    about = found.about | {"layout": PACKING} if made else found.about
     documents = {
         f"{path}/zarr.json".lstrip("/"): json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
-        for path, document in hierarchy(arrays, found.about, found.groups).items()
+        for path, document in hierarchy(arrays, about, found.groups).items()
     }
     return Plan(items, documents)
 

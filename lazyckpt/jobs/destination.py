@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..core.fragments import fragments_of
 from ..errors import ChangedFileError, DestinationError
 from ..formats.zarr.documents import JOB
 from ..formats.zarr.tree import ROOTS
@@ -258,7 +259,7 @@ def check_unchanged(tensors: Iterable[LazyArray]) -> None:
     detect that, too, but not after the last read.)"""
     files: dict[tuple[int, str], Store] = {}
     for tensor in tensors:
-        for path in {fragment.extent.path for fragment in tensor._held.fragments}:
+        for path in fragments_of(tensor._held.fragments).file_paths():
             files[id(tensor.store), path] = tensor.store
 
     def check(item: tuple[tuple[int, str], Store]) -> None:

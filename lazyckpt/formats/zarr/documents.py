@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -105,7 +105,8 @@ def _escaped_char(char: str) -> str:
 
 # -- The documents that describe a checkpoint as a zarr v3 hierarchy: zarr.json of the root, groups and arrays.
 
-LAYOUT = 1  # version of the attributes; readers refuse a higher one
+LAYOUT = 1  # version of the attributes; readers refuse a higher one than they know
+PACKING = 2  # version of the attributes of a hierarchy with packs (packs.py)
 ATTRIBUTE = "lazyckpt"
 JOB = ".lazyckpt-job"  # exists in a folder or prefix while an export is being written there
 RAW = ({"name": "bytes", "configuration": {"endian": "little"}},)
@@ -208,10 +209,15 @@ class Contents(Generic[T]):
     """Paths of the states' groups."""
     about: dict[str, Any]
     """Attributes of the root, for `hierarchy`."""
+    order: dict[str, int]
+    """Path -> position of the tensor in the view, of all states."""
+    small: dict[str, list[tuple[int, str, T]]]
+    """Path of a state's group -> (position, name, tensor), for those tensors that are packed and have no path."""
 
 
-def contents(view: Part[T], only: Sequence[str] | None = None) -> Contents[T]:
-    """Return the contents of a view, or only those of the states ``only``. No tensor data is read.
+def contents(view: Part[T], only: Sequence[str] | None = None, packs: Callable[[T], bool] | None = None) -> Contents[T]:
+    """Return the contents of a view, or only those of the states ``only``. No tensor data is read. ``packs`` says of a
+    tensor whether it is packed.
 
     Raises DataError for metadata that JSON cannot represent, or an unknown state."""
     whole = view.state == next(iter(view.states), None)
@@ -228,13 +234,21 @@ def contents(view: Part[T], only: Sequence[str] | None = None) -> Contents[T]:
     names: dict[str, str] = {}
     aliases: dict[str, str] = {}
     groups = {state: component(state) for state in states}
+    order: dict[str, int] = {}
+    small: dict[str, list[tuple[int, str, T]]] = {}
+    first = 0
     for state, part in states.items():
         tensors, tied = part.once()
         aliases.update(tied)
-        for name, path in paths(tensors).items():
+        positions = dict(zip(tensors, range(first, first + len(tensors)), strict=True))
+        first += len(tensors)
+        if packs is not None:
+            small[groups[state]] = [(positions.pop(name), name, t) for name, t in tensors.items() if packs(t)]
+        for name, path in paths(positions).items():
             where = f"{groups[state]}/{path}"
             arrays[where] = tensors[name]
             names[where] = name
+            order[where] = positions[name]
     mesh = view.mesh
     about = {
         "format": view.format,
@@ -245,4 +259,4 @@ def contents(view: Part[T], only: Sequence[str] | None = None) -> Contents[T]:
         "meta": encode(dict(view.meta)),
         "problems": list(view.problems),
     }
-    return Contents(arrays, names, tuple(groups.values()), about)
+    return Contents(arrays, names, tuple(groups.values()), about, order, small)

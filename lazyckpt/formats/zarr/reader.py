@@ -8,8 +8,9 @@ root's document of a consolidated hierarchy; chunks are examined when they are r
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from itertools import islice
+from collections.abc import Mapping, Sequence
+from itertools import islice, repeat
+from operator import itemgetter
 from typing import Any
 
 from ...core.index import FileInfo, Index, Mesh, TensorSpec
@@ -17,11 +18,12 @@ from ...errors import CorruptError, FormatError, MissingFileError, Problem, only
 from ...io.plain_json import decode
 from ...io.storage.base import Store, look
 from ..reader import Reader, Source
-from .documents import ATTRIBUTE, JOB, LAYOUT, component, dimension_names
+from .documents import ATTRIBUTE, JOB, PACKING, component, dimension_names
 from .grid import Array, ChunkFiles, GridFragments, Place, spec_of
 from .keys import Keys
 from .metadata import array_v2, array_v3
 from .packing import NoTensorError, unknown_codecs
+from .packs import Members, PackedSpecs, members
 from .tree import ROOTS, Folder, Nodes, Tree, Zip, is_zip_of_zarr, nodes
 
 _ALONE = "array"  # name of the tensor if the hierarchy is a single array
@@ -170,10 +172,10 @@ def _own_index(
 ) -> Index:
     """Return the index of an export, which restores the exported view."""
     where = tree.where("zarr.json")
-    if type(about["layout"]) is not int or about["layout"] > LAYOUT:
+    if type(about["layout"]) is not int or about["layout"] > PACKING:
         raise FormatError(
-            f"{where}: an export of layout {about['layout']!r:.20}, this version of lazyckpt reads up to {LAYOUT}: use "
-            "a later one"
+            f"{where}: an export of layout {about['layout']!r:.20}, this version of lazyckpt reads up to {PACKING}: "
+            "use a later one"
         )
     origin, first, listed = about.get("format"), about.get("state"), about.get("states")
     aliases, degrees, notes = about.get("aliases") or {}, about.get("mesh") or {}, about.get("problems") or []
@@ -191,17 +193,10 @@ def _own_index(
     called = {
         state: "weights" if listed == ["stored"] else state for state in dict.fromkeys([str(first), *(listed or ())])
     }
-    states: dict[str, dict[str, TensorSpec]] = {state: {} for state in called.values()}
     groups = {component(group): state for group, state in called.items()}
-    stored: dict[str, TensorSpec] = {}
-    for path, grid in sorted(fragments.items(), key=lambda item: _order(item[1])):
-        own = (grid.array.attributes or {}).get(ATTRIBUTE)
-        name = own.get("name") if isinstance(own, dict) else None
-        state = groups.get(path.split("/")[0])
-        if not isinstance(name, str) or state is None or name in states[state]:
-            raise CorruptError(f"{where}: the array {path!r:.80} has no name of its own in a state: damaged")
-        states[state][name] = spec_of(name, grid, rule)
-        stored[path] = spec_of(path, grid, rule)
+    in_order = sorted(fragments.items(), key=lambda item: _order(item[1]))
+    stored = {path: spec_of(path, grid, rule) for path, grid in in_order}
+    states = _states(stored, fragments, groups, list(called.values()), rule, where)
     lost = [owner for owner in aliases.values() if not any(owner in table for table in states.values())]
     if lost:
         raise CorruptError(f"{where}: names are tied to {lost[0]!r:.80}, which is no array: damaged")
@@ -236,6 +231,44 @@ def _order(grid: GridFragments) -> int:
     own = (grid.array.attributes or {}).get(ATTRIBUTE)
     order = own.get("order") if isinstance(own, dict) else None
     return order if type(order) is int else 0
+
+
+def _states(
+    stored: Mapping[str, TensorSpec],
+    fragments: Mapping[str, GridFragments],
+    groups: Mapping[str, str],
+    states: Sequence[str],
+    rule: str,
+    where: str,
+) -> dict[str, Mapping[str, TensorSpec]]:
+    """Return the tensors of an export by state and name, in the order of the view that was written."""
+    found: dict[str, list[tuple[int, str, TensorSpec | tuple[int, int]]]] = {state: [] for state in states}
+    packs: list[tuple[TensorSpec, Members]] = []
+    for path, spec in stored.items():
+        own = (fragments[path].array.attributes or {}).get(ATTRIBUTE)
+        own = own if isinstance(own, dict) else {}
+        state, name = groups.get(path.split("/")[0]), own.get("name")
+        if not isinstance(name, str) or state is None:
+            raise CorruptError(f"{where}: the array {path!r:.80} has no name of its own in a state: damaged")
+        if "packed" not in own:
+            found[state].append((_order(fragments[path]), name, spec))
+            continue
+        if len(spec.shape) != 1:
+            raise CorruptError(f"{where}: the array {path!r:.80} of packed tensors has {len(spec.shape)} dimensions")
+        listed = members(own["packed"], spec.numel, spec.dtype.itemsize, f"{where}: {path!r:.80}")
+        numbers = zip(repeat(len(packs)), range(len(listed.names)), strict=False)
+        found[state] += zip(listed.order, listed.names, numbers, strict=True)
+        packs.append((spec, listed))
+    tables: dict[str, Mapping[str, TensorSpec]] = {}
+    for state, entries in found.items():
+        table = {name: entry for _, name, entry in sorted(entries, key=itemgetter(0))}
+        if len(table) < len(entries):
+            raise CorruptError(f"{where}: two arrays of the state {state!r:.80} have the same name: damaged")
+        if packs:
+            tables[state] = PackedSpecs(table, packs, rule)
+        else:
+            tables[state] = {name: entry for name, entry in table.items() if isinstance(entry, TensorSpec)}
+    return tables
 
 
 def _recognises(source: Source) -> bool:
