@@ -11,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from lazyckpt.core.packs import InOnePiece, Pack, packed
 from lazyckpt.errors import CorruptError, FormatError
 from lazyckpt.export import zarr as export
 from lazyckpt.interop import zarr_dtypes
+from lazyckpt.io.storage.local import LocalStore
 from lazyckpt.lazy import LazyArray
 from lazyckpt.testing.oracle import same, some_keys
 
@@ -126,6 +128,14 @@ def test_a_converted_view(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path:
     for name in view:
         wanted = state[name].half() if state[name].is_floating_point() else state[name]
         same(view[name][...], wanted, name)
+
+
+def test_neighbours_in_a_file_are_read_together(tmp_path: Path) -> None:
+    save_file({f"l.{n}.w": torch.full((64,), float(n)) for n in range(1000)}, tmp_path / "x.safetensors")
+    view = lazyckpt.open(tmp_path / "x.safetensors")
+    with mock.patch.object(LocalStore, "read_into", autospec=True, side_effect=LocalStore.read_into) as reads:
+        view.to_zarr(tmp_path / "out.zarr", pack=True)
+    assert 1 <= len(reads.mock_calls) <= 2
 
 
 def test_other_programs_read_the_packs(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:

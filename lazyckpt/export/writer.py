@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from ..core.dtypes import dtype_of
 from ..core.units import plural
 from ..errors import DataError, MissingFileError
+from ..io.memory import many_objects
 from ..io.storage.fsspec import is_url
 from ..jobs.destination import Destination, Kind, Remote, Whole
 from ..jobs.executor import runner
@@ -178,7 +179,9 @@ class Writer:
         options = complete(given, f"to_{self.name}")
         if not self.takes_parts:
             check_whole(view)
-        return carry_out(self.plan(view, dest, options, **own), options)
+        with many_objects():
+            plan = self.plan(view, dest, options, **own)
+        return carry_out(plan, options)
 
 
 def carry_out(plan: WritePlan, options: WriteOptions) -> WriteResult:

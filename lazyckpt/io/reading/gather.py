@@ -185,9 +185,20 @@ def runs(store: Store, spec: TensorSpec, want: Selection) -> list[Run] | None:
     """Return the file ranges that hold the selection's bytes in C order; None if files do not hold them like that."""
     if spec.combine == "mean":
         return None
-    strides = c_strides([len(r) for r in want])
+    shape = tuple(map(len, want))
+    copies = planned(store, spec, want)
+    if isinstance(copies, Copies) and copies.table.packed is None:
+        if copies.table.dtype is not spec.dtype:
+            return None
+        columns, paths = copies.runs(shape), copies.table.paths
+        if len(columns.rest):
+            return None
+        order = np.argsort(columns.at)
+        places = (column[order].tolist() for column in (columns.files, columns.offsets, columns.nbytes))
+        return [Run(paths[n], offset, nbytes) for n, offset, nbytes in zip(*places, strict=True)]
+    strides = c_strides(shape)
     found: list[tuple[int, Run]] = []
-    for copy in planned(store, spec, want):
+    for copy in copies:
         extent, size = copy.extent, copy.extent.dtype.itemsize
         unconverted = extent.raw and extent.dtype is spec.dtype
         if copy.sparse or not (unconverted and is_run(copy.shape, copy.strides) and is_run(copy.shape, strides)):
