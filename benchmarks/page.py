@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks page", description=__doc__)
     parser.add_argument("file", type=Path, help="a history (.jsonl) or a result (.json)")
     options = parser.parse_args(arguments)
-    runs = report.runs(options.file)
+    runs = suite.history(options.file)
     for name in PAGES:
         path = ROOT / name
         path.write_text(fill(path.read_text("utf-8"), runs), "utf-8")

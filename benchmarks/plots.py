@@ -23,7 +23,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("file", type=Path, help="a history (.jsonl) or a result (.json)")
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER")
     options = parser.parse_args(arguments)
-    for path in draw(report.newest(report.runs(options.file)), options.to):
+    for path in draw(report.newest(suite.history(options.file)), options.to):
         print(path)
     return 0
 

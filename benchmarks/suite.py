@@ -6,11 +6,14 @@ import gc
 import importlib
 import os
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
-from . import host
+from . import host, report
 from .case import Area, Case, Settings
 from .row import Row
 
@@ -47,6 +50,22 @@ def cases(area: Area, settings: Settings, only: str = "") -> list[Case]:
     """The cases of an area of which a row's text contains ``only``; in a quick run, the quick ones."""
     chosen = [case for case in area.cases(settings) if case.quick or not settings.quick]
     return [case for case in chosen if any(only.lower() in text.lower() for text in case.texts())]
+
+
+def history(path: Path) -> list[dict[str, Any]]:
+    """The runs of a history or a result, without the rows that the suite no longer has."""
+    with tempfile.TemporaryDirectory() as folder:
+        known = {
+            (area.name, quick, text)
+            for area in areas()
+            for quick in (False, True)
+            for case in cases(area, Settings(Path(folder), quick))
+            for text in case.texts()
+        }
+    found = report.runs(path)
+    for one in found:
+        one["rows"] = [row for row in one["rows"] if (row["area"], one["quick"], row["what"]) in known]
+    return found
 
 
 def run(names: Sequence[str], settings: Settings, only: str = "") -> Iterator[tuple[Area, list[Row], float]]:

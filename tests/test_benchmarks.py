@@ -243,6 +243,14 @@ def test_the_newest_figure_of_each_row_counts() -> None:
     assert not report.only_quick([run(True, c=9.0), run(False, a=1.0)], "slices")
 
 
+def test_rows_that_the_suite_no_longer_has_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured(monkeypatch, Case("a", lambda: Contest(constant(1.0), calls=1)))
+    rows = [Row("slices", what, ratio=Spread.of([1.0])) for what in "ab"]
+    report.append(tmp_path / "history.jsonl", report.result(rows, {}, {}, False))
+    (found,) = suite.history(tmp_path / "history.jsonl")
+    assert [row["what"] for row in found["rows"]] == ["a"]
+
+
 # -- the documentation
 
 
