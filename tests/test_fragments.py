@@ -32,7 +32,7 @@ from lazyckpt.formats.dcp.metadata import Item
 from lazyckpt.formats.megatron.stacks import regridded
 from lazyckpt.formats.ranks.fragments import MeshFragments, Team
 from lazyckpt.formats.shared.flat import FlatFragments, Partition
-from lazyckpt.formats.zarr.grid import Array, GridFragments, Packing, spec_of
+from lazyckpt.formats.zarr.grid import Array, GridFragments, Level, Packing, spec_of
 from lazyckpt.layouts.merge import Merge, concatenated, in_parts, replicated
 from lazyckpt.layouts.placements import Cut, Layout, Same
 
@@ -260,22 +260,24 @@ def archived(draw: st.DrawFn, name: str, shape: Shape) -> TensorSpec:
     return in_chunks("w", F32, shape, [((0,) * len(shape), shape, Item(name, 8, 100))])
 
 
-def pack(draw: st.DrawFn) -> TensorSpec:
-    """Tensors of any kind, one after the other; most often they all lie in one piece."""
-    makers = draw(st.sampled_from(((whole,), (whole, listed, partitioned, archived))))
-    count = draw(st.integers(1, 12))
-    return packed("w", [draw(st.sampled_from(makers))(draw, f"p{n}.", draw(shapes(0, 3, 0, 3))) for n in range(count)])
-
-
-def of_pack(draw: st.DrawFn) -> TensorSpec:
-    """One of the tensors in a pack, which is stored in chunks."""
-    shape = draw(shapes(0, 3, 0, 3))
+def of_pack(draw: st.DrawFn, name: str = "w", shape: Shape | None = None) -> TensorSpec:
+    """One of the tensors in a pack, which is stored in chunks, perhaps of a shard."""
+    shape = draw(shapes(0, 3, 0, 3)) if shape is None else shape
     lo = draw(st.integers(0, 5))
     total = lo + prod(shape) + draw(st.integers(0, 5))
     cell = (draw(st.integers(1, total + 1)),)
-    array = Array((total,), F32, cell, Packing((0,)), bytes(4), "c", "/")
-    spec = spec_of("pack", GridFragments(array, "pack", complete=draw(st.booleans())))
-    return member("w", spec, lo, shape, "")
+    levels = (Level(cell, (0,)),) if draw(st.booleans()) else ()
+    whole_cells = -(-max(total, 1) // cell[0]) * cell[0]
+    array = Array((total,), F32, (whole_cells,) if levels else cell, Packing((0,), levels), bytes(4), "c", "/")
+    spec = spec_of(f"{name}pack", GridFragments(array, f"{name}pack", complete=draw(st.booleans())))
+    return member(name, spec, lo, shape, "")
+
+
+def pack(draw: st.DrawFn) -> TensorSpec:
+    """Tensors of any kind, one after the other; most often they all lie in one piece."""
+    makers = draw(st.sampled_from(((whole,), (whole, listed, partitioned, archived, of_pack))))
+    count = draw(st.integers(1, 12))
+    return packed("w", [draw(st.sampled_from(makers))(draw, f"p{n}.", draw(shapes(0, 3, 0, 3))) for n in range(count)])
 
 
 KINDS: dict[str, Callable[[st.DrawFn], TensorSpec]] = {

@@ -157,6 +157,18 @@ def test_other_programs_read_the_packs(saved: tuple[Path, dict[str, torch.Tensor
         assert np.array_equal(group["weights/embed/weight"][...], state["embed.weight"].numpy())
 
 
+@pytest.mark.parametrize("options", [{}, {"shard": True}, {"codec": "zstd"}])
+def test_packed_again(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, options: dict[str, Any]) -> None:
+    """The tensors of a pack, also numbers, are parts of chunks; they are packed with other neighbours."""
+    path, state = saved
+    lazyckpt.open(path).to_zarr(tmp_path / "a.zarr", pack=True, **options)
+    lazyckpt.open(tmp_path / "a.zarr").select("layers.*.step").to_zarr(tmp_path / "b.zarr", pack=True, **options)
+    lazyckpt.open(tmp_path / "a.zarr").to_zarr(tmp_path / "c.zarr", pack="1KiB", **options)
+    for where in ("b.zarr", "c.zarr"):
+        for name, tensor in lazyckpt.open(tmp_path / where).items():
+            same(tensor[...], state[name], name)
+
+
 def test_a_slice_reads_its_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {f"l.{n}": torch.arange(64.0) + n for n in range(100)}
     save_file(state, tmp_path / "x.safetensors")
