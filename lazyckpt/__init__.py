@@ -36,8 +36,9 @@ if _TYPE_CHECKING:
     from .core.index import Mesh
     from .export.options import WriteResult
     from .inspect.diff import Diff, Difference
+    from .inspect.manifest import Digest
     from .io.containers.pickle.records import Opaque
-    from .runs.compare import diff
+    from .runs.compare import diff, digest
     from .runs.prune import Pruned, prune
     from .runs.view import RunView
     from .tensor import LazyTensor
@@ -48,6 +49,7 @@ _HOMES = {
     "CheckpointView": "view",
     "Diff": "inspect.diff",
     "Difference": "inspect.diff",
+    "Digest": "inspect.manifest",
     "LazyTensor": "tensor",
     "Mesh": "core.index",
     "Opaque": "io.containers.pickle.records",
@@ -55,6 +57,7 @@ _HOMES = {
     "RunView": "runs.view",
     "WriteResult": "export.options",
     "diff": "runs.compare",
+    "digest": "runs.compare",
     "prune": "runs.prune",
     "unshard": "view",
 }
@@ -69,6 +72,7 @@ __all__ = [
     "DestinationError",
     "Diff",
     "Difference",
+    "Digest",
     "FormatError",
     "LazyTensor",
     "LazyckptError",
@@ -84,6 +88,7 @@ __all__ = [
     "WorkerError",
     "WriteResult",
     "diff",
+    "digest",
     "open",
     "open_run",
     "prune",

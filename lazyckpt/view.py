@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from .export.files import NewNames
     from .export.options import WriteOptions, WriteResult
+    from .inspect.manifest import Digest
     from .inspect.table import Table
     from .show.plot import ViewPlots
 else:
@@ -268,6 +269,63 @@ class CheckpointView(Namespace[LazyTensor]):
         from .inspect.stats import stats_of_all
 
         return stats_of_all(self.once()[0], bins, executor, memory, progress)
+
+    def digest(
+        self,
+        *,
+        algorithm: str = "sha256",
+        states: Sequence[str] | None = None,
+        executor: Executor | None = None,
+        memory: int | str | None = None,
+        progress: bool | None = None,
+    ) -> Digest:
+        """Compute digests of the contents, which do not depend on format, layout or files.
+
+        The same tensors have the same digest in ZeRO, tensor-parallel, DCP, Hugging Face and Zarr checkpoints.
+        docs/formats/digest.md specifies how it is computed. Every byte is read once, on several threads.
+
+        Parameters
+        ----------
+        algorithm
+            "sha256", or "blake3" (needs the package blake3).
+        states
+            Names of the states to include. By default all states, or the view's own state if it is not the
+            checkpoint's default.
+        executor, memory, progress
+            See `WriteOptions`.
+
+        Returns
+        -------
+        Digest
+            ``digest.root`` covers everything, ``digest.root_of(state)`` a state, ``digest[name].digest`` a tensor.
+            ``digest.to_json()`` is a manifest, ``digest.mismatches(manifest)`` compares. A tensor that cannot be read
+            has an ``error`` in place of its digest, and the roots that include it are None.
+
+        Raises
+        ------
+        DataError
+            The algorithm is unknown, or its package is not installed.
+        TensorNotFoundError
+            There is no state of a name in ``states``.
+        WorkerError
+            Workers of the executor died.
+        """
+        from .inspect.digest import digest
+
+        chosen = self._states_or(states)
+        parts = {state: part.once() for state, part in chosen.items()}
+        tensors = {state: of_state for state, (of_state, _) in parts.items()}
+        aliases = {state: tied for state, (_, tied) in parts.items()}
+        lost = {next(iter(chosen)): self.unreadable} if chosen else {}
+        return digest(tensors, aliases, lost, algorithm, executor, memory, progress)
+
+    def _states_or(self, names: Sequence[str] | None) -> dict[str, CheckpointView]:
+        """Return the states of these names, or by default all, or the own one of a view of another state."""
+        if names is None:
+            whole = self.state == next(iter(self.states), None)
+            return dict(self.states) if whole else {self.state: self}
+        names = [names] if isinstance(names, str) else list(names)
+        return {name: self.states[name] for name in names}
 
     @property
     def plot(self) -> ViewPlots:

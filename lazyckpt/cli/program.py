@@ -27,6 +27,7 @@ COMMANDS = {
     "browse": "Browse a checkpoint interactively in the terminal.",
     "stats": "Compute statistics of every tensor.",
     "diff": "Compare two checkpoints of any formats, tensor by tensor.",
+    "digest": "Print digests of the contents, which are the same in every format.",
     "convert": "Write a checkpoint in another format.",
     "prune": "Remove the older checkpoints of a run.",
     "formats": "List the formats that lazyckpt reads.",

@@ -1,4 +1,4 @@
-"""`lazyckpt.diff`: compare two checkpoints, given as views or as paths."""
+"""`lazyckpt.diff` and `lazyckpt.digest`: compare checkpoints, given as views or as paths."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Literal
 from ..errors import SelectionError, TensorNotFoundError, some
 from ..inspect.diff import Diff, Difference
 from ..inspect.diff import diff as diff_tensors
+from ..inspect.manifest import Digest
 from ..tensor import LazyTensor
 from ..view import CheckpointView
 from .view import RunView
@@ -79,6 +80,38 @@ def diff(
         # the index does not record which state a lost name belongs to: list it once
         rows += _with_lost(of_state, one, other, state) if state == wanted[0] else of_state
     return Diff(tuple(rows))
+
+
+def digest(
+    checkpoint: CheckpointView | str | os.PathLike[str],
+    *,
+    algorithm: str = "sha256",
+    states: Sequence[str] | None = None,
+    executor: Executor | None = None,
+    memory: int | str | None = None,
+    progress: bool | None = None,
+) -> Digest:
+    """Compute digests of the contents of a checkpoint, which do not depend on format, layout or files.
+
+    Parameters
+    ----------
+    checkpoint
+        A view, or a path to open.
+    algorithm, states, executor, memory, progress
+        See `CheckpointView.digest`.
+
+    Returns
+    -------
+    Digest
+        The digests of all tensors, states and the whole.
+
+    Raises
+    ------
+    LazyckptError
+        What `lazyckpt.open` and `CheckpointView.digest` raise.
+    """
+    view = checkpoint if isinstance(checkpoint, CheckpointView) else CheckpointView(checkpoint)
+    return view.digest(algorithm=algorithm, states=states, executor=executor, memory=memory, progress=progress)
 
 
 def _with_lost(
