@@ -258,10 +258,15 @@ def test_nothing_runs(name: str, tmp_path: Path, probe: Path, monkeypatch: pytes
     marker = probe / "marker-import" if name in UNCALLED else tmp_path / "marker"
     path = write_pickle(tmp_path / "model.pt", pickled(name, marker))
     monkeypatch.syspath_prepend(str(probe))
-    with nothing_runs(lambda: lazyckpt.open(path, cache=False)):
+
+    def look() -> lazyckpt.CheckpointView:
         view = lazyckpt.open(path, cache=False)
         repr(view), view.tree(), view.explain(), repr(dict(view.meta))
         list(view.values()), view.to("cpu"), view.stored
+        return view
+
+    with nothing_runs(look):
+        view = look()
     assert not marker.exists(), "it ran"
     if name not in UNCALLED:
         lines = [line for line in view.problems if LIVE[name][1] in line]
@@ -303,6 +308,16 @@ NAMES = """
     torch.utils._config_module.ConfigModule.load_config
     numpy.load numpy.save numpy.memmap numpy.fromfile numpy.f2py.crackfortran.getlincoef numpy.f2py.compile
     numpy.testing._private.utils.runstring numpy.ndarray.tofile
+    torch.storage._load_from_bytes torch.distributed.rpc.internal.deserialize
+    torch.distributed.launcher.api.launch_agent
+    torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler.SubprocessHandler
+    typing._eval_type typing.get_type_hints dataclasses._create_fn dataclasses.make_dataclass numpy.core.memmap.memmap
+    numpy._core.memmap.memmap sympy.core.sympify.sympify yaml.unsafe_load pandas.io.pickle.read_pickle
+    _pyrepl.pager.pipe_pager test.support.script_helper.assert_python_ok torch.nn.functional.importlib.import_module
+    torch.nn.functional.torch.load numpy.core.multiarray.fromfile torch.multiprocessing.spawn.spawn
+    cloudpickle.cloudpickle._make_function imaplib.IMAP4_stream pkgutil.resolve_name bdb.Bdb code.InteractiveInterpreter
+    _aix_support._read_cmd_output _osx_support._find_build_tool cProfile.runctx asyncore.dispatcher telnetlib.Telnet
+    mypackage.util.eval mypackage.util.os.system
 """
 
 
@@ -323,6 +338,20 @@ def test_dangerous_names_are_reported(dotted: str, tmp_path: Path) -> None:
     assert named_in(call(named("torch._tensor", "_rebuild_from_type_v2"), it, b"N", b")", b"N"), module, name)
     hidden = tuple_of(text("storage"), it, text("0"), text("cpu"), number(4)) + b"Q"
     assert named_in(dict_of(text("w"), tensor(hidden)), module, name)
+
+
+def test_names_before_a_pickle_breaks_off_are_reported(tmp_path: Path) -> None:
+    """torch.load runs them before it comes to the damage."""
+    for damage in (b"", b"\xff", text("x") + b"R", b"\x95" + (1 << 40).to_bytes(8, "little")):
+        body = dict_of(text("x"), call(stack("os", "system"), text("true")))
+        path = write_pickle(tmp_path / "m.pt", program(body, 4)[:-1] + damage)
+        with pytest.raises(lazyckpt.CorruptError, match=r"It names os\.system, .* nothing was run") as found:
+            lazyckpt.open(path, cache=False)
+        assert len(str(found.value).splitlines()) <= 3
+    path = write_pickle(tmp_path / "m.pt", program(dict_of(text("x"), number(1)))[:-1])
+    with pytest.raises(lazyckpt.CorruptError) as found:
+        lazyckpt.open(path, cache=False)
+    assert "It names" not in str(found.value)
 
 
 def test_dangerous_names_in_legacy_files_are_reported(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from ....errors import CorruptError
+from ....errors import CorruptError, some
 from ...limits import Budget, ExcessError
+from .audit import dangerous
 from .memo import FEW, Changes, Item, Items, Memo, Note, refuse_shared
 from .opcodes import COUNTED, LINES, exactly, place
 from .rebuild import persistent_storage
@@ -85,13 +86,19 @@ class Pickle:
         except ExcessError:
             raise
         except CorruptError as e:
-            raise CorruptError(f"{where}: {e}") from None
+            raise CorruptError(f"{where}: {e}{_warning(machine)}") from None
         except _DAMAGE as e:
             raise CorruptError(
                 f"{where}: not a valid pickle near byte {machine.end:,} ({type(e).__name__}: {e!s:.200}). "
-                "The file is damaged, or it is not a torch file: copy it again from its source."
+                f"The file is damaged, or it is not a torch file: copy it again from its source.{_warning(machine)}"
             ) from e
         self.end, self.globals = machine.end, machine.globals
+
+
+def _warning(machine: _Machine) -> str:
+    """Return a sentence about the names that a pickle has had until it breaks off, if no checkpoint needs them."""
+    named = [f"{module}.{name}" for module, name in machine.globals if dangerous(module, name)]
+    return f" It names {some(named)}, which no checkpoint needs: nothing was run, but do not load it" if named else ""
 
 
 class _Machine:
