@@ -31,7 +31,7 @@ _HARMLESS: dict[str, frozenset[str]] = {
         frozenset(n for n, v in vars(builtins).items() if isinstance(v, type))
         | {
             "long", "unicode", "xrange", "basestring", "Ellipsis", "NotImplemented", "NoneType", "len", "max", "min",
-            "sum", "abs", "sorted", "print", "any", "all", "round", "repr", "id", "hash", "iter", "next", "callable",
+            "sum", "abs", "sorted", "print", "any", "all", "round", "id", "hash", "iter", "next", "callable",
             "chr", "ord", "divmod", "pow", "format", "isinstance", "issubclass", "hex", "bin", "oct",
         },
     ),
@@ -70,14 +70,14 @@ _SOME_VERSIONS = {
     "__builtin__", "commands", "httplib", "urllib2", "urlparse", "cPickle", "copy_reg", "popen2", "imp",
     "StringIO", "cStringIO", "Queue", "thread", "dummy_thread", "HTMLParser", "ConfigParser", "SocketServer",
     "BaseHTTPServer", "SimpleHTTPServer", "CGIHTTPServer", "xmlrpclib", "repr", "anydbm", "dbhash", "telnetlib",
-    "nntplib", "distutils", "lib2to3", "asyncore", "asynchat", "smtpd", "binhex", "formatter", "parser", "symbol",
-    "macpath", "macurl2path", "dummy_threading", "aifc", "audioop", "cgi", "cgitb", "chunk", "crypt", "imghdr",
+    "nntplib", "distutils", "lib2to3", "asyncore", "asynchat", "smtpd", "binhex", 
+    "macpath", "macurl2path", "dummy_threading", "aifc", "audioop", "cgi", "cgitb", "crypt", "imghdr",
     "mailcap", "msilib", "nis", "ossaudiodev", "pipes", "sndhdr", "spwd", "sunau", "uu", "xdrlib", "_crypt",
     "_msi", "idlelib", "turtledemo", "test", "_testcapi", "_pyrepl", "_android_support", "_apple_support",
     "_ios_support", "_colorize", "_opcode_metadata", "_sysconfig", "_interpreters", "_interpqueues",
     "_interpchannels", "_xxsubinterpreters", "_suggestions", "_typing", "_aix_support", "_osx_support", "_winapi",
-    "winreg", "_winreg", "msvcrt", "nt", "ntpath", "winsound", "_overlapped", "annotationlib", "compression",
-    "_zstd", "pyrepl", "_remote_debugging",
+    "winreg", "_winreg", "msvcrt", "nt", "ntpath", "winsound", "_overlapped", "annotationlib", 
+    "_zstd", "_remote_debugging",
 }  # fmt: skip
 _STANDARD = sys.stdlib_module_names | _SOME_VERSIONS
 # Packages whose purpose is to run, download or unpickle things.
@@ -96,8 +96,8 @@ _REACHED = {
     "os", "sys", "subprocess", "builtins", "posix", "nt", "shutil", "socket", "importlib", "runpy", "ctypes", "pickle",
     "multiprocessing", "pty", "codecs", "io", "tempfile", "asyncio", "urllib", "http", "hub", "f2py", "cpp_extension",
 }  # fmt: skip
-# What checkpoints name of torch and numpy: functions (layers store their activation) by their modules or by the start of
-# their full names, classes by their modules.
+# What checkpoints name of torch and numpy: functions (layers store their activation) by their modules or by the start
+# of their full names, classes by their modules.
 _FUNCTION_MODULES = {
     "torch.nn.functional", "torch._C._nn", "torch.nn.init", "numpy.core.multiarray", "numpy._core.multiarray",
     "numpy.random._pickle",
