@@ -70,13 +70,13 @@ _SOME_VERSIONS = {
     "__builtin__", "commands", "httplib", "urllib2", "urlparse", "cPickle", "copy_reg", "popen2", "imp",
     "StringIO", "cStringIO", "Queue", "thread", "dummy_thread", "HTMLParser", "ConfigParser", "SocketServer",
     "BaseHTTPServer", "SimpleHTTPServer", "CGIHTTPServer", "xmlrpclib", "repr", "anydbm", "dbhash", "telnetlib",
-    "nntplib", "distutils", "lib2to3", "asyncore", "asynchat", "smtpd", "binhex", 
+    "nntplib", "distutils", "lib2to3", "asyncore", "asynchat", "smtpd", "binhex",
     "macpath", "macurl2path", "dummy_threading", "aifc", "audioop", "cgi", "cgitb", "crypt", "imghdr",
     "mailcap", "msilib", "nis", "ossaudiodev", "pipes", "sndhdr", "spwd", "sunau", "uu", "xdrlib", "_crypt",
     "_msi", "idlelib", "turtledemo", "test", "_testcapi", "_pyrepl", "_android_support", "_apple_support",
     "_ios_support", "_colorize", "_opcode_metadata", "_sysconfig", "_interpreters", "_interpqueues",
     "_interpchannels", "_xxsubinterpreters", "_suggestions", "_typing", "_aix_support", "_osx_support", "_winapi",
-    "winreg", "_winreg", "msvcrt", "nt", "ntpath", "winsound", "_overlapped", "annotationlib", 
+    "winreg", "_winreg", "msvcrt", "nt", "ntpath", "winsound", "_overlapped", "annotationlib",
     "_zstd", "_remote_debugging",
 }  # fmt: skip
 _STANDARD = sys.stdlib_module_names | _SOME_VERSIONS
