@@ -114,7 +114,7 @@ _CLASSES = (
     "torch.cuda.amp", "torch.cpu.amp", "torch.random", "torch.types", "torch.version", "torch.torch_version",
     "torch.utils.hooks", "torch.utils.data.sampler", "torch.utils.data.distributed", "torch.utils.data.dataset",
     "torch.utils.data._utils", "torch.utils.data.dataloader", "torch.utils.checkpoint", "torch.utils._pytree",
-    "torch.utils._python_dispatch", "torch.ao", "torch.quantization", "torch.distributions", "torch.nested",
+    "torch.utils._python_dispatch", "torch._dynamo.decorators", "torch.ao", "torch.quantization", "torch.distributions", "torch.nested",
     "torch.sparse", "torch.masked", "torch.cuda", "torch.serialization", "torch.return_types", "torch.functional",
     "torch.distributed.checkpoint", "torch.distributed.tensor", "torch.distributed._tensor",
     "torch.distributed.device_mesh", "torch.distributed._mesh_layout", "torch.distributed._shard",
