@@ -75,6 +75,7 @@ def test_it_opens_as_the_view_that_was_written(
     for name, tensor in state.items():
         same(view[name][...], tensor, name)
         assert view[name].shape == tensor.shape and view[name].dtype == tensor.dtype
+        assert view[name].name == source[name].name
         for key in some_keys(tensor.shape, name, 4):
             same(view[name][key], source[name][key], (name, key))
 

@@ -251,7 +251,7 @@ def _states(
         if not isinstance(name, str) or state is None:
             raise CorruptError(f"{where}: the array {path!r:.80} has no name of its own in a state: damaged")
         if "packed" not in own:
-            found[state].append((_order(fragments[path]), name, spec))
+            found[state].append((_order(fragments[path]), name, spec_of(name, fragments[path], rule)))
             continue
         if len(spec.shape) != 1:
             raise CorruptError(f"{where}: the array {path!r:.80} of packed tensors has {len(spec.shape)} dimensions")
