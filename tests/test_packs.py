@@ -120,6 +120,19 @@ def _all_states(path: Path, tmp_path: Path) -> None:
     assert any("%packed" in name for name in view.stored)
 
 
+@pytest.mark.parametrize("options", [{"codec": "zstd"}, {"shard": True, "chunk": 16}])
+def test_a_pack_of_packed_tensors(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Scalars and others that lie somewhere in a compressed chunk, or in a shard, are packed again."""
+    path, state = saved
+    lazyckpt.open(path).to_zarr(tmp_path / "first.zarr", pack=True, **options)
+    lazyckpt.open(tmp_path / "first.zarr").to_zarr(tmp_path / "second.zarr", pack=True)
+    view = lazyckpt.open(tmp_path / "second.zarr")
+    for name, tensor in state.items():
+        same(view[name][...], tensor, name)
+
+
 def test_a_converted_view(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
     """Tensors that are stored in several dtypes are one pack of the dtype that they are converted to."""
     path, state = saved

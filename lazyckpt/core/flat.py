@@ -104,7 +104,8 @@ class Interval(Flat):
         shape, local_shape = self.source, fragment.local_shape
         dense = _is_dense(fragment)
         if not shape and not dense:
-            return replace(fragment, parts=(Part(Box((), ()), (-self.lo,)),), axes=(None,))
+            held = tuple(Part(local, (-self.lo,)) for local, _ in fragment_boxes(fragment))
+            return replace(fragment, parts=held, axes=(None,))
         last = max((d for d, n in enumerate(shape) if n > 1), default=len(shape) - 1)
         axes = tuple(range(len(shape))) if fragment.axes is None else fragment.axes
         parts: list[Part] = []
