@@ -279,6 +279,16 @@ def test_damaged_lists(tmp_path: Path, damage: str) -> None:
     assert len(str(found.value).splitlines()) <= 3
 
 
+def test_an_empty_tensor_of_a_size_that_no_number_of_torch_holds(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(3), "b": torch.empty(0, 4)}, tmp_path / "x.safetensors")
+    lazyckpt.open(tmp_path / "x.safetensors").to_zarr(tmp_path / "out.zarr", pack=True)
+    root = tmp_path / "out.zarr/zarr.json"
+    assert "[0,4]" in root.read_text()
+    root.write_text(root.read_text().replace("[0,4]", f"[0,{1 << 63}]"))
+    with pytest.raises(CorruptError, match="%packed"):
+        lazyckpt.open(tmp_path / "out.zarr")
+
+
 def test_a_name_in_a_pack_and_beside_it(tmp_path: Path) -> None:
     state = {"big": torch.zeros(200, 200), "a": torch.ones(3), "b": torch.ones(3)}
     save_file(state, tmp_path / "x.safetensors")
