@@ -121,6 +121,19 @@ def _all_states(path: Path, tmp_path: Path) -> None:
     assert any("%packed" in name for name in view.stored)
 
 
+@pytest.mark.parametrize("options", [{"codec": "zstd"}, {"shard": True, "chunk": 16}])
+def test_a_pack_of_packed_tensors(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Scalars and others that lie somewhere in a compressed chunk, or in a shard, are packed again."""
+    path, state = saved
+    lazyckpt.open(path).to_zarr(tmp_path / "first.zarr", pack=True, **options)
+    lazyckpt.open(tmp_path / "first.zarr").to_zarr(tmp_path / "second.zarr", pack=True)
+    view = lazyckpt.open(tmp_path / "second.zarr")
+    for name, tensor in state.items():
+        same(view[name][...], tensor, name)
+
+
 def test_a_converted_view(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
     """Tensors that are stored in several dtypes are one pack of the dtype that they are converted to."""
     path, state = saved
@@ -277,6 +290,16 @@ def test_damaged_lists(tmp_path: Path, damage: str) -> None:
     with pytest.raises(CorruptError, match=r"%packed|the same name") as found:
         lazyckpt.open(tmp_path / "out.zarr")
     assert len(str(found.value).splitlines()) <= 3
+
+
+def test_an_empty_tensor_of_a_size_that_no_number_of_torch_holds(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(3), "b": torch.empty(0, 4)}, tmp_path / "x.safetensors")
+    lazyckpt.open(tmp_path / "x.safetensors").to_zarr(tmp_path / "out.zarr", pack=True)
+    root = tmp_path / "out.zarr/zarr.json"
+    assert "[0,4]" in root.read_text()
+    root.write_text(root.read_text().replace("[0,4]", f"[0,{1 << 63}]"))
+    with pytest.raises(CorruptError, match="%packed"):
+        lazyckpt.open(tmp_path / "out.zarr")
 
 
 def test_a_name_in_a_pack_and_beside_it(tmp_path: Path) -> None:

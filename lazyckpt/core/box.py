@@ -155,15 +155,16 @@ def is_run(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def fits(shape: Sequence[int], itemsize: int) -> bool:
-    """Return whether the size in bytes, as a product of the dimensions from left to right, always fits into 63 bits.
+    """Return whether the size in bytes, as a product of the dimensions from left to right, and the dimensions always
+    fit into 63 bits.
 
-    >>> fits((2**40, 2**40, 0), 1)
-    False
+    >>> fits((2**40, 2**40, 0), 1), fits((0, 2**63), 1)
+    (False, False)
     """
     size = itemsize
     for n in shape:
         size *= n
-        if size >= 1 << 63:
+        if size >= 1 << 63 or n >= 1 << 63:
             return False
     return True
 
