@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar
-
-import torch
 
 from ..errors import ChangedFileError, MissingFileError
 from .system import after_fork
@@ -235,7 +234,8 @@ def _forget() -> None:
     """
     global _pool, _lookers, _lock
     _pool, _lookers, _lock = None, None, threading.Lock()
-    torch.set_num_threads(1)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
 
 
 after_fork(_forget)
