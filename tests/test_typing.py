@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("mypy")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("mypy")]  # two runs of mypy must not share a cache
 
 ROOT = Path(__file__).parents[1]
 
