@@ -1,7 +1,8 @@
-"""Statistics of all tensors, against loading them and asking torch for the same numbers."""
+"""Statistics of all tensors, against loading them and asking torch for the same numbers; and digests."""
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -64,6 +65,28 @@ def _numbers(t: torch.Tensor) -> dict[str, float]:
     return {key: value.item() for key, value in found.items()}
 
 
+def _digest(settings: Settings) -> Contest:
+    """Against `sha256sum` of the file, which uses one core."""
+    path = data.torch_file(settings)
+    warm(path)
+    view = lazyckpt.open(path, cache=False)
+    memory = Fresh(LAZYCKPT, f"lazyckpt.open({str(path)!r}, cache=False).digest(progress=False)")
+    peer = ("sha256sum", Timed(lambda: subprocess.run(["sha256sum", path], check=True, capture_output=True)))
+    ours = Timed(lambda: view.digest(progress=False))
+    return Contest(ours, peer, calls=1, most=7, once=[memory])
+
+
+def _small(settings: Settings) -> Contest:
+    """Many small tensors, against as many bytes in a few large ones."""
+    count = settings.pick(262_144, 16_384)
+    paths = data.saved(settings, f"4k-{count}", "safetensors", count, (1024,)), data.torch_file(settings)
+    for path in paths:
+        warm(path)
+    many, few = (lazyckpt.open(path, cache=False) for path in paths)
+    peer = ("16 tensors of the same size", Timed(lambda: few.digest(progress=False)))
+    return Contest(Timed(lambda: many.digest(progress=False)), peer, calls=1, most=7)
+
+
 def _cases(settings: Settings) -> list[Case]:
     return list(_all(settings))
 
@@ -74,11 +97,16 @@ def _all(settings: Settings) -> Iterator[Case]:
         short = str(dtype).removeprefix("torch.")
         what = f"statistics of {settings.pick(1024, 64)} MiB of {short}"
         yield Case(what, partial(_stats, settings, dtype), goals)
+    size = settings.pick(1024, 64)
+    goals = [Goal(1.25), Goal(1.0, "peak", 256.0 * MIB, "peak memory", "256 MiB")]
+    yield Case(f"digest of {size} MiB", partial(_digest, settings), goals)
+    yield Case(f"digest of {size} MiB in tensors of 4 KiB", partial(_small, settings), [Goal(1.5)])
 
 
 AREA = Area(
     "statistics",
-    "Statistics",
-    "Mean, standard deviation, norms, extremes and zeros of every tensor. Before timing, the numbers are compared.",
+    "Statistics and digests",
+    "Mean, standard deviation, norms, extremes and zeros of every tensor. Before timing, the numbers are compared. "
+    "Digests are SHA-256 on all cores.",
     _cases,
 )
