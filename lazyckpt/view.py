@@ -325,6 +325,8 @@ class CheckpointView(Namespace[LazyTensor]):
             whole = self.state == next(iter(self.states), None)
             return dict(self.states) if whole else {self.state: self}
         names = [names] if isinstance(names, str) else list(names)
+        if not names:
+            raise DataError("states=[]: there is nothing to compute; None takes all states")
         return {name: self.states[name] for name in names}
 
     @property

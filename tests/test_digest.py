@@ -147,6 +147,8 @@ def test_all_states_of_a_partitioned_checkpoint(zero_cases: Mapping[str, Case], 
     assert list(only.states) == ["exp_avg"] and only.root_of("exp_avg") == mine.root_of("exp_avg")
     with pytest.raises(TensorNotFoundError, match="nothing"):
         source.digest(states=["nothing"])
+    with pytest.raises(DataError, match="states"):
+        source.digest(states=[])
 
 
 def test_tied_names_have_a_digest_each(tmp_path: Path) -> None:

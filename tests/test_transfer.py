@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 import lazyckpt
 from lazyckpt.core.select import Selection
+from lazyckpt.errors import DataError
 from lazyckpt.io.reading import device as transfer
 from lazyckpt.io.reading.device import Piece, PlainDevice, StreamDevice, ring
 from lazyckpt.io.storage.base import Fetched
@@ -610,3 +611,13 @@ def test_cuda_takes_no_second_copy(tmp_path: Any) -> None:
         assert torch.cuda.max_memory_allocated() - before <= got.nbytes + 4 * transfer.PIECE
         same(got.cpu(), whole.to(dtype), dtype)
         del got
+
+
+def test_a_device_that_is_not_there(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(3)}, tmp_path / "x.pt")
+    view = lazyckpt.open(tmp_path / "x.pt")
+    missing = "cuda:99"
+    for do in (lambda: view.to(missing), lambda: view["a"].to(missing)):
+        with pytest.raises(DataError, match="cuda:99") as raised:
+            do()
+        assert len(str(raised.value).splitlines()) <= 3

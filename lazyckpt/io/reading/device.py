@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ...core.box import Box, Shape, tiles
 from ...core.index import TensorSpec
 from ...core.select import Reads
+from ...errors import DataError
 from ..pool import Batch, Task, Work, checked
 from ..storage.base import Store, read_pieces
 from ..tensors import as_bytes
@@ -98,7 +99,16 @@ class StreamDevice(Device):
 
     def __init__(self, place: torch.device) -> None:
         super().__init__(place)
-        self._stream = self._streams.get(place) or self._streams.setdefault(place, torch.cuda.Stream(place))  # type: ignore[no-untyped-call]
+        if place not in self._streams:
+            try:
+                self._streams[place] = torch.cuda.Stream(place)  # type: ignore[no-untyped-call]
+            except (RuntimeError, AssertionError) as e:
+                why = " ".join(str(e).split())
+                raise DataError(
+                    f"torch cannot use the device {place} here ({why:.120}): read to the CPU (leave out the device), "
+                    "or install a build of torch for it"
+                ) from e
+        self._stream = self._streams[place]
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
