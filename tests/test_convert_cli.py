@@ -490,9 +490,9 @@ def command(*args: str | Path, code: str = "") -> list[str]:
 SLOW = """
 import itertools, signal, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
-from lazyckpt.tensor import LazyTensor
-real, began = LazyTensor.read_into, itertools.count()
-LazyTensor.read_into = lambda self, out: (time.sleep(0.1 if next(began) < 8 else 4), real(self, out))[1]
+from lazyckpt.io.storage.base import Store
+real, began = Store.read_into, itertools.count()
+Store.read_into = lambda *arguments: (time.sleep(0.1 if next(began) < 8 else 4), real(*arguments))[1]
 from lazyckpt.jobs import executor as job
 job._TOGETHER = 2
 """

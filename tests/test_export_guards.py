@@ -6,8 +6,10 @@ import json
 import os
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ import lazyckpt
 from lazyckpt import cli
 from lazyckpt.errors import DestinationError
 from lazyckpt.io import system
-from lazyckpt.jobs import executor, write
+from lazyckpt.jobs import executor, places, publish, write
 
 from .writers import bit_equal
 
@@ -213,3 +215,38 @@ def test_command_reports_states_that_zero_3_does_not_load(tmp_path: Path) -> Non
     as_json = convert(tmp_path / "m.pt", tmp_path / "v", "--to", "universal", "--json")
     result = json.loads(as_json.stdout)["result"]
     assert result["left_out"] == {} and list(result["not_loaded"]) == ["max_exp_avg_sq"]
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("call", ["os.chmod", "publish.rename_directory", "os.unlink", "places.rename_directory"])
+def test_ctrl_c_while_the_result_is_published_loses_nothing(tmp_path: Path, call: str, after: bool) -> None:
+    """Whichever call it interrupts: the result is there, or the next call goes on."""
+    torch.save({f"l.{n}": torch.full((3,), float(n)) for n in range(5)}, tmp_path / "x.pt")
+    view, out = lazyckpt.open(tmp_path / "x.pt"), tmp_path / "out.zarr"
+    view.to_zarr(out)
+    module, name = call.split(".")
+    target = {"os": os, "publish": publish, "places": places}[module]
+    real = getattr(target, name)
+    calls: list[object] = []
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        mine = name != "unlink" or str(arguments[0]).startswith(str(out))
+        if mine and not after:
+            raise KeyboardInterrupt
+        result = real(*arguments, **options)
+        if mine:
+            raise KeyboardInterrupt
+        return result
+
+    with mock.patch.object(target, name, interrupted), suppress(KeyboardInterrupt):
+        view.to_zarr(out, overwrite=True)
+    assert calls
+    there = publish.unfinished(out)
+    assert out.exists() or there
+    if there:
+        view.to_zarr(out, overwrite=True)
+    assert lazyckpt.diff(view, out).equal
+    view.to_zarr(out, overwrite=True)  # the hidden files of the job, if they are left, are no foreign files
+    assert sorted(path.name for path in out.iterdir()) == ["weights", "zarr.json"]
+    assert lazyckpt.diff(view, out).equal

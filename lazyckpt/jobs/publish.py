@@ -200,20 +200,33 @@ def _staged(dest: Path, folder: Path, fingerprint: str) -> Iterator[Folder]:
 
 
 def reveal(folder: Folder, dest: Path) -> None:
-    """Rename a complete folder to its destination, replacing an existing folder."""
+    """Rename a complete folder to its destination, replacing an existing folder.
+
+    Whenever Ctrl-C comes, either the staging folder can be resumed or the destination is complete. So the files that
+    make it resumable are removed last.
+    """
     if not folder.inside:  # the staging folder itself
-        folder.remove(JOB)
-        folder.remove(LEDGER)
         os.chmod(folder.root, usual_mode(Path(folder.root)))
+    try:
+        _rename(folder, dest)
+    finally:
+        if not folder.inside and not os.path.lexists(folder.root):
+            for name in (JOB, LEDGER):
+                with suppress(FileNotFoundError):
+                    os.unlink(dest / name)
+
+
+def _rename(folder: Folder, dest: Path) -> None:
     if dest.exists() and any(dest.iterdir()):
         old = _replaced(dest)
         rename_directory(dest, old)
         try:
             folder.become(dest)
-        except BaseException:
-            os.rename(old, dest)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
+        finally:
+            if os.path.lexists(dest):
+                shutil.rmtree(old, ignore_errors=True)
+            else:
+                os.rename(old, dest)
     else:
         folder.become(dest)
 
