@@ -251,12 +251,12 @@ def test_shares_at_the_same_time(source: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_share_is_called_again(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    victim = _start(source, out, 0, 2, 0.2)
+    victim = _start(source, out, 0, 2, 1.0)
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob("..out.share-0-of-2.incomplete/*/*.safetensors")):
         assert victim.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
-    time.sleep(0.5)
+    time.sleep(1.5)
     victim.send_signal(signal.SIGKILL)
     victim.communicate()
     other = _start(source, out, 1, 2)
