@@ -114,15 +114,19 @@ def simulate(nbytes: int, nodes: int, costs: Costs, task: int = 256 * MIB, piece
     return Found(nodes, end, busy)
 
 
-def measured() -> Costs:
-    """Measure what one machine can tell: a task of Dask, a line of the ledger, a worker's rate and start."""
+def measured(nbytes: int = 256 * MIB, count: int = 1000) -> Costs:
+    """Measure what one machine can tell: a task of Dask, a line of the ledger, a worker's rate and start.
+
+    The rate is that of a tensor of ``nbytes`` bytes, the time of a task that of ``count`` tasks."""
     import torch
     from distributed import Client, LocalCluster
 
     import lazyckpt
-    from lazyckpt.jobs.executor import Task, _pickled, run
+    from lazyckpt.jobs.batching import Task
+    from lazyckpt.jobs.executor import run
     from lazyckpt.jobs.ledger import Ledger
     from lazyckpt.jobs.places import Folder
+    from lazyckpt.jobs.sending import Descriptions
 
     costs = Costs()
     with tempfile.TemporaryDirectory() as folder:
@@ -132,22 +136,23 @@ def measured() -> Costs:
             for n in range(20_000):
                 ledger.add(number, n << 24, 16 * MIB, n)
             per_line = (time.perf_counter() - begun) / 20_000
-        torch.save({"w": torch.zeros(64 * MIB)}, Path(folder, "x.pt"))
+        torch.save({"w": torch.zeros(nbytes // 4)}, Path(folder, "x.pt"))
         view = lazyckpt.open(Path(folder, "x.pt"), cache=False)
         begun = time.perf_counter()
         with ThreadPoolExecutor(1) as one:
             view.to_safetensors(Path(folder, "out"), progress=False, executor=one)
         rate = view.nbytes / (time.perf_counter() - begun)
-        payload = len(_pickled([tensor.__getitem__ for _, tensor in view["w"].pieces(16 * MIB)]))
+        work = [part.__getitem__ for _, part in view["w"].pieces(16 * MIB)]
+        payload = len(Descriptions([view["w"]]).pickled(work))
         begun = time.perf_counter()
         options = {"n_workers": 1, "threads_per_worker": 16, "dashboard_address": ":0", "local_directory": folder}
         with LocalCluster(**options) as cluster, Client(cluster) as client:  # type: ignore[no-untyped-call]
             client.submit(__import__, "torch").result()
             start = time.perf_counter() - begun
             begun = time.perf_counter()
-            tasks = (Task(256 * MIB, 0, int) for _ in range(1000))
+            tasks = (Task(256 * MIB, 0, int) for _ in range(count))
             run(tasks, lambda task, result: None, client)
-            per_task = (time.perf_counter() - begun) / 1000
+            per_task = (time.perf_counter() - begun) / count
     return replace(costs, task=per_task, ledger=per_line, payload=payload, copy=rate, start=start)
 
 

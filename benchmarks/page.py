@@ -58,9 +58,11 @@ def fill(text: str, runs: Sequence[dict[str, Any]]) -> str:
 
 def _content(name: str, rows: Sequence[Row], runs: Sequence[dict[str, Any]]) -> str:
     if name == "machine":
-        last = runs[-1]
-        when = f"Measured on {last['date'][:10]} at commit `{last['commit']}`"
-        return f"{when}. The machine: {report.describe(last['machine'])} {report.summary(rows)}."
+        used = report.used(runs) or runs
+        dates = " to ".join(dict.fromkeys((used[0]["date"][:10], used[-1]["date"][:10])))
+        commits = " to ".join(dict.fromkeys(f"`{one['commit']}`" for one in (used[0], used[-1])))
+        when = f"Measured from commit {commits}, on {dates}; each row is its newest figure"
+        return f"{when}. The machine: {report.describe(runs[-1]['machine'])} {report.summary(rows)}."
     if name == "missed":
         missed = [row for row in rows if row.met is False]
         return report.table(missed) if missed else "Every goal is met."

@@ -91,13 +91,23 @@ def newest(found: Sequence[dict[str, Any]]) -> list[Row]:
 
     Of an area that a full run has measured, quick runs do not count.
     """
+    return [row for _, row in _newest(found)]
+
+
+def used(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The runs that have the newest figure of some row, oldest first."""
+    return [found[n] for n in sorted({n for n, _ in _newest(found)})]
+
+
+def _newest(found: Sequence[dict[str, Any]]) -> Iterable[tuple[int, Row]]:
+    """The newest figure of each row, with the number of its run."""
     full = {row["area"] for one in found if not one["quick"] for row in one["rows"]}
-    rows: dict[tuple[str, str], Row] = {}
-    for one in reversed(found):
+    rows: dict[tuple[str, str], tuple[int, Row]] = {}
+    for n, one in reversed(list(enumerate(found))):
         for row in map(Row.from_dict, one["rows"]):
             if not one["quick"] or row.area not in full:
-                rows.setdefault(row.key, row)
-    return list(rows.values())
+                rows.setdefault(row.key, (n, row))
+    return rows.values()
 
 
 def only_quick(found: Sequence[dict[str, Any]], area: str) -> bool:

@@ -239,6 +239,8 @@ def test_the_newest_figure_of_each_row_counts() -> None:
     found = report.newest([run(False, a=1.0, b=2.0), run(False, a=3.0), run(True, a=9.0, c=9.0)])
     assert {row.what: row.ratio and row.ratio.median for row in found} == {"a": 3.0, "b": 2.0}
     assert [row.what for row in report.newest([run(True, c=9.0)])] == ["c"]
+    of = [run(False, a=1.0), run(False, b=2.0), run(False, a=3.0), run(True, a=9.0)]
+    assert report.used(of) == of[1:3]
     assert report.only_quick([run(True, c=9.0)], "slices")
     assert not report.only_quick([run(True, c=9.0), run(False, a=1.0)], "slices")
 

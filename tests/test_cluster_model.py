@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.cluster import Costs, simulate
+from benchmarks.cluster import Costs, measured, simulate, table
+
+from .conftest import need
 
 TB = 10**12
 FAST = Costs(task=0, ledger=0, payload=0, copy=1e15, start=0, network=1e15, reads=1e15, writes=1e15)
@@ -38,3 +40,13 @@ def test_more_nodes_help_until_something_saturates() -> None:
 
 def test_the_start_of_workers_is_counted() -> None:
     assert simulate(0, 1, replace(FAST, start=7.0)).seconds == pytest.approx(7)
+
+
+@pytest.mark.slow
+def test_costs_are_measured() -> None:
+    need("distributed")
+    costs = measured(32 << 20, 20)
+    assert min(costs.task, costs.ledger, costs.payload, costs.copy, costs.start) > 0
+    assert costs.payload < 64 << 10, "the descriptions of tensors are not sent with each task"
+    found = [simulate(TB, nodes, costs) for nodes in (1, 2)]
+    assert table(found, costs, TB).count("\n| ") == 3

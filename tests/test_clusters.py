@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,34 +36,46 @@ MIB = 1 << 20
 
 
 class Recorded(Executor):
-    """Runs the work at the next look at its future, as ``workers`` workers would; counts what is pending and sent."""
+    """Runs the work when the job looks at its futures, as ``workers`` workers would; counts what is pending and sent.
+
+    Nothing runs before, however slow the machine is: so many futures are pending as the job lets be."""
 
     def __init__(self, workers: int | None) -> None:
         if workers is not None:
             self.num_workers = workers
         self.pending = self.most = 0
         self.sent: list[bytes] = []
-        self._pool = ThreadPoolExecutor(1)
-        self._lock = threading.Lock()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        with self._lock:
-            self.pending += 1
-            self.most = max(self.most, self.pending)
+        self.pending += 1
+        self.most = max(self.most, self.pending)
         self.sent.append(self.record(fn, args))
 
         def work() -> Any:
-            try:
-                time.sleep(0.002)
-                return fn(*args, **kwargs)
-            finally:
-                with self._lock:
-                    self.pending -= 1
+            self.pending -= 1
+            return fn(*args, **kwargs)
 
-        return self._pool.submit(work)
+        return _Later(work)
 
     def record(self, fn: Callable[..., Any], args: Any) -> bytes:
         return pickle.dumps((fn, args))
+
+
+class _Later(Future[Any]):
+    """A future that is done as soon as somebody looks at it."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        super().__init__()
+        self._work: Callable[[], Any] | None = work
+
+    def done(self) -> bool:
+        work, self._work = self._work, None
+        if work is not None and not self.cancelled():
+            try:
+                self.set_result(work())
+            except Exception as e:
+                self.set_exception(e)
+        return True
 
 
 def _number(n: int) -> int:

@@ -37,7 +37,7 @@ def _child(do: object) -> int:
             code = 0 if do() else 1  # type: ignore[operator]
         finally:
             os._exit(code)
-    for _ in range(300):
+    for _ in range(1200):
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             return os.waitstatus_to_exitcode(status)

@@ -15,7 +15,8 @@ import torch
 
 import lazyckpt
 from lazyckpt.errors import DataError, DestinationError
-from lazyckpt.jobs import shares
+from lazyckpt.export import writer
+from lazyckpt.jobs import destination, shares
 
 COUNT = 3
 
@@ -138,6 +139,77 @@ def test_work_is_divided_by_bytes() -> None:
     assert max(map(sum, parts)) <= sum(sizes) / 4 + max(sizes)
 
 
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("at", ["take", "publish"])
+@pytest.mark.parametrize("name", ["to_safetensors", "to_zarr"])
+def test_a_share_that_fails_while_it_finishes(
+    source: Path, tmp_path: Path, name: str, at: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files that it has moved together are kept, and the next call publishes them."""
+    view, out = lazyckpt.open(source), tmp_path / "out"
+    getattr(view, name)(out, share=(0, 2), **WRITERS[name])
+    calls: list[object] = []
+    where = shares.Folder if at == "take" else destination.Files if name == "to_safetensors" else destination.Whole
+    do = getattr(where, at)
+
+    def failing(*args: Any) -> None:
+        calls.append(args)
+        if at == "publish" or len(calls) == 3:
+            raise error
+        do(*args)
+
+    with monkeypatch.context() as patch, pytest.raises((DestinationError, KeyboardInterrupt)):
+        patch.setattr(where, at, failing)
+        getattr(view, name)(out, share=(1, 2), **WRITERS[name])
+    assert not out.exists()
+    assert getattr(view, name)(out, share=(0, 2), **WRITERS[name]).paths
+    assert not lazyckpt.diff(view, out) and not list(tmp_path.glob(".*"))
+
+
+def test_files_of_shares_that_are_gone_are_not_left_out(source: Path, tmp_path: Path) -> None:
+    view, out = lazyckpt.open(source), tmp_path / "out"
+    view.to_safetensors(out, share=(0, 2), max_shard_size="20KB")
+    next((tmp_path / ".out.share-0-of-2").glob("*.safetensors")).unlink()
+    with pytest.raises(DestinationError, match="Call every share again"):
+        view.to_safetensors(out, share=(1, 2), max_shard_size="20KB")
+    assert not out.exists()
+    for n in range(2):
+        result = view.to_safetensors(out, share=(n, 2), max_shard_size="20KB")
+    assert result.paths and not lazyckpt.diff(view, out) and not list(tmp_path.glob(".*"))
+
+
+def test_shares_that_have_finished_are_not_published_again(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes find all shares complete. When the second one has the staging directory, the first one has
+    published, and has not removed the folders yet."""
+    view, out = lazyckpt.open(source), tmp_path / "out"
+    view.to_safetensors(out, share=(0, 2), max_shard_size="20KB", overwrite=True)
+    published = destination.Files.publish
+    done: list[bool] = []
+
+    def again(self: Any, content: Any) -> None:
+        published(self, content)
+        shares._finish(plan[0], self, 2, False)
+        done.append(True)
+
+    plan: list[Any] = []
+    write_share = shares.write_share
+    monkeypatch.setattr(writer, "write_share", lambda p, *a, **k: (plan.append(p), write_share(p, *a, **k))[1])
+    monkeypatch.setattr(destination.Files, "publish", again)
+    assert view.to_safetensors(out, share=(1, 2), max_shard_size="20KB", overwrite=True).paths
+    assert done and not lazyckpt.diff(view, out) and not list(tmp_path.glob(".*"))
+
+
+def test_unfinished_work_of_another_number_of_shares_is_refused(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "..out.share-0-of-3.incomplete").mkdir()
+    (tmp_path / ".out.share-notes").mkdir()
+    view = lazyckpt.open(source)
+    with pytest.raises(DestinationError, match="other shares"):
+        view.to_safetensors(tmp_path / "out", share=(0, 2), max_shard_size="20KB")
+    view.to_safetensors(tmp_path / "out", share=(0, 3), max_shard_size="20KB")
+
+
 # -- processes
 
 
@@ -179,12 +251,12 @@ def test_shares_at_the_same_time(source: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_share_is_called_again(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    victim = _start(source, out, 0, 2, 0.2)
+    victim = _start(source, out, 0, 2, 1.0)
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob("..out.share-0-of-2.incomplete/*/*.safetensors")):
         assert victim.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
-    time.sleep(0.5)
+    time.sleep(1.5)
     victim.send_signal(signal.SIGKILL)
     victim.communicate()
     other = _start(source, out, 1, 2)

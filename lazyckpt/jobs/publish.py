@@ -17,7 +17,7 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
@@ -149,19 +149,24 @@ def _content_name(fingerprint: str) -> str:
 
 
 @contextmanager
-def staged(dest: Path, fingerprint: str) -> Iterator[Folder]:
+def staged(dest: Path, fingerprint: str, has_work: Callable[[Path], bool] | None = None) -> Iterator[Folder]:
     """Create or reopen the staging directory of a job, and remove it at the end of the block. The block has to publish
     the files.
 
     If the block fails, finished work is kept for the next call, unless that call would fail, too (the source is
-    damaged). An OSError becomes a DestinationError that says whether anything was kept.
+    damaged). ``has_work`` returns whether the staging directory holds any; by default, the ledger says so. An OSError
+    becomes a DestinationError that says whether anything was kept.
     """
     folder = staging_path(dest)
     with _of_this_process(folder):
-        yield from _staged(dest, folder, fingerprint)
+        yield from _staged(dest, folder, fingerprint, has_work or _is_in_ledger)
 
 
-def _staged(dest: Path, folder: Path, fingerprint: str) -> Iterator[Folder]:
+def _is_in_ledger(folder: Path) -> bool:
+    return bool(read_ledger(folder / LEDGER).nbytes)
+
+
+def _staged(dest: Path, folder: Path, fingerprint: str, has_work: Callable[[Path], bool]) -> Iterator[Folder]:
     made: list[Path] = []
     new = not os.path.lexists(folder)
     try:
@@ -182,7 +187,7 @@ def _staged(dest: Path, folder: Path, fingerprint: str) -> Iterator[Folder]:
             job.write(fingerprint)
         yield Folder(str(folder), owner)
     except BaseException as e:
-        kept = _resumable(e) and not is_unique(fingerprint) and bool(read_ledger(folder / LEDGER).nbytes)
+        kept = _resumable(e) and not is_unique(fingerprint) and has_work(folder)
         if not kept:
             job.write("")
             job.remove(folder, ignore_errors=True)

@@ -9,10 +9,10 @@ calling a complete share again only tries to finish. The processes need a common
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -82,7 +82,8 @@ def discard_share(dest: Path, share: Share) -> None:
     folder = folder_of_share(dest, share)
     discard(folder)
     if _fingerprint(folder) is not None:
-        _remove(folder)
+        (folder / MARK).unlink()
+        shutil.rmtree(folder)
 
 
 # -- a share
@@ -155,6 +156,10 @@ def _mine(items: Iterable[tuple[T, int]], share: Share, total: int, begin: int) 
 # -- all shares
 
 
+class _Lost(DestinationError):
+    """Files of complete shares are gone."""
+
+
 def _finish(plan: WritePlan, dest: Files | Whole, count: int, verify: bool) -> bool:
     """Publish the export if all shares are complete; return whether it is published."""
     folders = [folder_of_share(dest.place, Share(n, count)) for n in range(count)]
@@ -166,49 +171,62 @@ def _finish(plan: WritePlan, dest: Files | Whole, count: int, verify: bool) -> b
             return False
         try:
             _gather(plan, dest, folders, verify)
-        except Busy:
-            if time.monotonic() > deadline:
+        except DestinationError as e:
+            if isinstance(e, _Lost):
                 raise
-            time.sleep(_RETRY)
-            continue
+            if all(_fingerprint(folder) == plan.fingerprint for folder in folders):
+                if not isinstance(e, Busy) or time.monotonic() > deadline:
+                    raise
+                time.sleep(_RETRY)
+            continue  # another share finishes, or has finished meanwhile
         return True
 
 
 def _gather(plan: WritePlan, dest: Files | Whole, folders: Sequence[Path], verify: bool) -> None:
+    """Move the files of all shares together and publish them. The marks are removed before: a share without a mark is
+    not complete, so no other process can publish the folders that are empty now."""
+
     def there() -> set[str]:
         return moved(dest.place, plan.fingerprint, plan.keys, verify) if dest.one_by_one else set()
 
+    has_files = False
     dest.check(there())
-    with staged(dest.place, plan.fingerprint) as staging, Ledger(staging) as ledger:
-        if any(_fingerprint(folder) != plan.fingerprint for folder in folders):
-            raise Busy(f"{dest.place}: another share has finished")  # the caller looks again
+    with staged(dest.place, plan.fingerprint, lambda _: has_files) as staging, Ledger(staging) as ledger:
         already = there()
         where = content(staging, plan.fingerprint, plain=plan.chunks is not None)
+        where.make()
+        expected = {*plan.keys, *(chunk.key for chunk in (plan.chunks.at(where) if plan.chunks is not None else ()))}
+        has_files = bool(already) or not expected.isdisjoint(where.find())  # of a call that was killed
+        if any(_fingerprint(folder) != plan.fingerprint for folder in folders):
+            raise Busy(f"{dest.place}: another share has finished")  # the caller looks again
         if not already:
             ledger.anew()
-        where.make()
-        put_texts(plan, where, already)
         check_unchanged(plan.tensors)
         dest.check(already)
+        has_files = True
+        put_texts(plan, where, already)
         for folder in folders:
             source = Folder(str(folder))
             for key in source.find():
                 if key != MARK:
                     where.take(source, key)
-        ledger.move(verify)
-        dest.publish(where)
+        lost = expected - already - set(where.find())
+        for folder in folders:
+            (folder / MARK).unlink()
+        if lost:
+            raise _Lost(
+                f"{dest.place}: {len(lost):,} of {len(expected):,} files that shares have written are gone, such as "
+                f"{min(lost)!r:.200}. Nothing was published. Call every share again"
+            )
+        try:
+            ledger.move(verify)
+            dest.publish(where)
+        except BaseException:
+            for folder in folders:
+                (folder / MARK).write_text(plan.fingerprint)
+            raise
     for folder in folders:
-        _remove(folder)
-
-
-def _remove(folder: Path) -> None:
-    """Remove the folder of a share: its mark last, so that a share that is killed meanwhile is called again."""
-    for path in folder.iterdir():
-        if path.name != MARK:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    with suppress(FileNotFoundError):
-        (folder / MARK).unlink()
-    folder.rmdir()
+        shutil.rmtree(folder)
 
 
 def folder_of_share(dest: Path, share: Share) -> Path:
@@ -228,11 +246,11 @@ def _fingerprint(folder: Path) -> str | None:
 
 def _check_others(dest: Path, count: int) -> None:
     """Raise DestinationError if the work is divided into another number of shares."""
-    prefix, suffix = f".{dest.name}.share-", f"-of-{count}"
+    folder = re.compile(rf"\.?{re.escape(f'.{dest.name}.share-')}\d+-of-(\d+)(\.incomplete)?")
     if not dest.parent.is_dir():
         return
     for name in os.listdir(dest.parent):
-        if name.startswith(prefix) and not name.removesuffix(".incomplete").endswith(suffix):
+        if (found := folder.fullmatch(name)) is not None and int(found[1]) != count:
             raise DestinationError(
                 f"{dest.parent / name}: another export to {dest} was divided into other shares. Finish it, or remove "
                 "this folder and the others like it"
