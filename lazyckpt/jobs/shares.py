@@ -222,7 +222,7 @@ def _gather(plan: WritePlan, dest: Files | Whole, folders: Sequence[Path], verif
             ledger.move(verify)
             dest.publish(where)
         except BaseException:
-            for folder in folders:
+            for folder in folders if os.path.lexists(str(where)) else ():  # else it is published
                 (folder / MARK).write_text(plan.fingerprint)
             raise
     for folder in folders:
