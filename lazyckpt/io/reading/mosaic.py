@@ -2,9 +2,9 @@
 
 A plan of the whole tensor is kept as columns: which block is at which place of which file. A slice of rows inside one
 block is then read like a slice of a plain tensor (window.py). Any other selection of up to `_MOST` blocks is copied
-block by block. Blocks of rows at equal distances in one file, as a process leaves them that saves many chunks, are
-copied together, as one strided array. `Mosaic.read` returns None where a planned read (gather.py) is better or has to
-raise an error.
+block by block. Blocks of rows that follow each other in one file, as a process leaves them that saves many chunks, are
+copied together: a gather, given the position of each row. `Mosaic.read` returns None where a planned read (gather.py)
+is better or has to raise an error.
 
 Torch's kernels may rely on aligned elements, and writers such as torch.distributed.checkpoint align nothing. A tensor
 with a block that is not aligned is read as bytes, as an array with one more dimension.
@@ -13,9 +13,9 @@ with a block that is not aligned is read as bytes, as an array with one more dim
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from math import gcd, prod
+from math import prod
 from operator import itemgetter
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ import numpy as np
 
 from ...core.box import Axis, Selection, Shape, c_strides
 from ...core.copies import Copy
+from ...core.dtypes import bits_of
 from ...core.index import Archive, TensorSpec
 from ...core.select import Reads
 from ...core.table import Copies
@@ -144,7 +145,11 @@ class Mosaic:
             return None
         if not _resident(mapped, block, offset, view):
             return None
-        result = copied(view, view.nbytes)
+        if _has_gaps(view):
+            result = empty(view.shape, view.dtype)
+            _copy(view, result)
+        else:
+            result = copied(view, view.nbytes)
         if not self._aligned:
             result = result.view(self._dtype).squeeze(-1)
         if not mapped.in_burst(begun):
@@ -199,14 +204,23 @@ class Mosaic:
     def _copy_run(
         self, want: Selection, first: int, end: int, memory: torch.Tensor, used: dict[str, Mapped]
     ) -> int | None:
-        """Copy what blocks at equal distances hold; return the number of elements, or None if a planned read is
+        """Copy what blocks of rows in one file hold; return the number of elements, or None if a planned read is
         better."""
-        found = self._block(first)
-        if found is None:
+        path, rows, low = self._places[first][0], self._places[first][2][0], self._lows[first]
+        start, after = _before(want[0], low), _before(want[0], self._highs[end - 1])
+        if start == after:
+            return 0
+        axis, others, target = want[0][start:after], want[1:], memory[start:after]
+        at = np.asarray(axis) - low
+        blocks = at // rows + first
+        if (self._offsets[blocks] == _UNKNOWN).any() and not all(map(self._located, np.unique(blocks).tolist())):
             return None
-        mapped, path, rows = found[0], self._places[first][0], self._places[first][2][0]
-        offset, stop = int(self._offsets[first]), int(self._offsets[end - 1]) + rows * self._row
-        if stop > len(mapped.buffer):
+        mapped = self._store.maps.get(path) or self._store.map(path)
+        if mapped is None:
+            return None
+        addresses = self._offsets[blocks] + at % rows * self._row
+        offset, stop = int(addresses.min()), int(addresses.max()) + self._row
+        if stop > len(mapped.buffer) or stop - offset > _NEAR or not mapped.resident(offset, stop):
             return None
         self._store.check(path, offset, stop - offset)
         size = self._dtype.itemsize
@@ -214,49 +228,28 @@ class Mosaic:
         if not self._aligned:
             shape, dtype, unit = (*shape, size), torch.uint8, 1
         flat = torch.frombuffer(mapped.buffer, dtype=dtype, count=(stop - offset) // unit, offset=offset)
-        strides, row = c_strides(shape), self._row // unit
-        gap = (int(self._offsets[first + 1]) - offset) // unit
-        axis, others = want[0], want[1:]
-        start, after = _before(axis, self._lows[first]), _before(axis, self._highs[end - 1])
-        if start == after:
-            return 0
-        axis, target = axis[start:after], memory[start:after]
-        pairs: list[tuple[torch.Tensor, torch.Tensor]]  # (from, to)
-        index = None
-        if isinstance(axis, range) and axis.step == 1:
-            blocks = flat.as_strided((end - first, rows, *shape), (gap, row, *strides))
-            pairs = list(_in_blocks(blocks, axis.start - self._lows[first], target))
-        else:
-            at = np.asarray(axis) - self._lows[first]
-            at = at // rows * gap + at % rows * row
-            step = gcd(gap, row)
-            index = torch.from_numpy((at - at[0]) // step)
-            lines = flat[int(at[0]) :].as_strided((int(at[-1] - at[0]) // step + 1, *shape), (step, *strides))
-            pairs = [(lines, target)]
-        for source, place in pairs:
-            ahead = source.ndim - len(shape)
-            keys = tuple(slice(a.start, a.stop, a.step) if isinstance(a, range) else slice(None) for a in others)
-            view = source[(slice(None),) * ahead + keys]
-            if not _resident(mapped, flat, offset, view):
-                return None
-            lists = [(ahead + d, torch.from_numpy(a)) for d, a in enumerate(others) if not isinstance(a, range)]
-            _pick(view, lists if index is None else [(0, index), *lists], place)  # (the lines overlap: not last)
+        addresses -= offset
+        step = int(np.gcd.reduce(addresses)) or self._row
+        lines = flat.as_strided(((stop - offset - self._row) // step + 1, *shape), (step // unit, *c_strides(shape)))
+        keys = tuple(slice(a.start, a.stop, a.step) if isinstance(a, range) else slice(None) for a in others)
+        view, index = lines[(slice(None), *keys)], addresses // step
+        lists = [(d, torch.from_numpy(a)) for d, a in enumerate(others, 1) if not isinstance(a, range)]
+        if len(index) < _FEW or view[0].is_contiguous():
+            lists.insert(0, (0, torch.from_numpy(index)))  # before the others: the lines overlap
+        else:  # torch would copy row by row, numpy gathers
+            array = view.view(bits_of(size)).numpy() if self._aligned else view.numpy().view(f"u{size}")
+            view = torch.from_numpy(array[index].view(array.dtype if self._aligned else np.uint8)).view(dtype)
+        _pick(view, lists, target)
         used[path] = mapped
         return target.numel()
 
     def _end(self, first: int, last: int) -> int:
-        """Return the end of the blocks from ``first`` on that lie at equal distances in one file; 0 if they are few."""
+        """Return the end of the blocks of rows from ``first`` on that follow each other in one file; 0 if they are
+        few."""
         if last - first < _FEW or not self._follows[first : first + _FEW - 1].all():
             return 0
         apart = np.flatnonzero(~self._follows[first : last - 1])
-        last = first + 1 + int(apart[0]) if len(apart) else last
-        for n in (np.flatnonzero(self._offsets[first:last] == _UNKNOWN) + first).tolist():
-            if not self._located(n):
-                return 0
-        gaps = np.diff(self._offsets[first:last])
-        other = np.flatnonzero(gaps != gaps[0])
-        last = first + 1 + int(other[0]) if len(other) else last
-        return last if gaps[0] > 0 and last - first >= _FEW else 0
+        return first + 1 + int(apart[0]) if len(apart) else last
 
     def _located(self, n: int) -> bool:
         """Look up where a block is; return False if its elements are not in the file as they are."""
@@ -320,7 +313,7 @@ def _place(copy: Copy, size: int) -> Place | None:
 def _pick(view: torch.Tensor, lists: list[tuple[int, torch.Tensor]], place: torch.Tensor) -> None:
     """Copy a view to its place, in some dimensions only the elements at positions."""
     if not lists:
-        place.copy_(view)
+        _copy(view, place)
         return
     for d, positions in lists[:-1]:
         view = view.index_select(d, positions)
@@ -330,33 +323,29 @@ def _pick(view: torch.Tensor, lists: list[tuple[int, torch.Tensor]], place: torc
         place.copy_(view.index_select(*lists[-1]))
 
 
+def _copy(view: torch.Tensor, place: torch.Tensor) -> None:
+    """Copy a view to a place of the same shape and dtype."""
+    if _has_gaps(view) and place.stride(-1) == 1:
+        size = view.shape[-1]
+        source, target = (array.numpy().view(f"u{size}") for array in (view, place))
+        np.copyto(target, source)
+    else:
+        place.copy_(view)
+
+
+def _has_gaps(view: torch.Tensor) -> bool:
+    """Return whether a view consists of elements of several bytes with gaps between them: torch copies it byte by byte,
+    numpy element by element."""
+    if view.dtype is not torch.uint8 or view.ndim < 2 or view.shape[-1] not in (2, 4, 8):
+        return False
+    return view.stride(-1) == 1 and view.stride(-2) != view.shape[-1]
+
+
 def _before(axis: Axis, high: int) -> int:
     """Return how many indices of an axis are below ``high``."""
     if isinstance(axis, range):
         return max(0, min(len(axis), -((axis.start - high) // axis.step)))
     return int(np.searchsorted(axis, high))
-
-
-def _in_blocks(blocks: torch.Tensor, start: int, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the parts of blocks of rows that hold the rows from ``start`` on, with the places in the target that they
-    are copied to: the end of a block, whole blocks, and the beginning of a block."""
-    rows = blocks.shape[1]
-    first, ahead = divmod(start, rows)
-    last, rest = divmod(start + len(target), rows)
-    if first == last:
-        yield blocks[first, ahead:rest], target
-        return
-    at = 0
-    if ahead:
-        at = rows - ahead
-        yield blocks[first, ahead:], target[:at]
-        first += 1
-    if first < last:
-        count = (last - first) * rows
-        yield blocks[first:last], target[at : at + count].view(last - first, rows, *target.shape[1:])
-        at += count
-    if rest:
-        yield blocks[last, :rest], target[at:]
 
 
 def _resident(mapped: Mapped, block: torch.Tensor, offset: int, view: torch.Tensor) -> bool:
