@@ -280,6 +280,13 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "model.pt"
 
 
+def until(ready: Callable[[], bool]) -> None:
+    """Wait for something, a minute at most."""
+    deadline = time.monotonic() + 60
+    while not ready() and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
 def _content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -333,9 +340,7 @@ def test_a_restarted_scheduler(source: Path, tmp_path: Path, monkeypatch: pytest
     with LocalCluster(**options, local_directory=str(tmp_path / "dask")) as cluster, Client(cluster) as client:
 
         def restart() -> None:
-            deadline = time.monotonic() + 60
-            while len(list(staging.rglob("*"))) < 10 and time.monotonic() < deadline:
-                time.sleep(0.005)
+            until(lambda: len(list(staging.rglob("*"))) >= 10)
             client.restart()
 
         thread = threading.Thread(target=restart)
@@ -346,6 +351,47 @@ def test_a_restarted_scheduler(source: Path, tmp_path: Path, monkeypatch: pytest
         finished = {path: path.stat().st_ino for path in staging.rglob("*") if path.parent.name.isdecimal()}
         view.to_zarr(tmp_path / "out.zarr", chunk="2KB", executor=client)
     assert finished
+    assert not lazyckpt.diff(view, tmp_path / "out.zarr")
+
+
+@pytest.mark.slow
+def test_a_scheduler_that_dies(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process is killed. The job fails with one error, and the next call goes on from what is finished."""
+    need("distributed")
+    import dask
+    from distributed import Client
+
+    monkeypatch.setattr(job, "_TOGETHER", 2)
+    view = lazyckpt.open(source)
+    staging, address = tmp_path / ".out.zarr.incomplete", tmp_path / "scheduler.json"
+    scheduler = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--port", "0", "--no-dashboard"]
+    worker = [sys.executable, "-m", "distributed.cli.dask_worker", "--nthreads", "1", "--no-dashboard", "--no-nanny"]
+    file = ["--scheduler-file", str(address)]
+    with (
+        subprocess.Popen([*scheduler, *file], cwd=tmp_path, stderr=subprocess.DEVNULL) as master,
+        subprocess.Popen([*worker, *file], cwd=tmp_path, stderr=subprocess.DEVNULL) as slave,
+        dask.config.set({"distributed.comm.timeouts.connect": "2s"}),
+    ):
+        try:
+            until(address.exists)
+            with Client(scheduler_file=str(address), timeout=5) as client:
+                client.wait_for_workers(1, timeout=60)
+
+                def kill() -> None:
+                    until(lambda: len(list(staging.rglob("*"))) >= 10)
+                    master.kill()
+
+                thread = threading.Thread(target=kill)
+                thread.start()
+                with pytest.raises(WorkerError, match="lost workers"):
+                    view.to_zarr(tmp_path / "out.zarr", chunk="2KB", executor=client)
+                thread.join()
+        finally:
+            master.kill()
+            slave.kill()
+    kept = sum(path.is_file() for path in staging.rglob("*"))
+    view.to_zarr(tmp_path / "out.zarr", chunk="2KB")
+    assert kept
     assert not lazyckpt.diff(view, tmp_path / "out.zarr")
 
 

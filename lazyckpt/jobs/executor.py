@@ -260,15 +260,16 @@ def _result(future: Future[list[Any] | None]) -> list[Any] | None:
     except (BrokenExecutor, CancelledError) as e:
         raise _lost(e) from e
     except Exception as e:
-        if type(e).__name__ in _LOST:
+        if (type(e).__module__.split(".")[0], type(e).__name__) in _LOST:
             raise _lost(e) from e
         raise
 
 
-# errors of Dask (a worker died several times; the scheduler went away), Ray and mpi4py
+# errors, by their packages, after a worker died or the scheduler went away
 _LOST = {
-    "KilledWorker", "FutureCancelledError", "FuturesCancelledError", "CommClosedError", "WorkerCrashedError",
-    "NodeDiedError", "OutOfMemoryError", "BrokenExecutor",
+    ("distributed", "KilledWorker"), ("distributed", "FutureCancelledError"), ("distributed", "FuturesCancelledError"),
+    ("distributed", "CommClosedError"), ("ray", "WorkerCrashedError"), ("ray", "NodeDiedError"),
+    ("ray", "OutOfMemoryError"), ("mpi4py", "BrokenExecutor"),
 }  # fmt: skip
 
 
