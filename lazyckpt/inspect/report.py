@@ -1,0 +1,458 @@
+"""What `lazyckpt verify` and `lazyckpt scan` report: findings with a code, a severity and advice, and a report of them.
+
+A finding is a `Problem`. Those of `view.problems` are findings as well, with the severities of `_SEVERITIES`. The codes
+that only findings have are in `FINDING_CODES`; docs/reference/findings.md lists them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
+
+from ..core.units import human_bytes, plural
+from ..errors import PROBLEM_CODES, Problem, and_more
+
+Severity: TypeAlias = Literal["error", "warning", "note"]
+FailOn: TypeAlias = Literal["error", "warning", "note", "never"]
+
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")  # the worst first
+VERSION = 1  # of the JSON document
+_LINES = 40  # of a text that is not verbose
+_EXAMPLES = 3  # findings of one code that are shown first
+
+
+class Kind(NamedTuple):
+    """A kind of finding: its severity unless the finding says otherwise, its meaning, and what to do about it."""
+
+    severity: Severity
+    meaning: str
+    todo: str
+
+
+# Code -> the kind of finding that only `verify` and `scan` report.
+FINDING_CODES: dict[str, Kind] = {
+    # -- files
+    "wrong-checksum": Kind(
+        "error", "Bytes do not have the checksum that their writer recorded.", "Copy the file again from its source."
+    ),
+    "no-checksum": Kind(
+        "note", "The writer recorded no checksums, so damage can stay unnoticed.", "Keep a manifest: lazyckpt digest."
+    ),
+    "overlapping-data": Kind(
+        "error", "Two tensors of a file share some of their bytes, without being tied.", "Write the file again."
+    ),
+    "unused-bytes": Kind("note", "A file has bytes that belong to no tensor.", "Nothing, unless it should have more."),
+    "stale-file": Kind(
+        "warning", "A file was written at another time than the others.", "Check that all files are of one save."
+    ),
+    # -- values
+    "not-a-number": Kind("error", "A tensor has NaN.", "Go back to a checkpoint from before they appeared."),
+    "infinite-values": Kind("error", "A tensor has infinities.", "Go back to a checkpoint from before they appeared."),
+    "all-zero": Kind("warning", "All elements of a tensor are zero.", "Check that the tensor was initialized."),
+    "constant-values": Kind("note", "All elements of a tensor are the same.", "Nothing, if training has just begun."),
+    "denormal-values": Kind(
+        "warning",
+        "All elements of a tensor are denormal: too small for full precision.",
+        "Check the scale of the tensor.",
+    ),
+    "saturated-values": Kind(
+        "warning",
+        "Elements have the largest value of the dtype: they may have been cut off.",
+        "Compare with fp32 weights.",
+    ),
+    "dead-rows": Kind("note", "Some rows or experts of a tensor are zero.", "Check that they are padding, or unused."),
+    "outlying-values": Kind(
+        "warning",
+        "A few elements are far larger than all others of their tensor.",
+        "Compare them with the checkpoint before, or with another copy of the file.",
+    ),
+    # -- agreement
+    "rounding-mismatch": Kind(
+        "error",
+        "The weights are not the fp32 weights of the optimizer, rounded.",
+        "Find out which of the two was changed after the save.",
+    ),
+    "wrong-moment": Kind(
+        "error",
+        "A state of the optimizer has another shape than its parameter, or values that it cannot have.",
+        "Do not continue training with this optimizer state.",
+    ),
+    "zero-moments": Kind(
+        "warning",
+        "The optimizer's moments of a parameter are all zero although steps were made.",
+        "Check that the parameter was trained.",
+    ),
+    "differing-steps": Kind(
+        "warning", "Parameters or ranks record different steps.", "Find out which save each file is from."
+    ),
+    "config-mismatch": Kind(
+        "warning", "Shapes or names contradict the model's configuration.", "Check that both are of the same model."
+    ),
+    "padded-vocabulary": Kind("note", "The embedding has more rows than the vocabulary.", "Nothing: writers pad it."),
+    "tokenizer-mismatch": Kind(
+        "warning", "The tokenizer has tokens that the embedding has no row for.", "Use the tokenizer of this model."
+    ),
+    "digest-mismatch": Kind(
+        "error", "A tensor is not the one that the manifest describes.", "Copy the checkpoint again, or the manifest."
+    ),
+    # -- safety
+    "dangerous-pickle": Kind(
+        "error",
+        "Unpickling the file the usual way runs a function that can do harm.",
+        "Do not load the file with other programs, and ask where it comes from.",
+    ),
+    "unknown-global": Kind(
+        "note",
+        "A pickle names a class or function that is not known to be harmless.",
+        "Load the file with other programs only if you trust its source.",
+    ),
+    "pickle-bomb": Kind(
+        "error", "A pickle is made to exhaust memory or time.", "Do not load the file with other programs."
+    ),
+    "unusual-pickle": Kind(
+        "warning",
+        "A pickle uses what torch.save never writes: extension codes, persistent ids of another kind, a second end.",
+        "Ask where the file comes from.",
+    ),
+    "shipped-code": Kind(
+        "warning", "Code lies beside the weights, which loaders may run.", "Read the code before you load the model."
+    ),
+    "outside-link": Kind("warning", "A link leads out of the folder.", "Replace it by the file, or remove it."),
+    "not-examined": Kind("note", "A file could not be examined.", "Unpack it, or examine it with another tool."),
+}
+_TODO = {
+    "missing-file": "Copy it from the source, or read only the tensors that are complete.",
+    "unreadable-file": "Copy it again and compare checksums.",
+    "left-over-file": "Decide which save you want, then remove the files of the other.",
+    "ignored-file": "Nothing, unless you need what is in it.",
+    "misnamed-file": "Rename it: other programs rely on the name.",
+    "oversized-file": "Clone tensors before torch.save, or convert the checkpoint.",
+    "unsafe-pickle": "Do not load the file with other programs. Convert it with lazyckpt, if you trust its numbers.",
+    "unpinned-file": "Do not replace files that are open.",
+    "part-of-checkpoint": "Open the folder.",
+    "unfinished-save": "Use an earlier checkpoint, or copy it again.",
+    "other-checkpoint": "Pass tag=, or open the other by its own path.",
+    "skipped-checkpoint": "Pass steps= to open_run where it has no step; open it alone to see why it cannot be read.",
+    "step-mismatch": "Find out which step each file is from before you continue training.",
+    "missing-index": "Check that all files are there.",
+    "index-mismatch": "Copy the index again, or write the checkpoint again.",
+    "inconsistent-metadata": "Compare names and shapes with the model.",
+    "missing-metadata": "Compare names and shapes with the model.",
+    "unreadable-object": "Copy the file again, if you need the object.",
+    "missing-elements": "Look for the file of the lost rank.",
+    "missing-tensor": "Look for the file of the lost rank.",
+    "missing-weights": "Look for their files; view.states has what is there.",
+    "missing-optimizer": "Look for their files, if you want to continue training.",
+    "mismatched-shards": "Check that all files are of one save; view.stored has each shard.",
+    "differing-replicas": "Compare the copies in view.stored.",
+    "unmerged-tensor": "Pass rules=.",
+    "assumed-layout": "Check it against the code that trained the model; pass rules= if it is wrong.",
+    "assumed-tie": "Check it against the model.",
+    "assumed-stage": "Leave it out with select where it does not belong.",
+    "undecided-name": "List the names of the state, which may decide it. Otherwise use the numbers.",
+    "undecided-layout": "Save with a format that names parameters, or cut the buffer yourself.",
+    "unnumbered-layer": "Look for the files of earlier pipeline stages.",
+    "flat-parameter": 'Pass rules={"...": {"flat": {...}}}.',
+    "duplicate-tensor": "Look up the others in view.stored.",
+    "changed-tensor": "Read it with run.at(step).",
+    "replaced-tensor": "Nothing: what is read is right.",
+    "unsupported-tensor": "Convert it where it was made.",
+    "nested-tensor": "Read these.",
+    "unused-rule": "Compare its pattern with the names in the view.",
+    "not-renamed": "Give rename a table of your own.",
+    "unlike-values": "Do not load them into such a model.",
+    "noted-at-export": "Look at the checkpoint that was exported.",
+    "reader-note": "Ask its authors. Such readers may also have codes of their own.",
+}
+_ERRORS = {
+    "missing-file", "unreadable-file", "unfinished-save", "step-mismatch", "index-mismatch", "missing-elements",
+    "missing-tensor", "missing-weights", "mismatched-shards", "differing-replicas", "duplicate-tensor",
+}  # fmt: skip
+_NOTES = {
+    "ignored-file", "misnamed-file", "unpinned-file", "part-of-checkpoint", "other-checkpoint", "missing-optimizer",
+    "assumed-tie", "assumed-stage", "replaced-tensor", "nested-tensor", "unused-rule", "not-renamed", "noted-at-export",
+    "reader-note", "flat-parameter",
+}  # fmt: skip
+
+
+def kind_of(code: str) -> Kind:
+    """Return the kind of a code: of `FINDING_CODES`, of `errors.PROBLEM_CODES`, or of a reader of another package."""
+    if code in FINDING_CODES:
+        return FINDING_CODES[code]
+    severity: Severity = "error" if code in _ERRORS else "note" if code in _NOTES else "warning"
+    return Kind(severity, PROBLEM_CODES.get(code, ""), _TODO.get(code, ""))
+
+
+class Finding(Problem):
+    """A problem with a severity, and with what is known about its place.
+
+    Parameters
+    ----------
+    code
+        A code of docs/reference/problems.md or docs/reference/findings.md.
+    message
+        What is wrong and where, as one sentence.
+    file, tensor
+        The affected file, as named in `CheckpointView.files`, and the affected tensor.
+    severity
+        "error", "warning" or "note". By default that of the code.
+    todo
+        What to do. By default the advice for the code.
+    details
+        Further facts for programs, as plain objects for JSON: ranks, rows, names of globals.
+    """
+
+    __slots__ = ("details", "file", "severity", "tensor", "todo")
+
+    severity: Severity
+    file: str | None
+    tensor: str | None
+    todo: str
+    details: dict[str, Any]
+
+    def __new__(
+        cls,
+        code: str,
+        message: str,
+        file: str | None = None,
+        tensor: str | None = None,
+        severity: Severity | None = None,
+        todo: str | None = None,
+        details: Mapping[str, Any] | None = None,
+    ) -> Finding:
+        kind = kind_of(code)
+        found = cast("Finding", super().__new__(cls, code, message, file if file is not None else tensor))
+        found.file, found.tensor = file, tensor
+        found.severity = kind.severity if severity is None else severity
+        found.todo = kind.todo if todo is None else todo
+        found.details = dict(details or {})
+        return found
+
+    @staticmethod
+    def of(problem: Problem, files: Mapping[str, Any]) -> Finding:
+        """Return a problem of a view as a finding; ``files`` are those of the view."""
+        if isinstance(problem, Finding):
+            return problem
+        file = problem.path if problem.path in files else None
+        return Finding(problem.code, str(problem), file, None if file is not None else problem.path)
+
+    def prefixed(self, prefix: str, path: str | None = None) -> Finding:
+        return Finding(
+            self.code, f"{prefix}: {self}", self.file or path, self.tensor, self.severity, self.todo, self.details
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the finding as plain objects for JSON."""
+        return {
+            "code": self.code, "severity": self.severity, "message": str(self), "file": self.file,
+            "tensor": self.tensor, "todo": self.todo, "details": self.details,
+        }  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"Finding({self.code!r}, {self.severity!r}, {str(self)!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Finding, (self.code, str(self), self.file, self.tensor, self.severity, self.todo, self.details)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Report(Sequence[Finding]):
+    """The findings of `lazyckpt.verify` or `lazyckpt.scan`: a sequence of `Finding`s, the worst first.
+
+    A report is true if there are findings. ``pandas.DataFrame(report.as_dicts())`` is a table of them.
+
+    Attributes
+    ----------
+    path
+        What was examined.
+    tool
+        "verify" or "scan".
+    findings
+        The findings, the worst first.
+    facts
+        What was examined, as numbers: "files", "tensors", "bytes", "seconds"; and what the tool adds.
+    """
+
+    path: str
+    tool: str
+    findings: tuple[Finding, ...]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(path: str, tool: str, findings: Iterable[Finding], facts: Mapping[str, Any]) -> Report:
+        """Return a report of findings in any order; equal ones are reported once."""
+        once: dict[Any, Finding] = {}
+        for f in findings:
+            once.setdefault((f.code, str(f), f.file, f.tensor), f)
+        return Report(path, tool, tuple(sorted(once.values(), key=lambda f: SEVERITIES.index(f.severity))), facts)
+
+    @staticmethod
+    def joined(path: str, reports: Mapping[str, Report]) -> Report:
+        """Return the report of several checkpoints, such as those of a run: name -> report."""
+        findings = [f.prefixed(name) for name, report in reports.items() for f in report.findings]
+        facts: Counter[str] = Counter()
+        for report in reports.values():
+            facts.update({key: value for key, value in report.facts.items() if isinstance(value, int | float)})
+        parts = {name: report.summary for name, report in reports.items()}
+        tool = next((report.tool for report in reports.values()), "verify")
+        return Report.of(path, tool, findings, {**facts, "checkpoints": parts})
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no error and no warning."""
+        return self.worst in (None, "note")
+
+    @property
+    def worst(self) -> Severity | None:
+        """The severity of the worst finding; None if there is none."""
+        return self.findings[0].severity if self.findings else None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of errors, warnings and notes."""
+        found = Counter(f.severity for f in self.findings)
+        return {severity: found[severity] for severity in SEVERITIES}
+
+    def exit_code(self, fail_on: FailOn = "error") -> int:
+        """Return the exit code of the command: 1 if a finding is at least as severe as ``fail_on``, else 0.
+
+        Parameters
+        ----------
+        fail_on
+            "error", "warning", "note", or "never".
+        """
+        if fail_on == "never" or self.worst is None:
+            return 0
+        return int(SEVERITIES.index(self.worst) <= SEVERITIES.index(fail_on))
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        """Return the findings as plain objects."""
+        return [f.as_dict() for f in self.findings]
+
+    def to_json(self) -> str:
+        """Return the report as JSON: version, tool, path, facts, counts, and the findings."""
+        about = {
+            "lazyckpt_report": VERSION, "tool": self.tool, "path": self.path, "ok": self.ok, "counts": self.counts,
+            "facts": dict(self.facts), "findings": self.as_dicts(),
+        }  # fmt: skip
+        return json.dumps(about, indent=1) + "\n"
+
+    def to_sarif(self) -> str:
+        """Return the report in SARIF 2.1.0, for code scanning services. Source: OASIS SARIF 2.1.0, section 3."""
+        from importlib.metadata import version
+
+        codes = list(dict.fromkeys(f.code for f in self.findings))
+        rules = [
+            {
+                "id": code,
+                "shortDescription": {"text": kind_of(code).meaning or code},
+                "help": {"text": kind_of(code).todo or "See the message."},
+                "defaultConfiguration": {"level": kind_of(code).severity},
+            }
+            for code in codes
+        ]
+        results = [_result(f, codes.index(f.code)) for f in self.findings]
+        driver = {"name": f"lazyckpt {self.tool}", "version": version("lazyckpt"), "rules": rules}
+        run = {"tool": {"driver": driver}, "results": results, "properties": {"path": self.path}}
+        about = {"$schema": "https://json.schemastore.org/sarif-2.1.0.json", "version": "2.1.0", "runs": [run]}
+        return json.dumps(about, indent=1) + "\n"
+
+    @property
+    def summary(self) -> str:
+        """One line: how many findings, and what was examined."""
+        counted = [plural(count, severity) for severity, count in self.counts.items() if count]
+        found = ", ".join(counted) if counted else "nothing found"
+        facts = self.facts
+        seen = [plural(facts[what], what.removesuffix("s")) for what in ("files", "tensors") if what in facts]
+        seen += [f"{human_bytes(facts['bytes'])} read"] if "bytes" in facts else []
+        seen += [f"{facts['seconds']:.1f} s"] if "seconds" in facts else []
+        return f"{found} ({', '.join(seen)})" if seen else found
+
+    def to_text(self, verbose: bool = False) -> str:
+        """Return the findings as text, grouped by code, the worst first.
+
+        Parameters
+        ----------
+        verbose
+            Show every finding. By default at most 40 lines.
+        """
+        return "\n".join("".join(text for text, _ in line) for line in self.lines(verbose))
+
+    def lines(self, verbose: bool = False) -> list[list[tuple[str, str]]]:
+        """Return the lines of `to_text` as pieces of (text, style)."""
+        path = self.path.rstrip("/") or self.path
+        found: list[list[tuple[str, str]]] = [[(f"{path}: ", "bold"), (self.summary, _STYLES[self.worst])]]
+        for name, line in (self.facts.get("checkpoints") or {}).items():
+            found.append([(f"  {name}: {line}", "")])
+        groups: dict[tuple[Severity, str], list[Finding]] = {}
+        for one in self.findings:
+            groups.setdefault((one.severity, one.code), []).append(one)
+        room = _LINES - len(found)
+        for n, ((severity, code), group) in enumerate(groups.items()):
+            left = len(groups) - n - 1  # every code gets a line at least, while there is room
+            most = len(group) if verbose else max(1, min(_EXAMPLES, room - 2 - 2 * left))
+            block = [[(f"{severity} ", _STYLES[severity]), (code, "bold")]]
+            block[0] += [(f" ({len(group):,})", "")] if len(group) > 1 else []
+            block += [[("  " + str(one), "")] for one in group[:most]]
+            more = and_more(len(group) - most, "(--verbose shows them)", "  and ")
+            block += [[(more, "dim")]] if more else []
+            todo = list(dict.fromkeys(one.todo for one in group if one.todo))
+            block += [[(f"  -> {todo[0]}", "dim")]] if todo else []
+            if not verbose and len(block) > room:
+                rest = sum(len(g) for g in list(groups.values())[n:])
+                found.append([(and_more(rest, "findings (--verbose shows them)"), "dim")])
+                break
+            found += block
+            room -= len(block)
+        return found
+
+    def __getitem__(self, n: Any) -> Any:
+        return self.findings[n]
+
+    def __len__(self) -> int:
+        return len(self.findings)
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def __repr__(self) -> str:
+        return f"<Report of {self.tool}: {self.summary}>\n{self.to_text()}"
+
+    def _repr_html_(self) -> str:
+        """Return the report as HTML for Jupyter: a table of the findings."""
+        colours = {"error": "#c62828", "warning": "#b26a00", "note": "#5f6b7a"}
+        rows = "".join(
+            f"<tr><td style='color:{colours[f.severity]};font-weight:600'>{f.severity}</td><td><code>{escape(f.code)}"
+            f"</code></td><td style='text-align:left'>{escape(str(f))}<br><span style='opacity:.65'>{escape(f.todo)}"
+            "</span></td></tr>"
+            for f in self.findings[:200]
+        )
+        more = f"<p>{and_more(len(self.findings) - 200, 'findings')}</p>" if len(self.findings) > 200 else ""
+        head = f"<p><b>{escape(self.path)}</b>: {escape(self.summary)}</p>"
+        return f"<div class='lazyckpt-report'>{head}<table>{rows}</table>{more}</div>"
+
+
+_STYLES: dict[Severity | None, str] = {"error": "bold red", "warning": "yellow", "note": "cyan", None: "green"}
+
+
+def _result(finding: Finding, rule: int) -> dict[str, Any]:
+    """Return a finding as a result of SARIF."""
+    properties = {"todo": finding.todo, **({"tensor": finding.tensor} if finding.tensor else {}), **finding.details}
+    result: dict[str, Any] = {
+        "ruleId": finding.code, "ruleIndex": rule, "level": finding.severity, "message": {"text": str(finding)},
+        "properties": properties,
+    }  # fmt: skip
+    place: dict[str, Any] = {}
+    if finding.file is not None:
+        from urllib.parse import quote
+
+        place["physicalLocation"] = {"artifactLocation": {"uri": quote(finding.file)}}
+    if finding.tensor is not None:
+        place["logicalLocations"] = [{"fullyQualifiedName": finding.tensor, "kind": "member"}]
+    if place:
+        result["locations"] = [place]
+    return result
