@@ -37,9 +37,11 @@ if _TYPE_CHECKING:
     from .export.options import WriteResult
     from .inspect.diff import Diff, Difference
     from .inspect.manifest import Digest
+    from .inspect.report import Finding, Report
     from .io.containers.pickle.records import Opaque
     from .runs.compare import diff, digest
     from .runs.prune import Pruned, prune
+    from .runs.verify import verify
     from .runs.view import RunView
     from .tensor import LazyTensor
     from .view import CheckpointView, unshard
@@ -58,6 +60,9 @@ _HOMES = {
     "WriteResult": "export.options",
     "diff": "runs.compare",
     "digest": "runs.compare",
+    "verify": "runs.verify",
+    "Report": "inspect.report",
+    "Finding": "inspect.report",
     "prune": "runs.prune",
     "unshard": "view",
 }
@@ -73,6 +78,7 @@ __all__ = [
     "Diff",
     "Difference",
     "Digest",
+    "Finding",
     "FormatError",
     "LazyTensor",
     "LazyckptError",
@@ -82,6 +88,7 @@ __all__ = [
     "Opaque",
     "Problem",
     "Pruned",
+    "Report",
     "RunView",
     "SelectionError",
     "TensorNotFoundError",
@@ -93,6 +100,7 @@ __all__ = [
     "open_run",
     "prune",
     "unshard",
+    "verify",
 ]
 
 

@@ -28,6 +28,7 @@ COMMANDS = {
     "stats": "Compute statistics of every tensor.",
     "diff": "Compare two checkpoints of any formats, tensor by tensor.",
     "digest": "Print digests of the contents, which are the same in every format.",
+    "verify": "Check whether a checkpoint is whole and its values are sane.",
     "convert": "Write a checkpoint in another format.",
     "prune": "Remove the older checkpoints of a run.",
     "formats": "List the formats that lazyckpt reads.",

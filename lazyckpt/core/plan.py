@@ -142,7 +142,7 @@ def plan(spec: TensorSpec, want: Selection, find: Find | None = None) -> Sequenc
     found = None if table is None else choose(table, want)
     if found is not None:
         return found
-    pieces = [p for f in fragments.meeting(want) for p in _pieces(f, want, find)]
+    pieces = [p for f in fragments.meeting(want) for p in pieces_of(f, want, find)]
     copies = _cover(whole, [(target, piece) for target, piece in pieces if isinstance(piece, Copy)])
     left = whole.numel - sum(prod(copy.shape) for copy in copies)
     if left:
@@ -161,7 +161,7 @@ def overlaps(spec: TensorSpec, want: Selection, find: Find | None = None) -> Ite
     pieces = [
         (number, target, piece)
         for number, fragment in enumerate(fragments_of(spec.fragments).meeting(want))
-        for target, piece in _pieces(fragment, want, find)
+        for target, piece in pieces_of(fragment, want, find)
         if isinstance(piece, Copy)
     ]
     held = _held_first([target for _, target, _ in pieces])
@@ -172,7 +172,7 @@ def overlaps(spec: TensorSpec, want: Selection, find: Find | None = None) -> Ite
                 yield _crop(copy, whole, inner), _crop(piece, target, inner)
 
 
-def _pieces(fragment: Fragment, want: Selection, find: Find | None) -> Iterator[tuple[Box, Copy | Hole]]:
+def pieces_of(fragment: Fragment, want: Selection, find: Find | None) -> Iterator[tuple[Box, Copy | Hole]]:
     """Yield the selected blocks that a fragment holds, as (block of the output, the copy that fills it)."""
     extent, span, axes = fragment.extent, fragment.span, fragment.axes
     for local, globe in fragment_boxes(fragment):

@@ -170,7 +170,7 @@ _TODO = {
 }
 _ERRORS = {
     "missing-file", "unreadable-file", "unfinished-save", "step-mismatch", "index-mismatch", "missing-elements",
-    "missing-tensor", "missing-weights", "mismatched-shards", "differing-replicas", "duplicate-tensor",
+    "missing-tensor", "missing-weights", "mismatched-shards", "duplicate-tensor",
 }  # fmt: skip
 _NOTES = {
     "ignored-file", "misnamed-file", "unpinned-file", "part-of-checkpoint", "other-checkpoint", "missing-optimizer",

@@ -134,17 +134,17 @@ def _many_runs(store: Store, paths: Sequence[str], runs: Runs, memory: memoryvie
 def agree(store: Store, spec: TensorSpec, want: Selection) -> bool:
     """Return whether fragments that overlap within the selection hold the same bytes. Reads only the overlaps."""
     for pair in overlaps(spec, want, lambda archive: locate(store, archive, spec.name)):
-        first, second = (_alone(store, copy) for copy in pair)
+        first, second = (alone(store, copy).view(-1).view(torch.uint8) for copy in pair)
         if not torch.equal(first, second):
             return False
     return True
 
 
-def _alone(store: Store, copy: Copy) -> torch.Tensor:
-    """Read the elements of one copy, as bytes."""
+def alone(store: Store, copy: Copy) -> torch.Tensor:
+    """Read the elements of one copy."""
     out = empty(copy.shape, copy.extent.dtype.torch)
     run_here(_copy_tasks(store, copy, out))
-    return out.view(-1).view(torch.uint8)
+    return out
 
 
 def planned(store: Store, spec: TensorSpec, want: Selection) -> Sequence[Copy]:

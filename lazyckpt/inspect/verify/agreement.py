@@ -1,0 +1,186 @@
+"""Checks that read several places of the same values: steps, replicas, fp32 weights beside those of 16 bits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...core.fragments import fragments_of
+from ...core.plan import overlaps
+from ...errors import LazyckptError, some
+from ...io.reading.gather import alone
+from ...io.reading.packed import locate
+from ...jobs.batching import Task
+from ...jobs.executor import OVERHEAD, Run
+from ...jobs.progress import Bar
+from ...lazy import LazyArray, shape_of
+from ..report import Finding
+from .sweep import Target
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from ...deferred import torch
+
+_PIECE = 4 << 20  # bytes
+_STEPS = 100_000  # scalars that are read
+
+
+def steps(states: Mapping[str, Mapping[str, LazyArray]], meta: Mapping[str, Any]) -> dict[str, float]:
+    """Return name -> number of steps of each parameter, and "" -> that of the checkpoint, as far as it is recorded."""
+    found: dict[str, float] = {}
+    for name in ("iteration", "global_steps", "global_step", "step"):
+        value = meta.get(name)
+        if type(value) is int and value >= 0:
+            found[""] = float(value)
+            break
+    for name, tensor in list(states.get("step", {}).items())[:_STEPS]:
+        if tensor.numel() == 1:
+            try:
+                found[name] = float(tensor[...].reshape(()))
+            except (LazyckptError, OSError):  # sweep reports it
+                continue
+    return found
+
+
+def differing_steps(found: Mapping[str, float]) -> Iterator[Finding]:
+    """Yield a finding if parameters have made different numbers of steps."""
+    own = {name: step for name, step in found.items() if name}
+    counted = Counter(own.values())
+    if len(counted) > 1:
+        usual, times = counted.most_common(1)[0]
+        odd = [name for name, step in own.items() if step != usual]
+        text = f"{times:,} parameters have made {usual:,.0f} steps, {len(odd):,} another number: " + some(
+            f"{name} {own[name]:,.0f}" for name in odd
+        )
+        yield Finding(
+            "differing-steps", text, tensor=odd[0] if len(odd) == 1 else None, details={"tensors": odd[:1000]}
+        )
+
+
+class _Pair(NamedTuple):
+    """What comparing some elements found."""
+
+    number: int
+    differ: int
+    largest: float
+    where: tuple[tuple[str, str], ...]
+    why: str | None = None
+
+
+def compared(
+    targets: Sequence[Target], states: Mapping[str, Mapping[str, LazyArray]], run: Run, progress: bool | None
+) -> list[Finding]:
+    """Compare all replicas of the same elements, and the fp32 weights with those of 16 bits.
+
+    Reads the replicas; and both kinds of weights, once more.
+    """
+    jobs: list[tuple[str, Target]] = []
+    totals: dict[int, _Pair] = {}
+    findings: list[Finding] = []
+
+    def tasks() -> Iterator[Task]:
+        for target in targets:
+            if len(target.tensor.spec.fragments) > 1:
+                jobs.append(("replicas", target))
+                work = partial(_replicas, target.tensor, len(jobs) - 1)
+                yield Task(target.tensor.nbytes, 2 * _PIECE + OVERHEAD, work, target.tensor)
+        names = list(states)
+        narrow = states[names[0]] if names else {}
+        for name, wide in states.get("fp32", {}).items() if names and names[0] != "fp32" else ():
+            own = narrow.get(name) if name in narrow else None
+            if own is None or own.dtype == wide.dtype or shape_of(own) != shape_of(wide):
+                continue
+            if not own.dtype.is_floating_point or own.dtype.itemsize > 2:
+                continue
+            jobs.append(("rounding", Target("fp32", name, wide)))
+            yield Task(wide.nbytes, 3 * _PIECE + OVERHEAD, partial(_rounded, own, wide, len(jobs) - 1), wide)
+
+    with Bar(sum(t.tensor.nbytes for t in targets), "compare", progress) as bar:
+
+        def done(task: Task, result: _Pair) -> None:
+            totals[result.number] = result
+            bar.add(task.nbytes)
+
+        run(tasks(), done)
+    for number, (kind, target) in enumerate(jobs):
+        pair = totals.get(number)
+        if pair is None or not (pair.differ or pair.why):
+            continue
+        shown = target.name if kind == "rounding" else f"{target.state}: {target.name}"
+        if pair.why:
+            findings.append(Finding("unreadable-file", f"{shown} cannot be compared: {pair.why}", tensor=target.name))
+        elif kind == "replicas":
+            files = sorted({path for both in pair.where for path in both})
+            text = (
+                f"{shown}: {pair.differ:,} elements differ between its copies in {some(files)}, by up to "
+                f"{pair.largest:.3g}"
+            )
+            details = {"files": files, "elements": pair.differ, "largest": pair.largest}
+            findings.append(Finding("differing-replicas", text, None, target.name, "error", details=details))
+        else:
+            text = (
+                f"{shown}: {pair.differ:,} elements are not the fp32 weights, rounded; they differ by up to "
+                f"{pair.largest:.3g}"
+            )
+            details = {"elements": pair.differ, "largest": pair.largest}
+            findings.append(Finding("rounding-mismatch", text, tensor=target.name, details=details))
+    return findings
+
+
+def _replicas(tensor: LazyArray, number: int) -> _Pair:
+    """Compare the copies of the same elements, a piece at a time."""
+    store, spec = tensor.store, tensor.spec
+    find = partial(locate, store, name=tensor.name)
+    differ, largest, where = 0, 0.0, dict[tuple[str, str], None]()
+    try:
+        if not fragments_of(spec.fragments):
+            return _Pair(number, 0, 0.0, ())
+        for _, piece in tensor.pieces(_PIECE):
+            want = piece._sel.reads().want
+            for first, second in overlaps(spec, want, find):
+                a, b = alone(store, first), alone(store, second)
+                if torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8)):
+                    continue
+                count, gap = _gap(a, b)
+                differ, largest = differ + count, max(largest, gap)
+                where[first.extent.path, second.extent.path] = None
+    except (LazyckptError, OSError) as e:
+        return _Pair(number, differ, largest, tuple(where), " ".join(str(e).split()))
+    return _Pair(number, differ, largest, tuple(where))
+
+
+def _gap(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float]:
+    """Return how many elements differ in their bits, and the largest difference of their values."""
+    size = a.itemsize
+    bits = torch.stack([x.contiguous().view(-1).view(torch.uint8) for x in (a, b)]).view(2, -1, size)
+    odd = (bits[0] != bits[1]).any(1)
+    if not (a.dtype.is_floating_point or a.dtype.is_complex) or a.element_size() < 1:
+        return int(odd.sum()), 0.0
+    wide = torch.complex128 if a.dtype.is_complex else torch.float64
+    gaps = (a.reshape(-1)[odd].to(wide) - b.reshape(-1)[odd].to(wide)).abs()
+    gaps = gaps[torch.isfinite(gaps)]
+    return int(odd.sum()), float(gaps.max()) if len(gaps) else 0.0
+
+
+def _rounded(own: LazyArray, wide: LazyArray, number: int) -> _Pair:
+    """Compare 16-bit weights with the fp32 weights, rounded to the nearest."""
+    differ, largest = 0, 0.0
+    try:
+        for (_, a), (_, b) in zip(
+            own.pieces(_PIECE // 2), wide.pieces(_PIECE // 2 * wide.itemsize // own.itemsize), strict=True
+        ):
+            have, exact = a[...], b[...]
+            want = exact.to(have.dtype)
+            odd = (have != want) & ~(have.isnan() & want.isnan())
+            count = int(odd.sum())
+            if count:
+                differ += count
+                gaps = (have[odd].double() - exact[odd].double()).abs()
+                gaps = gaps[torch.isfinite(gaps)]
+                largest = max(largest, float(gaps.max()) if len(gaps) else 0.0)
+    except (LazyckptError, OSError) as e:
+        return _Pair(number, differ, largest, (), " ".join(str(e).split()))
+    return _Pair(number, differ, largest, ())

@@ -1,0 +1,214 @@
+"""The checksums that writers leave: CRC-32 of zip records, SHA-256 of files.
+
+- torch.save, and the archives inside `.distcp` files: CRC-32 of every record, unless
+  `torch.serialization.set_crc32_options(False)` was set; torch.load does not check it.
+- Megatron-LM's `integrity.json` (pull request 4305): {"algorithm": "sha256", "files": {path: hex}}.
+- Files that huggingface_hub downloaded: `.cache/huggingface/download/FILE.metadata`, whose second line is the ETag: for
+  large files the SHA-256. In its cache, `snapshots/REVISION/FILE` is a link to `blobs/ETAG`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...core.index import Archive
+from ...errors import CorruptError, DataError, LazyckptError
+from ...io.containers.zip import DEFLATED, STORED, ZIP_MAGIC, data_offsets, read_columns
+from ...io.pool import each
+from ...io.storage.base import Store, StoreFile
+from ...jobs.batching import Task
+from ...jobs.executor import Run
+from ..report import Finding
+from .sweep import Record
+
+_PIECE = 1 << 20
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_SMALL = 1 << 20  # bytes of a document that is read
+
+
+class Recorded(NamedTuple):
+    """What a file records of itself.
+
+    Attributes
+    ----------
+    records
+        The records with a CRC-32, in the order of their offsets.
+    findings
+        What is wrong with the directory, or with compressed records; a note if there are no checksums.
+    """
+
+    records: tuple[Record, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+
+def of_files(store: Store, paths: Sequence[str], archives: Mapping[str, Sequence[Archive]]) -> dict[str, Recorded]:
+    """Return what each file records; ``archives`` are the archives inside files, which are no zips as a whole."""
+    found: dict[str, Recorded] = {}
+
+    def look(path: str) -> None:
+        try:
+            found[path] = _of_archives(store, path, archives[path]) if path in archives else _of_file(store, path)
+        except (LazyckptError, OSError) as e:
+            code = "wrong-checksum" if isinstance(e, CorruptError) else "unreadable-file"
+            found[path] = Recorded((), (Finding(code, f"{path}: {_line(e)}", path),))
+
+    each(look, paths)
+    return {path: one for path, one in sorted(found.items()) if one.records or one.findings}
+
+
+def _line(error: object) -> str:
+    return " ".join(str(error).split())
+
+
+def _of_file(store: Store, path: str) -> Recorded:
+    size = store.stat(path).size
+    if size < len(ZIP_MAGIC) or bytes(store.read(path, 0, len(ZIP_MAGIC))) != ZIP_MAGIC:
+        return Recorded()
+    return _of_zip(StoreFile(store, path), path)
+
+
+def _of_archives(store: Store, path: str, archives: Sequence[Archive]) -> Recorded:
+    records: list[Record] = []
+    findings: list[Finding] = []
+    for archive in sorted(set(archives), key=lambda one: one.offset):
+        file = StoreFile(store, path, window=(archive.offset, archive.length))
+        if file.size < len(ZIP_MAGIC) or file.at(0, len(ZIP_MAGIC)) != ZIP_MAGIC:
+            continue
+        found = _of_zip(file, f"{path} (at byte {archive.offset:,})")
+        records += found.records
+        findings += found.findings[:1] if not findings else ()
+    return Recorded(tuple(records), tuple(findings))
+
+
+def _of_zip(file: StoreFile, where: str) -> Recorded:
+    columns = read_columns(file)
+    records = columns.records
+    offsets = data_offsets(file, columns.start, records)
+    sizes = records.nbytes.astype(np.int64)
+    held = sizes > 0
+    if held.any() and not records.crc[held].any():
+        text = f"{where}: its {int(held.sum()):,} records have no checksums (torch's set_crc32_options(False))"
+        return Recorded((), (Finding("no-checksum", text, file.path),))
+    plain = held & (records.method == STORED)
+    found = [
+        Record(records.names[n], file.start + int(offsets[n]), int(sizes[n]), int(records.crc[n]))
+        for n in np.flatnonzero(plain).tolist()
+    ]
+    findings = []
+    for n in np.flatnonzero(held & (records.method == DEFLATED)).tolist():
+        packed = file.start + int(offsets[n]), int(records.stored[n])
+        if _inflated(file.store, file.path, *packed, int(sizes[n])) != int(records.crc[n]):
+            findings.append(wrong(where, Record(records.names[n], *packed, int(records.crc[n]))))
+    return Recorded(tuple(found), tuple(findings))
+
+
+def wrong(path: str, record: Record) -> Finding:
+    """Return the finding about a record whose bytes have another checksum."""
+    text = f"{path}: the record {record.name} ({record.nbytes:,} bytes at {record.offset:,}) is not what was written"
+    details = {"record": record.name, "offset": record.offset, "nbytes": record.nbytes}
+    return Finding("wrong-checksum", text, path.split(" (at byte")[0], details=details)
+
+
+def _inflated(store: Store, path: str, offset: int, length: int, nbytes: int) -> int | None:
+    """Return the CRC-32 of a deflated record; None if it cannot be inflated to its size."""
+    inflate, crc, total = zlib.decompressobj(-15), 0, 0
+    try:
+        for at in range(offset, offset + length, _PIECE):
+            data = bytes(store.read(path, at, min(_PIECE, offset + length - at)))
+            while data:
+                part = inflate.decompress(data, _PIECE)
+                crc, total, data = zlib.crc32(part, crc), total + len(part), inflate.unconsumed_tail
+                if total > nbytes:
+                    return None
+    except zlib.error:
+        return None
+    return crc if total == nbytes and inflate.eof else None
+
+
+# -- SHA-256 of whole files
+
+
+def recorded_sha256(store: Store, paths: Sequence[str]) -> tuple[dict[str, tuple[str, str]], list[Finding]]:
+    """Return path -> (SHA-256, what recorded it), and what is wrong with the records. Reads small files only."""
+    found: dict[str, tuple[str, str]] = {}
+    findings: list[Finding] = []
+    data = _document(store, "integrity.json")
+    if data is not None:
+        try:
+            about = json.loads(data)
+            listed = about["files"] if about.get("algorithm") == "sha256" else {}
+            found |= {path: (hexes.lower(), "integrity.json") for path, hexes in listed.items() if _is_sha256(hexes)}
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as e:
+            text = f"integrity.json cannot be understood ({type(e).__name__}): its checksums are not compared"
+            findings.append(Finding("inconsistent-metadata", text, "integrity.json"))
+    for path in paths:
+        data = _document(store, f".cache/huggingface/download/{path}.metadata")
+        lines = data.decode("utf-8", "replace").split("\n") if data is not None else []
+        if len(lines) > 1 and _is_sha256(lines[1].strip()):
+            found.setdefault(path, (lines[1].strip(), "the record of its download"))
+            continue
+        full = os.path.join(store.root, path)
+        if os.path.islink(full):
+            target = os.readlink(full).replace("\\", "/").split("/")
+            if len(target) > 1 and target[-2] == "blobs" and _is_sha256(target[-1]):
+                found.setdefault(path, (target[-1], "its name in the cache of huggingface_hub"))
+    return found, findings
+
+
+def _is_sha256(text: Any) -> bool:
+    return isinstance(text, str) and bool(_SHA256.fullmatch(text.lower()))
+
+
+def _document(store: Store, path: str) -> bytes | None:
+    try:
+        size = store.stat(path).size
+        return bytes(store.read(path, 0, size)) if size <= _SMALL else None
+    except (LazyckptError, OSError):
+        return None
+
+
+def compare_sha256(store: Store, recorded: Mapping[str, tuple[str, str]], run: Run) -> list[Finding]:
+    """Hash files and compare them with their records."""
+    findings: list[Finding] = []
+
+    def done(task: Task, result: tuple[str, str | None, str]) -> None:
+        path, digest, why = result
+        want, by = recorded[path]
+        if digest is None:
+            code = "missing-file" if "no such file" in why.lower() or "does not exist" in why else "unreadable-file"
+            findings.append(Finding(code, f"{path}, which {by} lists, cannot be read: {why}", path))
+        elif digest != want:
+            text = f"{path} is not the file that {by} describes: its SHA-256 begins with {digest[:12]}, not {want[:12]}"
+            findings.append(Finding("wrong-checksum", text, path, details={"sha256": digest, "recorded": want}))
+
+    def tasks() -> Iterator[Task]:
+        for path in recorded:
+            yield Task(0, _PIECE, partial(_sha256, store, path))
+
+    run(tasks(), done)
+    return findings
+
+
+def _sha256(store: Store, path: str) -> tuple[str, str | None, str]:
+    found = hashlib.sha256()
+    try:
+        if path.startswith("/") or ".." in path.split("/"):
+            raise DataError("it is outside the checkpoint")
+        size = store.stat(path).size
+        memory = bytearray(min(_PIECE, size))
+        for at in range(0, size, _PIECE):
+            part = memoryview(memory)[: min(_PIECE, size - at)]
+            store.read_into(path, at, part)
+            found.update(part)
+    except (LazyckptError, OSError) as e:
+        return path, None, _line(e)
+    return path, found.hexdigest(), ""

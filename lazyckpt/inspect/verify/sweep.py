@@ -1,0 +1,378 @@
+"""One pass over the bytes of the files: tallies of the tensors' elements, and checksums of what their writers recorded.
+
+A plan of each tensor says which runs of bytes of which file hold its elements. The runs of all tensors and the records
+with a checksum are then read file by file, each byte once, by tasks of some MiB. What is not a plain run of elements
+(compressed chunks, transposed shards) is read tensor by tensor instead.
+
+Memory: some 40 bytes for each run, the tallies of the tensors, and the pieces in flight.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ...core.copies import Copy
+from ...core.dtypes import DType
+from ...core.index import Hole
+from ...core.plan import pieces_of
+from ...core.table import Copies
+from ...errors import LazyckptError
+from ...io.reading.gather import planned
+from ...io.reading.packed import locate
+from ...io.storage.base import Store, narrow
+from ...io.tensors import as_bytes
+from ...jobs.batching import Task
+from ...jobs.executor import OVERHEAD, Run
+from ...jobs.places import combined
+from ...jobs.progress import Bar
+from ...jobs.write import scratch
+from ...lazy import LazyArray
+from .tally import add, is_judged, tallies, tally
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from ...deferred import torch
+
+Array = np.ndarray[Any, Any]
+
+_WINDOW = 4 << 20  # bytes that a task reads at a time
+_TASK = 64 << 20  # most bytes of a task
+_WIDEST = 16  # bytes of the largest element: a window begins that much earlier, for the element that it cuts
+_PIECE = 4 << 20  # bytes of a piece of a tensor that is no plain run
+_NEAR = 64 << 10  # bytes; smaller gaps are read along
+
+# A run of elements in a file: of tensor number "tensor", from block number "block" of its plan.
+RUN = np.dtype([("file", "i4"), ("offset", "i8"), ("count", "i8"), ("tensor", "i4"), ("block", "i4")])
+
+
+class Target(NamedTuple):
+    """A tensor to examine."""
+
+    state: str
+    name: str
+    tensor: LazyArray
+
+
+class Record(NamedTuple):
+    """Bytes of a file with a CRC-32."""
+
+    name: str
+    offset: int
+    nbytes: int
+    crc: int
+
+
+@dataclass(slots=True)
+class Swept:
+    """What the pass found.
+
+    Attributes
+    ----------
+    tallies
+        A tally for each target.
+    runs, largest, squares, odd
+        The runs (`RUN`), in the order of files and offsets, and for each of them the largest absolute value, the sum of
+        squares, and whether it has NaN or infinities.
+    paths
+        The files of the runs, by number.
+    wrong
+        (path, record) of the records whose bytes have another checksum.
+    errors
+        Number of a target -> why some of it cannot be read; path -> why the file cannot be read.
+    nbytes
+        The bytes that were read.
+    """
+
+    tallies: Array
+    runs: Array
+    largest: Array
+    squares: Array
+    odd: Array
+    paths: list[str]
+    wrong: list[tuple[str, Record]] = field(default_factory=list)
+    errors: dict[int | str, str] = field(default_factory=dict)
+    nbytes: int = 0
+
+
+def blocks_of(tensor: LazyArray) -> Sequence[Copy]:
+    """Return the copies that read a tensor; if some of its files are missing, those of the others.
+
+    Raises what reading raises, except for missing files.
+    """
+    want = tuple(map(range, tensor.spec.shape))
+    try:
+        return planned(tensor.store, tensor.spec, want)
+    except FileNotFoundError:
+        find = partial(locate, tensor.store, name=tensor.name)
+        some = (f for f in tensor.spec.fragments if not isinstance(f.extent, Hole))
+        return [c for f in some for _, c in pieces_of(f, want, find) if isinstance(c, Copy)]
+
+
+def sweep(
+    store: Store,
+    targets: Sequence[Target],
+    records: Mapping[str, Sequence[Record]],
+    run: Run,
+    progress: bool | None = None,
+) -> Swept:
+    """Read all runs of the targets and all records once.
+
+    Parameters
+    ----------
+    store
+        Where the files are.
+    targets
+        The tensors.
+    records
+        Path -> records of the file with a checksum, in the order of their offsets.
+    run
+        The engine.
+    progress
+        See `WriteOptions`.
+    """
+    kinds: list[DType] = []
+    paths: dict[str, int] = {path: n for n, path in enumerate(records)}
+    parts: list[Array] = []
+    rest: list[tuple[int, LazyArray]] = []
+    errors: dict[int | str, str] = {}
+    for n, target in enumerate(targets):
+        dtype = target.tensor.spec.dtype
+        kinds.append(dtype)
+        if not is_judged(dtype) or not target.tensor.numel():
+            continue
+        try:
+            runs, others = _runs(n, target.tensor, paths)
+        except (LazyckptError, OSError) as e:
+            errors[n] = _line(e)
+            continue
+        parts.append(runs)
+        rest += [(n, other) for other in others]
+    runs = np.concatenate(parts) if parts else np.empty(0, RUN)
+    del parts
+    runs = runs[np.lexsort((runs["offset"], runs["file"]))]
+    found = Swept(
+        tallies(len(targets)), runs, np.zeros(len(runs), np.float32), np.zeros(len(runs), np.float32),
+        np.zeros(len(runs), np.bool_), list(paths), errors=errors,
+    )  # fmt: skip
+    sizes = np.array([d.itemsize for d in kinds], np.int64)
+    sums: dict[tuple[str, int], list[tuple[int, int, int]]] = {}
+    total = int((runs["count"] * sizes[runs["tensor"]]).sum()) + sum(t.nbytes for _, t in rest)
+
+    def done(task: Task, result: _Result) -> None:
+        if isinstance(result, _Failed):
+            found.errors.setdefault(result.what, result.why)
+        elif result.numbers is None:
+            add(found.tallies, np.array([result.tensor]), result.rows)
+        else:
+            rows, numbers = result.rows, result.numbers
+            add(found.tallies, runs["tensor"][numbers], rows)
+            largest = np.maximum(np.maximum(rows["high"], -rows["low"]), 0)
+            np.maximum.at(found.largest, numbers, largest.astype(np.float32))
+            np.add.at(found.squares, numbers, rows["squares"].astype(np.float32))
+            found.odd[numbers[(rows["nan"] > 0) | (rows["inf"] > 0)]] = True
+            for number, start, crc, nbytes in result.sums:
+                sums.setdefault((result.path, number), []).append((start, crc, nbytes))
+        found.nbytes += task.nbytes
+        bar.add(task.nbytes)
+
+    with Bar(total, "verify", progress) as bar, np.errstate(over="ignore"):
+        tasks = _tasks(store, found, kinds, sizes, records)
+        run(chain(tasks, _whole(rest)), done)
+    for path, some in records.items():
+        for number, record in enumerate(some):
+            pieces = sorted(sums.pop((path, number), ()))
+            if sum(nbytes for *_, nbytes in pieces) != record.nbytes:
+                continue  # its task failed, which is an error of the file
+            if combined((crc, nbytes) for _, crc, nbytes in pieces) != record.crc:
+                found.wrong.append((path, record))
+    return found
+
+
+def _line(error: object) -> str:
+    return " ".join(str(error).split())
+
+
+def _runs(n: int, tensor: LazyArray, paths: dict[str, int]) -> tuple[Array, list[LazyArray]]:
+    """Return the plain runs of a tensor, and the parts of it that are none."""
+    copies = blocks_of(tensor)
+    spec, ndim = tensor.spec, tensor.ndim
+    if isinstance(copies, Copies) and copies.table.packed is None and copies.table.dtype is spec.dtype:
+        local = [paths.setdefault(path, len(paths)) for path in copies.table.paths]
+        plain = _is_run(copies.shapes, copies.strides)
+        found = np.empty(int(plain.sum()), RUN)
+        found["file"] = np.array(local, np.int32)[copies.table.files[plain]]
+        found["offset"], found["count"] = copies.offsets[plain], copies.shapes[plain].prod(1)
+        found["block"] = np.flatnonzero(plain)
+        odd = [copies[int(m)] for m in np.flatnonzero(~plain)]
+    else:
+        rows, odd = [], []
+        for m, copy in enumerate(copies):
+            extent = copy.extent
+            shape, strides = np.array([copy.shape]), np.array([copy.strides])
+            raw = extent.raw and extent.dtype is spec.dtype and not copy.sparse
+            if raw and (not ndim or _is_run(shape.reshape(1, ndim), strides.reshape(1, ndim))[0]):
+                offset = extent.offset + copy.start * spec.dtype.itemsize
+                file = paths.setdefault(extent.path, len(paths))
+                rows.append((file, offset, prod(copy.shape), n, m))
+            else:
+                odd.append(copy)
+        found = np.array(rows, RUN)
+    found["tensor"] = n
+    # several copies of one place are one part, read through the tensor
+    boxes = {(copy.at, copy.shape): copy.slices for copy in odd}
+    return found, [tensor.lazy[box] if box else tensor for box in boxes.values()]
+
+
+def _is_run(shapes: Array, strides: Array) -> Array:
+    """Return which blocks lie in their file without gaps, in any order of their dimensions."""
+    shapes, strides = shapes.astype(np.int64), np.where(shapes == 1, 0, strides.astype(np.int64))
+    order = np.argsort(strides, axis=1, kind="stable")
+    lengths, steps = np.take_along_axis(shapes, order, 1), np.take_along_axis(strides, order, 1)
+    inner = np.cumprod(lengths, axis=1) // lengths if shapes.shape[1] else lengths
+    found: Array = ((lengths == 1) | (steps == inner)).all(1)
+    return found
+
+
+# -- the tasks
+
+
+class _Found(NamedTuple):
+    rows: Array
+    numbers: Array | None  # of the runs, one for each row; None: one row for a tensor
+    tensor: int = 0
+    path: str = ""
+    sums: tuple[tuple[int, int, int, int], ...] = ()  # number of a record, start of the piece, CRC-32, bytes
+
+
+class _Failed(NamedTuple):
+    what: int | str
+    why: str
+
+
+_Result = _Found | _Failed
+
+
+class _File:
+    """A file of a store. Its pickle has the pin of this file only."""
+
+    __slots__ = ("path", "store")
+
+    def __init__(self, store: Store, path: str) -> None:
+        self.store, self.path = store, path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _File, (narrow(self.store, [self.path]), self.path)
+
+
+class _Places(NamedTuple):
+    """Runs of elements in a file, in the order of their offsets, as columns."""
+
+    begins: Array
+    ends: Array
+    sizes: Array  # of an element, in bytes
+    kinds: Array  # the number of the dtype
+    numbers: Array  # of the runs
+
+    def between(self, low: int, high: int) -> _Places:
+        """Return the runs with an element that ends in a range."""
+        last = int(np.searchsorted(self.begins, high))
+        picked = np.flatnonzero(self.ends[:last] > low)
+        return _Places(*(column[picked] for column in self))
+
+
+def _tasks(
+    store: Store, found: Swept, kinds: Sequence[DType], sizes: Array, records: Mapping[str, Sequence[Record]]
+) -> Iterator[Task]:
+    """Yield the tasks that read the runs and records of all files, in the order of files and offsets."""
+    dtypes = list(dict.fromkeys(kinds))
+    code = np.array([dtypes.index(kind) for kind in kinds], np.int64)
+    runs = found.runs
+    for number, path in enumerate(found.paths):
+        first, last = np.searchsorted(runs["file"], (number, number + 1)).tolist()
+        own = records.get(path, ())
+        some = runs[first:last]
+        size = sizes[some["tensor"]]
+        begins, numbers = some["offset"], np.arange(first, last)
+        places = _Places(begins, begins + some["count"] * size, size, code[some["tensor"]], numbers)
+        starts = np.array([r.offset for r in own], np.int64)
+        stops = starts + np.array([r.nbytes for r in own], np.int64)
+        file = _File(store, path)
+        torches = [kind.torch for kind in dtypes]
+        for low, high in _ranges(np.concatenate([begins, starts]), np.concatenate([places.ends, stops])):
+            near = np.flatnonzero((starts < high) & (stops > low)).tolist()
+            pieces = [(n, own[n].offset, own[n].nbytes) for n in near]
+            work = partial(_examine, file, low, high, places.between(low, high), torches, pieces)
+            yield Task(high - low, _WINDOW + OVERHEAD, work)
+
+
+def _ranges(begins: Array, ends: Array) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of bytes that tasks read: the union of some intervals, cut at `_TASK` bytes."""
+    order = np.argsort(begins, kind="stable")
+    begins, reach = begins[order], np.maximum.accumulate(ends[order])
+    apart = np.flatnonzero(begins[1:] > reach[:-1] + _NEAR) + 1
+    firsts, lasts = np.append(0, apart), np.append(apart, len(begins)) - 1
+    for low, high in zip(begins[firsts].tolist(), reach[lasts].tolist(), strict=True) if len(begins) else ():
+        for at in range(low, high, _TASK):
+            yield at, min(at + _TASK, high)
+
+
+def _examine(
+    file: _File,
+    low: int,
+    high: int,
+    places: _Places,
+    dtypes: Sequence[torch.dtype],
+    records: Sequence[tuple[int, int, int]],
+) -> _Result:
+    """Read a range of a file; tally the elements that end in it, and compute the checksums of the records' pieces."""
+    rows, whose = [], []
+    sums: list[tuple[int, int, int, int]] = []
+    try:
+        for at in range(low, high, _WINDOW):
+            end = min(at + _WINDOW, high)
+            start = max(0, at - _WIDEST)
+            buffer = scratch(_WINDOW + _WIDEST)[: end - start]
+            memory = as_bytes(buffer)
+            file.store.read_into(file.path, start, memory)
+            for number, begin, nbytes in records:
+                a, b = max(at, begin), min(end, begin + nbytes)
+                if a < b:
+                    sums.append((number, a, zlib.crc32(memory[a - start : b - start]), b - a))
+            here = places.between(at, end)
+            # the elements of each run that end in the window
+            first = np.maximum(at - here.begins, 0) // here.sizes * here.sizes + here.begins
+            behind = (np.minimum(end, here.ends) - here.begins) // here.sizes * here.sizes + here.begins
+            for a, b, kind, number in zip(
+                *(c.tolist() for c in (first, behind, here.kinds, here.numbers)), strict=True
+            ):
+                if a < b:
+                    flat, dtype = buffer[a - start : b - start], dtypes[kind]
+                    rows.append(tally((flat.clone() if (a - start) % dtype.itemsize else flat).view(dtype)))
+                    whose.append(number)
+    except (LazyckptError, OSError) as e:
+        return _Failed(file.path, _line(e))
+    found = np.concatenate(rows) if rows else tallies(0)
+    return _Found(found, np.array(whose, np.int64), path=file.path, sums=tuple(sums))
+
+
+def _whole(rest: Iterable[tuple[int, LazyArray]]) -> Iterator[Task]:
+    """Yield the tasks that tally what is no plain run."""
+    for n, tensor in rest:
+        for _, piece in tensor.pieces(_PIECE):
+            yield Task(piece.nbytes, 2 * _PIECE + OVERHEAD, partial(_tallied, n, piece), piece)
+
+
+def _tallied(n: int, piece: LazyArray) -> _Result:
+    try:
+        return _Found(tally(piece[...].reshape(-1)), None, n)
+    except (LazyckptError, OSError) as e:
+        return _Failed(n, _line(e))

@@ -1,0 +1,105 @@
+"""`lazyckpt.verify`: check a checkpoint, or every checkpoint of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import DataError, FormatError, LazyckptError
+from ..inspect.manifest import Digest
+from ..inspect.report import Finding, Report
+from ..inspect.verify.examine import Level, against_manifest, examine
+from ..io.storage.fsspec import is_url
+from ..view import CheckpointView
+from .view import RunView
+
+
+def verify(
+    path: CheckpointView | str | os.PathLike[str],
+    *,
+    level: Literal["quick", "default", "full"] = "default",
+    against: Digest | str | os.PathLike[str] | None = None,
+    executor: Any = None,
+    memory: int | str | None = None,
+    progress: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Report:
+    """Check whether a checkpoint is whole and its values are sane.
+
+    Parameters
+    ----------
+    path
+        A view, or the path or URL of a checkpoint or of a run: of a run, every checkpoint is checked.
+    level
+        "quick": files, metadata, names and shapes, without reading tensor data. "default": reads each byte once, and
+        also checks the checksums that writers left, and the values. "full": also compares replicas, and the fp32
+        weights of the optimizer with the 16-bit weights.
+    against
+        A manifest of `lazyckpt digest`, as an object or as the path of its file: tensors that are not those of the
+        manifest are reported. Reads all of its states once more.
+    executor, memory, progress
+        See `WriteOptions`.
+    storage_options
+        Options of fsspec's file system for a URL: credentials, endpoints.
+
+    Returns
+    -------
+    Report
+        The findings, the worst first. ``report.ok`` is True if there is no error and no warning.
+
+    Raises
+    ------
+    DataError
+        ``level`` is none of the three.
+    LazyckptError
+        What `lazyckpt.open` raises; and what `Digest.from_json` raises for the manifest.
+    WorkerError
+        Workers of the executor died.
+    """
+    if level not in ("quick", "default", "full"):
+        raise DataError(f"level={level!r:.40}: it is quick, default or full")
+    manifest = _manifest(against)
+    view = path if isinstance(path, CheckpointView) else _opened(path, storage_options)
+    if isinstance(view, RunView):
+        reports = {}
+        for step in view.steps:
+            one = view.at(step)
+            reports[f"step {step}"] = _checked(one, level, manifest, executor, memory, progress)
+        joined = Report.joined(view.root, reports)
+        own = [Finding.of(problem, {}) for problem in view.problems if problem.code == "skipped-checkpoint"]
+        return Report.of(view.root, "verify", [*joined.findings, *own], joined.facts)
+    return _checked(view, level, manifest, executor, memory, progress)
+
+
+def _manifest(against: Digest | str | os.PathLike[str] | None) -> Digest | None:
+    if against is None or isinstance(against, Digest):
+        return against
+    return Digest.from_json(Path(against).read_bytes())
+
+
+def _opened(path: str | os.PathLike[str], options: Mapping[str, Any] | None) -> CheckpointView:
+    """Return the checkpoint, or the run if the path is none but has several in it."""
+    try:
+        return CheckpointView(path, storage_options=options)
+    except FormatError as e:
+        if not is_url(os.fspath(path)) and not Path(path).is_dir():
+            raise
+        try:
+            return RunView(path, storage_options=options)
+        except LazyckptError:
+            raise e from None
+
+
+def _checked(
+    view: CheckpointView, level: Level, manifest: Digest | None, executor: Any, memory: int | str | None, progress: Any
+) -> Report:
+    report = examine(view, level, executor, memory, progress)
+    if manifest is None:
+        return report
+    there = [state for state in manifest.states if state in view.states]
+    digest = view.digest(
+        algorithm=manifest.algorithm, states=there, executor=executor, memory=memory, progress=progress
+    )
+    return Report.of(report.path, report.tool, [*report.findings, *against_manifest(digest, manifest)], report.facts)
