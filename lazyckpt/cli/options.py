@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
 from ..core.select import parse_index
 from ..core.units import plural
-from ..errors import FormatError, MissingFileError, SelectionError, TensorNotFoundError
+from ..errors import DataError, FormatError, MissingFileError, SelectionError, TensorNotFoundError
+from ..inspect.report import SEVERITIES, FailOn
 from ..layouts.merge import user_rules
 from ..tensor import LazyTensor
 from ..view import CheckpointView
@@ -27,6 +28,16 @@ FormatOption = Annotated[
 ]
 RulesOption = Annotated[str | None, typer.Option(metavar="FILE", help="Merge rules: a TOML file with a table [rules].")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
+FailOnOption = Annotated[
+    str, typer.Option("--fail-on", metavar="LEVEL", help="Least severity for exit code 1: error, warning, note, never.")
+]
+
+
+def checked_severity(text: str) -> FailOn:
+    """Return the value of --fail-on. Raises DataError for an unknown one."""
+    if text not in (*SEVERITIES, "never"):
+        raise DataError(f"--fail-on {text!r:.40}: it is one of {', '.join(SEVERITIES)} and never")
+    return cast("FailOn", text)
 
 
 def open_view(

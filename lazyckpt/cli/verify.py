@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,28 +9,21 @@ import typer
 
 from ..errors import DataError
 from ..runs.verify import verify as verify_path
+from ..runs.view import RunView
 from .console import write_line, write_text
-from .options import JsonOption, PathArg
+from .options import FailOnOption, JsonOption, PathArg, checked_severity
 from .workers import target_of_work
-
-
-class FailOn(StrEnum):
-    """The least severity of a finding that makes the exit code 1."""
-
-    error = "error"
-    warning = "warning"
-    note = "note"
-    never = "never"
 
 
 def verify(
     path: PathArg,
     quick: Annotated[bool, typer.Option("--quick", help="Read no tensor data: files, names, shapes.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Also compare replicas, and fp32 with 16-bit weights.")] = False,
+    run: Annotated[bool, typer.Option("--run", help="Check every checkpoint of the folder of a run.")] = False,
     against: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Compare with a manifest of `lazyckpt digest`.")
     ] = None,
-    fail_on: Annotated[FailOn, typer.Option("--fail-on", help="Least severity for exit code 1.")] = FailOn.error,
+    fail_on: FailOnOption = "error",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print every finding.")] = False,
     as_json: JsonOption = False,
     sarif: Annotated[bool, typer.Option("--sarif", help="Print SARIF 2.1.0 for code scanning.")] = False,
@@ -42,20 +34,23 @@ def verify(
     """Check whether a checkpoint is whole and its values are sane.
 
     By default every byte is read once: missing and damaged files, checksums, NaN, infinities, outliers, dead rows,
-    moments that cannot be. PATH may be a run: every checkpoint of it is checked.
+    moments that cannot be.
 
     Exit codes: 0 good, 1 findings at or above --fail-on, 2 it cannot be opened.
     """
     if (quick and full) or (as_json and sarif):
         raise DataError("--quick and --full, and --json and --sarif, exclude each other: leave one out")
+    checked_severity(fail_on)  # before everything is read
     level: Literal["quick", "default", "full"] = "quick" if quick else "full" if full else "default"
     with target_of_work(workers, cluster) as executor:
-        report = verify_path(path, level=level, against=against, executor=executor, memory=memory)
+        report = verify_path(
+            RunView(path) if run else path, level=level, against=against, executor=executor, memory=memory
+        )
     if as_json or sarif:
         write_text((report.to_sarif() if sarif else report.to_json()).removesuffix("\n"))
     else:
         for line in report.lines(verbose):
             write_line(*line)
-    code = report.exit_code(fail_on.value)
+    code = report.exit_code(checked_severity(fail_on))
     if code:
         raise typer.Exit(code)

@@ -45,7 +45,6 @@ FINDING_CODES: dict[str, Kind] = {
     "overlapping-data": Kind(
         "error", "Two tensors of a file share some of their bytes, without being tied.", "Write the file again."
     ),
-    "unused-bytes": Kind("note", "A file has bytes that belong to no tensor.", "Nothing, unless it should have more."),
     "stale-file": Kind(
         "warning", "A file was written at another time than the others.", "Check that all files are of one save."
     ),
@@ -122,7 +121,9 @@ FINDING_CODES: dict[str, Kind] = {
         "warning", "Code lies beside the weights, which loaders may run.", "Read the code before you load the model."
     ),
     "outside-link": Kind("warning", "A link leads out of the folder.", "Replace it by the file, or remove it."),
-    "not-examined": Kind("note", "A file could not be examined.", "Unpack it, or examine it with another tool."),
+    "not-examined": Kind(
+        "note", "A file or a tensor could not be examined.", "Unpack it, or examine it with another tool."
+    ),
 }
 _TODO = {
     "missing-file": "Copy it from the source, or read only the tensors that are complete.",
@@ -170,7 +171,7 @@ _TODO = {
 }
 _ERRORS = {
     "missing-file", "unreadable-file", "unfinished-save", "step-mismatch", "index-mismatch", "missing-elements",
-    "missing-tensor", "missing-weights", "mismatched-shards", "duplicate-tensor",
+    "missing-tensor", "missing-weights", "mismatched-shards",
 }  # fmt: skip
 _NOTES = {
     "ignored-file", "misnamed-file", "unpinned-file", "part-of-checkpoint", "other-checkpoint", "missing-optimizer",

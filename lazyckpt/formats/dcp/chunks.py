@@ -232,12 +232,13 @@ def in_chunks(
 
 
 def uncovered(shape: Shape, chunks: Sequence[tuple[Shape, Shape]]) -> int:
-    """Elements that are certainly in no chunk (more may be, where chunks overlap)."""
+    """Return the number of elements that are certainly in no chunk (more may be, where chunks overlap); less than zero
+    if chunks have more elements than the tensor, which means that they overlap."""
     if isinstance(chunks, Chunks):
         counts = chunks.sizes.prod(1)
         if int(counts.max(initial=0)) * len(counts) < 1 << 63:
-            return max(0, prod(shape) - int(counts.sum()))
-    return max(0, prod(shape) - sum(prod(sizes) for _, sizes in chunks))
+            return prod(shape) - int(counts.sum())
+    return prod(shape) - sum(prod(sizes) for _, sizes in chunks)
 
 
 def _extent(stored: ChunkBytes, dtype: DType, shape: Shape) -> Extent | Archive | Hole:

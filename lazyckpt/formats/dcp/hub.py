@@ -103,7 +103,7 @@ def _sharded(store: Store, folder: str) -> Index:
         shape = tuple(map(max, zip(*(tuple(map(sum, zip(a, n))) for a, n, _ in held)))) if first[key].shape else ()
         weights[key] = in_chunks(key, first[key].dtype, shape, held)
         gap = uncovered(shape, [(start, sizes) for start, sizes, _ in held])
-        if gap:
+        if gap > 0:
             gaps[key] = gap
     if gaps:
         line = (

@@ -42,11 +42,13 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor. ``chunks`` has the offset and the shape of each chunk, in any order; chunks may be empty."""
+    """A tensor. ``chunks`` has the offset and the shape of each chunk, in any order; chunks may be empty. ``repeated``
+    counts the chunks whose offset is that of an earlier one."""
 
     dtype: DType
     shape: Shape
     chunks: Sequence[tuple[Shape, Shape]]
+    repeated: int = 0
 
 
 class Chunks(Sequence[tuple[Shape, Shape]]):
@@ -365,15 +367,17 @@ def _tensor(key: str, entry: _Tensor, columns: Columns | None = None) -> Tensor:
     if columns is not None and any(type(chunk) is Run for chunk in listed):
         return Tensor(dtype, shape, _chunks(columns, key, shape, listed))
     chunks: dict[Shape, Shape] = {}
+    repeated = 0
     for chunk in listed:
         start, sizes = _chunk(key, chunk)
         if len(start) != len(shape) or len(sizes) != len(shape):
             raise CorruptError(f"{key!r} of shape {shape} has a chunk of shape {sizes} at {start}")
         if any(a + n > m for a, n, m in zip(start, sizes, shape, strict=True)):
             raise CorruptError(f"{key!r} of shape {shape} has a chunk of shape {sizes} at {start}, which is outside")
+        repeated += 0 not in sizes and 0 not in chunks.get(start, (0,))
         if 0 not in sizes or start not in chunks:  # an empty chunk may have the offset of another chunk
             chunks[start] = sizes
-    return Tensor(dtype, shape, list(chunks.items()))
+    return Tensor(dtype, shape, list(chunks.items()), repeated)
 
 
 def _chunk(key: str, chunk: Any) -> tuple[Shape, Shape]:

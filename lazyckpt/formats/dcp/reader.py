@@ -127,6 +127,7 @@ class _Building:
         self._folders: dict[str, Mapping[str, Entry]] = {}
         self._lost: dict[Problem, dict[str, int]] = {}  # reason -> keys that are partly or wholly lost
         self._gaps: dict[str, int] = {}
+        self._twice: list[str] = []  # tensors whose chunks overlap
         self._last: dict[str, int] = {}  # file -> offset of the last item of a tensor
         self._blobs: dict[str, int | None] = {}
         self._sizes: Ints | None = None  # of the files, by the numbers of their paths in the columns
@@ -135,16 +136,21 @@ class _Building:
         items = self._metadata.items
         found = in_rows(key, tensor, items, self._size) if isinstance(items, Items) else None
         if found is not None:
-            if gap := uncovered(tensor.shape, tensor.chunks):
-                self._gaps[key] = gap
+            self._count(key, tensor)
             return found
         chunks = [
             (start, sizes, self._piece(key, tensor, start, sizes)) for start, sizes in tensor.chunks if 0 not in sizes
         ]
-        gap = uncovered(tensor.shape, tensor.chunks)
-        if gap:
-            self._gaps[key] = gap
+        self._count(key, tensor)
         return in_chunks(key, tensor.dtype, tensor.shape, chunks)
+
+    def _count(self, key: str, tensor: Tensor) -> None:
+        """Note elements that are in no chunk, and tensors with elements in several chunks."""
+        left = uncovered(tensor.shape, tensor.chunks)
+        if left > 0:
+            self._gaps[key] = left
+        if left < 0 or tensor.repeated:
+            self._twice.append(key)
 
     def _size(self, numbers: Ints) -> Ints:
         """Return the sizes of files by their numbers in the columns of the items; -1 for a missing file."""
@@ -181,6 +187,9 @@ class _Building:
             lost = sum(self._gaps.values())
             line = f"{lost:,} elements of {len(self._gaps):,} tensors are in no chunk of any file: {some(self._gaps)}"
             self._problems.append(Problem("missing-elements", line))
+        if self._twice:
+            line = f"chunks of {len(self._twice):,} tensors overlap, one is read: {some(self._twice)}"
+            self._problems.append(Problem("inconsistent-metadata", line, only_one(self._twice)))
         used = self._metadata.files
         extra = sorted(  # an empty file belongs to a rank that had nothing to write
             path

@@ -281,7 +281,7 @@ class Collected:
                 path, reason = lost(held.root, rank if rank is not None else 0)
                 chunks.append((start, shape, Hole(path, reason or f"{path} does not hold its shard of {name!r}")))
         gap = uncovered(held.shape, [(start, shape) for start, shape, _ in chunks])
-        if gap:
+        if gap > 0:
             line = f"{gap:,} elements of {name!r} are in no shard of any file"
             self.problems.append(Problem("missing-elements", line, name))
         return in_chunks(name, held.dtype, held.shape, chunks, "placed as its ShardedTensor says")

@@ -56,7 +56,8 @@ def of_files(store: Store, paths: Sequence[str], archives: Mapping[str, Sequence
 
     def look(path: str) -> None:
         try:
-            found[path] = _of_archives(store, path, archives[path]) if path in archives else _of_file(store, path)
+            several = path in archives or path.endswith(".distcp")
+            found[path] = _of_archives(store, path, archives.get(path, ())) if several else _of_file(store, path)
         except (LazyckptError, OSError) as e:
             code = "wrong-checksum" if isinstance(e, CorruptError) else "unreadable-file"
             found[path] = Recorded((), (Finding(code, f"{path}: {_line(e)}", path),))
@@ -77,15 +78,24 @@ def _of_file(store: Store, path: str) -> Recorded:
 
 
 def _of_archives(store: Store, path: str, archives: Sequence[Archive]) -> Recorded:
+    """Return the records of archives that follow each other in a file; what lies between them holds objects."""
     records: list[Record] = []
     findings: list[Finding] = []
-    for archive in sorted(set(archives), key=lambda one: one.offset):
-        file = StoreFile(store, path, window=(archive.offset, archive.length))
-        if file.size < len(ZIP_MAGIC) or file.at(0, len(ZIP_MAGIC)) != ZIP_MAGIC:
-            continue
-        found = _of_zip(file, f"{path} (at byte {archive.offset:,})")
-        records += found.records
-        findings += found.findings[:1] if not findings else ()
+    at = 0
+    for offset, length in [*sorted({(one.offset, one.length) for one in archives}), (store.stat(path).size, 0)]:
+        for start, size, named in ((at, offset - at, False), (offset, length, True)):
+            file = StoreFile(store, path, window=(start, max(size, 0)))
+            if file.size < len(ZIP_MAGIC) or file.at(0, len(ZIP_MAGIC)) != ZIP_MAGIC:
+                continue
+            try:
+                found = _of_zip(file, f"{path} (at byte {start:,})")
+            except CorruptError:
+                if named:
+                    raise
+                continue  # several objects
+            records += found.records
+            findings += found.findings if not findings else ()
+        at = max(at, offset + length)
     return Recorded(tuple(records), tuple(findings))
 
 

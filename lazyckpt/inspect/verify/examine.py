@@ -6,8 +6,6 @@ from time import monotonic
 from typing import Any, Literal, TypeAlias
 
 from ...core.fragments import fragments_of
-from ...errors import LazyckptError
-from ...io.containers.safetensors import is_safetensors
 from ...jobs.executor import runner
 from ...namespace import Namespace
 from ..manifest import Digest
@@ -39,7 +37,6 @@ def examine(
     paths = sorted({path for t in targets for path in fragments_of(t.tensor.spec.fragments).file_paths()} & set(infos))
     findings += structure.shapes(states)
     findings += structure.configuration(store, view.meta, first)
-    findings += structure.files(targets, infos, _headers(view, paths), True)
     findings += structure.ages(infos, set(paths))
     recorded, odd = checksums.recorded_sha256(store, list(infos))
     findings += odd
@@ -49,6 +46,7 @@ def examine(
         steps = agreement.steps(states, view.meta)
         findings += agreement.differing_steps(steps)
         archives = structure.archives_of(targets)
+        findings += structure.overlaps(archives)
         kept = checksums.of_files(store, list(infos), archives)
         findings += [f for one in kept.values() for f in one.findings]
         swept = sweep(store, targets, {path: one.records for path, one in kept.items() if one.records}, run, progress)
@@ -65,28 +63,12 @@ def examine(
 
 def _unread(swept: Swept, targets: list[Target]) -> list[Finding]:
     found = []
-    for what, why in swept.errors.items():
+    for what, (code, why) in swept.errors.items():
         if isinstance(what, str):
-            found.append(Finding("unreadable-file", f"{what} cannot be read: {why}", what))
+            found.append(Finding(code, f"{what} cannot be read: {why}", what))
         else:
             target = targets[what]
-            found.append(Finding("missing-elements", f"{target.state}: {target.name}: {why}", tensor=target.name))
-    return found
-
-
-def _headers(view: Namespace[Any], paths: list[str]) -> dict[str, int]:
-    """Return path -> bytes of the header of each safetensors file."""
-    found: dict[str, int] = {}
-    for path in paths:
-        if not path.endswith(".safetensors"):
-            continue
-        try:
-            size = view.files[path].size
-            head = bytes(view._store.read(path, 0, min(9, size)))
-        except (LazyckptError, OSError):  # opening reports it
-            continue
-        if is_safetensors(head, size):
-            found[path] = 8 + int.from_bytes(head[:8], "little")
+            found.append(Finding(code, f"{target.state}: {target.name}: {why}", tensor=target.name))
     return found
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...core.fragments import fragments_of
-from ...core.index import Archive, Extent, FileInfo
-from ...core.units import human_bytes
+from ...core.index import Archive, FileInfo
 from ...errors import LazyckptError, some
 from ...io.storage.base import Store
 from ...lazy import LazyArray, shape_of
@@ -93,7 +92,8 @@ def _config(store: Store, meta: Mapping[str, Any]) -> Mapping[str, Any]:
     if args is not None:
         plain = args if isinstance(args, Mapping) else getattr(args, "__dict__", None) or getattr(args, "state", None)
         if isinstance(plain, Mapping):
-            return {**plain, "vocab_size": plain.get("padded_vocab_size") or plain.get("vocab_size")}
+            # without the vocabulary: the rows that Megatron-LM pads it with are not in the view
+            return {key: value for key, value in plain.items() if key not in _CONFIGURED[1]}
     return {}
 
 
@@ -145,43 +145,16 @@ def _tokenizer(store: Store, embeddings: Sequence[str], tensors: Mapping[str, La
         yield Finding("tokenizer-mismatch", text, "tokenizer.json", name)
 
 
-def files(
-    targets: Sequence[Target], infos: Mapping[str, FileInfo], sizes: Mapping[str, int], contiguous: bool
-) -> Iterator[Finding]:
-    """Yield files whose tensors overlap or leave bytes unused.
-
-    Parameters
-    ----------
-    targets
-        All tensors as they are stored.
-    infos
-        The files of the checkpoint.
-    sizes
-        Path -> bytes of the header, of files that have nothing but a header and tensors (safetensors).
-    contiguous
-        Whether tensors in one file may share bytes only if they are tied.
-    """
-    spans: dict[str, list[tuple[int, int, str]]] = {}
-    for target in targets if sizes else ():
-        for fragment in fragments_of(target.tensor.spec.fragments):
-            extent = fragment.extent
-            if isinstance(extent, Extent) and extent.within is None and extent.path in sizes:
-                nbytes = prod(extent.shape) * extent.dtype.itemsize
-                spans.setdefault(extent.path, []).append((extent.offset, extent.offset + nbytes, target.name))
-    for path, held in spans.items():
-        held.sort()
-        reach, owner, unused = sizes[path], "", 0
-        for low, high, name in held:
-            if low < reach and owner and high > low and contiguous:
-                text = f"{path}: {owner} and {name} share {min(reach, high) - low:,} bytes at {low:,}"
-                yield Finding("overlapping-data", text, path, name)
-            unused += max(0, low - reach)
-            if high > reach:
-                reach, owner = high, name
-        unused += max(0, infos[path].size - reach) if path in infos else 0
-        if unused:
-            text = f"{path} has {unused:,} bytes ({human_bytes(unused)}) that belong to no tensor"
-            yield Finding("unused-bytes", text, path, details={"nbytes": unused})
+def overlaps(archives: Mapping[str, Sequence[Archive]]) -> Iterator[Finding]:
+    """Yield the archives inside a file that overlap without being the same bytes, as those of tied tensors are."""
+    for path, held in archives.items():
+        reach, owner = 0, None
+        for one in sorted(set(held), key=lambda one: (one.offset, -one.length)):
+            if owner is not None and one.offset < reach and (one.offset, one.length) != (owner.offset, owner.length):
+                text = f"{path}: {owner} and {one} share {min(reach, one.offset + one.length) - one.offset:,} bytes"
+                yield Finding("overlapping-data", text, path)
+            if one.offset + one.length > reach:
+                reach, owner = one.offset + one.length, one
 
 
 def ages(infos: Mapping[str, FileInfo], tensors: set[str]) -> Iterator[Finding]:

@@ -24,7 +24,7 @@ from ...core.dtypes import DType
 from ...core.index import Hole
 from ...core.plan import pieces_of
 from ...core.table import Copies
-from ...errors import LazyckptError
+from ...errors import DataError, LazyckptError
 from ...io.reading.gather import planned
 from ...io.reading.packed import locate
 from ...io.storage.base import Store, narrow
@@ -87,7 +87,7 @@ class Swept:
     wrong
         (path, record) of the records whose bytes have another checksum.
     errors
-        Number of a target -> why some of it cannot be read; path -> why the file cannot be read.
+        Number of a target, or path of a file -> (code of the finding, why it cannot be read).
     nbytes
         The bytes that were read.
     """
@@ -99,7 +99,7 @@ class Swept:
     odd: Array
     paths: list[str]
     wrong: list[tuple[str, Record]] = field(default_factory=list)
-    errors: dict[int | str, str] = field(default_factory=dict)
+    errors: dict[int | str, tuple[str, str]] = field(default_factory=dict)
     nbytes: int = 0
 
 
@@ -143,16 +143,16 @@ def sweep(
     paths: dict[str, int] = {path: n for n, path in enumerate(records)}
     parts: list[Array] = []
     rest: list[tuple[int, LazyArray]] = []
-    errors: dict[int | str, str] = {}
+    errors: dict[int | str, tuple[str, str]] = {}
     for n, target in enumerate(targets):
         dtype = target.tensor.spec.dtype
         kinds.append(dtype)
-        if not is_judged(dtype) or not target.tensor.numel():
-            continue
+        if not is_judged(dtype) or not target.tensor.numel() or not target.tensor.spec.fragments:
+            continue  # a tensor without fragments is a problem of the view
         try:
             runs, others = _runs(n, target.tensor, paths)
         except (LazyckptError, OSError) as e:
-            errors[n] = _line(e)
+            errors[n] = _why(e)
             continue
         parts.append(runs)
         rest += [(n, other) for other in others]
@@ -169,7 +169,7 @@ def sweep(
 
     def done(task: Task, result: _Result) -> None:
         if isinstance(result, _Failed):
-            found.errors.setdefault(result.what, result.why)
+            found.errors.setdefault(result.what, (result.code, result.why))
         elif result.numbers is None:
             add(found.tallies, np.array([result.tensor]), result.rows)
         else:
@@ -197,8 +197,11 @@ def sweep(
     return found
 
 
-def _line(error: object) -> str:
-    return " ".join(str(error).split())
+def _why(error: Exception) -> tuple[str, str]:
+    """Return the code of the finding about an error, and the error as one line."""
+    absent = isinstance(error, FileNotFoundError)
+    code = "not-examined" if isinstance(error, DataError) else "missing-elements" if absent else "unreadable-file"
+    return code, " ".join(str(error).split())
 
 
 def _runs(n: int, tensor: LazyArray, paths: dict[str, int]) -> tuple[Array, list[LazyArray]]:
@@ -255,6 +258,7 @@ class _Found(NamedTuple):
 
 class _Failed(NamedTuple):
     what: int | str
+    code: str
     why: str
 
 
@@ -359,7 +363,7 @@ def _examine(
                     rows.append(tally((flat.clone() if (a - start) % dtype.itemsize else flat).view(dtype)))
                     whose.append(number)
     except (LazyckptError, OSError) as e:
-        return _Failed(file.path, _line(e))
+        return _Failed(file.path, *_why(e))
     found = np.concatenate(rows) if rows else tallies(0)
     return _Found(found, np.array(whose, np.int64), path=file.path, sums=tuple(sums))
 
@@ -375,4 +379,4 @@ def _tallied(n: int, piece: LazyArray) -> _Result:
     try:
         return _Found(tally(piece[...].reshape(-1)), None, n)
     except (LazyckptError, OSError) as e:
-        return _Failed(n, _line(e))
+        return _Failed(n, *_why(e))
