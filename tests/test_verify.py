@@ -23,7 +23,8 @@ from typer.testing import CliRunner
 
 import lazyckpt
 from lazyckpt import cli
-from lazyckpt.inspect.report import FINDING_CODES, Finding, Report, kind_of
+from lazyckpt.errors import PROBLEM_CODES
+from lazyckpt.inspect.report import Finding, Report, kind_of
 from lazyckpt.inspect.verify.tally import tally
 from lazyckpt.testing.case import Case
 
@@ -517,13 +518,10 @@ def test_findings_travel() -> None:
     assert (one.path, one.code, one.prefixed("s").tensor) == ("a.pt", "not-a-number", "w")
 
 
-def test_every_code_is_described() -> None:
-    page = (Path(__file__).parents[1] / "docs/reference/findings.md").read_text("utf-8")
-    for code, kind in FINDING_CODES.items():
-        assert f"| `{code}` | {kind.severity} | {kind.meaning} | {kind.todo} |" in page
-    problems = (Path(__file__).parents[1] / "docs/reference/problems.md").read_text("utf-8")
-    for code in lazyckpt.errors.PROBLEM_CODES:
-        assert f"| {kind_of(code).todo} |" in problems.replace("`", ""), code
+def test_the_advice_for_problems_is_that_of_the_page() -> None:
+    page = (Path(__file__).parents[1] / "docs/reference/problems.md").read_text("utf-8").replace("`", "")
+    for code in PROBLEM_CODES:
+        assert f"| {kind_of(code).todo} |" in page, code
 
 
 FAMILIES = ["zero_cases", "dcp_cases", "huggingface_cases", "rank_cases", "trainer_cases"]
