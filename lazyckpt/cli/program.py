@@ -30,6 +30,7 @@ COMMANDS = {
     "digest": "Print digests of the contents, which are the same in every format.",
     "convert": "Write a checkpoint in another format.",
     "prune": "Remove the older checkpoints of a run.",
+    "cache": "List or remove the indexes of large checkpoints that are kept.",
     "formats": "List the formats that lazyckpt reads.",
     "demo": "Write small real checkpoints and walk through them.",
 }

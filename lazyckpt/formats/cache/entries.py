@@ -17,6 +17,7 @@ from ...io.containers.safetensors import read_safetensors
 from ...io.containers.zip_headers import HeaderGuard
 from ...io.reading.packed import Memory
 from ...io.storage.base import Store
+from ...io.storage.local import LocalStore
 from ..dcp.objects import Meta, Objects, Stored
 from ..torch_save import Indexed, RankStored
 from .tables import Rows, TableEncoder, specs_of
@@ -48,10 +49,11 @@ def payload(about: Json, index: Index | None = None, store: Store | None = None)
     return b"".join((len(text).to_bytes(8, "little"), text, *(part for _, _, part in sections)))
 
 
-def described(data: memoryview, name: str) -> tuple[Json, dict[str, memoryview]]:
-    """Return the description and the sections of a payload. Raises ValueError if it is damaged."""
+def described(data: memoryview, name: str, folder: str) -> tuple[Json, dict[str, memoryview]]:
+    """Return the description and the sections of the payload of an entry in a folder. Raises ValueError if it is
+    damaged."""
     try:
-        file = read_safetensors(Memory(_Nowhere, name, data), name)
+        file = read_safetensors(Memory(LocalStore(folder), name, data), name)
     except LazyckptError as e:
         raise ValueError(str(e)) from e
     found = {}
@@ -61,10 +63,6 @@ def described(data: memoryview, name: str) -> tuple[Json, dict[str, memoryview]]
     if not isinstance(about, dict):
         raise ValueError("the description is not an object")
     return about, found
-
-
-class _Nowhere:
-    root = "the index cache"
 
 
 class _EncodedIndex:
@@ -126,8 +124,8 @@ class _EncodedIndex:
             specs, objects = mapping.parts
             return ["tensors and objects", self._tables.table(specs), self._objects(objects)]
         if isinstance(mapping, Meta):
-            objects, below, paths = mapping.parts
-            return ["objects", self._objects(objects), self._encoder.value(below), self._encoder.value(dict(paths))]
+            objects, below, places = mapping.parts
+            return ["objects", self._objects(objects), self._encoder.value(below), self._encoder.value(dict(places))]
         if tables:
             return ["table", self._tables.table(mapping)]
         if type(mapping) is not dict:
@@ -167,6 +165,7 @@ class _DecodedIndex:
     def __init__(self, decoder: Decoder, document: Json, store: Store) -> None:
         self._decoder, self._store = decoder, store
         self._made: list[Objects] = []
+        self._guards = {path: HeaderGuard() for path in document["guards"]}
         self._files = self._infos(document["files"])
         self._rows = Rows(decoder, document["rows"], self._files)
         states = {state: specs_of(decoder, self._rows, table) for state, table in document["states"]}
@@ -192,7 +191,7 @@ class _DecodedIndex:
             problems=tuple(Problem(*problem) for problem in document["problems"]),
             unreadable=unreadable,
             ruled=ruled,
-            guards={path: HeaderGuard() for path in document["guards"]},
+            guards=self._guards,
         )
 
     def _infos(self, columns: Any) -> dict[str, FileInfo]:
@@ -233,6 +232,9 @@ class _DecodedIndex:
         return self._made[-1]
 
     def _pinned(self, paths: Any) -> Store:
-        if paths is None:
-            return self._store.pinned(self._files)
-        return self._store.pinned({path: self._files[path] for path in self._decoder.value(paths)})
+        known = self._files
+        store = self._store.pinned(
+            known if paths is None else {path: known[path] for path in self._decoder.value(paths)}
+        )
+        store.guards = dict(self._guards)
+        return store

@@ -50,13 +50,17 @@ def enabled() -> bool:
 
 
 def location() -> Path:
-    """Return the folder of the entries: below ``LAZYCKPT_CACHE_DIR`` or the user's cache folder."""
+    """Return the folder of the entries, below ``LAZYCKPT_CACHE_DIR`` or the user's cache folder. Raises Refused if there
+    is none."""
     chosen = os.environ.get("LAZYCKPT_CACHE_DIR")
     if chosen:
         return Path(os.path.abspath(os.path.expanduser(chosen))) / "index"
     from platformdirs import user_cache_path  # not needed by small checkpoints
 
-    return user_cache_path("lazyckpt", appauthor=False) / "index"
+    found = user_cache_path("lazyckpt", appauthor=False) / "index"
+    if not found.is_absolute():
+        raise Refused("the user has no home folder")
+    return found
 
 
 def limit() -> int:
@@ -73,6 +77,7 @@ def opened(make: bool = False) -> Iterator[Folder]:
     """Yield the folder. ``make`` creates it. Raises Refused if it is not the user's own, OSError if it is absent."""
     path = location()
     if make:
+        _check_home(path)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
@@ -121,8 +126,8 @@ class Folder:
         return hmac.digest(self.secret(), text.encode("utf-8", "surrogatepass"), hashlib.sha256).hex()
 
     def read(self, name: str, use: bool = True) -> memoryview:
-        """Return the payload of an entry; ``use`` notes the time. Raises Refused if it must not be used, OSError if there
-        is none."""
+        """Return the payload of an entry; ``use`` notes the time. Raises Refused if it must not be used, and OSError if
+        there is none."""
         fd = self._directory.open(name + _ENDING, os.O_RDONLY)
         try:
             status = os.fstat(fd)
@@ -192,9 +197,18 @@ class Folder:
                         self._directory.unlink(name)
 
 
+def _check_home(path: Path) -> None:
+    """Raise Refused if root, by sudo, would create a folder in the home of a user, who could not use it any more."""
+    if os.name != "nt" and user_id() == 0:
+        there = next(folder for folder in path.parents if folder.exists())
+        if there.stat().st_uid:
+            raise Refused(f"{there} belongs to another user")
+
+
 def _check(status: os.stat_result, what: str, private: bool = False) -> None:
-    """Raise Refused for a file or folder that others than this user may have written. Windows has no such numbers: there
-    the user's profile is protected as a whole."""
+    """Raise Refused for a file or folder that others than this user may have written.
+
+    Windows has no such numbers: there the user's profile is protected as a whole."""
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         raise Refused(f"{what} is no file")
     if os.name == "nt":

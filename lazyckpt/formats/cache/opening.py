@@ -45,7 +45,7 @@ class Cached:
         try:
             with folder.opened() as place:
                 name = self._name(place)
-                about, sections = entries.described(place.read(name), name)
+                about, sections = entries.described(place.read(name), name, place.path)
             if about["key"] != place.fingerprint(self._key):
                 raise folder.Refused(f"{name} is that of another checkpoint")
             listings = unchanged(self._source, about)
@@ -98,7 +98,7 @@ class Cached:
         states = [*index.pins.items(), *store.seen.items()]
         for path, info in states:
             entry = listings[posixpath.dirname(path)].get(posixpath.basename(path))
-            if (entry is None or entry.is_dir) != (info == (0, 0, "")) and info.size or (
+            if ((entry is None or entry.is_dir) != (info == (0, 0, "")) and info.size) or (
                 entry is not None and not entry.is_dir and entry.info != info
             ):
                 raise NotKept(f"{path} is not as its folder lists it")
@@ -159,10 +159,14 @@ def kept() -> list[dict[str, Any]]:
     "valid", "changed", "not kept: why", or why it cannot be used. Raises Refused; OSError if there is no cache."""
     found = []
     with folder.opened() as place:
+        unusable = _without_key(place)
         for stored in place.entries():
             row: dict[str, Any] = {"name": stored.name, "nbytes": stored.nbytes, "used": stored.used}
+            if unusable:
+                found.append(row | {"state": unusable})
+                continue
             try:
-                about, _ = entries.described(place.read(stored.name, use=False), stored.name)
+                about, _ = entries.described(place.read(stored.name, use=False), stored.name, place.path)
                 row |= {key: about[key] for key in ("where", "tag", "format", "tensors", "files", "written")}
                 row["state"] = f"not kept: {about['why']}" if "why" in about else _state(about)
             except FileNotFoundError:
@@ -171,6 +175,17 @@ def kept() -> list[dict[str, Any]]:
                 row["state"] = f"unusable: {e}"
             found.append(row)
     return found
+
+
+def _without_key(place: folder.Folder) -> str:
+    """Return why no entry can be used; "" if the key can be read."""
+    try:
+        place.secret()
+    except FileNotFoundError:
+        return "unusable: the key of the cache is gone"
+    except (folder.Refused, OSError) as e:
+        return f"unusable: {e}"
+    return ""
 
 
 def _state(about: Mapping[str, Any]) -> str:
@@ -191,5 +206,3 @@ def clear(where: str | None = None) -> int:
         for name in names:
             place.remove(name)
     return len(names)
-
-

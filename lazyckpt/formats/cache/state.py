@@ -55,12 +55,14 @@ def is_large(source: Source) -> bool:
         return True
     if any(name in entries for name in _ZARR):
         return False
-    tagged = source.tag or any(name.startswith("latest") for name in entries)
-    if isinstance(store, RemoteStore) and not tagged:  # listing takes a request
-        return False
-    folders = sorted((n for n, e in entries.items() if e.is_dir and not n.startswith(".")), key=natural)[-_BELOW:]
-    if source.tag in entries and source.tag not in folders:
-        folders.append(source.tag)
+    folders = sorted((n for n, e in entries.items() if e.is_dir and not n.startswith(".")), key=natural)
+    if source.tag is not None:
+        folders = [source.tag] if source.tag in folders else []
+    elif isinstance(store, RemoteStore):  # a listing takes a request, so only one that is needed anyway
+        tagged = any(name.startswith("latest") for name in entries)
+        folders = folders if tagged and len(folders) == 1 else []
+    else:
+        folders = folders[-_BELOW:]
     return any(_is_large(source.listed(folder)) for folder in folders)
 
 

@@ -148,20 +148,24 @@ class Rows:
     def __init__(self, decoder: Decoder, columns: Any, files: Mapping[str, FileInfo]) -> None:
         kinds, paths, more, arrays = columns
         self._decoder = decoder
-        self.kinds = [(tuple(shape), decoder.value(["D", name])) for shape, name in kinds]
+        self.kinds: list[tuple[Shape, DType]] = [(tuple(shape), decoder.value(["D", name])) for shape, name in kinds]
         self._paths: Sequence[str] = decoder.value(paths)
-        self._more = [_More(*about) for about in more]
+        self._more: list[_More] = [_More(*about) for about in more]
         self.kind, self._file, self._offset, self._extra = (decoder.value(column) for column in arrays)
         self.renames = any(about.stored_as for about in self._more)
         self._check([files[path].size for path in self._paths])
 
     def _check(self, sizes: list[int]) -> None:
         count = len(self.kind)
-        columns = (self.kind, len(self.kinds), 0), (self._file, len(sizes), _DOCUMENT), (self._extra, len(self._more), 0)
+        columns = (
+            (self.kind, len(self.kinds), 0),
+            (self._file, len(sizes), _DOCUMENT),
+            (self._extra, len(self._more), 0),
+        )
         for column, most, least in columns:
-            if len(column) != count or count and not (least <= column.min() and column.max() < most):
+            if len(column) != count or (count and not (least <= column.min() and column.max() < most)):
                 raise ValueError("a number in a table is out of range")
-        if len(self._offset) != count or count and self._offset.min() < 0:
+        if len(self._offset) != count or (count and self._offset.min() < 0):
             raise ValueError("an offset is negative")
         nbytes = np.array([prod(shape) * dtype.itemsize for shape, dtype in self.kinds] or [0], np.int64)
         ends = np.array([*sizes, np.iinfo(np.int64).max], np.int64)  # the last one: of documents
@@ -174,7 +178,7 @@ class Rows:
 
     def stored_as(self, row: int) -> str:
         """Return the name that a tensor was saved under, if different."""
-        return self._more[self._extra[row]].stored_as
+        return self._more[int(self._extra[row])].stored_as
 
     def spec(self, row: int, name: str) -> TensorSpec:
         """Return the tensor of a row."""
@@ -217,7 +221,7 @@ class KeptSpecs(Specs):
         return self._rows.spec(entry, name)
 
     def kind(self, name: str) -> tuple[Shape, DType]:
-        return self._rows.kinds[self._rows.kind[self.table[name]]]
+        return self._rows.kinds[int(self._rows.kind[self.table[name]])]
 
     def marks(self, kinds: dict[tuple[Shape, DType], int]) -> NDArray[np.int64]:
         rows = np.fromiter(self.table.values(), np.int64, len(self.table))

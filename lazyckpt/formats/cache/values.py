@@ -1,4 +1,4 @@
-"""Objects as JSON and columns of bytes, and back: the inert data of an index. No class is looked up by a name in a file.
+"""Objects as JSON and columns of bytes, and back: the inert data of an index. No file names a class.
 
 Fragments are encoded as documents, which are decoded when they are first used. What many of them share is a document of
 its own, which others refer to by its number. Metadata is decoded in the order of encoding: a container that occurs
@@ -62,7 +62,7 @@ def fields_of(cls: type) -> tuple[str, ...]:
     """Return the attributes of a record in the order of its constructor's parameters."""
     if dataclasses.is_dataclass(cls):
         return tuple(f.name for f in dataclasses.fields(cls) if f.init)
-    return _FIELDS.get(cls.__name__) or cls._fields  # type: ignore[attr-defined, no-any-return]
+    return _FIELDS.get(cls.__name__) or cls._fields  # type: ignore[attr-defined]
 
 
 def inside(path: object) -> bool:
@@ -258,9 +258,9 @@ class Encoder:
         if number is None:
             raise NotKept(f"an object of the class {kind.__qualname__}")
         names = fields_of(kind)
-        get = attrgetter(*names) if len(names) != 1 else lambda value, name=names[0]: (getattr(value, name),)
-        if not names:
-            get = lambda value: ()  # noqa: E731
+        get: Callable[[Any], tuple[Any, ...]] = lambda value: tuple([getattr(value, name) for name in names])  # noqa: E731
+        if len(names) > 1:
+            get = attrgetter(*names)
         paths = [(n, name) for n, name in enumerate(names) if name in _Paths.FIELDS]
         value_of, check = self.value, self._paths.check
 
