@@ -1,28 +1,21 @@
-"""The index cache: the same views, in less time; and files in its folder that must not be used."""
+"""The index cache: the same views in less time, as long as the checkpoint is the same."""
 
 from __future__ import annotations
 
-import argparse
 import errno
 import hashlib
-import itertools
 import json
-import math
 import os
-import random
 import secrets
 import shutil
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import fsspec
-import numpy as np
 import platformdirs
 import pytest
 import torch
@@ -31,65 +24,21 @@ from typer.testing import CliRunner
 
 import lazyckpt
 from lazyckpt.cli.program import app
-from lazyckpt.core.dtypes import F32
-from lazyckpt.core.index import Extent, FileInfo, Index, Rank
-from lazyckpt.errors import ChangedFileError, LazyckptError, Problem
+from lazyckpt.core.index import Index
+from lazyckpt.errors import ChangedFileError, LazyckptError
 from lazyckpt.formats import opening, registry
 from lazyckpt.formats.cache import folder, state
-from lazyckpt.formats.cache.opening import Cached, kept
-from lazyckpt.formats.cache.values import Decoder, Encoder, NotKept, inside
+from lazyckpt.formats.cache.opening import kept
 from lazyckpt.formats.reader import Reader, Source
-from lazyckpt.io.containers.pickle.plain import TensorRef
-from lazyckpt.io.containers.pickle.records import Attributed, Opaque
-from lazyckpt.io.containers.pickle.values import Device, Size
 from lazyckpt.io.system import Directory
 
 from . import recordings
 from .conftest import Checkpoints
-from .same_views import check_same, equal
+from .index_caches import cache, entries, forget, loads, opened_twice, rank_file, run, zero
+from .same_views import check_same
 from .writers import Case
 
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache in which every folder is kept, also one that was just written."""
-    monkeypatch.setenv("LAZYCKPT_CACHE", "1")
-    monkeypatch.setenv("LAZYCKPT_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(state, "MANY", 0)
-    monkeypatch.setattr(state, "TICK", 0)
-    monkeypatch.setattr(opening, "_indexes", {})
-    return tmp_path / "cache" / "index"
-
-
-def forget() -> None:
-    """What another process does not know."""
-    opening._indexes.clear()
-
-
-def entries(cache: Path) -> list[Path]:
-    return sorted(cache.glob("*.index"))
-
-
-def opened_twice(path: Path, **options: object) -> tuple[lazyckpt.CheckpointView, lazyckpt.CheckpointView]:
-    forget()
-    first = lazyckpt.open(path, **options)
-    forget()
-    return first, lazyckpt.open(path, **options)
-
-
-@pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each look-up in the files whether it found an index that is used."""
-    found: list[bool] = []
-    load = Cached.load
-
-    def counted(self: Cached) -> object:
-        answer = load(self)
-        found.append(answer is not None)
-        return answer
-
-    monkeypatch.setattr(Cached, "load", counted)
-    return found
+__all__ = ["cache", "loads", "zero"]
 
 
 def checkpoints_below(root: Path) -> Iterator[Path]:
@@ -134,13 +83,6 @@ def test_views_from_the_cache_are_the_same(
 # -- when it is used
 
 
-@pytest.fixture
-def zero(zero_cases: Mapping[str, Case], tmp_path: Path) -> Path:
-    """A checkpoint that tests may change."""
-    shutil.copytree(zero_cases["zero3_sub_groups"].path, tmp_path / "ckpt")
-    return tmp_path / "ckpt"
-
-
 def test_another_process_reads_only_the_ends_of_files(zero: Path, cache: Path) -> None:
     code = f"""
 import lazyckpt
@@ -157,11 +99,6 @@ print(len(view), sum(read), max(read))
     files = len(lazyckpt.open(zero, cache=False).files) + 1  # and `latest`
     assert second[1] <= files * 2 * state._END
     assert second[2] <= 2 * state._END
-
-
-def run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return done.stdout
 
 
 def test_the_index_is_read_once_for_a_process(zero: Path, cache: Path, loads: list[bool]) -> None:
@@ -275,10 +212,6 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-def rank_file(ckpt: Path) -> Path:
-    return sorted(ckpt.glob("*/*optim_states.pt"))[0]
-
-
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_changes_are_noticed(change: Callable[[Path], object], zero: Path, cache: Path, loads: list[bool]) -> None:
     opened_twice(zero)
@@ -352,152 +285,6 @@ def test_another_version_of_lazyckpt_makes_its_own_entries(
     opened_twice(zero)
     assert loads == [False, True]
     assert len(entries(cache)) == 2
-
-
-# -- when it is not: the file is not one that this user's lazyckpt wrote
-
-
-def spoiled(cache: Path, zero: Path, loads: list[bool]) -> bool:
-    """Return whether the cache is used; the view is right in any case."""
-    forget()
-    loads.clear()
-    view = lazyckpt.open(zero)
-    assert list(view) == list(lazyckpt.open(zero, cache=False))
-    return loads[0]
-
-
-def test_no_byte_of_an_entry_can_be_changed(zero: Path, cache: Path, loads: list[bool]) -> None:
-    opened_twice(zero)
-    (entry,) = entries(cache)
-    data = entry.read_bytes()
-    for at in (*range(60), *range(60, len(data), len(data) // 50), len(data) - 1):
-        bad = bytearray(data)
-        bad[at] ^= 1 << at % 8
-        entry.write_bytes(bad)
-        assert not spoiled(cache, zero, loads), at
-
-
-@pytest.mark.parametrize("cut", [0, 1, 8, 39, 40, 47, 48, 100, 1000, -1])
-def test_truncated_entries_are_not_used(cut: int, zero: Path, cache: Path, loads: list[bool]) -> None:
-    opened_twice(zero)
-    (entry,) = entries(cache)
-    entry.write_bytes(entry.read_bytes()[:cut])
-    assert not spoiled(cache, zero, loads)
-    assert spoiled(cache, zero, loads), "it was written anew"
-
-
-def test_entries_of_other_keys_are_not_used(zero: Path, cache: Path, loads: list[bool]) -> None:
-    opened_twice(zero)
-    key = (cache / "key").read_bytes()
-    (cache / "key").write_bytes(bytes(32))
-    assert not spoiled(cache, zero, loads)
-    (cache / "key").write_bytes(key)
-    assert spoiled(cache, zero, loads)
-
-
-def test_an_entry_is_not_used_for_another_checkpoint(
-    zero: Path, cache: Path, loads: list[bool], tmp_path: Path
-) -> None:
-    shutil.copytree(zero, tmp_path / "second")
-    lazyckpt.open(zero)
-    (one,) = entries(cache)
-    lazyckpt.open(tmp_path / "second")
-    (other,) = set(entries(cache)) - {one}
-    shutil.copy(one, other)
-    assert not spoiled(cache, tmp_path / "second", loads)
-
-
-def _linked(path: Path) -> None:
-    path.rename(path.with_suffix(".real"))
-    path.symlink_to(path.with_suffix(".real"))
-
-
-OPEN_TO_OTHERS: dict[str, Callable[[Path, Path], object]] = {
-    "others may write to the entry": lambda cache, entry: entry.chmod(0o666),
-    "a group may write to the entry": lambda cache, entry: entry.chmod(0o620),
-    "the entry is a link": lambda cache, entry: _linked(entry),
-    "the entry has a second name": lambda cache, entry: os.link(entry, cache / "second"),
-    "others may write to the folder": lambda cache, entry: cache.chmod(0o777),
-    "the folder is a link": lambda cache, entry: _linked(cache),
-    "others may read the key": lambda cache, entry: (cache / "key").chmod(0o644),
-    "the key is a link": lambda cache, entry: _linked(cache / "key"),
-    "the key is too short": lambda cache, entry: (cache / "key").write_bytes(b"short"),
-    "the entry is a folder": lambda cache, entry: (entry.unlink(), entry.mkdir()),
-    "the entry is a pipe": lambda cache, entry: (entry.unlink(), os.mkfifo(entry)),
-    "another user owns the entry": lambda cache, entry: os.chown(entry, 4321, -1),
-    "another user owns the folder": lambda cache, entry: os.chown(cache, 4321, -1),
-    "another user owns the key": lambda cache, entry: os.chown(cache / "key", 4321, -1),
-}
-
-
-@pytest.mark.skipif(os.name == "nt", reason="owners and permissions of POSIX")
-@pytest.mark.parametrize("spoil", OPEN_TO_OTHERS.values(), ids=OPEN_TO_OTHERS)
-def test_files_that_others_may_have_written_are_not_used(
-    spoil: Callable[[Path, Path], object], zero: Path, cache: Path, loads: list[bool]
-) -> None:
-    opened_twice(zero)
-    assert loads[-1]
-    (entry,) = entries(cache)
-    try:
-        spoil(cache, entry)
-    except PermissionError:
-        pytest.skip("only root can give files away")
-    assert not spoiled(cache, zero, loads)
-
-
-def test_what_the_cache_writes_is_the_users_own(zero: Path, cache: Path) -> None:
-    lazyckpt.open(zero)
-    for path in (cache, *cache.iterdir()):
-        assert path.stat().st_mode & 0o077 == 0
-    (entry,) = entries(cache)
-    assert str(zero).encode() in entry.read_bytes(), "`cache ls` says what it is of"
-    assert {path.name for path in cache.iterdir()} == {"key", entry.name}
-
-
-# -- contents that pass the authentication nevertheless
-
-
-def signed(entry: Path, payload: bytes) -> None:
-    with folder.opened() as place:
-        place.write(entry.stem, payload)
-
-
-def test_contents_are_checked_although_they_are_signed(zero: Path, cache: Path, loads: list[bool]) -> None:
-    """Whoever has the key can write what they like; still nothing but a wrong view comes of it."""
-    opened_twice(zero)
-    (entry,) = entries(cache)
-    good = entry.read_bytes()[folder.HEAD :]
-    random_ = random.Random(7)
-    used = 0
-    for _ in range(150):
-        bad = bytearray(good)
-        for _ in range(random_.choice((1, 2, 8))):
-            at = random_.randrange(len(bad))
-            bad[at : at + random_.choice((0, 1, 4))] = random_.randbytes(random_.choice((1, 4)))
-        signed(entry, bytes(bad))
-        forget()
-        loads.clear()
-        try:
-            view = lazyckpt.open(zero)
-            for state_view in view.states.values():
-                for name, spec in state_view.specs.items():
-                    for fragment in spec.fragments:
-                        assert inside(fragment.extent.path), name
-        except (LazyckptError, ValueError, TypeError, LookupError, OverflowError, MemoryError, AttributeError):
-            pass  # the view is wrong
-        used += loads[0]
-    assert used < 150
-
-
-@pytest.mark.parametrize("path", ["../secret", "/etc/passwd", "a/../../b", "a\0b"])
-def test_paths_outside_the_folder_are_refused(path: str) -> None:
-    extent = Extent(path, 0, F32, (2,), (1,))
-    with pytest.raises(NotKept, match="outside"):
-        Encoder().value(extent)
-    number, *fields = Encoder().value(Extent("good", 0, F32, (2,), (1,)))
-    decoder = Decoder(memoryview(b""), [], memoryview(b""))
-    with pytest.raises(NotKept, match="outside"):
-        decoder.value([number, path, *fields[1:]])
 
 
 # -- the folder
@@ -630,76 +417,6 @@ def test_indexes_of_other_packages_are_not_kept(
         opened_twice(tmp_path / "ckpt", **options)
     assert entries(cache) == []
     assert not any(loads)
-
-
-# -- values
-
-
-def _cycle() -> list[Any]:
-    inner: list[Any] = [1]
-    inner.append({"again": inner})
-    return [inner, inner]
-
-
-def _opaque() -> Opaque:
-    record = Opaque("module", "Name", (1, [2]), {"a": 3})
-    record.state = {"self": record, "text": "x"}
-    record.items = [1]
-    record.entries = {"k": (1, "v")}
-    return record
-
-
-def _attributed() -> Attributed:
-    found = Attributed({"a": 1})
-    found.state = {"b": 2}
-    return found
-
-
-VALUES: list[Any] = [
-    None, True, 0, -1, 1 << 4000, 1.5, -0.0, math.inf, math.nan, 1e-320, "", "text\n\0", "\u2028 \U0001f600", b"", b"\xff\0",
-    bytearray(b"x"), 1 + 2j, (), (1, 2), (True, 1), tuple(range(50)), ("a", (1, [2])), [], [1, [2, [3]]], {}, {1: "a", "b": [1]},
-    {(1, "a"): {}}, {1, 2}, frozenset((1, "a")), range(1, 9, 2), deque([1, 2], maxlen=3), argparse.Namespace(a=1, b=[2]),
-    np.arange(6, dtype=np.int16).reshape(2, 3)[:, ::-1], np.zeros((0, 3)), np.array("text"), np.float32(1.5), np.int64(-1), F32,
-    Size((1, 2)), Device("cuda", 1), TensorRef("name"), Problem("missing-file", "a is missing", "a"), Rank(1, 2, 3, 4), _opaque(),
-    Attributed({"a": 1}), _attributed(), _cycle(), FileInfo(1, 2, "v"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("lazy", [False, True])
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:40])
-def test_values_are_kept_exactly(value: Any, lazy: bool) -> None:
-    encoder = Encoder()
-    encoder.lazy = lazy
-    number = encoder.document(value)
-    ends = list(itertools.accumulate(map(len, encoder.documents)))
-    decoder = Decoder(memoryview(b"".join(encoder.documents)), ends, memoryview(encoder.columns))
-    decoder.copies = True
-    equal(decoder.document(number), value, "value")
-
-
-def test_objects_stay_shared() -> None:
-    encoder = Encoder()
-    shared = [1]
-    number = encoder.document({"a": shared, "b": (shared, shared)})
-    ends = list(itertools.accumulate(map(len, encoder.documents)))
-    found = Decoder(memoryview(b"".join(encoder.documents)), ends, memoryview(encoder.columns)).document(number)
-    assert found["a"] is found["b"][0] is found["b"][1]
-
-
-def _deep() -> list[Any]:
-    found: list[Any] = []
-    for _ in range(1000):
-        found = [found]
-    return found
-
-
-@pytest.mark.parametrize(
-    "value",
-    [object(), 1 << 9000, "\ud800", _deep(), np.array([object()]), lambda: 0, Fraction(1, 3), Path("a"), torch.ones(1)],
-)
-def test_what_cannot_be_kept_is_refused(value: Any) -> None:
-    with pytest.raises(NotKept):
-        Encoder().document([value])
 
 
 # -- for users

@@ -50,8 +50,8 @@ def enabled() -> bool:
 
 
 def location() -> Path:
-    """Return the folder of the entries, below ``LAZYCKPT_CACHE_DIR`` or the user's cache folder. Raises Refused if there
-    is none."""
+    """Return the folder of the entries: in ``LAZYCKPT_CACHE_DIR``, or in the user's cache folder. Raises Refused if
+    there is none."""
     chosen = os.environ.get("LAZYCKPT_CACHE_DIR")
     if chosen:
         return Path(os.path.abspath(os.path.expanduser(chosen))) / "index"

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from operator import attrgetter
+from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, ClassVar
 
 import numpy as np
@@ -134,6 +135,8 @@ class Encoder:
             complex: lambda v: ["c", v.real, v.imag],
             range: lambda v: ["R", v.start, v.stop, v.step],
             DType: lambda v: ["D", v.name],
+            PurePosixPath: lambda v: ["/", str(v)],
+            PureWindowsPath: lambda v: ["\\", str(v)],
             np.ndarray: lambda v: self._node(v, self._array) if not self.lazy else self._array(v),
             Problem: lambda v: ["p", v.code, str(v), v.path],
             Opaque: lambda v: self._node(v, lambda v: ["o", *map(self.value, v.__getstate__())]),
@@ -391,6 +394,10 @@ class Decoder:
                 made = FROM_NAME[rest[0]]
             case "a":
                 made = known(self._array(rest))
+            case "/":
+                made = PurePosixPath(rest[0])
+            case "\\":
+                made = PureWindowsPath(rest[0])
             case "T":
                 at, count = rest
                 made = tuple(str(self._columns[at : at + count], "utf-8").split("\n"))
