@@ -80,25 +80,29 @@ def _all(settings: Settings) -> Iterator[Case]:
         text: partial(data.ranks, settings, layout, world, layers)
         for layout, text in (("zero3", "ZeRO-3"), ("zero3_frozen", "ZeRO-3 whose files differ"), ("zero2", "ZeRO-2"))
     }
+    megatron = partial(data.megatron, settings)
     hf = partial(data.hf_names, settings, shards, names)
     dcp = partial(data.dcp_chunks, settings, tensors, chunks, ranks)
     for text, make in zero.items():
         what = f"open {model} on {world:,} ranks again, {text}"
         yield Case(what, partial(_second, settings, make), [Goal(0.1)], quick=text != "ZeRO-2")
+    what = "open a legacy Megatron checkpoint on 1,024 ranks again"
+    yield Case(what, partial(_second, settings, megatron), [Goal(0.1)], quick=False)
     yield Case(f"open {shards:,} shards of {names:,} names again", partial(_second, settings, hf), [Goal(0.1)])
     look = "found = view['model.layers.1.mlp.experts.0.part_0.weight']"
     what = f"open {shards:,} shards of {names:,} names again, and look up one"
     yield Case(what, partial(_second, settings, hf, look), [Goal(0.2)])
     what = f"open {tensors * chunks:,} chunks of DCP in {ranks:,} files again"
     yield Case(what, partial(_second, settings, dcp), [Goal(0.1)])
-    for text, make in {"ZeRO-3": zero["ZeRO-3"], "DCP": dcp}.items():
-        yield Case(f"open and keep the index, {text}", partial(_first, settings, make), [Goal(1.35)])
+    for text, make in {"ZeRO-3": zero["ZeRO-3"], "legacy Megatron": megatron, "DCP": dcp}.items():
+        what = f"open and keep the index, {text}"
+        yield Case(what, partial(_first, settings, make), [Goal(1.35)], quick=make is not megatron)
 
 
 AREA = Area(
     "cache",
     "Opening again",
-    "The second opening of a large checkpoint reads its index from the user's cache folder, here in a new process. It is "
-    "compared with the first one; the last rows are what keeping the index adds to that.",
+    "The second opening of a large checkpoint reads its index from the user's cache folder, here in a new process. It "
+    "is compared with the first one. The last rows are what keeping the index adds to the first one.",
     _cases,
 )

@@ -97,7 +97,7 @@ class _EncodedIndex:
             "ruled": encoder.value(index.ruled),
             "guards": list(index.guards),
         }
-        document["rows"] = self._tables.columns
+        document |= {"rows": self._tables.columns, "paths": encoder.files}
         self.root = encoder.document({})  # replaced, because a plain dict has no tag
         encoder.documents[self.root] = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
 
@@ -167,6 +167,9 @@ class _DecodedIndex:
         self._made: list[Objects] = []
         self._guards = {path: HeaderGuard() for path in document["guards"]}
         self._files = self._infos(document["files"])
+        decoder.files = decoder.value(document["paths"])
+        if not all(map(inside, decoder.files)):
+            raise ValueError("a path outside the checkpoint's folder")
         self._rows = Rows(decoder, document["rows"], self._files)
         states = {state: specs_of(decoder, self._rows, table) for state, table in document["states"]}
         if document["stored"] is not None and document["stored"][0] == "table":

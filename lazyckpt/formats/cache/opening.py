@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import posixpath
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from ...core.index import Index
 from ...errors import LazyckptError
+from ...io.memory import many_objects
 from ...io.storage.base import Entry
 from ...io.storage.local import LocalStore
 from ..reader import Source
@@ -72,7 +74,8 @@ class Cached:
                 place.secret(make=True)
                 about["key"] = place.fingerprint(self._key)
                 try:
-                    data = entries.payload(about, index, self._source.store)
+                    with many_objects():
+                        data = entries.payload(about, index, self._source.store)
                 except (NotKept, RecursionError) as e:
                     _log.debug("the index of %s is not kept: %s", self._source.where, e)
                     data = entries.payload({**about, "why": str(e) or "nested too deep"})
@@ -110,7 +113,7 @@ class Cached:
         probes = [path for path in state.probes_of(store, index) if _size(listings, path) is not None]
         sizes = {path: _size(listings, path) or 0 for path in probes}
         return {
-            "where": source.where,
+            "where": shown(source.where),
             "tag": source.tag,
             "local": isinstance(store, LocalStore),
             "format": index.format,
@@ -152,6 +155,11 @@ def _is_own(reader: Any, format: str | None) -> bool:
 
 
 # -- For users: what is there.
+
+
+def shown(where: str) -> str:
+    """Return a path or URL without a user name and password in it."""
+    return re.sub(r"(?<=://)[^/@]*@", "", where)
 
 
 def kept() -> list[dict[str, Any]]:
@@ -202,7 +210,7 @@ def clear(where: str | None = None) -> int:
     with folder.opened() as place:
         names = [stored.name for stored in place.entries()]
         if where is not None:
-            names = [row["name"] for row in kept() if row.get("where") == where]
+            names = [row["name"] for row in kept() if row.get("where") == shown(where)]
         for name in names:
             place.remove(name)
     return len(names)

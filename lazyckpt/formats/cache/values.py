@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...core.dtypes import FROM_NAME, DType
+from ...core.index import Extent, Fragment
 from ...errors import CorruptError, Problem
 from ...io.containers.pickle.records import Attributed, Opaque
 
@@ -122,10 +123,13 @@ class Encoder:
         self._bytes: list[bytes] = []
         self._end = 0
         self._depth = 0
+        self._files: dict[str, int] = {}
+        self._likes: dict[Any, int] = {}
         self._paths = _Paths()
-        self._records: dict[type, Callable[[Any], Any]] = {}
+        self._any_fragment: Callable[[Any], list[Any]] = self._record(Fragment)
         self._by_type: dict[type, Callable[[Any], Any]] = {
             tuple: self._tuple,
+            Fragment: self._fragment,
             list: self._list,
             dict: lambda v: self._node(v, self._dict),
             set: lambda v: self._node(v, lambda v: ["S", *self._all(v)]),
@@ -188,6 +192,11 @@ class Encoder:
         return known
 
     @property
+    def files(self) -> Any:
+        """The paths that fragments refer to by number, after everything else has been encoded."""
+        return self.texts(list(self._files))
+
+    @property
     def columns(self) -> bytes:
         """The elements of all arrays."""
         return b"".join(self._bytes)
@@ -235,6 +244,26 @@ class Encoder:
             if type(one) is not int or not -_INT < one < _INT:
                 return ["t", *self._all(value)]
         return ["i", *value]
+
+    def _fragment(self, value: Fragment) -> list[Any]:
+        """Encode one of perhaps a million fragments: most differ from others only in file, offset, rank and span."""
+        extent, span = value.extent, value.span
+        if type(extent) is not Extent or extent.within is not None or value.parts is not None:
+            return self._any_fragment(value)
+        key = (
+            extent.dtype, extent.shape, extent.strides, extent.conj, extent.neg, extent.swapped, value.local_shape,
+            value.axes,
+        )  # fmt: skip
+        like, rank = self._likes.get(key), self._likes.get(value.rank)
+        if like is None:
+            like = self._likes[key] = self.document(key)
+        if rank is None:
+            rank = self._likes[value.rank] = self.document(value.rank)
+        file = self._files.get(extent.path)
+        if file is None:
+            self._paths.check("path", extent.path)
+            file = self._files[extent.path] = len(self._files)
+        return ["f", file, extent.offset, like, rank, *(() if span is None else span)]
 
     def _list(self, value: list[Any]) -> list[Any]:
         if self.lazy and len(value) < _FEW:
@@ -304,6 +333,8 @@ class Decoder:
         self._made: dict[int, Any] = {}
         self._places: dict[int, Any] = {}
         self._checked = _Paths()
+        self.files: Sequence[str] = ()
+        self._likes: dict[int, Any] = {}
         self._classes: dict[int, tuple[type, list[tuple[int, str]]]] = {}
 
     def document(self, number: int) -> Any:
@@ -329,6 +360,8 @@ class Decoder:
             return self._node(value[1])
         if tag == "t":
             return tuple(map(self.value, value[1:]))
+        if tag == "f":
+            return self._fragment(*value[1:])
         if tag == "=":
             return self._define(value[2], value[1], self._places)
         if tag == "@":
@@ -353,6 +386,17 @@ class Decoder:
 
         tag = value[0]
         return known(self.value(value) if type(tag) is int or tag in ("i", "t") else self._other(tag, value, known))
+
+    def _fragment(self, file: int, offset: int, like: int, rank: int, *span: int) -> Fragment:
+        dtype, shape, strides, conj, neg, swapped, local_shape, axes = self._like(like)
+        extent = Extent(self.files[file], offset, dtype, shape, strides, conj, neg, swapped)
+        lo_hi: Any = span or None
+        return Fragment(extent, local_shape, None, lo_hi, self._like(rank), axes)
+
+    def _like(self, number: int) -> Any:
+        if number not in self._likes:
+            self._likes[number] = self.value(self.raw(number))
+        return self._likes[number]
 
     def _record(self, number: int, value: list[Any]) -> Any:
         known = self._classes.get(number)
