@@ -25,6 +25,7 @@ NAMES = (
     "one_tensor",
     "opening",
     "ranks",
+    "cache",
     "scaling",
     "writing",
     "converting",

@@ -134,7 +134,9 @@ def open(
         "swiglu", or a table such as ``{"cat": 0, "parts": [4096, 1024, 1024]}``; for flat parameters of FSDP1
         ``{"flat": {"up.weight": [64, 32]}}``.
     cache
-        Keep the parsed index in memory and reuse it when this process opens the same, unchanged files again.
+        Reuse the index of an earlier opening if the files are unchanged. The last indexes are kept in memory; those of
+        large checkpoints (hundreds of files, megabytes of metadata) also in the user's cache folder, for other
+        processes. False reads everything anew and keeps nothing.
     storage_options
         Options of fsspec's file system for a URL: credentials, endpoints.
 

@@ -366,8 +366,10 @@ class Namespace(Mapping[str, A]):
         was opened, the raw names of all states if they are known already."""
         if self._by_stored is None:
             stored, specs = self._index.stored, self.specs
-            # tensors that are described when they are looked up have no other name
-            renamed = {} if isinstance(specs, Specs) else {s.stored_as: s for s in specs.values() if s.stored_as}
+            if isinstance(specs, Specs):
+                renamed = specs.renamed
+            else:
+                renamed = {s.stored_as: s for s in specs.values() if s.stored_as}
             known = stored if self._of_all and stored is not None and _is_known(stored) else {}
             self._by_stored = ChainMap(renamed, known)  # type: ignore[arg-type]  # it is only read
         return self._by_stored

@@ -52,7 +52,9 @@ class CheckpointView(Namespace[LazyTensor]):
         How the shards of tensor-parallel ranks form a tensor, for names whose rule the checkpoint does not record:
         glob -> rule. `lazyckpt.open` lists the rules.
     cache
-        Keep the parsed index in memory and reuse it when this process opens the same, unchanged files again.
+        Reuse the index of an earlier opening if the files are unchanged. The last indexes are kept in memory; those of
+        large checkpoints (hundreds of files, megabytes of metadata) also in the user's cache folder, for other
+        processes. False reads everything anew and keeps nothing.
     storage_options
         Options of fsspec's file system for a URL: credentials, endpoints.
 

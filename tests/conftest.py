@@ -25,6 +25,8 @@ import lazyckpt
 from . import processes, recordings
 from .writers import Case, megatron_core, rank_files, torch_contents, torch_dcp, torch_files, trainers
 
+os.environ["LAZYCKPT_CACHE"] = "0"  # tests neither use nor fill the user's cache; those of the cache have their own
+
 T = TypeVar("T")
 Checkpoints = Callable[[str], Path]
 

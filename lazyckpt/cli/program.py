@@ -31,6 +31,7 @@ COMMANDS = {
     "verify": "Check whether a checkpoint is whole and its values are sane.",
     "convert": "Write a checkpoint in another format.",
     "prune": "Remove the older checkpoints of a run.",
+    "cache": "List or remove the indexes of large checkpoints that are kept.",
     "formats": "List the formats that lazyckpt reads.",
     "demo": "Write small real checkpoints and walk through them.",
 }

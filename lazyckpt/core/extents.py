@@ -76,6 +76,11 @@ class ExtentSpecs(Specs):
         super().__init__(extents.rows if table is None else table)
         self._extents = extents
 
+    @property
+    def extents(self) -> Extents:
+        """The places of all tensors of the file."""
+        return self._extents
+
     def make(self, name: str, entry: int) -> TensorSpec:
         return whole(name, self._extents[name])
 

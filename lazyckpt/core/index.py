@@ -475,6 +475,11 @@ class Specs(Mapping[str, TensorSpec]):
         found = (kinds.setdefault(self.kind(name), len(kinds)) for name in self.table)
         return np.fromiter(found, np.int64, len(self.table))
 
+    @property
+    def renamed(self) -> Mapping[str, TensorSpec]:
+        """The tensors that were saved under other names, by those names."""
+        return {}  # usually, what is described when it is looked up has its own name
+
     @abstractmethod
     def of(self, table: dict[str, Any]) -> Self:
         """Return the tensors of another table of the same files."""

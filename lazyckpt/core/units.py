@@ -61,10 +61,10 @@ def human_count(n: int) -> str:
     return str(n)
 
 
-def plural(n: int, what: str) -> str:
-    """Return a count with its noun, in the plural unless the count is 1.
+def plural(n: int, what: str, several: str = "") -> str:
+    """Return a count with its noun, in the plural unless the count is 1. ``several`` is an irregular plural.
 
-    >>> plural(1000, "tensor")
-    '1,000 tensors'
+    >>> plural(1000, "tensor"), plural(0, "entry", "entries")
+    ('1,000 tensors', '0 entries')
     """
-    return f"{n:,} {what}{'s' * (n != 1)}"
+    return f"{n:,} {what if n == 1 else several or what + 's'}"

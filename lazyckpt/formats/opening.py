@@ -16,6 +16,9 @@ from ..io.storage.base import Entry, Store, present
 from ..io.storage.fsspec import is_url, split_url
 from ..io.storage.local import split
 from ..io.system import after_fork
+from .cache.folder import enabled
+from .cache.opening import Cached
+from .cache.state import folders_of, is_large, rules_text
 from .catalog import read_one
 from .reader import Source
 from .registry import read_index, recognising
@@ -24,6 +27,7 @@ from .shared.wrappers import without_wrappers
 # -- The process's cache of indexes, valid as long as the files do not change.
 
 _KEPT = 8  # indexes kept; an index is small compared to its checkpoint, but not negligible
+_ENTRY = "entry of the index cache"  # in `Source.known`
 _lock = threading.Lock()
 Listings = Mapping[str, Mapping[str, Entry]]
 _indexes: dict[tuple[Any, ...], tuple[Listings, Index]] = {}
@@ -32,27 +36,66 @@ _indexes: dict[tuple[Any, ...], tuple[Listings, Index]] = {}
 def cached_index(source: Source, format: str | None) -> Index:
     """Return the result of `index_of`, cached as long as no file or folder that it read has changed.
 
-    Names, sizes, modification times and versions are compared. With ``rules`` the cache is not used."""
-    if source.rules:
+    This process keeps the last indexes in memory, and compares names, sizes, modification times and versions. Those of
+    large checkpoints are kept in files, too (`cache`)."""
+    key = _key(source, format)
+    if key is None:
         return index_of(source, format)
-    key = (source.store.key, source.path, source.tag, format)
+    found = None if _ENTRY in source.known else recalled(source, format)
+    if found is not None:
+        return found
+    listable = source.store.listable
+    if listable:
+        source.listed("")  # before reading, so that later changes invalidate the entry
+    index = index_of(source, format)
+    folders = {posixpath.dirname(path) for path in index.pins} | {""} if listable else set()
+    kept: Cached | None = source.known[_ENTRY]
+    if kept is not None:
+        kept.save(index)
+        folders.update(folders_of(source, index))
+    _remember(key, index, {folder: source.listed(folder) for folder in folders})
+    return index
+
+
+def recalled(source: Source, format: str | None) -> Index | None:
+    """Return the index of a checkpoint that was opened before and has not changed, else None."""
+    key = _key(source, format)
+    if key is None:
+        return None
+    found = _remembered(source, key)
+    if found is not None:
+        return found
+    kept = Cached(source, format) if enabled() and is_large(source) else None
+    source.known[_ENTRY] = kept
+    loaded = None if kept is None else kept.load()
+    if loaded is None:
+        return None
+    _remember(key, *loaded)
+    return loaded[0]
+
+
+def _key(source: Source, format: str | None) -> tuple[Any, ...] | None:
+    """Return what identifies an index; None if there are rules that cannot be compared with those of another call."""
+    rules = rules_text(source.rules) if source.rules else ""
+    return None if rules is None else (source.store.key, source.path, source.tag, format, rules)
+
+
+def _remembered(source: Source, key: tuple[Any, ...]) -> Index | None:
     with _lock:
         known = _indexes.get(key)
     if known is not None:
         listings, index = known
         if _unchanged(source, listings, index):
             return index
-    listable = source.store.listable
-    if listable:
-        source.listed("")  # before reading, so that later changes invalidate the entry
-    index = index_of(source, format)
-    folders = {posixpath.dirname(path) for path in index.pins} | {""} if listable else set()
+    return None
+
+
+def _remember(key: tuple[Any, ...], index: Index, listings: Listings) -> None:
     with _lock:
         _indexes.pop(key, None)
-        _indexes[key] = ({folder: source.listed(folder) for folder in folders}, index)
+        _indexes[key] = listings, index
         while len(_indexes) > _KEPT:
             del _indexes[next(iter(_indexes))]
-    return index
 
 
 def index_of(source: Source, format: str | None) -> Index:
@@ -109,7 +152,10 @@ def opened(
     def read(source: Source) -> Index:
         return cached_index(source, format) if cache else index_of(source, format)
 
-    source, index = read_one(Source(store, name, tag, rules), read)
+    source = Source(store, name, tag, rules)
+    # of a large checkpoint, also finding out what to read takes long
+    known = recalled(source, format) if cache and enabled() and is_large(source) else None
+    source, index = read_one(source, read) if known is None else (source, known)
     if not is_url(url):  # listing a remote folder is expensive or impossible
         index = _one_of_many(source, index)
     elif unknown := [path for path, pin in index.pins.items() if not (pin.version or pin.mtime_ns)]:

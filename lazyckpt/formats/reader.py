@@ -6,7 +6,7 @@ tried after the built-in readers, and can be selected by name (``open(path, form
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -67,6 +67,11 @@ class Source:
         if folder not in self._listings:
             self._listings[folder] = self.store.list(folder)
         return self._listings[folder]
+
+    @property
+    def folders(self) -> Collection[str]:
+        """The folders that have been listed."""
+        return self._listings.keys()
 
     def around(self) -> Source:
         """Return the folder that the file is in."""

@@ -274,6 +274,11 @@ class RankStored(Mapping[str, TensorSpec]):
         self._indexed = indexed
         self._known: dict[str, TensorSpec] | None = None
 
+    @property
+    def parts(self) -> tuple[Store, tuple[str, ...]]:
+        """The store and the files."""
+        return self._store, self._paths
+
     def _all(self) -> dict[str, TensorSpec]:
         if self._known is None:
             self._known = _read_stored(self._store, {path: path for path in self._paths}, self._indexed)

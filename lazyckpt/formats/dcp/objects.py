@@ -46,6 +46,11 @@ class Objects:
         self._read: dict[str, Object] = {}
         self._pickles = Pickles()
 
+    @property
+    def store(self) -> Store:
+        """The store that the objects are read from."""
+        return self._store
+
     def __getstate__(self) -> dict[str, Any]:
         return {"items": self.items, "_store": self._store, "_read": self._read}
 
@@ -154,6 +159,18 @@ class Meta(Mapping[str, Any]):
         return self._made[top]
 
     @property
+    def parts(self) -> tuple[Objects, Mapping[str, list[tuple[Path, str]]], Mapping[str, Path]]:
+        """What `of` makes an equal mapping from; nothing of it has been read."""
+        return self._objects, self._below, self.paths
+
+    @staticmethod
+    def of(objects: Objects, below: dict[str, list[tuple[Path, str]]], paths: Mapping[str, Path]) -> Meta:
+        """Return the mapping of `parts`."""
+        meta = Meta(objects, (), paths)
+        meta._below = below
+        return meta
+
+    @property
     def objects(self) -> Collection[str]:
         """The keys of objects other than tensors."""
         return self._objects.items.keys()
@@ -167,8 +184,8 @@ class Meta(Mapping[str, Any]):
 
     def converted(self, convert: Callable[[Any], Any]) -> Meta:
         """Return a mapping of the same objects that applies ``convert`` to each when it is read."""
-        meta = Meta(self._objects, (), self.paths)
-        meta._below, meta._convert = self._below, convert
+        meta = Meta.of(self._objects, self._below, self.paths)
+        meta._convert = convert
         return meta
 
     def __iter__(self) -> Iterator[str]:
@@ -188,6 +205,11 @@ class Stored(Mapping[str, TensorSpec]):
         self._tensors = tensors
         self._objects = objects
         self._whole: Mapping[str, TensorSpec] | None = None
+
+    @property
+    def parts(self) -> tuple[Mapping[str, TensorSpec], Objects]:
+        """The arguments that make an equal mapping."""
+        return self._tensors, self._objects
 
     def _all(self) -> Mapping[str, TensorSpec]:
         if self._whole is None:

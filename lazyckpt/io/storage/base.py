@@ -32,6 +32,23 @@ class Entry(NamedTuple):
     is_dir: bool
 
 
+class Listing(dict[str, Entry]):
+    """The listing of a local folder.
+
+    Attributes
+    ----------
+    changes
+        For each entry, in the same order: the time of the last change of its inode in nanoseconds, and the inode's
+        number. Unlike a modification time, a program cannot set them back.
+    """
+
+    __slots__ = ("changes",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changes: list[tuple[int, int]] = []
+
+
 # The result of a raw read: the number of bytes, and the file's state at that time (None if the response lacks it).
 Fetched = tuple[int, FileInfo | None]
 
@@ -104,6 +121,11 @@ class Store(ABC):
     def listable(self) -> bool:
         """Whether `list` returns all names, with the size and the time or version of each file."""
         return True
+
+    @property
+    def seen(self) -> Mapping[str, FileInfo]:
+        """The unpinned files that this store has accessed so far, with their first state."""
+        return self._seen
 
     def pinned(self, pins: Mapping[str, FileInfo]) -> Store:
         """Return a store like this one, with other pins. Raises ChangedFileError if a file changed since this store

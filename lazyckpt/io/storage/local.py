@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from ...core.index import FileInfo
 from ...errors import ChangedFileError, CorruptError, DataError, MissingFileError
 from ..system import File, after_fork
-from .base import Entry, Fetched, Guard, Store, closed_error, guarded
+from .base import Entry, Fetched, Guard, Listing, Store, closed_error, guarded
 from .mapping import Mapped, map_file
 
 _OPEN_FILES = 128  # well under the usual limit of 1,024 descriptors
@@ -84,7 +84,7 @@ class LocalStore(Store):
         return LocalStore(os.path.join(self._root, folder))
 
     def list(self, folder: str = "") -> Mapping[str, Entry]:
-        found = {}
+        found = Listing()
         try:
             with os.scandir(os.path.join(self._root, folder)) as entries:
                 for entry in entries:
@@ -93,6 +93,7 @@ class LocalStore(Store):
                     except OSError:  # a dangling link, or removed during the scan
                         continue
                     found[entry.name] = Entry(FileInfo(s.st_size, s.st_mtime_ns), entry.is_dir())
+                    found.changes.append((s.st_ctime_ns, s.st_ino))
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except OSError as e:
