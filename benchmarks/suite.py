@@ -31,6 +31,7 @@ NAMES = (
     "converting",
     "zarr",
     "statistics",
+    "trust",
     "workers",
     "processes",
     "accelerator",

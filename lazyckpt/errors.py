@@ -265,6 +265,11 @@ class CredentialsWarning(UserWarning):
     """A pickle contains storage options that are secrets (keys, tokens, passwords, headers) in plain text."""
 
 
+def restored(code: str, message: str, path: str | None) -> Problem:
+    """Return a problem that was kept as its code, message and path."""
+    return Problem(code, message, path)
+
+
 def only_one(items: Sequence[str]) -> str | None:
     """Return the item if there is exactly one, else None: the ``path`` of a problem about one or several items."""
     return items[0] if len(items) == 1 else None

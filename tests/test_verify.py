@@ -572,3 +572,41 @@ def test_numbers_are_not_needed_to_be_aligned(tmp_path: Path) -> None:
     save_dcp(state, tmp_path / "dcp")
     found = only(lazyckpt.verify(tmp_path / "dcp"), "not-a-number")
     assert found.details["first"] == [len(state["t2"]) - 1] and found.details["elements"] == 1
+
+
+def test_a_flipped_bit_of_a_chunk_with_a_checksum(tmp_path: Path) -> None:
+    zarr = pytest.importorskip("zarr")
+    array = zarr.create_array(
+        str(tmp_path / "x.zarr/weights/w"), shape=(64, 64), chunks=(16, 64), dtype="float32",
+        compressors=[zarr.codecs.Crc32cCodec()],
+    )  # fmt: skip
+    array[:] = np.random.default_rng(0).standard_normal((64, 64))
+    assert not lazyckpt.verify(tmp_path / "x.zarr")
+    chunk = sorted(path for path in (tmp_path / "x.zarr").rglob("*") if path.is_file() and path.suffix != ".json")[0]
+    flip(chunk, 100)
+    found = only(lazyckpt.verify(tmp_path / "x.zarr"), "unreadable-file")
+    assert str(found.tensor).endswith("w") and found.severity == "error"
+
+
+def test_a_moment_of_another_shape(tmp_path: Path) -> None:
+    """Zarr names states, so a state can be replaced by itself."""
+    lazyckpt.open(training(tmp_path)).to_zarr(tmp_path / "x.zarr", states="all")
+    folder = next(path for path in (tmp_path / "x.zarr").rglob("exp_avg") if path.is_dir())
+    names = [path.parent for path in folder.rglob("zarr.json") if json.loads(path.read_text()).get("shape")]
+    first = max(names, key=lambda path: json.loads((path / "zarr.json").read_text())["shape"])
+    about = json.loads((first / "zarr.json").read_text())
+    other = about["shape"][:-1] + [about["shape"][-1] // 2]
+    about["shape"] = other
+    about["chunk_grid"]["configuration"]["chunk_shape"] = other
+    (first / "zarr.json").write_text(json.dumps(about))
+    for level in ("quick", "default"):
+        report = lazyckpt.verify(tmp_path / "x.zarr", level=level)  # type: ignore[arg-type]
+        assert "wrong-moment" in codes(report), report.to_text()
+
+
+def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path) -> None:
+    path = saved(model(), tmp_path / "x.pt")
+    view = lazyckpt.open(path)
+    os.replace(saved({name: t + 1 for name, t in model().items()}, tmp_path / "y.pt"), path)
+    os.utime(path, (1, 1))
+    assert "unreadable-file" in codes(lazyckpt.verify(view))

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...core.dtypes import FROM_SAFETENSORS
 from ...core.index import FileInfo, Index, Mesh, TensorSpec
-from ...errors import LazyckptError, Problem
+from ...errors import LazyckptError, restored
 from ...io.containers.safetensors import read_safetensors
 from ...io.containers.zip_headers import HeaderGuard
 from ...io.reading.packed import Memory
@@ -191,7 +191,7 @@ class _DecodedIndex:
             aliases=aliases,
             meta=meta,
             mesh=Mesh(*document["mesh"]),
-            problems=tuple(Problem(*problem) for problem in document["problems"]),
+            problems=tuple(restored(*problem) for problem in document["problems"]),
             unreadable=unreadable,
             ruled=ruled,
             guards=self._guards,

@@ -23,7 +23,7 @@ import numpy as np
 
 from ...core.dtypes import FROM_NAME, DType
 from ...core.index import Extent, Fragment
-from ...errors import CorruptError, Problem
+from ...errors import CorruptError, Problem, restored
 from ...io.containers.pickle.records import Attributed, Opaque
 
 # Module -> records that are kept field by field: dataclasses, named tuples, and others whose fields `_FIELDS` lists.
@@ -448,7 +448,7 @@ class Decoder:
             case "g":
                 made = self._array(rest)[()]
             case "p":
-                made = Problem(*rest)
+                made = restored(*rest)
             case "o":
                 made = known(Opaque("", ""))
                 made.__setstate__(tuple(map(self.value, rest)))

@@ -25,6 +25,7 @@ from ...errors import CorruptError, DataError, LazyckptError
 from ...io.containers.zip import DEFLATED, STORED, ZIP_MAGIC, data_offsets, read_columns
 from ...io.pool import each
 from ...io.storage.base import Store, StoreFile
+from ...io.storage.fsspec import is_url
 from ...jobs.batching import Task
 from ...jobs.executor import Run
 from ..report import Finding
@@ -32,6 +33,7 @@ from .sweep import Record
 
 _PIECE = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_DOWNLOADS = ".cache/huggingface/download"
 _SMALL = 1 << 20  # bytes of a document that is read
 
 
@@ -160,14 +162,15 @@ def recorded_sha256(store: Store, paths: Sequence[str]) -> tuple[dict[str, tuple
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as e:
             text = f"integrity.json cannot be understood ({type(e).__name__}): its checksums are not compared"
             findings.append(Finding("inconsistent-metadata", text, "integrity.json"))
+    downloaded, local = bool(store.list(_DOWNLOADS)), not is_url(store.root)
     for path in paths:
-        data = _document(store, f".cache/huggingface/download/{path}.metadata")
+        data = _document(store, f"{_DOWNLOADS}/{path}.metadata") if downloaded else None
         lines = data.decode("utf-8", "replace").split("\n") if data is not None else []
         if len(lines) > 1 and _is_sha256(lines[1].strip()):
             found.setdefault(path, (lines[1].strip(), "the record of its download"))
             continue
         full = os.path.join(store.root, path)
-        if os.path.islink(full):
+        if local and os.path.islink(full):
             target = os.readlink(full).replace("\\", "/").split("/")
             if len(target) > 1 and target[-2] == "blobs" and _is_sha256(target[-1]):
                 found.setdefault(path, (target[-1], "its name in the cache of huggingface_hub"))

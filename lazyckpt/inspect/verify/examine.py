@@ -5,7 +5,6 @@ from __future__ import annotations
 from time import monotonic
 from typing import Any, Literal, TypeAlias
 
-from ...core.fragments import fragments_of
 from ...jobs.executor import runner
 from ...namespace import Namespace
 from ..manifest import Digest
@@ -34,15 +33,14 @@ def examine(
     ]
     targets = [Target(state, name, t) for state, tensors in states.items() for name, t in tensors.items()]
     first = next(iter(states.values()), {})
-    paths = sorted({path for t in targets for path in fragments_of(t.tensor.spec.fragments).file_paths()} & set(infos))
     findings += structure.shapes(states)
     findings += structure.configuration(store, view.meta, first)
-    findings += structure.ages(infos, set(paths))
-    recorded, odd = checksums.recorded_sha256(store, list(infos))
-    findings += odd
+    findings += structure.ages(infos)
     facts: dict[str, Any] = {"format": view.format, "level": level, "files": len(infos), "tensors": len(targets)}
     if level != "quick":
         run = runner(executor, memory)
+        recorded, odd = checksums.recorded_sha256(store, list(infos))
+        findings += odd
         steps = agreement.steps(states, view.meta)
         findings += agreement.differing_steps(steps)
         archives = structure.archives_of(targets)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -157,22 +158,25 @@ def overlaps(archives: Mapping[str, Sequence[Archive]]) -> Iterator[Finding]:
                 reach, owner = one.offset + one.length, one
 
 
-def ages(infos: Mapping[str, FileInfo], tensors: set[str]) -> Iterator[Finding]:
-    """Yield a finding about files with tensors that were written long before all others."""
-    times = {path: info.mtime_ns for path, info in infos.items() if path in tensors and info.mtime_ns}
-    if len(times) < 4:
-        return
-    ordered = sorted(times.values())
-    gaps = np.diff(np.array(ordered, np.int64))
-    widest = int(gaps.argmax())
-    early = widest + 1
-    rest = ordered[-1] - ordered[early]
-    if early > len(ordered) // 4 or int(gaps[widest]) < max(_HOUR, 10 * rest):
-        return
-    old = sorted(path for path, time in times.items() if time <= ordered[widest])
-    hours = int(gaps[widest]) / _HOUR
-    text = f"{some(old)}: written {hours:,.1f} hours before the other {len(ordered) - early:,} files"
-    yield Finding("stale-file", text, old[0] if len(old) == 1 else None, details={"files": old})
+def ages(infos: Mapping[str, FileInfo]) -> Iterator[Finding]:
+    """Yield findings about files that were written long before all others of their kind."""
+    kinds: dict[str, dict[str, int]] = {}
+    for path, info in infos.items():
+        if info.mtime_ns:
+            kinds.setdefault(posixpath.splitext(path)[1], {})[path] = info.mtime_ns
+    for times in kinds.values():
+        if len(times) < 4:
+            continue
+        ordered = sorted(times.values())
+        gaps = np.diff(np.array(ordered, np.int64))
+        widest = int(gaps.argmax())
+        gap, rest = int(gaps[widest]), ordered[-1] - ordered[widest + 1]
+        if widest + 1 > len(ordered) // 4 or gap < max(_HOUR, 10 * rest):
+            continue
+        old = sorted(path for path, time in times.items() if time <= ordered[widest])
+        more = len(ordered) - len(old)
+        text = f"{some(old)}: written {gap / _HOUR:,.1f} hours before the other {more:,} files of the kind"
+        yield Finding("stale-file", text, old[0] if len(old) == 1 else None, details={"files": old})
 
 
 def archives_of(targets: Sequence[Target]) -> dict[str, list[Archive]]:
