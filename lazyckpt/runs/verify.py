@@ -83,13 +83,16 @@ def _opened(path: str | os.PathLike[str], options: Mapping[str, Any] | None) -> 
     """Return the checkpoint, or the run if the path is none but has several in it."""
     try:
         return CheckpointView(path, storage_options=options)
-    except FormatError as e:
+    except FormatError:
         if not is_url(os.fspath(path)) and not Path(path).is_dir():
             raise
         try:
-            return RunView(path, storage_options=options)
+            run = RunView(path, storage_options=options)
+            if run.steps:
+                return run
         except LazyckptError:
-            raise e from None
+            pass
+        raise  # what opening says is about the path that the user gave
 
 
 def _checked(

@@ -26,6 +26,7 @@ def examine(
     """Return the report about a whole checkpoint. See `lazyckpt.verify`."""
     begun = monotonic()
     store, infos = view._store, view.files
+    watched = view._index.pins  # without the thousands of chunks of an array, which are looked at on reading
     states = {state: one.once()[0] for state, one in view.states.items()}
     findings = [Finding.of(problem, infos) for problem in view.problems]
     findings += [
@@ -35,17 +36,17 @@ def examine(
     first = next(iter(states.values()), {})
     findings += structure.shapes(states)
     findings += structure.configuration(store, view.meta, first)
-    findings += structure.ages(infos)
+    findings += structure.ages(watched)
     facts: dict[str, Any] = {"format": view.format, "level": level, "files": len(infos), "tensors": len(targets)}
     if level != "quick":
         run = runner(executor, memory)
-        recorded, odd = checksums.recorded_sha256(store, list(infos))
+        recorded, odd = checksums.recorded_sha256(store, list(watched))
         findings += odd
         steps = agreement.steps(states, view.meta)
         findings += agreement.differing_steps(steps)
         archives = structure.archives_of(targets)
         findings += structure.overlaps(archives)
-        kept = checksums.of_files(store, list(infos), archives)
+        kept = checksums.of_files(store, list(watched), archives)
         findings += [f for one in kept.values() for f in one.findings]
         swept = sweep(store, targets, {path: one.records for path, one in kept.items() if one.records}, run, progress)
         findings += [checksums.wrong(path, record) for path, record in swept.wrong]
