@@ -24,7 +24,7 @@ Mask = Callable[["torch.Tensor"], "torch.Tensor"]
 
 SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_avg_sq_row", "exp_avg_sq_col", "v"}  # never negative
 _PIECE = 16 << 20  # bytes that are looked at together
-_PLACES = 4  # runs of a tensor in which odd elements are looked up
+_RUNS = 256  # runs of a tensor in which odd elements are looked up
 _FAR = 1000.0  # times the usual size: an element so far out is reported
 _MANY = 1e-3  # of the elements: more than that are no outliers
 _LEAST = 1024  # elements from which a tensor has a usual size
@@ -104,7 +104,7 @@ def _of_tensor(target: Target, tally: Any, swept: Swept, own: Array, steps: Mapp
         yield _finding("infinite-values", f"{name} has {inf:,} infinities among {count:,} elements", target, place)
     if nan or inf or count == 1:
         if low < 0 and _never_negative(target):
-            yield _negative(target, name, low)
+            yield _negative(target, name, low, swept, own)
         return
     if zeros == count:
         yield from _all_zero(target, name, steps)
@@ -115,7 +115,7 @@ def _of_tensor(target: Target, tally: Any, swept: Swept, own: Array, steps: Mapp
         yield _finding("constant-values", f"all {count:,} elements of {name} are {low:g}", target)
         return
     if low < 0 and _never_negative(target):
-        yield _negative(target, name, low)
+        yield _negative(target, name, low, swept, own)
     limits = torch.finfo(_real(dtype))
     if largest < limits.smallest_normal and target.state in _PLAIN:
         yield _finding("denormal-values", f"no element of {name} is larger than {largest:.3g}", target)
@@ -136,9 +136,11 @@ def _never_negative(target: Target) -> bool:
     return target.state in SQUARES and not target.tensor.spec.dtype.torch.is_complex
 
 
-def _negative(target: Target, name: str, low: float) -> Finding:
+def _negative(target: Target, name: str, low: float, swept: Swept, own: Array) -> Finding:
     text = f"{name} is a mean of squares and has negative elements, down to {low:g}"
-    return _finding("wrong-moment", text, target, _found(target, None, None, lambda x: x < 0))
+    return _finding(
+        "wrong-moment", text, target, _found(target, swept, own if len(own) <= _RUNS else None, lambda x: x < 0)
+    )
 
 
 def _all_zero(target: Target, name: str, steps: Mapping[str, float]) -> Iterator[Finding]:
@@ -258,7 +260,7 @@ def _blocks(target: Target, swept: Swept | None, runs: Array | None) -> Iterator
         yield (), (paths.pop() if len(paths) == 1 else "")
         return
     copies = blocks_of(target.tensor)
-    for run in swept.runs[runs[: 64 * _PLACES]]:
+    for run in swept.runs[runs[:_RUNS]]:
         assert run.dtype == RUN
         yield copies[int(run["block"])].slices, swept.paths[int(run["file"])]
 
