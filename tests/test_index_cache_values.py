@@ -106,7 +106,7 @@ VALUES: list[Any] = [
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:40])
+@pytest.mark.parametrize("value", VALUES, ids=[f"{n}-{type(value).__name__}" for n, value in enumerate(VALUES)])
 def test_values_are_kept_exactly(value: Any, lazy: bool) -> None:
     encoder = Encoder()
     encoder.lazy = lazy
