@@ -276,6 +276,16 @@ def test_reads_of_a_changed_file_fail_as_ever(zero: Path, cache: Path, loads: li
         view[name].to()
 
 
+def test_a_version_that_was_replaced_in_a_running_process_keeps_nothing(
+    zero: Path, cache: Path, loads: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "_IMPORTED", 0)
+    state.program.cache_clear()
+    opened_twice(zero)
+    state.program.cache_clear()
+    assert entries(cache) == []
+
+
 def test_another_version_of_lazyckpt_makes_its_own_entries(
     zero: Path, cache: Path, loads: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
