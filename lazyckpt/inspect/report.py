@@ -235,7 +235,20 @@ class Finding(Problem):
 
     @staticmethod
     def of(problem: Problem, files: Mapping[str, Any]) -> Finding:
-        """Return a problem of a view as a finding; ``files`` are those of the view."""
+        """Return a problem of a view as a finding.
+
+        Parameters
+        ----------
+        problem
+            One of `CheckpointView.problems`.
+        files
+            The files of the view.
+
+        Returns
+        -------
+        Finding
+            With the severity of the problem's code.
+        """
         if isinstance(problem, Finding):
             return problem
         file = problem.path if problem.path in files else None
@@ -285,7 +298,20 @@ class Report(Sequence[Finding]):
 
     @staticmethod
     def of(path: str, tool: str, findings: Iterable[Finding], facts: Mapping[str, Any]) -> Report:
-        """Return a report of findings in any order; equal ones are reported once."""
+        """Return a report of findings.
+
+        Parameters
+        ----------
+        path, tool, facts
+            The attributes of the report.
+        findings
+            In any order; equal ones are reported once.
+
+        Returns
+        -------
+        Report
+            The worst findings come first.
+        """
         once: dict[Any, Finding] = {}
         for f in findings:
             once.setdefault((f.code, str(f), f.file, f.tensor), f)
@@ -293,7 +319,20 @@ class Report(Sequence[Finding]):
 
     @staticmethod
     def joined(path: str, reports: Mapping[str, Report]) -> Report:
-        """Return the report of several checkpoints, such as those of a run: name -> report."""
+        """Return the report of several checkpoints, such as those of a run.
+
+        Parameters
+        ----------
+        path
+            What was examined.
+        reports
+            Name of the checkpoint -> its report.
+
+        Returns
+        -------
+        Report
+            Findings begin with the name of their checkpoint.
+        """
         findings = [f.prefixed(name) for name, report in reports.items() for f in report.findings]
         facts: Counter[str] = Counter()
         for report in reports.values():
@@ -319,12 +358,17 @@ class Report(Sequence[Finding]):
         return {severity: found[severity] for severity in SEVERITIES}
 
     def exit_code(self, fail_on: FailOn = "error") -> int:
-        """Return the exit code of the command: 1 if a finding is at least as severe as ``fail_on``, else 0.
+        """Return the exit code of the command.
 
         Parameters
         ----------
         fail_on
             "error", "warning", "note", or "never".
+
+        Returns
+        -------
+        int
+            1 if a finding is at least as severe as ``fail_on``, else 0.
         """
         if fail_on == "never" or self.worst is None:
             return 0
@@ -380,11 +424,27 @@ class Report(Sequence[Finding]):
         ----------
         verbose
             Show every finding. By default at most 40 lines.
+
+        Returns
+        -------
+        str
+            Several lines of text.
         """
         return "\n".join("".join(text for text, _ in line) for line in self.lines(verbose))
 
     def lines(self, verbose: bool = False) -> list[list[tuple[str, str]]]:
-        """Return the lines of `to_text` as pieces of (text, style)."""
+        """Return the lines of `to_text` with styles.
+
+        Parameters
+        ----------
+        verbose
+            Show every finding.
+
+        Returns
+        -------
+        list
+            For each line the pieces of (text, style of rich).
+        """
         path = self.path.rstrip("/") or self.path
         found: list[list[tuple[str, str]]] = [[(f"{path}: ", "bold"), (self.summary, _STYLES[self.worst])]]
         for name, line in (self.facts.get("checkpoints") or {}).items():

@@ -80,7 +80,7 @@ class _EncodedIndex:
         self._encoder, self._index, self._store = encoder, index, store
         self._known: dict[int, int] = {}
         self._tables = TableEncoder(encoder, index.files)
-        encoder.lazy = True
+        encoder.known, encoder.lazy = index.files, True
         states = [[state, self._tables.table(specs)] for state, specs in index.states.items()]
         stored = self._mapping(index.stored)
         encoder.lazy = False
@@ -168,8 +168,8 @@ class _DecodedIndex:
         self._guards = {path: HeaderGuard() for path in document["guards"]}
         self._files = self._infos(document["files"])
         decoder.files = decoder.value(document["paths"])
-        if not all(map(inside, decoder.files)):
-            raise ValueError("a path outside the checkpoint's folder")
+        if not self._files.keys() >= set(decoder.files):
+            raise ValueError("fragments are in files that are not those of the checkpoint")
         self._rows = Rows(decoder, document["rows"], self._files)
         states = {state: specs_of(decoder, self._rows, table) for state, table in document["states"]}
         if document["stored"] is not None and document["stored"][0] == "table":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import posixpath
 import re
@@ -10,7 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from ...core.index import Index
+from ...core.index import FileInfo, Index
 from ...errors import LazyckptError
 from ...io.memory import many_objects
 from ...io.storage.base import Entry
@@ -20,7 +19,11 @@ from . import entries, folder, state
 from .values import NotKept
 
 _log = logging.getLogger("lazyckpt.cache")
-_FAILURES = (folder.Refused, NotKept, OSError, LazyckptError, ValueError, LookupError, TypeError)
+# what reading a damaged entry, or a checkpoint that is not as it was, may raise
+_FAILURES = (
+    folder.Refused, NotKept, OSError, LazyckptError, ValueError, LookupError, TypeError, AttributeError,
+    ArithmeticError, RecursionError,
+)  # fmt: skip
 
 
 class Cached:
@@ -87,7 +90,7 @@ class Cached:
 
     def _name(self, place: folder.Folder) -> str:
         assert self._key is not None
-        return hashlib.sha256(place.fingerprint(self._key).encode()).hexdigest()[:40]
+        return place.fingerprint(self._key)[:40]
 
     def _described(self, index: Index) -> dict[str, Any]:
         """Return the description of an entry. Raises NotKept if a file has changed while it was read, or may change
@@ -101,9 +104,8 @@ class Cached:
         states = [*index.pins.items(), *store.seen.items()]
         for path, info in states:
             entry = listings[posixpath.dirname(path)].get(posixpath.basename(path))
-            if ((entry is None or entry.is_dir) != (info == (0, 0, "")) and info.size) or (
-                entry is not None and not entry.is_dir and entry.info != info
-            ):
+            listed = FileInfo(0, 0) if entry is None or entry.is_dir else entry.info
+            if not info.may_be(listed):
                 raise NotKept(f"{path} is not as its folder lists it")
         marks = [[one, state.mark(listing)] for one, listing in listings.items()]
         if any(hashed is None for _, hashed in marks):

@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 import posixpath
+import time
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -42,6 +43,7 @@ TICK = 2 * 10**9  # nanoseconds, the coarsest times of file systems (FAT); NFS h
 _PROBES = 64  # files of which both ends are read
 _END = 4 << 10  # bytes of each end
 _BITS = (1 << 63) - 1
+_IMPORTED = time.time_ns()
 _PLAIN = (str, int, float, bool, type(None))
 
 
@@ -73,14 +75,16 @@ def _is_large(entries: Mapping[str, Entry]) -> bool:
 
 
 def key_of(source: Source, format: str | None) -> str | None:
-    """Return a text that identifies a checkpoint and the options of opening it; None if an option has no such text."""
+    """Return a text that identifies a checkpoint and the options of opening it; None if there is none.
+
+    The path is as the user spells it, because problems name it."""
     store = source.store
-    where = os.path.realpath(store.root) if isinstance(store, LocalStore) else store.root
     options = dict(store.options) if isinstance(store, RemoteStore) else {}
     rules = rules_text(source.rules)
-    if rules is None or not _is_plain(options):
+    own = program()
+    if rules is None or own is None or not _is_plain(options):
         return None
-    return repr((program(), where, source.path, source.tag, format, rules, sorted(options.items())))
+    return repr((own, store.root, source.path, source.tag, format, rules, sorted(options.items())))
 
 
 def rules_text(rules: Mapping[str, Any]) -> str | None:
@@ -97,13 +101,16 @@ def _is_plain(value: Any) -> bool:
 
 
 @functools.cache
-def program() -> str:
-    """Return a text that identifies this version of lazyckpt, also between releases."""
+def program() -> str | None:
+    """Return a text that identifies this version of lazyckpt, also between releases; None if another version has been
+    installed since this process began."""
     root = Path(__file__).parents[2]
     found = [(root / "__init__.py").stat()]
     for room in ("core", "formats", "io", "layouts"):
         for folder, _, names in os.walk(root / room):
             found += [os.stat(os.path.join(folder, name)) for name in sorted(names) if name.endswith((".py", ".toml"))]
+    if max(max(status.st_mtime_ns, status.st_ctime_ns) for status in found) > _IMPORTED:
+        return None
     text = repr([(status.st_size, status.st_mtime_ns) for status in found])
     return hashlib.sha256(text.encode()).hexdigest()
 

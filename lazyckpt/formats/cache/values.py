@@ -13,7 +13,7 @@ import base64
 import dataclasses
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from importlib import import_module
 from operator import attrgetter
 from pathlib import PurePosixPath, PureWindowsPath
@@ -114,6 +114,7 @@ class Encoder:
     def __init__(self) -> None:
         self.documents: list[bytes] = []
         self.lazy = False
+        self.known: Container[str] = ()  # the files of the checkpoint
         self._places: dict[int, int] = {}
         self._numbers: dict[int, int] = {}
         self._held: list[Any] = []  # keeps the ids of `_numbers` valid
@@ -250,6 +251,8 @@ class Encoder:
         extent, span = value.extent, value.span
         if type(extent) is not Extent or extent.within is not None or value.parts is not None:
             return self._any_fragment(value)
+        if extent.path not in self.known:
+            return self._any_fragment(value)
         key = (
             extent.dtype, extent.shape, extent.strides, extent.conj, extent.neg, extent.swapped, value.local_shape,
             value.axes,
@@ -261,7 +264,6 @@ class Encoder:
             rank = self._likes[value.rank] = self.document(value.rank)
         file = self._files.get(extent.path)
         if file is None:
-            self._paths.check("path", extent.path)
             file = self._files[extent.path] = len(self._files)
         return ["f", file, extent.offset, like, rank, *(() if span is None else span)]
 
