@@ -250,3 +250,19 @@ def test_ctrl_c_while_the_result_is_published_loses_nothing(tmp_path: Path, call
     view.to_zarr(out, overwrite=True)  # the hidden files of the job, if they are left, are no foreign files
     assert sorted(path.name for path in out.iterdir()) == ["weights", "zarr.json"]
     assert lazyckpt.diff(view, out).equal
+
+
+@pytest.mark.skipif(os.name == "nt", reason="modes of POSIX")
+def test_a_folder_gets_its_permissions_last(tmp_path: Path) -> None:
+    """With a umask that lets the group write, a staging folder with the usual mode would be refused the next time."""
+    torch.save({"w": torch.ones(3)}, tmp_path / "x.pt")
+    view, out = lazyckpt.open(tmp_path / "x.pt"), tmp_path / "out.zarr"
+    before = os.umask(0o002)
+    try:
+        with mock.patch.object(os, "chmod", side_effect=KeyboardInterrupt), suppress(KeyboardInterrupt):
+            view.to_zarr(out)
+        view.to_zarr(out, overwrite=True)
+        assert out.stat().st_mode & 0o777 == 0o775
+    finally:
+        os.umask(before)
+    assert lazyckpt.diff(view, out).equal

@@ -207,15 +207,15 @@ def _staged(dest: Path, folder: Path, fingerprint: str, has_work: Callable[[Path
 def reveal(folder: Folder, dest: Path) -> None:
     """Rename a complete folder to its destination, replacing an existing folder.
 
-    Whenever Ctrl-C comes, either the staging folder can be resumed or the destination is complete. So the files that
-    make it resumable are removed last.
+    Whenever Ctrl-C or a kill comes, either the staging folder can be resumed or the destination is complete. So the
+    files that make it resumable are removed last, and the folder, which only its owner may use until then (a staging
+    folder that others may write to is refused), gets the usual permissions after the renaming.
     """
-    if not folder.inside:  # the staging folder itself
-        os.chmod(folder.root, usual_mode(Path(folder.root)))
     try:
         _rename(folder, dest)
     finally:
-        if not folder.inside and not os.path.lexists(folder.root):
+        if not folder.inside and not os.path.lexists(folder.root):  # the staging folder itself was renamed
+            os.chmod(dest, usual_mode(dest.parent))
             for name in (JOB, LEDGER):
                 with suppress(FileNotFoundError):
                     os.unlink(dest / name)
