@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -253,16 +255,20 @@ def test_ctrl_c_while_the_result_is_published_loses_nothing(tmp_path: Path, call
 
 
 @pytest.mark.skipif(os.name == "nt", reason="modes of POSIX")
-def test_a_folder_gets_its_permissions_last(tmp_path: Path) -> None:
+def test_a_process_that_dies_when_the_folder_gets_its_permissions(tmp_path: Path) -> None:
     """With a umask that lets the group write, a staging folder with the usual mode would be refused the next time."""
     torch.save({"w": torch.ones(3)}, tmp_path / "x.pt")
-    view, out = lazyckpt.open(tmp_path / "x.pt"), tmp_path / "out.zarr"
-    before = os.umask(0o002)
+    code = (
+        "import os, sys, lazyckpt; os.umask(0o002); real = os.chmod\n"
+        "os.chmod = lambda *a, **k: (real(*a, **k), os._exit(9))\n"
+        "lazyckpt.open(sys.argv[1]).to_zarr(sys.argv[2])"
+    )
+    out = tmp_path / "out.zarr"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "x.pt"), str(out)], check=False)
+    assert done.returncode == 9
+    view, before = lazyckpt.open(tmp_path / "x.pt"), os.umask(0o002)
     try:
-        with mock.patch.object(os, "chmod", side_effect=KeyboardInterrupt), suppress(KeyboardInterrupt):
-            view.to_zarr(out)
         view.to_zarr(out, overwrite=True)
-        assert out.stat().st_mode & 0o777 == 0o775
     finally:
         os.umask(before)
-    assert lazyckpt.diff(view, out).equal
+    assert out.stat().st_mode & 0o777 == 0o775 and lazyckpt.diff(view, out).equal
