@@ -50,8 +50,41 @@ _WIDEST = 16  # bytes of the largest element: a window begins that much earlier,
 _PIECE = 4 << 20  # bytes of a piece of a tensor that is no plain run
 _NEAR = 64 << 10  # bytes; smaller gaps are read along
 
-# A run of elements in a file: of tensor number "tensor", from block number "block" of its plan.
-RUN = np.dtype([("file", "i4"), ("offset", "i8"), ("count", "i8"), ("tensor", "i4"), ("block", "i4")])
+
+class Runs(NamedTuple):
+    """Runs of elements in files, as columns, in the order of files and offsets.
+
+    ``files`` are numbers, ``offsets`` in bytes, ``counts`` in elements; ``tensors`` are the numbers of the targets, and
+    ``blocks`` the numbers of the copies in the plans of the tensors.
+    """
+
+    files: Array
+    offsets: Array
+    counts: Array
+    tensors: Array
+    blocks: Array
+
+    @classmethod
+    def joined(cls, parts: list[list[Array]]) -> Runs:
+        """Return sorted runs, given a list of parts for each column. The lists are emptied, because there may be
+        millions of runs (405B on 1,024 ranks: 4.6 million)."""
+        columns = []
+        for some in parts:
+            columns.append(np.concatenate(some) if some else np.empty(0, np.int64))
+            some.clear()
+        order = np.lexsort((columns[1], columns[0]))
+        for n, column in enumerate(columns):
+            columns[n] = column[order]
+        return cls(*columns)
+
+    def part(self, first: int, last: int) -> Runs:
+        """Return the runs from number ``first`` up to ``last``."""
+        return Runs(*(column[first:last] for column in self))
+
+    @property
+    def size(self) -> int:
+        """The number of runs."""
+        return len(self.files)
 
 
 class Target(NamedTuple):
@@ -80,7 +113,7 @@ class Swept:
     tallies
         A tally for each target.
     runs, largest, squares, odd
-        The runs (`RUN`), in the order of files and offsets, and for each of them the largest absolute value, the sum of
+        The runs, and for each of them the largest absolute value, the sum of
         squares, and whether it has NaN or infinities.
     paths
         The files of the runs, by number.
@@ -93,7 +126,7 @@ class Swept:
     """
 
     tallies: Array
-    runs: Array
+    runs: Runs
     largest: Array
     squares: Array
     odd: Array
@@ -141,7 +174,7 @@ def sweep(
     """
     kinds: list[DType] = []
     paths: dict[str, int] = {path: n for n, path in enumerate(records)}
-    parts: list[Array] = []
+    parts: list[list[Array]] = [[] for _ in Runs._fields]
     rest: list[tuple[int, LazyArray]] = []
     errors: dict[int | str, tuple[str, str]] = {}
     for n, target in enumerate(targets):
@@ -150,22 +183,21 @@ def sweep(
         if not is_judged(dtype) or not target.tensor.numel() or not target.tensor.spec.fragments:
             continue  # a tensor without fragments is a problem of the view
         try:
-            runs, others = _runs(n, target.tensor, paths)
+            some, others = _runs(n, target.tensor, paths)
         except (LazyckptError, OSError) as e:
             errors[n] = _why(e)
             continue
-        parts.append(runs)
+        for column, part in zip(parts, some, strict=True):
+            column.append(part)
         rest += [(n, other) for other in others]
-    runs = np.concatenate(parts) if parts else np.empty(0, RUN)
-    del parts
-    runs = runs[np.lexsort((runs["offset"], runs["file"]))]
+    runs = Runs.joined(parts)
     found = Swept(
-        tallies(len(targets)), runs, np.zeros(len(runs), np.float32), np.zeros(len(runs), np.float32),
-        np.zeros(len(runs), np.bool_), list(paths), errors=errors,
+        tallies(len(targets)), runs, np.zeros(runs.size, np.float32), np.zeros(runs.size, np.float32),
+        np.zeros(runs.size, np.bool_), list(paths), errors=errors,
     )  # fmt: skip
     sizes = np.array([d.itemsize for d in kinds], np.int64)
     sums: dict[tuple[str, int], list[tuple[int, int, int]]] = {}
-    total = int((runs["count"] * sizes[runs["tensor"]]).sum()) + sum(t.nbytes for _, t in rest)
+    total = sum(t.tensor.nbytes for t in targets)
 
     def done(task: Task, result: _Result) -> None:
         if isinstance(result, _Failed):
@@ -174,7 +206,7 @@ def sweep(
             add(found.tallies, np.array([result.tensor]), result.rows)
         else:
             rows, numbers = result.rows, result.numbers
-            add(found.tallies, runs["tensor"][numbers], rows)
+            add(found.tallies, runs.tensors[numbers], rows)
             largest = np.maximum(np.maximum(rows["high"], -rows["low"]), 0)
             np.maximum.at(found.largest, numbers, largest.astype(np.float32))
             np.add.at(found.squares, numbers, rows["squares"].astype(np.float32))
@@ -187,8 +219,8 @@ def sweep(
     with Bar(total, "verify", progress) as bar, np.errstate(over="ignore"):
         tasks = _tasks(store, found, kinds, sizes, records)
         run(chain(tasks, _whole(rest)), done)
-    for path, some in records.items():
-        for number, record in enumerate(some):
+    for path, listed in records.items():
+        for number, record in enumerate(listed):
             pieces = sorted(sums.pop((path, number), ()))
             if sum(nbytes for *_, nbytes in pieces) != record.nbytes:
                 continue  # its task failed, which is an error of the file
@@ -204,17 +236,15 @@ def _why(error: Exception) -> tuple[str, str]:
     return code, " ".join(str(error).split())
 
 
-def _runs(n: int, tensor: LazyArray, paths: dict[str, int]) -> tuple[Array, list[LazyArray]]:
+def _runs(n: int, tensor: LazyArray, paths: dict[str, int]) -> tuple[Runs, list[LazyArray]]:
     """Return the plain runs of a tensor, and the parts of it that are none."""
     copies = blocks_of(tensor)
     spec, ndim = tensor.spec, tensor.ndim
     if isinstance(copies, Copies) and copies.table.packed is None and copies.table.dtype is spec.dtype:
         local = [paths.setdefault(path, len(paths)) for path in copies.table.paths]
         plain = _is_run(copies.shapes, copies.strides)
-        found = np.empty(int(plain.sum()), RUN)
-        found["file"] = np.array(local, np.int32)[copies.table.files[plain]]
-        found["offset"], found["count"] = copies.offsets[plain], copies.shapes[plain].prod(1)
-        found["block"] = np.flatnonzero(plain)
+        files, offsets = np.array(local, np.int64)[copies.table.files[plain]], copies.offsets[plain]
+        counts, blocks = copies.shapes[plain].prod(1), np.flatnonzero(plain)
         odd = [copies[int(m)] for m in np.flatnonzero(~plain)]
     else:
         rows, odd = [], []
@@ -225,11 +255,13 @@ def _runs(n: int, tensor: LazyArray, paths: dict[str, int]) -> tuple[Array, list
             if raw and (not ndim or _is_run(shape.reshape(1, ndim), strides.reshape(1, ndim))[0]):
                 offset = extent.offset + copy.start * spec.dtype.itemsize
                 file = paths.setdefault(extent.path, len(paths))
-                rows.append((file, offset, prod(copy.shape), n, m))
+                rows.append((file, offset, prod(copy.shape), m))
             else:
                 odd.append(copy)
-        found = np.array(rows, RUN)
-    found["tensor"] = n
+        files, offsets, counts, blocks = np.array(rows, np.int64).reshape(-1, 4).T
+    numbers = np.full(len(files), n, np.int32)
+    small = np.uint32 if int(counts.max(initial=0)) < 1 << 32 else np.int64
+    found = Runs(files.astype(np.int32), offsets, counts.astype(small), numbers, blocks.astype(np.int32))
     # several copies of one place are one part, read through the tensor
     boxes = {(copy.at, copy.shape): copy.slices for copy in odd}
     return found, [tensor.lazy[box] if box else tensor for box in boxes.values()]
@@ -301,12 +333,12 @@ def _tasks(
     code = np.array([dtypes.index(kind) for kind in kinds], np.int64)
     runs = found.runs
     for number, path in enumerate(found.paths):
-        first, last = np.searchsorted(runs["file"], (number, number + 1)).tolist()
+        first, last = np.searchsorted(runs.files, (number, number + 1)).tolist()
         own = records.get(path, ())
-        some = runs[first:last]
-        size = sizes[some["tensor"]]
-        begins, numbers = some["offset"], np.arange(first, last)
-        places = _Places(begins, begins + some["count"] * size, size, code[some["tensor"]], numbers)
+        some = runs.part(first, last)
+        size = sizes[some.tensors]
+        begins, numbers = some.offsets, np.arange(first, last)
+        places = _Places(begins, begins + some.counts * size, size, code[some.tensors], numbers)
         starts = np.array([r.offset for r in own], np.int64)
         stops = starts + np.array([r.nbytes for r in own], np.int64)
         file = _File(store, path)

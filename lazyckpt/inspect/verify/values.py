@@ -11,7 +11,7 @@ import numpy as np
 from ...core.dtypes import DType
 from ...errors import LazyckptError, some
 from ..report import Finding
-from .sweep import RUN, Swept, Target, blocks_of
+from .sweep import Swept, Target, blocks_of
 from .tally import is_judged
 
 if TYPE_CHECKING:
@@ -79,8 +79,8 @@ def judged(targets: Sequence[Target], swept: Swept, steps: Mapping[str, float]) 
     steps
         Name -> number of steps that the optimizer has made on a parameter; "" for the others.
     """
-    order = np.argsort(swept.runs["tensor"], kind="stable")
-    begins = np.searchsorted(swept.runs["tensor"][order], np.arange(len(targets) + 1))
+    order = np.argsort(swept.runs.tensors, kind="stable")
+    begins = np.searchsorted(swept.runs.tensors[order], np.arange(len(targets) + 1))
     for n, target in enumerate(targets):
         tally = swept.tallies[n]
         if not tally["count"] or not is_judged(target.tensor.spec.dtype):
@@ -166,7 +166,7 @@ def _outlying(target: Target, name: str, tally: Any, swept: Swept, own: Array) -
     largest = max(float(tally["high"]), -float(tally["low"]))
     usual = math.sqrt(squares / count)
     if len(own) >= 4:  # a robust mean: that of the run in the middle
-        numbers = swept.runs["count"][own]
+        numbers = swept.runs.counts[own]
         usual = min(usual, float(np.median(np.sqrt(swept.squares[own].astype(np.float64) / numbers))))
     if largest <= 30 * usual:  # one outlier among 1,024 elements is 32 times the root of the mean square
         return
@@ -184,7 +184,7 @@ def _trimmed(target: Target, swept: Swept, own: Array, largest: float) -> float 
     """Return the root of the mean square of the elements without the outliers; None if they cannot be read."""
     near = own[swept.largest[own] < largest / _FAR] if len(own) >= 4 else own[:0]
     if len(near) >= len(own) / 2 > 0:
-        return math.sqrt(float(swept.squares[near].sum(dtype=np.float64)) / int(swept.runs["count"][near].sum()))
+        return math.sqrt(float(swept.squares[near].sum(dtype=np.float64)) / int(swept.runs.counts[near].sum()))
     total, count = 0.0, 0
     try:
         for _, piece in target.tensor.pieces(_PIECE):
@@ -260,9 +260,8 @@ def _blocks(target: Target, swept: Swept | None, runs: Array | None) -> Iterator
         yield (), (paths.pop() if len(paths) == 1 else "")
         return
     copies = blocks_of(target.tensor)
-    for run in swept.runs[runs[:_RUNS]]:
-        assert run.dtype == RUN
-        yield copies[int(run["block"])].slices, swept.paths[int(run["file"])]
+    for n in runs[:_RUNS].tolist():
+        yield copies[int(swept.runs.blocks[n])].slices, swept.paths[int(swept.runs.files[n])]
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
