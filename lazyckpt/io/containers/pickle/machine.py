@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from ....errors import CorruptError, some
 from ...limits import Budget, ExcessError
 from .audit import dangerous
-from .memo import FEW, Changes, Item, Items, Memo, Note, refuse_shared
+from .memo import FEW, NOTED, Changes, Item, Items, Memo, Note, refuse_shared
 from .opcodes import COUNTED, LINES, exactly, place
 from .rebuild import persistent_storage
 from .records import Opaque, build, extend, through_partial
@@ -146,9 +146,11 @@ class _Machine:
         int_from = int.from_bytes
         size = len(data)
         tensors = Tensors(data) if persistent is persistent_storage else None
-        notes: list[Note] = []  # states at which an item of the outermost dict may begin
+        # states at which an item may begin, by the number of open marks: of the outermost dict, of the open one in it
+        notes: list[list[Note]] = [[], [], []]
+        shared = 3 if known is not None else 0  # number of open marks from which on no items are shared
         fence = i + _STRIDE  # offset at which the frame ends or the next charge to the budget follows
-        frame = made = seen = 0
+        frame = made = seen = noted = 0
 
         def find(module: str, name: str) -> Any:
             key = (module, name)
@@ -185,9 +187,9 @@ class _Machine:
                 elif op == 0x94:  # MEMOIZE
                     memo[len(memo)] = stack[-1]
                 elif op == 0x58:  # BINUNICODE
-                    if known is not None and len(marks) == 1 and len(stack) < FEW and len(notes) < FEW:
+                    if 0 < len(marks) < shared and len(stack) < FEW and len(notes[len(marks)]) < FEW:
                         item = None if len(stack) % 2 or frame else self._shared(i - 1, memo)
-                        notes.append(Note.of(i - 1, stack, len(memo)))
+                        notes[len(marks)].append(Note.of(i - 1, stack, len(memo)))
                         if item is not None:
                             stack += item.values
                             memo.update(item.memo)
@@ -213,6 +215,10 @@ class _Machine:
                     marks.append(stack)
                     stack = []
                     push = stack.append
+                    if shared == 3 and len(marks) == 2 and notes[2]:
+                        noted += len(notes[2])
+                        notes[2] = []
+                        shared = 3 if noted < NOTED else 2
                     if runs is not None and (run := runs.at(i, frame)) is not None:
                         stack += run[0]
                         i, made = run[1], made + run[2]
@@ -270,9 +276,13 @@ class _Machine:
                     if len(items) % 2:
                         raise CorruptError("a key without a value")
                     if known is not None:
-                        if notes and not marks:
-                            known.learn(data, [*notes, Note.of(i - 1, items, len(memo))])
-                            notes = []
+                        if op == 0x75 and len(marks) + 1 < shared and (here := notes[len(marks) + 1]):
+                            here.append(Note.of(i - 1, items, len(memo)))
+                            if not marks:
+                                known.learn(data, here)
+                            elif not self._taken:
+                                known.learn_run(data, here)
+                            notes[len(marks) + 1] = []
                         refuse_shared(stack[-1], self._taken)
                     self._set_items(stack[-1], items)
                 elif op == 0x65:  # APPENDS
@@ -326,6 +336,8 @@ class _Machine:
                     if frame > i:
                         raise CorruptError(f"the pickle ends at byte {i:,}, within a frame that ends at {frame:,}")
                     self._charge(made, memo, seen, marks)
+                    if known is not None and not self._taken:
+                        known.last = data
                     return stack.pop()
                 elif op == 0x81:  # NEWOBJ
                     made += 1

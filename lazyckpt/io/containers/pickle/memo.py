@@ -2,7 +2,8 @@
 
 Ranks' files differ in a rank number or the state of a generator; the names and places of their tensors, most of the
 pickle, are often identical. Such an item is parsed once, separately, and reused in other pickles that contain the same
-bytes and refer to equal memo entries. Sharing never changes the result of parsing a file:
+bytes and refer to equal memo entries. So are the first items, as a run, of a dict in the top-level dict: the optimizer
+states of ZeRO-2 differ only behind them. Sharing never changes the result of parsing a file:
 
 - An item is parsed on an empty stack, and its memo records the entries of the outer memo that it refers to. An item
   that uses the outer stack, or refers to something mutable, is not shared.
@@ -23,7 +24,9 @@ from .records import Opaque
 from .values import Device, Size
 
 FEW = 64  # maximum items of a dict whose items are shared; checkpoints of training runs have about ten
+NOTED = 1024  # maximum items of the dicts within the outermost one
 _LEAST = 4 << 10  # minimum bytes of an item that is worth sharing
+_SHORTEST = 256  # minimum bytes of a run of items that is worth sharing
 _MOST = 48  # cached items
 _CLEARED = object()
 _WHOLE = (str, int, float, bytes, bool, type(None))
@@ -115,6 +118,7 @@ class Items:
 
     known: list[Item] = field(default_factory=list)
     named: dict[tuple[str, str], Any] = field(default_factory=dict)
+    last: bytes = b""  # the last pickle that shares nothing
 
     def find(self, data: bytes, at: int, memo: Mapping[int, Any], alone: Callable[[Item, Memo], None]) -> Item | None:
         """Return the cached item at this byte offset, or None. ``alone`` parses an item separately."""
@@ -134,13 +138,30 @@ class Items:
         for note, after in pairwise([note for note in notes if note.between(items)]):
             if after.at - note.at < _LEAST:
                 continue
-            text = data[note.at : after.at]
-            if any(k.first == note.memo and k.data == text for k in self.known):
-                continue
-            self.known.append(Item(text, note.memo))
-            if len(self.known) > _MOST:  # evict unused items first, such as the arguments of one rank
-                unused = (n for n, item in enumerate(self.known) if not item.read)
-                del self.known[next(unused, 0)]
+            self._keep(data[note.at : after.at], note.memo)
+
+    def learn_run(self, data: bytes, notes: Sequence[Note]) -> None:
+        """Cache the first items of a dict as one item, as far as they equal those of the last pickle. ``notes`` are as
+        in `learn`; the first one is the state before the first item."""
+        before, items = self.last, notes[-1].stack
+        ends = [note for note in notes if note.between(items)]
+        if not ends or not before.startswith(data[: ends[0].at + _SHORTEST]):
+            return
+        start = end = ends[0]
+        for note in ends[1:]:
+            if not before.startswith(data[end.at : note.at], end.at):
+                break
+            end = note
+        if end.at - start.at >= _SHORTEST:
+            self._keep(data[start.at : end.at], start.memo)
+
+    def _keep(self, text: bytes, first: int) -> None:
+        if any(k.first == first and k.data == text for k in self.known):
+            return
+        self.known.append(Item(text, first))
+        if len(self.known) > _MOST:  # evict unused items first, such as the arguments of one rank
+            unused = (n for n, item in enumerate(self.known) if not item.read)
+            del self.known[next(unused, 0)]
 
 
 def refuse_shared(target: Any, taken: Iterable[Item]) -> None:
