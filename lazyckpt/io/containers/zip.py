@@ -82,7 +82,16 @@ def read_zip(file: StoreFile) -> Zip:
 
     Raises CorruptError for damage and for ambiguities between zip readers.
     """
+    return _zip(file, *_ends(file))
+
+
+def read_few(file: StoreFile, most: int) -> Zip | None:
+    """Return the same as `read_zip`; None if the directory has more than ``most`` entries."""
     count, size, start = _ends(file)
+    return _zip(file, count, size, start) if count <= most else None
+
+
+def _zip(file: StoreFile, count: int, size: int, start: int) -> Zip:
     data = file.at(start, size)
     entries = list(_entries(file, data, count))
     if len({e.name for e in entries}) < len(entries):  # readers differ in which one they return

@@ -24,10 +24,12 @@ from .zip import (
     ZIP_MAGIC,
     Columns,
     Records,
+    Zip,
     data_offset,
     data_offsets,
     data_offsets_of_few,
     read_columns,
+    read_few,
 )
 from .zip_headers import ALIGNMENT, HeaderGuard, aligned_offsets, reads_of_headers
 
@@ -230,25 +232,45 @@ class Directories:
 
 
 def _read(file: StoreFile) -> tuple[Directory, _Layout | None]:
+    if not file.store.gap and (few := read_few(file, _FEW)) is not None:
+        return _read_few(file, few), None
     columns = read_columns(file)
     records = columns.records
-    if not records.names:
-        raise CorruptError(f"{file.where}: an empty zip")
     numbered = np.argsort(columns.order, kind="stable")  # numbers in file order, by the number in the directory
-    names = [records.names[n] for n in numbered.tolist()]
+    packed = (records.method != STORED) | (records.flags & ENCRYPTED != 0)
+    odd = {int(columns.order[n]): int(records.flags[n]) for n in np.flatnonzero(packed).tolist()}
+    prefix, members = _members(file.where, [records.names[n] for n in numbered.tolist()], odd)
+    offsets = _offsets(file, columns.start, records)
+    table = _Columns(offsets[numbered].tolist(), records.nbytes[numbered].tolist(), records.crc[numbered].tolist())
+    storages = _storages(members)
+    directory = Directory(_Table(members, *table, file.start), _Table(storages, *table, file.start))
+    return directory, _layout(file, columns, prefix, offsets, members, storages, table)
+
+
+def _read_few(file: StoreFile, found: Zip) -> Directory:
+    entries = found.entries
+    odd = {n: e.flags for n, e in enumerate(entries) if e.method != STORED or e.flags & ENCRYPTED}
+    _, members = _members(file.where, [e.name for e in entries], odd)
+    numbers = sorted(range(len(entries)), key=lambda n: entries[n].header)  # in file order
+    offsets = dict(zip(numbers, data_offsets_of_few(file, found.start, [entries[n] for n in numbers]), strict=True))
+    table = _Columns([offsets[n] for n in range(len(entries))], [e.nbytes for e in entries], [e.crc for e in entries])
+    return Directory(_Table(members, *table, file.start), _Table(_storages(members), *table, file.start))
+
+
+def _members(where: str, names: Sequence[str], odd: Mapping[int, int]) -> tuple[str, dict[str, int]]:
+    """Return the common folder of the records, and their numbers by name without it. Raises the errors of a zip that
+    torch.save does not write. ``odd``: number of a compressed or encrypted record -> its flags."""
+    if not names:
+        raise CorruptError(f"{where}: an empty zip")
     prefix = names[0].split("/")[0] + "/"
     members = {name[len(prefix) :]: n for n, name in enumerate(names) if name.startswith(prefix)}
-    _refuse_relatives(file.where, members)
-    _check(file.where, prefix, names, members, columns)
-    if len(names) <= _FEW and not file.store.gap:
-        few = list(map(records.entry, range(len(names))))
-        layout, offsets = None, np.array(data_offsets_of_few(file, columns.start, few), np.int64)
-    else:
-        layout, offsets = columns, _offsets(file, columns.start, records)
-    table = _Columns(offsets[numbered].tolist(), records.nbytes[numbered].tolist(), records.crc[numbered].tolist())
-    storages = {name[5:]: n for name, n in members.items() if name.startswith("data/")}
-    directory = Directory(_Table(members, *table, file.start), _Table(storages, *table, file.start))
-    return directory, layout and _layout(file, columns, prefix, offsets, members, storages, table)
+    _refuse_relatives(where, members)
+    _check(where, prefix, names, members, odd)
+    return prefix, members
+
+
+def _storages(members: Mapping[str, int]) -> dict[str, int]:
+    return {name[5:]: n for name, n in members.items() if name.startswith("data/")}
 
 
 class _Columns(NamedTuple):
@@ -327,15 +349,12 @@ def _layout(
     )
 
 
-def _check(where: str, prefix: str, names: Sequence[str], members: Mapping[str, int], columns: Columns) -> None:
+def _check(where: str, prefix: str, names: Sequence[str], members: Mapping[str, int], odd: Mapping[int, int]) -> None:
     """Raise FormatError for a compressed or encrypted record, CorruptError for a record that torch would find under
     another name: torch looks into one folder only and ignores case."""
-    records = columns.records
-    packed = (records.method != STORED) | (records.flags & ENCRYPTED != 0)
-    odd = {int(columns.order[n]) for n in np.flatnonzero(packed).tolist()}
-    for n in sorted(odd | _disguised(prefix, names, members)):
+    for n in sorted(odd.keys() | _disguised(prefix, names, members)):
         if n in odd:
-            kind = "encrypted" if records.flags[columns.order == n][0] & ENCRYPTED else "compressed"
+            kind = "encrypted" if odd[n] & ENCRYPTED else "compressed"
             raise FormatError(
                 f"{where}: the record {short(names[n])} is {kind}, "
                 "which torch.save never does: another tool wrote it. Try torch.save(torch.load(path, mmap=False), path)"
