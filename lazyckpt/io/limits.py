@@ -90,6 +90,16 @@ class Budget:
         return OBJECTS + int(self.size * OBJECTS_PER_BYTE) - self._objects
 
     @property
+    def left(self) -> tuple[int, int, int, int]:
+        """What may still be charged: objects, characters, unpacked bytes, steps."""
+        return self._objects, self._characters, self._inflated, self._steps
+
+    def charge(self, cost: tuple[int, ...]) -> None:
+        """Charge again what was charged between two values of ``left``. Raises CorruptError past a limit."""
+        for charge, count in zip((self.objects, self.characters, self.inflated, self.steps), cost, strict=True):
+            charge(count)
+
+    @property
     def inflated_left(self) -> int:
         """Number of bytes that may still be decompressed."""
         return self._inflated

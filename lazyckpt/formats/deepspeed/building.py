@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ...core.box import Shape
 from ...core.index import Extent, FileInfo, Fragment, Hole, Rank, TensorSpec
 from ...errors import CorruptError, LazyckptError, Problem
-from ...io.containers.pickle.plain import Plain
+from ...io.containers.pickle.plain import Parts, Plain
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.pickle.records import short
 from ...io.containers.torch_file import Pickles, TorchFile, read_torch_file
@@ -79,6 +79,7 @@ class Building:
     _read: dict[str, TorchFile | LazyckptError] = field(default_factory=dict)
     _infos: dict[str, FileInfo] = field(default_factory=dict)
     _pickles: Pickles = field(default_factory=Pickles)
+    _parts: Parts = field(default_factory=dict)
     _used: tuple[Any, dict[str, int]] = (None, {})
     _lean: TorchFile | None = None  # the last file, if its tensors need most of its bytes
 
@@ -103,7 +104,7 @@ class Building:
             self.indexed.keep(found)
             if self._lean is None or not found.like(self._lean):  # else it holds and needs as many bytes
                 if self._used[0] is not found.root:  # otherwise its pickle equals the previous file's
-                    self._used = found.root, used_bytes(Plain(found.root, path, found.pickle_size))
+                    self._used = found.root, used_bytes(Plain(found.root, path, found.pickle_size, parts=self._parts))
                 problems = bloat(path, found, self._used[1])
                 self._lean = None if problems else found
                 for problem in problems:

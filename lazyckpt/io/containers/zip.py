@@ -400,7 +400,7 @@ def data_offsets_of_few(file: StoreFile, start: int, entries: Sequence[ZipEntry]
     """Return the same as `data_offsets` for the entries of a local file. Faster than arrays for a few dozen entries."""
     places = [*(e.header for e in entries), start]
     lengths = [*(_HEADER.size + len(e.name.encode()) + _EXTRA for e in entries), 0]
-    found: list[int] = []
+    windows: list[tuple[int, int, int, bytearray]] = []  # numbers of the first record and behind the last, offset, bytes
     first = 0
     while first < len(places):
         last = first
@@ -411,17 +411,21 @@ def data_offsets_of_few(file: StoreFile, start: int, entries: Sequence[ZipEntry]
         ):
             last += 1
         low = max(0, places[first] - _LONGEST)
-        window = file.at(low, min(file.size, places[last] + lengths[last]) - low)
+        windows.append((first, last + 1, low, bytearray(min(file.size, places[last] + lengths[last]) - low)))
+        first = last + 1
+    file.read_pieces([(low, memoryview(window)) for _, _, low, window in windows])
+    found: list[int] = []
+    for first, stop, low, read in windows:
+        window = bytes(read)
         if low == 0:
             file.keep(window)  # it usually contains the pickle
-        for n in range(first, last + 1):
+        for n in range(first, stop):
             at = places[n] - low
             if n:
                 length = places[n] - found[-1] - entries[n - 1].stored
                 _check_behind(file, entries[n - 1], window[at - length : at] if 0 < length <= at else b"", length)
             if n < len(entries):
                 found.append(_check_header(file, entries[n], window[at : at + lengths[n]]))
-        first = last + 1
     return found
 
 

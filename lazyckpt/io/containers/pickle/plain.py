@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from .values import Deque, Namespace
 Path = tuple[str | int, ...]  # keys as text, positions in lists as numbers
 
 ATTRIBUTES = "tensor_attributes"  # the entry of `meta` that holds attributes of tensors
+_SHARED = 2  # levels of dicts whose values several saved objects may share
 _MAX_DEPTH = 100  # the walk recurses; honest checkpoints are about ten levels deep
 _GONE = object()  # result of a part that contains only tensors
 
@@ -37,6 +39,20 @@ class TensorRef(NamedTuple):
 
     def __repr__(self) -> str:
         return f"<tensor {self.name!r}>"
+
+
+class _Part(NamedTuple):
+    """What the walk of one value of a dict has found and charged."""
+
+    value: Any
+    depth: int
+    rest: Any
+    tensors: dict[str, StoredTensor]
+    paths: dict[str, Path]
+    cost: tuple[int, ...]
+
+
+Parts = dict[Path, _Part]  # the last walk at each place that several saved objects may share
 
 
 class Plain:
@@ -71,12 +87,15 @@ class Plain:
         prefix: str = "",
         keep: Callable[[str, StoredTensor], Any] | None = None,
         take: Callable[[Opaque], bool] | None = None,
+        parts: Parts | None = None,
     ) -> None:
         """Separate ``value``, the content of a pickle of ``size`` bytes (which limits how far shared parts expand).
 
         References to tensors in the rest have ``prefix`` before the name. ``keep`` returns the object that replaces a
         tensor in the rest, from its name and record; by default tensors are removed from the rest. ``take`` returns
-        whether a record is a tensor that the caller reads itself; such a record is removed and not searched."""
+        whether a record is a tensor that the caller reads itself; such a record is removed and not searched. ``parts``
+        are those of the last object: what is the same object at the same place is not walked again. The rest must then
+        not be modified."""
         self.tensors: dict[str, StoredTensor] = {}
         self.taken: dict[str, Opaque] = {}
         self.paths: dict[str, Path] = {}
@@ -92,6 +111,7 @@ class Plain:
         self._prefix = prefix
         self._keep = keep
         self._take = take
+        self._parts = parts
         try:
             rest = self._walk(value, (), 0)
             self.inner = self._add_attributes()
@@ -152,6 +172,26 @@ class Plain:
             return self._container(value, path, depth + 1)
         finally:
             self._open.discard(id(value))
+
+    def _part(self, value: Any, path: Path, depth: int, parts: Parts) -> Any:
+        """Walk a value of a dict, unless the object before this one has had it at this place."""
+        if len(path) > _SHARED:
+            return self._walk(value, path, depth)
+        known = parts.get(path)
+        if known is not None and known.value is value and known.depth == depth and known.tensors.keys().isdisjoint(
+            self.tensors
+        ):
+            self._budget.charge(known.cost)
+            self.tensors.update(known.tensors)
+            self.paths.update(known.paths)
+            return known.rest
+        count, left = len(self.tensors), self._budget.left
+        rest = self._walk(value, path, depth)
+        if not (self.notes or self._given or self.taken or self._arrays or self.subclasses):
+            cost = tuple(a - b for a, b in zip(left, self._budget.left, strict=True))
+            tensors, paths = (dict(islice(found.items(), count, None)) for found in (self.tensors, self.paths))
+            parts[path] = _Part(value, depth, rest, tensors, paths, cost)
+        return rest
 
     def _leaf(self, value: Any) -> Any:
         """Charge a text or number and return it. An int that is too long to print becomes a record."""
@@ -256,7 +296,8 @@ class Plain:
             elif kind in _NUMBERS and (kind is not int or -_LARGE < v < _LARGE) and kind not in _BOUNDED:
                 plain[key] = v
             else:
-                item = self._walk(v, (*path, text(k)), depth)
+                inner = (*path, text(k))
+                item = self._walk(v, inner, depth) if self._parts is None else self._part(v, inner, depth, self._parts)
                 if item is not _GONE:
                     plain[key] = item
         self._budget.characters(characters)
