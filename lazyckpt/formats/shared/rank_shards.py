@@ -93,6 +93,7 @@ class Merging:
     absent: Callable[[str, int, Shard], Shard]
     hows: dict[str, How] = field(default_factory=dict)
     unmerged: dict[str, str] = field(default_factory=dict)
+    _decided: dict[tuple[str, tuple[Shape, ...]], Merge] = field(default_factory=dict)  # most states have equal shapes
 
     def whole(self, name: str, shards: Mapping[int, Shard], ranks: int) -> TensorSpec:
         """Return the tensor that is cut over ``ranks`` ranks. A scalar keeps the fragments of all ranks."""
@@ -101,8 +102,9 @@ class Merging:
             copies = tuple(fragment for _, shard in sorted(shards.items()) for fragment in shard.fragments)
             return TensorSpec(name, (), first.dtype, copies, rule=first.rule)
         row = [shards.get(rank) or self.absent(name, rank, first) for rank in range(ranks)]
+        key = name, tuple(shard.shape for shard in row)
         try:
-            merged = self.decide(name, tuple(shard.shape for shard in row))
+            merged = self._decided.get(key) or self._decided.setdefault(key, self.decide(*key))
         except ValueError as e:
             gone = next((shard for rank, shard in enumerate(row) if rank not in shards and shard.fragments), None)
             if gone is not None:  # the shape of the lost shard was a guess; the other shards are in view.stored
