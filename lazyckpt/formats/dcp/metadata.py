@@ -491,8 +491,9 @@ def _bytes_of(key: str, record: _Item, normal: dict[str, str]) -> Item:
 def _sizes(value: Any, key: str) -> Shape:
     if not isinstance(value, tuple | list) or len(value) > 64:
         raise CorruptError(f"{key!r} has sizes or offsets {short(value)}")
-    if not all(type(n) is int and 0 <= n < 1 << 62 for n in value):
-        raise CorruptError(f"{key!r} has sizes or offsets {short(value)}")
+    for n in value:
+        if type(n) is not int or not 0 <= n < 1 << 62:
+            raise CorruptError(f"{key!r} has sizes or offsets {short(value)}")
     return tuple(value)
 
 

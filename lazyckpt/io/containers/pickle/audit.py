@@ -12,11 +12,13 @@ from __future__ import annotations
 import builtins
 import sys
 from collections.abc import Iterable
+from functools import lru_cache
 
 from ....errors import Problem
 from .rebuild import REBUILD
 
 _ALL = frozenset({"*"})
+_SHORT = 256  # characters of names whose judgement is kept
 _HARMLESS: dict[str, frozenset[str]] = {
     **dict.fromkeys(
         (
@@ -151,6 +153,11 @@ def dangerous(module: str, name: str) -> bool:
     """Return whether a name deserves a warning."""
     if (module, name) in REBUILD:
         return False
+    return _judged(module, name) if len(module) + len(name) < _SHORT else _judged.__wrapped__(module, name)
+
+
+@lru_cache(1024)  # most files name the same few classes
+def _judged(module: str, name: str) -> bool:
     root = module.split(".")[0]
     *path, last = name.split(".")
     if root in _STANDARD:

@@ -20,7 +20,7 @@ from ....errors import CorruptError, some
 from ...limits import Budget, ExcessError
 from .audit import dangerous
 from .memo import FEW, NOTED, Changes, Item, Items, Memo, Note, refuse_shared
-from .opcodes import COUNTED, LINES, exactly, place
+from .opcodes import COUNTED, LINES, counted, exactly, place, unknown
 from .rebuild import persistent_storage
 from .records import Opaque, build, extend, through_partial
 from .shortcut import MADE, TENSOR, Tensors
@@ -31,6 +31,8 @@ Rebuild = Mapping[tuple[str, str], Any]
 
 _STRIDE = 1 << 16  # bytes between two charges to the budget
 _DEEP = 10_000  # maximum open marks; a pickler's own recursion ends at a thousand
+# opcodes of protocol 4 that often follow each other
+_NEW, _STATE, _CALL = b"\x81\x94", b"}\x94", b"\x85\x94R\x94"
 _TENSOR = 6  # minimum number of arguments from which a tensor is rebuilt
 _COPIED = (str, bytes, bytearray, list, tuple, dict, set, frozenset)
 _DAMAGE = (
@@ -181,11 +183,11 @@ class _Machine:
                 elif op == 0x68:  # BINGET
                     push(memo[data[i]])
                     i += 1
+                elif op == 0x94:  # MEMOIZE
+                    memo[len(memo)] = stack[-1]
                 elif op == 0x4B:  # BININT1
                     push(data[i])
                     i += 1
-                elif op == 0x94:  # MEMOIZE
-                    memo[len(memo)] = stack[-1]
                 elif op == 0x58:  # BINUNICODE
                     if 0 < len(marks) < shared and len(stack) < FEW and len(notes[len(marks)]) < FEW:
                         item = None if len(stack) % 2 or frame else self._shared(i - 1, memo)
@@ -197,11 +199,6 @@ class _Machine:
                             continue
                     n = int_from(data[i : i + 4], "little")
                     i += 4
-                    push(exactly(data, i, n).decode("utf-8", "surrogatepass"))
-                    i += n
-                elif op == 0x8C:  # SHORT_BINUNICODE
-                    n = data[i]
-                    i += 1
                     push(exactly(data, i, n).decode("utf-8", "surrogatepass"))
                     i += n
                 elif op == 0x28:  # MARK
@@ -222,49 +219,143 @@ class _Machine:
                     if runs is not None and (run := runs.at(i, frame)) is not None:
                         stack += run[0]
                         i, made = run[1], made + run[2]
+                elif op >= 0x80:
+                    if op == 0x8C:  # SHORT_BINUNICODE
+                        n = data[i]
+                        i += 1
+                        push(exactly(data, i, n).decode("utf-8", "surrogatepass"))
+                        i += n
+                    elif op < 0x88 and op > 0x84:  # TUPLE1, TUPLE2, TUPLE3
+                        if op == 0x86:
+                            stack[-2:] = [(stack[-2], stack[-1])]
+                        elif op == 0x85:
+                            stack[-1] = (stack[-1],)
+                        else:
+                            stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
+                        if i + 5 < fence and data[i] == 0x94:  # MEMOIZE, at once
+                            value = memo[len(memo)] = stack[-1]
+                            i += 1
+                            if data.startswith(_CALL, i) and len(stack) > 1:  # the only argument of a call
+                                args = memo[len(memo)] = (stack.pop(),)
+                                made += 1
+                                i += 4
+                                stack[-1] = memo[len(memo)] = self._made(stack[-1], args)
+                    elif op == 0x81:  # NEWOBJ
+                        made += 1
+                        args = stack.pop()
+                        stack[-1] = self._made(stack[-1], args)
+                    elif op == 0x89:  # NEWFALSE
+                        push(False)
+                    elif op == 0x88:  # NEWTRUE
+                        push(True)
+                    elif op == 0x93:  # STACK_GLOBAL
+                        name = stack.pop()
+                        module = stack[-1]
+                        if type(name) is not str or type(module) is not str:
+                            raise CorruptError("a global whose name is not a string")
+                        stack[-1] = find(module, name)
+                    elif op == 0x8A or op == 0x8B:  # LONG1, LONG4
+                        width = 1 if op == 0x8A else 4
+                        n = int_from(exactly(data, i, width), "little")
+                        i += width
+                        push(int_from(exactly(data, i, n), "little", signed=True))
+                        i += n
+                    elif op == 0x80:  # PROTO
+                        if data[i] > 5:
+                            raise CorruptError(f"pickle protocol {data[i]} is not known (0 to 5 are)")
+                        i += 1
+                    elif op == 0x95:  # FRAME
+                        if frame:
+                            raise CorruptError(f"a frame begins at byte {i - 1:,}, within the one that ends at {frame:,}")
+                        i += 8
+                        frame = i + int_from(exactly(data, i - 8, 8), "little")
+                        if frame > size:
+                            raise CorruptError("a frame is longer than the pickle: truncated?")
+                        fence = min(fence, frame)
+                        self.framed = True
+                        if runs is not None and (run := runs.at(i, frame)) is not None:
+                            stack += run[0]
+                            i, made = run[1], made + run[2]
+                    elif op == 0x92:  # NEWOBJ_EX
+                        made += 1
+                        kwargs = stack.pop()
+                        args = stack.pop()
+                        stack[-1] = self._made(stack[-1], args, kwargs)
+                    elif op == 0x8F:  # EMPTY_SET
+                        made += 1
+                        push(set())
+                    elif op == 0x90 or op == 0x91:  # ADDITEMS, FROZENSET
+                        items = stack
+                        stack = marks.pop()
+                        push = stack.append
+                        if op == 0x91:
+                            made += 1
+                            Keys(self._budget).check(items, items)
+                            push(frozenset(items))
+                        else:
+                            if known is not None:
+                                refuse_shared(stack[-1], self._taken)
+                            self._keys.check(stack[-1], items)
+                            if isinstance(stack[-1], set):
+                                stack[-1].update(items)
+                            else:
+                                extend(stack[-1], items)
+                    elif op in (0x82, 0x83, 0x84):  # EXT1, EXT2, EXT4: numbers from a registry of the process
+                        width = {0x82: 1, 0x83: 2, 0x84: 4}[op]
+                        push(Opaque("copyreg", f"extension {int_from(exactly(data, i, width), 'little')}"))
+                        i += width
+                    elif op == 0x97:  # NEXT_BUFFER
+                        raise CorruptError("it refers to out-of-band buffers, which no file holds")
+                    elif op == 0x98:  # READONLY_BUFFER
+                        pass
+                    elif op in COUNTED:
+                        value, i = counted(op, data, i)
+                        push(value)
+                    else:
+                        raise unknown(op, i, size)
+                elif op == 0x6A:  # LONG_BINGET
+                    push(memo[int_from(data[i : i + 4], "little")])
+                    i += 4
                 elif op == 0x74:  # TUPLE
                     value = tuple(stack)
                     stack = marks.pop()
                     push = stack.append
                     push(value)
-                elif op == 0x85:  # TUPLE1
-                    stack[-1] = (stack[-1],)
-                elif op == 0x86:  # TUPLE2
-                    stack[-2:] = [(stack[-2], stack[-1])]
-                elif op == 0x87:  # TUPLE3
-                    stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
                 elif op == 0x29:  # EMPTY_TUPLE
-                    push(())
+                    if i + 4 < fence and stack and data.startswith(_NEW, i):  # the arguments of an object
+                        made += 1
+                        i += 2
+                        value = stack[-1] = memo[len(memo)] = self._made(stack[-1], ())
+                        if data.startswith(_STATE, i):
+                            made += 1
+                            i += 2
+                            value = memo[len(memo)] = {}
+                            push(value)
+                    else:
+                        push(())
                 elif op == 0x52:  # REDUCE
                     made += 1
                     args = stack.pop()
                     stack[-1] = self._made(stack[-1], args)
-                elif op == 0x51:  # BINPERSID
-                    stack[-1] = persistent(stack[-1])
                 elif op == 0x4D:  # BININT2
                     push(data[i] | data[i + 1] << 8)
                     i += 2
+                elif op == 0x51:  # BINPERSID
+                    stack[-1] = persistent(stack[-1])
                 elif op == 0x4A:  # BININT
                     push(int_from(exactly(data, i, 4), "little", signed=True))
                     i += 4
-                elif op == 0x89:  # NEWFALSE
-                    push(False)
-                elif op == 0x88:  # NEWTRUE
-                    push(True)
-                elif op == 0x6A:  # LONG_BINGET
-                    push(memo[int_from(data[i : i + 4], "little")])
-                    i += 4
-                elif op == 0x4E:  # NONE
-                    push(None)
-                elif op == 0x47:  # BINFLOAT
-                    push(struct.unpack(">d", data[i : i + 8])[0])
-                    i += 8
                 elif op == 0x7D:  # EMPTY_DICT
                     made += 1
                     push({})
-                elif op == 0x5D:  # EMPTY_LIST
-                    made += 1
-                    push([])
+                elif op == 0x62:  # BUILD
+                    state = stack.pop()
+                    if known is not None:
+                        refuse_shared(stack[-1], self._taken)
+                    build(stack[-1], state)
+                    if runs is not None and (run := runs.at(i, frame)) is not None:
+                        stack += run[0]
+                        i, made = run[1], made + run[2]
                 elif op == 0x75 or op == 0x73:  # SETITEMS, SETITEM
                     if op == 0x75:
                         items = stack
@@ -285,6 +376,14 @@ class _Machine:
                             notes[len(marks) + 1] = []
                         refuse_shared(stack[-1], self._taken)
                     self._set_items(stack[-1], items)
+                elif op == 0x4E:  # NONE
+                    push(None)
+                elif op == 0x47:  # BINFLOAT
+                    push(struct.unpack(">d", data[i : i + 8])[0])
+                    i += 8
+                elif op == 0x5D:  # EMPTY_LIST
+                    made += 1
+                    push([])
                 elif op == 0x65:  # APPENDS
                     items = stack
                     stack = marks.pop()
@@ -302,36 +401,6 @@ class _Machine:
                     k = data.index(b"\n", j + 1)
                     push(find(data[i:j].decode(), data[j + 1 : k].decode()))
                     i = k + 1
-                elif op == 0x93:  # STACK_GLOBAL
-                    name = stack.pop()
-                    module = stack[-1]
-                    if type(name) is not str or type(module) is not str:
-                        raise CorruptError("a global whose name is not a string")
-                    stack[-1] = find(module, name)
-                elif op == 0x62:  # BUILD
-                    state = stack.pop()
-                    if known is not None:
-                        refuse_shared(stack[-1], self._taken)
-                    build(stack[-1], state)
-                    if runs is not None and (run := runs.at(i, frame)) is not None:
-                        stack += run[0]
-                        i, made = run[1], made + run[2]
-                elif op == 0x80:  # PROTO
-                    if data[i] > 5:
-                        raise CorruptError(f"pickle protocol {data[i]} is not known (0 to 5 are)")
-                    i += 1
-                elif op == 0x95:  # FRAME
-                    if frame:
-                        raise CorruptError(f"a frame begins at byte {i - 1:,}, within the one that ends at {frame:,}")
-                    i += 8
-                    frame = i + int_from(exactly(data, i - 8, 8), "little")
-                    if frame > size:
-                        raise CorruptError("a frame is longer than the pickle: truncated?")
-                    fence = min(fence, frame)
-                    self.framed = True
-                    if runs is not None and (run := runs.at(i, frame)) is not None:
-                        stack += run[0]
-                        i, made = run[1], made + run[2]
                 elif op == 0x2E:  # STOP
                     if frame > i:
                         raise CorruptError(f"the pickle ends at byte {i:,}, within a frame that ends at {frame:,}")
@@ -339,27 +408,9 @@ class _Machine:
                     if known is not None and not self._taken:
                         known.last = data
                     return stack.pop()
-                elif op == 0x81:  # NEWOBJ
-                    made += 1
-                    args = stack.pop()
-                    stack[-1] = self._made(stack[-1], args)
-                elif op == 0x92:  # NEWOBJ_EX
-                    made += 1
-                    kwargs = stack.pop()
-                    args = stack.pop()
-                    stack[-1] = self._made(stack[-1], args, kwargs)
-                elif op == 0x8A or op == 0x8B:  # LONG1, LONG4
-                    width = 1 if op == 0x8A else 4
-                    n = int_from(exactly(data, i, width), "little")
-                    i += width
-                    push(int_from(exactly(data, i, n), "little", signed=True))
-                    i += n
                 elif op in COUNTED:
-                    width, value_of = COUNTED[op]
-                    n = int_from(exactly(data, i, width), "little")
-                    i += width
-                    push(value_of(exactly(data, i, n)))
-                    i += n
+                    value, i = counted(op, data, i)
+                    push(value)
                 elif op in LINES:
                     j = data.index(b"\n", i)
                     line = data[i:j]
@@ -372,25 +423,6 @@ class _Machine:
                         push(persistent(line.decode("ascii")))
                     else:
                         push(LINES[op](line))
-                elif op == 0x8F:  # EMPTY_SET
-                    made += 1
-                    push(set())
-                elif op == 0x90 or op == 0x91:  # ADDITEMS, FROZENSET
-                    items = stack
-                    stack = marks.pop()
-                    push = stack.append
-                    if op == 0x91:
-                        made += 1
-                        Keys(self._budget).check(items, items)
-                        push(frozenset(items))
-                    else:
-                        if known is not None:
-                            refuse_shared(stack[-1], self._taken)
-                        self._keys.check(stack[-1], items)
-                        if isinstance(stack[-1], set):
-                            stack[-1].update(items)
-                        else:
-                            extend(stack[-1], items)
                 elif op == 0x6C or op == 0x64:  # LIST, DICT
                     items = stack
                     stack = marks.pop()
@@ -425,16 +457,8 @@ class _Machine:
                     stack = marks.pop()
                     push = stack.append
                     push(self._made(cls, tuple(rest)))
-                elif op in (0x82, 0x83, 0x84):  # EXT1, EXT2, EXT4: numbers from a registry of the process
-                    width = {0x82: 1, 0x83: 2, 0x84: 4}[op]
-                    push(Opaque("copyreg", f"extension {int_from(exactly(data, i, width), 'little')}"))
-                    i += width
-                elif op == 0x97:  # NEXT_BUFFER
-                    raise CorruptError("it refers to out-of-band buffers, which no file holds")
-                elif op == 0x98:  # READONLY_BUFFER
-                    pass
                 else:
-                    raise CorruptError(f"unknown pickle opcode 0x{op:02x} at byte {i - 1:,} of {size:,}")
+                    raise unknown(op, i, size)
         finally:
             self.end = i
 

@@ -82,3 +82,16 @@ LINES: dict[int, Callable[[bytes], Any]] = {
     0x53: _quoted,  # STRING
     0x56: lambda line: line.decode("raw-unicode-escape"),  # UNICODE
 }
+
+
+def counted(op: int, data: bytes, at: int) -> tuple[Any, int]:
+    """Return the value of an opcode of `COUNTED` whose length field is at a byte offset, and the offset behind it."""
+    width, value_of = COUNTED[op]
+    start = at + width
+    n = int.from_bytes(exactly(data, at, width), "little")
+    return value_of(exactly(data, start, n)), start + n
+
+
+def unknown(op: int, at: int, size: int) -> CorruptError:
+    """Return the error for an opcode that no protocol has, in front of a byte offset."""
+    return CorruptError(f"unknown pickle opcode 0x{op:02x} at byte {at - 1:,} of {size:,}")

@@ -179,8 +179,9 @@ class Device:
 def size(*args: Any) -> Size:
     """Create a `Size` from the arguments of torch.Size. Raises TypeError."""
     sizes = listed(*args)
-    if not all(type(n) is int and abs(n) < 1 << 63 for n in sizes):
-        raise TypeError("not sizes")
+    for n in sizes:  # a loop: `all` takes three times as long for so few
+        if type(n) is not int or abs(n) >= 1 << 63:
+            raise TypeError("not sizes")
     return Size(sizes)
 
 
