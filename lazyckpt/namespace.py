@@ -13,6 +13,7 @@ from functools import partial
 from math import prod
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
+from .core.extents import Extents, ExtentSpecs
 from .core.index import FileInfo, Index, Mesh, Specs, TensorSpec, kind_of
 from .core.names import Names, Pattern, Same, matcher, shortened
 from .errors import MissingFileError, Problem, TensorNotFoundError, some
@@ -554,6 +555,13 @@ class Namespace(Mapping[str, A]):
         """Return the full names that own the tensors of this view."""
         specs, listed = self.specs, self.full_names.values()
         return {full if full in specs else self._index.aliases.get(full, full): None for full in listed}.keys()
+
+    @property
+    def columns(self) -> Extents | None:
+        """The tensors of this view as columns, if they are all tensors of one file under their own names, in order."""
+        specs = self.specs
+        whole = isinstance(self._listed, Same) and isinstance(specs, ExtentSpecs) and specs.is_whole
+        return specs.extents if whole and isinstance(specs, ExtentSpecs) else None
 
     def once(self) -> tuple[dict[str, A], dict[str, str]]:
         """Return the tensors of the view without duplicates, as exporters write them.

@@ -338,3 +338,47 @@ def test_a_zip_with_packs_is_stored_uncompressed(tmp_path: Path) -> None:
     lazyckpt.open(tmp_path / "x.safetensors").to_zarr(tmp_path / "out.zarr.zip", pack=True)
     with zipfile.ZipFile(tmp_path / "out.zarr.zip") as archive:
         assert "weights/%packed/float32/c/0" in archive.namelist()
+
+
+def test_tensors_of_one_file_are_packed_without_looking_at_each(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {name: t.contiguous() for name, t in saved[1].items() if name != "tied" and not t.is_complex()}
+    save_file(state, tmp_path / "x.safetensors")
+    made: list[str] = []
+    exact = lazyckpt.CheckpointView.exact
+
+    def counted(self: Any, name: str) -> Any:
+        made.append(name)
+        return exact(self, name)
+
+    with mock.patch.object(lazyckpt.CheckpointView, "exact", counted):
+        lazyckpt.open(tmp_path / "x.safetensors").to_zarr(tmp_path / "columns", pack=4096)
+    assert 0 < len(set(made)) < 5  # those that are not packed, and one for its store
+    monkeypatch.setattr(lazyckpt.CheckpointView, "columns", None)
+    lazyckpt.open(tmp_path / "x.safetensors").to_zarr(tmp_path / "each", pack=4096)
+    files = {p.relative_to(tmp_path / "each"): p.read_bytes() for p in (tmp_path / "each").rglob("*") if p.is_file()}
+    assert files == {
+        p.relative_to(tmp_path / "columns"): p.read_bytes() for p in (tmp_path / "columns").rglob("*") if p.is_file()
+    }
+    view = lazyckpt.open(tmp_path / "columns")
+    assert list(view) == list(lazyckpt.open(tmp_path / "x.safetensors"))
+    for name, t in state.items():
+        same(view[name][...], t, name)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), ()])
+def test_packs_of_only_empty_tensors_and_of_scalars(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    state = {f"t{n}": torch.ones(shape) for n in range(3)}
+    save_file(state, tmp_path / "x.safetensors")
+    lazyckpt.open(tmp_path / "x.safetensors").to_zarr(tmp_path / "out", pack=True)
+    view = lazyckpt.open(tmp_path / "out")
+    for name, t in state.items():
+        same(view[name][...], t, name)
+
+
+def test_a_name_that_looks_like_a_document(tmp_path: Path) -> None:
+    state = {'"names":["a"]': torch.ones(2), "é\\": torch.zeros(1)}
+    save_file(state, tmp_path / "x.safetensors")
+    lazyckpt.open(tmp_path / "x.safetensors").to_zarr(tmp_path / "out", pack=True)
+    assert set(lazyckpt.open(tmp_path / "out")) == set(state)

@@ -81,6 +81,11 @@ class ExtentSpecs(Specs):
         """The places of all tensors of the file."""
         return self._extents
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all tensors of the file."""
+        return self.table is self._extents.rows
+
     def make(self, name: str, entry: int) -> TensorSpec:
         return whole(name, self._extents[name])
 

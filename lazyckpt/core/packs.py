@@ -17,6 +17,7 @@ import numpy as np
 
 from .box import Selection, Shape, c_strides
 from .dtypes import DType
+from .extents import Extents
 from .flat import Flat, interval, joined, plain
 from .fragments import Find, fragments_of
 from .index import Extent, Fragment, TensorSpec, whole
@@ -38,6 +39,23 @@ def packed(name: str, specs: Sequence[TensorSpec]) -> TensorSpec:
             fragments += joined(spec, shape, [(at, interval(spec, 0, spec.numel))]).fragments
         firsts.append(len(fragments))
     return TensorSpec(name, shape, dtype, Pack(shape, fragments, ends, np.array(firsts)))
+
+
+def packed_rows(name: str, extents: Extents, rows: Ints) -> TensorSpec:
+    """Return what `packed` does for tensors of one file and one dtype, given their numbers."""
+    kinds = np.array(extents.numbers, np.int64)[rows]
+    counts = np.array([prod(shape) for shape, _ in extents.kinds], np.int64)[kinds]
+    ends = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(counts, out=ends[1:])
+    shape, dtype = (int(ends[-1]),), extents.kinds[int(kinds[0])][1]
+    held = counts > 0
+    if not held.any():
+        return TensorSpec(name, shape, dtype, Pack(shape, [], ends, np.zeros(len(ends), np.int64)))
+    offsets, starts, stops = np.array(extents.offsets, np.int64)[rows][held], ends[:-1][held], ends[1:][held]
+    strides = np.ones((len(offsets), 1), np.int64)
+    files = np.zeros(len(offsets), np.int64)
+    table = Table([extents.path], files, offsets, starts.reshape(-1, 1), stops.reshape(-1, 1), strides, dtype)
+    return TensorSpec(name, shape, dtype, InOnePiece(shape, table))
 
 
 class Packed(Flat):

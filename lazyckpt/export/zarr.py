@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from ..core.box import Shape
@@ -176,16 +177,27 @@ def planned(
         shape = chunk_shape(tensor.spec, most // _LEAST, most)
         add(path, found.names[path], tensor, shape, order=found.order[path])
     made = packs(found)
+    long: dict[bytes, bytes] = {}  # what stands for the members of a pack in two documents -> their JSON
     for path, together in made.items():
         tensor = together.tensor
         shape = (max(1, min(tensor.numel(), most // tensor.itemsize)),)
-        add(path, path, tensor, shape, packed=together.members)
+        mark = token_hex(16)
+        long[_json(mark)] = _json(together.members)
+        add(path, path, tensor, shape, packed=mark)
     about = found.about | {"layout": PACKING} if made else found.about
     documents = {
-        f"{path}/zarr.json".lstrip("/"): json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
+        f"{path}/zarr.json".lstrip("/"): _json(document)
         for path, document in hierarchy(arrays, about, found.groups).items()
     }
+    for path in [*made, ""] if made else ():
+        key = f"{path}/zarr.json".lstrip("/")
+        for mark_, text in long.items():
+            documents[key] = documents[key].replace(mark_, text)
     return Plan(items, documents)
+
+
+def _json(document: Any) -> bytes:
+    return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
 
 
 def memory_of(cut: Cut, itemsize: int, remote: bool) -> int:

@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ...core.box import Shape
 from ...core.dtypes import BOOL, C32, DTYPES, DType
+from ...core.extents import Extents
 from ...core.index import Mesh
 from ...errors import DataError, Problem
 from ...io.plain_json import encode
@@ -177,6 +181,7 @@ _NONE: Json = {"kind": "inline", "must_understand": False, "metadata": {}}
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+T_contra = TypeVar("T_contra", contravariant=True)
 
 
 class Part(Protocol[T_co]):
@@ -194,7 +199,11 @@ class Part(Protocol[T_co]):
     def meta(self) -> Mapping[str, Any]: ...
     @property
     def problems(self) -> tuple[Problem, ...]: ...
+    @property
+    def columns(self) -> Extents | None: ...
     def once(self) -> tuple[Mapping[str, T_co], Mapping[str, str]]: ...
+    def __iter__(self) -> Iterator[str]: ...
+    def __getitem__(self, name: str, /) -> T_co: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,13 +220,44 @@ class Contents(Generic[T]):
     """Attributes of the root, for `hierarchy`."""
     order: dict[str, int]
     """Path -> position of the tensor in the view, of all states."""
-    small: dict[str, list[tuple[int, str, T]]]
-    """Path of a state's group -> (position, name, tensor), for those tensors that are packed and have no path."""
+    small: dict[str, Small[T]]
+    """Path of a state's group -> those tensors that are packed and have no path."""
 
 
-def contents(view: Part[T], only: Sequence[str] | None = None, packs: Callable[[T], bool] | None = None) -> Contents[T]:
-    """Return the contents of a view, or only those of the states ``only``. No tensor data is read. ``packs`` says of a
-    tensor whether it is packed.
+class Packing(Protocol[T_contra]):
+    """The choice of the tensors that are packed."""
+
+    def __call__(self, tensor: T_contra) -> bool:
+        """Return whether a tensor is packed."""
+        ...
+
+    def rows(self, part: Part[T_contra]) -> NDArray[np.int64] | None:
+        """Return the positions of the packed tensors of a part, without looking at each; None if that cannot be."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Small(Generic[T]):
+    """The packed tensors of a state. ``positions`` are among the tensors of all states. Either ``tensors`` has the
+    tensors, or ``rows`` has their positions in the columns of the ``part``."""
+
+    part: Part[T]
+    positions: Sequence[int]
+    names: Sequence[str]
+    tensors: Sequence[T] = ()
+    rows: NDArray[np.int64] | None = None
+
+    @classmethod
+    def of(cls, part: Part[T], names: Sequence[str], rows: NDArray[np.int64], first: int) -> Small[T]:
+        """Return the tensors of these rows. ``names`` are all names of the part, ``first`` its first position."""
+        found = rows.tolist()
+        chosen = names if len(found) == len(names) else [names[n] for n in found]
+        return cls(part, (rows + first).tolist(), chosen, (), rows)
+
+
+def contents(view: Part[T], only: Sequence[str] | None = None, packs: Packing[T] | None = None) -> Contents[T]:
+    """Return the contents of a view, or only those of the states ``only``. No tensor data is read. ``packs`` chooses the
+    tensors that are packed.
 
     Raises DataError for metadata that JSON cannot represent, or an unknown state."""
     whole = view.state == next(iter(view.states), None)
@@ -235,15 +275,26 @@ def contents(view: Part[T], only: Sequence[str] | None = None, packs: Callable[[
     aliases: dict[str, str] = {}
     groups = {state: component(state) for state in states}
     order: dict[str, int] = {}
-    small: dict[str, list[tuple[int, str, T]]] = {}
+    small: dict[str, Small[T]] = {}
     first = 0
     for state, part in states.items():
-        tensors, tied = part.once()
-        aliases.update(tied)
-        positions = dict(zip(tensors, range(first, first + len(tensors)), strict=True))
-        first += len(tensors)
-        if packs is not None:
-            small[groups[state]] = [(positions.pop(name), name, t) for name, t in tensors.items() if packs(t)]
+        rows = None if packs is None else packs.rows(part)
+        if rows is not None:
+            listed = list(part)
+            here = small[groups[state]] = Small.of(part, listed, rows, first)
+            packed = set(here.names) if len(rows) < len(listed) else listed
+            positions = {} if packed is listed else {n: first + i for i, n in enumerate(listed) if n not in packed}
+            tensors: Mapping[str, T] = {name: part[name] for name in positions}
+            first += len(listed)
+        else:
+            tensors, tied = part.once()
+            aliases.update(tied)
+            positions = dict(zip(tensors, range(first, first + len(tensors)), strict=True))
+            first += len(tensors)
+            if packs is not None:
+                chosen = [name for name, tensor in tensors.items() if packs(tensor)]
+                places = [positions.pop(name) for name in chosen]
+                small[groups[state]] = Small(part, places, chosen, [tensors[name] for name in chosen])
         for name, path in paths(positions).items():
             where = f"{groups[state]}/{path}"
             arrays[where] = tensors[name]

@@ -40,7 +40,12 @@ def described(names: Sequence[str], shapes: Sequence[Shape], order: Sequence[int
     """
     numbers: dict[Shape, int] = {}
     found = [numbers.setdefault(shape, len(numbers)) for shape in shapes]
-    return {"names": list(names), "shapes": list(map(list, numbers)), "shape": found, "order": list(order)}
+    return listed(names, list(numbers), found, order)
+
+
+def listed(names: Sequence[str], shapes: Sequence[Shape], numbers: Sequence[int], order: Sequence[int]) -> Json:
+    """Return the same as `described`, given the different shapes and the number of each tensor's shape."""
+    return {"names": list(names), "shapes": list(map(list, shapes)), "shape": list(numbers), "order": list(order)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -400,7 +400,7 @@ def data_offsets_of_few(file: StoreFile, start: int, entries: Sequence[ZipEntry]
     """Return the same as `data_offsets` for the entries of a local file. Faster than arrays for a few dozen entries."""
     places = [*(e.header for e in entries), start]
     lengths = [*(_HEADER.size + len(e.name.encode()) + _EXTRA for e in entries), 0]
-    windows: list[tuple[int, int, int, bytearray]] = []  # numbers of the first record and behind the last, offset, bytes
+    windows: list[tuple[int, int, int, bytearray]] = []  # first record, the one behind, offset
     first = 0
     while first < len(places):
         last = first

@@ -266,7 +266,8 @@ class _Machine:
                         i += 1
                     elif op == 0x95:  # FRAME
                         if frame:
-                            raise CorruptError(f"a frame begins at byte {i - 1:,}, within the one that ends at {frame:,}")
+                            where = f"at byte {i - 1:,}, within the one that ends at {frame:,}"
+                            raise CorruptError(f"a frame begins {where}")
                         i += 8
                         frame = i + int_from(exactly(data, i - 8, 8), "little")
                         if frame > size:

@@ -189,7 +189,8 @@ class Plain:
         rest = self._walk(value, path, depth)
         if not (self.notes or self._given or self.taken or self._arrays or self.subclasses):
             cost = tuple(a - b for a, b in zip(left, self._budget.left, strict=True))
-            tensors, paths = (dict(islice(found.items(), count, None)) for found in (self.tensors, self.paths))
+            tensors = dict(islice(self.tensors.items(), count, None))
+            paths = dict(islice(self.paths.items(), count, None))
             parts[path] = _Part(value, depth, rest, tensors, paths, cost)
         return rest
 
