@@ -256,8 +256,8 @@ class Small(Generic[T]):
 
 
 def contents(view: Part[T], only: Sequence[str] | None = None, packs: Packing[T] | None = None) -> Contents[T]:
-    """Return the contents of a view, or only those of the states ``only``. No tensor data is read. ``packs`` chooses the
-    tensors that are packed.
+    """Return the contents of a view, or only those of the states ``only``. No tensor data is read. ``packs``
+    chooses the tensors that are packed.
 
     Raises DataError for metadata that JSON cannot represent, or an unknown state."""
     whole = view.state == next(iter(view.states), None)
