@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import pickletools
 import random
 import struct
 import sys
@@ -25,10 +26,11 @@ from lazyckpt.core.names import Names
 from lazyckpt.errors import LazyckptError, MissingFileError
 from lazyckpt.formats.reader import Source
 from lazyckpt.formats.registry import read_index
-from lazyckpt.io.containers import safetensors, zip
+from lazyckpt.io.containers import safetensors, zip, zip_directory
 from lazyckpt.io.containers.pickle import machine
 from lazyckpt.io.containers.pickle.memo import Items
 from lazyckpt.io.containers.pickle.rebuild import REBUILD, StoredTensor, persistent_storage
+from lazyckpt.io.containers.torch_file import read_torch_file
 from lazyckpt.io.storage.base import Fetched, StoreFile
 from lazyckpt.io.storage.local import LocalStore
 
@@ -92,9 +94,9 @@ def plain(value: Any) -> Any:
     return [plain(v) for v in value] if type(value) in (list, tuple) else repr(value)
 
 
-def parsed(data: bytes) -> Any:
+def parsed(data: bytes, known: Items | None = None) -> Any:
     try:
-        found = machine.Pickle(data, "x", REBUILD, persistent_storage)
+        found = machine.Pickle(data, "x", REBUILD, persistent_storage, known=known)
     except LazyckptError as e:
         return str(e)
     return plain(found.value), found.end, found.globals
@@ -140,6 +142,31 @@ def test_learning_looks_at_few_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(seen) == 5 and max(seen) < 5000, "the keys and values of a batch, not the memo"
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_opcodes_that_follow_each_other_mean_the_same_in_any_frames(seed: int) -> None:
+    """An opcode is read together with the ones behind it; a frame may end between any two of them, and in none."""
+    rng = random.Random(seed)
+    parts = []
+    for n in range(12):
+        namespace = b"\x8c\x08argparse\x8c\x09Namespace\x93\x94)\x81\x94}\x94(\x8c\x01nK" + bytes([n]) + b"ub"
+        sizes = rng.choice([b"K\x05\x85", b"K\x05K" + bytes([n]) + b"\x86", b"K\x05K\x06K\x07\x87"])
+        size = b"\x8c\x05torch\x8c\x04Size\x93\x94" + sizes + b"\x94\x85\x94R\x94"
+        parts.append(rng.choice([namespace, size, b"K\x01\x85\x94", b")\x94", b"K\x01K\x02K\x03\x87\x94", b"})"]))
+    body = b"(" + b"".join(parts) + b"t."
+    ops = [at for _, _, at in pickletools.genops(b"\x80\x04" + body)][1:] + [2 + len(body)]
+    wanted = parsed(b"\x80\x04" + body)[0]
+    assert wanted != parsed(b"\x80\x04N.")[0]
+    whole = b"\x80\x04" + body
+    for cut in ops[1:-1]:
+        first, second = whole[2:cut], whole[cut:]
+        framed = b"\x80\x04\x95" + struct.pack("<Q", len(first)) + first
+        assert parsed(framed + second)[0] == wanted, "unframed opcodes behind a frame"
+        assert parsed(framed + b"\x95" + struct.pack("<Q", len(second)) + second)[0] == wanted
+    for cut in set(range(3, ops[-1])) - set(ops):
+        first = b"\x80\x04\x95" + struct.pack("<Q", cut - 2)
+        assert "cuts an opcode in two" in parsed(first + whole[2:])
+
+
 # -- directories of zips
 
 
@@ -166,6 +193,47 @@ def test_columns_of_a_zip_are_its_entries(seed: int, tmp_path: Path, monkeypatch
     found = directory(bytes(data), tmp_path / "x.pt")
     monkeypatch.setattr(zip, "_columns", lambda *_: None)
     assert directory(bytes(data), tmp_path / "x.pt") == found
+
+
+def records(data: bytes, path: Path) -> Any:
+    path.write_bytes(data)
+    try:
+        found = zip_directory.Directories().read(StoreFile(LocalStore(str(path.parent)), path.name))
+    except LazyckptError as e:
+        return str(e)
+    return [dict(table) for table in found]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_small_zip_is_read_like_a_large_one(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
+    held = io.BytesIO()
+    torch.save({f"layers.{n}": torch.ones(2) for n in range(4)}, held)
+    data = bytearray(held.getvalue())
+    first = data.index(b"PK\x01\x02") if seed % 2 else 0
+    for _ in range(rng.randrange(3)):
+        data[rng.randrange(first, len(data))] = rng.choice([0, 1, 0x2E, 0x2F, 0x50, 0xFF, rng.randrange(256)])
+    found = records(bytes(data), tmp_path / "x.pt")
+    monkeypatch.setattr(zip_directory, "_FEW", 0)
+    assert records(bytes(data), tmp_path / "x.pt") == found
+
+
+def test_the_headers_of_a_small_zip_take_one_request(tmp_path: Path) -> None:
+    """The pickle is in the same bytes as the first headers."""
+    torch.save({f"layers.{n}": torch.ones(50_000) for n in range(6)}, tmp_path / "x.pt")
+    requests: list[int] = []
+
+    class Counted(LocalStore):
+        def _fetch(self, path: str, offset: int, target: memoryview) -> Fetched:
+            requests.append(offset)
+            return super()._fetch(path, offset, target)
+
+        def _fetch_pieces(self, path: str, pieces: Any) -> None:
+            requests.append(len(pieces))
+            super()._fetch_pieces(path, pieces)
+
+    read_torch_file(Counted(str(tmp_path)), "x.pt")
+    assert len(requests) == 3 and requests[-1] > 4  # the first bytes, the directory, the headers
 
 
 # -- headers of safetensors
