@@ -556,13 +556,6 @@ class Namespace(Mapping[str, A]):
         specs, listed = self.specs, self.full_names.values()
         return {full if full in specs else self._index.aliases.get(full, full): None for full in listed}.keys()
 
-    @property
-    def columns(self) -> Extents | None:
-        """The tensors of this view as columns, if they are all tensors of one file under their own names, in order."""
-        specs = self.specs
-        whole = isinstance(self._listed, Same) and isinstance(specs, ExtentSpecs) and specs.is_whole
-        return specs.extents if whole and isinstance(specs, ExtentSpecs) else None
-
     def once(self) -> tuple[dict[str, A], dict[str, str]]:
         """Return the tensors of the view without duplicates, as exporters write them.
 
@@ -606,6 +599,14 @@ def _converted(meta: Mapping[str, Any]) -> Mapping[str, Any]:
         return ChainMap(*(_converted(part) for part in meta.maps))  # type: ignore[arg-type]  # it is only read
     found: Mapping[str, Any] = meta.converted(with_torch) if isinstance(meta, Meta) else with_torch(meta)
     return found
+
+
+def columns_of(view: object) -> Extents | None:
+    """Return the tensors of a view as columns, if they are all tensors of one file under their own names, in order."""
+    if not isinstance(view, Namespace) or not isinstance(view._listed, Same):
+        return None
+    specs = view.specs
+    return specs.extents if isinstance(specs, ExtentSpecs) and specs.is_whole else None
 
 
 def plain_meta(view: Namespace[Any]) -> Mapping[str, Any]:

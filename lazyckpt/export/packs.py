@@ -18,6 +18,7 @@ from ..formats.zarr.documents import NAMES, Contents, Json, Part, Small
 from ..formats.zarr.packs import described, listed, path_of
 from ..io.storage.base import Store
 from ..lazy import LazyArray
+from ..namespace import columns_of
 
 SMALL = 64 << 10  # tensors of up to this many bytes are packed by ``pack=True``
 
@@ -49,7 +50,7 @@ class Choice:
 
     def rows(self, part: Part[LazyArray]) -> Ints | None:
         """Return the positions of the packed tensors of a part, without looking at each; None if that cannot be."""
-        columns = part.columns
+        columns = columns_of(part)
         if columns is None or not len(columns):
             return None
         fits = np.array([self._fits(shape, dtype) for shape, dtype in columns.kinds], bool)
@@ -94,7 +95,7 @@ def _of_tensors(group: str, small: Small[LazyArray]) -> Iterator[Pack]:
 
 def _of_rows(group: str, small: Small[LazyArray], rows: Ints) -> Iterator[Pack]:
     """Yield the same packs from the columns of one file; no tensor is looked at by itself."""
-    columns = small.part.columns
+    columns = columns_of(small.part)
     if columns is None or not len(rows):
         return
     store = small.part[small.names[0]].store
