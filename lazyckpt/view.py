@@ -315,11 +315,8 @@ class CheckpointView(Namespace[LazyTensor]):
         from .inspect.digest import digest
 
         chosen = self._states_or(states)
-        parts = {state: part.once() for state, part in chosen.items()}
-        tensors = {state: of_state for state, (of_state, _) in parts.items()}
-        aliases = {state: tied for state, (_, tied) in parts.items()}
         lost = {next(iter(chosen)): self.unreadable} if chosen else {}
-        return digest(tensors, aliases, lost, algorithm, executor, memory, progress)
+        return digest(chosen, lost, algorithm, executor, memory, progress)
 
     def _states_or(self, names: Sequence[str] | None) -> dict[str, CheckpointView]:
         """Return the states of these names, or by default all, or the own one of a view of another state."""
