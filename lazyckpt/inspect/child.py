@@ -20,7 +20,7 @@ GAP = 64 << 10  # bytes; smaller gaps between tensors are read along
 
 def hashed(fd: int, offsets: "array[int]", sizes: "array[int]", kinds: "array[int]", heads: "list[bytes]") -> bytes:
     """Return the hashes of tensors of at most WINDOW bytes, one after the other. Raises EOFError for a short file."""
-    begun = [sha256(head) for head in heads]
+    begun = [sha256(head).copy for head in heads]
     memory = memoryview(bytearray(WINDOW))
     found = []
     n, count = 0, len(offsets)
@@ -36,10 +36,9 @@ def hashed(fd: int, offsets: "array[int]", sizes: "array[int]", kinds: "array[in
             if not got:
                 raise EOFError
             at += got
-        for m in range(n, last):
-            start = offsets[m] - low
-            one = begun[kinds[m]].copy()
-            one.update(memory[start : start + sizes[m]])
+        for start, size, kind in zip(offsets[n:last], sizes[n:last], kinds[n:last]):
+            one = begun[kind]()
+            one.update(memory[start - low : start - low + size])
             found.append(one.digest())
         n = last
     return b"".join(found)
