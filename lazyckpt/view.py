@@ -313,10 +313,12 @@ class CheckpointView(Namespace[LazyTensor]):
             Workers of the executor died.
         """
         from .inspect.digest import digest
+        from .jobs.executor import runner
 
         chosen = self._states_or(states)
         lost = {next(iter(chosen)): self.unreadable} if chosen else {}
-        return digest(chosen, lost, algorithm, executor, memory, progress)
+        run = runner(executor, memory)
+        return digest(chosen, lost, algorithm, run, progress, processes=executor is None)
 
     def _states_or(self, names: Sequence[str] | None) -> dict[str, CheckpointView]:
         """Return the states of these names, or by default all, or the own one of a view of another state."""

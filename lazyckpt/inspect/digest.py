@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ..core import merkle
-from ..core.box import Shape, span_boxes
 from ..core.merkle import SIZE, Hasher, Leaves, Whole, hash_of
 from ..core.packs import packed
 from ..errors import LazyckptError
 from ..io.memory import many_objects
 from ..jobs.batching import Task
-from ..jobs.executor import OVERHEAD, runner
+from ..jobs.executor import OVERHEAD, Run
+from ..jobs.passing import parts_of
 from ..jobs.places import PIECE
 from ..jobs.progress import Bar
 from ..jobs.write import contents
@@ -38,11 +38,11 @@ Known: TypeAlias = Callable[[LazyArray], Mapping[int, bytes]]
 def digest(
     parts: Mapping[str, Namespace[Any]],
     lost: Mapping[str, Mapping[str, str]],
-    algorithm: str = "sha256",
-    executor: Any = None,
-    memory: int | str | None = None,
+    algorithm: str,
+    run: Run,
     progress: bool | None = None,
     known: Known | None = None,
+    processes: bool = False,
 ) -> Digest:
     """Return the digests of all tensors of some states.
 
@@ -52,16 +52,20 @@ def digest(
         State name -> its tensors.
     lost
         State name -> names whose file is missing, with the reason.
-    algorithm, executor, memory, progress
+    algorithm, progress
         See `CheckpointView.digest`.
+    run
+        The engine.
     known
         Returns the hashes of runs of a tensor that are known already, by number. The other runs are read.
+    processes
+        Whether processes may be started for very many small tensors.
     """
     hash_of(algorithm)  # raises for an unknown one
     with many_objects():
         states = [_State(state, part, lost.get(state, {}), algorithm, known) for state, part in parts.items()]
         with Bar(sum(one.nbytes for one in states), "digest", progress) as bar:
-            if executor is None and algorithm == "sha256":
+            if processes and algorithm == "sha256":
                 for one in states:
                     bar.add(one.hash_many())
 
@@ -73,7 +77,7 @@ def digest(
 
             tasks = (task for n, one in enumerate(states) for task in one.tasks(n))
             tensors = [t for one in states for t in one.tensors.values()]
-            runner(executor, memory)(tasks, done, tensors=tensors)
+            run(tasks, done, tensors=tensors)
         return Digest(algorithm, {one.name: one.result() for one in states})
 
 
@@ -271,14 +275,6 @@ def _of_large(n: int, tensor: LazyArray, whole: Whole, known: Mapping[int, bytes
     for lo, hi in _spans(whole, known):
         parts = parts_of(tensor, whole.shape, lo, hi)
         yield Task(hi - lo, PIECE + OVERHEAD, partial(_hash, parts, n, whole, lo, algorithm), parts[0])
-
-
-def parts_of(tensor: LazyArray, shape: Shape, lo: int, hi: int) -> list[LazyArray]:
-    """Return bytes ``lo`` to ``hi`` of a tensor, in C order, as few blocks of it."""
-    if hi - lo == tensor.nbytes:
-        return [tensor]
-    size = tensor.itemsize
-    return [tensor.lazy[box.slices] for box in span_boxes(shape, lo // size, hi // size)]
 
 
 def _spans(whole: Whole, known: Mapping[int, bytes]) -> Iterator[tuple[int, int]]:

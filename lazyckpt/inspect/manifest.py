@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,12 +10,29 @@ from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, Literal, NamedTuple
 
 from ..core.box import Shape
+from ..core.index import FileInfo
 from ..core.merkle import SIZE, hash_of
 from ..errors import CorruptError, FormatError, printable
 
 VERSION = 2
+MANIFEST = "lazyckpt-manifest.json"  # the name of the manifest in the folder of an export
 
 Kind = Literal["values", "dtype", "shape", "only here", "only there", "unreadable"]
+
+
+def beside(name: str) -> str:
+    """Return the name of the manifest of an export that is a single file.
+
+    >>> beside("model.safetensors")
+    'model.safetensors.manifest.json'
+    """
+    return f"{name}.manifest.json"
+
+
+def files_mark(files: Mapping[str, FileInfo]) -> str:
+    """Return what identifies the state of files: a hash of their paths, sizes and times of modification or versions."""
+    lines = [f"{quoted(path)} {f.size} {f.version or f.mtime_ns}\n" for path, f in sorted(files.items())]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 class TensorDigest(NamedTuple):

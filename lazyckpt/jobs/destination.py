@@ -57,7 +57,8 @@ class Files(Destination):
     place
         The folder, or the file if ``one`` is true.
     keys
-        Names of the files, in the order in which they are published.
+        Names of the files, in the order in which they are published. If ``one`` is true, the first one is that of the
+        file; others are written beside it.
     tensors
         The tensors that are read.
     overwrite
@@ -88,7 +89,9 @@ class Files(Destination):
     one_by_one = True
 
     def path(self, key: str) -> Path:
-        return self.place if self.one else self.place / key
+        if not self.one or key == self.keys[0]:
+            return self.place if self.one else self.place / key
+        return self.place.with_name(key)  # beside the file
 
     def check(self, there: Set[str] = frozenset()) -> None:
         sources = source_files(self.tensors)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from ..core.merkle import Whole
 from ..lazy import LazyArray
 from .destination import Destination, Remote, Session
 from .places import Place, Target
@@ -32,10 +33,13 @@ class Writable(Protocol):
 
 
 class Placed(NamedTuple):
-    """A tensor, and the byte offset in the file at which its elements begin, in C order."""
+    """A tensor, and the byte offset in the file at which its elements begin, in C order. If it is a part of the tensor
+    that readers see, ``whole`` is that tensor, and ``at`` the byte in its C order at which the part begins."""
 
     offset: int
     tensor: Writable
+    whole: Whole | None = None
+    at: int = 0
 
 
 class Layout(NamedTuple):
@@ -83,6 +87,19 @@ class Chunks(NamedTuple):
 Text = bytes | Callable[[], Iterable[bytes]]
 
 
+class Manifest(NamedTuple):
+    """A manifest that is written when all other files are complete.
+
+    ``key`` is its path, ``below`` the folder of the files that it is of, "" or with a slash at the end. ``make`` returns
+    its content, given the folder of the files (a path or URL), what is known of the hashes of a tensor in them, and the
+    engine; it reads the files for what is not known."""
+
+    key: str
+    below: str
+    algorithm: str
+    make: Callable[[str, Callable[[LazyArray], Mapping[int, bytes]], Any], bytes]
+
+
 @dataclass(frozen=True, slots=True)
 class WritePlan:
     """The plan of an export. Creating a plan reads no tensor data and writes nothing.
@@ -110,6 +127,8 @@ class WritePlan:
         The value of `WriteResult.paths`.
     left_out
         Name of a part that is not written -> reason.
+    manifests
+        The manifests to write, usually one.
     """
 
     destination: Destination | Remote | Session
@@ -122,6 +141,12 @@ class WritePlan:
     room: int = 0
     paths: tuple[Path, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
+    manifests: Sequence[Manifest] = ()
+
+    @property
+    def algorithm(self) -> str | None:
+        """The hash function of the manifests; None if there are none."""
+        return self.manifests[0].algorithm if self.manifests else None
 
     @property
     def nbytes(self) -> int:
@@ -130,5 +155,5 @@ class WritePlan:
 
     @property
     def keys(self) -> list[str]:
-        """Keys of the files and texts."""
-        return [*(file.key for file in self.files), *self.texts]
+        """Keys of the files, texts and manifests."""
+        return [*(file.key for file in self.files), *self.texts, *(one.key for one in self.manifests)]
