@@ -10,6 +10,7 @@ from ..errors import DataError, printable, some
 from ..inspect.files import statement
 from .console import write_error, write_text
 from .options import FormatOption, PathArg, RulesOption, StateOption, TagOption, open_view
+from .workers import target_of_work
 
 
 def digest(
@@ -24,6 +25,8 @@ def digest(
         bool, typer.Option("--files", help="Print SHA-256 of the files instead, as model-signing signs them.")
     ] = False,
     memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory for the work in flight: 2GB")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, metavar="N", help="Use N processes.")] = None,
+    cluster: Annotated[str | None, typer.Option(metavar="WHERE", help="Use a cluster: dask://HOST:PORT, slurm")] = None,
     tag: TagOption = None,
     format: FormatOption = None,
     rules: RulesOption = None,
@@ -36,12 +39,14 @@ def digest(
     Exit codes: 0 complete, 1 some tensors cannot be read (the manifest says why), 2 an error.
     """
     if files:
-        if state is not None or lines or root or algorithm != "sha256":
-            raise DataError("--files hashes whole files with SHA-256: leave out --state, --lines, --root, --algorithm")
+        others = state is not None or lines or root or algorithm != "sha256" or workers is not None or cluster is not None
+        if others:
+            raise DataError("--files hashes whole files with SHA-256 on threads: only --memory applies to it")
         write_text(statement(path, memory=memory))
         return
     view = open_view(path, state, False, tag, format, rules)
-    found = view.digest(algorithm=algorithm, memory=memory)
+    with target_of_work(workers, cluster) as executor:
+        found = view.digest(algorithm=algorithm, executor=executor, memory=memory)
     if root and not found.errors:
         write_text(str(found))
     elif lines:

@@ -7,7 +7,7 @@ hashed in any order, by any number of workers, or while the bytes pass through a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import DataError
@@ -34,8 +34,8 @@ def hash_of(algorithm: str) -> Hash:
     raise DataError(f"algorithm={algorithm!r:.40}: the digest is computed with sha256 or blake3")
 
 
-class Whole(NamedTuple):
-    """A tensor that is hashed: its dtype by name, its shape, and its size in bytes."""
+class Form(NamedTuple):
+    """What a tensor that is hashed is: its dtype by name, its shape, and its size in bytes."""
 
     dtype: str
     shape: Shape
@@ -59,10 +59,12 @@ class Whole(NamedTuple):
 
 
 class Leaves(NamedTuple):
-    """The hashes of consecutive runs of a tensor, from run number ``first`` on."""
+    """The hashes of consecutive runs of a tensor, from run number ``first`` on, and the bytes of the runs of which a
+    part is missing, each with its position, if they were kept."""
 
     first: int
     hashes: tuple[bytes, ...]
+    edges: tuple[tuple[int, bytes], ...] = ()
 
 
 class Hasher:
@@ -76,15 +78,23 @@ class Hasher:
         The position of the first byte, in C order.
     new
         The hash function.
+    nbytes
+        The number of bytes, if the bytes of runs of which a part is missing are to be kept; None if not.
     """
 
-    __slots__ = ("_at", "_first", "_hash", "_hashes", "_new", "_whole")
+    __slots__ = ("_at", "_edges", "_first", "_hash", "_hashes", "_head", "_new", "_tail", "_whole")
 
-    def __init__(self, whole: Whole, at: int, new: Hash) -> None:
+    def __init__(self, whole: Form, at: int, new: Hash, nbytes: int | None = None) -> None:
         self._whole, self._at, self._new = whole, at, new
         self._first = -(-at // RUN)
         self._hashes: list[bytes] = []
+        self._edges: list[tuple[int, bytearray]] = []
         self._hash: Any = None if at % RUN else self._begun()
+        self._head = self._tail = -1  # bytes before the first position and from the second one on are kept
+        if nbytes is not None:
+            end = at + nbytes
+            self._head = self._first * RUN
+            self._tail = end if end == whole.nbytes else end // RUN * RUN
 
     def _begun(self) -> Any:
         return self._new(self._whole.head if self._whole.nbytes <= RUN else LEAF)
@@ -96,10 +106,17 @@ class Hasher:
             taken, data = data[:left], data[left:]
             if self._hash is not None:
                 self._hash.update(taken)
+            if self._at < self._head or (self._tail >= 0 and self._at >= self._tail):
+                self._keep(taken)
             self._at += len(taken)
             if len(taken) == left:
                 self._end()
                 self._hash = self._begun()
+
+    def _keep(self, data: memoryview) -> None:
+        if not self._edges or self._edges[-1][0] // RUN != self._at // RUN:
+            self._edges.append((self._at, bytearray()))
+        self._edges[-1][1].extend(data)
 
     def _end(self) -> None:
         if self._hash is not None:
@@ -107,12 +124,19 @@ class Hasher:
         self._hash = None
 
     def leaves(self) -> Leaves:
-        """Return the hashes of the runs whose bytes were all there."""
+        """Return the hashes of the runs whose bytes were all there, and what was kept."""
         whole = self._whole
-        ends = self._at == whole.nbytes and (whole.nbytes % RUN or not whole.nbytes)
-        if ends:
+        if self._at == whole.nbytes and (whole.nbytes % RUN or not whole.nbytes):
             self._end()
-        return Leaves(self._first, tuple(self._hashes))
+        return Leaves(self._first, tuple(self._hashes), tuple((at, bytes(kept)) for at, kept in self._edges))
+
+
+def run_of(whole: Form, n: int, pieces: Mapping[int, bytes], new: Hash) -> bytes | None:
+    """Return the hash of run number ``n``, from pieces of it by their positions; None if some are missing."""
+    data = b"".join(pieces[at] for at in sorted(pieces))
+    if len(data) != min(RUN, whole.nbytes - n * RUN):
+        return None
+    return bytes(new((whole.head if whole.nbytes <= RUN else LEAF) + data).digest())
 
 
 def root(leaves: Sequence[bytes], new: Hash) -> bytes:

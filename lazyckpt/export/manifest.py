@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,8 @@ from ..formats.opening import opened
 from ..inspect.digest import digest
 from ..inspect.manifest import MANIFEST, beside, files_mark
 from ..io.storage.base import Store
-from ..jobs.destination import Files, Remote, Session, Zip
+from ..jobs.destination import Files, Remote, Session, Whole, Zip
+from ..jobs.passing import Passed
 from ..jobs.plan import Manifest, WritePlan
 from ..lazy import LazyArray
 from ..namespace import Namespace
@@ -44,14 +45,18 @@ def with_manifest(plan: WritePlan) -> WritePlan:
         keys.insert(len(keys) - dest.index, key)  # the index is published last
         dest = replace(dest, keys=keys)
     elif isinstance(dest, Remote):
+        key = beside(dest.bucket.url.rpartition("/")[2])
         options = dict(dest.bucket.options)
-    # the time of modification of a zip file is later than that of the manifest in it
+    elif plan.chunks is not None and isinstance(dest, Whole | Zip):  # zarr warns of other files in a hierarchy
+        key = beside(dest.place.name)
+        dest = replace(dest, beside=key)
+    # the zip file is made when the manifest is complete, so its size and time are not known
     make = partial(_made, one=one, options=options, marked=not isinstance(dest, Zip))
     return replace(
         plan,
         destination=dest,
         fingerprint=manifested(plan.fingerprint),
-        manifests=[Manifest(key, "", ALGORITHM, make)],
+        manifests=[Manifest(key, ALGORITHM, make)],
     )
 
 
@@ -61,24 +66,31 @@ def manifested(fingerprint: str) -> str:
     return f"{head}{dash}{hashlib.sha256(f'{fingerprint} manifest'.encode()).hexdigest()}"
 
 
+def below(manifests: Sequence[Manifest], folder: str) -> list[Manifest]:
+    """Return the manifests of an export that is written to a folder of another one."""
+    return [
+        one._replace(key=f"{folder}/{one.key}", make=partial(one.make, below=f"{folder}/")) for one in manifests
+    ]  # fmt: skip
+
+
 def _made(
-    folder: str,
-    known: Callable[[LazyArray], Mapping[int, bytes]],
+    root: str,
+    passed: Passed,
     run: Any,
     *,
     one: str,
     options: Mapping[str, Any],
     marked: bool,
+    below: str = "",
 ) -> bytes:
-    """Return the manifest of the written files in a folder or, if it is not "", of the file ``one``."""
-    path = os.path.join(folder, one) if one else folder.rstrip("/")
+    """Return the manifest of the files in a folder or, if it is not "", of the file ``one``."""
+    path = os.path.join(root, below, one).rstrip("/")
     store, index = opened(path, None, cache=False, storage_options=options or None)
-    view = _view(store, next(iter(index.states)), index)
-    with view:
+    with _view(store, next(iter(index.states)), index) as view:
         lost = {view.state: view.unreadable}
+        known = partial(passed.known, below=below)
         found = digest(dict(view.states), lost, ALGORITHM, run, False, known=known)
-        files = files_mark(index.files) if marked else None
-    return replace(found, files=files).to_json().encode()
+    return replace(found, files=files_mark(index.files) if marked else None).to_json().encode()
 
 
 def _view(store: Store, state: str, index: Any) -> Namespace[LazyArray]:

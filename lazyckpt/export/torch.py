@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..core.box import Shape, c_strides, tiles
 from ..core.dtypes import bits_of
-from ..core.merkle import Whole
+from ..core.merkle import Form
 from ..errors import DataError
 from ..io.system import read_at, write_at
 from ..jobs.places import Target
@@ -172,7 +172,7 @@ class Item(NamedTuple):
     offset: int
     tensor: Writable
     about: About | None = None
-    whole: Whole | None = None
+    whole: Form | None = None
     at: int = 0
 
     @property

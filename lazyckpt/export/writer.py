@@ -26,7 +26,7 @@ from ..jobs.publish import discard, discard_upload, fingerprint
 from ..jobs.shares import discard_share, share_of, write_share
 from ..jobs.write import write
 from ..lazy import LazyArray
-from .manifest import with_manifest
+from .manifest import below, with_manifest
 from .options import WriteOptions, WriteResult, complete
 from .training import Training
 
@@ -211,7 +211,7 @@ def _place(plan: WritePlan) -> str | None:
     if len(plan.manifests) != 1 or isinstance(dest, Session):
         return None
     key = plan.manifests[0].key
-    return f"{dest.bucket}/{key}" if isinstance(dest, Remote) else str(dest.path(key))
+    return f"{dest.bucket.beside}/{key}" if isinstance(dest, Remote) else str(dest.path(key))
 
 
 def plan_of_folder(
@@ -259,6 +259,7 @@ def plan_of_ranks(
         texts={f"{name}/{key}": text for name, plan in plans.items() for key, text in plan.texts.items()},
         room=sum(plan.room for plan in plans.values()),
         paths=tuple(place / name for name in plans),
+        manifests=[one for name, plan in plans.items() for one in below(plan.manifests, name)],
     )
 
 

@@ -13,13 +13,14 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from ..core.box import Shape
+from ..core.box import Shape, c_strides, is_run
 from ..core.chunking import chunk_shape, grid_of
+from ..core.merkle import Form
 from ..core.packs import Packed
 from ..core.units import size_in_bytes
 from ..errors import DataError, DestinationError
@@ -59,11 +60,16 @@ class Item:
         fragments = self.tensor.spec.fragments
         return self.path, self.cut, *((fragments.digest(),) if isinstance(fragments, Packed) else ())
 
-    def files(self) -> Iterator[tuple[str, LazyArray]]:
-        """Yield all files: (key, block of the tensor)."""
-        t = self.tensor
-        for key, box in self.cut.files(tuple(t.shape)):
-            yield f"{self.path}/{key}", (t if box.shape == t.shape else t.lazy[box.slices])
+    def files(self) -> Iterator[tuple[str, LazyArray, int | None]]:
+        """Yield all files: key, block of the tensor, and the number of elements before it in C order, if its elements
+        follow one another in the tensor and in the file."""
+        t, shape = self.tensor, tuple(self.tensor.shape)
+        strides, in_order = c_strides(shape), cache(partial(chunks.is_in_order, cut=self.cut))
+        for key, box in self.cut.files(shape):
+            begin = None
+            if is_run(box.shape, strides) and in_order(box.shape):
+                begin = sum(a * s for a, s in zip(box.start, strides, strict=True))
+            yield f"{self.path}/{key}", (t if box.shape == t.shape else t.lazy[box.slices]), begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +97,13 @@ class Plan:
         """Yield the files of all arrays."""
         for item in self.items:
             memory = memory_of(item.cut, item.tensor.itemsize, place.buffers)
-            for key, block in item.files():
+            t = item.tensor
+            whole = Form(t.spec.dtype.name, tuple(t.shape), t.nbytes)
+            for key, block, begin in item.files():
                 about = place, key, block, item.cut
                 work = partial(chunks.write, *about), partial(chunks.check, *about)
-                yield Chunk(key, block.nbytes, memory, *work, block)
+                of = (item.path, whole, begin * t.itemsize) if begin is not None else ()
+                yield Chunk(key, block.nbytes, memory, *work, block, *of)
 
 
 def _plan(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ..core import merkle
-from ..core.merkle import SIZE, Hasher, Leaves, Whole, hash_of
+from ..core.merkle import SIZE, Hasher, Leaves, Form, hash_of
 from ..core.packs import packed
 from ..errors import LazyckptError
 from ..io.memory import many_objects
@@ -109,7 +109,7 @@ class _State:
             tensors, self.aliases = part.once()
             self.rows: Mapping[str, int] = {name: n for n, name in enumerate(tensors)}
             self.tensors = dict(enumerate(tensors.values()))
-            numbers: dict[Whole, int] = {}
+            numbers: dict[Form, int] = {}
             self.marks: Sequence[int] = [numbers.setdefault(_whole(t), len(numbers)) for t in tensors.values()]
             self.kinds = list(numbers)
             self.nbytes = sum(self.kinds[n].nbytes for n in self.marks)
@@ -204,7 +204,7 @@ class _State:
             self.errors.setdefault(result.row, result.error)
             self._open.pop(result.row, None)
         else:
-            first, hashes = result.leaves
+            first, hashes, _ = result.leaves
             self._add(result.row, dict(enumerate(hashes, first)))
 
     def _add(self, row: int, leaves: Mapping[int, bytes]) -> None:
@@ -233,8 +233,8 @@ class _State:
         return StateDigest(rows, kinds, marks, digests, self.errors, self.aliases)
 
 
-def _whole(t: LazyArray) -> Whole:
-    return Whole(t.spec.dtype.name, shape_of(t), t.nbytes)
+def _whole(t: LazyArray) -> Form:
+    return Form(t.spec.dtype.name, shape_of(t), t.nbytes)
 
 
 def _of_state(number: int, work: Callable[[], Sequence[_Result]]) -> tuple[int, Sequence[_Result]]:
@@ -246,7 +246,7 @@ def _rows(file: OneFile, first: int, rows: Rows, algorithm: str) -> list[_Result
 
 
 def _hash_small(
-    together: LazyArray, wholes: Sequence[tuple[int, Whole]], algorithm: str, tensors: Sequence[LazyArray]
+    together: LazyArray, wholes: Sequence[tuple[int, Form]], algorithm: str, tensors: Sequence[LazyArray]
 ) -> list[_Result]:
     """Hash tensors of one run each."""
     new = hash_of(algorithm)
@@ -268,7 +268,7 @@ def _hash_small(
     return found
 
 
-def _of_large(n: int, tensor: LazyArray, whole: Whole, known: Mapping[int, bytes], algorithm: str) -> Iterator[Task]:
+def _of_large(n: int, tensor: LazyArray, whole: Form, known: Mapping[int, bytes], algorithm: str) -> Iterator[Task]:
     """Yield the tasks of a tensor of any size: runs that are not known, as few blocks of the tensor."""
     tensor._check()
     next(tensor.pieces(_TASK), None)  # raises if the tensor is too large to be read
@@ -277,7 +277,7 @@ def _of_large(n: int, tensor: LazyArray, whole: Whole, known: Mapping[int, bytes
         yield Task(hi - lo, PIECE + OVERHEAD, partial(_hash, parts, n, whole, lo, algorithm), parts[0])
 
 
-def _spans(whole: Whole, known: Mapping[int, bytes]) -> Iterator[tuple[int, int]]:
+def _spans(whole: Form, known: Mapping[int, bytes]) -> Iterator[tuple[int, int]]:
     """Yield the bytes of each task: unknown runs that follow one another."""
     run, most = merkle.RUN, max(1, _TASK // merkle.RUN)
     n = 0
@@ -292,7 +292,7 @@ def _spans(whole: Whole, known: Mapping[int, bytes]) -> Iterator[tuple[int, int]
         n = end
 
 
-def _hash(parts: Iterable[LazyArray], n: int, whole: Whole, at: int, algorithm: str) -> list[_Result]:
+def _hash(parts: Iterable[LazyArray], n: int, whole: Form, at: int, algorithm: str) -> list[_Result]:
     """Hash the runs of parts of a tensor that follow one another, from byte ``at`` on."""
     hasher = Hasher(whole, at, hash_of(algorithm))
     try:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.extents import ExtentSpecs
-from ..core.merkle import SIZE, Whole, hash_of
+from ..core.merkle import SIZE, Form, hash_of
 from ..core.names import Same
 from ..errors import LazyckptError
 from ..io.storage.base import Store, narrow
@@ -53,7 +53,7 @@ class Columns:
     rows: dict[str, int]
     offsets: Ints
     marks: Ints
-    kinds: list[Whole]
+    kinds: list[Form]
 
     @property
     def sizes(self) -> Ints:
@@ -76,7 +76,7 @@ def columns_of(part: Namespace[Any]) -> Columns | None:
     where = np.fromiter(rows.values(), np.int64, len(rows))
     if not np.array_equal(where, np.arange(len(where))):
         rows = dict(zip(rows, range(len(rows)), strict=True))
-    kinds = [Whole(dtype.name, shape, _size(shape, dtype.itemsize)) for shape, dtype in extents.kinds]
+    kinds = [Form(dtype.name, shape, _size(shape, dtype.itemsize)) for shape, dtype in extents.kinds]
     offsets, numbers = (np.array(column, np.int64)[where] for column in (extents.offsets, extents.numbers))
     return Columns(tensor.store, extents.path, rows, offsets, numbers, kinds)
 

@@ -8,6 +8,7 @@ same job wrote) is read from the written files, never from the source.
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +16,8 @@ from typing import Any, NamedTuple
 from ..core import merkle
 from ..core.box import Shape, span_boxes
 from ..core.dtypes import dtype_of
-from ..core.merkle import Hasher, Leaves, Whole, hash_of
+from ..core.fragments import fragments_of
+from ..core.merkle import Hasher, Leaves, Form, hash_of, run_of
 from ..errors import LazyckptError
 from ..lazy import LazyArray, shape_of
 from .plan import Placed
@@ -26,13 +28,13 @@ _SPARSE = 64  # runs of a file for each run of the tree above which a tensor lie
 class Passing(NamedTuple):
     """What a task hashes: bytes of the tensor ``whole`` from ``at`` on, in C order."""
 
-    whole: Whole
+    whole: Form
     at: int
     algorithm: str
 
-    def hasher(self) -> Hasher:
-        """Return what hashes the bytes."""
-        return Hasher(self.whole, self.at, hash_of(self.algorithm))
+    def hasher(self, kept: int | None = None) -> Hasher:
+        """Return what hashes the bytes. ``kept``: their number, if those of incomplete runs are kept."""
+        return Hasher(self.whole, self.at, hash_of(self.algorithm), kept)
 
 
 class Cut(NamedTuple):
@@ -60,7 +62,7 @@ def cuts(placed: Sequence[Placed], most: int, algorithm: str | None = None) -> I
             for ahead, part in tensor.pieces(most):
                 yield Cut(n, offset + ahead * tensor.itemsize, (part,))
             continue
-        whole = whole or Whole(dtype_of(tensor.dtype).name, tuple(tensor.shape), tensor.nbytes)
+        whole = whole or Form(dtype_of(tensor.dtype).name, tuple(tensor.shape), tensor.nbytes)
         if not isinstance(tensor, LazyArray):
             for ahead, part in tensor.pieces(most):
                 at = ahead * tensor.itemsize
@@ -87,7 +89,7 @@ class _Piece(NamedTuple):
     """Bytes of a file: how many, of which tensor, where they begin in it, and the hashes of the runs among them."""
 
     nbytes: int
-    whole: Whole
+    whole: Form
     at: int
     leaves: Leaves
 
@@ -98,6 +100,23 @@ class Passed:
     def __init__(self) -> None:
         self._files: dict[str, dict[int, _Piece]] = {}
         self._offsets: dict[str, list[int]] = {}  # sorted, made when first needed
+        self._arrays: dict[str, tuple[Form, dict[int, bytes]]] = {}
+        self._edges: dict[str, dict[int, dict[int, bytes]]] = {}  # array -> number of a run -> pieces of it
+
+    def add_chunk(self, array: str, passing: Passing, leaves: Leaves) -> None:
+        """Take the hashes of a chunk of an array, and join the pieces of runs that chunks cut."""
+        whole = passing.whole
+        found = self._arrays.setdefault(array, (whole, {}))[1]
+        found.update(enumerate(leaves.hashes, leaves.first))
+        edges = self._edges.setdefault(array, {})
+        for at, data in leaves.edges:
+            n = at // merkle.RUN
+            pieces = edges.setdefault(n, {})
+            pieces[at] = data
+            hashed = run_of(whole, n, pieces, hash_of(passing.algorithm))
+            if hashed is not None:
+                found[n] = hashed
+                del edges[n]
 
     def add(self, key: str, offset: int, nbytes: int, passing: Passing, leaves: Leaves) -> None:
         """Take the hashes of bytes of a file."""
@@ -114,9 +133,12 @@ class Passed:
         below
             The folder of its files among those of the export, "" or with a slash at the end.
         """
-        whole = Whole(tensor.spec.dtype.name, shape_of(tensor), tensor.nbytes)
+        whole = Form(tensor.spec.dtype.name, shape_of(tensor), tensor.nbytes)
         if not whole.nbytes:
             return {}
+        if self._arrays and (array := array_of(tensor)) is not None:
+            of, hashes = self._arrays.get(below + array, (None, {}))
+            return hashes if of == whole else {}
         try:
             runs = tensor._runs()
         except (LazyckptError, OSError):  # reading it says what is wrong
@@ -144,26 +166,48 @@ class Passed:
                 yield offsets[n], piece
             n += 1
 
-    def as_json(self) -> Any:
-        """Return the same as plain objects, for a file."""
-        return [
-            [key, offset, p.nbytes, *p.whole, p.at, p.leaves.first, b"".join(p.leaves.hashes).hex()]
+    def as_json(self) -> bytes:
+        """Return the hashes as text, for the process that finishes an export of several shares."""
+        files = [
+            [key, offset, piece.nbytes, *piece.whole, piece.at, piece.leaves.first, b"".join(piece.leaves.hashes).hex()]
             for key, pieces in self._files.items()
-            for offset, p in pieces.items()
+            for offset, piece in pieces.items()
         ]
+        arrays = [
+            [array, *whole, list(hashes), b"".join(hashes.values()).hex()]
+            for array, (whole, hashes) in self._arrays.items()
+        ]
+        return json.dumps({"files": files, "arrays": arrays}).encode("utf-8", "surrogatepass")
 
-    def take(self, listed: Any) -> None:
+    def take(self, text: bytes) -> None:
         """Add what `as_json` returned."""
-        for key, offset, nbytes, dtype, shape, size, at, first, text in listed:
-            joined = bytes.fromhex(text)
-            hashes = tuple(joined[n : n + merkle.SIZE] for n in range(0, len(joined), merkle.SIZE))
-            piece = _Piece(nbytes, Whole(dtype, tuple(shape), size), at, Leaves(first, hashes))
+        about = json.loads(text)
+        for key, offset, nbytes, dtype, shape, size, at, first, joined in about["files"]:
+            piece = _Piece(nbytes, Form(dtype, tuple(shape), size), at, Leaves(first, tuple(_hashes(joined))))
             self._files.setdefault(key, {})[offset] = piece
+        for array, dtype, shape, size, numbers, joined in about["arrays"]:
+            found = self._arrays.setdefault(array, (Form(dtype, tuple(shape), size), {}))[1]
+            found.update(zip(numbers, _hashes(joined), strict=True))
 
 
-def _placed(piece: _Piece, whole: Whole, at: int) -> Mapping[int, bytes]:
+def _hashes(text: str) -> list[bytes]:
+    joined = bytes.fromhex(text)
+    return [joined[n : n + merkle.SIZE] for n in range(0, len(joined), merkle.SIZE)]
+
+
+def array_of(tensor: LazyArray) -> str | None:
+    """Return the path of the Zarr array whose chunks a tensor consists of; None if its files are no chunks."""
+    path = next(iter(fragments_of(tensor.spec.fragments).file_paths()), None)
+    if path is None:
+        return None
+    parts = path.split("/")
+    cut = len(parts) - 1 - len(tensor.spec.shape)
+    return "/".join(parts[:cut]) if cut > 0 and parts[cut] == "c" else None
+
+
+def _placed(piece: _Piece, whole: Form, at: int) -> Mapping[int, bytes]:
     """Return the hashes of a piece as those of runs of a tensor in which it begins at byte ``at``."""
-    first, hashes = piece.leaves
+    first, hashes, _ = piece.leaves
     if whole.nbytes <= merkle.RUN or piece.whole.nbytes <= merkle.RUN:  # the hash covers dtype and shape
         return {0: hashes[0]} if piece.whole == whole and at == piece.at == 0 else {}
     shift = at - piece.at

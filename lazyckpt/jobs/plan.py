@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ..core.merkle import Whole
+from ..core.merkle import Leaves, Form
 from ..lazy import LazyArray
 from .destination import Destination, Remote, Session
 from .places import Place, Target
@@ -38,7 +38,7 @@ class Placed(NamedTuple):
 
     offset: int
     tensor: Writable
-    whole: Whole | None = None
+    whole: Form | None = None
     at: int = 0
 
 
@@ -66,15 +66,19 @@ class Chunk(NamedTuple):
     """A file that one task writes as a whole, with `Place.put`.
 
     ``nbytes`` is the size of the tensor's elements in it, ``memory`` the number of bytes that the task holds. ``write``
-    writes the file and returns its size in bytes; ``check`` reads it again and raises CorruptError if it differs. Both
-    must be picklable. ``tensor`` is what they read."""
+    writes the file and returns its size in bytes; given what to hash, also the hashes. ``check`` reads it again and
+    raises CorruptError if it differs. Both must be picklable. ``tensor`` is what they read. If the elements follow one
+    another in the array, ``array`` is its path, ``whole`` the tensor, and ``at`` the byte at which they begin."""
 
     key: str
     nbytes: int
     memory: int
-    write: Callable[[], int]
+    write: Callable[..., tuple[int, Leaves | None]]
     check: Callable[[], None]
     tensor: LazyArray | None = None
+    array: str | None = None
+    whole: Form | None = None
+    at: int = 0
 
 
 class Chunks(NamedTuple):
@@ -90,14 +94,12 @@ Text = bytes | Callable[[], Iterable[bytes]]
 class Manifest(NamedTuple):
     """A manifest that is written when all other files are complete.
 
-    ``key`` is its path, ``below`` the folder of the files that it is of, "" or with a slash at the end. ``make`` returns
-    its content, given the folder of the files (a path or URL), what is known of the hashes of a tensor in them, and the
-    engine; it reads the files for what is not known."""
+    ``key`` is its path. ``make`` returns its content, given the folder of all files (a path or URL), the hashes of what
+    was written (`passing.Passed`), and the engine; it reads the files for what was not hashed."""
 
     key: str
-    below: str
     algorithm: str
-    make: Callable[[str, Callable[[LazyArray], Mapping[int, bytes]], Any], bytes]
+    make: Callable[..., bytes]
 
 
 @dataclass(frozen=True, slots=True)

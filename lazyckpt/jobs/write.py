@@ -27,7 +27,7 @@ from .destination import Destination, Remote, Session, Zip, check_room, check_un
 from .executor import OVERHEAD, Run
 from .ledger import Done, Ledger
 from .passing import Cut, Passed, Passing, cuts
-from .places import LEDGER, PART, PIECE, Bucket, Folder, Place, Target, combined, crc32
+from .places import LEDGER, PART, PIECE, Folder, Place, Target, combined, crc32
 from .plan import File, Layout, Text, WritePlan
 from .progress import Bar
 from .publish import content, moved, staged, uploaded
@@ -287,7 +287,7 @@ def _write(plan: WritePlan, dest: Destination, verify: bool, progress: bool | No
         chunked, passed = replace(where, listed=True), Passed()
         with Bar((plan.nbytes - _sum(plan.files) + _sum(files)) * (1 + verify), dest.place.name, progress) as bar:
             layouts = fill(files, where, ledger, run, bar.add, passed, plan.algorithm)
-            nbytes = _put_chunks(plan, chunked, ledger.whole, run, bar.add)
+            nbytes = _put_chunks(plan, chunked, ledger.whole, run, bar.add, passed)
             if plan.chunks is not None:  # a killed worker leaves the file that it was writing
                 where.tidy(lambda key: not key.endswith(PART))
             if plan.build is not None:
@@ -297,7 +297,7 @@ def _write(plan: WritePlan, dest: Destination, verify: bool, progress: bool | No
                 _check_chunks(plan, chunked, run, bar.add)
         nbytes += put_texts(plan, where, already)
         if not already:  # else they are there
-            nbytes += put_manifests(plan, where, passed, run)
+            nbytes += put_manifests(plan, where, where, passed, run)
         check_unchanged(plan.tensors)
         nbytes += sum(layout.file.size or 0 for layout in layouts) + sum(dest.path(k).stat().st_size for k in already)
         if plan.build is not None:
@@ -321,17 +321,17 @@ def _prepare(plan: WritePlan, staging: Folder, where: Folder, ledger: Ledger) ->
 def _upload(plan: WritePlan, dest: Remote, verify: bool, progress: bool | None, run: Run) -> int:
     for tensor in plan.tensors:
         tensor._check()
-    bucket = dest.bucket
+    bucket, passed = dest.bucket, Passed()
     with uploaded(bucket, plan.fingerprint, dest.overwrite) as there:
         with Bar(plan.nbytes * (1 + verify), bucket.url.rpartition("/")[2], progress) as bar:
-            nbytes = _put_chunks(plan, bucket, there.get, run, bar.add)
+            nbytes = _put_chunks(plan, bucket, there.get, run, bar.add, passed)
             *texts, last = plan.texts.items()
             nbytes += sum(_put(bucket, key, text) for key, text in texts)
             if verify:
                 _check_chunks(plan, bucket, run, bar.add)
         check_unchanged(plan.tensors)
         nbytes += _put(bucket, *last)  # makes the hierarchy readable
-        nbytes += put_manifests(plan, bucket, Passed(), run)
+        nbytes += put_manifests(plan, bucket, bucket.beside, passed, run)
     return nbytes
 
 
@@ -340,13 +340,9 @@ def put_texts(plan: WritePlan, place: Place, already: Set[str] = frozenset()) ->
     return sum(_put(place, key, text) for key, text in plan.texts.items() if key not in already)
 
 
-def put_manifests(plan: WritePlan, place: Folder | Bucket, passed: Passed, run: Run) -> int:
-    """Write the manifests of a plan, whose files are complete; return their size in bytes."""
-    nbytes = 0
-    for one in plan.manifests:
-        known = partial(passed.known, below=one.below)
-        nbytes += place.put(one.key, [one.make(os.path.join(str(place), one.below), known, run)])
-    return nbytes
+def put_manifests(plan: WritePlan, files: Place, place: Place, passed: Passed, run: Run) -> int:
+    """Write the manifests of a plan, whose ``files`` are complete, to a place; return their size in bytes."""
+    return sum(place.put(one.key, [one.make(str(files), passed, run)]) for one in plan.manifests)
 
 
 def _put(place: Place, key: str, text: Text) -> int:
@@ -354,10 +350,15 @@ def _put(place: Place, key: str, text: Text) -> int:
 
 
 def _put_chunks(
-    plan: WritePlan, place: Place, size_of: Callable[[str], int | None], run: Run, moved: Callable[[int], None]
+    plan: WritePlan,
+    place: Place,
+    size_of: Callable[[str], int | None],
+    run: Run,
+    moved: Callable[[int], None],
+    passed: Passed,
 ) -> int:
     """Write the chunks for which ``size_of`` returns None; return the size of all chunks in bytes."""
-    nbytes = 0
+    nbytes, algorithm = 0, plan.algorithm
 
     def tasks() -> Iterator[Task]:
         nonlocal nbytes
@@ -365,16 +366,35 @@ def _put_chunks(
             if (size := size_of(chunk.key)) is not None:
                 nbytes += size
                 moved(chunk.nbytes)
-            else:
-                yield Task(chunk.nbytes, chunk.memory, chunk.write, chunk.tensor)
+                continue
+            work: Callable[[], Any] = chunk.write
+            if algorithm is not None and chunk.array is not None and chunk.whole is not None:
+                work = partial(_hashed, work, chunk.array, Passing(chunk.whole, chunk.at, algorithm))
+            yield Task(chunk.nbytes, chunk.memory, work, chunk.tensor)
 
-    def done(task: Task, size: int) -> None:
+    def done(task: Task, result: tuple[int, Leaves | None] | _Hashed) -> None:
         nonlocal nbytes
-        nbytes += size
+        nbytes += result[0]
+        if isinstance(result, _Hashed) and result.leaves is not None:
+            passed.add_chunk(result.array, result.passing, result.leaves)
         moved(task.nbytes)
 
     run(tasks(), done)
     return nbytes
+
+
+class _Hashed(NamedTuple):
+    """The size of a chunk of an array in bytes, and the hashes of its elements."""
+
+    size: int
+    leaves: Leaves | None
+    array: str
+    passing: Passing
+
+
+def _hashed(write: Callable[..., tuple[int, Leaves | None]], array: str, passing: Passing) -> _Hashed:
+    """Write a chunk of an array and hash its elements."""
+    return _Hashed(*write(passing=passing), array, passing)
 
 
 def _check_chunks(plan: WritePlan, place: Place, run: Run, moved: Callable[[int], None]) -> None:
