@@ -97,7 +97,9 @@ def fill(
                     continue
                 file.left += 1
                 about = _Run(file.number, cut.number, cut.offset)
-                work = partial(_move, layout.file, cut.parts, about, cut.passing)
+                work = partial(_move, layout.file, cut.parts[0], about)
+                if cut.passing is not None:
+                    work = partial(_pass, layout.file, cut.parts, about, cut.passing)
                 yield Task(nbytes, PIECE + OVERHEAD, work, cut.parts[0])
             file.one_less()
 
@@ -166,22 +168,35 @@ class _Moved(NamedTuple):
     leaves: tuple[Passing, Leaves] | None
 
 
-def _move(target: Target, parts: Sequence[Any], about: _Run, passing: Passing | None) -> _Moved:
+def _move(target: Target, tensor: Any, about: _Run) -> _Moved:
     """Write one run into an existing file."""
-    hasher = None if passing is None else passing.hasher()
+    return _Moved(about, _written(target, [tensor], about.offset), None)
+
+
+def _pass(target: Target, parts: Sequence[Any], about: _Run, passing: Passing) -> _Moved:
+    """Write one run into an existing file, and hash it."""
+    hasher = passing.hasher()
+    checksum = _written(target, parts, about.offset, hasher.update)
+    return _Moved(about, checksum, (passing, hasher.leaves()))
+
+
+def _written(
+    target: Target, parts: Sequence[Any], offset: int, seen: Callable[[memoryview], None] | None = None
+) -> int:
+    """Write parts of a tensor one after the other, and return their CRC-32. ``seen`` is called with their bytes."""
     fd = target.descriptor(os.O_WRONLY)
     try:
-        crc, offset = 0, about.offset
+        crc = 0
         for part in parts:
             for at, memory in contents(part):
                 write_at(fd, memory, offset + at)
                 crc = crc32(memory, crc)
-                if hasher is not None:
-                    hasher.update(memory)
+                if seen is not None:
+                    seen(memory)
             offset += part.nbytes
     finally:
         os.close(fd)
-    return _Moved(about, crc, None if passing is None or hasher is None else (passing, hasher.leaves()))
+    return crc
 
 
 def _intact(target: Target, offset: int, known: Done) -> tuple[Target, int, bool]:
