@@ -29,6 +29,7 @@ from ..lazy import LazyArray
 from .codecs import Encoding
 
 _ABSENT = (1 << 64) - 1  # offset and size of an absent inner chunk
+Seen = Callable[[memoryview], None]
 INDEX_CODECS = (*RAW, {"name": "crc32c"})
 
 
@@ -75,14 +76,20 @@ class Cut:
         return held + index + OVERHEAD
 
 
-def write(
-    place: Place, key: str, tensor: LazyArray, cut: Cut, passing: Passing | None = None
-) -> tuple[int, Leaves | None]:
-    """Write the file with this block of a tensor; return its size in bytes and, given what to hash, the hashes."""
-    hasher = None if passing is None else passing.hasher(tensor.nbytes)
-    pieces = content(tensor, cut, None if hasher is None else hasher.update)
-    size = place.put(key, Sized(pieces, cut.most(tensor.itemsize)) if cut.encoding.raw else pieces)
-    return size, None if hasher is None else hasher.leaves()
+def write(place: Place, key: str, tensor: LazyArray, cut: Cut) -> int:
+    """Write the file with this block of a tensor; return its size in bytes."""
+    return _put(place, key, tensor, cut)
+
+
+def write_hashed(place: Place, key: str, tensor: LazyArray, cut: Cut, passing: Passing) -> tuple[int, Leaves]:
+    """Write the file with this block of a tensor; return its size in bytes, and hashes of the elements."""
+    hasher = passing.hasher(tensor.nbytes)
+    return _put(place, key, tensor, cut, hasher.update), hasher.leaves()
+
+
+def _put(place: Place, key: str, tensor: LazyArray, cut: Cut, seen: Seen | None = None) -> int:
+    pieces = content(tensor, cut, seen)
+    return place.put(key, Sized(pieces, cut.most(tensor.itemsize)) if cut.encoding.raw else pieces)
 
 
 def is_in_order(block: Shape, cut: Cut) -> bool:
@@ -98,9 +105,6 @@ def is_in_order(block: Shape, cut: Cut) -> bool:
                 return False
             at += box.numel
     return True
-
-
-Seen = Callable[[memoryview], None]
 
 
 def content(tensor: LazyArray, cut: Cut, seen: Seen | None = None) -> Iterator[memoryview]:

@@ -30,6 +30,7 @@ from ..jobs.executor import shares_memory
 from ..jobs.guard import followed, local_path
 from ..jobs.places import Bucket, Place
 from ..jobs.plan import Chunk, Chunks, WritePlan
+from ..jobs.plan import Part as Piece
 from ..jobs.publish import fingerprint
 from ..lazy import LazyArray
 from . import chunks
@@ -102,8 +103,10 @@ class Plan:
             for key, block, begin in item.files():
                 about = place, key, block, item.cut
                 work = partial(chunks.write, *about), partial(chunks.check, *about)
-                of = (item.path, whole, begin * t.itemsize) if begin is not None else ()
-                yield Chunk(key, block.nbytes, memory, *work, block, *of)
+                part = None
+                if begin is not None:
+                    part = Piece(item.path, whole, begin * t.itemsize, partial(chunks.write_hashed, *about))
+                yield Chunk(key, block.nbytes, memory, *work, block, part)
 
 
 def _plan(

@@ -62,23 +62,31 @@ class File(NamedTuple):
     layout: Callable[[Target], Layout]
 
 
+class Part(NamedTuple):
+    """Elements of an array that follow one another: the array's path, the tensor, and the byte at which they begin.
+    ``write`` writes their file like `Chunk.write`, given what to hash (`passing.Passing`), and returns the hashes, too;
+    it must be picklable."""
+
+    array: str
+    whole: Form
+    at: int
+    write: Callable[[Any], tuple[int, Leaves]]
+
+
 class Chunk(NamedTuple):
     """A file that one task writes as a whole, with `Place.put`.
 
     ``nbytes`` is the size of the tensor's elements in it, ``memory`` the number of bytes that the task holds. ``write``
-    writes the file and returns its size in bytes; given what to hash, also the hashes. ``check`` reads it again and
-    raises CorruptError if it differs. Both must be picklable. ``tensor`` is what they read. If the elements follow one
-    another in the array, ``array`` is its path, ``whole`` the tensor, and ``at`` the byte at which they begin."""
+    writes the file and returns its size in bytes; ``check`` reads it again and raises CorruptError if it differs. Both
+    must be picklable. ``tensor`` is what they read. If the elements follow one another in an array, ``part`` says so."""
 
     key: str
     nbytes: int
     memory: int
-    write: Callable[..., tuple[int, Leaves | None]]
+    write: Callable[[], int]
     check: Callable[[], None]
     tensor: LazyArray | None = None
-    array: str | None = None
-    whole: Form | None = None
-    at: int = 0
+    part: Part | None = None
 
 
 class Chunks(NamedTuple):

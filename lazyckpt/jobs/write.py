@@ -28,7 +28,7 @@ from .executor import OVERHEAD, Run
 from .ledger import Done, Ledger
 from .passing import Cut, Passed, Passing, cuts
 from .places import LEDGER, PART, PIECE, Folder, Place, Target, combined, crc32
-from .plan import File, Layout, Text, WritePlan
+from .plan import File, Layout, Part, Text, WritePlan
 from .progress import Bar
 from .publish import content, moved, staged, uploaded
 
@@ -383,14 +383,14 @@ def _put_chunks(
                 moved(chunk.nbytes)
                 continue
             work: Callable[[], Any] = chunk.write
-            if algorithm is not None and chunk.array is not None and chunk.whole is not None:
-                work = partial(_hashed, work, chunk.array, Passing(chunk.whole, chunk.at, algorithm))
+            if algorithm is not None and chunk.part is not None:
+                work = partial(_hashed, chunk.part, algorithm)
             yield Task(chunk.nbytes, chunk.memory, work, chunk.tensor)
 
-    def done(task: Task, result: tuple[int, Leaves | None] | _Hashed) -> None:
+    def done(task: Task, result: int | _Hashed) -> None:
         nonlocal nbytes
-        nbytes += result[0]
-        if isinstance(result, _Hashed) and result.leaves is not None:
+        nbytes += result.size if isinstance(result, _Hashed) else result
+        if isinstance(result, _Hashed):
             passed.add_chunk(result.array, result.passing, result.leaves)
         moved(task.nbytes)
 
@@ -402,14 +402,15 @@ class _Hashed(NamedTuple):
     """The size of a chunk of an array in bytes, and the hashes of its elements."""
 
     size: int
-    leaves: Leaves | None
+    leaves: Leaves
     array: str
     passing: Passing
 
 
-def _hashed(write: Callable[..., tuple[int, Leaves | None]], array: str, passing: Passing) -> _Hashed:
+def _hashed(part: Part, algorithm: str) -> _Hashed:
     """Write a chunk of an array and hash its elements."""
-    return _Hashed(*write(passing=passing), array, passing)
+    passing = Passing(part.whole, part.at, algorithm)
+    return _Hashed(*part.write(passing), part.array, passing)
 
 
 def _check_chunks(plan: WritePlan, place: Place, run: Run, moved: Callable[[int], None]) -> None:
