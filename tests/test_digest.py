@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import lazyckpt
-from lazyckpt.errors import CorruptError, DataError, FormatError, MissingFileError, TensorNotFoundError
 from lazyckpt.core import merkle
 from lazyckpt.core.merkle import hash_of
+from lazyckpt.errors import CorruptError, DataError, FormatError, MissingFileError, TensorNotFoundError
 from lazyckpt.inspect import digest as engine
 from lazyckpt.inspect import small as columns
 from lazyckpt.inspect.files import statement

@@ -270,6 +270,17 @@ def test_the_commands(source: Path, tmp_path: Path) -> None:
     assert call("digest", source, "--files", "--workers", 2).exit_code == 2
 
 
+def test_a_run(source: Path, tmp_path: Path) -> None:
+    for step in (1, 2):
+        view = lazyckpt.open(source).select("even" if step == 1 else "l.*")
+        view.to_safetensors(tmp_path / f"checkpoint-{step}", manifest=True)
+    done = CliRunner().invoke(cli.app, ["digest", str(tmp_path), "--run"])
+    assert done.exit_code == 0, done.output
+    roots = [lazyckpt.digest(tmp_path / f"checkpoint-{step}").root for step in (1, 2)]
+    assert done.stdout.splitlines() == [f"sha256 {root} {step}" for step, root in enumerate(roots, 1)]
+    assert CliRunner().invoke(cli.app, ["digest", str(tmp_path), "--run", "--root"]).exit_code == 2
+
+
 # -- the same weights in many layouts
 
 
@@ -313,7 +324,8 @@ def test_six_formats_and_a_flipped_bit_in_each(zero_cases: Mapping[str, Case], t
         for name, path in paths.items():
             assert lazyckpt.digest(path).root_of("weights") == wanted.root_of("weights"), name
         for name, path in paths.items():
-            tensor = next(t for t in lazyckpt.open(path).values() if t.dtype.is_floating_point and t.ndim and t.shape[-1] > 3)
+            floats = [t for t in lazyckpt.open(path).values() if t.dtype.is_floating_point and t.ndim]
+            tensor = next(t for t in floats if t.shape[-1] > 3)
             _flip(path, tensor)
             now = lazyckpt.open(path, cache=False).digest(states=["weights"])
             differ = now.mismatches(lazyckpt.Digest("sha256", {"weights": wanted.states["weights"]}))
@@ -391,12 +403,10 @@ def test_memory_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         file.truncate(8 + len(header) + size)  # takes no room on the disk
     view = lazyckpt.open(tmp_path / "x.safetensors")
     state = engine._State("weights", view, {}, "sha256", None)
-    seen = 0
-    for task in itertools.islice(state.tasks(0), 2000):
+    for seen, task in enumerate(itertools.islice(state.tasks(0), 2000)):
         assert task.memory <= 32 << 20 and task.nbytes == 64 << 20
         hashes = tuple(bytes(32) for _ in range(64))
         state.add(engine._Read(0, merkle.Leaves(64 * seen, hashes)))
-        seen += 1
     assert sum(map(len, state._open.values())) == 2000 * 64 and len(state.digests) == 32
 
 

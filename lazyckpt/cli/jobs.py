@@ -12,10 +12,10 @@ from typing import Any
 from ..core.names import natural
 from ..core.units import size_in_bytes
 from ..errors import DestinationError, LazyckptError, WorkerError
+from ..export.manifest import with_manifest
 from ..export.megatron import is_rank_folder, rank_folder
 from ..export.options import WriteOptions, complete
 from ..export.training import NotLoaded
-from ..export.manifest import with_manifest
 from ..export.writer import Forecast, Writer, carry_out, check_whole, free_at, is_remote, plan_of_ranks
 from ..formats.zarr.documents import JOB
 from ..jobs.executor import MEMORY
@@ -124,8 +124,8 @@ def run_job(
 ) -> dict[str, Any]:
     """Execute the plan, or a share of it, and return a report, or raise as the view's `to_...` methods do.
 
-    The report has ``files`` (paths), ``manifest`` (its path, or None), ``nbytes``, ``published`` (False for a share that is not the last one),
-    ``left_out`` (item -> reason why it is not written) and ``not_loaded`` (item -> reason why the trainer does not load
+    The report has ``files`` (paths), ``manifest`` (its path, or None), ``nbytes``, ``published`` (False for a share
+    that is not the last one), ``left_out`` (item -> reason why it is not written) and ``not_loaded`` (item -> reason why the trainer does not load
     it although it is written)."""
     own = job.wanted.own(job.to)
     with _executor(workers) if cluster is None else target_of_work(workers, cluster) as executor:

@@ -108,8 +108,8 @@ def is_in_order(block: Shape, cut: Cut) -> bool:
 
 
 def content(tensor: LazyArray, cut: Cut, seen: Seen | None = None) -> Iterator[memoryview]:
-    """Yield the bytes of a file in pieces. A piece is valid until the next one. ``seen`` is called with the bytes of the
-    elements, which must be in order (`is_in_order`)."""
+    """Yield the bytes of a file in pieces. A piece is valid until the next one. ``seen`` is called with the bytes of
+    the elements, which must be in order (`is_in_order`)."""
     if cut.shard is None:
         yield from _chunk(tensor, cut.chunk, cut.encoding, seen)
         return

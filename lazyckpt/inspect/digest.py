@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ..core import merkle
-from ..core.merkle import SIZE, Hasher, Leaves, Form, hash_of
+from ..core.merkle import SIZE, Form, Hasher, Leaves, hash_of
 from ..core.packs import packed
 from ..errors import LazyckptError
 from ..io.memory import many_objects

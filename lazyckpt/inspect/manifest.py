@@ -173,8 +173,9 @@ class StateDigest(Mapping[str, TensorDigest]):
         str
             A line for each name, in the order of the names' bytes in UTF-8, which is that of their code points.
         """
-        text, rows, width = self._digests.hex(), self._rows, 2 * SIZE
-        return "".join(f"{text[width * rows[name] : width * (rows[name] + 1)]} {quoted(name)}\n" for name in sorted(rows))
+        text, width = self._digests.hex(), 2 * SIZE
+        rows = sorted(self._rows.items())
+        return "".join(f"{text[width * n : width * (n + 1)]} {quoted(name)}\n" for name, n in rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

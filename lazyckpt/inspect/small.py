@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -189,7 +190,7 @@ def by_processes(store: Store, path: str, rows: Rows) -> bytes | None:
         at = np.searchsorted(ends, ends[-1] * np.arange(count + 1) // count).tolist()
         at[-1] = len(rows.offsets)
         with ThreadPoolExecutor(count) as threads:
-            parts = [rows.part(lo, hi) for lo, hi in zip(at, at[1:], strict=False)]
+            parts = [rows.part(lo, hi) for lo, hi in pairwise(at)]
             found = list(threads.map(lambda part: _child(fd, part), parts))
         same = os.path.samestat(os.fstat(fd), os.stat(os.path.join(store.root, path)))
         if not same or store.stat(path) != before or before != store.pins.get(path, before):

@@ -17,7 +17,7 @@ from ..core import merkle
 from ..core.box import Shape, span_boxes
 from ..core.dtypes import dtype_of
 from ..core.fragments import fragments_of
-from ..core.merkle import Hasher, Leaves, Form, hash_of, run_of
+from ..core.merkle import Form, Hasher, Leaves, hash_of, run_of
 from ..errors import LazyckptError
 from ..lazy import LazyArray, shape_of
 from .plan import Placed
@@ -213,7 +213,7 @@ def _placed(piece: _Piece, whole: Form, at: int) -> Mapping[int, bytes]:
     shift = at - piece.at
     if shift % merkle.RUN:
         return {}
-    if first + len(hashes) == piece.whole.runs and piece.whole.nbytes % merkle.RUN:  # the last run is a short one
-        if piece.whole.nbytes + shift != whole.nbytes:
-            hashes = hashes[:-1]
+    has_short = first + len(hashes) == piece.whole.runs and piece.whole.nbytes % merkle.RUN
+    if has_short and piece.whole.nbytes + shift != whole.nbytes:
+        hashes = hashes[:-1]
     return dict(enumerate(hashes, first + shift // merkle.RUN))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ..core.merkle import Leaves, Form
+from ..core.merkle import Form, Leaves
 from ..lazy import LazyArray
 from .destination import Destination, Remote, Session
 from .places import Place, Target
@@ -78,7 +78,8 @@ class Chunk(NamedTuple):
 
     ``nbytes`` is the size of the tensor's elements in it, ``memory`` the number of bytes that the task holds. ``write``
     writes the file and returns its size in bytes; ``check`` reads it again and raises CorruptError if it differs. Both
-    must be picklable. ``tensor`` is what they read. If the elements follow one another in an array, ``part`` says so."""
+    must be picklable. ``tensor`` is what they read. ``part`` is not None if the elements follow one another in an
+    array."""
 
     key: str
     nbytes: int

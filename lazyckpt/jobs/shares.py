@@ -22,8 +22,8 @@ from .destination import Destination, Files, Whole, check_unchanged
 from .executor import Run
 from .guard import is_own
 from .ledger import Ledger
-from .places import Folder, Place
 from .passing import Passed
+from .places import Folder, Place
 from .plan import Chunk, Chunks, Manifest, WritePlan
 from .publish import Busy, content, discard, is_unique, moved, reveal, staged
 from .write import put_manifests, put_texts, write
