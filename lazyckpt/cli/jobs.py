@@ -125,8 +125,8 @@ def run_job(
     """Execute the plan, or a share of it, and return a report, or raise as the view's `to_...` methods do.
 
     The report has ``files`` (paths), ``manifest`` (its path, or None), ``nbytes``, ``published`` (False for a share
-    that is not the last one), ``left_out`` (item -> reason why it is not written) and ``not_loaded`` (item -> reason why
-    the trainer does not load it although it is written)."""
+    that is not the last one), ``left_out`` (item -> reason why it is not written) and ``not_loaded`` (item -> reason
+    why the trainer does not load it although it is written)."""
     own = job.wanted.own(job.to)
     with _executor(workers) if cluster is None else target_of_work(workers, cluster) as executor:
         given: WriteOptions = {
