@@ -487,6 +487,26 @@ class Namespace(Mapping[str, A]):
         only = getattr(self._index.files, "only", None)  # a mapping that looks at files on demand
         return only(paths) if only else {p: info for p, info in self._index.files.items() if p in paths}
 
+    def stat(self, path: str) -> FileInfo:
+        """Return the size and the modification time that a file has now, which `files` has as of opening.
+
+        Parameters
+        ----------
+        path
+            A path of `files`.
+
+        Returns
+        -------
+        FileInfo
+            What the storage says.
+
+        Raises
+        ------
+        MissingFileError
+            There is no such file any more.
+        """
+        return self._store.stat(path)
+
     @property
     def aliases(self) -> Mapping[str, str]:
         """Tied names of the checkpoint: alias -> name that owns the tensor (full names)."""

@@ -12,6 +12,7 @@ from .errors import DataError
 from .export.options import with_options
 from .export.registry import export
 from .formats.opening import opened
+from .inspect.kept import OPENED, with_files
 from .io.parcels import packed, unpacked
 from .io.storage.base import Store
 from .namespace import Namespace, Step
@@ -85,6 +86,7 @@ class CheckpointView(Namespace[LazyTensor]):
     ) -> None:
         store, index = opened(path, format, tag, rules, cache, storage_options)
         self._init(store, index, next(iter(index.states)), (), True)
+        self.kept[OPENED] = True
 
     def _of(self, index: Index, steps: tuple[Step, ...] = ()) -> CheckpointView:
         # a view of one rank's shard must not find the stored names of other ranks
@@ -313,13 +315,12 @@ class CheckpointView(Namespace[LazyTensor]):
             Workers of the executor died.
         """
         from .inspect.digest import digest
+        from .jobs.executor import runner
 
         chosen = self._states_or(states)
-        parts = {state: part.once() for state, part in chosen.items()}
-        tensors = {state: of_state for state, (of_state, _) in parts.items()}
-        aliases = {state: tied for state, (_, tied) in parts.items()}
         lost = {next(iter(chosen)): self.unreadable} if chosen else {}
-        return digest(tensors, aliases, lost, algorithm, executor, memory, progress)
+        run = runner(executor, memory)
+        return with_files(self, digest(chosen, lost, algorithm, run, progress, processes=executor is None))
 
     def _states_or(self, names: Sequence[str] | None) -> dict[str, CheckpointView]:
         """Return the states of these names, or by default all, or the own one of a view of another state."""

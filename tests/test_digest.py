@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import lazyckpt
+from lazyckpt.core import merkle
+from lazyckpt.core.merkle import hash_of
 from lazyckpt.errors import CorruptError, DataError, FormatError, MissingFileError, TensorNotFoundError
 from lazyckpt.inspect import digest as engine
+from lazyckpt.inspect import small as columns
 from lazyckpt.inspect.files import statement
-from lazyckpt.inspect.manifest import hash_of
 from lazyckpt.testing.oracle import as_ints
 
 from .conftest import need
@@ -43,14 +45,14 @@ def tree(leaves: Sequence[bytes]) -> bytes:
     return hashlib.sha256(b"\1" + tree(leaves[:k]) + tree(leaves[k:])).digest()
 
 
-def of(tensor: torch.Tensor) -> str:
-    data = as_ints(tensor).numpy().tobytes()
-    top = tree([data[at : at + MIB] for at in range(0, len(data), MIB)])
-    head = f"lazyckpt tensor 1\n{str(tensor.dtype).removeprefix('torch.')}\n{','.join(map(str, tensor.shape))}\n"
+def of(tensor: torch.Tensor, run_: int = MIB) -> str:
+    data = as_ints(tensor.contiguous()).numpy().tobytes()
+    top = data if len(data) <= run_ else tree([data[at : at + run_] for at in range(0, len(data), run_)])
+    head = f"lazyckpt tensor 2\n{str(tensor.dtype).removeprefix('torch.')}\n{','.join(map(str, tensor.shape))}\n"
     return hashlib.sha256(head.encode() + top).hexdigest()
 
 
-def of_state(tensors: Mapping[str, torch.Tensor], title: str = "lazyckpt state 1") -> str:
+def of_state(tensors: Mapping[str, torch.Tensor], title: str = "lazyckpt state 2") -> str:
     lines = [f"{of(tensors[name])} {json.dumps(name)}\n" for name in sorted(tensors, key=str.encode)]
     return hashlib.sha256(f"{title}\n{''.join(lines)}".encode()).hexdigest()
 
@@ -75,7 +77,7 @@ def _state() -> dict[str, torch.Tensor]:
 def test_the_tree_is_that_of_rfc_6962(count: int) -> None:
     leaves = [bytes([n]) * n for n in range(count)]
     hashed = [hashlib.sha256(b"\0" + leaf).digest() for leaf in leaves]
-    assert engine.root(hashed, hashlib.sha256) == tree(leaves)
+    assert merkle.root(hashed, hashlib.sha256) == tree(leaves)
 
 
 def test_as_specified(tmp_path: Path) -> None:
@@ -86,7 +88,7 @@ def test_as_specified(tmp_path: Path) -> None:
         assert found[name].digest == of(tensor), name
         assert found[name].shape == tensor.shape and f"torch.{found[name].dtype}" == str(tensor.dtype)
     assert found.root_of("weights") == of_state(state)
-    whole = f'lazyckpt checkpoint 1\n{of_state(state)} "weights"\n'
+    whole = f'lazyckpt checkpoint 2\n{of_state(state)} "weights"\n'
     assert found.root == str(found) == hashlib.sha256(whole.encode()).hexdigest()
     assert lazyckpt.digest(tmp_path / "x.pt") == found and hash(lazyckpt.digest(tmp_path / "x.pt")) == hash(found)
     assert found != lazyckpt.open(tmp_path / "x.pt").select("small.*").digest()
@@ -105,15 +107,12 @@ def test_any_cuts_give_the_same_digest(tmp_path_factory: pytest.TempPathFactory,
     path = tmp_path_factory.mktemp("d") / "x.pt"
     kept = tensor.transpose(0, -1).contiguous().transpose(0, -1) if data.draw(st.booleans()) and shape else tensor
     torch.save({"w": kept, "v": tensor.clone()}, path)
-    data_ = as_ints(tensor.contiguous()).numpy().tobytes()
-    top = tree([data_[at : at + run_] for at in range(0, len(data_), run_)])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "RUN", run_)
+        patch.setattr(merkle, "RUN", run_)
         patch.setattr(engine, "_TASK", task)
-        patch.setattr(engine, "_SMALL", min(small, run_))
+        patch.setattr(columns, "SMALL", small)
         found = lazyckpt.open(path, cache=False).digest(progress=False)
-    want = engine.of_tensor(str(dtype).removeprefix("torch."), shape, top, hashlib.sha256)
-    assert found["w"].digest == found["v"].digest == want
+    assert found["w"].digest == found["v"].digest == of(tensor, run_)
 
 
 def test_formats_and_executors_agree(tmp_path: Path) -> None:
@@ -209,8 +208,9 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "error"),
     [
-        ('"lazyckpt_manifest": 1', '"lazyckpt_manifest": 2', FormatError),
-        ('"lazyckpt_manifest": 1', '"lazyckpt_manifest": "1"', FormatError),
+        ('"lazyckpt_manifest": 2', '"lazyckpt_manifest": 3', FormatError),
+        ('"lazyckpt_manifest": 2', '"lazyckpt_manifest": 1', FormatError),
+        ('"lazyckpt_manifest": 2', '"lazyckpt_manifest": "2"', FormatError),
         ('"sha256"', '"md5"', FormatError),
         ('"states"', '"status"', FormatError),
         ('"tensors"', '"tensor"', FormatError),
@@ -282,8 +282,8 @@ def test_unknown_algorithms(tmp_path: Path) -> None:
     need("blake3")
     blake = importlib.import_module("blake3")
     found = lazyckpt.digest(tmp_path / "x.pt", algorithm="blake3")
-    top = blake.blake3(b"\0" + torch.ones(2).numpy().tobytes()).digest()
-    assert found["w"].digest == blake.blake3(b"lazyckpt tensor 1\nfloat32\n2\n" + top).hexdigest()
+    data = torch.ones(2).numpy().tobytes()
+    assert found["w"].digest == blake.blake3(b"lazyckpt tensor 2\nfloat32\n2\n" + data).hexdigest()
     with pytest.raises(FormatError, match="blake3"):
         lazyckpt.digest(tmp_path / "x.pt").mismatches(found)
     assert hash_of("blake3") is blake.blake3

@@ -17,6 +17,7 @@ import lazyckpt
 from lazyckpt.errors import DataError, DestinationError
 from lazyckpt.export import writer
 from lazyckpt.jobs import destination, shares
+from lazyckpt.jobs.executor import run
 
 COUNT = 3
 
@@ -190,7 +191,7 @@ def test_shares_that_have_finished_are_not_published_again(
 
     def again(self: Any, content: Any) -> None:
         published(self, content)
-        shares._finish(plan[0], self, 2, False)
+        shares._finish(plan[0], self, 2, False, run)
         done.append(True)
 
     plan: list[Any] = []

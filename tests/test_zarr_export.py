@@ -181,7 +181,7 @@ def test_any_grid(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory)
     document = export.array("t", shape, I32, cut.file, cut.codecs)
     place.put("t/zarr.json", [json.dumps(document).encode()])
     with mock.patch.object(chunks, "PIECE", data.draw(st.sampled_from([4, 12, 40, 4 << 20]))):
-        for key, block in item.files():
+        for key, block, _ in item.files():
             chunks.write(place, key, block, cut)
             chunks.check(place, key, block, cut)
             written = Path(place.root, key)

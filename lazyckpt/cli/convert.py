@@ -99,6 +99,9 @@ def convert(
     verify: Annotated[
         bool, typer.Option("--verify", help="Read the output back and compare before publishing.")
     ] = False,
+    manifest: Annotated[
+        bool, typer.Option("--manifest", help="Also write a manifest: digests of all tensors, for verify --against.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print neither plan nor progress.")] = False,
     tag: TagOption = None,
@@ -147,6 +150,7 @@ def convert(
                 workers=workers,
                 cluster=cluster,
                 share=share,
+                manifest=manifest,
             )
             result["seconds"] = time.monotonic() - begun
     except KeyboardInterrupt:
@@ -205,6 +209,8 @@ def _print_result(job: Job, result: dict[str, Any]) -> None:
     if not result["published"]:
         _print("share", f"{human_bytes(result['nbytes'])} in {seconds:.1f} s: done, the last share publishes", "green")
         return
+    if result["manifest"] is not None:
+        _print("manifest", result["manifest"])
     rate = f", {human_bytes(int(job.forecast.nbytes / seconds))}/s" if seconds > 0 else ""
     _print("done", f"{human_bytes(job.forecast.nbytes)} in {seconds:.1f} s{rate}", "green")
 

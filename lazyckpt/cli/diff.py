@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from ..errors import TensorNotFoundError
-from ..inspect.diff import verdict
+from ..inspect.diff import Diff, verdict
 from ..runs.compare import diff as diff_views
+from ..runs.compare import manifest_of
 from .console import write_line, write_text
 from .options import FormatOption, JsonOption, RulesOption, StateOption, open_view
 
@@ -27,6 +28,9 @@ def diff(
         bool, typer.Option("--all-states", help="Compare the weights and every other state.")
     ] = False,
     every: Annotated[bool, typer.Option("--all", help="Print equal tensors, too.")] = False,
+    read: Annotated[
+        bool, typer.Option("--read", help="Read all tensors, although manifests beside A and B have their digests.")
+    ] = False,
     memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory for the work in flight: 2GB")] = None,
     format: FormatOption = None,
     rules: RulesOption = None,
@@ -34,24 +38,45 @@ def diff(
 ) -> None:
     """Compare two checkpoints of any formats, tensor by tensor.
 
-    Works in bounded memory. Tensors of equal dtype are compared bit by bit, others by value. Exit codes: 0 all tensors
-    are equal, 1 something differs, 2 an error.
+    Works in bounded memory. Tensors of equal dtype are compared bit by bit, others by value. Where both have manifests
+    that are still of their files, tensors of equal digests are not read, and the last line says so. A or B may be a
+    manifest.
+
+    Exit codes: 0 all tensors are equal, 1 something differs, 2 an error.
     """
     if all_states and state is not None:
         raise typer.BadParameter("--all-states compares every state: leave out --state")
+    sides = [manifest_of(path) for path in (a, b)]
+    if sides != [None, None]:
+        if select is not None or state is not None:
+            raise typer.BadParameter("a manifest is compared as a whole: leave out --select and --state")
+        opened = [
+            open_view(path, None, False, None, format, rules) if side is None else side
+            for side, path in zip(sides, (a, b), strict=True)
+        ]
+        found = diff_views(*opened, states="all" if all_states else None, digests=not read, memory=memory)
+        _print(found, every, as_json)
+        return
     views = [open_view(path, state, False, None, format, rules) for path in (a, b)]
     if select is not None:
         parts = [view.select(select) for view in views]
         if not any(parts):
             raise TensorNotFoundError(f"--select {select!r} matches no name of either: lazyckpt ls shows them")
         views = parts
-    found = diff_views(*views, states="all" if all_states else None, memory=memory)
+    found = diff_views(*views, states="all" if all_states else None, digests=not read, memory=memory)
+    _print(found, every, as_json)
+
+
+def _print(found: Diff, every: bool, as_json: bool) -> None:
+    """Print a diff. Raises Exit with code 1 if anything differs."""
     if as_json:
-        write_text(json.dumps({"equal": found.equal, "tensors": found.as_dicts()}, indent=2))
+        about = {"equal": found.equal, "by_digest": found.digests, "tensors": found.as_dicts()}
+        write_text(json.dumps(about, indent=2))
     else:
         for row in found if every else found.differing:
             write_line((row.label, _STYLES.get(row.status, "yellow")), (f": {verdict(row)}", ""))
         equal = sum(row.status == "equal" for row in found)
-        write_line((f"{equal:,} of {len(found):,} tensors are equal", "bold"))
+        by = f", {found.digests:,} compared by the digests of manifests (--read reads them)" if found.digests else ""
+        write_line((f"{equal:,} of {len(found):,} tensors are equal", "bold"), (by, ""))
     if not found.equal:
         raise typer.Exit(1)

@@ -12,6 +12,7 @@ from typing import Any
 from ..core.names import natural
 from ..core.units import size_in_bytes
 from ..errors import DestinationError, LazyckptError, WorkerError
+from ..export.manifest import with_manifest
 from ..export.megatron import is_rank_folder, rank_folder
 from ..export.options import WriteOptions, complete
 from ..export.training import NotLoaded
@@ -119,22 +120,25 @@ def run_job(
     workers: int | None,
     cluster: str | None = None,
     share: tuple[int, int] | None = None,
+    manifest: bool = False,
 ) -> dict[str, Any]:
     """Execute the plan, or a share of it, and return a report, or raise as the view's `to_...` methods do.
 
-    The report has ``files`` (paths), ``nbytes``, ``published`` (False for a share that is not the last one),
-    ``left_out`` (item -> reason why it is not written) and ``not_loaded`` (item -> reason why the trainer does not load
-    it although it is written)."""
+    The report has ``files`` (paths), ``manifest`` (its path, or None), ``nbytes``, ``published`` (False for a share
+    that is not the last one), ``left_out`` (item -> reason why it is not written) and ``not_loaded`` (item -> reason
+    why the trainer does not load it although it is written)."""
     own = job.wanted.own(job.to)
     with _executor(workers) if cluster is None else target_of_work(workers, cluster) as executor:
         given: WriteOptions = {
             "memory": memory, "overwrite": overwrite, "resume": resume, "verify": verify, "progress": progress,
-            "executor": executor, "share": share,
+            "executor": executor, "share": share, "manifest": manifest,
         }  # fmt: skip
         options = complete(given, "convert")
         check_whole(job.view)
         if job.ranks:
             plans = {name: job.to.plan(view, Path(job.dest, name), options, **own) for name, view in job.ranks.items()}
+            if manifest:
+                plans = {name: with_manifest(plan) for name, plan in plans.items()}
             plan = plan_of_ranks(plans, job.dest, overwrite, is_rank_folder)
         else:
             if job.wanted.mesh is not None:
@@ -144,6 +148,7 @@ def run_job(
     reasons = written.left_out
     return {
         "files": list(map(str, written.paths)),
+        "manifest": written.manifest,
         "nbytes": written.nbytes,
         "published": share is None or bool(written.paths),
         "left_out": {what: why for what, why in reasons.items() if not isinstance(why, NotLoaded)},

@@ -7,7 +7,7 @@ codec "sharding_indexed": the index has the offset and size of each inner chunk 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -15,18 +15,21 @@ from math import prod
 import numpy as np
 import torch
 
-from ..core.box import Box, Shape, tiles
+from ..core.box import Box, Shape, c_strides, is_run, tiles
 from ..core.chunking import chunk_box, grid_of
 from ..core.dtypes import bits_of
+from ..core.merkle import Leaves
 from ..formats.zarr.documents import RAW, Json
 from ..io.tensors import as_bytes, empty
 from ..jobs.executor import OVERHEAD
+from ..jobs.passing import Passing
 from ..jobs.places import PIECE, Place, Sized
 from ..jobs.write import contents, differs, scratch
 from ..lazy import LazyArray
 from .codecs import Encoding
 
 _ABSENT = (1 << 64) - 1  # offset and size of an absent inner chunk
+Seen = Callable[[memoryview], None]
 INDEX_CODECS = (*RAW, {"name": "crc32c"})
 
 
@@ -75,20 +78,46 @@ class Cut:
 
 def write(place: Place, key: str, tensor: LazyArray, cut: Cut) -> int:
     """Write the file with this block of a tensor; return its size in bytes."""
-    pieces = content(tensor, cut)
+    return _put(place, key, tensor, cut)
+
+
+def write_hashed(place: Place, key: str, tensor: LazyArray, cut: Cut, passing: Passing) -> tuple[int, Leaves]:
+    """Write the file with this block of a tensor; return its size in bytes, and hashes of the elements."""
+    hasher = passing.hasher(tensor.nbytes)
+    return _put(place, key, tensor, cut, hasher.update), hasher.leaves()
+
+
+def _put(place: Place, key: str, tensor: LazyArray, cut: Cut, seen: Seen | None = None) -> int:
+    pieces = content(tensor, cut, seen)
     return place.put(key, Sized(pieces, cut.most(tensor.itemsize)) if cut.encoding.raw else pieces)
 
 
-def content(tensor: LazyArray, cut: Cut) -> Iterator[memoryview]:
-    """Yield the bytes of a file in pieces. A piece is valid until the next one."""
+def is_in_order(block: Shape, cut: Cut) -> bool:
+    """Return whether the elements of a block, in C order, are the first ones of the file or, of a shard, of its chunks
+    one after the other."""
     if cut.shard is None:
-        yield from _chunk(tensor, cut.chunk, cut.encoding)
+        return is_run(block, c_strides(cut.chunk))
+    at, strides = 0, c_strides(block)
+    for box in _boxes(block, cut):
+        if box:
+            begin = sum(a * s for a, s in zip(box.start, strides, strict=True))
+            if begin != at or not is_run(box.shape, strides) or not is_run(box.shape, c_strides(cut.chunk)):
+                return False
+            at += box.numel
+    return True
+
+
+def content(tensor: LazyArray, cut: Cut, seen: Seen | None = None) -> Iterator[memoryview]:
+    """Yield the bytes of a file in pieces. A piece is valid until the next one. ``seen`` is called with the bytes of
+    the elements, which must be in order (`is_in_order`)."""
+    if cut.shard is None:
+        yield from _chunk(tensor, cut.chunk, cut.encoding, seen)
         return
     index, at = [], 0
     for inner in _inner(tensor, cut):
         begin = at
         if inner is not None:
-            for piece in _chunk(inner, cut.chunk, cut.encoding):
+            for piece in _chunk(inner, cut.chunk, cut.encoding, seen):
                 at += len(piece)
                 yield piece
         index += [_ABSENT, _ABSENT] if inner is None else [begin, at - begin]
@@ -133,20 +162,37 @@ def _same(place: Place, key: str, offset: int, nbytes: int, tensor: LazyArray, c
 def _inner(tensor: LazyArray, cut: Cut) -> Iterator[LazyArray | None]:
     """Yield the parts of the tensor in the chunks of a shard, in index order; None for a chunk beyond the tensor's
     end."""
-    inside = Box.of(tensor.shape)
-    for at in product(*map(range, grid_of(cut.file, cut.chunk))):
-        box = chunk_box(at, cut.file, cut.chunk) & inside
+    for box in _boxes(tuple(tensor.shape), cut):
         yield tensor.lazy[box.slices] if box else None
 
 
-def _chunk(tensor: LazyArray, chunk: Shape, encoding: Encoding) -> Iterator[memoryview]:
+def _boxes(shape: Shape, cut: Cut) -> Iterator[Box]:
+    """Yield the blocks of a shard's chunks, in index order, cut off by the tensor's end."""
+    inside = Box.of(shape)
+    for at in product(*map(range, grid_of(cut.file, cut.chunk))):
+        yield chunk_box(at, cut.file, cut.chunk) & inside
+
+
+def _chunk(tensor: LazyArray, chunk: Shape, encoding: Encoding, seen: Seen | None = None) -> Iterator[memoryview]:
+    left = tensor.nbytes  # elements beyond the tensor's end follow
     if encoding.raw and tuple(tensor.shape) == chunk:
-        yield from (piece for _, piece in contents(tensor))
+        pieces = (piece for _, piece in contents(tensor))
     elif encoding.raw:
-        for tile in tiles(chunk, PIECE // tensor.itemsize):
-            yield as_bytes(_fill(tensor, tile, _as(scratch(tile.numel * tensor.itemsize), tensor.dtype, tile.shape)))
+        pieces = (
+            as_bytes(_fill(tensor, tile, _as(scratch(tile.numel * tensor.itemsize), tensor.dtype, tile.shape)))
+            for tile in tiles(chunk, PIECE // tensor.itemsize)
+        )
     else:
-        yield encoding.encode(_whole(tensor, chunk))
+        whole = _whole(tensor, chunk)
+        if seen is not None:
+            seen(as_bytes(whole)[:left])
+        yield encoding.encode(whole)
+        return
+    for piece in pieces:
+        if seen is not None and left:
+            seen(piece[:left])
+            left -= min(left, len(piece))
+        yield piece
 
 
 def _whole(tensor: LazyArray, chunk: Shape) -> torch.Tensor:

@@ -29,6 +29,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.box import Shape
+from ..core.dtypes import dtype_of
+from ..core.merkle import Form
 from ..errors import DataError
 from ..io.containers.pickle.plain import TensorRef
 from ..jobs.destination import Kind
@@ -212,8 +214,10 @@ def _files(tensors: Mapping[str, Writable]) -> Iterator[tuple[str, list[_Chunk]]
     chunks: list[_Chunk] = []
     offset, number = 0, 1
     for key, tensor in tensors.items():
+        whole = Form(dtype_of(tensor.dtype).name, tuple(tensor.shape), tensor.nbytes)
+        width = tensor.nbytes // max(1, *whole.shape[:1], 1)
         for start, part in _chunks(tensor):
-            item = Item(offset, part)
+            item = Item(offset, part, None, whole, start[0] * width if start else 0)
             if chunks and offset + item.length > FILE:
                 yield f"__0_{number}.distcp", chunks
                 chunks, offset, number = [], 0, number + 1

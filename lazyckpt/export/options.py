@@ -31,11 +31,15 @@ class WriteResult(Sequence[Path]):
         tensors or states, or paths in the hierarchy, as the method documents.
     nbytes
         Size of all files in bytes, including those that an interrupted call wrote.
+    manifest
+        The path or URL of the manifest; None if there is none (``manifest=True`` was not given, or a share is not the
+        last one).
     """
 
     paths: tuple[Path, ...]
     left_out: Mapping[str, str] = field(default_factory=dict)
     nbytes: int = 0
+    manifest: str | None = None
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -59,7 +63,8 @@ class WriteResult(Sequence[Path]):
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, WriteResult):
-            return (self.paths, self.left_out, self.nbytes) == (other.paths, other.left_out, other.nbytes)
+            mine = self.paths, self.left_out, self.nbytes, self.manifest
+            return mine == (other.paths, other.left_out, other.nbytes, other.manifest)
         if isinstance(other, Mapping):
             return dict(self.left_out) == dict(other)
         return list(self.paths) == list(other) if isinstance(other, list | tuple) else NotImplemented
@@ -120,6 +125,10 @@ class WriteOptions(TypedDict, total=False):
         their shares at any time, in any order, write the export together; the last one publishes it. Each writes whole
         files, so there should be several for each process. The paths of the result are empty until the export is
         published. Only for folders of local files.
+    manifest
+        Also write a manifest, the SHA-256 digests of all tensors (`Digest.to_json`). They are computed from the bytes
+        that are written, so the source is read once. In a folder it is named lazyckpt-manifest.json; beside a single
+        file NAME it is NAME.manifest.json. ``lazyckpt verify PATH --against MANIFEST`` compares.
     """
 
     overwrite: bool
@@ -129,11 +138,12 @@ class WriteOptions(TypedDict, total=False):
     executor: Executor | None
     memory: int | str | None
     share: tuple[int, int] | None
+    manifest: bool
 
 
 DEFAULTS: WriteOptions = {
     "overwrite": False, "resume": True, "verify": False, "progress": None, "executor": None, "memory": None,
-    "share": None,
+    "share": None, "manifest": False,
 }  # fmt: skip
 
 

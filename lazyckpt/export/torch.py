@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..core.box import Shape, c_strides, tiles
 from ..core.dtypes import bits_of
+from ..core.merkle import Form
 from ..errors import DataError
 from ..io.system import read_at, write_at
 from ..jobs.places import Target
@@ -165,11 +166,14 @@ class Saved(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A torch.save file at an ``offset`` of a larger file: of a tensor, or of a dict with the tensor as "param"."""
+    """A torch.save file at an ``offset`` of a larger file: of a tensor, or of a dict with the tensor as "param". If it
+    is a part of a tensor, ``whole`` is that tensor, and ``at`` the byte in its C order at which the part begins."""
 
     offset: int
     tensor: Writable
     about: About | None = None
+    whole: Form | None = None
+    at: int = 0
 
     @property
     def around(self) -> Saved:
@@ -192,7 +196,7 @@ def row(items: Sequence[Item], target: Target) -> Layout:
             at = item.offset + len(around.head)
             write_at(fd, around.head, item.offset)
             write_at(fd, around.tail, at + item.tensor.nbytes)
-            placed.append(Placed(at, item.tensor))
+            placed.append(Placed(at, item.tensor, item.whole, item.at))
     finally:
         os.close(fd)
     return Layout(target, placed, partial(_finish, target, items))

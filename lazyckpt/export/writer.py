@@ -18,7 +18,7 @@ from ..core.units import plural
 from ..errors import DataError, MissingFileError
 from ..io.memory import many_objects
 from ..io.storage.fsspec import is_url
-from ..jobs.destination import Destination, Kind, Remote, Whole
+from ..jobs.destination import Destination, Kind, Remote, Session, Whole
 from ..jobs.executor import runner
 from ..jobs.guard import followed, local_path
 from ..jobs.plan import File, WritePlan
@@ -26,6 +26,7 @@ from ..jobs.publish import discard, discard_upload, fingerprint
 from ..jobs.shares import discard_share, share_of, write_share
 from ..jobs.write import write
 from ..lazy import LazyArray
+from .manifest import below, with_manifest
 from .options import WriteOptions, WriteResult, complete
 from .training import Training
 
@@ -186,6 +187,8 @@ class Writer:
 
 def carry_out(plan: WritePlan, options: WriteOptions) -> WriteResult:
     """Execute a plan with the given options."""
+    if options["manifest"] and not plan.manifests:
+        plan = with_manifest(plan)
     share = None if options["share"] is None else share_of(options["share"])
     if not options["resume"]:
         if share is not None and isinstance(plan.destination, Destination):
@@ -197,9 +200,18 @@ def carry_out(plan: WritePlan, options: WriteOptions) -> WriteResult:
     run = runner(options["executor"], options["memory"])
     if share is not None:
         nbytes, finished = write_share(plan, share, verify=options["verify"], progress=options["progress"], run=run)
-        return WriteResult(plan.paths if finished else (), plan.left_out, nbytes)
+        return WriteResult(plan.paths if finished else (), plan.left_out, nbytes, _place(plan) if finished else None)
     nbytes = write(plan, verify=options["verify"], progress=options["progress"], run=run)
-    return WriteResult(plan.paths, plan.left_out, nbytes)
+    return WriteResult(plan.paths, plan.left_out, nbytes, _place(plan))
+
+
+def _place(plan: WritePlan) -> str | None:
+    """Return the path or URL of a plan's manifest."""
+    dest = plan.destination
+    if len(plan.manifests) != 1 or isinstance(dest, Session):
+        return None
+    key = plan.manifests[0].key
+    return f"{dest.bucket.beside}/{key}" if isinstance(dest, Remote) else str(dest.path(key))
 
 
 def plan_of_folder(
@@ -247,6 +259,7 @@ def plan_of_ranks(
         texts={f"{name}/{key}": text for name, plan in plans.items() for key, text in plan.texts.items()},
         room=sum(plan.room for plan in plans.values()),
         paths=tuple(place / name for name in plans),
+        manifests=[one for name, plan in plans.items() for one in below(plan.manifests, name)],
     )
 
 

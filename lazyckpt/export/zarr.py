@@ -13,14 +13,15 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from ..core.box import Shape
+from ..core.box import Shape, c_strides, is_run
 from ..core.chunking import chunk_shape, grid_of
+from ..core.merkle import Form
 from ..core.packs import Packed
 from ..core.units import size_in_bytes
 from ..errors import DataError, DestinationError
@@ -30,6 +31,7 @@ from ..jobs.executor import shares_memory
 from ..jobs.guard import followed, local_path
 from ..jobs.places import Bucket, Place
 from ..jobs.plan import Chunk, Chunks, WritePlan
+from ..jobs.plan import Part as Piece
 from ..jobs.publish import fingerprint
 from ..lazy import LazyArray
 from . import chunks
@@ -60,11 +62,16 @@ class Item:
         fragments = self.tensor.spec.fragments
         return self.path, self.cut, *((fragments.digest(),) if isinstance(fragments, Packed) else ())
 
-    def files(self) -> Iterator[tuple[str, LazyArray]]:
-        """Yield all files: (key, block of the tensor)."""
-        t = self.tensor
-        for key, box in self.cut.files(tuple(t.shape)):
-            yield f"{self.path}/{key}", (t if box.shape == t.shape else t.lazy[box.slices])
+    def files(self) -> Iterator[tuple[str, LazyArray, int | None]]:
+        """Yield all files: key, block of the tensor, and the number of elements before it in C order, if its elements
+        follow one another in the tensor and in the file."""
+        t, shape = self.tensor, tuple(self.tensor.shape)
+        strides, in_order = c_strides(shape), cache(partial(chunks.is_in_order, cut=self.cut))
+        for key, box in self.cut.files(shape):
+            begin = None
+            if is_run(box.shape, strides) and in_order(box.shape):
+                begin = sum(a * s for a, s in zip(box.start, strides, strict=True))
+            yield f"{self.path}/{key}", (t if box.shape == t.shape else t.lazy[box.slices]), begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +99,15 @@ class Plan:
         """Yield the files of all arrays."""
         for item in self.items:
             memory = memory_of(item.cut, item.tensor.itemsize, place.buffers)
-            for key, block in item.files():
+            t = item.tensor
+            whole = Form(t.spec.dtype.name, tuple(t.shape), t.nbytes)
+            for key, block, begin in item.files():
                 about = place, key, block, item.cut
                 work = partial(chunks.write, *about), partial(chunks.check, *about)
-                yield Chunk(key, block.nbytes, memory, *work, block)
+                part = None
+                if begin is not None:
+                    part = Piece(item.path, whole, begin * t.itemsize, partial(chunks.write_hashed, *about))
+                yield Chunk(key, block.nbytes, memory, *work, block, part)
 
 
 def _plan(

@@ -7,20 +7,21 @@ others by exact value (2**53 + 1 as int64 is not 2.0**53, although float64 round
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Executor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 import torch
 
-from ..core.dtypes import bits_of, dtype_of
+from ..core.dtypes import FROM_NAME, bits_of, dtype_of
 from ..errors import DataError, LazyckptError, and_more, printable
 from ..jobs.batching import Task
 from ..jobs.executor import OVERHEAD, runner
 from ..jobs.progress import Bar
 from ..lazy import LazyArray, named
+from .manifest import StateDigest, TensorDigest
 
 Status: TypeAlias = Literal["equal", "values", "dtype", "shape", "only in a", "only in b", "unreadable"]
 _Pair: TypeAlias = tuple[str, LazyArray | None, LazyArray | None]
@@ -52,6 +53,8 @@ class Difference:
         Why the tensor cannot be read.
     state
         The state, if several were compared.
+    by_digest
+        Whether the digests of manifests were compared, and not the elements.
     """
 
     name: str
@@ -63,6 +66,7 @@ class Difference:
     at: tuple[int, ...] | None = None
     error: str | None = None
     state: str | None = None
+    by_digest: bool = False
 
     def __str__(self) -> str:
         return printable(f"{self.label}: {verdict(self)}")
@@ -93,6 +97,11 @@ class Diff:
         return all(row.status == "equal" for row in self.rows)
 
     @property
+    def digests(self) -> int:
+        """The number of tensors whose elements were not read, because manifests have their digests."""
+        return sum(row.by_digest for row in self.rows)
+
+    @property
     def differing(self) -> Diff:
         """The rows that are not equal."""
         return Diff(tuple(row for row in self.rows if row.status != "equal"))
@@ -121,6 +130,8 @@ class Diff:
     def __repr__(self) -> str:
         found = self.differing.rows
         lines = [f"{len(self.rows) - len(found):,} of {len(self.rows):,} tensors are equal"]
+        if self.digests:
+            lines[0] += f" ({self.digests:,} compared by the digests of manifests)"
         lines += map(str, found[:_LINES])
         if len(found) > _LINES:
             lines.append(and_more(len(found) - _LINES))
@@ -136,7 +147,9 @@ def verdict(row: Difference) -> str:
     if row.status == "unreadable":
         return f"cannot be read: {row.error}"
     pieces = [] if row.a == row.b else [f"{row.a} and {row.b}"]
-    if row.count:
+    if row.by_digest:
+        pieces += ["the digests differ"] if row.status == "values" else []
+    elif row.count:
         differ = f"{row.count:,} elements differ, the first" if row.count > 1 else "1 element differs,"
         pieces.append(f"{differ} at {list(row.at or ())}")
         if row.max_abs is not None:
@@ -155,8 +168,10 @@ def diff(
     executor: Executor | None = None,
     memory: int | str | None = None,
     progress: bool | None = None,
+    same: Collection[str] = (),
 ) -> Diff:
-    """Compare the tensors of the same names. A tensor that cannot be read gets a row that says so.
+    """Compare the tensors of the same names. A tensor that cannot be read gets a row that says so. Those of the names
+    ``same`` are known to be equal, by their digests, and not read.
 
     ``executor``, ``memory``, ``progress``: see `WriteOptions`. Raises DataError if ``memory`` is not a size, and
     WorkerError if workers died.
@@ -164,7 +179,8 @@ def diff(
     pairs: list[_Pair] = [(name, t, named(b, name)) for name, t in a.items()]
     listed = set(a)  # a tied name of one checkpoint may be a tensor of its own in the other
     pairs += [(name, named(a, name), t) for name, t in b.items() if name not in listed]
-    compared = [n for n, (_, x, y) in enumerate(pairs) if x is not None and y is not None and x.shape == y.shape]
+    there = [n for n, (_, x, y) in enumerate(pairs) if x is not None and y is not None and x.shape == y.shape]
+    compared = [n for n in there if pairs[n][0] not in same]
     found: dict[int, list[_Run]] = {n: [] for n in compared}
 
     def tasks() -> Iterator[Task]:
@@ -188,7 +204,53 @@ def diff(
     with Bar(total, "diff", progress) as bar:
         both = (t for n in compared for t in pairs[n][1:] if t is not None)
         runner(executor, memory)(tasks(), done, tensors=both)
-    return Diff(tuple(_row(*pair, found.get(n)) for n, pair in enumerate(pairs)))
+    return Diff(
+        tuple(
+            replace(_row(*pair, [_Run()]), by_digest=True) if pair[0] in same else _row(*pair, found.get(n))
+            for n, pair in enumerate(pairs)
+        )
+    )
+
+
+def equal_names(
+    a: Mapping[str, LazyArray], b: Mapping[str, LazyArray], of_a: StateDigest, of_b: StateDigest
+) -> set[str]:
+    """Return the names whose digests say that the tensors are equal."""
+    names = {name for name, one in of_a.items() if one.digest is not None and of_b.get(name) == one}
+    for name in list(names):
+        x, y, one = named(a, name), named(b, name), of_a[name]
+        if any(t is None or (t.spec.dtype.name, tuple(t.shape)) != (one.dtype, one.shape) for t in (x, y)):
+            names.discard(name)
+    return names
+
+
+def diff_digests(
+    a: Mapping[str, TensorDigest], b: Mapping[str, TensorDigest], state: str | None = None
+) -> tuple[Difference, ...]:
+    """Compare the digests of the tensors of the same names."""
+    rows = []
+    for name in (*a, *(name for name in b if name not in a)):
+        x, y = a.get(name), b.get(name)
+        texts = _described(x), _described(y)
+        status: Status
+        error = None
+        if x is None or y is None:
+            status = "only in a" if y is None else "only in b"
+        elif x.digest is None or y.digest is None:
+            status, error = "unreadable", x.error or y.error
+        elif x.shape != y.shape:
+            status = "shape"
+        else:
+            status = "dtype" if x.dtype != y.dtype else "equal" if x.digest == y.digest else "values"
+        rows.append(Difference(name, status, *texts, error=error, state=state, by_digest=True))
+    return tuple(rows)
+
+
+def _described(one: TensorDigest | None) -> str | None:
+    if one is None or not one.dtype:
+        return None
+    known = FROM_NAME.get(one.dtype)
+    return f"{one.dtype if known is None else known.short}{list(one.shape)}"
 
 
 class _Run(NamedTuple):

@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, Literal, NamedTuple
 
 from ..core.box import Shape
-from ..errors import CorruptError, DataError, FormatError, printable
+from ..core.index import FileInfo
+from ..core.merkle import SIZE, hash_of
+from ..errors import CorruptError, FormatError, printable
 
-VERSION = 1
+VERSION = 2
+MANIFEST = "lazyckpt-manifest.json"  # the name of the manifest in the folder of an export
 
-Hash = Callable[..., Any]  # hashlib.sha256, or another function of the same kind
 Kind = Literal["values", "dtype", "shape", "only here", "only there", "unreadable"]
 
 
-def hash_of(algorithm: str) -> Hash:
-    """Return the hash function of a name. Raises DataError for an unknown one, or if its package is not installed."""
-    if algorithm == "sha256":
-        return hashlib.sha256
-    if algorithm == "blake3":
-        try:
-            from blake3 import blake3
-        except ImportError:
-            raise DataError('algorithm="blake3" needs a package: pip install "lazyckpt[blake3]"') from None
-        found: Hash = blake3
-        return found
-    raise DataError(f"algorithm={algorithm!r:.40}: the digest is computed with sha256 or blake3")
+def beside(name: str) -> str:
+    """Return the name of the manifest of an export that is a single file.
+
+    >>> beside("model.safetensors")
+    'model.safetensors.manifest.json'
+    """
+    return f"{name}.manifest.json"
+
+
+def files_mark(files: Mapping[str, FileInfo]) -> str:
+    """Return what identifies the state of files: a hash of their paths, sizes and times of modification or versions."""
+    lines = [f"{quoted(path)} {f.size} {f.version or f.mtime_ns}\n" for path, f in sorted(files.items())]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 class TensorDigest(NamedTuple):
@@ -80,21 +84,98 @@ class Mismatch(NamedTuple):
         return printable(f"{self.state}: {self.name}: {texts[self.kind]}")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class StateDigest(Mapping[str, TensorDigest]):
-    """The digests of a state: a mapping from names to `TensorDigest`. Tied names have the digest of their tensor."""
+    """The digests of a state: a mapping from names to `TensorDigest`. Tied names have the digest of their tensor.
 
-    tensors: Mapping[str, TensorDigest]
-    aliases: Mapping[str, str] = field(default_factory=dict)
+    They are kept as columns, because a checkpoint may have a million tensors.
+
+    Parameters
+    ----------
+    rows
+        Name -> number of its row. Tied names share a row.
+    kinds
+        The dtypes by name, and the shapes.
+    marks
+        The number of the kind of each row.
+    digests
+        The digests of all rows, one after the other.
+    errors
+        Number of a row -> why the tensor cannot be read.
+    aliases
+        Tied name -> the name of its tensor.
+    """
+
+    __slots__ = ("_digests", "_errors", "_kinds", "_marks", "_rows", "aliases")
+
+    def __init__(
+        self,
+        rows: Mapping[str, int],
+        kinds: Sequence[tuple[str, Shape]],
+        marks: Sequence[int],
+        digests: bytes | bytearray,
+        errors: Mapping[int, str],
+        aliases: Mapping[str, str],
+    ) -> None:
+        self._rows, self._kinds, self._marks, self._digests = rows, kinds, marks, digests
+        self._errors = errors
+        self.aliases = aliases
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, TensorDigest], aliases: Mapping[str, str]) -> StateDigest:
+        """Return the digests of some tensors.
+
+        Parameters
+        ----------
+        tensors
+            Name -> digest.
+        aliases
+            Tied name -> the name of its tensor.
+
+        Returns
+        -------
+        StateDigest
+            The same, as columns.
+        """
+        kinds: dict[tuple[str, Shape], int] = {}
+        marks = [kinds.setdefault((one.dtype, one.shape), len(kinds)) for one in tensors.values()]
+        digests = b"".join(bytes(SIZE) if one.digest is None else bytes.fromhex(one.digest) for one in tensors.values())
+        errors = {n: one.error or "" for n, one in enumerate(tensors.values()) if one.digest is None}
+        return cls({name: n for n, name in enumerate(tensors)}, list(kinds), marks, digests, errors, aliases)
 
     def __getitem__(self, name: str) -> TensorDigest:
-        return self.tensors[name]
+        n = self._rows[name]
+        dtype, shape = self._kinds[self._marks[n]]
+        if n in self._errors:
+            return TensorDigest(dtype, shape, None, self._errors[n])
+        return TensorDigest(dtype, shape, self._digests[SIZE * n : SIZE * (n + 1)].hex())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
+        return iter(self._rows)
 
     def __len__(self) -> int:
-        return len(self.tensors)
+        return len(self._rows)
+
+    @property
+    def errors(self) -> dict[str, str]:
+        """Name -> why the tensor cannot be read."""
+        if not self._errors:
+            return {}
+        return {name: self._errors[n] for name, n in self._rows.items() if n in self._errors}
+
+    def lines(self) -> str:
+        """Return the lines that the state's digest is computed from. No tensor may have an error.
+
+        Returns
+        -------
+        str
+            A line for each name, in the order of the names' bytes in UTF-8, which is that of their code points.
+        """
+        text, width = self._digests.hex(), 2 * SIZE
+        rows = sorted(self._rows.items())
+        return "".join(f"{text[width * n : width * (n + 1)]} {quoted(name)}\n" for name, n in rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -109,16 +190,23 @@ class Digest(Mapping[str, TensorDigest]):
         "sha256" or "blake3".
     states
         State name -> `StateDigest`.
+    files
+        Identifies the state of the files that the digests are of: their paths, sizes and times of modification. None
+        if it is not known.
     """
 
     algorithm: str
     states: Mapping[str, StateDigest]
+    files: str | None = None
 
     @property
     def root(self) -> str | None:
         """The digest of everything: of the names of all states, and of the digests of all tensors. None if a tensor
         cannot be read."""
-        return _joined(self.algorithm, "lazyckpt checkpoint 1", {state: self.root_of(state) for state in self.states})
+        roots = {state: self.root_of(state) for state in self.states}
+        if None in roots.values():
+            return None
+        return self._hash("lazyckpt checkpoint 2", "".join(f"{roots[name]} {quoted(name)}\n" for name in sorted(roots)))
 
     def root_of(self, state: str) -> str | None:
         """Return the digest of a state, which is the same in every format and layout.
@@ -138,18 +226,16 @@ class Digest(Mapping[str, TensorDigest]):
         KeyError
             There is no such state.
         """
-        digests = {name: one.digest for name, one in self.states[state].items()}
-        return _joined(self.algorithm, "lazyckpt state 1", digests)
+        table = self.states[state]
+        return None if table.errors else self._hash("lazyckpt state 2", table.lines())
+
+    def _hash(self, title: str, lines: str) -> str:
+        return str(hash_of(self.algorithm)(f"{title}\n{lines}".encode()).hexdigest())
 
     @property
     def errors(self) -> dict[tuple[str, str], str]:
         """(State, name) -> why the tensor cannot be read."""
-        return {
-            (state, name): one.error
-            for state, table in self.states.items()
-            for name, one in table.items()
-            if one.error is not None
-        }
+        return {(state, name): why for state, table in self.states.items() for name, why in table.errors.items()}
 
     def __getitem__(self, name: str) -> TensorDigest:
         return self._first[name]
@@ -229,6 +315,7 @@ class Digest(Mapping[str, TensorDigest]):
             body = "{\n" + ",\n".join(tensors) + "\n   }" if tensors else "{}"
             lines.append(f'  {json.dumps(state)}: {{"root": {json.dumps(self.root_of(state))}, "tensors": {body}}}')
         head = f'"lazyckpt_manifest": {VERSION},\n "algorithm": "{self.algorithm}",\n "root": {json.dumps(self.root)}'
+        head += "" if self.files is None else f',\n "files": {json.dumps(self.files)}'
         return "{" + head + ',\n "states": {\n' + ",\n".join(lines) + "\n }}\n"
 
     @staticmethod
@@ -259,9 +346,11 @@ class Digest(Mapping[str, TensorDigest]):
         version = about.get("lazyckpt_manifest") if isinstance(about, dict) else None
         if type(version) is not int:
             raise FormatError("this is not a manifest of `lazyckpt digest`: its key lazyckpt_manifest is missing")
-        if version > VERSION:
-            raise FormatError(f"a manifest of version {version}; this lazyckpt reads up to {VERSION}: use a later one")
-        found = Digest(*_parsed(about))
+        if version != VERSION:
+            what = "use a later one" if version > VERSION else "compute the digests anew, which are other ones now"
+            raise FormatError(f"a manifest of version {version}; this lazyckpt reads version {VERSION}: {what}")
+        files = about.get("files")
+        found = replace(Digest(*_parsed(about)), files=files if isinstance(files, str) else None)
         if found.root != about.get("root") or any(
             found.root_of(state) != one.get("root") for state, one in about["states"].items()
         ):
@@ -279,18 +368,6 @@ def _compared(have: TensorDigest | None, want: TensorDigest) -> tuple[Kind | Non
     if have.shape != want.shape:
         return "shape", None
     return (None if have.digest == want.digest else "values"), None
-
-
-def _joined(algorithm: str, title: str, digests: Mapping[str, str | None]) -> str | None:
-    """Return the digest of names with digests, in the order of the names' bytes."""
-    if None in digests.values():
-        return None
-    lines = [f"{digests[name]} {json.dumps(name)}\n" for name in sorted(digests, key=_bytes)]
-    return str(hash_of(algorithm)(f"{title}\n{''.join(lines)}".encode()).hexdigest())
-
-
-def _bytes(name: str) -> bytes:
-    return name.encode("utf-8", "surrogatepass")
 
 
 def _entry(one: TensorDigest, owner: str | None) -> dict[str, Any]:
@@ -313,7 +390,7 @@ def _parsed(about: dict[str, Any]) -> tuple[str, dict[str, StateDigest]]:
             raise FormatError(f"the manifest has no tensors of the state {state!r:.60}: it is damaged")
         table = {name: _tensor(name, entry) for name, entry in tensors.items()}
         tied = {name: entry["tied"] for name, entry in tensors.items() if isinstance(entry.get("tied"), str)}
-        found[state] = StateDigest(table, tied)
+        found[state] = StateDigest.of(table, tied)
     return str(algorithm), found
 
 

@@ -12,6 +12,7 @@ import shutil
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,9 @@ from ..io.system import alone_in
 from ..lazy import LazyArray
 from .places import LEDGER, PART, PIECE, Bucket, Folder
 from .publish import check_replaceable, reveal
+
+MARK_OF_MANIFEST = b'"lazyckpt_manifest"'  # among the first bytes of a manifest
+_HEAD = 256
 
 
 class Destination(ABC):
@@ -57,7 +61,8 @@ class Files(Destination):
     place
         The folder, or the file if ``one`` is true.
     keys
-        Names of the files, in the order in which they are published.
+        Names of the files, in the order in which they are published. If ``one`` is true, the first one is that of the
+        file; others are written beside it.
     tensors
         The tensors that are read.
     overwrite
@@ -88,7 +93,9 @@ class Files(Destination):
     one_by_one = True
 
     def path(self, key: str) -> Path:
-        return self.place if self.one else self.place / key
+        if not self.one or key == self.keys[0]:
+            return self.place if self.one else self.place / key
+        return self.place.with_name(key)  # beside the file
 
     def check(self, there: Set[str] = frozenset()) -> None:
         sources = source_files(self.tensors)
@@ -130,21 +137,24 @@ class Whole(Destination):
     """A folder that is published as a whole and may replace an older one of the same kind.
 
     ``other`` returns why a folder with files of these names is of another kind, or None if it is of this kind. ``hint``
-    completes the error message for a file with other possible destinations."""
+    completes the error message for a file with other possible destinations. ``beside`` is the name of a file, a
+    manifest, that is published beside the folder, because its readers do not expect it inside."""
 
     place: Path
     tensors: Sequence[LazyArray]
     overwrite: bool
     other: Callable[[Sequence[str]], str | None]
     hint: str = ""
+    beside: str | None = None
 
     def path(self, key: str) -> Path:
-        return self.place / key
+        return self.place.with_name(key) if key == self.beside else self.place / key
 
     def check(self, there: Set[str] = frozenset()) -> None:
         place = self.place
         check_apart(place, self.tensors)
         check_replaceable(place)
+        _check_beside(self)
         if place.exists() and not place.is_dir():
             raise DestinationError(f"{place} is a file: name a folder{self.hint}")
         names = os.listdir(place) if place.is_dir() else []
@@ -154,6 +164,7 @@ class Whole(Destination):
             raise _taken(place)
 
     def publish(self, content: Folder) -> None:
+        _publish_beside(self, content)
         reveal(content, self.place)
 
 
@@ -175,15 +186,18 @@ class Zip(Destination):
     place: Path
     tensors: Sequence[LazyArray]
     overwrite: bool
+    beside: str | None = None
 
     def path(self, key: str) -> Path:
-        return self.place
+        return self.place.with_name(key) if key == self.beside else self.place
 
     def check(self, there: Set[str] = frozenset()) -> None:
         check_apart(self.place, self.tensors)
         check_paths([self.place], set(), self.overwrite)
+        _check_beside(self)
 
     def publish(self, content: Folder) -> None:
+        _publish_beside(self, content)
         complete = {key: size for key, size in content.find().items() if key not in (JOB, LEDGER)}
         packed = f"packed{PART}"
         with (
@@ -197,6 +211,21 @@ class Zip(Destination):
                 with open(content.open(key, os.O_RDONLY), "rb") as source, archive.open(info, "w") as target:
                     shutil.copyfileobj(source, target, PIECE)
         content.move(packed, self.place)
+
+
+def _check_beside(dest: Whole | Zip) -> None:
+    """Raise DestinationError for a file in the place of the manifest that is none."""
+    path = None if dest.beside is None else dest.path(dest.beside)
+    if path is not None and os.path.lexists(path):
+        with suppress(OSError), open(path, "rb") as file:
+            if MARK_OF_MANIFEST in file.read(_HEAD):
+                return  # of an earlier export, perhaps of one that was killed before it was published
+        raise DestinationError(f"{path} exists already and is no manifest: remove it, or choose another place")
+
+
+def _publish_beside(dest: Whole | Zip, content: Folder) -> None:
+    if dest.beside is not None and content.size(dest.beside) is not None:
+        content.move(dest.beside, dest.path(dest.beside))
 
 
 @dataclass(frozen=True, slots=True)

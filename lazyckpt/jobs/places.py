@@ -315,6 +315,11 @@ class Bucket:
     def __str__(self) -> str:
         return self.url
 
+    @property
+    def beside(self) -> Bucket:
+        """The prefix that this one is in."""
+        return replace(self, url=self.url.rpartition("/")[0])
+
     def put(self, key: str, content: Iterable[bytes | memoryview]) -> int:
         whole = bytearray()
         for piece in content:  # a piece is valid only until the next one

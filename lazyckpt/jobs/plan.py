@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from ..core.merkle import Form, Leaves
 from ..lazy import LazyArray
 from .destination import Destination, Remote, Session
 from .places import Place, Target
@@ -32,10 +33,13 @@ class Writable(Protocol):
 
 
 class Placed(NamedTuple):
-    """A tensor, and the byte offset in the file at which its elements begin, in C order."""
+    """A tensor, and the byte offset in the file at which its elements begin, in C order. If it is a part of the tensor
+    that readers see, ``whole`` is that tensor, and ``at`` the byte in its C order at which the part begins."""
 
     offset: int
     tensor: Writable
+    whole: Form | None = None
+    at: int = 0
 
 
 class Layout(NamedTuple):
@@ -58,12 +62,24 @@ class File(NamedTuple):
     layout: Callable[[Target], Layout]
 
 
+class Part(NamedTuple):
+    """Elements of an array that follow one another: the array's path, the tensor, and the byte at which they begin.
+    ``write`` writes their file like `Chunk.write`, given what to hash (`passing.Passing`), and returns the hashes, too;
+    it must be picklable."""
+
+    array: str
+    whole: Form
+    at: int
+    write: Callable[[Any], tuple[int, Leaves]]
+
+
 class Chunk(NamedTuple):
     """A file that one task writes as a whole, with `Place.put`.
 
     ``nbytes`` is the size of the tensor's elements in it, ``memory`` the number of bytes that the task holds. ``write``
     writes the file and returns its size in bytes; ``check`` reads it again and raises CorruptError if it differs. Both
-    must be picklable. ``tensor`` is what they read."""
+    must be picklable. ``tensor`` is what they read. ``part`` is not None if the elements follow one another in an
+    array."""
 
     key: str
     nbytes: int
@@ -71,6 +87,7 @@ class Chunk(NamedTuple):
     write: Callable[[], int]
     check: Callable[[], None]
     tensor: LazyArray | None = None
+    part: Part | None = None
 
 
 class Chunks(NamedTuple):
@@ -81,6 +98,17 @@ class Chunks(NamedTuple):
 
 
 Text = bytes | Callable[[], Iterable[bytes]]
+
+
+class Manifest(NamedTuple):
+    """A manifest that is written when all other files are complete.
+
+    ``key`` is its path. ``make`` returns its content, given the folder of all files (a path or URL), the hashes of what
+    was written (`passing.Passed`), and the engine; it reads the files for what was not hashed."""
+
+    key: str
+    algorithm: str
+    make: Callable[..., bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +138,8 @@ class WritePlan:
         The value of `WriteResult.paths`.
     left_out
         Name of a part that is not written -> reason.
+    manifests
+        The manifests to write, usually one.
     """
 
     destination: Destination | Remote | Session
@@ -122,6 +152,12 @@ class WritePlan:
     room: int = 0
     paths: tuple[Path, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
+    manifests: Sequence[Manifest] = ()
+
+    @property
+    def algorithm(self) -> str | None:
+        """The hash function of the manifests; None if there are none."""
+        return self.manifests[0].algorithm if self.manifests else None
 
     @property
     def nbytes(self) -> int:
@@ -130,5 +166,5 @@ class WritePlan:
 
     @property
     def keys(self) -> list[str]:
-        """Keys of the files and texts."""
-        return [*(file.key for file in self.files), *self.texts]
+        """Keys of the files, texts and manifests."""
+        return [*(file.key for file in self.files), *self.texts, *(one.key for one in self.manifests)]

@@ -22,11 +22,13 @@ from .destination import Destination, Files, Whole, check_unchanged
 from .executor import Run
 from .guard import is_own
 from .ledger import Ledger
+from .passing import Passed
 from .places import Folder, Place
-from .plan import Chunk, Chunks, WritePlan
+from .plan import Chunk, Chunks, Manifest, WritePlan
 from .publish import Busy, content, discard, is_unique, moved, reveal, staged
-from .write import put_texts, write
+from .write import put_manifests, put_texts, write
 
+HASHES = ".lazyckpt-hashes"  # the file with the hashes of what a share has written, for the manifest
 MARK = ".lazyckpt-share"  # the file that completes the folder of a share; it holds the fingerprint of the whole job
 _RETRY = 0.05  # seconds between attempts to finish while another share does
 _PATIENCE = 600.0  # seconds after which a share stops waiting for another one that finishes
@@ -70,11 +72,10 @@ def write_share(plan: WritePlan, share: Share, *, verify: bool, progress: bool |
     _check_others(dest.place, share.count)
     folder = folder_of_share(dest.place, share)
     if _fingerprint(folder) != plan.fingerprint:
-        written = write(_part(plan, dest, share, folder), verify=verify, progress=progress, run=run)
-        nbytes = written - len(plan.fingerprint)  # without the mark
-    else:
-        nbytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.name != MARK)
-    return nbytes, _finish(plan, dest, share.count, verify)
+        write(_part(plan, dest, share, folder), verify=verify, progress=progress, run=run)
+    own = (path for path in folder.rglob("*") if path.name not in (MARK, HASHES))
+    nbytes = sum(path.stat().st_size for path in own if path.is_file())
+    return nbytes, _finish(plan, dest, share.count, verify, run)
 
 
 def discard_share(dest: Path, share: Share) -> None:
@@ -134,9 +135,14 @@ def _part(plan: WritePlan, dest: Destination, share: Share, folder: Path) -> Wri
         files=files,
         chunks=chunks,
         texts={MARK: plan.fingerprint.encode()},
+        manifests=[Manifest(HASHES, one.algorithm, _hashes) for one in plan.manifests[:1]],
         room=plan.room // share.count,
         paths=(folder,),
     )
+
+
+def _hashes(root: str, passed: Passed, run: Run) -> bytes:
+    return passed.as_json()
 
 
 def _sizes(chunks: Chunks) -> Iterator[int]:
@@ -160,7 +166,7 @@ class _Lost(DestinationError):
     """Files of complete shares are gone."""
 
 
-def _finish(plan: WritePlan, dest: Files | Whole, count: int, verify: bool) -> bool:
+def _finish(plan: WritePlan, dest: Files | Whole, count: int, verify: bool, run: Run) -> bool:
     """Publish the export if all shares are complete; return whether it is published."""
     folders = [folder_of_share(dest.place, Share(n, count)) for n in range(count)]
     deadline = time.monotonic() + _PATIENCE
@@ -170,7 +176,7 @@ def _finish(plan: WritePlan, dest: Files | Whole, count: int, verify: bool) -> b
         if any(_fingerprint(folder) != plan.fingerprint for folder in folders):
             return False
         try:
-            _gather(plan, dest, folders, verify)
+            _gather(plan, dest, folders, verify, run)
         except DestinationError as e:
             if isinstance(e, _Lost):
                 raise
@@ -182,7 +188,7 @@ def _finish(plan: WritePlan, dest: Files | Whole, count: int, verify: bool) -> b
         return True
 
 
-def _gather(plan: WritePlan, dest: Files | Whole, folders: Sequence[Path], verify: bool) -> None:
+def _gather(plan: WritePlan, dest: Files | Whole, folders: Sequence[Path], verify: bool, run: Run) -> None:
     """Move the files of all shares together and publish them. The marks are removed before: a share without a mark is
     not complete, so no other process can publish the folders that are empty now."""
 
@@ -196,6 +202,7 @@ def _gather(plan: WritePlan, dest: Files | Whole, folders: Sequence[Path], verif
         where = content(staging, plan.fingerprint, plain=plan.chunks is not None)
         where.make()
         expected = {*plan.keys, *(chunk.key for chunk in (plan.chunks.at(where) if plan.chunks is not None else ()))}
+        expected.difference_update(one.key for one in plan.manifests)
         has_files = bool(already) or not expected.isdisjoint(where.find())  # of a call that was killed
         if any(_fingerprint(folder) != plan.fingerprint for folder in folders):
             raise Busy(f"{dest.place}: another share has finished")  # the caller looks again
@@ -205,12 +212,17 @@ def _gather(plan: WritePlan, dest: Files | Whole, folders: Sequence[Path], verif
         dest.check(already)
         has_files = True
         put_texts(plan, where, already)
+        passed = Passed()
         for folder in folders:
             source = Folder(str(folder))
             for key in source.find():
-                if key != MARK:
+                if key == HASHES:
+                    passed.take((folder / HASHES).read_bytes())
+                elif key != MARK:
                     where.take(source, key)
         lost = expected - already - set(where.find())
+        if not lost and not already:
+            put_manifests(plan, where, where, passed, run)
         for folder in folders:
             (folder / MARK).unlink()
         if lost:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..core.merkle import Leaves
 from ..errors import CorruptError
 from ..formats.zarr.documents import JOB
 from ..io.system import read_at, write_at
@@ -25,8 +26,9 @@ from .batching import Task
 from .destination import Destination, Remote, Session, Zip, check_room, check_unchanged
 from .executor import OVERHEAD, Run
 from .ledger import Done, Ledger
+from .passing import Cut, Passed, Passing, cuts
 from .places import LEDGER, PART, PIECE, Folder, Place, Target, combined, crc32
-from .plan import File, Layout, Text, WritePlan
+from .plan import File, Layout, Part, Text, WritePlan
 from .progress import Bar
 from .publish import content, moved, staged, uploaded
 
@@ -60,9 +62,18 @@ class _Filling:
             self.found.clear()
 
 
-def fill(files: Sequence[File], folder: Folder, ledger: Ledger, run: Run, moved: Callable[[int], None]) -> list[Layout]:
+def fill(
+    files: Sequence[File],
+    folder: Folder,
+    ledger: Ledger,
+    run: Run,
+    moved: Callable[[int], None],
+    passed: Passed,
+    algorithm: str | None = None,
+) -> list[Layout]:
     """Write files, except for the runs that are listed in the ledger and therefore intact (see `keep_intact`). Files
-    are created lazily. ``moved`` is called with the number of bytes of each run, written or already present.
+    are created lazily. ``moved`` is called with the number of bytes of each run, written or already present. With an
+    ``algorithm``, ``passed`` gets the hashes of what is written.
 
     Raises what reading raises, and OSError for the written files.
     """
@@ -78,22 +89,27 @@ def fill(files: Sequence[File], folder: Folder, ledger: Ledger, run: Run, moved:
             layouts.append(layout)
             file = _Filling(ledger.begin(key, size), layout)
             filling[file.number] = file
-            for n, offset, part in _runs(layout):
-                known = there.get(offset)
-                if known is not None and known.nbytes == part.nbytes:
-                    file.add(n, offset, known.checksum, part.nbytes)
-                    moved(part.nbytes)
+            for cut in _runs(layout, algorithm):
+                known, nbytes = there.get(cut.offset), cut.nbytes
+                if known is not None and known.nbytes == nbytes:
+                    file.add(cut.number, cut.offset, known.checksum, nbytes)
+                    moved(nbytes)
                     continue
                 file.left += 1
-                about = _Run(file.number, n, offset)
-                yield Task(part.nbytes, PIECE + OVERHEAD, partial(_move, layout.file, part, about), part)
+                about = _Run(file.number, cut.number, cut.offset)
+                work = partial(_move, layout.file, cut.parts[0], about)
+                if cut.passing is not None:
+                    work = partial(_pass, layout.file, cut.parts, about, cut.passing)
+                yield Task(nbytes, PIECE + OVERHEAD, work, cut.parts[0])
             file.one_less()
 
-    def done(task: Task, result: tuple[_Run, int]) -> None:
-        (number, n, offset), checksum = result
+    def done(task: Task, result: _Moved) -> None:
+        (number, n, offset), checksum, leaves = result
         ledger.add(number, offset, task.nbytes, checksum)
         moved(task.nbytes)
         file = filling[number]
+        if leaves is not None:
+            passed.add(file.layout.file.key, offset, task.nbytes, *leaves)
         file.add(n, offset, checksum, task.nbytes)
         file.one_less()
 
@@ -125,18 +141,15 @@ def compare(layouts: Sequence[Layout], run: Run, moved: Callable[[int], None]) -
 
     def tasks() -> Iterator[Task]:
         for layout in layouts:
-            for _, offset, part in _runs(layout):
+            for _, offset, (part,), _ in _runs(layout):
                 yield Task(part.nbytes, 2 * PIECE + OVERHEAD, partial(_compare, layout.file, offset, part), part)
 
     run(tasks(), lambda task, _: moved(task.nbytes))
 
 
-def _runs(layout: Layout) -> Iterator[tuple[int, int, Any]]:
-    """Yield the runs of all non-empty tensors: (number of the tensor, byte offset in the file, part of the tensor)."""
-    for n, (offset, tensor) in enumerate(layout.placed):
-        if tensor.nbytes:
-            for ahead, part in tensor.pieces(max(RUN, PIECE)):
-                yield n, offset + ahead * tensor.itemsize, part
+def _runs(layout: Layout, algorithm: str | None = None) -> Iterator[Cut]:
+    """Yield the runs of all tensors that are not empty."""
+    return cuts(layout.placed, max(RUN, PIECE), algorithm)
 
 
 class _Run(NamedTuple):
@@ -147,17 +160,43 @@ class _Run(NamedTuple):
     offset: int
 
 
-def _move(target: Target, tensor: Any, about: _Run) -> tuple[_Run, int]:
-    """Write one run into an existing file; return the run and its CRC-32."""
+class _Moved(NamedTuple):
+    """A run that is written: its CRC-32 and, if it was hashed, what was hashed with the hashes."""
+
+    about: _Run
+    checksum: int
+    leaves: tuple[Passing, Leaves] | None
+
+
+def _move(target: Target, tensor: Any, about: _Run) -> _Moved:
+    """Write one run into an existing file."""
+    return _Moved(about, _written(target, [tensor], about.offset), None)
+
+
+def _pass(target: Target, parts: Sequence[Any], about: _Run, passing: Passing) -> _Moved:
+    """Write one run into an existing file, and hash it."""
+    hasher = passing.hasher()
+    checksum = _written(target, parts, about.offset, hasher.update)
+    return _Moved(about, checksum, (passing, hasher.leaves()))
+
+
+def _written(
+    target: Target, parts: Sequence[Any], offset: int, seen: Callable[[memoryview], None] | None = None
+) -> int:
+    """Write parts of a tensor one after the other, and return their CRC-32. ``seen`` is called with their bytes."""
     fd = target.descriptor(os.O_WRONLY)
     try:
         crc = 0
-        for at, memory in contents(tensor):
-            write_at(fd, memory, about.offset + at)
-            crc = crc32(memory, crc)
+        for part in parts:
+            for at, memory in contents(part):
+                write_at(fd, memory, offset + at)
+                crc = crc32(memory, crc)
+                if seen is not None:
+                    seen(memory)
+            offset += part.nbytes
     finally:
         os.close(fd)
-    return about, crc
+    return crc
 
 
 def _intact(target: Target, offset: int, known: Done) -> tuple[Target, int, bool]:
@@ -260,10 +299,10 @@ def _write(plan: WritePlan, dest: Destination, verify: bool, progress: bool | No
         if not already:
             _prepare(plan, staging, where, ledger)
         keep_intact(where, ledger, run)
-        chunked = replace(where, listed=True)
+        chunked, passed = replace(where, listed=True), Passed()
         with Bar((plan.nbytes - _sum(plan.files) + _sum(files)) * (1 + verify), dest.place.name, progress) as bar:
-            layouts = fill(files, where, ledger, run, bar.add)
-            nbytes = _put_chunks(plan, chunked, ledger.whole, run, bar.add)
+            layouts = fill(files, where, ledger, run, bar.add, passed, plan.algorithm)
+            nbytes = _put_chunks(plan, chunked, ledger.whole, run, bar.add, passed)
             if plan.chunks is not None:  # a killed worker leaves the file that it was writing
                 where.tidy(lambda key: not key.endswith(PART))
             if plan.build is not None:
@@ -272,6 +311,8 @@ def _write(plan: WritePlan, dest: Destination, verify: bool, progress: bool | No
                 compare(layouts, run, bar.add)
                 _check_chunks(plan, chunked, run, bar.add)
         nbytes += put_texts(plan, where, already)
+        if not already:  # else they are there
+            nbytes += put_manifests(plan, where, where, passed, run)
         check_unchanged(plan.tensors)
         nbytes += sum(layout.file.size or 0 for layout in layouts) + sum(dest.path(k).stat().st_size for k in already)
         if plan.build is not None:
@@ -295,16 +336,17 @@ def _prepare(plan: WritePlan, staging: Folder, where: Folder, ledger: Ledger) ->
 def _upload(plan: WritePlan, dest: Remote, verify: bool, progress: bool | None, run: Run) -> int:
     for tensor in plan.tensors:
         tensor._check()
-    bucket = dest.bucket
+    bucket, passed = dest.bucket, Passed()
     with uploaded(bucket, plan.fingerprint, dest.overwrite) as there:
         with Bar(plan.nbytes * (1 + verify), bucket.url.rpartition("/")[2], progress) as bar:
-            nbytes = _put_chunks(plan, bucket, there.get, run, bar.add)
+            nbytes = _put_chunks(plan, bucket, there.get, run, bar.add, passed)
             *texts, last = plan.texts.items()
             nbytes += sum(_put(bucket, key, text) for key, text in texts)
             if verify:
                 _check_chunks(plan, bucket, run, bar.add)
         check_unchanged(plan.tensors)
         nbytes += _put(bucket, *last)  # makes the hierarchy readable
+        nbytes += put_manifests(plan, bucket, bucket.beside, passed, run)
     return nbytes
 
 
@@ -313,15 +355,25 @@ def put_texts(plan: WritePlan, place: Place, already: Set[str] = frozenset()) ->
     return sum(_put(place, key, text) for key, text in plan.texts.items() if key not in already)
 
 
+def put_manifests(plan: WritePlan, files: Place, place: Place, passed: Passed, run: Run) -> int:
+    """Write the manifests of a plan, whose ``files`` are complete, to a place; return their size in bytes."""
+    return sum(place.put(one.key, [one.make(str(files), passed, run)]) for one in plan.manifests)
+
+
 def _put(place: Place, key: str, text: Text) -> int:
     return place.put(key, [text] if isinstance(text, bytes) else text())
 
 
 def _put_chunks(
-    plan: WritePlan, place: Place, size_of: Callable[[str], int | None], run: Run, moved: Callable[[int], None]
+    plan: WritePlan,
+    place: Place,
+    size_of: Callable[[str], int | None],
+    run: Run,
+    moved: Callable[[int], None],
+    passed: Passed,
 ) -> int:
     """Write the chunks for which ``size_of`` returns None; return the size of all chunks in bytes."""
-    nbytes = 0
+    nbytes, algorithm = 0, plan.algorithm
 
     def tasks() -> Iterator[Task]:
         nonlocal nbytes
@@ -329,16 +381,36 @@ def _put_chunks(
             if (size := size_of(chunk.key)) is not None:
                 nbytes += size
                 moved(chunk.nbytes)
-            else:
-                yield Task(chunk.nbytes, chunk.memory, chunk.write, chunk.tensor)
+                continue
+            work: Callable[[], Any] = chunk.write
+            if algorithm is not None and chunk.part is not None:
+                work = partial(_hashed, chunk.part, algorithm)
+            yield Task(chunk.nbytes, chunk.memory, work, chunk.tensor)
 
-    def done(task: Task, size: int) -> None:
+    def done(task: Task, result: int | _Hashed) -> None:
         nonlocal nbytes
-        nbytes += size
+        nbytes += result.size if isinstance(result, _Hashed) else result
+        if isinstance(result, _Hashed):
+            passed.add_chunk(result.array, result.passing, result.leaves)
         moved(task.nbytes)
 
     run(tasks(), done)
     return nbytes
+
+
+class _Hashed(NamedTuple):
+    """The size of a chunk of an array in bytes, and the hashes of its elements."""
+
+    size: int
+    leaves: Leaves
+    array: str
+    passing: Passing
+
+
+def _hashed(part: Part, algorithm: str) -> _Hashed:
+    """Write a chunk of an array and hash its elements."""
+    passing = Passing(part.whole, part.at, algorithm)
+    return _Hashed(*part.write(passing), part.array, passing)
 
 
 def _check_chunks(plan: WritePlan, place: Place, run: Run, moved: Callable[[int], None]) -> None:
