@@ -1,4 +1,4 @@
-"""Reads of many plain tensors: in the order of the files, neighbours by one vectored read, small ones into shared memory.
+"""Reads of many plain tensors: in the order of the files, neighbours by one vectored read.
 
 Memory for one tensor, and a system call to read it, cost several times what reading 4 KiB costs. So tensors below
 `SMALL` bytes that are near each other in a file share an arena of at most 1 MiB. Each tensor has a storage of its own
@@ -70,23 +70,18 @@ def plain_tasks(store: Store, wanted: list[Plain], found: dict[str, torch.Tensor
 
 def _together(store: Store, group: Sequence[Plain], found: dict[str, torch.Tensor]) -> Task:
     """Return the task that reads tensors of one file that are near each other."""
-    pieces: list[tuple[int, memoryview]] = []
-    size = 0
-    held = []  # the tensors whose memory the pieces are
     small = [one for one in group if one.nbytes < SMALL]
-    if small:
-        pieces += _arena(small, found)
-    for path, offset, nbytes, name, shape, dtype in group if len(small) < len(group) else ():
-        if nbytes >= SMALL:
-            tensor = found[name] = empty(shape, dtype.torch)
-            pieces.append((offset, memory_of(tensor)))
+    pieces = list(_arena(small, found)) if small else []
+    held = []  # the tensors whose memory the pieces are
+    for one in group if len(small) < len(group) else ():
+        if one.nbytes >= SMALL:
+            tensor = found[one.name] = empty(one.shape, one.dtype.torch)
+            pieces.append((one.offset, memory_of(tensor)))
             held.append(tensor)
     if small and held:
         pieces.sort(key=lambda piece: piece[0])
-    last = group[-1]
-    path, start = group[0].path, group[0].offset
-    expect(store, path, start, last.offset + last.nbytes)
-    size = sum(one.nbytes for one in group)
+    path, size = group[0].path, sum(one.nbytes for one in group)
+    expect(store, path, group[0].offset, group[-1].offset + group[-1].nbytes)
     return size, partial(_read, store, path, pieces, held)
 
 
@@ -95,8 +90,8 @@ def _read(store: Store, path: str, pieces: Sequence[tuple[int, memoryview]], hel
 
 
 def _arena(group: Sequence[Plain], found: dict[str, torch.Tensor]) -> Iterator[tuple[int, memoryview]]:
-    """Make tensors in shared memory, and yield the runs of the file to read into it. Tensors that are next to each other
-    in the file and in memory are one run."""
+    """Make tensors in shared memory, and yield the runs of the file to read into it. Tensors that are next to each
+    other in the file and in memory are one run."""
     size = sum(-(-one.nbytes // _ALIGNED) * _ALIGNED for one in group)
     arena = torch.empty(size, dtype=torch.uint8, device="cpu").numpy()  # aligned as torch aligns memory
     memory = arena.data

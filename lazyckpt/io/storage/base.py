@@ -239,6 +239,7 @@ class Store(ABC):
     def expect(self, path: str, start: int, stop: int) -> None:
         """Note that all bytes of a range of a file are about to be read, in ascending order and by large reads: the
         system may then read ahead of them, within the range. Ranges that follow each other are one."""
+        return  # a store that cannot read ahead
 
     def map(self, path: str) -> Mapped | None:
         """Map the whole file for reading; return None if the store cannot map it or the file is empty. The store caches

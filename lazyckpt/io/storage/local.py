@@ -3,8 +3,8 @@
 Measured (warm, 2 cores): a mapped slice of 64 KiB to 16 MiB copies about twice as fast as a positioned read of it;
 above that, reads on several threads are faster and do not add file pages to the process. Cold, a positioned read
 fetches exactly its pages, while a mapping faults them one by one, so a mapping is used only where it is resident or
-where few pages are needed. Read-ahead is disabled: reading a slice must not read its neighbours. Only within a range that is
-wanted as a whole (`LocalStore.expect`), the system reads ahead.
+where few pages are needed. Read-ahead is disabled: reading a slice must not read its neighbours. Only within a range
+that is wanted as a whole (`LocalStore.expect`), the system reads ahead.
 
 A file is checked after its bytes were copied, not before, so that concurrent writes are detected, too.
 """
