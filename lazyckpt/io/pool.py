@@ -145,6 +145,9 @@ class Work:
                 if size >= limit and (self._futures or len(self._rest) > 1):
                     self._put(self._rest)
                     self._rest, size, limit = [], 0, _BATCH
+            if self._rest and self._futures:  # in order, too: the end of a file is read last
+                self._put(self._rest)
+                self._rest = []
         except BaseException:
             self.cancel()
             raise
