@@ -1,4 +1,4 @@
-"""Whole state dicts: how many reads they take, in which order, and what the system may read ahead.
+"""Whole state dicts: how many reads they take, in which order, and which pages.
 
 Everything is counted: reads, bytes, pages of the system's cache, descriptions of tensors.
 """
@@ -44,9 +44,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
         log.append(("one", offset, len(target)))
         return read_at(file, offset, target)
 
-    def vector(file: File, offset: int, targets: list[memoryview], nbytes: int) -> int:
-        log.append(("vector", offset, nbytes))
-        return read_vector(file, offset, targets, nbytes)
+    def vector(file: File, offset: int, targets: list[memoryview]) -> int:
+        log.append(("vector", offset, sum(map(len, targets))))
+        return read_vector(file, offset, targets)
 
     monkeypatch.setattr(File, "read_at", one)
     monkeypatch.setattr(File, "read_vector", vector)
@@ -222,103 +222,20 @@ def test_tied_names_and_parts_share_the_tensor(torch_cases: dict[str, Any]) -> N
                 assert found[alias] is found[view.aliases[alias]]
 
 
-# -- what the system may read ahead
-
-needs_pages = pytest.mark.skipif(
-    sys.platform != "linux" or system.PORTABLE, reason="counts pages with posix_fadvise and mincore"
-)
+# -- pages
 
 
-@pytest.fixture
-def opened_ahead(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files that were opened for reads with read-ahead."""
-    log: list[str] = []
-    init = File.__init__
-
-    def counted(file: File, path: str, ahead: bool = False) -> None:
-        if ahead:
-            log.append(path)
-        init(file, path, ahead)
-
-    monkeypatch.setattr(File, "__init__", counted)
-    return log
-
-
-@needs_pages
-@pytest.mark.parametrize("name", ["t0", "t1", "t2"])
-def test_a_whole_tensor_is_read_and_its_neighbours_are_not(tmp_path: Path, opened_ahead: list[str], name: str) -> None:
-    """The system reads ahead only of the last one: it would not stop at the ends of the others."""
-    path = _holes(tmp_path / "x.safetensors", 3, 64 * MIB)
+@pytest.mark.skipif(sys.platform != "linux" or system.PORTABLE, reason="counts pages with posix_fadvise and mincore")
+@pytest.mark.parametrize("names", [["t0"], ["t1"], ["t2"], ["t0", "t1", "t2"]], ids="+".join)
+def test_whole_tensors_are_read_and_their_neighbours_are_not(tmp_path: Path, names: list[str]) -> None:
+    path = _holes(tmp_path / "x.safetensors", 3, 24 * MIB)
     need_a_droppable_cache(path)
-    view = lazyckpt.open(path, cache=False)
-    drop(path)
-    before = resident(path)
-    assert not view[name][...].any()
-    wanted = 64 * MIB // PAGE
-    assert len(opened_ahead) == (name == "t2")
-    assert wanted <= resident(path) - before <= wanted + 2
-    other = "t1" if name == "t0" else "t0"
-    view[other][100:356]  # 1 MiB, after the range was read: nothing is read ahead any more
-    assert resident(path) - before <= wanted + MIB // PAGE + 4
-    assert len(opened_ahead) == (name == "t2")
-
-
-@needs_pages
-@pytest.mark.parametrize("rows", [1, 256], ids=["4KiB", "1MiB"])
-def test_a_slice_beside_a_whole_read_reads_its_own_pages(tmp_path: Path, rows: int) -> None:
-    """Even while another range of the file is expected."""
-    path = _holes(tmp_path / "x.safetensors", 3, 64 * MIB)
-    need_a_droppable_cache(path)
-    view = lazyckpt.open(path, cache=False)
-    view._store.expect(path.name, PAGE + 64 * MIB, PAGE + 128 * MIB)
-    drop(path)
-    before = resident(path)
-    assert not view["t2"][7 : 7 + rows].any()
-    assert rows <= resident(path) - before <= rows + 3
-
-
-@needs_pages
-def test_a_state_dict_is_one_range(tmp_path: Path, opened_ahead: list[str]) -> None:
-    path = _holes(tmp_path / "x.safetensors", 48, MIB)
-    need_a_droppable_cache(path)
-    view = lazyckpt.open(path, cache=False)
+    view = lazyckpt.open(path, cache=False).select(lambda name: name in names)
     drop(path)
     before = resident(path)
     assert not any(t.any() for t in view.to("cpu").values())
-    assert 1 <= len(opened_ahead) <= 48 and resident(path) - before == 48 * MIB // PAGE
-
-
-def test_without_a_descriptor_to_read_ahead_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = _holes(tmp_path / "x.safetensors", 1, 40 * MIB)
-    init = File.__init__
-
-    def none_left(file: File, path: str, ahead: bool = False) -> None:
-        if ahead:
-            raise OSError(24, "Too many open files")
-        init(file, path, ahead)
-
-    monkeypatch.setattr(File, "__init__", none_left)
-    assert not lazyckpt.open(path, cache=False)["t0"][...].any()
-
-
-def test_ranges_that_follow_each_other_are_one(tmp_path: Path) -> None:
-    path = tmp_path / "x"
-    with path.open("wb") as made:
-        made.truncate(2000 * MIB)
-    file = File(str(path))
-    file.expect(0, 40 * MIB)
-    file.expect(40 * MIB + 64, 80 * MIB)
-    assert file._wanted == (0, 80 * MIB)
-    file.expect(200 * MIB, 300 * MIB)
-    assert file._wanted == (200 * MIB, 300 * MIB)
-    assert file._for(200 * MIB, 2 * MIB) is file, "too short beside what may be read beyond"
-    for start, stop in ((200 * MIB, 900 * MIB), (1950 * MIB, 2000 * MIB)):
-        file.expect(start, stop)
-        assert file._for(start, 4096) is file, "a small read"
-        assert file._for(start - 2 * MIB, 2 * MIB) is file, "outside"
-        assert (file._for(start, 2 * MIB) is file) == (sys.platform != "linux"), "long, or up to the end of the file"
-        assert file._for(stop - MIB, MIB) is file
-        assert file._wanted == (0, 0) and file._ahead is None, "all is read"
+    wanted = view.nbytes // PAGE
+    assert wanted <= resident(path) - before <= wanted + 2
 
 
 # -- to a device

@@ -119,8 +119,8 @@ class Work:
     """Tasks that threads of the pool run while the caller goes on. Call `wait` or `cancel` before the memory that the
     tasks fill is released.
 
-    The threads take the tasks in the order of the iterable, so that reads of a file are in the order of the file: the
-    system then reads ahead.
+    The threads take the tasks in the order of the iterable, 2 MiB at a time: reads of a file are in the order of the
+    file, and the threads end at the same time.
 
     Parameters
     ----------

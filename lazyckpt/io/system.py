@@ -43,9 +43,6 @@ _PLAIN = (
 )
 _RESERVED_FROM = 1 << 20  # bytes; a smaller file is written in less time than its blocks are reserved in
 _AHEAD = 128 << 10  # bytes; Linux reads no more than the device's read-ahead, by default this, per request
-_LARGE = 256 << 10  # bytes; smaller reads gain nothing from read-ahead
-_REACH = 32 << 20  # bytes that Linux may read beyond a range: four times the setting of the device, 128 KiB to 8 MiB
-_SHARE = 20  # what may be read beyond a range is at most this part of it
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)  # opening a FIFO must not block
 _OPEN = os.O_RDONLY | _PLAIN | _NONBLOCK
 _linux = sys.platform == "linux" and not PORTABLE
@@ -68,8 +65,6 @@ class File:
     ----------
     path
         Path of a regular file.
-    ahead
-        Whether the system reads ahead. It does not by default: reading a slice must not read its neighbours.
 
     Raises
     ------
@@ -77,15 +72,12 @@ class File:
         The file cannot be opened.
     """
 
-    __slots__ = ("_ahead", "_lock", "_size", "_wanted", "fd")
+    __slots__ = ("_lock", "fd")
 
-    def __init__(self, path: str, ahead: bool = False) -> None:
+    def __init__(self, path: str) -> None:
         self.fd = os.open(path, _OPEN)
         self._lock = threading.Lock()
-        self._size = 0  # of the file, once a range is expected
-        self._wanted = 0, 0  # a range that is read as a whole; see `expect`
-        self._ahead: File | None = None  # the same file, for reads of that range
-        if _fadvise is not None and not ahead:
+        if _fadvise is not None:  # no read-ahead: reading a slice must not read its neighbours
             _fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at interpreter shutdown `os` may be None
@@ -95,8 +87,7 @@ class File:
     def read_at(self, offset: int, target: memoryview) -> int:
         """Read into ``target`` from ``offset`` on; thread-safe. Return the number of bytes read, 0 at the end."""
         if _preadv is not None:
-            file = self._for(offset, len(target))
-            found: int = _preadv(file.fd, [target], offset)
+            found: int = _preadv(self.fd, [target], offset)
             return found
         with self._lock:  # all threads share the file position
             os.lseek(self.fd, offset, os.SEEK_SET)
@@ -104,12 +95,10 @@ class File:
         target[: len(data)] = data
         return len(data)
 
-    def read_vector(self, offset: int, targets: list[memoryview], nbytes: int) -> int:
-        """Fill several targets, ``nbytes`` in all, from ``offset`` on, one after the other; return the number of bytes
-        read."""
+    def read_vector(self, offset: int, targets: list[memoryview]) -> int:
+        """Fill several targets from ``offset`` on, one after the other; return the number of bytes read."""
         if _preadv is not None:
-            file = self._for(offset, nbytes)
-            found: int = _preadv(file.fd, targets, offset)
+            found: int = _preadv(self.fd, targets, offset)
             return found
         done = 0
         for target in targets:
@@ -118,39 +107,6 @@ class File:
             if got < len(target):
                 break
         return done
-
-    def expect(self, start: int, stop: int) -> None:
-        """Note that a range is about to be read as a whole, in ascending order: the system may read ahead of large reads.
-
-        Measured (ext4 on a virtual disk, four threads): 2.6 GB/s instead of 1.7, with half of the processor time,
-        because the system reads ahead into large pages of its cache. It does not stop at the end of the range, so the
-        range must reach the end of the file, or be large beside what is read beyond.
-        """
-        first, last = self._wanted
-        if first <= start <= last + _AHEAD:
-            start, stop = first, max(last, stop)
-        if not self._size:
-            self._size = self.stat().st_size
-        self._wanted = start, stop
-
-    def _for(self, offset: int, nbytes: int) -> File:
-        """Return the open file to read a range with: one with read-ahead inside an expected range."""
-        start, stop = self._wanted
-        end = offset + nbytes
-        if not start <= offset < stop:
-            return self
-        if end >= stop:  # all that was expected has been read or is being read
-            self._wanted, self._ahead = (0, 0), None
-            return self
-        if nbytes < _LARGE or min(_REACH, self._size - stop) > (stop - start) // _SHARE:
-            return self
-        file = self._ahead
-        if file is None:
-            try:
-                file = self._ahead = File(f"/proc/self/fd/{self.fd}", ahead=True)
-            except OSError:  # no /proc, or no descriptor is left
-                return self
-        return file
 
     def writable(self) -> bool:
         """Return whether this process may write to the file. (It never does, but Linux tells only those who may write

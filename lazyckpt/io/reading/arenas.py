@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ...core.box import Shape
 from ...core.dtypes import DType
 from ..pool import Task
-from ..storage.base import Store, expect, read_pieces
+from ..storage.base import Store, read_pieces
 from ..tensors import empty, memory_of
 from .gather import run_tasks, step_of
 
@@ -80,9 +80,7 @@ def _together(store: Store, group: Sequence[Plain], found: dict[str, torch.Tenso
             held.append(tensor)
     if small and held:
         pieces.sort(key=lambda piece: piece[0])
-    path, size = group[0].path, sum(one.nbytes for one in group)
-    expect(store, path, group[0].offset, group[-1].offset + group[-1].nbytes)
-    return size, partial(_read, store, path, pieces, held)
+    return sum(one.nbytes for one in group), partial(_read, store, group[0].path, pieces, held)
 
 
 def _read(store: Store, path: str, pieces: Sequence[tuple[int, memoryview]], held: Sequence[torch.Tensor]) -> None:

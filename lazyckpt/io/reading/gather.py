@@ -29,7 +29,7 @@ from ...core.select import Reads
 from ...core.table import Copies, Runs
 from ...errors import decoding, foreign, undecodable
 from ..pool import Task, run, run_here
-from ..storage.base import Store, check, expect, read_pieces
+from ..storage.base import Store, check, read_pieces
 from ..storage.mapping import Mapped
 from ..tensors import as_bytes, empty
 from .packed import locate, locate_all, located, unpacked, unpacked_into
@@ -121,8 +121,6 @@ def _many_runs(store: Store, paths: Sequence[str], runs: Runs, memory: memoryvie
             yield size, partial(read_pieces, store, paths[last], pieces)
             pieces, size = [], 0
         last = number
-        if nbytes > step:
-            expect(store, paths[number], offset, offset + nbytes)
         for ahead in range(0, nbytes, step):
             length = min(step, nbytes - ahead)
             pieces.append((offset + ahead, memory[at + ahead : at + ahead + length]))
@@ -309,8 +307,6 @@ def run_tasks(store: Store, path: str, offset: int, target: torch.Tensor) -> Ite
     """Yield the tasks that fill a contiguous array with one run of a file's bytes."""
     memory = as_bytes(target)
     step = step_of(store)
-    if len(memory) > step:
-        expect(store, path, offset, offset + len(memory))
     for at in range(0, len(memory), step):
         piece = memory[at : at + step]
         yield len(piece), partial(store.read_into, path, offset + at, piece)
@@ -318,7 +314,7 @@ def run_tasks(store: Store, path: str, offset: int, target: torch.Tensor) -> Ite
 
 def step_of(store: Store) -> int:
     """Return the largest size in bytes of one of several reads of a run: small ones keep the threads together in the
-    file, so that the system reads ahead for all of them; large ones save requests to a server."""
+    file and let them end at the same time; large ones save requests to a server."""
     return BLOCK if store.gap else min(BLOCK, _STEP)
 
 

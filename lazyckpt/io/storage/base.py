@@ -236,11 +236,6 @@ class Store(ABC):
             if not info.may_be(pin):
                 raise changed(self.root, path, pin, info)
 
-    def expect(self, path: str, start: int, stop: int) -> None:
-        """Note that all bytes of a range of a file are about to be read, in ascending order and by large reads: the
-        system may then read ahead of them, within the range. Ranges that follow each other are one."""
-        return  # a store that cannot read ahead
-
     def map(self, path: str) -> Mapped | None:
         """Map the whole file for reading; return None if the store cannot map it or the file is empty. The store caches
         the mapping, so callers must not keep it. Call `confirm` after copying from it."""
@@ -342,12 +337,6 @@ def check(store: Store, path: str, offset: int, length: int) -> None:
     """Call `Store.check`; skip wrappers of stores, whose inner store checks."""
     if isinstance(store, Store):
         store.check(path, offset, length)
-
-
-def expect(store: Store, path: str, start: int, stop: int) -> None:
-    """Call `Store.expect`; skip wrappers of stores."""
-    if isinstance(store, Store):
-        store.expect(path, start, stop)
 
 
 def read_pieces(store: Store, path: str, pieces: Sequence[tuple[int, memoryview]]) -> None:

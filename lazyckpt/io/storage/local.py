@@ -3,8 +3,7 @@
 Measured (warm, 2 cores): a mapped slice of 64 KiB to 16 MiB copies about twice as fast as a positioned read of it;
 above that, reads on several threads are faster and do not add file pages to the process. Cold, a positioned read
 fetches exactly its pages, while a mapping faults them one by one, so a mapping is used only where it is resident or
-where few pages are needed. Read-ahead is disabled: reading a slice must not read its neighbours. Only within a range
-that is wanted as a whole (`LocalStore.expect`), the system reads ahead.
+where few pages are needed. Read-ahead is disabled: reading a slice must not read its neighbours.
 
 A file is checked after its bytes were copied, not before, so that concurrent writes are detected, too.
 """
@@ -141,16 +140,13 @@ class LocalStore(Store):
         file = self._open(path)
         for offset, targets, nbytes in _vectors(pieces):
             try:
-                whole = file.read_vector(offset, targets, nbytes) == nbytes
+                whole = file.read_vector(offset, targets) == nbytes
             except OSError:
                 whole = False
             for target in () if whole else targets:  # truncated, unreadable, or a short read
                 self.unguarded(path, offset, target)
                 offset += len(target)
         self._judge(path, 0, 0, 0, self._info(path, file.stat()))
-
-    def expect(self, path: str, start: int, stop: int) -> None:
-        self._open(path).expect(start, stop)
 
     def map(self, path: str) -> Mapped | None:
         mapped = self.maps.get(path)
