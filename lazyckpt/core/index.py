@@ -445,7 +445,17 @@ class TensorSpec:
 
 
 class Place(NamedTuple):
-    """Where a tensor is that is one run of plain values of one file, in C order."""
+    """Where a tensor is that is one run of plain values of one file, in C order.
+
+    Attributes
+    ----------
+    path
+        The file's path in the store.
+    offset
+        The first element's position in the file, in bytes.
+    shape, dtype
+        The tensor's shape and dtype.
+    """
 
     path: str
     offset: int
