@@ -7,7 +7,7 @@ parallelism).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
-from .core.index import Packed
+from .core.index import Packed, Place
 from .core.names import unwrapped
 from .errors import DataError, some
 from .formats.shared.wrappers import own_names
 from .io.memory import many_objects
 from .io.pool import Task, run
-from .io.reading.arenas import SMALL, Small, small_tasks
+from .io.reading.arenas import Plain, plain, plain_tasks
 from .io.reading.device import Ring, ring
 from .io.reading.packed import locate_all
 from .io.storage.base import Store
@@ -31,6 +31,7 @@ from .layouts.placements import Cut, Layout, MeshPlacement, Same, Summand
 from .lazy import LazyArray, named
 
 _GROUP = 256 << 20  # bytes to read at once before their dtype is converted
+_SORTED = 4096  # tensors to sort by their places at once: the first ones are read while others are looked up
 _LOOKED_UP = 64  # archives to locate at once
 _LONG = 1 << 30  # bytes from which on a progress bar is shown on terminals
 T = TypeVar("T")
@@ -39,11 +40,13 @@ T = TypeVar("T")
 def read_all(
     lazy: Mapping[str, LazyArray], place: torch.device, dtype: torch.dtype | None, copy: bool
 ) -> dict[str, torch.Tensor]:
-    """See `CheckpointView.to`."""
+    """See `CheckpointView.to`. A mapping with a method ``place`` tells with it where tensors are that need not be
+    described (see `namespace.Owned`)."""
     done: dict[str, torch.Tensor] = {}
     if place.type == "meta":
         return {name: t.to("meta", _target_dtype(t.dtype, dtype)) for name, t in lazy.items()}
-    with _bar(lazy.values()) as bar:
+    total: int | None = getattr(lazy, "nbytes", None)
+    with _bar(sum(t.nbytes for t in lazy.values()) if total is None else total) as bar, many_objects():
         if place.type == "cpu":
             _read_to_cpu(lazy, dtype, copy, done, bar)
         else:
@@ -59,9 +62,9 @@ def _read_to_cpu(
     lazy: Mapping[str, LazyArray], dtype: torch.dtype | None, copy: bool, done: dict[str, torch.Tensor], bar: Bar
 ) -> None:
     maps: dict[str, Any] = {}
-    reading: list[str] = []
-    for name, t in lazy.items():
-        mapped = None if copy or _target_dtype(t.dtype, dtype) not in (None, t.dtype) else t._mapped(maps)
+    reading = list(lazy) if copy else []
+    for name, t in () if copy else lazy.items():
+        mapped = None if _target_dtype(t.dtype, dtype) not in (None, t.dtype) else t._mapped(maps)
         if mapped is None:
             reading.append(name)
         else:
@@ -73,8 +76,7 @@ def _read_to_cpu(
         reading = reading[len(group) :]
 
 
-def _bar(tensors: Iterable[LazyArray]) -> Bar:
-    total = sum(t.nbytes for t in tensors)
+def _bar(total: int) -> Bar:
     return Bar(total, "read", None if total >= _LONG else False)
 
 
@@ -92,28 +94,55 @@ def _read_together(
     names: list[str], lazy: Mapping[str, LazyArray], dtype: torch.dtype | None, bar: Bar
 ) -> dict[str, torch.Tensor]:
     ready: dict[str, Callable[[], torch.Tensor]] = {}
-    small: dict[int, tuple[Store, list[Small]]] = {}  # by store
     done: dict[str, torch.Tensor] = {}
 
     def tasks() -> Iterator[Task]:
-        for name in _looked_up(names, lazy.__getitem__):
+        rest: list[str] = []
+        for at in range(0, len(names), _SORTED):
+            for store, wanted in _plain(names[at : at + _SORTED], lazy, rest).values():
+                for nbytes, do in plain_tasks(store, wanted, done):
+                    yield nbytes, do
+                    bar.add(nbytes)  # the task is submitted
+        for name in rest:
             t = lazy[name]
-            nbytes = t.spec.nbytes
-            if 0 < nbytes < SMALL and (extent := t._plain) is not None:
-                one = Small(extent.path, extent.offset, nbytes, name, extent.dtype.torch, t.spec.shape)
-                small.setdefault(id(t.store), (t.store, []))[1].append(one)
-                continue
             more, ready[name] = t._start()
             yield from more
-            bar.add(t.nbytes)  # all of its tasks are submitted
-        for store, wanted in small.values():
-            for nbytes, do in small_tasks(store, wanted, done):
-                yield nbytes, do
-                bar.add(nbytes)
+            bar.add(t.nbytes)
 
     with many_objects():
         run(tasks())
         return {name: _converted(done[name] if name in done else ready[name](), dtype) for name in names}
+
+
+def _plain(
+    names: Sequence[str], lazy: Mapping[str, LazyArray], rest: list[str]
+) -> dict[int, tuple[Store, list[Plain]]]:
+    """Return those tensors that are one run of bytes, by the number of their store, with the store; put the names of
+    the others into ``rest``."""
+    found: dict[int, tuple[Store, list[Plain]]] = {}
+    place: Callable[[str], tuple[Store, Place] | None] | None = getattr(lazy, "place", None)
+    unknown = []
+    for name in names:
+        if place is not None and (known := place(name)) is not None:
+            store, (path, offset, shape, dtype) = known
+            _add(found, store, plain(name, path, offset, shape, dtype), rest)
+        else:
+            unknown.append(name)
+    for name in _looked_up(unknown, lazy.__getitem__):
+        t = lazy[name]
+        extent = t._plain
+        if extent is None:
+            rest.append(name)
+        else:
+            _add(found, t.store, plain(name, extent.path, extent.offset, t.spec.shape, t.spec.dtype), rest)
+    return found
+
+
+def _add(found: dict[int, tuple[Store, list[Plain]]], store: Store, one: Plain, rest: list[str]) -> None:
+    if one.nbytes:
+        found.setdefault(id(store), (store, []))[1].append(one)
+    else:
+        rest.append(one.name)
 
 
 def _looked_up(items: Iterable[T], lazy: Callable[[T], LazyArray]) -> Iterator[T]:
@@ -241,7 +270,7 @@ def load_into(view: Mapping[str, LazyArray], module: torch.nn.Module, strict: bo
                 yield tensor, _local(filled[id(target)])
 
     once = {id(getattr(*wanted[name])): tensor for name, tensor in found.items()}
-    with _bar(once.values()) as bar:
+    with _bar(sum(t.nbytes for t in once.values())) as bar:
         fill(pairs(), bar)
     for owner, attribute, tensor in made:
         _set(owner, attribute, tensor)

@@ -13,8 +13,12 @@ from functools import partial
 from math import prod
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
+import numpy as np
+
+from .core.box import Shape
+from .core.dtypes import DType
 from .core.extents import Extents, ExtentSpecs
-from .core.index import FileInfo, Index, Mesh, Specs, TensorSpec, kind_of
+from .core.index import FileInfo, Index, Mesh, Place, Specs, TensorSpec, kind_of, marks_of, place_of
 from .core.names import Names, Pattern, Same, matcher, shortened
 from .errors import MissingFileError, Problem, TensorNotFoundError, some
 from .formats.dcp.objects import Meta
@@ -55,6 +59,41 @@ class States(Mapping[str, N]):
 
     def _ipython_key_completions_(self) -> list[str]:
         return list(self)
+
+
+class Owned(Mapping[str, A]):
+    """The tensors of a view by the names that own them. They are described when they are looked up.
+
+    Parameters
+    ----------
+    view
+        The view.
+    names
+        Full name of each tensor -> its name in the view.
+    """
+
+    def __init__(self, view: Namespace[A], names: Mapping[str, str]) -> None:
+        self._view, self._names = view, names
+
+    def __getitem__(self, owner: str) -> A:
+        found: A = self._view[self._names[owner]]
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def place(self, owner: str) -> tuple[Store, Place] | None:
+        """Return where a tensor is that is one run of plain values, if that takes no description of it."""
+        found = place_of(self._view.specs, owner)
+        return None if found is None else (self._view._store, found)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return self._view.nbytes
 
 
 class Namespace(Mapping[str, A]):
@@ -537,6 +576,10 @@ class Namespace(Mapping[str, A]):
     @property
     def nbytes(self) -> int:
         """Bytes of the elements. Tied tensors are counted once."""
+        if not self._steps and not self._index.aliases:
+            numbers: dict[tuple[Shape, DType], int] = {}
+            counts = np.bincount(marks_of(self.specs, numbers), minlength=len(numbers)).tolist()
+            return sum(n * prod(shape) * dtype.itemsize for n, (shape, dtype) in zip(counts, numbers, strict=True))
         kinds = (kind_of(self.specs, owner) for owner in self._owners())
         return sum(prod(shape) * dtype.itemsize for shape, dtype in kinds)
 
@@ -570,6 +613,12 @@ class Namespace(Mapping[str, A]):
             A name in the whole checkpoint.
         """
         return self._listed.get(name) or self._alias(name) or name
+
+    def _owned(self) -> Owned[A]:
+        """Return the tensors of this view by the names that own them, each once."""
+        if not self._index.aliases:
+            return Owned(self, {full: name for name, full in self._listed.items()})
+        return Owned(self, {self.owner(name): name for name in self._listed})
 
     def _owners(self) -> Collection[str]:
         """Return the full names that own the tensors of this view."""

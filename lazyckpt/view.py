@@ -178,9 +178,10 @@ class CheckpointView(Namespace[LazyTensor]):
         from .loading import read_all
 
         place, dtype = ("cpu", device) if isinstance(device, torch.dtype) else (device, dtype)
-        owners = {name: self.owner(name) for name in self._listed}
-        done = read_all({owner: self[name] for name, owner in owners.items()}, torch.device(place), dtype, copy)
-        return {name: done[owner] for name, owner in owners.items()}
+        done = read_all(self._owned(), torch.device(place), dtype, copy)
+        if not self._index.aliases:
+            return {name: done[full] for name, full in self._listed.items()}
+        return {name: done[self.owner(name)] for name in self._listed}
 
     def state_dict(
         self, device: str | torch.device = "cpu", dtype: torch.dtype | None = None

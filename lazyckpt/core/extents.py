@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from .box import Shape, c_strides
 from .dtypes import DType
-from .index import Extent, Specs, TensorSpec, whole
+from .index import Extent, Place, Specs, TensorSpec, whole
 
 Kind = tuple[Shape, DType]
 
@@ -48,6 +48,11 @@ class Extents(Mapping[str, Extent]):
     def kind(self, name: str) -> Kind:
         """Return the shape and the dtype of a tensor. Raises KeyError."""
         return self.kinds[self.numbers[self.rows[name]]]
+
+    def place(self, name: str) -> Place:
+        """Return where a tensor is. Raises KeyError."""
+        n = self.rows[name]
+        return Place(self.path, self.offsets[n], *self.kinds[self.numbers[n]])
 
     def compact(self) -> None:
         """Make the names and numbers anew, next to each other. The old ones, which were made among many objects that
@@ -91,6 +96,9 @@ class ExtentSpecs(Specs):
 
     def kind(self, name: str) -> tuple[Shape, DType]:
         return self._extents.kind(name)
+
+    def place(self, name: str) -> Place:
+        return self._extents.place(name)
 
     def marks(self, kinds: dict[tuple[Shape, DType], int]) -> NDArray[np.int64]:
         if len(self.table) < len(self._extents):

@@ -444,6 +444,25 @@ class TensorSpec:
         return self.numel * self.dtype.itemsize
 
 
+class Place(NamedTuple):
+    """Where a tensor is that is one run of plain values of one file, in C order.
+
+    Attributes
+    ----------
+    path
+        The file's path in the store.
+    offset
+        The first element's position in the file, in bytes.
+    shape, dtype
+        The tensor's shape and dtype.
+    """
+
+    path: str
+    offset: int
+    shape: Shape
+    dtype: DType
+
+
 class Specs(Mapping[str, TensorSpec]):
     """Tensors that are described when they are looked up, because a checkpoint may have a million of them.
 
@@ -468,6 +487,10 @@ class Specs(Mapping[str, TensorSpec]):
     @abstractmethod
     def kind(self, name: str) -> tuple[Shape, DType]:
         """Return the shape and the dtype of a tensor. Raises KeyError."""
+
+    def place(self, name: str) -> Place | None:
+        """Return where a tensor is, without its spec; None if only the spec tells. Raises KeyError."""
+        return None
 
     def marks(self, kinds: dict[tuple[Shape, DType], int]) -> NDArray[np.int64]:
         """Return the number of every tensor's shape and dtype, and add new ones to ``kinds``. Much faster than asking
@@ -526,6 +549,9 @@ class Gathered(Specs):
     def kind(self, name: str) -> tuple[Shape, DType]:
         return kind_of(self.table[name], name)
 
+    def place(self, name: str) -> Place | None:
+        return place_of(self.table[name], name)
+
     def marks(self, kinds: dict[tuple[Shape, DType], int]) -> NDArray[np.int64]:
         files = dict(zip(map(id, self.table.values()), self.table.values(), strict=True)).values()
         if not files or sum(map(len, files)) != len(self.table):
@@ -550,6 +576,20 @@ def kind_of(specs: Mapping[str, TensorSpec], name: str) -> tuple[Shape, DType]:
         return specs.kind(name)
     spec = specs[name]
     return spec.shape, spec.dtype
+
+
+def place_of(specs: Mapping[str, TensorSpec], name: str) -> Place | None:
+    """Return where a tensor is that is one run of plain values, without a spec if there is none yet; None if only the
+    spec tells. Raises KeyError.
+
+    Parameters
+    ----------
+    specs
+        Name -> spec.
+    name
+        The tensor's name.
+    """
+    return specs.place(name) if isinstance(specs, Specs) else None
 
 
 def marks_of(specs: Mapping[str, TensorSpec], kinds: dict[tuple[Shape, DType], int]) -> NDArray[np.int64]:

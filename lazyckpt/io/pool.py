@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from ..errors import ChangedFileError, MissingFileError
@@ -88,7 +88,7 @@ Task = tuple[int, Callable[[], None]]  # (bytes that the task moves, the functio
 T = TypeVar("T")
 
 _INLINE = 4 << 20  # bytes; a smaller job finishes before threads have woken up
-_BATCH = 8 << 20
+_BATCH = 2 << 20  # bytes that a thread takes at a time, in the order of the file
 _THREADS = max(4, min(8, os.cpu_count() or 1))  # at least 4: they wait for disks; each may need some 20 MiB
 _LOOKERS = 8  # these threads need almost no memory
 LOOK = 1.0  # seconds after which futures are looked at: nobody is told when a cluster cancels one
@@ -119,6 +119,9 @@ class Work:
     """Tasks that threads of the pool run while the caller goes on. Call `wait` or `cancel` before the memory that the
     tasks fill is released.
 
+    The threads take the tasks in the order of the iterable, 2 MiB at a time: reads of a file are in the order of the
+    file, and the threads end at the same time.
+
     Parameters
     ----------
     tasks
@@ -128,6 +131,10 @@ class Work:
     """
 
     def __init__(self, tasks: Iterable[Task], reads: Batch) -> None:
+        self._reads = reads
+        self._lock = threading.Lock()
+        self._queue: deque[list[Task]] = deque()  # batches that no thread has taken
+        self._running = 0  # threads that take batches
         self._futures: list[Future[None]] = []
         self._rest: list[Task] = []  # too little for a thread: for the caller
         size, limit = 0, _INLINE
@@ -136,11 +143,39 @@ class Work:
                 self._rest.append(task)
                 size += task[0]
                 if size >= limit and (self._futures or len(self._rest) > 1):
-                    self._futures.append(threads().submit(partial(_each_of, reads, self._rest)))
+                    self._put(self._rest)
                     self._rest, size, limit = [], 0, _BATCH
+            if self._rest and self._futures:  # in order, too: the end of a file is read last
+                self._put(self._rest)
+                self._rest = []
         except BaseException:
             self.cancel()
             raise
+
+    def _put(self, batch: list[Task]) -> None:
+        with self._lock:
+            self._queue.append(batch)
+            more = self._running < _THREADS
+            self._running += more
+        if more:
+            self._futures.append(threads().submit(self._take))
+
+    def _take(self) -> None:
+        """Run batches until none is left."""
+        with self._reads.joined():
+            try:
+                while True:
+                    with self._lock:
+                        if not self._queue:
+                            self._running -= 1
+                            return
+                        batch = self._queue.popleft()
+                    _each(batch)
+            except BaseException:
+                with self._lock:
+                    self._queue.clear()
+                    self._running -= 1
+                raise
 
     def wait(self) -> None:
         """Run what is left on the calling thread and wait for the threads. Raises the first error, after every started
@@ -155,6 +190,8 @@ class Work:
 
     def cancel(self) -> None:
         """Cancel the tasks that have not started, and wait for the others."""
+        with self._lock:
+            self._queue.clear()
         for future in self._futures:
             future.cancel()
         stopped(self._futures)
@@ -197,11 +234,6 @@ def stopped(futures: Sequence[Future[Any]]) -> None:
     while left := [future for future in futures if not future.done()]:
         with suppress(KeyboardInterrupt):  # an earlier exception is already propagating
             wait(left, timeout=LOOK)
-
-
-def _each_of(reads: Batch, batch: list[Task]) -> None:
-    with reads.joined():
-        _each(batch)
 
 
 def _each(batch: list[Task]) -> None:

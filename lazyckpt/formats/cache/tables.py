@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ...core.box import Shape, c_strides
 from ...core.dtypes import DType
 from ...core.extents import Extents, ExtentSpecs
-from ...core.index import Extent, FileInfo, Fragment, Gathered, Specs, TensorSpec, whole
+from ...core.index import Extent, FileInfo, Fragment, Gathered, Place, Specs, TensorSpec, whole
 from .values import Decoder, Encoder, NotKept
 
 _DOCUMENT = -1  # in place of the number of a file: the offset is the number of a document
@@ -180,6 +180,13 @@ class Rows:
         """Return the name that a tensor was saved under, if different."""
         return self._more[int(self._extra[row])].stored_as
 
+    def place(self, row: int) -> Place | None:
+        """Return where the tensor of a row is; None for one that a document describes."""
+        file = self._file[row]
+        if file == _DOCUMENT:
+            return None
+        return Place(self._paths[file], int(self._offset[row]), *self.kinds[self.kind[row]])
+
     def spec(self, row: int, name: str) -> TensorSpec:
         """Return the tensor of a row."""
         shape, dtype = self.kinds[self.kind[row]]
@@ -222,6 +229,9 @@ class KeptSpecs(Specs):
 
     def kind(self, name: str) -> tuple[Shape, DType]:
         return self._rows.kinds[int(self._rows.kind[self.table[name]])]
+
+    def place(self, name: str) -> Place | None:
+        return self._rows.place(self.table[name])
 
     def marks(self, kinds: dict[tuple[Shape, DType], int]) -> NDArray[np.int64]:
         rows = np.fromiter(self.table.values(), np.int64, len(self.table))

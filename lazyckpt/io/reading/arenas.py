@@ -1,19 +1,24 @@
-"""Reads of many small tensors: into shared blocks of memory, by a few vectored reads of each file.
+"""Reads of many plain tensors: in the order of the files, neighbours by one vectored read.
 
 Memory for one tensor, and a system call to read it, cost several times what reading 4 KiB costs. So tensors below
 `SMALL` bytes that are near each other in a file share an arena of at most 1 MiB. Each tensor has a storage of its own
 size, so that saving it does not save the arena, but the arena's memory is released with the last of its tensors.
+Larger tensors have memory of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...core.box import Shape
+from ...core.dtypes import DType
 from ..pool import Task
 from ..storage.base import Store, read_pieces
+from ..tensors import empty, memory_of
+from .gather import run_tasks, step_of
 
 if TYPE_CHECKING:
     import torch
@@ -25,39 +30,79 @@ _ARENA = 1 << 20  # bytes
 _ALIGNED = 64  # bytes, as torch aligns tensors
 
 
-class Small(NamedTuple):
-    """A small tensor that is one run of bytes of a file."""
+class Plain(NamedTuple):
+    """A tensor that is one run of bytes of a file, at least one."""
 
     path: str
     offset: int
     nbytes: int
     name: str
-    dtype: torch.dtype
     shape: Shape
+    dtype: DType
 
 
-def small_tasks(store: Store, wanted: list[Small], found: dict[str, torch.Tensor]) -> Iterator[Task]:
-    """Yield the tasks that read small tensors of one store, in the order of the files; put the tensors into ``found``,
-    where they are complete when the tasks are done."""
+def plain(name: str, path: str, offset: int, shape: Shape, dtype: DType) -> Plain:
+    return Plain(path, offset, prod(shape) * dtype.itemsize, name, shape, dtype)
+
+
+def plain_tasks(store: Store, wanted: list[Plain], found: dict[str, torch.Tensor]) -> Iterator[Task]:
+    """Yield the tasks that read tensors of one store, in the order of the files; put the tensors into ``found``, where
+    they are complete when the tasks are done."""
     wanted.sort()
-    start = size = 0
+    step = step_of(store)
+    start = size = small = 0
     for n, one in enumerate(wanted):
-        if n > start and (one.path != wanted[start].path or size + one.nbytes > _ARENA):
-            yield _arena(store, wanted[start:n], size, found)
-            start, size = n, 0
-        size += -(-one.nbytes // _ALIGNED) * _ALIGNED
-    if wanted:
-        yield _arena(store, wanted[start:], size, found)
+        path, _, nbytes, name, shape, dtype = one
+        large = nbytes > step
+        small += nbytes + _ALIGNED if nbytes < SMALL else 0
+        if n > start and (large or path != wanted[start].path or size + nbytes > step or small > _ARENA):
+            yield _together(store, wanted[start:n], found)
+            start, size, small = n, 0, nbytes + _ALIGNED if nbytes < SMALL else 0
+        if large:
+            found[name] = empty(shape, dtype.torch)
+            yield from run_tasks(store, path, one.offset, found[name])
+            start = n + 1
+        else:
+            size += nbytes
+    if start < len(wanted):
+        yield _together(store, wanted[start:], found)
 
 
-def _arena(store: Store, group: list[Small], size: int, found: dict[str, torch.Tensor]) -> Task:
+def _together(store: Store, group: Sequence[Plain], found: dict[str, torch.Tensor]) -> Task:
+    """Return the task that reads tensors of one file that are near each other."""
+    small = [one for one in group if one.nbytes < SMALL]
+    pieces = list(_arena(small, found)) if small else []
+    held = []  # the tensors whose memory the pieces are
+    for one in group if len(small) < len(group) else ():
+        if one.nbytes >= SMALL:
+            tensor = found[one.name] = empty(one.shape, one.dtype.torch)
+            pieces.append((one.offset, memory_of(tensor)))
+            held.append(tensor)
+    if small and held:
+        pieces.sort(key=lambda piece: piece[0])
+    return sum(one.nbytes for one in group), partial(_read, store, group[0].path, pieces, held)
+
+
+def _read(store: Store, path: str, pieces: Sequence[tuple[int, memoryview]], held: Sequence[torch.Tensor]) -> None:
+    read_pieces(store, path, pieces)
+
+
+def _arena(group: Sequence[Plain], found: dict[str, torch.Tensor]) -> Iterator[tuple[int, memoryview]]:
+    """Make tensors in shared memory, and yield the runs of the file to read into it. Tensors that are next to each
+    other in the file and in memory are one run."""
+    size = sum(-(-one.nbytes // _ALIGNED) * _ALIGNED for one in group)
     arena = torch.empty(size, dtype=torch.uint8, device="cpu").numpy()  # aligned as torch aligns memory
     memory = arena.data
-    pieces = []
-    at = 0
-    for _, offset, nbytes, name, dtype, shape in group:
-        pieces.append((offset, memory[at : at + nbytes]))
-        flat = torch.frombuffer(arena, dtype=dtype, count=nbytes // dtype.itemsize, offset=at)
+    at = begin = end = 0  # where the next tensor is, and the run so far
+    first = group[0].offset  # of the run, in the file
+    frombuffer = torch.frombuffer
+    for _, offset, nbytes, name, shape, dtype in group:
+        if (at, offset) != (end, first + end - begin):
+            yield first, memory[begin:end]
+            begin, first = at, offset
+        own = dtype.torch
+        flat = frombuffer(arena, dtype=own, count=nbytes // dtype.itemsize, offset=at)
         found[name] = flat if len(shape) == 1 else flat.view(shape)
+        end = at + nbytes
         at += -(-nbytes // _ALIGNED) * _ALIGNED
-    return sum(one.nbytes for one in group), partial(read_pieces, store, group[0].path, pieces)
+    yield first, memory[begin:end]

@@ -143,12 +143,12 @@ def _nothing() -> None:
 
 
 class _Item(NamedTuple):
-    """A piece that waits for a buffer. ``read`` yields the tasks that fill it; ``run``: the store, file and offset of a
-    small run of bytes, which is read together with others."""
+    """A piece that waits for a buffer. ``source`` yields the tasks that fill it, or is the store, file and offset of a
+    run of bytes, which is read together with others."""
 
     piece: Piece
-    read: Callable[[torch.Tensor], Iterable[Task]]
-    run: tuple[Store, str, int] | None
+    nbytes: int
+    source: Callable[[torch.Tensor], Iterable[Task]] | tuple[Store, str, int]
 
 
 class _Filled(NamedTuple):
@@ -184,15 +184,16 @@ class Ring:
         `gather.finish` still has to reorder and reshape them, after `finish`."""
         dtype = spec.dtype.torch
         for part, box in pieces(reads, dtype.itemsize):
-            self._add(box, dtype, target, partial(tasks, store, spec, part))
+            self._add(box.shape, dtype, _part(target, box), partial(tasks, store, spec, part))
 
     def send_run(self, store: Store, path: str, offset: int, dtype: torch.dtype, target: torch.Tensor) -> None:
         """Read a run of a file, from byte ``offset`` on, into all of ``target`` in C order."""
-        for box in tiles(target.shape, PIECE // dtype.itemsize):
-            nbytes = prod(box.shape) * dtype.itemsize
-            run = (store, path, offset) if nbytes < SMALL else None
-            self._add(box, dtype, target, partial(run_tasks, store, path, offset), run)
-            offset += nbytes
+        shape = tuple(target.shape)
+        if 0 < prod(shape) * dtype.itemsize <= PIECE:
+            self._add(shape, dtype, target, (store, path, offset))
+            return
+        for box in tiles(shape, PIECE // dtype.itemsize):
+            offset += self._add(box.shape, dtype, _part(target, box), (store, path, offset))
 
     def finish(self) -> None:
         """Wait until everything that was sent has arrived. Raises what reading raises."""
@@ -213,20 +214,20 @@ class Ring:
 
     def _add(
         self,
-        box: Box,
+        shape: Shape,
         dtype: torch.dtype,
         target: torch.Tensor,
-        read: Callable[[torch.Tensor], Iterable[Task]],
-        run: tuple[Store, str, int] | None = None,
-    ) -> None:
-        nbytes = prod(box.shape) * dtype.itemsize
+        source: Callable[[torch.Tensor], Iterable[Task]] | tuple[Store, str, int],
+    ) -> int:
+        """Add a piece; return its bytes."""
+        nbytes = prod(shape) * dtype.itemsize
         at = -(-self._size // _ALIGNED) * _ALIGNED
         if self._items and at + nbytes > PIECE:
             self._fill()
             at = 0
-        part = target if box.shape == tuple(target.shape) else target[box.slices]
-        self._items.append(_Item(Piece(at, box.shape, dtype, part), read, run))
+        self._items.append(_Item(Piece(at, shape, dtype, target), nbytes, source))
         self._size = at + nbytes
+        return nbytes
 
     def _fill(self) -> None:
         """Let the threads fill a buffer with the pieces that wait."""
@@ -282,24 +283,45 @@ def pieces(reads: Reads, itemsize: int) -> Iterator[tuple[Reads, Box]]:
         yield Reads(part, (), (), box.shape), box
 
 
+def _part(target: torch.Tensor, box: Box) -> torch.Tensor:
+    return target if box.shape == tuple(target.shape) else target[box.slices]
+
+
 def _tasks(items: Sequence[_Item], host: torch.Tensor) -> Iterator[Task]:
-    """Yield the tasks that fill a buffer; small runs of a file that are near each other are one task."""
-    small: dict[tuple[int, str], tuple[Store, list[tuple[int, memoryview]]]] = {}
-    for piece, read, run in items:
-        memory = piece.within(host)
-        if run is None:
-            yield from read(memory)
+    """Yield the tasks that fill a buffer. Runs that follow each other both in the file and in the buffer are one run,
+    and small runs that are near each other in a file are one task."""
+    runs: dict[tuple[int, str], tuple[Store, list[tuple[int, int, int]]]] = {}  # (offset, place in the buffer, bytes)
+    for piece, nbytes, source in items:
+        if isinstance(source, tuple):
+            store, path, offset = source
+            runs.setdefault((id(store), path), (store, []))[1].append((offset, piece.at, nbytes))
         else:
-            store, path, offset = run
-            small.setdefault((id(store), path), (store, []))[1].append((offset, as_bytes(memory)))
-    for (_, path), (store, runs) in small.items():
-        runs.sort(key=lambda run: run[0])
+            yield from source(piece.within(host))
+    memory = as_bytes(host)
+    for (_, path), (store, found) in runs.items():
+        found.sort()
         group: list[tuple[int, memoryview]] = []
         size = 0
-        for one in runs:
-            if size + len(one[1]) > _JOINED:
+        for offset, at, nbytes in _merged(found):
+            if nbytes >= SMALL:
+                yield from run_tasks(store, path, offset, host[at : at + nbytes])
+                continue
+            if group and size + nbytes > _JOINED:
                 yield size, partial(read_pieces, store, path, group)
                 group, size = [], 0
-            group.append(one)
-            size += len(one[1])
-        yield size, partial(read_pieces, store, path, group)
+            group.append((offset, memory[at : at + nbytes]))
+            size += nbytes
+        if group:
+            yield size, partial(read_pieces, store, path, group)
+
+
+def _merged(runs: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Join sorted runs (offset, place in memory, bytes) that follow each other in both."""
+    start, at, size = runs[0]
+    for offset, place, nbytes in runs[1:]:
+        if (offset, place) == (start + size, at + size):
+            size += nbytes
+        else:
+            yield start, at, size
+            start, at, size = offset, place, nbytes
+    yield start, at, size

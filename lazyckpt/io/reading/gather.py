@@ -40,6 +40,7 @@ else:
     from ...deferred import torch
 
 BLOCK = 8 << 20  # maximum bytes of one read, and of a buffer
+_STEP = 2 << 20  # bytes; see `step_of`
 _RUN = 1 << 20  # bytes; longer runs are worth a separate read
 _SCRATCH = 32 << 10  # bytes; least size of the scratch memory
 _WINDOW = 32 << 20  # bytes of a mapping that one task picks elements from
@@ -114,17 +115,17 @@ def tasks(store: Store, spec: TensorSpec, reads: Reads, out: torch.Tensor) -> It
 def _many_runs(store: Store, paths: Sequence[str], runs: Runs, memory: memoryview) -> Iterator[Task]:
     """Yield the tasks that read runs of bytes, each of one file."""
     pieces: list[tuple[int, memoryview]] = []
-    size, last = 0, -1
+    size, last, step = 0, -1, step_of(store)
     for number, offset, at, nbytes in zip(*(column.tolist() for column in runs[:4]), strict=True):
-        if pieces and (number != last or size >= BLOCK):
+        if pieces and (number != last or size >= step):
             yield size, partial(read_pieces, store, paths[last], pieces)
             pieces, size = [], 0
         last = number
-        for ahead in range(0, nbytes, BLOCK):
-            length = min(BLOCK, nbytes - ahead)
+        for ahead in range(0, nbytes, step):
+            length = min(step, nbytes - ahead)
             pieces.append((offset + ahead, memory[at + ahead : at + ahead + length]))
             size += length
-            if size >= BLOCK:
+            if size >= step:
                 yield size, partial(read_pieces, store, paths[number], pieces)
                 pieces, size = [], 0
     if pieces:
@@ -305,9 +306,16 @@ def _split(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype, l
 def run_tasks(store: Store, path: str, offset: int, target: torch.Tensor) -> Iterator[Task]:
     """Yield the tasks that fill a contiguous array with one run of a file's bytes."""
     memory = as_bytes(target)
-    for at in range(0, len(memory), BLOCK):
-        piece = memory[at : at + BLOCK]
+    step = step_of(store)
+    for at in range(0, len(memory), step):
+        piece = memory[at : at + step]
         yield len(piece), partial(store.read_into, path, offset + at, piece)
+
+
+def step_of(store: Store) -> int:
+    """Return the largest size in bytes of one of several reads of a run: small ones keep the threads together in the
+    file and let them end at the same time; large ones save requests to a server."""
+    return BLOCK if store.gap else min(BLOCK, _STEP)
 
 
 @_decodes
