@@ -526,7 +526,7 @@ class Namespace(Mapping[str, A]):
         only = getattr(self._index.files, "only", None)  # a mapping that looks at files on demand
         return only(paths) if only else {p: info for p, info in self._index.files.items() if p in paths}
 
-    def stat(self, path: str) -> FileInfo:
+    def _stat(self, path: str) -> FileInfo:
         """Return the size and the modification time that a file has now, which `files` has as of opening.
 
         Parameters

@@ -51,7 +51,7 @@ def kept_digest(view: Namespace[Any]) -> Digest | None:
 def now_mark(view: Namespace[Any]) -> str:
     """Return what identifies the state of a checkpoint's files; of local ones, as they are now."""
     files = view.files
-    return files_mark(files if is_url(view.root) else {path: view.stat(path) for path in files})
+    return files_mark(files if is_url(view.root) else {path: view._stat(path) for path in files})
 
 
 def with_files(view: Namespace[Any], found: Digest) -> Digest:
