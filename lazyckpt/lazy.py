@@ -557,12 +557,13 @@ class LazyArray(Likeness):
         spec, store = self.spec, self._store
         if self._selection is not None or not spec.numel or not isinstance(store, Store) or not store.maps_files:
             return None
-        extent = None if fragments_of(spec.fragments).packed() else self._plain
-        if extent is None or extent.offset % extent.dtype.itemsize:
-            try:
+        fragments = fragments_of(spec.fragments)
+        try:
+            extent = None if fragments.packed() and len(fragments) > 1 else self._plain
+            if extent is None or extent.offset % extent.dtype.itemsize:
                 return Mosaic.of(store, spec, plan_unread(store, spec))
-            except LazyckptError:  # slices may not need what is missing
-                return None
+        except LazyckptError:  # slices may not need what is missing
+            return None
         if extent.dtype not in CLONABLE:
             return None
         check(store, extent.path, extent.offset, spec.nbytes)

@@ -32,8 +32,8 @@ from ..storage.base import Store
 from ..storage.mapping import Mapped
 from ..tensors import empty
 from .gather import finish
-from .packed import located
-from .window import CLONABLE, LARGE, ONE_CALL, SMALL, copied, span_of
+from .strips import UNKNOWN, Place, Strips
+from .window import CLONABLE, LARGE, NEAR, span_of
 
 if TYPE_CHECKING:
     import torch
@@ -45,40 +45,19 @@ _FILES = 96  # most files that a slice is copied from: a store keeps the mapping
 _BLOCKS = 1 << 16  # most blocks of a tensor
 _CACHED = 1 << 14  # blocks whose tensors a mapping caches
 _FEW = 4  # blocks that are copied one by one
-_UNKNOWN = -1  # the position of a block that is not located yet
-_SIMPLE = {int, slice}
-_NEAR = 64 << 20  # bytes; of a block whose wanted elements are further apart, a planned read finds out what is resident
 
 
-class Mosaic:
+class Mosaic(Strips):
     """A tensor of raw elements in blocks of local files."""
 
-    __slots__ = (
-        "_aligned", "_dtype", "_follows", "_highs", "_key", "_lows", "_offsets", "_places", "_row", "_shape", "_spec",
-        "_starts", "_stops", "_store", "_whole_rows",
-    )  # fmt: skip
+    __slots__ = ("_aligned", "_starts", "_stops")
 
     def __init__(self, store: Store, spec: TensorSpec, places: Sequence[Place]) -> None:
-        self._store, self._spec, self._dtype, self._shape = store, spec, spec.dtype.torch, spec.shape
-        self._row = prod(spec.shape[1:]) * spec.dtype.itemsize  # bytes of a row
-        self._key = object()  # of the cached blocks (not this object: it refers to the store, which has the mappings)
+        super().__init__(store, spec, places)
         known = [offset for _, _, offset, _, _ in places if isinstance(offset, int)]
         self._aligned = len(known) == len(places) and not any(offset % spec.dtype.itemsize for offset in known)
-        self._places = [(path, offset, shape, strides) for _, path, offset, shape, strides in places]
         self._starts = [start for start, *_ in places]
         self._stops = [tuple(a + n for a, n in zip(start, shape, strict=True)) for start, _, _, shape, _ in places]
-        self._lows = [start[0] for start in self._starts]
-        self._highs = [stop[0] for stop in self._stops]
-        self._whole_rows = [shape[1:] == spec.shape[1:] for _, _, _, shape, _ in places]
-        self._offsets = np.array([at if isinstance(at, int) else _UNKNOWN for _, _, at, _, _ in places], np.int64)
-        # whether each block is followed by the next rows, in a block of the same shape in the same file
-        self._follows = np.array(
-            [
-                whole and a[1] == b[1] and a[3] == b[3] and a[4] == b[4] == c_strides(a[3]) and high == b[0][0]
-                for whole, high, (a, b) in zip(self._whole_rows, self._highs, pairwise(places), strict=False)
-            ],
-            np.bool_,
-        )
 
     @staticmethod
     def of(store: Store, spec: TensorSpec, copies: Sequence[Copy]) -> Mosaic | None:
@@ -104,57 +83,6 @@ class Mosaic:
         if any(a > b for a, b in pairwise(ends)):  # `read` looks for the first and the last block by their rows
             return None
         return Mosaic(store, spec, places)
-
-    def rows(self, key: Any) -> torch.Tensor | None:
-        """Read a key of ints and slices whose rows are in one block."""
-        begun = monotonic()
-        items = key if type(key) is tuple else (key,)
-        if not 0 < len(items) <= len(self._shape) or not _SIMPLE.issuperset(map(type, items)):
-            return None
-        first = items[0]
-        try:
-            if type(first) is int:
-                low = first + self._shape[0] if first < 0 else first
-                high = low + 1
-            else:
-                low, high, step = first.indices(self._shape[0])
-                if step != 1:
-                    return None
-            n = bisect_right(self._lows, low) - 1
-            if not 0 <= low < high or n < 0 or high > self._highs[n] or not self._whole_rows[n]:
-                return None
-            found = self._block(n)
-            if found is None:
-                return None
-            mapped, block, offset, flat = found
-            moved = low - self._lows[n]
-            if flat is not None and len(items) == 1 and (high - low) * self._row <= ONE_CALL:
-                unit = self._row // flat.itemsize
-                if (high - low) * self._row > SMALL and not mapped.resident(
-                    offset + moved * self._row, offset + (high - self._lows[n]) * self._row
-                ):
-                    return None
-                rows = flat.narrow_copy(0, moved * unit, (high - low) * unit)
-                rows = rows if self._aligned else rows.view(self._dtype)
-                shape = self._shape[1:] if type(first) is int else (high - low, *self._shape[1:])
-                if not mapped.in_burst(begun):
-                    self._store.confirm(self._places[n][0], mapped)
-                return rows if len(shape) == 1 else rows.view(shape)
-            view = block[(moved if type(first) is int else slice(moved, high - self._lows[n]), *items[1:])]
-        except (IndexError, ValueError, TypeError):  # a planned read supports the key, or raises a better error
-            return None
-        if not _resident(mapped, block, offset, view):
-            return None
-        if _has_gaps(view):
-            result = empty(view.shape, view.dtype)
-            _copy(view, result)
-        else:
-            result = copied(view, view.nbytes)
-        if not self._aligned:
-            result = result.view(self._dtype).squeeze(-1)
-        if not mapped.in_burst(begun):
-            self._store.confirm(self._places[n][0], mapped)
-        return result
 
     def read(self, reads: Reads) -> torch.Tensor | None:
         """Read a selection, copying from each block that holds a part of it."""
@@ -213,14 +141,14 @@ class Mosaic:
         axis, others, target = want[0][start:after], want[1:], memory[start:after]
         at = np.asarray(axis) - low
         blocks = at // rows + first
-        if (self._offsets[blocks] == _UNKNOWN).any() and not all(map(self._located, np.unique(blocks).tolist())):
+        if (self._offsets[blocks] == UNKNOWN).any() and not all(map(self._located, np.unique(blocks).tolist())):
             return None
         mapped = self._store.maps.get(path) or self._store.map(path)
         if mapped is None:
             return None
         addresses = self._offsets[blocks] + at % rows * self._row
         offset, stop = int(addresses.min()), int(addresses.max()) + self._row
-        if stop > len(mapped.buffer) or stop - offset > _NEAR or not mapped.resident(offset, stop):
+        if stop > len(mapped.buffer) or stop - offset > NEAR or not mapped.resident(offset, stop):
             return None
         self._store.check(path, offset, stop - offset)
         size = self._dtype.itemsize
@@ -251,19 +179,6 @@ class Mosaic:
         apart = np.flatnonzero(~self._follows[first : last - 1])
         return first + 1 + int(apart[0]) if len(apart) else last
 
-    def _located(self, n: int) -> bool:
-        """Look up where a block is; return False if its elements are not in the file as they are."""
-        path, offset, shape, strides = self._places[n]
-        if not isinstance(offset, int):
-            archive, ahead = offset
-            extent = located(self._store, archive, self._spec.name)
-            if extent is None or not extent.raw or extent.strides != c_strides(extent.shape):
-                return False
-            offset = extent.offset + ahead
-            self._places[n] = path, offset, shape, strides
-            self._offsets[n] = offset
-        return True
-
     def _block(self, n: int) -> tuple[Mapped, torch.Tensor, int, torch.Tensor | None] | None:
         """Return the mapping of a block's file, the block as a tensor, its position in the file, and its ravel if it is
         contiguous."""
@@ -293,11 +208,6 @@ class Mosaic:
             known = flat.as_strided(shape, strides), flat if contiguous else None
             mapped.arrays[self._key, n] = known
         return mapped, known[0], offset, known[1]
-
-
-# Where a block begins in the tensor, its file, its position there, its shape and strides. The position may be one in an
-# archive that is not located yet.
-Place = tuple[Shape, str, "int | tuple[Archive, int]", Shape, Shape]
 
 
 def _place(copy: Copy, size: int) -> Place | None:
@@ -350,7 +260,7 @@ def _before(axis: Axis, high: int) -> int:
 
 def _resident(mapped: Mapped, block: torch.Tensor, offset: int, view: torch.Tensor) -> bool:
     span = span_of(view)
-    if span > _NEAR:
+    if span > NEAR:
         return False
     start = offset + view.data_ptr() - block.data_ptr()
     return not span or mapped.resident(start, start + span)

@@ -1,0 +1,474 @@
+"""Rows of a tensor in blocks of local files, each read in a few calls, whatever the number of blocks.
+
+A *strip* is a run of blocks of whole rows that follow each other in one file: one block, or the chunks that a process
+has saved. If its blocks lie at equal distances, as chunks of equal size do, the strip is one array of the dimensions
+(block, row, ...) over the mapping of the file, and a key takes one to three slices of it.
+
+numpy reads elements at any address, so nothing depends on how a writer aligns them. It copies on one thread. Large
+selections are copied by torch on all cores; its kernels may rely on alignment, so elements that are not aligned are
+copied as bytes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from math import prod
+from time import monotonic
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...core.box import Shape, c_strides
+from ...core.dtypes import BF16
+from ...core.index import Archive, TensorSpec
+from ...errors import LazyckptError, decoding
+from ..storage.base import Store
+from ..storage.mapping import Mapped
+from ..tensors import empty
+from .packed import locate_all, located
+from .window import LARGE, NEAR, ONE_CALL, SMALL, indices_of
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from ...deferred import torch
+
+# Where a block begins in the tensor, its file, its position there, its shape and strides. The position may be one in an
+# archive that is not located yet.
+Place = tuple[Shape, str, "int | tuple[Archive, int]", Shape, Shape]
+
+UNKNOWN = -1  # the position of a block that is not located yet
+_NEVER = -1  # instead of a number of blocks: they are no strip
+_ONE_THREAD = 1 << 20  # bytes of a selection of several strips up to which one thread copies faster than all cores
+_SHORT = 256  # bytes; a shorter run of elements is copied as one element of this size
+_MANY = 96  # most strips of a selection: a store keeps the mappings of some more files
+_CACHED = 1 << 14  # arrays that a mapping caches
+_FEW = 4  # blocks that are located together, whichever are wanted
+_ALL = slice(None)
+_SIMPLE = {int, slice}
+
+Array = NDArray[Any]
+
+
+class Strip(NamedTuple):
+    """A strip through the mapping of its file.
+
+    Attributes
+    ----------
+    offset
+        The position of the first block in the file, in bytes.
+    distance
+        Bytes from one block to the next.
+    height
+        Rows of a block.
+    array
+        The elements, in the dimensions (block, row, ...).
+    torch
+        The same for torch: the elements if they are aligned, else bytes, with the last dimension that much longer;
+        None for elements of one dimension that are not aligned.
+    wide
+        How much longer the last dimension of ``torch`` is.
+    lines
+        Rows of bytes that begin at each multiple of ``unit`` bytes.
+    unit
+        The greatest distance of which ``distance`` and the distance of rows are multiples.
+    """
+
+    offset: int
+    distance: int
+    height: int
+    array: Array
+    torch: torch.Tensor | None
+    wide: int
+    lines: torch.Tensor
+    unit: int
+
+
+Part = tuple[str, Mapped, Strip, int, int]  # rows of a strip: the file, its mapping, the strip, the first, the end
+
+
+class Strips:
+    """The strips of a tensor in blocks."""
+
+    __slots__ = (
+        "_bits", "_dtype", "_firsts", "_follows", "_highs", "_key", "_lows", "_offsets", "_places", "_planned", "_row",
+        "_shape", "_spec", "_store", "_strip_highs", "_strip_lows", "_whole_rows",
+    )  # fmt: skip
+
+    def __init__(self, store: Store, spec: TensorSpec, places: Sequence[Place]) -> None:
+        self._store, self._spec, self._dtype, self._shape = store, spec, spec.dtype.torch, spec.shape
+        self._bits = np.dtype(np.uint16) if spec.dtype is BF16 else np.dtype(spec.dtype.numpy)
+        self._row = prod(spec.shape[1:]) * spec.dtype.itemsize  # bytes of a row
+        self._key = object()  # of the cached arrays (not this object: it refers to the store, which has the mappings)
+        self._places = [(path, offset, shape, strides) for _, path, offset, shape, strides in places]
+        self._lows = [start[0] for start, *_ in places]
+        self._highs = [start[0] + shape[0] for start, _, _, shape, _ in places]
+        self._whole_rows = [shape[1:] == spec.shape[1:] for _, _, _, shape, _ in places]
+        self._offsets = np.array([at if isinstance(at, int) else UNKNOWN for _, _, at, _, _ in places], np.int64)
+        # whether each block is followed by the next rows, in a block of the same shape in the same file
+        self._follows = np.array(
+            [
+                whole and a[1] == b[1] and a[3] == b[3] and a[4] == b[4] == c_strides(a[3]) and high == b[0][0]
+                for whole, high, (a, b) in zip(self._whole_rows, self._highs, pairwise(places), strict=False)
+            ],
+            np.bool_,
+        )
+        self._firsts = [0, *(np.flatnonzero(~self._follows) + 1).tolist(), len(places)]  # the first block of each strip
+        self._strip_lows = [self._lows[n] for n in self._firsts[:-1]]
+        self._strip_highs = [self._highs[n - 1] for n in self._firsts[1:]]
+        self._planned = [0] * len(self._strip_lows)  # blocks of each strip that were located one by one; see `_strip`
+
+    # -- reading
+
+    def rows(self, key: Any) -> torch.Tensor | None:
+        """Read a key of ints and slices, the first of which may be a list or a mask; None if its rows are not all in
+        strips, or if a planned read is better or has to raise an error."""
+        begun = monotonic()
+        items = key if type(key) is tuple else (key,)
+        count, rank = len(items), len(self._shape)
+        if not 0 < count <= rank or (count > 1 and not _SIMPLE.issuperset(map(type, items[1:]))):
+            return None
+        first, step = items[0], 1
+        kind = type(first)
+        try:
+            if kind is int:
+                low = first + self._shape[0] if first < 0 else first
+                high = low + 1
+            elif kind is slice:
+                low, high, step = first.indices(self._shape[0])
+                if step != 1:
+                    if step < 1:
+                        return None
+                    high = low + (high - low - 1) // step * step + 1
+            else:
+                return self._listed(first, items[1:], begun)
+            if not 0 <= low < high <= self._shape[0]:
+                return None
+            n = bisect_right(self._strip_lows, low) - 1
+            if high > self._strip_highs[n]:
+                parts = self._parts(n, low, high, step)
+                return None if parts is None else self._copied(parts, step, kind is int, items[1:], begun)
+            start = low - self._strip_lows[n]
+            known = self._strip(n, start, start + high - low)
+            if known is None:
+                return None
+            path, mapped, strip = known
+            block, at = divmod(start, strip.height)
+            nbytes = (high - low) * self._row
+            if step == 1 and at + high - low <= strip.height and nbytes <= ONE_CALL:
+                begin = strip.offset + block * strip.distance + at * self._row
+                if nbytes > SMALL and not mapped.resident(begin, begin + nbytes):
+                    return None
+                if count == 1:
+                    found = torch.frombuffer(bytearray(mapped.buffer[begin : begin + nbytes]), dtype=self._dtype)
+                    if kind is slice:
+                        found = found.view(high - low, *self._shape[1:])
+                    elif rank != 2:
+                        found = found.view(self._shape[1:])
+                    if not mapped.in_burst(begun):
+                        self._store.confirm(path, mapped)
+                    return found
+                if count == rank == 2 and kind is type(items[1]) is int and 0 <= items[1] < self._shape[1]:
+                    begin += items[1] * self._bits.itemsize
+                    stop = begin + self._bits.itemsize
+                    found = torch.frombuffer(bytearray(mapped.buffer[begin:stop]), dtype=self._dtype).squeeze(0)
+                    if not mapped.in_burst(begun):
+                        self._store.confirm(path, mapped)
+                    return found
+            part = path, mapped, strip, start, start + high - low
+            return self._copied([part], step, kind is int, items[1:], begun)
+        except (IndexError, ValueError, TypeError):  # a planned read supports the key, or raises a better error
+            return None
+
+    def _parts(self, n: int, low: int, high: int, step: int) -> list[Part] | None:
+        """Return the rows of each strip, from strip ``n`` on; None if a row is in none."""
+        parts: list[Part] = []
+        while low < high:
+            if n >= len(self._strip_lows) or len(parts) >= _MANY or low < self._strip_lows[n]:
+                return None
+            end = min(high, self._strip_highs[n])
+            if low < end:
+                start, stop = low - self._strip_lows[n], end - self._strip_lows[n]
+                known = self._strip(n, start, stop)
+                if known is None:
+                    return None
+                parts.append((*known, start, stop))
+                low += -(-(end - low) // step) * step
+            n += 1
+        return parts
+
+    def _copied(
+        self, parts: Sequence[Part], step: int, single: bool, inner: tuple[Any, ...], begun: float
+    ) -> torch.Tensor | None:
+        """Copy every ``step``-th row of the parts, or the ``single`` one without its dimension."""
+        size, count = self._bits.itemsize, 0
+        cuts: list[tuple[Strip, tuple[Any, ...], int]] = []
+        for _, mapped, strip, start, stop in parts:
+            if not self._resident(mapped, strip, start, stop):
+                return None
+            for index, found in _cuts(strip.height, start, stop, step):
+                cuts.append((strip, index, found))
+                count += found
+        shape = cuts[0][0].array[(0, 0, *inner, ...)].shape
+        nbytes = count * prod(shape) * size
+        if nbytes > LARGE:
+            return None
+        if single:
+            cuts = [(strip, (index[0], index[1].start), n) for strip, index, n in cuts]
+        else:
+            shape = (count, *shape)
+        short = shape != () and shape[-1] * size <= _SHORT
+        alone = nbytes <= (ONE_CALL if len(cuts) == 1 else _ONE_THREAD) or (short and len(inner) == len(self._shape) - 1)
+        result = None if alone else self._by_torch(cuts, inner, shape)
+        if result is None:
+            array: Array
+            if len(cuts) == 1:
+                strip, index, _ = cuts[0]
+                array = _compact(strip.array[(*index, *inner, ...)])
+                array = array if array.shape == shape else array.reshape(shape)
+            else:
+                array, at = np.empty(shape, self._bits), 0
+                for strip, index, found in cuts:
+                    view = strip.array[(*index, *inner, ...)]
+                    _put(view, array[at : at + found].reshape(view.shape))
+                    at += found
+            result = torch.from_numpy(array)
+            if result.dtype is not self._dtype:
+                result = result.view(self._dtype)
+        self._confirm(parts, begun)
+        return result
+
+    def _by_torch(
+        self, cuts: Sequence[tuple[Strip, tuple[Any, ...], int]], inner: tuple[Any, ...], shape: Shape
+    ) -> torch.Tensor | None:
+        """Copy on all cores; None if torch cannot copy the key."""
+        wider = inner
+        if len(inner) == len(self._shape) - 1 and inner:  # the last dimension is indexed, too
+            last, size = inner[-1], self._bits.itemsize
+            if type(last) is slice and last.step in (None, 1):
+                start, stop, _ = last.indices(self._shape[-1])
+                wider = *inner[:-1], slice(start * size, stop * size)
+            elif any(strip.wide > 1 for strip, _, _ in cuts):
+                return None
+        if any(strip.torch is None for strip, _, _ in cuts) or any(type(i) is slice and (i.step or 1) < 1 for i in inner):
+            return None
+        out = empty(shape, self._dtype)
+        target = {1: out}
+        at = 0
+        for strip, index, found in cuts:
+            assert strip.torch is not None
+            if strip.wide not in target:
+                target[strip.wide] = out.view(torch.uint8)
+            place = target[strip.wide]
+            view = strip.torch[(*index, *(inner if strip.wide == 1 else wider))]
+            if len(cuts) > 1:
+                place = place[at : at + found]
+            place.view(view.shape).copy_(view)
+            at += found
+        return out
+
+    def _listed(self, item: Any, inner: tuple[Any, ...], begun: float) -> torch.Tensor | None:
+        """Read the rows of a list, an array or a mask."""
+        index = indices_of(item)
+        length = self._shape[0]
+        if index is None or index.ndim != 1:
+            return None
+        if index.dtype == np.bool_:
+            index = np.flatnonzero(index) if len(index) == length else index[:0]
+        if not len(index):
+            return None
+        low, high = int(index.min()), int(index.max())
+        if low < 0:
+            if low < -length:
+                return None
+            index = np.where(index < 0, index + length, index)
+            low, high = int(index.min()), int(index.max())
+        n = bisect_right(self._strip_lows, low) - 1
+        last = bisect_right(self._strip_lows, high) - 1
+        if high >= length or last - n >= _MANY or len(index) * self._row > LARGE:
+            return None
+        order = None
+        if n < last and (index[1:] < index[:-1]).any():
+            order = np.argsort(index, kind="stable")
+            index = index[order]
+        bounds = [0, *np.searchsorted(index, self._strip_highs[n:last]).tolist(), len(index)]
+        parts: list[Part] = []
+        rows: list[tuple[int, int, NDArray[np.int64]]] = []
+        for m, (i, j) in enumerate(pairwise(bounds), n):
+            if i == j:
+                continue
+            positions = index[i:j] - self._strip_lows[m]
+            start, stop = int(positions.min()), int(positions.max()) + 1
+            known = self._strip(m, start, stop, j - i) if start >= 0 and stop <= self._strip_highs[m] else None
+            if known is None or not self._resident(*known[1:], start, stop):
+                return None
+            parts.append((*known, start, stop))
+            rows.append((i, j, positions))
+        if inner:
+            shape = parts[0][2].array[(0, 0, *inner, ...)].shape
+            array = np.empty((len(index), *shape), self._bits)
+            for (_, _, strip, _, _), (i, j, positions) in zip(parts, rows, strict=True):
+                blocks, at = np.divmod(positions, strip.height)
+                array[i:j] = strip.array[(_ALL, _ALL, *inner)][blocks, at]
+            out = torch.from_numpy(array).view(self._dtype)
+        else:
+            out = empty((len(index), *self._shape[1:]), self._dtype)
+            lines = out.view(-1).view(torch.uint8).view(len(index), self._row)
+            for (_, _, strip, _, _), (i, j, positions) in zip(parts, rows, strict=True):
+                blocks, at = np.divmod(positions, strip.height)
+                starts = torch.from_numpy((blocks * strip.distance + at * self._row) // strip.unit)
+                torch.index_select(strip.lines, 0, starts, out=lines[i:j])
+        if order is not None:
+            inverse = np.empty_like(order)
+            inverse[order] = np.arange(len(order))
+            out = out.index_select(0, torch.from_numpy(inverse))
+        self._confirm(parts, begun)
+        return out
+
+    def _confirm(self, parts: Sequence[Part], begun: float) -> None:
+        """Check that the files of the parts are those that were opened."""
+        for path, mapped, *_ in parts:
+            if not mapped.in_burst(begun):
+                self._store.confirm(path, mapped)
+        if len(parts) > 1:  # one read, that ends now
+            now = monotonic()
+            for part in parts:
+                part[1].extend_burst(now)
+
+    # -- where the strips are
+
+    def _resident(self, mapped: Mapped, strip: Strip, start: int, stop: int) -> bool:
+        """Return whether the rows of a strip are probably in memory."""
+        first, last = divmod(start, strip.height), divmod(stop - 1, strip.height)
+        low = strip.offset + first[0] * strip.distance + first[1] * self._row
+        high = strip.offset + last[0] * strip.distance + (last[1] + 1) * self._row
+        return high - low <= NEAR and (high - low <= SMALL or mapped.resident(low, high))
+
+    def _strip(self, n: int, start: int, stop: int, most: int = 1 << 62) -> tuple[str, Mapped, Strip] | None:
+        """Return the file, the mapping and the strip of number ``n``, to read rows in at most so many blocks; None if
+        it is none.
+
+        A block in an archive has to be located first, which takes a read. All blocks of a strip are located once a
+        selection, or those before it together, wanted half as many; until then, planned reads locate what they want.
+        """
+        first, end = self._firsts[n], self._firsts[n + 1]
+        path, _, shape, strides = self._places[first]
+        mapped = self._store.maps.get(path) or self._store.map(path)
+        if mapped is None:
+            return None
+        strip: Strip | None = mapped.arrays.get((self._key, ~n))
+        if strip is not None:
+            return path, mapped, strip
+        if not self._whole_rows[first] or strides != c_strides(shape) or self._planned[n] == _NEVER:
+            return None
+        height, row, size = shape[0], self._row, self._bits.itemsize
+        if (self._offsets[first:end] == UNKNOWN).any():
+            self._planned[n] += min(most, (stop - 1) // height - start // height + 1)
+            if end - first > _FEW and 2 * self._planned[n] < end - first:
+                return None
+            if not self._locate(first, end):
+                self._planned[n] = _NEVER
+                return None
+        offsets = self._offsets[first:end]
+        distances = np.diff(offsets)
+        distance = int(distances[0]) if len(distances) else height * row
+        if distance < height * row or (distances != distance).any():
+            self._planned[n] = _NEVER
+            return None
+        offset, span = int(offsets[0]), (end - first - 1) * distance + height * row
+        if offset + span > len(mapped.buffer):  # a planned read raises an error
+            return None
+        for at in offsets.tolist() if self._store.guards else ():
+            self._store.check(path, at, height * row)
+        whole, steps = (end - first, *shape), (distance, *(s * size for s in strides))
+        array: Array = np.ndarray(whole, self._bits, mapped.buffer, offset, steps)
+        flat = torch.frombuffer(mapped.buffer, dtype=torch.uint8, count=span, offset=offset)
+        unit = int(np.gcd(distance, row)) if end - first > 1 else row
+        lines = flat.as_strided(((span - row) // unit + 1, row), (unit, 1))
+        block, wide = None, 1
+        if not (offset % size or distance % size):
+            flat = torch.frombuffer(mapped.buffer, dtype=self._dtype, count=span // size, offset=offset)
+            block = flat.as_strided(whole, tuple(s // size for s in steps))
+        elif len(shape) > 1:
+            block, wide = flat.as_strided((*whole[:-1], whole[-1] * size), (*steps[:-1], 1)), size
+        if len(mapped.arrays) >= _CACHED:
+            mapped.arrays.clear()
+        strip = mapped.arrays[self._key, ~n] = Strip(offset, distance, height, array, block, wide, lines, unit)
+        return path, mapped, strip
+
+    def _locate(self, first: int, end: int) -> bool:
+        """Find out where blocks are; return False if one is not in its file as it is, or is damaged."""
+        archives = [place[1][0] for place in self._places[first:end] if not isinstance(place[1], int)]
+        try:
+            with decoding(self._store.root, f"looking for {self._spec.name!r:.80}"):
+                locate_all(self._store, [(archive, self._spec.name) for archive in archives])
+        except LazyckptError:  # a planned read raises it, if it wants the block
+            return False
+        return all(map(self._located, range(first, end)))
+
+    def _located(self, n: int) -> bool:
+        """Look up where a block is; return False if its elements are not in the file as they are."""
+        path, offset, shape, strides = self._places[n]
+        if not isinstance(offset, int):
+            archive, ahead = offset
+            extent = located(self._store, archive, self._spec.name)
+            if extent is None or not extent.raw or extent.strides != c_strides(extent.shape):
+                return False
+            offset = extent.offset + ahead
+            self._places[n] = path, offset, shape, strides
+            self._offsets[n] = offset
+        return True
+
+
+def _cuts(height: int, start: int, stop: int, step: int) -> Iterator[tuple[tuple[Any, slice], int]]:
+    """Yield indices of (block, row) that together select every ``step``-th row, and the number of rows of each."""
+    stop = start + (stop - start - 1) // step * step + 1
+    (first, at), (last, end) = divmod(start, height), divmod(stop - 1, height)
+    end += 1
+    if first == last:
+        yield (first, slice(at, end, step)), -(-(end - at) // step)
+    elif step % height == 0:
+        count = (last - first) * height // step + 1
+        yield (slice(first, last + 1, step // height), slice(at, at + 1)), count
+    elif height % step == 0:
+        if at >= step:
+            yield (first, slice(at, None, step)), -(-(height - at) // step)
+            first, at = first + 1, at % step
+        rest = end < height - step + 1  # whether the last block is not wanted as far as its end
+        blocks = last - first + (not rest)
+        if blocks:
+            yield (slice(first, first + blocks), slice(at, None, step)), blocks * -(-(height - at) // step)
+        if rest:
+            yield (last, slice(at, end, step)), -(-(end - at) // step)
+    else:
+        index = np.arange(start, stop, step)
+        for n in range(first, last + 1):
+            i, j = np.searchsorted(index, (n * height, n * height + height)).tolist()
+            if i < j:
+                yield (n, slice(int(index[i]) - n * height, None, step)), j - i
+
+
+def _compact(view: Array) -> Array:
+    """Return a contiguous copy."""
+    unit = _unit(view)
+    return view.copy() if unit is None else view.view(unit).copy().view(view.dtype)
+
+
+def _put(view: Array, place: Array) -> None:
+    """Copy a view to a place of the same shape and dtype."""
+    unit = _unit(view)
+    if unit is None:
+        place[...] = view
+    else:
+        place.view(unit)[...] = view.view(unit)
+
+
+def _unit(view: Array) -> str | None:
+    """Return a dtype as large as a short run of elements, the last dimension: numpy copies it as one element."""
+    nbytes = view.shape[-1] * view.itemsize if view.ndim > 1 else 0
+    if not view.itemsize < nbytes <= _SHORT or view.strides[-1] != view.itemsize or view.strides[-2] == nbytes:
+        return None
+    return f"V{nbytes}"
