@@ -207,7 +207,7 @@ def test_many_chunks_at_equal_distances(
     """The last chunk is shorter. A plan of chunks has no part in these reads: they are copied as strided arrays."""
     if large:
         monkeypatch.setattr("lazyckpt.io.reading.strips.ONE_CALL", 0)
-        monkeypatch.setattr("lazyckpt.io.reading.strips._ONE_THREAD", 0)
+        monkeypatch.setattr("lazyckpt.io.reading.strips._THREADS", 0)
         monkeypatch.setattr("lazyckpt.io.reading.strips._SHORT", 0)
     whole = (torch.arange(203 * 7 * 5) % 251).view(203, 7, 5).to(dtype)
     safetensors = tmp_path / "x.safetensors"

@@ -50,10 +50,11 @@ _FEW = 4  # blocks that are copied one by one
 class Mosaic(Strips):
     """A tensor of raw elements in blocks of local files."""
 
-    __slots__ = ("_aligned", "_starts", "_stops")
+    __slots__ = ("_aligned", "_key", "_starts", "_stops")
 
     def __init__(self, store: Store, spec: TensorSpec, places: Sequence[Place]) -> None:
         super().__init__(store, spec, places)
+        self._key = object()  # of the cached blocks (not this object: it refers to the store, which has the mappings)
         known = [offset for _, _, offset, _, _ in places if isinstance(offset, int)]
         self._aligned = len(known) == len(places) and not any(offset % spec.dtype.itemsize for offset in known)
         self._starts = [start for start, *_ in places]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from math import prod
 from time import monotonic
@@ -27,9 +28,9 @@ from ...core.index import Archive, TensorSpec
 from ...errors import LazyckptError, decoding
 from ..storage.base import Store
 from ..storage.mapping import Mapped
-from ..tensors import empty
+from ..pool import Task, run
 from .packed import locate_all, located
-from .window import LARGE, NEAR, ONE_CALL, SMALL, indices_of
+from .window import LARGE, NEAR, ONE_CALL, SMALL, copied, indices_of
 
 if TYPE_CHECKING:
     import torch
@@ -42,12 +43,13 @@ Place = tuple[Shape, str, "int | tuple[Archive, int]", Shape, Shape]
 
 UNKNOWN = -1  # the position of a block that is not located yet
 _NEVER = -1  # instead of a number of blocks: they are no strip
-_ONE_THREAD = 1 << 20  # bytes of a selection of several strips up to which one thread copies faster than all cores
+_THREADS = 8 << 20  # bytes of a selection of several parts from which several threads copy them
 _SHORT = 256  # bytes; a shorter run of elements is copied as one element of this size
 _MANY = 96  # most strips of a selection: a store keeps the mappings of some more files
 _CACHED = 1 << 14  # arrays that a mapping caches
 _FEW = 4  # blocks that are located together, whichever are wanted
 _ALL = slice(None)
+_NONE: tuple[Any, ...] = ()
 _SIMPLE = {int, slice}
 
 Array = NDArray[Any]
@@ -94,15 +96,15 @@ class Strips:
     """The strips of a tensor in blocks."""
 
     __slots__ = (
-        "_bits", "_dtype", "_firsts", "_follows", "_highs", "_key", "_lows", "_offsets", "_places", "_planned", "_row",
-        "_shape", "_spec", "_store", "_strip_highs", "_strip_lows", "_whole_rows",
+        "_bits", "_dtype", "_firsts", "_follows", "_highs", "_keys", "_length", "_lows", "_offsets", "_places",
+        "_planned", "_rank", "_rest", "_row", "_shape", "_spec", "_store", "_strip_highs", "_strip_lows", "_whole_rows",
     )  # fmt: skip
 
     def __init__(self, store: Store, spec: TensorSpec, places: Sequence[Place]) -> None:
         self._store, self._spec, self._dtype, self._shape = store, spec, spec.dtype.torch, spec.shape
         self._bits = np.dtype(np.uint16) if spec.dtype is BF16 else np.dtype(spec.dtype.numpy)
+        self._length, self._rest, self._rank = spec.shape[0], spec.shape[1:], len(spec.shape)
         self._row = prod(spec.shape[1:]) * spec.dtype.itemsize  # bytes of a row
-        self._key = object()  # of the cached arrays (not this object: it refers to the store, which has the mappings)
         self._places = [(path, offset, shape, strides) for _, path, offset, shape, strides in places]
         self._lows = [start[0] for start, *_ in places]
         self._highs = [start[0] + shape[0] for start, _, _, shape, _ in places]
@@ -119,6 +121,8 @@ class Strips:
         self._firsts = [0, *(np.flatnonzero(~self._follows) + 1).tolist(), len(places)]  # the first block of each strip
         self._strip_lows = [self._lows[n] for n in self._firsts[:-1]]
         self._strip_highs = [self._highs[n - 1] for n in self._firsts[1:]]
+        # of the cached strips (not this object: it refers to the store, which has the mappings)
+        self._keys = [object() for _ in self._strip_lows]
         self._planned = [0] * len(self._strip_lows)  # blocks of each strip that were located one by one; see `_strip`
 
     # -- reading
@@ -127,30 +131,31 @@ class Strips:
         """Read a key of ints and slices, the first of which may be a list or a mask; None if its rows are not all in
         strips, or if a planned read is better or has to raise an error."""
         begun = monotonic()
-        items = key if type(key) is tuple else (key,)
-        count, rank = len(items), len(self._shape)
-        if not 0 < count <= rank or (count > 1 and not _SIMPLE.issuperset(map(type, items[1:]))):
-            return None
-        first, step = items[0], 1
+        single, step, inner = False, 1, _NONE
+        first = key
+        if type(key) is tuple:
+            if not 0 < len(key) <= self._rank or not _SIMPLE.issuperset(map(type, key[1:])):
+                return None
+            first, inner = key[0], key[1:]
         kind = type(first)
         try:
             if kind is int:
-                low = first + self._shape[0] if first < 0 else first
-                high = low + 1
+                low = first if first >= 0 else first + self._length
+                high, single = low + 1, True
             elif kind is slice:
-                low, high, step = first.indices(self._shape[0])
+                low, high, step = first.indices(self._length)
                 if step != 1:
                     if step < 1:
                         return None
                     high = low + (high - low - 1) // step * step + 1
             else:
-                return self._listed(first, items[1:], begun)
-            if not 0 <= low < high <= self._shape[0]:
+                return self._listed(first, inner, begun)
+            if not 0 <= low < high <= self._length:
                 return None
             n = bisect_right(self._strip_lows, low) - 1
             if high > self._strip_highs[n]:
                 parts = self._parts(n, low, high, step)
-                return None if parts is None else self._copied(parts, step, kind is int, items[1:], begun)
+                return None if parts is None else self._copied(parts, step, single, inner, begun)
             start = low - self._strip_lows[n]
             known = self._strip(n, start, start + high - low)
             if known is None:
@@ -158,30 +163,30 @@ class Strips:
             path, mapped, strip = known
             block, at = divmod(start, strip.height)
             nbytes = (high - low) * self._row
-            if step == 1 and at + high - low <= strip.height and nbytes <= ONE_CALL:
+            if inner:
+                column = inner[0]
+                if not (single and self._rank == 2 and type(column) is int and 0 <= column < self._rest[0]):
+                    return self._copied([(*known, start, start + high - low)], step, single, inner, begun)
+                nbytes = self._bits.itemsize
+                begin = strip.offset + block * strip.distance + at * self._row + column * nbytes
+            elif step != 1 or at + high - low > strip.height or nbytes > ONE_CALL:
+                return self._copied([(*known, start, start + high - low)], step, single, inner, begun)
+            else:
                 begin = strip.offset + block * strip.distance + at * self._row
                 if nbytes > SMALL and not mapped.resident(begin, begin + nbytes):
                     return None
-                if count == 1:
-                    found = torch.frombuffer(bytearray(mapped.buffer[begin : begin + nbytes]), dtype=self._dtype)
-                    if kind is slice:
-                        found = found.view(high - low, *self._shape[1:])
-                    elif rank != 2:
-                        found = found.view(self._shape[1:])
-                    if not mapped.in_burst(begun):
-                        self._store.confirm(path, mapped)
-                    return found
-                if count == rank == 2 and kind is type(items[1]) is int and 0 <= items[1] < self._shape[1]:
-                    begin += items[1] * self._bits.itemsize
-                    stop = begin + self._bits.itemsize
-                    found = torch.frombuffer(bytearray(mapped.buffer[begin:stop]), dtype=self._dtype).squeeze(0)
-                    if not mapped.in_burst(begun):
-                        self._store.confirm(path, mapped)
-                    return found
-            part = path, mapped, strip, start, start + high - low
-            return self._copied([part], step, kind is int, items[1:], begun)
+            found = torch.frombuffer(bytearray(mapped.buffer[begin : begin + nbytes]), dtype=self._dtype)
+            if inner:
+                found = found.squeeze(0)
+            elif not single:
+                found = found.view(high - low, *self._rest)
+            elif self._rank != 2:
+                found = found.view(self._rest)
         except (IndexError, ValueError, TypeError):  # a planned read supports the key, or raises a better error
             return None
+        if not mapped.in_burst(begun):
+            self._store.confirm(path, mapped)
+        return found
 
     def _parts(self, n: int, low: int, high: int, step: int) -> list[Part] | None:
         """Return the rows of each strip, from strip ``n`` on; None if a row is in none."""
@@ -204,71 +209,60 @@ class Strips:
         self, parts: Sequence[Part], step: int, single: bool, inner: tuple[Any, ...], begun: float
     ) -> torch.Tensor | None:
         """Copy every ``step``-th row of the parts, or the ``single`` one without its dimension."""
-        size, count = self._bits.itemsize, 0
         cuts: list[tuple[Strip, tuple[Any, ...], int]] = []
+        count = 0
         for _, mapped, strip, start, stop in parts:
             if not self._resident(mapped, strip, start, stop):
                 return None
             for index, found in _cuts(strip.height, start, stop, step):
                 cuts.append((strip, index, found))
                 count += found
-        shape = cuts[0][0].array[(0, 0, *inner, ...)].shape
-        nbytes = count * prod(shape) * size
+        strip, index, _ = cuts[0]
+        if single:
+            cuts = [(strip, (index[0], index[1].start), 1)]
+        shape = strip.array[(0, 0, *inner, ...)].shape if inner else self._rest
+        nbytes = count * prod(shape) * self._bits.itemsize
         if nbytes > LARGE:
             return None
-        if single:
-            cuts = [(strip, (index[0], index[1].start), n) for strip, index, n in cuts]
-        else:
+        if not single:
             shape = (count, *shape)
-        short = shape != () and shape[-1] * size <= _SHORT
-        alone = nbytes <= (ONE_CALL if len(cuts) == 1 else _ONE_THREAD) or (short and len(inner) == len(self._shape) - 1)
-        result = None if alone else self._by_torch(cuts, inner, shape)
+        short = inner and len(inner) == self._rank - 1 and shape != () and shape[-1] * self._bits.itemsize <= _SHORT
+        result = self._by_torch(*cuts[0][:2], inner) if len(cuts) == 1 and nbytes > ONE_CALL and not short else None
         if result is None:
-            array: Array
-            if len(cuts) == 1:
-                strip, index, _ = cuts[0]
-                array = _compact(strip.array[(*index, *inner, ...)])
-                array = array if array.shape == shape else array.reshape(shape)
+            array: Array = np.empty(shape, self._bits)
+            at = 0
+            tasks: list[Task] = []
+            for strip, index, found in cuts:
+                view = strip.array[(*index, *inner, ...)]
+                place = array if len(cuts) == 1 else array[at : at + found]
+                tasks.append((view.nbytes, partial(_put, view, place.reshape(view.shape))))
+                at += found
+            if nbytes < _THREADS:
+                for _, task in tasks:
+                    task()
             else:
-                array, at = np.empty(shape, self._bits), 0
-                for strip, index, found in cuts:
-                    view = strip.array[(*index, *inner, ...)]
-                    _put(view, array[at : at + found].reshape(view.shape))
-                    at += found
+                run(tasks)
             result = torch.from_numpy(array)
             if result.dtype is not self._dtype:
                 result = result.view(self._dtype)
         self._confirm(parts, begun)
         return result
 
-    def _by_torch(
-        self, cuts: Sequence[tuple[Strip, tuple[Any, ...], int]], inner: tuple[Any, ...], shape: Shape
-    ) -> torch.Tensor | None:
+    def _by_torch(self, strip: Strip, index: tuple[Any, ...], inner: tuple[Any, ...]) -> torch.Tensor | None:
         """Copy on all cores; None if torch cannot copy the key."""
-        wider = inner
-        if len(inner) == len(self._shape) - 1 and inner:  # the last dimension is indexed, too
-            last, size = inner[-1], self._bits.itemsize
-            if type(last) is slice and last.step in (None, 1):
-                start, stop, _ = last.indices(self._shape[-1])
-                wider = *inner[:-1], slice(start * size, stop * size)
-            elif any(strip.wide > 1 for strip, _, _ in cuts):
-                return None
-        if any(strip.torch is None for strip, _, _ in cuts) or any(type(i) is slice and (i.step or 1) < 1 for i in inner):
+        if strip.torch is None or any(type(item) is slice and (item.step or 1) < 0 for item in inner):
             return None
-        out = empty(shape, self._dtype)
-        target = {1: out}
-        at = 0
-        for strip, index, found in cuts:
-            assert strip.torch is not None
-            if strip.wide not in target:
-                target[strip.wide] = out.view(torch.uint8)
-            place = target[strip.wide]
-            view = strip.torch[(*index, *(inner if strip.wide == 1 else wider))]
-            if len(cuts) > 1:
-                place = place[at : at + found]
-            place.view(view.shape).copy_(view)
-            at += found
-        return out
+        if strip.wide > 1 and inner and len(inner) == self._rank - 1:  # the last dimension is indexed, too
+            last = inner[-1]
+            if type(last) is not slice or last.step not in (None, 1):
+                return None
+            start, stop, _ = last.indices(self._shape[-1])
+            inner = *inner[:-1], slice(start * strip.wide, stop * strip.wide)
+        view = strip.torch[(*index, *inner)]
+        found = copied(view, view.nbytes)
+        if strip.wide > 1:
+            found = found.view(self._dtype)
+        return found if type(index[0]) is int else found.flatten(0, 1)
 
     def _listed(self, item: Any, inner: tuple[Any, ...], begun: float) -> torch.Tensor | None:
         """Read the rows of a list, an array or a mask."""
@@ -307,24 +301,18 @@ class Strips:
                 return None
             parts.append((*known, start, stop))
             rows.append((i, j, positions))
-        if inner:
+        if inner or len(parts) > 1:
             shape = parts[0][2].array[(0, 0, *inner, ...)].shape
-            array = np.empty((len(index), *shape), self._bits)
+            array: Array = np.empty((len(index), *shape), self._bits)
             for (_, _, strip, _, _), (i, j, positions) in zip(parts, rows, strict=True):
                 blocks, at = np.divmod(positions, strip.height)
-                array[i:j] = strip.array[(_ALL, _ALL, *inner)][blocks, at]
+                array[slice(i, j) if order is None else order[i:j]] = strip.array[(_ALL, _ALL, *inner)][blocks, at]
             out = torch.from_numpy(array).view(self._dtype)
         else:
-            out = empty((len(index), *self._shape[1:]), self._dtype)
-            lines = out.view(-1).view(torch.uint8).view(len(index), self._row)
-            for (_, _, strip, _, _), (i, j, positions) in zip(parts, rows, strict=True):
-                blocks, at = np.divmod(positions, strip.height)
-                starts = torch.from_numpy((blocks * strip.distance + at * self._row) // strip.unit)
-                torch.index_select(strip.lines, 0, starts, out=lines[i:j])
-        if order is not None:
-            inverse = np.empty_like(order)
-            inverse[order] = np.arange(len(order))
-            out = out.index_select(0, torch.from_numpy(inverse))
+            strip, positions = parts[0][2], rows[0][2]
+            blocks, at = np.divmod(positions, strip.height)
+            starts = torch.from_numpy((blocks * strip.distance + at * self._row) // strip.unit)
+            out = strip.lines.index_select(0, starts).view(self._dtype).view(len(index), *self._rest)
         self._confirm(parts, begun)
         return out
 
@@ -359,7 +347,7 @@ class Strips:
         mapped = self._store.maps.get(path) or self._store.map(path)
         if mapped is None:
             return None
-        strip: Strip | None = mapped.arrays.get((self._key, ~n))
+        strip: Strip | None = mapped.arrays.get(self._keys[n])
         if strip is not None:
             return path, mapped, strip
         if not self._whole_rows[first] or strides != c_strides(shape) or self._planned[n] == _NEVER:
@@ -396,7 +384,7 @@ class Strips:
             block, wide = flat.as_strided((*whole[:-1], whole[-1] * size), (*steps[:-1], 1)), size
         if len(mapped.arrays) >= _CACHED:
             mapped.arrays.clear()
-        strip = mapped.arrays[self._key, ~n] = Strip(offset, distance, height, array, block, wide, lines, unit)
+        strip = mapped.arrays[self._keys[n]] = Strip(offset, distance, height, array, block, wide, lines, unit)
         return path, mapped, strip
 
     def _locate(self, first: int, end: int) -> bool:
