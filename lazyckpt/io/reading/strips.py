@@ -44,6 +44,8 @@ Place = tuple[Shape, str, "int | tuple[Archive, int]", Shape, Shape]
 UNKNOWN = -1  # the position of a block that is not located yet
 _NEVER = -1  # instead of a number of blocks: they are no strip
 _THREADS = 8 << 20  # bytes of a selection of several parts from which several threads copy them
+_PIECES, _JOINED = 24, 512 << 10  # blocks, and their bytes, that are joined as memory
+_APART = 4  # copying elements that are not contiguous takes so many times as long
 _SHORT = 256  # bytes; a shorter run of elements is copied as one element of this size
 _MANY = 96  # most strips of a selection: a store keeps the mappings of some more files
 _CACHED = 1 << 14  # arrays that a mapping caches
@@ -209,44 +211,68 @@ class Strips:
         self, parts: Sequence[Part], step: int, single: bool, inner: tuple[Any, ...], begun: float
     ) -> torch.Tensor | None:
         """Copy every ``step``-th row of the parts, or the ``single`` one without its dimension."""
-        cuts: list[tuple[Strip, tuple[Any, ...], int]] = []
-        count = 0
-        for _, mapped, strip, start, stop in parts:
-            if not self._resident(mapped, strip, start, stop):
-                return None
-            for index, found in _cuts(strip.height, start, stop, step):
-                cuts.append((strip, index, found))
-                count += found
-        strip, index, _ = cuts[0]
+        if not all(self._resident(*part[1:]) for part in parts):
+            return None
+        pieces = None if step > 1 or inner or single else self._pieces(parts)
+        if pieces:
+            result = torch.frombuffer(bytearray().join(pieces), dtype=self._dtype).view(-1, *self._rest)
+            self._confirm(parts, begun)
+            return result
+        cuts = [(part[2], *cut) for part in parts for cut in _cuts(part[2].height, part[3], part[4], step)]
+        strip, index, count = cuts[0]
         if single:
-            cuts = [(strip, (index[0], index[1].start), 1)]
-        shape = strip.array[(0, 0, *inner, ...)].shape if inner else self._rest
+            index = index[0], index[1].start
+            cuts = [(strip, index, 1)]
+        views = [strip.array[(*index, *inner, ...)] for strip, index, _ in cuts]
+        first = views[0]
+        shape: Shape = first.shape[(type(index[0]) is slice) + (type(index[1]) is slice) :]
+        count = sum(cut[2] for cut in cuts)
         nbytes = count * prod(shape) * self._bits.itemsize
         if nbytes > LARGE:
             return None
         if not single:
             shape = (count, *shape)
-        short = inner and len(inner) == self._rank - 1 and shape != () and shape[-1] * self._bits.itemsize <= _SHORT
-        result = self._by_torch(*cuts[0][:2], inner) if len(cuts) == 1 and nbytes > ONE_CALL and not short else None
-        if result is None:
+        unit = None
+        if self._rank > 1 and (len(inner) < self._rank - 1 or type(inner[-1]) is slice):
+            unit = _unit(first)
+        alone = len(cuts) == 1
+        found = self._by_torch(strip, index, inner) if alone and nbytes > ONE_CALL and not unit else None
+        if found is None:
             array: Array = np.empty(shape, self._bits)
-            at = 0
-            tasks: list[Task] = []
-            for strip, index, found in cuts:
-                view = strip.array[(*index, *inner, ...)]
-                place = array if len(cuts) == 1 else array[at : at + found]
-                tasks.append((view.nbytes, partial(_put, view, place.reshape(view.shape))))
-                at += found
-            if nbytes < _THREADS:
-                for _, task in tasks:
-                    task()
+            out, at = array.view(unit) if unit else array, 0
+            places: list[tuple[Array, Array]] = []
+            for view, (_, _, count) in zip(views, cuts, strict=True):
+                view = view.view(unit) if unit else view
+                places.append(((out if alone else out[at : at + count]).reshape(view.shape), view))
+                at += count
+            work = nbytes if unit or first.strides[-1:] == (self._bits.itemsize,) else _APART * nbytes
+            if work < _THREADS:
+                for place, view in places:
+                    place[...] = view
             else:
-                run(tasks)
-            result = torch.from_numpy(array)
-            if result.dtype is not self._dtype:
-                result = result.view(self._dtype)
+                run((work // len(places), partial(np.copyto, *pair)) for pair in places)
+            found = torch.from_numpy(array)
+            if found.dtype is not self._dtype:
+                found = found.view(self._dtype)
         self._confirm(parts, begun)
-        return result
+        return found
+
+    def _pieces(self, parts: Sequence[Part]) -> list[memoryview] | None:
+        """Return the memory of all rows of the parts, block by block; None if the blocks are many or large."""
+        blocks = 0
+        for _, _, strip, start, stop in parts:
+            blocks += (stop - 1) // strip.height - start // strip.height + 1
+        if blocks > _PIECES:
+            return None
+        pieces: list[memoryview] = []
+        for _, mapped, strip, start, stop in parts:
+            while start < stop:
+                block, at = divmod(start, strip.height)
+                count = min(strip.height - at, stop - start)
+                begin = strip.offset + block * strip.distance + at * self._row
+                pieces.append(mapped.buffer[begin : begin + count * self._row])
+                start += count
+        return pieces if sum(map(len, pieces)) <= _JOINED else None
 
     def _by_torch(self, strip: Strip, index: tuple[Any, ...], inner: tuple[Any, ...]) -> torch.Tensor | None:
         """Copy on all cores; None if torch cannot copy the key."""
@@ -295,8 +321,10 @@ class Strips:
             if i == j:
                 continue
             positions = index[i:j] - self._strip_lows[m]
-            start, stop = int(positions.min()), int(positions.max()) + 1
-            known = self._strip(m, start, stop, j - i) if start >= 0 and stop <= self._strip_highs[m] else None
+            if n < last:  # they ascend
+                low, high = int(index[i]), int(index[j - 1])
+            start, stop = low - self._strip_lows[m], high + 1 - self._strip_lows[m]
+            known = self._strip(m, start, stop, j - i) if start >= 0 and high < self._strip_highs[m] else None
             if known is None or not self._resident(*known[1:], start, stop):
                 return None
             parts.append((*known, start, stop))
@@ -437,21 +465,6 @@ def _cuts(height: int, start: int, stop: int, step: int) -> Iterator[tuple[tuple
             i, j = np.searchsorted(index, (n * height, n * height + height)).tolist()
             if i < j:
                 yield (n, slice(int(index[i]) - n * height, None, step)), j - i
-
-
-def _compact(view: Array) -> Array:
-    """Return a contiguous copy."""
-    unit = _unit(view)
-    return view.copy() if unit is None else view.view(unit).copy().view(view.dtype)
-
-
-def _put(view: Array, place: Array) -> None:
-    """Copy a view to a place of the same shape and dtype."""
-    unit = _unit(view)
-    if unit is None:
-        place[...] = view
-    else:
-        place.view(unit)[...] = view.view(unit)
 
 
 def _unit(view: Array) -> str | None:
