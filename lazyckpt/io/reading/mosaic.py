@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
 from operator import itemgetter
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import numpy as np

@@ -26,9 +26,9 @@ from ...core.box import Shape, c_strides
 from ...core.dtypes import BF16
 from ...core.index import Archive, TensorSpec
 from ...errors import LazyckptError, decoding
+from ..pool import run
 from ..storage.base import Store
 from ..storage.mapping import Mapped
-from ..pool import Task, run
 from .packed import locate_all, located
 from .window import LARGE, NEAR, ONE_CALL, SMALL, copied, indices_of
 
@@ -44,7 +44,8 @@ Place = tuple[Shape, str, "int | tuple[Archive, int]", Shape, Shape]
 UNKNOWN = -1  # the position of a block that is not located yet
 _NEVER = -1  # instead of a number of blocks: they are no strip
 _THREADS = 8 << 20  # bytes of a selection of several parts from which several threads copy them
-_PIECES, _JOINED = 24, 512 << 10  # blocks, and their bytes, that are joined as memory
+_JOINED = 512 << 10  # bytes of rows that are joined as memory, block by block, which holds Python's lock
+_PIECE = 4 << 10  # bytes; smaller blocks are not listed for that
 _APART = 4  # copying elements that are not contiguous takes so many times as long
 _SHORT = 256  # bytes; a shorter run of elements is copied as one element of this size
 _MANY = 96  # most strips of a selection: a store keeps the mappings of some more files
@@ -171,19 +172,30 @@ class Strips:
                     return self._copied([(*known, start, start + high - low)], step, single, inner, begun)
                 nbytes = self._bits.itemsize
                 begin = strip.offset + block * strip.distance + at * self._row + column * nbytes
-            elif step != 1 or at + high - low > strip.height or nbytes > ONE_CALL:
+            elif step != 1 or nbytes > ONE_CALL or (at + high - low > strip.height and self._small(strip)):
                 return self._copied([(*known, start, start + high - low)], step, single, inner, begun)
             else:
                 begin = strip.offset + block * strip.distance + at * self._row
-                if nbytes > SMALL and not mapped.resident(begin, begin + nbytes):
+                if nbytes > SMALL and not self._resident(mapped, strip, start, start + high - low):
                     return None
-            found = torch.frombuffer(bytearray(mapped.buffer[begin : begin + nbytes]), dtype=self._dtype)
-            if inner:
-                found = found.squeeze(0)
-            elif not single:
-                found = found.view(high - low, *self._rest)
-            elif self._rank != 2:
-                found = found.view(self._rest)
+            if single:
+                found = torch.frombuffer(bytearray(mapped.buffer[begin : begin + nbytes]), dtype=self._dtype)
+                if inner:
+                    found = found.squeeze(0)
+                elif self._rank != 2:
+                    found = found.view(self._rest)
+            else:
+                if at + high - low <= strip.height:
+                    array = strip.array[block, at : at + high - low].copy()
+                elif at or (high - low) % strip.height:
+                    pieces = self._pieces(mapped, strip, start, start + high - low)
+                    array = np.frombuffer(bytearray().join(pieces), self._bits).reshape(-1, *self._rest)
+                else:
+                    blocks = strip.array[block : block + (high - low) // strip.height]
+                    array = blocks.copy().reshape(-1, *self._rest)
+                found = torch.from_numpy(array)
+                if found.dtype is not self._dtype:
+                    found = found.view(self._dtype)
         except (IndexError, ValueError, TypeError):  # a planned read supports the key, or raises a better error
             return None
         if not mapped.in_burst(begun):
@@ -211,13 +223,15 @@ class Strips:
         self, parts: Sequence[Part], step: int, single: bool, inner: tuple[Any, ...], begun: float
     ) -> torch.Tensor | None:
         """Copy every ``step``-th row of the parts, or the ``single`` one without its dimension."""
-        if not all(self._resident(*part[1:]) for part in parts):
-            return None
-        pieces = None if step > 1 or inner or single else self._pieces(parts)
-        if pieces:
-            result = torch.frombuffer(bytearray().join(pieces), dtype=self._dtype).view(-1, *self._rest)
+        for part in parts:
+            if not self._resident(*part[1:]):
+                return None
+        nbytes = sum(stop - start for *_, start, stop in parts) * self._row
+        if step == 1 and not inner and nbytes <= _JOINED and not any(self._small(part[2]) for part in parts):
+            pieces = [piece for part in parts for piece in self._pieces(*part[1:])]
+            result = torch.frombuffer(bytearray().join(pieces), dtype=self._dtype)
             self._confirm(parts, begun)
-            return result
+            return result.view(self._rest if single else (-1, *self._rest))
         cuts = [(part[2], *cut) for part in parts for cut in _cuts(part[2].height, part[3], part[4], step)]
         strip, index, count = cuts[0]
         if single:
@@ -257,22 +271,21 @@ class Strips:
         self._confirm(parts, begun)
         return found
 
-    def _pieces(self, parts: Sequence[Part]) -> list[memoryview] | None:
-        """Return the memory of all rows of the parts, block by block; None if the blocks are many or large."""
-        blocks = 0
-        for _, _, strip, start, stop in parts:
-            blocks += (stop - 1) // strip.height - start // strip.height + 1
-        if blocks > _PIECES:
-            return None
-        pieces: list[memoryview] = []
-        for _, mapped, strip, start, stop in parts:
-            while start < stop:
-                block, at = divmod(start, strip.height)
-                count = min(strip.height - at, stop - start)
-                begin = strip.offset + block * strip.distance + at * self._row
-                pieces.append(mapped.buffer[begin : begin + count * self._row])
-                start += count
-        return pieces if sum(map(len, pieces)) <= _JOINED else None
+    def _small(self, strip: Strip) -> bool:
+        """Return whether numpy copies the blocks in less time than it takes to list them."""
+        return strip.height * self._row < _PIECE
+
+    def _pieces(self, mapped: Mapped, strip: Strip, start: int, stop: int) -> list[memoryview]:
+        """Return the memory of rows, block by block."""
+        (block, at), (last, end) = divmod(start, strip.height), divmod(stop, strip.height)
+        nbytes, begin = strip.height * self._row, strip.offset + block * strip.distance
+        beyond = strip.offset + last * strip.distance + (end > 0)
+        pieces = [mapped.buffer[n : n + nbytes] for n in range(begin, beyond, strip.distance)]
+        if end:
+            pieces[-1] = pieces[-1][: end * self._row]
+        if at:
+            pieces[0] = pieces[0][at * self._row :]
+        return pieces
 
     def _by_torch(self, strip: Strip, index: tuple[Any, ...], inner: tuple[Any, ...]) -> torch.Tensor | None:
         """Copy on all cores; None if torch cannot copy the key."""

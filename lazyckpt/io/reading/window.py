@@ -87,6 +87,8 @@ class Window:
                     found = arrays[0][key].clone()
                 else:
                     found = copied(arrays[0][key], nbytes)
+            elif kind is tuple and len(key) == 2 == self._rank and type(key[0]) is type(key[1]) is int:
+                found = self._element(mapped, *key)
             elif kind in _ATOMS or (kind is tuple and _ATOMS.issuperset(map(type, key))):
                 found = self._viewed(mapped, arrays, key, begun)
             else:
@@ -97,16 +99,20 @@ class Window:
             self._store.confirm(self._path, mapped)
         return found
 
+    def _element(self, mapped: Mapped, row: int, column: int) -> torch.Tensor | None:
+        """Read one element of a matrix."""
+        row, column = row if row >= 0 else row + self._length, column if column >= 0 else column + self._row
+        if not (0 <= row < self._length and 0 <= column < self._row):
+            return None
+        size = self._dtype.itemsize
+        start = self._offset + row * self._size + column * size
+        return torch.frombuffer(bytearray(mapped.buffer[start : start + size]), dtype=self._dtype).squeeze(0)
+
     def _viewed(self, mapped: Mapped, arrays: Arrays, key: Any, now: float) -> torch.Tensor | None:
         """Read the elements of a key of ints, slices, None and Ellipsis."""
-        array, flat = arrays
-        if type(key) is tuple:
-            if len(key) == self._rank == 2 and type(key[0]) is type(key[1]) is int:
-                row, column = key
-                if 0 <= row < self._length and 0 <= column < self._row:
-                    return flat[row * self._row + column].clone()
-            if key.count(Ellipsis) > 1:
-                return None
+        array = arrays[0]
+        if type(key) is tuple and key.count(Ellipsis) > 1:
+            return None
         try:
             view, flips = array[key], _NO_FLIPS
         except ValueError:  # torch refuses negative steps
