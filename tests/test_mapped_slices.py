@@ -278,7 +278,7 @@ def test_elements_that_are_not_aligned(
         for name in ("ONE_CALL", "_THREADS", "_SHORT", "_JOINED"):
             monkeypatch.setattr(f"lazyckpt.io.reading.strips.{name}", 0)
     whole = archives(tmp_path / "dcp", chunks, files, dtype)
-    if files == 1:
+    if isinstance(lazyckpt.open(tmp_path / "dcp", cache=False)["w"]._find_window(), Window):  # it is aligned
         move(tmp_path / "dcp" / "__0_0.distcp")
     t = lazyckpt.open(tmp_path / "dcp", cache=False)["w"]
     t[...]
@@ -352,7 +352,7 @@ def test_a_damaged_chunk_does_not_matter_to_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["truncate", "touch"])
-@pytest.mark.parametrize("key", [slice(None), slice(0, 90, 9), (slice(None), 3), list(range(90)), 88], ids=str)
+@pytest.mark.parametrize("key", [slice(None), slice(0, 90, 9), (slice(None), 3), [1, 80, 30], 88], ids=str)
 def test_a_change_of_one_of_several_files_is_seen(tmp_path: Path, change: str, key: object) -> None:
     """Also in a burst, and by access to bytes that are gone."""
     archives(tmp_path / "dcp", 30, 3, torch.float32)
