@@ -223,9 +223,9 @@ def test_many_chunks_at_equal_distances(
 ) -> None:
     """The last chunk is shorter. A plan of chunks has no part in these reads: they are copied as strided arrays."""
     if large:
-        monkeypatch.setattr("lazyckpt.io.reading.strips.ONE_CALL", 0)
-        monkeypatch.setattr("lazyckpt.io.reading.strips._THREADS", 0)
-        monkeypatch.setattr("lazyckpt.io.reading.strips._SHORT", 0)
+        monkeypatch.setattr("lazyckpt.io.reading.rows.ONE_CALL", 0)
+        monkeypatch.setattr("lazyckpt.io.reading.rows._THREADS", 0)
+        monkeypatch.setattr("lazyckpt.io.reading.rows._SHORT", 0)
     whole = (torch.arange(203 * 7 * 5) % 251).view(203, 7, 5).to(dtype)
     safetensors = tmp_path / "x.safetensors"
     save_file({"w": whole}, safetensors)
@@ -276,7 +276,7 @@ def test_elements_that_are_not_aligned(
 ) -> None:
     if large:
         for name in ("ONE_CALL", "_THREADS", "_SHORT", "_JOINED"):
-            monkeypatch.setattr(f"lazyckpt.io.reading.strips.{name}", 0)
+            monkeypatch.setattr(f"lazyckpt.io.reading.rows.{name}", 0)
     whole = archives(tmp_path / "dcp", chunks, files, dtype)
     if isinstance(lazyckpt.open(tmp_path / "dcp", cache=False)["w"]._find_window(), Window):  # it is aligned
         move(tmp_path / "dcp" / "__0_0.distcp")

@@ -1,13 +1,12 @@
 """Slices of a tensor in several blocks, such as the partitions of ranks, through mappings of their files.
 
-A plan of the whole tensor is kept as columns: which block is at which place of which file. A slice of rows inside one
-block is then read like a slice of a plain tensor (window.py). Any other selection of up to `_MOST` blocks is copied
-block by block. Blocks of rows that follow each other in one file, as a process leaves them that saves many chunks, are
-copied together: a gather, given the position of each row. `Mosaic.read` returns None where a planned read (gather.py)
-is better or has to raise an error.
+A plan of the whole tensor is kept as columns: which block is at which place of which file. Keys whose rows are in blocks
+of whole rows are read by them (rows.py). Any other selection of up to `_MOST` blocks is copied block by block. Blocks of
+rows that follow each other in one file are copied together: a gather, given the position of each row. `Mosaic.read`
+returns None where a planned read (gather.py) is better or has to raise an error.
 
-Torch's kernels may rely on aligned elements, and writers such as torch.distributed.checkpoint align nothing. A tensor
-with a block that is not aligned is read as bytes, as an array with one more dimension.
+Torch's kernels may rely on aligned elements, and writers such as torch.distributed.checkpoint align nothing. Blocks of a
+tensor that may not be aligned are read as bytes, as an array with one more dimension.
 """
 
 from __future__ import annotations
@@ -31,7 +30,8 @@ from ..storage.base import Store
 from ..storage.mapping import Mapped
 from ..tensors import empty
 from .gather import finish
-from .strips import UNKNOWN, Place, Strips
+from .rows import Rows
+from .strips import UNKNOWN, Place
 from .window import CLONABLE, LARGE, NEAR, span_of
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ _CACHED = 1 << 14  # blocks whose tensors a mapping caches
 _FEW = 4  # blocks that are copied one by one
 
 
-class Mosaic(Strips):
+class Mosaic(Rows):
     """A tensor of raw elements in blocks of local files."""
 
     __slots__ = ("_aligned", "_key", "_starts", "_stops")
