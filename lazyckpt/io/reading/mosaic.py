@@ -1,12 +1,12 @@
 """Slices of a tensor in several blocks, such as the partitions of ranks, through mappings of their files.
 
-A plan of the whole tensor is kept as columns: which block is at which place of which file. Keys whose rows are in blocks
-of whole rows are read by them (rows.py). Any other selection of up to `_MOST` blocks is copied block by block. Blocks of
-rows that follow each other in one file are copied together: a gather, given the position of each row. `Mosaic.read`
-returns None where a planned read (gather.py) is better or has to raise an error.
+A plan of the whole tensor is kept as columns: which block is at which place of which file. Keys whose rows are in
+blocks of whole rows are read by them (rows.py). Any other selection of up to `_MOST` blocks is copied block by block.
+Blocks of rows that follow each other in one file are copied together: a gather, given the position of each row.
+`Mosaic.read` returns None where a planned read (gather.py) is better or has to raise an error.
 
-Torch's kernels may rely on aligned elements, and writers such as torch.distributed.checkpoint align nothing. Blocks of a
-tensor that may not be aligned are read as bytes, as an array with one more dimension.
+Torch's kernels may rely on aligned elements, and writers such as torch.distributed.checkpoint align nothing. Blocks of
+a tensor that may not be aligned are read as bytes, as an array with one more dimension.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Mosaic(Rows):
         found = self._block(n)
         if found is None:
             return None
-        mapped, block, offset, _ = found
+        mapped, block, offset = found
         view = block[source]
         if not _resident(mapped, block, offset, view):
             return None
@@ -179,9 +179,8 @@ class Mosaic(Rows):
         apart = np.flatnonzero(~self._follows[first : last - 1])
         return first + 1 + int(apart[0]) if len(apart) else last
 
-    def _block(self, n: int) -> tuple[Mapped, torch.Tensor, int, torch.Tensor | None] | None:
-        """Return the mapping of a block's file, the block as a tensor, its position in the file, and its ravel if it is
-        contiguous."""
+    def _block(self, n: int) -> tuple[Mapped, torch.Tensor, int] | None:
+        """Return the mapping of a block's file, the block as a tensor, and its position in the file."""
         if not self._located(n):
             return None
         path, offset, shape, strides = self._places[n]
@@ -189,7 +188,7 @@ class Mosaic(Rows):
         mapped = self._store.maps.get(path) or self._store.map(path)
         if mapped is None:
             return None
-        known: tuple[torch.Tensor, torch.Tensor | None] | None = mapped.arrays.get((self._key, n))
+        known: torch.Tensor | None = mapped.arrays.get((self._key, n))
         if known is None:
             count = 1 + sum((m - 1) * s for m, s in zip(shape, strides, strict=True))
             nbytes = count * self._dtype.itemsize
@@ -204,10 +203,8 @@ class Mosaic(Rows):
                 shape, strides = (*shape, size), (*(s * size for s in strides), 1)
             if len(mapped.arrays) >= _CACHED:
                 mapped.arrays.clear()
-            contiguous = self._places[n][3] == c_strides(self._places[n][2])
-            known = flat.as_strided(shape, strides), flat if contiguous else None
-            mapped.arrays[self._key, n] = known
-        return mapped, known[0], offset, known[1]
+            known = mapped.arrays[self._key, n] = flat.as_strided(shape, strides)
+        return mapped, known, offset
 
 
 def _place(copy: Copy, size: int) -> Place | None:
