@@ -367,3 +367,20 @@ def test_a_change_of_one_of_several_files_is_seen(tmp_path: Path, change: str, k
         os.utime(path, ns=(1, 1))
     with pytest.raises(lazyckpt.ChangedFileError):
         t[key]
+
+
+def test_a_slice_over_all_chunks_makes_the_strips_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor of many chunks is planned as a whole after several slices, or one that needs all of it anyway."""
+    monkeypatch.setattr("lazyckpt.lazy._PLANNED", 4)
+    archives(tmp_path / "dcp", 30, 1, torch.float32)
+    t = lazyckpt.open(tmp_path / "dcp", cache=False)["w"]
+    planned = plans(monkeypatch)
+    for n in range(7):
+        assert torch.equal(t[n], ODD[n].float())
+        assert t._window is False
+    t = lazyckpt.open(tmp_path / "dcp", cache=False)["w"]
+    assert len(planned) == 7
+    for key in ((slice(None), 3), slice(None, None, -9), slice(2, 90)):
+        t = lazyckpt.open(tmp_path / "dcp", cache=False)["w"]
+        assert torch.equal(t[key], torch.from_numpy(ODD.float().numpy()[key].copy()))
+        assert isinstance(t._window, Mosaic)
