@@ -30,7 +30,8 @@ def write_chunks(folder: Path, tensors: Mapping[str, torch.Tensor], chunks: int,
     for name, tensor in tensors.items():
         rows = -(-len(tensor) // chunks)
         blocks = list(zip(range(0, len(tensor), rows), tensor.split(rows), strict=True))
-        sizes = [ChunkStorageMetadata(torch.Size([start, 0]), block.shape) for start, block in blocks]
+        inner = [0] * (tensor.ndim - 1)
+        sizes = [ChunkStorageMetadata(torch.Size([start, *inner]), block.shape) for start, block in blocks]
         described[name] = TensorStorageMetadata(TensorProperties(tensor.dtype), tensor.shape, sizes)
         for n, (start, block) in enumerate(blocks):
             parts[n * files // len(blocks)].append((name, start, block))
@@ -41,7 +42,7 @@ def write_chunks(folder: Path, tensors: Mapping[str, torch.Tensor], chunks: int,
                 packed = io.BytesIO()
                 torch.save(block.clone(), packed)
                 place = _StorageInfo(path.name, file.tell(), packed.getbuffer().nbytes)
-                stored[MetadataIndex(name, torch.Size([start, 0]))] = place
+                stored[MetadataIndex(name, torch.Size([start] + [0] * (block.ndim - 1)))] = place
                 file.write(packed.getbuffer())
     (folder / ".metadata").write_bytes(pickle.dumps(Metadata(described, storage_data=stored)))
 

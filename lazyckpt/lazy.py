@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
+from math import ceil, prod
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
 import numpy as np
@@ -231,7 +231,8 @@ class LazyArray(Likeness):
         Returns
         -------
         torch.Tensor
-            A tensor of the same `dtype` on the CPU that shares no memory with a file.
+            A tensor of the same `dtype` on the CPU that shares no memory with a file. torch cannot resize the storage
+            of a small one, as that of `torch.from_numpy`.
 
         Raises
         ------
@@ -546,8 +547,9 @@ class LazyArray(Likeness):
         ):  # most tensors are read once and whole: do not map their files for that
             self._slices = 1
             return None
-        self._slices += 1
-        if self._slices <= len(self.spec.fragments) // _PLANNED:
+        most = len(self.spec.fragments) // _PLANNED
+        self._slices += 1 + ceil(most * _share(key, self.spec.shape)) if most else 1
+        if self._slices <= most:
             return None
         self._window = self._find_window()
         return self._window
@@ -557,12 +559,13 @@ class LazyArray(Likeness):
         spec, store = self.spec, self._store
         if self._selection is not None or not spec.numel or not isinstance(store, Store) or not store.maps_files:
             return None
-        extent = None if fragments_of(spec.fragments).packed() else self._plain
-        if extent is None or extent.offset % extent.dtype.itemsize:
-            try:
+        fragments = fragments_of(spec.fragments)
+        try:
+            extent = None if fragments.packed() and len(fragments) > 1 else self._plain
+            if extent is None or extent.offset % extent.dtype.itemsize:
                 return Mosaic.of(store, spec, plan_unread(store, spec))
-            except LazyckptError:  # slices may not need what is missing
-                return None
+        except LazyckptError:  # slices may not need what is missing
+            return None
         if extent.dtype not in CLONABLE:
             return None
         check(store, extent.path, extent.offset, spec.nbytes)
@@ -572,6 +575,20 @@ class LazyArray(Likeness):
 def shape_of(tensor: LazyArray) -> Shape:
     """Return `LazyArray.shape` as a plain tuple, without torch."""
     return tensor.spec.shape if tensor._selection is None else tensor._selection.shape
+
+
+def _share(key: Any, shape: Shape) -> float:
+    """Return about which part of the rows a key spans."""
+    first = key[0] if type(key) is tuple and key else key
+    if isinstance(first, int) or not shape or not shape[0]:
+        return 0.0
+    if not isinstance(first, slice):
+        return min(1.0, len(first) / shape[0]) if isinstance(first, list | np.ndarray) else 1.0
+    try:
+        rows = range(*first.indices(shape[0]))
+    except (TypeError, ValueError):  # the key is refused later
+        return 0.0
+    return (abs(rows[-1] - rows[0]) + 1) / shape[0] if rows else 0.0
 
 
 class _Deferred(Generic[A]):

@@ -1,13 +1,12 @@
 """Slices of a tensor in several blocks, such as the partitions of ranks, through mappings of their files.
 
-A plan of the whole tensor is kept as columns: which block is at which place of which file. A slice of rows inside one
-block is then read like a slice of a plain tensor (window.py). Any other selection of up to `_MOST` blocks is copied
-block by block. Blocks of rows that follow each other in one file, as a process leaves them that saves many chunks, are
-copied together: a gather, given the position of each row. `Mosaic.read` returns None where a planned read (gather.py)
-is better or has to raise an error.
+A plan of the whole tensor is kept as columns: which block is at which place of which file. Keys whose rows are in
+blocks of whole rows are read by them (rows.py). Any other selection of up to `_MOST` blocks is copied block by block.
+Blocks of rows that follow each other in one file are copied together: a gather, given the position of each row.
+`Mosaic.read` returns None where a planned read (gather.py) is better or has to raise an error.
 
-Torch's kernels may rely on aligned elements, and writers such as torch.distributed.checkpoint align nothing. A tensor
-with a block that is not aligned is read as bytes, as an array with one more dimension.
+Torch's kernels may rely on aligned elements, and writers such as torch.distributed.checkpoint align nothing. Blocks of
+a tensor that may not be aligned are read as bytes, as an array with one more dimension.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
 from operator import itemgetter
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,8 +30,9 @@ from ..storage.base import Store
 from ..storage.mapping import Mapped
 from ..tensors import empty
 from .gather import finish
-from .packed import located
-from .window import CLONABLE, LARGE, ONE_CALL, SMALL, copied, span_of
+from .rows import Rows
+from .strips import UNKNOWN, Place
+from .window import CLONABLE, LARGE, NEAR, span_of
 
 if TYPE_CHECKING:
     import torch
@@ -45,40 +44,20 @@ _FILES = 96  # most files that a slice is copied from: a store keeps the mapping
 _BLOCKS = 1 << 16  # most blocks of a tensor
 _CACHED = 1 << 14  # blocks whose tensors a mapping caches
 _FEW = 4  # blocks that are copied one by one
-_UNKNOWN = -1  # the position of a block that is not located yet
-_SIMPLE = {int, slice}
-_NEAR = 64 << 20  # bytes; of a block whose wanted elements are further apart, a planned read finds out what is resident
 
 
-class Mosaic:
+class Mosaic(Rows):
     """A tensor of raw elements in blocks of local files."""
 
-    __slots__ = (
-        "_aligned", "_dtype", "_follows", "_highs", "_key", "_lows", "_offsets", "_places", "_row", "_shape", "_spec",
-        "_starts", "_stops", "_store", "_whole_rows",
-    )  # fmt: skip
+    __slots__ = ("_aligned", "_key", "_starts", "_stops")
 
     def __init__(self, store: Store, spec: TensorSpec, places: Sequence[Place]) -> None:
-        self._store, self._spec, self._dtype, self._shape = store, spec, spec.dtype.torch, spec.shape
-        self._row = prod(spec.shape[1:]) * spec.dtype.itemsize  # bytes of a row
+        super().__init__(store, spec, places)
         self._key = object()  # of the cached blocks (not this object: it refers to the store, which has the mappings)
         known = [offset for _, _, offset, _, _ in places if isinstance(offset, int)]
         self._aligned = len(known) == len(places) and not any(offset % spec.dtype.itemsize for offset in known)
-        self._places = [(path, offset, shape, strides) for _, path, offset, shape, strides in places]
         self._starts = [start for start, *_ in places]
         self._stops = [tuple(a + n for a, n in zip(start, shape, strict=True)) for start, _, _, shape, _ in places]
-        self._lows = [start[0] for start in self._starts]
-        self._highs = [stop[0] for stop in self._stops]
-        self._whole_rows = [shape[1:] == spec.shape[1:] for _, _, _, shape, _ in places]
-        self._offsets = np.array([at if isinstance(at, int) else _UNKNOWN for _, _, at, _, _ in places], np.int64)
-        # whether each block is followed by the next rows, in a block of the same shape in the same file
-        self._follows = np.array(
-            [
-                whole and a[1] == b[1] and a[3] == b[3] and a[4] == b[4] == c_strides(a[3]) and high == b[0][0]
-                for whole, high, (a, b) in zip(self._whole_rows, self._highs, pairwise(places), strict=False)
-            ],
-            np.bool_,
-        )
 
     @staticmethod
     def of(store: Store, spec: TensorSpec, copies: Sequence[Copy]) -> Mosaic | None:
@@ -104,57 +83,6 @@ class Mosaic:
         if any(a > b for a, b in pairwise(ends)):  # `read` looks for the first and the last block by their rows
             return None
         return Mosaic(store, spec, places)
-
-    def rows(self, key: Any) -> torch.Tensor | None:
-        """Read a key of ints and slices whose rows are in one block."""
-        begun = monotonic()
-        items = key if type(key) is tuple else (key,)
-        if not 0 < len(items) <= len(self._shape) or not _SIMPLE.issuperset(map(type, items)):
-            return None
-        first = items[0]
-        try:
-            if type(first) is int:
-                low = first + self._shape[0] if first < 0 else first
-                high = low + 1
-            else:
-                low, high, step = first.indices(self._shape[0])
-                if step != 1:
-                    return None
-            n = bisect_right(self._lows, low) - 1
-            if not 0 <= low < high or n < 0 or high > self._highs[n] or not self._whole_rows[n]:
-                return None
-            found = self._block(n)
-            if found is None:
-                return None
-            mapped, block, offset, flat = found
-            moved = low - self._lows[n]
-            if flat is not None and len(items) == 1 and (high - low) * self._row <= ONE_CALL:
-                unit = self._row // flat.itemsize
-                if (high - low) * self._row > SMALL and not mapped.resident(
-                    offset + moved * self._row, offset + (high - self._lows[n]) * self._row
-                ):
-                    return None
-                rows = flat.narrow_copy(0, moved * unit, (high - low) * unit)
-                rows = rows if self._aligned else rows.view(self._dtype)
-                shape = self._shape[1:] if type(first) is int else (high - low, *self._shape[1:])
-                if not mapped.in_burst(begun):
-                    self._store.confirm(self._places[n][0], mapped)
-                return rows if len(shape) == 1 else rows.view(shape)
-            view = block[(moved if type(first) is int else slice(moved, high - self._lows[n]), *items[1:])]
-        except (IndexError, ValueError, TypeError):  # a planned read supports the key, or raises a better error
-            return None
-        if not _resident(mapped, block, offset, view):
-            return None
-        if _has_gaps(view):
-            result = empty(view.shape, view.dtype)
-            _copy(view, result)
-        else:
-            result = copied(view, view.nbytes)
-        if not self._aligned:
-            result = result.view(self._dtype).squeeze(-1)
-        if not mapped.in_burst(begun):
-            self._store.confirm(self._places[n][0], mapped)
-        return result
 
     def read(self, reads: Reads) -> torch.Tensor | None:
         """Read a selection, copying from each block that holds a part of it."""
@@ -192,7 +120,7 @@ class Mosaic:
         found = self._block(n)
         if found is None:
             return None
-        mapped, block, offset, _ = found
+        mapped, block, offset = found
         view = block[source]
         if not _resident(mapped, block, offset, view):
             return None
@@ -213,14 +141,14 @@ class Mosaic:
         axis, others, target = want[0][start:after], want[1:], memory[start:after]
         at = np.asarray(axis) - low
         blocks = at // rows + first
-        if (self._offsets[blocks] == _UNKNOWN).any() and not all(map(self._located, np.unique(blocks).tolist())):
+        if (self._offsets[blocks] == UNKNOWN).any() and not all(map(self._located, np.unique(blocks).tolist())):
             return None
         mapped = self._store.maps.get(path) or self._store.map(path)
         if mapped is None:
             return None
         addresses = self._offsets[blocks] + at % rows * self._row
         offset, stop = int(addresses.min()), int(addresses.max()) + self._row
-        if stop > len(mapped.buffer) or stop - offset > _NEAR or not mapped.resident(offset, stop):
+        if stop > len(mapped.buffer) or stop - offset > NEAR or not mapped.resident(offset, stop):
             return None
         self._store.check(path, offset, stop - offset)
         size = self._dtype.itemsize
@@ -251,22 +179,8 @@ class Mosaic:
         apart = np.flatnonzero(~self._follows[first : last - 1])
         return first + 1 + int(apart[0]) if len(apart) else last
 
-    def _located(self, n: int) -> bool:
-        """Look up where a block is; return False if its elements are not in the file as they are."""
-        path, offset, shape, strides = self._places[n]
-        if not isinstance(offset, int):
-            archive, ahead = offset
-            extent = located(self._store, archive, self._spec.name)
-            if extent is None or not extent.raw or extent.strides != c_strides(extent.shape):
-                return False
-            offset = extent.offset + ahead
-            self._places[n] = path, offset, shape, strides
-            self._offsets[n] = offset
-        return True
-
-    def _block(self, n: int) -> tuple[Mapped, torch.Tensor, int, torch.Tensor | None] | None:
-        """Return the mapping of a block's file, the block as a tensor, its position in the file, and its ravel if it is
-        contiguous."""
+    def _block(self, n: int) -> tuple[Mapped, torch.Tensor, int] | None:
+        """Return the mapping of a block's file, the block as a tensor, and its position in the file."""
         if not self._located(n):
             return None
         path, offset, shape, strides = self._places[n]
@@ -274,7 +188,7 @@ class Mosaic:
         mapped = self._store.maps.get(path) or self._store.map(path)
         if mapped is None:
             return None
-        known: tuple[torch.Tensor, torch.Tensor | None] | None = mapped.arrays.get((self._key, n))
+        known: torch.Tensor | None = mapped.arrays.get((self._key, n))
         if known is None:
             count = 1 + sum((m - 1) * s for m, s in zip(shape, strides, strict=True))
             nbytes = count * self._dtype.itemsize
@@ -289,15 +203,8 @@ class Mosaic:
                 shape, strides = (*shape, size), (*(s * size for s in strides), 1)
             if len(mapped.arrays) >= _CACHED:
                 mapped.arrays.clear()
-            contiguous = self._places[n][3] == c_strides(self._places[n][2])
-            known = flat.as_strided(shape, strides), flat if contiguous else None
-            mapped.arrays[self._key, n] = known
-        return mapped, known[0], offset, known[1]
-
-
-# Where a block begins in the tensor, its file, its position there, its shape and strides. The position may be one in an
-# archive that is not located yet.
-Place = tuple[Shape, str, "int | tuple[Archive, int]", Shape, Shape]
+            known = mapped.arrays[self._key, n] = flat.as_strided(shape, strides)
+        return mapped, known, offset
 
 
 def _place(copy: Copy, size: int) -> Place | None:
@@ -350,7 +257,7 @@ def _before(axis: Axis, high: int) -> int:
 
 def _resident(mapped: Mapped, block: torch.Tensor, offset: int, view: torch.Tensor) -> bool:
     span = span_of(view)
-    if span > _NEAR:
+    if span > NEAR:
         return False
     start = offset + view.data_ptr() - block.data_ptr()
     return not span or mapped.resident(start, start + span)

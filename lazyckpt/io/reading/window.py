@@ -32,7 +32,7 @@ _HUGE = 16 << 20  # bytes from which huge pages pay here: the C library reuses t
 ONE_CALL = 128 << 10  # bytes up to which torch copies a range of rows fastest on one thread
 _SHARED = 0.05  # seconds for which several threads count as readers after one has taken turns with another
 _CACHED = 1 << 14  # windows whose tensors a mapping caches
-_NEAR = 64 << 20  # bytes; a view whose elements are further apart is planned: finding out what is resident takes long
+NEAR = 64 << 20  # bytes; a view whose elements are further apart is planned: finding out what is resident takes long
 _SPARSE = 32  # finding out whether this many bytes are resident takes as long as copying one byte
 _RESIDENT, _PARTIAL = 1.0, 0.1  # seconds for which a tensor counts as resident, or as partly resident, after a check
 
@@ -87,6 +87,8 @@ class Window:
                     found = arrays[0][key].clone()
                 else:
                     found = copied(arrays[0][key], nbytes)
+            elif kind is tuple and len(key) == 2 == self._rank and type(key[0]) is type(key[1]) is int:
+                found = self._element(mapped, *key)
             elif kind in _ATOMS or (kind is tuple and _ATOMS.issuperset(map(type, key))):
                 found = self._viewed(mapped, arrays, key, begun)
             else:
@@ -97,16 +99,20 @@ class Window:
             self._store.confirm(self._path, mapped)
         return found
 
+    def _element(self, mapped: Mapped, row: int, column: int) -> torch.Tensor | None:
+        """Read one element of a matrix."""
+        row, column = row if row >= 0 else row + self._length, column if column >= 0 else column + self._row
+        if not (0 <= row < self._length and 0 <= column < self._row):
+            return None
+        size = self._dtype.itemsize
+        start = self._offset + row * self._size + column * size
+        return torch.frombuffer(bytearray(mapped.buffer[start : start + size]), dtype=self._dtype).squeeze(0)
+
     def _viewed(self, mapped: Mapped, arrays: Arrays, key: Any, now: float) -> torch.Tensor | None:
         """Read the elements of a key of ints, slices, None and Ellipsis."""
-        array, flat = arrays
-        if type(key) is tuple:
-            if len(key) == self._rank == 2 and type(key[0]) is type(key[1]) is int:
-                row, column = key
-                if 0 <= row < self._length and 0 <= column < self._row:
-                    return flat[row * self._row + column].clone()
-            if key.count(Ellipsis) > 1:
-                return None
+        array = arrays[0]
+        if type(key) is tuple and key.count(Ellipsis) > 1:
+            return None
         try:
             view, flips = array[key], _NO_FLIPS
         except ValueError:  # torch refuses negative steps
@@ -117,7 +123,7 @@ class Window:
             return None
         if now > self._resident_until:
             span = span_of(view)
-            if span > _NEAR:
+            if span > NEAR:
                 return None
             if span > SMALL and not self._is_resident(mapped, view.data_ptr() - array.data_ptr(), span, now):
                 return None
@@ -125,7 +131,7 @@ class Window:
 
     def _is_resident(self, mapped: Mapped, start: int, nbytes: int, now: float) -> bool:
         """Return whether a range of the tensor's bytes is in memory; check the whole tensor first, once a second."""
-        if self._nbytes <= _NEAR and now > self._partial_until:
+        if self._nbytes <= NEAR and now > self._partial_until:
             if mapped.resident(self._offset, self._offset + self._nbytes):
                 self._resident_until = now + _RESIDENT
                 return True
@@ -151,7 +157,7 @@ class Window:
         at = others[0]
         if len(others) > 1 or any(item is Ellipsis for item in key[:at] + key[at + 1 :]):
             return None
-        index = _indices(key[at])
+        index = indices_of(key[at])
         if index is None or index.ndim != 1:
             return None
         rest = tuple(slice(None) if n == at else item for n, item in enumerate(key))
@@ -186,14 +192,14 @@ class Window:
             return True
         start = view.data_ptr() - array.data_ptr()
         span = span_of(view)
-        if span <= max(_NEAR, _SPARSE * wanted) and self._is_resident(mapped, start, span, now):
+        if span <= max(NEAR, _SPARSE * wanted) and self._is_resident(mapped, start, span, now):
             return True
-        if span <= _NEAR:
+        if span <= NEAR:
             return False
         start += self._offset
         step = view.stride(dim) * self._dtype.itemsize
         inner = span - (view.shape[dim] - 1) * step
-        if inner > SMALL or len(index) * SMALL > _NEAR:
+        if inner > SMALL or len(index) * SMALL > NEAR:
             return False
         return all(mapped.resident(start + n * step, start + n * step + inner) for n in index.tolist())
 
@@ -254,7 +260,7 @@ def copied(view: torch.Tensor, nbytes: int) -> torch.Tensor:
     return view.contiguous()
 
 
-def _indices(item: Any) -> np.ndarray[Any, Any] | None:
+def indices_of(item: Any) -> np.ndarray[Any, Any] | None:
     """Return a list, array or tensor as an array of 64-bit indices or bools; None if it is something else."""
     if isinstance(item, torch.Tensor):
         item = item.detach().cpu().numpy() if item.dtype in (torch.int64, torch.int32, torch.bool) else None

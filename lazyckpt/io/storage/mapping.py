@@ -142,6 +142,11 @@ class Mapped:
         self._ended = monotonic()
         return True
 
+    def extend_burst(self, now: float) -> None:
+        """Note that a read of this thread, which checked the file, ends at a time: it reads other files, too."""
+        if self._thread == get_ident():
+            self._ended = now
+
     def resident(self, start: int, stop: int) -> bool:
         """Return whether a range of the file is probably in memory, so that access costs no I/O.
 
