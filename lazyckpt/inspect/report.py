@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
@@ -44,6 +44,16 @@ FINDING_CODES: dict[str, Kind] = {
     ),
     "overlapping-data": Kind(
         "error", "Two tensors of a file share some of their bytes, without being tied.", "Write the file again."
+    ),
+    "identical-files": Kind(
+        "error",
+        "Files of two ranks have the same contents, although they hold different elements.",
+        "Find out whose contents these are, and copy the file of the other rank again.",
+    ),
+    "absent-chunks": Kind(
+        "warning",
+        "Some chunks of an array have no file: they read as the fill value.",
+        "Check that they were written: writers leave out chunks that have the fill value only.",
     ),
     "stale-file": Kind(
         "warning", "A file was written at another time than the others.", "Check that all files are of one save."
@@ -90,6 +100,11 @@ FINDING_CODES: dict[str, Kind] = {
     ),
     "config-mismatch": Kind(
         "warning", "Shapes or names contradict the model's configuration.", "Check that both are of the same model."
+    ),
+    "unexplained-name": Kind(
+        "note",
+        "A tensor's name is none that the model of the configuration has.",
+        "Check that it belongs to this model: loaders ignore it.",
     ),
     "padded-vocabulary": Kind("note", "The embedding has more rows than the vocabulary.", "Nothing: writers pad it."),
     "tokenizer-mismatch": Kind(
@@ -173,6 +188,12 @@ _ERRORS = {
     "missing-file", "unreadable-file", "unfinished-save", "step-mismatch", "index-mismatch", "missing-elements",
     "missing-tensor", "missing-weights", "mismatched-shards",
 }  # fmt: skip
+# codes of problems whose path is a file or a folder, unless it is the name of a tensor
+_OF_FILES = {
+    "missing-file", "unreadable-file", "left-over-file", "ignored-file", "misnamed-file", "oversized-file",
+    "unsafe-pickle", "unpinned-file", "part-of-checkpoint", "unfinished-save", "other-checkpoint",
+    "skipped-checkpoint", "step-mismatch", "missing-index", "index-mismatch", "missing-metadata", "unreadable-object",
+}  # fmt: skip
 _NOTES = {
     "ignored-file", "misnamed-file", "unpinned-file", "part-of-checkpoint", "other-checkpoint", "missing-optimizer",
     "assumed-tie", "assumed-stage", "replaced-tensor", "nested-tensor", "unused-rule", "not-renamed", "noted-at-export",
@@ -234,15 +255,16 @@ class Finding(Problem):
         return found
 
     @staticmethod
-    def of(problem: Problem, files: Mapping[str, Any]) -> Finding:
+    def of(problem: Problem, files: Container[str], tensors: Container[str] = ()) -> Finding:
         """Return a problem of a view as a finding.
 
         Parameters
         ----------
         problem
             One of `CheckpointView.problems`.
-        files
-            The files of the view.
+        files, tensors
+            The files and the names of the view. A path that is neither is a file, such as a missing one, if the code
+            is about files; otherwise it is a tensor.
 
         Returns
         -------
@@ -251,8 +273,9 @@ class Finding(Problem):
         """
         if isinstance(problem, Finding):
             return problem
-        file = problem.path if problem.path in files else None
-        return Finding(problem.code, str(problem), file, None if file is not None else problem.path)
+        path = problem.path
+        named = path is not None and path not in tensors and (path in files or problem.code in _OF_FILES)
+        return Finding(problem.code, str(problem), *((path, None) if named else (None, path)))
 
     def prefixed(self, prefix: str, path: str | None = None) -> Finding:
         return Finding(

@@ -22,11 +22,12 @@ import numpy as np
 from ...core.copies import Copy
 from ...core.dtypes import DType
 from ...core.index import Hole
-from ...core.plan import pieces_of
+from ...core.plan import UncoveredError, pieces_of
 from ...core.table import Copies
 from ...errors import DataError, LazyckptError
+from ...io.codecs import WRONG_CHECKSUM
 from ...io.reading.gather import planned
-from ...io.reading.packed import locate
+from ...io.reading.packed import is_filler, locate
 from ...io.storage.base import Store, narrow
 from ...io.tensors import as_bytes
 from ...jobs.batching import Task
@@ -121,6 +122,8 @@ class Swept:
         (path, record) of the records whose bytes have another checksum.
     errors
         Number of a target, or path of a file -> (code of the finding, why it cannot be read).
+    absent
+        Number of a target -> (blocks without a file, which read as the fill value; all blocks).
     nbytes
         The bytes that were read.
     """
@@ -133,6 +136,7 @@ class Swept:
     paths: list[str]
     wrong: list[tuple[str, Record]] = field(default_factory=list)
     errors: dict[int | str, tuple[str, str]] = field(default_factory=dict)
+    absent: dict[int, tuple[int, int]] = field(default_factory=dict)
     nbytes: int = 0
 
 
@@ -177,23 +181,26 @@ def sweep(
     parts: list[list[Array]] = [[] for _ in Runs._fields]
     rest: list[tuple[int, LazyArray]] = []
     errors: dict[int | str, tuple[str, str]] = {}
+    absent: dict[int, tuple[int, int]] = {}
     for n, target in enumerate(targets):
         dtype = target.tensor.spec.dtype
         kinds.append(dtype)
         if not is_judged(dtype) or not target.tensor.numel() or not target.tensor.spec.fragments:
             continue  # a tensor without fragments is a problem of the view
         try:
-            some, others = _runs(n, target.tensor, paths)
+            some, others, fillers = _runs(n, target.tensor, paths)
         except (LazyckptError, OSError) as e:
             errors[n] = _why(e)
             continue
         for column, part in zip(parts, some, strict=True):
             column.append(part)
         rest += [(n, other) for other in others]
+        if fillers:
+            absent[n] = fillers, len(others) + len(some.files)
     runs = Runs.joined(parts)
     found = Swept(
         tallies(len(targets)), runs, np.zeros(runs.size, np.float32), np.zeros(runs.size, np.float32),
-        np.zeros(runs.size, np.bool_), list(paths), errors=errors,
+        np.zeros(runs.size, np.bool_), list(paths), errors=errors, absent=absent,
     )  # fmt: skip
     sizes = np.array([d.itemsize for d in kinds], np.int64)
     sums: dict[tuple[str, int], list[tuple[int, int, int]]] = {}
@@ -231,13 +238,16 @@ def sweep(
 
 def _why(error: Exception) -> tuple[str, str]:
     """Return the code of the finding about an error, and the error as one line."""
-    absent = isinstance(error, FileNotFoundError)
-    code = "not-examined" if isinstance(error, DataError) else "missing-elements" if absent else "unreadable-file"
-    return code, " ".join(str(error).split())
+    why = " ".join(str(error).split())
+    if isinstance(error, FileNotFoundError | UncoveredError):
+        return "missing-elements", why
+    if isinstance(error, DataError):
+        return "not-examined", why
+    return "wrong-checksum" if WRONG_CHECKSUM in why else "unreadable-file", why
 
 
-def _runs(n: int, tensor: LazyArray, paths: dict[str, int]) -> tuple[Runs, list[LazyArray]]:
-    """Return the plain runs of a tensor, and the parts of it that are none."""
+def _runs(n: int, tensor: LazyArray, paths: dict[str, int]) -> tuple[Runs, list[LazyArray], int]:
+    """Return the plain runs of a tensor, the parts of it that are none, and how many of these have no file."""
     copies = blocks_of(tensor)
     spec, ndim = tensor.spec, tensor.ndim
     if isinstance(copies, Copies) and copies.table.packed is None and copies.table.dtype is spec.dtype:
@@ -264,7 +274,8 @@ def _runs(n: int, tensor: LazyArray, paths: dict[str, int]) -> tuple[Runs, list[
     found = Runs(files.astype(np.int32), offsets, counts.astype(small), numbers, blocks.astype(np.int32))
     # several copies of one place are one part, read through the tensor
     boxes = {(copy.at, copy.shape): copy.slices for copy in odd}
-    return found, [tensor.lazy[box] if box else tensor for box in boxes.values()]
+    fillers = sum(is_filler(copy.extent) for copy in odd)
+    return found, [tensor.lazy[box] if box else tensor for box in boxes.values()], fillers
 
 
 def _is_run(shapes: Array, strides: Array) -> Array:

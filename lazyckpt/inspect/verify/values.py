@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ Array = np.ndarray[Any, Any]
 Mask = Callable[["torch.Tensor"], "torch.Tensor"]
 
 SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_avg_sq_row", "exp_avg_sq_col", "v"}  # never negative
+_MOMENTS = ("exp_avg", "momentum_buffer", *sorted(SQUARES))
 _PIECE = 16 << 20  # bytes that are looked at together
 _RUNS = 256  # runs of a tensor in which odd elements are looked up
 _FAR = 1000.0  # times the usual size: an element so far out is reported
@@ -79,6 +80,12 @@ def judged(targets: Sequence[Target], swept: Swept, steps: Mapping[str, float]) 
     steps
         Name -> number of steps that the optimizer has made on a parameter; "" for the others.
     """
+    found = swept.tallies
+    zero = {
+        (target.state, target.name)
+        for n, target in enumerate(targets)
+        if target.state not in _PLAIN and found["count"][n] and found["zeros"][n] == found["count"][n]
+    }
     order = np.argsort(swept.runs.tensors, kind="stable")
     begins = np.searchsorted(swept.runs.tensors[order], np.arange(len(targets) + 1))
     for n, target in enumerate(targets):
@@ -86,10 +93,12 @@ def judged(targets: Sequence[Target], swept: Swept, steps: Mapping[str, float]) 
         if not tally["count"] or not is_judged(target.tensor.spec.dtype):
             continue
         own = order[begins[n] : begins[n + 1]]
-        yield from _of_tensor(target, tally, swept, own, steps)
+        yield from _of_tensor(target, tally, swept, own, steps, zero)
 
 
-def _of_tensor(target: Target, tally: Any, swept: Swept, own: Array, steps: Mapping[str, float]) -> Iterator[Finding]:
+def _of_tensor(
+    target: Target, tally: Any, swept: Swept, own: Array, steps: Mapping[str, float], zero: Collection[tuple[str, str]]
+) -> Iterator[Finding]:
     name, dtype = _shown(target), target.tensor.spec.dtype
     count, nan, inf, zeros, edge = (int(tally[key]) for key in ("count", "nan", "inf", "zeros", "edge"))
     low, high = float(tally["low"]), float(tally["high"])
@@ -107,7 +116,7 @@ def _of_tensor(target: Target, tally: Any, swept: Swept, own: Array, steps: Mapp
             yield _negative(target, name, low, swept, own)
         return
     if zeros == count:
-        yield from _all_zero(target, name, steps)
+        yield from _all_zero(target, name, steps, zero)
         return
     if low == high:
         if target.state not in _PLAIN:
@@ -143,8 +152,13 @@ def _negative(target: Target, name: str, low: float, swept: Swept, own: Array) -
     )
 
 
-def _all_zero(target: Target, name: str, steps: Mapping[str, float]) -> Iterator[Finding]:
-    """Yield what an all-zero tensor means: nothing for a bias or a moment before the first step."""
+def _all_zero(
+    target: Target, name: str, steps: Mapping[str, float], zero: Collection[tuple[str, str]]
+) -> Iterator[Finding]:
+    """Yield what an all-zero tensor means: nothing for a moment before the first step.
+
+    ``zero`` has (state, name) of all moments that are zero: those of a parameter are one finding.
+    """
     count = math.prod(target.tensor.spec.shape)
     if target.state in _PLAIN:
         if target.tensor.ndim > 1:
@@ -156,8 +170,11 @@ def _all_zero(target: Target, name: str, steps: Mapping[str, float]) -> Iterator
             yield _finding("all-zero", text, target, severity="note")
         return
     step = steps.get(target.name, steps.get("", 0))
-    if step > 0 and target.state in SQUARES | {"exp_avg", "momentum_buffer"}:
-        yield _finding("zero-moments", f"{name} is all zero after {step:,.0f} steps", target)
+    if step > 0 and target.state in _MOMENTS:
+        both = [state for state in _MOMENTS if (state, target.name) in zero]
+        if both[0] == target.state:
+            text = f"{' and '.join(both)} of {target.name} are all zero after {step:,.0f} steps"
+            yield _finding("zero-moments", text, target, details={"states": both})
 
 
 def _outlying(target: Target, name: str, tally: Any, swept: Swept, own: Array) -> Iterator[Finding]:
