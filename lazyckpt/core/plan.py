@@ -160,7 +160,7 @@ def overlaps(spec: TensorSpec, want: Selection, find: Find | None = None) -> Ite
     """
     pieces = [
         (number, target, piece)
-        for number, fragment in enumerate(fragments_of(spec.fragments).meeting(want))
+        for number, fragment in enumerate(fragments_of(spec.fragments).replicas(want))
         for target, piece in pieces_of(fragment, want, find)
         if isinstance(piece, Copy)
     ]

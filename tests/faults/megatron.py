@@ -14,7 +14,7 @@ from .fault import FAILS, Fault, both, copy, cut, edit, edit_metadata, flip, one
 
 _TP, _DISTOPT = "megatron/tp2_gelu_tied/legacy", "megatron/tp2_pp2_distopt_tied/legacy"
 _DIST, _EP = "megatron/tp2_pp2_distopt_tied/dist", "megatron/ep2/legacy"
-_TIED = "megatron/pp2_tied_bf16/legacy"
+_TIED = "megatron/tp2_pp2_distopt_tied/legacy"
 _RANK = "mp_rank_01/model_optim_rng.pt"
 
 
@@ -88,7 +88,7 @@ MEGATRON = (
     Fault("a rank's file is a copy of another rank's", "Megatron-LM", _TP,
           copy("mp_rank_00/model_optim_rng.pt", _RANK), "default", "identical-files", text="mp_rank_0"),
     Fault("the files of two ranks are swapped", "Megatron-LM", _TP, swap("mp_rank_00/model_optim_rng.pt", _RANK),
-          "quick", "misplaced"),
+          "quick", "inconsistent-metadata", file="mp_rank_0", text="mixed up"),
     Fault("a rank's file is of a save with other degrees", "Megatron-LM", _TP,
           edit(_RANK, _arg("tensor_model_parallel_size", 4)), "quick", "left-over-file", file="mp_rank_01"),
     Fault("`latest_checkpointed_iteration.txt` is missing", "Megatron-LM", _TP,
@@ -104,7 +104,7 @@ MEGATRON = (
     Fault("a norm differs between tensor-parallel ranks", "Megatron-LM", _TP, edit(_RANK, _weight("norm", _add)),
           "full", "differing-replicas", tensor="norm", text="0.5.*mp_rank_01|mp_rank_01.*0.5"),
     Fault("the embedding differs between the first and the last pipeline stage", "Megatron-LM", _TIED,
-          edit("mp_rank_00_001/model_optim_rng.pt", _weight("word_embeddings.weight", _add)), "full", "differing-replicas",
+          edit("mp_rank_00_001/model_optim_rng.pt", _weight("output_layer.weight", _add)), "full", "differing-replicas",
           tensor="embedding", text="mp_rank_00_001"),
     Fault("a flipped bit in a storage", "Megatron-LM", _TP, flip(_RANK, storage), "default", "wrong-checksum",
           file="mp_rank_01"),

@@ -63,6 +63,8 @@ def examine(
         findings += _unread(swept, targets, store.root)
         findings += judged(targets, swept, steps)
         findings += copies(swept, records)
+        packed = {one.key: one for of in structure.archives_of(targets, packed=True).values() for one in of}
+        findings += checksums.compare_packed(store, list(packed.values()), run) if packed else []
         facts["bytes"] = swept.nbytes
         findings += checksums.compare_sha256(store, recorded, run) if recorded else []
         if level == "full":

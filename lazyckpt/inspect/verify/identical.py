@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +28,7 @@ def copies(swept: Swept, records: Mapping[str, Sequence[Record]]) -> Iterator[Fi
     records
         Path -> the records of the file with their recorded CRC-32.
     """
-    alike: dict[tuple[tuple[int, int], ...], list[str]] = {}
+    alike: dict[tuple[Any, ...], list[str]] = {}
     runs = swept.runs
     for number, path in enumerate(swept.paths):
         own = records.get(path, ())
@@ -37,7 +39,8 @@ def copies(swept: Swept, records: Mapping[str, Sequence[Record]]) -> Iterator[Fi
         peak = swept.largest[first:last].astype(np.float64) ** 2
         if (np.abs(mean - peak) <= 1e-3 * peak).all():
             continue  # all runs are constant
-        alike.setdefault(tuple((record.nbytes, record.crc) for record in own), []).append(path)
+        series = re.sub(r"\d+", "#", path)  # the names of ranks' files differ in numbers
+        alike.setdefault((series, *((record.nbytes, record.crc) for record in own)), []).append(path)
     for paths in alike.values():
         if len(paths) > 1:
             text = f"{some(paths)} have the same contents, although they are files of different ranks"

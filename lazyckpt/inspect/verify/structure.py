@@ -75,13 +75,13 @@ def ages(infos: Mapping[str, FileInfo]) -> Iterator[Finding]:
         yield Finding("stale-file", text, old[0] if len(old) == 1 else None, details={"files": old})
 
 
-def archives_of(targets: Sequence[Target]) -> dict[str, list[Archive]]:
-    """Return path -> the archives of torch.save inside the file."""
+def archives_of(targets: Sequence[Target], packed: bool = False) -> dict[str, list[Archive]]:
+    """Return path -> the archives of torch.save inside the file, those that are compressed or those that are not."""
     found: dict[str, list[Archive]] = {}
     for target in targets:
-        for packed in fragments_of(target.tensor.spec.fragments).packed():
-            if isinstance(packed, Archive) and not packed.codecs:
-                found.setdefault(packed.path, []).append(packed)
+        for one in fragments_of(target.tensor.spec.fragments).packed():
+            if isinstance(one, Archive) and bool(one.codecs) is packed:
+                found.setdefault(one.path, []).append(one)
     return found
 
 
