@@ -50,11 +50,13 @@ _FOUND = {"quick": "`--quick`", "default": "default", "full": "`--full`", FAILS:
 
 
 def page(faults: Iterable[Fault]) -> str:
-    """Return the rows of docs/reference/faults.md."""
-    rows = ["| family | fault | found by | code |", "|---|---|---|---|"]
-    for one in faults:
-        code = f"`{one.code}`" if one.code else ""
-        rows.append(f"| {one.family} | {one.what} | {_FOUND[one.found]} | {code} |")
+    """Return the table of docs/reference/faults.md. Families with the same fault and finding share a row."""
+    families: dict[tuple[str, str, str], list[str]] = {}
+    for each in faults:
+        families.setdefault((each.what, each.found, each.code), []).append(each.family)
+    rows = ["| fault | in | found by | code |", "|---|---|---|---|"]
+    for (what, found, code), of in families.items():
+        rows.append(f"| {what} | {', '.join(dict.fromkeys(of))} | {_FOUND[found]} | {f'`{code}`' if code else ''} |")
     return "\n".join(rows) + "\n"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...errors import LazyckptError, some
@@ -174,8 +174,8 @@ def _shapes(rules: Iterator[Rule], tensors: Mapping[str, LazyArray], by: str) ->
         if len(have) != len(want) or any(b is not None and a != b for a, b in zip(have, want, strict=True)):
             odd.setdefault(ending, []).append(name)
     for ending, names in odd.items():
-        want = ", ".join("any" if n is None else "no such length" if n < 0 else f"{n}" for n in table[ending].shape)
-        text = f"{names[0]} has shape {list(shape_of(tensors[names[0]]))}, by {table[ending].why} in {by} it is [{want}]"
+        told = ", ".join("any" if n is None else "no such length" if n < 0 else f"{n}" for n in table[ending].shape)
+        text = f"{names[0]} has shape {list(shape_of(tensors[names[0]]))}, by {table[ending].why} in {by} it is [{told}]"
         text += f"; so in {len(names) - 1:,} more" if len(names) > 1 else ""
         yield Finding("config-mismatch", text, tensor=names[0], details={"tensors": names[:1000]})
 
@@ -278,7 +278,7 @@ def _tokens(about: Any) -> list[int]:
     return [*numbers, *(token["id"] for token in about.get("added_tokens", ()))]
 
 
-_TOKENS = {
+_TOKENS: dict[str, Callable[[Any], list[int]]] = {
     "tokenizer.json": _tokens,
     "added_tokens.json": lambda about: list(about.values()),
     "tokenizer_config.json": lambda about: [int(number) for number in about.get("added_tokens_decoder", ())],

@@ -27,7 +27,8 @@ _MOMENTS = ("exp_avg", "momentum_buffer", *sorted(SQUARES))
 _PIECE = 16 << 20  # bytes that are looked at together
 _RUNS = 256  # runs of a tensor in which odd elements are looked up
 _FAR = 1000.0  # times the usual size: an element so far out is reported
-_MANY = 1e-3  # of the elements: more than that are no outliers
+_MANY = 1e-3  # of the elements, or `_SOME`: more than that are no outliers
+_SOME = 32
 _LEAST = 1024  # elements from which a tensor has a usual size
 _EDGE = 0.005  # of the elements of an 8-bit dtype: scaling puts one of each block at the edge
 _PLAIN = ("weights", "fp32", "model")  # states whose elements are parameters
@@ -185,20 +186,22 @@ def _outlying(target: Target, name: str, tally: Any, swept: Swept, own: Array) -
     if len(own) >= 4:  # a robust mean: that of the run in the middle
         numbers = swept.runs.counts[own]
         usual = min(usual, float(np.median(np.sqrt(swept.squares[own].astype(np.float64) / numbers))))
-    if largest <= 30 * usual:  # one outlier among 1,024 elements is 32 times the root of the mean square
+    few = max(_SOME, _MANY * count)
+    if largest <= 0.95 * math.sqrt(count / few) * usual:  # that many outliers are larger
         return
-    rest = _trimmed(target, swept, own, largest)
+    rest = _trimmed(target, swept, own, largest, few)
     if rest is None or not largest > _FAR * rest > 0:
         return
     far = own[swept.largest[own] > _FAR * rest] if len(own) else None
     place = _found(target, swept, far, lambda x: x.abs() > _FAR * rest)
-    if 0 < place.elements <= max(1, _MANY * count):
+    if 0 < place.elements <= few:
         text = f"{name} has {place.elements:,} elements up to {largest:.3g}, the others are about {rest:.3g}"
         yield _finding("outlying-values", text, target, place)
 
 
-def _trimmed(target: Target, swept: Swept, own: Array, largest: float) -> float | None:
-    """Return the root of the mean square of the elements without the outliers; None if they cannot be read."""
+def _trimmed(target: Target, swept: Swept, own: Array, largest: float, few: float) -> float | None:
+    """Return the root of the mean square of the elements without the outliers; None if these are more than ``few``
+    (there is no gap between both), or if the elements cannot be read."""
     near = own[swept.largest[own] < largest / _FAR] if len(own) >= 4 else own[:0]
     if len(near) >= len(own) / 2 > 0:
         return math.sqrt(float(swept.squares[near].sum(dtype=np.float64)) / int(swept.runs.counts[near].sum()))
@@ -210,7 +213,8 @@ def _trimmed(target: Target, swept: Swept, own: Array, largest: float) -> float 
             total, count = total + float(torch.linalg.vector_norm(kept)) ** 2, count + kept.numel()
     except (LazyckptError, OSError):  # sweep reports it
         return None
-    return math.sqrt(total / count) if count else None
+    removed = math.prod(target.tensor.spec.shape) - count
+    return math.sqrt(total / count) if count and removed <= few else None
 
 
 def _dead(target: Target, name: str) -> Iterator[Finding]:
