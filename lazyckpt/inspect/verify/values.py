@@ -89,12 +89,29 @@ def judged(targets: Sequence[Target], swept: Swept, steps: Mapping[str, float]) 
     }
     order = np.argsort(swept.runs.tensors, kind="stable")
     begins = np.searchsorted(swept.runs.tensors[order], np.arange(len(targets) + 1))
-    for n, target in enumerate(targets):
-        tally = swept.tallies[n]
+    for n in _unusual(targets, swept, np.diff(begins)).tolist():
+        target, tally = targets[n], swept.tallies[n]
         if not tally["count"] or not is_judged(target.tensor.spec.dtype):
             continue
         own = order[begins[n] : begins[n + 1]]
         yield from _of_tensor(target, tally, swept, own, steps, zero)
+
+
+def _unusual(targets: Sequence[Target], swept: Swept, runs: Array) -> Array:
+    """Return the numbers of the targets that a look at their tallies does not clear: of a million, nearly none."""
+    found = swept.tallies
+    dtypes = [target.tensor.spec.dtype for target in targets]
+    tiny = {d: torch.finfo(_real(d)).smallest_normal if is_judged(d) else 0.0 for d in set(dtypes)}
+    smallest = np.array([tiny[d] for d in dtypes])
+    squares = np.array([target.state in SQUARES for target in targets], np.bool_)
+    count, low, high = found["count"], found["low"], found["high"]
+    largest = np.maximum(high, -low)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        usual = np.sqrt(found["squares"] / np.maximum(count, 1))
+        far = largest > 0.95 * np.sqrt(count / np.maximum(_SOME, _MANY * count)) * usual
+    odd = (found["nan"] > 0) | (found["inf"] > 0) | (found["zeros"] > 0) | (found["edge"] > 0) | (low == high)
+    odd |= (squares & (low < 0)) | (largest < smallest) | (count >= _LEAST) & (far | (runs >= 4))
+    return np.flatnonzero(odd & (count > 0))
 
 
 def _of_tensor(
