@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from typer.testing import CliRunner
 
@@ -73,6 +73,7 @@ def only(report: Report, code: str) -> Finding:
 
 
 # -- values
+
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.complex64])
 def test_values_of_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
@@ -409,6 +410,30 @@ def test_a_run(tmp_path: Path) -> None:
     assert [str(f).split(":")[0] for f in report] == ["step 30"]
     assert _verify(tmp_path, "--run").output.count("  step ") == 3 + 1
     assert list(report.facts["checkpoints"]) == ["step 10", "step 20", "step 30"]
+
+
+def test_a_run_with_a_checkpoint_that_cannot_be_opened(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        save_file(model(), tmp_path / f"checkpoint-{step}/model.safetensors")
+    os.truncate(tmp_path / "checkpoint-30/model.safetensors", 100)
+    report = lazyckpt.verify(lazyckpt.open_run(tmp_path), level="quick")
+    assert only(report, "skipped-checkpoint").severity == "error" and report.exit_code() == 1
+    assert report.facts["checkpoints"]["checkpoint-30"] == "cannot be opened"
+    alone = lazyckpt.verify(tmp_path, level="quick")  # the newest that can be opened
+    assert {f.code for f in alone} == {"skipped-checkpoint", "other-checkpoint"}
+    assert "--run" in str(only(alone, "other-checkpoint"))
+
+
+def test_a_url() -> None:
+    fsspec = pytest.importorskip("fsspec")
+    state = model()
+    state[UP][4, 4] = float("nan")
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/verify/model.safetensors", save(state))
+    report = lazyckpt.verify("memory://verify", level="full")
+    assert only(report, "not-a-number").file == "model.safetensors"
+    assert json.loads(report.to_sarif())["runs"][0]["originalUriBaseIds"]["CHECKPOINT"]["uri"] == "memory://verify/"
 
 
 def _verify(*arguments: object) -> Any:

@@ -6,12 +6,16 @@ that only findings have are in `FINDING_CODES`; docs/reference/findings.md lists
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from pathlib import PurePath
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from urllib.parse import quote
 
 from ..core.units import human_bytes, plural
 from ..errors import PROBLEM_CODES, Problem, and_more
@@ -354,9 +358,14 @@ class Report(Sequence[Finding]):
         Returns
         -------
         Report
-            Findings begin with the name of their checkpoint.
+            Findings begin with the name of their checkpoint. Their files are relative to ``path``.
         """
-        findings = [f.prefixed(name) for name, report in reports.items() for f in report.findings]
+        findings = []
+        for name, report in reports.items():
+            inner = report.path.removeprefix(path).strip("/") if report.path.startswith(path) else ""
+            for f in report.findings:
+                file = f"{inner}/{f.file}" if inner and f.file is not None else f.file
+                findings.append(Finding(f.code, f"{name}: {f}", file, f.tensor, f.severity, f.todo, f.details))
         facts: Counter[str] = Counter()
         for report in reports.values():
             facts.update({key: value for key, value in report.facts.items() if isinstance(value, int | float)})
@@ -425,7 +434,10 @@ class Report(Sequence[Finding]):
         ]
         results = [_result(f, codes.index(f.code)) for f in self.findings]
         driver = {"name": f"lazyckpt {self.tool}", "version": version("lazyckpt"), "rules": rules}
-        run = {"tool": {"driver": driver}, "results": results, "properties": {"path": self.path}}
+        run = {
+            "tool": {"driver": driver}, "results": results, "properties": {"path": self.path},
+            "originalUriBaseIds": {_BASE: {"uri": _base_of(self.path)}}, "columnKind": "unicodeCodePoints",
+        }  # fmt: skip
         about = {"$schema": "https://json.schemastore.org/sarif-2.1.0.json", "version": "2.1.0", "runs": [run]}
         return json.dumps(about, indent=1) + "\n"
 
@@ -523,20 +535,31 @@ class Report(Sequence[Finding]):
 _STYLES: dict[Severity | None, str] = {"error": "bold red", "warning": "yellow", "note": "cyan", None: "green"}
 
 
+_BASE = "CHECKPOINT"  # what URIs of files are relative to
+_PLACES = 10  # files of a finding that SARIF lists
+
+
 def _result(finding: Finding, rule: int) -> dict[str, Any]:
-    """Return a finding as a result of SARIF."""
+    """Return a finding as a result of SARIF. Its fingerprint stays while its sentence changes."""
     properties = {"todo": finding.todo, **({"tensor": finding.tensor} if finding.tensor else {}), **finding.details}
-    result: dict[str, Any] = {
+    named = "\0".join((finding.code, finding.file or "", finding.tensor or ""))
+    files = [finding.file] if finding.file is not None else finding.details.get("files") or ["."]
+    places: list[dict[str, Any]] = [
+        {"physicalLocation": {"artifactLocation": {"uri": quote(str(file)), "uriBaseId": _BASE}}}
+        for file in files[:_PLACES]
+    ]
+    if finding.tensor is not None:
+        places[0]["logicalLocations"] = [{"fullyQualifiedName": finding.tensor, "kind": "member"}]
+    return {
         "ruleId": finding.code, "ruleIndex": rule, "level": finding.severity, "message": {"text": str(finding)},
+        "locations": places, "partialFingerprints": {"lazyckpt/v1": hashlib.sha256(named.encode()).hexdigest()},
         "properties": properties,
     }  # fmt: skip
-    place: dict[str, Any] = {}
-    if finding.file is not None:
-        from urllib.parse import quote
 
-        place["physicalLocation"] = {"artifactLocation": {"uri": quote(finding.file)}}
-    if finding.tensor is not None:
-        place["logicalLocations"] = [{"fullyQualifiedName": finding.tensor, "kind": "member"}]
-    if place:
-        result["locations"] = [place]
-    return result
+
+def _base_of(path: str) -> str:
+    """Return the URI of the folder that the names of files are relative to."""
+    if "://" in path:
+        return quote(path.rstrip("/"), safe=":/?&=") + "/"
+    folder = path if os.path.isdir(path) else os.path.dirname(path)
+    return PurePath(os.path.abspath(folder)).as_uri() + "/"

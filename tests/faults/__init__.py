@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-from .deepspeed import DEEPSPEED
 from .dcp import DCP
+from .deepspeed import DEEPSPEED
 from .fault import Fault, page
 from .huggingface import HUGGINGFACE
 from .megatron import MEGATRON

@@ -9,7 +9,19 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from .fault import FAILS, Fault, copy, cut, edit_item, edit_metadata, edit_tensors, flip, items, one, remove, rename, swap, write
+from .fault import (
+    FAILS,
+    Fault,
+    copy,
+    cut,
+    edit_item,
+    edit_metadata,
+    flip,
+    items,
+    remove,
+    rename,
+    swap,
+)
 
 _FSDP, _ZSTD, _HUB = "dcp/fsdp2_uneven/ckpt", "dcp/zstd/ckpt", "dcp/hub_ranks/ckpt"
 _KEY = "model.emb.weight"
@@ -26,8 +38,7 @@ def _twice(about: Any) -> None:
 def _overlap(about: Any) -> None:
     first = _chunks(about)[0]
     _chunks(about).append(ChunkStorageMetadata(torch.Size([1, 0]), torch.Size([1, first.sizes[1]])))
-    (info,) = [info for index, info in about.storage_data.items() if index.fqn == _KEY and index.offset == first.offsets]
-    index = next(index for index in about.storage_data if index.fqn == _KEY)
+    index, info = next(i for i in about.storage_data.items() if i[0].fqn == _KEY and i[0].offset == first.offsets)
     about.storage_data[replace(index, offset=torch.Size([1, 0]), index=None)] = info
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from .fault import FAILS, Fault, both, copy, cut, edit, flip, one, record, remove, storage, swap, write
+from .fault import FAILS, Fault, copy, cut, edit, flip, record, remove, storage, swap, write
 
 _ZERO2, _ZERO3 = "deepspeed_zero/zero2_bf16_dp2/ckpt", "deepspeed_zero/zero3_bf16_dp3/ckpt"
-_PIPE, _TP, _MOE = "deepspeed_kinds/pipe_zero1_dp2/ckpt", "deepspeed_kinds/autotp_zero1/ckpt", "deepspeed_kinds/moe_zero2/ckpt"
-_MEGATRON, _UNIVERSAL = "deepspeed_kinds/megatron_3d/ckpt", "deepspeed_kinds/autotp_zero1_frozen.universal/ckpt"
+_PIPE, _TP = "deepspeed_kinds/pipe_zero1_dp2/ckpt", "deepspeed_kinds/autotp_zero1/ckpt"
+_MOE, _UNIVERSAL = "deepspeed_kinds/moe_zero2/ckpt", "deepspeed_kinds/autotp_zero1_frozen.universal/ckpt"
 _OPTIM, _MODEL = "*zero_pp_rank_1_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"
 
 
@@ -45,7 +45,7 @@ def _all_zero(state: dict[str, Any]) -> None:
 
 def _of_module(name: str, change: Any) -> Any:
     def edit_module(state: dict[str, Any]) -> None:
-        module = state["module"] if "module" in state else state
+        module = state.get("module", state)
         name_ = next(key for key in module if key.endswith(name))
         change(module[name_].data)
 

@@ -188,7 +188,7 @@ def sealed(data: bytes) -> bytes:
     out = bytearray(data)
     at = data.index(b"PK\x01\x02")
     while data[at : at + 4] == b"PK\x01\x02":
-        size, name, extra, comment = (*struct.unpack_from("<I", data, at + 24), *struct.unpack_from("<HHH", data, at + 28))
+        size, name, extra, comment = struct.unpack_from("<IHHH", data, at + 24)
         header = struct.unpack_from("<I", data, at + 42)[0]
         begin = _data(data, header)
         crc = zlib.crc32(data[begin : begin + size])

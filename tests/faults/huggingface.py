@@ -9,11 +9,25 @@ from typing import Any
 
 import torch
 
-from .fault import FAILS, Fault, both, copy, cut, edit, edit_header, edit_json, edit_tensors, flip, one, remove, rename, storage, write
+from .fault import (
+    FAILS,
+    Fault,
+    both,
+    cut,
+    edit_header,
+    edit_json,
+    edit_tensors,
+    flip,
+    remove,
+    rename,
+    storage,
+    write,
+)
 
 _LLAMA, _SINGLE = "huggingface/llama_sharded/ckpt", "huggingface/llama_single/ckpt"
 _MIXTRAL, _BIN = "huggingface/mixtral/ckpt", "huggingface/bin_sharded/ckpt"
 _SHARD, _INDEX = "model-00003-of-00006.safetensors", "model.safetensors.index.json"
+_LAST = "model-00006-of-00006.safetensors"
 _POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 12345\n"
 
 
@@ -145,10 +159,11 @@ HUGGINGFACE = (
           edit_json(_INDEX, lambda a: a["weight_map"].pop("model.layers.0.mlp.down_proj.weight")), "quick",
           "index-mismatch", text="down_proj"),
     Fault("the index names another shard than the one with the tensor", "Hugging Face", _LLAMA,
-          edit_json(_INDEX, lambda a: a["weight_map"].update({"model.embed_tokens.weight": "model-00006-of-00006.safetensors"})),
-          "quick", "index-mismatch", text="embed_tokens"),
+          edit_json(_INDEX, lambda a: a["weight_map"].update({"model.embed_tokens.weight": _LAST})), "quick", "index-mismatch",
+          text="embed_tokens"),
     Fault("the index says another total size", "Hugging Face", _LLAMA,
-          edit_json(_INDEX, lambda a: a["metadata"].update(total_size=5)), "quick", "index-mismatch", text="total_size"),
+          edit_json(_INDEX, lambda a: a["metadata"].update(total_size=5)), "quick", "index-mismatch",
+          text="total_size"),
     Fault("the index is missing", "Hugging Face", _LLAMA, remove(_INDEX), "quick", "missing-index"),
     Fault("the index cannot be parsed", "Hugging Face", _LLAMA, write(_INDEX, "{"), FAILS),
     Fault("the shards have a gap between tensors", "Hugging Face", _LLAMA, edit_header(_SHARD, _gap), "quick",

@@ -10,7 +10,20 @@ from typing import Any
 
 import torch
 
-from .fault import FAILS, Fault, both, copy, cut, edit, edit_metadata, flip, one, record, remove, rename, storage, swap, write
+from .fault import (
+    FAILS,
+    Fault,
+    both,
+    copy,
+    cut,
+    edit,
+    flip,
+    one,
+    remove,
+    storage,
+    swap,
+    write,
+)
 
 _TP, _DISTOPT = "megatron/tp2_gelu_tied/legacy", "megatron/tp2_pp2_distopt_tied/legacy"
 _DIST, _EP = "megatron/tp2_pp2_distopt_tied/dist", "megatron/ep2/legacy"

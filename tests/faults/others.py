@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .fault import FAILS, Fault, both, copy, cut, edit, edit_json, edit_tensors, flip, one, record, remove, rename, storage, swap, write
+from .fault import (
+    FAILS,
+    Fault,
+    both,
+    copy,
+    cut,
+    edit,
+    edit_json,
+    flip,
+    record,
+    remove,
+    rename,
+    storage,
+)
 
 _VERL, _HSDP = "rank_files/verl_fsdp2/ckpt", "rank_files/verl_hsdp/ckpt"
 _TRAINER, _TITAN, _LIGHTNING = "trainers/trainer_llama/ckpt", "trainers/torchtitan/ckpt", "trainers/lightning_fsdp/ckpt"

@@ -167,8 +167,8 @@ def compared(
             findings.append(Finding("unreadable-file", f"{shown} cannot be compared: {pair.why}", tensor=target.name))
         elif kind not in ("replicas", "rounding"):
             text = (
-                f"{target.name}: {pair.differ:,} elements differ from {kind}, which it is tied to by config.json, by up "
-                f"to {pair.largest:.3g}"
+                f"{target.name}: {pair.differ:,} elements differ from {kind}, which config.json ties it to, by up to "
+                f"{pair.largest:.3g}"
             )
             details = {"other": kind, "elements": pair.differ, "largest": pair.largest}
             findings.append(Finding("differing-replicas", text, tensor=target.name, details=details))

@@ -37,7 +37,9 @@ _PLAIN = {
     "olmo2", "cohere", "starcoder2", "stablelm", "phi", "smollm3",
 }  # fmt: skip
 # names of a language model outside its layers
-_OUTSIDE = re.compile(r"(?:^|\.)(?:embed_tokens|norm|final_layernorm|lm_head|rotary_emb|lora_\w+|modules_to_save)(?:\.|$)")
+_OUTSIDE = re.compile(
+    r"(?:^|\.)(?:embed_tokens|norm|final_layernorm|lm_head|rotary_emb|lora_\w+|modules_to_save)(?:\.|$)"
+)
 _LAYER = re.compile(r"(.*?\b(?:layers|h|blocks))\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(.+)")
 
@@ -96,9 +98,7 @@ def _number(config: Mapping[str, Any], *names: str) -> int:
     return 0
 
 
-def _vocabulary(
-    config: Mapping[str, Any], names: Sequence[str], tensors: Mapping[str, LazyArray]
-) -> Iterator[Finding]:
+def _vocabulary(config: Mapping[str, Any], names: Sequence[str], tensors: Mapping[str, LazyArray]) -> Iterator[Finding]:
     hidden, words = _number(config, *_HIDDEN), _number(config, *_WORDS)
     for name in names:
         shape = shape_of(tensors[name])
@@ -175,7 +175,8 @@ def _shapes(rules: Iterator[Rule], tensors: Mapping[str, LazyArray], by: str) ->
             odd.setdefault(ending, []).append(name)
     for ending, names in odd.items():
         told = ", ".join("any" if n is None else "no such length" if n < 0 else f"{n}" for n in table[ending].shape)
-        text = f"{names[0]} has shape {list(shape_of(tensors[names[0]]))}, by {table[ending].why} in {by} it is [{told}]"
+        have = shape_of(tensors[names[0]])
+        text = f"{names[0]} has shape {list(have)}, by {table[ending].why} in {by} it is [{told}]"
         text += f"; so in {len(names) - 1:,} more" if len(names) > 1 else ""
         yield Finding("config-mismatch", text, tensor=names[0], details={"tensors": names[:1000]})
 

@@ -1,4 +1,4 @@
-"""Checks that read no tensor data: shapes of optimizer states, marks of finished saves, the places and ages of files."""
+"""Checks that read no tensor data: shapes of optimizer states, marks of finished saves, places and ages of files."""
 
 from __future__ import annotations
 

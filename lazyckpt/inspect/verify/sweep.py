@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ...core.box import c_strides
 from ...core.copies import Copy
 from ...core.dtypes import DType
-from ...core.box import c_strides
 from ...core.index import Extent, Hole, Packed, TensorSpec
 from ...core.plan import UncoveredError, pieces_of
 from ...core.table import Copies
@@ -446,7 +446,8 @@ def _examine(
                     whose.append(number)
     except (LazyckptError, OSError) as e:
         return _Failed(file.path, *_why(e))
-    return _Found(np.concatenate(rows) if rows else tallies(0), np.array(whose, np.int64), path=file.path, sums=tuple(sums))
+    tallied = np.concatenate(rows) if rows else tallies(0)
+    return _Found(tallied, np.array(whose, np.int64), path=file.path, sums=tuple(sums))
 
 
 def _whole(rest: Iterable[tuple[int, LazyArray, bool]]) -> Iterator[Task]:
