@@ -117,7 +117,7 @@ def _unchanged(source: Source, listings: Listings, index: Index) -> bool:
 
 
 def _equal(now: Mapping[str, Entry], seen: Mapping[str, Entry]) -> bool:
-    """Return whether two listings are equal: on a local disk with inodes, because modification times can be set back."""
+    """Return whether two listings are equal, on a local disk with inodes: modification times can be set back."""
     changes = [listing.changes if isinstance(listing, Listing) else None for listing in (now, seen)]
     return now == seen and changes[0] == changes[1]
 
