@@ -284,3 +284,15 @@ def test_changed_link_count_is_not_a_change(tmp_path: Path) -> None:
     assert torch.equal(t[3], OLD[3])
     os.link(tmp_path / "x.safetensors", tmp_path / "y.safetensors")
     assert torch.equal(t[:, 3], OLD[:, 3]) and torch.equal(t[...], OLD)
+
+
+def test_a_file_that_is_rewritten_with_its_old_time_is_read_anew(tmp_path: Path) -> None:
+    """Also by the process that has its index in memory."""
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(4)}, path)
+    os.utime(path, (1_700_000_000,) * 2)
+    assert list(lazyckpt.open(path)) == ["a"]
+    time.sleep(0.02)  # the clock of the file system
+    path.write_bytes(path.read_bytes().replace(b'"a"', b'"b"'))
+    os.utime(path, (1_700_000_000,) * 2)
+    assert list(lazyckpt.open(path)) == ["b"]

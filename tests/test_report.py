@@ -92,12 +92,22 @@ def test_sarif() -> None:
     for result in run["results"]:
         assert result["level"] in SEVERITIES and result["message"]["text"]
         assert ids[result["ruleIndex"]] == result["ruleId"]
+        assert len(result["partialFingerprints"]["lazyckpt/v1"]) == 64 and result["locations"]
         for place in result["locations"]:
             uri = place["physicalLocation"]["artifactLocation"]["uri"]
             assert " " not in uri and not uri.startswith("/")
+            assert place["physicalLocation"]["artifactLocation"]["uriBaseId"] in run["originalUriBaseIds"]
+    assert all(base["uri"].endswith("/") and "://" in base["uri"] for base in run["originalUriBaseIds"].values())
     (nan,) = [r for r in run["results"] if r["ruleId"] == "not-a-number"]
     assert nan["locations"][0]["logicalLocations"][0]["fullyQualifiedName"] == "layers.0/w"
     assert nan["properties"]["ranks"] == [1]
+
+
+def test_fingerprints_are_of_the_place() -> None:
+    same = Finding("not-a-number", "another sentence", NAN.file, NAN.tensor)
+    logs = [json.loads(report(f).to_sarif()) for f in (NAN, same, LOST)]
+    prints = [log["runs"][0]["results"][0]["partialFingerprints"] for log in logs]
+    assert prints[0] == prints[1] != prints[2]
 
 
 def test_html_has_no_markup_of_files() -> None:

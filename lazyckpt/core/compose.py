@@ -6,7 +6,7 @@ that is split and joined again reads as the original does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal, NamedTuple, overload
@@ -63,13 +63,19 @@ class Composed(Fragments):
     merged: bool = False
 
     def meeting(self, want: Selection) -> list[Fragment]:
+        return self._meeting(want, lambda source, wanted: source.meeting(wanted))
+
+    def replicas(self, want: Selection) -> list[Fragment]:
+        return self._meeting(want, lambda source, wanted: source.replicas(wanted))
+
+    def _meeting(self, want: Selection, of: Callable[[Fragments, Selection], Sequence[Fragment]]) -> list[Fragment]:
         if not all(map(len, want)):
             return []
         found: list[Fragment] = []
         for n, (source, placement) in enumerate(zip(self.sources, self.placements, strict=True)):
             wanted = want if placement.parts is None else _wanted(placement, want)
             if wanted is not None:
-                found += self._placed(n, fragments_of(source).meeting(wanted))
+                found += self._placed(n, of(fragments_of(source), wanted))
         return found
 
     def table(self, want: Selection, find: Find | None = None) -> Table | None:

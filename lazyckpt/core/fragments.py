@@ -48,6 +48,16 @@ class Fragments(Sequence[Fragment]):
         no selected element.
         """
 
+    def replicas(self, want: Selection) -> Sequence[Fragment]:
+        """Return what `meeting` returns, with all replicas of each fragment.
+
+        Parameters
+        ----------
+        want
+            The selected elements.
+        """
+        return self.meeting(want)
+
     def table(self, want: Selection, find: Find | None = None) -> Table | None:
         """Return the blocks that may hold selected elements as a table, if there are many and they are raw elements of
         one dtype that do not overlap; None: only `meeting` returns them.

@@ -160,7 +160,7 @@ def overlaps(spec: TensorSpec, want: Selection, find: Find | None = None) -> Ite
     """
     pieces = [
         (number, target, piece)
-        for number, fragment in enumerate(fragments_of(spec.fragments).meeting(want))
+        for number, fragment in enumerate(fragments_of(spec.fragments).replicas(want))
         for target, piece in pieces_of(fragment, want, find)
         if isinstance(piece, Copy)
     ]
@@ -275,6 +275,10 @@ def _crop(copy: Copy, target: Box, inner: Box) -> Copy:
     return even(copy._replace(start=start, shape=inner.shape, at=inner.start, lists=tuple(lists)))
 
 
+class UncoveredError(DataError):
+    """No file of the checkpoint holds some elements of a tensor."""
+
+
 def _uncovered(spec: TensorSpec, left: int, pieces: list[tuple[Box, Copy | Hole]]) -> MissingFileError | DataError:
     what = f"{spec.name!r}: {left:,} of the wanted elements cannot be read"
     reasons = dict.fromkeys(_reasons(pieces))
@@ -282,7 +286,7 @@ def _uncovered(spec: TensorSpec, left: int, pieces: list[tuple[Box, Copy | Hole]
         return MissingFileError(f"{what}: {sentences(reasons, 8)}. Slices that do not touch them still read.")
     if not spec.fragments:
         return DataError(f"{spec.name!r}: {spec.rule or 'it has no data in the checkpoint'}")
-    return DataError(f"{what}: no file of the checkpoint holds them.")
+    return UncoveredError(f"{what}: no file of the checkpoint holds them.")
 
 
 def _reasons(pieces: list[tuple[Box, Copy | Hole]]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..core.index import Index
 from ..errors import LazyckptError, Problem
-from ..io.storage.base import Entry, Store, present
+from ..io.storage.base import Entry, Listing, Store, present
 from ..io.storage.fsspec import is_url, split_url
 from ..io.storage.local import split
 from ..io.system import after_fork
@@ -36,8 +36,8 @@ _indexes: dict[tuple[Any, ...], tuple[Listings, Index]] = {}
 def cached_index(source: Source, format: str | None) -> Index:
     """Return the result of `index_of`, cached as long as no file or folder that it read has changed.
 
-    This process keeps the last indexes in memory, and compares names, sizes, modification times and versions. Those of
-    large checkpoints are kept in files, too (`cache`)."""
+    This process keeps the last indexes in memory, and compares names, sizes, times, inodes and versions. Those of large
+    checkpoints are kept in files, too (`cache`)."""
     key = _key(source, format)
     if key is None:
         return index_of(source, format)
@@ -108,12 +108,18 @@ def _unchanged(source: Source, listings: Listings, index: Index) -> bool:
 
     http cannot list folders, so there the files are compared; that needs more than their sizes from the server."""
     if source.store.listable:
-        return all(source.listed(folder) == seen for folder, seen in listings.items())
+        return all(_equal(source.listed(folder), seen) for folder, seen in listings.items())
     for path, pin in index.pins.items():
         now = present(source.store, path)
         if now is None or not (pin.version or pin.mtime_ns) or not now.may_be(pin):
             return False
     return True
+
+
+def _equal(now: Mapping[str, Entry], seen: Mapping[str, Entry]) -> bool:
+    """Return whether two listings are equal, on a local disk with inodes: modification times can be set back."""
+    changes = [listing.changes if isinstance(listing, Listing) else None for listing in (now, seen)]
+    return now == seen and changes[0] == changes[1]
 
 
 def _forget() -> None:

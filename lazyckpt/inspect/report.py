@@ -6,12 +6,16 @@ that only findings have are in `FINDING_CODES`; docs/reference/findings.md lists
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from pathlib import PurePath
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from urllib.parse import quote
 
 from ..core.units import human_bytes, plural
 from ..errors import PROBLEM_CODES, Problem, and_more
@@ -44,6 +48,16 @@ FINDING_CODES: dict[str, Kind] = {
     ),
     "overlapping-data": Kind(
         "error", "Two tensors of a file share some of their bytes, without being tied.", "Write the file again."
+    ),
+    "identical-files": Kind(
+        "error",
+        "Files of two ranks have the same contents, although they hold different elements.",
+        "Find out whose contents these are, and copy the file of the other rank again.",
+    ),
+    "absent-chunks": Kind(
+        "warning",
+        "Some chunks of an array have no file: they read as the fill value.",
+        "Check that they were written: writers leave out chunks that have the fill value only.",
     ),
     "stale-file": Kind(
         "warning", "A file was written at another time than the others.", "Check that all files are of one save."
@@ -90,6 +104,11 @@ FINDING_CODES: dict[str, Kind] = {
     ),
     "config-mismatch": Kind(
         "warning", "Shapes or names contradict the model's configuration.", "Check that both are of the same model."
+    ),
+    "unexplained-name": Kind(
+        "note",
+        "A tensor's name is none that the model of the configuration has.",
+        "Check that it belongs to this model: loaders ignore it.",
     ),
     "padded-vocabulary": Kind("note", "The embedding has more rows than the vocabulary.", "Nothing: writers pad it."),
     "tokenizer-mismatch": Kind(
@@ -173,6 +192,12 @@ _ERRORS = {
     "missing-file", "unreadable-file", "unfinished-save", "step-mismatch", "index-mismatch", "missing-elements",
     "missing-tensor", "missing-weights", "mismatched-shards",
 }  # fmt: skip
+# codes of problems whose path is a file or a folder, unless it is the name of a tensor
+_OF_FILES = {
+    "missing-file", "unreadable-file", "left-over-file", "ignored-file", "misnamed-file", "oversized-file",
+    "unsafe-pickle", "unpinned-file", "part-of-checkpoint", "unfinished-save", "other-checkpoint",
+    "skipped-checkpoint", "step-mismatch", "missing-index", "index-mismatch", "missing-metadata", "unreadable-object",
+}  # fmt: skip
 _NOTES = {
     "ignored-file", "misnamed-file", "unpinned-file", "part-of-checkpoint", "other-checkpoint", "missing-optimizer",
     "assumed-tie", "assumed-stage", "replaced-tensor", "nested-tensor", "unused-rule", "not-renamed", "noted-at-export",
@@ -234,15 +259,16 @@ class Finding(Problem):
         return found
 
     @staticmethod
-    def of(problem: Problem, files: Mapping[str, Any]) -> Finding:
+    def of(problem: Problem, files: Container[str], tensors: Container[str] = ()) -> Finding:
         """Return a problem of a view as a finding.
 
         Parameters
         ----------
         problem
             One of `CheckpointView.problems`.
-        files
-            The files of the view.
+        files, tensors
+            The files and the names of the view. A path that is neither is a file, such as a missing one, if the code
+            is about files; otherwise it is a tensor.
 
         Returns
         -------
@@ -251,8 +277,9 @@ class Finding(Problem):
         """
         if isinstance(problem, Finding):
             return problem
-        file = problem.path if problem.path in files else None
-        return Finding(problem.code, str(problem), file, None if file is not None else problem.path)
+        path = problem.path
+        named = path is not None and path not in tensors and (path in files or problem.code in _OF_FILES)
+        return Finding(problem.code, str(problem), *((path, None) if named else (None, path)))
 
     def prefixed(self, prefix: str, path: str | None = None) -> Finding:
         return Finding(
@@ -331,9 +358,14 @@ class Report(Sequence[Finding]):
         Returns
         -------
         Report
-            Findings begin with the name of their checkpoint.
+            Findings begin with the name of their checkpoint. Their files are relative to ``path``.
         """
-        findings = [f.prefixed(name) for name, report in reports.items() for f in report.findings]
+        findings = []
+        for name, report in reports.items():
+            inner = report.path.removeprefix(path).strip("/") if report.path.startswith(path) else ""
+            for f in report.findings:
+                file = f"{inner}/{f.file}" if inner and f.file is not None else f.file
+                findings.append(Finding(f.code, f"{name}: {f}", file, f.tensor, f.severity, f.todo, f.details))
         facts: Counter[str] = Counter()
         for report in reports.values():
             facts.update({key: value for key, value in report.facts.items() if isinstance(value, int | float)})
@@ -402,7 +434,10 @@ class Report(Sequence[Finding]):
         ]
         results = [_result(f, codes.index(f.code)) for f in self.findings]
         driver = {"name": f"lazyckpt {self.tool}", "version": version("lazyckpt"), "rules": rules}
-        run = {"tool": {"driver": driver}, "results": results, "properties": {"path": self.path}}
+        run = {
+            "tool": {"driver": driver}, "results": results, "properties": {"path": self.path},
+            "originalUriBaseIds": {_BASE: {"uri": _base_of(self.path)}}, "columnKind": "unicodeCodePoints",
+        }  # fmt: skip
         about = {"$schema": "https://json.schemastore.org/sarif-2.1.0.json", "version": "2.1.0", "runs": [run]}
         return json.dumps(about, indent=1) + "\n"
 
@@ -500,20 +535,31 @@ class Report(Sequence[Finding]):
 _STYLES: dict[Severity | None, str] = {"error": "bold red", "warning": "yellow", "note": "cyan", None: "green"}
 
 
+_BASE = "CHECKPOINT"  # what URIs of files are relative to
+_PLACES = 10  # files of a finding that SARIF lists
+
+
 def _result(finding: Finding, rule: int) -> dict[str, Any]:
-    """Return a finding as a result of SARIF."""
+    """Return a finding as a result of SARIF. Its fingerprint stays while its sentence changes."""
     properties = {"todo": finding.todo, **({"tensor": finding.tensor} if finding.tensor else {}), **finding.details}
-    result: dict[str, Any] = {
+    named = "\0".join((finding.code, finding.file or "", finding.tensor or ""))
+    files = [finding.file] if finding.file is not None else finding.details.get("files") or ["."]
+    places: list[dict[str, Any]] = [
+        {"physicalLocation": {"artifactLocation": {"uri": quote(str(file)), "uriBaseId": _BASE}}}
+        for file in files[:_PLACES]
+    ]
+    if finding.tensor is not None:
+        places[0]["logicalLocations"] = [{"fullyQualifiedName": finding.tensor, "kind": "member"}]
+    return {
         "ruleId": finding.code, "ruleIndex": rule, "level": finding.severity, "message": {"text": str(finding)},
+        "locations": places, "partialFingerprints": {"lazyckpt/v1": hashlib.sha256(named.encode()).hexdigest()},
         "properties": properties,
     }  # fmt: skip
-    place: dict[str, Any] = {}
-    if finding.file is not None:
-        from urllib.parse import quote
 
-        place["physicalLocation"] = {"artifactLocation": {"uri": quote(finding.file)}}
-    if finding.tensor is not None:
-        place["logicalLocations"] = [{"fullyQualifiedName": finding.tensor, "kind": "member"}]
-    if place:
-        result["locations"] = [place]
-    return result
+
+def _base_of(path: str) -> str:
+    """Return the URI of the folder that the names of files are relative to."""
+    if "://" in path:
+        return quote(path.rstrip("/"), safe=":/?&=") + "/"
+    folder = path if os.path.isdir(path) else os.path.dirname(path)
+    return PurePath(os.path.abspath(folder)).as_uri() + "/"

@@ -91,6 +91,7 @@ def _number(data: bytes, at: int, width: int) -> int:
 
 Config = dict[str, Any]
 _WIDENING = 16  # maximum output bytes of a filter per input byte: 8-bit integers to complex128
+WRONG_CHECKSUM = "the checksum does not match"  # part of the error's message
 _SLACK = 1 << 10  # bytes for checksums, headers and incompressible data
 
 
@@ -226,7 +227,7 @@ def _adler32(data: memoryview, config: Config, where: str, limit: int) -> memory
 def _checked(data: memoryview, checksum: Callable[[memoryview], int], location: str, where: str) -> memoryview:
     stored, body = (data[:4], data[4:]) if location == "start" else (data[-4:], data[:-4])
     if len(data) < 4 or int.from_bytes(stored, "little") != checksum(body):
-        raise CorruptError(f"{where}: the checksum does not match: the bytes were changed, or are truncated")
+        raise CorruptError(f"{where}: {WRONG_CHECKSUM}: the bytes were changed, or are truncated")
     return body
 
 

@@ -68,9 +68,28 @@ def verify(
             one = view.at(step)
             reports[f"step {step}"] = _checked(one, level, manifest, executor, memory, progress)
         joined = Report.joined(view.root, reports)
-        own = [Finding.of(problem, {}) for problem in view.problems if problem.code == "skipped-checkpoint"]
-        return Report.of(view.root, "verify", [*joined.findings, *own], joined.facts)
-    return _checked(view, level, manifest, executor, memory, progress)
+        skipped = [problem for problem in view.problems if problem.code == "skipped-checkpoint"]
+        own = [Finding(problem.code, str(problem), problem.path, severity="error") for problem in skipped]
+        lines = joined.facts["checkpoints"] | {str(p.path): "cannot be opened" for p in skipped if p.path}
+        return Report.of(view.root, "verify", [*joined.findings, *own], {**joined.facts, "checkpoints": lines})
+    report = _checked(view, level, manifest, executor, memory, progress)
+    return report if isinstance(path, CheckpointView) else _with_others(report, path)
+
+
+def _with_others(report: Report, path: str | os.PathLike[str]) -> Report:
+    """Return the report with a note if the path is the folder of a run, of which the newest checkpoint was checked."""
+    if is_url(os.fspath(path)) or os.path.abspath(path) == os.path.abspath(report.path):
+        return report
+    try:
+        count = len(RunView(path).steps)
+    except LazyckptError:
+        return report
+    if count < 2:
+        return report
+    name = os.path.relpath(report.path, path)
+    text = f"{name} was checked, the newest of {count:,} checkpoints; lazyckpt verify --run checks all of them"
+    note = Finding("other-checkpoint", text, todo="Use --run, or open_run in Python.")
+    return Report.of(report.path, report.tool, [*report.findings, note], report.facts)
 
 
 def _manifest(against: Digest | str | os.PathLike[str] | None) -> Digest | None:

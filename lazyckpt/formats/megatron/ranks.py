@@ -111,6 +111,7 @@ def read_grid(store: Store, found: Iteration) -> Grid:
         raise CorruptError(f"{store.root}/{found.folder}: {sentences(problems)}")
     grid = Grid(degree, ranks, {}, ranks[min(ranks)], files, indexed, problems)
     _find_lost(grid, found)
+    _find_mixed(grid)
     return grid
 
 
@@ -180,6 +181,29 @@ def _check_degrees(d: Degrees, files: int, folder: str) -> None:
             f"{folder}: {_words(d)} is claimed, {files:,} rank files are here: most of the checkpoint is missing, or "
             "the numbers are wrong"
         )
+
+
+def _find_mixed(grid: Grid) -> None:
+    """Report files whose arguments say that a process of another rank wrote them (arguments.py `rank`).
+
+    Tensor-parallel ranks vary fastest and pipeline stages slowest (parallel_state.py, order "tp-cp-ep-dp-pp"). Tools
+    that convert checkpoints write the arguments of one process into all files: these say nothing.
+    """
+    d = grid.degrees
+    wrote: dict[tuple[int, int, int], int] = {}
+    for at, file in grid.ranks.items():
+        rank = getattr(file.root.get("args"), "rank", None)
+        if type(rank) is not int or rank < 0:
+            return
+        wrote[at] = rank
+    if len(set(wrote.values())) < len(wrote):
+        return
+    for at, rank in wrote.items():
+        if rank % d.tp == at[0]:
+            continue
+        path = grid.ranks[at].file.path
+        line = f"{path}: by its arguments, the process of rank {rank} wrote it, whose tensor-parallel rank is "
+        grid.report(Problem("inconsistent-metadata", f"{line}{rank % d.tp}: the files of ranks are mixed up", path))
 
 
 def _find_lost(grid: Grid, found: Iteration) -> None:

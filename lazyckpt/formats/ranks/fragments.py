@@ -75,6 +75,9 @@ class MeshFragments(Blocks):
                 chosen[key] = n
         return list(map(self.fragment, chosen.values()))
 
+    def replicas(self, want: Selection) -> list[Fragment]:
+        return list(map(self.fragment, self.blocks.meeting(want)))
+
 
 @lru_cache(maxsize=256)
 def _intact(layout: Layout, team: Team) -> bool:

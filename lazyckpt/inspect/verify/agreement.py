@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...core.fragments import fragments_of
-from ...core.plan import overlaps
+from ...core.plan import UncoveredError, overlaps
+from ...core.units import plural
 from ...errors import LazyckptError, some
 from ...io.reading.gather import alone
 from ...io.reading.packed import locate
@@ -16,7 +17,7 @@ from ...jobs.batching import Task
 from ...jobs.executor import OVERHEAD, Run
 from ...jobs.progress import Bar
 from ...lazy import LazyArray, shape_of
-from ..report import Finding
+from ..report import Finding, Severity
 from .sweep import Target
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def steps(states: Mapping[str, Mapping[str, LazyArray]], meta: Mapping[str, Any]
 
 
 def differing_steps(found: Mapping[str, float]) -> Iterator[Finding]:
-    """Yield a finding if parameters have made different numbers of steps."""
+    """Yield a finding if parameters have made different numbers of steps; a note if the others have made none."""
     own = {name: step for name, step in found.items() if name}
     counted = Counter(own.values())
     if len(counted) > 1:
@@ -55,9 +56,40 @@ def differing_steps(found: Mapping[str, float]) -> Iterator[Finding]:
         text = f"{times:,} parameters have made {usual:,.0f} steps, {len(odd):,} another number: " + some(
             f"{name} {own[name]:,.0f}" for name in odd
         )
+        unused = all(own[name] == 0 for name in odd)  # no gradient has reached them
         yield Finding(
-            "differing-steps", text, tensor=odd[0] if len(odd) == 1 else None, details={"tensors": odd[:1000]}
+            "differing-steps", text, None, odd[0] if len(odd) == 1 else None, "note" if unused else None,
+            details={"tensors": odd[:1000]},
+        )  # fmt: skip
+
+
+def differing_ranks(view_format: str, stored: Callable[[], Mapping[str, LazyArray]]) -> Iterator[Finding]:
+    """Yield a finding if ranks of DeepSpeed have made different numbers of steps: the view has that of the first rank.
+
+    ``stored`` returns the tensors of all files under their raw names.
+    """
+    if not view_format.startswith("deepspeed"):
+        return
+    made: dict[float, dict[str, None]] = {}
+    names = [name for name in stored() if name.endswith(".step")]
+    for name in names[:_STEPS]:
+        tensor = stored()[name]
+        try:
+            if tensor.numel() == 1:
+                step = float(tensor[...].reshape(()))
+                made.setdefault(step, {})[tensor.spec.fragments[0].extent.path] = None
+        except (LazyckptError, OSError):  # sweep reports it
+            continue
+    if len(made) > 1:
+        usual = max(made, key=lambda step: len(made[step]))
+        odd = [(path, step) for step, paths in made.items() if step != usual for path in paths]
+        text = f"{plural(len(made[usual]), 'file')} of ranks record step {usual:,.0f}, {len(odd):,} another: " + some(
+            f"{path} {step:,.0f}" for path, step in odd
         )
+        severity: Severity = "note" if all(step == 0 for _, step in odd) else "error"
+        file = odd[0][0] if len({path for path, _ in odd}) == 1 else None
+        details = {"files": [path for path, _ in odd][:1000]}
+        yield Finding("differing-steps", text, file, severity=severity, details=details)
 
 
 class _Pair(NamedTuple):
@@ -71,24 +103,45 @@ class _Pair(NamedTuple):
 
 
 def compared(
-    targets: Sequence[Target], states: Mapping[str, Mapping[str, LazyArray]], run: Run, progress: bool | None
+    targets: Sequence[Target],
+    states: Mapping[str, Mapping[str, LazyArray]],
+    ties: Sequence[tuple[str, str]],
+    known: Container[int],
+    run: Run,
+    progress: bool | None,
 ) -> list[Finding]:
-    """Compare all replicas of the same elements, and the fp32 weights with those of 16 bits.
+    """Compare all replicas of the same elements, tied weights, and the fp32 weights with those of 16 bits.
 
     Reads the replicas; and both kinds of weights, once more.
+
+    Parameters
+    ----------
+    targets, states
+        The tensors, as a list and by state.
+    ties
+        Pairs of names of the first state whose tensors should be equal.
+    known
+        The numbers of the targets that cannot be read, which was reported.
+    run, progress
+        See `sweep`.
     """
     jobs: list[tuple[str, Target]] = []
     totals: dict[int, _Pair] = {}
     findings: list[Finding] = []
 
     def tasks() -> Iterator[Task]:
-        for target in targets:
-            if len(target.tensor.spec.fragments) > 1:
+        for n, target in enumerate(targets):
+            if n not in known and len(target.tensor.spec.fragments) > 1:
                 jobs.append(("replicas", target))
                 work = partial(_replicas, target.tensor, len(jobs) - 1)
                 yield Task(target.tensor.nbytes, 2 * _PIECE + OVERHEAD, work, target.tensor)
         names = list(states)
         narrow = states[names[0]] if names else {}
+        for name, other in ties:
+            a, b = narrow[name], narrow[other]
+            if a.dtype == b.dtype and shape_of(a) == shape_of(b):
+                jobs.append((name, Target(names[0], other, b)))
+                yield Task(b.nbytes, 3 * _PIECE + OVERHEAD, partial(_tied, a, b, len(jobs) - 1), b)
         for name, wide in states.get("fp32", {}).items() if names and names[0] != "fp32" else ():
             own = narrow.get(name) if name in narrow else None
             if own is None or own.dtype == wide.dtype or shape_of(own) != shape_of(wide):
@@ -112,6 +165,13 @@ def compared(
         shown = target.name if kind == "rounding" else f"{target.state}: {target.name}"
         if pair.why:
             findings.append(Finding("unreadable-file", f"{shown} cannot be compared: {pair.why}", tensor=target.name))
+        elif kind not in ("replicas", "rounding"):
+            text = (
+                f"{target.name}: {pair.differ:,} elements differ from {kind}, which config.json ties it to, by up to "
+                f"{pair.largest:.3g}"
+            )
+            details = {"other": kind, "elements": pair.differ, "largest": pair.largest}
+            findings.append(Finding("differing-replicas", text, tensor=target.name, details=details))
         elif kind == "replicas":
             files = sorted({path for both in pair.where for path in both})
             text = (
@@ -148,8 +208,27 @@ def _replicas(tensor: LazyArray, number: int) -> _Pair:
                 differ, largest = differ + count, max(largest, gap)
                 where[first.extent.path, second.extent.path] = None
     except (LazyckptError, OSError) as e:
-        return _Pair(number, differ, largest, tuple(where), " ".join(str(e).split()))
+        return _Pair(number, differ, largest, tuple(where), _why(e))
     return _Pair(number, differ, largest, tuple(where))
+
+
+def _tied(first: LazyArray, second: LazyArray, number: int) -> _Pair:
+    """Compare two tensors that should be equal."""
+    differ, largest = 0, 0.0
+    try:
+        for (_, a), (_, b) in zip(first.pieces(_PIECE), second.pieces(_PIECE), strict=True):
+            x, y = a[...], b[...]
+            if not torch.equal(x.view(-1).view(torch.uint8), y.view(-1).view(torch.uint8)):
+                count, gap = _gap(x, y)
+                differ, largest = differ + count, max(largest, gap)
+    except (LazyckptError, OSError) as e:
+        return _Pair(number, differ, largest, (), _why(e))
+    return _Pair(number, differ, largest, ())
+
+
+def _why(error: Exception) -> str | None:
+    """Return why something cannot be compared; None if it is lost, which the view or `sweep` reports."""
+    return None if isinstance(error, FileNotFoundError | UncoveredError) else " ".join(str(error).split())
 
 
 def _gap(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float]:
@@ -182,5 +261,5 @@ def _rounded(own: LazyArray, wide: LazyArray, number: int) -> _Pair:
                 gaps = gaps[torch.isfinite(gaps)]
                 largest = max(largest, float(gaps.max()) if len(gaps) else 0.0)
     except (LazyckptError, OSError) as e:
-        return _Pair(number, differ, largest, (), " ".join(str(e).split()))
+        return _Pair(number, differ, largest, (), _why(e))
     return _Pair(number, differ, largest, ())

@@ -10,12 +10,15 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import re
+import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +27,7 @@ from ...core.index import Archive
 from ...errors import CorruptError, DataError, LazyckptError
 from ...io.containers.zip import DEFLATED, STORED, ZIP_MAGIC, data_offsets, read_columns
 from ...io.pool import each
+from ...io.reading.packed import unpack
 from ...io.storage.base import Store, StoreFile
 from ...io.storage.fsspec import is_url
 from ...jobs.batching import Task
@@ -34,7 +38,8 @@ from .sweep import Record
 _PIECE = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _DOWNLOADS = ".cache/huggingface/download"
-_SMALL = 1 << 20  # bytes of a document that is read
+_SMALL = 64 << 20  # bytes of a document that is read
+_FOLDERS = 16  # in which integrity.json is looked for
 
 
 class Recorded(NamedTuple):
@@ -130,6 +135,35 @@ def wrong(path: str, record: Record) -> Finding:
     return Finding("wrong-checksum", text, path.split(" (at byte")[0], details=details)
 
 
+def compare_packed(store: Store, archives: Sequence[Archive], run: Run) -> list[Finding]:
+    """Compare the records of compressed archives with their checksums. They are unpacked once more for this."""
+    findings: list[Finding] = []
+
+    def done(task: Task, found: Finding | None) -> None:
+        if found is not None:
+            findings.append(found)
+
+    def tasks() -> Iterator[Task]:
+        for archive in archives:
+            need = 2 * (archive.length + prod(archive.shape) * archive.dtype.itemsize)
+            yield Task(0, need, partial(_packed, store, archive))
+
+    run(tasks(), done)
+    return findings
+
+
+def _packed(store: Store, archive: Archive) -> Finding | None:
+    try:
+        with zipfile.ZipFile(io.BytesIO(unpack(store, archive))) as file:
+            odd = file.testzip() if any(info.CRC for info in file.infolist()) else None
+    except (LazyckptError, OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError):
+        return None  # reading the tensor reports it
+    if odd is None:
+        return None
+    text = f"{archive.path}: the record {odd} of {archive} is not what was written"
+    return Finding("wrong-checksum", text, archive.path, details={"record": odd, "offset": archive.offset})
+
+
 def _inflated(store: Store, path: str, offset: int, length: int, nbytes: int) -> int | None:
     """Return the CRC-32 of a deflated record; None if it cannot be inflated to its size."""
     inflate, crc, total = zlib.decompressobj(-15), 0, 0
@@ -149,19 +183,42 @@ def _inflated(store: Store, path: str, offset: int, length: int, nbytes: int) ->
 # -- SHA-256 of whole files
 
 
-def recorded_sha256(store: Store, paths: Sequence[str]) -> tuple[dict[str, tuple[str, str]], list[Finding]]:
-    """Return path -> (SHA-256, what recorded it), and what is wrong with the records. Reads small files only."""
+def integrity(store: Store, paths: Sequence[str]) -> tuple[dict[str, tuple[str, str]], list[Finding]]:
+    """Return what `recorded_sha256` returns, of integrity.json alone. It lies in the folder of a checkpoint."""
     found: dict[str, tuple[str, str]] = {}
     findings: list[Finding] = []
-    data = _document(store, "integrity.json")
-    if data is not None:
+    for folder in ["", *sorted({path.split("/")[0] + "/" for path in paths if "/" in path})[:_FOLDERS]]:
+        name = f"{folder}integrity.json"
+        data = _document(store, name)
+        if data is None:
+            continue
         try:
             about = json.loads(data)
             listed = about["files"] if about.get("algorithm") == "sha256" else {}
-            found |= {path: (hexes.lower(), "integrity.json") for path, hexes in listed.items() if _is_sha256(hexes)}
+            found |= {folder + path: (hexes.lower(), name) for path, hexes in listed.items() if _is_sha256(hexes)}
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as e:
-            text = f"integrity.json cannot be understood ({type(e).__name__}): its checksums are not compared"
-            findings.append(Finding("inconsistent-metadata", text, "integrity.json"))
+            text = f"{name} cannot be understood ({type(e).__name__}): its checksums are not compared"
+            findings.append(Finding("inconsistent-metadata", text, name))
+    for path in list(found):
+        by = found[path][1]
+        try:
+            _refuse_outside(path)
+            store.stat(path)
+        except (LazyckptError, OSError) as e:
+            del found[path]
+            code = "missing-file" if isinstance(e, FileNotFoundError) else "unreadable-file"
+            findings.append(Finding(code, f"{path}, which {by} lists, cannot be read: {_line(e)}", path))
+    return found, findings
+
+
+def _refuse_outside(path: str) -> None:
+    if path.startswith("/") or ".." in path.split("/"):
+        raise DataError("it is outside the checkpoint")
+
+
+def recorded_sha256(store: Store, paths: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return path -> (SHA-256, what recorded it), of the records of downloads. Reads small files only."""
+    found: dict[str, tuple[str, str]] = {}
     downloaded, local = bool(store.list(_DOWNLOADS)), not is_url(store.root)
     for path in paths:
         data = _document(store, f"{_DOWNLOADS}/{path}.metadata") if downloaded else None
@@ -174,7 +231,7 @@ def recorded_sha256(store: Store, paths: Sequence[str]) -> tuple[dict[str, tuple
             target = os.readlink(full).replace("\\", "/").split("/")
             if len(target) > 1 and target[-2] == "blobs" and _is_sha256(target[-1]):
                 found.setdefault(path, (target[-1], "its name in the cache of huggingface_hub"))
-    return found, findings
+    return found
 
 
 def _is_sha256(text: Any) -> bool:
@@ -197,8 +254,7 @@ def compare_sha256(store: Store, recorded: Mapping[str, tuple[str, str]], run: R
         path, digest, why = result
         want, by = recorded[path]
         if digest is None:
-            code = "missing-file" if "no such file" in why.lower() or "does not exist" in why else "unreadable-file"
-            findings.append(Finding(code, f"{path}, which {by} lists, cannot be read: {why}", path))
+            findings.append(Finding("unreadable-file", f"{path}, which {by} lists, cannot be read: {why}", path))
         elif digest != want:
             text = f"{path} is not the file that {by} describes: its SHA-256 begins with {digest[:12]}, not {want[:12]}"
             findings.append(Finding("wrong-checksum", text, path, details={"sha256": digest, "recorded": want}))
@@ -214,8 +270,6 @@ def compare_sha256(store: Store, recorded: Mapping[str, tuple[str, str]], run: R
 def _sha256(store: Store, path: str) -> tuple[str, str | None, str]:
     found = hashlib.sha256()
     try:
-        if path.startswith("/") or ".." in path.split("/"):
-            raise DataError("it is outside the checkpoint")
         size = store.stat(path).size
         memory = bytearray(min(_PIECE, size))
         for at in range(0, size, _PIECE):

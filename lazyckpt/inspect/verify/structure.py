@@ -1,10 +1,10 @@
-"""Checks that read no tensor data: what opening found, shapes against the configuration, the bytes of each file."""
+"""Checks that read no tensor data: shapes of optimizer states, marks of finished saves, places and ages of files."""
 
 from __future__ import annotations
 
-import json
 import posixpath
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from ...core.fragments import fragments_of
 from ...core.index import Archive, FileInfo
+from ...core.units import plural
 from ...errors import LazyckptError, some
 from ...io.storage.base import Store
 from ...lazy import LazyArray, shape_of
@@ -19,15 +20,6 @@ from ..report import Finding
 from .sweep import Target
 
 _HOUR = 3600 * 10**9
-_DOCUMENT = 64 << 20  # bytes of a tokenizer's file that is read
-_EMBEDDINGS = (
-    "embed_tokens.weight",
-    "word_embeddings.weight",
-    "wte.weight",
-    "tok_embeddings.weight",
-    "embed_in.weight",
-)
-_HEADS = ("lm_head.weight", "output_layer.weight", "embed_out.weight")
 _SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "fp32")  # as their parameters
 
 
@@ -48,102 +40,6 @@ def shapes(states: Mapping[str, Mapping[str, LazyArray]]) -> Iterator[Finding]:
             if have != want and not (len(have) == 1 and have[0] == prod(want)):  # flat parameters are undecided
                 text = f"{state}: {name} has shape {list(have)}, its parameter has {list(want)}"
                 yield Finding("wrong-moment", text, tensor=name, details={"state": state})
-
-
-def configuration(store: Store, meta: Mapping[str, Any], tensors: Mapping[str, LazyArray]) -> Iterator[Finding]:
-    """Yield where shapes and names contradict config.json of Hugging Face, or the args of Megatron-LM."""
-    config = _config(store, meta)
-    hidden, vocabulary, layers = (_number(config, *names) for names in _CONFIGURED)
-    embeddings = [name for name in tensors if name.endswith(_EMBEDDINGS)]
-    for name in embeddings + [name for name in tensors if name.endswith(_HEADS)]:
-        shape = shape_of(tensors[name])
-        if len(shape) != 2 or not vocabulary:
-            continue
-        if hidden and hidden not in shape:
-            text = f"{name} has shape {list(shape)}, and the configuration says hidden size {hidden:,}"
-            yield Finding("config-mismatch", text, tensor=name)
-        elif shape[0] < vocabulary:
-            text = f"{name} has {shape[0]:,} rows, and the configuration says {vocabulary:,} words"
-            yield Finding("config-mismatch", text, tensor=name)
-        elif shape[0] > vocabulary:
-            text = f"{name} has {shape[0]:,} rows for {vocabulary:,} words"
-            yield Finding("padded-vocabulary", text, tensor=name, details={"rows": shape[0], "words": vocabulary})
-    if layers:
-        found = _layers(tensors)
-        if found and found != layers:
-            text = f"there are {found:,} layers, and the configuration says {layers:,}"
-            yield Finding("config-mismatch", text)
-    yield from _tokenizer(store, embeddings, tensors)
-
-
-# keys of config.json, and attributes of Megatron-LM's args
-_CONFIGURED = (
-    ("hidden_size", "n_embd", "d_model", "dim"),
-    ("vocab_size", "padded_vocab_size"),
-    ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
-)
-
-
-def _config(store: Store, meta: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = meta.get("config")
-    if isinstance(found, Mapping):
-        inner = found.get("text_config")
-        return {**found, **inner} if isinstance(inner, Mapping) else found
-    args = meta.get("args")
-    if args is not None:
-        plain = args if isinstance(args, Mapping) else getattr(args, "__dict__", None) or getattr(args, "state", None)
-        if isinstance(plain, Mapping):
-            # without the vocabulary: the rows that Megatron-LM pads it with are not in the view
-            return {key: value for key, value in plain.items() if key not in _CONFIGURED[1]}
-    return {}
-
-
-def _number(config: Mapping[str, Any], *names: str) -> int:
-    for name in names:
-        value = config.get(name)
-        if type(value) is int and value > 0:
-            return value
-    return 0
-
-
-def _layers(tensors: Mapping[str, LazyArray]) -> int:
-    """Return the number of layers by the names; 0 if they do not number them in the usual way."""
-    numbers: dict[str, set[int]] = {}
-    for name in tensors:
-        parts = name.split(".")
-        for n, part in enumerate(parts[:-1]):
-            if part in ("layers", "h", "blocks") and parts[n + 1].isdecimal():
-                numbers.setdefault(".".join(parts[: n + 1]), set()).add(int(parts[n + 1]))
-                break
-    if len(numbers) != 1:
-        return 0
-    (only,) = numbers.values()
-    return len(only)
-
-
-def _tokenizer(store: Store, embeddings: Sequence[str], tensors: Mapping[str, LazyArray]) -> Iterator[Finding]:
-    """Yield a finding if tokenizer.json has tokens without a row."""
-    if len(embeddings) != 1:
-        return
-    try:
-        size = store.stat("tokenizer.json").size
-        if size > _DOCUMENT:
-            return
-        about = json.loads(bytes(store.read("tokenizer.json", 0, size)))
-        vocabulary = about["model"]["vocab"]
-        numbers = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-        added = [token["id"] for token in about.get("added_tokens", ())]
-        last = max([*numbers, *added], default=-1)
-    except (LazyckptError, OSError):
-        return  # there is none
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        yield Finding("not-examined", "tokenizer.json is of a kind that is not known", "tokenizer.json")
-        return
-    (name,) = embeddings
-    rows = shape_of(tensors[name])[0]
-    if type(last) is int and last >= rows:
-        text = f"tokenizer.json has the token number {last:,}, and {name} has {rows:,} rows"
-        yield Finding("tokenizer-mismatch", text, "tokenizer.json", name)
 
 
 def overlaps(archives: Mapping[str, Sequence[Archive]]) -> Iterator[Finding]:
@@ -179,11 +75,61 @@ def ages(infos: Mapping[str, FileInfo]) -> Iterator[Finding]:
         yield Finding("stale-file", text, old[0] if len(old) == 1 else None, details={"files": old})
 
 
-def archives_of(targets: Sequence[Target]) -> dict[str, list[Archive]]:
-    """Return path -> the archives of torch.save inside the file."""
+def archives_of(targets: Sequence[Target], packed: bool = False) -> dict[str, list[Archive]]:
+    """Return path -> the archives of torch.save inside the file, those that are compressed or those that are not."""
     found: dict[str, list[Archive]] = {}
     for target in targets:
-        for packed in fragments_of(target.tensor.spec.fragments).packed():
-            if isinstance(packed, Archive) and not packed.codecs:
-                found.setdefault(packed.path, []).append(packed)
+        for one in fragments_of(target.tensor.spec.fragments).packed():
+            if isinstance(one, Archive) and bool(one.codecs) is packed:
+                found.setdefault(one.path, []).append(one)
     return found
+
+
+# Format -> the file that its writer writes last, beside the folders of the checkpoints; or another that does for it.
+_MARKS = {"deepspeed": ("latest", "latest_universal"), "megatron": ("latest_checkpointed_iteration.txt",)}
+_STEP = re.compile(r"(?:checkpoint|global_step|step|iter)[-_]?0*(\d+)")
+
+
+def marks(store: Store, view_format: str, paths: Iterable[str]) -> Iterator[Finding]:
+    """Yield a finding if the folder lacks the file that says which of the checkpoints in it was saved last."""
+    names = next((names for family, names in _MARKS.items() if view_format.split("-")[0] == family), ())
+    if not names or any("/" not in path and path not in names for path in paths):
+        return  # the folder of one checkpoint, whose mark is beside it
+    try:
+        there = set(store.list())
+    except (LazyckptError, OSError):
+        return
+    if there and not there & set(names):
+        text = f"there is no file {names[0]}, which is written when a save is finished"
+        yield Finding("unfinished-save", text, names[0], severity="warning")
+
+
+def step_of_folder(root: str, meta: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield a finding if the name of a trainer's folder and the state in it are of different steps."""
+    state = meta.get("trainer_state")
+    found = _STEP.fullmatch(posixpath.basename(root.rstrip("/")))
+    step = state.get("global_step") if isinstance(state, Mapping) else None
+    if found is not None and type(step) is int and step != int(found[1]):
+        text = f"the folder is of step {int(found[1]):,}, trainer_state.json in it of step {step:,}"
+        yield Finding("step-mismatch", text, "trainer_state.json")
+
+
+def total_size(meta: Mapping[str, Any], tensors: Mapping[str, LazyArray]) -> Iterator[Finding]:
+    """Yield a note if the index of Hugging Face says another size than the tensors have. Loaders ignore it."""
+    index = meta.get("index")
+    said = index.get("total_size") if isinstance(index, Mapping) else None
+    held = sum(t.nbytes for t in tensors.values())
+    if type(said) is int and said != held:
+        text = f"the index says that the tensors have {said:,} bytes (total_size), they have {held:,}"
+        yield Finding("index-mismatch", text, severity="note")
+
+
+def lost(unreadable: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield a finding for each reason that tensors cannot be read."""
+    reasons: dict[str, list[str]] = {}
+    for name, why in unreadable.items():
+        reasons.setdefault(" ".join(why.split()).replace(repr(name), "it"), []).append(name)
+    for why, names in reasons.items():
+        text = f"{plural(len(names), 'tensor')} cannot be read ({some(names)}): {why}"
+        details = {"tensors": names[:1000]}
+        yield Finding("missing-tensor", text, tensor=names[0] if len(names) == 1 else None, details=details)

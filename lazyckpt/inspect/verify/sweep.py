@@ -19,14 +19,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ...core.box import c_strides
 from ...core.copies import Copy
 from ...core.dtypes import DType
-from ...core.index import Hole
-from ...core.plan import pieces_of
+from ...core.index import Extent, Hole, Packed, TensorSpec
+from ...core.plan import UncoveredError, pieces_of
 from ...core.table import Copies
 from ...errors import DataError, LazyckptError
+from ...io.codecs import WRONG_CHECKSUM
 from ...io.reading.gather import planned
-from ...io.reading.packed import locate
+from ...io.reading.packed import is_filler, locate
 from ...io.storage.base import Store, narrow
 from ...io.tensors import as_bytes
 from ...jobs.batching import Task
@@ -35,7 +37,7 @@ from ...jobs.places import combined
 from ...jobs.progress import Bar
 from ...jobs.write import scratch
 from ...lazy import LazyArray
-from .tally import add, is_judged, tallies, tally
+from .tally import add, is_judged, tallies, tally, tally_runs
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +50,8 @@ _WINDOW = 4 << 20  # bytes that a task reads at a time
 _TASK = 64 << 20  # most bytes of a task
 _WIDEST = 16  # bytes of the largest element: a window begins that much earlier, for the element that it cuts
 _PIECE = 4 << 20  # bytes of a piece of a tensor that is no plain run
+_SMALL = 64 << 10  # bytes; smaller runs of a window are tallied together
+_MANY = 8  # if there are as many
 _NEAR = 64 << 10  # bytes; smaller gaps are read along
 
 
@@ -121,6 +125,8 @@ class Swept:
         (path, record) of the records whose bytes have another checksum.
     errors
         Number of a target, or path of a file -> (code of the finding, why it cannot be read).
+    absent
+        Number of a target -> (blocks without a file, which read as the fill value; all blocks).
     nbytes
         The bytes that were read.
     """
@@ -133,6 +139,7 @@ class Swept:
     paths: list[str]
     wrong: list[tuple[str, Record]] = field(default_factory=list)
     errors: dict[int | str, tuple[str, str]] = field(default_factory=dict)
+    absent: dict[int, tuple[int, int]] = field(default_factory=dict)
     nbytes: int = 0
 
 
@@ -175,25 +182,35 @@ def sweep(
     kinds: list[DType] = []
     paths: dict[str, int] = {path: n for n, path in enumerate(records)}
     parts: list[list[Array]] = [[] for _ in Runs._fields]
-    rest: list[tuple[int, LazyArray]] = []
+    rest: list[tuple[int, LazyArray, bool]] = []
+    single: list[tuple[int, int, int, int, int]] = []
     errors: dict[int | str, tuple[str, str]] = {}
+    absent: dict[int, tuple[int, int]] = {}
     for n, target in enumerate(targets):
         dtype = target.tensor.spec.dtype
         kinds.append(dtype)
         if not is_judged(dtype) or not target.tensor.numel() or not target.tensor.spec.fragments:
             continue  # a tensor without fragments is a problem of the view
+        extent = _alone(target.tensor.spec)
+        if extent is not None:
+            single.append((paths.setdefault(extent.path, len(paths)), extent.offset, target.tensor.numel(), n, 0))
+            continue
         try:
-            some, others = _runs(n, target.tensor, paths)
+            some, others, fillers = _runs(n, target.tensor, paths)
         except (LazyckptError, OSError) as e:
             errors[n] = _why(e)
             continue
         for column, part in zip(parts, some, strict=True):
             column.append(part)
-        rest += [(n, other) for other in others]
+        rest += [(n, *other) for other in others]
+        if fillers:
+            absent[n] = fillers, len(others) + len(some.files)
+    for column, values in zip(parts, np.array(single, np.int64).reshape(-1, len(parts)).T, strict=True):
+        column.append(values)
     runs = Runs.joined(parts)
     found = Swept(
         tallies(len(targets)), runs, np.zeros(runs.size, np.float32), np.zeros(runs.size, np.float32),
-        np.zeros(runs.size, np.bool_), list(paths), errors=errors,
+        np.zeros(runs.size, np.bool_), list(paths), errors=errors, absent=absent,
     )  # fmt: skip
     sizes = np.array([d.itemsize for d in kinds], np.int64)
     sums: dict[tuple[str, int], list[tuple[int, int, int]]] = {}
@@ -231,13 +248,32 @@ def sweep(
 
 def _why(error: Exception) -> tuple[str, str]:
     """Return the code of the finding about an error, and the error as one line."""
-    absent = isinstance(error, FileNotFoundError)
-    code = "not-examined" if isinstance(error, DataError) else "missing-elements" if absent else "unreadable-file"
-    return code, " ".join(str(error).split())
+    why = " ".join(str(error).split())
+    if isinstance(error, FileNotFoundError | UncoveredError):
+        return "missing-elements", why
+    if isinstance(error, DataError):
+        return "not-examined", why
+    return "wrong-checksum" if WRONG_CHECKSUM in why else "unreadable-file", why
 
 
-def _runs(n: int, tensor: LazyArray, paths: dict[str, int]) -> tuple[Runs, list[LazyArray]]:
-    """Return the plain runs of a tensor, and the parts of it that are none."""
+def _alone(spec: TensorSpec) -> Extent | None:
+    """Return the extent of a tensor that is one run of a file, as most are: planning takes longer than reading it."""
+    if type(spec.fragments) is not tuple or len(spec.fragments) != 1:
+        return None
+    (fragment,) = spec.fragments
+    extent = fragment.extent
+    if fragment.parts is not None or fragment.span is not None or fragment.axes is not None:
+        return None
+    if type(extent) is not Extent or not extent.raw or extent.dtype is not spec.dtype or extent.shape != spec.shape:
+        return None
+    return extent if extent.strides == c_strides(spec.shape) else None
+
+
+def _runs(n: int, tensor: LazyArray, paths: dict[str, int]) -> tuple[Runs, list[tuple[LazyArray, bool]], int]:
+    """Return the plain runs of a tensor, the parts of it that are none, and how many of these have no file.
+
+    With each part it returns whether it is a packed chunk, which is read as a whole.
+    """
     copies = blocks_of(tensor)
     spec, ndim = tensor.spec, tensor.ndim
     if isinstance(copies, Copies) and copies.table.packed is None and copies.table.dtype is spec.dtype:
@@ -263,8 +299,13 @@ def _runs(n: int, tensor: LazyArray, paths: dict[str, int]) -> tuple[Runs, list[
     small = np.uint32 if int(counts.max(initial=0)) < 1 << 32 else np.int64
     found = Runs(files.astype(np.int32), offsets, counts.astype(small), numbers, blocks.astype(np.int32))
     # several copies of one place are one part, read through the tensor
-    boxes = {(copy.at, copy.shape): copy.slices for copy in odd}
-    return found, [tensor.lazy[box] if box else tensor for box in boxes.values()]
+    boxes = {(copy.at, copy.shape): copy for copy in odd}
+    fillers = sum(is_filler(copy.extent) for copy in odd)
+    others = [
+        (tensor.lazy[copy.slices] if copy.at else tensor, isinstance(copy.extent.within, Packed))
+        for copy in boxes.values()
+    ]
+    return found, others, fillers
 
 
 def _is_run(shapes: Array, strides: Array) -> Array:
@@ -387,8 +428,17 @@ def _examine(
             # the elements of each run that end in the window
             first = np.maximum(at - here.begins, 0) // here.sizes * here.sizes + here.begins
             behind = (np.minimum(end, here.ends) - here.begins) // here.sizes * here.sizes + here.begins
+            taken = np.zeros(len(first), np.bool_)
+            for kind in np.unique(here.kinds).tolist() if len(first) >= _MANY else ():
+                small = np.flatnonzero((here.kinds == kind) & (behind > first) & (behind - first <= _SMALL))
+                if len(small) >= _MANY:
+                    found, done = tally_runs(buffer, first[small] - start, behind[small] - start, dtypes[kind])
+                    rows.append(found[done])
+                    whose += here.numbers[small[done]].tolist()
+                    taken[small[done]] = True
+            left = np.flatnonzero(~taken)
             for a, b, kind, number in zip(
-                *(c.tolist() for c in (first, behind, here.kinds, here.numbers)), strict=True
+                *(c[left].tolist() for c in (first, behind, here.kinds, here.numbers)), strict=True
             ):
                 if a < b:
                     flat, dtype = buffer[a - start : b - start], dtypes[kind]
@@ -396,15 +446,15 @@ def _examine(
                     whose.append(number)
     except (LazyckptError, OSError) as e:
         return _Failed(file.path, *_why(e))
-    found = np.concatenate(rows) if rows else tallies(0)
-    return _Found(found, np.array(whose, np.int64), path=file.path, sums=tuple(sums))
+    tallied = np.concatenate(rows) if rows else tallies(0)
+    return _Found(tallied, np.array(whose, np.int64), path=file.path, sums=tuple(sums))
 
 
-def _whole(rest: Iterable[tuple[int, LazyArray]]) -> Iterator[Task]:
-    """Yield the tasks that tally what is no plain run."""
-    for n, tensor in rest:
-        for _, piece in tensor.pieces(_PIECE):
-            yield Task(piece.nbytes, 2 * _PIECE + OVERHEAD, partial(_tallied, n, piece), piece)
+def _whole(rest: Iterable[tuple[int, LazyArray, bool]]) -> Iterator[Task]:
+    """Yield the tasks that tally what is no plain run. A packed chunk is unpacked once, as a whole."""
+    for n, tensor, packed in rest:
+        for _, piece in tensor.pieces(max(_PIECE, tensor.nbytes if packed else 0)):
+            yield Task(piece.nbytes, 2 * max(_PIECE, piece.nbytes) + OVERHEAD, partial(_tallied, n, piece), piece)
 
 
 def _tallied(n: int, piece: LazyArray) -> _Result:

@@ -61,6 +61,47 @@ def tally(flat: torch.Tensor) -> Array:
     return found
 
 
+def tally_runs(buffer: torch.Tensor, begins: Array, ends: Array, dtype: torch.dtype) -> tuple[Array, Array]:
+    """Return the tallies of many small runs of bytes at once, and which of them are done.
+
+    Those that have NaN, infinities or elements at the edge of the dtype are not done, nor those of complex numbers
+    and of unaligned elements: they need `tally`.
+
+    Parameters
+    ----------
+    buffer
+        Bytes, as a 1-d tensor of uint8.
+    begins, ends
+        The places of the runs in it, in bytes, by ascending begin.
+    dtype
+        The dtype of the elements.
+    """
+    found, size = tallies(len(begins)), dtype.itemsize
+    lead = int(begins[0]) % size
+    whole = (begins % size == lead) & (not dtype.is_complex)
+    if not whole.any():
+        return found, whole
+    low = int(begins[0])
+    data = buffer[low : int(ends[whole].max())]
+    elements = (data.clone() if lead else data).view(dtype)
+    x = elements.to(dtype if dtype in (torch.float32, torch.float64) else torch.float32).numpy()
+    x = np.append(x, x.dtype.type(0))  # an element behind the last run: the end of a run has to be an index
+    first, last = (begins[whole] - low) // size, (ends[whole] - low) // size
+    cuts = np.stack([first, last], 1).reshape(-1)
+    with np.errstate(all="ignore"):
+        rows = found[whole]
+        rows["count"] = last - first
+        rows["low"], rows["high"] = np.minimum.reduceat(x, cuts)[::2], np.maximum.reduceat(x, cuts)[::2]
+        rows["squares"] = np.add.reduceat(x * x, cuts)[::2]
+        if (zero := x == 0).any():
+            rows["zeros"] = np.add.reduceat(zero, cuts, dtype=np.int64)[::2]
+        inner = (rows["high"] < torch.finfo(dtype).max) & (rows["low"] > torch.finfo(dtype).min)
+        inner &= np.isfinite(rows["squares"])
+    found[whole] = rows
+    whole[whole] = inner
+    return found, whole
+
+
 def _of_block(block: torch.Tensor, limit: float) -> tuple[int, int, int, int, int, float, float, float]:
     count = block.numel()
     x = block if block.dtype in (torch.float32, torch.float64) else block.to(torch.float32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -23,10 +23,12 @@ Array = np.ndarray[Any, Any]
 Mask = Callable[["torch.Tensor"], "torch.Tensor"]
 
 SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_avg_sq_row", "exp_avg_sq_col", "v"}  # never negative
+_MOMENTS = ("exp_avg", "momentum_buffer", *sorted(SQUARES))
 _PIECE = 16 << 20  # bytes that are looked at together
 _RUNS = 256  # runs of a tensor in which odd elements are looked up
 _FAR = 1000.0  # times the usual size: an element so far out is reported
-_MANY = 1e-3  # of the elements: more than that are no outliers
+_MANY = 1e-3  # of the elements, or `_SOME`: more than that are no outliers
+_SOME = 32
 _LEAST = 1024  # elements from which a tensor has a usual size
 _EDGE = 0.005  # of the elements of an 8-bit dtype: scaling puts one of each block at the edge
 _PLAIN = ("weights", "fp32", "model")  # states whose elements are parameters
@@ -79,17 +81,42 @@ def judged(targets: Sequence[Target], swept: Swept, steps: Mapping[str, float]) 
     steps
         Name -> number of steps that the optimizer has made on a parameter; "" for the others.
     """
+    found = swept.tallies
+    zero = {
+        (target.state, target.name)
+        for n, target in enumerate(targets)
+        if target.state not in _PLAIN and found["count"][n] and found["zeros"][n] == found["count"][n]
+    }
     order = np.argsort(swept.runs.tensors, kind="stable")
     begins = np.searchsorted(swept.runs.tensors[order], np.arange(len(targets) + 1))
-    for n, target in enumerate(targets):
-        tally = swept.tallies[n]
+    for n in _unusual(targets, swept, np.diff(begins)).tolist():
+        target, tally = targets[n], swept.tallies[n]
         if not tally["count"] or not is_judged(target.tensor.spec.dtype):
             continue
         own = order[begins[n] : begins[n + 1]]
-        yield from _of_tensor(target, tally, swept, own, steps)
+        yield from _of_tensor(target, tally, swept, own, steps, zero)
 
 
-def _of_tensor(target: Target, tally: Any, swept: Swept, own: Array, steps: Mapping[str, float]) -> Iterator[Finding]:
+def _unusual(targets: Sequence[Target], swept: Swept, runs: Array) -> Array:
+    """Return the numbers of the targets that a look at their tallies does not clear: of a million, nearly none."""
+    found = swept.tallies
+    dtypes = [target.tensor.spec.dtype for target in targets]
+    tiny = {d: torch.finfo(_real(d)).smallest_normal if is_judged(d) else 0.0 for d in set(dtypes)}
+    smallest = np.array([tiny[d] for d in dtypes])
+    squares = np.array([target.state in SQUARES for target in targets], np.bool_)
+    count, low, high = found["count"], found["low"], found["high"]
+    largest = np.maximum(high, -low)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        usual = np.sqrt(found["squares"] / np.maximum(count, 1))
+        far = largest > 0.95 * np.sqrt(count / np.maximum(_SOME, _MANY * count)) * usual
+    odd = (found["nan"] > 0) | (found["inf"] > 0) | (found["zeros"] > 0) | (found["edge"] > 0) | (low == high)
+    odd |= (squares & (low < 0)) | (largest < smallest) | (count >= _LEAST) & (far | (runs >= 4))
+    return np.flatnonzero(odd & (count > 0))
+
+
+def _of_tensor(
+    target: Target, tally: Any, swept: Swept, own: Array, steps: Mapping[str, float], zero: Collection[tuple[str, str]]
+) -> Iterator[Finding]:
     name, dtype = _shown(target), target.tensor.spec.dtype
     count, nan, inf, zeros, edge = (int(tally[key]) for key in ("count", "nan", "inf", "zeros", "edge"))
     low, high = float(tally["low"]), float(tally["high"])
@@ -107,7 +134,7 @@ def _of_tensor(target: Target, tally: Any, swept: Swept, own: Array, steps: Mapp
             yield _negative(target, name, low, swept, own)
         return
     if zeros == count:
-        yield from _all_zero(target, name, steps)
+        yield from _all_zero(target, name, steps, zero)
         return
     if low == high:
         if target.state not in _PLAIN:
@@ -143,8 +170,13 @@ def _negative(target: Target, name: str, low: float, swept: Swept, own: Array) -
     )
 
 
-def _all_zero(target: Target, name: str, steps: Mapping[str, float]) -> Iterator[Finding]:
-    """Yield what an all-zero tensor means: nothing for a bias or a moment before the first step."""
+def _all_zero(
+    target: Target, name: str, steps: Mapping[str, float], zero: Collection[tuple[str, str]]
+) -> Iterator[Finding]:
+    """Yield what an all-zero tensor means: nothing for a moment before the first step.
+
+    ``zero`` has (state, name) of all moments that are zero: those of a parameter are one finding.
+    """
     count = math.prod(target.tensor.spec.shape)
     if target.state in _PLAIN:
         if target.tensor.ndim > 1:
@@ -156,8 +188,11 @@ def _all_zero(target: Target, name: str, steps: Mapping[str, float]) -> Iterator
             yield _finding("all-zero", text, target, severity="note")
         return
     step = steps.get(target.name, steps.get("", 0))
-    if step > 0 and target.state in SQUARES | {"exp_avg", "momentum_buffer"}:
-        yield _finding("zero-moments", f"{name} is all zero after {step:,.0f} steps", target)
+    if step > 0 and target.state in _MOMENTS:
+        both = [state for state in _MOMENTS if (state, target.name) in zero]
+        if both[0] == target.state:
+            text = f"{' and '.join(both)} of {target.name} are all zero after {step:,.0f} steps"
+            yield _finding("zero-moments", text, target, details={"states": both})
 
 
 def _outlying(target: Target, name: str, tally: Any, swept: Swept, own: Array) -> Iterator[Finding]:
@@ -168,20 +203,22 @@ def _outlying(target: Target, name: str, tally: Any, swept: Swept, own: Array) -
     if len(own) >= 4:  # a robust mean: that of the run in the middle
         numbers = swept.runs.counts[own]
         usual = min(usual, float(np.median(np.sqrt(swept.squares[own].astype(np.float64) / numbers))))
-    if largest <= 30 * usual:  # one outlier among 1,024 elements is 32 times the root of the mean square
+    few = max(_SOME, _MANY * count)
+    if largest <= 0.95 * math.sqrt(count / few) * usual:  # that many outliers are larger
         return
-    rest = _trimmed(target, swept, own, largest)
+    rest = _trimmed(target, swept, own, largest, few)
     if rest is None or not largest > _FAR * rest > 0:
         return
     far = own[swept.largest[own] > _FAR * rest] if len(own) else None
     place = _found(target, swept, far, lambda x: x.abs() > _FAR * rest)
-    if 0 < place.elements <= max(1, _MANY * count):
+    if 0 < place.elements <= few:
         text = f"{name} has {place.elements:,} elements up to {largest:.3g}, the others are about {rest:.3g}"
         yield _finding("outlying-values", text, target, place)
 
 
-def _trimmed(target: Target, swept: Swept, own: Array, largest: float) -> float | None:
-    """Return the root of the mean square of the elements without the outliers; None if they cannot be read."""
+def _trimmed(target: Target, swept: Swept, own: Array, largest: float, few: float) -> float | None:
+    """Return the root of the mean square of the elements without the outliers; None if these are more than ``few``
+    (there is no gap between both), or if the elements cannot be read."""
     near = own[swept.largest[own] < largest / _FAR] if len(own) >= 4 else own[:0]
     if len(near) >= len(own) / 2 > 0:
         return math.sqrt(float(swept.squares[near].sum(dtype=np.float64)) / int(swept.runs.counts[near].sum()))
@@ -193,7 +230,8 @@ def _trimmed(target: Target, swept: Swept, own: Array, largest: float) -> float 
             total, count = total + float(torch.linalg.vector_norm(kept)) ** 2, count + kept.numel()
     except (LazyckptError, OSError):  # sweep reports it
         return None
-    return math.sqrt(total / count) if count else None
+    removed = math.prod(target.tensor.spec.shape) - count
+    return math.sqrt(total / count) if count and removed <= few else None
 
 
 def _dead(target: Target, name: str) -> Iterator[Finding]:

@@ -68,6 +68,7 @@ def read_safetensors(store: Store, path: str, start: int = 0) -> SafetensorsFile
         )
     length = int.from_bytes(file.at(0, 8), "little")
     if length > MAX_HEADER:
+        file.refuse_pointer(file.at(0, min(file.size, 64)))
         raise CorruptError(
             f"{where}: the header claims {length:,} bytes, more than the {MAX_HEADER:,} that the format allows"
         )

@@ -172,6 +172,7 @@ def read_torch_file(
         return _read_legacy(file)
     if not head:
         raise CorruptError(f"{file.where} is empty (0 bytes): copy it again from its source")
+    file.refuse_pointer(head)
     if head[257:262] == b"ustar":
         raise FormatError(
             f"{file.where} is a tar archive, as torch 0.1 saved: load it with an old torch and save it again"

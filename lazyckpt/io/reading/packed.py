@@ -86,6 +86,12 @@ def place(store: Store, chunk: Chunk, tables: Tables) -> Extent:
     return Extent(chunk.path, offset, chunk.dtype, chunk.shape, chunk.strides, swapped=chunk.swapped)
 
 
+def is_filler(extent: Extent) -> bool:
+    """Return whether an extent is that of an absent chunk, all of whose elements are the fill value."""
+    chunk = extent.within
+    return isinstance(chunk, Chunk) and bool(chunk.codecs) and chunk.codecs[0].name == _FILL
+
+
 def unpack_chunk(store: Store, chunk: Chunk, out: memoryview | None = None) -> Buffer:
     """Decompress a chunk that `place` located; the result may be in ``out``, memory of the chunk's size.
 

@@ -354,6 +354,9 @@ def guarded(store: Store, guards: Mapping[str, Guard]) -> Store:
     return store
 
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
 class StoreFile(io.RawIOBase):
     """A file of a store as a seekable stream, for libraries such as zipfile.
 
@@ -402,6 +405,11 @@ class StoreFile(io.RawIOBase):
         data = self.at(self._at, size)
         self._at += size
         return data
+
+    def refuse_pointer(self, head: bytes) -> None:
+        """Raise CorruptError if the file begins as a pointer of Git LFS: a clone without `git lfs` has pointers."""
+        if head.startswith(LFS_POINTER):
+            raise CorruptError(f"{self.where} is a pointer of Git LFS, not the file itself: run git lfs pull")
 
     def at(self, offset: int, size: int) -> bytes:
         """Read ``size`` bytes from ``offset`` on, without moving the stream. Raises CorruptError past the end."""
