@@ -105,10 +105,11 @@ FINDING_CODES: dict[str, Kind] = {
         "Do not load the file with other programs, and ask where it comes from.",
     ),
     "unknown-global": Kind(
-        "note",
+        "warning",
         "A pickle names a class or function that is not known to be harmless.",
         "Load the file with other programs only if you trust its source.",
     ),
+    "framework-class": Kind("note", "Pickles name classes of a known package.", "Nothing, if you use the package."),
     "pickle-bomb": Kind(
         "error", "A pickle is made to exhaust memory or time.", "Do not load the file with other programs."
     ),
