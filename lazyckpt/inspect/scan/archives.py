@@ -69,7 +69,7 @@ def zips(file: Bytes) -> Iterator[Zipped]:
             yield one
             begin, found = end, found + 1
     if not found:
-        yield Zipped(file, [], 0, "the directory of its zip cannot be read")
+        yield Zipped(file, [], 0, "is a zip whose directory cannot be read")
 
 
 class Zipped(NamedTuple):
@@ -117,7 +117,7 @@ def zip_members(zipped: Zipped, budget: Budget) -> Iterator[Member]:
             continue  # a folder; or the data of a tensor, of which torch unpickles none
         head = file.at(header, min(HEADER_SIZE, file.size - header)) if 0 <= header < file.size else b""
         if len(head) < HEADER_SIZE:
-            yield Member(name, None, "its record is not in the file")
+            yield Member(name, None, "is a record that is not in the file")
             continue
         lengths = _HEADER.unpack(head)[-2:]
         yield from _record(file, name, header + HEADER_SIZE + sum(lengths), stored, method, budget)
@@ -136,7 +136,7 @@ def _refusal(file: Bytes) -> str | None:
         read_zip(file)
     except CorruptError as e:
         text = str(e).removeprefix(f"{file.where}: ").split(". The zip is damaged")[0]
-        return f"readers of zip files may see other records: {text}"
+        return f"is a zip in which readers may see different records: {text}"
     return None
 
 
@@ -153,7 +153,7 @@ def _in_a_row(file: Bytes, known: set[int], budget: Budget) -> Iterator[Member]:
             return  # the size is elsewhere
         if at not in known:
             name = file.at(at + HEADER_SIZE, min(n_name, file.size - at - HEADER_SIZE)).decode("utf-8", "replace")
-            yield Member(name, None, "its directory does not name this record")
+            yield Member(name, None, "is a record that the directory of its zip does not name")
             yield from _record(file, name, begin, stored, method, budget)
         at = begin + stored
 
@@ -167,7 +167,7 @@ def _record(file: Bytes, name: str, begin: int, stored: int, method: int, budget
     elif method == 12:
         yield unpacked(name, raw, bz2.BZ2Decompressor, budget)
     else:
-        yield Member(name, None, f"it is compressed by method {method}")
+        yield Member(name, None, f"is compressed by method {method}, which is not unpacked")
 
 
 _STREAMS: dict[bytes, Callable[[], Any]] = {
@@ -176,6 +176,7 @@ _STREAMS: dict[bytes, Callable[[], Any]] = {
     b"x\x5e": zlib.decompressobj,
     b"]\0\0": lzma.LZMADecompressor,
 }  # fmt: skip
+_ALSO_PICKLES = (b"BZh", b"]\0\0")  # their first byte is an opcode
 _CLOSED = {
     b"7z\xbc\xaf\x27\x1c": "7z", b"Rar!": "rar", b"\x28\xb5\x2f\xfd": "zstd", b"\x04\x22\x4d\x18": "lz4",
     b"\xff\x06\0\0sNaP": "snappy", b"MSCF": "cabinet",
@@ -184,14 +185,14 @@ _CLOSED = {
 
 def is_archive(head: bytes) -> bool:
     """Return whether a file begins as an archive or a compressed file whose first bytes are no pickle."""
-    return head.startswith((b"PK", *_CLOSED, *(magic for magic in _STREAMS if magic != b"]\0\0")))
+    return head.startswith((b"PK", *_CLOSED, *(magic for magic in _STREAMS if magic not in _ALSO_PICKLES)))
 
 
 def stream_of(file: Bytes, head: bytes, budget: Budget) -> Member | None:
     """Return the content of a compressed file; None if the file is not one."""
     for magic, name in _CLOSED.items():
         if head.startswith(magic):
-            return Member("", None, f"it is compressed ({name})")
+            return Member("", None, f"is compressed ({name}), which is not unpacked")
     for magic, make in _STREAMS.items():
         if head.startswith(magic):
             member = unpacked("", file, make, budget)
@@ -220,9 +221,9 @@ def unpacked(name: str, raw: Bytes, make: Callable[[], Any], budget: Budget) -> 
                         limit -= len(made)
                         out.append(made)
     except (zlib.error, OSError, lzma.LZMAError, EOFError, ValueError):
-        why = "it is damaged from some place on"
+        why = "is compressed and damaged from some place on"
     if limit <= 0:
-        why = "it holds more than is unpacked for a file of its size"
+        why = "holds more than is unpacked for a file of its size"
     data = b"".join(out)
     budget.inflated(min(len(data), budget.inflated_left))
     return Member(name, Held(data), why)
@@ -259,7 +260,7 @@ def tar_members(file: Bytes) -> Iterator[Member]:
         if block[156:157] in (b"1", b"2"):
             target = block[157:257].split(b"\0")[0].decode("utf-8", "replace")
             outside = target.startswith("/") or ".." in target.split("/")
-            yield Member(name, None, f"it is a link to {target}" if outside else "")
+            yield Member(name, None, f"is a link to {target}, outside of the folder" if outside else "")
         elif size:
             yield Member(name, part(file, at + _BLOCK, size))
         at += _BLOCK + -(-size // _BLOCK) * _BLOCK

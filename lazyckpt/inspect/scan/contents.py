@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import printable
-from ...io.containers.pickle.audit import EXTENSION, Verdict, judge
+from ...io.containers.pickle.audit import Verdict, judge
+from ...io.containers.pickle.techniques import EXTENSION
 from ...io.containers.pickle.trace import Bytes, Held, Named, Trace, trace
 from ...io.limits import Budget
 from ..report import Finding, Severity
@@ -103,18 +104,21 @@ class _Examiner:
             return
         head = file.at(0, min(_HEAD, file.size))
         name = inner or contents.file
+        kind = "a pickle" if not is_archive(head) and self._pickles(file, head, inner, name, depth) else ""
         if head.startswith(b"\x93NUMPY"):
+            kind = "an array"
             self._array(file, head, inner)
         elif head.startswith(b"\x89HDF"):
             if (found := code.in_hdf5(file.at(0, min(1 << 20, file.size)))) is not None:
                 contents.add("shipped-code", inner, found.what, found.severity)
         elif (found := code.program(name, head, file.size)) is not None:
+            kind = kind or "a program"
             contents.add("shipped-code", inner, found.what, found.severity)
-        elif not is_archive(head) and not self._pickles(file, head, inner, name, depth) and is_tar(head):
+        if is_tar(head):
             self._members(tar_members(file), inner, depth, "tar")
-        if is_zip(file, head):
-            if not head.startswith(b"PK"):
-                contents.add("unusual-pickle", inner, "is a zip whose records do not begin at its first byte")
+        elif is_zip(file, head):
+            if kind:
+                contents.add("unusual-pickle", inner, f"is {kind} and a zip at the same time")
             for one in zips(file):
                 self._members(zip_members(one, self._budget), inner, depth, "zip")
         elif (stream := stream_of(file, head, self._budget)) is not None:
@@ -156,7 +160,9 @@ class _Examiner:
         if head[0] != 0x80 or (len(head) > 1 and head[1] > 5):
             probe = trace(Held(file.at(0, min(_PROBE, file.size))), search=False)
             goes_on = probe.error.endswith(("opcode", "does not end", "than there are")) and file.size > _PROBE
-            if probe.error and not goes_on and not _any_danger(probe):
+            if goes_on and not probe.named:  # a long text or row of numbers, perhaps
+                probe = trace(file, search=False)
+            if probe.error and not (goes_on and probe.named) and not _any_danger(probe):
                 return False
             if not probe.named and not probe.constants and not probe.bombs and not _NAMES.search(name):
                 return False

@@ -17,14 +17,16 @@ import sys
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, TypeAlias
 
+from ....core.units import human_bytes
 from ....errors import Problem, printable
+from ...limits import short_number
 from .rebuild import REBUILD
-from .techniques import framework, technique
+from .techniques import BOMB, EXTENSION, PERSISTENT, framework, technique
 
 Grade: TypeAlias = Literal["torch", "plain", "framework", "unknown", "dangerous"]
 GRADES: tuple[Grade, ...] = ("dangerous", "unknown", "framework", "plain", "torch")  # the worst first
-EXTENSION = "copyreg"  # the module under which extension codes are named, as "extension 5"
-PERSISTENT = "(persistent id)"  # the module under which persistent ids are named that are not of torch.save
+_MEMO = 1 << 20  # entries of a memo past the length of the pickle
+_LARGE = 16 << 20  # elements or bytes that one call may make, past the length of the pickle
 
 _ALL = frozenset({"*"})
 _HARMLESS: dict[str, frozenset[str]] = {
@@ -199,8 +201,8 @@ def _is_number(name: str) -> bool:
 
 def _why(module: str, name: str) -> str:
     """Return what a dangerous name does, in words."""
-    if module == PERSISTENT or (module == EXTENSION and name.startswith("extension ")):
-        return technique(PERSISTENT if module == PERSISTENT else "copyreg.extension")
+    if module in (PERSISTENT, BOMB) or (module == EXTENSION and name.startswith("extension ")):
+        return technique("copyreg.extension" if module == EXTENSION else module)
     found = technique(f"{module}.{name}")
     parts = name.split(".")
     if len(parts) == 1 and found:
@@ -218,6 +220,9 @@ def _why(module: str, name: str) -> str:
 
 def sentence(module: str, name: str, loading: str = "torch.load this file") -> str:
     """Return the sentence about a dangerous name. ``loading`` describes the action that would run it."""
+    if module in (PERSISTENT, BOMB) or (module == EXTENSION and name.startswith("extension ")):
+        what = {PERSISTENT: "the persistent id ", EXTENSION: "the ", BOMB: ""}[module] + printable(name)
+        return f"its pickle has {what} ({_why(module, name)}): nothing was run, but do not {loading}"
     return (
         f"its pickle names {printable(f'{module}.{name}')}, which no checkpoint needs ({_why(module, name)}): "
         f"nothing was run, but do not {loading}"
@@ -230,11 +235,26 @@ def dangers(named: Iterable[tuple[str, str]], loading: str = "torch.load this fi
     return [Problem("unsafe-pickle", sentence(*key, loading)) for key in named if dangerous(*key)]
 
 
+def bomb(entry: int, size: int) -> str:
+    """Return what is wrong with an entry of the memo in a pickle of ``size`` bytes, "" if it is ordinary. Unpicklers
+    written in C make room up to the largest entry."""
+    if entry <= size + _MEMO:
+        return ""
+    return f"entry {short_number(entry)} in its memo, for which unpicklers take {human_bytes(min(entry, 1 << 60) * 16)}"
+
+
+def large(name: str, count: object, size: int) -> str:
+    """Return what is wrong with a call that makes ``count`` bytes in a pickle of ``size`` bytes, "" if nothing is."""
+    if type(count) is not int or count <= max(_LARGE, size):
+        return ""
+    return f"a call of {name} that makes {human_bytes(min(count, 1 << 60))}"
+
+
 def dangerous(module: str, name: str) -> bool:
     """Return whether a name deserves a warning."""
     if (module, name) in REBUILD:
         return False
-    if module == PERSISTENT:
+    if module in (PERSISTENT, BOMB):
         return True
     root = module.split(".")[0]
     *path, last = name.split(".")

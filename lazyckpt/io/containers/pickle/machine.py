@@ -18,12 +18,13 @@ from typing import Any, Protocol
 
 from ....errors import CorruptError, some
 from ...limits import Budget, ExcessError
-from .audit import dangerous
+from .audit import bomb, dangerous, large
 from .memo import FEW, Changes, Item, Items, Memo, Note, refuse_shared
 from .opcodes import COUNTED, LINES, exactly, place
 from .rebuild import persistent_storage
 from .records import Opaque, build, extend, through_partial
 from .shortcut import MADE, TENSOR, Tensors
+from .techniques import BOMB, EXTENSION, PERSISTENT
 from .values import Keys
 
 # (module, name) -> a function that rebuilds the value from the pickled arguments. If it raises, the value is an Opaque.
@@ -234,7 +235,9 @@ class _Machine:
                     args = stack.pop()
                     stack[-1] = self._made(stack[-1], args)
                 elif op == 0x51:  # BINPERSID
-                    stack[-1] = persistent(stack[-1])
+                    value = stack[-1] = persistent(stack[-1])
+                    if type(value) is Opaque:
+                        self._note_persistent(value)
                 elif op == 0x4D:  # BININT2
                     push(data[i] | data[i + 1] << 8)
                     i += 2
@@ -326,6 +329,8 @@ class _Machine:
                     if frame > i:
                         raise CorruptError(f"the pickle ends at byte {i:,}, within a frame that ends at {frame:,}")
                     self._charge(made, memo, seen, marks)
+                    if excess := bomb(max(dict.keys(memo), default=0), size):
+                        self.globals[BOMB, excess] = True
                     return stack.pop()
                 elif op == 0x81:  # NEWOBJ
                     made += 1
@@ -358,6 +363,8 @@ class _Machine:
                         push(memo[place(line)])
                     elif op == 0x50:  # PERSID
                         push(persistent(line.decode("ascii")))
+                        if type(stack[-1]) is Opaque:
+                            self._note_persistent(stack[-1])
                     else:
                         push(LINES[op](line))
                 elif op == 0x8F:  # EMPTY_SET
@@ -415,7 +422,9 @@ class _Machine:
                     push(self._made(cls, tuple(rest)))
                 elif op in (0x82, 0x83, 0x84):  # EXT1, EXT2, EXT4: numbers from a registry of the process
                     width = {0x82: 1, 0x83: 2, 0x84: 4}[op]
-                    push(Opaque("copyreg", f"extension {int_from(exactly(data, i, width), 'little')}"))
+                    extension = (EXTENSION, f"extension {int_from(exactly(data, i, width), 'little')}")
+                    self.globals[extension] = True
+                    push(Opaque(*extension))
                     i += width
                 elif op == 0x97:  # NEXT_BUFFER
                     raise CorruptError("it refers to out-of-band buffers, which no file holds")
@@ -425,6 +434,11 @@ class _Machine:
                     raise CorruptError(f"unknown pickle opcode 0x{op:02x} at byte {i - 1:,} of {size:,}")
         finally:
             self.end = i
+
+    def _note_persistent(self, value: Opaque) -> None:
+        """Name a persistent id that is not of torch.save."""
+        if value.module == PERSISTENT:
+            self.globals[PERSISTENT, value.name] = True
 
     def _charge(self, made: int, memo: dict[int, Any], seen: int, marks: list[Any]) -> int:
         """Charge the objects created since the last call; return the number of memo entries charged so far."""
@@ -480,6 +494,8 @@ class _Machine:
             raise
         except _DAMAGE:  # invalid arguments, or arguments that the table does not support
             module, name = next((key for key, value in self._rebuild.items() if value is what), ("", "call"))
+            if args and name in ("bytes", "bytearray") and (excess := large(name, args[0], len(self._data))):
+                self.globals[BOMB, excess] = True
             return Opaque(module, name, args, kwargs)
         if isinstance(made, Opaque) and made.args is None:  # an attribute of a named thing is a named thing
             self.globals.setdefault((made.module, made.name), False)

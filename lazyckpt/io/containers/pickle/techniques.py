@@ -6,6 +6,11 @@ modelscan and fickling, and Python's documentation of modules that call, import 
 
 from __future__ import annotations
 
+# Modules under which something is named that is no class or function.
+EXTENSION = "copyreg"  # the module under which extension codes are named, as "extension 5"
+PERSISTENT = "(persistent id)"  # the module under which persistent ids are named that are not of torch.save
+BOMB = "(bomb)"  # the module under which what exhausts memory is named
+
 # Start of a full name -> what it does. The longest start decides. A name in no row is dangerous all the same if it is
 # of the standard library and not known to be harmless.
 _TECHNIQUES: dict[str, str] = {
@@ -106,6 +111,7 @@ _TECHNIQUES: dict[str, str] = {
     ),
     "test": "it is of Python's own tests",
     "copyreg.extension": "an extension code calls what the program that unpickles has registered",
+    "(bomb)": "it exhausts memory",
     "(persistent id)": "a persistent id calls what the program that unpickles has registered",
 }  # fmt: skip
 

@@ -15,16 +15,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from ....core.units import human_bytes
 from ...limits import OBJECTS, OBJECTS_PER_BYTE
-from .audit import EXTENSION, PERSISTENT
+from .audit import bomb, large
+from .techniques import EXTENSION, PERSISTENT
 
 _WINDOW = 1 << 20
 _AHEAD = 32  # bytes of an opcode and its length
 _LINE = 1 << 20  # bytes of the longest argument that is a line
 _TEXT = 1 << 10  # characters of the longest text that may be a name
 _KEPT = 8  # elements of the largest tuple that is kept
-_MEMO = 1 << 20  # entries past the length of the pickle: unpicklers written in C make room up to the largest entry
 _REMAINDER = 64 << 20  # bytes behind the damage that are searched
 _NAME = rb"[A-Za-z_][\w.]{0,200}"
 _HIDDEN = re.compile(
@@ -296,8 +295,8 @@ class _Tracer:
             data = known[0].encode("latin1", "replace")
             if _PROTOCOL.match(data):
                 found.constants.append(Constant(self.place, len(data), data))
-        elif what in _SIZED and known and type(known[0]) is int and known[0] > max(_LARGE, self._file.size):
-            found.bombs.append(f"makes {human_bytes(known[0])} with a call of {what.name}")
+        elif what in _SIZED and known and (text := large(what.name, known[0], self._file.size)):
+            found.bombs.append(f"has {text}")
         elif what in _FILLED and known and type(known[0]) is _Made and _is_endless(known[0]):
             found.bombs.append(f"fills a {what.name} with the many items of {known[0].of.name}")
         elif what in _TYPES and args is not _PLAIN and len(known) == 3:
@@ -311,10 +310,8 @@ class _Tracer:
             self.found.named[target.of] = True
 
     def _put(self, memo: dict[int, Any], key: int, value: Any) -> None:
-        if key > self._file.size + _MEMO:
-            text = f"has an entry {key:,} in its memo, for which unpicklers take up to {human_bytes(key * 16)}"
-            if len(self.found.bombs) < _KEPT:
-                self.found.bombs.append(text)
+        if key > self._file.size and (text := bomb(key, self._file.size)) and len(self.found.bombs) < _KEPT:
+            self.found.bombs.append(f"has {text}")
         memo[key] = value
 
     # -- opcodes
