@@ -66,11 +66,15 @@ def _self_and(module: str, cls: str, method: str, *args: bytes) -> bytes:
 
 # name -> the body of a pickle that makes the marker when it is loaded
 MORE: dict[str, Payload] = {
-    "map": lambda m: call(named("builtins", "list"), call(named("builtins", "map"), named("os", "system"), list_of(touch(m)))),
+    "map": lambda m: call(
+        named("builtins", "list"), call(named("builtins", "map"), named("os", "system"), list_of(touch(m)))
+    ),
     "filter": lambda m: call(
         named("builtins", "list"), call(named("builtins", "filter"), named("os", "system"), list_of(touch(m)))
     ),
-    "functools.reduce": lambda m: call(named("functools", "reduce"), named("os", "popen"), list_of(text("r")), touch(m)),
+    "functools.reduce": lambda m: call(
+        named("functools", "reduce"), named("os", "popen"), list_of(text("r")), touch(m)
+    ),
     "itertools.starmap": lambda m: call(
         named("builtins", "list"),
         call(named("itertools", "starmap"), named("os", "system"), list_of(tuple_of(touch(m)))),
@@ -83,7 +87,9 @@ MORE: dict[str, Payload] = {
     "numpy.ndarray.tofile": lambda m: call(
         stack("numpy", "ndarray.tofile"), call(named("numpy", "array"), list_of(number(1))), text(str(m))
     ),
-    "numpy.memmap": lambda m: call(named("numpy", "memmap"), text(str(m)), text("uint8"), text("w+"), number(0), number(1)),
+    "numpy.memmap": lambda m: call(
+        named("numpy", "memmap"), text(str(m)), text("uint8"), text("w+"), number(0), number(1)
+    ),
     "torch.save": lambda m: call(named("torch", "save"), number(1), text(str(m))),
     "torch file writer": lambda m: call(named("torch._C", "PyTorchFileWriter"), text(str(m))),
     "torch.jit execWrapper": lambda m: call(
@@ -97,18 +103,19 @@ MORE: dict[str, Payload] = {
     "bdb": lambda m: _self_and("bdb", "Bdb", "run", text(code_of(m))),
     "code": lambda m: _self_and("code", "InteractiveInterpreter", "runsource", text(code_of(m))),
     "profile": lambda m: call(named("profile", "run"), text(code_of(m)), number(-1)),
-    "trace": lambda m: call(stack("trace", "Trace.run"), call(named("trace", "Trace"), number(0), number(0)), text(code_of(m))),
+    "trace": lambda m: call(
+        stack("trace", "Trace.run"), call(named("trace", "Trace"), number(0), number(0)), text(code_of(m))
+    ),
     "types and marshal": _function,
     "uuid": lambda m: call(named("uuid", "_get_command_stdout"), text("touch"), text(str(m))),
     "_osx_support": lambda m: call(named("_osx_support", "_read_output"), touch(m)),
-    "_aix_support": lambda m: call(named("_aix_support", "_read_cmd_output"), touch(m)),
     "multiprocessing": lambda m: call(
-        named("multiprocessing.util", "spawnv_passfds"), raw_bytes(b"/usr/bin/touch"), list_of(text("touch"), text(str(m))),
+        named("multiprocessing.util", "spawnv_passfds"),
+        raw_bytes(b"/usr/bin/touch"),
+        list_of(text("touch"), text(str(m))),
         list_of(),
     ),
-    "asyncio": lambda m: call(
-        named("asyncio", "run"), call(named("asyncio", "create_subprocess_shell"), touch(m))
-    ),
+    "asyncio": lambda m: call(named("asyncio", "run"), call(named("asyncio", "create_subprocess_shell"), touch(m))),
     "ctypes": lambda m: call(
         call(named("builtins", "getattr"), call(named("ctypes", "CDLL"), b"N"), text("system")),
         raw_bytes(f"touch {m}".encode()),
@@ -117,23 +124,30 @@ MORE: dict[str, Payload] = {
     "sympy": lambda m: call(named("sympy", "sympify"), expression(m)),
     "yaml": lambda m: call(named("yaml", "unsafe_load"), text(f"!!python/object/apply:os.system ['touch {m}']")),
     "webbrowser": lambda m: call(
-        stack("webbrowser", "BackgroundBrowser.open"), call(named("webbrowser", "BackgroundBrowser"), text("touch")),
+        stack("webbrowser", "BackgroundBrowser.open"),
+        call(named("webbrowser", "BackgroundBrowser"), text("touch")),
         text(str(m)),
     ),
     "script_helper": lambda m: call(
         named("test.support.script_helper", "assert_python_ok"), text("-c"), text(code_of(m))
     ),
-    "extension code": lambda m: call(
-        named("copyreg", "add_extension"), text("os"), text("system"), number(5)
-    ) + b"0" + b"\x82\x05" + tuple_of(touch(m)) + b"R",
-    "computed name": lambda m: call(
-        call(named("builtins", "str"), text("os")) + text("system") + b"\x93", touch(m)
+    "extension code": lambda m: (
+        call(named("copyreg", "add_extension"), text("os"), text("system"), number(5))
+        + b"0"
+        + b"\x82\x05"
+        + tuple_of(touch(m))
+        + b"R"
     ),
-    "computed in the memo": lambda m: call(named("builtins", "str"), text("posix")) + b"q\x010"
-    + call(b"h\x01" + text("system") + b"\x93", touch(m)),
+    "computed name": lambda m: call(call(named("builtins", "str"), text("os")) + text("system") + b"\x93", touch(m)),
+    "computed in the memo": lambda m: (
+        call(named("builtins", "str"), text("posix")) + b"q\x010" + call(b"h\x01" + text("system") + b"\x93", touch(m))
+    ),
     "Python 2's commands": lambda m: call(named("commands", "getoutput"), touch(m)),
-    "_posixsubprocess": lambda m: call(stack("subprocess", "Popen.__init__"), call(stack("subprocess", "Popen.__new__"),
-        named("subprocess", "Popen")), words(m)),
+    "_posixsubprocess": lambda m: call(
+        stack("subprocess", "Popen.__init__"),
+        call(stack("subprocess", "Popen.__new__"), named("subprocess", "Popen")),
+        words(m),
+    ),
     "a traversed sys.modules": lambda m: call(
         call(named("builtins", "getattr"), call(stack("collections", "_sys.modules.get"), text("os")), text("system")),
         touch(m),
@@ -142,21 +156,57 @@ MORE: dict[str, Payload] = {
     "special attributes": lambda m: call(
         call(stack("argparse", "Namespace.__init__.__builtins__.get"), text("eval")), expression(m)
     ),
+    "attributes of a value": lambda m: call(
+        call(
+            call(
+                named("builtins", "getattr"),
+                call(
+                    named("builtins", "getattr"),
+                    call(named("builtins", "getattr"), call(named("argparse", "Namespace")), text("__init__")),
+                    text("__builtins__"),
+                ),
+                text("get"),
+            ),
+            text("eval"),
+        ),
+        expression(m),
+    ),
+    "a name in a dataclass": lambda m: call(
+        named("dataclasses", "dataclass"),
+        call(
+            named("builtins", "type"),
+            text("X"),
+            b")",
+            dict_of(
+                text("__annotations__"),
+                dict_of(text(f"a=__import__('os').system('touch {m}'):int,b"), named("builtins", "int")),
+            ),
+        ),
+    ),
+    "lambdify": lambda m: call(named("sympy", "lambdify"), text("x"), expression(m)) + b"0" + system(m),
     "a second protocol": lambda m: b"\x80\x04" + system(m),
     "damaged behind the call": lambda m: system(m) + b"0\xff\xff",
     "cut off behind the call": lambda m: system(m) + b"0X\xff\0\0\0ab",
     "an argument that is not a number": lambda m: b"I0x10\n0" + system(m),
     "a frame that is too long": lambda m: b"\x95\x04\0\0\0\0\0\0\0" + system(m),
     "many marks": lambda m: b"(" * 50 + system(m),
-    "a class of its own": lambda m: call(
-        named("builtins", "type"), text("X"), tuple_of(named("builtins", "object")), dict_of(text("run"), named("os", "system"))
-    ) + b"0" + system(m),
+    "a class of its own": lambda m: (
+        call(
+            named("builtins", "type"),
+            text("X"),
+            tuple_of(named("builtins", "object")),
+            dict_of(text("run"), named("os", "system")),
+        )
+        + b"0"
+        + system(m)
+    ),
     "dead reduce": lambda m: system(m) + b"0" + dict_of(text("w"), number(1)),
     "as a default factory": lambda m: call(
         stack("collections", "defaultdict.__missing__"),
-        call(named("collections", "defaultdict"), call(named("functools", "partial"), named("os", "system"), touch(m))), number(1),
+        call(named("collections", "defaultdict"), call(named("functools", "partial"), named("os", "system"), touch(m))),
+        number(1),
     ),
-}  # fmt: skip
+}
 # what need not be installed where the test runs
 OPTIONAL = {"sympy": "sympy", "yaml": "yaml", "script_helper": "test.support", "torch decoder": "torch"}
 
@@ -167,7 +217,7 @@ def live() -> dict[str, Callable[[Path], bytes]]:
         name: (lambda m, name=name: pickled(name, m)) for name in NAMED if name != "the code of a module"
     }
     for name, body in MORE.items():
-        found[name] = lambda m, body=body: program(body(m), 4)
+        found[name] = lambda m, body=body: program(body(m), 4 if b"\x93" in body(m) else 2)
     return found
 
 
@@ -260,8 +310,14 @@ FILES: dict[str, tuple[str, Payload]] = {
     "last pickle of a legacy file": ("model.pth", lambda m: _legacy(pickle.dumps({}, 2))[:-4] + exploit(m)),
     "tar of torch 0.1": ("model.pt", lambda m: _tar({"storages": pickle.dumps(0, 2), "pickle": exploit(m)})),
     "tar.gz": ("model.tar.gz", lambda m: _tar({"model.bin": torch_zip(exploit(m))}, "w:gz")),
-    "distcp": ("__0_0.distcp", lambda m: torch_zip(pickle.dumps(1, 2)) + torch_zip(exploit(m)) + torch_zip(pickle.dumps(2, 2))),
-    "distcp behind raw bytes": ("__0_1.distcp", lambda m: b"\0" * 999 + torch_zip(exploit(m)) + torch_zip(pickle.dumps(2, 2))),
+    "distcp": (
+        "__0_0.distcp",
+        lambda m: torch_zip(pickle.dumps(1, 2)) + torch_zip(exploit(m)) + torch_zip(pickle.dumps(2, 2)),
+    ),
+    "distcp behind raw bytes": (
+        "__0_1.distcp",
+        lambda m: b"\0" * 999 + torch_zip(exploit(m)) + torch_zip(pickle.dumps(2, 2)),
+    ),
     ".metadata of DCP": (".metadata", lambda m: exploit(m, 4)),
     "bare pickle": ("data.pkl", exploit),
     "pickle without an ending": ("optimizer", exploit),
@@ -272,7 +328,10 @@ FILES: dict[str, tuple[str, Payload]] = {
     "bzip2": ("model.pkl.bz2", lambda m: bz2.compress(exploit(m))),
     "xz": ("model.pkl.xz", lambda m: lzma.compress(exploit(m))),
     "joblib, zlib": ("model.joblib", lambda m: zlib.compress(exploit(m))),
-    "joblib, behind raw numbers": ("model.joblib", lambda m: program(dict_of(text("x"), number(1)))[:-1] + b"0\xfe" * 40 + system(m) + b"."),
+    "joblib, behind raw numbers": (
+        "model.joblib",
+        lambda m: program(dict_of(text("x"), number(1)))[:-1] + b"0\xfe" * 40 + system(m) + b".",
+    ),
     "safetensors by name": ("model.safetensors", exploit),
     "json by name": ("config.json", exploit),
     "text by name": ("notes.txt", lambda m: pickle.dumps(_Exploit(m), 0)),
@@ -288,9 +347,12 @@ FILES: dict[str, tuple[str, Payload]] = {
     "zip with wrong checksums": ("model.pt", _wrong_crc),
     "zip with two names": ("model.pt", _two_names),
     "zip with an unlisted record": ("model.pt", _unlisted),
-    "Lightning": ("epoch=1.ckpt", lambda m: torch_zip(program(dict_of(text("hyper_parameters"), dict_of(text("x"), system(m)))))),
+    "Lightning": (
+        "epoch=1.ckpt",
+        lambda m: torch_zip(program(dict_of(text("hyper_parameters"), dict_of(text("x"), system(m))))),
+    ),
     "hidden folder": (".cache/deep/er/rng_state_3.pth", lambda m: torch_zip(exploit(m))),
-}  # fmt: skip
+}
 
 
 class _Exploit:
@@ -301,17 +363,27 @@ class _Exploit:
         return os.system, (f"touch {self.marker}",)
 
 
-_LAMBDA = {"class_name": "Sequential", "config": {"layers": [{"class_name": "Lambda", "config": {"function": ["4wEA"]}}]}}
+_LAMBDA = {
+    "class_name": "Sequential",
+    "config": {"layers": [{"class_name": "Lambda", "config": {"function": ["4wEA"]}}]},
+}
 _ELF = b"\x7fELF\x02\x01\x01" + b"\0" * 200
 _PE = b"MZ" + b"\0" * 58 + struct.pack("<I", 64) + b"PE\0\0" + b"\0" * 100
 
 # name -> (files, the code of the finding): code outside of pickles, and what exhausts memory
 OTHERS: dict[str, tuple[dict[str, bytes | str], str]] = {
     "Keras Lambda": ({"config.json": json.dumps(_LAMBDA)}, "shipped-code"),
-    "Keras Lambda in .keras": ({"model.keras": _zip({"config.json": json.dumps(_LAMBDA), "metadata.json": "{}"})}, "shipped-code"),
-    "Keras Lambda in HDF5": ({"model.h5": b"\x89HDF\r\n\x1a\n" + b"\0" * 99 + json.dumps(_LAMBDA).encode()}, "shipped-code"),
+    "Keras Lambda in .keras": (
+        {"model.keras": _zip({"config.json": json.dumps(_LAMBDA), "metadata.json": "{}"})},
+        "shipped-code",
+    ),
+    "Keras Lambda in HDF5": (
+        {"model.h5": b"\x89HDF\r\n\x1a\n" + b"\0" * 99 + json.dumps(_LAMBDA).encode()},
+        "shipped-code",
+    ),
     "Keras function": (
-        {"config.json": json.dumps({"class_name": "function", "module": "os", "config": "system"})}, "shipped-code"
+        {"config.json": json.dumps({"class_name": "function", "module": "os", "config": "system"})},
+        "shipped-code",
     ),
     "TorchScript": (
         {"model.pt": _zip({"m/data.pkl": pickle.dumps(1), "m/constants.pkl": pickle.dumps(()), "m/code/a.py": "x"})},
@@ -319,9 +391,13 @@ OTHERS: dict[str, tuple[dict[str, bytes | str], str]] = {
     ),
     "torch.package": ({"model.pt": _zip({"m/.data/extern_modules": "", "m/code.py": "x"})}, "shipped-code"),
     "torch.export": ({"model.pt2": _zip({"m/archive_format": "pt2", "m/data/aotinductor/a.so": _ELF})}, "shipped-code"),
-    "auto_map": ({"config.json": json.dumps({"auto_map": {"AutoModel": "modeling_x.X"}}), "modeling_x.py": "1"}, "shipped-code"),
+    "auto_map": (
+        {"config.json": json.dumps({"auto_map": {"AutoModel": "modeling_x.X"}}), "modeling_x.py": "1"},
+        "shipped-code",
+    ),
     "chat template": (
-        {"tokenizer_config.json": json.dumps({"chat_template": "{{ ''.__class__.__mro__ }}"})}, "shipped-code"
+        {"tokenizer_config.json": json.dumps({"chat_template": "{{ ''.__class__.__mro__ }}"})},
+        "shipped-code",
     ),
     "ELF": ({"weights.bin": _ELF}, "shipped-code"),
     "Mach-O": ({"lib": b"\xcf\xfa\xed\xfe" + b"\0" * 99}, "shipped-code"),
@@ -331,11 +407,12 @@ OTHERS: dict[str, tuple[dict[str, bytes | str], str]] = {
     "7z": ({"model.7z": b"7z\xbc\xaf\x27\x1c" + b"\0" * 99}, "not-examined"),
     "bytearray bomb": ({"a.pkl": program(call(named("builtins", "bytearray"), number(1 << 40)))}, "pickle-bomb"),
     "range bomb": (
-        {"a.pkl": program(call(named("builtins", "list"), call(named("builtins", "range"), number(1 << 40))))}, "pickle-bomb"
+        {"a.pkl": program(call(named("builtins", "list"), call(named("builtins", "range"), number(1 << 40))))},
+        "pickle-bomb",
     ),
     "memo bomb": ({"a.pkl": program(b"Nr\xff\xff\xff\x7f")}, "pickle-bomb"),
     "persistent id": ({"a.pkl": program(text("module:os") + b"Q")}, "dangerous-pickle"),
     "extension code alone": ({"a.pkl": program(b"\x82\x05)R")}, "dangerous-pickle"),
     "unknown call": ({"a.pkl": program(call(named("mymodule", "build"), number(1)))}, "unknown-global"),
     "tar member outside": ({"a.tar": _tar({"../../x.txt": b"1"})}, "outside-link"),
-}  # fmt: skip
+}

@@ -413,7 +413,8 @@ class Report(Sequence[Finding]):
         counted = [plural(count, severity) for severity, count in self.counts.items() if count]
         found = ", ".join(counted) if counted else "nothing found"
         facts = self.facts
-        seen = [plural(facts[what], what.removesuffix("s")) for what in ("files", "pickles", "tensors") if what in facts]
+        parts = ("files", "pickles", "tensors")
+        seen = [plural(facts[what], what.removesuffix("s")) for what in parts if what in facts]
         seen += [f"{human_bytes(facts['bytes'])} read"] if "bytes" in facts else []
         seen += [f"{facts['seconds']:.1f} s"] if "seconds" in facts else []
         return f"{found} ({', '.join(seen)})" if seen else found

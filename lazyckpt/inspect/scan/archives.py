@@ -26,6 +26,8 @@ _HEADER = struct.Struct("<4s5H3I2H")
 _BLOCK = 512  # bytes of a block of a tar
 _CHUNK = 1 << 16
 _NUMBERED = re.compile(r"^(.*/)?data/\d+$")
+_END = 22 + (1 << 16)  # bytes at the end in which readers look for the end record
+_UNPACKED = 256 << 20  # bytes of one member that are unpacked at most
 _SEARCHED = 1 << 20  # bytes that are searched for the end of a zip at a time
 
 
@@ -50,10 +52,8 @@ def is_zip(file: Bytes, head: bytes) -> bool:
     """Return whether a reader of zip files accepts the file: by its start, or by the end record in its last bytes."""
     if head.startswith((ZIP_MAGIC, b"PK\x05\x06")):
         return True
-    tail = file.at(max(0, file.size - 22), min(22, file.size))
-    if tail.startswith(b"PK\x05\x06"):
-        return True
-    return b"PK\x05\x06" in file.at(max(0, file.size - 2048), min(2048, file.size))
+    size = min(_END, file.size)
+    return b"PK\x05\x06" in file.at(file.size - size, size)
 
 
 def zips(file: Bytes) -> Iterator[Zipped]:
@@ -68,7 +68,7 @@ def zips(file: Bytes) -> Iterator[Zipped]:
         if one is not None:
             yield one
             begin, found = end, found + 1
-    if not found:
+    if not found and file.at(0, min(4, file.size)) == ZIP_MAGIC:
         yield Zipped(file, [], 0, "is a zip whose directory cannot be read")
 
 
@@ -87,7 +87,16 @@ def _directory(file: Bytes) -> Zipped | None:
     try:
         with zipfile.ZipFile(stream) as archive:
             records = [(i.filename, i.header_offset, i.compress_type, i.compress_size) for i in archive.infolist()]
-    except (zipfile.BadZipFile, ValueError, OSError, EOFError, NotImplementedError, struct.error, CorruptError, KeyError):
+    except (
+        zipfile.BadZipFile,
+        ValueError,
+        OSError,
+        EOFError,
+        NotImplementedError,
+        struct.error,
+        CorruptError,
+        KeyError,
+    ):
         return None
     return Zipped(file, records, min((header for _, header, _, _ in records), default=0))
 
@@ -98,7 +107,7 @@ def _ends(file: Bytes) -> Iterator[int]:
     while at < file.size:
         data = file.at(at, min(_SEARCHED, file.size - at))
         place = data.find(b"PK\x05\x06")
-        while 0 <= place:
+        while place >= 0:
             end = at + place + 22
             if end <= file.size:
                 yield end + int.from_bytes(file.at(end - 2, 2), "little")
@@ -204,7 +213,7 @@ def stream_of(file: Bytes, head: bytes, budget: Budget) -> Member | None:
 def unpacked(name: str, raw: Bytes, make: Callable[[], Any], budget: Budget) -> Member:
     """Return what a compressed member contains, as far as the budget goes."""
     out, unpack, at, why = [], make(), 0, ""
-    limit = budget.inflated_left
+    limit = min(budget.inflated_left, _UNPACKED)
     try:
         while at < raw.size and not unpack.eof and limit > 0:
             piece = raw.at(at, min(_CHUNK, raw.size - at))

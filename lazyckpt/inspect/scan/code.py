@@ -50,7 +50,9 @@ def program(name: str, head: bytes, size: int) -> Code | None:
         return None
     if match[1].lower() == "pth":  # also an ending of weights; Python runs such a file in a folder of packages
         text = re.match(rb"\s*import[ \t]", head) is not None
-        return Code("warning", "is a path file of Python, with an import that Python runs as it starts") if text else None
+        return (
+            Code("warning", "is a path file of Python, with an import that Python runs as it starts") if text else None
+        )
     if name.rpartition("/")[2] == "zero_to_fp32.py":
         return Code("note", "is a script that DeepSpeed writes")
     kind = {"py": "Python code", "ipynb": "a notebook"}.get(match[1].lower(), "a program")

@@ -24,10 +24,11 @@ _HEAD = 512
 _DEEPEST = 8  # archives and pickles in each other
 _PARTS = 1 << 16  # members and constants of one file that are looked at
 _PROBE = 64 << 10  # bytes of a file that is not known to be a pickle that are tried as one
-_ROW = 64  # pickles behind each other
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the first pickle of a legacy torch file: its magic number
 _LEGACY_PICKLES = 5
-_NAMES = re.compile(r"\.(pkl|pickle|pt|pth|bin|ckpt|distcp|joblib|dill|metadata|p|pck|dat|data|sav)$|(^|/)pickle$", re.I)
+_NAMES = re.compile(
+    r"\.(pkl|pickle|pt|pth|bin|ckpt|distcp|joblib|dill|metadata|p|pck|dat|data|sav)$|(^|/)pickle$", re.I
+)
 _OTHERS = re.compile(
     r"\.(safetensors|json|txt|md|gguf|ya?ml|csv|tsv|png|jpe?g|gif|svg|html?|toml|ini|cfg|model|onnx|log|xml|parquet|arrow)$",
     re.I,
@@ -116,7 +117,7 @@ class _Examiner:
             contents.add("shipped-code", inner, found.what, found.severity)
         if is_tar(head):
             self._members(tar_members(file), inner, depth, "tar")
-        elif is_zip(file, head):
+        elif is_zip(file, head) or name.endswith(".distcp"):
             if kind:
                 contents.add("unusual-pickle", inner, f"is {kind} and a zip at the same time")
             for one in zips(file):
@@ -146,7 +147,9 @@ class _Examiner:
         elif any(end.startswith(".data/extern_modules") for end in ends):
             self.contents.add("shipped-code", inner, "is a torch.package: its importer runs the code in it")
         elif "archive_format" in ends:
-            self.contents.add("shipped-code", inner, "is a program of torch.export: loaders may run compiled code in it")
+            self.contents.add(
+                "shipped-code", inner, "is a program of torch.export: loaders may run compiled code in it"
+            )
 
     def _array(self, file: Bytes, head: bytes, inner: str) -> None:
         """Look at the pickle in an array of objects (numpy/lib/format.py)."""
@@ -184,7 +187,11 @@ class _Examiner:
         """Look at pickles that follow each other."""
         legacy = file.at(0, min(len(_LEGACY), file.size)) == _LEGACY
         at = 0
-        for n in range(_ROW):
+        for n in range(_PARTS):
+            self._parts -= 1
+            if self._parts < 0:
+                self.contents.add("not-examined", inner, "holds more pickles than are examined", "warning")
+                break
             found = trace(file, at)
             if n and found.error and not _any_danger(found):
                 break
@@ -220,7 +227,9 @@ class _Examiner:
             )  # fmt: skip
         for constant in found.constants:
             data = Held(constant.data) if constant.data is not None else part(file, constant.offset, constant.size)
-            self.look(data, f"{inner}: bytes at {constant.offset:,}" if inner else f"bytes at {constant.offset:,}", depth + 1)
+            self.look(
+                data, f"{inner}: bytes at {constant.offset:,}" if inner else f"bytes at {constant.offset:,}", depth + 1
+            )
 
     def _name(self, named: Named, verdict: Verdict, called: bool, inner: str) -> None:
         names = self.contents.names
@@ -239,5 +248,3 @@ def _any_danger(found: Trace) -> bool:
     that are no pickle seem to have them."""
     names = (one for one in (*found.named, *found.hidden) if _WORD.fullmatch(one.module) and one.module != EXTENSION)
     return any(judge(*one).grade == "dangerous" for one in names)
-
-

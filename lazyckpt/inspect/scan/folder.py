@@ -179,12 +179,15 @@ def _names(seen: list[Contents]) -> list[Finding]:
         doing = "is called" if called else "is named"
         found.append(
             Finding(
-                "unknown-global", f"{text} {doing} by {_files(files)}: it is not known to be harmless",
-                files[0], details={"module": module, "name": name, "called": called, "files": files[:_FILES_NAMED]},
-            )  # fmt: skip
+                "unknown-global",
+                f"{text} {doing} by {_files(files)}: it is not known to be harmless",
+                files[0],
+                details={"module": module, "name": name, "called": called, "files": files[:_FILES_NAMED]},
+            )
         )
     for package, (names, files) in packages.items():
-        text = f"{plural(len(names), 'class', 'classes')} of {package} in {_files(files)}: {some(map(printable, sorted(names)))}"
+        classes = some(map(printable, sorted(names)))
+        text = f"{plural(len(names), 'class', 'classes')} of {package} in {_files(files)}: {classes}"
         details = {"package": package, "names": sorted(names), "files": files[:_FILES_NAMED]}
         found.append(Finding("framework-class", text, files[0], details=details))
     return found

@@ -50,7 +50,7 @@ _HARMLESS: dict[str, frozenset[str]] = {
     "argparse": frozenset({"Namespace"}),
     "dataclasses": frozenset(
         {
-            "Field", "FrozenInstanceError", "InitVar", "KW_ONLY", "MISSING", "asdict", "astuple", "dataclass", "field",
+            "Field", "FrozenInstanceError", "InitVar", "KW_ONLY", "MISSING", "asdict", "astuple", "field",
             "replace", "_DataclassParams", "_FIELD", "_FIELD_BASE", "_FIELD_CLASSVAR", "_FIELD_INITVAR",
             "_HAS_DEFAULT_FACTORY_CLASS", "_KW_ONLY_TYPE", "_MISSING_TYPE",
         }
@@ -89,21 +89,24 @@ _SOME_VERSIONS = {
     "_ios_support", "_colorize", "_opcode_metadata", "_sysconfig", "_interpreters", "_interpqueues",
     "_interpchannels", "_xxsubinterpreters", "_suggestions", "_typing", "_aix_support", "_osx_support", "_winapi",
     "winreg", "_winreg", "msvcrt", "nt", "ntpath", "winsound", "_overlapped", "annotationlib",
-    "_zstd", "_remote_debugging",
+    "_zstd", "_remote_debugging", "compression", "_types", "_hmac", "_py_warnings", "_ast_unparse",
+    "_pydatetime", "_pylong",
 }  # fmt: skip
 _STANDARD = sys.stdlib_module_names | _SOME_VERSIONS
 # Packages whose purpose is to run, download or unpickle things.
 _TOOLS = {
     "aiohttp", "requests", "httpx", "urllib3", "paramiko", "fabric", "sh", "plumbum", "pexpect", "dill", "cloudpickle",
     "joblib", "jsonpickle", "pip", "setuptools", "fsspec", "boto3", "IPython", "nbconvert", "nbclient", "pkg_resources",
-    "invoke", "past", "cffi", "Cython", "pyximport", "jinja2", "mako", "numexpr", "execnet",
+    "invoke", "past", "cffi", "Cython", "pyximport", "jinja2", "mako", "numexpr", "execnet", "pytest", "_pytest",
 }  # fmt: skip
 _DATA = {"joblib.numpy_pickle.NumpyArrayWrapper", "joblib.numpy_pickle.NDArrayWrapper"}  # of these packages
 # Functions of any package that run, load or look up something, by their names without leading underscores.
 _RUNS = {
-    "eval", "exec", "execfile", "system", "popen", "spawn", "check_call", "check_output", "getoutput", "run_cell",
-    "import_module", "import_string", "load_module", "load", "loads", "load_all", "full_load", "unsafe_load",
-    "unsafe_load_all", "read_pickle", "run_path", "run_module", "run_command", "exec_module", "load_model", "Popen", "unpickle", "sympify", "parse_expr", "getattr", "resolve_name", "run_code",
+    "eval", "exec", "execfile", "system", "popen", "Popen", "spawn", "check_call", "check_output", "getoutput",
+    "run_cell",
+    "import_module", "import_string", "load_module", "exec_module", "load", "loads", "load_all", "full_load",
+    "unsafe_load", "unsafe_load_all", "read_pickle", "unpickle", "load_model", "sympify", "lambdify", "parse_expr",
+    "getattr", "resolve_name", "get_type_hints", "run_code", "run_path", "run_module", "run_command",
 }  # fmt: skip
 # Modules of the standard library that a dotted name must not pass through.
 _REACHED = {
@@ -150,10 +153,13 @@ _NO_CHECKPOINT = (
 
 # Of modules that are harmless otherwise: what evaluates texts or calls what it is given.
 _CALLERS = {
-    "get_type_hints", "starmap", "accumulate", "groupby", "takewhile", "dropwhile", "filterfalse", "imap", "ifilter",
+    "get_type_hints", "global_enum", "starmap", "accumulate", "groupby", "takewhile", "dropwhile", "filterfalse", "imap",
+    "ifilter",
 }  # fmt: skip
 # Classes of torch that open files, sockets or processes.
-_ACTIVE = re.compile(r"(File|TCP|Hash|Prefix)Store|PyTorchFile|FileSystem|Subprocess|Launcher|^Storage(Writer|Reader)")
+_ACTIVE = re.compile(
+    r"(File|TCP|Hash|Prefix)Store|PyTorchFile|FileSystem|Process(?!Group)|Executor|Launcher|^Storage(Wri|Rea)"
+)
 _TORCH_ROOT = {"relu", "tanh", "sigmoid", "selu", "softmax", "log_softmax", "nn", "square", "sin", "cos", "exp", "log"}
 _CONTAINERS = {("collections", "OrderedDict"), ("collections", "defaultdict"), ("builtins", "set")}
 
@@ -276,11 +282,11 @@ def dangerous(module: str, name: str) -> bool:
         if _is_function(last):
             return bool(path) or not (module in _FUNCTION_MODULES or module == root or full.startswith(_FUNCTIONS))
         return module != root and not any(module == one or module.startswith(f"{one}.") for one in _CLASSES)
-    return last.strip("_") in _RUNS
+    return last.strip("_") in _RUNS or (_is_function(last) and technique(f"{module}.{name}") != "")
 
 
 def _is_special(path: list[str], last: str) -> bool:
-    """Return whether a dotted name reaches a special attribute, such as ``__globals__``, from which all else follows."""
+    """Return whether a dotted name reaches a special attribute, such as ``__globals__``."""
     return bool(path) and any(one.startswith("__") and one != "__new__" for one in (*path, last))
 
 

@@ -494,6 +494,8 @@ class _Machine:
             raise
         except _DAMAGE:  # invalid arguments, or arguments that the table does not support
             module, name = next((key for key, value in self._rebuild.items() if value is what), ("", "call"))
+            if name == "getattr":
+                self.globals[module, "getattr(...)"] = True
             if args and name in ("bytes", "bytearray") and (excess := large(name, args[0], len(self._data))):
                 self.globals[BOMB, excess] = True
             return Opaque(module, name, args, kwargs)

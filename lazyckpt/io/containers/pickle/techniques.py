@@ -36,7 +36,8 @@ _TECHNIQUES: dict[str, str] = {
             "profile", "trace", "pdb", "bdb", "doctest", "dataclasses._create_fn", "dataclasses.make_dataclass",
             "typing._eval_type", "typing.get_type_hints", "typing.ForwardRef", "sympy", "pandas.eval",
             "pandas.core.computation", "numexpr", "idlelib", "IPython", "numpy.f2py", "numpy.testing",
-            "torch.utils.bottleneck", "torch._dynamo.guards", "torch.fx.experimental", "torch.jit.unsupported_tensor_ops",
+            "torch.utils.bottleneck", "torch._dynamo.guards", "torch.fx.experimental",
+            "torch.jit.unsupported_tensor_ops",
             "torch.utils.data.datapipes", "torch.distributed.checkpoint.examples", "collections.namedtuple", "ast",
             "inspect", "string.Template", "unittest", "_testcapi", "jinja2", "mako", "enum._simple_enum",
         ),
@@ -155,7 +156,8 @@ _REBUILDERS = (
     "deepspeed.utils.tensor_fragment.fragment_address", "deepspeed.utils.tensor_fragment.tensor_fragment",
     "gym.utils.seeding", "gymnasium.utils.seeding", "dateutil.tz", "ml_dtypes", "jax._src.array._reconstruct_array",
     "sklearn._loss", "sklearn.neighbors._", "sklearn.tree._tree", "lightning.fabric.wrappers._unwrap",
-    "transformers.utils.generic.", "omegaconf.dictconfig", "omegaconf.listconfig", "torchvision.models.", "tqdm.std.tqdm",
+    "transformers.utils.generic.", "omegaconf.dictconfig", "omegaconf.listconfig", "torchvision.models.",
+    "tqdm.std.tqdm",
     "lightning.pytorch.utilities.parsing.AttributeDict", "scipy.interpolate",
 )  # fmt: skip
 

@@ -19,16 +19,20 @@ from ...limits import OBJECTS, OBJECTS_PER_BYTE
 from .audit import bomb, large
 from .techniques import EXTENSION, PERSISTENT
 
-_WINDOW = 1 << 20
+_FIRST_WINDOW, _WINDOW = 1 << 12, 1 << 20  # bytes of the first read, and of the largest
 _AHEAD = 32  # bytes of an opcode and its length
-_LINE = 1 << 20  # bytes of the longest argument that is a line
+_LINE = 1 << 28  # bytes of the longest argument that is a line
 _TEXT = 1 << 10  # characters of the longest text that may be a name
 _KEPT = 8  # elements of the largest tuple that is kept
 _REMAINDER = 64 << 20  # bytes behind the damage that are searched
 _NAME = rb"[A-Za-z_][\w.]{0,200}"
 _HIDDEN = re.compile(
     rb"[ci](" + _NAME + rb")\r?\n(" + _NAME + rb")\r?\n"
-    rb"|[\x8cX].(?:\0\0\0)?(" + _NAME + rb")(?:\x94|q.|r....)?[\x8cX].(?:\0\0\0)?(" + _NAME + rb")(?:\x94|q.|r....)?\x93",
+    rb"|[\x8cX].(?:\0\0\0)?("
+    + _NAME
+    + rb")(?:\x94|q.|r....)?[\x8cX].(?:\0\0\0)?("
+    + _NAME
+    + rb")(?:\x94|q.|r....)?\x93",
     re.DOTALL,
 )
 _PROTOCOL = re.compile(rb"\x80[\0-\x05]|PK\x03\x04|\x1f\x8b|BZh|\xfd7zXZ|c" + _NAME + rb"\n" + _NAME + rb"\n|\([lditc]")
@@ -187,6 +191,7 @@ class _Tracer:
         self._data = b""
         self._i = 0
         self._room = OBJECTS + int((file.size - start) * OBJECTS_PER_BYTE)
+        self._window = _FIRST_WINDOW // 2
         self._escaped = False  # whether getattr is passed on rather than called
         self._resolved = 0  # calls of getattr whose result is a name
 
@@ -196,9 +201,8 @@ class _Tracer:
 
     def settle(self) -> None:
         """Allow getattr if every use of it is a call whose result is a name, which is judged itself."""
-        for one in _GETATTR:
-            if self._resolved and not self._escaped and self.found.named.get(one):
-                self.found.allowed.add(one)
+        if any(one in self.found.named for one in _GETATTR) and (self._escaped or not self._resolved):
+            self.found.odd.append("reaches functions through the attributes of values, with getattr")
 
     # -- bytes
 
@@ -207,7 +211,8 @@ class _Tracer:
         if len(self._data) - self._i < need:
             self._base += self._i
             self._i = 0
-            size = min(max(need, _WINDOW), self._file.size - self._base)
+            self._window = min(2 * self._window, _WINDOW)
+            size = min(max(need, self._window), self._file.size - self._base)
             self._data = self._file.at(self._base, size) if size > 0 else b""
 
     def _number(self, width: int) -> int:
@@ -228,11 +233,13 @@ class _Tracer:
 
     def _line(self) -> bytes:
         end = self._data.find(b"\n", self._i)
-        if end < 0:
-            self._fill(_LINE)
+        size = _FIRST_WINDOW
+        while end < 0:
+            self._fill(size)
             end = self._data.find(b"\n", self._i)
-            if end < 0:
+            if end < 0 and (size >= _LINE or size > len(self._data)):
                 raise _BrokenOff("a line does not end")
+            size *= 16
         line = self._data[self._i : end]
         self._i = end + 1
         return line
@@ -298,7 +305,7 @@ class _Tracer:
         elif what in _SIZED and known and (text := large(what.name, known[0], self._file.size)):
             found.bombs.append(f"has {text}")
         elif what in _FILLED and known and type(known[0]) is _Made and _is_endless(known[0]):
-            found.bombs.append(f"fills a {what.name} with the many items of {known[0].of.name}")
+            found.bombs.append(f"fills a {what.name} with more items than any checkpoint has")
         elif what in _TYPES and args is not _PLAIN and len(known) == 3:
             found.odd.append("makes a class with type(...), which may bring functions of its own")
         return _Made(what, args)
@@ -316,7 +323,7 @@ class _Tracer:
 
     # -- opcodes
 
-    def run(self) -> None:  # noqa: C901
+    def run(self) -> None:
         memo: dict[int, Any] = {}
         marks: list[list[Any]] = []
         stack: list[Any] = []
@@ -416,7 +423,9 @@ class _Tracer:
                 if op in (0x8A, 0x8B):  # LONG1, LONG4
                     small = n <= 16
                     self._fill(n if small else 0)
-                    value = int.from_bytes(self._data[self._i : self._i + n], "little", signed=True) if small else _PLAIN
+                    value = (
+                        int.from_bytes(self._data[self._i : self._i + n], "little", signed=True) if small else _PLAIN
+                    )
                     self._skip(n)
                     stack.append(value)
                 else:
@@ -477,7 +486,9 @@ class _Tracer:
             return _PLAIN
         if type(pid) is tuple and len(pid) > 1 and pid[0] == "module" and type(pid[1]) is Named:
             return pid[1]
-        text = pid if type(pid) is str else pid[0] if type(pid) is tuple and pid and type(pid[0]) is str else "an object"
+        text = (
+            pid if type(pid) is str else pid[0] if type(pid) is tuple and pid and type(pid[0]) is str else "an object"
+        )
         self.found.named[Named(PERSISTENT, text[:100])] = True
         return _PLAIN
 
