@@ -171,18 +171,6 @@ MORE: dict[str, Payload] = {
         ),
         expression(m),
     ),
-    "a name in a dataclass": lambda m: call(
-        named("dataclasses", "dataclass"),
-        call(
-            named("builtins", "type"),
-            text("X"),
-            b")",
-            dict_of(
-                text("__annotations__"),
-                dict_of(text(f"a=__import__('os').system('touch {m}'):int,b"), named("builtins", "int")),
-            ),
-        ),
-    ),
     "lambdify": lambda m: call(named("sympy", "lambdify"), text("x"), expression(m)) + b"0" + system(m),
     "a second protocol": lambda m: b"\x80\x04" + system(m),
     "damaged behind the call": lambda m: system(m) + b"0\xff\xff",

@@ -115,7 +115,7 @@ FINDING_CODES: dict[str, Kind] = {
     ),
     "unusual-pickle": Kind(
         "warning",
-        "A pickle uses what torch.save never writes: extension codes, persistent ids of another kind, a second end.",
+        "A pickle or an archive is not as writers make it, or its name does not say what it is.",
         "Ask where the file comes from.",
     ),
     "shipped-code": Kind(

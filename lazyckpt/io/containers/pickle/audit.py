@@ -153,8 +153,8 @@ _NO_CHECKPOINT = (
 
 # Of modules that are harmless otherwise: what evaluates texts or calls what it is given.
 _CALLERS = {
-    "get_type_hints", "global_enum", "starmap", "accumulate", "groupby", "takewhile", "dropwhile", "filterfalse", "imap",
-    "ifilter",
+    "get_type_hints", "global_enum", "starmap", "accumulate", "groupby", "takewhile", "dropwhile", "filterfalse",
+    "imap", "ifilter",
 }  # fmt: skip
 # Classes of torch that open files, sockets or processes.
 _ACTIVE = re.compile(
