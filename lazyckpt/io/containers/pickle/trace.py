@@ -130,6 +130,7 @@ _FILLED = {
 _ITERATORS = {"range", "xrange", "repeat", "count", "cycle", "product", "permutations", "combinations"}
 _LARGE = 16 << 20  # elements or bytes that a call may make
 _TYPES = {Named("builtins", "type"), Named("__builtin__", "type")}
+_SPECIAL = _GETATTR | _SIZED | _FILLED | _TYPES | {_LOAD_BYTES, _ENCODE}  # calls whose arguments matter
 # opcodes that push a value without further effect -> bytes of their argument
 _VALUES = {
     0x4B: 1, 0x4D: 2, 0x4A: 4, 0x47: 8, 0x4E: 0, 0x88: 0, 0x89: 0, 0x5D: 0, 0x7D: 0, 0x8F: 0, 0x97: 0,
@@ -192,6 +193,8 @@ class _Tracer:
         self._i = 0
         self._room = OBJECTS + int((file.size - start) * OBJECTS_PER_BYTE)
         self._window = _FIRST_WINDOW // 2
+        self._names: dict[tuple[str, str], Named] = {}
+        self._named_getattr = False
         self._escaped = False  # whether getattr is passed on rather than called
         self._resolved = 0  # calls of getattr whose result is a name
 
@@ -272,13 +275,16 @@ class _Tracer:
         if type(module) is not str or type(name) is not str:
             self.found.odd.append("names a class or function by values that are computed while it is unpickled")
             return _PLAIN
-        one = Named(module, name)
-        self.found.named.setdefault(one, False)
+        one = self._names.get((module, name))
+        if one is None:
+            one = self._names[module, name] = Named(module, name)
+            self._named_getattr = self._named_getattr or one in _GETATTR
+            self.found.named.setdefault(one, False)
         return one
 
     def _pass_on(self, items: list[Any]) -> None:
         """Notice getattr among values that are stored or passed on."""
-        if not self._escaped:
+        if self._named_getattr and not self._escaped:
             self._escaped = any(type(item) is Named and item in _GETATTR for item in items)
 
     def _call(self, what: Any, args: Any) -> Any:
@@ -286,6 +292,8 @@ class _Tracer:
             return _Made(None, None)
         found = self.found
         found.named[what] = True
+        if what not in _SPECIAL:
+            return _Made(what, args)
         known = args if type(args) is tuple else ()
         if what in _GETATTR:
             if len(known) in (2, 3) and type(known[0]) is Named and type(known[1]) is str:
@@ -329,38 +337,60 @@ class _Tracer:
         stack: list[Any] = []
         count = protocols = 0
         texts, values, raw = _TEXTS, _VALUES, _RAW
+        data, i = self._data, self._i
+        # the most frequent opcodes work on local names; `self._i` is up to date for all others
         while True:
-            if len(self._data) - self._i < _AHEAD:
+            if len(data) - i < _AHEAD:
+                self._i = i
                 self._fill(_AHEAD)
-                if self._i >= len(self._data):
+                data, i = self._data, self._i
+                if i >= len(data):
                     raise _BrokenOff("it ends without its last opcode")
             count += 1
             if not count & 0xFFFF and len(stack) + len(memo) + len(marks) > self._room:
                 self.found.bombs.append("describes more objects than an honest file of its size")
                 raise _BrokenOff("it describes too many objects")
-            op = self._data[self._i]
-            self._i += 1
+            op = data[i]
+            i += 1
+            if op == 0x71:  # BINPUT
+                memo[data[i]] = stack[-1]
+                i += 1
+                continue
+            if op == 0x68:  # BINGET
+                stack.append(memo[data[i]])
+                i += 1
+                continue
+            if op == 0x4B:  # BININT1
+                stack.append(_PLAIN)
+                i += 1
+                continue
+            if op == 0x94:  # MEMOIZE
+                memo[len(memo)] = stack[-1]
+                continue
+            if op == 0x28:  # MARK
+                marks.append(stack)
+                stack = []
+                continue
+            if op in texts:
+                n = int.from_bytes(data[i : i + texts[op]], "little")
+                begin = i + texts[op]
+                if n <= _TEXT and begin + n <= len(data):
+                    i = begin + n
+                    stack.append(data[begin:i].decode("utf-8", "backslashreplace"))
+                    continue
+            self._i = i
             if op in values:
                 if op == 0x4A:  # BININT: sizes matter to calls
                     stack.append(self._number(4))
                 else:
                     stack.append(_PLAIN)
                     self._skip(values[op])
-            elif op == 0x71:  # BINPUT
-                self._put(memo, self._number(1), stack[-1])
-            elif op == 0x68:  # BINGET
-                stack.append(memo[self._number(1)])
-            elif op == 0x94:  # MEMOIZE
-                memo[len(memo)] = stack[-1]
             elif op == 0x72:  # LONG_BINPUT
                 self._put(memo, self._number(4), stack[-1])
             elif op == 0x6A:  # LONG_BINGET
                 stack.append(memo[self._number(4)])
             elif op in texts:
                 stack.append(self._text(self._number(texts[op])))
-            elif op == 0x28:  # MARK
-                marks.append(stack)
-                stack = []
             elif op == 0x74:  # TUPLE
                 items, stack = stack, marks.pop()
                 self._pass_on(items)
@@ -475,6 +505,7 @@ class _Tracer:
             else:
                 self._i -= 1
                 raise _BrokenOff(f"byte 0x{op:02x} is no opcode")
+            data, i = self._data, self._i
 
     def _extend(self, target: Any) -> None:
         if type(target) is Named:
