@@ -183,6 +183,21 @@ def test_the_memory_is_not_that_of_large_constants(tmp_path: Path) -> None:
     assert report.worst == "error"
 
 
+@pytest.mark.parametrize("filler", [b"N" * 1_000_000, b"N0" * 100_000, b"V" + b"x" * 3_000_000 + b"\n0"])
+def test_long_fillers_do_not_hide_names(filler: bytes, tmp_path: Path) -> None:
+    """Protocol 0 does not begin with a sign of its own, and its arguments may be long."""
+    path = tmp_path / "a"
+    path.write_bytes(filler + exploit(tmp_path / "marker")[2:])
+    assert any("os.system" in str(f) for f in lazyckpt.scan(path) if f.severity == "error")
+
+
+def test_many_pickles_in_a_row(tmp_path: Path) -> None:
+    path = tmp_path / "many.pkl"
+    path.write_bytes(pickle.dumps([1]) * 500 + exploit(tmp_path / "marker"))
+    report = lazyckpt.scan(path)
+    assert report.facts["pickles"] == 501 and report.worst == "error"
+
+
 def test_view_problems_say_the_same(tmp_path: Path) -> None:
     """One judgement: what a scan calls dangerous is a problem of the view."""
     bodies = {

@@ -164,7 +164,10 @@ class _Examiner:
             probe = trace(Held(file.at(0, min(_PROBE, file.size))), search=False)
             goes_on = probe.error.endswith(("opcode", "does not end", "than there are")) and file.size > _PROBE
             if goes_on and not probe.named:  # a long text or row of numbers, perhaps
-                probe = trace(file, search=False)
+                probe = trace(file)
+                if probe.bombs and not _any_danger(probe):
+                    text = "looks like a pickle of more values than are examined; other programs may find names in it"
+                    self.contents.add("not-examined", inner, text, "warning")
             if probe.error and not (goes_on and probe.named) and not _any_danger(probe):
                 return False
             if not probe.named and not probe.constants and not probe.bombs and not _NAMES.search(name):
