@@ -191,6 +191,21 @@ def test_long_fillers_do_not_hide_names(filler: bytes, tmp_path: Path) -> None:
     assert any("os.system" in str(f) for f in lazyckpt.scan(path) if f.severity == "error")
 
 
+@pytest.mark.parametrize("end", [b"cos\nsystem|", b"c__main__\n", b"iposix\nsystem\n", b"V"])
+def test_names_at_the_very_end_are_followed_as_python_does(end: bytes) -> None:
+    """Python's unpickler takes a line that is cut off, but for its last byte, and imports before it looks at the stack."""
+    named = []
+
+    class Recorder(pickle._Unpickler):  # type: ignore[name-defined,misc]
+        def find_class(self, module: str, name: str) -> Any:
+            named.append((module, name))
+            return dict
+
+    with pytest.raises((EOFError, IndexError, pickle.UnpicklingError)):
+        Recorder(io.BytesIO(b"\x80\x04" + end)).load()
+    assert set(trace(Held(b"\x80\x04" + end)).named) == set(named)
+
+
 def test_many_pickles_in_a_row(tmp_path: Path) -> None:
     path = tmp_path / "many.pkl"
     path.write_bytes(pickle.dumps([1]) * 500 + exploit(tmp_path / "marker"))

@@ -162,7 +162,7 @@ class _Examiner:
         """Look at the pickles that a file begins with; return whether there are any."""
         if head[0] != 0x80 or (len(head) > 1 and head[1] > 5):
             probe = trace(Held(file.at(0, min(_PROBE, file.size))), search=False)
-            goes_on = probe.error.endswith(("opcode", "does not end", "than there are")) and file.size > _PROBE
+            goes_on = probe.error.endswith(("opcode", "than there are")) and file.size > _PROBE
             if goes_on and not probe.named:  # a long text or row of numbers, perhaps
                 probe = trace(file)
                 if probe.bombs and not _any_danger(probe):

@@ -239,8 +239,12 @@ class _Tracer:
         size = _FIRST_WINDOW
         while end < 0:
             self._fill(size)
+            if self._i >= len(self._data):
+                return b""  # as Python's unpickler does
             end = self._data.find(b"\n", self._i)
-            if end < 0 and (size >= _LINE or size > len(self._data)):
+            if end < 0 and self._base + len(self._data) >= self._file.size:
+                end = len(self._data) - 1  # Python takes the rest but for its last byte
+            elif end < 0 and size >= _LINE:
                 raise _BrokenOff("a line does not end")
             size *= 16
         line = self._data[self._i : end]
@@ -419,9 +423,9 @@ class _Tracer:
                 stack[-1] = self._find(stack[-1], name)
             elif op == 0x69:  # INST
                 module, name = self._line(), self._line()
+                one = self._find(module.decode("utf-8", "replace"), name.decode("utf-8", "replace"))
                 items, stack = stack, marks.pop()
                 self._pass_on(items)
-                one = self._find(module.decode("utf-8", "replace"), name.decode("utf-8", "replace"))
                 stack.append(self._call(one, tuple(items[:_KEPT])))
             elif op == 0x6F:  # OBJ
                 items, stack = stack, marks.pop()
