@@ -193,7 +193,7 @@ def test_long_fillers_do_not_hide_names(filler: bytes, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("end", [b"cos\nsystem|", b"c__main__\n", b"iposix\nsystem\n", b"V"])
 def test_names_at_the_very_end_are_followed_as_python_does(end: bytes) -> None:
-    """Python's unpickler takes a line that is cut off, but for its last byte, and imports before it looks at the stack."""
+    """Python's unpickler takes a line that is cut off, but for its last byte."""
     named = []
 
     class Recorder(pickle._Unpickler):  # type: ignore[name-defined,misc]
@@ -204,6 +204,21 @@ def test_names_at_the_very_end_are_followed_as_python_does(end: bytes) -> None:
     with pytest.raises((EOFError, IndexError, pickle.UnpicklingError)):
         Recorder(io.BytesIO(b"\x80\x04" + end)).load()
     assert set(trace(Held(b"\x80\x04" + end)).named) == set(named)
+
+
+def test_a_frame_that_cuts_a_name_is_an_error(tmp_path: Path) -> None:
+    """The unpickler written in C drops the part of the name that is in the frame, if it reads from a file."""
+    data = b"\x80\x04\x95" + (5).to_bytes(8, "little") + b"cjunkos\nsystem\n."
+    named = []
+
+    class Recorder(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            named.append((module, name))
+            return dict
+
+    Recorder(io.BytesIO(data)).load()
+    (tmp_path / "a.pkl").write_bytes(data)
+    assert named == [("os", "system")] and lazyckpt.scan(tmp_path).worst == "error"
 
 
 def test_many_pickles_in_a_row(tmp_path: Path) -> None:

@@ -339,7 +339,7 @@ class _Tracer:
         memo: dict[int, Any] = {}
         marks: list[list[Any]] = []
         stack: list[Any] = []
-        count = protocols = 0
+        count = protocols = frame = 0
         texts, values, raw = _TEXTS, _VALUES, _RAW
         data, i = self._data, self._i
         # the most frequent opcodes work on local names; `self._i` is up to date for all others
@@ -350,6 +350,10 @@ class _Tracer:
                 data, i = self._data, self._i
                 if i >= len(data):
                     raise _BrokenOff("it ends without its last opcode")
+            if frame and self._base + i >= frame:
+                if self._base + i > frame:  # unpicklers that read from a file then skip bytes of a name
+                    self.found.odd.append("has a frame that cuts an opcode in two: unpicklers see different names")
+                frame = 0
             count += 1
             if not count & 0xFFFF and len(stack) + len(memo) + len(marks) > self._room:
                 self.found.bombs.append("describes more objects than an honest file of its size")
@@ -492,7 +496,8 @@ class _Tracer:
                 if version > 5:
                     raise _BrokenOff(f"it declares protocol {version}")
             elif op == 0x95:  # FRAME
-                self._number(8)
+                length = self._number(8)
+                frame = self.place + length
             elif op == 0x30:  # POP
                 if stack:
                     stack.pop()
