@@ -59,7 +59,7 @@ def is_zip(file: Bytes, head: bytes) -> bool:
 def zips(file: Bytes) -> Iterator[Zipped]:
     """Yield the zips of a file: one, or several behind each other, as in the files of DCP."""
     whole = _directory(file)
-    if whole is not None and whole.first == 0:
+    if whole is not None and whole.first == 0 and file.at(file.size - 22, 4) == b"PK\x05\x06":
         yield whole
         return
     begin, found = 0, 0

@@ -117,7 +117,7 @@ class _Examiner:
             contents.add("shipped-code", inner, found.what, found.severity)
         if is_tar(head):
             self._members(tar_members(file), inner, depth, "tar")
-        elif is_zip(file, head) or name.endswith(".distcp"):
+        elif is_zip(file, head) or (name.endswith(".distcp") and not is_archive(head)):
             if kind:
                 contents.add("unusual-pickle", inner, f"is {kind} and a zip at the same time")
             for one in zips(file):
