@@ -38,6 +38,7 @@ if _TYPE_CHECKING:
     from .inspect.diff import Diff, Difference
     from .inspect.manifest import Digest
     from .inspect.report import Finding, Report
+    from .inspect.scan.folder import scan
     from .io.containers.pickle.records import Opaque
     from .runs.compare import diff, digest
     from .runs.prune import Pruned, prune
@@ -64,6 +65,7 @@ _HOMES = {
     "Report": "inspect.report",
     "Finding": "inspect.report",
     "prune": "runs.prune",
+    "scan": "inspect.scan.folder",
     "unshard": "view",
 }
 _MODULES = ("deepspeed", "distributed", "interop", "recipes")
@@ -99,6 +101,7 @@ __all__ = [
     "open",
     "open_run",
     "prune",
+    "scan",
     "unshard",
     "verify",
 ]

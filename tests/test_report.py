@@ -17,7 +17,7 @@ from lazyckpt.inspect.report import FINDING_CODES, SEVERITIES, Finding, Report, 
 ROOT = Path(__file__).parents[1]
 LOST = Finding("missing-file", "b.pt is missing", "b.pt")
 NAN = Finding("not-a-number", "w has 3 NaN", "a.pt", "layers.0/w", details={"ranks": [1], "rows": [[0, 3]]})
-CLASS = Finding("unknown-global", "c.pt names mine.Config", "dir with space/c.pt")
+CLASS = Finding("framework-class", "c.pt names mine.Config", "dir with space/c.pt")
 
 
 def report(*findings: Finding) -> Report:
@@ -45,7 +45,7 @@ def test_problems_of_views_are_findings() -> None:
 
 def test_the_worst_findings_come_first_and_equal_ones_once() -> None:
     found = report(CLASS, LOST, LOST, NAN)
-    assert [f.code for f in found] == ["missing-file", "not-a-number", "unknown-global"]
+    assert [f.code for f in found] == ["missing-file", "not-a-number", "framework-class"]
     assert found.counts == {"error": 2, "warning": 0, "note": 1} and found.worst == "error" and not found.ok
     assert report(CLASS).ok and report().ok and report().worst is None and not report()
 
@@ -111,7 +111,7 @@ def test_fingerprints_are_of_the_place() -> None:
 
 
 def test_html_has_no_markup_of_files() -> None:
-    html = report(Finding("unknown-global", "<script>x</script>", "<b>.pt"))._repr_html_()
+    html = report(Finding("framework-class", "<script>x</script>", "<b>.pt"))._repr_html_()
     assert "<script>" not in html and "&lt;script&gt;" in html
 
 

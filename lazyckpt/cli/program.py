@@ -29,6 +29,7 @@ COMMANDS = {
     "diff": "Compare two checkpoints of any formats, tensor by tensor.",
     "digest": "Print digests of the contents, which are the same in every format.",
     "verify": "Check whether a checkpoint is whole and its values are sane.",
+    "scan": "Tell whether files are safe to load with programs that unpickle them.",
     "convert": "Write a checkpoint in another format.",
     "prune": "Remove the older checkpoints of a run.",
     "cache": "List or remove the indexes of large checkpoints that are kept.",

@@ -124,16 +124,17 @@ FINDING_CODES: dict[str, Kind] = {
         "Do not load the file with other programs, and ask where it comes from.",
     ),
     "unknown-global": Kind(
-        "note",
+        "warning",
         "A pickle names a class or function that is not known to be harmless.",
         "Load the file with other programs only if you trust its source.",
     ),
+    "framework-class": Kind("note", "Pickles name classes of a known package.", "Nothing, if you use the package."),
     "pickle-bomb": Kind(
         "error", "A pickle is made to exhaust memory or time.", "Do not load the file with other programs."
     ),
     "unusual-pickle": Kind(
         "warning",
-        "A pickle uses what torch.save never writes: extension codes, persistent ids of another kind, a second end.",
+        "A pickle or an archive is not as writers make it, or its name does not say what it is.",
         "Ask where the file comes from.",
     ),
     "shipped-code": Kind(
@@ -447,7 +448,8 @@ class Report(Sequence[Finding]):
         counted = [plural(count, severity) for severity, count in self.counts.items() if count]
         found = ", ".join(counted) if counted else "nothing found"
         facts = self.facts
-        seen = [plural(facts[what], what.removesuffix("s")) for what in ("files", "tensors") if what in facts]
+        parts = ("files", "pickles", "tensors")
+        seen = [plural(facts[what], what.removesuffix("s")) for what in parts if what in facts]
         seen += [f"{human_bytes(facts['bytes'])} read"] if "bytes" in facts else []
         seen += [f"{facts['seconds']:.1f} s"] if "seconds" in facts else []
         return f"{found} ({', '.join(seen)})" if seen else found

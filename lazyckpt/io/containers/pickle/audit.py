@@ -1,8 +1,10 @@
-"""Warnings about names in a pickle that could do harm if the file were unpickled the usual way.
+"""The judgement of the names in a pickle: what would they do if the file were unpickled the usual way?
 
-lazyckpt runs none of them. Names of the standard library, torch and numpy pass only if they are known to be harmless;
-unknown packages (the classes of a training script) pass, except for functions whose name says that they run, load or
-look up something. A dotted name is judged by its target: ``logging`` with ``os.system`` is ``os.system``.
+lazyckpt runs none of them. `judge` puts a name into one of five grades; `view.problems` has the dangerous ones, and
+`lazyckpt.scan` also has the unknown ones. Names of the standard library, torch and numpy that are not known to be
+harmless are dangerous. Of other packages, functions whose names say that they run, load or look up something are
+dangerous, and what is not known as a class of a framework is unknown. A dotted name is judged by its target:
+``logging`` with ``os.system`` is ``os.system``.
 
 The judgement does not depend on the Python that runs: the names of its standard library are those of all versions.
 """
@@ -10,12 +12,22 @@ The judgement does not depend on the Python that runs: the names of its standard
 from __future__ import annotations
 
 import builtins
+import re
 import sys
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import Literal, NamedTuple, TypeAlias
 
-from ....errors import Problem
+from ....core.units import human_bytes
+from ....errors import Problem, printable
+from ...limits import short_number
 from .rebuild import REBUILD
+from .techniques import BOMB, EXTENSION, PERSISTENT, framework, technique
+
+Grade: TypeAlias = Literal["torch", "plain", "framework", "unknown", "dangerous"]
+GRADES: tuple[Grade, ...] = ("dangerous", "unknown", "framework", "plain", "torch")  # the worst first
+_MEMO = 1 << 20  # entries of a memo past the length of the pickle
+_LARGE = 16 << 20  # elements or bytes that one call may make, past the length of the pickle
 
 _ALL = frozenset({"*"})
 _SHORT = 256  # characters of names whose judgement is kept
@@ -30,7 +42,7 @@ _HARMLESS: dict[str, frozenset[str]] = {
     ),
     **dict.fromkeys(
         ("builtins", "__builtin__"),
-        frozenset(n for n, v in vars(builtins).items() if isinstance(v, type))
+        frozenset(n for n, v in vars(builtins).items() if isinstance(v, type)) - {"map", "filter", "super"}
         | {
             "long", "unicode", "xrange", "basestring", "Ellipsis", "NotImplemented", "NoneType", "len", "max", "min",
             "sum", "abs", "sorted", "print", "any", "all", "round", "id", "hash", "iter", "next", "callable",
@@ -40,7 +52,7 @@ _HARMLESS: dict[str, frozenset[str]] = {
     "argparse": frozenset({"Namespace"}),
     "dataclasses": frozenset(
         {
-            "Field", "FrozenInstanceError", "InitVar", "KW_ONLY", "MISSING", "asdict", "astuple", "dataclass", "field",
+            "Field", "FrozenInstanceError", "InitVar", "KW_ONLY", "MISSING", "asdict", "astuple", "field",
             "replace", "_DataclassParams", "_FIELD", "_FIELD_BASE", "_FIELD_CLASSVAR", "_FIELD_INITVAR",
             "_HAS_DEFAULT_FACTORY_CLASS", "_KW_ONLY_TYPE", "_MISSING_TYPE",
         }
@@ -79,19 +91,24 @@ _SOME_VERSIONS = {
     "_ios_support", "_colorize", "_opcode_metadata", "_sysconfig", "_interpreters", "_interpqueues",
     "_interpchannels", "_xxsubinterpreters", "_suggestions", "_typing", "_aix_support", "_osx_support", "_winapi",
     "winreg", "_winreg", "msvcrt", "nt", "ntpath", "winsound", "_overlapped", "annotationlib",
-    "_zstd", "_remote_debugging",
+    "_zstd", "_remote_debugging", "compression", "_types", "_hmac", "_py_warnings", "_ast_unparse",
+    "_pydatetime", "_pylong",
 }  # fmt: skip
 _STANDARD = sys.stdlib_module_names | _SOME_VERSIONS
 # Packages whose purpose is to run, download or unpickle things.
 _TOOLS = {
     "aiohttp", "requests", "httpx", "urllib3", "paramiko", "fabric", "sh", "plumbum", "pexpect", "dill", "cloudpickle",
-    "joblib", "jsonpickle", "pip", "setuptools", "fsspec", "boto3", "IPython", "nbconvert", "nbclient",
+    "joblib", "jsonpickle", "pip", "setuptools", "fsspec", "boto3", "IPython", "nbconvert", "nbclient", "pkg_resources",
+    "invoke", "past", "cffi", "Cython", "pyximport", "jinja2", "mako", "numexpr", "execnet", "pytest", "_pytest",
 }  # fmt: skip
+_DATA = {"joblib.numpy_pickle.NumpyArrayWrapper", "joblib.numpy_pickle.NDArrayWrapper"}  # of these packages
 # Functions of any package that run, load or look up something, by their names without leading underscores.
 _RUNS = {
-    "eval", "exec", "execfile", "system", "popen", "spawn", "check_call", "check_output", "getoutput", "run_cell",
-    "import_module", "import_string", "load_module", "load", "loads", "load_all", "full_load", "unsafe_load",
-    "unsafe_load_all", "read_pickle", "unpickle", "sympify", "parse_expr", "getattr", "resolve_name", "run_code",
+    "eval", "exec", "execfile", "system", "popen", "Popen", "spawn", "check_call", "check_output", "getoutput",
+    "run_cell",
+    "import_module", "import_string", "load_module", "exec_module", "load", "loads", "load_all", "full_load",
+    "unsafe_load", "unsafe_load_all", "read_pickle", "unpickle", "load_model", "sympify", "lambdify", "parse_expr",
+    "getattr", "resolve_name", "get_type_hints", "run_code", "run_path", "run_module", "run_command",
 }  # fmt: skip
 # Modules of the standard library that a dotted name must not pass through.
 _REACHED = {
@@ -136,23 +153,117 @@ _NO_CHECKPOINT = (
 )  # fmt: skip
 
 
+# Of modules that are harmless otherwise: what evaluates texts or calls what it is given.
+_CALLERS = {
+    "get_type_hints", "global_enum", "starmap", "accumulate", "groupby", "takewhile", "dropwhile", "filterfalse",
+    "imap", "ifilter",
+}  # fmt: skip
+# Classes of torch that open files, sockets or processes.
+_ACTIVE = re.compile(
+    r"(File|TCP|Hash|Prefix)Store|PyTorchFile|FileSystem|Process(?!Group)|Executor|Launcher|^Storage(Wri|Rea)"
+)
+_TORCH_ROOT = {"relu", "tanh", "sigmoid", "selu", "softmax", "log_softmax", "nn", "square", "sin", "cos", "exp", "log"}
+_CONTAINERS = {("collections", "OrderedDict"), ("collections", "defaultdict"), ("builtins", "set")}
+
+
+class Verdict(NamedTuple):
+    """The judgement of a name: its ``grade``, and ``why``: what a dangerous one does, or the package of a framework."""
+
+    grade: Grade
+    why: str = ""
+
+
+def judge(module: str, name: str) -> Verdict:
+    """Judge a name in a pickle.
+
+    Returns
+    -------
+    Verdict
+        "torch": torch needs it to load tensors. "plain": a harmless name of Python, numpy or torch. "framework": a
+        class of a known package. "unknown": not known to be harmless. "dangerous": it can run code, or reach what can.
+    """
+    if dangerous(module, name):
+        return Verdict("dangerous", _why(module, name))
+    root = module.split(".")[0]
+    if (module, name) in _CONTAINERS or (root == "torch" and (module, name) in REBUILD):
+        return Verdict("torch")
+    last = name.split(".")[-1]
+    if root == "torch" and module == root and _is_function(last) and last not in _TORCH_ROOT:
+        return Verdict("unknown")
+    if root == "numpy" and module == root and _is_function(last) and (module, name) not in REBUILD:
+        return Verdict("plain" if _is_number(last) else "unknown")
+    if root in _STANDARD or root in ("torch", "numpy"):
+        return Verdict("plain")
+    package = framework(module, name)
+    return Verdict("framework", package) if package else Verdict("unknown")
+
+
+def _is_number(name: str) -> bool:
+    """Return whether a lower-case name of numpy is that of a type of numbers or arrays."""
+    return name.rstrip("0123456789_") in {
+        "int", "uint", "float", "complex", "bool", "str", "bytes", "void", "object", "ndarray", "dtype", "datetime",
+        "timedelta", "generic", "number", "floating", "integer", "longdouble", "double", "single", "half", "byte",
+        "ubyte", "short", "ushort", "intc", "uintc", "long", "ulong", "longlong", "ulonglong", "poly1d",
+    }  # fmt: skip
+
+
+def _why(module: str, name: str) -> str:
+    """Return what a dangerous name does, in words."""
+    if module in (PERSISTENT, BOMB) or (module == EXTENSION and name.startswith("extension ")):
+        return technique("copyreg.extension" if module == EXTENSION else module)
+    found = technique(f"{module}.{name}")
+    parts = name.split(".")
+    if len(parts) == 1 and found:
+        return found
+    for n in range(len(parts)):  # a dotted name is judged by its target
+        target = technique(".".join(parts[n:])) if n + 1 < len(parts) else ""
+        if target:
+            return target
+    if len(parts) > 1:
+        return found or "it reaches functions through attributes"
+    if module.split(".")[0] in _STANDARD:
+        return "it is of the standard library, and not known to be harmless"
+    return "it runs, loads or looks up something" if parts[-1].strip("_") in _RUNS else "no checkpoint needs it"
+
+
+def sentence(module: str, name: str, loading: str = "torch.load this file") -> str:
+    """Return the sentence about a dangerous name. ``loading`` describes the action that would run it."""
+    if module in (PERSISTENT, BOMB) or (module == EXTENSION and name.startswith("extension ")):
+        what = {PERSISTENT: "the persistent id ", EXTENSION: "the ", BOMB: ""}[module] + printable(name)
+        return f"its pickle has {what} ({_why(module, name)}): nothing was run, but do not {loading}"
+    return (
+        f"its pickle names {printable(f'{module}.{name}')}, which no checkpoint needs ({_why(module, name)}): "
+        f"nothing was run, but do not {loading}"
+    )
+
+
 def dangers(named: Iterable[tuple[str, str]], loading: str = "torch.load this file") -> list[Problem]:
-    """Return a problem for each (module, name) in a pickle that deserves a warning. ``loading`` describes the action
-    that would run it."""
-    return [
-        Problem(
-            "unsafe-pickle",
-            f"its pickle names {module}.{name}, which no checkpoint needs: nothing was run, but do not {loading}",
-        )
-        for module, name in named
-        if dangerous(module, name)
-    ]
+    """Return a problem for each (module, name) in a pickle that is dangerous. ``loading`` describes the action that
+    would run it."""
+    return [Problem("unsafe-pickle", sentence(*key, loading)) for key in named if dangerous(*key)]
+
+
+def bomb(entry: int, size: int) -> str:
+    """Return what is wrong with an entry of the memo in a pickle of ``size`` bytes, "" if it is ordinary. Unpicklers
+    written in C make room up to the largest entry."""
+    if entry <= size + _MEMO:
+        return ""
+    return f"entry {short_number(entry)} in its memo, for which unpicklers take {human_bytes(min(entry, 1 << 60) * 16)}"
+
+
+def large(name: str, count: object, size: int) -> str:
+    """Return what is wrong with a call that makes ``count`` bytes in a pickle of ``size`` bytes, "" if nothing is."""
+    if type(count) is not int or count <= max(_LARGE, size):
+        return ""
+    return f"a call of {name} that makes {human_bytes(min(count, 1 << 60))}"
 
 
 def dangerous(module: str, name: str) -> bool:
     """Return whether a name deserves a warning."""
     if (module, name) in REBUILD:
         return False
+    if module in (PERSISTENT, BOMB):
+        return True
     return _judged(module, name) if len(module) + len(name) < _SHORT else _judged.__wrapped__(module, name)
 
 
@@ -163,18 +274,32 @@ def _judged(module: str, name: str) -> bool:
     if root in _STANDARD:
         harmless = _HARMLESS.get(module, frozenset())
         if harmless is _ALL:  # except dotted names that pass through the module, and functions that are not public
-            return bool(path) or (last.startswith("_") and _is_function(last)) or last == "get_type_hints"
-        return (path[0] if path else last) not in harmless
-    if root in _TOOLS or not _REACHED.isdisjoint(path) or any(map(_is_function, path)):
+            return bool(path) or (last.startswith("_") and _is_function(last)) or last in _CALLERS
+        return (path[0] if path else last) not in harmless or _is_special(path, last)
+    if f"{module}.{name}" in _DATA:
+        return False
+    if root in _TOOLS or _has_moves(module) or not _REACHED.isdisjoint(path) or any(map(_is_function, path)):
+        return True
+    if _is_special(path, last):
         return True
     if root in ("torch", "numpy"):
         full = f"{module}.{name}"
-        if full.startswith(_NO_CHECKPOINT) or last == "memmap":
+        if full.startswith(_NO_CHECKPOINT) or last == "memmap" or _ACTIVE.search(last):
             return True
         if _is_function(last):
             return bool(path) or not (module in _FUNCTION_MODULES or module == root or full.startswith(_FUNCTIONS))
         return module != root and not any(module == one or module.startswith(f"{one}.") for one in _CLASSES)
-    return last.strip("_") in _RUNS
+    return last.strip("_") in _RUNS or (_is_function(last) and technique(f"{module}.{name}") != "")
+
+
+def _is_special(path: list[str], last: str) -> bool:
+    """Return whether a dotted name reaches a special attribute, such as ``__globals__``."""
+    return bool(path) and any(one.startswith("__") and one != "__new__" for one in (*path, last))
+
+
+def _has_moves(module: str) -> bool:
+    """Return whether a module holds other modules under their old names, such as ``six.moves``."""
+    return module == "six.moves" or module.startswith("six.moves.")
 
 
 def _is_function(name: str) -> bool:

@@ -18,12 +18,13 @@ from typing import Any, Protocol
 
 from ....errors import CorruptError, some
 from ...limits import Budget, ExcessError
-from .audit import dangerous
+from .audit import bomb, dangerous, large
 from .memo import FEW, NOTED, Changes, Item, Items, Memo, Note, refuse_shared
 from .opcodes import COUNTED, LINES, counted, exactly, place, unknown
 from .rebuild import persistent_storage
 from .records import Opaque, build, extend, through_partial
 from .shortcut import MADE, TENSOR, Tensors
+from .techniques import BOMB, EXTENSION, PERSISTENT
 from .values import Keys
 
 # (module, name) -> a function that rebuilds the value from the pickled arguments. If it raises, the value is an Opaque.
@@ -303,7 +304,9 @@ class _Machine:
                                 extend(stack[-1], items)
                     elif op in (0x82, 0x83, 0x84):  # EXT1, EXT2, EXT4: numbers from a registry of the process
                         width = {0x82: 1, 0x83: 2, 0x84: 4}[op]
-                        push(Opaque("copyreg", f"extension {int_from(exactly(data, i, width), 'little')}"))
+                        extension = (EXTENSION, f"extension {int_from(exactly(data, i, width), 'little')}")
+                        self.globals[extension] = True
+                        push(Opaque(*extension))
                         i += width
                     elif op == 0x97:  # NEXT_BUFFER
                         raise CorruptError("it refers to out-of-band buffers, which no file holds")
@@ -342,7 +345,9 @@ class _Machine:
                     push(data[i] | data[i + 1] << 8)
                     i += 2
                 elif op == 0x51:  # BINPERSID
-                    stack[-1] = persistent(stack[-1])
+                    value = stack[-1] = persistent(stack[-1])
+                    if type(value) is Opaque:
+                        self._note_persistent(value)
                 elif op == 0x4A:  # BININT
                     push(int_from(exactly(data, i, 4), "little", signed=True))
                     i += 4
@@ -408,6 +413,8 @@ class _Machine:
                     self._charge(made, memo, seen, marks)
                     if known is not None and not self._taken:
                         known.last = data
+                    if excess := bomb(max(dict.keys(memo), default=0), size):
+                        self.globals[BOMB, excess] = True
                     return stack.pop()
                 elif op in COUNTED:
                     value, i = counted(op, data, i)
@@ -422,6 +429,8 @@ class _Machine:
                         push(memo[place(line)])
                     elif op == 0x50:  # PERSID
                         push(persistent(line.decode("ascii")))
+                        if type(stack[-1]) is Opaque:
+                            self._note_persistent(stack[-1])
                     else:
                         push(LINES[op](line))
                 elif op == 0x6C or op == 0x64:  # LIST, DICT
@@ -462,6 +471,11 @@ class _Machine:
                     raise unknown(op, i, size)
         finally:
             self.end = i
+
+    def _note_persistent(self, value: Opaque) -> None:
+        """Name a persistent id that is not of torch.save."""
+        if value.module == PERSISTENT:
+            self.globals[PERSISTENT, value.name] = True
 
     def _charge(self, made: int, memo: dict[int, Any], seen: int, marks: list[Any]) -> int:
         """Charge the objects created since the last call; return the number of memo entries charged so far."""
@@ -517,6 +531,10 @@ class _Machine:
             raise
         except _DAMAGE:  # invalid arguments, or arguments that the table does not support
             module, name = next((key for key, value in self._rebuild.items() if value is what), ("", "call"))
+            if name == "getattr":
+                self.globals[module, "getattr(...)"] = True
+            if args and name in ("bytes", "bytearray") and (excess := large(name, args[0], len(self._data))):
+                self.globals[BOMB, excess] = True
             return Opaque(module, name, args, kwargs)
         if isinstance(made, Opaque) and made.args is None:  # an attribute of a named thing is a named thing
             self.globals.setdefault((made.module, made.name), False)

@@ -16,6 +16,7 @@ from ....core.dtypes import BOOL, FROM_NAME, FROM_STORAGE, U8, DType
 from ....errors import CorruptError
 from .arrays import NUMPY, NumpyArray
 from .records import Opaque, short
+from .techniques import PERSISTENT
 from .values import VALUES, device, size
 
 _MAX_DIMS = 64
@@ -184,7 +185,7 @@ def persistent_storage(pid: Any) -> Any:
         return StoredStorage(str(key), kind.dtype, numel, location)
     if isinstance(pid, tuple) and len(pid) > 1 and pid[0] == "module" and isinstance(pid[1], Opaque):
         return pid[1]  # legacy files of whole modules: (class, file, source)
-    return Opaque("persistent id", short(pid))
+    return Opaque(PERSISTENT, short(pid))
 
 
 def viewed_storage(pid: Any) -> Any:
