@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .contract import Crash, Target, attempt
 from .drive import Crashers, regressions, run
-from .targets import TARGETS
+from .registry import TARGETS
 
 
 def main() -> int:
@@ -19,8 +19,12 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1.0, help="for all targets together")
     parser.add_argument("--seed", type=int, default=0, help="a number that decides all inputs; 0: the time decides")
     parser.add_argument("--out", type=Path, default=Path("fuzz-crashers"), help="the folder for crashing inputs")
-    parser.add_argument("--engine", choices=("auto", "atheris", "own"), default="own",
-                        help="own: mutators that know the formats; atheris: guided by coverage, for one target")
+    parser.add_argument(
+        "--engine",
+        choices=("auto", "atheris", "own"),
+        default="own",
+        help="own: mutators that know the formats; atheris: guided by coverage, for one target",
+    )
     parser.add_argument("--list", action="store_true", help="list the targets")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="run the one target given on a file")
     given = parser.parse_args()

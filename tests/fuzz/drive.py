@@ -24,6 +24,7 @@ REGRESSIONS = Path(__file__).parent / "regressions"
 CHUNK = 100  # inputs of one child process
 PATIENCE = 60.0  # seconds for one input, after which a child that no signal reaches is killed
 ADDRESSES = 8 << 30  # bytes of address space that a child may add: an allocation beyond it fails
+Found = Callable[[bytes, Crash], object]
 _HEADER = 16  # bytes in the shared memory: the length of the current input, and its number
 
 
@@ -44,9 +45,7 @@ def _seeds(target: Target) -> Sequence[bytes]:
     return target.seeds()
 
 
-def run(
-    target: Target, seed: int, seconds: float, found: Callable[[bytes, Crash], None], least: int = 0, most: int = 1 << 62
-) -> int:
+def run(target: Target, seed: int, seconds: float, found: Found, least: int = 0, most: int = 1 << 62) -> int:
     """Run a target until the time is over, after at least ``least`` inputs. Call ``found`` for each crash; return the
     number of inputs."""
     end = time.monotonic() + seconds
@@ -56,9 +55,7 @@ def run(
     return at
 
 
-def _chunk(
-    target: Target, seed: int, start: int, count: int, end: float | None, found: Callable[[bytes, Crash], None]
-) -> int:
+def _chunk(target: Target, seed: int, start: int, count: int, end: float | None, found: Found) -> int:
     """Run some inputs in a child; return how many."""
     _seeds(target)  # (before the fork: made once)
     shared = mmap.mmap(-1, _HEADER + SIZE)
@@ -150,7 +147,8 @@ class Crashers:
         to = self.folder / target.name / f"{crash.kind.replace(' ', '-')}-{hashlib.sha256(data).hexdigest()[:12]}"
         to.parent.mkdir(parents=True, exist_ok=True)
         to.write_bytes(data)
-        to.with_name(to.name + ".txt").write_text(f"{crash.kind} in {crash.place}\n\n{crash.text}\n", "utf-8", "replace")
+        about = f"{crash.kind} in {crash.place}\n\n{crash.text}\n"
+        to.with_name(to.name + ".txt").write_text(about, "utf-8", "replace")
         return to
 
 

@@ -60,7 +60,8 @@ def _change_bytes(rng: random.Random, data: bytearray, seeds: Seeds) -> None:
             data[at:at] = data[at : at + rng.choice((1, 4, 16, 64, 256))]
         case 5:
             width = rng.choice((2, 4, 8))
-            data[at : at + width] = (number(rng) & ((1 << 8 * width) - 1)).to_bytes(width, rng.choice(("little", "big")))
+            value = number(rng) & ((1 << 8 * width) - 1)
+            data[at : at + width] = value.to_bytes(width, rng.choice(("little", "big")))
         case 6:
             other = rng.choice(seeds)
             start = rng.randrange(len(other) + 1)
@@ -74,7 +75,8 @@ def _change_bytes(rng: random.Random, data: bytearray, seeds: Seeds) -> None:
 # -- pickles
 
 _NAMES = [
-    *REBUILD, ("os", "system"), ("builtins", "eval"), ("a", "Record"), ("functools", "partial"), ("copyreg", "__newobj__"),
+    *REBUILD, ("os", "system"), ("builtins", "eval"), ("a", "Record"), ("functools", "partial"),
+    ("copyreg", "__newobj__"),
     ("torch._utils", "_rebuild_tensor_v2"), ("collections", "OrderedDict"), ("argparse", "Namespace"),
 ]  # fmt: skip
 
@@ -146,10 +148,8 @@ def _opcode(rng: random.Random) -> bytes:
 def _opcodes(data: bytes) -> list[bytes]:
     """Return a pickle as its opcodes with their arguments; what cannot be parsed is one piece at the end."""
     starts: list[int] = []
-    try:
+    with suppress(Exception):  # any damage
         starts.extend(at for _, _, at in pickletools.genops(data) if at is not None)
-    except Exception:  # any damage
-        pass
     if not starts:
         return [data]
     pieces = [data[a:b] for a, b in zip(starts, [*starts[1:], len(data)], strict=True)]
@@ -376,8 +376,8 @@ def of_lines(rng: random.Random, seeds: Seeds) -> bytes:
 # -- texts: TOML, names, indices
 
 _TOKENS = (
-    b"[", b"]", b"{", b"}", b'"', b"'", b"=", b".", b"*", b"?", b":", b",", b"-", b"0", b"1e999", b"...", b"None", b"True",
-    b"\\", b"\n", b"#", b"[rules]", b"0:1", b"::-1", b"9" * 30, b"inf", b"1979-05-27", b"[" * 3000, b"{l}", b"\\d+",
+    b"[", b"]", b"{", b"}", b'"', b"'", b"=", b".", b"*", b"?", b":", b",", b"-", b"0", b"1e999", b"...", b"None",
+    b"True", b"\\", b"\n", b"#", b"[rules]", b"0:1", b"::-1", b"9" * 30, b"inf", b"1979-05-27", b"[" * 3000, b"{l}", b"\\d+",
     b"(a+)+$", b"\xf0\x9f\x98\x80", b"[[a]]", b"-" * 500,
 )  # fmt: skip
 

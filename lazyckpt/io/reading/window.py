@@ -33,6 +33,7 @@ ONE_CALL = 128 << 10  # bytes up to which torch copies a range of rows fastest o
 _SHARED = 0.05  # seconds for which several threads count as readers after one has taken turns with another
 _CACHED = 1 << 14  # windows whose tensors a mapping caches
 _NEAR = 64 << 20  # bytes; a view whose elements are further apart is planned: finding out what is resident takes long
+_FAR = 1 << 31  # larger steps of slices are planned: torch multiplies them by strides without a check of overflow
 _SPARSE = 32  # finding out whether this many bytes are resident takes as long as copying one byte
 _RESIDENT, _PARTIAL = 1.0, 0.1  # seconds for which a tensor counts as resident, or as partly resident, after a check
 
@@ -107,6 +108,11 @@ class Window:
                     return flat[row * self._row + column].clone()
             if key.count(Ellipsis) > 1:
                 return None
+            for item in key:
+                if type(item) is slice and item.step is not None and not -_FAR < item.step < _FAR:
+                    return None
+        elif type(key) is slice and key.step is not None and not -_FAR < key.step < _FAR:
+            return None
         try:
             view, flips = array[key], _NO_FLIPS
         except ValueError:  # torch refuses negative steps
@@ -150,6 +156,8 @@ class Window:
         others = [n for n, item in enumerate(key) if type(item) not in _ATOMS]
         at = others[0]
         if len(others) > 1 or any(item is Ellipsis for item in key[:at] + key[at + 1 :]):
+            return None
+        if any(type(item) is slice and item.step is not None and abs(item.step) >= _FAR for item in key):
             return None
         index = _indices(key[at])
         if index is None or index.ndim != 1:

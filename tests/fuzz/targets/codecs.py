@@ -8,6 +8,7 @@ import json
 import lzma
 import zlib
 
+import google_crc32c
 import numcodecs
 import numpy as np
 
@@ -17,9 +18,12 @@ from lazyckpt.io.codecs import KNOWN, decode
 from ..contract import DifferenceError, Target
 
 NBYTES = 4096
-_CONFIGS = {"shuffle": {"elementsize": 4}, "delta": {"dtype": "<i4"}, "astype": {"encode_dtype": "<f4", "decode_dtype": "<f8"},
-            "fixedscaleoffset": {"offset": 0, "scale": 10, "dtype": "<f8", "astype": "<u1"},
-            "quantize": {"digits": 3, "dtype": "<f4"}, "bitround": {"keepbits": 7}, "jenkins_lookup3": {"initval": 0}}  # fmt: skip
+_CONFIGS = {
+    "shuffle": {"elementsize": 4}, "delta": {"dtype": "<i4"},
+    "astype": {"encode_dtype": "<f4", "decode_dtype": "<f8"},
+    "fixedscaleoffset": {"offset": 0, "scale": 10, "dtype": "<f8", "astype": "<u1"},
+    "quantize": {"digits": 3, "dtype": "<f4"}, "bitround": {"keepbits": 7}, "jenkins_lookup3": {"initval": 0},
+}  # fmt: skip
 CHAINS = [(name,) for name in KNOWN] + [("crc32c", "gzip"), ("zstd", "shuffle"), ("blosc", "delta"), ("zlib", "crc32")]
 
 
@@ -43,7 +47,7 @@ def seeds() -> list[bytes]:
         "bz2": bz2.compress(raw), "lzma": lzma.compress(raw), "zstd": numcodecs.Zstd().encode(raw),
         "blosc": numcodecs.Blosc().encode(raw), "lz4": numcodecs.LZ4().encode(raw),
         "crc32": numcodecs.CRC32().encode(raw), "adler32": numcodecs.Adler32().encode(raw),
-        "crc32c": numcodecs.CRC32().encode(raw), "fletcher32": numcodecs.Fletcher32().encode(raw),
+        "crc32c": raw + google_crc32c.value(raw).to_bytes(4, "little"), "fletcher32": numcodecs.Fletcher32().encode(raw),
     }  # fmt: skip
     found = [bytes([n]) + bytes(packed.get(names[0], raw)) for n, names in enumerate(CHAINS)]
     for name in ("zstd", "lz4", "blosc"):

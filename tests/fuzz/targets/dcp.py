@@ -43,17 +43,17 @@ def _columns_seeds() -> list[bytes]:
     return [pickle.dumps(saved(rng, 3, 6, odd), protocol) for odd in (False, True) for protocol in (2, 4, 5)]
 
 
-METADATA = ("fsdp2", "odd", "numbered", "zstd", "as_safetensors")
+def _replaced(name: str, case: str, file: str, grammar: str, *more: str) -> Target:
+    """A target that replaces a file of a case; its seeds are that file, and that of other cases."""
+    seeds = [(case, file), *((other, file) for other in more)]
+    return Target(name, replacing(lambda: golden("dcp", case), file), lambda: [_file(*seed) for seed in seeds], grammar)
+
+
 TARGETS = (
-    Target("dcp.metadata", replacing(lambda: golden("dcp", "fsdp2"), ".metadata"), lambda: [_file(c, ".metadata") for c in METADATA], "pickle"),
-    Target("dcp.metadata-safetensors", replacing(lambda: golden("dcp", "as_safetensors"), ".metadata"), lambda: [_file("as_safetensors", ".metadata")], "pickle"),
+    _replaced("dcp.metadata", "fsdp2", ".metadata", "pickle", "odd", "numbered", "zstd", "as_safetensors"),
+    _replaced("dcp.metadata-safetensors", "as_safetensors", ".metadata", "pickle"),
     Target("dcp.columns", columns, _columns_seeds, "pickle"),
-    Target("dcp.items", replacing(lambda: golden("dcp", "numbered"), "__0_0.distcp"), lambda: [_file("numbered", "__0_0.distcp")], "bytes"),
-    Target("dcp.packed", replacing(lambda: golden("dcp", "unknown_codec"), "__0_0.distcp"), lambda: [_file("unknown_codec", "__0_0.distcp")], "bytes"),
-    Target(
-        "dcp.hub",
-        replacing(lambda: golden("dcp", "hub_ranks"), "shard-00002-model-00001-of-00001.safetensors"),
-        lambda: [_file("hub_ranks", "shard-00002-model-00001-of-00001.safetensors")],
-        "safetensors",
-    ),
-)  # fmt: skip
+    _replaced("dcp.items", "numbered", "__0_0.distcp", "bytes"),
+    _replaced("dcp.packed", "unknown_codec", "__0_0.distcp", "bytes"),
+    _replaced("dcp.hub", "hub_ranks", "shard-00002-model-00001-of-00001.safetensors", "safetensors"),
+)

@@ -47,7 +47,7 @@ def rules(data: bytes) -> None:
 
 _RULES = (
     b'[rules]\n"*.qkv" = {cat = 0, parts = 3}\n"*.norm" = "replicated"\n"a.*" = {cat = 1, widths = [[2, 2], [1, 1]]}\n',
-    b'[rules]\n"*embed*" = {cat = 0, rows = 32000}\n"*" = {flat = {names = ["a", "b"], shapes = [[2, 3], [4]]}}\n',
+    b'[rules]\n"*embed*" = {cat = 0, rows = 32000}\n"*" = {flat = {a = [2, 3], b = [4]}}\n',
 )
 
 
@@ -59,12 +59,16 @@ def names_json(data: bytes) -> None:
     read_table(str(write("names.json", data)))
 
 
-_NAMES = b'"layers.{l}.qkv.{p}" = {into = ["l.{l}.q.{p}", "l.{l}.k.{p}", "l.{l}.v.{p}"], cut = "rows"}\n"a" = "b"\n'
+_NAMES_JSON = b'{"layers.{l}.{p}": {"into": ["x.{l}.{p}"]}, "a": "b"}'
+_NAMES = b'"layers.{l}.qkv.{p}" = {into = ["l.{l}.q.{p}", "l.{l}.k.{p}", "l.{l}.v.{p}"], cut = "qkv"}\n"a" = "b"\n'
 
 
 def manifest(data: bytes) -> None:
+    """Read a manifest; what is written of it reads as the same."""
     found = Digest.from_json(data.decode("utf-8", "replace"))
-    repr(found), found.to_json(), found.diff(found) if hasattr(found, "diff") else None
+    repr(found)
+    if Digest.from_json(found.to_json()) != found:
+        raise DifferenceError("a manifest that is written again is another")
 
 
 def _manifest() -> list[bytes]:
@@ -78,6 +82,6 @@ TARGETS = (
     Target("documents.plain-json", plain_json, _values, "json"),
     Target("documents.rules", rules, lambda: list(_RULES), "text"),
     Target("documents.names-toml", names, lambda: [_NAMES], "text"),
-    Target("documents.names-json", names_json, lambda: [b'{"layers.{l}.{p}": {"into": ["x.{l}.{p}"]}, "a": "b"}'], "json"),
+    Target("documents.names-json", names_json, lambda: [_NAMES_JSON], "json"),
     Target("documents.manifest", manifest, _manifest, "json"),
 )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import lazyckpt
 from ..contract import Target
 from .sources import golden, replacing, scratch
 
+TOKENIZER = b'{"model": {"vocab": {"a": 0}}, "added_tokens": []}'
 # target -> (group, case, folder in the case, file, grammar)
 FILES = {
     "huggingface.index": ("huggingface", "llama_sharded", "ckpt", "model.safetensors.index.json", "json"),
@@ -50,8 +52,6 @@ def _target(name: str, group: str, case: str, below: str, file: str, grammar: st
 @functools.cache
 def _verified() -> Path:
     """A checkpoint with the records that verification compares: integrity.json, and those of a download."""
-    import shutil
-
     to = scratch() / "verified"
     shutil.copytree(golden("dcp", "numbered"), to)
     (to / ".cache/huggingface/download").mkdir(parents=True)
@@ -70,7 +70,8 @@ def verified(name: str) -> Callable[[bytes], None]:
 
 
 def _integrity() -> list[bytes]:
-    files = {name: hashlib.sha256((_verified() / name).read_bytes()).hexdigest() for name in (".metadata", "__0_0.distcp")}
+    names = (".metadata", "__0_0.distcp")
+    files = {name: hashlib.sha256((_verified() / name).read_bytes()).hexdigest() for name in names}
     return [json.dumps({"algorithm": "sha256", "files": files}).encode()]
 
 
@@ -81,5 +82,5 @@ TARGETS = (
         "verify.download", verified(".cache/huggingface/download/__0_0.distcp.metadata"),
         lambda: [b"0123456789abcdef\n" + b"0" * 64 + b"\n1700000000.0\n"], "text",
     ),
-    Target("verify.tokenizer", verified("tokenizer.json"), lambda: [b'{"model": {"vocab": {"a": 0}}, "added_tokens": []}'], "json"),
+    Target("verify.tokenizer", verified("tokenizer.json"), lambda: [TOKENIZER], "json"),
 )  # fmt: skip

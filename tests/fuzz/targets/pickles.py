@@ -63,6 +63,11 @@ def seeds() -> list[bytes]:
     return [*_data_pickles(), *_values(), *_hand()]
 
 
+def _data() -> list[bytes]:
+    value = [1, {"a": (2.5, "b"), 3: None}, {4}, frozenset({5}), b"six", True, 1 << 70, "\u00e9"]
+    return [*(pickle.dumps(value, protocol) for protocol in range(6)), *_hand()]
+
+
 def _outcome(data: bytes, persistent: Any, known: Items | None = None) -> Pickle | str:
     try:
         return Pickle(data, "fuzz.pt", REBUILD, persistent, known=known)
@@ -89,10 +94,6 @@ def machine(data: bytes) -> None:
         plain = Plain(alone.value, "fuzz.pt", len(data))
         repr(plain.meta), list(plain.tensors)
         decode(encode(plain.rest))
-
-
-class _Named:
-    """Stands for a class or function that Python's unpickler would import."""
 
 
 class _Reader(pickle._Unpickler):  # type: ignore[name-defined,misc]
@@ -144,9 +145,8 @@ def same(a: Any, b: Any) -> None:
             if a != b:
                 raise DifferenceError(f"{a!r:.100} and {b!r:.100}")
         else:
-            slots = getattr(type(a), "__slots__", None) or vars(a) if hasattr(a, "__dict__") else None
-            for name in getattr(type(a), "__slots__", ()) or slots or ():
-                left.append((getattr(a, name, None), getattr(b, name, None)))
+            names = getattr(type(a), "__slots__", None) or getattr(a, "__dict__", ())
+            left.extend((getattr(a, name, None), getattr(b, name, None)) for name in names)
 
 
 def arrays(data: bytes) -> None:
@@ -159,6 +159,6 @@ def arrays(data: bytes) -> None:
 
 TARGETS = (
     Target("pickle.machine", machine, seeds, "pickle"),
-    Target("pickle.data", plain_data, lambda: [*_values()[:2], *_hand(), pickle.dumps([1, {"a": (2.5, "b")}], 4)], "pickle"),
+    Target("pickle.data", plain_data, _data, "pickle"),
     Target("pickle.numpy", arrays, _values, "pickle"),
 )
