@@ -211,6 +211,8 @@ def of_zips(rng: random.Random, seeds: Seeds) -> bytes:
     if choice < 0.2 or not zipfile.is_zipfile(io.BytesIO(seed)):
         return of_bytes(rng, [seed])
     members = _members(seed)
+    if not members:
+        return of_bytes(rng, [seed])
     if choice < 0.75:
         (pickled,) = [name for name in members if name.endswith("data.pkl")] or [rng.choice(list(members))]
         members[pickled] = of_pickles(rng, [members[pickled], members[pickled], b"\x80\x02}."])
@@ -359,7 +361,7 @@ def of_json(rng: random.Random, seeds: Seeds) -> bytes:
 
 def of_lines(rng: random.Random, seeds: Seeds) -> bytes:
     """Change lines of JSON, as in ledgers."""
-    lines = rng.choice(seeds).splitlines(keepends=True)
+    lines = rng.choice(seeds).splitlines(keepends=True) or [b"\n"]
     for _ in range(rng.choice((1, 2, 3))):
         at = rng.randrange(len(lines))
         match rng.randrange(4):
@@ -377,8 +379,8 @@ def of_lines(rng: random.Random, seeds: Seeds) -> bytes:
 
 _TOKENS = (
     b"[", b"]", b"{", b"}", b'"', b"'", b"=", b".", b"*", b"?", b":", b",", b"-", b"0", b"1e999", b"...", b"None",
-    b"True", b"\\", b"\n", b"#", b"[rules]", b"0:1", b"::-1", b"9" * 30, b"inf", b"1979-05-27", b"[" * 3000, b"{l}", b"\\d+",
-    b"(a+)+$", b"\xf0\x9f\x98\x80", b"[[a]]", b"-" * 500,
+    b"True", b"\\", b"\n", b"#", b"[rules]", b"0:1", b"::-1", b"9" * 30, b"inf", b"1979-05-27", b"[" * 3000, b"{l}",
+    b"\\d+", b"(a+)+$", b"\xf0\x9f\x98\x80", b"[[a]]", b"-" * 500,
 )  # fmt: skip
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from pathlib import Path
 
 import pytest
@@ -47,7 +49,7 @@ def test_genuine_inputs_are_accepted(name: str) -> None:
 def test_some_new_inputs(name: str) -> None:
     target = TARGETS[name]
     found = []
-    run(target, seed=1, seconds=0, found=lambda data, crash: found.append(crash), least=rounds(60), most=rounds(60))
+    run(target, seed=1, seconds=0, found=lambda data, crash: found.append(crash), least=rounds(30), most=rounds(30))
     assert not found
 
 
@@ -74,13 +76,9 @@ def _fails(data: bytes) -> None:
     if data.startswith(b"key"):
         raise KeyError(data)
     if data.startswith(b"exit"):
-        import os
-
         os._exit(3)
     if data.startswith(b"abort"):
-        import os
-
-        os.abort()
+        os.kill(os.getpid(), signal.SIGKILL)
     if data.startswith(b"fine"):
         raise LazyckptError("refused")
     if data.startswith(b"long"):
@@ -105,4 +103,4 @@ def test_crashes_are_found_and_kept(tmp_path: Path) -> None:
     paths = [path for path in kept if path is not None]
     assert sorted(path.read_bytes() for path in paths) == [b"abort", b"exit", b"key", b"long"]
     assert all(path.with_name(path.name + ".txt").exists() for path in paths)
-    assert crashers.seen["tests.fails", "KeyError", "test_fuzz.py:_fails"] == 2 or len(kept) == 5
+    assert len(kept) == 5

@@ -47,7 +47,8 @@ def seeds() -> list[bytes]:
         "bz2": bz2.compress(raw), "lzma": lzma.compress(raw), "zstd": numcodecs.Zstd().encode(raw),
         "blosc": numcodecs.Blosc().encode(raw), "lz4": numcodecs.LZ4().encode(raw),
         "crc32": numcodecs.CRC32().encode(raw), "adler32": numcodecs.Adler32().encode(raw),
-        "crc32c": raw + google_crc32c.value(raw).to_bytes(4, "little"), "fletcher32": numcodecs.Fletcher32().encode(raw),
+        "crc32c": raw + google_crc32c.value(raw).to_bytes(4, "little"),
+        "fletcher32": numcodecs.Fletcher32().encode(raw),
     }  # fmt: skip
     found = [bytes([n]) + bytes(packed.get(names[0], raw)) for n, names in enumerate(CHAINS)]
     for name in ("zstd", "lz4", "blosc"):
