@@ -70,7 +70,7 @@ def _all(targets: list[Target], minutes: float, seed: int, out: Path) -> int:
                     failures.append(f"{target.name}: {crash.kind} in {crash.place}: {path}")
                     print(failures[-1], flush=True)
 
-            total[target.name] += run(target, seed + n, seconds, found, least=20)
+            total[target.name] += run(target, seed + n, seconds, found, least=5)
     for name, count in total.items():
         print(f"{name:28} {count:>9,} inputs")
     print(f"{sum(total.values()):,} inputs, {len(failures)} kinds of crashes{f' (in {out})' if failures else ''}")

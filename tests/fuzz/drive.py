@@ -51,7 +51,9 @@ def run(target: Target, seed: int, seconds: float, found: Found, least: int = 0,
     end = time.monotonic() + seconds
     at = 0
     while at < most and (at < least or time.monotonic() < end):
-        at += _chunk(target, seed, at, min(CHUNK, most - at), end if at >= least else None, found)
+        first = at < least  # these inputs are run whatever the time
+        count = min(CHUNK, most - at, least - at if first else CHUNK)
+        at += _chunk(target, seed, at, count, None if first else end, found)
     return at
 
 

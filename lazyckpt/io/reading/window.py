@@ -170,8 +170,12 @@ class Window:
             if len(index) != length:
                 return None
             index = np.flatnonzero(index)
-        elif index.size and index.min() < 0:
-            index = np.where(index < 0, index + length, index)
+        elif index.size:
+            low, high = index.min(), index.max()
+            if low < -length or high >= length:
+                return None  # a planned read raises the error
+            if low < 0:
+                index = np.where(index < 0, index + length, index)
         wanted = prod(view.shape) // max(length, 1) * len(index) * self._dtype.itemsize
         if wanted > LARGE or (
             now > self._resident_until and not self._rows_resident(mapped, array, view, dim, index, wanted, now)
