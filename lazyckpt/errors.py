@@ -45,9 +45,8 @@ def printable(text: str) -> str:
 
 def _line(message: str) -> str:
     """Return a message as one printable line, without the middle of a very long one."""
-    if len(message) > _MESSAGE:
-        message = f"{message[: _MESSAGE - 500]} ... {message[-400:]}"
-    return printable(message)
+    message = printable(message)
+    return message if len(message) <= _MESSAGE else f"{message[: _MESSAGE - 500]} ... {message[-400:]}"
 
 
 def some(items: Iterable[object], most: int = 3) -> str:
