@@ -29,6 +29,7 @@ from typing import Any
 # -- Printable text and shortened lists for messages.
 
 _LONG = 80  # maximum characters of one list item in a message
+_MESSAGE = 1500  # maximum characters of a message; texts from files may be of any length
 
 
 def printable(text: str) -> str:
@@ -40,6 +41,12 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _line(message: str) -> str:
+    """Return a message as one printable line, without the middle of a very long one."""
+    message = printable(message)
+    return message if len(message) <= _MESSAGE else f"{message[: _MESSAGE - 500]} ... {message[-400:]}"
 
 
 def some(items: Iterable[object], most: int = 3) -> str:
@@ -169,7 +176,7 @@ class Problem(str):
     path: str | None
 
     def __new__(cls, code: str, message: str, path: str | None = None) -> Problem:
-        problem = super().__new__(cls, printable(message))
+        problem = super().__new__(cls, _line(message))
         problem.code = code
         problem.path = path
         return problem
@@ -195,7 +202,7 @@ class LazyckptError(Exception):
     """Base class of all exceptions that lazyckpt raises deliberately."""
 
     def __str__(self) -> str:
-        return printable(super().__str__())
+        return _line(super().__str__())
 
 
 class FormatError(LazyckptError, ValueError):
@@ -235,7 +242,7 @@ class TensorNotFoundError(LazyckptError, KeyError):
         if hint is not None:
             self.args = (f"{self.args[0]} {hint()}".rstrip(),)
             self._hint = None
-        return printable(str(self.args[0])) if self.args else ""
+        return _line(str(self.args[0])) if self.args else ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self),)

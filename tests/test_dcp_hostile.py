@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -20,9 +21,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 import lazyckpt
 from lazyckpt import CheckpointView, LazyckptError
+from lazyckpt.formats.dcp.chunks import overlapping
+from lazyckpt.formats.dcp.metadata import Chunks
 from lazyckpt.io.codecs import unpack_zstd
 
 from .hostility import deadline
+from .lanes import rounds
 
 LARGE = 1 << 40
 
@@ -301,3 +305,84 @@ def test_zstd_frames_that_lie() -> None:
         if bad:
             with pytest.raises(lazyckpt.errors.CorruptError, match="x: "):
                 unpack_zstd(bad, "x", 100)
+
+
+def _rows(metadata: Metadata, *rows: tuple[int, int]) -> None:
+    """Cut model.w, of shape (4, 6), into chunks of these rows (first, count), all with the bytes of the whole."""
+    (index,) = [one for one in metadata.storage_data if one.fqn == "model.w"]
+    info = metadata.storage_data.pop(index)
+    chunks = [ChunkStorageMetadata(torch.Size([first, 0]), torch.Size([count, 6])) for first, count in rows]
+    metadata.state_dict_metadata["model.w"].chunks[:] = chunks  # type: ignore[union-attr]
+    metadata.storage_data.update({MetadataIndex("model.w", chunk.offsets): info for chunk in chunks})
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(0, 4), (0, 4)],  # the same twice
+        [(0, 2), (1, 2)],  # overlapping, with a gap of the same size
+        [(0, 3), (2, 2)],
+        [(0, 2), (0, 2)],
+    ],
+)
+def test_overlapping_chunks_are_reported(folder: Path, rows: list[tuple[int, int]]) -> None:
+    change(folder, lambda metadata: _rows(metadata, *rows))
+    view = use(folder)
+    assert [p.path for p in view.problems if p.code == "inconsistent-metadata"] == ["model.w"]
+    report = lazyckpt.verify(folder)
+    assert any(f.code == "inconsistent-metadata" for f in report.findings)
+
+
+def test_chunks_in_any_order_are_no_problem(folder: Path) -> None:
+    rng = random.Random(1)
+    rows = [(n, 1) for n in range(4)]
+    rng.shuffle(rows)
+    change(folder, lambda metadata: _rows(metadata, *rows))
+    assert not [p for p in use(folder).problems if p.code == "inconsistent-metadata"]
+
+
+class _Twice(dict[Any, Any]):
+    """Pickles as a dict in which each key is twice, the second time with another place in the file."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        again = [(MetadataIndex(k.fqn, k.offset), _StorageInfo("__9_9.distcp", 0, 1)) for k in self]
+        return dict, (), None, None, iter([*self.items(), *again])
+
+
+def test_items_that_are_listed_twice_are_reported(folder: Path) -> None:
+    def edit(metadata: Metadata) -> None:
+        metadata.storage_data = _Twice(metadata.storage_data)
+
+    change(folder, edit)
+    lines = [p for p in use(folder).problems if p.code == "inconsistent-metadata"]
+    assert any("listed twice" in line for line in lines)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_overlaps_are_found_exactly(seed: int) -> None:
+    """Random partitions of a box, and the same with one block moved."""
+    rng = random.Random(seed)
+    for _ in range(rounds(60)):
+        shape = tuple(rng.randrange(1, 9) for _ in range(rng.randrange(1, 4)))
+        boxes = [((0,) * len(shape), shape)]
+        for _ in range(rng.randrange(1, 9)):
+            start, sizes = boxes.pop(rng.randrange(len(boxes)))
+            dim = rng.randrange(len(shape))
+            cut = rng.randrange(1, max(2, sizes[dim]))
+            left, right = min(cut, sizes[dim]), sizes[dim] - min(cut, sizes[dim])
+            boxes.append((start, (*sizes[:dim], left, *sizes[dim + 1 :])))
+            if right:
+                moved = (*start[:dim], start[dim] + left, *start[dim + 1 :])
+                boxes.append((moved, (*sizes[:dim], right, *sizes[dim + 1 :])))
+        rng.shuffle(boxes)
+        for move in (0, rng.choice((-1, 1))):
+            n, dim = rng.randrange(len(boxes)), rng.randrange(len(shape))
+            start, sizes = boxes[n]
+            at = max(0, min(shape[dim] - sizes[dim], start[dim] + move))
+            boxes[n] = (*start[:dim], at, *start[dim + 1 :]), sizes
+            times = torch.zeros(shape, dtype=torch.int)
+            for start, sizes in boxes:
+                times[tuple(slice(a, a + size) for a, size in zip(start, sizes, strict=True))] += 1
+            columns = Chunks(np.array([b[0] for b in boxes]), np.array([b[1] for b in boxes]))
+            expected = bool((times != 1).any())
+            assert overlapping(shape, boxes) == overlapping(shape, columns) == expected

@@ -167,7 +167,7 @@ def read_rules(path: str | Path) -> dict[str, Any]:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise MissingFileError(f"{path}: no such file (it should hold merge rules: --rules)") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+    except (ValueError, RecursionError) as e:  # invalid syntax, not UTF-8, or nested too deep
         raise FormatError(f"{path} is no TOML: {e}") from None
     rules = table.get("rules")
     if not isinstance(rules, dict) or len(table) > 1:

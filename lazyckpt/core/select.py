@@ -191,7 +191,10 @@ def _pick(axis: Axis, item: Any, dim: int) -> tuple[Axis, bool]:
     n = len(axis)
     if isinstance(item, slice):
         try:
-            return axis[item], True
+            found = axis[item]
+            if isinstance(found, range) and len(found) < 2:  # the step of a single index may be of any size
+                found = range(found[0], found[0] + 1) if found else range(0)
+            return found, True
         except (TypeError, ValueError) as e:  # a bound that is not an integer, or a step of 0
             raise SelectionError(f"slice {item} of dimension {dim}: {e}") from None
     if isinstance(item, int):

@@ -22,6 +22,7 @@ from ..errors import CorruptError, FormatError, LazyckptError, Problem, cannot_r
 from ..io.containers.pickle.plain import Plain
 from ..io.containers.safetensors import is_safetensors, read_safetensors
 from ..io.containers.torch_file import is_torch_file, read_torch_file
+from ..io.limits import LEVELS, check_levels
 from ..io.storage.base import Store
 from ..layouts.tables import pattern
 from .reader import Reader, Source
@@ -344,11 +345,14 @@ def load_json(store: Store, path: str) -> dict[str, Any]:
     if size > _MAX_JSON:
         raise CorruptError(f"{where}: {size:,} bytes of JSON is more than an index can need")
     try:
-        table = json.loads(bytes(store.read(path, 0, size)).decode("utf-8")) if size else None
+        data = bytes(store.read(path, 0, size))
+        table = json.loads(data.decode("utf-8")) if size else None
     except (ValueError, RecursionError) as e:
         raise CorruptError(f"{where} is not valid JSON ({str(e)[:120]}): the file is damaged") from None
     if not isinstance(table, dict):
         raise CorruptError(f"{where} is not a JSON object: the file is {'empty' if not size else 'damaged'}")
+    if data.count(b"{") + data.count(b"[") > LEVELS:
+        check_levels(where, table)
     return table
 
 

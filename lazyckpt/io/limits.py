@@ -8,6 +8,7 @@ far below these limits. All of the constants are in this module.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from ..errors import CorruptError
 
@@ -16,6 +17,7 @@ CHARACTERS, CHARACTERS_PER_BYTE = 1 << 24, 16  # characters of names and texts t
 INFLATED, INFLATED_PER_BYTE = 64 << 20, 32  # decompressed bytes of a compressed document
 STEPS, STEPS_PER_BYTE = 1 << 22, 8  # elements that are copied or hashed again because of references to them
 SECONDS, SECONDS_PER_BYTE = 60.0, 20e-6  # of parsing; the other limits are reached first unless a parser has a bug
+LEVELS = 100  # of lists and objects in a JSON document, one within the other; honest documents have about ten
 RANKS, RANKS_PER_FILE = 4096, 64  # ranks that names or records may claim: for any number of files, and per file
 
 
@@ -26,6 +28,19 @@ def check_ranks(where: str, count: int, files: int) -> None:
             f"{where}: {short_number(count)} ranks are claimed, {files:,} files are here: most of the checkpoint is "
             "missing, or the number is wrong"
         )
+
+
+def check_levels(where: str, value: Any) -> None:
+    """Raise CorruptError if parsed JSON is nested deeper than `LEVELS`: what uses it later may recurse."""
+    level = [value]
+    for _ in range(LEVELS):
+        inner: list[Any] = []
+        for one in level:
+            inner.extend(v for v in (one.values() if isinstance(one, dict) else one) if isinstance(v, dict | list))
+        if not inner:
+            return
+        level = inner
+    raise CorruptError(f"{where}: its JSON is nested deeper than {LEVELS} levels: the file is damaged or hostile")
 
 
 def short_number(n: int) -> str:

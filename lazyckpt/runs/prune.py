@@ -331,7 +331,7 @@ def _text(path: Path) -> str:
 def _json(path: Path) -> Mapping[str, Any]:
     try:
         found = json.loads(path.read_bytes())
-    except (FileNotFoundError, IsADirectoryError, ValueError):
+    except (FileNotFoundError, IsADirectoryError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -150,11 +150,20 @@ def oddities(view: Namespace[Any]) -> list[str]:
     return [*view.problems, *(f"cannot be read: {name}: {why}" for name, why in view.unreadable.items())]
 
 
+_COUNTED = 100_000  # fragments that `explain` looks at: a small document can describe millions of chunks
+
+
 def explain(view: Namespace[Any]) -> str:
     """Describe the states, problems and files of a view, and the number of bytes that reading all of it takes."""
     per_file: dict[str, int] = {}
+    left, uncounted = _COUNTED, 0
     for name in {view.owner(n): n for n in view}.values():
-        for fragment in view[name].fragments:
+        fragments = view[name].fragments
+        if len(fragments) > left:
+            uncounted += len(fragments)
+            continue
+        left -= len(fragments)
+        for fragment in fragments:
             per_file[fragment.extent.path] = per_file.get(fragment.extent.path, 0) + 1
     lines = [summary(view), f"root: {printable(view.root)}"]
     sizes = {printable(state): (plural(len(v), "tensor"), human_bytes(v.nbytes)) for state, v in view.states.items()}
@@ -167,6 +176,8 @@ def explain(view: Namespace[Any]) -> str:
         lines.append(f"  {printable(path)}: {plural(count, 'fragment')}, file of {size}")
     if len(per_file) > 50:
         lines.append(f"  {and_more(len(per_file) - 50, 'files')}")
+    if uncounted:
+        lines.append(f"  {uncounted:,} fragments of arrays with many chunks are not counted")
     return "\n".join(lines)
 
 

@@ -280,4 +280,4 @@ def specs_of(decoder: Decoder, rows: Rows, table: Any) -> KeptSpecs:
         len(found) and not 0 <= min(found[0], found[-1]) <= max(found[0], found[-1]) < len(rows)
     ):
         raise ValueError("a table has rows that there are not")
-    return KeptSpecs(rows, found, lambda: decoder.value(names))
+    return KeptSpecs(rows, found, lambda: decoder.checked(lambda: decoder.value(names)))

@@ -341,8 +341,12 @@ class Decoder:
 
     def document(self, number: int) -> Any:
         """Return the value of a document. Raises CorruptError if the text does not describe one."""
+        return self.checked(lambda: self.value(self.raw(number)))
+
+    def checked(self, read: Callable[[], Any]) -> Any:
+        """Return what a function reads. Raises CorruptError if the entry is damaged."""
         try:
-            return self.value(self.raw(number))
+            return read()
         except (ValueError, LookupError, TypeError, RecursionError, NotKept) as e:
             raise CorruptError(
                 f"an entry of the index cache is damaged ({type(e).__name__}: {str(e)[:80]}): `lazyckpt cache clear` "

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from random import getrandbits
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -239,6 +241,62 @@ def uncovered(shape: Shape, chunks: Sequence[tuple[Shape, Shape]]) -> int:
         if int(counts.max(initial=0)) * len(counts) < 1 << 63:
             return prod(shape) - int(counts.sum())
     return prod(shape) - sum(prod(sizes) for _, sizes in chunks)
+
+
+def overlapping(shape: Shape, chunks: Sequence[tuple[Shape, Shape]]) -> bool:
+    """Return whether chunks that have as many elements as the tensor overlap, and so leave others out.
+
+    Chunks cover each element once exactly if the sum of the products of f(stop) - f(start) over the dimensions is that
+    of the whole tensor, for every function f of the places on each dimension. Random functions, which no file knows,
+    decide that in one pass: they say "overlapping" only if it is true, and miss it once in 2**50 or so.
+
+    >>> overlapping((4,), [((0,), (2,)), ((2,), (2,))]), overlapping((4,), [((0,), (2,)), ((1,), (2,))])
+    (False, True)
+    """
+    if len(chunks) < 2 or not shape:
+        return False
+    if isinstance(chunks, Chunks):
+        return _overlapping_columns(shape, chunks)
+    at = 0
+    for start, sizes in chunks:  # most tensors are cut along the first dimension, in order
+        if start[0] != at or sizes[1:] != shape[1:]:
+            break
+        at += sizes[0]
+    else:
+        return False
+    functions = [defaultdict[int, int](lambda: getrandbits(64)) for _ in shape]
+
+    def measure(start: Sequence[int], sizes: Sequence[int]) -> int:
+        return prod(f[a + n] - f[a] for f, a, n in zip(functions, start, sizes, strict=True))
+
+    return sum(measure(*chunk) for chunk in chunks) != measure((0,) * len(shape), shape)
+
+
+def _overlapping_columns(shape: Shape, chunks: Chunks) -> bool:
+    starts, stops = chunks.starts, chunks.starts + chunks.sizes
+    if (starts[1:, 0] == stops[:-1, 0]).all() and (chunks.sizes[:, 1:] == shape[1:]).all():
+        return False
+    bounds = np.array([shape], np.int64)
+    return _measure(starts, stops) != _measure(np.zeros_like(bounds), bounds)
+
+
+def _measure(starts: Ints, stops: Ints) -> int:
+    """Return the sum over boxes of the product of f(stop) - f(start), modulo 2**64."""
+    total = np.ones(len(starts), np.uint64)
+    for dim in range(starts.shape[1]):
+        total *= _random(stops[:, dim], dim) - _random(starts[:, dim], dim)
+    return int(total.sum())
+
+
+def _random(places: Ints, dim: int) -> NDArray[np.uint64]:
+    """Return a random number for each place: the function of splitmix64, with a secret of this process."""
+    x = places.astype(np.uint64) + np.uint64((_SECRET + dim * 0x9E3779B97F4A7C15) & (1 << 64) - 1)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+_SECRET = getrandbits(64)
 
 
 def _extent(stored: ChunkBytes, dtype: DType, shape: Shape) -> Extent | Archive | Hole:

@@ -137,6 +137,8 @@ class Metadata:
     items: Mapping[tuple[str, Shape | None], Item] = field(default_factory=dict)
     """(key, offset of the chunk; None for an object) -> its bytes."""
     globals: dict[tuple[str, str], bool] = field(default_factory=dict)
+    repeated: set[str] = field(default_factory=set)
+    """Keys with an item that is listed twice; the last one counts, as in torch's dict."""
     reshaped: dict[str, Shape] = field(default_factory=dict)
     """Key -> original shape of a tensor that megatron-core reshaped for saving (its `mcore_data`)."""
     files: set[str] = field(default_factory=set)
@@ -230,6 +232,7 @@ def read_metadata(store: Store, names: Iterable[str]) -> Metadata:
         for key, path in part.paths.items():
             whole.paths.setdefault(key, path)
         whole.globals.update(part.globals)
+        whole.repeated.update(part.repeated)
         whole.reshaped.update(part.reshaped)
     return replace(whole, items=items)
 
@@ -315,8 +318,10 @@ def _checked(state: dict[str, Any], pickle: Pickle, size: int, columns: Columns 
         key, offset = about.get("fqn"), about.get("offset")
         if type(key) is not str:
             raise CorruptError(f"an item is of {short(key)}")
-        # (an object has no offset; of equal keys the last one counts, as in torch's dict)
-        items[key, None if offset is None else _sizes(offset, key)] = _bytes_of(key, item, normal)
+        place = key, None if offset is None else _sizes(offset, key)  # (an object has no offset)
+        if place in items:
+            found.repeated.add(key)
+        items[place] = _bytes_of(key, item, normal)
     files = {item.path for item in items.values()}
     if columns is not None and of_items:
         table = _table(columns, items, normal)

@@ -24,7 +24,7 @@ from ...io.reading.packed import CODECS
 from ...io.storage.base import Entry, Store
 from ..reader import Reader, Source
 from ..shared.members import Member, together
-from .chunks import ChunkBytes, ShardFile, in_chunks, in_rows, read_shard_file, uncovered
+from .chunks import ChunkBytes, ShardFile, in_chunks, in_rows, overlapping, read_shard_file, uncovered
 from .columns import Ints
 from .metadata import Item, Items, Metadata, Tensor, read_metadata
 from .objects import Meta, Objects, Stored
@@ -149,7 +149,7 @@ class _Building:
         left = uncovered(tensor.shape, tensor.chunks)
         if left > 0:
             self._gaps[key] = left
-        if left < 0 or tensor.repeated:
+        if left < 0 or tensor.repeated or (not left and overlapping(tensor.shape, tensor.chunks)):
             self._twice.append(key)
 
     def _size(self, numbers: Ints) -> Ints:
@@ -190,6 +190,9 @@ class _Building:
         if self._twice:
             line = f"chunks of {len(self._twice):,} tensors overlap, one is read: {some(self._twice)}"
             self._problems.append(Problem("inconsistent-metadata", line, only_one(self._twice)))
+        if twice := sorted(self._metadata.repeated):
+            line = f"the places of {len(twice):,} keys are listed twice, the last is read: {some(twice)}"
+            self._problems.append(Problem("inconsistent-metadata", line, only_one(twice)))
         used = self._metadata.files
         extra = sorted(  # an empty file belongs to a rank that had nothing to write
             path

@@ -17,7 +17,7 @@ from typing import Any
 from ...core.index import FileInfo, ZipEntry
 from ...errors import CorruptError, FormatError
 from ...io.containers.zip import DEFLATED, ENCRYPTED, STORED, data_offset, read_zip
-from ...io.limits import Budget
+from ...io.limits import Budget, check_levels
 from ...io.pool import each
 from ...io.storage.base import Store, StoreFile, present
 from ...io.storage.fsspec import is_url
@@ -263,7 +263,9 @@ def _visit(tree: Tree, folder: str, found: Nodes) -> list[str]:
 
 def _attributes(tree: Tree, folder: str, names: Mapping[str, bool]) -> Json:
     path = posixpath.join(folder, ".zattrs")
-    return _parsed(tree.document(path), tree.where(path)) if ".zattrs" in names else {}
+    found = _parsed(tree.document(path), tree.where(path)) if ".zattrs" in names else {}
+    check_levels(tree.where(path), found)
+    return found
 
 
 def _add_v3(found: Nodes, folder: str, about: Any, path: str, tree: Tree) -> bool:
@@ -271,6 +273,7 @@ def _add_v3(found: Nodes, folder: str, about: Any, path: str, tree: Tree) -> boo
     where = tree.where(path)
     about = _object(about, where)
     attributes = _object(about.get("attributes") or {}, where)
+    check_levels(where, attributes)
     kind = about.get("node_type")
     if about.get("zarr_format") == 2 and "chunks" in about:  # zarr-python's consolidation of mixed versions
         found.arrays[folder] = 2, about, attributes, path

@@ -22,7 +22,7 @@ from ...core.box import Shape
 from ..pool import run
 from ..storage.mapping import Mapped
 from .strips import Array, Strip, Strips
-from .window import LARGE, ONE_CALL, SMALL, copied, indices_of
+from .window import FAR, LARGE, ONE_CALL, SMALL, copied, indices_of, is_far
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +57,8 @@ class Rows(Strips):
             if not 0 < len(key) <= self._rank or not _SIMPLE.issuperset(map(type, key[1:])):
                 return None
             first, inner = key[0], key[1:]
+            if any(map(is_far, inner)):
+                return None
         kind = type(first)
         try:
             if kind is int:
@@ -65,7 +67,7 @@ class Rows(Strips):
             elif kind is slice:
                 low, high, step = first.indices(self._length)
                 if step != 1:
-                    if step < 1:
+                    if not 0 < step < FAR:
                         return None
                     high = low + (high - low - 1) // step * step + 1
             else:

@@ -33,6 +33,7 @@ ONE_CALL = 128 << 10  # bytes up to which torch copies a range of rows fastest o
 _SHARED = 0.05  # seconds for which several threads count as readers after one has taken turns with another
 _CACHED = 1 << 14  # windows whose tensors a mapping caches
 NEAR = 64 << 20  # bytes; a view whose elements are further apart is planned: finding out what is resident takes long
+FAR = 1 << 31  # larger steps of slices are planned: torch multiplies them by strides without a check of overflow
 _SPARSE = 32  # finding out whether this many bytes are resident takes as long as copying one byte
 _RESIDENT, _PARTIAL = 1.0, 0.1  # seconds for which a tensor counts as resident, or as partly resident, after a check
 
@@ -111,7 +112,10 @@ class Window:
     def _viewed(self, mapped: Mapped, arrays: Arrays, key: Any, now: float) -> torch.Tensor | None:
         """Read the elements of a key of ints, slices, None and Ellipsis."""
         array = arrays[0]
-        if type(key) is tuple and key.count(Ellipsis) > 1:
+        if type(key) is tuple:
+            if key.count(Ellipsis) > 1 or any(map(is_far, key)):
+                return None
+        elif is_far(key):
             return None
         try:
             view, flips = array[key], _NO_FLIPS
@@ -157,6 +161,8 @@ class Window:
         at = others[0]
         if len(others) > 1 or any(item is Ellipsis for item in key[:at] + key[at + 1 :]):
             return None
+        if any(map(is_far, key)):
+            return None
         index = indices_of(key[at])
         if index is None or index.ndim != 1:
             return None
@@ -168,8 +174,12 @@ class Window:
             if len(index) != length:
                 return None
             index = np.flatnonzero(index)
-        elif index.size and index.min() < 0:
-            index = np.where(index < 0, index + length, index)
+        elif index.size:
+            low, high = index.min(), index.max()
+            if low < -length or high >= length:
+                return None  # a planned read raises the error
+            if low < 0:
+                index = np.where(index < 0, index + length, index)
         wanted = prod(view.shape) // max(length, 1) * len(index) * self._dtype.itemsize
         if wanted > LARGE or (
             now > self._resident_until and not self._rows_resident(mapped, array, view, dim, index, wanted, now)
@@ -258,6 +268,11 @@ def copied(view: torch.Tensor, nbytes: int) -> torch.Tensor:
     if view.is_contiguous():
         return view.clone()
     return view.contiguous()
+
+
+def is_far(item: Any) -> bool:
+    """Return whether an item of a key is a slice with a step that torch may multiply beyond 64 bits."""
+    return type(item) is slice and item.step is not None and not -FAR < item.step < FAR
 
 
 def indices_of(item: Any) -> np.ndarray[Any, Any] | None:

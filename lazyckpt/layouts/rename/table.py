@@ -66,6 +66,9 @@ def _entry(left: str, value: Any) -> Entry:
         raise FormatError(f"{left!r}: `into` is {into!r}, names are wanted")
     if cut not in _CUTS or len(names) not in _CUTS[cut]:
         raise FormatError(f"{left!r}: cut = {cut!r} into {len(names)} names: it is one of {', '.join(list(_CUTS)[1:])}")
+    for name in (left, *names):
+        if set(_FIELD.sub("", name)) & set("{}"):
+            raise FormatError(f"{name!r} has a brace outside of a field such as {{l}}")
     fields = set(_FIELD.findall(left))
     for name in names:
         if set(_FIELD.findall(name)) != fields:

@@ -1,0 +1,86 @@
+"""Files of checkpoint folders, through the front door: a genuine checkpoint with one file changed."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import lazyckpt
+
+from ..contract import Target
+from .sources import golden, replacing, scratch
+
+TOKENIZER = b'{"model": {"vocab": {"a": 0}}, "added_tokens": []}'
+# target -> (group, case, folder in the case, file, grammar)
+FILES = {
+    "huggingface.index": ("huggingface", "llama_sharded", "ckpt", "model.safetensors.index.json", "json"),
+    "huggingface.config": ("huggingface", "llama_sharded", "ckpt", "config.json", "json"),
+    "huggingface.shard": ("huggingface", "llama_sharded", "ckpt", "model-00002-of-00006.safetensors", "safetensors"),
+    "huggingface.bin-index": ("huggingface", "bin_sharded", "ckpt", "pytorch_model.bin.index.json", "json"),
+    "megatron.common": ("megatron", "single", "dist/iter_0000003", "common.pt", "zip"),
+    "megatron.metadata-json": ("megatron", "single", "dist/iter_0000003", "metadata.json", "json"),
+    "megatron.metadata": ("megatron", "single", "dist/iter_0000003", ".metadata", "pickle"),
+    "megatron.legacy": ("megatron", "single", "legacy/iter_0000003", "mp_rank_00/model_optim_rng.pt", "zip"),
+    "trainers.state": ("trainers", "trainer_gpt2", "ckpt/checkpoint-4", "trainer_state.json", "json"),
+    "trainers.optimizer": ("trainers", "trainer_gpt2", "ckpt/checkpoint-4", "optimizer.pt", "zip"),
+    "trainers.sharding": ("trainers", "torch_checkpointing", "ckpt", "metadata.pkl", "pickle"),
+    "trainers.lightning": ("trainers", "lightning_fsdp", "ckpt", "meta.pt", "zip"),
+    "ranks.file": ("rank_files", "verl_one", "ckpt", "model_world_size_1_rank_0.pt", "zip"),
+    "ranks.config": ("rank_files", "verl_one", "ckpt", "fsdp_config.json", "json"),
+    "deepspeed.model": ("deepspeed_zero", "zero2_bf16_dp1", "ckpt", "global_step3/mp_rank_00_model_states.pt", "zip"),
+    "deepspeed.optimizer": (
+        "deepspeed_zero", "zero2_bf16_dp1", "ckpt", "global_step3/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "zip"
+    ),
+    "deepspeed.latest": ("deepspeed_zero", "zero2_bf16_dp1", "ckpt", "latest", "text"),
+}  # fmt: skip
+
+
+def _target(name: str, group: str, case: str, below: str, file: str, grammar: str) -> Target:
+    def folder() -> Path:
+        return golden(group, case, below)
+
+    return Target(name, replacing(folder, file), lambda: [(folder() / file).read_bytes()], grammar)
+
+
+# -- documents that verification reads
+
+
+@functools.cache
+def _verified() -> Path:
+    """A checkpoint with the records that verification compares: integrity.json, and those of a download."""
+    to = scratch() / "verified"
+    shutil.copytree(golden("dcp", "numbered"), to)
+    (to / ".cache/huggingface/download").mkdir(parents=True)
+    return to
+
+
+def verified(name: str) -> Callable[[bytes], None]:
+    def run(data: bytes) -> None:
+        path = _verified() / name
+        path.write_bytes(data)
+        report = lazyckpt.verify(_verified())
+        str(report), report.to_json()
+        path.unlink()
+
+    return run
+
+
+def _integrity() -> list[bytes]:
+    names = (".metadata", "__0_0.distcp")
+    files = {name: hashlib.sha256((_verified() / name).read_bytes()).hexdigest() for name in names}
+    return [json.dumps({"algorithm": "sha256", "files": files}).encode()]
+
+
+TARGETS = (
+    *(_target(name, *about) for name, about in FILES.items()),
+    Target("verify.integrity", verified("integrity.json"), _integrity, "json"),
+    Target(
+        "verify.download", verified(".cache/huggingface/download/__0_0.distcp.metadata"),
+        lambda: [b"0123456789abcdef\n" + b"0" * 64 + b"\n1700000000.0\n"], "text",
+    ),
+    Target("verify.tokenizer", verified("tokenizer.json"), lambda: [TOKENIZER], "json"),
+)  # fmt: skip

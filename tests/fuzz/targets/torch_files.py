@@ -1,0 +1,95 @@
+"""Files of torch.save, zip and legacy: what torch.load(weights_only=True) reads of a file that is accepted is equal."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lazyckpt
+from lazyckpt.io.containers.pickle.plain import Plain
+from lazyckpt.io.containers.torch_file import read_torch_file
+from lazyckpt.io.containers.zip import data_offset, read_columns, read_zip
+from lazyckpt.io.storage.base import StoreFile
+
+from ...hostility import write_real
+from ..contract import DifferenceError, Target
+from .sources import equal, look, memory, write
+
+
+def _real(*kinds: str) -> list[bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        return [write_real(Path(folder), kind).read_bytes() for kind in kinds]
+
+
+def archives() -> list[bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "more.pt")
+        torch.save({"w": torch.nn.Parameter(torch.ones(2, 3)), "s": torch.eye(3).to_sparse()}, path)
+        more = [path.read_bytes()]
+        torch.save(torch.arange(3), path)
+        more.append(path.read_bytes())
+        torch.save({str(n): torch.full((2,), n) for n in range(40)}, path)  # the same pattern many times
+        more.append(path.read_bytes())
+    return [*_real("zip", "zip without checksums"), *more]
+
+
+def file(data: bytes) -> None:
+    """Open a file, and compare its tensors with torch's."""
+    path = write("model.pt", data)
+    with lazyckpt.open(path, cache=False) as view:
+        found = look(view)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            theirs = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception:  # whatever torch refuses
+        return
+    parsed = read_torch_file(memory(data, "model.pt"), "model.pt")
+    plain = Plain(parsed.root, "model.pt", len(data))
+    for name, place in plain.paths.items():
+        value = _at(theirs, place)
+        ours = found.get(name)
+        if isinstance(value, torch.Tensor) and ours is not None and value.layout is torch.strided:
+            if value.is_quantized:
+                value = value.int_repr()
+            if value.device.type != "meta" and not equal(ours, value):
+                raise DifferenceError(f"{name!r}: {ours!r:.300} and, by torch, {value!r:.300}")
+
+
+def _at(value: Any, path: tuple[str | int, ...]) -> Any:
+    for part in path:
+        if isinstance(value, dict):
+            keys = [key for key in value if str(key) == str(part)]
+            if len(keys) != 1:
+                return None
+            value = value[keys[0]]
+        elif isinstance(value, list | tuple) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            return None
+    return value
+
+
+def zip_columns(data: bytes) -> None:
+    """Read the directory of a zip record by record and as columns: both find the same."""
+    one, several = StoreFile(memory(data, "a.zip"), "a.zip"), StoreFile(memory(data, "a.zip"), "a.zip")
+    start, entries = read_zip(one)
+    columns = read_columns(several)
+    if columns.start != start or len(columns.records.names) != len(entries):
+        raise DifferenceError(f"{len(entries)} records at {start:,}, as columns {len(columns.records.names)}")
+    for n, entry in enumerate(entries):
+        other = columns.records.entry(n)
+        if (entry.name, entry.nbytes, entry.stored, entry.crc) != (other.name, other.nbytes, other.stored, other.crc):
+            raise DifferenceError(f"{entry} and, as columns, {other}")
+        data_offset(one, entry)
+
+
+TARGETS = (
+    Target("torch.zip", file, archives, "zip"),
+    Target("torch.legacy", file, lambda: _real("legacy"), "pickle"),
+    Target("torch.directory", zip_columns, archives, "zip"),
+)
