@@ -11,7 +11,6 @@ import lazyckpt
 
 from .handmade import call, dict_of, laughs, named, number, program, put, tensor, text, tuple_of, write_pickle
 
-
 SILENT = {
     "bytearray of a huge claim": b"\x96" + struct.pack("<Q", 1 << 40) + b"abc",
     "bytes of a huge claim": b"\x8e" + struct.pack("<Q", 1 << 40) + b"abc",
