@@ -11,6 +11,7 @@ import io
 import lzma
 import re
 import struct
+import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -185,7 +186,7 @@ _STREAMS: dict[bytes, Callable[[], Any]] = {
     b"x\x5e": zlib.decompressobj,
     b"]\0\0": lzma.LZMADecompressor,
 }  # fmt: skip
-_ALSO_PICKLES = (b"BZh", b"]\0\0")  # their first byte is an opcode
+_ALSO_PICKLES = (b"BZh", b"]\0\0", b"MSCF")  # their first byte is an opcode
 _CLOSED = {
     b"7z\xbc\xaf\x27\x1c": "7z", b"Rar!": "rar", b"\x28\xb5\x2f\xfd": "zstd", b"\x04\x22\x4d\x18": "lz4",
     b"\xff\x06\0\0sNaP": "snappy", b"MSCF": "cabinet",
@@ -194,7 +195,7 @@ _CLOSED = {
 
 def is_archive(head: bytes) -> bool:
     """Return whether a file begins as an archive or a compressed file whose first bytes are no pickle."""
-    return head.startswith((b"PK", *_CLOSED, *(magic for magic in _STREAMS if magic not in _ALSO_PICKLES)))
+    return head.startswith((b"PK", *(magic for magic in (*_CLOSED, *_STREAMS) if magic not in _ALSO_PICKLES)))
 
 
 def stream_of(file: Bytes, head: bytes, budget: Budget) -> Member | None:
@@ -204,18 +205,25 @@ def stream_of(file: Bytes, head: bytes, budget: Budget) -> Member | None:
             return Member("", None, f"is compressed ({name}), which is not unpacked")
     for magic, make in _STREAMS.items():
         if head.startswith(magic):
-            member = unpacked("", file, make, budget)
+            member = unpacked("", file, make, budget, several=True)
             sure = len(magic) > 2 or magic == b"\x1f\x8b"
             return member if sure or (member.data is not None and member.data.size) else None
     return None
 
 
-def unpacked(name: str, raw: Bytes, make: Callable[[], Any], budget: Budget) -> Member:
-    """Return what a compressed member contains, as far as the budget goes."""
+def unpacked(name: str, raw: Bytes, make: Callable[[], Any], budget: Budget, several: bool = False) -> Member:
+    """Return what a compressed member contains, as far as the budget goes; ``several`` streams in a row are one."""
     out, unpack, at, why = [], make(), 0, ""
     limit = min(budget.inflated_left, _UNPACKED)
     try:
-        while at < raw.size and not unpack.eof and limit > 0:
+        while limit > 0:
+            if unpack.eof:  # readers append another stream that follows
+                at -= len(unpack.unused_data)
+                if not several or not raw.at(at, min(8, raw.size - at)).strip(b"\0"):
+                    break
+                unpack = make()
+            if at >= raw.size:
+                break
             piece = raw.at(at, min(_CHUNK, raw.size - at))
             at += len(piece)
             while piece and limit > 0 and not unpack.eof:
@@ -245,16 +253,10 @@ def is_tar(head: bytes) -> bool:
 
 def _tar_size(block: bytes) -> int | None:
     """Return the size of the member that a header of a tar describes, None if it is no header."""
-    digits = block[148:156].strip(b" \0")
-    if not digits or not re.fullmatch(rb"[0-7]+", digits):
+    try:
+        return max(0, tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape").size)
+    except (tarfile.TarError, ValueError):
         return None
-    if int(digits, 8) != sum(block) - sum(block[148:156]) + 8 * 32:
-        return None
-    size = block[124:136]
-    if size[0] & 0x80:
-        return int.from_bytes(size[1:], "big")
-    size = size.strip(b" \0")
-    return int(size, 8) if re.fullmatch(rb"[0-7]+", size) else 0
 
 
 def tar_members(file: Bytes) -> Iterator[Member]:
@@ -264,6 +266,9 @@ def tar_members(file: Bytes) -> Iterator[Member]:
         block = file.at(at, _BLOCK)
         size = _tar_size(block)
         if size is None:
+            if block.strip(b"\0"):  # a reader that knows another size continues here
+                why = "has bytes that no header of its tar describes"
+                yield Member("", part(file, at, file.size - at), why)
             return
         name = block[:100].split(b"\0")[0].decode("utf-8", "replace")
         if block[156:157] in (b"1", b"2"):

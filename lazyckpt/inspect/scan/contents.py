@@ -95,8 +95,9 @@ class _Examiner:
         self._budget = Budget(name, size)
         self._parts = _PARTS
 
-    def look(self, file: Bytes, inner: str, depth: int) -> None:
-        """Look at bytes that are a file, a member of an archive or a constant of a pickle; ``inner`` is its name."""
+    def look(self, file: Bytes, inner: str, depth: int, unpickled: bool = False) -> None:
+        """Look at bytes that are a file, a member of an archive or a constant of a pickle; ``inner`` is its name.
+        ``unpickled`` says that a pickle has them unpickled, so that they are one whatever they look like."""
         contents = self.contents
         self._parts -= 1
         if not file.size or self._parts < 0 or depth > _DEEPEST:
@@ -105,7 +106,12 @@ class _Examiner:
             return
         head = file.at(0, min(_HEAD, file.size))
         name = inner or contents.file
-        kind = "a pickle" if not is_archive(head) and self._pickles(file, head, inner, name, depth) else ""
+        kind = ""
+        if unpickled and not head.startswith(b"PK\x03\x04"):
+            self._row(file, inner, depth)
+            kind = "a pickle"
+        elif not is_archive(head) and self._pickles(file, head, inner, name, depth):
+            kind = "a pickle"
         if head.startswith(b"\x93NUMPY"):
             kind = "an array"
             self._array(file, head, inner)
@@ -155,7 +161,7 @@ class _Examiner:
         """Look at the pickle in an array of objects (numpy/lib/format.py)."""
         width = 2 if head[6:7] == b"\x01" else 4
         begin = 8 + width + int.from_bytes(head[8 : 8 + width], "little")
-        if b"O" in file.at(8, max(0, min(begin, file.size) - 8)).replace(b"fortran_Order", b"") and begin < file.size:
+        if begin < file.size and _has_objects(file.at(8 + width, max(0, min(begin, file.size) - 8 - width))):
             self._row(part(file, begin, file.size - begin), inner, 0)
 
     def _pickles(self, file: Bytes, head: bytes, inner: str, name: str, depth: int) -> bool:
@@ -230,9 +236,8 @@ class _Examiner:
             )  # fmt: skip
         for constant in found.constants:
             data = Held(constant.data) if constant.data is not None else part(file, constant.offset, constant.size)
-            self.look(
-                data, f"{inner}: bytes at {constant.offset:,}" if inner else f"bytes at {constant.offset:,}", depth + 1
-            )
+            place = f"{inner}: bytes at {constant.offset:,}" if inner else f"bytes at {constant.offset:,}"
+            self.look(data, place, depth + 1, constant.unpickled)
 
     def _name(self, named: Named, verdict: Verdict, called: bool, inner: str) -> None:
         names = self.contents.names
@@ -244,6 +249,14 @@ class _Examiner:
                 "dangerous-pickle", inner, f"{'calls' if called else 'names'} {text}: {verdict.why}", "error",
                 module=named.module, name=named.name, called=called, technique=verdict.why,
             )  # fmt: skip
+
+
+def _has_objects(header: bytes) -> bool:
+    """Return whether the header of an array may say that its elements are objects, in any way that numpy understands:
+    texts in Python's notation, also in pieces."""
+    header = header.replace(b"fortran_order", b"")
+    letters = re.sub(rb"[^A-Za-z]", b"", header)
+    return b"O" in letters or b"object" in letters.lower() or b"\\" in header or b"#" in header
 
 
 def _any_danger(found: Trace) -> bool:

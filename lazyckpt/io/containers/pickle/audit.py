@@ -42,7 +42,8 @@ _HARMLESS: dict[str, frozenset[str]] = {
     ),
     **dict.fromkeys(
         ("builtins", "__builtin__"),
-        frozenset(n for n, v in vars(builtins).items() if isinstance(v, type)) - {"map", "filter", "super"}
+        frozenset(n for n, v in vars(builtins).items() if isinstance(v, type) and n[0] != "_")
+        - {"map", "filter", "super"}
         | {
             "long", "unicode", "xrange", "basestring", "Ellipsis", "NotImplemented", "NoneType", "len", "max", "min",
             "sum", "abs", "sorted", "print", "any", "all", "round", "id", "hash", "iter", "next", "callable",
@@ -52,8 +53,8 @@ _HARMLESS: dict[str, frozenset[str]] = {
     "argparse": frozenset({"Namespace"}),
     "dataclasses": frozenset(
         {
-            "Field", "FrozenInstanceError", "InitVar", "KW_ONLY", "MISSING", "asdict", "astuple", "field",
-            "replace", "_DataclassParams", "_FIELD", "_FIELD_BASE", "_FIELD_CLASSVAR", "_FIELD_INITVAR",
+            "Field", "FrozenInstanceError", "InitVar", "KW_ONLY", "MISSING", "field", "_DataclassParams",
+            "_FIELD", "_FIELD_BASE", "_FIELD_CLASSVAR", "_FIELD_INITVAR",
             "_HAS_DEFAULT_FACTORY_CLASS", "_KW_ONLY_TYPE", "_MISSING_TYPE",
         }
     ),
@@ -79,6 +80,23 @@ _HARMLESS: dict[str, frozenset[str]] = {
     "_io": frozenset({"BytesIO", "StringIO"}),
     "weakref": frozenset({"WeakSet", "WeakKeyDictionary", "WeakValueDictionary", "ref"}),
 }  # fmt: skip
+# Functions and classes with lower-case names of the modules that are harmless as a whole. Their other such names are
+# modules and functions that they import, such as ``pathlib.os``.
+_DATES = frozenset({"datetime", "date", "time", "timedelta", "timezone", "tzinfo"})
+_LOWER: dict[str, frozenset[str]] = {
+    "math": _ALL, "cmath": _ALL, "datetime": _DATES, "_datetime": _DATES,
+    "collections": frozenset({"deque", "defaultdict"}),
+    "enum": frozenset({"auto"}),
+    "itertools": frozenset(
+        {
+            "count", "cycle", "repeat", "chain", "islice", "product", "permutations", "combinations", "compress",
+            "combinations_with_replacement", "zip_longest", "izip", "izip_longest",
+            "pairwise", "batched", "_tee", "_tee_dataobject", "tee",
+        }
+    ),
+}  # fmt: skip
+_METHODS = {"zoneinfo.ZoneInfo._unpickle"}  # by which classes of these modules rebuild objects
+_MAKES_TYPES = re.compile(r".(Meta|Type)$")  # classes of which the instances are classes, functions or modules
 # Modules that only some versions of Python have.
 _SOME_VERSIONS = {
     "__builtin__", "commands", "httplib", "urllib2", "urlparse", "cPickle", "copy_reg", "popen2", "imp",
@@ -118,13 +136,15 @@ _REACHED = {
 # What checkpoints name of torch and numpy: functions (layers store their activation) by their modules or by the start
 # of their full names, classes by their modules.
 _FUNCTION_MODULES = {
-    "torch.nn.functional", "torch._C._nn", "torch.nn.init", "numpy.core.multiarray", "numpy._core.multiarray",
-    "numpy.random._pickle",
+    "torch.nn.functional", "torch._C._nn", "torch.nn.init", "numpy.random._pickle",
 }  # fmt: skip
 _FUNCTIONS = (
     "torch._utils._rebuild", "torch._tensor._rebuild", "torch.serialization._get_layout",
+    "torch.amp.grad_scaler._refresh_per_optimizer_state", "torch.cuda.amp.grad_scaler._refresh_per_optimizer_state",
     "torch.distributed.remote_device._remote_device", "torch.nn.parameter._rebuild",
     "torch.nested._internal.nested_tensor._rebuild", "numpy.core.numeric._frombuffer",
+    "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct", "numpy.core.multiarray.scalar",
+    "numpy._core.multiarray.scalar",
     "numpy._core.numeric._frombuffer", "numpy.random.bit_generator.__pyx_unpickle", "numpy.ma.core._mareconstruct",
     "numpy.core.records.rec", "numpy.rec.rec",
 )  # fmt: skip
@@ -153,15 +173,26 @@ _NO_CHECKPOINT = (
 )  # fmt: skip
 
 
-# Of modules that are harmless otherwise: what evaluates texts or calls what it is given.
+# Of the modules of functions: what calls its arguments, and modules.
 _CALLERS = {
-    "get_type_hints", "global_enum", "starmap", "accumulate", "groupby", "takewhile", "dropwhile", "filterfalse",
-    "imap", "ifilter",
+    "handle_torch_function", "boolean_dispatch", "_make_deprecate", "_add_docstr", "importlib", "torch", "np",
+    "warnings", "math",
 }  # fmt: skip
-# Classes of torch that open files, sockets or processes.
+# Classes of torch that open files, sockets or processes, that run or load programs, or that make classes; also those
+# of other modules under the names by which modules of torch import them.
 _ACTIVE = re.compile(
-    r"(File|TCP|Hash|Prefix)Store|PyTorchFile|FileSystem|Process(?!Group)|Executor|Launcher|^Storage(Wri|Rea)"
+    r"(File|TCP|Hash|Prefix)Store|PyTorchFile|FileSystem|Process(?!Group)|Executor|Launcher"
+    r"|(Storage|Fsspec)(Writer|Reader)|AOTI|^_\w+Meta$|ABCMeta|(Function|Method|Module|Code|Frame|Traceback)Type$"
+    r"|^(ExitStack|Connection|Thread|CompilationUnit|Script\w+|LiteScriptModule|Library|GraphModule|Graph|Tracer"
+    r"|ExportedProgram|Interpreter\w*|FileCheck|Future|RRef)$"
 )
+# Functions that make a tensor of the size that their first argument says; those of torch also take several numbers.
+_BY_SIZES = {"zeros", "ones", "empty", "rand", "randn"}
+MAKERS = {
+    *(("torch", name) for name in (*_BY_SIZES, "full", "arange", "range", "eye", "empty_strided", "randperm")),
+    *(("numpy", name) for name in ("zeros", "ones", "empty", "full", "arange", "eye", "identity", "ndarray")),
+    *((f"numpy.{c}.multiarray", name) for c in ("core", "_core") for name in ("zeros", "empty", "arange")),
+}
 _TORCH_ROOT = {"relu", "tanh", "sigmoid", "selu", "softmax", "log_softmax", "nn", "square", "sin", "cos", "exp", "log"}
 _CONTAINERS = {("collections", "OrderedDict"), ("collections", "defaultdict"), ("builtins", "set")}
 
@@ -258,6 +289,20 @@ def large(name: str, count: object, size: int) -> str:
     return f"a call of {name} that makes {human_bytes(min(count, 1 << 60))}"
 
 
+def excess(module: str, name: str, args: object, size: int) -> str:
+    """Return what is wrong with a call of torch or numpy that makes a tensor, as `large` does."""
+    if (module, name) not in MAKERS or type(args) is not tuple or not args:
+        return ""
+    shape = args if module == "torch" and type(args[0]) is int and name in _BY_SIZES else args[0]
+    sizes = shape if isinstance(shape, tuple | list) else (shape,)
+    count = 1
+    for n in sizes[:64]:
+        if type(n) is not int or n < 0:
+            return ""
+        count = min(count * n, 1 << 62)
+    return large(f"{module}.{name}", count * (count if name in ("eye", "identity") else 1), size)
+
+
 def dangerous(module: str, name: str) -> bool:
     """Return whether a name deserves a warning."""
     if (module, name) in REBUILD:
@@ -273,8 +318,11 @@ def _judged(module: str, name: str) -> bool:
     *path, last = name.split(".")
     if root in _STANDARD:
         harmless = _HARMLESS.get(module, frozenset())
-        if harmless is _ALL:  # except dotted names that pass through the module, and functions that are not public
-            return bool(path) or (last.startswith("_") and _is_function(last)) or last in _CALLERS
+        if harmless is _ALL:  # except dotted names, and what the module imports
+            if path or _MAKES_TYPES.search(last):
+                return f"{module}.{name}" not in _METHODS
+            lower = _LOWER.get(module, frozenset())
+            return _is_function(last) and last not in lower and (lower is not _ALL or last.startswith("_"))
         return (path[0] if path else last) not in harmless or _is_special(path, last)
     if f"{module}.{name}" in _DATA:
         return False
@@ -287,7 +335,10 @@ def _judged(module: str, name: str) -> bool:
         if full.startswith(_NO_CHECKPOINT) or last == "memmap" or _ACTIVE.search(last):
             return True
         if _is_function(last):
-            return bool(path) or not (module in _FUNCTION_MODULES or module == root or full.startswith(_FUNCTIONS))
+            if module == "torch._C" and path == ["_VariableFunctionsClass"]:  # so pickles name ``torch.relu``
+                return last not in _TORCH_ROOT
+            known = module in _FUNCTION_MODULES and last not in _CALLERS
+            return bool(path) or not (known or module == root or full.startswith(_FUNCTIONS))
         return module != root and not any(module == one or module.startswith(f"{one}.") for one in _CLASSES)
     return last.strip("_") in _RUNS or (_is_function(last) and technique(f"{module}.{name}") != "")
 

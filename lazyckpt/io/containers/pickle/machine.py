@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from ....errors import CorruptError, some
 from ...limits import Budget, ExcessError
-from .audit import bomb, dangerous, large
+from .audit import bomb, dangerous, excess, large
 from .memo import FEW, NOTED, Changes, Item, Items, Memo, Note, refuse_shared
 from .opcodes import COUNTED, LINES, counted, exactly, place, unknown
 from .rebuild import persistent_storage
@@ -413,8 +413,8 @@ class _Machine:
                     self._charge(made, memo, seen, marks)
                     if known is not None and not self._taken:
                         known.last = data
-                    if excess := bomb(max(dict.keys(memo), default=0), size):
-                        self.globals[BOMB, excess] = True
+                    if text := bomb(max(dict.keys(memo), default=0), size):
+                        self.globals[BOMB, text] = True
                     return stack.pop()
                 elif op in COUNTED:
                     value, i = counted(op, data, i)
@@ -516,6 +516,8 @@ class _Machine:
         if isinstance(what, Opaque):
             if what.args is None:
                 self.globals[what.module, what.name] = True
+                if text := excess(what.module, what.name, args, len(self._data)):
+                    self.globals[BOMB, text] = True
                 return Opaque(what.module, what.name, args, kwargs)
             made = through_partial(what)
             return made or Opaque(what.module, f"{what.name:.200}(...)", args, kwargs)  # the result of calling a result
@@ -533,8 +535,8 @@ class _Machine:
             module, name = next((key for key, value in self._rebuild.items() if value is what), ("", "call"))
             if name == "getattr":
                 self.globals[module, "getattr(...)"] = True
-            if args and name in ("bytes", "bytearray") and (excess := large(name, args[0], len(self._data))):
-                self.globals[BOMB, excess] = True
+            if args and name in ("bytes", "bytearray") and (text := large(name, args[0], len(self._data))):
+                self.globals[BOMB, text] = True
             return Opaque(module, name, args, kwargs)
         if isinstance(made, Opaque) and made.args is None:  # an attribute of a named thing is a named thing
             self.globals.setdefault((made.module, made.name), False)

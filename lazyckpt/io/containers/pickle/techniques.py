@@ -146,17 +146,18 @@ _FRAMEWORKS: dict[str, str] = {
 _ACTIVE = (
     "process", "launch", "command", "shell", "server", "client", "importer", "interpreter", "executor", "agent",
     "download", "unpickler", "console", "debugger", "script", "daemon", "worker", "spawn", "loader", "template",
+    "writer", "hdfstore", "fortranfile", "runner",
 )  # fmt: skip
 _LOADERS = ("dataloader", "lossscaler", "sampler", "loadertypes")  # classes with such a word that are data
 # Functions of these packages by which they rebuild data.
 _REBUILDERS = (
-    "pandas._libs.internals._unpickle_block", "pandas.core.indexes.base._new_Index", "scipy.sparse",
+    "pandas._libs.internals._unpickle_block", "pandas.core.indexes.base._new_Index",
     "pandas.core.internals.managers.", "pandas.core.indexes.datetimes._new_DatetimeIndex", "pytz._p", "pytz._UTC",
     "pandas.core.arrays.", "pandas._libs.arrays.__pyx_unpickle", "pandas._libs.tslibs.timestamps._unpickle_timestamp",
     "deepspeed.utils.tensor_fragment.fragment_address", "deepspeed.utils.tensor_fragment.tensor_fragment",
     "gym.utils.seeding", "gymnasium.utils.seeding", "dateutil.tz", "ml_dtypes", "jax._src.array._reconstruct_array",
     "sklearn._loss", "sklearn.neighbors._", "sklearn.tree._tree", "lightning.fabric.wrappers._unwrap",
-    "transformers.utils.generic.", "omegaconf.dictconfig", "omegaconf.listconfig", "torchvision.models.",
+    "transformers.utils.generic.", "omegaconf.dictconfig", "omegaconf.listconfig",
     "tqdm.std.tqdm",
     "lightning.pytorch.utilities.parsing.AttributeDict", "scipy.interpolate",
 )  # fmt: skip
@@ -179,6 +180,8 @@ def framework(module: str, name: str) -> str:
     full = f"{module}.{name}"
     if not label or any(not one[:1].isupper() for one in path):
         return ""
+    if full.startswith("scipy.sparse.") and last.endswith(("_matrix", "_array")):
+        return label
     if full.startswith(_REBUILDERS) or last.startswith("__pyx_unpickle"):
         return label
     lower = last.lower()

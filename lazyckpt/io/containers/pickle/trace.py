@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from ...limits import OBJECTS, OBJECTS_PER_BYTE
-from .audit import bomb, large
+from .audit import MAKERS, bomb, excess, large
 from .techniques import EXTENSION, PERSISTENT
 
 _FIRST_WINDOW, _WINDOW = 1 << 12, 1 << 20  # bytes of the first read, and of the largest
@@ -73,11 +73,30 @@ class _Made:
 
 
 class Constant(NamedTuple):
-    """Bytes in a pickle that may be a pickle or an archive: where they are, or the bytes if they were a text."""
+    """Bytes in a pickle that may be a pickle or an archive: where they are, or the bytes if they were a text.
+    ``unpickled`` says that the pickle itself has them unpickled."""
 
     offset: int
     size: int
     data: bytes | None = None
+    unpickled: bool = False
+
+
+class _Held(NamedTuple):
+    """A bytes object or a long text of a pickle: where it is, and the encoding of a text."""
+
+    offset: int
+    size: int
+    encoding: str = ""
+
+
+class _List:
+    """A list; ``items`` are its first ones."""
+
+    __slots__ = ("items",)
+
+    def __init__(self) -> None:
+        self.items: list[Any] = []
 
 
 @dataclass(slots=True)
@@ -117,7 +136,6 @@ class _BrokenOff(Exception):
 
 
 _PLAIN = object()  # a value that is no name, text or call
-_BYTES = object()
 _GETATTR = {Named("builtins", "getattr"), Named("__builtin__", "getattr")}
 _LOAD_BYTES = Named("torch.storage", "_load_from_bytes")
 _ENCODE = Named("_codecs", "encode")
@@ -130,10 +148,18 @@ _FILLED = {
 _ITERATORS = {"range", "xrange", "repeat", "count", "cycle", "product", "permutations", "combinations"}
 _LARGE = 16 << 20  # elements or bytes that a call may make
 _TYPES = {Named("builtins", "type"), Named("__builtin__", "type")}
-_SPECIAL = _GETATTR | _SIZED | _FILLED | _TYPES | {_LOAD_BYTES, _ENCODE}  # calls whose arguments matter
+_PARTIAL = Named("functools", "partial")
+_PASSING = {_PARTIAL, Named("copyreg", "__newobj__"), Named("copyreg", "__newobj_ex__")} | {
+    Named(module, "_reconstructor") for module in ("copyreg", "copy_reg")
+}
+_SIZE = Named("torch", "Size")
+_MAKERS = {Named(*one) for one in MAKERS}
+_MAKES_CLASS = "makes a class with type(...), which may bring functions of its own"
+# calls whose arguments matter
+_SPECIAL = _GETATTR | _SIZED | _FILLED | _TYPES | _PASSING | _MAKERS | {_LOAD_BYTES, _ENCODE}
 # opcodes that push a value without further effect -> bytes of their argument
 _VALUES = {
-    0x4B: 1, 0x4D: 2, 0x4A: 4, 0x47: 8, 0x4E: 0, 0x88: 0, 0x89: 0, 0x5D: 0, 0x7D: 0, 0x8F: 0, 0x97: 0,
+    0x4B: 1, 0x4D: 2, 0x4A: 4, 0x47: 8, 0x4E: 0, 0x88: 0, 0x89: 0, 0x7D: 0, 0x8F: 0, 0x97: 0,
 }  # fmt: skip
 _TEXTS = {0x58: 4, 0x8C: 1, 0x8D: 8, 0x54: 4, 0x55: 1}  # -> bytes of their length
 _RAW = {0x42: 4, 0x43: 1, 0x8E: 8, 0x96: 8, 0x8A: 1, 0x8B: 4}
@@ -196,6 +222,7 @@ class _Tracer:
         self._names: dict[tuple[str, str], Named] = {}
         self._named_getattr = False
         self._escaped = False  # whether getattr is passed on rather than called
+        self._constants: dict[int, Constant] = {}
         self._resolved = 0  # calls of getattr whose result is a name
 
     @property
@@ -204,6 +231,7 @@ class _Tracer:
 
     def settle(self) -> None:
         """Allow getattr if every use of it is a call whose result is a name, which is judged itself."""
+        self.found.constants = list(self._constants.values())
         if any(one in self.found.named for one in _GETATTR) and (self._escaped or not self._resolved):
             self.found.odd.append("reaches functions through the attributes of values, with getattr")
 
@@ -262,18 +290,43 @@ class _Tracer:
             return raw.decode("utf-8", "backslashreplace")
         self._fill(_AHEAD)
         head = self._data[self._i : self._i + _AHEAD].replace(b"\xc2", b"")
+        held = _Held(self.place, n, "utf-8")
         if _PROTOCOL.match(head) and n < _REMAINDER:
-            text = self._file.at(self.place, n).decode("utf-8", "replace")
-            self.found.constants.append(Constant(self.place, n, text.encode("latin1", "replace")))
+            self._constants[held.offset] = Constant(held.offset, n, self._latin(held))
         self._skip(n)
-        return _PLAIN
+        return held
+
+    def _latin(self, held: _Held) -> bytes:
+        text = self._file.at(held.offset, held.size).decode(held.encoding, "replace")
+        return text.encode("latin1", "replace")
 
     def _bytes(self, n: int) -> Any:
         self._fill(min(n, 256))
+        held = _Held(self.place, n)
         if n > 2 and _PROTOCOL.match(self._data, self._i):
-            self.found.constants.append(Constant(self.place, n))
+            self._constants[held.offset] = Constant(held.offset, n)
         self._skip(n)
-        return _BYTES
+        return held
+
+    def _unpickled(self, value: Any) -> None:
+        """Keep bytes that the pickle itself has unpickled; they are looked at as a pickle, however they begin."""
+        if type(value) is _Held and not value.encoding:
+            self._constants[value.offset] = Constant(value.offset, value.size, None, True)
+        else:
+            data = None
+            if type(value) is _Made and value.of == _ENCODE and type(value.args) is tuple and value.args:
+                what, *rest = value.args
+                if rest in ([], ["latin1"], ["latin-1"], ["iso-8859-1"]):
+                    if type(what) is str:
+                        data = what.encode("latin1", "replace")
+                    elif type(what) is _Held and what.encoding and what.size < _REMAINDER:
+                        data = self._latin(what)
+            if data is None:
+                self.found.odd.append("unpickles bytes that are computed while it is unpickled")
+                return
+            offset = what.offset if type(what) is _Held else self.place
+            self._constants[offset] = Constant(offset, len(data), data, True)
+        self.found.allowed.add(_LOAD_BYTES)  # the bytes themselves are looked at
 
     def _find(self, module: Any, name: Any) -> Any:
         if type(module) is not str or type(name) is not str:
@@ -305,27 +358,27 @@ class _Tracer:
                 return self._find(known[0].module, f"{known[0].name}.{known[1]}")
             self._escaped = True
         elif what == _LOAD_BYTES:
-            value = known[0] if len(known) == 1 else None
-            if value is _BYTES or (type(value) is _Made and value.of == _ENCODE):
-                found.allowed.add(what)  # the bytes themselves are looked at
-            else:
-                found.odd.append("unpickles bytes that are computed while it is unpickled")
+            self._unpickled(known[0] if len(known) == 1 else None)
         elif what == _ENCODE and known and type(known[0]) is str:
             data = known[0].encode("latin1", "replace")
             if _PROTOCOL.match(data):
-                found.constants.append(Constant(self.place, len(data), data))
+                self._constants[self.place] = Constant(self.place, len(data), data)
         elif what in _SIZED and known and (text := large(what.name, known[0], self._file.size)):
             found.bombs.append(f"has {text}")
         elif what in _FILLED and known and type(known[0]) is _Made and _is_endless(known[0]):
             found.bombs.append(f"fills a {what.name} with more items than any checkpoint has")
-        elif what in _TYPES and args is not _PLAIN and len(known) == 3:
-            found.odd.append("makes a class with type(...), which may bring functions of its own")
+        elif _makes_class(what, args):
+            found.odd.append(_MAKES_CLASS)
+        elif what in _MAKERS and (text := excess(*what, tuple(map(_plain, known)), self._file.size)):
+            found.bombs.append(f"has {text}")
         return _Made(what, args)
 
     def _build(self, target: Any, state: Any) -> None:
         if type(target) is Named:
             self.found.odd.append(f"changes {target.module}.{target.name} itself, for the whole process")
         elif type(target) is _Made and target.of is not None:
+            if target.of == _PARTIAL and (type(state) is not tuple or any(one in _TYPES for one in _names(state))):
+                self.found.odd.append(_MAKES_CLASS)
             self.found.named[target.of] = True
 
     def _put(self, memo: dict[int, Any], key: int, value: Any) -> None:
@@ -369,7 +422,7 @@ class _Tracer:
                 i += 1
                 continue
             if op == 0x4B:  # BININT1
-                stack.append(_PLAIN)
+                stack.append(data[i])
                 i += 1
                 continue
             if op == 0x94:  # MEMOIZE
@@ -388,11 +441,14 @@ class _Tracer:
                     continue
             self._i = i
             if op in values:
-                if op == 0x4A:  # BININT: sizes matter to calls
-                    stack.append(self._number(4))
+                if op == 0x4A or op == 0x4D:  # BININT, BININT2: sizes matter to calls
+                    n = self._number(values[op])
+                    stack.append(n - (1 << 32) if n >> 31 else n)
                 else:
                     stack.append(_PLAIN)
                     self._skip(values[op])
+            elif op == 0x5D:  # EMPTY_LIST
+                stack.append(_List())
             elif op == 0x72:  # LONG_BINPUT
                 self._put(memo, self._number(4), stack[-1])
             elif op == 0x6A:  # LONG_BINGET
@@ -441,12 +497,13 @@ class _Tracer:
             elif op in (0x75, 0x65, 0x90):  # SETITEMS, APPENDS, ADDITEMS
                 items, stack = stack, marks.pop()
                 self._pass_on(items)
-                self._extend(stack[-1])
+                self._extend(stack[-1], items)
             elif op in (0x73, 0x61):  # SETITEM, APPEND
                 n = 2 if op == 0x73 else 1
-                self._pass_on(stack[-n:])
+                items = stack[-n:]
+                self._pass_on(items)
                 del stack[-n:]
-                self._extend(stack[-1])
+                self._extend(stack[-1], items)
             elif op in (0x6C, 0x64, 0x91):  # LIST, DICT, FROZENSET
                 items, stack = stack, marks.pop()
                 self._pass_on(items)
@@ -475,9 +532,12 @@ class _Tracer:
                 self._line()
                 stack.append(_PLAIN)
             elif op in (0x53, 0x56):  # STRING, UNICODE
-                line = self._line()
+                begin, line = self.place, self._line()
                 quoted = line.strip()[1:-1] if op == 0x53 else line
-                stack.append(_escaped(quoted, op == 0x53) if len(quoted) <= 8 * _TEXT else _PLAIN)
+                if len(quoted) <= 8 * _TEXT:
+                    stack.append(_escaped(quoted, op == 0x53))
+                else:
+                    stack.append(_PLAIN if op == 0x53 else _Held(begin, len(line), "raw-unicode-escape"))
             elif op in (0x70, 0x67):  # PUT, GET
                 key = int(self._line())
                 if op == 0x70:
@@ -516,8 +576,11 @@ class _Tracer:
                 raise _BrokenOff(f"byte 0x{op:02x} is no opcode")
             data, i = self._data, self._i
 
-    def _extend(self, target: Any) -> None:
-        if type(target) is Named:
+    def _extend(self, target: Any, items: list[Any]) -> None:
+        if type(target) is _List:
+            if len(target.items) < _KEPT:
+                target.items += items[:_KEPT]
+        elif type(target) is Named:
             self.found.odd.append(f"changes {target.module}.{target.name} itself, for the whole process")
 
     def _persistent(self, pid: Any) -> Any:
@@ -531,6 +594,29 @@ class _Tracer:
         )
         self.found.named[Named(PERSISTENT, text[:100])] = True
         return _PLAIN
+
+
+def _makes_class(what: Named, args: Any) -> bool:
+    """Return whether a call makes a class with ``type``, itself or by what passes ``type`` on."""
+    if type(args) is not tuple:
+        return False
+    passed = what in _PASSING and any(one in _TYPES for one in args if type(one) is Named)
+    return passed or (what in _TYPES and len(args) == 3)
+
+
+def _plain(value: Any) -> Any:
+    """Return what a value says about a shape: its numbers."""
+    if type(value) is _Made and value.of == _SIZE and type(value.args) is tuple and value.args:
+        value = value.args[0]
+    return value.items if type(value) is _List else value
+
+
+def _names(state: Any) -> list[Named]:
+    """Return the names in a tuple, and in tuples in it."""
+    found = []
+    for one in state:
+        found += [one] if type(one) is Named else _names(one) if type(one) is tuple and one is not state else []
+    return found
 
 
 def _is_endless(made: _Made) -> bool:
