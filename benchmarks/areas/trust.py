@@ -54,7 +54,7 @@ def _all(settings: Settings) -> Iterator[Case]:
     yield Case(f"verify {size} MiB of a torch file", partial(_verify, settings, "torch"), goals)
     yield Case(f"verify {size} MiB of a DCP checkpoint", partial(_verify, settings, "DCP"), goals)
     count = settings.pick(131_072, 4_096)
-    yield Case(f"verify {count:,} tensors of 4 KiB in a safetensors file", partial(_verify, settings, "pages"), goals[:1])
+    yield Case(f"verify {count:,} tensors of 4 KiB", partial(_verify, settings, "pages"), goals[:1])
     yield Case(f"verify --quick of {settings.pick(1024, 64):,} ranks, ZeRO-3", partial(_quick, settings), [Goal(1.5)])
 
 
