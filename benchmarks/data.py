@@ -72,6 +72,12 @@ def kibibytes(settings: Settings, form: str, count: int) -> Path:
     return saved(settings, f"small-{count}", form, count, (256,))
 
 
+def pages(settings: Settings, form: str) -> Path:
+    """131,072 tensors of 4 KiB, 512 MiB."""
+    count = settings.pick(131_072, 4_096)
+    return saved(settings, f"pages-{count}", form, count, (1024,))
+
+
 def one(settings: Settings, form: str) -> Path:
     """One tensor, 128 MiB of float32."""
     return saved(settings, "one", form, 1, (settings.pick(32768, 8192), 1024))

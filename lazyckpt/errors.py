@@ -29,6 +29,7 @@ from typing import Any
 # -- Printable text and shortened lists for messages.
 
 _LONG = 80  # maximum characters of one list item in a message
+_NAME = 255  # characters of a file name that file systems allow; a longer one, in an index, names no file
 _MESSAGE = 1500  # maximum characters of a message; texts from files may be of any length
 
 
@@ -286,7 +287,8 @@ def cannot_read(path: str, error: LazyckptError, so: str = "") -> Problem:
     """Return the problem of an unreadable file. ``so`` states the consequence, as in ", its tensors are lost"."""
     absent = isinstance(error, MissingFileError) and error.errno in (None, errno.ENOENT, errno.ENOTDIR)
     code = "missing-file" if absent else "unreadable-file"
-    return Problem(code, f"{path} cannot be read{so}: {error}", path)
+    named = path if len(path) <= _NAME else f"{path[:_LONG]}..."  # the consequence is not cut off the message
+    return Problem(code, f"{named} cannot be read{so}: {error}", path)
 
 
 @contextmanager

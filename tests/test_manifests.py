@@ -433,6 +433,31 @@ def test_diff_reads_what_differs(tmp_path: Path) -> None:
     assert every.digests == 5 and [row.status for row in every] == [row.status for row in found]
 
 
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no time of change")
+@pytest.mark.parametrize("form", ["safetensors", "shards", "torch", "dcp", "zarr", "folder"])
+def test_diff_does_not_trust_times_that_were_set_back(form: str, source: Path, tmp_path: Path) -> None:
+    """A file that was edited in place and whose size and time of modification are those of the manifest is read."""
+    if form == "zarr":
+        need("zarr")
+    name, write = WRITERS["shards" if form == "folder" else form]
+    paths = []
+    for side in "ab":
+        paths.append(tmp_path / side / name)
+        paths[-1].parent.mkdir()
+        if form == "folder":  # its files are renamed one by one, the index last
+            paths[-1].mkdir()
+        write(lazyckpt.open(source), paths[-1])
+    assert lazyckpt.diff(*paths).digests == len(lazyckpt.open(source))
+    files = [path for path in (tmp_path / "b").rglob("*") if path.is_file() and "manifest" not in path.name]
+    before = {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
+    _flip(paths[1], lazyckpt.open(paths[1])["exact"])
+    for path, (_, time) in before.items():
+        os.utime(path, ns=(time, time))
+    assert before == {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
+    found = lazyckpt.diff(*paths)
+    assert found.digests == 0 and [row.name for row in found.differing] == ["exact"]
+
+
 def test_diff_does_not_trust_a_stale_manifest(tmp_path: Path) -> None:
     _pair(tmp_path)
     file = tmp_path / "a" / "model.safetensors"

@@ -20,7 +20,10 @@ SLOWEST = 1 / 0.8  # at least 0.8 of the peer's speed
 
 
 def _verify(settings: Settings, form: str) -> Contest:
-    path = data.torch_file(settings) if form == "torch" else data.dcp(settings)
+    if form == "pages":
+        path = data.pages(settings, "safetensors")
+    else:
+        path = data.torch_file(settings) if form == "torch" else data.dcp(settings)
     files = [path] if path.is_file() else sorted(path.glob("*.distcp"))
     warm(path)
     view = lazyckpt.open(path, cache=False)
@@ -50,6 +53,8 @@ def _all(settings: Settings) -> Iterator[Case]:
     goals = [Goal(SLOWEST), Goal(1.0, "peak", 256.0 * MIB, "peak memory", "256 MiB")]
     yield Case(f"verify {size} MiB of a torch file", partial(_verify, settings, "torch"), goals)
     yield Case(f"verify {size} MiB of a DCP checkpoint", partial(_verify, settings, "DCP"), goals)
+    count = settings.pick(131_072, 4_096)
+    yield Case(f"verify {count:,} tensors of 4 KiB", partial(_verify, settings, "pages"), goals[:1])
     yield Case(f"verify --quick of {settings.pick(1024, 64):,} ranks, ZeRO-3", partial(_quick, settings), [Goal(1.5)])
 
 

@@ -43,7 +43,7 @@ def with_manifest(plan: WritePlan) -> WritePlan:
             key = beside(one)
         keys = list(dest.keys)
         keys.insert(len(keys) - dest.index, key)  # the index is published last
-        dest = replace(dest, keys=keys)
+        dest = replace(dest, keys=keys, manifest=key)
     elif isinstance(dest, Remote):
         key = beside(dest.bucket.url.rpartition("/")[2])
         options = dict(dest.bucket.options)

@@ -1,7 +1,8 @@
 """The manifest that lies beside a checkpoint, used in place of reading the checkpoint as long as it is of its files.
 
-A manifest records what identifies the files that it is of: paths, sizes and times of modification. Of files that were
-copied without their times, or written to since, it is not used.
+A manifest records what identifies the files that it is of: paths, sizes and times of modification. It is not used for
+files that were copied or written to since. A time of modification can be set back, so no file may have a later time of
+change (ctime, which the system sets) than the manifest itself. Windows has no such time: there the others decide.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ def kept_digest(view: Namespace[Any]) -> Digest | None:
         return None
     try:
         mark = now_mark(view)
-        for text in _texts(view):
-            found = Digest.from_json(text)
-            if found.files == mark:
+        for path in _beside(view):
+            found = Digest.from_json(path.read_bytes())
+            if found.files == mark and not _changed_since(view, path):
                 return found
     except (LazyckptError, OSError):
         pass  # a damaged manifest, or one of a later version: the checkpoint is read
@@ -60,7 +61,7 @@ def with_files(view: Namespace[Any], found: Digest) -> Digest:
     return replace(found, files=now_mark(view)) if whole else found
 
 
-def _texts(view: Namespace[Any]) -> Iterator[bytes]:
+def _beside(view: Namespace[Any]) -> Iterator[Path]:
     """Yield the manifests beside a checkpoint: in its folder, or beside the file or Zarr hierarchy that it is."""
     names = [MANIFEST, *(beside(path) for path in view.files if len(view.files) == 1)]
     if is_url(view.root):
@@ -68,4 +69,12 @@ def _texts(view: Namespace[Any]) -> Iterator[bytes]:
     paths = [Path(view.root, name) for name in names]
     for path in (*paths, Path(beside(os.path.abspath(view.root)))):
         if path.is_file() and path.stat().st_size <= _MOST:
-            yield path.read_bytes()
+            yield path
+
+
+def _changed_since(view: Namespace[Any], manifest: Path) -> bool:
+    """Return whether a file was changed, renamed or created after the manifest."""
+    if os.name != "posix":
+        return False
+    since = manifest.stat().st_ctime_ns
+    return any(os.stat(os.path.join(view.root, path)).st_ctime_ns > since for path in view.files)

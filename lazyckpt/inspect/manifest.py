@@ -348,7 +348,8 @@ class Digest(Mapping[str, TensorDigest]):
             raise FormatError("this is not a manifest of `lazyckpt digest`: its key lazyckpt_manifest is missing")
         if version != VERSION:
             what = "use a later one" if version > VERSION else "compute the digests anew, which are other ones now"
-            raise FormatError(f"a manifest of version {version}; this lazyckpt reads version {VERSION}: {what}")
+            said = str(version)[:20]
+            raise FormatError(f"a manifest of version {said}; this lazyckpt reads version {VERSION}: {what}")
         files = about.get("files")
         found = replace(Digest(*_parsed(about)), files=files if isinstance(files, str) else None)
         if found.root != about.get("root") or any(

@@ -74,6 +74,8 @@ class Files(Destination):
         impossible.
     index
         Whether the last file is an index of the others.
+    manifest
+        The name of the manifest among the files. It must not be older than any other file to be used later.
     ending
         The file extension, for an error message.
     apart
@@ -87,6 +89,7 @@ class Files(Destination):
     one: bool = False
     of_family: Callable[[str], bool] | None = None
     index: bool = False
+    manifest: str | None = None
     ending: str = ""
     apart: Callable[[Path, Iterable[LazyArray]], None] | None = None
 
@@ -130,6 +133,7 @@ class Files(Destination):
                 self.path(self.keys[-1]).unlink(missing_ok=True)  # an old index must not refer to new files
             for key in there:
                 content.move(key, self.path(key))
+            _renew(self, self.manifest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +170,7 @@ class Whole(Destination):
     def publish(self, content: Folder) -> None:
         _publish_beside(self, content)
         reveal(content, self.place)
+        _renew(self, self.beside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +226,13 @@ def _check_beside(dest: Whole | Zip) -> None:
             if MARK_OF_MANIFEST in file.read(_HEAD):
                 return  # of an earlier export, perhaps of one that was killed before it was published
         raise DestinationError(f"{path} exists already and is no manifest: remove it, or choose another place")
+
+
+def _renew(dest: Destination, manifest: str | None) -> None:
+    """Make the manifest newer than the files that were renamed after it."""
+    if manifest is not None:
+        with suppress(OSError):  # then the manifest is not used, and the files are read
+            os.utime(dest.path(manifest))
 
 
 def _publish_beside(dest: Whole | Zip, content: Folder) -> None:

@@ -37,7 +37,8 @@ def diff(
     missing, gets a row that says so, and the others are compared.
 
     If both checkpoints have a manifest beside them (``manifest=True`` of an export writes it) that is still of their
-    files, by size and time of modification, tensors of equal digests are not read. ``Diff.digests`` says how many.
+    files, by size, time of modification and time of change, tensors of equal digests are not read. ``Diff.digests``
+    says how many.
 
     Parameters
     ----------

@@ -184,6 +184,8 @@ def _shapes(rules: Iterator[Rule], tensors: Mapping[str, LazyArray], by: str) ->
 def _counts(config: Mapping[str, Any], tensors: Mapping[str, LazyArray]) -> Iterator[Finding]:
     """Yield a finding if there is another number of layers, or of experts, than the configuration says."""
     layers, experts = _number(config, *_LAYERS), _number(config, *_EXPERTS)
+    if not layers and not experts:
+        return
     found: dict[str, set[int]] = {}
     numbers: dict[str, set[int]] = {}
     for name in tensors:

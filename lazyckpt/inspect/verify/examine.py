@@ -8,6 +8,7 @@ from time import monotonic
 from typing import Any, Literal, TypeAlias
 
 from ...errors import Problem
+from ...io.memory import many_objects
 from ...jobs.executor import runner
 from ...namespace import Namespace
 from ..manifest import Digest
@@ -29,6 +30,13 @@ def examine(
     progress: bool | None = None,
 ) -> Report:
     """Return the report about a whole checkpoint. See `lazyckpt.verify`."""
+    with many_objects():
+        return _examined(view, level, executor, memory, progress)
+
+
+def _examined(
+    view: Namespace[Any], level: Level, executor: Any, memory: int | str | None, progress: bool | None
+) -> Report:
     begun = monotonic()
     store, infos = view._store, view.files
     watched = view._index.pins  # without the thousands of chunks of an array, which are looked at on reading
@@ -53,7 +61,7 @@ def examine(
         steps = agreement.steps(states, view.meta)
         findings += agreement.differing_steps(steps)
         findings += agreement.differing_ranks(view.format, lambda: view.stored)
-        archives = structure.archives_of(targets)
+        archives, packed = structure.archives_of(targets)
         findings += structure.overlaps(archives)
         kept = checksums.of_files(store, list(watched), archives)
         findings += [f for one in kept.values() for f in one.findings]
@@ -63,8 +71,7 @@ def examine(
         findings += _unread(swept, targets, store.root)
         findings += judged(targets, swept, steps)
         findings += copies(swept, records)
-        packed = {one.key: one for of in structure.archives_of(targets, packed=True).values() for one in of}
-        findings += checksums.compare_packed(store, list(packed.values()), run) if packed else []
+        findings += checksums.compare_packed(store, packed, run) if packed else []
         facts["bytes"] = swept.nbytes
         findings += checksums.compare_sha256(store, recorded, run) if recorded else []
         if level == "full":

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...core.fragments import fragments_of
-from ...core.index import Archive, FileInfo
+from ...core.index import Archive, Extent, FileInfo
 from ...core.units import plural
 from ...errors import LazyckptError, some
 from ...io.storage.base import Store
@@ -75,14 +75,20 @@ def ages(infos: Mapping[str, FileInfo]) -> Iterator[Finding]:
         yield Finding("stale-file", text, old[0] if len(old) == 1 else None, details={"files": old})
 
 
-def archives_of(targets: Sequence[Target], packed: bool = False) -> dict[str, list[Archive]]:
-    """Return path -> the archives of torch.save inside the file, those that are compressed or those that are not."""
-    found: dict[str, list[Archive]] = {}
+def archives_of(targets: Sequence[Target]) -> tuple[dict[str, list[Archive]], list[Archive]]:
+    """Return the archives of torch.save inside files: path -> those that are not compressed; and those that are."""
+    plain: dict[str, list[Archive]] = {}
+    packed: dict[Any, Archive] = {}
     for target in targets:
-        for one in fragments_of(target.tensor.spec.fragments).packed():
-            if isinstance(one, Archive) and bool(one.codecs) is packed:
-                found.setdefault(one.path, []).append(one)
-    return found
+        fragments = target.tensor.spec.fragments
+        if type(fragments) is tuple and len(fragments) == 1 and type(fragments[0].extent) is Extent:
+            continue  # most, of hundreds of thousands
+        for one in fragments_of(fragments).packed():
+            if isinstance(one, Archive) and one.codecs:
+                packed[one.key] = one
+            elif isinstance(one, Archive):
+                plain.setdefault(one.path, []).append(one)
+    return plain, list(packed.values())
 
 
 # Format -> the file that its writer writes last, beside the folders of the checkpoints; or another that does for it.
@@ -118,8 +124,10 @@ def total_size(meta: Mapping[str, Any], tensors: Mapping[str, LazyArray]) -> Ite
     """Yield a note if the index of Hugging Face says another size than the tensors have. Loaders ignore it."""
     index = meta.get("index")
     said = index.get("total_size") if isinstance(index, Mapping) else None
+    if type(said) is not int:
+        return
     held = sum(t.nbytes for t in tensors.values())
-    if type(said) is int and said != held:
+    if said != held:
         text = f"the index says that the tensors have {said:,} bytes (total_size), they have {held:,}"
         yield Finding("index-mismatch", text, severity="note")
 

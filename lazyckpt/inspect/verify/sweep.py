@@ -36,7 +36,7 @@ from ...jobs.executor import OVERHEAD, Run
 from ...jobs.places import combined
 from ...jobs.progress import Bar
 from ...jobs.write import scratch
-from ...lazy import LazyArray
+from ...lazy import LazyArray, shape_of
 from .tally import add, is_judged, tallies, tally, tally_runs
 
 if TYPE_CHECKING:
@@ -186,14 +186,21 @@ def sweep(
     single: list[tuple[int, int, int, int, int]] = []
     errors: dict[int | str, tuple[str, str]] = {}
     absent: dict[int, tuple[int, int]] = {}
-    for n, target in enumerate(targets):
-        dtype = target.tensor.spec.dtype
-        kinds.append(dtype)
-        if not is_judged(dtype) or not target.tensor.numel() or not target.tensor.spec.fragments:
+    judges: dict[DType, bool] = {}
+    total = 0
+    for n, target in enumerate(targets):  # may be hundreds of thousands
+        spec = target.tensor.spec
+        kinds.append(spec.dtype)
+        count = prod(shape_of(target.tensor))
+        total += count * spec.dtype.itemsize
+        judged = judges.get(spec.dtype)
+        if judged is None:
+            judged = judges[spec.dtype] = is_judged(spec.dtype)
+        if not judged or not count or not spec.fragments:
             continue  # a tensor without fragments is a problem of the view
-        extent = _alone(target.tensor.spec)
+        extent = _alone(spec)
         if extent is not None:
-            single.append((paths.setdefault(extent.path, len(paths)), extent.offset, target.tensor.numel(), n, 0))
+            single.append((paths.setdefault(extent.path, len(paths)), extent.offset, count, n, 0))
             continue
         try:
             some, others, fillers = _runs(n, target.tensor, paths)
@@ -214,7 +221,6 @@ def sweep(
     )  # fmt: skip
     sizes = np.array([d.itemsize for d in kinds], np.int64)
     sums: dict[tuple[str, int], list[tuple[int, int, int]]] = {}
-    total = sum(t.tensor.nbytes for t in targets)
 
     def done(task: Task, result: _Result) -> None:
         if isinstance(result, _Failed):
@@ -370,8 +376,9 @@ def _tasks(
     store: Store, found: Swept, kinds: Sequence[DType], sizes: Array, records: Mapping[str, Sequence[Record]]
 ) -> Iterator[Task]:
     """Yield the tasks that read the runs and records of all files, in the order of files and offsets."""
-    dtypes = list(dict.fromkeys(kinds))
-    code = np.array([dtypes.index(kind) for kind in kinds], np.int64)
+    codes: dict[DType, int] = {}
+    code = np.array([codes.setdefault(kind, len(codes)) for kind in kinds], np.int64)
+    dtypes = list(codes)
     runs = found.runs
     for number, path in enumerate(found.paths):
         first, last = np.searchsorted(runs.files, (number, number + 1)).tolist()
