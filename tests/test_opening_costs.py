@@ -509,4 +509,4 @@ def test_a_buffer_that_differs_on_a_rank_like_the_others_is_reported(tmp_path: P
     model["module"]["layers.3.seen"] = torch.full((3,), 7)
     torch.save(model, path)
     (problem,) = lazyckpt.open(root, cache=False).problems
-    assert problem.code == "differing-replicas" and "'layers.3.seen' differs on ranks 4:" in problem
+    assert problem.code == "differing-replicas" and "'layers.3.seen' differs on rank 4:" in problem

@@ -287,3 +287,19 @@ def test_the_command_without_a_file(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 2 and "no such file" in done.stderr
+
+
+@pytest.mark.parametrize("escape", [rb"\.", rb"\(", rb"\477", rb"\\.", rb"\x41\q\7", b"\\\n."])
+def test_texts_with_unusual_escapes(escape: bytes) -> None:
+    """They are decoded as Python does, without its warnings of them."""
+    import codecs
+    import warnings
+
+    from lazyckpt.io.containers.pickle.trace import _escaped
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wanted = codecs.escape_decode(b"a" + escape + b"b")[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _escaped(b"a" + escape + b"b", True) == wanted.decode("latin1")

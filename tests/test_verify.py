@@ -397,6 +397,29 @@ def test_against_a_manifest(tmp_path: Path, form: str) -> None:
     assert found.tensor == UP and found.details["kind"] == "values"
 
 
+def test_against_a_manifest_whose_first_state_has_another_name(tmp_path: Path) -> None:
+    """An export of the weights is compared with the manifest of a checkpoint that calls them fp32."""
+    path = saved(model(), tmp_path / "x.pt")
+    weights = lazyckpt.digest(path).states["weights"]
+    manifest = lazyckpt.Digest("sha256", {"fp32": weights, "exp_avg": weights})
+    report = lazyckpt.verify(path, against=manifest)
+    lost = only(report, "digest-mismatch")
+    assert (lost.severity, lost.details["state"]) == ("warning", "exp_avg") and report.exit_code() == 0
+    changed = model()
+    changed[UP][0, 0] += 1
+    bad = lazyckpt.verify(saved(changed, tmp_path / "bad.pt"), against=lazyckpt.Digest("sha256", {"fp32": weights}))
+    assert only(bad, "digest-mismatch").tensor == UP and bad.exit_code() == 1
+    # moments alone are not compared with weights
+    other = lazyckpt.verify(path, against=lazyckpt.Digest("sha256", {"exp_avg": weights}))
+    assert only(other, "digest-mismatch").severity == "warning"
+
+
+def test_a_manifest_that_is_not_there(tmp_path: Path) -> None:
+    path = saved(model(), tmp_path / "x.pt")
+    result = _verify(path, "--against", tmp_path / "none.json")
+    assert result.exit_code == 2 and "none.json: the manifest cannot be read" in result.output
+
+
 # -- runs, the command, and the report
 
 
@@ -425,6 +448,25 @@ def test_a_run_with_a_checkpoint_that_cannot_be_opened(tmp_path: Path) -> None:
     assert "--run" in str(only(alone, "other-checkpoint"))
 
 
+def test_a_run_beside_a_checkpoint_without_a_step(tmp_path: Path) -> None:
+    for name in ("checkpoint-10", "checkpoint-20", "final"):
+        (tmp_path / name).mkdir()
+        save_file(model(), tmp_path / name / "model.safetensors")
+    report = lazyckpt.verify(lazyckpt.open_run(tmp_path), level="quick")
+    assert not report and list(report.facts["checkpoints"]) == ["step 10", "step 20", "final"]
+
+
+def test_the_path_is_shown_as_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    save_file(model(), tmp_path / "folder" / "model.safetensors")
+    file = saved(model(), tmp_path / "x.pt")
+    assert [lazyckpt.verify(path).path for path in ("folder", "folder/", Path("x.pt"), file)] == [
+        "folder", "folder/", "x.pt", str(file),
+    ]  # fmt: skip
+    assert _verify("x.pt").output.startswith("x.pt: no problems found (1 file, ")
+
+
 def test_a_url() -> None:
     fsspec = pytest.importorskip("fsspec")
     state = model()
@@ -447,7 +489,7 @@ def test_exit_codes(tmp_path: Path) -> None:
     warn = saved(state, tmp_path / "warn.pt")
     state[UP][0, 0] = float("nan")
     bad = saved(state, tmp_path / "bad.pt")
-    assert _verify(good).exit_code == 0 and "nothing found" in _verify(good).output
+    assert _verify(good).exit_code == 0 and "no problems found" in _verify(good).output
     assert _verify(warn).exit_code == 0 and _verify(warn, "--fail-on", "warning").exit_code == 1
     assert _verify(bad).exit_code == 1 and _verify(bad, "--fail-on", "never").exit_code == 0
     assert _verify(bad, "--quick").exit_code == 0

@@ -66,7 +66,9 @@ FINDING_CODES: dict[str, Kind] = {
     "not-a-number": Kind("error", "A tensor has NaN.", "Go back to a checkpoint from before they appeared."),
     "infinite-values": Kind("error", "A tensor has infinities.", "Go back to a checkpoint from before they appeared."),
     "all-zero": Kind("warning", "All elements of a tensor are zero.", "Check that the tensor was initialized."),
-    "constant-values": Kind("note", "All elements of a tensor are the same.", "Nothing, if training has just begun."),
+    "constant-values": Kind(
+        "note", "All elements of a tensor are the same.", "Nothing to do, if training has just begun."
+    ),
     "denormal-values": Kind(
         "warning",
         "All elements of a tensor are denormal: too small for full precision.",
@@ -110,7 +112,9 @@ FINDING_CODES: dict[str, Kind] = {
         "A tensor's name is none that the model of the configuration has.",
         "Check that it belongs to this model: loaders ignore it.",
     ),
-    "padded-vocabulary": Kind("note", "The embedding has more rows than the vocabulary.", "Nothing: writers pad it."),
+    "padded-vocabulary": Kind(
+        "note", "The embedding has more rows than the vocabulary.", "Nothing to do: writers pad it."
+    ),
     "tokenizer-mismatch": Kind(
         "warning", "The tokenizer has tokens that the embedding has no row for.", "Use the tokenizer of this model."
     ),
@@ -128,7 +132,9 @@ FINDING_CODES: dict[str, Kind] = {
         "A pickle names a class or function that is not known to be harmless.",
         "Load the file with other programs only if you trust its source.",
     ),
-    "framework-class": Kind("note", "Pickles name classes of a known package.", "Nothing, if you use the package."),
+    "framework-class": Kind(
+        "note", "Pickles name classes of a known package.", "Nothing to do, if you use the package."
+    ),
     "pickle-bomb": Kind(
         "error", "A pickle is made to exhaust memory or time.", "Do not load the file with other programs."
     ),
@@ -149,7 +155,7 @@ _TODO = {
     "missing-file": "Copy it from the source, or read only the tensors that are complete.",
     "unreadable-file": "Copy it again and compare checksums.",
     "left-over-file": "Decide which save you want, then remove the files of the other.",
-    "ignored-file": "Nothing, unless you need what is in it.",
+    "ignored-file": "Nothing to do, unless you need what is in it.",
     "misnamed-file": "Rename it: other programs rely on the name.",
     "oversized-file": "Clone tensors before torch.save, or convert the checkpoint.",
     "unsafe-pickle": "Do not load the file with other programs. Convert it with lazyckpt, if you trust its numbers.",
@@ -178,9 +184,9 @@ _TODO = {
     "undecided-layout": "Save with a format that names parameters, or cut the buffer yourself.",
     "unnumbered-layer": "Look for the files of earlier pipeline stages.",
     "flat-parameter": 'Pass rules={"...": {"flat": {...}}}.',
-    "duplicate-tensor": "Look up the others in view.stored.",
+    "duplicate-tensor": "Nothing to do if they are equal: view.stored has the others.",
     "changed-tensor": "Read it with run.at(step).",
-    "replaced-tensor": "Nothing: what is read is right.",
+    "replaced-tensor": "Nothing to do: what is read is right.",
     "unsupported-tensor": "Convert it where it was made.",
     "nested-tensor": "Read these.",
     "unused-rule": "Compare its pattern with the names in the view.",
@@ -446,7 +452,7 @@ class Report(Sequence[Finding]):
     def summary(self) -> str:
         """One line: how many findings, and what was examined."""
         counted = [plural(count, severity) for severity, count in self.counts.items() if count]
-        found = ", ".join(counted) if counted else "nothing found"
+        found = ", ".join(counted) if counted else "no problems found"
         facts = self.facts
         parts = ("files", "pickles", "tensors")
         seen = [plural(facts[what], what.removesuffix("s")) for what in parts if what in facts]

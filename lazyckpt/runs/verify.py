@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from ..core.units import plural
 from ..errors import DataError, FormatError, LazyckptError
 from ..inspect.manifest import Digest
 from ..inspect.report import Finding, Report
 from ..inspect.verify.examine import Level, against_manifest, examine
+from ..inspect.verify.values import PARAMETERS
 from ..io.storage.fsspec import is_url
 from ..view import CheckpointView
 from .view import RunView
@@ -67,8 +70,17 @@ def verify(
         for step in view.steps:
             one = view.at(step)
             reports[f"step {step}"] = _checked(one, level, manifest, executor, memory, progress)
+        skipped = []
+        for problem in view.problems:
+            if problem.code != "skipped-checkpoint":
+                continue
+            try:  # without a step it is no part of the run, but it can be checked
+                one = CheckpointView(f"{view.root}/{problem.path}", storage_options=storage_options)
+            except LazyckptError:
+                skipped.append(problem)
+            else:
+                reports[str(problem.path)] = _checked(one, level, manifest, executor, memory, progress)
         joined = Report.joined(view.root, reports)
-        skipped = [problem for problem in view.problems if problem.code == "skipped-checkpoint"]
         own = [Finding(problem.code, str(problem), problem.path, severity="error") for problem in skipped]
         lines = joined.facts["checkpoints"] | {str(p.path): "cannot be opened" for p in skipped if p.path}
         return Report.of(view.root, "verify", [*joined.findings, *own], {**joined.facts, "checkpoints": lines})
@@ -77,9 +89,12 @@ def verify(
 
 
 def _with_others(report: Report, path: str | os.PathLike[str]) -> Report:
-    """Return the report with a note if the path is the folder of a run, of which the newest checkpoint was checked."""
-    if is_url(os.fspath(path)) or os.path.abspath(path) == os.path.abspath(report.path):
+    """Return the report of the path as given; of a run with a note that the newest checkpoint was checked."""
+    if is_url(os.fspath(path)):
         return report
+    path = os.path.expanduser(path)
+    if os.path.isfile(path) or os.path.abspath(path) == os.path.abspath(report.path):
+        return replace(report, path=os.fspath(path))  # as the user wrote it: the root of a file is its folder
     try:
         count = len(RunView(path).steps)
     except LazyckptError:
@@ -95,7 +110,11 @@ def _with_others(report: Report, path: str | os.PathLike[str]) -> Report:
 def _manifest(against: Digest | str | os.PathLike[str] | None) -> Digest | None:
     if against is None or isinstance(against, Digest):
         return against
-    return Digest.from_json(Path(against).read_bytes())
+    try:
+        text = Path(against).expanduser().read_bytes()
+    except OSError as e:
+        raise DataError(f"{os.fspath(against)}: the manifest cannot be read: {e.strerror or e}") from None
+    return Digest.from_json(text)
 
 
 def _opened(path: str | os.PathLike[str], options: Mapping[str, Any] | None) -> CheckpointView:
@@ -120,8 +139,34 @@ def _checked(
     report = examine(view, level, executor, memory, progress)
     if manifest is None:
         return report
-    there = [state for state in manifest.states if state in view.states]
-    digest = view.digest(
-        algorithm=manifest.algorithm, states=there, executor=executor, memory=memory, progress=progress
-    )
-    return Report.of(report.path, report.tool, [*report.findings, *against_manifest(digest, manifest)], report.facts)
+    pairs = _paired(manifest, view)
+    own = list(dict.fromkeys(pairs.values()))
+    states: Mapping[str, Any] = {}
+    if own:
+        options = {"executor": executor, "memory": memory, "progress": progress}
+        states = view.digest(algorithm=manifest.algorithm, states=own, **options).states
+    digest = Digest(manifest.algorithm, {theirs: states[ours] for theirs, ours in pairs.items()})
+    wanted = Digest(manifest.algorithm, {theirs: manifest.states[theirs] for theirs in pairs})
+    lost = [
+        Finding(
+            "digest-mismatch",
+            f"the manifest has {plural(len(table), 'tensor')} of {state}; the checkpoint has no such state",
+            severity="warning",
+            todo="Nothing to do if it was left out on purpose, as in an export of the weights.",
+            details={"state": state, "kind": "only there"},
+        )
+        for state, table in manifest.states.items()
+        if state not in pairs
+    ]
+    findings = [*report.findings, *against_manifest(digest, wanted), *lost]
+    return Report.of(report.path, report.tool, findings, report.facts)
+
+
+def _paired(manifest: Digest, view: CheckpointView) -> dict[str, str]:
+    """Return states of the manifest -> states of the view with the same name. The first state of each, which has the
+    weights, is compared also where formats name it differently: "fp32" of ZeRO is "weights" of an export."""
+    pairs = {state: state for state in manifest.states if state in view.states}
+    first, main = next(iter(manifest.states), ""), next(iter(view.states), "")
+    if first in PARAMETERS and main in PARAMETERS and first not in pairs and main not in pairs:
+        pairs = {first: main, **pairs}
+    return pairs

@@ -106,7 +106,8 @@ def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first:
             if crc not in (buffers[name], None):
                 differ.setdefault(name, []).append(dp)
     for name, others in differ.items():
-        line = f"the buffer {name!r} differs on ranks {some(others, 8)}: the lowest's is read (the others: view.stored)"
+        where = f"rank{'s' if len(others) > 1 else ''} {some(others, 8)}"
+        line = f"the buffer {name!r} differs on {where}: the lowest rank's is read (the others: view.stored)"
         b.report(Problem("differing-replicas", line, name))
     frozen: dict[str, dict[int, Shard]] = {}
     for n, name in enumerate(shapes):

@@ -31,7 +31,7 @@ _MANY = 1e-3  # of the elements, or `_SOME`: more than that are no outliers
 _SOME = 32
 _LEAST = 1024  # elements from which a tensor has a usual size
 _EDGE = 0.005  # of the elements of an 8-bit dtype: scaling puts one of each block at the edge
-_PLAIN = ("weights", "fp32", "model")  # states whose elements are parameters
+PARAMETERS = ("weights", "fp32", "model")  # states whose elements are parameters
 
 
 class Place(NamedTuple):
@@ -85,7 +85,7 @@ def judged(targets: Sequence[Target], swept: Swept, steps: Mapping[str, float]) 
     zero = {
         (target.state, target.name)
         for n, target in enumerate(targets)
-        if target.state not in _PLAIN and found["count"][n] and found["zeros"][n] == found["count"][n]
+        if target.state not in PARAMETERS and found["count"][n] and found["zeros"][n] == found["count"][n]
     }
     order = np.argsort(swept.runs.tensors, kind="stable")
     begins = np.searchsorted(swept.runs.tensors[order], np.arange(len(targets) + 1))
@@ -137,25 +137,25 @@ def _of_tensor(
         yield from _all_zero(target, name, steps, zero)
         return
     if low == high:
-        if target.state not in _PLAIN:
+        if target.state not in PARAMETERS:
             return
         yield _finding("constant-values", f"all {count:,} elements of {name} are {low:g}", target)
         return
     if low < 0 and _never_negative(target):
         yield _negative(target, name, low, swept, own)
     limits = torch.finfo(_real(dtype))
-    if largest < limits.smallest_normal and target.state in _PLAIN:
+    if largest < limits.smallest_normal and target.state in PARAMETERS:
         yield _finding("denormal-values", f"no element of {name} is larger than {largest:.3g}", target)
     if edge > (_EDGE * count if dtype.itemsize == 1 else 0) and not mask_like:
         near = own[swept.largest[own] >= np.float32(limits.max)]
         place = _found(target, swept, near, lambda x: x.abs() >= limits.max)
         text = f"{name} has {edge:,} elements of the largest size of {dtype.name}, {limits.max:g}"
         yield _finding("saturated-values", text, target, place)
-    elif target.state in _PLAIN and count >= _LEAST and not mask_like:
+    elif target.state in PARAMETERS and count >= _LEAST and not mask_like:
         yield from _outlying(target, name, tally, swept, own)
     shape = target.tensor.spec.shape
     row = math.prod(shape[1:])
-    if len(shape) > 1 and zeros >= row > 1 and target.state in _PLAIN and shape[0] > 1:
+    if len(shape) > 1 and zeros >= row > 1 and target.state in PARAMETERS and shape[0] > 1:
         yield from _dead(target, name)
 
 
@@ -178,7 +178,7 @@ def _all_zero(
     ``zero`` has (state, name) of all moments that are zero: those of a parameter are one finding.
     """
     count = math.prod(target.tensor.spec.shape)
-    if target.state in _PLAIN:
+    if target.state in PARAMETERS:
         if target.tensor.ndim > 1:
             # the second factor of a LoRA pair begins as zero
             severity = "note" if "lora_b" in target.name.lower() else None
@@ -314,7 +314,7 @@ def _real(dtype: DType) -> torch.dtype:
 
 
 def _shown(target: Target) -> str:
-    return target.name if target.state in _PLAIN[:1] else f"{target.state}: {target.name}"
+    return target.name if target.state in PARAMETERS[:1] else f"{target.state}: {target.name}"
 
 
 def _finding(

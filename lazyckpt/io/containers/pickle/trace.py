@@ -147,6 +147,7 @@ _FILLED = {
 }
 _ITERATORS = {"range", "xrange", "repeat", "count", "cycle", "product", "permutations", "combinations"}
 _LARGE = 16 << 20  # elements or bytes that a call may make
+_ESCAPE = re.compile(rb"\\([4-7][0-7]{2}|.)", re.DOTALL)
 _TYPES = {Named("builtins", "type"), Named("__builtin__", "type")}
 _PARTIAL = Named("functools", "partial")
 _PASSING = {_PARTIAL, Named("copyreg", "__newobj__"), Named("copyreg", "__newobj_ex__")} | {
@@ -627,10 +628,18 @@ def _is_endless(made: _Made) -> bool:
     return made.of.module == "itertools" or any(n > _LARGE for n in numbers)
 
 
+def _usual(escape: re.Match[bytes]) -> bytes:
+    """Return an escape such that decoding it warns of nothing: unknown ones stand for themselves."""
+    what = escape[1]
+    if len(what) == 3:
+        return b"\\%c%s" % (what[0] - 4, what[1:])
+    return escape[0] if what in b"\\'\"\nabfnrtvx01234567" else b"\\" + escape[0]
+
+
 def _escaped(line: bytes, quoted: bool) -> Any:
     import codecs
 
     if quoted:
-        raw: bytes = codecs.escape_decode(line)[0]
+        raw: bytes = codecs.escape_decode(_ESCAPE.sub(_usual, line))[0]
         return raw.decode("latin1")
     return line.decode("raw-unicode-escape", "replace")
