@@ -312,6 +312,8 @@ class LazyArray(Likeness):
                 f"{self.name!r} is read into a contiguous CPU tensor of shape {tuple(self.shape)} and {self.dtype}, "
                 f"not {tuple(out.shape)} and {out.dtype} on {out.device}"
             )
+        if out.is_conj() or out.is_neg():
+            raise DataError(f"{self.name!r} cannot be read into a conjugated or negated view: copy the view first")
         work, ready = self._start(out)
         run_here(work)
         return ready()

@@ -61,14 +61,20 @@ def described(value: Any, seen: tuple[int, ...] = ()) -> Any:
     return repr(value)
 
 
-def outcome(path: Path, pickles: Pickles) -> Any:
+def outcome(path: Path, pickles: Pickles | None) -> Any:
     try:
-        file = read_torch_file(LocalStore(path.parent), path.name, pickles)
+        file = read_torch_file(LocalStore(path.parent), path.name, pickles or Pickles())
         plain = Plain(file.root, path.name, file.pickle_size)
         extents = {name: t.storage and file.extent(t, name) for name, t in plain.tensors.items()}
     except lazyckpt.LazyckptError as e:
         return type(e)
     return described(file.root), file.globals, described(plain.rest), plain.notes, extents
+
+
+def read_among(paths: list[Path]) -> list[Any]:
+    """Read files one after the other, each among those before it."""
+    among = Pickles()
+    return [outcome(path, among) for path in paths]
 
 
 def check(folder: Path, programs: list[bytes]) -> list[Any]:

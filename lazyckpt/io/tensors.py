@@ -53,4 +53,5 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor as a writable memoryview."""
     if not tensor.numel():
         return memoryview(b"")
-    return tensor.detach().view(-1).view(torch.uint8).numpy().data
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # a size of 1 may have any stride
+    return flat.view(torch.uint8).numpy().data
