@@ -27,6 +27,7 @@ from ..core.names import Same
 from ..errors import LazyckptError
 from ..io.storage.base import Store, narrow
 from ..io.storage.local import LocalStore
+from ..io.system import POSIX
 from ..io.tensors import as_bytes
 from ..jobs.write import scratch
 from ..namespace import Namespace
@@ -214,7 +215,7 @@ def _child(fd: int, rows: Rows) -> bytes:
 
 def _can_start() -> bool:
     named = re.search("python|pypy", os.path.basename(sys.executable or "").lower()) is not None
-    return named and not hasattr(sys, "frozen") and hasattr(os, "preadv") and _CHILD.is_file()
+    return named and not hasattr(sys, "frozen") and POSIX and hasattr(os, "preadv") and _CHILD.is_file()
 
 
 def _cores() -> int:
