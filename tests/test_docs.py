@@ -229,6 +229,8 @@ def test_commands_are_understood(path: Path) -> None:
     for block in re.findall(r"^```sh\n(.*?)^```", path.read_text("utf-8"), re.DOTALL | re.MULTILINE):
         for line in block.splitlines():
             words = shlex.split(line, comments=True)
+            if ">" in words:  # what is behind it is for the shell
+                words = words[: words.index(">")]
             if words[:1] == ["lazyckpt"]:
                 program.command(words[1]).make_context(words[1], words[2:])
 

@@ -174,6 +174,19 @@ def test_a_flipped_bit_of_a_distributed_checkpoint(tmp_path: Path) -> None:
     assert only(lazyckpt.verify(folder), "wrong-checksum").file == file.name
 
 
+def test_a_flipped_bit_of_an_object_among_others(tmp_path: Path) -> None:
+    """Objects that are not tensors follow each other in the file; each is an archive with checksums of its own."""
+    objects = {f"note{n}": "the quick brown fox " * 20 + str(n) for n in range(4)}
+    folder = save_dcp(model() | objects, tmp_path / "dcp")
+    (file,) = folder.glob("*.distcp")
+    assert codes(lazyckpt.verify(folder)) == {}
+    for n in range(4):
+        at = file.read_bytes().index(f"fox {n}".encode()) - 30
+        flip(file, at)
+        assert only(lazyckpt.verify(folder), "wrong-checksum").file == file.name
+        flip(file, at)
+
+
 def test_a_zip_of_zarr(tmp_path: Path) -> None:
     """Its records may be compressed."""
     lazyckpt.open(saved(model(), tmp_path / "x.pt")).to_zarr(tmp_path / "x.zarr")

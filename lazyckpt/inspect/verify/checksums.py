@@ -25,7 +25,7 @@ import numpy as np
 
 from ...core.index import Archive
 from ...errors import CorruptError, DataError, LazyckptError
-from ...io.containers.zip import DEFLATED, STORED, ZIP_MAGIC, data_offsets, read_columns
+from ...io.containers.zip import DEFLATED, STORED, ZIP_MAGIC, data_offsets, last_length, read_columns
 from ...io.pool import each
 from ...io.reading.packed import unpack
 from ...io.storage.base import Store, StoreFile
@@ -90,20 +90,35 @@ def _of_archives(store: Store, path: str, archives: Sequence[Archive]) -> Record
     findings: list[Finding] = []
     at = 0
     for offset, length in [*sorted({(one.offset, one.length) for one in archives}), (store.stat(path).size, 0)]:
-        for start, size, named in ((at, offset - at, False), (offset, length, True)):
-            file = StoreFile(store, path, window=(start, max(size, 0)))
+        windows = list(_objects(store, path, at, offset))
+        for start, size in [*windows, (offset, length)]:
+            file = StoreFile(store, path, window=(start, size))
             if file.size < len(ZIP_MAGIC) or file.at(0, len(ZIP_MAGIC)) != ZIP_MAGIC:
                 continue
             try:
                 found = _of_zip(file, f"{path} (at byte {start:,})")
             except CorruptError:
-                if named:
+                if start == offset:
                     raise
-                continue  # several objects
+                continue  # an object that is a zip of another kind; if it is damaged, the reader says so
             records += found.records
             findings += found.findings if not findings else ()
         at = max(at, offset + length)
     return Recorded(tuple(records), tuple(findings))
+
+
+def _objects(store: Store, path: str, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield the offsets and lengths of the zips that follow each other in a part of a file, the last one first. What
+    is in front of something else, such as a plain pickle, is left out."""
+    while end - start > len(ZIP_MAGIC):
+        try:
+            length = last_length(StoreFile(store, path, window=(start, end - start)))
+        except CorruptError:
+            return
+        if not 0 < length <= end - start:
+            return
+        end -= length
+        yield end, length
 
 
 def _of_zip(file: StoreFile, where: str) -> Recorded:

@@ -134,6 +134,18 @@ def _ends(file: StoreFile) -> tuple[int, int, int]:
     return count, size, start
 
 
+def last_length(file: StoreFile) -> int:
+    """Return the number of bytes of the last of several zips that follow each other in a file, by its end records.
+    Raises CorruptError if there is none."""
+    at, end = _find_end(file)
+    size, start = _END.unpack(end[: _END.size])[5:7]
+    length = len(end)
+    if at >= _LOCATOR.size + _END64.size and file.at(at - _LOCATOR.size, 4) == b"PK\x06\x07":
+        size, start = _END64.unpack(file.at(at - _LOCATOR.size - _END64.size, _END64.size))[-2:]
+        length += _LOCATOR.size + _END64.size
+    return int(start + size + length)
+
+
 def _find_end(file: StoreFile) -> tuple[int, bytes]:
     """Return the offset of the end record, and the bytes from there on. Raises CorruptError unless the end record is
     the only one that a reader may choose."""
