@@ -52,7 +52,9 @@ def cache(
             write_text(str(folder.location()))
         elif action is Action.clear:
             count = _there(lambda: clear(None if path is None else _where(path)), 0)
-            write_text(json.dumps({"removed": count}) if as_json else f"removed {plural(count, 'entry', 'entries')}")
+            removed = f"removed {plural(count, 'entry', 'entries')}"
+            text = removed if count or path is None else f"no index of {path} is kept"
+            write_text(json.dumps({"removed": count}) if as_json else text)
         else:
             _list(_there(kept, []), as_json)
     except folder.Refused as e:

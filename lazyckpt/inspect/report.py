@@ -289,9 +289,8 @@ class Finding(Problem):
         return Finding(problem.code, str(problem), *((path, None) if named else (None, path)))
 
     def prefixed(self, prefix: str, path: str | None = None) -> Finding:
-        return Finding(
-            self.code, f"{prefix}: {self}", self.file or path, self.tensor, self.severity, self.todo, self.details
-        )
+        text = str(self) if self.startswith(f"{prefix}: ") else f"{prefix}: {self}"
+        return Finding(self.code, text, self.file or path, self.tensor, self.severity, self.todo, self.details)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the finding as plain objects for JSON."""
