@@ -52,19 +52,19 @@ def _target(name: str, group: str, case: str, below: str, file: str, grammar: st
 @functools.cache
 def _verified() -> Path:
     """A checkpoint with the records that verification compares: integrity.json, and those of a download."""
-    to = scratch() / "verified"
-    shutil.copytree(golden("dcp", "numbered"), to)
-    (to / ".cache/huggingface/download").mkdir(parents=True)
+    to = scratch() / "verified"  # perhaps made by a child before
+    shutil.copytree(golden("dcp", "numbered"), to, dirs_exist_ok=True)
+    (to / ".cache/huggingface/download").mkdir(parents=True, exist_ok=True)
     return to
 
 
 def verified(name: str) -> Callable[[bytes], None]:
     def run(data: bytes) -> None:
-        path = _verified() / name
-        path.write_bytes(data)
+        for other in RECORDS:  # a child that was killed may have left one
+            (_verified() / other).unlink(missing_ok=True)
+        (_verified() / name).write_bytes(data)
         report = lazyckpt.verify(_verified())
         str(report), report.to_json()
-        path.unlink()
 
     return run
 
@@ -75,12 +75,13 @@ def _integrity() -> list[bytes]:
     return [json.dumps({"algorithm": "sha256", "files": files}).encode()]
 
 
+RECORDS = ("integrity.json", ".cache/huggingface/download/__0_0.distcp.metadata", "tokenizer.json")
 TARGETS = (
     *(_target(name, *about) for name, about in FILES.items()),
-    Target("verify.integrity", verified("integrity.json"), _integrity, "json"),
+    Target("verify.integrity", verified(RECORDS[0]), _integrity, "json"),
     Target(
-        "verify.download", verified(".cache/huggingface/download/__0_0.distcp.metadata"),
+        "verify.download", verified(RECORDS[1]),
         lambda: [b"0123456789abcdef\n" + b"0" * 64 + b"\n1700000000.0\n"], "text",
     ),
-    Target("verify.tokenizer", verified("tokenizer.json"), lambda: [TOKENIZER], "json"),
+    Target("verify.tokenizer", verified(RECORDS[2]), lambda: [TOKENIZER], "json"),
 )  # fmt: skip
