@@ -489,7 +489,7 @@ class Specs(Mapping[str, TensorSpec]):
         """Return the shape and the dtype of a tensor. Raises KeyError."""
 
     def place(self, name: str) -> Place | None:
-        """Return where a tensor is, without its spec; None if only the spec tells. Raises KeyError."""
+        """Return the place of a tensor without making its spec; None if only its spec has it. Raises KeyError."""
         return None
 
     def marks(self, kinds: dict[tuple[Shape, DType], int]) -> NDArray[np.int64]:
@@ -579,8 +579,8 @@ def kind_of(specs: Mapping[str, TensorSpec], name: str) -> tuple[Shape, DType]:
 
 
 def place_of(specs: Mapping[str, TensorSpec], name: str) -> Place | None:
-    """Return where a tensor is that is one run of plain values, without a spec if there is none yet; None if only the
-    spec tells. Raises KeyError.
+    """Return the place of a tensor that is one run of plain values, without making its spec. Return None if only its
+    spec has the place. Raises KeyError.
 
     Parameters
     ----------

@@ -59,8 +59,9 @@ class Form(NamedTuple):
 
 
 class Leaves(NamedTuple):
-    """The hashes of consecutive runs of a tensor, from run number ``first`` on, and the bytes of the runs of which a
-    part is missing, each with its position, if they were kept."""
+    """The hashes of consecutive runs of a tensor, from run number ``first`` on.
+
+    ``edges`` are the bytes of incomplete runs, each with its position, if they were kept."""
 
     first: int
     hashes: tuple[bytes, ...]
@@ -68,7 +69,7 @@ class Leaves(NamedTuple):
 
 
 class Hasher:
-    """Hashes consecutive bytes of a tensor, from byte ``at`` on. Runs of which a part is missing are left out.
+    """Hashes consecutive bytes of a tensor, from byte ``at`` on. Incomplete runs are left out.
 
     Parameters
     ----------
@@ -79,7 +80,7 @@ class Hasher:
     new
         The hash function.
     nbytes
-        The number of bytes, if the bytes of runs of which a part is missing are to be kept; None if not.
+        The number of bytes, if the bytes of incomplete runs are to be kept; None if not.
     """
 
     __slots__ = ("_at", "_edges", "_first", "_hash", "_hashes", "_head", "_new", "_tail", "_whole")

@@ -49,7 +49,8 @@ def diff(
         Names of the states to compare, or "all". By default the states that the two views read (the weights or, if
         there are none, fp32).
     digests
-        Whether manifests beside the checkpoints are used. False reads all tensors.
+        Whether manifests beside the checkpoints are used. False reads all tensors. Manifests are not authenticated:
+        pass False for a checkpoint from a source that you do not trust.
     executor, memory, progress
         See `WriteOptions`.
 
